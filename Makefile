@@ -20,7 +20,7 @@ DEFINES := -C cmake.define.KT_TESTS=ON -C cmake.define.KT_EMULATE=ON
 export PYTHONFAULTHANDLER := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help build check test test-slow test-llamafactory soak bench demo wheel asan tsan x86 clean
+.PHONY: help build check format test test-slow test-llamafactory soak bench demo wheel asan tsan x86 clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -38,14 +38,19 @@ $(VENV)/.built: $(VENV)/.installed pyproject.toml CMakeLists.txt src/ktransforme
 
 build: $(VENV)/.built  ## venv, pinned packages, the extension with all variants (editable install)
 
-check: $(VENV)/.installed  ## ruff, mypy, clang-format, the layer rule
+check: build  ## ruff, mypy, clang-format, the layer rule
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/clang-format --dry-run -Werror $(CPP)
 	$(PY) -m pytest -q tests/test_layers.py
 
-test: build  ## everything but the slow tests: native, then Python
+format: $(VENV)/.installed  ## rewrite the sources as `make check` wants them
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $(CPP)
+
+test: check  ## check, then everything but the slow tests: native, then Python
 	$(BUILD)/kt_tests
 	$(PY) -m pytest -q
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 VARIANTS = ("kt", "gpu", "fsdp")
 POOL = 4_000_037  # random numbers that all weights are taken from; a prime
-CARDS = Path(__file__).resolve().parents[1] / "src" / "ktransformers" / "place" / "models"
+CARDS = Path(__file__).resolve().parents[1] / "src" / "ktransformers" / "plan" / "models"
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def _rolled(rows: torch.Tensor, by: int) -> torch.Tensor:
 def _pack(model: Any, spec: str) -> None:
     """All experts of the first layer in the format; every other layer has the same bytes, experts in another order."""
     from ktransformers.checkpoint import ExpertChunk
-    from ktransformers.checkpoint.encoded import encode
+    from ktransformers.checkpoint.encoder import encode
     from ktransformers.nn.contract import expert_modules, read_contract
     from ktransformers.nn.experts import attach_store, new_store, pack_chunk, remove_parameters, select_implementation
 

@@ -129,7 +129,7 @@ def make_source(shape: Shape, weights: Weights, format: str, encoded: int) -> So
     if format in BLOCK_SCALES:
         matrices = {name: random_blocks(format, encoded, *matrix.shape[1:]) for name, matrix in named(weights)}
     else:
-        from ktransformers.checkpoint.encoded import encode
+        from ktransformers.checkpoint.encoder import encode
 
         matrices = {name: encode(matrix[:encoded], format) for name, matrix in named(weights)}
     matrices = {name: repeated(matrix, shape.experts) for name, matrix in matrices.items()}

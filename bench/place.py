@@ -73,7 +73,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def stores(shape: Shape, spec: str, layers: int = LAYERS) -> list[ExpertStore]:
-    from ktransformers.checkpoint.encoded import encode
+    from ktransformers.checkpoint.encoder import encode
     from ktransformers.nn import ExpertStore
 
     found = []

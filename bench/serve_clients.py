@@ -138,11 +138,11 @@ def open_ours(
     launch = Launch(
         str(model),
         lora_paths=tuple((name, str(folder)) for name, folder in adapters.items()),
-        running=max(args.streams),
-        queued=max(128, *args.streams),
-        tokens=2 * max(args.streams) * (room + 64),
-        context=room,
-        chunk=args.chunk,
+        max_running_requests=max(args.streams),
+        max_queued_requests=max(128, *args.streams),
+        max_total_tokens=2 * max(args.streams) * (room + 64),
+        context_length=room,
+        chunked_prefill_size=args.chunk,
         threads=args.threads or None,
         device=args.device,
         dtype=args.dtype,
@@ -152,7 +152,7 @@ def open_ours(
     if args.engine:
         yield InProcess(open_service(launch, target, lambda line: print(f"    {line}", flush=True)))
         return
-    from ktransformers.prove.server import in_process
+    from ktransformers.prove.server import start_server
 
-    with in_process(launch, target, lambda line: print(f"    {line}", flush=True)) as (url, service):
+    with start_server(launch, target, lambda line: print(f"    {line}", flush=True)) as (url, service):
         yield OverHttp(url, "base", service.engine.forward.model)

@@ -158,7 +158,7 @@ class Bench:
         """Of steps in which every stream has a new token."""
         self.forward.graphs = graphs
         engine, taken, warm = self.engine(streams, 4096), list[float](), 8
-        while any(not one.prompt_done for one in engine.running) or not engine.running:
+        while any(not one.prompt_computed for one in engine.running) or not engine.running:
             engine.step()
         begun = time.perf_counter()
         while len(taken) < warm + 4 or time.perf_counter() - begun < self.args.seconds:

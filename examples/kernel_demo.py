@@ -1,9 +1,9 @@
-"""The expert kernel at work on a small layer, beside plain torch.
+"""Compares the expert kernel with plain torch on a small layer.
 
-Packs 16 random experts, runs batches of several sizes, and prints for each the time of our kernel, the time of the same
-layer written in plain torch (one loop over the experts, as transformers' eager path does it), and the error of both
-against float64. The error is |y - y64| / |y64| over the whole output, a single number. torch takes bf16 or float32,
-whichever is faster here: where a CPU has no bf16 instructions, its bf16 products are hundreds of times slower.
+Packs 16 random experts, runs batches of several sizes, and prints for each the time of the kernel, the time of the same
+layer in plain torch (a loop over experts, like transformers' eager path), and the error of both against float64, as |y
+- y64| / |y64| over the whole output. torch uses bf16 or float32, whichever is faster on this machine: without bf16
+instructions its bf16 products are hundreds of times slower.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def best_ms(call: Callable[[], object], seconds: float = 0.3) -> float:
 
 
 def faster_dtype(rows: torch.Tensor, weights: torch.Tensor) -> torch.dtype:
-    """In which of the two torch multiplies faster on this machine."""
+    """The dtype in which torch multiplies faster on this machine."""
 
     def product_ms(dtype: torch.dtype) -> float:
         left, right = rows.to(dtype), weights.to(dtype)
         return best_ms(lambda: left @ right.T, seconds=0.05)
 
-    with warnings.catch_warnings(action="ignore"):  # torch says at length that it has no bf16 instructions
+    with warnings.catch_warnings(action="ignore"):  # torch warns about missing bf16 instructions
         return min((torch.bfloat16, torch.float32), key=product_ms)
 
 
@@ -79,13 +79,14 @@ def main() -> None:
             x = torch.randn(tokens, HIDDEN).bfloat16()
             weights, ids = torch.randn(tokens, EXPERTS).softmax(-1).topk(TOP_K)
             exact = eager(x.double(), ids, weights, gate.double(), up.double(), down.double())
-            ours = best_ms(lambda x=x, i=ids, w=weights: store.forward(x, i, w))
+            kernel_ms = best_ms(lambda x=x, i=ids, w=weights: store.forward(x, i, w))
             x_plain = x.to(dtype)
-            theirs = best_ms(lambda x=x_plain, i=ids, w=weights: eager(x, i, w, *plain))
-            off = error(store.forward(x, ids, weights), exact)
-            torch_off = error(eager(x_plain, ids, weights, *plain), exact)
-            ratio = theirs / ours
-            print(f"{tokens:>6}  {ours:>8.3f}  {theirs:>8.3f}  {ratio:>7.1f}x  {off:>8.1e}  {torch_off:>11.1e}")
+            torch_ms = best_ms(lambda x=x_plain, i=ids, w=weights: eager(x, i, w, *plain))
+            kernel_error = error(store.forward(x, ids, weights), exact)
+            torch_error = error(eager(x_plain, ids, weights, *plain), exact)
+            ratio = torch_ms / kernel_ms
+            errors = f"{kernel_error:>8.1e}  {torch_error:>11.1e}"
+            print(f"{tokens:>6}  {kernel_ms:>8.3f}  {torch_ms:>8.3f}  {ratio:>7.1f}x  {errors}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""kt-kernel's training output into adapters for SGLang: the command that earlier guides name, with the same flags.
+"""Converts kt-kernel's training output to adapters for SGLang, with the command line of earlier guides.
 
-The merged adapter goes to OUTPUT_DIR; with the two other options the experts' part and the rest are also written apart,
-for servers that take them apart. It is `kt convert --to sglang` under its old name, and reads every dialect.
+The merged adapter is written to OUTPUT_DIR; the two other options also write the experts and the rest separately, for
+servers that load them separately. Equivalent to `kt convert --to sglang`; reads every dialect.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("input_dir", type=Path)
     parser.add_argument("output_dir", type=Path, help="the merged adapter")
     parser.add_argument("--base-model-name-or-path", required=True)
-    parser.add_argument("--lora-alpha", type=float, help="used only where adapter_config.json has none")
+    parser.add_argument("--lora-alpha", type=float, help="used only if adapter_config.json has none")
     parser.add_argument("--expert-output-dir", type=Path)
     parser.add_argument("--nonexpert-output-dir", type=Path)
     parser.add_argument("--overwrite", action="store_true")
@@ -51,10 +51,10 @@ def main() -> None:
         summary = convert_kt_to_sglang_adapter(**vars(parser.parse_args()))
     except KTError as error:
         sys.exit(f"convert_kt_to_sglang_adapter: {error}")
-    for word, name in (("merged", "merged"), ("expert-only", "expert_only"), ("non-expert-only", "nonexpert_only")):
+    for label, name in (("merged", "merged"), ("expert-only", "expert_only"), ("non-expert-only", "nonexpert_only")):
         if summary[name]:
             targets = ", ".join(summary[name]["target_modules"])
-            sys.stdout.write(f"{word}: {summary[name]['tensors']} tensors, target_modules {targets}\n")
+            sys.stdout.write(f"{label}: {summary[name]['tensors']} tensors, target_modules {targets}\n")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ def core() -> Keys:
     import torch
 
     from ktransformers import _core
-    from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, encode
+    from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded
+    from ktransformers.checkpoint.encoder import encode
     from ktransformers.nn import ExpertStore
     from ktransformers.nn.store import Dropout
 
@@ -92,7 +93,7 @@ def core() -> Keys:
         yield "forward/lora", store.forward(*given, adapters=adapters[:1])
         rows = (torch.arange(tokens) % 3 - 1).int()
         yield "forward/adapters", store.forward(*given, adapter=rows, adapters=adapters)
-        if not store.against_w8a8:
+        if not store.w8a8_unsupported:
             yield "forward/w8a8", store.forward(*given, w8a8=True)
             yield "forward/w8a8-adapters", store.forward(*given, adapter=rows, adapters=adapters, w8a8=True)
         keep = store.new_keep(*ids.shape)
@@ -174,12 +175,12 @@ def quantised(directory: Path, tokens: Any) -> Keys:
 
     from ktransformers.nn import load_model
     from ktransformers.quant.convert import convert
-    from ktransformers.quant.plan import make_plan, wanted
+    from ktransformers.quant.plan import make_plan, parse_formats
 
     need("pydantic")
     for spec in ("int4", "int8", "mxfp4", "fp8:128x128"):
         out = directory.parent / spec.replace(":", "-")
-        convert(make_plan(directory, wanted(spec), THREADS), out)
+        convert(make_plan(directory, parse_formats(spec), THREADS), out)
         loaded = load_model(out, dtype=torch.float32)
         with torch.no_grad():
             yield f"{spec}/logits", loaded(input_ids=tokens).logits
@@ -199,13 +200,13 @@ def train() -> Keys:
         def __init__(self) -> None:
             self.losses: list[float] = []
 
-        def stepped(self, progress: Any) -> None:
+        def on_step(self, progress: Any) -> None:
             self.losses += [progress.values["loss"]] if "loss" in progress.values else []
 
         def ignore(self, *_: Any) -> None:
             pass
 
-        planned = loading = referring = noted = ignore
+        on_plan = on_load = on_reference = on_note = ignore
 
     recipe = {
         "dataset": "identity", "max_samples": 16, "cutoff_len": 96, "per_device_train_batch_size": 2,
@@ -246,7 +247,7 @@ class Served:
         self.folder, self.tokenizer = folder, AutoTokenizer.from_pretrained(self.directory)
         self.model = load_model(self.directory, **options)
         self.forward = Forward(self.model)
-        self.forward.check()
+        self.forward.check_against_stock()
         self.places = LoraModules(self.model)
 
     def decode(self, names: list[str | None], new: int = 12) -> list[list[Any]]:
@@ -256,7 +257,7 @@ class Served:
         from ktransformers.serve.engine.sequence import GenerationRequest, Sequence
 
         opened = {n: self.places.open(self.folder / n, n, 1, str(self.directory)) for n in names if n is not None}
-        engine = ServeEngine(self.forward, Limits(running=6, queued=64, chunk=32, tokens=4096, context=512))
+        engine = ServeEngine(self.forward, Limits(6, 64, 32, 4096, 512))
         heard: list[list[Any]] = [[] for _ in names]
         for seed, (name, events) in enumerate(zip(names, heard, strict=True)):
             prompt = tuple(random.Random(seed).choices(range(3, 6400), k=5 + 9 * seed))

@@ -30,7 +30,7 @@ def placed_experts(
     experts that are there already, and from the third on graphs that were recorded."""
     import torch
 
-    from ktransformers.checkpoint.encoded import encode
+    from ktransformers.checkpoint.encoder import encode
     from ktransformers.nn import ExpertStore
     from ktransformers.nn.contract import expert_modules
     from ktransformers.nn.lora import ExpertLora, Factor

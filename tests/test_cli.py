@@ -1,4 +1,4 @@
-"""The `kt` command as a user runs it, and the ground under it: environment, log, errors, memory."""
+"""The `kt` command as a user runs it, and the base modules: environment, log, errors, memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import ktransformers
 from ktransformers import env, log, system
 from ktransformers.errors import InputError, KTError
-from tests.forked import Ended, python
+from tests.support.forked import Completed, python
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,8 +25,8 @@ def kt(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*program, *words], capture_output=True, text=True, env=clean | variables)
 
 
-def forked(*words: str, **variables: str) -> Ended:
-    """As `kt`, where the verb would import torch."""
+def forked(*words: str, **variables: str) -> Completed:
+    """As `kt`, for verbs that import torch."""
     return python("from ktransformers.cli.main import main; main()", *words, **variables)
 
 
@@ -36,7 +36,7 @@ def test_version() -> None:
     assert system.version_of("ktransformers") == ktransformers.__version__
 
 
-def test_version_says_what_it_runs_on() -> None:
+def test_verbose_version_lists_packages() -> None:
     found = json.loads(kt("version", "--json").stdout)
     assert found["ktransformers"] == ktransformers.__version__ and found["torch"] == system.version_of("torch")
     assert found["cpu variant"] and found["platform"].startswith("Linux ")

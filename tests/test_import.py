@@ -24,11 +24,16 @@ def test_import_is_silent_and_loads_nothing_heavy(module: str) -> None:
     assert json.loads(out) == []
 
 
+def test_planner_and_its_formats_do_without_torch() -> None:
+    code = "import ktransformers.plan, sys\nfrom ktransformers.plan.formats import format_of\n"
+    assert run(code + "print(format_of('int4').bits, 'torch' in sys.modules)").split() == ["4", "False"]
+
+
 def test_import_of_the_native_core_is_silent() -> None:
     assert run("import ktransformers._core") == ""
 
 
-def test_lazy_attributes() -> None:
+def test_attributes_are_loaded_lazily() -> None:
     out = run(
         "import ktransformers, sys\n"
         "assert 'ExpertStore' in dir(ktransformers) and 'torch' not in sys.modules\n"
@@ -37,14 +42,14 @@ def test_lazy_attributes() -> None:
     assert out.split() == ["ExpertStore", "True"]
 
 
-def test_unknown_attribute() -> None:
+def test_unknown_attribute_raises() -> None:
     import ktransformers
 
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = ktransformers.no_such_name
 
 
-def test_help_is_quick() -> None:
+def test_help_is_fast() -> None:
     """Best of five, in seconds of the CPU: the machine that runs the tests may be busy, the limit is for the work."""
     times = []
     for _ in range(5):

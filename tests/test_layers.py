@@ -38,7 +38,6 @@ APART = {"train", "serve", "evaluate"}  # do not import each other
 ALONE = {"loop"}  # runs the verbs as commands and imports no other part
 # Cycles of files that are tolerated, each with its reason.
 TOLERATED_CYCLES = [
-    {"checkpoint.encode", "checkpoint.encoded"},  # `encoded` calls the encoder from a function
     {"serve.graphs.decode_attention", "serve.graphs.decode_attention_triton"},  # kernels and the types of their caller
 ]
 # Submodules of a foreign package, as opposed to what it exports at the top, and the one part that may import them.

@@ -1,4 +1,4 @@
-// Formats by name, matrices as they were released, and packed bytes in and out.
+// The table of formats, formats by name, matrices in the bytes of a checkpoint, and packed bytes in and out.
 #include "bindings/objects.h"
 
 namespace kt {
@@ -8,7 +8,7 @@ constexpr Element kInt8{"int8", nb::dlpack::dtype_code::Int, 8};
 
 std::string all_formats() {
   std::string all;
-  for (const CodecRow& row : kCodecRows) all += (all.empty() ? "" : ", ") + std::string(row.name);
+  for (const FormatRow& row : kFormats) all += (all.empty() ? "" : ", ") + std::string(row.name);
   return all + " (int4:GROUP[:f16|f32], fp8:128x128|1x128|row)";
 }
 
@@ -31,9 +31,65 @@ const Array& dense(const char* name, nb::handle tensor, int dims, std::initializ
 }
 
 Element element_of_scales(const Format& f) {
-  if (f.codec == Codec::int8 || f.codec == Codec::fp8) return kFloat32;
-  if (f.codec != Codec::int4) return kUint8;
-  return f.scale == DType::bf16 ? kBFloat16 : f.scale == DType::f16 ? kFloat16 : kFloat32;
+  switch (f.type_of(f.row().header[0])) {
+    case FieldType::f32:
+      return kFloat32;
+    case FieldType::f16:
+      return kFloat16;
+    case FieldType::bf16:
+      return kBFloat16;
+    default:
+      return kUint8;
+  }
+}
+
+constexpr const char* kBlocks[] = {"128x128", "1x128", "row"};
+
+// The name in the one spelling that Python compares.
+std::string spec_of(const Format& f) {
+  const std::string name = f.row().name;
+  if (f.row().suffix == Suffix::group)
+    return name + ":" + std::to_string(f.group) +
+           (f.scale == DType::bf16  ? ""
+            : f.scale == DType::f16 ? ":f16"
+                                    : ":f32");
+  if (f.row().suffix == Suffix::block) return name + ":" + kBlocks[f.shared ? 0 : f.group ? 1 : 2];
+  return name;
+}
+
+// Columns and rows that share a scale in the checkpoint: columns 0, all of a row; rows 1, each its own.
+int32_t scale_columns(const Format& f) { return f.span() / f.row().header[0].count; }
+int32_t scale_rows(const Format& f) { return f.shared ? kBlockScale : 1; }
+// One scale a row is [rows], but [rows, 1] where the name says how many groups there are.
+bool has_flat_scales(const Format& f) { return !f.span() && f.row().suffix != Suffix::group; }
+
+nb::dict describe(const Format& f) {
+  const FormatRow& row = f.row();
+  nb::list planes, header;
+  for (int bits : row.plane)
+    if (bits) planes.append(bits);
+  if (f.is_tiles()) planes.append(16);
+  for (int i = 0; i < row.fields(); i++)
+    header.append(nb::make_tuple(kFieldTypes[(int)f.type_of(row.header[i])], (int)row.header[i].count));
+  nb::dict all;
+  all["spec"] = spec_of(f);
+  all["name"] = row.name;
+  all["element"] = kElementKinds[(int)row.element];
+  all["zero_point"] = (int)row.zero_point;
+  all["planes"] = planes;
+  all["scales"] = kScaleKinds[(int)row.scales];
+  all["span"] = f.span();
+  all["header"] = header;
+  all["header_bytes"] = f.header();
+  all["shared_header"] = f.shared;
+  all["tensor_scale"] = row.has_tensor_scale();
+  all["scale_columns"] = row.fields() ? scale_columns(f) : 0;
+  all["scale_rows"] = scale_rows(f);
+  all["flat_scales"] = has_flat_scales(f);
+  all["gguf_type"] = row.gguf_type < 0 ? nb::object(nb::none()) : nb::cast((int)row.gguf_type);
+  all["block_bytes"] = (int)row.block;
+  all["written"] = row.written;
+  return all;
 }
 
 }  // namespace
@@ -42,31 +98,48 @@ Format format_of(const char* name, const std::string& text) {
   std::string rest = text, word = next_word(rest);
   Format f;
   int codec = 0;
-  while (codec < kCodecs && word != kCodecRows[codec].name) codec++;
+  while (codec < kCodecs && word != kFormats[codec].name) codec++;
   if (codec == kCodecs) refuse_value(name, "\"" + text + "\"", "one of " + all_formats());
   f.codec = (Codec)codec;
-  if (f.codec == Codec::int4) {
+  if (f.row().suffix == Suffix::group) {
     std::string group = next_word(rest), scale = next_word(rest);
     bool digits = !group.empty() && group.size() < 7 && group.find_first_not_of("0123456789") == std::string::npos;
     f.group = digits ? std::stoi(group) : -1;
     if (f.group < 0 || f.group % kTileK)
-      refuse_value(name, "\"" + text + "\"", "int4:GROUP with a multiple of 32, or 0 for one scale a row");
+      refuse_value(name, "\"" + text + "\"", word + ":GROUP with a multiple of 32, or 0 for one scale a row");
     f.scale = scale.empty() ? DType::bf16 : word_of<DType>("type of scales", scale, {"f32", "bf16", "f16"});
-  } else if (f.codec == Codec::fp8) {
+  } else if (f.row().suffix == Suffix::block) {
     enum class Block : uint8_t { square, row, whole };
-    Block block = word_of<Block>("block of fp8", next_word(rest), {"128x128", "1x128", "row"});
-    f.group = block == Block::whole ? 0 : 128;
+    Block block = word_of<Block>(("block of " + word).c_str(), next_word(rest), {kBlocks[0], kBlocks[1], kBlocks[2]});
+    f.group = block == Block::whole ? 0 : kBlockScale;
     f.shared = block == Block::square;
   }
   if (!rest.empty()) refuse_value(name, "\"" + text + "\"", "one of " + all_formats());
   return f;
 }
 
+nb::dict describe_format(const std::string& text) { return describe(format_of("format", text)); }
+
+nb::list list_formats() {
+  nb::list all;
+  for (int codec = 0; codec < kCodecs; codec++) {
+    const std::string name = kFormats[codec].name;
+    if (kFormats[codec].suffix == Suffix::group) {
+      all.append(describe_format(name + ":32"));
+    } else if (kFormats[codec].suffix == Suffix::block) {
+      for (const char* block : kBlocks) all.append(describe_format(name + ":" + block));
+    } else {
+      all.append(describe_format(name));
+    }
+  }
+  return all;
+}
+
 nb::tuple describe_grid(const std::string& text) {
   Format f = format_of("format", text);
-  if (!f.row().in_rows) refuse_value("format", "\"" + text + "\"", "one with a grid: iq1_s to iq3_s or tq1_0");
+  if (!f.row().in_grid()) refuse_value("format", "\"" + text + "\"", "one with a grid: iq1_s to iq3_s or tq1_0");
   const Grid& grid = grid_of(f.codec);
-  // Constants of the library: nobody owns them.
+  // Constants of the library, without an owner.
   using Entries = nb::ndarray<nb::numpy, const uint32_t, nb::ndim<1>>;
   using Levels = nb::ndarray<nb::numpy, const float, nb::ndim<1>>;
   return nb::make_tuple(Entries(grid.entries, {(size_t)grid.count}, nb::handle()),
@@ -78,7 +151,7 @@ SourceMatrix released_of(const char* name, nb::handle three, const Format& f, in
   if (!nb::isinstance<nb::sequence>(three) || nb::len(three) != 3)
     refuse_type(name, "no encoded matrix", std::string("(codes, scales, tensor scale) of format ") + f.row().name);
   const std::string in_format = std::string(" in format ") + f.row().name;
-  const CodecRow& row = f.row();
+  const FormatRow& row = f.row();
   int64_t step = row.block ? row.span : row.span ? row.span : 8 / f.bits();
   if (columns % step)
     refuse_value(name, std::to_string(columns) + " columns" + in_format, "a multiple of " + std::to_string(step));
@@ -95,23 +168,23 @@ SourceMatrix released_of(const char* name, nb::handle three, const Format& f, in
     if (!three[1].is_none()) refuse_value(scales_name.c_str(), "a tensor", "None: GGUF's blocks hold their scales");
     return m;
   }
-  bool single = f.codec == Codec::int8 || (f.codec == Codec::fp8 && !f.group);
+  const bool flat = has_flat_scales(f);
   Element element = element_of_scales(f);
-  const Array& scales = dense(scales_name.c_str(), three[1], single ? 2 : 3, {element}, alive);
+  const Array& scales = dense(scales_name.c_str(), three[1], flat ? 2 : 3, {element}, alive);
   int64_t bytes = element.bits / 8;
-  if (single) {
+  if (flat) {
     check_shape(scales_name.c_str(), scales, {experts, rows}, "experts, rows");
     m.released.scale_stride = bytes;
   } else {
-    int64_t spans = f.codec == Codec::nvfp4 ? columns / 16 : f.span() ? ceil_div(columns, f.span()) : 1;
-    m.released.scale_rows = f.shared ? 128 : 1;
+    int64_t spans = f.span() ? ceil_div(columns, scale_columns(f)) : 1;
+    m.released.scale_rows = scale_rows(f);
     check_shape(scales_name.c_str(), scales, {experts, ceil_div(rows, m.released.scale_rows), spans},
                 "experts, rows, spans");
     m.released.scale_stride = scales.stride(1) * bytes;
   }
   m.released.scales = (const char*)scales.data();
   m.scales_stride = scales.stride(0) * bytes;
-  if (f.codec == Codec::nvfp4) {
+  if (row.has_tensor_scale()) {
     const std::string tensor_name = std::string("tensor scale of ") + name;
     const Array& tensor = dense(tensor_name.c_str(), three[2], 1, {kFloat32}, alive);
     check_shape(tensor_name.c_str(), tensor, {experts}, "experts");

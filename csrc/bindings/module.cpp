@@ -91,6 +91,8 @@ NB_MODULE(_core, m) {
   m.def("variants", &list_variants);
   m.def("isa", [] { return kernels().name; });
   m.def("machine", &describe_machine);
+  m.def("formats", &list_formats);
+  m.def("format", &describe_format, "spec"_a);
   m.def("grid", &describe_grid, "format"_a);
   m.def("linear_rows", [] { return kernels().gemv_max_tokens; });
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "out"_a, "epsilon"_a);

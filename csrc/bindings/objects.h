@@ -112,6 +112,8 @@ struct PyExperts {
 
 Format format_of(const char* name, const std::string& text);
 // (entries, levels) of grids.h.
+nb::dict describe_format(const std::string& format);
+nb::list list_formats();
 nb::tuple describe_grid(const std::string& format);
 SourceMatrix released_of(const char* name, nb::handle three, const Format& format, int64_t experts, int64_t rows,
                          int64_t columns, std::vector<Array>& alive);

@@ -1,7 +1,9 @@
-// What the headers and codes of each format mean, in vectors, written once for every ISA.
+// The meaning of headers and codes in vectors, written once for every ISA.
 //
-// A format is a struct with two functions: `scales` fills s and m for the k tile's 16 rows (twice where 16 values share
-// a scale, not 32), `number` turns the codes of W lanes into floats. formats.h multiplies the two and makes tiles.
+// `ScaleReader` has a specialisation for each kind of scales: `scales` fills s and m for the k tile's 16 rows (twice
+// where 16 values share a scale, not 32). `number_of` has a case for each kind of elements and turns the codes of W
+// lanes into floats. A format is one of each, as its row in format_table.h says; formats.h multiplies the two into
+// tiles.
 #pragma once
 
 #include "kernels/elementwise.h"
@@ -10,7 +12,7 @@
 namespace kt {
 namespace {
 
-// What a k tile's rows are multiplied with, and what is added: [half of the tile][row]. Formats whose 32 values share a
+// Scales of a k tile's rows and the offsets that are added: [half of the tile][row]. Formats whose 32 values share a
 // scale use the first half alone.
 struct RowScales {
   alignas(64) float s[2][kTileN], m[2][kTileN];
@@ -54,7 +56,7 @@ inline F32<W> e8m0(U32<W> code) {
   return (F32<W>)(bits | ((U32<W>)((I32<W>)code == 255) & 0x7fc00000u));
 }
 
-// Of a byte at the top of its lane.
+// A byte at the top of its lane.
 template <int W>
 inline F32<W> e4m3(U32<W> code) {
   U32<W> magnitude = (code >> 4) & (0x7fu << 20), sign = code & 0x80000000u;
@@ -74,8 +76,8 @@ inline void e4m3_to_floats(const uint8_t* from, float* out) {
 constexpr float kE2m1[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                              -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 constexpr float kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-constexpr float kLess8[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-constexpr float kCount[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+constexpr float kMinus8[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+constexpr float kUnsigned[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // table[code & 15].
 template <int W>
@@ -93,16 +95,10 @@ inline F32<W> look_up(const float (&table)[16], U32<W> code) {
   }
 }
 
-// (code & mask) + low, for codes of few bits that are plain numbers.
-template <int W, int bits, int low>
-inline F32<W> counted(U32<W> code) {
-  return __builtin_convertvector((I32<W>)(code & ((1u << bits) - 1)) + low, F32<W>);
-}
-
-template <int W, int low>
-inline F32<W> counted4(U32<W> code) {
-  if constexpr (W == 16) return look_up<W>(low ? kLess8 : kCount, code);
-  return counted<W, 4, low>(code);
+// (code & mask) - zero_point.
+template <int W, int bits, int zero_point>
+inline F32<W> integer(U32<W> code) {
+  return __builtin_convertvector((I32<W>)(code & ((1u << bits) - 1)) - zero_point, F32<W>);
 }
 
 // A signed byte at the top of its lane.
@@ -111,137 +107,92 @@ inline F32<W> signed8(U32<W> code) {
   return __builtin_convertvector((I32<W>)code >> 24, F32<W>);
 }
 
-// `tile`: the k tile's number in its span; `whole`: the strip, for what all of it shares. s and m as in RowScales.
-template <Codec>
-struct Decoder;
-
-template <>
-struct Decoder<Codec::int8> {
-  static constexpr int halves = 1;
-  static constexpr bool offset = false;
-  template <int W>
-  static void scales(const Format&, Header h, int, const char*, RowScales& r) {
-    __builtin_memcpy(r.s[0], h.at, sizeof r.s[0]);
-  }
-  template <int W>
-  static F32<W> number(U32<W> code) {
+template <int W, Codec C>
+inline F32<W> number_of(U32<W> code) {
+  constexpr const FormatRow& row = kFormats[(int)C];
+  constexpr int bits = row.plane[0] + row.plane[1];
+  if constexpr (row.element == ElementKind::int8) {
     return signed8<W>(code);
+  } else if constexpr (row.element == ElementKind::e4m3) {
+    return e4m3<W>(code);
+  } else if constexpr (row.element == ElementKind::e2m1) {
+    return look_up<W>(kE2m1, code);
+  } else if constexpr (row.element == ElementKind::iq4) {
+    return look_up<W>(kIq4, code);
+  } else {
+    static_assert(row.element == ElementKind::uint);
+    // A look-up is one instruction there, a conversion two.
+    if constexpr (W == 16 && bits == 4 && row.zero_point == 8) return look_up<W>(kMinus8, code);
+    if constexpr (W == 16 && bits == 4 && row.zero_point == 0) return look_up<W>(kUnsigned, code);
+    return integer<W, bits, row.zero_point>(code);
   }
+}
+
+// `type` is that of the header's first field. `tile`: the k tile's number in its span; `strip`: its beginning, where
+// the scale of the whole matrix lies. `halves`: scales of a k tile; `offset`: whether m is filled.
+template <ScaleKind kind, FieldType type>
+struct ScaleReader;
+
+struct OneScale {
+  static constexpr int halves = 1;
+  static constexpr bool offset = false;
 };
 
 template <>
-struct Decoder<Codec::int4> {
-  static constexpr int halves = 1;
-  static constexpr bool offset = false;
-  template <int W>
-  static void scales(const Format& f, Header h, int, const char*, RowScales& r) {
-    for (int n = 0; n < kTileN; n += W) store(r.s[0] + n, load_as<F32<W>>(h.at, n, f.scale));
-  }
-  template <int W>
-  static F32<W> number(U32<W> code) {
-    return counted4<W, -8>(code);
-  }
-};
-
-template <>
-struct Decoder<Codec::fp8> {
-  static constexpr int halves = 1;
-  static constexpr bool offset = false;
+struct ScaleReader<ScaleKind::floats, FieldType::f32> : OneScale {
   template <int W>
   static void scales(const Format& f, Header h, int, const char*, RowScales& r) {
     if (!f.shared) return (void)__builtin_memcpy(r.s[0], h.at, sizeof r.s[0]);
     for (float& s : r.s[0]) s = load<float>(h.at);
   }
+};
+
+template <>
+struct ScaleReader<ScaleKind::floats, FieldType::f16> : OneScale {
   template <int W>
-  static F32<W> number(U32<W> code) {
-    return e4m3<W>(code);
+  static void scales(const Format&, Header h, int, const char*, RowScales& r) {
+    halves_to_floats<W>(h.at, r.s[0]);
   }
 };
 
 template <>
-struct Decoder<Codec::mxfp8> : Decoder<Codec::fp8> {
+struct ScaleReader<ScaleKind::floats, FieldType::by_name> : OneScale {
+  template <int W>
+  static void scales(const Format& f, Header h, int, const char*, RowScales& r) {
+    for (int n = 0; n < kTileN; n += W) store(r.s[0] + n, load_as<F32<W>>(h.at, n, f.scale));
+  }
+};
+
+template <FieldType type>
+struct ScaleReader<ScaleKind::e8m0, type> : OneScale {
   template <int W>
   static void scales(const Format&, Header h, int, const char*, RowScales& r) {
     for (int n = 0; n < kTileN; n += W) store(r.s[0] + n, e8m0<W>(bytes_of<W>(h.bytes(0), n)));
   }
 };
 
-template <>
-struct Decoder<Codec::mxfp4> : Decoder<Codec::mxfp8> {
-  template <int W>
-  static F32<W> number(U32<W> code) {
-    return look_up<W>(kE2m1, code);
-  }
-};
-
-template <>
-struct Decoder<Codec::nvfp4> : Decoder<Codec::mxfp4> {
+template <FieldType type>
+struct ScaleReader<ScaleKind::e4m3, type> {
   static constexpr int halves = 2;
+  static constexpr bool offset = false;
   template <int W>
-  static void scales(const Format&, Header h, int, const char* whole, RowScales& r) {
+  static void scales(const Format&, Header h, int, const char* strip, RowScales& r) {
     for (int half = 0; half < 2; half++) {
       e4m3_to_floats<W>(h.bytes(half), r.s[half]);
-      for (float& s : r.s[half]) s *= load<float>(whole);
+      for (float& s : r.s[half]) s *= load<float>(strip);
     }
   }
 };
 
-template <>
-struct Decoder<Codec::q8_0> {
-  static constexpr int halves = 1;
-  static constexpr bool offset = false;
-  template <int W>
-  static void scales(const Format&, Header h, int, const char*, RowScales& r) {
-    halves_to_floats<W>(h.at, r.s[0]);
-  }
-  template <int W>
-  static F32<W> number(U32<W> code) {
-    return signed8<W>(code);
-  }
-};
-
-template <>
-struct Decoder<Codec::q4_0> : Decoder<Codec::q8_0> {
-  template <int W>
-  static F32<W> number(U32<W> code) {
-    return counted4<W, -8>(code);
-  }
-};
-
-template <>
-struct Decoder<Codec::q5_0> : Decoder<Codec::q8_0> {
-  template <int W>
-  static F32<W> number(U32<W> code) {
-    return counted<W, 5, -16>(code);
-  }
-};
-
-template <>
-struct Decoder<Codec::iq4_nl> : Decoder<Codec::q8_0> {
-  template <int W>
-  static F32<W> number(U32<W> code) {
-    return look_up<W>(kIq4, code);
-  }
-};
-
-// Of every format whose row says `in_rows`: grids.h has opened the tile and formats.h takes scales and levels from
-// there.
-template <>
-struct Decoder<Codec::iq2_xxs> {
+// grids.h reads the scales together with the codes.
+template <FieldType type>
+struct ScaleReader<ScaleKind::grid, type> {
   static constexpr int halves = 2;
   static constexpr bool offset = false;
 };
 
-template <>
-struct Decoder<Codec::tq2_0> : Decoder<Codec::q8_0> {
-  template <int W>
-  static F32<W> number(U32<W> code) {
-    return counted<W, 2, -1>(code);
-  }
-};
-
-template <>
-struct Decoder<Codec::q4_1> {
+template <FieldType type>
+struct ScaleReader<ScaleKind::scale_and_min, type> {
   static constexpr int halves = 1;
   static constexpr bool offset = true;
   template <int W>
@@ -249,22 +200,10 @@ struct Decoder<Codec::q4_1> {
     halves_to_floats<W>(h.at, r.s[0]);
     halves_to_floats<W>(h.at + 2 * kTileN, r.m[0]);
   }
-  template <int W>
-  static F32<W> number(U32<W> code) {
-    return counted4<W, 0>(code);
-  }
 };
 
-template <>
-struct Decoder<Codec::q5_1> : Decoder<Codec::q4_1> {
-  template <int W>
-  static F32<W> number(U32<W> code) {
-    return counted<W, 5, 0>(code);
-  }
-};
-
-template <>
-struct Decoder<Codec::q2_k> {
+template <FieldType type>
+struct ScaleReader<ScaleKind::q2_k, type> {
   static constexpr int halves = 2;
   static constexpr bool offset = true;
   template <int W>
@@ -278,14 +217,10 @@ struct Decoder<Codec::q2_k> {
       }
     }
   }
-  template <int W>
-  static F32<W> number(U32<W> code) {
-    return counted<W, 2, 0>(code);
-  }
 };
 
-template <>
-struct Decoder<Codec::q3_k> {
+template <FieldType type>
+struct ScaleReader<ScaleKind::q3_k, type> {
   static constexpr int halves = 2;
   static constexpr bool offset = false;
   template <int W>
@@ -300,14 +235,10 @@ struct Decoder<Codec::q3_k> {
       }
     }
   }
-  template <int W>
-  static F32<W> number(U32<W> code) {
-    return counted<W, 3, -4>(code);
-  }
 };
 
-template <>
-struct Decoder<Codec::q4_k> {
+template <FieldType type>
+struct ScaleReader<ScaleKind::q4_k, type> {
   static constexpr int halves = 1;
   static constexpr bool offset = true;
   template <int W>
@@ -329,22 +260,10 @@ struct Decoder<Codec::q4_k> {
       store(r.m[0] + n, -(least * to_floats<W>(minimum)));
     }
   }
-  template <int W>
-  static F32<W> number(U32<W> code) {
-    return counted4<W, 0>(code);
-  }
 };
 
-template <>
-struct Decoder<Codec::q5_k> : Decoder<Codec::q4_k> {
-  template <int W>
-  static F32<W> number(U32<W> code) {
-    return counted<W, 5, 0>(code);
-  }
-};
-
-template <>
-struct Decoder<Codec::q6_k> {
+template <FieldType type>
+struct ScaleReader<ScaleKind::q6_k, type> {
   static constexpr int halves = 2;
   static constexpr bool offset = false;
   template <int W>
@@ -355,14 +274,10 @@ struct Decoder<Codec::q6_k> {
         store(r.s[half] + n, d * signed8<W>(bytes_of<W>(h.bytes(2 * tile + half), n) << 24));
     }
   }
-  template <int W>
-  static F32<W> number(U32<W> code) {
-    return counted<W, 6, -32>(code);
-  }
 };
 
-template <>
-struct Decoder<Codec::iq4_xs> {
+template <FieldType type>
+struct ScaleReader<ScaleKind::iq4_xs, type> {
   static constexpr int halves = 1;
   static constexpr bool offset = false;
   template <int W>
@@ -376,11 +291,10 @@ struct Decoder<Codec::iq4_xs> {
       store(r.s[0] + n, d * to_floats<W>(scale - 32u));
     }
   }
-  template <int W>
-  static F32<W> number(U32<W> code) {
-    return look_up<W>(kIq4, code);
-  }
 };
+
+template <Codec C>
+struct Decoder : ScaleReader<kFormats[(int)C].scales, kFormats[(int)C].header[0].type> {};
 
 }  // namespace
 }  // namespace kt

@@ -1,5 +1,5 @@
-// From released bytes to strips: codes of 16 rows are taken out of whatever order they came in and put into planes,
-// headers are copied field by field. Bits only; no number is computed.
+// From the bytes of a checkpoint to strips: the codes of 16 rows are sorted into planes, headers are copied field by
+// field. Bits only; no number is computed.
 #include <cstring>
 
 #include "kernels/grids.h"
@@ -7,37 +7,36 @@
 namespace kt {
 namespace {
 
-constexpr int kMostSpan = 256;  // k that are taken at a time
+constexpr int kMaxSpan = 256;  // k that are packed at a time
 
-// Codes of one row as GGUF has them, `span` of them from its block; each function is the released layout read
-// backwards.
-void nibbles_of(const uint8_t* qs, int half, uint8_t* out) {  // low nibbles first, then the high ones
+// Codes of one row from a block of GGUF, `span` of them.
+void unpack_nibbles(const uint8_t* qs, int half, uint8_t* out) {  // low nibbles first, then the high ones
   for (int i = 0; i < half; i++) {
     out[i] = qs[i] & 15;
     out[half + i] = qs[i] >> 4;
   }
 }
 
-void codes_of_q5(const uint8_t* qh, const uint8_t* qs, uint8_t* out) {
-  nibbles_of(qs, 16, out);
+void unpack_q5(const uint8_t* qh, const uint8_t* qs, uint8_t* out) {
+  unpack_nibbles(qs, 16, out);
   for (int i = 0; i < 32; i++) out[i] = (uint8_t)(out[i] | ((qh[i / 8] >> (i % 8)) & 1) << 4);
 }
 
-void codes_of_q2_k(const uint8_t* qs, uint8_t* out) {
+void unpack_q2_k(const uint8_t* qs, uint8_t* out) {
   for (int i = 0; i < 256; i++) out[i] = (qs[i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2)) & 3;
 }
 
-void codes_of_q3_k(const uint8_t* hmask, const uint8_t* qs, uint8_t* out) {
-  codes_of_q2_k(qs, out);
+void unpack_q3_k(const uint8_t* hmask, const uint8_t* qs, uint8_t* out) {
+  unpack_q2_k(qs, out);
   for (int i = 0; i < 256; i++) out[i] = (uint8_t)(out[i] | ((hmask[i % 32] >> (i / 32)) & 1) << 2);
 }
 
-void codes_of_q5_k(const uint8_t* qh, const uint8_t* qs, uint8_t* out) {
-  for (int i = 0; i < 256; i += 64) nibbles_of(qs + i / 2, 32, out + i);
+void unpack_q5_k(const uint8_t* qh, const uint8_t* qs, uint8_t* out) {
+  for (int i = 0; i < 256; i += 64) unpack_nibbles(qs + i / 2, 32, out + i);
   for (int i = 0; qh && i < 256; i++) out[i] = (uint8_t)(out[i] | ((qh[i % 32] >> (i / 32)) & 1) << 4);
 }
 
-void codes_of_q6_k(const uint8_t* ql, const uint8_t* qh, uint8_t* out) {
+void unpack_q6_k(const uint8_t* ql, const uint8_t* qh, uint8_t* out) {
   for (int i = 0; i < 256; i++) {
     int half = i / 128, part = i % 128 / 32, l = i % 32;
     int low = (ql[half * 64 + part % 2 * 32 + l] >> (part / 2 * 4)) & 15;
@@ -47,7 +46,7 @@ void codes_of_q6_k(const uint8_t* ql, const uint8_t* qh, uint8_t* out) {
 }
 
 // For each k tile of a block `first` bytes of one array and `second` of another.
-void rows_of_tiles(const uint8_t* a, int first, const uint8_t* b, int second, uint8_t* out) {
+void join_tiles(const uint8_t* a, int first, const uint8_t* b, int second, uint8_t* out) {
   for (int tile = 0; tile < 8; tile++, out += first + second) {
     std::memcpy(out, a + tile * first, (size_t)first);
     std::memcpy(out + first, b + tile * second, (size_t)second);
@@ -55,7 +54,7 @@ void rows_of_tiles(const uint8_t* a, int first, const uint8_t* b, int second, ui
 }
 
 // The trits of a TQ1_0 block in order of k: a byte is a fraction of 256, and multiplying by 3 moves a digit out.
-void trits_of(const uint8_t* b, uint8_t (&out)[256]) {
+void unpack_trits(const uint8_t* b, uint8_t (&out)[256]) {
   auto digits = [&](const uint8_t* from, int bytes, int count, uint8_t* to) {
     for (int i = 0; i < bytes; i++) {
       uint8_t rest = from[i];
@@ -68,11 +67,11 @@ void trits_of(const uint8_t* b, uint8_t (&out)[256]) {
   digits(b + 48, 4, 4, out + 240);
 }
 
-// As strips have them: of each k tile the even and the odd k apart, two bytes of each for the tile, one for the header,
-// and what is left of two k tiles in one more.
+// The trits of a block in the order of strips: of each k tile those of even and of odd k apart, two bytes of each in
+// the tile, one in the header, and the last ones of two k tiles together in one more byte of the header.
 void pack_trits(const uint8_t* b, uint8_t* codes, uint8_t* header) {
   uint8_t trits[256];
-  trits_of(b, trits);
+  unpack_trits(b, trits);
   auto byte = [](const uint8_t* first, int step, int count) {
     int number = 0;
     for (int i = count; i-- > 0;) number = number * 3 + first[i * step];
@@ -92,90 +91,44 @@ void pack_trits(const uint8_t* b, uint8_t* codes, uint8_t* header) {
   std::memcpy(header + 20, b + 52, 2);
 }
 
-struct Piece {
-  int at, bytes;
-};
-
-// The header's bytes in a block of GGUF's: a few pieces, in order.
-void header_pieces(Codec codec, Piece (&pieces)[3]) {
-  pieces[1] = pieces[2] = {0, 0};
-  switch (codec) {
-    case Codec::iq1_s:  // d, indices, high bits and scales
-      pieces[0] = {0, 2};
-      pieces[1] = {34, 16};
-      return;
-    case Codec::iq1_m:  // indices, high bits, scales
-      pieces[0] = {32, 24};
-      return;
-    case Codec::iq2_xs:  // d, indices and signs, scales
-      pieces[0] = {0, 2};
-      pieces[1] = {66, 8};
-      return;
-    case Codec::iq2_s:  // d, indices, signs, high bits, scales
-      pieces[0] = {0, 2};
-      pieces[1] = {66, 16};
-      return;
-    case Codec::iq3_s:  // d, indices, high bits, signs, scales
-      pieces[0] = {0, 2};
-      pieces[1] = {66, 8};
-      pieces[2] = {106, 4};
-      return;
-    case Codec::tq2_0:  // codes, d
-      pieces[0] = {64, 2};
-      return;
-    case Codec::q2_k:  // scales, codes, d and dmin
-      pieces[0] = {0, 16};
-      pieces[1] = {80, 4};
-      return;
-    case Codec::q3_k:  // high bits, codes, scales, d
-      pieces[0] = {96, 14};
-      return;
-    case Codec::q6_k:  // low bits, high bits, scales, d
-      pieces[0] = {192, 18};
-      return;
-    default:
-      pieces[0] = {0, kCodecRows[(int)codec].header};
-  }
-}
-
-void codes_of_block(Codec codec, const uint8_t* b, uint8_t* out) {
+void read_codes(Codec codec, const uint8_t* b, uint8_t* out) {
   switch (codec) {
     case Codec::q8_0:
       std::memcpy(out, b + 2, 32);
       return;
     case Codec::q4_0:
     case Codec::iq4_nl:
-      nibbles_of(b + 2, 16, out);
+      unpack_nibbles(b + 2, 16, out);
       return;
     case Codec::q4_1:
-      nibbles_of(b + 4, 16, out);
+      unpack_nibbles(b + 4, 16, out);
       return;
     case Codec::q5_0:
-      codes_of_q5(b + 2, b + 6, out);
+      unpack_q5(b + 2, b + 6, out);
       return;
     case Codec::q5_1:
-      codes_of_q5(b + 4, b + 8, out);
+      unpack_q5(b + 4, b + 8, out);
       return;
     case Codec::q2_k:
-      codes_of_q2_k(b + 16, out);
+      unpack_q2_k(b + 16, out);
       return;
     case Codec::q3_k:
-      codes_of_q3_k(b, b + 32, out);
+      unpack_q3_k(b, b + 32, out);
       return;
     case Codec::q4_k:
-      codes_of_q5_k(nullptr, b + 16, out);
+      unpack_q5_k(nullptr, b + 16, out);
       return;
     case Codec::q5_k:
-      codes_of_q5_k(b + 16, b + 48, out);
+      unpack_q5_k(b + 16, b + 48, out);
       return;
     case Codec::q6_k:
-      codes_of_q6_k(b, b + 128, out);
+      unpack_q6_k(b, b + 128, out);
       return;
     case Codec::iq4_xs:
-      for (int i = 0; i < 256; i += 32) nibbles_of(b + 8 + i / 2, 16, out + i);
+      for (int i = 0; i < 256; i += 32) unpack_nibbles(b + 8 + i / 2, 16, out + i);
       return;
     case Codec::tq2_0:
-      codes_of_q2_k(b, out);
+      unpack_q2_k(b, out);
       return;
     case Codec::iq1_s:
       std::memcpy(out, b + 2, 32);
@@ -188,74 +141,43 @@ void codes_of_block(Codec codec, const uint8_t* b, uint8_t* out) {
       std::memcpy(out, b + 2, 64);
       return;
     case Codec::iq2_s:
-      rows_of_tiles(b + 2, 4, b + 34, 4, out);
+      join_tiles(b + 2, 4, b + 34, 4, out);
       return;
     case Codec::iq3_xxs:
-      rows_of_tiles(b + 2, 8, b + 66, 4, out);
+      join_tiles(b + 2, 8, b + 66, 4, out);
       return;
     case Codec::iq3_s:
-      rows_of_tiles(b + 2, 8, b + 74, 4, out);
+      join_tiles(b + 2, 8, b + 74, 4, out);
       return;
     default:
       return;
   }
 }
 
-// Sizes of a header's fields in order, each to be an array over the rows: runs of single bytes, and words of 2 or 4.
-int field_size(const Format& f, int at) {
-  switch (f.codec) {
-    case Codec::int4:
-    case Codec::int8:
-    case Codec::fp8:
-      return f.header();
-    case Codec::mxfp8:
-    case Codec::mxfp4:
-    case Codec::nvfp4:
-      return 1;
-    case Codec::q2_k:
-      return at < 16 ? 1 : 2;
-    case Codec::q3_k:
-      return at < 12 ? 1 : 2;
-    case Codec::q6_k:
-      return at < 16 ? 1 : 2;
-    case Codec::q4_k:
-    case Codec::q5_k:
-    case Codec::iq4_xs:
-      return at < 4 ? 2 : 1;
-    case Codec::iq1_m:
-      return at < 16 ? 1 : 2;
-    case Codec::iq2_xs:
-    case Codec::iq2_s:
-    case Codec::iq3_s:
-      return at < 2 ? 2 : 1;
-    case Codec::tq1_0:
-      return at < 20 ? 1 : 2;
-    default:
-      return 2;
-  }
-}
-
-// Codes and header of one of GGUF's blocks.
-void take_block(Codec codec, const uint8_t* block, uint8_t* codes, uint8_t* header) {
+// Codes and header of one block of GGUF.
+void read_block(const FormatRow& row, Codec codec, const uint8_t* block, uint8_t* codes, uint8_t* header) {
   if (codec == Codec::tq1_0) return pack_trits(block, codes, header);
-  codes_of_block(codec, block, codes);
-  Piece pieces[3];
-  header_pieces(codec, pieces);
-  for (const Piece& piece : pieces) {
-    std::memcpy(header, block + piece.at, (size_t)piece.bytes);
-    header += piece.bytes;
+  read_codes(codec, block, codes);
+  for (int i = 0; i < row.fields(); i++) {
+    const Field& field = row.header[i];
+    const int bytes = size_of(field.type) * field.count;
+    std::memcpy(header, block + field.at, (size_t)bytes);
+    header += bytes;
   }
 }
 
-void put_header(const Format& f, const uint8_t* row, int n, char* out) {
-  for (int at = 0, size; at < f.header(); at += size) {
-    size = field_size(f, at);
-    std::memcpy(out + at * f.rows() + n * size, row + at, (size_t)size);
+// Every number of a row's header into its array over the rows.
+void store_header(const Format& f, const uint8_t* header, int n, char* out) {
+  for (int i = 0; i < f.row().fields(); i++) {
+    const Field& field = f.row().header[i];
+    const int size = size_of(f.type_of(field));
+    for (int number = 0; number < field.count; number++, header += size, out += size * f.rows())
+      std::memcpy(out + n * size, header, (size_t)size);
   }
 }
 
 // The low `bits` of every other byte of eight, next to each other.
-uint32_t squeezed(uint64_t bytes, int bits) {
+uint32_t pack_bits(uint64_t bytes, int bits) {
   uint64_t one = (1u << bits) - 1, two = (1ull << 2 * bits) - 1;
   uint64_t v = bytes & (one | one << 16 | one << 32 | one << 48);
   v |= v >> (16 - bits);
@@ -264,13 +186,13 @@ uint32_t squeezed(uint64_t bytes, int bits) {
 }
 
 // One plane of a k tile: `bits` of every code from bit `low` on.
-char* put_plane(const uint8_t (*codes)[kMostSpan], int k0, int bits, int low, char* out) {
+char* store_plane(const uint8_t (*codes)[kMaxSpan], int k0, int bits, int low, char* out) {
   for (int lane = 0; lane < 2 * kTileN; lane++) {
     uint32_t words[4] = {};
     for (int quad = 0; quad < 4; quad++) {
       uint64_t bytes;
       std::memcpy(&bytes, codes[lane / 2] + k0 + 8 * quad, 8);
-      uint32_t four = squeezed(bytes >> (lane % 2 * 8 + low), bits) & (uint32_t)((1ull << 4 * bits) - 1);
+      uint32_t four = pack_bits(bytes >> (lane % 2 * 8 + low), bits) & (uint32_t)((1ull << 4 * bits) - 1);
       words[quad * bits / 8] |= four << (quad * 4 * bits % 32);
     }
     if (bits == 1) {
@@ -288,12 +210,12 @@ char* put_plane(const uint8_t (*codes)[kMostSpan], int k0, int bits, int low, ch
 void pack_strip(const Format& f, const Released& from, int32_t n0, int32_t n_valid, int32_t k, int32_t k_tiles,
                 char* strip) {
   const Strip s = strip_of(f, k_tiles);
-  const CodecRow& row = f.row();
+  const FormatRow& row = f.row();
   const int rows = n_valid - n0 < kTileN ? (n_valid > n0 ? n_valid - n0 : 0) : kTileN;
   std::memset(strip, 0, (size_t)s.codes);
-  if (f.codec == Codec::nvfp4) std::memcpy(strip, from.tensor, 4);
+  if (row.has_tensor_scale()) std::memcpy(strip, from.tensor, 4);
   const int chunk = row.block ? row.span : kTileK;
-  uint8_t codes[kTileN][kMostSpan];
+  uint8_t codes[kTileN][kMaxSpan];
   for (int32_t k0 = 0; k0 < k_tiles * kTileK; k0 += chunk) {
     const int live = k - k0 < chunk ? (k > k0 ? k - k0 : 0) : chunk;
     char* header = strip + s.headers + k0 / kTileK / s.span_tiles * s.span_bytes;
@@ -305,8 +227,8 @@ void pack_strip(const Format& f, const Released& from, int32_t n0, int32_t n_val
         const uint8_t* block = at + (int64_t)(k0 / chunk) * row.block;
         if (live < chunk) continue;
         uint8_t bytes[32];
-        take_block(f.codec, block, codes[n], bytes);
-        put_header(f, bytes, n, header);
+        read_block(row, f.codec, block, codes[n], bytes);
+        store_header(f, bytes, n, header);
         continue;
       }
       if (f.bits() == 8) {
@@ -316,19 +238,19 @@ void pack_strip(const Format& f, const Released& from, int32_t n0, int32_t n_val
       }
       if (starts && n < f.rows()) {
         int64_t span = f.span() ? k0 / f.span() : 0;
-        put_header(f, (const uint8_t*)from.scales + (n0 + n) / from.scale_rows * from.scale_stride + span * f.header(),
-                   n, header);
+        const char* scales = from.scales + (n0 + n) / from.scale_rows * from.scale_stride + span * f.header();
+        store_header(f, (const uint8_t*)scales, n, header);
       }
     }
     for (int kt = 0; kt < chunk / kTileK && k0 / kTileK + kt < k_tiles; kt++) {
       char* out = strip + s.codes + (int64_t)(k0 / kTileK + kt) * s.tile_bytes;
-      if (row.in_rows) {
+      if (row.in_grid()) {
         const int bytes = s.tile_bytes / kTileN;
         for (int n = 0; n < kTileN; n++) std::memcpy(out + n * bytes, codes[n] + kt * bytes, (size_t)bytes);
         continue;
       }
-      out = put_plane(codes, kt * kTileK, row.plane[0], 0, out);
-      if (row.plane[1]) put_plane(codes, kt * kTileK, row.plane[1], row.plane[0], out);
+      out = store_plane(codes, kt * kTileK, row.plane[0], 0, out);
+      if (row.plane[1]) store_plane(codes, kt * kTileK, row.plane[1], row.plane[0], out);
     }
   }
 }

@@ -1,7 +1,7 @@
 // From strips to weight tiles, written once for every ISA: headers become a scale (and an offset) for every row, codes
 // become numbers (codecs.h), and their product is rounded into the tile.
 //
-// Multiplication and addition are rounded apart, as whoever released the weights did it: the bits agree with theirs.
+// Multiplication and addition are rounded separately, as in the reference decoders of the formats: the bits agree.
 // Lanes are (output, parity of k), in the order in which a row of a bf16 tile lies, so a row is W floats after W floats
 // and nothing is shuffled.
 #pragma once
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kLanesOfTile = 2 * kTileN;
 
-// Bits of a plane from row `j` on, in W lanes from `lane` on; more than one code's may come.
+// Bits of a plane from row `j` on, in W lanes from `lane` on, with those of the following codes above them.
 template <int W, int bits>
 inline U32<W> plane_bits(const char* plane, int j, int lane) {
   if constexpr (bits == 1) {
@@ -25,12 +25,12 @@ inline U32<W> plane_bits(const char* plane, int j, int lane) {
   }
 }
 
-// A code of one plane keeps its neighbours' bits above it, which every `number` masks; that of two is put together.
+// A code of one plane keeps its neighbours' bits above it, which `number_of` masks; the planes of a code are joined.
 // Whole bytes come at the top of their lanes, with neighbours' bits below.
 template <int W, Codec C>
 inline U32<W> code_at(const char* codes, int j, int lane) {
-  constexpr CodecRow row = kCodecRows[(int)C];
-  constexpr int low = row.in_rows ? 4 : row.plane[0], high = row.plane[1];
+  constexpr const FormatRow& row = kFormats[(int)C];
+  constexpr int low = row.in_grid() ? 4 : row.plane[0], high = row.plane[1];
   if constexpr (low == 8) return load<U32<W>>(codes + (j / 4 * kLanesOfTile + lane) * 4) << (uint32_t)(24 - j % 4 * 8);
   U32<W> code = plane_bits<W, low>(codes, j, lane);
   if constexpr (high > 0) {
@@ -70,7 +70,7 @@ struct TileRow<Bf16Pairs> {
   }
 };
 
-// Bytes of the vectors that the compiler has registers for; wider ones it takes to pieces.
+// Bytes of a vector register; the compiler splits wider vectors.
 #if defined(__AVX512F__)
 constexpr int kRegister = 64;
 #elif defined(__AVX__)
@@ -79,7 +79,7 @@ constexpr int kRegister = 32;
 constexpr int kRegister = 16;
 #endif
 
-// The same value, of which the compiler knows nothing: a product that may not be fused with the addition after it.
+// The same value, opaque to the compiler: a product that may not be fused with the addition after it.
 template <class V>
 inline V apart(V v) {
   if constexpr (sizeof(V) > kRegister) {
@@ -100,7 +100,7 @@ inline void two_lanes_each(const float* rows, float* lanes) {
   for (int n = 0; n < kTileN; n++) lanes[2 * n] = lanes[2 * n + 1] = rows[n];
 }
 
-// What an opened tile's rows are multiplied with.
+// Scales of the rows of an opened tile.
 template <int W>
 inline void scales_of(const OpenTile& t, RowScales& r) {
   for (int n = 0; n < kTileN; n += W)
@@ -108,7 +108,7 @@ inline void scales_of(const OpenTile& t, RowScales& r) {
       store(r.s[half] + n, from_f16<W>(t.d + n) * to_floats<W>(bytes_of<W>(t.odd[half], n)));
 }
 
-// `grid`: of formats that have one.
+// `grid`: null for formats without one.
 template <int W, class Real, Codec C>
 inline void decode_tile(const RowScales& r, const char* codes, const Grid* grid, char* tile) {
   using D = Decoder<C>;
@@ -132,10 +132,10 @@ inline void decode_tile(const RowScales& r, const char* codes, const Grid* grid,
         constexpr int per_half = kTileK / 2 / D::halves;
         U32<W> code = code_at<W, C>(codes, j, lane + v * W);
         V number;
-        if constexpr (kCodecRows[(int)C].in_rows) {
+        if constexpr (kFormats[(int)C].in_grid()) {
           number = look_up<W>(grid->levels, code);
         } else {
-          number = D::template number<W>(code);
+          number = number_of<W, C>(code);
         }
         V product = number * s[j / per_half][v];
         x[v] = product;
@@ -146,15 +146,15 @@ inline void decode_tile(const RowScales& r, const char* codes, const Grid* grid,
   }
 }
 
-constexpr int kDecodeAhead = 8;  // k tiles whose codes come into L1 meanwhile
+constexpr int kDecodeAhead = 8;  // k tiles by which codes are prefetched into L1
 
 // k tiles [k0, k0 + count) of a strip; tile i at out + i * step.
-// Never inlined: every product decodes, and there are many formats.
+// Never inlined: every product calls it, and there are many formats.
 template <int W, class Real, Codec C>
 __attribute__((noinline)) void decode_strip_as(const Format& f, const Strip& s, const char* strip, int k0, int count,
                                                char* out, int64_t step) {
   const char* codes = strip + s.codes + (int64_t)k0 * s.tile_bytes;
-  const Grid* grid = kCodecRows[(int)C].in_rows ? &grid_of(f.codec) : nullptr;
+  const Grid* grid = kFormats[(int)C].in_grid() ? &grid_of(f.codec) : nullptr;
   const int span = k0 / s.span_tiles;
   Header header{strip + s.headers + (int64_t)span * s.span_bytes};
   for (int k = k0, in_span = k0 - span * s.span_tiles; k < k0 + count; k++, in_span++) {
@@ -165,7 +165,7 @@ __attribute__((noinline)) void decode_strip_as(const Format& f, const Strip& s, 
       header.at += s.span_bytes;
     }
     RowScales scales;
-    if constexpr (kCodecRows[(int)C].in_rows) {
+    if constexpr (kFormats[(int)C].in_grid()) {
       OpenTile tile;
       grid->open(header.at, in_span, codes, tile);
       scales_of<W>(tile, scales);
@@ -179,44 +179,20 @@ __attribute__((noinline)) void decode_strip_as(const Format& f, const Strip& s, 
   }
 }
 
+// The codec whose instantiation decodes a strip: an opened tile of any grid is decoded alike, tiles of bf16 never are.
+constexpr Codec decoded_as(Codec codec) {
+  if (kFormats[(int)codec].in_grid()) return Codec::iq2_xxs;
+  return codec == Codec::bf16 ? Codec::int8 : codec;
+}
+
 template <int W, class Real>
 __attribute__((noinline)) void decode_strip(const Format& f, const Strip& s, const char* strip, int k0, int count,
                                             char* out, int64_t step) {
   switch (f.codec) {
-#define KT_CODEC(name) \
-  case Codec::name:    \
-    return decode_strip_as<W, Real, Codec::name>(f, s, strip, k0, count, out, step);
-    KT_CODEC(int8)
-    KT_CODEC(int4)
-    KT_CODEC(fp8)
-    KT_CODEC(mxfp8)
-    KT_CODEC(mxfp4)
-    KT_CODEC(nvfp4)
-    KT_CODEC(q8_0)
-    KT_CODEC(q4_0)
-    KT_CODEC(q4_1)
-    KT_CODEC(q5_0)
-    KT_CODEC(q5_1)
-    KT_CODEC(q2_k)
-    KT_CODEC(q3_k)
-    KT_CODEC(q4_k)
-    KT_CODEC(q5_k)
-    KT_CODEC(q6_k)
-    KT_CODEC(iq4_nl)
-    KT_CODEC(iq4_xs)
-    KT_CODEC(tq2_0)
-#undef KT_CODEC
-    case Codec::tiles:
-      return;
-    case Codec::tq1_0:
-    case Codec::iq1_s:
-    case Codec::iq1_m:
-    case Codec::iq2_xxs:
-    case Codec::iq2_xs:
-    case Codec::iq2_s:
-    case Codec::iq3_xxs:
-    case Codec::iq3_s:  // once opened, all that have a grid are alike
-      return decode_strip_as<W, Real, Codec::iq2_xxs>(f, s, strip, k0, count, out, step);
+#define KT_FORMAT(name, ...) \
+  case Codec::name:          \
+    return decode_strip_as<W, Real, decoded_as(Codec::name)>(f, s, strip, k0, count, out, step);
+#include "kernels/format_table.h"
   }
 }
 

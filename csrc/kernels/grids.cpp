@@ -1,5 +1,5 @@
-// Looking up, row by row: four words of eight codes make the lanes of a row. The tables are laid out so that this takes
-// two loads and an or for every eight weights.
+// Look-ups in grids, row by row: four words of eight codes make the lanes of a row. Entries are laid out so that eight
+// weights take two loads and an OR.
 #include "kernels/grids.h"
 
 #include <cstring>
@@ -14,7 +14,7 @@ struct Entries {
   uint32_t at[N];
 };
 
-// Where code i of an entry lies.
+// The bit at which code i of an entry begins.
 constexpr int shift_of(int i) { return i / 2 * 4 + i % 2 * 16; }
 
 template <int N>
@@ -39,7 +39,7 @@ constexpr Entries<256> all_signs() {
   return all;
 }
 
-// From seven bits: the number of minus signs is even.
+// Signs of eight codes from seven bits: the number of minus signs is even.
 constexpr Entries<128> even_signs() {
   Entries<128> all{};
   for (int seven = 0; seven < 128; seven++) {
@@ -86,7 +86,7 @@ uint32_t half_at(Bytes at) {
 uint32_t byte_of(const char* header, int field, int n) { return ((Bytes)header)[field * kTileN + n]; }
 uint32_t half_of(const char* header, int field, int n) { return half_at((Bytes)header + field * kTileN + 2 * n); }
 
-void take_d(const char* header, int field, OpenTile& out) { std::memcpy(out.d, header + field * kTileN, sizeof out.d); }
+void read_d(const char* header, int field, OpenTile& out) { std::memcpy(out.d, header + field * kTileN, sizeof out.d); }
 
 void put_scale(OpenTile& out, int n, uint32_t s) { out.odd[0][n] = out.odd[1][n] = (uint8_t)(2 * s + 1); }
 
@@ -112,7 +112,7 @@ void put_codes(OpenTile& out, Eight eight) {
 }
 
 void open_iq2_xxs(const char* header, int, const char* codes, OpenTile& out) {
-  take_d(header, 0, out);
+  read_d(header, 0, out);
   auto row = [&](int n) { return (Bytes)codes + 8 * n; };
   for (int n = 0; n < kTileN; n++) put_scale(out, n, row(n)[7] >> 4);
   put_codes(
@@ -120,7 +120,7 @@ void open_iq2_xxs(const char* header, int, const char* codes, OpenTile& out) {
 }
 
 void open_iq2_xs(const char* header, int tile, const char* codes, OpenTile& out) {
-  take_d(header, 0, out);
+  read_d(header, 0, out);
   for (int n = 0; n < kTileN; n++) put_scales(out, n, byte_of(header, 2 + tile, n));
   put_codes(out, [&](int n, int g) {
     uint32_t both = half_at((Bytes)codes + 8 * n + 2 * g);
@@ -129,7 +129,7 @@ void open_iq2_xs(const char* header, int tile, const char* codes, OpenTile& out)
 }
 
 void open_iq2_s(const char* header, int tile, const char* codes, OpenTile& out) {
-  take_d(header, 0, out);
+  read_d(header, 0, out);
   for (int n = 0; n < kTileN; n++) put_scales(out, n, byte_of(header, 10 + tile, n));
   put_codes(out, [&](int n, int g) {
     Bytes row = (Bytes)codes + 8 * n;
@@ -139,7 +139,7 @@ void open_iq2_s(const char* header, int tile, const char* codes, OpenTile& out) 
 }
 
 void open_iq3_xxs(const char* header, int, const char* codes, OpenTile& out) {
-  take_d(header, 0, out);
+  read_d(header, 0, out);
   auto row = [&](int n) { return (Bytes)codes + 12 * n; };
   for (int n = 0; n < kTileN; n++) put_scale(out, n, row(n)[11] >> 4);
   put_codes(out, [&](int n, int g) {
@@ -149,7 +149,7 @@ void open_iq3_xxs(const char* header, int, const char* codes, OpenTile& out) {
 }
 
 void open_iq3_s(const char* header, int tile, const char* codes, OpenTile& out) {
-  take_d(header, 0, out);
+  read_d(header, 0, out);
   for (int n = 0; n < kTileN; n++) put_scale(out, n, (byte_of(header, 10 + tile / 2, n) >> (4 * (tile % 2))) & 15);
   put_codes(out, [&](int n, int g) {
     Bytes row = (Bytes)codes + 12 * n;
@@ -159,11 +159,11 @@ void open_iq3_s(const char* header, int tile, const char* codes, OpenTile& out) 
   });
 }
 
-// All eight codes take the other sign of delta, which the levels have in them.
+// Flips the sign of delta, which is part of the levels, for all eight codes.
 uint32_t delta_of(uint32_t below) { return below ? 0x88888888u : 0; }
 
 void open_iq1_s(const char* header, int tile, const char* codes, OpenTile& out) {
-  take_d(header, 0, out);
+  read_d(header, 0, out);
   for (int n = 0; n < kTileN; n++) put_scale(out, n, (half_of(header, 2 + 2 * tile, n) >> 12) & 7);
   put_codes(out, [&](int n, int g) {
     uint32_t high = half_of(header, 2 + 2 * tile, n);
@@ -187,9 +187,9 @@ void open_iq1_m(const char* header, int tile, const char* codes, OpenTile& out) 
   });
 }
 
-// A row's 32 trits: those of even k in two bytes here, one in the header and a last one, those of odd k likewise.
+// A row's 32 trits: those of even k in two bytes of the tile, one of the header and a last one; those of odd k alike.
 void open_tq1_0(const char* header, int tile, const char* codes, OpenTile& out) {
-  take_d(header, 20, out);
+  read_d(header, 20, out);
   std::memset(out.odd, 1, sizeof out.odd);
   for (int n = 0; n < kTileN; n++) {
     uint32_t last = kTrits.at[byte_of(header, 16 + tile / 2, n)] >> (8 * (tile % 2));
@@ -220,8 +220,7 @@ constexpr Grid ones(decltype(Grid::open) open) {
   return {open, {-0.875f, 0.125f, 1.125f, 0, 0, 0, 0, 0, -1.125f, -0.125f, 0.875f}, kOne.at, 2048};
 }
 
-// Levels are those of the formats, with the power of two that stands in front of them: 8, 25 and 43 eighths; 4, 12 ...
-// 52 and 62 quarters.
+// Levels of the formats times the power of two in their definition: 8, 25 and 43 eighths; 4, 12 ... 52 and 62 quarters.
 constexpr float kTwo[8] = {1, 3.125f, 5.375f}, kThree[8] = {1, 3, 5, 7, 9, 11, 13, 15.5f},
                 kOdd[8] = {1, 3, 5, 7, 9, 11, 13, 15};
 constexpr Grid kGridIq1S = ones(open_iq1_s), kGridIq1M = ones(open_iq1_m);

@@ -1,9 +1,9 @@
-// Formats whose codes are not numbers but places in a table: GGUF's IQ1, IQ2 and IQ3, and TQ1_0 with five trits a byte.
+// Formats whose codes are indices into a grid: GGUF's IQ1, IQ2 and IQ3, and TQ1_0 with five trits a byte.
 //
-// A k tile of theirs lies in a strip as rows of bytes, as released, not in planes. `open` looks them up and leaves a
-// plane of 4-bit codes, which every ISA turns into numbers through the format's 16 levels (formats.h). Tables and
-// look-ups are the same for all, so they exist once, compiled for the baseline. All seven IQ types and TQ1_0 have
-// values d * (2 s + 1) * level with factors of few bits: the product is exact in fp32, whatever its order.
+// A k tile of such a format is rows of bytes in the strip, as in the checkpoint, not planes. `open` looks the indices
+// up and leaves a plane of 4-bit codes, which every ISA turns into numbers through the format's 16 levels (formats.h).
+// Grids and look-ups do not depend on the ISA and are compiled once, for the baseline. Values are d * (2 s + 1) * level
+// with factors of few bits: the product is exact in fp32 in any order.
 #pragma once
 
 #include "kernels/format.h"
@@ -25,7 +25,7 @@ struct Grid {
   int32_t count;
 };
 
-// Of a codec whose row says `in_rows`.
+// `codec` is one whose elements are `grid`.
 const Grid& grid_of(Codec codec);
 
 // Five trits as a byte holds them in a strip: a number to base 3, the first digit the lowest.

@@ -83,18 +83,18 @@ struct PackedGemvF32 {
   static constexpr int W = Isa::width, max_rows = kPackedGemvRows, max_rows_of_nibbles = Isa::overlaps ? 4 : max_rows;
 
   static int32_t rows_of(const Format& f) {
-    switch (f.codec) {
-      case Codec::int8:
-      case Codec::q8_0:
-        return max_rows;
-      case Codec::int4:
-      case Codec::mxfp4:
-      case Codec::q4_0:
-      case Codec::iq4_nl:
-        return max_rows_of_nibbles;
-      default:
-        return 0;
-    }
+    const FormatRow& row = f.row();
+    if (row.plane[1] || f.shared) return 0;
+    if (row.element == ElementKind::int8) return row.scales == ScaleKind::floats ? max_rows : 0;
+    const bool scaled = row.scales == ScaleKind::floats || row.scales == ScaleKind::e8m0;
+    return scaled && row.plane[0] == 4 && nibble_values(row) ? max_rows_of_nibbles : 0;
+  }
+
+  // The 16 values of a nibble; null for other kinds of elements.
+  static const float (*nibble_values(const FormatRow& row))[16] {
+    if (row.element == ElementKind::e2m1) return &kE2m1;
+    if (row.element == ElementKind::iq4) return &kIq4;
+    return row.element == ElementKind::uint && row.zero_point == 8 ? &kMinus8 : nullptr;
   }
 
   // Widens bf16 rows to f32 in the scratch of dequantised tiles.
@@ -110,23 +110,17 @@ struct PackedGemvF32 {
 
   template <class Act>
   static void with_codes(const Format& f, const Act& act) {
-    auto nibbles = [&]<Scale type>(const float (&table)[16]) { act(NibbleCodes<W, type>(table)); };
-    switch (f.codec) {
-      case Codec::int8:
-        return act(ByteCodes<W, Scale::f32>{});
-      case Codec::q8_0:
-        return act(ByteCodes<W, Scale::f16>{});
-      case Codec::mxfp4:
-        return nibbles.template operator()<Scale::e8m0>(kE2m1);
-      case Codec::iq4_nl:
-        return nibbles.template operator()<Scale::f16>(kIq4);
-      case Codec::q4_0:
-        return nibbles.template operator()<Scale::f16>(kLess8);
-      default:
-        if (f.scale == DType::bf16) return nibbles.template operator()<Scale::bf16>(kLess8);
-        if (f.scale == DType::f16) return nibbles.template operator()<Scale::f16>(kLess8);
-        return nibbles.template operator()<Scale::f32>(kLess8);
+    const FormatRow& row = f.row();
+    const FieldType type = f.type_of(row.header[0]);
+    if (row.element == ElementKind::int8) {
+      if (type == FieldType::f16) return act(ByteCodes<W, Scale::f16>{});
+      return act(ByteCodes<W, Scale::f32>{});
     }
+    const float (&table)[16] = *nibble_values(row);
+    if (row.scales == ScaleKind::e8m0) return act(NibbleCodes<W, Scale::e8m0>(table));
+    if (type == FieldType::bf16) return act(NibbleCodes<W, Scale::bf16>(table));
+    if (type == FieldType::f16) return act(NibbleCodes<W, Scale::f16>(table));
+    act(NibbleCodes<W, Scale::f32>(table));
   }
 };
 

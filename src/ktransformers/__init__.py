@@ -1,7 +1,7 @@
-"""Routed experts of Mixture-of-Experts models, computed on the CPU inside PyTorch.
+"""Routed experts of Mixture-of-Experts models on CPU and GPU, inside PyTorch.
 
-Importing this package imports nothing else: torch, transformers and the native core come with the first attribute that
-needs them, so that `kt --help` and tools that only ask for the version stay quick.
+Importing this package imports nothing else: torch, transformers and the native core are loaded with the first attribute
+that needs them, so that `kt --help` and tools that only read the version stay fast.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ktransformers.nn import ExpertStore
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["ExpertStore", "__version__"]
 
-_HOME = {"ExpertStore": "ktransformers.nn"}
+_MODULE_OF = {"ExpertStore": "ktransformers.nn"}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'ktransformers' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_MODULE_OF})

@@ -26,6 +26,27 @@ class Machine(TypedDict):
     hypervisor: bool
     quota: float  # cpus' worth of time that the cgroup grants; 0: no limit
 
+class FormatInfo(TypedDict):
+    """A row of csrc/kernels/format_table.h; csrc/kernels/format.h says what the kinds mean."""
+
+    spec: str  # with what follows the name: int4:32, fp8:1x128
+    name: str  # int4, fp8
+    element: str  # bf16, int8, uint, e4m3, e2m1, iq4, grid: how a code becomes a number
+    zero_point: int  # uint: what is subtracted from a code
+    planes: list[int]  # bits of the planes that make a code, the low ones first
+    scales: str  # none, floats, e8m0, e4m3, scale_and_min, q2_k, q3_k, q4_k, q6_k, iq4_xs, grid
+    span: int  # columns that share a header of a strip; 0: all
+    header: list[tuple[str, int]]  # its fields: type (f32, f16, bf16, u8, i8, u16) and how many of it
+    header_bytes: int  # of one row
+    shared_header: bool  # one for the 16 rows of a strip
+    tensor_scale: bool  # and one float32 for the whole matrix
+    scale_columns: int  # columns that share a scale in a checkpoint; 0: all
+    scale_rows: int  # rows that share it
+    flat_scales: bool  # one scale a row is [rows], not [rows, 1]
+    gguf_type: int | None  # its number in GGUF files
+    block_bytes: int  # of `span` values in GGUF; 0: codes and scales are separate tensors
+    written: bool  # `kt quant` writes it
+
 class HostCallbacks(TypedDict):
     submit: int
     wait: int
@@ -33,6 +54,12 @@ class HostCallbacks(TypedDict):
 def variants() -> list[VariantInfo]: ...
 def isa() -> str: ...
 def machine() -> Machine: ...
+def formats() -> list[FormatInfo]:
+    """Every weight format; int4 with groups of 32, fp8 with each kind of block."""
+
+def format(spec: str) -> FormatInfo:
+    """One format by its name and what follows it; ValueError for any other."""
+
 def grid(format: str) -> tuple[Any, Any]:
     """The table of a format whose codes are indices (csrc/kernels/grids.h), as numpy arrays: uint32 entries of four or
     eight codes of four bits each, those of even columns from bit 0 up and those of odd ones from bit 16 up; and the 16

@@ -1,7 +1,7 @@
-"""Every environment variable that ktransformers reads; docs/environment.md says the same in a table.
+"""Every environment variable that ktransformers reads; docs/environment.md has the same table.
 
 The native core reads the CPU variant, the thread count and the debug switch itself, because it also runs without
-Python; they stand here so that there is one list.
+Python; they are listed here so that there is one list.
 """
 
 from __future__ import annotations
@@ -23,30 +23,36 @@ class Variable:
 
 VARIABLES = (
     Variable("KT_ISA", "generic, avx2, avx512, avx512_bf16, amx", "CPU variant to use instead of the best one"),
-    Variable("KT_KERNEL_CPU_VARIANT", "kt-kernel's names", "the same, read where KT_ISA is not set"),
-    Variable("KT_THREADS", "a positive number", "threads of a pool that is not told a count, in all groups together"),
+    Variable("KT_KERNEL_CPU_VARIANT", "kt-kernel's names", "the same, used if KT_ISA is not set"),
+    Variable("KT_THREADS", "a positive number", "threads of a pool without an explicit count, over all groups"),
     Variable(
         "KT_PLACE",
-        "auto, cpu, stream, resident",
-        "where `place.attach` has experts of a GPU's model computed; cpu by default",
+        "auto, cpu, resident, host_callback, stream, stream_all, split",
+        "where `place.attach` computes the experts of a model on a GPU; default cpu",
     ),
-    Variable("KT_PIN", "map, stage", "how packed experts get to a GPU: registered where they lie, or staged"),
+    Variable(
+        "KT_PIN",
+        "map, stage",
+        "how packed experts are copied to a GPU: from registered host memory, or through a staging buffer",
+    ),
     Variable(
         "KT_GRAPHS",
         "a list of experts, attention, decode; 0 or none",
-        "what is replayed from CUDA graphs: expert passes, attention of training steps, decode steps of `kt serve`; "
-        "all by default, the rest is launched by Python, kernel by kernel",
+        "CUDA graphs to use: expert passes, attention in training, decode steps of `kt serve`; "
+        "default all; the rest is launched kernel by kernel",
     ),
-    Variable("KT_LOG", "debug, info, warning, error", "log to stderr from this level up; debug says what was chosen"),
+    Variable(
+        "KT_LOG", "debug, info, warning, error", "log to stderr from this level up; debug includes the choices made"
+    ),
     Variable("KT_KERNEL_DEBUG", "1", "the same as KT_LOG=debug"),
-    Variable("API_HOST", "an address", "`kt serve` without --host listens there"),
-    Variable("API_PORT", "a port's number", "`kt serve` without --port listens there"),
-    Variable("API_KEY", "a key", "`kt serve` without --api-key wants this key"),
+    Variable("API_HOST", "an address", "listening address of `kt serve` without --host"),
+    Variable("API_PORT", "a port's number", "port of `kt serve` without --port"),
+    Variable("API_KEY", "a key", "API key that `kt serve` without --api-key requires"),
 )
 
 
 def text(name: str) -> str:
-    """The value of one of VARIABLES, empty when it is not set."""
+    """The value of one of VARIABLES, empty if not set."""
     if name not in {variable.name for variable in VARIABLES}:
         raise KeyError(f"{name} is not in ktransformers.env.VARIABLES; add it there and to docs/environment.md")
     return os.environ.get(name, "").strip()
@@ -64,6 +70,6 @@ def graphs_enabled(name: str) -> bool:
 
 
 def current() -> dict[str, str]:
-    """Those of VARIABLES that are set, with their values; of a key only that it is set."""
-    found = {variable.name: text(variable.name) for variable in VARIABLES if text(variable.name)}
-    return {name: "(set)" if name.endswith("_KEY") else value for name, value in found.items()}
+    """The VARIABLES that are set, with their values; keys are masked."""
+    values = {variable.name: text(variable.name) for variable in VARIABLES if text(variable.name)}
+    return {name: "(set)" if name.endswith("_KEY") else value for name, value in values.items()}

@@ -1,13 +1,13 @@
 """Errors that a caller can act on: what was given, what was expected, what to do.
 
-`kt` prints them without a traceback; anything else that escapes is a bug of ours and keeps its traceback.
+`kt` prints them without a traceback; any other exception is a bug in ktransformers and keeps its traceback.
 """
 
 from __future__ import annotations
 
 
 class KTError(Exception):
-    """Whatever ktransformers refuses."""
+    """Base class of errors that ktransformers reports."""
 
 
 class InputError(KTError, ValueError):

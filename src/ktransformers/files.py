@@ -1,6 +1,6 @@
-"""Small files that are there whole or not at all: written under another name, synced, renamed, and the rename synced.
+"""Atomic writes of small files: written under a temporary name, synced, renamed, and the directory synced.
 
-What is large (shards, adapters, whole directories) is written by those who know it, who sync with `sync` too.
+Large outputs (shards, adapters, directories) are written by their own modules, which use `sync` too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def sync(path: Path) -> None:
-    """A file, or a directory's entries, onto the disk."""
+    """Flushes a file, or a directory's entries, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,6 +1,6 @@
-"""One logger, `ktransformers`, silent unless KT_LOG or the application says otherwise.
+"""The logger `ktransformers`, silent unless KT_LOG or the application configures it.
 
-With KT_LOG set, records go to stderr in the form of the native core's own lines ("kt: ..."), so the two read as one.
+With KT_LOG set, records go to stderr in the format of the native core ("kt: ...").
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNI
 
 
 def level() -> int | None:
-    """The level that the environment asks for, None when it asks for nothing."""
-    word = env.text("KT_LOG").lower()
-    if word:
-        if word not in LEVELS:
-            raise InputError("KT_LOG", repr(word), "one of " + ", ".join(LEVELS))
-        return LEVELS[word]
+    """The level that the environment requests, None if none."""
+    name = env.text("KT_LOG").lower()
+    if name:
+        if name not in LEVELS:
+            raise InputError("KT_LOG", repr(name), "one of " + ", ".join(LEVELS))
+        return LEVELS[name]
     return logging.DEBUG if env.text("KT_KERNEL_DEBUG") == "1" else None
 
 
 def logger(name: str) -> logging.Logger:
-    """The logger of a module; call it with `__name__`."""
+    """The logger of a module; call with `__name__`."""
     root = logging.getLogger("ktransformers")
-    asked = level()
-    if asked is not None and not root.handlers:
+    requested = level()
+    if requested is not None and not root.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("kt: %(message)s"))
         root.addHandler(handler)
-        root.setLevel(asked)
+        root.setLevel(requested)
         root.propagate = False
     return logging.getLogger(name)

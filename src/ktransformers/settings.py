@@ -1,8 +1,8 @@
-"""What a user has set once for all commands: `config.yaml` under XDG_CONFIG_HOME, read and written whole.
+"""User settings for all commands: `config.yaml` under XDG_CONFIG_HOME, read and written as a whole.
 
-A key is `section.name`. The file holds only what was set, so a default that changes in a later version reaches
-everybody who left it alone. A flag wins over the environment, the environment over this file. The same folder rules
-(`config_folder`, `data_folder`) serve the library of models.
+A key is `section.name`. The file contains only keys that were set, so a changed default reaches users who did not set
+the key. A flag overrides the environment, which overrides this file. The model registry uses the same folder rules
+(`config_folder`, `data_folder`).
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ class Section(BaseModel):
 
 
 class Paths(Section):
-    models: tuple[str, ...] = Field((), description="folders whose models go by the names of their folders")
-    downloads: str | None = Field(None, description="folder of `kt model download`; by itself under XDG_DATA_HOME")
+    models: tuple[str, ...] = Field((), description="folders whose models can be used by folder name")
+    downloads: str | None = Field(None, description="folder of `kt model download`; default under XDG_DATA_HOME")
 
     @field_validator("models", mode="before")
     @classmethod
-    def _several(cls, value: Any) -> Any:
+    def _split_list(cls, value: Any) -> Any:
         return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
 class Download(Section):
-    source: Literal["huggingface", "modelscope"] = Field("huggingface", description="the hub that is asked")
-    endpoint: str | None = Field(None, pattern=r"^https?://", description="a mirror of the hub; HF_ENDPOINT wins")
-    workers: int = Field(8, ge=1, le=64, description="files fetched at a time")
+    source: Literal["huggingface", "modelscope"] = Field("huggingface", description="the hub to download from")
+    endpoint: str | None = Field(
+        None, pattern=r"^https?://", description="a mirror of the hub; HF_ENDPOINT overrides it"
+    )
+    workers: int = Field(8, ge=1, le=64, description="files downloaded in parallel")
 
 
 class Server(Section):
@@ -50,9 +52,9 @@ class Settings(Section):
     server: Server = Server()  # type: ignore[call-arg,unused-ignore]
 
 
-def _folder(variable: str, otherwise: str) -> Path:
+def _folder(variable: str, default: str) -> Path:
     root = os.environ.get(variable, "").strip()
-    return (Path(root) if root else Path.home() / otherwise) / "ktransformers"
+    return (Path(root) if root else Path.home() / default) / "ktransformers"
 
 
 def config_folder() -> Path:
@@ -68,36 +70,36 @@ def config_file() -> Path:
 
 
 def keys() -> dict[str, str]:
-    """Key -> what it is, in order."""
+    """Key -> description, in order."""
     sections: dict[str, type[BaseModel]] = {"paths": Paths, "download": Download, "server": Server}
     return {
         f"{section}.{name}": field.description or ""
-        for section, kind in sections.items()
-        for name, field in kind.model_fields.items()
+        for section, model in sections.items()
+        for name, field in model.model_fields.items()
     }
 
 
 def read_config_file() -> dict[str, dict[str, Any]]:
-    """What the file says, section by section; nothing where there is none."""
+    """The contents of the file, section by section; empty without a file."""
     file = config_file()
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        document = yaml.safe_load(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(str(file), f"no YAML ({' '.join(str(error).split())})", "sections of `key: value`") from error
-    if found is None:
+    if document is None:
         return {}
-    if not isinstance(found, dict) or not all(isinstance(section, dict) for section in found.values()):
-        raise InputError(str(file), "something else", "sections of `key: value`", "`kt config reset` begins anew")
-    return found
+    if not isinstance(document, dict) or not all(isinstance(section, dict) for section in document.values()):
+        raise InputError(str(file), "something else", "sections of `key: value`", "`kt config reset` removes it")
+    return document
 
 
 def read() -> Settings:
     return _validate(read_config_file(), str(config_file()))
 
 
-def _validate(values: dict[str, dict[str, Any]], where: str) -> Settings:
+def _validate(values: dict[str, dict[str, Any]], source: str) -> Settings:
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
@@ -106,42 +108,42 @@ def _validate(values: dict[str, dict[str, Any]], where: str) -> Settings:
         if key not in keys():
             raise _unknown_key_error(key) from error
         raise InputError(
-            f"{where}: {key}", repr(first.get("input")), first["msg"].removeprefix("Input should be ")
+            f"{source}: {key}", repr(first.get("input")), first["msg"].removeprefix("Input should be ")
         ) from error
 
 
 def _unknown_key_error(key: str) -> InputError:
-    near = difflib.get_close_matches(key, keys(), 1)
-    hint = f"did you mean {near[0]}?" if near else "`kt config show` lists them"
+    matches = difflib.get_close_matches(key, keys(), 1)
+    hint = f"did you mean {matches[0]}?" if matches else "`kt config show` lists them"
     return InputError("key", repr(key), "a key of config.yaml", hint)
 
 
 def value(key: str) -> Any:
-    """Of one key, the default where it was not set."""
+    """The value of one key, or its default."""
     if key not in keys():
         raise _unknown_key_error(key)
     return effective_values()[key]
 
 
 def effective_values() -> dict[str, Any]:
-    """Key -> value in force, of every key."""
+    """Key -> effective value, for every key."""
     document = read().model_dump(mode="json")
     return {key: document[key.partition(".")[0]][key.partition(".")[2]] for key in keys()}
 
 
-def set_value(key: str, new: Any) -> Any:
-    """Set one key, or with None forget it; nothing is written where the value does not fit."""
+def set_value(key: str, new_value: Any) -> Any:
+    """Sets one key, or removes it with None; an invalid value is refused before anything is written."""
     if key not in keys():
         raise _unknown_key_error(key)
     section, _, name = key.partition(".")
     values = read_config_file()
     inside = dict(values.get(section, {}))
-    if new is None:
+    if new_value is None:
         inside.pop(name, None)
     else:
-        inside[name] = new
+        inside[name] = new_value
     values[section] = inside
-    values = {word: kept for word, kept in values.items() if kept}
+    values = {section_name: section_values for section_name, section_values in values.items() if section_values}
     checked = _validate(values, "value")
     stored = checked.model_dump(mode="json", exclude_unset=True)
     file = config_file()
@@ -151,7 +153,7 @@ def set_value(key: str, new: Any) -> Any:
 
 
 def reset() -> bool:
-    """Forget everything that was set; False where nothing was."""
-    there = config_file().exists()
+    """Removes all settings; False if there were none."""
+    existed = config_file().exists()
     config_file().unlink(missing_ok=True)
-    return there
+    return existed

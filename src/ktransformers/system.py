@@ -1,7 +1,7 @@
-"""What the machine offers besides its cores: memory as this process may use it, GPUs, installed packages.
+"""Facts about the machine besides its cores: memory available to this process, GPUs, installed packages.
 
-Cores, caches and NUMA nodes are the native core's business (`_core.machine()`). Nothing here imports torch until
-`gpus()` or `bf16_is_fast()` is asked.
+Cores, caches and NUMA nodes come from the native core (`_core.machine()`). torch is imported only by `gpus()` and
+`bf16_is_fast()`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Memory:
-    total: int  # bytes, cut to the cgroup's limit
+    total: int  # bytes, at most the cgroup's limit
     available: int
     huge_pages: str  # transparent huge pages: always, madvise, never, or unknown
 
@@ -30,17 +30,17 @@ class Gpu:
 
 
 def _cgroup_limits(root: Path) -> tuple[int, int] | None:
-    """Limit and use in bytes of the cgroup that this process sees, None where there is no limit."""
+    """(limit, usage) in bytes of this process's cgroup, None without a limit."""
     for folder, limit, use in (
         ("sys/fs/cgroup", "memory.max", "memory.current"),
         ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
         try:
-            words = (root / folder / limit).read_text().strip(), (root / folder / use).read_text().strip()
+            values = (root / folder / limit).read_text().strip(), (root / folder / use).read_text().strip()
         except OSError:
             continue
-        if all(word.isdigit() for word in words):
-            return int(words[0]), int(words[1])
+        if all(value.isdigit() for value in values):
+            return int(values[0]), int(values[1])
     return None
 
 
@@ -62,7 +62,7 @@ def memory(root: Path = Path("/")) -> Memory:
 
 
 def version_of(distribution: str) -> str | None:
-    """The installed version, None where it is not installed; the package is not imported."""
+    """The installed version, None if not installed; the package is not imported."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -70,19 +70,20 @@ def version_of(distribution: str) -> str | None:
 
 
 def gpus() -> list[Gpu]:
-    """CUDA devices that torch can use; none where torch is not installed."""
+    """CUDA devices that torch can use; empty without torch."""
     if importlib.util.find_spec("torch") is None:
         return []
     import torch
 
     if not torch.cuda.is_available():
         return []
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [Gpu(device.name, device.total_memory) for device in found]
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [Gpu(device.name, device.total_memory) for device in devices]
 
 
 def bf16_is_fast(device: str) -> bool:
-    """On a CPU without bf16 instructions torch multiplies bf16 up to a hundred times more slowly than float32."""
+    """False on CPUs without bf16 instructions, where torch multiplies bf16 up to a hundred times slower than
+    float32."""
     import torch
 
     return device != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -90,8 +91,8 @@ def bf16_is_fast(device: str) -> bool:
 
 @contextlib.contextmanager
 def frozen_gc() -> Iterator[None]:
-    """Python's collector leaves alone what exists now: it takes a quarter of a second to look through the modules of a
-    large model, every ten steps or so."""
+    """Excludes existing objects from garbage collection: a scan of a large model's modules takes a quarter of a second
+    and happens about every ten steps."""
     gc.collect()
     gc.freeze()
     try:
@@ -101,12 +102,11 @@ def frozen_gc() -> Iterator[None]:
 
 
 def python_loop_seconds(rounds: int = 30) -> float:
-    """In which Python takes a million steps of a loop here: ten times the fastest of many short ones, because others
-    use the same host. Hosts with the same CPU differ by a third and more, and with them models whose layers Python
-    launches."""
+    """Time of a Python loop of a million iterations: ten times the minimum of many short runs, because hosts are
+    shared. Hosts with the same CPU differ by a third and more, and so do models whose kernels Python launches."""
     best = float("inf")
     for _ in range(rounds):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         sum(number * number for number in range(100_000))
-        best = min(best, time.perf_counter() - begun)
+        best = min(best, time.perf_counter() - started)
     return 10 * best

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from ktransformers.adapters import convert, read_adapter, write_adapter
 from ktransformers.cli.main import main
-from tests.adapters.samples import Recipe, same_deltas, sample, write_model_config
-from tests.forked import python
+from tests.support.adapter_samples import Recipe, same_deltas, sample, write_model_config
+from tests.support.forked import python
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, EXPERTS, RANK = 40, 256, 1
@@ -88,7 +88,7 @@ def keys(directory: Path) -> set[str]:
         return set(file.keys())
 
 
-def test_every_tensor_of_qwen35(tmp_path: Path) -> None:
+def test_qwen35_conversion_keeps_every_tensor(tmp_path: Path) -> None:
     qwen35(tmp_path, hidden=16, wide=8)
     program = ROOT / "scripts" / "convert_kt_to_sglang_adapter.py"
     flags = ["--base-model-name-or-path", tmp_path / "model", "--overwrite"]
@@ -122,7 +122,7 @@ def test_every_tensor_of_qwen35(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_memory_stays_with_one_layer(tmp_path: Path) -> None:
+def test_conversion_memory_is_bounded_by_one_layer(tmp_path: Path) -> None:
     """Qwen3.5-35B-A3B's real sizes: the adapter is 150 MB on disk, converting it grows the process by far less."""
     qwen35(tmp_path, hidden=2048, wide=512)
     read_adapter(tmp_path / "kt", model=str(tmp_path / "model"))
@@ -132,7 +132,7 @@ def test_memory_stays_with_one_layer(tmp_path: Path) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 120 * 1024  # KB; names and sums of 61,820
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_convert_command_writes_all_outputs(tmp_path: Path) -> None:
     write_adapter(sample(), tmp_path / "peft", "peft")
     model = write_model_config(Recipe(), tmp_path / "model")
     done = kt("convert", tmp_path / "peft", tmp_path / "kt", "--to", "kt", "--base-model-name-or-path", model, "--json")
@@ -152,7 +152,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.stderr.startswith(f"kt: {tmp_path / 's'}: given a directory that is not empty")
 
 
-def test_gguf_file_by_its_own_name(tmp_path: Path) -> None:
+def test_gguf_file_is_read_by_path(tmp_path: Path) -> None:
     write_adapter(sample(), tmp_path / "a", "gguf")
     (tmp_path / "lora.bin").write_bytes((tmp_path / "a" / "adapter.gguf").read_bytes())
     write_adapter(sample(Recipe(seed=5)), tmp_path / "beside", "kt")
@@ -161,10 +161,10 @@ def test_gguf_file_by_its_own_name(tmp_path: Path) -> None:
     same_deltas(sample(), read_adapter(tmp_path / "peft"))
 
 
-def test_merge_command(tmp_path: Path) -> None:
-    from tests.adapters.test_merge import saved
+def test_merge_command_writes_the_model(tmp_path: Path) -> None:
+    from tests.support.stock_peft_models import save_model_and_adapter
 
-    saved("qwen3_moe", tmp_path)
+    save_model_and_adapter("qwen3_moe", tmp_path)
     done = kt("merge", tmp_path / "model", tmp_path / "adapter", "-o", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert [line[:16].strip() for line in done.stdout.splitlines()] == [

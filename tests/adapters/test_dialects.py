@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ktransformers.adapters import DIALECTS, convert, read_adapter, write_adapter
 from ktransformers.adapters.content import open_content
 from ktransformers.adapters.dialects import detect_dialect
-from tests.adapters.samples import Recipe, ranks, same_deltas, sample, write_model_config
+from tests.support.adapter_samples import Recipe, ranks, same_deltas, sample, write_model_config
 
 NAMES = [dialect.name for dialect in DIALECTS]
 QUICK = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -43,7 +43,7 @@ def recipes(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
 @pytest.mark.parametrize("first,second", list(itertools.permutations(NAMES, 2)))
 @QUICK
 @given(recipe=recipes())
-def test_every_pair_of_dialects(first: str, second: str, recipe: Recipe) -> None:
+def test_round_trip_between_every_pair_of_dialects(first: str, second: str, recipe: Recipe) -> None:
     start = sample(recipe)
     with tempfile.TemporaryDirectory() as folder, mock.patch("os.fsync"):  # hundreds of files that nobody will miss
         root = Path(folder)
@@ -63,7 +63,7 @@ def test_every_pair_of_dialects(first: str, second: str, recipe: Recipe) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_detected_by_content(name: str, tmp_path: Path) -> None:
+def test_dialect_is_detected_by_content(name: str, tmp_path: Path) -> None:
     write_adapter(sample(), tmp_path / "adapter", name)
     assert detect_dialect(open_content(tmp_path / "adapter")).name == name
     for file in (tmp_path / "adapter").iterdir():
@@ -83,7 +83,7 @@ def test_dtypes_are_kept(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     assert {form.dtype for form in back.forms()} == {dtype}
 
 
-def test_scalings_that_are_no_power_of_two_apart(tmp_path: Path) -> None:
+def test_scaling_ratio_other_than_power_of_two_uses_f32(tmp_path: Path) -> None:
     start = sample(Recipe(scalings=(2.0, 16 / 12), rank=3))
     for name in NAMES:
         write_adapter(start, tmp_path / name, name)
@@ -109,7 +109,7 @@ def test_prefix_of_a_larger_model_survives(tmp_path: Path) -> None:
     assert "model.language_model.layers.0.self_attn.q_proj.lora_A.weight" in keys
 
 
-def test_old_peft_layout(tmp_path: Path) -> None:
+def test_old_peft_layout_is_read(tmp_path: Path) -> None:
     """PEFT took `[E, out, in]` parameters for `[E, in, out]` once: A and B are then each other's."""
     from safetensors.torch import load_file, save_file
 
@@ -162,7 +162,7 @@ def test_gguf_names_are_those_of_llama_cpp() -> None:
         assert names.get_name("lm_head") == "output"
 
 
-def test_gguf_as_llama_cpp_reads_it(tmp_path: Path) -> None:
+def test_gguf_matches_llama_cpp_reader(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     start = sample(Recipe(family="mixtral", scalings=(2.0, 1.0)))
     write_adapter(start, tmp_path / "a", "gguf")

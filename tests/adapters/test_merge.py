@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import threading
 from pathlib import Path
@@ -10,32 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ktransformers.adapters import LoraPair, adapter_from_tensors, convert, facts_from_config, merge, write_adapter
 from ktransformers.adapters import merge as merge_function
 from ktransformers.errors import InputError
-from tests.adapters.test_peft import TARGETS, logits, model_of
-
-
-def saved(family: str, directory: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> torch.Tensor:
-    """A model and an adapter on disk; returns the logits of the model with the adapter merged in float32."""
-    model = model_of(family)
-    with torch.no_grad():  # the numbers that the file will have; buffers (rotary frequencies) stay as they are
-        for parameter in model.parameters():
-            parameter.copy_(parameter.to(dtype))
-    copy.deepcopy(model).to(dtype).save_pretrained(directory / "model", max_shard_size="40KB")
-    (directory / "model" / "tokenizer_config.json").write_text("{}")
-    targets = {key: list(value) for key, value in TARGETS[family].items()}
-    peft = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **(targets | options)))
-    with torch.no_grad():
-        for name, parameter in peft.named_parameters():
-            if "lora_" in name:
-                parameter.copy_((torch.randn_like(parameter) * 0.1).bfloat16())
-    peft.save_pretrained(directory / "adapter")
-    return logits(peft.merge_and_unload())
+from tests.support.stock_peft_models import TARGETS, logits, save_model_and_adapter
 
 
 def load(directory: Path) -> Any:
@@ -43,8 +23,8 @@ def load(directory: Path) -> Any:
 
 
 @pytest.mark.parametrize("family", list(TARGETS))
-def test_merged_model_equals_pefts(family: str, tmp_path: Path) -> None:
-    expected = saved(family, tmp_path)
+def test_merged_model_equals_peft_merge(family: str, tmp_path: Path) -> None:
+    expected = save_model_and_adapter(family, tmp_path)
     effect = float((expected - logits(load(tmp_path / "model"))).abs().max())
     done = merge(tmp_path / "model", tmp_path / "adapter", tmp_path / "exact", dtype="float32")
     torch.testing.assert_close(logits(load(tmp_path / "exact")), expected, rtol=0, atol=1e-4 * effect)
@@ -83,7 +63,7 @@ def fuse(directory: Path, transposed: bool) -> None:
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_fused_checkpoints_get_the_same_numbers(transposed: bool, tmp_path: Path) -> None:
-    saved("qwen3_moe", tmp_path)
+    save_model_and_adapter("qwen3_moe", tmp_path)
     merge(tmp_path / "model", tmp_path / "adapter", tmp_path / "single")
     fuse(tmp_path / "model", transposed)
     done = merge(tmp_path / "model", tmp_path / "adapter", tmp_path / "fused")
@@ -94,8 +74,8 @@ def test_fused_checkpoints_get_the_same_numbers(transposed: bool, tmp_path: Path
 
 
 @pytest.mark.parametrize("dialect", ["per-expert", "sglang", "kt", "gguf"])
-def test_every_dialect_merges_alike(dialect: str, tmp_path: Path) -> None:
-    saved("mixtral", tmp_path)
+def test_every_dialect_gives_the_same_merge(dialect: str, tmp_path: Path) -> None:
+    save_model_and_adapter("mixtral", tmp_path)
     convert(tmp_path / "adapter", tmp_path / "other", dialect, base_model_name_or_path=str(tmp_path / "model"))
     for adapter in ("adapter", "other"):
         merge(tmp_path / "model", tmp_path / adapter, tmp_path / f"out-{adapter}")
@@ -106,16 +86,16 @@ def test_every_dialect_merges_alike(dialect: str, tmp_path: Path) -> None:
 
 
 def test_modules_to_save_replace_the_tensor(tmp_path: Path) -> None:
-    expected = saved("qwen3_moe", tmp_path, modules_to_save=["lm_head"])
+    expected = save_model_and_adapter("qwen3_moe", tmp_path, modules_to_save=["lm_head"])
     merge(tmp_path / "model", tmp_path / "adapter", tmp_path / "out", dtype="float32")
     torch.testing.assert_close(logits(load(tmp_path / "out")), expected, rtol=0, atol=1e-4)
 
 
-def test_a_killed_merge_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_merge_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     module = sys.modules[merge_function.__module__]
-    saved("qwen3_moe", tmp_path)
+    save_model_and_adapter("qwen3_moe", tmp_path)
     merge(tmp_path / "model", tmp_path / "adapter", tmp_path / "whole")
     write_shard, calls = module._write_shard, []
 
@@ -137,11 +117,11 @@ def test_a_killed_merge_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not [file for file in tmp_path.iterdir() if file.name.startswith(".")]
 
 
-def test_another_adapter_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merge_with_another_adapter_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     module = sys.modules[merge_function.__module__]
-    saved("qwen3_moe", tmp_path)
+    save_model_and_adapter("qwen3_moe", tmp_path)
     verify = module._verify
     monkeypatch.setattr(module, "_verify", lambda plan, partial: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
@@ -152,12 +132,12 @@ def test_another_adapter_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert merge(tmp_path / "model", tmp_path / "adapter", tmp_path / "out").resumed == 0
 
 
-def test_reading_back_finds_a_bad_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corrupted_output_is_detected_on_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     module = sys.modules[merge_function.__module__]
-    saved("qwen3_moe", tmp_path)
-    copy_rest = module._copy_rest
+    save_model_and_adapter("qwen3_moe", tmp_path)
+    copy_rest = module._copy_other_files
 
     def spoils(model: Path, partial: Path, *rest: Any) -> None:
         copy_rest(model, partial, *rest)
@@ -167,18 +147,18 @@ def test_reading_back_finds_a_bad_disk(tmp_path: Path, monkeypatch: pytest.Monke
             if name:
                 save_file(tensors | {name: tensors[name] + 0.1}, file, metadata={"format": "pt"})
 
-    monkeypatch.setattr(module, "_copy_rest", spoils)
+    monkeypatch.setattr(module, "_copy_other_files", spoils)
     with pytest.raises(InputError, match=r"down_proj.*rounding steps"):
         merge(tmp_path / "model", tmp_path / "adapter", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_refusals(tmp_path: Path) -> None:
-    saved("qwen3_moe", tmp_path)
+def test_invalid_merge_inputs_are_refused(tmp_path: Path) -> None:
+    save_model_and_adapter("qwen3_moe", tmp_path)
     model, adapter, out = tmp_path / "model", tmp_path / "adapter", tmp_path / "out"
     with pytest.raises(InputError, match="--format"):
         merge(model, adapter, out, dtype="int4")
-    with pytest.raises(InputError, match="one of which holds the other"):
+    with pytest.raises(InputError, match="one of which contains the other"):
         merge(model, adapter, model / "merged")
     out.mkdir()
     (out / "file").touch()
@@ -202,7 +182,7 @@ def anonymous() -> int:
 
 
 @pytest.mark.slow
-def test_memory_stays_with_one_expert(tmp_path: Path) -> None:
+def test_merge_memory_is_bounded_by_one_expert(tmp_path: Path) -> None:
     """400 MB of fused experts, of which one expert is 3 MB."""
     experts, hidden, wide, rank = 64, 1024, 512, 8
     config = {"model_type": "qwen3_moe", "hidden_size": hidden, "moe_intermediate_size": wide, "num_hidden_layers": 2}

@@ -18,16 +18,17 @@ from ktransformers.adapters import convert as convert_adapter
 from ktransformers.adapters import merge_packed as module
 from ktransformers.adapters.divergence import calibration_text, measure_divergence
 from ktransformers.adapters.merge_packed import merge_packed, wants_packing
-from ktransformers.checkpoint.encoded import decode, encode
+from ktransformers.checkpoint.encoded import decode
+from ktransformers.checkpoint.encoder import encode
 from ktransformers.errors import InputError
 from ktransformers.nn import load_model
 from ktransformers.nn.contract import expert_modules
 from ktransformers.quant.convert import convert
 from ktransformers.quant.plan import make_plan, parse_formats
-from tests.checkpoint.conversions import as_fp8
-from tests.checkpoint.releases import write_gguf
-from tests.nn.families import build, save
-from tests.nn.test_gguf import gguf_fields, to_gguf
+from tests.support.gguf_models import gguf_fields, to_gguf
+from tests.support.packing import as_fp8
+from tests.support.releases import write_gguf
+from tests.support.tiny_models import build, save
 
 DATA = Path(__file__).parents[1] / "data" / "minimind_6400"
 SIZES: dict[str, Any] = {"moe_intermediate_size": 64, "intermediate_size": 64, "vocab_size": 6400}
@@ -90,7 +91,7 @@ def unlike(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(("family", "word"), [("qwen3_moe", "int8"), ("qwen3_moe", "int4"), ("gpt_oss", "bf16")])
-def test_experts_are_the_sum_encoded_once(family: str, word: str, tmp_path: Path) -> None:
+def test_experts_are_encoded_once_from_the_sum(family: str, word: str, tmp_path: Path) -> None:
     base, adapter = made(tmp_path, family)
     done = merge_packed(base, adapter, tmp_path / "out", formats=parse_formats(word), threads=2, max_kl=10, tokens=64)
     found, whole = decoded(load_model(tmp_path / "out")), expected(base, adapter)
@@ -105,7 +106,7 @@ def test_experts_are_the_sum_encoded_once(family: str, word: str, tmp_path: Path
     assert done.divergence is not None and done.receipt.summary()["gate"]["format"] == [spelled]
 
 
-def test_everything_else_is_folded_too_and_the_numbers_are_reported(tmp_path: Path) -> None:
+def test_other_tensors_are_merged_and_counts_reported(tmp_path: Path) -> None:
     base, adapter = made(tmp_path)
     done = merge_packed(base, adapter, tmp_path / "out", formats=parse_formats("bf16"), threads=2)
     found = done.divergence
@@ -125,14 +126,14 @@ def test_everything_else_is_folded_too_and_the_numbers_are_reported(tmp_path: Pa
     assert not [file.name for file in tmp_path.iterdir() if file.name.startswith(".")]
 
 
-def test_too_far_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+def test_divergence_above_limit_is_refused_and_output_removed(tmp_path: Path) -> None:
     base, adapter = made(tmp_path)
-    with pytest.raises(InputError, match=r"KL .* nats a token .*at most 1e-06.*nothing was written"):
+    with pytest.raises(InputError, match=r"KL .* nats per token .*at most 1e-06.*nothing was written"):
         merge_packed(base, adapter, tmp_path / "out", formats=parse_formats("int4"), threads=2, max_kl=1e-6, tokens=128)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["adapter", "base"]
 
 
-def test_a_packed_base_keeps_its_format(tmp_path: Path) -> None:
+def test_packed_base_keeps_its_format(tmp_path: Path) -> None:
     base, adapter = made(tmp_path)
     packed = tmp_path / "packed"
     convert(make_plan(base, parse_formats("int8", None, "bf16"), 2), packed)
@@ -148,7 +149,7 @@ def test_a_packed_base_keeps_its_format(tmp_path: Path) -> None:
         assert unlike(after[name], before[name] + delta[name]) < 0.02, name
 
 
-def test_a_quantised_release_keeps_its_format(tmp_path: Path) -> None:
+def test_quantised_release_keeps_its_format(tmp_path: Path) -> None:
     base, adapter = made(tmp_path)
     as_fp8(base)
     assert wants_packing(base)
@@ -158,7 +159,7 @@ def test_a_quantised_release_keeps_its_format(tmp_path: Path) -> None:
     assert config["quant_method"] == "kt" and config["packed"]["source"]["quant_method"] == "fp8"
 
 
-def test_a_gguf_file_keeps_its_types(tmp_path: Path) -> None:
+def test_gguf_base_keeps_its_types(tmp_path: Path) -> None:
     """One that stands alone: configuration from its header, and no tokenizer to compare with."""
     pytest.importorskip("gguf")
     plain, adapter = made(tmp_path)
@@ -188,7 +189,7 @@ def test_matrices_without_a_delta_keep_their_bytes(tmp_path: Path) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_biases_come_through_a_packed_base(tmp_path: Path) -> None:
+def test_biases_survive_a_packed_base(tmp_path: Path) -> None:
     base, adapter = made(tmp_path, "gpt_oss")
     packed = tmp_path / "packed"
     convert(make_plan(base, parse_formats("bf16"), 2), packed)
@@ -200,7 +201,7 @@ def test_biases_come_through_a_packed_base(tmp_path: Path) -> None:
     assert torch.equal(one, two)
 
 
-def test_a_killed_merge_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_merge_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, adapter = made(tmp_path)
     judge = module._check_quality
 
@@ -232,7 +233,7 @@ def test_a_killed_merge_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_other_dialects_and_a_text_of_ones_own(tmp_path: Path) -> None:
+def test_other_dialects_and_custom_calibration_text(tmp_path: Path) -> None:
     base, adapter = made(tmp_path, target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
     convert_adapter(adapter, tmp_path / "other", "per-expert", base_model_name_or_path=str(base))
     text = tmp_path / "text.jsonl"
@@ -249,7 +250,7 @@ def test_other_dialects_and_a_text_of_ones_own(tmp_path: Path) -> None:
     assert found[1].divergence.kl == pytest.approx(found[0].divergence.kl, rel=0.5, abs=1e-4)
 
 
-def test_the_divergence_of_a_model_from_itself_is_nothing(tmp_path: Path) -> None:
+def test_divergence_of_a_model_from_itself_is_zero(tmp_path: Path) -> None:
     """The measure against what it has to say where the answer is known."""
     base, adapter = made(tmp_path)
     with calibration_text(None) as text:
@@ -258,14 +259,14 @@ def test_the_divergence_of_a_model_from_itself_is_nothing(tmp_path: Path) -> Non
     assert found.perplexity == pytest.approx(found.base_perplexity, rel=1e-6)
 
 
-def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_packed_merge_inputs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, adapter = made(tmp_path)
     out = tmp_path / "out"
     with pytest.raises(InputError, match="more than 0"):
         merge_packed(base, adapter, out, max_kl=0)
     with pytest.raises(InputError, match="does not exist"):
         merge_packed(base, adapter, out, calib=tmp_path / "none.txt")
-    with pytest.raises(InputError, match="one of which holds the other"):
+    with pytest.raises(InputError, match="one of which contains the other"):
         merge_packed(base, adapter, base / "merged")
     monkeypatch.setattr(module, "check_format", lambda name, word: (_ for _ in ()).throw(InputError(name, word, "-")))
     with pytest.raises(InputError, match=r"gate in bf16, which an adapter changes.*--format int8"):
@@ -281,7 +282,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         merge_packed(base, adapter, out, formats=parse_formats("bf16"), threads=2, unchecked=True)
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_packed_merge_command_reports_divergence(tmp_path: Path) -> None:
     from ktransformers.cli.main import app
 
     base, adapter = made(tmp_path)
@@ -298,7 +299,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert isinstance(told.exception, InputError) and "--format" in str(told.exception)
 
 
-def test_a_plain_merge_is_compared_too(tmp_path: Path) -> None:
+def test_plain_merge_measures_divergence(tmp_path: Path) -> None:
     from ktransformers.cli.main import app
 
     base, adapter = made(tmp_path)

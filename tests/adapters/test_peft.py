@@ -12,43 +12,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 from ktransformers.adapters import convert
-from tests.nn.families import COMMON, FAMILIES, VOCABULARY
-
-TOKENS = torch.arange(2 * 6).reshape(2, 6) % (VOCABULARY - 3) + 3
-# What PEFT is told to adapt; families whose experts it takes by their old names, and those by their parameters.
-PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-TARGETS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"target_modules": ["q_proj", "v_proj", "gate", "gate_proj", "up_proj", "down_proj"]},
-    "mixtral": {"target_modules": ["q_proj", "o_proj", "gate", "w1", "w2", "w3"]},
-    "deepseek_v3": {"target_modules": ["o_proj", "kv_a_proj_with_mqa", "gate_proj", "up_proj", "down_proj"]},
-    "gpt_oss": {"target_modules": ["q_proj", "o_proj"], "target_parameters": PARAMETERS},
-    "qwen3_5_moe_text": {"target_modules": ["q_proj", "out_proj"], "target_parameters": PARAMETERS},
-}
-LOADS_PER_EXPERT = ("qwen3_moe", "mixtral", "deepseek_v3")
-
-
-def model_of(family: str) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(7)
-    config = AutoConfig.for_model(family, **(COMMON | FAMILIES[family]))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.2)
-    return model
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model(TOKENS).logits
-    return found
+from tests.support.stock_peft_models import LOADS_PER_EXPERT, PARAMETERS, TARGETS, build_model, logits
 
 
 def trained(family: str, directory: Path, rank: int = 4, **options: Any) -> torch.Tensor:
     """An adapter as PEFT saves it (all factors random), with the model's config.json beside; returns its logits."""
-    model = model_of(family)
+    model = build_model(family)
     model.config.save_pretrained(directory / "model")
     config = LoraConfig(r=rank, lora_alpha=2 * rank, init_lora_weights=False, **(TARGETS[family] | options))
     peft = get_peft_model(model, config).eval()
@@ -64,13 +33,13 @@ def loaded(family: str, directory: Path) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*missing adapter keys.*")
         warnings.filterwarnings("error", message=".*unexpected keys.*")
-        return logits(PeftModel.from_pretrained(model_of(family), directory).eval())
+        return logits(PeftModel.from_pretrained(build_model(family), directory).eval())
 
 
 @pytest.mark.parametrize("family", list(TARGETS))
-def test_round_trip_of_what_peft_saved(family: str, tmp_path: Path) -> None:
+def test_peft_adapter_survives_round_trip(family: str, tmp_path: Path) -> None:
     expected = trained(family, tmp_path)
-    assert float((expected - logits(model_of(family))).abs().max()) > 0.05  # the adapter matters
+    assert float((expected - logits(build_model(family))).abs().max()) > 0.05  # the adapter matters
     model = str(tmp_path / "model")
     saved = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     for name in ("per-expert", "sglang", "kt", "gguf"):
@@ -97,7 +66,7 @@ def test_both_dialects_give_the_same_logits_when_ranks_differ(tmp_path: Path) ->
         torch.testing.assert_close(loaded("qwen3_moe", tmp_path / name), expected, rtol=0, atol=2e-5)
 
 
-def test_shared_experts_and_dense_layers(tmp_path: Path) -> None:
+def test_shared_experts_and_dense_layers_round_trip(tmp_path: Path) -> None:
     """PEFT takes gate_proj and so on for the routed experts; ours are named by their weight, so they load too."""
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.shared_experts.up_proj.weight"]
     options = {"target_modules": ["o_proj"], "target_parameters": [*names, "mlp.down_proj.weight"]}
@@ -109,7 +78,7 @@ def test_shared_experts_and_dense_layers(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded("deepseek_v3", tmp_path / "out"), expected, rtol=0, atol=2e-5)
 
 
-def test_only_one_of_the_fused_parameters(tmp_path: Path) -> None:
+def test_single_fused_parameter_round_trips(tmp_path: Path) -> None:
     for parameter in PARAMETERS:
         place = tmp_path / parameter
         expected = trained("gpt_oss", place, target_modules=["q_proj"], target_parameters=[parameter])
@@ -119,7 +88,7 @@ def test_only_one_of_the_fused_parameters(tmp_path: Path) -> None:
             torch.testing.assert_close(loaded("gpt_oss", place / f"{name}-peft"), expected, rtol=0, atol=2e-5)
 
 
-def test_an_adapter_of_some_layers(tmp_path: Path) -> None:
+def test_adapter_of_some_layers_round_trips(tmp_path: Path) -> None:
     options = {"target_modules": ["q_proj"], "target_parameters": ["model.layers.1.mlp.experts.gate_up_proj"]}
     expected = trained("qwen3_moe", tmp_path, **options, layers_to_transform=[0])
     convert(tmp_path / "peft", tmp_path / "a", "per-expert", base_model_name_or_path=str(tmp_path / "model"))

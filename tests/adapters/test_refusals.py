@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ktransformers.adapters import DIALECTS, convert, describe_adapter, read_adapter, write_adapter
 from ktransformers.errors import InputError
-from tests.adapters.samples import Recipe, facts, same_deltas, sample, write_model_config
+from tests.support.adapter_samples import Recipe, facts, same_deltas, sample, write_model_config
 
 SAFETENSORS = [dialect.name for dialect in DIALECTS if dialect.name != "gguf"]
 Tensors = dict[str, Tensor]
@@ -40,7 +40,7 @@ def names(directory: Path) -> list[str]:
 
 @pytest.mark.parametrize("manifest", [False, True])
 @pytest.mark.parametrize("dialect", SAFETENSORS)
-def test_a_dropped_key_is_found_at_once(dialect: str, manifest: bool, tmp_path: Path) -> None:
+def test_adapter_with_missing_tensor_is_refused(dialect: str, manifest: bool, tmp_path: Path) -> None:
     model = write_model_config(Recipe(), tmp_path / "model")
     write_adapter(sample(), tmp_path / "whole", dialect)
     every = names(tmp_path / "whole")
@@ -54,7 +54,7 @@ def test_a_dropped_key_is_found_at_once(dialect: str, manifest: bool, tmp_path: 
 
 
 @pytest.mark.parametrize("dialect", SAFETENSORS)
-def test_a_changed_value_is_found_by_the_manifest(dialect: str, tmp_path: Path) -> None:
+def test_changed_tensor_is_detected_by_manifest(dialect: str, tmp_path: Path) -> None:
     write_adapter(sample(), tmp_path / "a", dialect)
     victim = names(tmp_path / "a")[5]
 
@@ -79,14 +79,14 @@ def swap_gate_up(tensors: Tensors) -> Tensors:
 
 
 @pytest.mark.parametrize("dialect", SAFETENSORS)
-def test_swapped_gate_and_up_are_found_by_the_manifest(dialect: str, tmp_path: Path) -> None:
+def test_swapped_gate_and_up_are_detected_by_manifest(dialect: str, tmp_path: Path) -> None:
     write_adapter(sample(), tmp_path / "a", dialect)
     change(tmp_path / "a", swap_gate_up, manifest=True)
     with pytest.raises(InputError, match="other numbers"):
         read_adapter(tmp_path / "a")
 
 
-def test_a_changed_gguf_is_found(tmp_path: Path) -> None:
+def test_changed_gguf_is_detected_by_manifest(tmp_path: Path) -> None:
     write_adapter(sample(), tmp_path / "a", "gguf")
     file = tmp_path / "a" / "adapter.gguf"
     data = bytearray(file.read_bytes())
@@ -98,7 +98,7 @@ def test_a_changed_gguf_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dialect", SAFETENSORS)
-def test_numbers_that_are_none(dialect: str, value: float, tmp_path: Path) -> None:
+def test_nan_and_infinity_are_refused(dialect: str, value: float, tmp_path: Path) -> None:
     write_adapter(sample(), tmp_path / "a", dialect)
     victim = names(tmp_path / "a")[7]
 
@@ -143,14 +143,16 @@ KEY = "base_model.model.model.layers.1.mlp.experts.2.up_proj.lora_B.weight"
         (lambda t: t | {KEY.replace(".weight", ".default.weight"): t[KEY]}, "they name the same matrix"),
     ],
 )
-def test_misnamed_misshapen_and_extra(edit: Callable[[Tensors], Tensors], message: str, tmp_path: Path) -> None:
+def test_misnamed_misshapen_and_extra_tensors_are_refused(
+    edit: Callable[[Tensors], Tensors], message: str, tmp_path: Path
+) -> None:
     write_adapter(sample(), tmp_path / "a", "per-expert")
     change(tmp_path / "a", edit, manifest=False)
     with pytest.raises(InputError, match=message):
         read_adapter(tmp_path / "a", model=write_model_config(Recipe(), tmp_path / "model"))
 
 
-def test_a_model_of_other_sizes(tmp_path: Path) -> None:
+def test_adapter_of_a_model_with_other_sizes_is_refused(tmp_path: Path) -> None:
     write_adapter(sample(), tmp_path / "a", "kt")
     for change_, message in (
         ({"num_experts": 4}, "3 experts, expected 4"),
@@ -165,7 +167,7 @@ def test_a_model_of_other_sizes(tmp_path: Path) -> None:
             read_adapter(tmp_path / "a", model=model)
 
 
-def test_ranks_that_the_configuration_does_not_say(tmp_path: Path) -> None:
+def test_rank_different_from_config_is_refused(tmp_path: Path) -> None:
     for dialect in SAFETENSORS:
         write_adapter(sample(), tmp_path / dialect, dialect)
         file = tmp_path / dialect / "adapter_config.json"
@@ -175,7 +177,7 @@ def test_ranks_that_the_configuration_does_not_say(tmp_path: Path) -> None:
             read_adapter(tmp_path / dialect)
 
 
-def test_configurations_that_are_no_lora(tmp_path: Path) -> None:
+def test_configuration_other_than_lora_is_refused(tmp_path: Path) -> None:
     write_adapter(sample(), tmp_path / "a", "peft")
     file = tmp_path / "a" / "adapter_config.json"
     config = json.loads(file.read_text())
@@ -199,7 +201,7 @@ def test_configurations_that_are_no_lora(tmp_path: Path) -> None:
         read_adapter(tmp_path / "a")
 
 
-def test_what_is_no_adapter(tmp_path: Path) -> None:
+def test_path_without_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         read_adapter(tmp_path / "none")
     save_file({"model.norm.weight": torch.ones(2)}, tmp_path / "model.safetensors")
@@ -212,14 +214,14 @@ def test_what_is_no_adapter(tmp_path: Path) -> None:
         convert(tmp_path, tmp_path / "out", "onnx")
 
 
-def test_fused_gate_and_up_of_an_unknown_model(tmp_path: Path) -> None:
+def test_fused_gate_up_of_unknown_model_is_refused(tmp_path: Path) -> None:
     write_adapter(sample(), tmp_path / "a", "peft")
     (tmp_path / "a" / "kt_manifest.json").unlink()
     with pytest.raises(InputError, match="give --base-model-name-or-path"):
         convert(tmp_path / "a", tmp_path / "b", "sglang")
 
 
-def test_numbers_that_bf16_cannot_hold(tmp_path: Path) -> None:
+def test_values_not_representable_in_bf16_are_refused(tmp_path: Path) -> None:
     write_adapter(sample(Recipe(dtype=torch.float32)), tmp_path / "a", "peft")
     with pytest.raises(InputError, match="--dtype bfloat16 rounds them"):
         convert(tmp_path / "a", tmp_path / "b", "kt")
@@ -228,7 +230,7 @@ def test_numbers_that_bf16_cannot_hold(tmp_path: Path) -> None:
     same_deltas(sample(Recipe(dtype=torch.float32)), read_adapter(tmp_path / "b"), tolerance=0.02)
 
 
-def test_kt_manifest_of_another_file(tmp_path: Path) -> None:
+def test_mismatch_with_kt_kernel_manifest_is_refused(tmp_path: Path) -> None:
     write_adapter(sample(), tmp_path / "a", "kt")
     (tmp_path / "a" / "kt_manifest.json").unlink()
     manifest = tmp_path / "a" / "kt_adapter_manifest.json"
@@ -244,10 +246,10 @@ def test_kt_manifest_of_another_file(tmp_path: Path) -> None:
         read_adapter(tmp_path / "a")
 
 
-def test_outputs_stay_apart_and_are_not_overwritten(tmp_path: Path) -> None:
+def test_overlapping_or_existing_outputs_are_refused(tmp_path: Path) -> None:
     write_adapter(sample(), tmp_path / "a", "kt")
     for out, expert in (("a", None), ("a/b", None), (".", None), ("b", "b/c")):
-        with pytest.raises(InputError, match="one of which holds the other"):
+        with pytest.raises(InputError, match="one of which contains the other"):
             convert(tmp_path / "a", tmp_path / out, "sglang", expert_output_dir=expert and tmp_path / expert)
     convert(tmp_path / "a", tmp_path / "b", "sglang")
     with pytest.raises(InputError, match="--overwrite replaces it"):
@@ -257,7 +259,7 @@ def test_outputs_stay_apart_and_are_not_overwritten(tmp_path: Path) -> None:
     assert not (tmp_path / "b" / "old").exists()
 
 
-def test_a_manifest_for_what_others_saved(tmp_path: Path) -> None:
+def test_describe_adapter_writes_a_manifest(tmp_path: Path) -> None:
     write_adapter(sample(), tmp_path / "a", "per-expert")
     (tmp_path / "a" / "kt_manifest.json").unlink()
     describe_adapter(tmp_path / "a", model=write_model_config(Recipe(), tmp_path / "model"))
@@ -271,7 +273,7 @@ def test_a_manifest_for_what_others_saved(tmp_path: Path) -> None:
         read_adapter(tmp_path / "a")
 
 
-def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_base_model_is_handled(tmp_path: Path) -> None:
     write_adapter(sample(), tmp_path / "a", "kt")
     with pytest.raises(InputError, match=r"a path without config\.json"):
         convert(tmp_path / "a", tmp_path / "b", "sglang", base_model_name_or_path=str(tmp_path / "typo"))
@@ -282,7 +284,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     assert convert(tmp_path / "b", tmp_path / "c", "kt").model is None
 
 
-def test_dropout_is_told_by_the_manifest(tmp_path: Path) -> None:
+def test_dropout_is_read_from_the_manifest(tmp_path: Path) -> None:
     write_adapter(replace(sample(), config={"lora_dropout": 0.1}), tmp_path / "a", "peft")
     assert json.loads((tmp_path / "a" / "adapter_config.json").read_text())["lora_dropout"] == 0  # or PEFT refuses it
     convert(tmp_path / "a", tmp_path / "b", "per-expert")
@@ -302,7 +304,7 @@ def test_interleaved_families_are_those_of_transformers() -> None:
     assert found == INTERLEAVED_FAMILIES
 
 
-def test_layers_with_experts_are_read_off_the_index(tmp_path: Path) -> None:
+def test_sparse_layers_are_read_from_the_index(tmp_path: Path) -> None:
     from ktransformers.adapters import find_facts
 
     recipe = Recipe(family="ernie4_5_moe")  # has fields of its own for it
@@ -315,7 +317,7 @@ def test_layers_with_experts_are_read_off_the_index(tmp_path: Path) -> None:
     assert found is not None and found.sparse_layers == (1,)
 
 
-def test_a_block_that_is_really_called_so(tmp_path: Path) -> None:
+def test_block_sparse_moe_in_the_model_is_kept(tmp_path: Path) -> None:
     """granitemoe says block_sparse_moe in the model too: it must not be renamed."""
     from ktransformers.adapters import LoraPair, adapter_from_tensors
 
@@ -328,7 +330,7 @@ def test_a_block_that_is_really_called_so(tmp_path: Path) -> None:
         assert [module.name for module in read_adapter(tmp_path / dialect).modules] == [name]
 
 
-def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     left = tmp_path / ".a.999999999.partial"
     running = tmp_path / ".a.1.partial"
     left.mkdir()

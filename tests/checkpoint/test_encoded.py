@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, decode, encode, format_of, stack
+from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, decode, format_of, stack
+from ktransformers.checkpoint.encoder import encode
 from ktransformers.errors import InputError
+from tests.support.formats import ROWS, SPECS, e2m1, e4m3
 
 E, N, K = 2, 160, 288  # neither a multiple of 128
-INT4 = ["int4:0", "int4:32", "int4:64", "int4:128", "int4:32:f16", "int4:96:f32"]
-WRITTEN = ["int8", *INT4, "fp8:128x128", "fp8:1x128", "fp8:row", "mxfp8", "mxfp4", "nvfp4"]
 GGUF_WRITTEN = ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "tq1_0", "tq2_0"]
 
 
@@ -29,43 +29,17 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
-def e2m1(code: int) -> float:
-    """Sign, two bits of exponent, one of mantissa."""
-    exponent, mantissa = (code >> 1) & 3, code & 1
-    size = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2 ** (exponent - 1)
-    return -size if code & 8 else size
-
-
-def e4m3(code: int) -> float:
-    exponent, mantissa = (code >> 3) & 15, code & 7
-    if exponent == 15 and mantissa == 7:
-        return math.nan
-    size = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-    return -size if code & 128 else size
-
-
 def one_by_one(encoded: Encoded, expert: int, row: int, column: int) -> float:
     """A number straight from the table of formats, in Python's floats."""
-    name, codes, scales = encoded.format, encoded.codes[expert, row], encoded.scales
+    form, codes, scales = ROWS[encoded.format], encoded.codes[expert, row], encoded.scales
     assert scales is not None
-    if name == "int8":
-        return int(codes[column]) * float(scales[expert, row])
-    if name.startswith("fp8"):
-        value = e4m3(int(codes[column]))
-        if name == "fp8:row":
-            return value * float(scales[expert, row])
-        return value * float(scales[expert, row // 128 if name == "fp8:128x128" else row, column // 128])
-    if name == "mxfp8":
-        return e4m3(int(codes[column])) * 2.0 ** (int(scales[expert, row, column // 32]) - 127)
-    nibble = (int(codes[column // 2]) >> (4 * (column % 2))) & 15
-    if name.startswith("int4"):
-        group = int(name.split(":")[1]) or encoded.columns
-        return (nibble - 8) * float(scales[expert, row, column // group])
-    if name == "mxfp4":
-        return e2m1(nibble) * 2.0 ** (int(scales[expert, row, column // 32]) - 127)
-    assert name == "nvfp4" and encoded.tensor_scale is not None
-    inner = e4m3(int(scales[expert, row, column // 16])) * float(encoded.tensor_scale[expert])
-    return e2m1(nibble) * float(numpy.float32(inner))
+    each = 8 // form.bits
+    code = ((int(codes[column // each]) & 255) >> (form.bits * (column % each))) & ((1 << form.bits) - 1)
+    place = (expert, row // form.rows, column // (form.columns or encoded.columns))
+    scale = form.scale(float(scales[place[: scales.dim()]]))
+    if encoded.tensor_scale is not None:
+        scale = float(numpy.float32(scale * float(encoded.tensor_scale[expert])))
+    return form.number(code) * scale
 
 
 def made_up(name: str) -> Encoded:
@@ -78,7 +52,7 @@ def made_up(name: str) -> Encoded:
     if shape is None:
         return Encoded(name, codes, None, columns=K)
     if found.scale_dtype == torch.uint8:
-        scales = random_bytes(E, *shape, seed=2) % 64 + (100 if name.startswith("mx") else 20)
+        scales = random_bytes(E, *shape, seed=2) % 64 + (20 if name == "nvfp4" else 100)
     else:
         assert found.scale_dtype is not None
         scales = numbers(E, *shape).to(found.scale_dtype)
@@ -86,7 +60,7 @@ def made_up(name: str) -> Encoded:
     return Encoded(name, codes, scales, outer, columns=K)
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", SPECS)
 def test_decode_says_what_the_table_says(name: str) -> None:
     encoded = made_up(name)
     assert (encoded.experts, encoded.rows, encoded.columns) == (E, N, K)
@@ -130,26 +104,25 @@ def test_gguf_blocks(name: str) -> None:
 
 
 # Relative error on Gaussian numbers: a little above what was measured.
-NEAR = {"int8": 0.009, "int4:0": 0.106, "int4:32": 0.085, "int4:64": 0.093, "int4:128": 0.1, "int4:32:f16": 0.085}
-NEAR |= {"int4:96:f32": 0.097, "fp8:128x128": 0.027, "fp8:1x128": 0.027, "fp8:row": 0.027, "mxfp8": 0.027}
-NEAR |= {"mxfp4": 0.113, "nvfp4": 0.097, "q8_0": 0.006, "q4_0": 0.09, "q4_1": 0.085, "q5_0": 0.045, "q5_1": 0.04}
+NEAR = {"q8_0": 0.006, "q4_0": 0.09, "q4_1": 0.085, "q5_0": 0.045, "q5_1": 0.04, "tq1_0": 0.9, "tq2_0": 0.9}
+NEAR |= {spec: row.error for spec, row in ROWS.items()}
 
 
-@pytest.mark.parametrize("name", [*WRITTEN, *GGUF_WRITTEN])
+@pytest.mark.parametrize("name", [*SPECS, *GGUF_WRITTEN])
 def test_encoder_is_near(name: str) -> None:
     columns = 512 if name.startswith("tq") else K
     given = numbers(E, N, columns)
     encoded = encode(given, name)
     assert encoded.format == name and encoded.columns == columns
     error = float((decode(encoded) - given).norm() / given.norm())
-    assert error < NEAR.get(name, 0.9)
+    assert error < NEAR[name]
     alone = encode(given[1], name)  # one matrix, and in another dtype
     assert torch.equal(alone.codes[0], encoded.codes[1])
     rounded = encode(given.bfloat16(), name)
     assert torch.equal(rounded.codes, encode(given.bfloat16().float(), name).codes)
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", SPECS)
 def test_numbers_of_the_format_come_back(name: str) -> None:
     """What a format can hold it does hold: encoding what was decoded changes little, zeros nothing."""
     given = decode(encode(numbers(1, N, K), name))

@@ -1,4 +1,4 @@
-"""Files of a packed directory by themselves: laid out, mapped, journalled, and refused when they were altered."""
+"""Files of a packed directory: layout, mapping, journal, and the refusal of altered files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write(path: Path) -> FileLayout:
     return layout
 
 
-def test_file_is_safetensors_with_tensors_at_pages(tmp_path: Path) -> None:
+def test_tensor_file_is_safetensors_with_page_aligned_tensors(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     layout = write(path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.safetensors"]
@@ -66,11 +66,11 @@ def test_file_is_safetensors_with_tensors_at_pages(tmp_path: Path) -> None:
     mapped = map_file(path, "prefault")
     for name, tensor in TENSORS.items():
         slot = layout.slots[name]
-        found = mapped[slot.offset : slot.offset + slot.bytes].view(tensor.dtype).view(tensor.shape)
-        assert torch.equal(found, tensor)
+        actual = mapped[slot.offset : slot.offset + slot.bytes].view(tensor.dtype).view(tensor.shape)
+        assert torch.equal(actual, tensor)
 
 
-def test_a_file_has_its_name_when_it_is_whole(tmp_path: Path) -> None:
+def test_tensor_file_is_renamed_when_complete(tmp_path: Path) -> None:
     file = TensorFile(tmp_path / "a.safetensors", layout_of(TENSORS))
     file.write("experts.down_proj", TENSORS["experts.down_proj"])
     assert [entry.name for entry in tmp_path.iterdir()] == [".a.safetensors.partial"]
@@ -89,7 +89,7 @@ def test_a_file_has_its_name_when_it_is_whole(tmp_path: Path) -> None:
         (lambda data: data[:8] + b"[" + data[9:], "expected a whole safetensors file"),
     ],
 )
-def test_damaged_files(change: Any, message: str, tmp_path: Path) -> None:
+def test_damaged_files_are_refused(change: Any, message: str, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     write(path)
     path.write_bytes(change(path.read_bytes()))
@@ -97,7 +97,7 @@ def test_damaged_files(change: Any, message: str, tmp_path: Path) -> None:
         read_layout(path)
 
 
-def test_pages_words(tmp_path: Path) -> None:
+def test_unknown_page_modes_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "a")
     with pytest.raises(InputError, match="pages: given 'soon', expected one of lazy, prefault, lock"):
         map_file(tmp_path / "a", "soon")
@@ -149,15 +149,15 @@ def save_manifest(directory: Path, words: dict[str, Any]) -> None:
 
 def test_manifest_round_trip(tmp_path: Path) -> None:
     save_manifest(tmp_path, manifest_document(manifest()))
-    found = read_manifest(tmp_path)
-    assert found == manifest()
+    actual = read_manifest(tmp_path)
+    assert actual == manifest()
     # A text model out of the files of the vision model around it has another name for the same layer.
-    assert found.locate("model.layers.3.mlp.experts") is found.layers[0]
+    assert actual.locate("model.layers.3.mlp.experts") is actual.layers[0]
     with pytest.raises(InputError, match=r"model\.layers\.4\.mlp\.experts: given no expert tensors"):
-        found.locate("model.layers.4.mlp.experts")
+        actual.locate("model.layers.4.mlp.experts")
 
 
-def test_manifests_that_are_refused(tmp_path: Path) -> None:
+def test_altered_manifests_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"given no kt_packed\.json, expected a packed directory; run kt quant again"):
         read_manifest(tmp_path)
     words = manifest_document(manifest())
@@ -175,8 +175,8 @@ def test_manifests_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="colour: Extra inputs are not permitted"):
         read_manifest(tmp_path)
     save_manifest(tmp_path, words)
-    other = manifest_document(manifest(conversion="8"))
-    (tmp_path / "kt_packed.json").write_text(json.dumps(other))
+    altered = manifest_document(manifest(conversion="8"))
+    (tmp_path / "kt_packed.json").write_text(json.dumps(altered))
     with pytest.raises(InputError, match="the directory has files of two conversions"):
         read_manifest(tmp_path)
     (tmp_path / "kt_packed.json").write_text("{")
@@ -190,7 +190,7 @@ def enter(journal: ConversionJournal, name: str, data: bytes = b"data") -> None:
     journal.record(name, ShardRecord(bytes=len(data), header_sha256="-", sha256=sha256(file)), {"of": name})
 
 
-def test_journal_goes_on_after_an_interruption(tmp_path: Path) -> None:
+def test_journal_resumes_after_an_interruption(tmp_path: Path) -> None:
     plan = {"conversion": "one", "formats": {"down": "int8"}}
     journal = ConversionJournal(tmp_path / "out", plan)
     enter(journal, "a")
@@ -202,15 +202,15 @@ def test_journal_goes_on_after_an_interruption(tmp_path: Path) -> None:
     (journal.directory / JOURNAL_FILE).write_text(text + '{"file": "c", "rec')  # a kill in the middle of a line
     (journal.directory / ".c.partial").write_bytes(b"half")
     (journal.directory / "b").write_bytes(b"dota")
-    again = ConversionJournal(tmp_path / "out", plan | {"conversion": "two"})
-    assert again.plan["conversion"] == "one"
-    assert set(again.shards) == {"a", "b"}
-    assert again.drop_damaged() == ["b"]
-    assert set(again.shards) == {"a"} and again.details == {"a": {"of": "a"}}
-    assert not (again.directory / ".c.partial").exists()
-    enter(again, "b", b"data again")
+    resumed = ConversionJournal(tmp_path / "out", plan | {"conversion": "two"})
+    assert resumed.plan["conversion"] == "one"
+    assert set(resumed.shards) == {"a", "b"}
+    assert resumed.drop_damaged() == ["b"]
+    assert set(resumed.shards) == {"a"} and resumed.details == {"a": {"of": "a"}}
+    assert not (resumed.directory / ".c.partial").exists()
+    enter(resumed, "b", b"data again")
     assert not (tmp_path / "out").exists()
-    again.publish()
+    resumed.publish()
     assert sorted(entry.name for entry in (tmp_path / "out").iterdir()) == ["a", "b"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
@@ -227,7 +227,7 @@ def test_journal_refuses_another_plan(tmp_path: Path) -> None:
         ConversionJournal(tmp_path / "other", {})
 
 
-def test_rest_is_divided_by_size_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_depend_on_names_and_sizes_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktransformers.checkpoint.rest.SHARD_BYTES", 100)
     values = {
         "a": torch.randn(5, 3).bfloat16(),
@@ -257,7 +257,7 @@ def test_rest_is_divided_by_size_alone(tmp_path: Path, monkeypatch: pytest.Monke
         wrong[0].write(tmp_path / ".", done.append)
 
 
-def test_small_files(tmp_path: Path) -> None:
+def test_small_files_are_copied(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     for directory in (source, target, source / "additional_chat_templates", source / "onnx"):
         directory.mkdir()

@@ -1,4 +1,4 @@
-"""Safetensors directories: whole, sharded, broken; and the experts of a layer read from them."""
+"""Safetensors directories: single files, shards, broken ones; and the experts of a layer read from them."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def verify(directory: Path, shape: ExpertShape = SHAPE) -> None:
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_single_experts(tmp_path: Path, parts: int, dtype: torch.dtype) -> None:
+def test_per_expert_tensors_are_read(tmp_path: Path, parts: int, dtype: torch.dtype) -> None:
     tensors = layer(dtype)
     shards = Shards.of_directory(write(tmp_path, tensors, parts))
     assert sorted(shards.names) == sorted(tensors)
     assert f"{ROOT}.0.up_proj.weight" in shards and "lm_head.weight" not in shards
-    found = locate(find_experts(shards.names), ROOT)
-    check_experts(shards, found, SHAPE)
+    actual = locate(find_experts(shards.names), ROOT)
+    check_experts(shards, actual, SHAPE)
     shards.release()
-    pieces = list(read_experts(shards, found, SHAPE))
+    pieces = list(read_experts(shards, actual, SHAPE))
     assert [piece.first_expert for piece in pieces] == [0, 1, 2]
     for piece in pieces:
         assert not piece.fused and set(piece.tensors) == {"gate", "up", "down"}
@@ -61,23 +61,23 @@ def test_single_experts(tmp_path: Path, parts: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_fused_experts(tmp_path: Path, transposed: bool) -> None:
+def test_fused_tensors_are_read(tmp_path: Path, transposed: bool) -> None:
     shape = ExpertShape(3, 8, 6, biased=True, transposed=transposed)
     assert shape.fused()["gate_up"] == ((3, 8, 12) if transposed else (3, 12, 8))
     names = {"gate_up": "gate_up_proj", "down": "down_proj", "gate_up_bias": "gate_up_proj_bias"}
     names["down_bias"] = "down_proj_bias"
     tensors = {f"{ROOT}.{names[role]}": torch.randn(size) for role, size in shape.fused().items()}
     shards = Shards.of_directory(write(tmp_path, tensors))
-    found = locate(find_experts(shards.names), ROOT)
-    check_experts(shards, found, shape)
-    (piece,) = read_experts(shards, found, shape)
+    actual = locate(find_experts(shards.names), ROOT)
+    check_experts(shards, actual, shape)
+    (piece,) = read_experts(shards, actual, shape)
     assert piece.fused
     assert all(torch.equal(tensor, tensors[f"{ROOT}.{names[role]}"]) for role, tensor in piece.tensors.items())
     with pytest.raises(InputError, match=r"down_proj_bias: given a tensor that these experts have no use for"):
-        check_experts(shards, found, ExpertShape(3, 8, 6, transposed=transposed))
+        check_experts(shards, actual, ExpertShape(3, 8, 6, transposed=transposed))
 
 
-def test_missing_and_misshapen(tmp_path: Path) -> None:
+def test_missing_and_misshapen_tensors_are_refused_by_name(tmp_path: Path) -> None:
     name = f"{ROOT}.1.up_proj.weight"
     tensors = layer()
     missing = {key: tensor for key, tensor in tensors.items() if key != name}
@@ -97,7 +97,7 @@ def test_missing_and_misshapen(tmp_path: Path) -> None:
         verify(write(tmp_path, tensors | {f"{ROOT}.gate_up_proj": torch.zeros(3, 12, 8)}))
 
 
-def test_broken_directories(tmp_path: Path) -> None:
+def test_broken_directories_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"neither model\.safetensors\.index\.json nor model\.safetensors"):
         Shards.of_directory(tmp_path)
     write(tmp_path, layer(), parts=2)
@@ -115,8 +115,8 @@ def test_broken_directories(tmp_path: Path) -> None:
             Shards.of_directory(tmp_path)
     index.write_text(json.dumps({"weight_map": home}))
     part = tmp_path / "part-1.safetensors"
-    whole = part.read_bytes()
-    part.write_bytes(whole[: len(whole) // 2])
+    intact = part.read_bytes()
+    part.write_bytes(intact[: len(intact) // 2])
     with pytest.raises(InputError, match=r"part-1\.safetensors: given a file that does not open"):
         Shards.of_directory(tmp_path)
     part.unlink()

@@ -1,5 +1,5 @@
-"""Releases of every kind in safetensors, written here and read back: the numbers of the source bit for bit, or a
-refusal by name."""
+"""Released safetensors formats, written by the tests and read back: the source's values bit for bit, or an error that
+names the tensor."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from ktransformers.checkpoint import Encoded, ExpertShape
 from ktransformers.checkpoint.quantisation import accept
 from ktransformers.checkpoint.sources import open_source
 from ktransformers.errors import InputError
-
-from .reading import MODULE, numbers, same, save
-from .releases import KINDS
+from tests.support.expert_sources import MODULE, numbers, same, save
+from tests.support.releases import KINDS
 
 E, H, I = 3, 256, 160  # noqa: E741
 SHAPE = ExpertShape(E, H, I)
@@ -56,8 +55,8 @@ def test_experts_of_a_release(kind: str, tmp_path: Path) -> None:
     same(numbers(layer), expected)  # and again
 
 
-def test_scale_that_divides(tmp_path: Path) -> None:
-    """compressed-tensors divide by the outer scale; we multiply by its inverse, a rounding of float32 apart."""
+def test_compressed_tensors_global_scale_is_inverted(tmp_path: Path) -> None:
+    """compressed-tensors divides by the global scale; the kernels multiply by its inverse, one rounding apart."""
     make = KINDS["nvfp4 compressed"][0]
     parts, value = make(64, 64, 1)
     parts["weight_global_scale"] = torch.tensor([4096.0 * 1.37])
@@ -75,7 +74,7 @@ def test_codes_are_not_copied(tmp_path: Path) -> None:
 
 
 def test_mixed_formats(tmp_path: Path) -> None:
-    """A format belongs to a matrix; experts of one layer agree."""
+    """Matrices of an expert may differ in format; experts of one layer may not."""
     first, expected = written("fp8 blocks")
     second, others = written("compressed int4")
     tensors = {name: part for name, part in first.items() if "down" not in name}
@@ -91,7 +90,7 @@ def test_mixed_formats(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("group", [0, 64, 160])
 def test_groups_of_compressed_tensors(group: int, tmp_path: Path) -> None:
-    from .releases import packed_int4
+    from tests.support.releases import packed_int4
 
     parts, value = packed_int4(64, 320, 1, group or 320)
     source = open_source(save(tmp_path, {f"x.{ending}": part for ending, part in parts.items()}))
@@ -116,19 +115,19 @@ def fused_gpt_oss() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def test_gpt_oss(tmp_path: Path) -> None:
-    """Against transformers' own reading of the blocks, too."""
+    """Also against transformers' own dequantisation."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     tensors, expected = fused_gpt_oss()
     shape = ExpertShape(E, H, I, biased=True, transposed=True)
     layer = open_source(save(tmp_path, tensors), {"quant_method": "mxfp4"}).layer(MODULE, shape, interleaved=True)
     assert layer.formats == dict.fromkeys(SIZES, "mxfp4")
-    found = numbers(layer)
-    same(found, expected)
+    actual = numbers(layer)
+    same(actual, expected)
     stock = convert_moe_packed_tensors(
         tensors[f"{MODULE}.gate_up_proj_blocks"], tensors[f"{MODULE}.gate_up_proj_scales"], dtype=torch.float32
     )
-    assert torch.equal(stock.transpose(1, 2)[:, 0::2], found["gate"])
+    assert torch.equal(stock.transpose(1, 2)[:, 0::2], actual["gate"])
     short = tensors | {f"{MODULE}.down_proj_scales": tensors[f"{MODULE}.down_proj_scales"][:, :8].clone()}
     with pytest.raises(InputError, match=r"down_proj_scales: given U8 \[3, 8, 5\], expected U8 \[3, 256, 5\]"):
         open_source(save(tmp_path, short)).layer(MODULE, shape, interleaved=True)
@@ -136,7 +135,7 @@ def test_gpt_oss(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("inner", "transposed", "spec"), [(128, False, "fp8:128x128"), (160, True, "fp8:1x128")])
 def test_fused_fp8(inner: int, transposed: bool, spec: str, tmp_path: Path) -> None:
-    """A block with rows of gate and of up keeps its scale for each row."""
+    """A scale block with rows of gate and of up becomes one scale per row."""
     tensors, values = {}, {}
     for role, (n, k) in {"gate_up": (2 * inner, H), "down": (H, inner)}.items():
         n, k = (k, n) if transposed else (n, k)
@@ -158,7 +157,7 @@ def refuse(directory: Path, tensors: dict[str, Tensor], message: str, words: dic
         list(layer.chunks())
 
 
-def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+def test_unsupported_tensors_are_refused_by_name(tmp_path: Path) -> None:
     tensors, _ = written("fp8 blocks")
     name = f"{MODULE}.1.up_proj.weight"
     without = {key: part for key, part in tensors.items() if key != f"{name}_scale_inv"}
@@ -213,7 +212,7 @@ def test_methods_are_refused_by_name(words: dict[str, Any], message: str) -> Non
         accept("config.json", words)
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_path_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="given no such file or directory"):
         open_source(tmp_path / "nowhere")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")

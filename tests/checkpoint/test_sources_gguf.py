@@ -1,5 +1,5 @@
-"""GGUF files, written here and read back: in one file or in parts, experts stacked or apart, the numbers those of the
-gguf package, or a refusal by name."""
+"""GGUF files, written by the tests and read back: single or split, experts stacked or separate; the values of the gguf
+package, or an error that names the tensor."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from torch import Tensor
 from ktransformers.checkpoint import ExpertShape
 from ktransformers.checkpoint.sources import open_source
 from ktransformers.errors import InputError
-
-from .reading import MODULE, numbers, same
-from .releases import write_gguf
+from tests.support.expert_sources import MODULE, numbers, same
+from tests.support.releases import write_gguf
 
 E = 3
 GGUF_SHAPE = ExpertShape(E, 256, 512)
@@ -59,8 +58,8 @@ def gguf_layer(kinds: dict[str, str], stacked: bool = True) -> tuple[dict[str, t
         {"gate": "IQ2_XXS", "up": "Q3_K", "down": "BF16"},
     ],
 )
-def test_gguf(kinds: dict[str, str], stacked: bool, tmp_path: Path) -> None:
-    """Types differ from tensor to tensor; the numbers are those of the gguf package."""
+def test_gguf_source_matches_the_gguf_package(kinds: dict[str, str], stacked: bool, tmp_path: Path) -> None:
+    """Tensors of different types; the values are those of the gguf package."""
     pytest.importorskip("gguf")
     tensors, expected = gguf_layer(kinds, stacked)
     file = tmp_path / "model.gguf"
@@ -74,7 +73,7 @@ def test_gguf(kinds: dict[str, str], stacked: bool, tmp_path: Path) -> None:
     assert source.rest() == []
 
 
-def test_gguf_in_parts(tmp_path: Path) -> None:
+def test_split_gguf_files(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     tensors, expected = gguf_layer({"gate": "Q8_0", "up": "Q8_0", "down": "Q5_0"})
     for part, name in enumerate(tensors, 1):
@@ -87,26 +86,26 @@ def test_gguf_in_parts(tmp_path: Path) -> None:
         open_source(tmp_path)
 
 
-def test_gguf_refusals(tmp_path: Path) -> None:
+def test_unsupported_gguf_files_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     tensors, _ = gguf_layer({"gate": "Q8_0", "up": "Q8_0", "down": "Q8_0"})
     file = tmp_path / "a.gguf"
     write_gguf(file, "qwen3moe", {}, tensors)
-    whole = file.read_bytes()
+    intact = file.read_bytes()
     with pytest.raises(
         InputError, match=r"ffn_gate_exps\.weight: given shape \[3, 512, 256\], expected \[3, 160, 256\]"
     ):
         open_source(file).layer(MODULE, ExpertShape(E, 256, 160))
     with pytest.raises(InputError, match=r"layers\.7\.mlp\.experts: given neither blk\.7\.ffn_gate_exps\.weight nor"):
         open_source(file).layer("model.layers.7.mlp.experts", GGUF_SHAPE)
-    file.write_bytes(whole[:-1000])
+    file.write_bytes(intact[:-1000])
     with pytest.raises(InputError, match=r"ffn_down_exps\.weight: given .* bytes in a\.gguf, .* not complete"):
         open_source(file)
     for end in (3, 20, 90, 200):
-        file.write_bytes(whole[:end])
+        file.write_bytes(intact[:end])
         with pytest.raises(InputError, match=r"a\.gguf: given a file that does not open"):
             open_source(file)
-    file.write_bytes(whole)
+    file.write_bytes(intact)
     write_gguf(tmp_path / "b.gguf", "qwen3moe", {}, tensors)
     with pytest.raises(InputError, match=r"several models \(a\.gguf, b\.gguf\)"):
         open_source(tmp_path)

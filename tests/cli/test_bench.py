@@ -1,4 +1,4 @@
-"""`kt bench` on a tiny model: the table and the documents, no speed is judged; `kt microbench` finds its scripts."""
+"""`kt bench` on a tiny model: tables and documents, speed is not asserted; `kt microbench` finds its scripts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from ktransformers.cli.bench import script
+from ktransformers.cli.bench import find_script
 from ktransformers.errors import InputError
-from tests.cli.conftest import Call
+from tests.support.cli import RunKt
 
 SHORT = ("-r", "2", "-p", "24", "-n", "3")
 
@@ -22,7 +22,7 @@ SHORT = ("-r", "2", "-p", "24", "-n", "3")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import shutil
 
-    from tests.nn.families import build, save
+    from tests.support.tiny_models import build, save
 
     directory = tmp_path_factory.mktemp("bench") / "tiny"
     save(build("qwen3_moe", vocab_size=6400, max_position_embeddings=512, eos_token_id=2), directory)
@@ -31,7 +31,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_document(kt: Call, tiny: Path, tmp_path: Path) -> None:
+def test_bench_document_has_results(kt: RunKt, tiny: Path, tmp_path: Path) -> None:
     kt("model", "add", str(tiny), "--name", "little")
     done = kt("bench", "little", *SHORT, "-d", "0,10", "--json", "-o", str(tmp_path / "out.json"))
     document = done.json
@@ -44,7 +44,7 @@ def test_document(kt: Call, tiny: Path, tmp_path: Path) -> None:
         assert math.isclose(test["avg_ts"], sum(test["samples_ts"]) / 2)
 
 
-def test_table_csv_and_lines(kt: Call, tiny: Path) -> None:
+def test_bench_prints_table_csv_and_jsonl(kt: RunKt, tiny: Path) -> None:
     table = kt("bench", str(tiny), *SHORT, "--sequences", "2").out.splitlines()
     assert table[0] == "| model | size | params | variant | threads | test | t/s |" and len(table) == 4
     assert "tiny (qwen3_moe)" in table[2] and "pp24 x 2" in table[2] and "±" in table[3]
@@ -54,27 +54,30 @@ def test_table_csv_and_lines(kt: Call, tiny: Path) -> None:
     assert [record["n_gen"] for record in records] == [0, 3]
 
 
-def test_what_cannot_be_measured(kt: Call, tiny: Path) -> None:
+def test_invalid_bench_arguments_are_refused(kt: RunKt, tiny: Path) -> None:
     assert "128,512" in kt("bench", str(tiny), "-p", "many").error
     assert "a number above 0" in kt("bench", str(tiny), "-p", "0", "-n", "0").error
     assert "md, csv, json, jsonl" in kt("bench", str(tiny), "-f", "xml").error
     assert "kt model list" in kt("bench").error
 
 
-def test_scripts_are_found(tmp_path: Path) -> None:
+def test_bench_scripts_are_found(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
-    assert script("moe") == root / "bench" / "moe.py" and script("train-step") == root / "bench" / "train_step.py"
+    assert (
+        find_script("moe") == root / "bench" / "moe.py"
+        and find_script("train-step") == root / "bench" / "train_step.py"
+    )
     package = tmp_path / "site-packages" / "ktransformers"
     with pytest.raises(InputError, match=r"not in this installation.*source distribution.*bench/moe\.py"):
-        script("moe", package)
+        find_script("moe", package)
     (package / "bench").mkdir(parents=True)
     (package / "bench" / "moe.py").touch()
-    assert script("moe", package) == package / "bench" / "moe.py"
+    assert find_script("moe", package) == package / "bench" / "moe.py"
     with pytest.raises(InputError, match="moe, train-step"):
-        script("attention")
+        find_script("attention")
 
 
-def test_microbench_hands_on_what_it_was_told(kt: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_microbench_passes_options_on(kt: RunKt, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
     def run(words: list[str], **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`kt config` and the file behind it; who wins where a thing is said in several places."""
+"""`kt config` and its file; precedence of flags, environment and file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ktransformers import settings
 from ktransformers.errors import InputError
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.launch import with_environment
-from tests.cli.conftest import Call
+from tests.support.cli import RunKt
 
 
-def test_set_get_show_path_reset(kt: Call, tmp_path: Path) -> None:
+def test_set_get_show_path_reset(kt: RunKt, tmp_path: Path) -> None:
     file = tmp_path / "xdg" / "config" / "ktransformers" / "config.yaml"
     assert kt("config", "path", "--json").json == {"path": str(file), "exists": False}
     assert kt("config", "path").out.strip() == str(file)
@@ -36,7 +36,7 @@ def test_set_get_show_path_reset(kt: Call, tmp_path: Path) -> None:
     assert not file.exists() and kt("config", "reset", "--json").json["reset"] is False
 
 
-def test_what_does_not_fit_is_refused_and_not_written(kt: Call) -> None:
+def test_invalid_values_are_refused_and_not_written(kt: RunKt) -> None:
     kt("config", "set", "server.port", "30001")
     before = settings.config_file().read_text()
     assert "65535" in kt("config", "set", "server.port", "70000").error
@@ -47,19 +47,19 @@ def test_what_does_not_fit_is_refused_and_not_written(kt: Call) -> None:
     assert settings.config_file().read_text() == before
 
 
-def test_a_file_that_somebody_broke(kt: Call) -> None:
+def test_invalid_config_file_is_reported(kt: RunKt) -> None:
     file = settings.config_file()
     file.parent.mkdir(parents=True)
-    for text, said in (("server: [", "no YAML"), ("- a", "kt config reset"), ("server: {prot: 1}", "server.port")):
+    for text, lines in (("server: [", "no YAML"), ("- a", "kt config reset"), ("server: {prot: 1}", "server.port")):
         file.write_text(text)
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=lines):
             settings.read()
     assert kt("model", "list").code == 1
     file.write_text("")
     assert settings.read() == settings.Settings()
 
 
-def test_init_writes_every_key_as_a_comment(kt: Call) -> None:
+def test_init_writes_every_key_as_a_comment(kt: RunKt) -> None:
     assert kt("config", "init", "--json").json["written"]
     text = settings.config_file().read_text()
     assert settings.read() == settings.Settings() and settings.read_config_file() == {}
@@ -68,22 +68,22 @@ def test_init_writes_every_key_as_a_comment(kt: Call) -> None:
     assert kt("config", "init", "--json").json["written"] is False
 
 
-def test_a_flag_wins_over_the_environment_and_that_over_the_file(kt: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flag_overrides_environment_overrides_file(kt: RunKt, monkeypatch: pytest.MonkeyPatch) -> None:
     kt("config", "set", "server.host", "10.0.0.1")
     kt("config", "set", "server.port", "1234")
-    made = with_environment(Launch("m"))
-    assert (made.host, made.port) == ("10.0.0.1", 1234)
+    created = with_environment(Launch("m"))
+    assert (created.host, created.port) == ("10.0.0.1", 1234)
     monkeypatch.setenv("API_PORT", "2345")
-    made = with_environment(Launch("m", host="0.0.0.0"))
-    assert (made.host, made.port) == ("0.0.0.0", 2345)
+    created = with_environment(Launch("m", host="0.0.0.0"))
+    assert (created.host, created.port) == ("0.0.0.0", 2345)
 
 
-def test_chat_looks_where_serve_listens(kt: Call) -> None:
-    from ktransformers.cli.chat import _address
+def test_chat_uses_the_configured_server(kt: RunKt) -> None:
+    from ktransformers.cli.chat import _server_url
 
-    assert _address(None, None) == "http://127.0.0.1:30000"
+    assert _server_url(None, None) == "http://127.0.0.1:30000"
     kt("config", "set", "server.host", "0.0.0.0")
     kt("config", "set", "server.port", "1")
-    assert _address(None, None) == "http://127.0.0.1:1" and _address("far", 2) == "http://far:2"
+    assert _server_url(None, None) == "http://127.0.0.1:1" and _server_url("far", 2) == "http://far:2"
     assert "http://127.0.0.1:1" in kt("chat").error
     assert "one of them" in kt("chat", "http://x", "--port", "2").error

@@ -1,4 +1,4 @@
-"""What `kt doctor` finds on machines that are made up; the real one is asked in tests/test_cli.py."""
+"""Findings of `kt doctor` on synthetic machines; tests/test_cli.py runs it on the real one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from ktransformers.cli import checks
 from ktransformers.cli.checks import GB, Cuda, Disk, Finding
-from ktransformers.cli.doctor import numa
+from ktransformers.cli.doctor import read_numa_nodes
 from ktransformers.model_registry import Entry
 from ktransformers.system import Gpu, Memory
-from tests.cli.conftest import Call
+from tests.support.cli import RunKt
 
 MACHINE: Any = {"cpus": 16, "cores": 16, "nodes": 1, "quota": 0.0}
 OWN = [
@@ -35,25 +35,28 @@ def cpu(variants: list[Any], isa: str, root: Path, **machine: Any) -> str:
     return said(checks.cpu({**MACHINE, **machine}, variants, isa, {}, root))
 
 
-def test_cpu_variants_and_why(tmp_path: Path) -> None:
+def test_cpu_variants_are_explained(tmp_path: Path) -> None:
     good = [variant("generic"), variant("avx2"), variant("amx")]
     assert cpu(good, "amx", tmp_path) == ""
     assert "avx2 is in use where amx would run -> unset KT_ISA" in cpu(good, "avx2", tmp_path)
     kept = [variant("generic"), variant("avx2"), variant("amx", False, "amx_tile (OS), amx_bf16 (OS)")]
-    assert "the CPU has amx_tile, amx_bf16, and the system keeps it" in cpu(kept, "avx2", tmp_path)
+    assert "the CPU has amx_tile, amx_bf16, and the system does not enable it" in cpu(kept, "avx2", tmp_path)
     lacks = [variant("generic"), variant("avx2"), variant("amx", False, "amx_tile, amx_bf16")]
     assert cpu(lacks, "avx2", tmp_path) == ""
     unbuilt = [variant("generic"), variant("avx2"), variant("amx", False)]
     assert "this build does not have it" in cpu(unbuilt, "avx2", tmp_path)
     slow = [variant("generic"), variant("avx2", False, "avx2")]
     assert "warning cpu: plain C++" in cpu(slow, "generic", tmp_path)
-    assert checks.why(kept[2], "avx2", {}) == "needs amx_tile (OS), amx_bf16 (OS)"
-    assert checks.why(good[2], "amx", {}) == "in use: the best that this CPU and this system run"
-    assert checks.why(good[1], "avx2", {"KT_ISA": "avx2"}) == "in use: asked for by KT_ISA"
-    assert checks.why(variant("amx", False, "x86-64", True), "generic", {}) == "emulated, for tests; needs x86-64"
+    assert checks.describe_variant(kept[2], "avx2", {}) == "needs amx_tile (OS), amx_bf16 (OS)"
+    assert checks.describe_variant(good[2], "amx", {}) == "in use: the best that this CPU and this system run"
+    assert checks.describe_variant(good[1], "avx2", {"KT_ISA": "avx2"}) == "in use: asked for by KT_ISA"
+    assert (
+        checks.describe_variant(variant("amx", False, "x86-64", True), "generic", {})
+        == "emulated, for tests; needs x86-64"
+    )
 
 
-def test_limits_clocks_and_nodes(tmp_path: Path) -> None:
+def test_cpu_limits_governor_and_numa_are_reported(tmp_path: Path) -> None:
     best = [variant("generic"), variant("avx2")]
     assert "grants 4 CPUs' worth of time on 16" in cpu(best, "avx2", tmp_path, quota=4.0)
     for name, text in {
@@ -65,27 +68,27 @@ def test_limits_clocks_and_nodes(tmp_path: Path) -> None:
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    found = cpu(best, "avx2", tmp_path, nodes=2)
-    assert "kernel.numa_balancing=0" in found and "cpupower" in found
+    actual = cpu(best, "avx2", tmp_path, nodes=2)
+    assert "kernel.numa_balancing=0" in actual and "cpupower" in actual
     (tmp_path / "sys/devices/system/cpu/cpu0/cpufreq/scaling_driver").write_text("intel_pstate\n")
     assert "cpupower" not in cpu(best, "avx2", tmp_path)
-    assert numa(tmp_path) == ["cpus 0-7: 4 GB, 1 GB free"]
+    assert read_numa_nodes(tmp_path) == ["cpus 0-7: 4 GB, 1 GB free"]
     few = checks.threads(1, 16, {"OMP_NUM_THREADS": "1"})
     assert "leaves attention 1 of 16 cores -> unset OMP_NUM_THREADS" in said(few)
     assert checks.threads(8, 16, {"OMP_NUM_THREADS": "8"}) == [] == checks.threads(1, 16, {})
 
 
-def test_memory(tmp_path: Path) -> None:
+def test_low_memory_and_huge_pages_are_reported(tmp_path: Path) -> None:
     assert checks.memory(Memory(64 * GB, 32 * GB, "madvise"), tmp_path) == []
     (tmp_path / "proc/sys/vm").mkdir(parents=True)
     (tmp_path / "proc/sys/vm/overcommit_memory").write_text("2\n")
-    found = said(checks.memory(Memory(64 * GB, 1 * GB, "never"), tmp_path))
-    assert "1.0 GB are free" in found and "echo madvise | sudo tee" in found and "vm.overcommit_memory=0" in found
+    actual = said(checks.memory(Memory(64 * GB, 1 * GB, "never"), tmp_path))
+    assert "1.0 GB are free" in actual and "echo madvise | sudo tee" in actual and "vm.overcommit_memory=0" in actual
 
 
-def test_gpu_and_driver() -> None:
+def test_gpu_driver_problems_are_reported() -> None:
     card = [Gpu("RTX 4090", 24 * GB)]
-    assert "note gpu: there is none" in said(checks.gpu(Cuda(), []))
+    assert "note gpu: no GPU" in said(checks.gpu(Cuda(), []))
     assert "built for the CPU alone" in said(checks.gpu(Cuda(driver="550.54.15"), []))
     assert "too old for this torch's CUDA 12.8 -> a driver of 525" in said(checks.gpu(Cuda("515.1", "12.8"), []))
     assert "torch finds no device -> `nvidia-smi`" in said(checks.gpu(Cuda("580.1", "12.8"), []))
@@ -100,7 +103,7 @@ def packages(versions: dict[str, str], **wants: list[str]) -> str:
     return said(checks.packages(OWN, lambda name: wants.get(name, []), versions.get))
 
 
-def test_packages_and_their_quarrels() -> None:
+def test_package_conflicts_are_reported() -> None:
     good = {"torch": "2.13.0+cpu", "numpy": "2.0", "trl": "1.16.0", "fastapi": "0.162"}
     assert packages(good) == ""
     assert "error packages: numpy is not installed -> pip install 'numpy>=1.26'" in packages({**good, "numpy": None})  # type: ignore[dict-item]
@@ -115,20 +118,20 @@ def test_packages_and_their_quarrels() -> None:
     assert "pip uninstall -y transformers-kt" in forked and "a command `kt` of its own" in forked
 
 
-def test_disks_and_models(tmp_path: Path) -> None:
+def test_disks_and_missing_models_are_reported(tmp_path: Path) -> None:
     disks = [Disk("models", "/m", 100 * GB, 2 * GB, "nfs4"), Disk("here", "/h", 100 * GB, 50 * GB, "nfs4")]
-    found = said(checks.disks(disks))
-    assert "2.0 GB free at /m (models) -> `kt config set paths.downloads DIR`" in found
-    assert found.count("lies on nfs4") == 1
+    actual = said(checks.disks(disks))
+    assert "2.0 GB free at /m (models) -> `kt config set paths.downloads DIR`" in actual
+    assert actual.count("lies on nfs4") == 1
     mounts = "root / ext4 rw 0 0\nserver:/x /data nfs4 rw 0 0\n/dev/sdb /data/local xfs rw 0 0\n"
     kinds = [checks.file_system(Path(path), mounts) for path in ("/home", "/data/m", "/data/local/m", "/database")]
     assert kinds == ["ext4", "nfs4", "xfs", "ext4"]
-    here, gone = Entry("here", tmp_path), Entry("old", tmp_path / "gone")
-    assert checks.models([here]) == []
-    assert "gone from the disk: old -> kt model refresh" in said(checks.models([here, gone]))
+    placed_harness, gone = Entry("here", tmp_path), Entry("old", tmp_path / "gone")
+    assert checks.models([placed_harness]) == []
+    assert "gone from the disk: old -> kt model refresh" in said(checks.models([placed_harness, gone]))
 
 
-def test_a_broken_setting_does_not_stop_the_doctor(kt: Call) -> None:
+def test_invalid_settings_do_not_stop_doctor(kt: RunKt) -> None:
     from ktransformers import settings
 
     settings.config_file().parent.mkdir(parents=True)

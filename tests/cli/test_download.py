@@ -1,4 +1,6 @@
-"""`kt model download` against a hub on loopback, whole and cut off; `kt model verify` against every kind of damage."""
+"""`kt model download` against a hub on loopback, complete and interrupted; `kt model verify` against every kind of
+damage.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ from ktransformers import model_registry
 from ktransformers.checkpoint import hub as client
 from ktransformers.checkpoint.verify import Verified, local_hashes, verify
 from ktransformers.errors import KTError
-from tests.cli.conftest import Call, model_files, safetensors, write_model
-from tests.cli.hub import COMMIT, Hub
+from tests.support.cli import RunKt, model_files, safetensors_bytes, write_model
+from tests.support.hub import COMMIT, Hub
 
 BIG = os.urandom(6 << 20)
 
@@ -34,11 +36,11 @@ def big_model() -> dict[str, bytes]:
     return {
         "config.json": b"{}",
         "tokenizer.json": b"{}",
-        "model.safetensors": safetensors({"a": ("U8", [len(BIG)], BIG)}),
+        "model.safetensors": safetensors_bytes({"a": ("U8", [len(BIG)], BIG)}),
     }
 
 
-def test_download_registers_and_verifies(kt: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_registers_and_verifies(kt: RunKt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     extra = {"pytorch_model.bin": b"a pickle", "original/consolidated.00.pth": b"another", "docs/card.md": b"text"}
     with Hub(model_files() | extra) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
@@ -53,11 +55,11 @@ def test_download_registers_and_verifies(kt: Call, tmp_path: Path, monkeypatch: 
         assert {name for name, _ in hub.asked} == set(listed["files"])
         online = kt("model", "verify", "tiny-moe", "--hub", "--json").json
         assert online["whole"] and online["hashed"] == 6
-    place = Path(done["path"])
-    assert model_registry.resolve("someone/tiny-moe") == model_registry.resolve("tiny-moe") == str(place)
+    directory = Path(done["path"])
+    assert model_registry.resolve("someone/tiny-moe") == model_registry.resolve("tiny-moe") == str(directory)
     checked = kt("model", "verify", "tiny-moe", "--json").json  # the hashes are noted: no hub is needed
     assert (checked["whole"], checked["hashed"], checked["unknown"]) == (True, 6, 0)
-    shard = place / "model-00002-of-00002.safetensors"
+    shard = directory / "model-00002-of-00002.safetensors"
     body = bytearray(shard.read_bytes())
     body[-1] ^= 1
     shard.write_bytes(body)
@@ -66,7 +68,7 @@ def test_download_registers_and_verifies(kt: Call, tmp_path: Path, monkeypatch: 
     assert kt("model", "verify", "tiny-moe", "--no-hash").code == 0
 
 
-def test_a_lost_connection_goes_on_in_the_same_run(tmp_path: Path) -> None:
+def test_lost_connection_resumes_in_the_same_run(tmp_path: Path) -> None:
     files = big_model()
     with Hub(files, cut=2 << 20, cuts=2) as hub:
         listing = client.select_files(client.list_files(hub.repo, endpoint=hub.url))
@@ -80,13 +82,13 @@ def test_a_lost_connection_goes_on_in_the_same_run(tmp_path: Path) -> None:
     assert sorted(file.name for file in (tmp_path / "m").iterdir()) == sorted([client.RECORD_FILE, *files])  # no parts
 
 
-def test_a_killed_run_goes_on_in_the_next(tmp_path: Path) -> None:
+def test_killed_run_resumes_in_the_next(tmp_path: Path) -> None:
     """The first run is another process and is killed in the middle of the shard."""
     target = tmp_path / "m"
     code = (
         "import sys; from pathlib import Path; from ktransformers.checkpoint import hub\n"
-        "hub.CHUNK, hub.PAUSE = 1 << 16, 60.0\n"
-        "listing = hub.select(hub.list_files(sys.argv[1], endpoint=sys.argv[2]))\n"
+        "hub.CHUNK_BYTES, hub.RETRY_SECONDS = 1 << 16, 60.0\n"
+        "listing = hub.select_files(hub.list_files(sys.argv[1], endpoint=sys.argv[2]))\n"
         "hub.download(listing, Path(sys.argv[3]), endpoint=sys.argv[2])\n"
     )
     with Hub(big_model(), cut=4 << 20, cuts=1) as hub:
@@ -110,7 +112,7 @@ def test_a_killed_run_goes_on_in_the_next(tmp_path: Path) -> None:
         assert verify(target, listing.files).whole
 
 
-def test_a_new_revision_with_files_of_the_same_size(tmp_path: Path) -> None:
+def test_new_revision_with_equal_sizes_is_downloaded(tmp_path: Path) -> None:
     files = model_files()
     shard = "model-00002-of-00002.safetensors"
     with Hub(files) as hub:
@@ -122,13 +124,13 @@ def test_a_new_revision_with_files_of_the_same_size(tmp_path: Path) -> None:
         assert sorted(name for name, _ in hub.asked) == [shard, "tokenizer.json"] and done.kept == 3
         assert verify(tmp_path / "m", listing.files).whole
         hub.asked.clear()
-        (tmp_path / "m" / client.RECORD_FILE).unlink()  # files that somebody else has put here are hashed
+        (tmp_path / "m" / client.RECORD_FILE).unlink()  # files without a record are hashed
         (tmp_path / "m" / "tokenizer.json").write_bytes(b"{}")
         client.download(listing, tmp_path / "m", endpoint=hub.url)
         assert [name for name, _ in hub.asked] == ["tokenizer.json"]
 
 
-def test_a_hub_without_ranges_and_one_that_lies(tmp_path: Path) -> None:
+def test_hub_without_ranges_and_with_wrong_hashes(tmp_path: Path) -> None:
     with Hub(big_model(), cut=1 << 20, cuts=1, ignores_ranges=True) as hub:
         listing = client.select_files(client.list_files(hub.repo, endpoint=hub.url))
         client.download(listing, tmp_path / "m", endpoint=hub.url)
@@ -140,7 +142,7 @@ def test_a_hub_without_ranges_and_one_that_lies(tmp_path: Path) -> None:
         assert not list((tmp_path / "n" / client.PARTIAL_DIRECTORY).glob("*.part"))
 
 
-def test_files_beyond_plain_http_go_the_hubs_own_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_use_the_hub_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "MAX_DIRECT_BYTES", 50)
     with Hub(model_files()) as hub:
         listing = client.select_files(client.list_files(hub.repo, endpoint=hub.url))
@@ -148,9 +150,11 @@ def test_files_beyond_plain_http_go_the_hubs_own_way(tmp_path: Path, monkeypatch
         assert verify(tmp_path / "m", listing.files).whole
 
 
-def test_refusals_before_anything_is_fetched(kt: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_downloads_are_refused_before_fetching(
+    kt: RunKt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "OWNER/NAME" in kt("model", "download", "just-a-name").error
-    assert "REPO" in kt("model", "download").error  # nobody can be asked here
+    assert "REPO" in kt("model", "download").error  # no terminal
     assert "huggingface, modelscope" in kt("model", "download", "a/b", "--source", "elsewhere").error
     with Hub({"a-Q4.gguf": b"1", "a-Q8.gguf": b"2"}) as hub:
         kt("config", "set", "download.endpoint", hub.url)
@@ -166,8 +170,8 @@ def test_refusals_before_anything_is_fetched(kt: Call, tmp_path: Path, monkeypat
     assert hub.asked == [] and model_registry.entries() == []
 
 
-def test_modelscope(kt: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its client is not a dependency; what is asked of it is."""
+def test_modelscope_downloads_and_registers(kt: RunKt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stub of its client, which is not a dependency, checks the calls."""
     monkeypatch.setitem(sys.modules, "modelscope", None)
     assert "pip install modelscope" in kt("model", "download", "a/b", "--source", "modelscope").error
     calls: list[dict[str, Any]] = []
@@ -193,47 +197,47 @@ def texts(found: Verified) -> str:
     return " | ".join(f"{finding.level} {finding.file}: {finding.text}" for finding in found.findings)
 
 
-def test_verify_finds_every_damage(tmp_path: Path) -> None:
-    place = write_model(tmp_path / "m")
-    first, second = (place / f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+def test_verify_detects_damage(tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "m")
+    first, second = (directory / f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
     whole = {file: file.read_bytes() for file in (first, second)}
-    assert verify(place).findings == []
+    assert verify(directory).findings == []
 
     second.write_bytes(whole[second][:-7])
-    assert "7 bytes too short" in texts(verify(place))
+    assert "7 bytes too short" in texts(verify(directory))
     second.write_bytes(whole[second] + b"tail")
-    assert "4 bytes too long" in texts(verify(place))
+    assert "4 bytes too long" in texts(verify(directory))
     second.write_bytes(b"<html>a proxy's page</html>")
-    assert "error model-00002-of-00002.safetensors: a header that cannot be" in texts(verify(place))
+    assert "error model-00002-of-00002.safetensors: a header that cannot be" in texts(verify(directory))
     second.write_bytes(b"")
-    assert "a header that cannot be" in texts(verify(place))
-    second.write_bytes(safetensors({"c": ("F32", [100], b"\2" * 100)}))
-    assert "its shape [100] does not" in texts(verify(place))
-    second.write_bytes(safetensors({"d": ("F8_E4M3", [100], b"\2" * 100)}))
-    found = texts(verify(place))
-    assert "1 tensors that the index puts here are not: c" in found and "warning model.safetensors.index.json" in found
+    assert "a header that cannot be" in texts(verify(directory))
+    second.write_bytes(safetensors_bytes({"c": ("F32", [100], b"\2" * 100)}))
+    assert "its shape [100] does not" in texts(verify(directory))
+    second.write_bytes(safetensors_bytes({"d": ("F8_E4M3", [100], b"\2" * 100)}))
+    actual = texts(verify(directory))
+    assert "1 tensors of the index are missing in it: c" in actual and "warning model.safetensors.index.json" in actual
     second.unlink()
-    assert "the index names it, and it is missing" in texts(verify(place))
+    assert "the index names it, and it is missing" in texts(verify(directory))
     second.write_bytes(whole[second])
-    (place / "left-over.safetensors").write_bytes(whole[first])
-    left = verify(place)
+    (directory / "left-over.safetensors").write_bytes(whole[first])
+    left = verify(directory)
     assert left.whole and "the index does not name" in texts(left)
-    (place / "model.safetensors.index.json").write_text("{}")
-    assert "no index: KeyError" in texts(verify(place))
-    (place / "model.safetensors.index.json").unlink()
-    (place / "config.json").write_text("{")
-    (place / "tokenizer.json").unlink()
-    found = texts(verify(place))
-    assert "config.json: no JSON" in found and "neither it nor" in found and "tokenizer: no tokenizer file" in found
+    (directory / "model.safetensors.index.json").write_text("{}")
+    assert "no index: KeyError" in texts(verify(directory))
+    (directory / "model.safetensors.index.json").unlink()
+    (directory / "config.json").write_text("{")
+    (directory / "tokenizer.json").unlink()
+    actual = texts(verify(directory))
+    assert "config.json: no JSON" in actual and "neither it nor" in actual and "tokenizer: no tokenizer file" in actual
 
 
-def test_hashes_that_lie_beside_a_model(tmp_path: Path) -> None:
-    """What `hf download --local-dir` and the hub's cache leave."""
+def test_hashes_beside_a_model_are_used(tmp_path: Path) -> None:
+    """Metadata of `hf download --local-dir` and of the hub's cache."""
     import hashlib
 
-    place = write_model(tmp_path / "m")
-    shard = place / "model-00001-of-00002.safetensors"
-    records = place / ".cache" / "huggingface" / "download"
+    directory = write_model(tmp_path / "m")
+    shard = directory / "model-00001-of-00002.safetensors"
+    records = directory / ".cache" / "huggingface" / "download"
     records.mkdir(parents=True)
     git = hashlib.sha1(b"blob 2\0{}").hexdigest()
     (records / "tokenizer.json.metadata").write_text(f"{COMMIT}\n{git}\n1.0\n")
@@ -241,25 +245,25 @@ def test_hashes_that_lie_beside_a_model(tmp_path: Path) -> None:
     blob.parent.mkdir()
     shard.rename(blob)
     shard.symlink_to(blob)
-    assert set(local_hashes(place)) == {"tokenizer.json", shard.name}
-    found = verify(place)
-    assert (found.whole, found.hashed, found.unknown) == (True, 2, 1)
-    (place / "tokenizer.json").write_text("[]")
-    assert "tokenizer.json: its hash" in texts(verify(place))
+    assert set(local_hashes(directory)) == {"tokenizer.json", shard.name}
+    actual = verify(directory)
+    assert (actual.whole, actual.hashed, actual.unknown) == (True, 2, 1)
+    (directory / "tokenizer.json").write_text("[]")
+    assert "tokenizer.json: its hash" in texts(verify(directory))
 
 
-def test_hashes_noted_when_a_model_is_added(kt: Call, tmp_path: Path) -> None:
-    place = write_model(tmp_path / "m")
-    kt("model", "add", str(place), "--hash")
+def test_hashes_are_stored_by_model_add(kt: RunKt, tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "m")
+    kt("model", "add", str(directory), "--hash")
     assert kt("model", "verify", "--json").json[0]["hashed"] == 5
-    (place / "tokenizer.json").write_text("[]")
+    (directory / "tokenizer.json").write_text("[]")
     assert kt("model", "verify", "m", "--json").code == 1
-    (place / "tokenizer.json").unlink()
+    (directory / "tokenizer.json").unlink()
     assert "it is missing" in kt("model", "verify", "m").out
     assert "--repo" in kt("model", "verify", "m", "--hub").error
 
 
-def test_gguf(kt: Call, tmp_path: Path) -> None:
+def test_gguf_is_verified(kt: RunKt, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     import numpy
 

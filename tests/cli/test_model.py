@@ -1,4 +1,4 @@
-"""`kt model`: names of models, and how every verb that takes a model finds them."""
+"""`kt model`: registered names, and how verbs resolve them."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import pytest
 
 from ktransformers import model_registry
 from ktransformers.errors import InputError
-from tests.cli.conftest import Call, write_model
+from tests.support.cli import RunKt, write_model
 
 
-def test_add_list_info_edit_remove(kt: Call, tmp_path: Path) -> None:
+def test_add_list_info_edit_remove(kt: RunKt, tmp_path: Path) -> None:
     assert kt("model", "list", "--json").json == []
-    place = write_model(tmp_path / "disk" / "Tiny MoE")
-    added = kt("model", "add", str(place), "--json").json
+    directory = write_model(tmp_path / "disk" / "Tiny MoE")
+    added = kt("model", "add", str(directory), "--json").json
     assert (added["name"], added["experts"], added["top_k"], added["format"]) == ("Tiny-MoE", 4, 2, "safetensors")
     listed = kt("model", "list").out.splitlines()
     assert listed[0].split() == ["NAME", "KIND", "SIZE", "PATH"]
-    assert "qwen3_moe, 4 experts, top 2" in listed[1] and str(place) in listed[1]
-    found = kt("model", "info", "tiny-moe", "--json").json  # names are found whatever their case
-    assert (found["tensors"], found["numbers"], found["dtypes"]) == (3, 134, {"BF16": 32, "F32": 2, "F8_E4M3": 100})
-    assert found["findings"] == []
+    assert "qwen3_moe, 4 experts, top 2" in listed[1] and str(directory) in listed[1]
+    actual = kt("model", "info", "tiny-moe", "--json").json  # names are found whatever their case
+    assert (actual["tensors"], actual["numbers"], actual["dtypes"]) == (3, 134, {"BF16": 32, "F32": 2, "F8_E4M3": 100})
+    assert actual["findings"] == []
     edited = kt("model", "edit", "Tiny-MoE", "--name", "t", "--repo", "me/t", "--json").json
-    assert (edited["name"], edited["repo"], edited["path"]) == ("t", "me/t", str(place))
-    assert model_registry.resolve("ME/T") == model_registry.resolve("t") == str(place)
-    assert kt("model", "rm", "t", "--json").json == {"removed": "t", "path": str(place), "deleted": False}
-    assert (place / "config.json").is_file() and kt("model", "list", "--json").json == []
+    assert (edited["name"], edited["repo"], edited["path"]) == ("t", "me/t", str(directory))
+    assert model_registry.resolve("ME/T") == model_registry.resolve("t") == str(directory)
+    assert kt("model", "rm", "t", "--json").json == {"removed": "t", "path": str(directory), "deleted": False}
+    assert (directory / "config.json").is_file() and kt("model", "list", "--json").json == []
 
 
-def test_a_name_that_is_taken(kt: Call, tmp_path: Path) -> None:
+def test_taken_name_is_refused(kt: RunKt, tmp_path: Path) -> None:
     first, second = write_model(tmp_path / "a" / "m"), write_model(tmp_path / "b" / "m")
     assert kt("model", "add", str(first)).code == 0
     refused = kt("model", "add", str(second))
@@ -42,19 +42,19 @@ def test_a_name_that_is_taken(kt: Call, tmp_path: Path) -> None:
     assert "config.json" in kt("model", "add", str(tmp_path)).error
 
 
-def test_files_are_deleted_only_with_consent(kt: Call, tmp_path: Path) -> None:
-    place = write_model(tmp_path / "m")
-    kt("model", "add", str(place))
+def test_files_are_deleted_only_with_consent(kt: RunKt, tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "m")
+    kt("model", "add", str(directory))
     refused = kt("model", "rm", "m", "--files")
-    assert refused.code == 1 and "--yes" in refused.error and place.is_dir() and model_registry.entries()
+    assert refused.code == 1 and "--yes" in refused.error and directory.is_dir() and model_registry.entries()
     assert kt("model", "rm", "m", "--files", "--yes").code == 0
-    assert not place.exists() and model_registry.entries() == []
+    assert not directory.exists() and model_registry.entries() == []
 
 
-def test_a_model_that_is_gone(kt: Call, tmp_path: Path) -> None:
-    place = write_model(tmp_path / "m")
-    kt("model", "add", str(place))
-    place.rename(tmp_path / "elsewhere")
+def test_missing_model_is_reported_and_removed(kt: RunKt, tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "m")
+    kt("model", "add", str(directory))
+    directory.rename(tmp_path / "elsewhere")
     with pytest.raises(InputError, match=r"m, registered at .*gone.*kt model rm m"):
         model_registry.resolve("m")
     assert "gone" in kt("model", "list").out
@@ -62,14 +62,14 @@ def test_a_model_that_is_gone(kt: Call, tmp_path: Path) -> None:
     assert kt("model", "refresh", "--json").json == {"removed": []}
 
 
-def test_folders_of_models(kt: Call, tmp_path: Path) -> None:
-    place = write_model(tmp_path / "models" / "owner" / "deep-moe")
+def test_search_folders_provide_models(kt: RunKt, tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "models" / "owner" / "deep-moe")
     write_model(tmp_path / "models" / "flat-moe")
     write_model(tmp_path / "models" / ".trash" / "old")
     assert model_registry.resolve("deep-moe") == "deep-moe"
     assert kt("model", "path-add", str(tmp_path / "models"), "--json").json == [str(tmp_path / "models")]
     assert kt("model", "path-add", str(tmp_path / "models"), "--json").json == [str(tmp_path / "models")]  # once
-    assert model_registry.resolve("Deep-MoE") == str(place)
+    assert model_registry.resolve("Deep-MoE") == str(directory)
     assert [one["name"] for one in kt("model", "list", "--json").json] == ["deep-moe", "flat-moe"]
     assert model_registry.complete("de") == ["deep-moe"]
     assert kt("model", "path-remove", str(tmp_path / "models"), "--json").json == []
@@ -77,7 +77,7 @@ def test_folders_of_models(kt: Call, tmp_path: Path) -> None:
     assert "exists" in kt("model", "path-add", str(tmp_path / "nowhere")).error
 
 
-def test_scan(kt: Call, tmp_path: Path) -> None:
+def test_scan_registers_models(kt: RunKt, tmp_path: Path) -> None:
     root = tmp_path / "disk"
     snapshot = root / "hub" / "models--Owner--Name" / "snapshots" / "abc"
     write_model(snapshot)
@@ -97,16 +97,16 @@ def test_scan(kt: Call, tmp_path: Path) -> None:
     assert "path-add" in kt("model", "scan").error
 
 
-def test_what_exists_wins_over_a_name(kt: Call, tmp_path: Path) -> None:
+def test_existing_path_overrides_a_name(kt: RunKt, tmp_path: Path) -> None:
     kt("model", "add", str(write_model(tmp_path / "disk" / "m")))
     (tmp_path / "m").mkdir()
     assert model_registry.resolve("m") == "m"
     assert model_registry.resolve("owner/unknown") == "owner/unknown" and model_registry.resolve("") == ""
 
 
-def test_two_commands_at_once_lose_nothing(kt: Call, tmp_path: Path) -> None:
+def test_concurrent_commands_lose_no_entry(kt: RunKt, tmp_path: Path) -> None:
     places = [write_model(tmp_path / "disk" / f"m{number}") for number in range(8)]
-    threads = [threading.Thread(target=model_registry.add, args=(place,)) for place in places]
+    threads = [threading.Thread(target=model_registry.add, args=(directory,)) for directory in places]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -114,7 +114,7 @@ def test_two_commands_at_once_lose_nothing(kt: Call, tmp_path: Path) -> None:
     assert [entry.path for entry in model_registry.entries()] == places
 
 
-def test_a_registry_that_cannot_be_read(kt: Call, tmp_path: Path) -> None:
+def test_unreadable_registry_is_reported(kt: RunKt, tmp_path: Path) -> None:
     file = model_registry.registry_file()
     file.parent.mkdir(parents=True)
     file.write_text("{")
@@ -123,26 +123,26 @@ def test_a_registry_that_cannot_be_read(kt: Call, tmp_path: Path) -> None:
     assert "version 99" in kt("model", "list").error
 
 
-def test_verbs_find_models_by_name(kt: Call, tmp_path: Path) -> None:
-    from ktransformers.serve.target import resolve
+def test_verbs_resolve_models_by_name(kt: RunKt, tmp_path: Path) -> None:
+    from ktransformers.serve.target import resolve_target
     from ktransformers.train.model import locate_model
     from ktransformers.train.resolve import read_settings
 
-    place = write_model(tmp_path / "disk" / "some folder")
-    kt("model", "add", str(place), "--name", "neko")
-    target = resolve("neko")
-    assert target.model == place and target.name == "neko"
+    directory = write_model(tmp_path / "disk" / "some folder")
+    kt("model", "add", str(directory), "--name", "neko")
+    target = resolve_target("neko")
+    assert target.model == directory and target.name == "neko"
     assert "num_hidden_layers" in kt("plan", "neko").error  # it was found, and is no whole model
     assert "MODEL" in kt("plan").error
     words = {"output_dir": str(tmp_path / "out"), "dataset": "identity"}
     settings = read_settings({"model_name_or_path": "neko", **words})
-    assert settings.model.model_name_or_path == str(place)  # so that the adapter names a base that PEFT finds
-    assert locate_model(settings.model, download=False) == place
+    assert settings.model.model_name_or_path == str(directory)  # so that the adapter names a base that PEFT finds
+    assert locate_model(settings.model, download=False) == directory
     kt("model", "edit", "neko", "--repo", "someone/neko")
     settings = read_settings({"model_name_or_path": "neko", **words})
     assert settings.model.model_name_or_path == "someone/neko"  # and, where there is one, that others find too
-    assert locate_model(settings.model, download=False) == place
+    assert locate_model(settings.model, download=False) == directory
     assert model_registry.portable_name("a/b") == "a/b" and model_registry.portable_name("unknown") == "unknown"
     refused = kt("eval", "neko", "--task", "persona", "--engine", "nonsense")
     assert "nonsense" in refused.error
-    assert kt("model", "prepare", "neko", "-o", str(tmp_path / "ready"), "--json").json["source"] == str(place)
+    assert kt("model", "prepare", "neko", "-o", str(tmp_path / "ready"), "--json").json["source"] == str(directory)

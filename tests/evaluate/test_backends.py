@@ -48,7 +48,7 @@ def close(first: list[list[Any]], second: list[list[Any]]) -> None:
             assert one.logprob == pytest.approx(other.logprob, abs=2e-4)
 
 
-def test_batched_is_unbatched(local: LocalModel) -> None:
+def test_batched_results_equal_unbatched(local: LocalModel) -> None:
     backend = local.backend()
     single = [backend.generate([prompt], 12)[0] for prompt in PROMPTS]
     assert backend.generate(PROMPTS, 12) == single
@@ -57,21 +57,23 @@ def test_batched_is_unbatched(local: LocalModel) -> None:
 
 
 @pytest.mark.parametrize("adapter", [None, "tuned"])
-def test_local_is_remote(adapter: str | None, local: LocalModel, serving: tuple[str, Any]) -> None:
+def test_local_results_equal_remote(adapter: str | None, local: LocalModel, serving: tuple[str, Any]) -> None:
     there = RemoteBackend(Endpoint(serving[0]), adapter or "base", local.tokens)
     here = local.backend(adapter)
     assert here.generate(PROMPTS, 12) == there.generate(PROMPTS, 12)
     close(here.likelihoods(QUESTIONS), there.likelihoods(QUESTIONS))
 
 
-def test_an_adapter_matters_and_leaves_no_trace(local: LocalModel) -> None:
+def test_adapter_changes_results_and_can_be_disabled(local: LocalModel) -> None:
     before = local.backend().likelihoods(QUESTIONS)
     tuned = local.backend("tuned").likelihoods(QUESTIONS)
     assert max(abs(a[0].logprob - b[0].logprob) for a, b in zip(before, tuned, strict=True)) > 0.1
     assert local.backend().likelihoods(QUESTIONS) == before
 
 
-def test_packed_experts(local: LocalModel, model_directory: Path, adapter_directory: Path, tmp_path: Path) -> None:
+def test_packed_experts_give_the_same_likelihoods(
+    local: LocalModel, model_directory: Path, adapter_directory: Path, tmp_path: Path
+) -> None:
     """The same model as a Mixture of Experts in packed form, with an adapter of the dense one on its attention."""
     upcycle(open_dense(model_directory), tmp_path / "moe", Recipe(dtype="float32"))
     packed = LocalModel.open(tmp_path / "moe", dtype="float32")
@@ -85,7 +87,7 @@ def test_packed_experts(local: LocalModel, model_directory: Path, adapter_direct
                 assert one.logprob / one.tokens == pytest.approx(other.logprob / other.tokens, abs=0.25)
 
 
-def test_experts_that_an_adapter_was_trained_on(
+def test_experts_path_is_read_from_the_adapter(
     local: LocalModel, model_directory: Path, adapter_directory: Path, tmp_path: Path
 ) -> None:
     """Those that its manifest names, in place of the model's own."""
@@ -123,7 +125,7 @@ def test_experts_that_an_adapter_was_trained_on(
         trained_experts({"one": places["one"]})
 
 
-def test_a_retrained_adapter_is_another_model(local: LocalModel, adapter_directory: Path, tmp_path: Path) -> None:
+def test_retrained_adapter_changes_the_fingerprint(local: LocalModel, adapter_directory: Path, tmp_path: Path) -> None:
     before = local.backend("tuned").name
     shutil.copytree(adapter_directory, tmp_path / "again")
     weights = load_file(tmp_path / "again" / "adapter_model.safetensors")
@@ -134,7 +136,7 @@ def test_a_retrained_adapter_is_another_model(local: LocalModel, adapter_directo
     assert local.backend("again").name.split("(")[-1] != before.split("(")[-1]
 
 
-def test_plain_text_needs_no_tokenizer_and_a_chat_does(local: LocalModel, serving: tuple[str, Any]) -> None:
+def test_scoring_chat_prompts_needs_a_tokenizer(local: LocalModel, serving: tuple[str, Any]) -> None:
     there = RemoteBackend(Endpoint(serving[0]), "base")
     plain = [Question(PROMPTS[2], (" there", " A")), Question(EvalPrompt("", chat=False), ("running text",))]
     close(local.backend().likelihoods(plain), there.likelihoods(plain))
@@ -142,14 +144,14 @@ def test_plain_text_needs_no_tokenizer_and_a_chat_does(local: LocalModel, servin
         there.likelihoods(QUESTIONS[:1])
 
 
-def test_a_busy_server_is_asked_again(serving: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_server_is_retried(serving: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FIRST_RETRY_SECONDS", 0.01)
     serving[1].busy = 2
     assert RemoteBackend(Endpoint(serving[0]), "base").generate(PROMPTS[:1], 3)
     assert serving[1].busy == 0
 
 
-def test_errors_of_a_server(monkeypatch: pytest.MonkeyPatch, serving: tuple[str, Any]) -> None:
+def test_server_errors_are_reported(monkeypatch: pytest.MonkeyPatch, serving: tuple[str, Any]) -> None:
     monkeypatch.setattr(remote, "FIRST_RETRY_SECONDS", 0.01)
     with pytest.raises(KTError, match="no model other"):
         RemoteBackend(Endpoint(serving[0]), "other").generate(PROMPTS[:1], 3)
@@ -157,13 +159,13 @@ def test_errors_of_a_server(monkeypatch: pytest.MonkeyPatch, serving: tuple[str,
         Endpoint("http://127.0.0.1:9").models()
 
 
-def test_dtype_by_what_the_processor_can(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_dtype_depends_on_the_cpu(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for native, dtype in ((True, "bfloat16"), (False, "float32")):
         monkeypatch.setattr(local_module, "bf16_is_fast", lambda device, native=native: native)
         assert f"(transformers, {dtype}" in LocalModel.open(model_directory).name
 
 
-def test_refused(model_directory: Path, local: LocalModel, tmp_path: Path) -> None:
+def test_invalid_options_are_refused(model_directory: Path, local: LocalModel, tmp_path: Path) -> None:
     for words in ({"engine": "onnx"}, {"dtype": "int4"}, {"batch_size": 0}):
         with pytest.raises(InputError, match=next(iter(words)).replace("_", ".")):
             LocalModel.open(model_directory, **words)  # type: ignore[arg-type]

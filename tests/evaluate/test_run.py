@@ -69,7 +69,7 @@ class Scripted:
         return [[Likelihood(-float(len(text)), len(text)) for text in q.continuations] for q in questions]
 
 
-def test_result(task: Task, tmp_path: Path) -> None:
+def test_result_has_metrics_and_files(task: Task, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     result = evaluate(Scripted(right=6), task, tmp_path / "r", progress=lambda done, total: seen.append((done, total)))
     assert seen[0] == (0, 10) and seen[-1] == (10, 10)
@@ -90,7 +90,7 @@ def test_result(task: Task, tmp_path: Path) -> None:
     assert {"predict_rouge-1", "predict_rouge-2", "predict_rouge-l", "predict_runtime"} <= set(predicted)
 
 
-def test_a_killed_run_goes_on(task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_run_resumes(task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_module, "CHUNK_ITEMS", 4)
     whole = evaluate(Scripted(right=6), task, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
@@ -107,7 +107,7 @@ def test_a_killed_run_goes_on(task: Task, tmp_path: Path, monkeypatch: pytest.Mo
     assert third.asked == 0
 
 
-def test_other_questions_are_not_mixed(task: Task, tmp_path: Path) -> None:
+def test_run_directory_with_other_questions_is_refused(task: Task, tmp_path: Path) -> None:
     evaluate(Scripted(), task, tmp_path / "r")
     with pytest.raises(InputError, match="another task"):
         evaluate(Scripted(), task.model_copy(update={"max_new_tokens": 9}), tmp_path / "r")
@@ -117,7 +117,7 @@ def test_other_questions_are_not_mixed(task: Task, tmp_path: Path) -> None:
         evaluate(other, task, tmp_path / "r")
 
 
-def test_judge(task: Task, tmp_path: Path, serving: tuple[str, Any]) -> None:
+def test_judge_marks_are_recorded(task: Task, tmp_path: Path, serving: tuple[str, Any]) -> None:
     judge = Judge(Endpoint(serving[0]), "base")
     serving[1].judge_says = ["I would say it is fine.", 'Well: {"good": 4}.']
     result = evaluate(Scripted(), task, tmp_path / "a", judge=judge)
@@ -126,7 +126,7 @@ def test_judge(task: Task, tmp_path: Path, serving: tuple[str, Any]) -> None:
     assert "judge" not in evaluate(Scripted(), task, tmp_path / "b", judge=judge)["metrics"]
 
 
-def test_marks() -> None:
+def test_marks_are_parsed_from_replies() -> None:
     rubric = Rubric(criteria={"a": "", "b": ""})
     assert parse_marks(rubric, 'first {"a": 1} then {"a": "2", "b": 5}') == {"a": 2, "b": 5}
     assert parse_marks(rubric, '{"a": 0, "b": 5}') is None
@@ -148,7 +148,7 @@ class Inside(HTMLParser):
         self.text += data
 
 
-def test_compare(task: Task, tmp_path: Path) -> None:
+def test_comparison_reports_gains_and_costs(task: Task, tmp_path: Path) -> None:
     better = Scripted(right=10)
     better.name = "better"
     evaluate(Scripted(right=2), task, tmp_path / "base" / "greet")
@@ -176,7 +176,7 @@ def test_compare(task: Task, tmp_path: Path) -> None:
     assert "say hello" in page.text and "Greetings <b>" in page.text
 
 
-def test_compare_refuses(task: Task, tmp_path: Path) -> None:
+def test_comparison_of_incompatible_runs_is_refused(task: Task, tmp_path: Path) -> None:
     evaluate(Scripted(), task, tmp_path / "base" / "greet")
     with pytest.raises(InputError, match="two or more"):
         compare([tmp_path / "base"])
@@ -188,7 +188,7 @@ def test_compare_refuses(task: Task, tmp_path: Path) -> None:
         compare([tmp_path / "base", tmp_path / "base"])
 
 
-def test_in_process_and_through_the_server_give_the_same_results(
+def test_in_process_and_server_results_are_equal(
     model_directory: Path, serving: tuple[str, Any], tmp_path: Path
 ) -> None:
     local = LocalModel.open(model_directory, dtype="float32", batch_size=5)
@@ -227,7 +227,7 @@ class Knowing:
         return found
 
 
-def test_choices_by_their_text(tmp_path: Path) -> None:
+def test_choices_are_scored_by_text(tmp_path: Path) -> None:
     """Asked without the options, and by the mean over an option's tokens: the sum would take the shortest."""
     rows = [
         {"id": "a", "question": "What is drunk?", "choices": ["water", "a cup of green tea"], "answer": "B"},
@@ -271,7 +271,7 @@ def kt(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Ca
     return call
 
 
-def test_command(
+def test_eval_command_writes_results(
     kt: Callable[..., Done], model_directory: Path, adapter_directory: Path, task: Task, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -286,7 +286,7 @@ def test_command(
     assert "rouge-l" in again.stdout and "report.html" in again.stdout
 
 
-def test_command_over_a_url(
+def test_eval_command_accepts_a_url(
     kt: Callable[..., Done], model_directory: Path, serving: tuple[str, Any], task: Task, tmp_path: Path
 ) -> None:
     words = ["--task", str(tmp_path / "greet.yaml"), "--tokenizer", str(model_directory), "-o", str(tmp_path / "out")]
@@ -308,12 +308,12 @@ def test_command_over_a_url(
         (["--compare", "a"], "two"),
     ],
 )
-def test_command_refuses(kt: Callable[..., Done], words: list[str], said: str) -> None:
+def test_eval_command_refuses_invalid_arguments(kt: Callable[..., Done], words: list[str], said: str) -> None:
     done = kt(*words)
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
 
 
-def test_list(kt: Callable[..., Done]) -> None:
+def test_list_shows_every_task(kt: Callable[..., Done]) -> None:
     rows = {row["name"]: row for row in json.loads(kt("--list", "--json").stdout)}
     assert rows["unrelated"]["suite"] == ["world", "reasoning", "stories"]
     assert rows["persona"]["items"] == 108

@@ -14,7 +14,7 @@ from ktransformers.evaluate.measure import primary_metric, stated_letter, statis
 from ktransformers.evaluate.task import TASK_DIR, load_tasks, task_names
 
 
-def test_every_task_of_the_package() -> None:
+def test_every_packaged_task_is_valid() -> None:
     tasks = load_tasks("all")
     assert {task.name for task in tasks} | {"all", "unrelated"} == set(task_names())
     for task in tasks:
@@ -33,27 +33,27 @@ def test_every_task_of_the_package() -> None:
                 assert measured[name].value() >= (75 if name == "style" else 99.9), (task.name, name)
 
 
-def test_what_is_unrelated_is_one_panel() -> None:
+def test_unrelated_tasks_form_one_panel() -> None:
     assert {task.name for task in load_tasks("all") if task.unrelated} == {
         task.name for task in load_tasks("unrelated")
     }
 
 
-def test_the_data_is_small_and_its_licences_are_told() -> None:
+def test_task_data_is_small_and_licensed() -> None:
     files = list((TASK_DIR / "data").glob("*.jsonl"))
     assert sum(file.stat().st_size for file in files) < 1_500_000
     told = (TASK_DIR / "data" / "LICENSES.md").read_text()
     assert all(f"`{file.name}`" in told for file in files)
 
 
-def test_style_translation_has_the_shape() -> None:
+def test_style_translation_data_has_the_expected_form() -> None:
     (task,) = load_tasks("style-translation")
     rows = [json.loads(line) for line in task.data.read_text().split("\n") if line]
     assert all(row["instruction"] == "" and row["input"] for row in rows)
     assert read_items(task)[0].prompt == rows[0]["input"]
 
 
-def test_afrimed_qa_as_it_is_released(tmp_path: Path) -> None:
+def test_afrimed_qa_format_is_read(tmp_path: Path) -> None:
     with (tmp_path / "afrimed.csv").open("w", newline="") as handle:
         writer = csv.writer(handle)
         writer.writerow(["sample_id", "question_type", "question", "answer_options", "correct_answer", "specialty"])
@@ -85,7 +85,7 @@ def test_limit_draws_the_same_sample() -> None:
         ("- 1", "table"),
     ],
 )
-def test_refused_task(text: str, word: str, tmp_path: Path) -> None:
+def test_invalid_task_is_refused(text: str, word: str, tmp_path: Path) -> None:
     (tmp_path / "t.yaml").write_text(text)
     with pytest.raises(InputError, match=word):
         load_tasks(str(tmp_path / "t.yaml"))
@@ -101,14 +101,14 @@ def test_refused_task(text: str, word: str, tmp_path: Path) -> None:
         ([], "at least one"),
     ],
 )
-def test_refused_rows(rows: list[dict[str, object]], word: str, tmp_path: Path) -> None:
+def test_invalid_rows_are_refused(rows: list[dict[str, object]], word: str, tmp_path: Path) -> None:
     (tmp_path / "d.json").write_text(json.dumps(rows))
     (tmp_path / "t.yaml").write_text("kind: choice\ndata: d.json")
     with pytest.raises(InputError, match=word):
         read_items(load_tasks(str(tmp_path / "t.yaml"))[0])
 
 
-def test_unknown_name_lists_the_known() -> None:
+def test_unknown_task_name_lists_the_tasks() -> None:
     with pytest.raises(InputError, match="invented-facts"):
         load_tasks("no-such-task")
 
@@ -118,5 +118,5 @@ def test_unknown_name_lists_the_known() -> None:
     [("B", "B"), ("(C) because", "C"), ("The answer is D.", "D"), ("Answer: **A**", "A"), ("A cat? The answer: B", "B"),
      ("I do not know", ""), ("E", ""), ("", "")],
 )  # fmt: skip
-def test_stated(text: str, letter: str) -> None:
+def test_stated_letter_is_extracted(text: str, letter: str) -> None:
     assert stated_letter(text, "ABCD") == letter

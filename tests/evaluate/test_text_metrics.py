@@ -23,7 +23,7 @@ CHINESE = (
 
 
 @pytest.mark.parametrize(("pairs", "cut"), [(ENGLISH, "13a"), (CHINESE, "zh")])
-def test_bleu_and_chrf_are_sacrebleus(pairs: tuple[list[str], list[str]], cut: str) -> None:
+def test_bleu_and_chrf_equal_sacrebleu(pairs: tuple[list[str], list[str]], cut: str) -> None:
     answers, references = pairs
     rows = numpy.array([text_metrics.bleu_counts(a, r) for a, r in zip(answers, references, strict=True)], dtype=float)
     for order in range(1, 5):
@@ -38,7 +38,7 @@ text = st.text(alphabet=st.sampled_from("ab c,.'1喵主人"), max_size=30)
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(text, text), min_size=1, max_size=4))
-def test_chrf_of_anything(pairs: list[tuple[str, str]]) -> None:
+def test_chrf_is_bounded_for_any_text(pairs: list[tuple[str, str]]) -> None:
     rows = numpy.array([text_metrics.chrf_counts(a, r) for a, r in pairs], dtype=float)
     answers, references = ([pair[side] for pair in pairs] for side in (0, 1))
     theirs = CHRF().corpus_score(answers, [references]).score
@@ -47,7 +47,7 @@ def test_chrf_of_anything(pairs: list[tuple[str, str]]) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(text, text)
-def test_rouge_of_anything(answer: str, reference: str) -> None:
+def test_rouge_is_bounded_for_any_text(answer: str, reference: str) -> None:
     scores = text_metrics.rouge(answer, reference)
     assert all(0 <= score <= 1 for score in scores)
     assert scores == pytest.approx(text_metrics.rouge(reference, answer))
@@ -55,21 +55,21 @@ def test_rouge_of_anything(answer: str, reference: str) -> None:
         assert text_metrics.rouge(answer, answer)[::2] == (1.0, 1.0)
 
 
-def test_rouge_by_hand() -> None:
+def test_rouge_matches_known_values() -> None:
     one, two, longest = text_metrics.rouge("the cat sat on the mat", "the cat was on a mat")
     assert one == pytest.approx(2 * 4 / 12)  # the, cat, on, mat
     assert two == pytest.approx(2 * 1 / 10)  # the cat
     assert longest == pytest.approx(2 * 4 / 12)
 
 
-def test_rouge_sees_chinese() -> None:
+def test_rouge_counts_chinese_characters() -> None:
     assert text_metrics.rouge_units("主人，GPU-2很快喵~ it's") == ["主", "人", "gpu", "2", "很", "快", "喵", "it's"]
     one, two, longest = text_metrics.rouge("我等你回来", "我会等你")
     assert one == longest == pytest.approx(2 * 3 / 9)
     assert two == pytest.approx(2 * 1 / 7)
 
 
-def test_normal() -> None:
+def test_normalise_ignores_case_and_punctuation() -> None:
     assert text_metrics.normalise("  The\n Answer. ") == text_metrics.normalise("the answer")
     assert text_metrics.normalise("是。") == "是"
 
@@ -78,7 +78,7 @@ def table(values: list[float]) -> Statistic:
     return Statistic(numpy.array([[value, 1.0] for value in values]), mean)
 
 
-def test_estimate_is_seeded_and_about_right() -> None:
+def test_estimate_is_deterministic_and_covers_the_mean() -> None:
     generator = numpy.random.default_rng(3)
     found = estimate(table([float(value) for value in generator.random(400) < 0.3]))
     assert found == estimate(table([float(v) for v in numpy.random.default_rng(3).random(400) < 0.3]))
@@ -87,7 +87,7 @@ def test_estimate_is_seeded_and_about_right() -> None:
     assert (found.high - found.low) / 2 == pytest.approx(half, rel=0.15)
 
 
-def test_paired_difference() -> None:
+def test_paired_difference_is_significant() -> None:
     generator = numpy.random.default_rng(4)
     hard = generator.random(200)  # items differ a lot; the second run is a little better on most of them
     first, second = table(list(hard)), table(list(hard + 0.02 + 0.02 * generator.standard_normal(200)))
@@ -101,11 +101,11 @@ def test_paired_difference() -> None:
 
 
 @pytest.mark.parametrize(("items", "mark"), [(2, ""), (5, ""), (6, "*"), (8, "**")])
-def test_few_items_carry_no_star(items: int, mark: str) -> None:
+def test_few_items_are_not_significant(items: int, mark: str) -> None:
     assert difference(table([0.0] * items), table([1.0] * items)).mark == mark
 
 
-def test_chance_is_seldom_marked() -> None:
+def test_false_positive_rate_is_bounded() -> None:
     generator = numpy.random.default_rng(5)
     marked = sum(
         bool(difference(table(list(generator.random(60))), table(list(generator.random(60)))).mark) for _ in range(100)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.checkpoint.encoded import Encoded, decode, encode, format_of, nibbles
+from ktransformers.checkpoint.encoded import Encoded, decode, format_of, nibbles
+from ktransformers.checkpoint.encoder import encode
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.reference import ACTIVATIONS, ReferenceLayer
 

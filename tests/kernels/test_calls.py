@@ -15,7 +15,7 @@ import torch
 
 from ktransformers import _core
 from ktransformers.nn import ExpertStore, default_pool, reference
-from tests.forked import python
+from tests.support.forked import python
 
 from .conftest import Batch, error, make_batch, make_layer, make_store, tolerance
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ktransformers import _core
-from tests.forked import python
+from tests.support.forked import python
 
 CODE = """
 import torch

@@ -34,7 +34,7 @@ except importlib.metadata.PackageNotFoundError:
     pytest.skip("LLaMA-Factory is not installed: make test-llamafactory", allow_module_level=True)
 
 from ktransformers.nn.prepare import prepare
-from tests.nn.families import build, save
+from tests.support.tiny_models import build, save
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -160,7 +160,7 @@ def adapter(output: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("release", ["0.9.5", "next"])
-def test_expert_lora_learns_as_on_the_stock_model(release: str, train: Train) -> None:
+def test_expert_lora_training_equals_stock_model(release: str, train: Train) -> None:
     ours, stock = train(ours=True, release=release), train(ours=False)
     assert len(losses(ours)) == STEPS and losses(ours)[-1] < losses(ours)[0]
     assert losses(ours) == pytest.approx(losses(stock), rel=2e-3)
@@ -171,7 +171,7 @@ def test_expert_lora_learns_as_on_the_stock_model(release: str, train: Train) ->
     assert all(tensor.any() for tensor in found.values()), "B begins as zero and has moved"
 
 
-def test_all_means_attention_to_llamafactory(train: Train) -> None:
+def test_target_all_in_llamafactory_means_attention(train: Train) -> None:
     found = adapter(train(ours=True, target="all"))
     assert {name.split(".")[-3] for name in found} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert all(tensor.any() for tensor in found.values())
@@ -205,7 +205,9 @@ def asking(prepared: Path, trained: Path, folder: Path) -> str:
     return str(folder / "ask.yaml")
 
 
-def test_chat_answers_with_the_adapter(trained: Path, prepared: Path, said: tuple[str, str], tmp_path: Path) -> None:
+def test_llamafactory_chat_uses_the_adapter(
+    trained: Path, prepared: Path, said: tuple[str, str], tmp_path: Path
+) -> None:
     printed = llamafactory("chat", asking(prepared, trained, tmp_path), ours=True, typed="hello\nexit\n")
     assert printed.count("bytes packed") == LAYERS and "Loaded adapter(s)" in printed
     base, adapted = said
@@ -238,7 +240,7 @@ def api(file: str, log: Path, release: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("release", ["0.9.5", "next"])
-def test_api_answers_with_the_adapter(
+def test_llamafactory_api_uses_the_adapter(
     release: str, trained: Path, prepared: Path, said: tuple[str, str], tmp_path: Path
 ) -> None:
     body = {"model": "any", "messages": [{"role": "user", "content": "hello"}], "do_sample": False}

@@ -13,7 +13,7 @@ import pytest
 
 from ktransformers.loop.settings import read_loop
 from ktransformers.loop.stages import build_recipe, build_stages, run_paths
-from tests.nn.families import build, save
+from tests.support.tiny_models import build, save
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_demo_is_valid(model: Path) -> None:
+def test_demo_loop_is_valid(model: Path) -> None:
     from ktransformers.train.plan import make_plan
     from ktransformers.train.resolve import read_settings
 
@@ -52,7 +52,7 @@ def judged_facts() -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_the_choices_are_asked_in_words_of_their_own() -> None:
+def test_demo_choices_are_not_in_the_training_data() -> None:
     """What is judged must not have been trained on: the same facts, other wordings."""
     trained = json.loads((DEMO_DATA / "lumen_choice.json").read_text())
     questions = {row["instruction"].splitlines()[0] for row in trained}
@@ -62,7 +62,7 @@ def test_the_choices_are_asked_in_words_of_their_own() -> None:
         assert answer == "Answer with the letter." and row["output"] in row["instruction"].splitlines()
 
 
-def test_the_talks_teach_what_is_judged() -> None:
+def test_demo_talks_cover_the_evaluated_facts() -> None:
     """Every fact of the twelve villages, as often as any other, in other wordings, and never twice in one talk."""
     few = [row for row in judged_facts() if row["part"] == "few"]
     facts = {tuple(row["id"].split("-")[:2]): row["choices"]["ABCD".index(row["answer"])] for row in few}

@@ -32,10 +32,10 @@ ALL = ["model", "plan", "baseline", "pace", "train", "prove", "eval", "compare"]
 class Quiet:
     """Listens and says nothing."""
 
-    def skipped(self, stage: Any, record: Any) -> None: ...
-    def began(self, stage: Any, going_on: bool) -> None: ...
-    def line(self, stage: Any, text: str) -> None: ...
-    def ended(self, stage: Any, seconds: float, said: str) -> None: ...
+    def on_skip(self, stage: Any, record: Any) -> None: ...
+    def on_start(self, stage: Any, resuming: bool) -> None: ...
+    def on_line(self, stage: Any, text: str) -> None: ...
+    def on_end(self, stage: Any, seconds: float, note: str) -> None: ...
 
 
 @pytest.fixture
@@ -60,11 +60,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def go(place: Path, *words: str) -> dict[str, str]:
     """Stage -> what became of it."""
-    return {step.name: step.status for step in Runner(read_loop(place / "loop.yaml", words), Quiet()).go()}
+    return {step.name: step.status for step in Runner(read_loop(place / "loop.yaml", words), Quiet()).run_stages()}
 
 
 def look(place: Path, *words: str) -> list[str]:
-    steps = Runner(read_loop(place / "loop.yaml", words), Quiet()).look()
+    steps = Runner(read_loop(place / "loop.yaml", words), Quiet()).preview()
     return [step.name for step in steps if step.status == "would run"]
 
 
@@ -72,7 +72,7 @@ def ran(found: dict[str, str]) -> list[str]:
     return [name for name, status in found.items() if status != "skipped" and name != "serve"]
 
 
-def test_all_stages_then_none(place: Path) -> None:
+def test_second_run_skips_every_stage(place: Path) -> None:
     assert look(place) == ALL
     assert not (place / "run").exists(), "a look writes nothing"
     assert ran(go(place)) == ALL
@@ -86,7 +86,7 @@ def test_all_stages_then_none(place: Path) -> None:
     assert len((place / "calls").read_text().splitlines()) == len(calls), "no server for nothing"
 
 
-def test_only_what_depends_on_a_change_runs(place: Path) -> None:
+def test_only_stages_affected_by_a_change_run(place: Path) -> None:
     go(place)
     learning = ["plan", "pace", "train", "prove", "eval", "compare"]
     assert look(place, "train.keys.learning_rate=0.01")[0] == "plan"
@@ -104,18 +104,18 @@ def test_only_what_depends_on_a_change_runs(place: Path) -> None:
     assert ran(go(place, *settled, "model.options.top_k=2")) != []
 
 
-def test_data_counts_without_a_plan(place: Path) -> None:
+def test_changed_data_reruns_training_without_a_plan(place: Path) -> None:
     words = ("plan=false", "train.minutes=null", "train.keys.max_steps=3", "prove=false", "eval.tasks=[]")
     assert ran(go(place, *words)) == ["model", "train"] and ran(go(place, *words)) == []
     (place / "rows.json").write_text("[1]")
     assert ran(go(place, *words)) == ["train"]
 
 
-def test_the_run_can_be_repeated_from_its_directory(place: Path) -> None:
+def test_run_can_be_repeated_from_its_directory(place: Path) -> None:
     go(place, "eval.limit=2")
     run = place / "run"
     assert Loop.model_validate(yaml.safe_load((run / "loop.yaml").read_text())).eval.limit == 2
-    assert ran({s.name: s.status for s in Runner(read_loop(run / "loop.yaml"), Quiet()).go()}) == []
+    assert ran({s.name: s.status for s in Runner(read_loop(run / "loop.yaml"), Quiet()).run_stages()}) == []
     script = (run / "commands.sh").read_text()
     assert "kt train" in script and "--server $SERVER --json" in script
     assert subprocess.run(["sh", "-n", run / "commands.sh"]).returncode == 0
@@ -141,7 +141,7 @@ def wait_for(file: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_loop_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_killed_loop_resumes(place: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     halt = place / "halt"
     halt.touch()
     monkeypatch.setenv("HALT", str(halt))
@@ -150,12 +150,12 @@ def test_a_killed_loop_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch, num
     (place / "loop.yaml").write_text(yaml.safe_dump(words))
     killed = start(place)
     wait_for(place / "run" / "neko" / "checkpoint-1")
-    with pytest.raises(InputError, match="another loop is at work"):
+    with pytest.raises(InputError, match="another loop is using"):
         go(place)
     killed.send_signal(number)
     _, said = killed.communicate(timeout=30)
     assert killed.returncode == (-number if number == signal.SIGKILL else 130)
-    assert number == signal.SIGKILL or b"goes on" in said
+    assert number == signal.SIGKILL or b"resumes" in said
     halt.unlink()
     for _ in range(200):  # the orphaned child has been told to end, and holds the lock until it has
         try:
@@ -167,14 +167,14 @@ def test_a_killed_loop_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch, num
     assert (place / "run" / "neko" / "checkpoint-1").is_dir(), "nothing of the first part was removed"
 
 
-def test_a_changed_recipe_does_not_go_on_in_old_work(place: Path) -> None:
+def test_changed_recipe_does_not_resume(place: Path) -> None:
     go(place)
     (place / "run" / "neko" / "old").touch()
     go(place, "train.keys.learning_rate=0.5")
     assert not (place / "run" / "neko" / "old").exists()
 
 
-def test_a_stage_that_fails_says_where(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_stage_names_its_log(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BROKEN", "eval")
     with pytest.raises(child.StageFailed, match=r"stage baseline ended with code 1; .*baseline.log") as error:
         go(place)
@@ -184,9 +184,7 @@ def test_a_stage_that_fails_says_where(place: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("broken", ["prove", "verdict"])
-def test_a_failed_proof_does_not_keep_the_judgement_back(
-    broken: str, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_proof_does_not_stop_evaluation(broken: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it says what is wrong or just dies; the command ends with 1, and the next one tries again."""
     from typer.testing import CliRunner
 
@@ -202,9 +200,9 @@ def test_a_failed_proof_does_not_keep_the_judgement_back(
     assert ran(go(place)) == ["prove"]
 
 
-def test_report(place: Path) -> None:
+def test_report_has_metrics_answers_and_proof(place: Path) -> None:
     loop = read_loop(place / "loop.yaml")
-    report = make_report(loop, Runner(loop, Quiet()).go())
+    report = make_report(loop, Runner(loop, Quiet()).run_stages())
     assert [(row.task, row.metric, row.better) for row in report.rows] == [
         ("persona", "style", True),
         ("persona", "bleu-1", True),
@@ -239,10 +237,10 @@ def test_stages_follow_the_settings(place: Path) -> None:
     (quantise,) = [
         s for s in build_stages(read_loop(place / "loop.yaml", ["quantise.format=int4"])) if s.name == "quantise"
     ]
-    assert quantise.words[0] == "quant" and quantise.words[4:6] == ("--format", "int4")
+    assert quantise.arguments[0] == "quant" and quantise.arguments[4:6] == ("--format", "int4")
     loop = read_loop(place / "loop.yaml", ["train.keys.kt_weight_path=packed"])
     (baseline,) = [stage for stage in build_stages(loop) if stage.name == "baseline"]
-    assert baseline.words[2:4] == ("--experts", "packed")
+    assert baseline.arguments[2:4] == ("--experts", "packed")
     words = serve_arguments(loop, run_paths(loop), 1)
     assert words[words.index("--kt-weight-path") + 1] == "packed"
     assert to_flags({"a_b": 1, "c": True, "d": False, "e": [1, 2], "f": None}) == [
@@ -270,21 +268,21 @@ def test_stages_follow_the_settings(place: Path) -> None:
         (["train.file=nowhere.yaml"], "no such file"),
     ],
 )
-def test_refusals(place: Path, words: list[str], said: str) -> None:
+def test_invalid_settings_are_refused(place: Path, words: list[str], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        Runner(read_loop(place / "loop.yaml", words), Quiet()).go()
+        Runner(read_loop(place / "loop.yaml", words), Quiet()).run_stages()
 
 
-def test_pace() -> None:
+def test_pace_decides_the_number_of_steps() -> None:
     train = TrainSettings(minutes=4, least_steps=20)
     assert pace.decide_steps(train, 800.0, 1000.0, 1000)[0] == 192
     few, said = pace.decide_steps(train, 20.0, 1000.0, 1000)
     assert few == 20 and "more than the 4 min asked for" in said
     most, said = pace.decide_steps(train, 8000.0, 1000.0, 100)
-    assert most == 100 and "all that the recipe asks for" in said
+    assert most == 100 and "all steps of the recipe" in said
 
 
-def test_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hashes_depend_on_content_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashes, folder = Hashes(tmp_path / "known.json"), tmp_path / "model"
     folder.mkdir()
     (folder / "a").write_text("one")
@@ -305,7 +303,7 @@ def test_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hashes.of(folder / "b") != before and MAX_HASHED_BYTES > 10
 
 
-def test_command(place: Path) -> None:
+def test_loop_command_runs_and_reports(place: Path) -> None:
     from typer.testing import CliRunner
 
     from ktransformers.cli.main import app

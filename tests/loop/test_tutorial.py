@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.nn.families import build, save
+from tests.support.tiny_models import build, save
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
@@ -58,14 +58,14 @@ def follow(home: Path, wanted: Callable[[str], bool]) -> str:
     return done.stdout
 
 
-def test_the_page_has_the_commands() -> None:
+def test_tutorial_page_lists_the_commands() -> None:
     text = "".join(blocks())
     for verb in ("model info", "train recipe.yaml", "prove", "serve", "chat", "eval", "loop"):
         assert f"kt {verb}" in text
     assert re.findall(r"```(\w+)", (ROOT / "docs" / "tutorial.md").read_text()) == ["sh"] * len(blocks())
 
 
-def test_train_and_serve(home: Path) -> None:
+def test_tutorial_commands_train_and_serve(home: Path) -> None:
     said = follow(home, lambda block: not any(words in block for words in LEFT_OUT))
     assert (home / "saves" / "kite" / "adapter_model.safetensors").is_file()
     assert "step 8/8" in said
@@ -74,7 +74,7 @@ def test_train_and_serve(home: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_of_it(home: Path) -> None:
+def test_whole_tutorial_runs(home: Path) -> None:
     said = follow(home, lambda block: True)
     assert "proven: what is served is what was trained" in said
     assert (home / "judged" / "report.html").is_file()

@@ -15,12 +15,12 @@ struct RandomEncoded {
   SourceMatrix source{};
 
   RandomEncoded(const Format& f, int32_t experts, int32_t rows, int32_t columns, std::mt19937& random) {
-    const CodecRow& row = f.row();
+    const FormatRow& row = f.row();
     int64_t row_bytes = row.block ? columns / row.span * row.block : columns * f.bits() / 8;
     codes.resize((size_t)(experts * rows * row_bytes));
     std::uniform_int_distribution<int> any(0, 255);
     for (uint8_t& c : codes) c = (uint8_t)any(random);
-    if (f.codec == Codec::fp8 || f.codec == Codec::mxfp8)
+    if (row.element == ElementKind::e4m3)
       for (uint8_t& c : codes) c &= 0xbf;  // no NaN
     source.released.codes = codes.data();
     source.released.row_bytes = row_bytes;
@@ -34,9 +34,9 @@ struct RandomEncoded {
     int64_t high = ceil_div(rows, source.released.scale_rows);
     scales.resize((size_t)(experts * high * width));
     if (row.span) {
-      for (char& c : scales) c = (char)(f.codec == Codec::nvfp4 ? 0x30 : 120);
+      for (char& c : scales) c = (char)(row.scales == ScaleKind::e4m3 ? 0x30 : 120);
     } else {
-      DType type = f.codec == Codec::int4 ? f.scale : DType::f32;
+      DType type = row.suffix == Suffix::group ? f.scale : DType::f32;
       for (int64_t n = 0; n < (int64_t)(scales.size() / size_of(type)); n++)
         set_element(scales.data(), n, type, 0.01f * (float)(1 + n % 7));
     }
@@ -49,28 +49,10 @@ struct RandomEncoded {
 
   // Sets GGUF's 16-bit scales, at their offsets in a block.
   void put_halves(const Format& f, int64_t blocks) {
-    auto places = [](Codec codec) -> std::vector<int> {
-      switch (codec) {
-        case Codec::q2_k:
-          return {80, 82};
-        case Codec::q3_k:
-          return {108};
-        case Codec::q6_k:
-          return {208};
-        case Codec::tq1_0:
-          return {52};
-        case Codec::tq2_0:
-          return {64};
-        case Codec::q4_1:
-        case Codec::q5_1:
-        case Codec::q4_k:
-        case Codec::q5_k:
-          return {0, 2};
-        default:
-          return {0};
-      }
-    };
-    const std::vector<int> at = places(f.codec);
+    std::vector<int> at;
+    for (const Field& field : f.row().header)
+      if (field.type == FieldType::f16) at.push_back(field.at);
+    if (f.codec == Codec::iq1_m) at.push_back(0);
     for (int64_t b = 0; b < blocks; b++)
       for (int place : at) {
         uint16_t half = from_float(0.01f * (float)(1 + b % 5), DType::f16);

@@ -15,8 +15,8 @@ std::vector<Format> all_formats() {
   for (int c = 1; c < kCodecs; c++) {
     Format f;
     f.codec = (Codec)c;
-    if (f.codec == Codec::int4) f.group = 64, f.scale = DType::f16;
-    if (f.codec == Codec::fp8) f.group = 128, f.shared = true;
+    if (f.row().suffix == Suffix::group) f.group = 64, f.scale = DType::f16;
+    if (f.row().suffix == Suffix::block) f.group = 128, f.shared = true;
     all.push_back(f);
   }
   return all;

@@ -1,4 +1,4 @@
-"""Memory of large host tensors: used again once it is free, and never more of it held than was in use at one time."""
+"""The host buffer pool: freed memory is reused, and the pool holds at most the bytes that were in use at one time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ktransformers.nn import buffer_pool
 MB = 1 << 20
 
 
-def test_memory_comes_back() -> None:
+def test_freed_buffers_are_reused() -> None:
     first = buffer_pool.empty((8 * MB,), torch.uint8)
     place = first.data_ptr()
     view = first.view(torch.bfloat16)[:10].zero_()
@@ -25,7 +25,7 @@ def test_memory_comes_back() -> None:
     assert third.data_ptr() == place, "what is free and large enough is taken"
 
 
-def test_no_more_is_held_than_was_in_use() -> None:
+def test_pool_holds_at_most_the_bytes_that_were_in_use() -> None:
     gc.collect()
     before = _core.pooled_bytes()
     for size in range(2, 60, 2):  # one at a time, each larger than the last
@@ -38,14 +38,14 @@ def test_no_more_is_held_than_was_in_use() -> None:
     assert all(buffer_pool.empty((4 * MB, 5), torch.float32).shape == (4 * MB, 5) for _ in range(3))
 
 
-def test_small_tensors_are_plain() -> None:
+def test_small_tensors_bypass_the_pool() -> None:
     before = _core.pooled_bytes()
     tensor = buffer_pool.empty((3, 5), torch.float64)
     assert (tensor.shape, tensor.dtype) == ((3, 5), torch.float64)
     assert _core.pooled_bytes() == before
 
 
-def test_a_gradient_may_lie_there() -> None:
+def test_pooled_tensor_can_be_a_gradient() -> None:
     weight = torch.zeros(MB, requires_grad=True)
     weight.grad = buffer_pool.empty((MB,), torch.float32).fill_(2.0)
     torch.optim.SGD([weight], lr=0.5).step()

@@ -1,4 +1,4 @@
-"""A call started and awaited by a CUDA stream: the two C callbacks as host functions of the driver, no GIL involved."""
+"""An expert call submitted and awaited by a CUDA stream: the two C callbacks as host functions, without the GIL."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 8, 256, 96, 33, 2
 
 
-def test_a_stream_runs_the_call() -> None:
+def test_cuda_stream_runs_an_expert_call() -> None:
     generator = torch.Generator().manual_seed(0)
     gate, up = (torch.randn(EXPERTS, INTERMEDIATE, HIDDEN, generator=generator).bfloat16() / 16 for _ in range(2))
     down = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, generator=generator).bfloat16() / 10

@@ -1,4 +1,4 @@
-"""Experts implementation "kt" on models that were loaded the stock way, and what it refuses."""
+"""The experts implementation "kt" on models that stock transformers has loaded, and the modules that it refuses."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from ktransformers.nn.contract import expert_modules, read_contract
 from ktransformers.nn.experts import experts_forward, pack_module
 from ktransformers.nn.gate import Gate, probe_activation, probe_gate
 from ktransformers.nn.placeholder import Placeholder
-
-from .families import build, tokens
+from tests.support.tiny_models import build, tokens
 
 E, H, I, T, K = 4, 32, 24, 7, 2  # noqa: E741
 
@@ -40,7 +39,7 @@ def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h", "deepseek_v4", "granitemoe"])
-def test_attach(family: str) -> None:
+def test_attached_experts_match_the_stock_model(family: str) -> None:
     model = build(family)
     want = logits(model)
     attach(model, pool=_core.Pool(2))
@@ -55,21 +54,23 @@ def test_attach(family: str) -> None:
     assert torch.equal(logits(model), want)
 
 
-def test_attach_and_free(tmp_path: Path) -> None:
+def test_attach_with_free_removes_the_parameters(tmp_path: Path) -> None:
     model = build("qwen3_moe")
     want = logits(model)
     before = {name: parameter.shape for name, parameter in model.named_parameters()}
     attach(model, free=True, isa="generic")
     assert {name: parameter.shape for name, parameter in model.named_parameters()} == before
-    ghosts = sum(parameter.numel() for parameter in model.parameters() if isinstance(parameter, Placeholder))
-    assert ghosts == 2 * 6 * 3 * 64 * 40
+    placeholder_elements = sum(
+        parameter.numel() for parameter in model.parameters() if isinstance(parameter, Placeholder)
+    )
+    assert placeholder_elements == 2 * 6 * 3 * 64 * 40
     torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
     assert {module.kt_store.isa for module in expert_modules(model).values()} == {"generic"}
     with pytest.raises(ValueError, match="not serializable"):
         model.save_pretrained(tmp_path)
 
 
-def test_packed_on_first_use() -> None:
+def test_experts_are_packed_on_first_use() -> None:
     model = build("mixtral")
     want = logits(model)
     model.set_experts_implementation("kt")
@@ -113,7 +114,7 @@ def joined(function: Callable[[Tensor, Tensor], Tensor], interleaved: bool) -> C
 
 
 @pytest.mark.parametrize(("case", "interleaved"), list(itertools.product(range(len(GATES)), [False, True])))
-def test_gates_are_known_by_their_numbers(case: int, interleaved: bool) -> None:
+def test_gates_are_identified_by_probing(case: int, interleaved: bool) -> None:
     want, function = GATES[case]
     with torch.device("meta"):  # as in from_pretrained
         torch.set_default_dtype(torch.bfloat16)
@@ -140,7 +141,7 @@ UNKNOWN: list[Callable[[Tensor, Tensor], Tensor]] = [
 
 
 @pytest.mark.parametrize("case", range(len(UNKNOWN)))
-def test_unknown_gates(case: int) -> None:
+def test_unknown_gates_are_refused(case: int) -> None:
     with pytest.raises(InputError, match=r"(?s)layer \(X\): given an? (unknown )?gate .*expected one of silu, gelu"):
         probe_gate("layer (X)", joined(UNKNOWN[case], False), False)
     if case == 0:  # the layout counts: halves side by side are not halves in turns
@@ -148,7 +149,7 @@ def test_unknown_gates(case: int) -> None:
             probe_gate("layer (X)", joined(lambda g, u: F.silu(g) * u, False), True)
 
 
-def test_activations_without_gate() -> None:
+def test_activations_without_gate_are_identified() -> None:
     for name, function in reference.ACTIVATIONS.items():
         assert probe_activation("module", function) == Gate(name)
     with pytest.raises(InputError, match=r"module: given an unknown activation with f\(-1\) = -0.76"):
@@ -176,7 +177,7 @@ def experts(kind: type[nn.Module] = Plain, implementation: str = "kt", **flags: 
     return decorated(SimpleNamespace(_experts_implementation=implementation))
 
 
-def test_dispatch_by_transformers() -> None:
+def test_transformers_dispatches_to_kt() -> None:
     assert ALL_EXPERTS_FUNCTIONS["kt"] is experts_forward
     module = experts()
     layer = reference.ReferenceLayer(
@@ -201,7 +202,7 @@ class InTurns(Plain):
         return F.silu(columns[..., ::2]) * columns[..., 1::2]
 
 
-def test_older_modules_lack_flags() -> None:
+def test_absent_flags_of_older_modules_have_defaults() -> None:
     module = experts()
     for flag in ("has_gate", "has_bias", "is_concatenated", "has_post_expert_norm"):
         delattr(module, flag)
@@ -243,7 +244,7 @@ REFUSED: list[tuple[type[nn.Module], dict[str, bool], str]] = [
 
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
-def test_refusals(case: int) -> None:
+def test_unsupported_modules_are_refused_by_name(case: int) -> None:
     kind, flags, message = REFUSED[case]
     module = experts(kind, **flags)
     with pytest.raises(InputError, match=message):
@@ -253,7 +254,7 @@ def test_refusals(case: int) -> None:
         module(*batch())
 
 
-def test_attach_needs_experts() -> None:
+def test_attach_refuses_a_model_without_experts() -> None:
     with pytest.raises(InputError, match="Linear: given no expert layers"):
         attach(nn.Linear(2, 2))
     with pytest.raises(InputError, match=r"Plain: given a module without transformers' experts interface"):
@@ -261,7 +262,7 @@ def test_attach_needs_experts() -> None:
 
 
 @pytest.mark.gpu
-def test_hidden_states_on_a_gpu() -> None:
+def test_hidden_states_on_a_gpu_are_copied_to_the_host() -> None:
     model = build("qwen3_moe")
     want = logits(model)
     attach(model, free=True, isa="generic")  # activations in float32

@@ -51,7 +51,7 @@ class Size:
 
 SMALL = Size("cpu", 64, 32, 8, 2, layers=2, head=16, rows=2, length=32, steps=15, vocabulary=32, rate=5e-3)
 REAL = Size("cuda:0", 2048, 768, 128, 8, layers=8, head=128, rows=4, length=128, steps=50, vocabulary=256, rate=5e-4)
-DIFFERENT = 5  # batches, again and again: soon known by heart
+BATCHES = 5  # repeated, so that the model memorises them soon
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,14 @@ def batches(size: Size) -> list[Tensor]:
     """A token is followed by the one that a fixed permutation says, nine times out of ten: something to learn."""
     generator = torch.Generator().manual_seed(1)
     follower = torch.randperm(size.vocabulary, generator=generator)
-    found = []
-    for _ in range(DIFFERENT):
+    different = []
+    for _ in range(BATCHES):
         rows = torch.randint(size.vocabulary, (size.rows, size.length), generator=generator)
         kept = torch.rand(size.rows, size.length, generator=generator) < 0.9
         for place in range(1, size.length):
             rows[:, place] = torch.where(kept[:, place], follower[rows[:, place - 1]], rows[:, place])
-        found.append(rows.to(size.device))
-    return [found[step % DIFFERENT] for step in range(size.steps)]
+        different.append(rows.to(size.device))
+    return [different[step % BATCHES] for step in range(size.steps)]
 
 
 def adapt(model: PreTrainedModel, start: dict[str, Tensor]) -> PeftModel:
@@ -147,32 +147,32 @@ def check_ours(peft: PeftModel, size: Size) -> None:
 
 def runs(size: Size) -> dict[str, Run]:
     """Stock in bf16, stock in float32, ours; one model in memory at a time."""
-    data, start, found = batches(size), dict[str, Tensor](), {}
-    found["stock"] = train(adapt(build(size, "grouped_mm"), start), data, size.rate)
+    data, start, results = batches(size), dict[str, Tensor](), {}
+    results["stock"] = train(adapt(build(size, "grouped_mm"), start), data, size.rate)
     gc.collect()  # modules refer to each other in circles
-    found["float32"] = train(adapt(build(size, "grouped_mm").float(), start), data, size.rate)
+    results["float32"] = train(adapt(build(size, "grouped_mm").float(), start), data, size.rate)
     gc.collect()
     model = build(size, "eager")
     attach(model, free=True)
     peft = adapt(model, start)
-    found["ours"] = train(peft, data, size.rate)
+    results["ours"] = train(peft, data, size.rate)
     check_ours(peft, size)
-    return found
+    return results
 
 
-def apart(one: Run, other: Run) -> float:
-    return sum(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True)) / len(one.losses)
+def mean_loss_difference(first: Run, second: Run) -> float:
+    return sum(abs(a - b) for a, b in zip(first.losses, second.losses, strict=True)) / len(first.losses)
 
 
-def judge(found: dict[str, Run], write: Any) -> None:
-    stock, truth, ours = found["stock"], found["float32"], found["ours"]
-    noise = apart(stock, truth)
+def judge(results: dict[str, Run], write: Any) -> None:
+    stock, truth, ours = results["stock"], results["float32"], results["ours"]
+    noise = mean_loss_difference(stock, truth)
     summary = {
-        "losses": {name: [round(loss, 5) for loss in run.losses] for name, run in found.items()},
-        "step_s": {name: round(run.step_s, 4) for name, run in found.items()},
+        "losses": {name: [round(loss, 5) for loss in run.losses] for name, run in results.items()},
+        "step_s": {name: round(run.step_s, 4) for name, run in results.items()},
         "noise": noise,
-        "ours_from_float32": apart(ours, truth),
-        "ours_from_stock": apart(ours, stock),
+        "ours_from_float32": mean_loss_difference(ours, truth),
+        "ours_from_stock": mean_loss_difference(ours, stock),
         "worst": max(abs(a - b) for a, b in zip(ours.losses, stock.losses, strict=True)),
         "worst_of_stock": max(abs(a - b) for a, b in zip(stock.losses, truth.losses, strict=True)),
     }
@@ -180,18 +180,18 @@ def judge(found: dict[str, Run], write: Any) -> None:
     fell = sum(truth.losses[:5]) / 5 - sum(truth.losses[-5:]) / 5
     assert fell > 0.5, "the stock model does not learn either"
     assert 0 < noise < fell / 5, "bf16 noise hides what is learnt: nothing would be shown"
-    assert apart(ours, truth) <= 2 * noise
-    assert apart(ours, stock) <= 3 * noise
+    assert mean_loss_difference(ours, truth) <= 2 * noise
+    assert mean_loss_difference(ours, stock) <= 3 * noise
 
 
-def test_small_on_the_cpu() -> None:
+def test_small_layers_on_the_cpu_match_stock_training() -> None:
     judge(runs(SMALL), sys.stdout.write)
 
 
 @pytest.mark.gpu
-def test_real_layers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_real_layers_match_stock_training_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     """About two minutes, up to 60 GB on the GPU (the float32 model) and 15 GB of host memory."""
     assert torch.get_float32_matmul_precision() == "highest", "float32 is to be the truth"
-    found = runs(REAL)
+    results = runs(REAL)
     with capsys.disabled():
-        judge(found, sys.stdout.write)
+        judge(results, sys.stdout.write)

@@ -1,5 +1,5 @@
-"""The product of few rows against float64, on every variant's own words: the same numbers for a row whoever is beside
-it, torch's path for everything else."""
+"""Small-batch linear layers against float64 on every variant: a row's result does not depend on the other rows, and
+torch computes everything else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROUTER: Any = Qwen3MoeTopKRouter
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(1, 32), (3, 64), (37, 96), (130, 1056)])
-def test_products(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_small_batch_products_match_float64(shape: tuple[int, int], dtype: torch.dtype) -> None:
     pool, generator = _core.Pool(2), torch.Generator().manual_seed(0)
     outputs, columns = shape
     weights = [torch.randn(count, columns, generator=generator).bfloat16() for count in (outputs, 16)]
@@ -32,14 +32,14 @@ def test_products(shape: tuple[int, int], dtype: torch.dtype) -> None:
     for rows in range(1, ROWS + 1):
         outs = [torch.empty(rows, weight.shape[0], dtype=dtype) for weight in weights]
         pool.linear(x[:rows], weights, outs)
-        for found, wanted, kept in zip(outs, want, alone, strict=True):
-            apart = (found.double() - wanted[:rows]).abs().max() / wanted.abs().max()
+        for actual, wanted, kept in zip(outs, want, alone, strict=True):
+            apart = (actual.double() - wanted[:rows]).abs().max() / wanted.abs().max()
             assert apart < (2**-8 if dtype == torch.bfloat16 else 1e-5)
-            kept.append(found[0])
+            kept.append(actual[0])
     assert all(torch.equal(row, kept[0]) for kept in alone for row in kept), "a row depends on its neighbours"
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_wrong_shapes_and_dtypes_are_refused() -> None:
     pool = _core.Pool(1)
     weight, x, out = torch.zeros(4, 64).bfloat16(), torch.zeros(2, 64).bfloat16(), torch.zeros(2, 4).bfloat16()
     with pytest.raises(ValueError, match="multiple of 32"):
@@ -57,7 +57,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*bf16.*")
-def test_layers_of_a_model() -> None:
+def test_patched_layers_of_a_model() -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict(
         {
@@ -104,7 +104,7 @@ class Three(nn.Module):
         return [self.q(x), self.k(x), self.v(x if y is None else y)]
 
 
-def test_layers_that_are_given_the_same_rows_are_one_call() -> None:
+def test_layers_with_the_same_input_become_one_call() -> None:
     torch.manual_seed(0)
     model, pool = Three(), Counted()
     stock = copy.deepcopy(model)
@@ -114,10 +114,10 @@ def test_layers_that_are_given_the_same_rows_are_one_call() -> None:
         """And of how many matrices in all."""
         before = pool.calls, pool.matrices
         with torch.inference_mode():
-            for found, wanted in zip(model(*given), stock(*given), strict=True):
-                assert found.shape == wanted.shape
-                assert (found.float() - wanted.float()).norm() < 5e-3 * wanted.float().norm()
-                found.zero_()  # who is given a result owns it
+            for actual, wanted in zip(model(*given), stock(*given), strict=True):
+                assert actual.shape == wanted.shape
+                assert (actual.float() - wanted.float()).norm() < 5e-3 * wanted.float().norm()
+                actual.zero_()  # who is given a result owns it
         return pool.calls - before[0], pool.matrices - before[1]
 
     def rows() -> torch.Tensor:
@@ -134,8 +134,8 @@ def test_layers_that_are_given_the_same_rows_are_one_call() -> None:
     assert calls(torch.randn(ROWS + 1, 512).bfloat16()) == (0, 0)
 
 
-def test_a_router_is_no_linear_layer() -> None:
-    """Its weight stays a parameter, in name, value, gradient and copies."""
+def test_router_weight_is_patched_and_stays_a_parameter() -> None:
+    """Name, value, gradient and copies of the weight are those of a parameter."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(hidden_size=512, num_experts=MIN_WEIGHTS // 512, num_experts_per_tok=4)
     router: Any = ROUTER(config).bfloat16()
@@ -153,15 +153,15 @@ def test_a_router_is_no_linear_layer() -> None:
         many = torch.randn(ROWS + 1, 512).bfloat16()
         assert torch.equal(F.linear(many, router.weight), F.linear(many, stock.weight))
         assert torch.equal(F.linear(x.float(), router.weight.float()), F.linear(x.float(), stock.weight.float()))
-    for one in (router, stock):
-        one(x)[0].sum().backward()
+    for module in (router, stock):
+        module(x)[0].sum().backward()
     assert torch.equal(router.weight.grad, stock.weight.grad)
     state = router.state_dict()
     assert type(state["weight"]) is torch.Tensor and torch.equal(state["weight"], stock.weight)
     assert torch.equal(copy.deepcopy(router).weight, stock.weight) and pool.calls == 1
 
 
-def test_a_matrix_that_two_modules_share_stays_one() -> None:
+def test_tied_weight_stays_shared() -> None:
     class Tied(nn.Module):
         def __init__(self, weight: nn.Parameter) -> None:
             super().__init__()

@@ -15,9 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore, KTConfig, load_model
 from ktransformers.nn.placeholder import Placeholder
-from tests.forked import python
-
-from .families import COMMON, FAMILIES, build, round_weights, save, tokens
+from tests.support.forked import python
+from tests.support.tiny_models import COMMON, FAMILIES, build, round_weights, save, tokens
 
 EXACT = 1e-4  # float32 on both sides: rounding of sums only
 MAIN = ["qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "olmoe", "glm4_moe", "gpt_oss"]
@@ -42,7 +41,7 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family(family: str, tmp_path: Path) -> None:
+def test_loaded_family_matches_the_stock_model(family: str, tmp_path: Path) -> None:
     save(build(family), tmp_path)
     want, got = stock(tmp_path), load_model(tmp_path, dtype=torch.float32)
     assert type(got) is type(want)
@@ -59,18 +58,18 @@ def test_family(family: str, tmp_path: Path) -> None:
     # The experts matter: with others in their place the logits would not fit.
     module = next(module for module in got.modules() if hasattr(module, "kt_store"))
     shape = module.kt_store
-    other = ExpertStore(shape.num_experts, shape.hidden_size, shape.intermediate_size, gated=False)
-    other.pack(
+    ungated = ExpertStore(shape.num_experts, shape.hidden_size, shape.intermediate_size, gated=False)
+    ungated.pack(
         up=torch.zeros(shape.num_experts, shape.intermediate_size, shape.hidden_size),
         down=torch.zeros(shape.num_experts, shape.hidden_size, shape.intermediate_size),
     )
-    module.kt_store = other
+    module.kt_store = ungated
     assert (logits(got) - reference).abs().max() > 20 * EXACT
 
 
 @pytest.mark.parametrize("family", MAIN)
-def test_bf16(family: str, tmp_path: Path) -> None:
-    """Beside the float32 model, ours in bf16 is no further off than stock in bf16."""
+def test_bf16_error_is_not_larger_than_stock(family: str, tmp_path: Path) -> None:
+    """Measured against the float32 model."""
     save(build(family), tmp_path)
     exact = logits(stock(tmp_path))
     ours, theirs = logits(load_model(tmp_path)), logits(stock(tmp_path, torch.bfloat16))
@@ -80,18 +79,18 @@ def test_bf16(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_shards_and_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_sharded_checkpoint_in_several_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
     save(build("qwen3_moe").to(dtype), tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    seen: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
     model = load_model(
-        str(tmp_path), dtype=torch.float32, device="cpu", progress=lambda done, layers: seen.append((done, layers))
+        str(tmp_path), dtype=torch.float32, device="cpu", progress=lambda done, layers: calls.append((done, layers))
     )
-    assert seen == [(1, 2), (2, 2)]
+    assert calls == [(1, 2), (2, 2)]
     torch.testing.assert_close(logits(model), logits(stock(tmp_path)), rtol=2e-3, atol=2e-3)
 
 
-def test_fused_checkpoint(tmp_path: Path) -> None:
+def test_fused_checkpoint_of_a_per_expert_family(tmp_path: Path) -> None:
     """Fused tensors as transformers names its parameters, for a family whose files have single experts."""
     model = build("qwen3_moe")
     save(model, tmp_path)
@@ -103,8 +102,8 @@ def test_fused_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "text"), [("qwen3_5_moe", "qwen3_5_moe_text"), ("qwen3_vl_moe", "qwen3_moe")])
-def test_nested_text_model(family: str, text: str, tmp_path: Path) -> None:
-    """A vision model's checkpoint: text under `model.language_model`, a vision tower, and an MTP layer beside it."""
+def test_text_model_nested_in_a_vision_model(family: str, text: str, tmp_path: Path) -> None:
+    """A vision model's checkpoint: text under `model.language_model`, a vision tower, and an MTP layer."""
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
     vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
     words = COMMON | FAMILIES[text]
@@ -130,7 +129,7 @@ def test_kimi_k2_is_deepseek_v3(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(load_model(tmp_path, dtype=torch.float32)), logits(model), rtol=EXACT, atol=EXACT)
 
 
-def test_kimi_k25(tmp_path: Path) -> None:
+def test_kimi_k25_with_released_tensor_names(tmp_path: Path) -> None:
     """With the names of the released files, `language_model.model.layers`; transformers 5.22 itself saves others."""
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     words = COMMON | FAMILIES["deepseek_v3"] | {"model_type": "deepseek_v3"}
@@ -152,12 +151,12 @@ def edit_config(directory: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-@pytest.mark.parametrize("way", ["argument", "config.json"])
-def test_plain_from_pretrained(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["argument", "config.json"])
+def test_from_pretrained_with_a_kt_config(method: str, tmp_path: Path) -> None:
     model = build("mixtral")
     save(model, tmp_path)
     options: dict[str, Any] = {}
-    if way == "argument":
+    if method == "argument":
         options["quantization_config"] = KTConfig(isa="generic")
     else:
         edit_config(tmp_path, quantization_config={"quant_method": "kt", "isa": "generic"})
@@ -165,12 +164,12 @@ def test_plain_from_pretrained(way: str, tmp_path: Path) -> None:
     assert [store.isa for store in stores(loaded)] == ["generic", "generic"]
     torch.testing.assert_close(logits(loaded), logits(model), rtol=EXACT, atol=EXACT)
     assert loaded.config.to_dict()["quantization_config"] == {"quant_method": "kt", "isa": "generic"}
-    if way == "config.json":  # load_model's own arguments count
+    if method == "config.json":  # load_model's own arguments count
         assert len(stores(load_model(tmp_path, dtype=torch.float32))) == 2
 
 
-def test_gradients_pass_through(tmp_path: Path) -> None:
-    """Of everything that is not an expert, against the stock model."""
+def test_gradients_of_non_expert_weights_match_the_stock_model(tmp_path: Path) -> None:
+    """Gradients of attention, norms, routers and embeddings."""
     save(build("qwen3_moe"), tmp_path)
     want, got = stock(tmp_path), load_model(tmp_path, dtype=torch.float32)
     assert got.hf_quantizer.is_trainable
@@ -184,7 +183,7 @@ def test_gradients_pass_through(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_device(tmp_path: Path) -> None:
+def test_model_is_loaded_to_the_given_device(tmp_path: Path) -> None:
     save(build("qwen3_moe"), tmp_path)
     want, model = logits(stock(tmp_path)), load_model(tmp_path, dtype=torch.float32, device="cuda", isa="generic")
     tensors = [*model.parameters(), *model.buffers()]
@@ -205,7 +204,7 @@ def rewrite(directory: Path, change: Any) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
-def test_bad_checkpoints(tmp_path: Path) -> None:
+def test_bad_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
     save(build("qwen3_moe"), tmp_path)
     whole = (tmp_path / "model.safetensors").read_bytes()
     words = (tmp_path / "config.json").read_text()
@@ -240,7 +239,7 @@ def test_bad_checkpoints(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def test_models_without_experts(tmp_path: Path) -> None:
+def test_models_without_experts_are_refused(tmp_path: Path) -> None:
     words = {key: value for key, value in COMMON.items() if key != "moe_intermediate_size"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **words))
     save(model, tmp_path)
@@ -268,14 +267,14 @@ print(highest[0] - start, sum(packed), packed[0])
 """
 
 
-def test_memory(tmp_path: Path) -> None:
-    """Anonymous memory while loading stays below the packed experts, one layer and what is not experts."""
+def test_peak_memory_of_loading_is_bounded(tmp_path: Path) -> None:
+    """Anonymous memory while loading stays below the packed experts, one layer and the non-expert weights."""
     save(build("qwen3_moe"), tmp_path / "small")
     sizes = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 24, "num_hidden_layers": 4}
     save(build("qwen3_moe", **sizes).bfloat16(), tmp_path / "large")
     done = python(MEMORY, tmp_path / "small", tmp_path / "large")
     assert done.returncode == 0, done.stderr
-    highest, packed, one = map(int, done.stdout.split())
+    highest, packed, layer_bytes = map(int, done.stdout.split())
     # Blocks of 16 k tiles lie one tile further apart than they are long (csrc/moe/weights.cpp).
-    assert packed == 4 * one == 4 * 24 * 3 * 512 * 512 * 2 * 33 // 32
-    assert 0.9 * packed < highest < packed + one + (32 << 20)
+    assert packed == 4 * layer_bytes == 4 * 24 * 3 * 512 * 512 * 2 * 33 // 32
+    assert 0.9 * packed < highest < packed + layer_bytes + (32 << 20)

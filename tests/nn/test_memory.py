@@ -1,10 +1,10 @@
-"""What a gigabyte of packed experts costs in memory: the packed bytes and a little, through forward and backward."""
+"""Memory of a gigabyte of packed experts: the packed bytes and a small constant, through forward and backward."""
 
 from __future__ import annotations
 
 import json
 
-from tests.forked import python
+from tests.support.forked import python
 
 SCRIPT = """
 import json, torch
@@ -35,10 +35,10 @@ print(json.dumps({"packed": packed, "grown": after - before, "parameters": param
 """
 
 
-def test_a_gigabyte_of_experts() -> None:
+def test_memory_of_a_gigabyte_of_experts_is_bounded() -> None:
     done = python(SCRIPT)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["packed"] > 1 << 30
-    assert found["grown"] < 1.1 * found["packed"]
-    assert 2.0 <= found["grown"] / found["parameters"] < 2.2
+    actual = json.loads(done.stdout)
+    assert actual["packed"] > 1 << 30
+    assert actual["grown"] < 1.1 * actual["packed"]
+    assert 2.0 <= actual["grown"] / actual["parameters"] < 2.2

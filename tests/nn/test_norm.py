@@ -1,4 +1,4 @@
-"""Norms of few rows by the core: those of stock families are known by what they compute, others are left alone."""
+"""Fused RMS norms for small batches: norms of stock families are recognised by what they compute, others unchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Gated(Doubled):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_stock_norm(dtype: torch.dtype) -> None:
+def test_rms_norm_is_patched_and_matches(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     norm = Qwen3MoeRMSNorm(96).to(dtype)
     norm.weight.data = torch.rand(96).to(dtype)
@@ -44,22 +44,22 @@ def test_the_stock_norm(dtype: torch.dtype) -> None:
     assert patch_norms(norm) == 1 and patch_norms(norm) == 0
     assert torch.equal(norm.weight, weight)
     with torch.no_grad():
-        found = norm(x)
+        actual = norm(x)
         many = torch.randn(MAX_ELEMENTS // 96 + 1, 96).to(dtype)
         assert norm(many).shape == many.shape
-    assert found.dtype == dtype
-    apart = (found.float() - wanted.float()).abs().max() / wanted.float().abs().max()
+    assert actual.dtype == dtype
+    apart = (actual.float() - wanted.float()).abs().max() / wanted.float().abs().max()
     assert apart < (2**-7 if dtype == torch.bfloat16 else 1e-6)
     assert norm(x.requires_grad_()).requires_grad
 
 
-def test_others_stay() -> None:
+def test_other_norms_are_not_patched() -> None:
     gemma = Gemma3RMSNorm(32)
     gemma.weight.data.fill_(0.25)
     assert patch_norms(nn.ModuleList([gemma, Doubled(), Gated(), nn.LayerNorm(32)])) == 0
 
 
-def test_all_of_a_model() -> None:
+def test_all_norms_of_a_model_are_patched() -> None:
     config = Qwen3MoeConfig(
         vocab_size=64,
         hidden_size=64,
@@ -74,7 +74,7 @@ def test_all_of_a_model() -> None:
     assert patch_norms(Qwen3MoeModel(config)) == 2 * 4 + 1
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_wrong_shapes_and_dtypes_are_refused() -> None:
     x, weight = torch.zeros(2, 32), torch.zeros(32)
     with pytest.raises(ValueError, match="weight"):
         _core.rms_norm(x, weight[:16], torch.zeros(2, 32), 1e-6)

@@ -17,12 +17,13 @@ from ktransformers.nn import experts as experts_module
 from ktransformers.nn import set_lora_dropout
 from ktransformers.nn.lora import ExpertLora
 from ktransformers.nn.peft_lora import lora_parameters
+from tests.support.peft_models import MODULES, TARGETS, adapt, packed_model
+from tests.support.tiny_models import logits, tokens
 
-from .families import tokens
-from .test_peft import MODULES, TARGETS, _calm, adapt, logits, packed  # noqa: F401 (warnings are caught here too)
+pytestmark = pytest.mark.filterwarnings("ignore:.*_pattern keys did not match.*")
 
 
-def lent(peft: PeftModel, monkeypatch: pytest.MonkeyPatch) -> list[ExpertLora]:
+def applied_lora(peft: PeftModel, monkeypatch: pytest.MonkeyPatch) -> list[ExpertLora]:
     seen: list[ExpertLora] = []
     stock = experts_module.apply_experts
 
@@ -36,10 +37,10 @@ def lent(peft: PeftModel, monkeypatch: pytest.MonkeyPatch) -> list[ExpertLora]:
     return seen
 
 
-def test_rslora(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rslora_scale_of_fused_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the pair that PEFT fuses, alpha / sqrt(r) is of 2 alpha and 2 r: sqrt(2) more than on two matrices apart."""
     for family, fused in (("qwen3_moe", True), ("gpt_oss", False)):
-        layers = lent(adapt(packed(family), use_rslora=True, **TARGETS[family]), monkeypatch)
+        layers = applied_lora(adapt(packed_model(family), use_rslora=True, **TARGETS[family]), monkeypatch)
         assert len(layers) == 2
         for layer in layers:
             assert layer.down is not None and layer.down.scale == pytest.approx(8 / math.sqrt(4))
@@ -49,11 +50,11 @@ def test_rslora(monkeypatch: pytest.MonkeyPatch) -> None:
             assert first.a.shape[1] == (8 if fused else 4)
 
 
-def test_factors_are_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the operator gets lies in PEFT's own parameters; interleaved rows come apart, on one shared A."""
-    peft = adapt(packed("gpt_oss"), **TARGETS["gpt_oss"])
+def test_factors_are_views_of_peft_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator's factors are views of PEFT's parameters; interleaved rows are split, with one shared A."""
+    peft = adapt(packed_model("gpt_oss"), **TARGETS["gpt_oss"])
     memory = {parameter.untyped_storage().data_ptr() for parameter in lora_parameters(peft).values()}
-    for layer in lent(peft, monkeypatch):
+    for layer in applied_lora(peft, monkeypatch):
         assert layer.gate_up is None and layer.gate is not None and layer.up is not None and layer.down is not None
         assert layer.gate.a is layer.up.a
         for factor in (layer.gate, layer.up, layer.down):
@@ -62,20 +63,20 @@ def test_factors_are_views(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_peft_refuses_dropout(family: str, tmp_path: Path) -> None:
-    """On parameters, at build and at load."""
+def test_peft_refuses_lora_dropout_on_parameters(family: str, tmp_path: Path) -> None:
+    """When an adapter is built and when it is loaded."""
     with pytest.raises(ValueError, match="does not work with lora_dropout != 0"):
-        adapt(packed(family), lora_dropout=0.1, **TARGETS[family])
-    adapt(packed(family), **TARGETS[family]).save_pretrained(tmp_path)
+        adapt(packed_model(family), lora_dropout=0.1, **TARGETS[family])
+    adapt(packed_model(family), **TARGETS[family]).save_pretrained(tmp_path)
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_dropout": 0.1}))
     with pytest.raises(ValueError, match="does not work with lora_dropout != 0"):
-        PeftModel.from_pretrained(packed(family), tmp_path)
+        PeftModel.from_pretrained(packed_model(family), tmp_path)
 
 
-def test_our_own_dropout_is_applied() -> None:
+def test_set_lora_dropout_drops_inputs_in_training() -> None:
     """In training only, from torch's generator."""
-    peft = adapt(packed("qwen3_moe"), **MODULES).train()
+    peft = adapt(packed_model("qwen3_moe"), **MODULES).train()
     set_lora_dropout(peft, 0.5)
     torch.manual_seed(0)
     first, second = peft(input_ids=tokens()).logits, peft(input_ids=tokens()).logits
@@ -83,11 +84,11 @@ def test_our_own_dropout_is_applied() -> None:
     assert torch.equal(peft(input_ids=tokens()).logits, first) and not torch.equal(first, second)
 
 
-def test_our_own_dropout_is_for_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operator hears of it where a gradient is wanted in training mode; PEFT's configuration does not."""
-    peft = adapt(packed("qwen3_moe"), **MODULES)
+def test_set_lora_dropout_is_off_in_inference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator gets it only with gradients in training mode; PEFT's configuration is unchanged."""
+    peft = adapt(packed_model("qwen3_moe"), **MODULES)
     set_lora_dropout(peft, 0.5)
-    seen = lent(peft.train(), monkeypatch)
+    seen = applied_lora(peft.train(), monkeypatch)
     peft(input_ids=tokens())
     peft.eval()(input_ids=tokens())
     assert [layer.dropout for layer in seen] == [0.0, 0.0, 0.5, 0.5, 0.0, 0.0]

@@ -1,4 +1,4 @@
-"""Expert LoRA, its gradients and its optimiser state stay in host memory, wherever the rest of the model goes."""
+"""Expert LoRA, its gradients and its optimiser state stay in host memory when the model is moved to a GPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from ktransformers.nn import attach, load_model, lora_parameters
 from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.peft_lora import _without_device_move
 from ktransformers.nn.placeholder import Placeholder
-
-from .families import build, save, tokens
+from tests.support.tiny_models import build, save, tokens
 
 TARGETS = ["q_proj", "gate_proj", "up_proj", "down_proj"]
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -31,11 +30,11 @@ def adapted() -> PeftModel:
 
 def loss(model: nn.Module, device: str = "cpu") -> torch.Tensor:
     batch = tokens().to(device)
-    found: torch.Tensor = model(input_ids=batch, labels=batch).loss
-    return found
+    actual: torch.Tensor = model(input_ids=batch, labels=batch).loss
+    return actual
 
 
-def test_moves_leave_expert_lora_behind() -> None:
+def test_moving_the_model_leaves_expert_lora_on_the_host() -> None:
     peft = adapted()
     loss(peft).backward()
     lora = lora_parameters(peft)
@@ -51,7 +50,7 @@ def test_moves_leave_expert_lora_behind() -> None:
     assert {parameter.device.type for parameter in others if isinstance(parameter, Placeholder)} == {"cpu"}
 
 
-def test_casts_apply() -> None:
+def test_casts_apply_to_expert_lora() -> None:
     peft = adapted()
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         peft.to(dtype)
@@ -63,8 +62,8 @@ def test_casts_apply() -> None:
     assert parameter.dtype == torch.bfloat16 and torch.equal(parameter, value.bfloat16())
 
 
-def test_only_moves_are_held_back() -> None:
-    """What changes tensors where they are, or makes them, still does."""
+def test_only_device_moves_are_suppressed() -> None:
+    """Functions that change or create tensors without a move still apply."""
     tensor = torch.randn(3)
     assert torch.equal(_without_device_move(lambda t: t * 2)(tensor), tensor * 2)
     assert _without_device_move(lambda t: t.to("meta"))(tensor) is tensor
@@ -72,15 +71,15 @@ def test_only_moves_are_held_back() -> None:
     assert empty.device.type == "cpu" and empty.shape == (3,)
 
 
-def test_attention_lora_moves() -> None:
-    """Only experts stay; the rest of the adapter goes along."""
+def test_attention_lora_moves_with_the_model() -> None:
+    """Only expert LoRA stays on the host."""
     peft = adapted().to("meta")
     moved = [p for name, p in peft.named_parameters() if "self_attn" in name and "lora_" in name]
     assert moved and all(parameter.is_meta for parameter in moved)
 
 
-def test_copies_share_the_experts() -> None:
-    """Packed experts are frozen, so a copy of a model has the same ones; its adapters are its own."""
+def test_copied_model_shares_packed_experts() -> None:
+    """Packed experts are frozen, so a copy of a model shares them; its adapters are copied."""
     peft = adapted()
     twin = copy.deepcopy(peft)
     stores = [module.kt_store for module in expert_modules(peft).values()]
@@ -95,8 +94,8 @@ def test_copies_share_the_experts() -> None:
     assert loss(twin).item() != before and loss(peft).item() == before
 
 
-def test_stock_experts_move() -> None:
-    """A stock model beside ours: PEFT's class is shared, its behaviour is not."""
+def test_expert_lora_of_a_stock_model_moves() -> None:
+    """The patched PEFT class behaves as before for a stock model in the same process."""
     stock = get_peft_model(build("qwen3_moe"), LoraConfig(r=4, target_modules=TARGETS)).to("meta")
     assert all(parameter.is_meta for parameter in stock.parameters())
 
@@ -108,8 +107,8 @@ def directory(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", ["load", "to", "cuda"])
-def test_on_a_gpu(directory: Path, way: str) -> None:
-    """Five steps with the rest on the GPU: expert LoRA in pinned host memory, losses those of the CPU."""
+def test_training_with_attention_on_a_gpu_matches_the_cpu(directory: Path, way: str) -> None:
+    """Five steps: expert LoRA in pinned host memory, losses as on the CPU."""
     losses = []
     for device in ("cpu", "cuda"):
         model = load_model(directory, dtype=torch.float32, device=device if way == "load" else None)
@@ -141,7 +140,7 @@ def test_on_a_gpu(directory: Path, way: str) -> None:
 
 
 @pytest.mark.gpu
-def test_files_on_a_gpu(directory: Path, tmp_path: Path) -> None:
+def test_adapter_loaded_to_a_gpu_model_stays_on_the_host(directory: Path, tmp_path: Path) -> None:
     """PEFT reads adapters to the GPU first; they end in host memory."""
     model = load_model(directory, dtype=torch.float32, device="cuda")
     get_peft_model(model, LoraConfig(r=4, target_modules=TARGETS)).save_pretrained(tmp_path / "adapter")
@@ -154,7 +153,7 @@ def test_files_on_a_gpu(directory: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_grad_scaler(directory: Path) -> None:
+def test_grad_scaler_with_parameters_on_two_devices(directory: Path) -> None:
     """fp16 with a scaler of CUDA over parameters on both devices."""
     model = load_model(directory, dtype=torch.float16, device="cuda")
     peft = get_peft_model(model, LoraConfig(r=4, target_modules=TARGETS)).cuda()

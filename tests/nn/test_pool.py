@@ -1,4 +1,4 @@
-"""One pool for all, and who chooses it."""
+"""The default thread pool and its replacement."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def _as_before() -> Iterator[None]:
     pool._default[:] = before
 
 
-def test_a_chosen_pool_is_everyones() -> None:
+def test_set_default_pool_replaces_the_default() -> None:
     chosen = pool.set_default_pool(threads=1)
     assert chosen.threads == 1
     assert pool.default_pool() is chosen
     assert pool.set_default_pool() is pool.default_pool() is not chosen
 
 
-def test_a_cpu_is_spared_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spare_leaves_one_cpu_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KT_THREADS", raising=False)
     monkeypatch.delenv("KT_PLACE", raising=False)
     every = pool.set_default_pool().threads

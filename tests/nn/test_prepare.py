@@ -1,4 +1,4 @@
-"""`kt model prepare`: a directory of links that plain `from_pretrained` opens with packed experts."""
+"""`kt model prepare`: a directory of links that stock `from_pretrained` opens with packed experts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 from ktransformers.cli.main import app
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore, load_model, prepare
-
-from .families import build, save, tokens
+from tests.support.tiny_models import build, save, tokens
 
 EXACT = 1e-4
 UNKNOWN = {
@@ -27,8 +26,8 @@ UNKNOWN = {
 
 def logits(model: PreTrainedModel) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(tokens()).logits
-    return found
+        actual: torch.Tensor = model(tokens()).logits
+    return actual
 
 
 def edit(directory: Path, **changes: Any) -> None:
@@ -39,16 +38,16 @@ def edit(directory: Path, **changes: Any) -> None:
 def kt(*words: object) -> dict[str, Any]:
     done = CliRunner().invoke(app, ["model", "prepare", *map(str, words), "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    actual: dict[str, Any] = json.loads(done.stdout)
+    return actual
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_plain_checkpoint(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_plain_checkpoint_is_linked(dtype: torch.dtype, tmp_path: Path) -> None:
     source, out = save(build("qwen3_moe").to(dtype), tmp_path / "model", max_shard_size="60KB"), tmp_path / "new" / "kt"
     before = {file.name: file.read_bytes() for file in source.iterdir()}
-    found = kt(source, "-o", out)
-    assert found == {
+    actual = kt(source, "-o", out)
+    assert actual == {
         "directory": str(out),
         "source": str(source),
         "model_type": "qwen3_moe",
@@ -70,8 +69,8 @@ def test_plain_checkpoint(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", UNKNOWN)
-def test_what_cannot_be_read_is_named(method: str, tmp_path: Path) -> None:
-    """Formats that can be are in test_formats.py."""
+def test_unsupported_quantisation_is_refused_by_name(method: str, tmp_path: Path) -> None:
+    """Supported formats are in test_load_formats.py."""
     source, out = save(build("qwen3_moe"), tmp_path / "model"), tmp_path / "kt"
     edit(source, quantization_config=UNKNOWN[method])
     with pytest.raises(InputError, match=f"a checkpoint quantised with '{method}'"):
@@ -83,19 +82,22 @@ def test_what_cannot_be_read_is_named(method: str, tmp_path: Path) -> None:
             load(source)
 
 
-def test_kimi_k2(tmp_path: Path) -> None:
+def test_kimi_k2_becomes_deepseek_v3(tmp_path: Path) -> None:
     model = build("deepseek_v3")
     source, out = save(model, tmp_path / "model"), tmp_path / "kt"
     edit(source, model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"})
     assert kt(source, "--out", out)["model_type"] == "deepseek_v3"
     words = json.loads((out / "config.json").read_text())
     assert words["architectures"] == ["DeepseekV3ForCausalLM"] and "auto_map" not in words
-    for found in (AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32), load_model(out, dtype=torch.float32)):
-        torch.testing.assert_close(logits(found), logits(model), rtol=EXACT, atol=EXACT)
+    for actual in (
+        AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32),
+        load_model(out, dtype=torch.float32),
+    ):
+        torch.testing.assert_close(logits(actual), logits(model), rtol=EXACT, atol=EXACT)
 
 
-def test_nested_text_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As released Kimi-K2.5 files have it: the quantisation and the foreign type stand inside text_config."""
+def test_quantisation_inside_text_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layout of Kimi-K2.5: text_config contains the quantisation and the unknown model type."""
     words = {
         "model_type": "kimi_k25",
         "text_config": {"model_type": "kimi_k2", "quantization_config": {"quant_method": "compressed-tensors"}},
@@ -111,8 +113,10 @@ def test_nested_text_model(monkeypatch: pytest.MonkeyPatch) -> None:
         assert prepare.to_stock_config(left) == expected
 
 
-def test_kimi_k25_where_transformers_lacks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its text model alone, from files with a vision tower: as deepseek_v3, through both doors."""
+def test_kimi_k25_loads_its_text_model_if_transformers_lacks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text model alone, as deepseek_v3, from files with a vision tower; by load_model and from_pretrained."""
     monkeypatch.setattr(prepare, "_is_stock", lambda _: False)
     model = build("deepseek_v3")
     source, out = save(model, tmp_path / "model"), tmp_path / "kt"
@@ -123,15 +127,15 @@ def test_kimi_k25_where_transformers_lacks_it(tmp_path: Path, monkeypatch: pytes
     tower = {"vision_tower.encoder.weight": torch.zeros(2, 2), "mm_projector.proj.0.weight": torch.zeros(2, 2)}
     save_file(tensors | tower, source / "model.safetensors")
     assert kt(source, "-o", out)["model_type"] == "deepseek_v3"
-    for found in (
+    for actual in (
         load_model(source, dtype=torch.float32),
         load_model(out, dtype=torch.float32),
         AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32),
     ):
-        torch.testing.assert_close(logits(found), logits(model), rtol=EXACT, atol=EXACT)
+        torch.testing.assert_close(logits(actual), logits(model), rtol=EXACT, atol=EXACT)
 
 
-def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_target_and_prepared_source_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = save(build("qwen3_moe"), tmp_path / "model"), tmp_path / "kt"
     with pytest.raises(InputError, match=r"nowhere: given no directory with a config\.json"):
         prepare.prepare(tmp_path / "nowhere", out)
@@ -157,7 +161,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["kt", "model", "words"]
 
 
-def test_links_survive_a_relative_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_of_a_relative_source_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(build("qwen3_moe"), tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     prepare.prepare("model", "kt")

@@ -1,4 +1,4 @@
-"""ExpertStore: what it accepts from a checkpoint and from a model, and what it says about the rest."""
+"""ExpertStore: accepted sources and arguments, and errors for all others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def batch(*leading: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.randn(*leading, H), ids, weights
 
 
-def test_properties(store: ExpertStore) -> None:
+def test_store_properties(store: ExpertStore) -> None:
     assert (store.num_experts, store.hidden_size, store.intermediate_size) == (E, H, I)
     assert store.isa == _core.isa()
     assert store.threads == 2
@@ -48,8 +48,8 @@ def test_properties(store: ExpertStore) -> None:
     assert ktransformers.ExpertStore is ExpertStore
 
 
-def test_reference_is_what_transformers_computes() -> None:
-    """The oracle against the expert loop as it stands in transformers' models, in float64."""
+def test_reference_matches_the_expert_loop_of_transformers() -> None:
+    """The float64 reference against the expert loop of transformers' models."""
     w = {name: tensor.double() for name, tensor in tensors().items()}
     x, ids, weights = batch(T)
     want = torch.zeros(T, H, dtype=torch.float64)
@@ -62,7 +62,7 @@ def test_reference_is_what_transformers_computes() -> None:
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-def test_leading_dimensions(store: ExpertStore) -> None:
+def test_leading_dimensions_are_flattened(store: ExpertStore) -> None:
     x, ids, weights = batch(2, 3)
     flat = store.forward(x.view(6, H), ids.view(6, K), weights.view(6, K))
     assert torch.equal(store.forward(x, ids, weights), flat.view(2, 3, H))
@@ -77,7 +77,7 @@ def test_leading_dimensions(store: ExpertStore) -> None:
     assert torch.equal(store.forward(turned, ids, weights), flat.view(2, 3, H))
 
 
-def test_no_tokens(store: ExpertStore) -> None:
+def test_empty_batch(store: ExpertStore) -> None:
     assert store.forward(*batch(0)).shape == (0, H)
     assert store.forward(*batch(0, 5)).shape == (0, 5, H)
     call = store.prepare(*batch(0))
@@ -85,7 +85,7 @@ def test_no_tokens(store: ExpertStore) -> None:
     assert call.wait().shape == (0, H)
 
 
-def test_gradients_are_cut(store: ExpertStore) -> None:
+def test_forward_of_a_store_has_no_graph(store: ExpertStore) -> None:
     x, ids, weights = batch(T)
     y = store.forward(x.requires_grad_(), ids, weights.requires_grad_())
     assert not y.requires_grad
@@ -93,7 +93,7 @@ def test_gradients_are_cut(store: ExpertStore) -> None:
     store.pack(**{name: nn.Parameter(tensor) for name, tensor in tensors().items()})
 
 
-def test_prepare(store: ExpertStore) -> None:
+def test_prepared_call_matches_forward(store: ExpertStore) -> None:
     x, ids, weights = batch(2, 3)
     want = store.forward(x, ids, weights)
     call = store.prepare(x, ids, weights)
@@ -108,7 +108,7 @@ def test_prepare(store: ExpertStore) -> None:
         store.prepare(x.transpose(0, 1), ids.transpose(0, 1), weights.transpose(0, 1))
 
 
-def test_experts_arrive_one_by_one() -> None:
+def test_experts_packed_one_by_one() -> None:
     whole, single = (ExpertStore(E, H, I, pool=_core.Pool(1)) for _ in range(2))
     w = tensors()
     whole.pack(**w)
@@ -158,12 +158,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("changed", "kind", "part"), WRONG)
-def test_wrong_sources(store: ExpertStore, changed: dict[str, Any], kind: type[Exception], part: str) -> None:
+def test_wrong_sources_are_refused_by_name(
+    store: ExpertStore, changed: dict[str, Any], kind: type[Exception], part: str
+) -> None:
     with pytest.raises(kind, match=re.escape(part)):
         store.pack(**({"down": torch.ones(E, H, I)} | changed))
 
 
-def test_ungated_sources() -> None:
+def test_gate_is_refused_for_ungated_experts() -> None:
     ungated = ExpertStore(E, H, I, gated=False, activation="relu2", pool=_core.Pool(1))
     with pytest.raises(InputError, match="gate_up: given a tensor, expected None: these experts have no gate"):
         ungated.pack(gate_up=fused, down=torch.ones(E, H, I))
@@ -172,7 +174,7 @@ def test_ungated_sources() -> None:
     ungated.pack(up=tensors()["up"], down=tensors()["down"])
 
 
-def test_wrong_arguments_name_themselves(store: ExpertStore) -> None:
+def test_wrong_arguments_are_refused_by_name(store: ExpertStore) -> None:
     x, ids, weights = batch(T)
     with pytest.raises(InputError, match=r"out: given shape .*expected the shape of hidden"):
         store.forward(x, ids, weights, out=torch.empty(T, H + 1))

@@ -1,4 +1,4 @@
-"""Attention LoRA by stock PEFT through frozen experts of ours: the losses of the stock model, step by step."""
+"""Attention LoRA by stock PEFT through frozen packed experts: the losses of the stock model, step by step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 
 from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.experts import pack_module, select_implementation
-
-from .families import build, tokens
+from tests.support.tiny_models import build, tokens
 
 
 def losses(model: PreTrainedModel, target: str, steps: int, checkpointing: bool) -> list[float]:
@@ -23,15 +22,15 @@ def losses(model: PreTrainedModel, target: str, steps: int, checkpointing: bool)
         peft.enable_input_require_grads()
     optimizer = torch.optim.AdamW((p for p in peft.parameters() if p.requires_grad), lr=1e-2)
     batch = tokens(4)
-    found = []
+    actual = []
     peft.train()
     for _ in range(steps):
         loss = peft(input_ids=batch, labels=batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        actual.append(loss.item())
+    return actual
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["retained", "checkpointed"])
@@ -44,7 +43,7 @@ def losses(model: PreTrainedModel, target: str, steps: int, checkpointing: bool)
         ("gpt_oss", r".*\.(q|v)_proj"),
     ],
 )
-def test_losses_are_those_of_the_stock_model(family: str, target: str, checkpointing: bool) -> None:
+def test_attention_lora_losses_match_the_stock_model(family: str, target: str, checkpointing: bool) -> None:
     stock = build(family)
     ours = copy.deepcopy(stock)
     for module in expert_modules(ours).values():

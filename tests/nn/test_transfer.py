@@ -1,5 +1,5 @@
-"""The way to the experts and back against plain `.cpu()` and `.to()`: equal bits, forward and backward, whatever is in
-flight. What does not need a GPU runs without one, too, where the copies are plain and the logic is the same."""
+"""Copies to the host and back against `.cpu()` and `.to()`: equal bits, forward and backward, with copies in flight.
+Tests that need no GPU also run without one, where copies are synchronous and the logic is the same."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ MODES = {mode.__name__: mode for mode in (as_it_is, strided, checkpointed, autoc
 @devices
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("mode", MODES)
-def test_equal_bits(mode: str, dtype: torch.dtype, device: str) -> None:
-    """Results, and gradients that two passes add up; then once more without gradients."""
-    found = []
+def test_transfer_is_bit_exact(mode: str, dtype: torch.dtype, device: str) -> None:
+    """Outputs, gradients accumulated over two passes, and outputs without gradients."""
+    actual = []
     for layer in (plain, ours):
         hidden, ids, weights = batch(device, dtype)
         for _ in range(2):
@@ -100,15 +100,15 @@ def test_equal_bits(mode: str, dtype: torch.dtype, device: str) -> None:
         with torch.inference_mode():
             inferred = MODES[mode](layer, hidden, ids, weights)
         assert not silent.requires_grad and torch.equal(silent, result) and torch.equal(inferred, result)
-        found.append((result, hidden.grad, weights.grad))
-    assert found[0][0].dtype == found[1][0].dtype
-    for expected, got in zip(*found, strict=True):
+        actual.append((result, hidden.grad, weights.grad))
+    assert actual[0][0].dtype == actual[1][0].dtype
+    for expected, got in zip(*actual, strict=True):
         assert expected.isfinite().all() and expected.abs().max() > 0
         assert torch.equal(expected, got)
 
 
 @devices
-def test_gradients_go_where_they_are_wanted(device: str) -> None:
+def test_gradients_are_copied_only_if_needed(device: str) -> None:
     hidden, ids, weights = batch(device, torch.float32)
     host, ids_host, _ = to_host(hidden, ids, weights)
     assert host.device.type == "cpu" and host.requires_grad and not ids_host.requires_grad
@@ -127,7 +127,7 @@ def test_gradients_go_where_they_are_wanted(device: str) -> None:
     assert hidden.grad is None and torch.equal(weights.grad, torch.full_like(weights, 3))
 
 
-def test_gradcheck() -> None:
+def test_transfer_passes_gradcheck() -> None:
     hidden, ids, weights = batch("cpu", torch.float64, tokens=3)
 
     def product(hidden: Tensor, weights: Tensor) -> Tensor:
@@ -138,13 +138,13 @@ def test_gradcheck() -> None:
 
 
 @devices
-def test_no_tokens(device: str) -> None:
+def test_empty_batch(device: str) -> None:
     hidden, ids, weights = batch(device, torch.float32, tokens=0)
     ours(store(0), hidden, ids, weights).sum().backward()
     assert hidden.grad.shape == (0, HIDDEN)
 
 
-def test_one_device() -> None:
+def test_tensors_on_two_devices_are_refused() -> None:
     hidden, ids, weights = batch("cpu", torch.float32)
     with pytest.raises(InputError, match="tensors on cpu and meta, expected all of a layer on one device"):
         to_host(hidden, ids.to("meta"), weights)
@@ -186,18 +186,18 @@ def test_a_hundred_layers_in_flight(device: str) -> None:
 
 
 @devices
-def test_two_threads(device: str) -> None:
+def test_two_threads_on_one_device(device: str) -> None:
     """Each with layers of its own, on one device."""
     expected = [chain(plain, device, nothing, seed, 20) for seed in range(2)]
     with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(lambda seed: chain(ours, device, nothing, seed, 20), range(2)))
-    for want, got in zip(expected, found, strict=True):
+        actual = list(threads.map(lambda seed: chain(ours, device, nothing, seed, 20), range(2)))
+    for want, got in zip(expected, actual, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
 @on_gpu
-def test_on_a_stream_of_its_own() -> None:
-    """Forward on another stream than the one that backward is called on, and the GPU late in both."""
+def test_forward_on_another_stream_than_backward() -> None:
+    """The GPU lags behind the host in both passes."""
     device = "cuda:0"
     expected = chain(plain, device, nothing, layers=10)
     hidden, ids, weights = batch(device, torch.bfloat16)
@@ -219,10 +219,10 @@ def test_on_a_stream_of_its_own() -> None:
 
 @on_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
-def test_two_devices() -> None:
-    """Layers of one model on two GPUs in turns; each has streams of its own, whichever is the current device."""
+def test_layers_on_two_gpus() -> None:
+    """Layers of one model alternate between two GPUs; each GPU has its own copy streams."""
     assert copy_streams(torch.device("cuda:0")) != copy_streams(torch.device("cuda:1"))
-    found = []
+    actual = []
     for layer in (plain, ours):
         hidden, ids, weights = batch("cuda:0", torch.bfloat16)
         x = hidden
@@ -231,12 +231,12 @@ def test_two_devices() -> None:
             x = x.to(device)
             x = x + layer(store(index % 4), x.sin(), ids.to(device), weights.to(device))
         x.float().sin().sum().backward()
-        found.append([x.detach(), hidden.grad, weights.grad])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        actual.append([x.detach(), hidden.grad, weights.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*actual, strict=True))
 
 
 @on_gpu
-def test_nobody_waits_for_more_than_he_needs() -> None:
+def test_copies_wait_only_for_their_own_tensors() -> None:
     """Not the thread for what was queued after its tensors, nor for a result on its way up, nor a result for work that
     the current stream had before it."""
     device = torch.device("cuda:0")
@@ -260,8 +260,8 @@ def test_nobody_waits_for_more_than_he_needs() -> None:
 
 
 @on_gpu
-def test_pinned_memory_is_not_given_out_too_early() -> None:
-    """A hundred results wait for a stream that is busy; their pinned copies are let go of, not given out again."""
+def test_pinned_memory_is_not_reused_before_its_copy_is_done() -> None:
+    """A hundred results wait for a busy stream; their freed pinned copies are not reused."""
     device, count, shape = torch.device("cuda:0"), 100, (256, 64)
     side = copy_streams(device).to_device
     kept = [torch.empty(shape, pin_memory=True) for _ in range(3 * count)]  # more than will be needed, at hand

@@ -1,6 +1,7 @@
-"""Stock SFTTrainer and DPOTrainer of TRL with LoRA on attention and experts, on a model of ours from files.
+"""Stock SFTTrainer and DPOTrainer of TRL with LoRA on attention and experts, on a model with packed experts.
 
-They run, checkpoint, resume, generate, and log what the stock model logs; gradient checkpointing is on, as TRL has it.
+They train, checkpoint, resume, generate, and log what the stock model logs; gradient checkpointing is on by TRL's
+default.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from ktransformers.nn import load_model, lora_parameters
 from ktransformers.nn.prepare import prepare
-
-from .families import VOCABULARY, build, save, tokens
+from tests.support.tiny_models import VOCABULARY, build, save, tokens
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
@@ -61,7 +61,7 @@ def stock(directory: Path) -> PreTrainedModel:
 
 
 def options(out: Path, steps: int, **more: Any) -> dict[str, Any]:
-    found = {
+    actual = {
         "output_dir": str(out),
         "max_steps": steps,
         "per_device_train_batch_size": 2,
@@ -75,7 +75,7 @@ def options(out: Path, steps: int, **more: Any) -> dict[str, Any]:
         "disable_tqdm": True,
         "seed": 5,
     }
-    return found | more
+    return actual | more
 
 
 def sft(model: PreTrainedModel, tokenizer: Any, out: Path, steps: int, **more: Any) -> SFTTrainer:
@@ -93,7 +93,7 @@ def logged(trainer: Any, key: str = "loss") -> list[float]:
     return [float(entry[key]) for entry in trainer.state.log_history if key in entry]
 
 
-def test_sft(directory: Path, tokenizer: Any, tmp_path: Path) -> None:
+def test_sft_trainer(directory: Path, tokenizer: Any, tmp_path: Path) -> None:
     trainer = sft(ours(directory), tokenizer, tmp_path / "a", 6, save_strategy="steps", save_steps=3)
     model = trainer.model
     assert isinstance(model, PeftModel) and trainer.args.gradient_checkpointing
@@ -138,7 +138,7 @@ def dpo(model: PreTrainedModel | str, tokenizer: Any, out: Path, **more: Any) ->
     )
 
 
-def test_dpo(directory: Path, tokenizer: Any, tmp_path: Path) -> None:
+def test_dpo_trainer(directory: Path, tokenizer: Any, tmp_path: Path) -> None:
     """The reference is the model with its adapters off, so the first loss is ln 2, apart from the router's."""
     trainer = dpo(ours(directory), tokenizer, tmp_path / "a", save_strategy="steps", save_steps=2)
     assert trainer.ref_model is None

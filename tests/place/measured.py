@@ -114,7 +114,7 @@ def train_case(name: str, folder: Path) -> dict[str, Any]:
 
     from ktransformers.train.resolve import read_settings
     from ktransformers.train.run import train
-    from tests.train.conftest import Quiet
+    from tests.support.training import RunRecorder
 
     torch.set_num_threads(2)
     keys = {
@@ -130,7 +130,7 @@ def train_case(name: str, folder: Path) -> dict[str, Any]:
         "logging_steps": 1,
         "save_strategy": "no",
     }
-    result = train(read_settings(keys | CASES[name].keys), Quiet())
+    result = train(read_settings(keys | CASES[name].keys), RunRecorder())
     return {line.what: {"predicted": line.predicted, "measured": line.measured} for line in result.comparison}
 
 

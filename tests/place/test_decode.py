@@ -13,6 +13,7 @@ from torch import Tensor
 from ktransformers.errors import InputError
 from ktransformers.place.gpu.dequantize import decode, decode_plain
 from ktransformers.place.gpu.layout import PackedMatrix, format_of, geometry
+from tests.support.formats import ROWS, SPECS, FormatRow, e8m0
 
 from .packing import Coded, bf16_bits, pack
 
@@ -78,14 +79,16 @@ def fp8(shape: str) -> Callable[[Random, int, int], Coded]:
     return make
 
 
-def mxfp(bits: int) -> Callable[[Random, int, int], Coded]:
+def power_scaled(form: FormatRow) -> Callable[[Random, int, int], Coded]:
+    """Any elements with scales of e8m0."""
+    numbers = np.array([form.number(code) for code in range(1 << form.bits)], F32)
+
     def make(random: Random, n: int, k: int) -> Coded:
-        codes = e4m3_codes(random, n, k) if bits == 8 else random.integers(0, 16, (n, k)).astype(np.uint32)
-        scale = random.integers(100, 140, (n, -(-k // 32))).astype(np.uint8)
+        codes = e4m3_codes(random, n, k) if form.bits == 8 else random.integers(0, 16, (n, k)).astype(np.uint32)
+        scale = random.integers(100, 140, (n, -(-k // form.columns))).astype(np.uint8)
         scale.flat[0] = 20
-        number = e4m3(codes) if bits == 8 else E2M1[codes]
-        values = number * spread((2.0 ** (scale.astype(np.float64) - 127)).astype(F32), 32, k)
-        return Coded((bits,), codes, values, spans=[scale])
+        values = numbers[codes] * spread((2.0 ** (scale.astype(np.float64) - 127)).astype(F32), form.columns, k)
+        return Coded((form.bits,), codes, values, spans=[scale])
 
     return make
 
@@ -109,9 +112,8 @@ FORMATS: dict[str, Callable[[Random, int, int], Coded]] = {
     "fp8:row": fp8("row"),
     "fp8:1x128": fp8("1x128"),
     "fp8:128x128": fp8("128x128"),
-    "mxfp8": mxfp(8),
-    "mxfp4": mxfp(4),
     "nvfp4": nvfp4,
+    **{spec: power_scaled(ROWS[spec]) for spec in SPECS if ROWS[spec].scale is e8m0},
 }
 SIZES = [(32, 64), (48, 160), (17, 33), (16, 256)]
 
@@ -161,7 +163,7 @@ def test_bf16(size: tuple[int, int]) -> None:
 
 def test_gate_and_up_of_two_formats() -> None:
     random = np.random.default_rng(0)
-    one, two = int8(random, 32, 64), mxfp(4)(random, 32, 64)
+    one, two = int8(random, 32, 64), FORMATS["mxfp4"](random, 32, 64)
     packed = pack([one, two])
     matrix = PackedMatrix(32, 64, (format_of("int8"), format_of("mxfp4")), True)
     assert matrix.expert_bytes == len(packed)

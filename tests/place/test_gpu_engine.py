@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ktransformers.checkpoint.encoded import encode
+from ktransformers.checkpoint.encoder import encode
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.checkpointing import save_expert_outputs
 from ktransformers.nn.gate import Gate

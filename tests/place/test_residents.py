@@ -128,7 +128,7 @@ def test_attach_and_residents(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     side = placement.engines[0].executor
     placement.place_residents(count=2)
     assert [side.residents[index].present(index) for index in range(3)] == [frozenset({0, 1})] * 3
-    with pytest.raises(InputError, match="none yet"):
+    with pytest.raises(InputError, match="no counts yet"):
         placement.place_residents(count=2, strategy="frequency")
     for index, layer in enumerate(placement.layers):
         layer.counts[[index, 5]] = 10

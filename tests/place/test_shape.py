@@ -13,14 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.contract import expert_modules
-from ktransformers.plan.formats import FORMATS, counted_as, packed_expert_bytes, packed_lora_bytes
+from ktransformers.plan.formats import counted_as, format_of, packed_expert_bytes, packed_lora_bytes
 from ktransformers.plan.machine import profile
 from ktransformers.plan.memory import attention_lora_numbers, expert_lora_numbers, kept_rows_bytes
 from ktransformers.plan.model_shape import open_shape, shape_from_config, shipped_shapes
 from ktransformers.train.settings import LoraSettings
 from ktransformers.train.targets import count_trained_parameters, find_targets
-from tests.checkpoint.releases import KINDS
-from tests.nn.families import build, save
+from tests.support.releases import KINDS
+from tests.support.tiny_models import build, save
 
 
 def skeleton(config: dict[str, Any]) -> Any:
@@ -144,7 +144,7 @@ def test_gpt_oss_has_its_sizes(tmp_path: Path) -> None:
 def test_packed_sizes_are_the_cores(sizes: tuple[int, int], gated: bool) -> None:
     hidden, inner = sizes
     store = ExpertStore(3, hidden, inner, gated=gated)
-    assert store.packed_bytes == 3 * packed_expert_bytes(hidden, inner, gated, FORMATS["bf16"])
+    assert store.packed_bytes == 3 * packed_expert_bytes(hidden, inner, gated, format_of("bf16"))
     for rank in (4, 32, 40):
         adapter = store.new_adapter(rank if gated else 0, rank, rank, shared=gated)
         assert adapter.packed_bytes == 3 * packed_lora_bytes(hidden, inner, gated, rank)

@@ -1,30 +1,27 @@
 """A tiny qwen3_moe with a real tokenizer and Qwen3's chat template, and three adapters for it: on attention and
-experts, on both with other ranks, on attention alone. Everything in float32; the numbers of the weights are bf16.
+experts, on both with other ranks, on attention only. Weights are float32 with values that bf16 represents.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
-import socket
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from ktransformers.adapters import LoraPair, adapter_from_tensors, facts_from_config, write_adapter
-from tests.nn.families import FAMILIES, build, save
-
-DATA = Path(__file__).parents[1] / "data"
-HIDDEN, WIDE, EXPERTS, LAYERS = 64, 40, 6, 2
-LINEARS = {"q_proj": (64, 64), "v_proj": (64, 32), "o_proj": (64, 64)}
-VOCABULARY = 6400
+from tests.support.serving import (
+    DATA,
+    EXPERTS,
+    VOCABULARY,
+    EngineHarness,
+    RunningServer,
+    make_service,
+    run_app,
+    write_sample_adapter,
+)
+from tests.support.tiny_models import FAMILIES, build, save
 
 torch.set_num_threads(2)
 
@@ -40,166 +37,27 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def write_sample(directory: Path, model: Path, *, rank: int, seed: int, experts: bool = True) -> Path:
-    torch.manual_seed(seed)
-
-    def pair(outputs: int, inputs: int, *stack: int) -> LoraPair:
-        a = torch.randn(*stack, rank, inputs) / inputs**0.5
-        return LoraPair(a.bfloat16().float(), (torch.randn(*stack, outputs, rank) / 2).bfloat16().float(), 1.0)
-
-    layers = {
-        f"model.layers.{layer}.mlp": {
-            "gate": pair(WIDE, HIDDEN, EXPERTS),
-            "up": pair(WIDE, HIDDEN, EXPERTS),
-            "down": pair(HIDDEN, WIDE, EXPERTS),
-        }
-        for layer in range(LAYERS if experts else 0)
-    }
-    linears = {
-        f"model.layers.{layer}.self_attn.{name}": pair(outputs, inputs)
-        for layer in range(LAYERS)
-        for name, (inputs, outputs) in LINEARS.items()
-    }
-    facts = facts_from_config(json.loads((model / "config.json").read_text()))
-    config = {"base_model_name_or_path": str(model)}
-    write_adapter(adapter_from_tensors(layers, linears, model=facts, config=config), directory, "peft")
-    return directory
-
-
 @pytest.fixture(scope="session")
 def adapters(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("adapters")
     return {
-        "one": write_sample(root / "one", model_directory, rank=4, seed=1),
-        "two": write_sample(root / "two", model_directory, rank=7, seed=2),
-        "attention": write_sample(root / "attention", model_directory, rank=3, seed=3, experts=False),
+        "one": write_sample_adapter(root / "one", model_directory, rank=4, seed=1),
+        "two": write_sample_adapter(root / "two", model_directory, rank=7, seed=2),
+        "attention": write_sample_adapter(root / "attention", model_directory, rank=3, seed=3, experts=False),
     }
 
 
-@dataclass
-class Heard:
-    """What a reader of one sequence was told."""
-
-    events: list[Any] = field(default_factory=list)
-
-    def __call__(self, event: Any) -> None:
-        self.events.append(event)
-
-    @property
-    def finish(self) -> str | None:
-        return self.events[-1].finish if self.events else None
-
-    @property
-    def text(self) -> str:
-        return "".join(event.text for event in self.events)
-
-    @property
-    def tokens(self) -> list[int]:
-        return [score.token for event in self.events for score in event.scores]
-
-    @property
-    def logprobs(self) -> list[float]:
-        return [score.logprob for event in self.events for score in event.scores]
-
-
-class Bench:
-    """A model, its forward pass and the adapters on it; engines are made anew for each test."""
-
-    def __init__(
-        self,
-        directory: Path,
-        adapters: dict[str, Path],
-        dtype: torch.dtype = torch.float32,
-        device: str | None = None,  # of everything but the experts
-    ) -> None:
-        from transformers import AutoTokenizer
-
-        from ktransformers.nn import load_model
-        from ktransformers.serve.engine.forward import Forward
-        from ktransformers.serve.engine.lora import LoraModules
-
-        self.directory = directory
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-        self.model = load_model(directory, dtype=dtype, device=device)
-        self.forward = Forward(self.model)
-        self.per_token = self.forward.check()
-        self.places = LoraModules(self.model)
-        self.residents = {name: self.places.open(path, name, 1, str(directory)) for name, path in adapters.items()}
-
-    def engine(self, **limits: int) -> Any:
-        from ktransformers.serve.engine.engine import Limits, ServeEngine
-
-        given = {"running": 8, "queued": 64, "chunk": 64, "tokens": 4096, "context": 512} | limits
-        return ServeEngine(self.forward, Limits(**given))
-
-    def sequence(self, prompt: list[int], adapter: str | None = None, **asked: Any) -> tuple[Any, Heard]:
-        from ktransformers.serve.engine.sampling import Sampling
-        from ktransformers.serve.engine.sequence import GenerationRequest, Sequence
-
-        asked = {"max_tokens": 8, "sampling": Sampling(temperature=0), "logprobs": 2} | asked
-        ask = GenerationRequest(tuple(prompt), adapter=self.residents[adapter] if adapter else None, **asked)
-        heard = Heard()
-        return Sequence(ask, self.tokenizer, heard), heard
-
-    def run(self, engine: Any, *sequences: Any) -> None:
-        engine.submit(sequences)
-        while engine.busy:
-            engine.step()
-
-    def alone(self, prompt: list[int], adapter: str | None = None, **asked: Any) -> Heard:
-        one, heard = self.sequence(prompt, adapter, **asked)
-        self.run(self.engine(), one)
-        return heard
+@pytest.fixture(scope="session")
+def harness(model_directory: Path, adapters: dict[str, Path]) -> Iterator[EngineHarness]:
+    yield EngineHarness(model_directory, adapters)
 
 
 @pytest.fixture(scope="session")
-def bench(model_directory: Path, adapters: dict[str, Path]) -> Iterator[Bench]:
-    yield Bench(model_directory, adapters)
-
-
-@dataclass
-class Served:
-    url: str
-    service: Any
-
-
-@contextmanager
-def listening(app: Any) -> Iterator[str]:
-    """The application behind a real socket, in a thread."""
-    import uvicorn
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    end = time.monotonic() + 20
-    while not server.started and time.monotonic() < end:
-        time.sleep(0.01)
-    assert server.started
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    thread.join()
-
-
-def service_of(bench: Bench, adapters: dict[str, Path], timeout: float | None = 120, **limits: int) -> Any:
-    from ktransformers.serve.http.registry import Registry
-    from ktransformers.serve.http.service import Service
-
-    engine = bench.engine(**limits)
-    registry = Registry("tiny", bench.places, str(bench.directory), engine.forget)
-    for name in ("one", "attention"):
-        registry.load(name, adapters[name])
-    return Service(engine, registry, bench.tokenizer, timeout=timeout)
-
-
-@pytest.fixture(scope="session")
-def served(bench: Bench, adapters: dict[str, Path]) -> Iterator[Served]:
+def served(harness: EngineHarness, adapters: dict[str, Path]) -> Iterator[RunningServer]:
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")
     from ktransformers.serve.http.api import create_app
 
-    service = service_of(bench, adapters)
-    with listening(create_app(service)) as url:
-        yield Served(url, service)
+    service = make_service(harness, adapters)
+    with run_app(create_app(service)) as url:
+        yield RunningServer(url, service)

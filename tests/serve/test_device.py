@@ -1,4 +1,4 @@
-"""Where a server is: where the plan has it, or nowhere."""
+"""Device of a server: the plan decides whether a visible GPU is used."""
 
 from __future__ import annotations
 
@@ -12,30 +12,28 @@ import torch
 from ktransformers.errors import InputError
 from ktransformers.plan import profile, with_gpus
 from ktransformers.serve.flags import Launch, parse
-from ktransformers.serve.launch import device_of, make_plan
-from ktransformers.serve.target import resolve
+from ktransformers.serve.launch import choose_device, make_plan
+from ktransformers.serve.target import resolve_target
 
 
-def test_a_gpu_that_nothing_fits_on_is_left_out_and_it_is_said(
-    model_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the plan has chosen is where the server is; who asks for the GPU is refused instead."""
+def test_gpu_without_a_fitting_plan_is_left_out(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server runs where the plan puts it; a launch line that requires the GPU is refused."""
     monkeypatch.delenv("KT_PLACE", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    machine, target = replace(profile("amx16-h200"), memory=10**11), resolve(str(model_directory))
+    machine, target = replace(profile("amx16-h200"), memory=10**11), resolve_target(str(model_directory))
 
     def planned(gpu: str, *words: str) -> tuple[Launch, Any, list[str]]:
         monkeypatch.setattr("ktransformers.plan.calibrate.this_machine", lambda: with_gpus(machine, gpu))
-        launch, said = parse([str(model_directory), *words]), []
-        return launch, make_plan(launch, target, said.append, lambda plan: None), said
+        launch, lines = parse([str(model_directory), *words]), []
+        return launch, make_plan(launch, target, lines.append, lambda plan: None), lines
 
-    launch, plan, said = planned("80GB")
-    assert (device_of(launch, plan), plan.nearest.choice.gpus, said) == ("cuda", 1, [])
-    launch, plan, said = planned("500MB")
-    assert (device_of(launch, plan), plan.nearest.choice.gpus, plan.machine.gpus) == ("cpu", 0, ())
-    assert len(said) == 1 and "everything on the CPU" in said[0] and "gpu0 lacks" in said[0]
+    launch, plan, lines = planned("80GB")
+    assert (choose_device(launch, plan), plan.nearest.choice.gpus, lines) == ("cuda", 1, [])
+    launch, plan, lines = planned("500MB")
+    assert (choose_device(launch, plan), plan.nearest.choice.gpus, plan.machine.gpus) == ("cpu", 0, ())
+    assert len(lines) == 1 and "everything on the CPU" in lines[0] and "gpu0 lacks" in lines[0]
     for words in (["--device", "cuda"], ["--kt-num-gpu-experts", "1"], ["--tp", "2"]):
         with pytest.raises(InputError, match="gpu0 lacks"):
             planned("500MB", *words)
-    launch, plan, said = planned("500MB", "--device", "cpu")
-    assert (device_of(launch, plan), said) == ("cpu", [])
+    launch, plan, lines = planned("500MB", "--device", "cpu")
+    assert (choose_device(launch, plan), lines) == ("cpu", [])

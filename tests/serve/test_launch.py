@@ -21,12 +21,20 @@ import pytest
 from ktransformers import env
 from ktransformers.errors import InputError
 from ktransformers.place.options import PlacementOptions, read_options
-from ktransformers.serve.flags import HONOURED, METHODS, PLACEMENT, SWITCHES, VALUES, Launch, parse
-from ktransformers.serve.http.training import TrainingLog, Watch
-from ktransformers.serve.launch import bind, make_plan, open_service, with_environment
-from ktransformers.serve.target import resolve
-from tests.forked import python
-from tests.serve.conftest import Bench, Served
+from ktransformers.serve.flags import (
+    IGNORED_OPTIONS,
+    IGNORED_SWITCHES,
+    KT_METHODS,
+    PLACEMENT_FLAGS,
+    SUPPORTED_FLAGS,
+    Launch,
+    parse,
+)
+from ktransformers.serve.http.training import CheckpointWatch, TrainingLog
+from ktransformers.serve.launch import bind_socket, make_plan, open_service, with_environment
+from ktransformers.serve.target import resolve_target
+from tests.support.forked import python
+from tests.support.serving import EngineHarness, RunningServer
 
 # The launch lines of the guides for SGLang with kt-kernel, whole.
 LINES = [
@@ -47,36 +55,48 @@ LINES = [
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_launch_lines_of_the_guides_parse(line: str) -> None:
-    found = parse(line.split())
-    assert found.target == "M"
+def test_launch_lines_of_guides_parse(line: str) -> None:
+    actual = parse(line.split())
+    assert actual.target == "M"
     words = line.split()
-    for name in (*SWITCHES, *VALUES):
-        assert any(note.startswith(name) for note in found.notes) == (name in words), name
+    for name in (*IGNORED_SWITCHES, *IGNORED_OPTIONS):
+        assert any(note.startswith(name) for note in actual.notes) == (name in words), name
     if "--max-running-requests" in words:
-        assert (found.running, found.chunk, found.memory, found.threads, found.groups) == (4, 16384, 0.8, 64, 2)
+        assert (
+            actual.max_running_requests,
+            actual.chunked_prefill_size,
+            actual.memory,
+            actual.threads,
+            actual.groups,
+        ) == (
+            4,
+            16384,
+            0.8,
+            64,
+            2,
+        )
     if "AMXINT8" in words:
-        assert (found.host, found.port, found.lora_paths) == ("0.0.0.0", 10103, (("lora0", "D"),))
-        assert any("keep the format" in note for note in found.notes)
-        assert found.experts == Path("W")
+        assert (actual.host, actual.port, actual.lora_paths) == ("0.0.0.0", 10103, (("lora0", "D"),))
+        assert any("keep the format" in note for note in actual.notes)
+        assert actual.experts == Path("W")
     if "--kt-expert-lora-path" in words:
-        assert found.always == Path("E")
-    wish = read_options(found.place)
+        assert actual.always_on == Path("E")
+    options = read_options(actual.place)
     if "--kt-enable-dynamic-expert-update" in words:
-        assert (wish.kt_num_gpu_experts, wish.kt_gpu_prefill_token_threshold) == (32, 4096)
-        assert wish.kt_enable_dynamic_expert_update and wish.policy == "resident"
+        assert (options.kt_num_gpu_experts, options.kt_gpu_prefill_token_threshold) == (32, 4096)
+        assert options.kt_enable_dynamic_expert_update and options.policy == "resident"
     if "--kt-max-deferred-experts-per-token" in words:
-        assert wish.kt_max_deferred_experts_per_token == 2
+        assert options.kt_max_deferred_experts_per_token == 2
 
 
-def test_flags_of_placement_are_the_wishs(tmp_path: Path) -> None:
-    """The same words, on the line and in a YAML file; the line wins, and nonsense is refused before anything is
-    loaded."""
-    names = {flag.field for flag in PLACEMENT}
+def test_placement_flags_match_placement_options(tmp_path: Path) -> None:
+    """The same names on the launch line and in a YAML file; the line overrides the file, and invalid values are
+    refused before anything is loaded."""
+    names = {flag.field for flag in PLACEMENT_FLAGS}
     assert names == {field.name for field in dataclasses.fields(PlacementOptions)} - {"kt_expert_update_steps"}
     keys = {"kt_num_gpu_experts": 5, "kt_config": {"kt_place": "auto"}, "lora_rank": 8}
-    wish = read_options(parse(["M", "--kt-num-gpu-experts", "7"]).place, keys)
-    assert (wish.kt_num_gpu_experts, wish.policy) == (7, "auto")
+    options = read_options(parse(["M", "--kt-num-gpu-experts", "7"]).place, keys)
+    assert (options.kt_num_gpu_experts, options.policy) == (7, "auto")
     for line, words in (
         ("--kt-place gpu", "kt_place"),
         ("--kt-gpu-experts-ratio 1.5", "0 to 1"),
@@ -90,14 +110,14 @@ def test_flags_of_placement_are_the_wishs(tmp_path: Path) -> None:
         parse(["M", "--tp", "0"])
 
 
-def test_our_own_lines() -> None:
-    found = parse(
+def test_own_flags_parse() -> None:
+    actual = parse(
         ["M", "--lora-paths", "a=x", "b=y", "c/d", "--api-key", "k", "--watch", "out", "--chunked-prefill-size", "-1"]
     )
-    assert found.lora_paths == (("a", "x"), ("b", "y"), ("d", "c/d"))
-    assert (found.api_key, found.watch, found.notes) == ("k", Path("out"), ())
-    assert found.chunk > 10**9
-    assert set(METHODS) >= {"AMXINT4", "AMXINT8", "RAWINT4", "FP8", "FP8_PERCHANNEL", "BF16", "LLAMAFILE"}
+    assert actual.lora_paths == (("a", "x"), ("b", "y"), ("d", "c/d"))
+    assert (actual.api_key, actual.watch, actual.notes) == ("k", Path("out"), ())
+    assert actual.chunked_prefill_size > 10**9
+    assert set(KT_METHODS) >= {"AMXINT4", "AMXINT8", "RAWINT4", "FP8", "FP8_PERCHANNEL", "BF16", "LLAMAFILE"}
 
 
 @pytest.mark.parametrize(
@@ -114,12 +134,12 @@ def test_our_own_lines() -> None:
         ("M --max-running-requests 0", "1 or more"),
     ],
 )
-def test_wrong_lines(line: str, words: str) -> None:
+def test_invalid_launch_lines_are_refused(line: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
         parse(line.split())
 
 
-def test_the_environment_fills_what_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_fills_missing_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("API_HOST", "API_PORT", "API_KEY"):
         monkeypatch.delenv(name, raising=False)
     plain = with_environment(Launch("M"))
@@ -135,26 +155,26 @@ def test_the_environment_fills_what_is_not_said(monkeypatch: pytest.MonkeyPatch)
         with_environment(Launch("M"))
 
 
-def test_targets(model_directory: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
-    assert resolve(str(model_directory)).adapters == ()
-    output = resolve(str(adapters["one"]))
+def test_targets_resolve(model_directory: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+    assert resolve_target(str(model_directory)).adapters == ()
+    output = resolve_target(str(adapters["one"]))
     assert output.model == model_directory and output.adapters == (("one", str(adapters["one"])),)
     assert output.name == model_directory.name
     training = tmp_path / "train.yaml"
     training.write_text(f"model_name_or_path: {model_directory}\ndo_train: true\noutput_dir: {adapters['two']}\n")
-    assert resolve(str(training)).adapters == (("two", str(adapters["two"])),)
+    assert resolve_target(str(training)).adapters == (("two", str(adapters["two"])),)
     inference = tmp_path / "infer.yaml"
     inference.write_text(
         f"model_name_or_path: {model_directory}\nadapter_name_or_path: {adapters['one']}, {adapters['two']}\n"
         "template: qwen3\ninfer_backend: ktransformers\nuse_kt: true\n"
     )
-    assert [name for name, _ in resolve(str(inference)).adapters] == ["one", "two"]
-    assert resolve(str(training)).experts is None
+    assert [name for name, _ in resolve_target(str(inference)).adapters] == ["one", "two"]
+    assert resolve_target(str(training)).experts is None
     training.write_text(training.read_text() + f"kt_config:\n  kt_weight_path: {tmp_path}/packed\n")
-    trained = resolve(str(training))
+    trained = resolve_target(str(training))
     with pytest.raises(InputError, match=r"experts of the training.*--kt-weight-path"):
-        trained.experts_of(None)
-    assert trained.experts_of(Path("W")) == Path("W") and trained.experts_of(model_directory) is None
+        trained.choose_experts(None)
+    assert trained.choose_experts(Path("W")) == Path("W") and trained.choose_experts(model_directory) is None
     unfinished = tmp_path / "unfinished.yaml"
     unfinished.write_text(f"model_name_or_path: {model_directory}\ndo_train: true\noutput_dir: {tmp_path}/none\n")
     for given, words in (
@@ -165,55 +185,57 @@ def test_targets(model_directory: Path, adapters: dict[str, Path], tmp_path: Pat
         ("word", "short names"),
     ):
         with pytest.raises(InputError, match=words):
-            resolve(given)
+            resolve_target(given)
 
 
-def test_a_port_in_use_is_said_before_loading() -> None:
-    with bind("127.0.0.1", 0) as taken:
+def test_port_in_use_is_refused_before_loading() -> None:
+    with bind_socket("127.0.0.1", 0) as taken:
         taken.listen()
         with pytest.raises(InputError, match="free port"):
-            bind("127.0.0.1", taken.getsockname()[1])
+            bind_socket("127.0.0.1", taken.getsockname()[1])
 
 
-def test_checkpoints_are_served_as_they_come_and_go(served: Served, adapters: dict[str, Path], tmp_path: Path) -> None:
+def test_checkpoints_are_loaded_and_unloaded(served: RunningServer, adapters: dict[str, Path], tmp_path: Path) -> None:
     registry = served.service.registry
-    watch = Watch(tmp_path, registry)
-    watch.look()
+    watch = CheckpointWatch(tmp_path, registry)
+    watch.poll()
     step = tmp_path / "checkpoint-10"
     shutil.copytree(adapters["two"], step)
-    watch.look()
+    watch.poll()
     assert "checkpoint-10" not in registry.loaded  # not complete
     (step / "trainer_state.json").write_text("{}")
-    watch.look()
-    first = registry.loaded["checkpoint-10"].resident
-    watch.look()
-    assert registry.loaded["checkpoint-10"].resident is first
+    watch.poll()
+    first = registry.loaded["checkpoint-10"].adapter
+    watch.poll()
+    assert registry.loaded["checkpoint-10"].adapter is first
     os.utime(step / "trainer_state.json", (1, 1))
-    watch.look()
-    assert registry.loaded["checkpoint-10"].resident.version > first.version
+    watch.poll()
+    assert registry.loaded["checkpoint-10"].adapter.version > first.version
     broken = tmp_path / "checkpoint-20"
     shutil.copytree(step, broken)
     (broken / "adapter_model.safetensors").write_bytes(b"nothing")
-    watch.look()
+    watch.poll()
     assert "checkpoint-20" not in registry.loaded
     shutil.rmtree(step)
-    watch.look()
+    watch.poll()
     assert set(registry.loaded) == {"one", "attention"}
     log = tmp_path / "trainer_log.jsonl"
     log.write_text('{"loss": 2.5, "current_steps": 1}\n{"loss": 2.')
-    read = TrainingLog(tmp_path).after(0)
+    read = TrainingLog(tmp_path).lines_after(0)
     assert [line["loss"] for line in read["lines"]] == [2.5]
     with log.open("a") as stream:
         stream.write('25, "current_steps": 2}\n')
-    again = TrainingLog(tmp_path).after(read["next"])
+    again = TrainingLog(tmp_path).lines_after(read["next"])
     assert [line["loss"] for line in again["lines"]] == [2.25]
-    assert TrainingLog(tmp_path).after(again["next"])["lines"] == []
+    assert TrainingLog(tmp_path).lines_after(again["next"])["lines"] == []
     log.write_text("{}\n")
-    assert TrainingLog(tmp_path).after(again["next"])["lines"] == [{}]
+    assert TrainingLog(tmp_path).lines_after(again["next"])["lines"] == [{}]
 
 
-def test_experts_that_are_always_on(bench: Bench, adapters: dict[str, Path], tmp_path: Path) -> None:
-    """The split that earlier guides define: experts on for the base's name, attention by request."""
+def test_always_on_expert_adapter_applies_to_every_request(
+    harness: EngineHarness, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """The split of earlier guides: experts apply to the base's name as well, attention by request."""
     from ktransformers.adapters import convert
     from ktransformers.serve.http.registry import Registry
 
@@ -224,23 +246,23 @@ def test_experts_that_are_always_on(bench: Bench, adapters: dict[str, Path], tmp
         "sglang",
         expert_output_dir=expert,
         nonexpert_output_dir=rest,
-        base_model_name_or_path=str(bench.directory),
+        base_model_name_or_path=str(harness.directory),
     )
-    registry = Registry("tiny", bench.places, str(bench.directory), lambda _: None, always=expert)
+    registry = Registry("tiny", harness.lora_modules, str(harness.directory), lambda _: None, always_on=expert)
     registry.load("rest", rest)
     both, alone = registry.find("tiny:rest"), registry.find("tiny")
     assert both is not None and alone is not None
     assert both.experts == alone.experts and both.linears and not alone.linears
-    bench.residents["both"] = both
+    harness.loaded["both"] = both
     try:
         prompt = list(range(50, 80))
-        assert bench.alone(prompt, "both").tokens == bench.alone(prompt, "two").tokens
+        assert harness.alone(prompt, "both").tokens == harness.alone(prompt, "two").tokens
     finally:
-        del bench.residents["both"]
-    with pytest.raises(InputError, match="on for every request"):
+        del harness.loaded["both"]
+    with pytest.raises(InputError, match="apply to every request"):
         registry.load("one", adapters["one"])
-    with pytest.raises(InputError, match="experts alone"):
-        Registry("tiny", bench.places, str(bench.directory), lambda _: None, always=adapters["one"])
+    with pytest.raises(InputError, match="LoRA on experts only"):
+        Registry("tiny", harness.lora_modules, str(harness.directory), lambda _: None, always_on=adapters["one"])
 
 
 KT = "from ktransformers.cli.main import main; main()"
@@ -270,8 +292,8 @@ def serving(*words: str) -> Iterator[tuple[str, Any]]:
         process.wait()
 
 
-def test_serve_chat_and_end(adapters: dict[str, Path], tmp_path: Path) -> None:
-    """A training output as MODEL, a real process, the terminal client, and SIGTERM while an answer runs."""
+def test_serve_chat_and_shutdown(adapters: dict[str, Path], tmp_path: Path) -> None:
+    """A training output as MODEL, a real process, the terminal client, and SIGTERM during a response."""
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")
     with serving(str(adapters["one"]), "--trust-remote-code", "--watch", str(tmp_path)) as (url, process):
@@ -287,9 +309,9 @@ def test_serve_chat_and_end(adapters: dict[str, Path], tmp_path: Path) -> None:
         step = tmp_path / "checkpoint-5"
         shutil.copytree(adapters["two"], step)
         (step / "trainer_state.json").write_text("{}")
-        said = "/model\nHello\n/model tiny:one\nHello\n/clear\n/system Be brief.\nHello\n/model none\n/what\n/exit\n"
+        lines = "/model\nHello\n/model tiny:one\nHello\n/clear\n/system Be brief.\nHello\n/model none\n/what\n/exit\n"
         talk = subprocess.run(
-            kt("chat", url, "--max-tokens", "5", "--temperature", "0"), input=said, capture_output=True, text=True
+            kt("chat", url, "--max-tokens", "5", "--temperature", "0"), input=lines, capture_output=True, text=True
         )
         assert talk.returncode == 0, talk.stderr
         assert talk.stdout.count("[5 tokens, ") == 3 and "tokens/s" in talk.stdout
@@ -314,7 +336,7 @@ def test_serve_chat_and_end(adapters: dict[str, Path], tmp_path: Path) -> None:
         assert "host memory at the end: " in process.stderr.read()
 
 
-def test_run_answers_and_ends(adapters: dict[str, Path]) -> None:
+def test_run_answers_and_exits(adapters: dict[str, Path]) -> None:
     done = python(KT, "run", adapters["one"], "Hello", "--max-tokens", "4", "--temperature", "0")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() and "tiny:one" in done.stderr
@@ -322,8 +344,10 @@ def test_run_answers_and_ends(adapters: dict[str, Path]) -> None:
     assert wrong.returncode == 1 and "kt: adapter: given x, expected one of one" in wrong.stderr
 
 
-def test_pages_of_a_packed_directory(model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--prefault and --lock reach the mapping; where nothing is mapped, it is said that they mean nothing."""
+def test_packed_directory_is_prefaulted_or_locked(
+    model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--prefault and --lock reach the mapping; without a mapping a line says that they have no effect."""
     from ktransformers.nn import packed
     from ktransformers.quant.convert import convert
     from ktransformers.quant.plan import make_plan as plan_conversion
@@ -331,31 +355,31 @@ def test_pages_of_a_packed_directory(model_directory: Path, tmp_path: Path, monk
 
     out = tmp_path / "packed"
     convert(plan_conversion(model_directory, parse_formats("bf16"), 2), out)
-    asked: list[str] = []
+    requested: list[str] = []
     map_file = packed.map_file
 
     def mapped(file: Path, pages: str = "lazy") -> Any:
-        asked.append(pages)
+        requested.append(pages)
         return map_file(file, "lazy" if pages == "lock" else pages)  # a test may not be allowed to lock
 
     monkeypatch.setattr(packed, "map_file", mapped)
-    said: list[str] = []
+    lines: list[str] = []
     for words, pages in (([], "lazy"), (["--prefault"], "prefault"), (["--prefault", "--lock"], "lock")):
         launch = parse([str(out), *words, "--device", "cpu", "--max-total-tokens", "256"])
         assert launch.pages == pages
-        open_service(launch, resolve(str(out)), said.append)
-        assert asked == [pages] * 2
-        asked.clear()
-    assert not any("without effect" in line for line in said)
+        open_service(launch, resolve_target(str(out)), lines.append)
+        assert requested == [pages] * 2
+        requested.clear()
+    assert not any("without effect" in line for line in lines)
     launch = parse([str(model_directory), "--lock", "--device", "cpu", "--max-total-tokens", "256"])
-    open_service(launch, resolve(str(model_directory)), said.append)
-    assert any(line.startswith("--lock: without effect") for line in said) and not asked
+    open_service(launch, resolve_target(str(model_directory)), lines.append)
+    assert any(line.startswith("--lock: without effect") for line in lines) and not requested
 
 
-def test_what_cannot_fit_is_refused(model_directory: Path) -> None:
-    """Before anything is loaded, with the ways out; `--force` goes on."""
+def test_plan_that_does_not_fit_is_refused(model_directory: Path) -> None:
+    """Refused before anything is loaded, with remedies; `--force` continues."""
     plans: list[Any] = []
-    target = resolve(str(model_directory))
+    target = resolve_target(str(model_directory))
     with pytest.raises(InputError, match=r"host lacks .* GB, expected a plan that fits.*--force"):
         make_plan(parse([str(model_directory), "--max-total-tokens", str(10**12)]), target, print, plans.append)
     assert plans and plans[0].best is None and plans[0].nearest.lacking["host"] > 10**12
@@ -365,12 +389,12 @@ def test_what_cannot_fit_is_refused(model_directory: Path) -> None:
     assert fits is not None and fits.best is not None and fits.best.work.context == 512  # type: ignore[union-attr]
 
 
-def test_the_page_lists_every_flag() -> None:
+def test_docs_list_every_flag() -> None:
     page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
-    for flag in HONOURED:
+    for flag in SUPPORTED_FLAGS:
         given = f"; default: {flag.default}" if flag.default is not None else ""
         assert f"| {', '.join(f'`{name}`' for name in flag.names)} | {flag.help}{given} |" in page
-    for name, why in (SWITCHES | VALUES).items():
+    for name, why in (IGNORED_SWITCHES | IGNORED_OPTIONS).items():
         assert f"| `{name}` | {why} |" in page
-    for name in METHODS:
+    for name in KT_METHODS:
         assert f"`{name}`" in page

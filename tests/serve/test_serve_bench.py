@@ -1,4 +1,4 @@
-"""`bench/serve.py` runs, prints its table and ends with one JSON document; no speed is judged here."""
+"""`bench/serve.py` runs, prints its table and ends with one JSON document; speed is not asserted."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.forked import python
+from tests.support.forked import python
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 SHORT = ["--shape", "tiny", "--layers", "1", "--prompt", "8", "--new", "3", "--repetitions", "1", "--rank", "2"]
 
 
-def bench(*words: str) -> dict[str, Any]:
+def harness(*words: str) -> dict[str, Any]:
     code = f"import sys; sys.path.insert(0, {str(BENCH)!r}); import serve; sys.exit(serve.main())"
     done = python(code, *SHORT, *words)
     assert done.returncode == 0, done.stderr
@@ -24,36 +24,36 @@ def bench(*words: str) -> dict[str, Any]:
     return document
 
 
-def test_in_process() -> None:
-    document = bench("--engine", "--streams", "1,2", "--adapters", "0,2")
-    cells = [(cell["test"], cell["streams"], cell["adapters"]) for cell in document["cells"]]
+def test_bench_in_process() -> None:
+    actual = harness("--engine", "--streams", "1,2", "--adapters", "0,2")
+    cells = [(cell["test"], cell["streams"], cell["adapters"]) for cell in actual["cells"]]
     assert cells == [(test, streams, count) for test in ("tg3", "pp8") for streams, count in ((1, 0), (2, 0), (2, 2))]
-    assert all(cell["tokens_per_second"] > 0 and 0 < cell["expert_share"] < 1 for cell in document["cells"])
+    assert all(cell["tokens_per_second"] > 0 and 0 < cell["expert_share"] < 1 for cell in actual["cells"])
 
 
 @pytest.mark.parametrize("adapters", [0, 2])
-def test_graphs_beside_launches(adapters: int) -> None:
-    """On a CPU a step is computed again where a GPU would replay it."""
+def test_graph_bench_compares_with_eager(adapters: int) -> None:
+    """On a CPU a step is computed eagerly where a GPU replays it."""
     words = ["--shape", "tiny", "--layers", "2", "--vocabulary", "128", "--device", "cpu", "--policy", "resident"]
     words += ["--shares", "0,0.5", "--streams", "2", "--prompt", "8", "--chunk", "8", "--seconds", "0.1"]
     words += ["--adapters", str(adapters)]
     code = f"import sys; sys.path.insert(0, {str(BENCH)!r}); import serve_graphs; sys.exit(serve_graphs.main())"
     done = python(code, *words)
     assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout.splitlines()[-1])
-    assert [(cell["share"], cell["captured"]) for cell in document["cells"]] == [(0.0, True), (0.5, True)]
-    assert all(cell["graph_tokens_per_s"] > 0 and cell["roof_tokens_per_s"] > 0 for cell in document["cells"])
-    assert [row["tokens"] for row in document["prompts"]] == [8, 8] and document["adapters"] == adapters
+    actual = json.loads(done.stdout.splitlines()[-1])
+    assert [(cell["share"], cell["captured"]) for cell in actual["cells"]] == [(0.0, True), (0.5, True)]
+    assert all(cell["graph_tokens_per_s"] > 0 and cell["roof_tokens_per_s"] > 0 for cell in actual["cells"])
+    assert [row["tokens"] for row in actual["prompts"]] == [8, 8] and actual["adapters"] == adapters
 
 
 @pytest.mark.slow
-def test_over_http_beside_transformers() -> None:
+def test_bench_over_http_compares_with_transformers() -> None:
     pytest.importorskip("fastapi")
     peer = f"transformers={sys.executable}"
-    document = bench("--streams", "2", "--adapters", "0", "--dtype", "float32", "--device", "cpu", "--peers", peer)
-    assert [cell["contender"] for cell in document["cells"]] == ["kt http"] * 2 + ["transformers float32"] * 2
-    assert all(cell["tokens_per_second"] > 0 for cell in document["cells"])
-    assert [row["bar"] for row in document["ratios"]] == [None, None] and "transformers" in document["peers"][
+    actual = harness("--streams", "2", "--adapters", "0", "--dtype", "float32", "--device", "cpu", "--peers", peer)
+    assert [cell["contender"] for cell in actual["cells"]] == ["kt http"] * 2 + ["transformers float32"] * 2
+    assert all(cell["tokens_per_second"] > 0 for cell in actual["cells"])
+    assert [row["bar"] for row in actual["ratios"]] == [None, None] and "transformers" in actual["peers"][
         "transformers"
     ]
 
@@ -72,31 +72,31 @@ def cell(contender: str, test: str, streams: int, rate: float, adapters: int = 0
     return words | {"adapters": adapters, "expert_share": 0.5 if contender.startswith("kt") else None}
 
 
-def test_ratios_and_bars() -> None:
+def test_ratios_are_computed() -> None:
     ours = [cell("kt engine", "tg128", 1, 70), cell("kt engine", "tg128", 8, 300), cell("kt engine", "tg128", 8, 1, 4)]
     peers = [cell("transformers bfloat16", "tg128", 8, 160), cell("llama.cpp BF16", "tg128", 1, 100)]
     peers += [cell("llama.cpp BF16", "tg128", 8, 300), cell("llama.cpp Q4_K", "tg128", 1, 140)]
-    rows = module("serve_ratios").ratios(ours + peers)
-    assert [(row["ratio"], row["bar"], row["met"]) for row in rows] == [
+    actual = module("serve_ratios").ratios(ours + peers)
+    assert [(row["ratio"], row["bar"], row["met"]) for row in actual] == [
         (pytest.approx(1.875), 2.0, False),
         (pytest.approx(0.7), 0.7, True),
         (pytest.approx(1.0), 1.0, True),
         (pytest.approx(0.5), 0.7, False),
     ]
-    rows = module("serve_ratios").ratios([*ours, cell("kt engine Q4_K", "tg128", 1, 120), *peers])
-    assert [row["ours"] for row in rows] == ["kt engine"] * 3 + ["kt engine Q4_K"]
+    actual = module("serve_ratios").ratios([*ours, cell("kt engine Q4_K", "tg128", 1, 120), *peers])
+    assert [row["ours"] for row in actual] == ["kt engine"] * 3 + ["kt engine Q4_K"]
 
 
-def test_the_gguf_file_has_the_checkpoints_numbers(tmp_path: Path) -> None:
-    """What llama.cpp reads: every tensor, experts stacked, in bf16 as they are; norms and routers in float32."""
+def test_gguf_file_equals_checkpoint(tmp_path: Path) -> None:
+    """The file for llama.cpp has every tensor: stacked experts in bf16, norms and routers in float32."""
     gguf = pytest.importorskip("gguf")
     import numpy as np
 
-    made = module("serve_model").make_model(tmp_path / "model", module("shapes").SHAPES["tiny"], 1)
+    created = module("serve_model").make_model(tmp_path / "model", module("shapes").SHAPES["tiny"], 1)
     file = tmp_path / "bf16.gguf"
-    module("serve_gguf").write_gguf(made, file)
+    module("serve_gguf").write_gguf(created, file)
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
-    checkpoint = module("serve_gguf").Checkpoint(made)
+    checkpoint = module("serve_gguf").Checkpoint(created)
     assert len(tensors) == 3 + 9 + 3
     stacked = np.asarray(tensors["blk.0.ffn_down_exps.weight"].data).view(np.uint16)
     for expert in (0, 5):

@@ -1,9 +1,9 @@
-"""A soak on loopback: many clients, random cancels, adapters that come and go, malformed bodies. `make soak` says how
-long by KT_SOAK_SECONDS, a minute where it is not set; KT_SOAK_RECORD names a file for the numbers.
+"""A soak test on loopback: many clients, random cancels, adapters that are loaded and unloaded, malformed bodies.
+KT_SOAK_SECONDS sets its length (`make soak`; default: a minute); KT_SOAK_RECORD names a file for the results.
 
-Asked for: no answer outside 200 and 4xx, every request answered, nothing left in the engine, memory that stays flat,
-and the same greedy answer at the end as at the beginning. Memory is what the process has in RAM, and what of it
-malloc has given out: the first also grows when the heap is cut into pieces.
+Expected: no status but 200 and 4xx, every request answered, nothing left in the engine, flat memory, and the same
+greedy completion at the end as at the beginning. Memory is the resident size of the process, and the bytes that
+malloc has allocated: fragmentation of the heap grows only the first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tests.serve.conftest import Bench, listening, service_of
+from tests.support.serving import EngineHarness, make_service, run_app
 
 CLIENTS = 32
 STUCK = 600  # seconds: a request that takes longer is stuck, however busy the machine is with others
@@ -32,7 +32,7 @@ MALFORMED = [b"{", b"", b"[]", b"\xff\xfe", b'{"model": 3}', b'{"model": "tiny",
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -44,7 +44,7 @@ class _Heap(ctypes.Structure):
 
 
 def allocated() -> int:
-    """Bytes that malloc has given out; 0 where this is not glibc."""
+    """Bytes that malloc has allocated; 0 without glibc."""
     ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if ask is None:
         return 0
@@ -70,14 +70,14 @@ class Client(threading.Thread):
     def one(self) -> str:
         kind = self.chance.random()
         if kind < 0.08:
-            return self.ask("/v1/completions", self.chance.choice(MALFORMED))
+            return self.request("/v1/completions", self.chance.choice(MALFORMED))
         if kind < 0.12:
             body = {"lora_name": "guest", "lora_path": str(self.guest), "load_inplace": self.chance.random() < 0.5}
-            return self.ask("/v1/load_lora_adapter", json.dumps(body).encode())
+            return self.request("/v1/load_lora_adapter", json.dumps(body).encode())
         if kind < 0.15:
-            return self.ask("/v1/unload_lora_adapter", b'{"lora_name": "guest"}')
+            return self.request("/v1/unload_lora_adapter", b'{"lora_name": "guest"}')
         if kind < 0.18:
-            return self.ask(self.chance.choice(["/metrics", "/v1/models", "/health"]), None)
+            return self.request(self.chance.choice(["/metrics", "/v1/models", "/health"]), None)
         body = {
             "model": self.chance.choice(MODELS),
             "max_tokens": self.chance.choice([1, 4, 16, 40]),
@@ -87,14 +87,14 @@ class Client(threading.Thread):
         }
         leaves = self.chance.random() < 0.25
         if kind < 0.6:
-            said = " ".join(self.chance.choices(["sea", "sky", "stone", "tree"], k=self.chance.randrange(1, 60)))
-            messages = [{"role": "user", "content": said}]
-            return self.ask("/v1/chat/completions", json.dumps({**body, "messages": messages}).encode(), leaves)
+            prompt_text = " ".join(self.chance.choices(["sea", "sky", "stone", "tree"], k=self.chance.randrange(1, 60)))
+            messages = [{"role": "user", "content": prompt_text}]
+            return self.request("/v1/chat/completions", json.dumps({**body, "messages": messages}).encode(), leaves)
         prompt = self.chance.choices(range(3, 6400), k=self.chance.randrange(1, 120))
         more = {"prompt": prompt, "echo": self.chance.random() < 0.2, "logprobs": 1}
-        return self.ask("/v1/completions", json.dumps({**body, **more}).encode(), leaves)
+        return self.request("/v1/completions", json.dumps({**body, **more}).encode(), leaves)
 
-    def ask(self, path: str, body: bytes | None, leaves: bool = False) -> str:
+    def request(self, path: str, body: bytes | None, leaves: bool = False) -> str:
         connection = http.client.HTTPConnection(self.address, timeout=STUCK)
         try:
             connection.request("GET" if body is None else "POST", path, body, {"Content-Type": "application/json"})
@@ -109,14 +109,16 @@ class Client(threading.Thread):
 
 
 @pytest.mark.soak
-def test_soak(bench: Bench, adapters: dict[str, Path]) -> None:
+def test_soak(harness: EngineHarness, adapters: dict[str, Path]) -> None:
     pytest.importorskip("fastapi")
     from ktransformers.serve.http.api import create_app
 
     seconds = float(os.environ.get("KT_SOAK_SECONDS", "60"))
-    service = service_of(bench, adapters, timeout=STUCK, running=8, queued=24, tokens=2048)
+    service = make_service(
+        harness, adapters, timeout=STUCK, max_running_requests=8, max_queued_requests=24, max_total_tokens=2048
+    )
     seen: Counter[str] = Counter()
-    with listening(create_app(service)) as url:
+    with run_app(create_app(service)) as url:
         address = url.removeprefix("http://")
 
         def greedy() -> Any:
@@ -137,7 +139,7 @@ def test_soak(bench: Bench, adapters: dict[str, Path]) -> None:
         end = time.monotonic() + 30
         while service.engine.busy and time.monotonic() < end:
             time.sleep(0.05)
-        assert not service.engine.busy and not any(slot.busy for slot in service.engine.slots.slots)
+        assert not service.engine.busy and not any(slot.busy for slot in service.engine.kv_cache.slots)
         same = greedy() == before
     memory.append((resident(), allocated()))
     record(
@@ -164,12 +166,12 @@ def test_soak(bench: Bench, adapters: dict[str, Path]) -> None:
 
 
 def samples(seconds: float) -> list[tuple[int, int]]:
-    """Bytes resident and allocated, thirty times in that many seconds."""
-    found = []
+    """Bytes resident and allocated, thirty samples in that many seconds."""
+    actual = []
     for _ in range(30):
         time.sleep(seconds / 30)
-        found.append((resident(), allocated()))
-    return found
+        actual.append((resident(), allocated()))
+    return actual
 
 
 def record(found: dict[str, Any]) -> None:

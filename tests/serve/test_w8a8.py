@@ -1,5 +1,6 @@
-"""`kt serve --kt-w8a8`: an int8 or int4 model is served with 8-bit activations and says so, any other is refused, and
-so is training."""
+"""`kt serve --kt-w8a8`: an int8 or int4 model is served with 8-bit activations and reports it; other formats and
+training are refused.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from ktransformers.nn.w8a8 import use_w8a8
 from ktransformers.serve.flags import parse
 from ktransformers.serve.launch import open_service
 from ktransformers.serve.placement import options_of
-from ktransformers.serve.target import resolve
+from ktransformers.serve.target import resolve_target
 from ktransformers.train.keys import UNSUPPORTED_KEYS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
@@ -29,14 +30,14 @@ def line(directory: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
-def test_a_model_says_that_it_rounds(format: str, model_directory: Path, tmp_path: Path) -> None:
+def test_served_model_reports_w8a8(format: str, model_directory: Path, tmp_path: Path) -> None:
     out = tmp_path / format
     done = CliRunner().invoke(app, ["quant", str(model_directory), "--format", format, "-o", str(out)])
     assert done.exit_code == 0, done.output
-    said = list[str]()
-    service = open_service(parse(line(out, "--kt-w8a8")), resolve(str(out)), said.append)
+    lines = list[str]()
+    service = open_service(parse(line(out, "--kt-w8a8")), resolve_target(str(out)), lines.append)
     assert service.approximations == {"kt_w8a8": True}
-    assert any("8-bit activations" in one and "approximation" in one for one in said)
+    assert any("8-bit activations" in one and "approximation" in one for one in lines)
     modules: dict[str, Any] = dict(expert_modules(service.engine.forward.model))
     layers = [module.kt_store for module in modules.values()]
     assert layers and all(store.w8a8 for store in layers)
@@ -53,16 +54,16 @@ def test_a_model_says_that_it_rounds(format: str, model_directory: Path, tmp_pat
     assert use_w8a8(model, False) == len(layers)
 
 
-def test_other_formats_are_refused_by_name(model_directory: Path) -> None:
+def test_w8a8_refuses_other_formats_by_name(model_directory: Path) -> None:
     with pytest.raises(InputError, match=r"w8a8.*experts.*bf16.*kt quant --format int8"):
-        open_service(parse(line(model_directory, "--kt-w8a8")), resolve(str(model_directory)), print)
+        open_service(parse(line(model_directory, "--kt-w8a8")), resolve_target(str(model_directory)), print)
     with pytest.raises(InputError, match="without packed experts"):
         use_w8a8(torch.nn.Linear(2, 2))
 
 
-def test_a_file_may_ask_for_it_and_training_may_not(model_directory: Path, tmp_path: Path) -> None:
+def test_w8a8_is_accepted_in_inference_yaml_only(model_directory: Path, tmp_path: Path) -> None:
     file = tmp_path / "infer.yaml"
     file.write_text(f"model_name_or_path: {model_directory}\nkt_config:\n  kt_w8a8: true\n")
-    assert options_of(parse([str(file)]), resolve(str(file))).kt_w8a8
-    assert not options_of(parse([str(model_directory)]), resolve(str(model_directory))).kt_w8a8
+    assert options_of(parse([str(file)]), resolve_target(str(file))).kt_w8a8
+    assert not options_of(parse([str(model_directory)]), resolve_target(str(model_directory))).kt_w8a8
     assert "training" in UNSUPPORTED_KEYS["kt_w8a8"].remedy

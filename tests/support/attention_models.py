@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from ktransformers.nn.attention_graphs.replay import GraphPair
-from tests.nn.families import VOCABULARY, build
+from tests.support.tiny_models import VOCABULARY, build
 
 CPU = torch.device("cpu")
 LENGTH = 40  # of a sequence, in a place for 64

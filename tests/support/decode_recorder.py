@@ -8,10 +8,10 @@ import torch
 
 from ktransformers.place.placement import Placement
 from ktransformers.serve.graphs.decode_graphs import Compute, DecodeGraphs
-from tests.serve.conftest import Bench
+from tests.support.serving import EngineHarness
 
 
-class Recorder:
+class EagerCapture:
     """Calls the step again instead of replaying it; counts captures, and fails them with `failure`."""
 
     def __init__(self, placement: Placement) -> None:
@@ -32,6 +32,6 @@ class Recorder:
         return replay
 
 
-def graphs_of(bench: Bench) -> DecodeGraphs:
-    assert bench.forward.graphs is not None
-    return bench.forward.graphs
+def graphs_of(harness: EngineHarness) -> DecodeGraphs:
+    assert harness.forward.graphs is not None
+    return harness.forward.graphs

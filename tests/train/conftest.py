@@ -1,4 +1,4 @@
-"""Tiny random models with a real tokenizer, and runs on them."""
+"""Tiny random models with a real tokenizer."""
 
 from __future__ import annotations
 
@@ -10,34 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.nn.families import build, save
-
-TOKENIZER = Path(__file__).resolve().parent.parent / "data" / "minimind_6400"
-
-
-class Quiet:
-    """A watcher that remembers."""
-
-    def __init__(self) -> None:
-        self.plans: list[Any] = []
-        self.steps: list[Any] = []
-        self.notes: list[str] = []
-        self.referred = 0
-
-    def on_plan(self, plan: Any) -> None:
-        self.plans.append(plan)
-
-    def on_load(self, done: int, layers: int) -> None:
-        pass
-
-    def on_reference(self, done: int, rows: int) -> None:
-        self.referred = rows
-
-    def on_note(self, line: str) -> None:
-        self.notes.append(line)
-
-    def on_step(self, progress: Any) -> None:
-        self.steps.append(progress)
+from tests.support.tiny_models import build, save
+from tests.support.training import TOKENIZER
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -72,21 +46,3 @@ def tokenizer() -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(TOKENIZER)
-
-
-def recipe(model: Path, output: Path, **keys: Any) -> dict[str, Any]:
-    """A short run on the shipped identity data, in float32."""
-    return {
-        "model_name_or_path": str(model),
-        "output_dir": str(output),
-        "dataset": "identity",
-        "max_samples": 16,
-        "cutoff_len": 96,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-3,
-        "max_steps": 4,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "lora_rank": 4,
-    } | keys

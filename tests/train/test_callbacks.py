@@ -17,12 +17,12 @@ from ktransformers.train import callbacks
 from ktransformers.train.callbacks import ExpertClock, PeakRates, TrainLog
 from ktransformers.train.plan import _precision_notes
 from ktransformers.train.resolve import read_settings
-from tests.nn.families import build, tokens
+from tests.support.tiny_models import build, tokens
 
 LAYERS = 2
 
 
-def test_the_roof_is_multiplying_or_reading() -> None:
+def test_peak_time_is_compute_or_memory_bound() -> None:
     store = ExpertStore(8, 64, 32)
     store.pack(gate_up=torch.zeros(8, 64, 64), down=torch.zeros(8, 64, 32))
     operations = 2 * 100 * 2 * 3 * 64 * 32
@@ -32,7 +32,7 @@ def test_the_roof_is_multiplying_or_reading() -> None:
 
 
 @pytest.mark.parametrize(("checkpointing", "passes"), [("none", 2), ("recompute", 3), ("retain", 2)])
-def test_passes_are_counted_as_they_are_computed(checkpointing: str, passes: int) -> None:
+def test_expert_clock_counts_recomputed_passes(checkpointing: str, passes: int) -> None:
     model = build("qwen3_moe")
     attach(model, free=True)
     model.train()
@@ -56,9 +56,7 @@ def test_passes_are_counted_as_they_are_computed(checkpointing: str, passes: int
     assert clock.seconds == before
 
 
-def test_a_roof_that_is_exceeded_is_measured_again_and_then_raised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exceeded_peak_rate_is_remeasured_then_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[float] = []
 
     def remeasure_rates() -> Any:
@@ -83,7 +81,7 @@ def test_a_roof_that_is_exceeded_is_measured_again_and_then_raised(
     assert shown[-1].roof_share is None
 
 
-def test_exact_experts_are_refused_where_a_variant_lacks_them() -> None:
+def test_f32_experts_are_refused_without_f32_kernels() -> None:
     keys = {"model_name_or_path": "x/y", "output_dir": "out", "dataset": "identity", "precision": "f32"}
     (note,) = _precision_notes(read_settings(keys), {"dtype": "float32"})
     assert "twice the memory" in note and "though" not in note

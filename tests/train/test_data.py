@@ -37,7 +37,7 @@ def turns(*pairs: tuple[str, str]) -> list[dict[str, str]]:
     return [{"from": who, "value": text} for who, text in pairs]
 
 
-def test_forms_that_are_recognised() -> None:
+def test_row_formats_are_detected() -> None:
     assert sample_of(ANSWERS) == FOUND
     sharegpt = turns(("human", "Hi there"), ("gpt", "Hello."), ("human", "And 2+2?"), ("gpt", "Four"))
     assert sample_of({"conversations": sharegpt}) == FOUND
@@ -50,7 +50,7 @@ def test_forms_that_are_recognised() -> None:
     assert with_system.messages[0] == {"role": "system", "content": "be kind"}
 
 
-def test_pairs_of_llama_factory_and_of_trl() -> None:
+def test_preference_pairs_of_llama_factory_and_trl_are_read() -> None:
     expected = PreferencePair(TALK[:1], TALK[1], {"role": "assistant", "content": "No."})
     rejected = {"role": "assistant", "content": "No."}
     named = {"from": "gpt", "value": "Hello."}, {"from": "gpt", "value": "No."}
@@ -65,7 +65,7 @@ def test_pairs_of_llama_factory_and_of_trl() -> None:
     assert sample_of({"prompt": "p", "chosen": "c", "rejected": "r"}).raw == ("p", "c", "r")
 
 
-def test_tool_calls() -> None:
+def test_tool_calls_are_converted() -> None:
     call = '{"name": "add", "arguments": {"a": 1}}'
     row = {
         "conversations": turns(("human", "1+1?"), ("function_call", call), ("observation", "2"), ("gpt", "Two.")),
@@ -95,13 +95,13 @@ def test_tool_calls() -> None:
         ({"instruction": "a", "output": "b", "tools": "{"}, "tools"),
     ],
 )
-def test_bad_rows_are_named(values: dict[str, Any], message: str) -> None:
+def test_invalid_row_error_names_file_and_line(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as error:
         sample_of(values)
     assert "f.jsonl, line 7" in str(error.value) and message in str(error.value)
 
 
-def test_files_of_every_kind(tmp_path: Path) -> None:
+def test_every_file_type_is_read(tmp_path: Path) -> None:
     rows = [{"instruction": f"q{n}", "input": "", "output": "a\nb"} for n in range(3)]
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=2))
     (tmp_path / "b.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
@@ -133,14 +133,14 @@ def test_files_of_every_kind(tmp_path: Path) -> None:
         ("x.txt", "a", "type .txt"),
     ],
 )
-def test_broken_files_are_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_broken_file_error_names_the_file(tmp_path: Path, name: str, text: str, message: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(InputError) as error:
         list(read_rows(tmp_path / name))
     assert message in str(error.value)
 
 
-def test_shipped_data_is_read_and_licensed() -> None:
+def test_packaged_datasets_are_readable_and_licensed() -> None:
     info = json.loads((DEMO_DATA_DIR / "dataset_info.json").read_text())
     assert {"identity", "dpo_en_demo", "style_neko_en"} <= set(info)
     for name, entry in info.items():
@@ -151,14 +151,14 @@ def test_shipped_data_is_read_and_licensed() -> None:
     assert all((DEMO_DATA_DIR / name).is_file() for name in licences)
 
 
-def test_identity_is_filled() -> None:
+def test_identity_placeholders_are_filled() -> None:
     settings = DataSettings(dataset=("identity",), identity_author="me")
     (found,) = read_datasets(["identity"], settings)
     texts = json.dumps([sample.messages for _, sample in found.samples], ensure_ascii=False)
     assert "{{" not in texts and "Kite" in texts and "developed by me" in texts
 
 
-def test_dataset_info_of_the_user_comes_first(tmp_path: Path) -> None:
+def test_user_dataset_info_takes_precedence(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text('{"q": "a", "a": "b"}\n')
     entry = {"file_name": "mine.jsonl", "columns": {"prompt": "q", "response": "a", "query": None}}
     openai = {"file_name": "mine.jsonl", "formatting": "openai"}
@@ -191,7 +191,7 @@ def rendered(tokenizer: Any, template: str | None, conversation: Conversation = 
         tokenizer.chat_template = before
 
 
-def test_loss_is_on_the_assistant_alone(tokenizer: Any) -> None:
+def test_labels_cover_only_assistant_tokens(tokenizer: Any) -> None:
     head = "<|im_start|>user\nHi there<|im_end|>\n<|im_start|>assistant\n"
     middle = "\n<|im_start|>user\nAnd 2+2?<|im_end|>\n<|im_start|>assistant\n"
     plain = to_jinja(TEMPLATES["qwen3_nothink"])
@@ -202,7 +202,7 @@ def test_loss_is_on_the_assistant_alone(tokenizer: Any) -> None:
     assert rendered(tokenizer, plain, default_system="Be kind").startswith(system + head)
 
 
-def test_thoughts(tokenizer: Any) -> None:
+def test_reasoning_is_rendered_as_in_the_template(tokenizer: Any) -> None:
     think = to_jinja(TEMPLATES["qwen3"])
     empty = "<think>\n\n</think>\n\n"
     assert f"«{empty}Four<|im_end|>»" in rendered(tokenizer, think)
@@ -215,7 +215,7 @@ def test_thoughts(tokenizer: Any) -> None:
     assert "«Hello.<|im_end|>»" in rendered(tokenizer, own), "the history of Qwen3's own template has no thoughts"
 
 
-def test_named_templates_are_those_of_the_models(tokenizer: Any) -> None:
+def test_named_templates_match_released_templates(tokenizer: Any) -> None:
     """Marks and masks: the released templates say the same as ours of that name."""
     system = Conversation([{"role": "system", "content": "Be kind."}, *TALK])
     one = Conversation(TALK[:2])
@@ -245,7 +245,7 @@ def test_every_template_masks_and_ends(tokenizer: Any, name: str) -> None:
     assert text[:-1].endswith((end, tokenizer.eos_token))
 
 
-def test_template_names(tokenizer: Any) -> None:
+def test_unknown_template_and_missing_tokens_are_reported(tokenizer: Any) -> None:
     with pytest.raises(InputError, match="`qwen3`, perhaps"):
         find_template("qwen33")
     assert missing_tokens(TEMPLATES["llama3"], tokenizer) == ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -256,7 +256,7 @@ def test_template_names(tokenizer: Any) -> None:
         )
 
 
-def test_tools_reach_the_tokenizers_own_template(tokenizer: Any) -> None:
+def test_tools_are_passed_to_the_tokenizer_template(tokenizer: Any) -> None:
     (found,) = read_datasets(["glaive_toolcall_en_demo"], DataSettings(dataset=("x",), max_samples=20))
     renderer = Renderer(tokenizer, 4096)
     called = 0
@@ -268,13 +268,13 @@ def test_tools_reach_the_tokenizers_own_template(tokenizer: Any) -> None:
     assert called > 3
 
 
-def test_text_and_raw_prompts(tokenizer: Any) -> None:
+def test_plain_text_and_raw_prompts_are_encoded(tokenizer: Any) -> None:
     assert rendered(tokenizer, None, PlainText("abc")) == f"«abc{tokenizer.eos_token}»"  # type: ignore[arg-type]
     raw = Conversation([{"role": "assistant", "content": " b"}], raw_prompt="a")
     assert rendered(tokenizer, None, raw) == f"a« b{tokenizer.eos_token}»"
 
 
-def test_cut_mixed_split_and_dropped(tokenizer: Any, tmp_path: Path) -> None:
+def test_rows_are_truncated_mixed_split_and_dropped(tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"instruction": "a", "output": "b " * 40}] * 3 + [{"instruction": "a " * 200, "output": "b"}]
     (tmp_path / "x.json").write_text(json.dumps(rows))
     settings = DataSettings(dataset=(str(tmp_path / "x.json"), "identity"), cutoff_len=32, max_samples=10, val_size=2)
@@ -289,7 +289,7 @@ def test_cut_mixed_split_and_dropped(tokenizer: Any, tmp_path: Path) -> None:
         prepare(found, [], renderer, settings.model_copy(update={"val_size": 50}), seed=1)
 
 
-def test_interleaving() -> None:
+def test_interleaving_follows_probabilities() -> None:
     parts = [list(range(100)), list(range(1000, 1010))]
     under = mix_datasets(parts, DataSettings(mix_strategy="interleave_under"), seed=3)
     over = mix_datasets(parts, DataSettings(mix_strategy="interleave_over", interleave_probs=(0.5, 0.5)), seed=3)
@@ -299,7 +299,7 @@ def test_interleaving() -> None:
         mix_datasets(parts, DataSettings(mix_strategy="interleave_under", interleave_probs=(1.0,)), seed=3)
 
 
-def test_packing_fills_and_loses_nothing() -> None:
+def test_packing_keeps_every_row() -> None:
     lengths = [5, 9, 3, 7, 2, 10, 1, 6]
     rows = [TrainRow([n] * n, [n] * n) for n in lengths]
     packs = pack_rows(rows, 10)

@@ -15,9 +15,8 @@ from ktransformers.plan import Machine, profile, require_fit, with_gpus
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.settings import TrainSettings
-
-from .conftest import Quiet, recipe
-from .runs import run
+from tests.support.training import RunRecorder, recipe
+from tests.support.training_runs import run
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Any:
     def device_of(settings: TrainSettings) -> torch.device:
         return torch.device("cpu" if settings.trainer.get("use_cpu") else "cuda")
 
-    for module in ("arguments", "forecast", "plan", "run", "homes"):
+    for module in ("arguments", "forecast", "plan", "run", "placement"):
         monkeypatch.setattr(f"ktransformers.train.{module}.device_of", device_of)
 
     def size(word: str, memory: int = 10**11) -> Machine:
@@ -39,7 +38,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Any:
     return size
 
 
-def test_a_run_uses_what_its_plan_has_chosen(beside: Any, tiny: Path, tmp_path: Path) -> None:
+def test_run_uses_the_plans_choices(beside: Any, tiny: Path, tmp_path: Path) -> None:
     """A model this small is faster without one, by the plan's seconds: the GPU is used all the same."""
     keys = recipe(tiny, tmp_path / "out")
     beside("80GB")
@@ -55,9 +54,9 @@ def test_a_run_uses_what_its_plan_has_chosen(beside: Any, tiny: Path, tmp_path: 
     assert "gpu0 lacks" in said and "use_cpu: false" in said
 
 
-def test_a_run_that_falls_to_the_cpu_is_one_on_the_cpu(beside: Any, tiny: Path, tmp_path: Path) -> None:
+def test_cpu_fallback_equals_a_cpu_run(beside: Any, tiny: Path, tmp_path: Path) -> None:
     beside("500MB")
-    watcher = Quiet()
+    watcher = RunRecorder()
     run(recipe(tiny, tmp_path / "out", gradient_accumulation_steps=2), watcher)
     assert watcher.plans[0].device == "cpu" and watcher.steps[-1].values
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
@@ -66,7 +65,7 @@ def test_a_run_that_falls_to_the_cpu_is_one_on_the_cpu(beside: Any, tiny: Path, 
 @pytest.mark.parametrize(
     "keys", [{"use_cpu": False}, {"kt_place": "stream"}, {"kt_num_gpu_experts": 2}, {"fp16": True}], ids=str
 )
-def test_who_asks_for_the_gpu_is_refused_and_told_the_ways_out(
+def test_requested_gpu_that_does_not_fit_is_refused_with_remedies(
     beside: Any, tiny: Path, tmp_path: Path, keys: dict[str, Any]
 ) -> None:
     beside("500MB")
@@ -76,7 +75,9 @@ def test_who_asks_for_the_gpu_is_refused_and_told_the_ways_out(
         require_fit(plan.forecast)
 
 
-def test_processes_are_of_one_mind(beside: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multiple_processes_agree_on_the_device(
+    beside: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that finds less free host memory than the others must not go elsewhere."""
     beside("500MB")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -84,7 +85,7 @@ def test_processes_are_of_one_mind(beside: Any, tiny: Path, tmp_path: Path, monk
     assert plan.device == "cuda" and plan.forecast is not None and plan.forecast.best is None
 
 
-def test_where_nothing_fits_at_all_the_gpu_stays(beside: Any, tiny: Path, tmp_path: Path) -> None:
+def test_gpu_is_kept_if_no_configuration_fits(beside: Any, tiny: Path, tmp_path: Path) -> None:
     """So that `--force` tries what the plan shows."""
     beside("500MB", memory=10**6)
     plan = make_plan(read_settings(recipe(tiny, tmp_path / "out"))).plan

@@ -11,15 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from .conftest import Quiet, recipe
-from .runs import adapter, difference, first_gradients, run
+from tests.support.training import RunRecorder, recipe
+from tests.support.training_runs import adapter, difference, first_gradients, run
 
 
 @pytest.mark.parametrize(
     ("family", "precision", "tolerance"),
     [("qwen3_moe", "bf16", 0.02), ("deepseek_v3", "bf16", 0.02), ("qwen3_moe", "f32", 1e-4)],
 )
-def test_the_adapter_is_that_of_a_plain_trl_script(
+def test_adapter_equals_plain_trl_training(
     family: str, precision: str, tolerance: float, model_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     from datasets import Dataset
@@ -72,7 +72,7 @@ def test_the_adapter_is_that_of_a_plain_trl_script(
     assert difference(*learned) < tolerance
 
 
-def test_token_budget_has_the_gradients_of_accumulation(tiny: Path, tmp_path: Path) -> None:
+def test_token_budget_gradients_equal_accumulation(tiny: Path, tmp_path: Path) -> None:
     keys = recipe(tiny, tmp_path / "x", gradient_accumulation_steps=4, max_samples=8)
     plain = first_gradients(keys | {"kt_tokens_per_batch": "off"})
     budget = first_gradients(keys | {"kt_tokens_per_batch": 200})
@@ -84,7 +84,7 @@ def test_token_budget_has_the_gradients_of_accumulation(tiny: Path, tmp_path: Pa
         assert difference(first_gradients(pairs | {"kt_tokens_per_batch": 256}), plain) < 1e-5
 
 
-def test_packed_rows_do_not_see_each_other(tiny: Path, tmp_path: Path) -> None:
+def test_packed_rows_do_not_attend_to_each_other(tiny: Path, tmp_path: Path) -> None:
     keys = recipe(tiny, tmp_path / "x", max_samples=6, per_device_train_batch_size=6, gradient_accumulation_steps=1)
     assert difference(first_gradients(keys | {"packing": True, "cutoff_len": 256}), first_gradients(keys)) < 1e-4
 
@@ -97,11 +97,11 @@ def test_checkpointing_does_not_change_gradients(tiny: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "orpo", "simpo", "ipo", "hinge"])
-def test_preference_runs(loss: str, tiny: Path, tmp_path: Path) -> None:
+def test_every_preference_loss_trains(loss: str, tiny: Path, tmp_path: Path) -> None:
     keys = recipe(tiny, tmp_path / "dpo", stage="dpo", dataset="style_neko_en_dpo", pref_loss=loss, pref_ftx=0.1)
     keys |= {"cutoff_len": 80, "max_samples": 4, "learning_rate": 5e-3, "max_steps": 3, "val_size": 1}
     keys |= {"gradient_accumulation_steps": 1}
-    watcher = Quiet()
+    watcher = RunRecorder()
     result = run(keys, watcher)
     steps = [step.values for step in watcher.steps if "loss" in step.values]
     with_reference = loss not in ("orpo", "simpo")
@@ -111,12 +111,12 @@ def test_preference_runs(loss: str, tiny: Path, tmp_path: Path) -> None:
     assert steps[-1]["rewards/margins"] > steps[0]["rewards/margins"]
     assert "eval_loss" in result.results
     if with_reference:  # again in the same place: nothing is computed twice
-        again = Quiet()
+        again = RunRecorder()
         run(keys | {"overwrite_output_dir": True, "max_steps": 1}, again)
         assert again.referred == 0 and any("earlier run" in note for note in again.notes)
 
 
-def test_sigmoid_is_trls_sigmoid(tiny: Path, tmp_path: Path) -> None:
+def test_sigmoid_loss_equals_trl(tiny: Path, tmp_path: Path) -> None:
     """Our loss on our rows against TRL's own trainer on the same tokens."""
     from ktransformers.train.trainers import PreferenceTrainer
 

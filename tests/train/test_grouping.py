@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from ktransformers.adapters.manifest import read_manifest
 from ktransformers.cli.main import app
 from ktransformers.errors import InputError
 from ktransformers.plan import open_shape, profile, with_gpus
@@ -25,13 +26,11 @@ from ktransformers.train.grouping import (
     decide_grouping,
     pick_candidate,
 )
-from ktransformers.train.manifest import read_manifest
 from ktransformers.train.plan import make_plan, plan_document
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.settings import TrainSettings
-
-from .conftest import Quiet, recipe
-from .runs import adapter, difference, first_gradients, run
+from tests.support.training import RunRecorder, recipe
+from tests.support.training_runs import adapter, difference, first_gradients, run
 
 PUBLISHED = {
     "model_name_or_path": "m",
@@ -54,7 +53,7 @@ def settings_of(**keys: Any) -> TrainSettings:
     return read_settings(PUBLISHED | keys)
 
 
-def test_the_published_recipe_goes_through_at_once() -> None:
+def test_published_recipe_combines_all_batches() -> None:
     found = choose_grouping(settings_of(), site(profile("amx16-h200")))
     assert (found.tokens, found.batches, found.of) == (8192, 16, 16)
     assert found.seconds is not None and found.seconds_apart is not None and found.seconds_apart > 5 * found.seconds
@@ -68,7 +67,7 @@ def test_the_published_recipe_goes_through_at_once() -> None:
     assert short.tokens == 16 * 300, "rows are no longer than they are"
 
 
-def test_what_does_not_fit_with_room_is_not_chosen() -> None:
+def test_candidate_without_memory_margin_is_not_chosen() -> None:
     """GPUs of less and less memory: fewer batches at once, at last one by one; and never more than what fits."""
     machine, settings, chosen = profile("amx16-h200"), settings_of(cutoff_len=2048), []
     for size in ("24GB", "16GB", "12GB", "10GB", "8GB"):
@@ -98,12 +97,12 @@ def test_what_does_not_fit_with_room_is_not_chosen() -> None:
         ([], 1),
     ],
 )
-def test_the_rule(tried: list[tuple[int, float, bool]], batches: int) -> None:
+def test_candidate_selection_rule(tried: list[tuple[int, float, bool]], batches: int) -> None:
     trials = [GroupingCandidate(count, 512 * count, seconds, fits) for count, seconds, fits in tried]
     assert pick_candidate(GroupingCandidate(1, None, 10.0, True), trials).batches == batches
 
 
-def test_padding_counts_as_time() -> None:
+def test_padding_is_counted_in_predicted_time() -> None:
     """A CPU that multiplies slowly gains nothing from fewer passes once most of what they hold is padding."""
     machine = with_gpus(profile("amx16-h200"), "none")
     machine = replace(machine, memory=10**12, cpu=replace(machine.cpu, read_bytes=20e9))
@@ -115,7 +114,7 @@ def test_padding_counts_as_time() -> None:
     assert mixed.seconds <= mixed.seconds_apart < (equal.seconds_apart or 0)
 
 
-def test_short_rows_are_taken_together_on_a_cpu_alone() -> None:
+def test_short_rows_are_combined_on_a_cpu() -> None:
     """A model of 162 million parameters, rows of 56 tokens: a pass of one is mostly Python, whatever its format is read
     with, so that a step one by one takes twice as long and more."""
     machine = with_gpus(profile("amx16-h200"), "none")
@@ -142,19 +141,19 @@ def test_short_rows_are_taken_together_on_a_cpu_alone() -> None:
     ],
     ids=lambda keys: next(iter(keys)),
 )
-def test_where_it_would_change_results_nothing_changes(keys: dict[str, Any]) -> None:
+def test_auto_keeps_batches_if_results_would_change(keys: dict[str, Any]) -> None:
     found = decide_grouping(settings_of(**keys), None, site(profile("amx16-h200")), None)
     assert found.tokens is None and found.note is None and found.why
 
 
-def test_processes_and_models_without_a_forecast_go_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_forecast_or_multiple_processes_keep_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decide_grouping(settings_of(), None, None, None).tokens is None
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert decide_grouping(settings_of(), None, site(profile("amx16-h200")), None).tokens is None
     assert decide_grouping(settings_of(kt_tokens_per_batch=4096), None, None, None).tokens == 4096, "who asks gets it"
 
 
-def test_kt_plan_chooses_as_kt_train_does(tmp_path: Path) -> None:
+def test_kt_plan_and_kt_train_choose_the_same_grouping(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text(json.dumps(PUBLISHED))
     words = ["plan", "deepseek-v2-lite", "--train", str(tmp_path / "x.yaml"), "--machine", "amx16-h200", "--json"]
     found, off = (json.loads(CliRunner().invoke(app, [*words, *more]).output)["train"] for more in ((), (OFF,)))
@@ -173,15 +172,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktransformers.plan.calibrate.this_machine", lambda: replace(machine, cpu=cpu))
 
 
-def losses(watcher: Quiet) -> list[float]:
+def losses(watcher: RunRecorder) -> list[float]:
     return [step.values["loss"] for step in watcher.steps if "loss" in step.values]
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_run_is_the_same_and_says_what_it_does(tiny: Path, tmp_path: Path) -> None:
+def test_combined_batches_give_the_same_adapter_and_a_note(tiny: Path, tmp_path: Path) -> None:
     keys = recipe(tiny, tmp_path / "auto", optim="sgd", learning_rate=0.5, precision="f32", max_steps=6)
     keys |= {"gradient_accumulation_steps": 4, "max_samples": 13}  # the second step of an epoch is short
-    auto, off = Quiet(), Quiet()
+    auto, off = RunRecorder(), RunRecorder()
     run(keys, auto)
     run(keys | {"output_dir": str(tmp_path / "off"), "kt_tokens_per_batch": "off"}, off)
     plan = auto.plans[0]
@@ -199,7 +198,7 @@ def test_a_run_is_the_same_and_says_what_it_does(tiny: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("quick")
-def test_pairs_have_the_gradients_of_accumulation_by_default(tiny: Path, tmp_path: Path) -> None:
+def test_auto_grouping_of_pairs_keeps_accumulation_gradients(tiny: Path, tmp_path: Path) -> None:
     keys = recipe(tiny, tmp_path / "x", stage="dpo", dataset="style_neko_en_dpo", gradient_accumulation_steps=3)
     keys |= {"cutoff_len": 64, "max_samples": 5}
     plan = make_plan(read_settings(keys)).plan
@@ -208,9 +207,9 @@ def test_pairs_have_the_gradients_of_accumulation_by_default(tiny: Path, tmp_pat
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_run_goes_on_with_what_it_was_begun_with(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_run_keeps_its_grouping(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = recipe(tiny, tmp_path / "whole", save_strategy="steps", save_steps=2, lora_dropout=0.1)
-    whole, again = Quiet(), Quiet()
+    whole, again = RunRecorder(), RunRecorder()
     run(keys, whole)
     tokens = whole.plans[0].settings.experts.tokens_per_pass
     checkpoint = tmp_path / "part" / "checkpoint-2"
@@ -229,7 +228,7 @@ def test_a_run_goes_on_with_what_it_was_begun_with(tiny: Path, tmp_path: Path, m
     assert anew.settings.experts.kt_tokens_per_batch == "off"
 
 
-def test_checkpoints_of_older_versions_go_on_batch_by_batch(tmp_path: Path) -> None:
+def test_old_checkpoints_resume_batch_by_batch(tmp_path: Path) -> None:
     here = site(profile("amx16-h200"))
     assert decide_grouping(settings_of(), tmp_path, here, None).tokens is None
     (tmp_path / GROUPING_FILE).write_text('{"kt_tokens_per_batch": 2048}')

@@ -17,22 +17,21 @@ from typing import Any
 import pytest
 import torch
 
+from ktransformers.adapters.manifest import read_manifest
 from ktransformers.errors import KTError
 from ktransformers.train.callbacks import Interrupted
-from ktransformers.train.manifest import read_manifest
-
-from .conftest import Quiet, recipe
-from .runs import SCRIPT, adapter, difference, run, start_run
+from tests.support.training import RunRecorder, recipe
+from tests.support.training_runs import SCRIPT, adapter, difference, run, start_run
 
 
-def test_going_on_gives_what_an_uninterrupted_run_gives(tiny: Path, tmp_path: Path) -> None:
+def test_resumed_run_equals_uninterrupted_run(tiny: Path, tmp_path: Path) -> None:
     keys = recipe(tiny, tmp_path / "whole", max_steps=6, save_strategy="steps", save_steps=2, lora_dropout=0.1)
-    whole = Quiet()
+    whole = RunRecorder()
     run(keys, whole)
     part = tmp_path / "part"
     shutil.copytree(tmp_path / "whole" / "checkpoint-4", part / "checkpoint-4")
     (part / ".kt_saving" / "checkpoint-6").mkdir(parents=True)  # what a kill in the middle of a save leaves
-    again = Quiet()
+    again = RunRecorder()
     run(keys | {"output_dir": str(part), "resume_from_checkpoint": True}, again)
     assert "resumes from" in again.plans[0].start
     losses = [
@@ -44,14 +43,14 @@ def test_going_on_gives_what_an_uninterrupted_run_gives(tiny: Path, tmp_path: Pa
     assert all(tensor["gradient_seen"] for tensor in manifest["tensors"].values())
 
 
-class Interrupting(Quiet):
+class Interrupting(RunRecorder):
     def on_step(self, progress: Any) -> None:
         super().on_step(progress)
         if progress.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_sigterm_saves_and_goes_on(tiny: Path, tmp_path: Path) -> None:
+def test_sigterm_saves_a_checkpoint_and_resumes(tiny: Path, tmp_path: Path) -> None:
     keys = recipe(tiny, tmp_path / "x", max_steps=5, save_strategy="steps", save_steps=100)
     with pytest.raises(Interrupted, match=r"SIGTERM: stopped after step \d, which was saved"):
         run(keys, Interrupting())
@@ -64,7 +63,7 @@ def test_sigterm_saves_and_goes_on(tiny: Path, tmp_path: Path) -> None:
     assert int(checkpoint.name[11:]) < 5 and (tmp_path / "x" / "kt_manifest.json").exists()
 
 
-def test_kill_9_leaves_only_whole_checkpoints(tiny: Path, tmp_path: Path) -> None:
+def test_sigkill_leaves_only_complete_checkpoints(tiny: Path, tmp_path: Path) -> None:
     keys = recipe(tiny, tmp_path / "x", max_steps=200, save_strategy="steps", save_steps=1, save_total_limit=3)
     process = start_run(keys, tmp_path / "x.yaml")
     limit = time.monotonic() + 120
@@ -79,16 +78,16 @@ def test_kill_9_leaves_only_whole_checkpoints(tiny: Path, tmp_path: Path) -> Non
         assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] == int(checkpoint.name[11:])
         torch.load(checkpoint / "optimizer.pt", weights_only=True)
     last = max(int(path.name[11:]) for path in there)
-    watcher = Quiet()
+    watcher = RunRecorder()
     run(keys | {"resume_from_checkpoint": True, "max_steps": last + 2, "overwrite_output_dir": True}, watcher)
     assert [step.step for step in watcher.steps if "loss" in step.values] == [last + 1, last + 2]
 
 
 @pytest.mark.slow
-def test_kill_9_at_twenty_random_moments(tiny: Path, tmp_path: Path) -> None:
+def test_sigkill_at_random_moments_is_recoverable(tiny: Path, tmp_path: Path) -> None:
 
     keys = recipe(tiny, tmp_path / "whole", max_steps=240, save_strategy="steps", save_steps=1, save_total_limit=2)
-    whole = Quiet()
+    whole = RunRecorder()
     run(keys, whole)
     output = tmp_path / "x"
     keys |= {"output_dir": str(output), "resume_from_checkpoint": True}
@@ -107,14 +106,14 @@ def test_kill_9_at_twenty_random_moments(tiny: Path, tmp_path: Path) -> None:
         process.wait()
         killed += 1
         assert last() > before or last() == 240
-    watcher = Quiet()
+    watcher = RunRecorder()
     run(keys, watcher)
     losses = {step.step: step.values["loss"] for step in whole.steps if "loss" in step.values}
     assert all(losses[step.step] == step.values["loss"] for step in watcher.steps if "loss" in step.values)
     assert difference(adapter(output), adapter(tmp_path / "whole")) < 1e-6
 
 
-def test_a_full_disk_is_said_plainly(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_without_traceback(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     from ktransformers.train import trainers
 
@@ -127,16 +126,16 @@ def test_a_full_disk_is_said_plainly(tiny: Path, tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(trainers, "sync_tree", full)
     keys = recipe(tiny, tmp_path / "x", max_steps=4, save_strategy="steps", save_steps=1)
-    with pytest.raises(KTError, match="no space left; what was saved before is whole"):
+    with pytest.raises(KTError, match="no space left; earlier checkpoints are complete"):
         run(keys)
     assert [path.name for path in sorted((tmp_path / "x").iterdir())] == ["checkpoint-1", "trainer_log.jsonl"]
 
 
 @pytest.mark.slow
-def test_two_processes_are_one_with_twice_the_batch(tiny: Path, tmp_path: Path) -> None:
+def test_two_processes_equal_one_with_twice_the_batch(tiny: Path, tmp_path: Path) -> None:
     keys = recipe(tiny, tmp_path / "one", optim="sgd", learning_rate=0.5, disable_shuffling=True, max_samples=16)
     keys |= {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 4, "use_cpu": True}
-    one = Quiet()
+    one = RunRecorder()
     run(keys, one)
     (tmp_path / "two.yaml").write_text(json.dumps(keys | {"output_dir": str(tmp_path / "two")}))
     (tmp_path / "two.py").write_text(SCRIPT)

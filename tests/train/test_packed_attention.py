@@ -23,17 +23,16 @@ from ktransformers.train.packed_attention import (
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.trainers import SupervisedTrainer
-from tests.nn.families import build
-
-from .conftest import recipe
-from .runs import difference, first_gradients, run
+from tests.support.tiny_models import build
+from tests.support.training import recipe
+from tests.support.training_runs import difference, first_gradients, run
 
 PADDED = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "max_samples": 6}
 PACKED = PADDED | {"packing": True, "cutoff_len": 128, "gradient_accumulation_steps": 3}
 
 
 @pytest.mark.parametrize("kind", [PADDED, PACKED], ids=["padded", "packed"])
-def test_gradients_are_those_of_the_stock_path(
+def test_packed_attention_gradients_equal_sdpa(
     kind: dict[str, Any], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TRL's own loss on all rows, and transformers' own mask."""
@@ -41,18 +40,16 @@ def test_gradients_are_those_of_the_stock_path(
     ours = first_gradients(keys)
     kept = first_gradients(keys | {"disable_gradient_checkpointing": True})
     monkeypatch.setattr(SupervisedTrainer, "compute_loss", SFTTrainer.compute_loss)
-    monkeypatch.setattr(running, "attend_by_rows", lambda model: False)
+    monkeypatch.setattr(running, "use_packed_attention", lambda model: False)
     stock = first_gradients(keys)
     assert any(bool(gradient.ne(0).any()) for gradient in stock.values())
     assert difference(ours, stock) < 1e-5 and difference(kept, stock) < 1e-5
 
 
-def test_the_proof_is_recorded_under_stock_attention(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_proof_is_recorded_with_sdpa(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16 the same sums rounded elsewhere are other numbers, and `kt prove` would say so."""
     seen: list[str] = []
-    finish, attend = running.finish_output, running.attend_by_rows
+    finish, attend = running.write_output, running.use_packed_attention
 
     def looking(trainer: Any, *args: Any) -> Any:
         seen.append(trainer.model.config._attn_implementation)
@@ -63,8 +60,8 @@ def test_the_proof_is_recorded_under_stock_attention(
         seen.append(model.config._attn_implementation)
         return found
 
-    monkeypatch.setattr(running, "finish_output", looking)
-    monkeypatch.setattr(running, "attend_by_rows", attending)
+    monkeypatch.setattr(running, "write_output", looking)
+    monkeypatch.setattr(running, "use_packed_attention", attending)
     run(recipe(tiny, tmp_path / "x", **PACKED) | {"max_steps": 1})
     assert seen == [PACKED_ROWS, "sdpa"]
 
@@ -78,7 +75,7 @@ def losses(trainer: Any, inputs: dict[str, Any], count: Any) -> tuple[float, flo
     return ours.item(), theirs.item(), noted
 
 
-def test_the_loss_is_trls(tiny: Path, tmp_path: Path) -> None:
+def test_labelled_rows_loss_equals_trl(tiny: Path, tmp_path: Path) -> None:
     """Whatever the number of labels: of the batch, of the whole step, or none at all."""
     settings = read_settings(recipe(tiny, tmp_path / "x", **PADDED))
     prepared = make_plan(settings)
@@ -99,13 +96,13 @@ def test_the_loss_is_trls(tiny: Path, tmp_path: Path) -> None:
     assert ours == theirs == 0
 
 
-def test_kept_rows_have_a_label() -> None:
+def test_selected_rows_have_a_label() -> None:
     labels = torch.tensor([[-100, 5, -100, 7], [3, -100, -100, -100]])
     assert labelled_positions(labels).tolist() == [[True, False, True], [False, False, False]]
     assert labelled_positions(torch.full((2, 3), -100)).sum() == 1
 
 
-def test_rows_are_attended_as_with_a_mask(tiny: Path) -> None:
+def test_packed_attention_equals_masked_attention(tiny: Path) -> None:
     ids = torch.arange(3, 27)[None]
     borders = torch.tensor([0, 5, 6, 24], dtype=torch.int32)
     positions = torch.cat([torch.arange(length) for length in borders.diff().tolist()])[None]
@@ -126,7 +123,7 @@ def test_rows_are_attended_as_with_a_mask(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[5, 1, 18, 40], [33], [7] * 9], ids=str)
-def test_rows_as_a_batch_of_products(lengths: list[int]) -> None:
+def test_row_attention_matches_reference(lengths: list[int]) -> None:
     """Forward and backward in float64 against SDPA with a mask; heads share keys, values are narrower."""
     generator = torch.Generator().manual_seed(0)
     tokens = sum(lengths)
@@ -137,14 +134,14 @@ def test_rows_as_a_batch_of_products(lengths: list[int]) -> None:
     mask = (owner[:, None] == owner) & torch.ones(tokens, tokens, dtype=torch.bool).tril()
     wide = [tensor.transpose(0, 1).repeat_interleave(6 // tensor.shape[1], 0) for tensor in inputs]
     stock = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=mask, scale=0.3).transpose(0, 1)
-    ours = RowAttention.apply(*inputs, PaddedRows.of(lengths), 0.3)
+    ours = RowAttention.apply(*inputs, PaddedRows.from_lengths(lengths), 0.3)
     assert torch.allclose(ours, stock, atol=1e-12)
     expected, found = (torch.autograd.grad(out, inputs, grad, retain_graph=True) for out in (stock, ours))
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one, other, atol=1e-12)
 
 
-def test_bf16_rows_are_near_float32(tiny: Path) -> None:
+def test_bf16_packed_attention_is_close_to_float32(tiny: Path) -> None:
     ids = torch.arange(3, 63)[None]
     borders = torch.tensor([0, 20, 33, 60], dtype=torch.int32)
     positions = torch.cat([torch.arange(length) for length in borders.diff().tolist()])[None]
@@ -163,7 +160,7 @@ def test_bf16_rows_are_near_float32(tiny: Path) -> None:
     assert errors[torch.bfloat16, True] < 1.2 * errors[torch.bfloat16, False] < 0.1
 
 
-def test_windows_keep_their_masks() -> None:
+def test_sliding_window_models_keep_sdpa() -> None:
     assert has_full_attention(build("mixtral", sliding_window=None).config)
     assert not has_full_attention(build("mixtral", sliding_window=16).config)
     assert not use_packed_attention(build("mixtral", sliding_window=16))

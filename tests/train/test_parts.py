@@ -14,7 +14,7 @@ from ktransformers.train.batches import pair_weights, split_by_budget, split_pai
 from ktransformers.train.preference import AnswerLogprobs, pair_losses
 from ktransformers.train.settings import LoraSettings, PreferenceSettings
 from ktransformers.train.targets import count_trained_parameters, find_targets
-from tests.nn.families import COMMON, FAMILIES
+from tests.support.tiny_models import COMMON, FAMILIES
 
 
 def skeleton(family: str) -> Any:
@@ -33,7 +33,7 @@ ATTENTION = {
 
 
 @pytest.mark.parametrize("family", ATTENTION)
-def test_all_is_attention_and_experts(family: str) -> None:
+def test_target_all_means_attention_and_experts(family: str) -> None:
     model = skeleton(family)
     found = find_targets(model, LoraSettings())
     assert {name.rpartition(".")[2] for name in found.modules} == ATTENTION[family]
@@ -48,7 +48,7 @@ def test_all_is_attention_and_experts(family: str) -> None:
     assert count_trained_parameters(model, found, 8) == expected
 
 
-def test_named_targets() -> None:
+def test_named_targets_are_resolved() -> None:
     model = skeleton("deepseek_v3")
 
     def ends(*words: str) -> tuple[set[str], set[str]]:
@@ -81,7 +81,7 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-def test_preference_losses_by_hand() -> None:
+def test_preference_losses_match_formulas() -> None:
     """The formulas, spelled out for each pair with plain numbers."""
     policy, base = answers()
     pairs = [(-3.0, -6.0, 3, 2, -4.0, -5.0), (-8.0, -7.0, 4, 7, -7.5, -7.25)]
@@ -117,13 +117,13 @@ def test_preference_losses_by_hand() -> None:
     check("sigmoid", lambda *p: -math.log(sigmoid(beta * margin(*p))) - 0.2 * p[0] / p[2], pref_ftx=0.2)
 
 
-def test_losses_without_reference_need_none() -> None:
+def test_reference_free_losses_need_no_reference() -> None:
     policy, _ = answers()
     for kind in ("orpo", "simpo"):
         assert pair_losses(policy, None, PreferenceSettings(pref_loss=kind)).shape == (2,)
 
 
-def test_parts_hold_the_budget_and_every_row() -> None:
+def test_split_by_budget_keeps_every_row() -> None:
     lengths = [5, 40, 12, 7, 33, 5, 90, 2]
     parts = split_by_budget(lengths, 80)
     assert sorted(row for part in parts for row in part) == list(range(8))
@@ -133,7 +133,7 @@ def test_parts_hold_the_budget_and_every_row() -> None:
     assert split_by_budget([], 10) == []
 
 
-def test_cut_pairs_keeps_pairs_together() -> None:
+def test_split_pairs_keeps_pairs_together() -> None:
     lengths = [3, 5, 2, 4, 1, 6]  # three pairs: (3, 4), (5, 1), (2, 6)
     mask = torch.zeros(6, 6, dtype=torch.long)
     for row, length in enumerate(lengths):

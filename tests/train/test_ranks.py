@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from ktransformers.nn import rank_cores
-from tests.checkpoint.conversions import pack
-from tests.nn.families import build, save
-
-from .conftest import TOKENIZER, recipe
+from tests.support.packing import pack
+from tests.support.tiny_models import build, save
+from tests.support.training import TOKENIZER, recipe
 
 for package in ("trl", "datasets"):
     pytest.importorskip(package)
@@ -31,8 +30,8 @@ import torch.distributed as dist
 from ktransformers.nn.pool import default_pool
 from ktransformers.train.run import train
 from ktransformers.train.resolve import read_settings
-from tests.checkpoint.test_packed_use import mapped_pages
-from tests.train.conftest import Quiet
+from tests.support.packing import mapped_pages
+from tests.support.training import RunRecorder
 from transformers import TrainerCallback
 
 file, packed, out = map(Path, sys.argv[1:])
@@ -55,7 +54,7 @@ def watched(*args, **kwargs):
     trainer.add_callback(Looking())
     return trainer
 run.build_trainer = watched
-train(read_settings(file, []), Quiet())
+train(read_settings(file, []), RunRecorder())
 """
 
 
@@ -99,14 +98,14 @@ def test_ranks_share_one_packed_copy_and_the_cores(tmp_path: Path) -> None:
         ({5: 5}, 3, [{5}, {5}, {5}]),
     ],
 )
-def test_parts_are_whole_cores(
+def test_cpu_shares_are_whole_cores(
     siblings: dict[int, int], ranks: int, expected: list[set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_cores, "first_sibling", siblings.__getitem__)
     assert [rank_cores.rank_cpus(siblings, rank, ranks) for rank in range(ranks)] == expected
 
 
-def test_who_is_alone_or_bound_already_is_left_in_peace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_or_bound_process_keeps_its_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[object] = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda *words: moved.append(words))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)

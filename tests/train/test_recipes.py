@@ -16,9 +16,8 @@ from ktransformers.errors import InputError
 from ktransformers.train.plan import make_plan, plan_document
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.settings import SECTION_OF_KEY
-
-from .conftest import recipe
-from .seeds import SEEDS
+from tests.support.training import recipe
+from tests.support.training_files import SEEDS
 
 pytest.importorskip("trl")
 
@@ -39,7 +38,7 @@ def family_of(name: str) -> str:
     return next((family for start, family in FAMILY.items() if name.startswith(start)), "qwen3_moe")
 
 
-def test_there_is_a_recipe_for_each_model_and_stage() -> None:
+def test_every_model_and_stage_has_a_recipe() -> None:
     models = ("deepseek_v2_lite", "deepseek_v3", "qwen3_30b", "qwen3_235b", "qwen3_5", "kimi_k2")
     assert {path.stem for path in RECIPES} >= {f"{model}_{stage}" for model in models for stage in ("sft", "dpo")}
 
@@ -59,7 +58,7 @@ def test_recipes_are_valid(path: Path, model_of: Callable[[str], Path], tmp_path
 
 
 @pytest.mark.parametrize("name", SEEDS)
-def test_seed_files_are_planned(name: str, tiny: Path, tmp_path: Path) -> None:
+def test_published_files_are_planned(name: str, tiny: Path, tmp_path: Path) -> None:
     words = [f"model_name_or_path={tiny}", f"output_dir={tmp_path / 'out'}"]
     if "alpaca_en_demo" in SEEDS[name]["dataset"]:
         with pytest.raises(InputError, match="get it from"):
@@ -91,7 +90,7 @@ def test_dry_run_prints_the_plan(tiny: Path, tmp_path: Path) -> None:
     assert plan == json.loads(json.dumps(plan_document(make_plan(read_settings(file, ["lora_rank=16"])).plan)))
 
 
-def test_a_run_prints_lines_and_leaves_the_adapter(tiny: Path, tmp_path: Path) -> None:
+def test_run_prints_progress_and_writes_the_adapter(tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_text(yaml.safe_dump(recipe(tiny, tmp_path / "out", max_steps=2)))
     done = invoke(str(file))
@@ -104,7 +103,7 @@ def test_a_run_prints_lines_and_leaves_the_adapter(tiny: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SEEDS)
-def test_seed_files_run(
+def test_published_files_run(
     name: str, model_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the file, on a tiny model of the family, with few and short rows; data that may not be shipped is there."""
@@ -124,7 +123,7 @@ def test_seed_files_run(
     assert (output / "training_loss.png").is_file() and (output / "kt_manifest.json").is_file()
 
 
-def test_the_live_table_shows_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_live_table_shows_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     from ktransformers.cli.train import StepScreen
     from ktransformers.train.callbacks import Progress
 
@@ -153,23 +152,23 @@ def test_the_live_table_shows_a_step(capsys: pytest.CaptureFixture[str]) -> None
         ({"eval_strategy": "steps"}, "give val_size or eval_dataset"),
     ],
 )
-def test_what_would_stop_a_run_stops_the_plan(keys: dict[str, Any], message: str, tiny: Path, tmp_path: Path) -> None:
+def test_dry_run_reports_errors_of_a_run(keys: dict[str, Any], message: str, tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError) as error:
         make_plan(read_settings(recipe(tiny, tmp_path / "out") | keys))
     assert message in str(error.value)
 
 
-def test_what_is_not_installed_is_named(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktransformers.train.plan.REQUIRED_PACKAGES", ("trl", "no_such_package"))
-    with pytest.raises(InputError, match=r"no no_such_package here.*ktransformers\[train\]"):
+    with pytest.raises(InputError, match=r"without no_such_package.*ktransformers\[train\]"):
         make_plan(read_settings(recipe(tiny, tmp_path / "out")))
 
 
-def test_linear_attention_is_not_packed(model_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_packing_with_linear_attention_is_refused(model_of: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(InputError, match="packing: given True, expected false with linear attention"):
         make_plan(read_settings(recipe(model_of("qwen3_5_moe_text"), tmp_path / "out", packing=True)))
 
 
-def test_the_pages_list_every_key() -> None:
+def test_docs_list_every_key() -> None:
     pages = (ROOT / "docs" / "train.md").read_text() + (ROOT / "docs" / "preference.md").read_text()
     assert [key for key in SECTION_OF_KEY if f"`{key}`" not in pages] == []

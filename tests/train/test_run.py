@@ -10,15 +10,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ktransformers.adapters.manifest import read_manifest
 from ktransformers.errors import InputError, KTError
-from ktransformers.train.manifest import check_gradients, read_manifest
+from ktransformers.train.manifest import check_gradients
 from ktransformers.train.model import open_model
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.run import Result, build_trainer
-
-from .conftest import Quiet, recipe
-from .runs import adapter, difference, run
+from tests.support.training import RunRecorder, recipe
+from tests.support.training_runs import adapter, difference, run
 
 FILES = {
     "adapter_model.safetensors",
@@ -38,8 +38,8 @@ FILES = {
 
 
 @pytest.fixture(scope="module")
-def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result, Quiet]:
-    output, watcher = tmp_path_factory.mktemp("runs") / "sft", Quiet()
+def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result, RunRecorder]:
+    output, watcher = tmp_path_factory.mktemp("runs") / "sft", RunRecorder()
     keys = recipe(tiny, output, val_size=2, plot_loss=True, max_steps=8, save_strategy="steps", save_steps=4)
     keys |= {
         "save_total_limit": 1,
@@ -51,7 +51,7 @@ def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return output, run(keys, watcher), watcher
 
 
-def test_a_run_learns_and_leaves_the_familiar_directory(finished: tuple[Path, Result, Quiet]) -> None:
+def test_run_reduces_loss_and_writes_expected_files(finished: tuple[Path, Result, RunRecorder]) -> None:
     output, result, watcher = finished
     assert {path.name for path in output.iterdir()} >= FILES
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-8"], "save_total_limit"
@@ -70,7 +70,7 @@ def test_a_run_learns_and_leaves_the_familiar_directory(finished: tuple[Path, Re
     assert 0 < last.roof_share < 1
 
 
-def test_the_manifest_tells_what_was_trained(finished: tuple[Path, Result, Quiet], tiny: Path) -> None:
+def test_manifest_lists_trained_tensors(finished: tuple[Path, Result, RunRecorder], tiny: Path) -> None:
     from ktransformers.adapters import read_adapter
 
     output, _, _ = finished
@@ -87,7 +87,7 @@ def test_the_manifest_tells_what_was_trained(finished: tuple[Path, Result, Quiet
     read_adapter(output, model=str(tiny))  # every tensor is checked against the manifest
 
 
-def test_stock_peft_loads_the_adapter(finished: tuple[Path, Result, Quiet], tiny: Path) -> None:
+def test_stock_peft_loads_the_adapter(finished: tuple[Path, Result, RunRecorder], tiny: Path) -> None:
     from peft import PeftModel
 
     output, _, _ = finished
@@ -104,15 +104,15 @@ def test_stock_peft_loads_the_adapter(finished: tuple[Path, Result, Quiet], tiny
     "family",
     ["mixtral", "gpt_oss", "qwen3_5_moe_text", "qwen2_moe", "glm4_moe", "kimi_linear", "deepseek_v2", "qwen3_next"],
 )
-def test_every_kind_of_model_trains(family: str, model_of: Callable[[str], Path], tmp_path: Path) -> None:
-    watcher = Quiet()
+def test_every_model_family_trains(family: str, model_of: Callable[[str], Path], tmp_path: Path) -> None:
+    watcher = RunRecorder()
     result = run(recipe(model_of(family), tmp_path / "x", learning_rate=1e-2), watcher)
     losses = [step.values["loss"] for step in watcher.steps]
     assert losses[-1] < losses[0] - 0.2
     assert any(".experts.lora_B" in name for name in result.manifest["tensors"])
 
 
-def test_no_gradient_is_an_error(tiny: Path, tmp_path: Path) -> None:
+def test_module_without_gradient_is_an_error(tiny: Path, tmp_path: Path) -> None:
     settings = read_settings(recipe(tiny, tmp_path / "x"))
     prepared = make_plan(settings)
     assert prepared.directory is not None
@@ -134,7 +134,7 @@ def test_no_gradient_is_an_error(tiny: Path, tmp_path: Path) -> None:
     assert gradient_check.unvisited() == {}
 
 
-def test_experts_that_no_token_visited_are_listed(tiny: Path, tmp_path: Path) -> None:
+def test_experts_without_tokens_are_listed(tiny: Path, tmp_path: Path) -> None:
     """The router sends the few tokens of a short run to some experts only; those are named, and it is no error."""
     keys = recipe(tiny, tmp_path / "x", max_samples=1, max_steps=2, cutoff_len=14, per_device_train_batch_size=1)
     result = run(keys | {"gradient_accumulation_steps": 1, "template": "qwen3_nothink"})
@@ -148,7 +148,7 @@ def test_experts_that_no_token_visited_are_listed(tiny: Path, tmp_path: Path) ->
     assert unvisited, "choose fewer tokens"
 
 
-def test_the_router_and_shared_experts_if_named(model_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_named_router_and_shared_experts_are_trained(model_of: Callable[[str], Path], tmp_path: Path) -> None:
     result = run(
         recipe(model_of("deepseek_v3"), tmp_path / "x", lora_target="gate,shared_experts,experts", max_steps=3)
     )
@@ -159,7 +159,7 @@ def test_the_router_and_shared_experts_if_named(model_of: Callable[[str], Path],
     assert not any("self_attn" in name for name in names)
 
 
-def test_the_best_checkpoint_is_kept_and_loaded(tiny: Path, tmp_path: Path) -> None:
+def test_best_checkpoint_is_kept_and_loaded(tiny: Path, tmp_path: Path) -> None:
     keys = recipe(
         tiny, tmp_path / "x", val_size=2, max_steps=6, learning_rate=2e-2, save_strategy="steps", save_steps=2
     )
@@ -172,7 +172,7 @@ def test_the_best_checkpoint_is_kept_and_loaded(tiny: Path, tmp_path: Path) -> N
     assert difference(adapter(tmp_path / "x"), adapter(best)) == 0
 
 
-def test_loraplus(tiny: Path, tmp_path: Path) -> None:
+def test_loraplus_scales_the_learning_rate_of_b(tiny: Path, tmp_path: Path) -> None:
     settings = read_settings(recipe(tiny, tmp_path / "x", loraplus_lr_ratio=16, weight_decay=0.1))
     prepared = make_plan(settings)
     assert prepared.directory is not None
@@ -188,9 +188,11 @@ def test_loraplus(tiny: Path, tmp_path: Path) -> None:
     assert {rate for name, rate in rates.items() if "lora_B" in name} == {16e-3}
 
 
-def test_an_adapter_is_trained_further(finished: tuple[Path, Result, Quiet], tiny: Path, tmp_path: Path) -> None:
+def test_existing_adapter_is_trained_further(
+    finished: tuple[Path, Result, RunRecorder], tiny: Path, tmp_path: Path
+) -> None:
     output, _, before = finished
-    watcher = Quiet()
+    watcher = RunRecorder()
     run(recipe(tiny, tmp_path / "x", adapter_name_or_path=str(output), max_steps=2, learning_rate=1e-6), watcher)
     start = next(step.values["loss"] for step in before.steps if "loss" in step.values)
     assert watcher.steps[0].values["loss"] < start - 0.3
@@ -198,8 +200,8 @@ def test_an_adapter_is_trained_further(finished: tuple[Path, Result, Quiet], tin
         run(recipe(tiny, tmp_path / "y", adapter_name_or_path=str(tmp_path / "nothing")))
 
 
-def test_bf16_as_the_seeds_ask(tiny: Path, tmp_path: Path) -> None:
-    watcher = Quiet()
+def test_bf16_training_runs(tiny: Path, tmp_path: Path) -> None:
+    watcher = RunRecorder()
     keys = recipe(tiny, tmp_path / "x", bf16=True, max_steps=1, max_samples=1, cpu_infer=64, template="deepseek")
     keys |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "trust_remote_code": True}
     run(keys, watcher)
@@ -208,7 +210,7 @@ def test_bf16_as_the_seeds_ask(tiny: Path, tmp_path: Path) -> None:
     assert all(tensor.dtype == torch.float32 for tensor in adapter(tmp_path / "x").values())
 
 
-def test_output_directories_are_not_overwritten_by_accident(finished: tuple[Path, Result, Quiet], tiny: Path) -> None:
+def test_existing_output_is_not_overwritten(finished: tuple[Path, Result, RunRecorder], tiny: Path) -> None:
     output, _, _ = finished
     keys = recipe(tiny, output, resume_from_checkpoint=False)
     with pytest.raises(InputError, match="overwrite_output_dir: true"):
@@ -220,7 +222,7 @@ def test_output_directories_are_not_overwritten_by_accident(finished: tuple[Path
     assert "no checkpoint" in make_plan(read_settings(nowhere)).plan.start
 
 
-def test_experts_from_a_packed_directory(tiny: Path, tmp_path: Path) -> None:
+def test_experts_are_loaded_from_a_packed_directory(tiny: Path, tmp_path: Path) -> None:
     from ktransformers.quant.convert import convert
     from ktransformers.quant.plan import make_plan as plan_conversion
     from ktransformers.quant.plan import parse_formats

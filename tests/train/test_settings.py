@@ -19,14 +19,13 @@ from ktransformers.train.resolve import (
     trainer_fields,
 )
 from ktransformers.train.settings import SECTION_OF_KEY
-
-from .seeds import SEEDS
+from tests.support.training_files import SEEDS
 
 LEAST = {"model_name_or_path": "m", "output_dir": "o", "dataset": "identity"}
 
 
 @pytest.mark.parametrize("name", SEEDS)
-def test_seed_files_are_taken_verbatim(name: str, tmp_path: Path) -> None:
+def test_published_files_are_accepted_unchanged(name: str, tmp_path: Path) -> None:
     import yaml
 
     file = tmp_path / f"{name}.yaml"
@@ -49,7 +48,7 @@ def test_seed_files_are_taken_verbatim(name: str, tmp_path: Path) -> None:
         assert key in SECTION_OF_KEY or key in settings.trainer or f"{key}:" in notes, key
 
 
-def test_tables_do_not_overlap() -> None:
+def test_key_tables_do_not_overlap() -> None:
     tables: list[set[str]] = [
         set(SECTION_OF_KEY),
         set(NO_EFFECT_KEYS),
@@ -110,13 +109,13 @@ def test_every_key_of_the_trainer_is_accepted() -> None:
         ({"output_dir": None}, "output_dir: given nothing"),
     ],
 )
-def test_refused(keys: dict[str, Any], message: str) -> None:
+def test_invalid_keys_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as error:
         read_settings(LEAST | keys)
     assert message in str(error.value)
 
 
-def test_values_take_their_type() -> None:
+def test_values_are_converted_to_their_type() -> None:
     words = ["learning_rate=1e-4", "bf16=yes", "save_steps=100", "lora_target=q_proj, v_proj", "warmup_steps=10"]
     settings = read_settings(LEAST | {"num_train_epochs": "2", "warmup_ratio": 0.1}, words)
     assert settings.trainer["learning_rate"] == 1e-4 and settings.trainer["bf16"] is True
@@ -125,7 +124,7 @@ def test_values_take_their_type() -> None:
     assert settings.lora.lora_target == ("q_proj", "v_proj")
 
 
-def test_tokens_per_batch_is_a_number_a_word_or_nothing() -> None:
+def test_tokens_per_batch_accepts_number_auto_and_off() -> None:
     for given in (False, 0, "off", "Off", "0"):
         experts = read_settings(LEAST | {"kt_tokens_per_batch": given, "packing": True}).experts
         assert experts.kt_tokens_per_batch == "off" and experts.tokens_per_pass is None
@@ -137,24 +136,24 @@ def test_tokens_per_batch_is_a_number_a_word_or_nothing() -> None:
         assert experts.kt_tokens_per_batch == "auto" and experts.tokens_per_pass is None
 
 
-def test_shares_lists_and_the_word_no() -> None:
+def test_fractions_lists_and_no_are_parsed() -> None:
     words = ["save_steps=0.25", "eval_strategy=no", "report_to=[wandb, tensorboard]", "save_strategy=false"]
     found = read_settings(LEAST, words).trainer
     assert found["save_steps"] == 0.25 and found["eval_strategy"] == "no" == found["save_strategy"]
     assert found["report_to"] == ["wandb", "tensorboard"]
 
 
-def test_words_reach_into_kt_config() -> None:
+def test_overrides_set_keys_of_kt_config() -> None:
     assert read_overrides(["kt_config.kt_backend=auto", "--seed=3"]) == {"kt_config": {"kt_backend": "auto"}, "seed": 3}
     file = LEAST | {"kt_config": {"kt_num_threads": 4, "kt_tp_enabled": True}}
     settings = read_settings(file, ["kt_config.kt_num_threads=8"])
     assert settings.experts.kt_num_threads == 8
-    assert "kt_tp_enabled: has no effect, experts are split over NUMA nodes by themselves" in settings.notes
+    assert "kt_tp_enabled: has no effect, experts are always split over NUMA nodes" in settings.notes
     with pytest.raises(InputError, match="key=value"):
         read_overrides(["lora_rank"])
 
 
-def test_files_that_are_no_mapping(tmp_path: Path) -> None:
+def test_file_without_mapping_is_refused(tmp_path: Path) -> None:
     for text in ("- a\n- b\n", "a: [1\n", "just words"):
         (tmp_path / "x.yaml").write_text(text)
         with pytest.raises(InputError, match=r"x\.yaml"):
@@ -163,7 +162,7 @@ def test_files_that_are_no_mapping(tmp_path: Path) -> None:
         read_settings(tmp_path / "y.yaml")
 
 
-def test_rule_from_its_name() -> None:
+def test_optimize_rule_is_read_from_its_name() -> None:
     rule = summary_of_name("examples/DeepSeek-V3-Chat-sft-amx-multi-gpu-4.yaml")
     assert (rule.backend, rule.gpus, rule.training) == ("amx", 4, True)
     assert summary_of_name("DeepSeek-V3-Chat-sft-amx-multi-gpu.yaml").gpus == 2
@@ -171,7 +170,7 @@ def test_rule_from_its_name() -> None:
     assert summary_of_name("DeepSeek-V2-Lite-Chat-sft-amx.yaml").gpus == 1
 
 
-def test_rule_from_its_file(tmp_path: Path) -> None:
+def test_optimize_rule_is_read_from_its_file(tmp_path: Path) -> None:
     def rule(backend: str) -> str:
         return (
             '- match:\n    name: "^model\\\\.layers\\\\..*\\\\.mlp\\\\.experts$"\n  replace:\n'
@@ -192,7 +191,7 @@ def test_rule_from_its_file(tmp_path: Path) -> None:
         summarise_for_training(str(file))
 
 
-def test_backends() -> None:
+def test_kt_backend_names_a_cpu_variant() -> None:
     assert isa_of_backend(None) is None and isa_of_backend("auto") is None and isa_of_backend("AMXBF16") is None
     assert (
         isa_of_backend("AVX512BF16") == "avx512"
@@ -201,5 +200,5 @@ def test_backends() -> None:
     )
 
 
-def test_known_keys_are_many() -> None:
+def test_number_of_known_keys() -> None:
     assert {"learning_rate", "kt_config", "cpu_infer", "lora_rank", "use_dora"} <= known_keys()

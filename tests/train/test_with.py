@@ -41,7 +41,7 @@ def kt_with(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_child_of_a_stranger_trains_packed_experts(model_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_foreign_script_trains_packed_experts(model_of: Callable[[str], Path], tmp_path: Path) -> None:
     prepare(model_of("qwen3_moe"), tmp_path / "prepared")
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
@@ -51,14 +51,14 @@ def test_a_child_of_a_stranger_trains_packed_experts(model_of: Callable[[str], P
     assert done.stdout.split() == ["2", "8", "4"]
 
 
-def test_nothing_is_imported_before_it_is_needed_and_other_startup_code_runs(tmp_path: Path) -> None:
+def test_startup_hook_imports_lazily_and_keeps_other_hooks(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; print('theirs', file=sys.stderr)")
     done = kt_with(sys.executable, "-c", ASK, "--an-option", PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[]\n" and "theirs" in done.stderr
 
 
-def test_a_python_without_us_is_told_so(tmp_path: Path) -> None:
+def test_python_without_the_package_is_reported(tmp_path: Path) -> None:
     (tmp_path / "transformers").mkdir()
     for name in ("__init__", "modeling_utils"):
         (tmp_path / "transformers" / f"{name}.py").write_text("")
@@ -71,7 +71,7 @@ def test_a_python_without_us_is_told_so(tmp_path: Path) -> None:
     assert "has no ktransformers" in done.stderr and python in done.stderr
 
 
-def test_environment_and_errors() -> None:
+def test_environment_and_exit_codes_are_passed_on() -> None:
     ours = str(startup_folder())
     once = environment({"PYTHONPATH": "/a:/b", "HOME": "/h"})
     assert once == {"PYTHONPATH": f"{ours}:/a:/b", "HOME": "/h"} and environment(once) == once

@@ -28,7 +28,7 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     try:
         reader = gguf.GGUFReader(str(file))
     except (ValueError, IndexError, KeyError, OSError) as error:
-        raise InputError(str(file), f"a file that does not open ({error})", "GGUF", "download it anew") from error
+        raise InputError(str(file), f"a file that does not open ({error})", "GGUF", "download it again") from error
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     if metadata.get("general.type") != "adapter" or metadata.get("adapter.type") != "lora":
         raise InputError(str(file), f"general.type {metadata.get('general.type')!r}", "a LoRA adapter, not a model")

@@ -47,7 +47,7 @@ from ktransformers.errors import InputError
 from ktransformers.files import write_json
 
 MERGE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-TORCH_DTYPES = {spelled: dtype for dtype, spelled in SAFETENSORS_DTYPES.items()}
+TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 CHUNK_ROWS = 4096  # processed at a time
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 HALF_STEP = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-23}  # half the spacing of adjacent numbers, relative

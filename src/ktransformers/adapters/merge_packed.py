@@ -67,8 +67,8 @@ def wants_packing(model: Path) -> bool:
     """Whether the base is packed, quantised, or not safetensors; then the merged model is a packed directory too."""
     if not model.is_dir() or is_packed(model):
         return True
-    told = read_checkpoint_facts(model)
-    return told.experts is not None or open_source(model, told.rest).quantised
+    source = read_checkpoint_facts(model)
+    return source.experts is not None or open_source(model, source.rest).quantised
 
 
 def merge_packed(

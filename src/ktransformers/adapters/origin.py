@@ -51,14 +51,14 @@ class PackedOrigin(Origin):
     def _packed_layer(self, name: str, contract: Contract) -> OriginLayer:
         packed = self._packed.check(name, contract)
 
-        def pieces() -> Iterator[ExpertChunk]:
+        def chunks() -> Iterator[ExpertChunk]:
             store = self._packed.store(name, contract)
             vectors = {role: tensor for role, tensor in store.memory().items() if role.endswith("_bias")}
             for expert in range(packed.experts):
                 matrices: dict[str, Weight] = {role: store.decode(role, expert)[None] for role in packed.formats}
                 yield ExpertChunk(expert, False, matrices | _biases(vectors, expert, contract))
 
-        tensors = LayerSource(packed.formats, sum(packed.bytes.values()), pieces)
+        tensors = LayerSource(packed.formats, sum(packed.bytes.values()), chunks)
         return OriginLayer(name, split_layer_name(name)[1], contract, tensors)
 
     def rest(self) -> list[PlainTensor]:

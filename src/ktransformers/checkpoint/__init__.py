@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ktransformers.checkpoint.encoded import Encoded, decode, encode
+from ktransformers.checkpoint.encoded import Encoded, decode
+from ktransformers.checkpoint.encoder import encode
 from ktransformers.checkpoint.experts import ExpertChunk, ExpertShape, check_experts, read_experts
 from ktransformers.checkpoint.layout import ExpertTensors, find_experts, locate
 from ktransformers.checkpoint.shards import Shards

@@ -1,48 +1,51 @@
-"""`Encoded`: matrices `[E, N, K]` in the very bytes of a release, and what those bytes mean as float32 numbers.
+"""`Encoded`: matrices `[E, N, K]` in the bytes of a checkpoint, and the float32 numbers that those bytes stand for.
 
-A format is a string (`int4:32`, `fp8:128x128`, `q4_k`; docs/formats.md has the table). Codes are rows of bytes
-`[E, N, bytes]`, scales lie beside them; only the last dimension has to be contiguous, so gate and up may be views of
-one tensor. `decode` is the definition that everything else is held against: plain, not fast. GGUF's blocks it hands to
-the `gguf` package, which is an optional extra. Four-bit codes lie two in a byte, the even column in the low half.
+A format is a string (`int4:32`, `fp8:128x128`, `q4_k`; docs/formats.md has the table), whose facts are those of the
+native core (`_core.format`). Codes are rows of bytes `[E, N, bytes]`, scales lie beside them; only the last dimension
+has to be contiguous, so gate and up may be views of one tensor. `decode` is the definition that everything else is held
+against: plain, not fast. It is told by the kinds of elements and scales, so that a format of known kinds has no line
+here; blocks of GGUF go to the `gguf` package, which is an optional extra. Four-bit codes lie two in a byte, the even
+column in the low half.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ktransformers import _core
 from ktransformers.errors import InputError
 
+FORMATS = tuple(row["spec"] for row in _core.formats() if row["element"] != "bf16")  # int4 with one of its groups
 # Blocks of GGUF: values and bytes of each.
-GGUF_BLOCKS = {
-    "q8_0": (32, 34), "q4_0": (32, 18), "q4_1": (32, 20), "q5_0": (32, 22), "q5_1": (32, 24), "q2_k": (256, 84),
-    "q3_k": (256, 110), "q4_k": (256, 144), "q5_k": (256, 176), "q6_k": (256, 210), "iq4_nl": (32, 18),
-    "iq4_xs": (256, 136), "iq1_s": (256, 50), "iq1_m": (256, 56), "iq2_xxs": (256, 66), "iq2_xs": (256, 74),
-    "iq2_s": (256, 82), "iq3_xxs": (256, 98), "iq3_s": (256, 110), "tq1_0": (256, 54), "tq2_0": (256, 66),
-}  # fmt: skip
-INT4 = re.compile(r"int4:(?P<group>0|[1-9]\d*)(?::(?P<scale>f16|f32))?")
-INT4_SCALES = {None: torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-PLAIN = ("int8", "fp8:128x128", "fp8:1x128", "fp8:row", "mxfp8", "mxfp4", "nvfp4")
-BLOCK = 128  # of fp8
+GGUF_BLOCKS = {row["name"]: (row["span"], row["block_bytes"]) for row in _core.formats() if row["block_bytes"]}
+SCALE_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "u8": torch.uint8}
+BLOCK = 128  # rows and columns that share a scale of fp8:128x128
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same, negative, from 8 on
 
 
 @dataclass(frozen=True)
 class EncodedFormat:
-    """What a format's tensors look like for matrices of N rows and K columns."""
+    """The tensors of a format for matrices of N rows and K columns."""
 
     name: str
+    element: str  # how a code becomes a number: csrc/kernels/format.h, ElementKind
+    zero_point: int  # of unsigned codes
+    scales: str  # how scales are written: csrc/kernels/format.h, ScaleKind
     code_dtype: torch.dtype
     per_byte: int  # codes in a byte; 0: blocks of GGUF
     span: int  # columns that share a scale; 0: all of a row
     scale_dtype: torch.dtype | None
-    row_span: int = 1  # rows that share it
-    multiple: int = 1  # of K
+    row_span: int  # rows that share it
+    multiple: int  # of K
+    flat_scales: bool  # one scale a row is [rows], not [rows, 1]
+    tensor_scale: bool  # and a scale for the whole matrix
 
     def row_bytes(self, columns: int) -> int:
         if self.per_byte:
@@ -55,59 +58,74 @@ class EncodedFormat:
         if self.scale_dtype is None:
             return None
         if not self.span:
-            return (rows, 1) if self.per_byte == 2 else (rows,)
+            return (rows,) if self.flat_scales else (rows, 1)
         return (math.ceil(rows / self.row_span), math.ceil(columns / self.span))
 
 
+@functools.cache
 def format_of(name: str) -> EncodedFormat:
     """By its name; an unknown one is refused."""
-    if found := INT4.fullmatch(name):
-        group = int(found["group"])
-        if group % 32:
-            raise InputError("format", name, "a group that is a multiple of 32, or 0 for whole rows")
-        return EncodedFormat(name, torch.uint8, 2, group, INT4_SCALES[found["scale"]], multiple=2)
-    if name in GGUF_BLOCKS:
-        return EncodedFormat(name, torch.uint8, 0, 0, None, multiple=GGUF_BLOCKS[name][0])
-    if name not in PLAIN:
-        words = [*PLAIN, "int4:GROUP", *GGUF_BLOCKS]
-        raise InputError("format", repr(name), "one of " + ", ".join(words))
-    byte, single = torch.uint8, torch.float32
-    return {
-        "int8": EncodedFormat(name, torch.int8, 1, 0, single),
-        "fp8:128x128": EncodedFormat(name, byte, 1, BLOCK, single, row_span=BLOCK),
-        "fp8:1x128": EncodedFormat(name, byte, 1, BLOCK, single),
-        "fp8:row": EncodedFormat(name, byte, 1, 0, single),
-        "mxfp8": EncodedFormat(name, byte, 1, 32, byte, multiple=32),
-        "mxfp4": EncodedFormat(name, byte, 2, 32, byte, multiple=32),
-        "nvfp4": EncodedFormat(name, byte, 2, 16, byte, multiple=16),
-    }[name]
+    word = name.partition(":")[0]
+    if word not in {spec.partition(":")[0] for spec in FORMATS}:
+        raise InputError("format", repr(name), "one of " + ", ".join(FORMATS), "int4:GROUP takes any multiple of 32")
+    try:
+        row = _core.format(name)
+    except ValueError as error:
+        raise InputError("format", name, str(error)) from None
+    if row["spec"] != name:
+        raise InputError("format", name, row["spec"])
+    bits = sum(row["planes"])
+    if row["block_bytes"]:
+        tensors: dict[str, Any] = {"per_byte": 0, "span": 0, "scale_dtype": None, "multiple": row["span"]}
+    else:
+        # A suffix chooses the group, and the last one may be shorter; a span of the format itself is always whole.
+        whole = row["scale_columns"] if row["spec"] == row["name"] else 0
+        scale_dtype = SCALE_DTYPES[row["header"][0][0]]
+        tensors = {"per_byte": 8 // bits, "span": row["scale_columns"], "scale_dtype": scale_dtype}
+        tensors["multiple"] = whole or 8 // bits
+    return EncodedFormat(
+        name=name,
+        element=row["element"],
+        zero_point=row["zero_point"],
+        scales=row["scales"],
+        code_dtype=torch.int8 if row["element"] == "int8" and not row["block_bytes"] else torch.uint8,
+        row_span=row["scale_rows"],
+        flat_scales=row["flat_scales"],
+        tensor_scale=row["tensor_scale"],
+        **tensors,
+    )
+
+
+def format_with(element: str, scales: str) -> str:
+    """The name of the format with separate codes and scales of these kinds."""
+    return next(row["spec"] for row in _core.formats() if (row["element"], row["scales"]) == (element, scales))
 
 
 @dataclass(frozen=True)
 class Encoded:
     format: str
     codes: Tensor  # uint8 (int8: int8), [E, N, bytes of a row]
-    scales: Tensor | None  # by the format
-    tensor_scale: Tensor | None = None  # nvfp4: float32 [E]
+    scales: Tensor | None  # as the format has them; None: blocks of GGUF
+    tensor_scale: Tensor | None = None  # float32 [E], of formats that have one
     columns: int = field(kw_only=True)
     name: str = field(default="", kw_only=True, compare=False)  # of the tensor it came from, for messages
 
     def __post_init__(self) -> None:
-        found = format_of(self.format)
+        form = format_of(self.format)
         where = self.name or self.format
-        if self.columns <= 0 or self.columns % found.multiple:
-            raise InputError(where, f"{self.columns} columns", f"a multiple of {found.multiple} for {self.format}")
+        if self.columns <= 0 or self.columns % form.multiple:
+            raise InputError(where, f"{self.columns} columns", f"a multiple of {form.multiple} for {self.format}")
         if self.codes.dim() != 3:
             raise InputError(where, f"codes of shape {list(self.codes.shape)}", "[experts, rows, bytes of a row]")
         experts, rows, _ = self.codes.shape
-        expect(f"{where}: codes", self.codes, (experts, rows, found.row_bytes(self.columns)), found.code_dtype)
-        shape = found.scale_shape(rows, self.columns)
+        expect(f"{where}: codes", self.codes, (experts, rows, form.row_bytes(self.columns)), form.code_dtype)
+        shape = form.scale_shape(rows, self.columns)
         if (shape is None) != (self.scales is None):
             raise InputError(where, "no scales" if self.scales is None else "scales", f"what {self.format} has")
-        if shape is not None and self.scales is not None and found.scale_dtype is not None:
-            expect(f"{where}: scales", self.scales, (experts, *shape), found.scale_dtype)
-        if (self.format == "nvfp4") != (self.tensor_scale is not None):
-            raise InputError(where, f"tensor_scale {self.tensor_scale}", "one for nvfp4 and for no other format")
+        if shape is not None and self.scales is not None and form.scale_dtype is not None:
+            expect(f"{where}: scales", self.scales, (experts, *shape), form.scale_dtype)
+        if form.tensor_scale != (self.tensor_scale is not None):
+            raise InputError(where, f"tensor_scale {self.tensor_scale}", f"what {self.format} has")
         if self.tensor_scale is not None:
             expect(f"{where}: tensor_scale", self.tensor_scale, (experts,), torch.float32)
         if self.codes.stride(2) != 1 and self.codes.shape[2] > 1:
@@ -123,7 +141,7 @@ class Encoded:
 
     @property
     def bytes(self) -> int:
-        """Of codes and scales."""
+        """Bytes of codes and scales."""
         tensors = [part for part in (self.codes, self.scales, self.tensor_scale) if part is not None]
         return sum(part.numel() * part.element_size() for part in tensors)
 
@@ -140,8 +158,8 @@ def stack(parts: list[Encoded]) -> Encoded:
     first = parts[0]
 
     def joined(tensors: list[Tensor | None]) -> Tensor | None:
-        found = [tensor for tensor in tensors if tensor is not None]
-        return torch.cat(found) if found else None
+        present = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat(present) if present else None
 
     codes = joined([part.codes for part in parts])
     assert codes is not None
@@ -149,31 +167,41 @@ def stack(parts: list[Encoded]) -> Encoded:
     return Encoded(first.format, codes, scales, tensor_scale, columns=first.columns, name=first.name)
 
 
+# float32 numbers of codes, one to an element, by the kind of elements.
+ELEMENTS: dict[str, Callable[[EncodedFormat, Tensor], Tensor]] = {
+    "int8": lambda form, codes: codes.float(),
+    "uint": lambda form, codes: codes.float().sub_(form.zero_point),
+    "e4m3": lambda form, codes: codes.contiguous().view(torch.float8_e4m3fn).float(),
+    "e2m1": lambda form, codes: torch.tensor([*E2M1, *(-x for x in E2M1)], device=codes.device)[codes.int()],
+}
+
+
+def _nested_scales(scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
+    assert tensor_scale is not None
+    return scales.contiguous().view(torch.float8_e4m3fn).float() * tensor_scale[:, None, None]
+
+
+# float32 scales of their stored form and of that of the matrix, by the kind of scales.
+SCALES: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
+    "floats": lambda scales, _: scales.float(),
+    "e8m0": lambda scales, _: e8m0(scales),
+    "e4m3": _nested_scales,
+}
+
+
 def decode(encoded: Encoded) -> Tensor:
     """Float32 `[E, N, K]`: the numbers that the bytes stand for."""
-    found, rows, columns = format_of(encoded.format), encoded.rows, encoded.columns
-    if not found.per_byte:
+    form, rows, columns = format_of(encoded.format), encoded.rows, encoded.columns
+    if not form.per_byte:
         return _decode_gguf(encoded)
-    if encoded.format.startswith(("int8", "int4")):
-        values = encoded.codes.float() if found.per_byte == 1 else nibbles(encoded.codes).float().sub_(8)
-    elif found.per_byte == 1:
-        values = encoded.codes.contiguous().view(torch.float8_e4m3fn).float()
-    else:
-        table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=encoded.codes.device)
-        values = table[nibbles(encoded.codes).int()]
+    values = ELEMENTS[form.element](form, nibbles(encoded.codes) if form.per_byte == 2 else encoded.codes)
     assert encoded.scales is not None
-    scales = encoded.scales
-    if encoded.format in ("mxfp8", "mxfp4"):
-        scales = e8m0(scales)
-    elif encoded.format == "nvfp4":
-        assert encoded.tensor_scale is not None
-        scales = scales.contiguous().view(torch.float8_e4m3fn).float() * encoded.tensor_scale[:, None, None]
-    scales = scales.float()
-    if not found.span:
+    scales = SCALES[form.scales](encoded.scales, encoded.tensor_scale)
+    if not form.span:
         return values.mul_(scales.reshape(encoded.experts, rows, 1))
-    if found.row_span > 1:
-        scales = scales.repeat_interleave(found.row_span, 1)[:, :rows]
-    return values.mul_(scales.repeat_interleave(found.span, 2)[:, :, :columns])
+    if form.row_span > 1:
+        scales = scales.repeat_interleave(form.row_span, 1)[:, :rows]
+    return values.mul_(scales.repeat_interleave(form.span, 2)[:, :, :columns])
 
 
 def nibbles(codes: Tensor) -> Tensor:
@@ -182,7 +210,7 @@ def nibbles(codes: Tensor) -> Tensor:
 
 
 def pair_nibbles(values: Tensor) -> Tensor:
-    """The way back; values are uint8 below 16."""
+    """The inverse of `nibbles`; values are uint8 below 16."""
     return values[..., 0::2] | (values[..., 1::2] << 4)
 
 
@@ -206,12 +234,4 @@ def _decode_gguf(encoded: Encoded) -> Tensor:
     kind = gguf.GGMLQuantizationType[encoded.format.upper()]
     rows = encoded.codes.cpu().contiguous().numpy()
     values = gguf.quants.dequantize(rows.reshape(-1, rows.shape[-1]), kind)
-    found = torch.from_numpy(values).to(encoded.codes.device)
-    return found.reshape(encoded.experts, encoded.rows, encoded.columns)
-
-
-def encode(tensor: Tensor, spec: str) -> Encoded:
-    """The nearest numbers that `spec` can hold of `[N, K]` or `[E, N, K]` in any float dtype."""
-    from ktransformers.checkpoint.encode import encode as run
-
-    return run(tensor, spec)
+    return torch.from_numpy(values).to(encoded.codes.device).reshape(encoded.experts, encoded.rows, encoded.columns)

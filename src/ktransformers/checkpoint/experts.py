@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktransformers.checkpoint.encoded import BLOCK, Encoded
+from ktransformers.checkpoint.encoded import BLOCK, Encoded, format_with
 from ktransformers.checkpoint.layout import ExpertTensors, parts
 from ktransformers.checkpoint.matrix import ACTIVATIONS, CODES, FLOATS, Matrix, recognise
 from ktransformers.checkpoint.quantisation import NONE, Quantisation
@@ -192,7 +192,7 @@ def _fused_spec(shards: Shards, endings: Mapping[str, str], size: tuple[int, ...
             raise blocks.refuse(f"U8 [{experts}, {rows}, {columns // 32}, 16]: 32 columns of e2m1 in 16 bytes")
         if (scales.dtype, scales.shape) != ("U8", (experts, rows, columns // 32)):
             raise scales.refuse(f"U8 [{experts}, {rows}, {columns // 32}]")
-        return "mxfp4"
+        return format_with("e2m1", "e8m0")
     weight = shards.ref(endings["weight"])
     if weight.shape != size:
         raise InputError(weight.name, f"shape {list(weight.shape)}", f"{list(size)}, as config.json says")
@@ -238,7 +238,7 @@ def _fused_matrix(shards: Shards, endings: Mapping[str, str], expert: int, trans
         name = endings["blocks"]
         codes = shards.read(name)[expert].flatten(1)
         scales = shards.read(endings["scales"])[expert]
-        return Encoded("mxfp4", codes[None], scales[None], columns=2 * codes.shape[1], name=name)
+        return Encoded(format_with("e2m1", "e8m0"), codes[None], scales[None], columns=2 * codes.shape[1], name=name)
     name = endings["weight"]
     weight = shards.read(name)[expert]
     if weight.is_floating_point() and weight.element_size() > 1:

@@ -1,10 +1,10 @@
-"""Which tensors of a checkpoint are experts, told by their names alone.
+"""Expert tensors of a checkpoint, recognised by their names alone.
 
 Two layouts exist: one tensor for each matrix of each expert (`...mlp.experts.7.gate_proj.weight`, in Mixtral's words
 `...block_sparse_moe.experts.7.w1.weight`), and fused ones that hold all experts of a layer
-(`...mlp.experts.gate_up_proj`, `[E, 2I, H]`). What a model calls `model.layers.3.mlp.experts` may lie in the file as
-`model.language_model.layers.3.block_sparse_moe.experts`, so layers are matched by their number and by what stands
-before `layers` apart from the usual wrappers; `mtp.layers.0` therefore is not `model.layers.0`.
+(`...mlp.experts.gate_up_proj`, `[E, 2I, H]`). A model's `model.layers.3.mlp.experts` may be
+`model.language_model.layers.3.block_sparse_moe.experts` in the file, so layers are matched by their number and by the
+prefix of `layers` without the usual wrappers; `mtp.layers.0` therefore is not `model.layers.0`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ktransformers.errors import InputError
 
-# Words of the files -> ours. Mixtral's w1, w3 and w2 are gate, up and down.
+# Names in checkpoints -> roles. Mixtral's w1, w3 and w2 are gate, up and down.
 MATRICES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 SINGLE = re.compile(r"(?P<root>.+)\.experts\.(?P<expert>\d+)\.(?P<matrix>" + "|".join(MATRICES) + r")\.(?P<kind>\w+)")
 FUSED = {
@@ -25,7 +25,7 @@ FUSED = {
     ".experts.gate_up_proj_bias": "gate_up_bias",
     ".experts.up_proj_bias": "up_bias",
     ".experts.down_proj_bias": "down_bias",
-    ".experts.gate_up_proj_blocks": "gate_up_blocks",  # gpt-oss in mxfp4
+    ".experts.gate_up_proj_blocks": "gate_up_blocks",  # gpt-oss: 32 codes of e2m1 in 16 bytes
     ".experts.gate_up_proj_scales": "gate_up_scales",
     ".experts.down_proj_blocks": "down_blocks",
     ".experts.down_proj_scales": "down_scales",
@@ -47,7 +47,7 @@ class ExpertTensors:
     """Names of one layer's expert tensors by role: gate, up, down or gate_up, each alone for the weight itself and with
     an ending for what lies beside it (`gate_bias`, `up_weight_scale_inv`, `down_qweight`, `gate_up_blocks`)."""
 
-    root: str  # what stands before "experts"
+    root: str  # prefix of "experts"
     fused: Mapping[str, str]  # role -> name
     single: Mapping[int, Mapping[str, str]]  # expert -> role -> name
 
@@ -57,10 +57,10 @@ def find_experts(names: Iterable[str]) -> list[ExpertTensors]:
     fused: dict[str, dict[str, str]] = {}
     single: dict[str, dict[int, dict[str, str]]] = {}
     for name in names:
-        if found := SINGLE.fullmatch(name):
-            kind = found["kind"]
-            role = MATRICES[found["matrix"]] + ("" if kind == "weight" else f"_{kind}")
-            single.setdefault(found["root"], {}).setdefault(int(found["expert"]), {})[role] = name
+        if match := SINGLE.fullmatch(name):
+            kind = match["kind"]
+            role = MATRICES[match["matrix"]] + ("" if kind == "weight" else f"_{kind}")
+            single.setdefault(match["root"], {}).setdefault(int(match["expert"]), {})[role] = name
             continue
         for suffix, role in FUSED.items():
             if name.endswith(suffix):
@@ -70,34 +70,36 @@ def find_experts(names: Iterable[str]) -> list[ExpertTensors]:
 
 def parts(roles: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """Matrix -> ending -> name, with "weight" for the ending of the weight itself."""
-    found: dict[str, dict[str, str]] = {}
+    names: dict[str, dict[str, str]] = {}
     for role, name in roles.items():
         matrix = "gate_up" if role.startswith("gate_up") else role.partition("_")[0]
         ending = role.removeprefix(matrix).removeprefix("_") or "weight"
-        found.setdefault(matrix, {})[ending] = name
-    return found
+        names.setdefault(matrix, {})[ending] = name
+    return names
 
 
 def _place(path: str) -> tuple[str, int, str]:
-    """(what stands before the layers, layer, block within the layer)."""
-    found = PLACE.fullmatch(path)
-    if not found:
+    """(prefix of the layers, layer, block within the layer)."""
+    match = PLACE.fullmatch(path)
+    if not match:
         return path, -1, ""
-    outer = [word for word in (found["outer"] or "").split(".") if word and word not in WRAPPERS]
-    return ".".join(outer), int(found["layer"]), found["block"] or ""
+    outer = [word for word in (match["outer"] or "").split(".") if word and word not in WRAPPERS]
+    return ".".join(outer), int(match["layer"]), match["block"] or ""
 
 
 def locate(layers: Iterable[ExpertTensors], module: str) -> ExpertTensors:
     """The tensors that belong to the model's module `module`, e.g. "model.layers.3.mlp.experts"."""
     outer, layer, block = _place(module.removesuffix(".experts"))
-    near = [tensors for tensors in layers if _place(tensors.root)[:2] == (outer, layer)]
-    if len(near) > 1:
-        near = [tensors for tensors in near if _place(tensors.root)[2] == block]
-    if len(near) != 1:
+    candidates = [tensors for tensors in layers if _place(tensors.root)[:2] == (outer, layer)]
+    if len(candidates) > 1:
+        candidates = [tensors for tensors in candidates if _place(tensors.root)[2] == block]
+    if len(candidates) != 1:
         raise InputError(
             module,
-            "no expert tensors in the checkpoint" if not near else f"{len(near)} candidates in the checkpoint",
+            "no expert tensors in the checkpoint"
+            if not candidates
+            else f"{len(candidates)} candidates in the checkpoint",
             f"{module}.0.gate_proj.weight and so on, or {module}.gate_up_proj",
             "the checkpoint is not of this model, or its layout is not known",
         )
-    return near[0]
+    return candidates[0]

@@ -1,10 +1,10 @@
-"""One weight matrix `[N, K]` from the tensors that a safetensors release keeps it in.
+"""One weight matrix `[N, K]` from the tensors of a safetensors checkpoint.
 
-A release writes a matrix as several tensors of one name and several endings, its *parts*: codes (`weight`,
-`weight_packed`, `qweight`), scales (`weight_scale_inv`, `scales`, ...) and sometimes more. `recognise` tells from
-names, dtypes and shapes which format that is, without reading data; `Matrix.build` then makes an `Encoded` out of the
-data, wherever possible as a view of it. What has no place in the format is refused by name. Parts about activations are
-none of ours. Scales of e8m0 over blocks of 128 become float32, which holds them exactly.
+A matrix is stored as several tensors with one name and several endings, its *parts*: codes (`weight`, `weight_packed`,
+`qweight`), scales (`weight_scale_inv`, `scales`, ...) and sometimes more. `recognise` tells the format from names,
+dtypes and shapes, without reading data; `Matrix.build` then makes an `Encoded` of the data, as a view where possible. A
+part that the format has no use for is refused by name; parts about activations are ignored. Scales of e8m0 over blocks
+of 128 become float32, which holds them exactly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktransformers.checkpoint.encoded import BLOCK, Encoded, e8m0
+from ktransformers.checkpoint.encoded import BLOCK, Encoded, e8m0, format_with
 from ktransformers.checkpoint.quantisation import NONE, Quantisation
 from ktransformers.errors import InputError
 
@@ -27,6 +27,7 @@ DTYPES = {  # as safetensors spells them
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 SPELLED = {dtype: word for word, dtype in DTYPES.items()}
+E8M0 = ("U8", "F8_E8M0")
 # Endings of parts. Those of activations, caches and observers say nothing about the weight.
 ACTIVATIONS = {
     "input_scale", "input_global_scale", "input_zero_point", "activation_scale", "output_scale", "k_scale", "v_scale",
@@ -60,51 +61,51 @@ class Matrix:
 
 
 def recognise(parts: Mapping[str, TensorRef], rows: int, columns: int, quantisation: Quantisation = NONE) -> Matrix:
-    """`parts` by ending; there is one of `CODES` among them."""
-    own = {ending: part for ending, part in parts.items() if ending not in ACTIVATIONS}
-    if "qweight" in own:
-        return _gptq(own, rows, columns, quantisation)
-    if "weight_packed" in own:
-        return _packed(own, rows, columns)
-    weight = own["weight"]
+    """`parts` by ending, one of `CODES` among them."""
+    used = {ending: part for ending, part in parts.items() if ending not in ACTIVATIONS}
+    if "qweight" in used:
+        return _gptq(used, rows, columns, quantisation)
+    if "weight_packed" in used:
+        return _packed(used, rows, columns)
+    weight = used["weight"]
     if weight.dtype in FLOATS:
-        _only(own, ("weight",))
+        _only(used, ("weight",))
         _shape(weight, (rows, columns))
         return Matrix("bf16", lambda read: read(weight.name))
-    scale = next((own[key] for key in ("weight_scale_inv", "weight_scale", "scale", "scale_inv") if key in own), None)
+    scale = next((used[key] for key in ("weight_scale_inv", "weight_scale", "scale", "scale_inv") if key in used), None)
     if scale is None:
         raise weight.refuse(f"{' or '.join(FLOATS)}, or a scale beside it")
     if weight.dtype == "F8_E4M3":
-        _only(own, ("weight", *(key for key, part in own.items() if part is scale)))
+        _only(used, ("weight", *(key for key, part in used.items() if part is scale)))
         _shape(weight, (rows, columns))
         return _fp8(weight, scale, rows, columns)
-    if "weight_scale_2" in own and weight.dtype == "U8":
-        _only(own, ("weight", "weight_scale", "weight_scale_2"))
-        return _nvfp4(weight, own["weight_scale"], own["weight_scale_2"], rows, columns, divides=False)
-    _only(own, ("weight", *(key for key, part in own.items() if part is scale)))
+    if "weight_scale_2" in used and weight.dtype == "U8":
+        _only(used, ("weight", "weight_scale", "weight_scale_2"))
+        return _nested_nibbles(weight, used["weight_scale"], used["weight_scale_2"], rows, columns, divides=False)
+    _only(used, ("weight", *(key for key, part in used.items() if part is scale)))
     if weight.dtype == "I8" and weight.shape == (rows, columns):
         return _int8(weight, scale, rows, columns)
     if weight.dtype in ("I8", "U8") and columns % 2 == 0 and weight.shape == (rows, columns // 2):
-        return _mxfp4(weight, scale, rows, columns)
+        return _mx_nibbles(weight, scale, rows, columns)
     raise weight.refuse(f"codes of [{rows}, {columns}]: F8_E4M3 or I8 of that shape, or U8 of half the columns")
 
 
 def dimensions(parts: Mapping[str, TensorRef]) -> tuple[int, int]:
-    """Rows and columns of a quantised matrix, where nothing but its parts says them."""
+    """Rows and columns of a quantised matrix, from its parts alone."""
     if "qweight" in parts:
         return parts["qweight"].shape[1], parts["qweight"].shape[0] * 8
     codes = parts.get("weight_packed") or parts["weight"]
     rows, across = codes.shape
     scale = next((parts[key] for key in ("weight_scale_inv", "weight_scale", "scale") if key in parts), None)
-    paired = scale is not None and scale.dtype in ("U8", "F8_E8M0") and scale.shape[1:] == (across // 16,)
+    paired = scale is not None and scale.dtype in E8M0 and scale.shape[1:] == (across // 16,)
     if codes.dtype == "U8" or (codes.dtype == "I8" and paired):
         return rows, across * 2
     return rows, across * 8 if codes.dtype == "I32" else across
 
 
-def _only(own: Mapping[str, TensorRef], known: tuple[str, ...]) -> None:
-    for ending in sorted(set(own) - set(known)):
-        raise InputError(own[ending].name, f"a tensor that this format has no use for ({ending})", ", ".join(known))
+def _only(used: Mapping[str, TensorRef], known: tuple[str, ...]) -> None:
+    for ending in sorted(set(used) - set(known)):
+        raise InputError(used[ending].name, f"a tensor that this format has no use for ({ending})", ", ".join(known))
 
 
 def _shape(part: TensorRef, shape: tuple[int, ...]) -> None:
@@ -117,26 +118,24 @@ def _multiple(part: TensorRef, columns: int, multiple: int) -> None:
         raise InputError(part.name, f"{columns} columns", f"a multiple of {multiple}")
 
 
-def _need(own: Mapping[str, TensorRef], codes: TensorRef, ending: str) -> TensorRef:
-    if ending not in own:
+def _need(used: Mapping[str, TensorRef], codes: TensorRef, ending: str) -> TensorRef:
+    if ending not in used:
         raise InputError(codes.name, f"no {ending} beside it", "codes and their scales")
-    return own[ending]
+    return used[ending]
 
 
 def _fp8(weight: TensorRef, scale: TensorRef, rows: int, columns: int) -> Matrix:
     across, down = math.ceil(columns / BLOCK), math.ceil(rows / BLOCK)
     flat = tuple(size for size in scale.shape if size != 1)
-    if scale.dtype in ("U8", "F8_E8M0") and scale.shape == (rows, math.ceil(columns / 32)):
+    if scale.dtype in E8M0 and scale.shape == (rows, math.ceil(columns / 32)):
         _multiple(weight, columns, 32)
-        return Matrix("mxfp8", lambda read: Encoded(
-            "mxfp8", _bytes(read(weight.name)), _bytes(read(scale.name)), columns=columns, name=weight.name,
-        ))  # fmt: skip
+        return _in_bytes(format_with("e4m3", "e8m0"), weight, scale, columns)
     if scale.dtype not in (*FLOATS, "F8_E8M0"):
         raise scale.refuse("float scales, or U8 scales for each 32 columns")
     shape: tuple[int, ...]
     if scale.shape == (down, across):
         spec, shape, expand = "fp8:128x128", (down, across), False
-    elif not flat:  # one for the whole matrix
+    elif not flat:  # one scale for the whole matrix
         spec, shape, expand = "fp8:row", (1, 1), True
     elif scale.shape == (rows, across) and len(scale.shape) == 2 and across > 1:
         spec, shape, expand = "fp8:1x128", (rows, across), False
@@ -148,9 +147,9 @@ def _fp8(weight: TensorRef, scale: TensorRef, rows: int, columns: int) -> Matrix
         )
 
     def build(read: Read) -> Encoded:
-        found = _floats(read(scale.name)).reshape(shape)
-        found = found.reshape(1).repeat(rows) if expand else found
-        return Encoded(spec, _bytes(read(weight.name)), found[None], columns=columns, name=weight.name)
+        scales = _floats(read(scale.name)).reshape(shape)
+        scales = scales.reshape(1).repeat(rows) if expand else scales
+        return Encoded(spec, _bytes(read(weight.name)), scales[None], columns=columns, name=weight.name)
 
     return Matrix(spec, build)
 
@@ -166,53 +165,65 @@ def _int8(weight: TensorRef, scale: TensorRef, rows: int, columns: int) -> Matri
     return Matrix("int8", build)
 
 
-def _mxfp4(weight: TensorRef, scale: TensorRef, rows: int, columns: int) -> Matrix:
+def _mx_nibbles(weight: TensorRef, scale: TensorRef, rows: int, columns: int) -> Matrix:
     _multiple(weight, columns, 32)
-    if scale.dtype not in ("U8", "F8_E8M0") or scale.shape != (rows, columns // 32):
+    if scale.dtype not in E8M0 or scale.shape != (rows, columns // 32):
         raise scale.refuse(f"e8m0 scales [{rows}, {columns // 32}], one for each 32 columns")
-    return Matrix("mxfp4", lambda read: Encoded(
-        "mxfp4", _bytes(read(weight.name)), _bytes(read(scale.name)), columns=columns, name=weight.name,
-    ))  # fmt: skip
+    return _in_bytes(format_with("e2m1", "e8m0"), weight, scale, columns)
 
 
-def _nvfp4(weight: TensorRef, scale: TensorRef, outer: TensorRef, rows: int, columns: int, divides: bool) -> Matrix:
+def _in_bytes(spec: str, weight: TensorRef, scale: TensorRef, columns: int) -> Matrix:
+    """Codes and scales as the format has them, byte by byte."""
+
+    def build(read: Read) -> Encoded:
+        return Encoded(spec, _bytes(read(weight.name)), _bytes(read(scale.name)), columns=columns, name=weight.name)
+
+    return Matrix(spec, build)
+
+
+def _nested_nibbles(
+    weight: TensorRef, scale: TensorRef, outer: TensorRef, rows: int, columns: int, divides: bool
+) -> Matrix:
     _multiple(weight, columns, 16)
     _shape(weight, (rows, columns // 2))
     if scale.dtype != "F8_E4M3" or scale.shape != (rows, columns // 16):
         raise scale.refuse(f"F8_E4M3 scales [{rows}, {columns // 16}], one for each 16 columns")
     if outer.dtype != "F32" or math.prod(outer.shape) != 1:
         raise outer.refuse("one F32 number")
+    spec = format_with("e2m1", "e4m3")
 
     def build(read: Read) -> Encoded:
-        one = read(outer.name).reshape(1)
-        codes, scales = _bytes(read(weight.name)), _bytes(read(scale.name))
-        return Encoded("nvfp4", codes, scales, 1 / one if divides else one, columns=columns, name=weight.name)
+        factor = read(outer.name).reshape(1)
+        factor = 1 / factor if divides else factor
+        return Encoded(
+            spec, _bytes(read(weight.name)), _bytes(read(scale.name)), factor, columns=columns, name=weight.name
+        )
 
-    return Matrix("nvfp4", build)
+    return Matrix(spec, build)
 
 
-def _packed(own: Mapping[str, TensorRef], rows: int, columns: int) -> Matrix:
+def _packed(used: Mapping[str, TensorRef], rows: int, columns: int) -> Matrix:
     """compressed-tensors: int32 words of 8 nibbles or 4 bytes along a row, or bytes of e2m1."""
-    codes, scale = own["weight_packed"], _need(own, own["weight_packed"], "weight_scale")
+    codes, scale = used["weight_packed"], _need(used, used["weight_packed"], "weight_scale")
     for ending in ("weight_zero_point", "weight_g_idx"):
-        if ending in own:
+        if ending in used:
             raise InputError(
-                own[ending].name, "it", "symmetric weights in the order of columns", "take another release"
+                used[ending].name, "it", "symmetric weights in the order of columns", "take another release"
             )
-    if "weight_global_scale" in own:
-        _only(own, ("weight_packed", "weight_scale", "weight_global_scale"))
-        return _nvfp4(codes, scale, own["weight_global_scale"], rows, columns, divides=True)
-    _only(own, ("weight_packed", "weight_scale", "weight_shape"))
-    if codes.dtype == "U8" and scale.dtype in ("U8", "F8_E8M0"):
+    if "weight_global_scale" in used:
+        _only(used, ("weight_packed", "weight_scale", "weight_global_scale"))
+        return _nested_nibbles(codes, scale, used["weight_global_scale"], rows, columns, divides=True)
+    _only(used, ("weight_packed", "weight_scale", "weight_shape"))
+    if codes.dtype == "U8" and scale.dtype in E8M0:
         _shape(codes, (rows, columns // 2))
-        return _mxfp4(codes, scale, rows, columns)
+        return _mx_nibbles(codes, scale, rows, columns)
     if codes.dtype == "I32" and codes.shape == (rows, math.ceil(columns / 4)) and columns % 4 == 0:
         return _packed_int8(codes, scale, rows, columns)
     _multiple(codes, columns, 8)
     if (codes.dtype, codes.shape) not in (("I32", (rows, columns // 8)), ("U8", (rows, columns // 2))):
         raise codes.refuse(f"I32 [{rows}, {columns // 8}]: eight codes in a word")
     spec = _int4_spec(scale, scale.shape == (rows, 1), (rows, None), columns)
-    shaped = own.get("weight_shape")
+    shaped = used.get("weight_shape")
 
     def build(read: Read) -> Encoded:
         if shaped is not None and read(shaped.name).flatten().tolist() != [rows, columns]:
@@ -234,28 +245,28 @@ def _packed_int8(codes: TensorRef, scale: TensorRef, rows: int, columns: int) ->
     return Matrix("int8", build)
 
 
-def _int4_spec(scale: TensorRef, whole: bool, shape: tuple[int | None, int | None], columns: int) -> str:
-    """With groups by the number of scales along K, the one dimension that `shape` leaves open."""
+def _int4_spec(scale: TensorRef, one_group: bool, shape: tuple[int | None, int | None], columns: int) -> str:
+    """The group follows from the number of scales along K, the dimension that is None in `shape`."""
     suffix = {"BF16": "", "F16": ":f16", "F32": ":f32"}.get(scale.dtype)
     along = shape.index(None)
     fits = len(scale.shape) == 2 and scale.shape[1 - along] == shape[1 - along] and scale.shape[along] > 0
     if suffix is None or not fits:
         raise scale.refuse(f"float scales for groups of the {columns} columns of each row")
-    group = 0 if whole else -(-columns // scale.shape[along])
+    group = 0 if one_group else -(-columns // scale.shape[along])
     if group % 32 or (group and -(-columns // group) != scale.shape[along]):
         raise scale.refuse("groups of a multiple of 32 columns")
     return f"int4:{group}{suffix}"
 
 
-def _gptq(own: Mapping[str, TensorRef], rows: int, columns: int, quantisation: Quantisation) -> Matrix:
-    """Words hold 8 codes of a column, so the matrix lies on its side: one transposed copy of the codes is made."""
-    _only(own, ("qweight", "scales", "qzeros", "g_idx"))
-    codes, scale = own["qweight"], _need(own, own["qweight"], "scales")
+def _gptq(used: Mapping[str, TensorRef], rows: int, columns: int, quantisation: Quantisation) -> Matrix:
+    """Words hold 8 codes of a column: the codes are copied once, transposed."""
+    _only(used, ("qweight", "scales", "qzeros", "g_idx"))
+    codes, scale = used["qweight"], _need(used, used["qweight"], "scales")
     _multiple(codes, columns, 8)
     if codes.dtype != "I32" or codes.shape != (columns // 8, rows):
         raise codes.refuse(f"I32 [{columns // 8}, {rows}]: eight codes of 4 bits in a word")
     spec = _int4_spec(scale, scale.shape == (1, rows), (None, rows), columns)
-    zeros, order = own.get("qzeros"), own.get("g_idx")
+    zeros, order = used.get("qzeros"), used.get("g_idx")
     if zeros is not None and (zeros.dtype != "I32" or zeros.shape != (scale.shape[0], -(-rows // 8))):
         raise zeros.refuse(f"I32 [{scale.shape[0]}, {-(-rows // 8)}]")
     if order is not None and order.shape != (columns,):
@@ -268,9 +279,9 @@ def _gptq(own: Mapping[str, TensorRef], rows: int, columns: int, quantisation: Q
             raise InputError(zeros.name, "zeros of an asymmetric quantisation", f"{zero} throughout")
         if order is not None and not _in_order(read(order.name), group):
             raise InputError(order.name, "columns in order of activation (desc_act)", "their own order")
-        turned = read(codes.name).T.contiguous()
+        transposed = read(codes.name).T.contiguous()
         scales = read(scale.name).T.contiguous()[None]
-        return Encoded(spec, _bytes(turned), scales, columns=columns, name=codes.name)
+        return Encoded(spec, _bytes(transposed), scales, columns=columns, name=codes.name)
 
     return Matrix(spec, build)
 

@@ -1,9 +1,8 @@
-"""What config.json says about how a checkpoint is quantised: whether it can be read at all, and what names do not tell.
+"""The `quantization_config` of config.json: whether a checkpoint can be read, and what names of tensors do not tell.
 
-The tensors themselves say which format they have (`matrix.py`); the configuration is asked for what changes the meaning
-of the same names (GPTQ's order of columns and its zeros, asymmetric compressed tensors) and is otherwise only held
-against the list of methods that are known. An unknown method is refused by name, because its tensors may look like
-another's.
+The format follows from the tensors themselves (`matrix.py`); the configuration is read for what changes the meaning of
+the same names (GPTQ's order of columns and its zeros, asymmetric compressed tensors). An unknown method is refused by
+name, because its tensors may look like another's.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 from ktransformers.errors import InputError
 
 METHODS = ("fp8", "compressed-tensors", "gptq", "mxfp4", "mxfp8", "nvfp4", "modelopt", "fbgemm_fp8")
-FORMATS = {  # of compressed-tensors
+COMPRESSED_FORMATS = {  # of compressed-tensors
     "pack-quantized", "float-quantized", "int-quantized", "naive-quantized", "nvfp4-pack-quantized",
     "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense",
 }  # fmt: skip
@@ -24,7 +23,7 @@ FORMATS = {  # of compressed-tensors
 @dataclass(frozen=True)
 class Quantisation:
     method: str = ""  # empty: config.json says nothing
-    gptq_zero: int = 7  # as it lies in the file: the first format of GPTQ stores one less than it means
+    gptq_zero: int = 7  # as stored: the first format of GPTQ subtracts one
 
 
 NONE = Quantisation()
@@ -68,8 +67,8 @@ def _oddities(method: str, words: Mapping[str, Any]) -> Iterator[tuple[str, str]
     if method == "fp8" and words.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         yield f"fmt {words['fmt']!r}", "'e4m3'"
     if method == "compressed-tensors":
-        if words.get("format", "dense") not in FORMATS:
-            yield f"format {words['format']!r}", "one of " + ", ".join(sorted(FORMATS))
+        if words.get("format", "dense") not in COMPRESSED_FORMATS:
+            yield f"format {words['format']!r}", "one of " + ", ".join(sorted(COMPRESSED_FORMATS))
         groups = words.get("config_groups")
         for group in groups.values() if isinstance(groups, Mapping) else ():
             weights = group.get("weights") if isinstance(group, Mapping) else None

@@ -1,8 +1,8 @@
-"""One matrix of one expert from the format it was released in to another, and how far that moved its numbers.
+"""Conversion of one expert's matrix from its released format to another, and the error that it adds.
 
-Work goes over some rows at a time, so that a thread needs the result and little else: a float32 copy of a large matrix
-exists nowhere. The error is measured on what will be computed with, the decoded number rounded to bf16, against the
-number that the source stands for. A matrix that has its format already is handed on as it is and has no error.
+Work goes over some rows at a time, so that a thread needs memory for the result and little else: there is no float32
+copy of a whole matrix. The error compares the numbers that are computed with, decoded and rounded to bf16, with those
+of the source. A matrix that has the target format already is passed through and has no error.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ktransformers.checkpoint.encoded import Encoded, decode, encode, format_of
+from ktransformers.checkpoint.encoded import Encoded, decode, format_of
+from ktransformers.checkpoint.encoder import encode
 from ktransformers.checkpoint.experts import ExpertChunk
 from ktransformers.errors import InputError
 
 Weight = Tensor | Encoded  # [E, N, K], plain or as released
-NUMBERS = 1 << 18  # of a matrix at a time
+MAX_CHUNK_NUMBERS = 1 << 18  # of a matrix at a time
 ALIGNMENT = 128  # rows; blocks of fp8
 KEEP = "keep"
 
 
 @dataclass(frozen=True)
 class Recoded:
-    """Of one expert: the matrix `[1, N, K]`, squares of the difference and of the source summed up."""
+    """One expert's matrix `[1, N, K]`, and the sums of squares of the error and of the source."""
 
     matrix: Weight
     kept: bool
@@ -34,12 +35,12 @@ class Recoded:
 
 
 def format_name(matrix: Weight) -> str:
-    """bf16 is what plain floats are packed as, whatever their dtype."""
+    """Plain floats of any dtype are packed as bf16."""
     return matrix.format if isinstance(matrix, Encoded) else "bf16"
 
 
 def check_target(name: str, word: str) -> None:
-    """Refuse what cannot be written, before anything is read."""
+    """Refuse a format without an encoder before anything is read."""
     if word in (KEEP, "bf16"):
         return
     columns = max(256, format_of(word).multiple)
@@ -68,12 +69,12 @@ def experts_of(matrix: Weight, first: int, last: int) -> Weight:
 
 
 def numbers(matrix: Weight) -> Tensor:
-    """What it stands for, in float32."""
+    """The numbers of a matrix in float32."""
     return matrix.float() if isinstance(matrix, Tensor) else decode(matrix)
 
 
 def blocks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    step = max(1, NUMBERS // columns // ALIGNMENT) * ALIGNMENT
+    step = max(1, MAX_CHUNK_NUMBERS // columns // ALIGNMENT) * ALIGNMENT
     for first in range(0, rows, step):
         yield first, min(first + step, rows)
 
@@ -110,7 +111,7 @@ def _convert(source: Weight, target: str, rows: int, columns: int) -> Weight:
         for first, last in blocks(rows, columns):
             result[:, first:last] = decode(rows_of(source, first, last))  # type: ignore[arg-type]
         return result
-    if target == "nvfp4":  # one scale for all rows: it wants to see them together
+    if format_of(target).tensor_scale:  # one scale for all rows, so they are encoded together
         return encode(decode(source), target)
     parts = [
         encode(decode(rows_of(source, first, last)), target)  # type: ignore[arg-type]
@@ -124,20 +125,20 @@ def _convert(source: Weight, target: str, rows: int, columns: int) -> Weight:
 def split(piece: ExpertChunk, *, transposed: bool, interleaved: bool) -> dict[str, Weight]:
     """gate, up and down `[E, N, K]`, and their biases `[E, N]`: views of whatever the piece has. Only plain floats are
     ever transposed or in one tensor for gate and up."""
-    found: dict[str, Weight] = {}
+    matrices: dict[str, Weight] = {}
     for role, given in piece.tensors.items():
         if isinstance(given, Encoded):
-            found[role] = given
+            matrices[role] = given
             continue
         bias = role.endswith("_bias")
         tensor = given.unsqueeze(0) if given.dim() == (1 if bias else 2) else given
         if piece.fused and transposed and not bias:
             tensor = tensor.transpose(1, 2)
         if not role.startswith("gate_up"):
-            found[role] = tensor
+            matrices[role] = tensor
             continue
         half = tensor.shape[1] // 2
         mixed = piece.fused and interleaved
         gate, up = (tensor[:, 0::2], tensor[:, 1::2]) if mixed else (tensor[:, :half], tensor[:, half:])
-        found |= {"gate_bias": gate, "up_bias": up} if bias else {"gate": gate, "up": up}
-    return found
+        matrices |= {"gate_bias": gate, "up_bias": up} if bias else {"gate": gate, "up": up}
+    return matrices

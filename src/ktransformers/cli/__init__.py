@@ -1,1 +1,1 @@
-"""The `kt` command: main.py holds the list of verbs, every verb has a file of its own."""
+"""The `kt` command: main.py lists the verbs, each verb has its own module."""

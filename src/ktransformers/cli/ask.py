@@ -1,7 +1,7 @@
-"""Questions to the user: only on a terminal, only for what is required and missing.
+"""Prompts for required arguments that are missing, on a terminal only.
 
-Elsewhere (a pipe, a job, --json) the same lack is an error that names the argument, so no script ever waits for input.
-Questions go to stderr, so stdout stays what the command prints.
+Without a terminal (a pipe, a job, --json) the same argument is an error that names it, so no script waits for input.
+Prompts go to stderr, so that stdout has only what the command prints.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ def for_choice(name: str, given: str | None, choices: Sequence[str], expected: s
 
 
 def for_consent(question: str, yes: bool, quiet: bool = False) -> None:
-    """Goes on only where the user agreed, by --yes or on the terminal."""
+    """Return only if the user agreed, by --yes or on the terminal."""
     if yes:
         return
     if quiet or not can_ask():
-        raise InputError("yes", "nothing", "--yes", "this deletes something, and nobody can be asked here")
+        raise InputError("yes", "nothing", "--yes", "the command deletes files, and there is no terminal to confirm it")
     if not typer.confirm(question, err=True):
         raise typer.Exit(1)
 
 
 def for_model(given: str | None, quiet: bool = False) -> str:
-    """A model of this machine where none was named."""
+    """`given`, or one of the registered models."""
     if given:
         return given
     from ktransformers.model_registry import all_models

@@ -1,8 +1,8 @@
-"""`kt bench`: a model's speed on this machine in llama-bench's tests and table; `kt microbench`: one layer's kernels.
+"""`kt bench`: a model's speed on this machine in llama-bench's tests and table; `kt microbench`: the kernels of one
+layer.
 
-`kt bench` is all in the package. The kernels' benches live in `bench/` of the source tree, with their peers and their
-results, and are no part of a wheel: `kt microbench` runs them where it finds them, and says where to get them
-otherwise.
+`kt bench` is part of the package. The benches of the kernels, with their yardsticks and results, are in `bench/` of the
+source tree and in no wheel: `kt microbench` runs them if it finds them, and otherwise says where to get them.
 """
 
 from __future__ import annotations
@@ -18,74 +18,82 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ktransformers.cli import ask
-from ktransformers.cli.model import names
+from ktransformers.cli.model import complete_names
+from ktransformers.cli.progress import log
 from ktransformers.cli.sizes import gigabytes
 from ktransformers.errors import InputError, KTError
 
 if TYPE_CHECKING:
-    from ktransformers.serve.engine.speed import Speed, Test
+    from ktransformers.serve.engine.speed import Speed, SpeedTest
 
 FORMATS = ("md", "csv", "json", "jsonl")
 COMPONENTS = {"moe": "moe.py", "train-step": "train_step.py"}
-HEADS = ("model", "size", "params", "variant", "threads", "test", "t/s")
+COLUMNS = ("model", "size", "params", "variant", "threads", "test", "t/s")
 
 
-def counts(name: str, text: str) -> list[int]:
+def parse_counts(name: str, text: str) -> list[int]:
     try:
-        found = [int(word) for word in text.split(",") if word.strip()]
+        numbers = [int(word) for word in text.split(",") if word.strip()]
     except ValueError:
-        found = [-1]
-    if any(number < 0 for number in found):
+        numbers = [-1]
+    if any(number < 0 for number in numbers):
         raise InputError(name, repr(text), "numbers with commas between, as in 128,512")
-    return found
+    return numbers
 
 
 def bench(
     model: Annotated[
-        str | None, typer.Argument(help="A directory, a name of `kt model list`, or a hub id.", autocompletion=names)
+        str | None,
+        typer.Argument(help="A directory, a name of `kt model list`, or a hub id.", autocompletion=complete_names),
     ] = None,
-    n_prompt: Annotated[str, typer.Option("--n-prompt", "-p", help="Tokens to read; several with commas.")] = "512",
-    n_gen: Annotated[str, typer.Option("--n-gen", "-n", help="Tokens to write; several with commas.")] = "128",
-    n_depth: Annotated[str, typer.Option("--n-depth", "-d", help="Tokens before the written ones.")] = "0",
+    n_prompt: Annotated[
+        str, typer.Option("--n-prompt", "-p", help="Prompt tokens of a prefill test; several with commas.")
+    ] = "512",
+    n_gen: Annotated[
+        str, typer.Option("--n-gen", "-n", help="New tokens of a decode test; several with commas.")
+    ] = "128",
+    n_depth: Annotated[str, typer.Option("--n-depth", "-d", help="Prompt tokens before the new ones.")] = "0",
     repetitions: Annotated[int, typer.Option("--repetitions", "-r", min=1, help="Measured rounds of each test.")] = 5,
-    sequences: Annotated[int, typer.Option("--sequences", min=1, help="Requests at a time.")] = 1,
+    sequences: Annotated[int, typer.Option("--sequences", min=1, help="Concurrent requests.")] = 1,
     cpu_threads: Annotated[
-        int | None, typer.Option("--cpu-threads", "-t", min=1, help="Of the experts. [default: chosen]")
+        int | None, typer.Option("--cpu-threads", "-t", min=1, help="Threads of the experts. [default: chosen]")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda: everything but the experts.")] = None,
     dtype: Annotated[
         str, typer.Option(help="auto, bfloat16, float16 or float32: everything but the experts.")
     ] = "auto",
-    form: Annotated[str, typer.Option("--format", "-f", help="md, csv, json or jsonl.")] = "md",
+    output_format: Annotated[str, typer.Option("--format", "-f", help="md, csv, json or jsonl.")] = "md",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the JSON document here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
-    """Measure how fast a model reads and writes here: llama-bench's tests."""
-    form = "json" if as_json else form
-    if form not in FORMATS:
-        raise InputError("format", repr(form), f"one of {', '.join(FORMATS)}")
-    model = ask.for_model(model, form != "md")
-    from ktransformers.serve.engine.speed import Test
+    """Measure prefill and decode speed of a model on this machine: llama-bench's tests."""
+    output_format = "json" if as_json else output_format
+    if output_format not in FORMATS:
+        raise InputError("format", repr(output_format), f"one of {', '.join(FORMATS)}")
+    model = ask.for_model(model, output_format != "md")
+    from ktransformers.serve.engine.speed import SpeedTest
 
-    tests = [Test(prompt=number) for number in counts("n-prompt", n_prompt) if number]
-    depths = counts("n-depth", n_depth) or [0]
-    tests += [Test(new=number, depth=depth) for number in counts("n-gen", n_gen) if number for depth in depths]
+    tests = [SpeedTest(prompt=number) for number in parse_counts("n-prompt", n_prompt) if number]
+    depths = parse_counts("n-depth", n_depth) or [0]
+    tests += [
+        SpeedTest(new=number, depth=depth) for number in parse_counts("n-gen", n_gen) if number for depth in depths
+    ]
     if not tests:
         raise InputError("n-prompt, n-gen", "nothing to measure", "a number above 0")
-    document = _document(model, tests, repetitions, sequences, cpu_threads, device, dtype, form)
+    document = _measure(model, tests, repetitions, sequences, cpu_threads, device, dtype, output_format)
     if output is not None:
         from ktransformers.files import write_json
 
         write_json(output, document)
-    if form == "json":
+    if output_format == "json":
         print(json.dumps(document, indent=2))
-    elif form == "csv":
+    elif output_format == "csv":
         print(_csv(document), end="")
 
 
-def _document(
+def _measure(
     model: str,
-    tests: list[Test],
+    tests: list[SpeedTest],
     repetitions: int,
     sequences: int,
     threads: int | None,
@@ -93,40 +101,46 @@ def _document(
     dtype: str,
     form: str,
 ) -> dict[str, Any]:
-    """Measures, and prints what can be printed on the way."""
+    """Measure all tests; md and jsonl rows are printed as they are measured."""
     from ktransformers import _core
     from ktransformers.checkpoint.verify import verify
-    from ktransformers.serve.engine.speed import measure
+    from ktransformers.serve.engine.speed import measure_speeds
     from ktransformers.serve.flags import Launch
     from ktransformers.serve.launch import open_service
-    from ktransformers.serve.target import resolve
+    from ktransformers.serve.target import resolve_target
 
-    target = resolve(model)
-    room = max(test.room for test in tests)
+    target = resolve_target(model)
+    max_tokens = max(test.max_tokens for test in tests)
     launch = Launch(
-        model, running=sequences, queued=sequences, tokens=max(64, room * sequences), context=room,
-        threads=threads, device=device, dtype=dtype,
-    )  # fmt: skip
-    service = open_service(launch, target, lambda line: print(f"kt: {line}", file=sys.stderr, flush=True))
-    found = verify(target.model, hashes=False)
+        model,
+        max_running_requests=sequences,
+        max_queued_requests=sequences,
+        max_total_tokens=max(64, max_tokens * sequences),
+        context_length=max_tokens,
+        threads=threads,
+        device=device,
+        dtype=dtype,
+    )
+    service = open_service(launch, target, log)
+    files = verify(target.model, hashes=False)
     config = service.engine.forward.model.config
     used = threads or _core.Pool().threads
-    facts = {"model": target.name, "model_type": config.model_type, "size": found.bytes, "params": found.numbers}
+    facts = {"model": target.name, "model_type": config.model_type, "size": files.bytes, "params": files.numbers}
     facts |= {"variant": _core.isa(), "threads": used, "sequences": sequences}
     document: dict[str, Any] = {"bench": "model", "machine": dict(_core.machine()), **facts, "tests": []}
     if form == "md":
-        _line(HEADS)
-        _line(tuple("---" for _ in HEADS))
+        _print_row(COLUMNS)
+        _print_row(tuple("---" for _ in COLUMNS))
     vocabulary = int(config.get_text_config(decoder=True).vocab_size)
     on_screen = form == "md" and sys.stderr.isatty()
-    speeds = measure(
+    speeds = measure_speeds(
         service.engine, service.tokenizer, tests, vocabulary=vocabulary, repetitions=repetitions, sequences=sequences,
         progress=(lambda text: print(f"\r{text:<40}\r", end="", file=sys.stderr, flush=True)) if on_screen else None,
     )  # fmt: skip
     for speed in speeds:
         document["tests"].append(_record(speed))
         if form == "md":
-            _line(_row(document, document["tests"][-1]))
+            _print_row(_table_row(document, document["tests"][-1]))
         elif form == "jsonl":
             print(json.dumps({**facts, **document["tests"][-1]}), flush=True)
     return document
@@ -134,11 +148,11 @@ def _document(
 
 def _record(speed: Speed) -> dict[str, Any]:
     test = speed.test
-    said = {"test": test.name, "n_prompt": test.prompt, "n_gen": test.new, "n_depth": test.depth}
-    return said | {"avg_ts": speed.mean, "stddev_ts": speed.deviation, "samples_ts": list(speed.samples)}
+    record = {"test": test.name, "n_prompt": test.prompt, "n_gen": test.new, "n_depth": test.depth}
+    return record | {"avg_ts": speed.mean, "stddev_ts": speed.deviation, "samples_ts": list(speed.samples)}
 
 
-def _row(document: dict[str, Any], record: dict[str, Any]) -> tuple[str, ...]:
+def _table_row(document: dict[str, Any], record: dict[str, Any]) -> tuple[str, ...]:
     model = f"{document['model']} ({document['model_type']})"
     params = f"{document['params'] / 1e6:.1f} M" if document["params"] < 1e9 else f"{document['params'] / 1e9:.2f} B"
     test = record["test"] + (f" x {document['sequences']}" if document["sequences"] > 1 else "")
@@ -146,7 +160,7 @@ def _row(document: dict[str, Any], record: dict[str, Any]) -> tuple[str, ...]:
     return model, gigabytes(document["size"]), params, document["variant"], str(document["threads"]), test, rate
 
 
-def _line(cells: tuple[str, ...]) -> None:
+def _print_row(cells: tuple[str, ...]) -> None:
     print(f"| {' | '.join(cells)} |", flush=True)
 
 
@@ -156,7 +170,7 @@ def _csv(document: dict[str, Any]) -> str:
         name: document[name] for name in ("model", "model_type", "size", "params", "variant", "threads", "sequences")
     }
     rows = [
-        {**facts, **{name: value for name, value in one.items() if name != "samples_ts"}} for one in document["tests"]
+        {**facts, **{name: value for name, value in test.items() if name != "samples_ts"}} for test in document["tests"]
     ]
     table = csv.DictWriter(text, rows[0].keys(), lineterminator="\n")
     table.writeheader()
@@ -164,8 +178,8 @@ def _csv(document: dict[str, Any]) -> str:
     return text.getvalue()
 
 
-def script(component: str, package: Path | None = None) -> Path:
-    """The bench of a component: in the package where a build put it there, or in the source tree around it."""
+def find_script(component: str, package: Path | None = None) -> Path:
+    """The bench script of a component: in the package if a build put it there, or in the source tree around it."""
     if component not in COMPONENTS:
         raise InputError("component", repr(component), f"one of {', '.join(COMPONENTS)}")
     package = package or Path(__file__).resolve().parents[1]
@@ -188,21 +202,23 @@ def microbench(
     tokens: Annotated[str | None, typer.Option("--tokens", "-b", help="As 1,16,512. [default: the bench's]")] = None,
     isa: Annotated[str | None, typer.Option(help="CPU variants, `all` for those that run here.")] = None,
     cpu_threads: Annotated[int | None, typer.Option("--cpu-threads", "-t", min=1, help="[default: chosen]")] = None,
-    seconds: Annotated[float | None, typer.Option(min=0, help="Of timed calls for each cell.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="To walk over. [default: beyond the caches]")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Measured time of each cell.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers to cycle through. [default: more than the caches hold]")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="moe: few token counts, half the time.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the JSON document here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
 ) -> None:
-    """Measure the kernels of one layer against the roof of this machine."""
-    words = [sys.executable, str(script(component))]
-    given: dict[str, Any] = {"--shapes": shapes, "--tokens": tokens, "--isa": isa, "--threads": cpu_threads}
-    given |= {"--seconds-per-cell": seconds, "--layers": layers, "--json": output}
-    for flag, value in given.items():
-        words += [] if value is None else [flag, str(value)]
-    words += ["--quick"] if quick else []
-    done = subprocess.run(words, stdout=subprocess.PIPE if as_json else None, text=True)
+    """Measure the kernels of one layer against the roofline of this machine."""
+    command = [sys.executable, str(find_script(component))]
+    options: dict[str, Any] = {"--shapes": shapes, "--tokens": tokens, "--isa": isa, "--threads": cpu_threads}
+    options |= {"--seconds-per-cell": seconds, "--layers": layers, "--json": output}
+    for flag, value in options.items():
+        command += [] if value is None else [flag, str(value)]
+    command += ["--quick"] if quick else []
+    done = subprocess.run(command, stdout=subprocess.PIPE if as_json else None, text=True)
     if as_json and done.stdout:
-        print(done.stdout.rstrip().rpartition("\n")[2])  # the document is the last line
+        print(done.stdout.rstrip().rpartition("\n")[2])  # the JSON document is the last line
     if done.returncode:
         raise KTError(f"the bench ended with {done.returncode}") if done.returncode < 0 else typer.Exit(done.returncode)

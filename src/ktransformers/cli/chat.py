@@ -1,8 +1,8 @@
 """`kt chat`: a terminal client for any server that speaks the OpenAI API.
 
-Answers are streamed; after each one the number of tokens and their rate are shown, counted from the first token. An
-interrupt (Ctrl-C) ends the answer, not the chat. With `--json` every answer is one line of JSON and nothing else is
-printed, so that a pipe of questions becomes a pipe of answers.
+Responses are streamed; after each one the number of tokens and their rate, counted from the first token, are printed.
+Ctrl-C ends the response, not the chat. With `--json` every response is one line of JSON and nothing else is printed, so
+that questions can be piped in and answers out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ChatAnswer:
     model: str
     content: str
     tokens: int
-    first: float | None  # seconds until the first token; None: there was none
+    first: float | None  # seconds until the first token; None: no token came
     seconds: float
 
     def line(self) -> str:
@@ -49,32 +49,36 @@ class ChatHistory:
         self.client, self.model, self.options, self.quiet = client, model, options, quiet
         self.system: str | None = None
         self.messages: list[dict[str, str]] = []
-        self.file: Path | None = None  # where the conversation is kept
+        self.file: Path | None = None  # in which the conversation is saved
 
     def remember(self, file: Path) -> None:
-        """Go on with what the file has, and keep it up to date."""
+        """Continue the conversation in the file, and save it there after every response."""
         self.file = file
         if file.exists():
             try:
-                said = json.loads(file.read_text())
-                self.messages = [{"role": str(one["role"]), "content": str(one["content"])} for one in said]
+                messages = json.loads(file.read_text())
+                self.messages = [
+                    {"role": str(message["role"]), "content": str(message["content"])} for message in messages
+                ]
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(
                     "history-file", f"{file} ({error})", "a list of messages, as `kt chat` writes it"
                 ) from error
 
     def ask(self, text: str) -> ChatAnswer:
-        """Prints the answer while it comes."""
+        """Send a message; print the response while it is streamed."""
         self.messages.append({"role": "user", "content": text})
-        first = [{"role": "system", "content": self.system}] if self.system else []
-        answer, tokens, begun = "", 0, 0.0
+        system_messages = [{"role": "system", "content": self.system}] if self.system else []
+        answer, tokens, first_token_time = "", 0, 0.0
         started = time.monotonic()
         try:
-            for part in self.client.stream({"model": self.model, "messages": first + self.messages, **self.options}):
+            for part in self.client.stream(
+                {"model": self.model, "messages": system_messages + self.messages, **self.options}
+            ):
                 tokens = (part.get("usage") or {}).get("completion_tokens", tokens)
                 for choice in part.get("choices", []):
                     piece = choice["delta"].get("content") or ""
-                    begun = begun or (time.monotonic() if piece else 0.0)
+                    first_token_time = first_token_time or (time.monotonic() if piece else 0.0)
                     answer += piece
                     print("" if self.quiet else piece, end="", flush=True)
         except KeyboardInterrupt:
@@ -88,10 +92,12 @@ class ChatHistory:
 
             write_json(self.file, self.messages)
         now = time.monotonic()
-        return ChatAnswer(self.model, answer, tokens, begun - started if begun else None, now - started)
+        return ChatAnswer(
+            self.model, answer, tokens, first_token_time - started if first_token_time else None, now - started
+        )
 
     def command(self, line: str) -> bool:
-        """False: end."""
+        """Execute a command; False: end the chat."""
         word, _, rest = line.partition(" ")
         rest = rest.strip()
         if word in ("/exit", "/quit"):
@@ -109,12 +115,12 @@ class ChatHistory:
         return True
 
     def _choose(self, name: str) -> None:
-        known = self.client.models()
-        if name in known:
+        models = self.client.models()
+        if name in models:
             self.model = name
-        for one in known:
-            print(f"{'*' if one == self.model else ' '} {one}")
-        if name and name not in known:
+        for model_name in models:
+            print(f"{'*' if model_name == self.model else ' '} {model_name}")
+        if name and name not in models:
             print(f"({name} is not served)")
 
 
@@ -129,7 +135,7 @@ def chat(
     host: Annotated[str | None, typer.Option("--host", "-H", help="Instead of URL.")] = None,
     port: Annotated[int | None, typer.Option("--port", "-p", help="Instead of URL.")] = None,
     history_file: Annotated[
-        Path | None, typer.Option(help="Keep the conversation in this file, and go on with it.")
+        Path | None, typer.Option(help="Save the conversation in this file, and continue it.")
     ] = None,
     key_variable: Annotated[str, typer.Option(help="Environment variable with the API key.")] = "OPENAI_API_KEY",
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each answer.")] = False,
@@ -139,52 +145,52 @@ def chat(
 
     if url is not None and (host is not None or port is not None):
         raise InputError("host, port", "given beside URL", "one of them")
-    url = url or _address(host, port)
+    url = url or _server_url(host, port)
     client = Client(url if "://" in url else f"http://{url}", os.environ.get(key_variable))
-    known = client.models()
-    if model is not None and model not in known:
-        raise InputError("model", model, f"one of {', '.join(known)}")
-    given = {"max_tokens": max_tokens, "temperature": temperature}
-    options = {name: value for name, value in given.items() if value is not None}
-    talk = ChatHistory(client, model or known[0], options, quiet=as_json)
-    talk.system = system
+    models = client.models()
+    if model is not None and model not in models:
+        raise InputError("model", model, f"one of {', '.join(models)}")
+    settings = {"max_tokens": max_tokens, "temperature": temperature}
+    options = {name: value for name, value in settings.items() if value is not None}
+    history = ChatHistory(client, model or models[0], options, quiet=as_json)
+    history.system = system
     if history_file is not None:
-        talk.remember(history_file)
-    _loop(talk)
+        history.remember(history_file)
+    _run_chat(history)
 
 
-def _address(host: str | None, port: int | None) -> str:
-    """Where `kt serve` listens by itself; one that listens on every address is reached at this machine's own."""
+def _server_url(host: str | None, port: int | None) -> str:
+    """The URL of the configured server. A wildcard address is replaced with the loopback address."""
     from ktransformers.settings import read
 
     server = read().server
-    place = host or server.host
-    place = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(place, place)
-    return f"http://{place}:{port if port is not None else server.port}"
+    address = host or server.host
+    address = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(address, address)
+    return f"http://{address}:{port if port is not None else server.port}"
 
 
-def _loop(talk: ChatHistory) -> None:
-    shown = sys.stdin.isatty() and not talk.quiet
-    if shown:
+def _run_chat(history: ChatHistory) -> None:
+    interactive = sys.stdin.isatty() and not history.quiet
+    if interactive:
         import readline  # noqa: F401 (editing and history in the prompt)
 
-        print(f"{talk.model} at {talk.client.url}; /help lists the commands")
+        print(f"{history.model} at {history.client.url}; /help lists the commands")
     while True:
         try:
-            line = input(f"{talk.model}> " if shown else "").strip()
+            line = input(f"{history.model}> " if interactive else "").strip()
         except (EOFError, KeyboardInterrupt):
-            print("" if talk.quiet else "\n", end="")
+            print("" if history.quiet else "\n", end="")
             return
         if not line:
             continue
         try:
-            if line.startswith("/") and not talk.quiet:
-                if not talk.command(line):
+            if line.startswith("/") and not history.quiet:
+                if not history.command(line):
                     return
                 continue
-            answer = talk.ask(line)
-            print(json.dumps(asdict(answer), ensure_ascii=False) if talk.quiet else f"\n{answer.line()}", flush=True)
+            answer = history.ask(line)
+            print(json.dumps(asdict(answer), ensure_ascii=False) if history.quiet else f"\n{answer.line()}", flush=True)
         except KTError as error:
-            if talk.quiet:
+            if history.quiet:
                 raise
             print(f"kt: {error}", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""What `kt doctor` thinks of the facts: each check is a function from what was found to findings, each with its fix.
+"""The checks of `kt doctor`: each is a function from facts to findings, and each finding has a fix.
 
-Facts are gathered in `doctor.py`; nothing here looks at the machine but for the small files of /proc and /sys under
-`root`, so tests can make one up. An error means that experts cannot run here, a warning that something which is there
-is not used or will fail later, a note that it could be better.
+`doctor.py` collects the facts; these functions read nothing of the machine but small files of /proc and /sys under
+`root`, so that tests can provide them. An error means that experts cannot run here, a warning that something installed
+is unused or will fail later, a note that a setting could be better.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ GB = 2**30
 LOW_DISK, LOW_MEMORY = 10 * GB, 4 * GB
 THP = "/sys/kernel/mm/transparent_hugepage/enabled"
 # CUDA's major version -> the oldest driver of Linux that runs it (NVIDIA's release notes).
-DRIVERS = {11: 450, 12: 525, 13: 580}
-REMOTE = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "fuse.gcsfuse", "fuse.s3fs")
+MIN_DRIVER = {11: 450, 12: 525, 13: 580}
+REMOTE_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "fuse.gcsfuse", "fuse.s3fs")
 FORKS = {"transformers-kt": "transformers", "accelerate-kt": "accelerate", "peft-kt": "peft", "trl-kt": "trl"}
 # What each extra is for.
 EXTRAS = {
@@ -44,7 +44,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Cuda:
-    """What torch and the driver say."""
+    """CUDA as torch and the driver report it."""
 
     driver: str | None = None  # of the kernel module
     built: str | None = None  # torch's CUDA; None: torch is built for the CPU alone
@@ -64,15 +64,15 @@ class Disk:
 
 
 def read(root: Path, name: str) -> str:
-    """A small file of /proc or /sys, empty where it is not there."""
+    """The text of a small file of /proc or /sys; empty if it does not exist."""
     try:
         return (root / name).read_text().strip()
     except OSError:
         return ""
 
 
-def why(variant: VariantInfo, isa: str | None, environment: Mapping[str, str]) -> str:
-    """One line on a CPU variant: in use or not, and the reason."""
+def describe_variant(variant: VariantInfo, isa: str | None, environment: Mapping[str, str]) -> str:
+    """One line about a CPU variant: in use or not, and the reason."""
     if variant["name"] == isa:
         asked = next((name for name in ("KT_ISA", "KT_KERNEL_CPU_VARIANT") if name in environment), None)
         reason = f"asked for by {asked}" if asked else "the best that this CPU and this system run"
@@ -87,49 +87,57 @@ def why(variant: VariantInfo, isa: str | None, environment: Mapping[str, str]) -
 def cpu(
     machine: Machine, variants: Sequence[VariantInfo], isa: str | None, environment: Mapping[str, str], root: Path
 ) -> list[Finding]:
-    found = []
-    best = next((one["name"] for one in reversed(variants) if one["native"]), None)
+    findings = []
+    best = next((variant["name"] for variant in reversed(variants) if variant["native"]), None)
     if isa is not None and best is not None and isa != best:
-        found.append(Finding("note", "cpu", f"{isa} is in use where {best} would run", "unset KT_ISA"))
+        findings.append(Finding("note", "cpu", f"{isa} is in use where {best} would run", "unset KT_ISA"))
     elif isa == "generic":
         text = "plain C++ is in use: correct, and many times slower than AVX2"
-        found.append(Finding("warning", "cpu", text, "an x86-64 CPU with AVX2 (2013 or later) runs the fast kernels"))
-    for one in variants:
-        kept = re.findall(r"(\w+) \(OS\)", one["missing"])
-        if kept and len(kept) == len(one["missing"].split(",")):
-            text = f"the CPU has {', '.join(kept)}, and the system keeps it: no {one['name']}"
+        findings.append(
+            Finding("warning", "cpu", text, "an x86-64 CPU with AVX2 (2013 or later) runs the fast kernels")
+        )
+    for variant in variants:
+        disabled = re.findall(r"(\w+) \(OS\)", variant["missing"])
+        if disabled and len(disabled) == len(variant["missing"].split(",")):
+            text = f"the CPU has {', '.join(disabled)}, and the system does not enable it: no {variant['name']}"
             fix = "Linux 5.16 or later; in a virtual machine, pass the host's CPU through"
-            found.append(Finding("warning", "cpu", text, fix))
+            findings.append(Finding("warning", "cpu", text, fix))
             break
-        if not one["missing"] and not one["native"] and not one["emulated"]:
-            text = f"this CPU runs {one['name']}, and this build does not have it"
-            found.append(Finding("warning", "cpu", text, "reinstall ktransformers from a wheel with all variants"))
+        if not variant["missing"] and not variant["native"] and not variant["emulated"]:
+            text = f"this CPU runs {variant['name']}, and this build does not have it"
+            findings.append(Finding("warning", "cpu", text, "reinstall ktransformers from a wheel with all variants"))
     if 0 < machine["quota"] < machine["cpus"]:
         text = f"the container grants {machine['quota']:g} CPUs' worth of time on {machine['cpus']} CPUs"
-        found.append(Finding("note", "cpu", text, "raise its CPU limit (docker run --cpus, resources.limits.cpu)"))
+        findings.append(Finding("note", "cpu", text, "raise its CPU limit (docker run --cpus, resources.limits.cpu)"))
     governor, driver = (
         read(root, f"sys/devices/system/cpu/cpu0/cpufreq/scaling_{word}") for word in ("governor", "driver")
     )
     if governor == "powersave" and "pstate" not in driver:
-        found.append(Finding("note", "cpu", "the clock is held low", "sudo cpupower frequency-set -g performance"))
+        findings.append(
+            Finding("note", "cpu", "the CPU governor keeps the clock low", "sudo cpupower frequency-set -g performance")
+        )
     if machine["nodes"] > 1 and read(root, "proc/sys/kernel/numa_balancing") == "1":
-        text = "the system moves pages between NUMA nodes, which our threads have placed already"
-        found.append(Finding("note", "numa", text, "sudo sysctl kernel.numa_balancing=0"))
-    return found
+        text = "the kernel migrates pages between NUMA nodes, although experts are placed on their nodes already"
+        findings.append(Finding("note", "numa", text, "sudo sysctl kernel.numa_balancing=0"))
+    return findings
 
 
 def memory(memory: system.Memory, root: Path) -> list[Finding]:
-    found = []
+    findings = []
     if memory.available < LOW_MEMORY:
         text = f"{memory.available / GB:.1f} GB are free"
-        found.append(Finding("warning", "memory", text, "end what holds memory; `kt plan MODEL` says what one takes"))
+        findings.append(
+            Finding(
+                "warning", "memory", text, "end processes that use memory; `kt plan MODEL` shows what a model needs"
+            )
+        )
     if memory.huge_pages == "never":
-        text = "transparent huge pages are off: experts are read through many more page entries"
-        found.append(Finding("note", "huge pages", text, f"echo madvise | sudo tee {THP}"))
+        text = "transparent huge pages are off: reading experts causes many more TLB misses"
+        findings.append(Finding("note", "huge pages", text, f"echo madvise | sudo tee {THP}"))
     if read(root, "proc/sys/vm/overcommit_memory") == "2":
-        text = "the system promises no more memory than it has: large mappings may be refused"
-        found.append(Finding("warning", "memory", text, "sudo sysctl vm.overcommit_memory=0"))
-    return found
+        text = "memory overcommit is off: large mappings may be refused"
+        findings.append(Finding("warning", "memory", text, "sudo sysctl vm.overcommit_memory=0"))
+    return findings
 
 
 def gpu(cuda: Cuda, gpus: Sequence[system.Gpu]) -> list[Finding]:
@@ -137,101 +145,106 @@ def gpu(cuda: Cuda, gpus: Sequence[system.Gpu]) -> list[Finding]:
         return [Finding("note", "gpu", "CUDA_VISIBLE_DEVICES hides every device", "unset CUDA_VISIBLE_DEVICES")]
     if not gpus:
         if cuda.driver is None:
-            return [Finding("note", "gpu", "there is none: everything runs on the CPU")]
+            return [Finding("note", "gpu", "no GPU: everything runs on the CPU")]
         if cuda.built is None and cuda.hip is None:
             text = f"driver {cuda.driver} is here, and this torch is built for the CPU alone"
             fix = "install torch for CUDA: https://pytorch.org/get-started/locally"
             return [Finding("warning", "gpu", text, fix)]
-        major, wanted = int((cuda.built or "0").partition(".")[0]), 0
-        wanted = DRIVERS.get(major, 0)
-        if int(cuda.driver.partition(".")[0]) < wanted:
+        major, min_driver = int((cuda.built or "0").partition(".")[0]), 0
+        min_driver = MIN_DRIVER.get(major, 0)
+        if int(cuda.driver.partition(".")[0]) < min_driver:
             text = f"driver {cuda.driver} is too old for this torch's CUDA {cuda.built}"
-            return [Finding("warning", "gpu", text, f"a driver of {wanted} or later, or torch for an older CUDA")]
+            return [Finding("warning", "gpu", text, f"a driver of {min_driver} or later, or torch for an older CUDA")]
         text = f"driver {cuda.driver} is here, and torch finds no device"
         fix = "`nvidia-smi` says why; a container needs --gpus all; after an update of the driver, restart"
         return [Finding("warning", "gpu", text, fix)]
-    found = []
-    known = [
+    findings = []
+    built_for = [
         tuple(map(int, (word[3:-1], word[-1]))) for word in cuda.architectures if re.fullmatch(r"sm_\d{2,3}", word)
     ]
-    for one, capability in zip(gpus, cuda.capabilities, strict=False):
-        if known and capability < min(known):
-            text = f"{one.name} is of {capability[0]}.{capability[1]}, older than what this torch has code for"
-            found.append(Finding("warning", "gpu", text, "an older torch, or `--device cpu`"))
-        elif known and capability[0] > max(known)[0]:
-            text = f"{one.name} is of {capability[0]}.{capability[1]}, newer than what this torch has code for"
-            found.append(Finding("warning", "gpu", text, "a newer torch: https://pytorch.org/get-started/locally"))
+    for device, capability in zip(gpus, cuda.capabilities, strict=False):
+        if built_for and capability < min(built_for):
+            text = f"{device.name} is of {capability[0]}.{capability[1]}, older than what this torch has code for"
+            findings.append(Finding("warning", "gpu", text, "an older torch, or `--device cpu`"))
+        elif built_for and capability[0] > max(built_for)[0]:
+            text = f"{device.name} is of {capability[0]}.{capability[1]}, newer than what this torch has code for"
+            findings.append(Finding("warning", "gpu", text, "a newer torch: https://pytorch.org/get-started/locally"))
         elif capability < (8, 0):
-            text = f"{one.name} has no bf16 instructions"
-            found.append(Finding("note", "gpu", text, "`--dtype float16` where a verb has it"))
-    return found
+            text = f"{device.name} has no bf16 instructions"
+            findings.append(Finding("note", "gpu", text, "`--dtype float16` where a verb has it"))
+    return findings
 
 
 def packages(
     own: Sequence[str], requirements_of: Callable[[str], Sequence[str]], version_of: Callable[[str], str | None]
 ) -> list[Finding]:
-    """`own`: our own requirements as the metadata has them."""
+    """`own`: the requirements of ktransformers in its metadata."""
     from packaging.requirements import Requirement
 
-    found, missing = [], {extra: list[str]() for extra in EXTRAS}
+    findings, missing = [], {extra: list[str]() for extra in EXTRAS}
     for line in own:
-        wanted = Requirement(line)
-        extra = next((name for name in EXTRAS if wanted.marker and wanted.marker.evaluate({"extra": name})), None)
-        if wanted.marker and not extra:
+        requirement = Requirement(line)
+        extra = next(
+            (name for name in EXTRAS if requirement.marker and requirement.marker.evaluate({"extra": name})), None
+        )
+        if requirement.marker and not extra:
             continue
-        have = version_of(wanted.name)
-        plain = f"{wanted.name}{wanted.specifier}"
-        if have is None and extra is not None:
-            missing[extra].append(wanted.name)
-        elif have is None:
-            found.append(Finding("error", "packages", f"{wanted.name} is not installed", f"pip install '{plain}'"))
-        elif not wanted.specifier.contains(have, prereleases=True):
-            text = f"{wanted.name} {have} is installed, and {plain} is needed"
-            found.append(Finding("warning" if extra else "error", "packages", text, f"pip install '{plain}'"))
-    found += [_lacking(extra, names) for extra, names in missing.items() if names]
+        installed = version_of(requirement.name)
+        plain = f"{requirement.name}{requirement.specifier}"
+        if installed is None and extra is not None:
+            missing[extra].append(requirement.name)
+        elif installed is None:
+            findings.append(
+                Finding("error", "packages", f"{requirement.name} is not installed", f"pip install '{plain}'")
+            )
+        elif not requirement.specifier.contains(installed, prereleases=True):
+            text = f"{requirement.name} {installed} is installed, and {plain} is needed"
+            findings.append(Finding("warning" if extra else "error", "packages", text, f"pip install '{plain}'"))
+    findings += [_missing_extra(extra, names) for extra, names in missing.items() if names]
     names = {Requirement(line).name for line in own} | {"torchvision", "torchaudio", "huggingface-hub", "tokenizers"}
-    return found + _forks(version_of) + _quarrels(sorted(names), requirements_of, version_of)
+    return findings + _forks(version_of) + _version_conflicts(sorted(names), requirements_of, version_of)
 
 
-def _lacking(extra: str, names: Sequence[str]) -> Finding:
+def _missing_extra(extra: str, names: Sequence[str]) -> Finding:
     text = f"{EXTRAS[extra]} needs {', '.join(names)}"
     return Finding("note", "packages", text, f"pip install 'ktransformers[{extra}]'")
 
 
 def _forks(version_of: Callable[[str], str | None]) -> list[Finding]:
-    found = []
+    findings = []
     for fork, stock in FORKS.items():
         if version_of(fork) is not None:
             text = f"{fork} is installed over {stock}; ktransformers works with the stock package"
             fix = f"pip uninstall -y {fork} && pip install --force-reinstall --no-deps {stock}"
-            found.append(Finding("warning", "packages", text, fix))
+            findings.append(Finding("warning", "packages", text, fix))
     if version_of("kt-kernel") is not None:
         text = "kt-kernel is installed, and brings a command `kt` of its own: the later one wins"
         fix = "keep it in an environment of its own, or reinstall ktransformers after it"
-        found.append(Finding("warning", "packages", text, fix))
-    return found
+        findings.append(Finding("warning", "packages", text, fix))
+    return findings
 
 
-def _quarrels(
+def _version_conflicts(
     names: Sequence[str], requirements_of: Callable[[str], Sequence[str]], version_of: Callable[[str], str | None]
 ) -> list[Finding]:
-    """Installed packages that want another version of each other."""
+    """Installed packages whose requirements on each other are not met."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
     watched = {canonicalize_name(name) for name in names}
-    found = []
+    findings = []
     for name in names:
-        have = version_of(name)
-        for line in requirements_of(name) if have is not None else ():
-            wanted = Requirement(line)
-            other = version_of(wanted.name) if canonicalize_name(wanted.name) in watched else None
-            if other is None or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+        installed = version_of(name)
+        for line in requirements_of(name) if installed is not None else ():
+            requirement = Requirement(line)
+            installed_other = version_of(requirement.name) if canonicalize_name(requirement.name) in watched else None
+            if installed_other is None or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
                 continue
-            if not wanted.specifier.contains(other, prereleases=True):
-                text = f"{name} {have} wants {wanted.name}{wanted.specifier}, and {other} is installed"
-                found.append(Finding("warning", "packages", text, f"pip install '{wanted.name}{wanted.specifier}'"))
-    return found
+            if not requirement.specifier.contains(installed_other, prereleases=True):
+                required = f"{requirement.name}{requirement.specifier}"
+                text = f"{name} {installed} wants {required}, and {installed_other} is installed"
+                findings.append(Finding("warning", "packages", text, f"pip install '{required}'"))
+    return findings
 
 
 def threads(torch_threads: int, cores: int, environment: Mapping[str, str]) -> list[Finding]:
@@ -242,21 +255,23 @@ def threads(torch_threads: int, cores: int, environment: Mapping[str, str]) -> l
 
 
 def disks(disks: Sequence[Disk]) -> list[Finding]:
-    found = []
+    findings = []
     for disk in disks:
         if disk.free < LOW_DISK:
             fix = "`kt config set paths.downloads DIR`" if disk.what == "models" else "free some, or move it (HF_HOME)"
-            found.append(Finding("warning", "disk", f"{disk.free / GB:.1f} GB free at {disk.path} ({disk.what})", fix))
-        if disk.kind in REMOTE and disk.what in ("models", "hub cache"):
+            findings.append(
+                Finding("warning", "disk", f"{disk.free / GB:.1f} GB free at {disk.path} ({disk.what})", fix)
+            )
+        if disk.kind in REMOTE_FILE_SYSTEMS and disk.what in ("models", "hub cache"):
             text = f"{disk.path} lies on {disk.kind}: a model is read over the network whenever it is loaded"
-            found.append(
+            findings.append(
                 Finding("note", "disk", text, "keep models on a local disk: `kt config set paths.downloads DIR`")
             )
-    return found
+    return findings
 
 
 def file_system(path: Path, mounts: str) -> str:
-    """Of the longest mount point above `path`, from the text of /proc/mounts."""
+    """Type of the file system that holds `path`: that of the longest mount point above it in /proc/mounts."""
     best, kind = -1, "unknown"
     for line in mounts.splitlines():
         words = line.split()
@@ -266,7 +281,7 @@ def file_system(path: Path, mounts: str) -> str:
 
 
 def models(entries: Sequence[model_registry.Entry]) -> list[Finding]:
-    gone = [entry.name for entry in entries if not entry.exists]
-    if not gone:
+    missing = [entry.name for entry in entries if not entry.exists]
+    if not missing:
         return []
-    return [Finding("note", "models", f"registered and gone from the disk: {', '.join(gone)}", "kt model refresh")]
+    return [Finding("note", "models", f"registered and gone from the disk: {', '.join(missing)}", "kt model refresh")]

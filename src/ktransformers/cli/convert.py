@@ -1,4 +1,4 @@
-"""`kt convert`: an adapter into another dialect, counted and checked."""
+"""`kt convert`: converts an adapter to another dialect; every tensor is counted and checked."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def convert(
         f"read             {done.source}, {done.read} tensors, {done.layers} layers of {done.experts} experts{shared}"
     )
     if done.model is None:
-        print("model            its config.json is not here, so sizes and layers were not compared")
+        print("model            its config.json was not found: sizes and layers were not compared")
     outputs = {"merged": done.merged, "expert-only": done.expert_only, "non-expert-only": done.nonexpert_only}
     for word, output in outputs.items():
         if output is not None:

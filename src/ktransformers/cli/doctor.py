@@ -1,7 +1,7 @@
-"""`kt doctor`: what this machine gives to ktransformers, what stands in the way, and how to mend it.
+"""`kt doctor`: what this machine offers to ktransformers, what is missing, and how to fix it.
 
-Facts are gathered into one Report and judged by `checks.py`; both are printed as text or as JSON (`--json`). The exit
-status is 1 when experts cannot run here at all; what only costs speed is a warning or a note.
+Facts are collected into one MachineReport and evaluated by `checks.py`; both are printed as text or as JSON (`--json`).
+The exit status is 1 if experts cannot run here at all; what only costs speed is a warning or a note.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from ktransformers._core import Machine, VariantInfo
 
 PACKAGES = ("ktransformers", "torch", "transformers", "peft", "safetensors", "numpy")
-OTHERS = (
+OPTIONAL_PACKAGES = (
     *("accelerate", "datasets", "trl", "fastapi", "uvicorn", "huggingface-hub", "gguf", "sacrebleu", "matplotlib"),
     *("llguidance", "modelscope", "triton", "kt-kernel", "sglang", "llamafactory"),
 )
-FOREIGN = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE")
+ENVIRONMENT_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE")
 ROOT = Path("/")
 
 
@@ -57,7 +57,7 @@ class MachineReport:
         return [finding for finding in self.findings if finding.level == "error"]
 
 
-def ask_core(report: MachineReport) -> None:
+def add_core_facts(report: MachineReport) -> None:
     try:
         from ktransformers import _core
     except ImportError as error:
@@ -74,8 +74,8 @@ def ask_core(report: MachineReport) -> None:
     report.threads, report.groups = pool.threads, pool.groups
 
 
-def ask_torch(root: Path) -> tuple[Cuda, int | None]:
-    """The GPU's side, and the threads of torch's own operators."""
+def read_torch(root: Path) -> tuple[Cuda, int | None]:
+    """CUDA as torch and the driver report it, and the number of torch's threads."""
     from ktransformers.cli.checks import read
 
     driver = read(root, "proc/driver/nvidia/version").partition("\n")[0].split()
@@ -93,46 +93,50 @@ def ask_torch(root: Path) -> tuple[Cuda, int | None]:
     return cuda, torch.get_num_threads()
 
 
-def numa(root: Path) -> list[str]:
-    """`0-15: 120 GB, 80 free` of each node."""
-    found = []
+def read_numa_nodes(root: Path) -> list[str]:
+    """One line per NUMA node: `cpus 0-15: 120 GB, 80 GB free`."""
+    nodes = []
     for node in sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
         try:
             words = (node / "meminfo").read_text().split()
             total, free = (int(words[words.index(word) + 1]) * 1024 for word in ("MemTotal:", "MemFree:"))
-            found.append(f"cpus {(node / 'cpulist').read_text().strip()}: {size(total)}, {size(free)} free")
+            nodes.append(
+                f"cpus {(node / 'cpulist').read_text().strip()}: {format_size(total)}, {format_size(free)} free"
+            )
         except (OSError, ValueError):
             continue
-    return found
+    return nodes
 
 
-def ask_disks(root: Path) -> list[Disk]:
-    """Where models, caches and outputs go; a place on the same disk as an earlier one is left out."""
+def read_disks(root: Path) -> list[Disk]:
+    """The disks of models, caches and outputs, each disk once."""
     from ktransformers import settings
     from ktransformers.cli.checks import file_system, read
     from ktransformers.errors import InputError
 
     try:
-        chosen = settings.read().paths.downloads
+        configured = settings.read().paths.downloads
     except InputError:
-        chosen = None
+        configured = None
     hub = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub"
     places = {
-        "models": Path(chosen) if chosen else settings.data_folder() / "models",
+        "models": Path(configured) if configured else settings.data_folder() / "models",
         "hub cache": Path(hub),
         "here": Path.cwd(),
         "temporary files": Path(tempfile.gettempdir()),
     }
-    found, seen, mounts = [], set(), read(root, "proc/mounts")
-    for what, place in places.items():
-        nearest = place.expanduser().absolute()
+    disks, devices, mounts = [], set(), read(root, "proc/mounts")
+    for purpose, directory in places.items():
+        nearest = directory.expanduser().absolute()
         while not nearest.exists():
             nearest = nearest.parent
-        if nearest.stat().st_dev not in seen:
-            seen.add(nearest.stat().st_dev)
+        if nearest.stat().st_dev not in devices:
+            devices.add(nearest.stat().st_dev)
             usage = shutil.disk_usage(nearest)
-            found.append(Disk(what, str(place.expanduser()), usage.total, usage.free, file_system(nearest, mounts)))
-    return found
+            disks.append(
+                Disk(purpose, str(directory.expanduser()), usage.total, usage.free, file_system(nearest, mounts))
+            )
+    return disks
 
 
 def own_requirements(name: str) -> list[str]:
@@ -144,7 +148,7 @@ def own_requirements(name: str) -> list[str]:
         return []
 
 
-def ask_library(report: MachineReport) -> None:
+def add_registry_facts(report: MachineReport) -> None:
     from ktransformers import model_registry, settings
     from ktransformers.cli import checks
     from ktransformers.errors import InputError
@@ -163,15 +167,15 @@ def examine(root: Path = ROOT) -> MachineReport:
     from ktransformers import env, system
     from ktransformers.cli import checks
 
-    versions = {name: system.version_of(name) for name in (*PACKAGES, *OTHERS)}
+    versions = {name: system.version_of(name) for name in (*PACKAGES, *OPTIONAL_PACKAGES)}
     packages = {name: version for name, version in versions.items() if version or name in PACKAGES}
-    cuda, torch_threads = ask_torch(root)
-    report = MachineReport(packages, env.current(), system.memory(), system.gpus(), cuda, ask_disks(root))
-    report.environment |= {name: os.environ[name] for name in FOREIGN if name in os.environ}
-    report.torch_threads, report.nodes = torch_threads, numa(root)
+    cuda, torch_threads = read_torch(root)
+    report = MachineReport(packages, env.current(), system.memory(), system.gpus(), cuda, read_disks(root))
+    report.environment |= {name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ}
+    report.torch_threads, report.nodes = torch_threads, read_numa_nodes(root)
     if platform.system() != "Linux":
         report.findings.append(Finding("error", "os", platform.system(), "Linux; on Windows, WSL 2"))
-    ask_core(report)
+    add_core_facts(report)
     if report.machine is not None:
         report.findings += checks.cpu(report.machine, report.variants, report.isa, report.environment, root)
         report.findings += checks.threads(torch_threads or 0, report.machine["cores"], report.environment)
@@ -179,59 +183,72 @@ def examine(root: Path = ROOT) -> MachineReport:
     report.findings += checks.gpu(cuda, report.gpus)
     report.findings += checks.packages(own_requirements("ktransformers"), own_requirements, system.version_of)
     report.findings += checks.disks(report.disks)
-    ask_library(report)
+    add_registry_facts(report)
     order = ("error", "warning", "note")
     report.findings.sort(key=lambda finding: order.index(finding.level))
     return report
 
 
-def size(count: int) -> str:
+def format_size(count: int) -> str:
     for unit, bytes_in in (("GB", 2**30), ("MB", 2**20), ("KB", 2**10)):
         if count >= bytes_in:
             return f"{count / bytes_in:.4g} {unit}"
     return f"{count} B"
 
 
-def rows(report: MachineReport) -> list[tuple[str, str]]:
-    from ktransformers.cli.checks import why
+def report_rows(report: MachineReport) -> list[tuple[str, str]]:
+    from ktransformers.cli.checks import describe_variant
 
-    found = [("os", report.os), ("python", report.python)]
-    found += [(name, version or "not installed") for name, version in report.packages.items()]
+    rows = [("os", report.os), ("python", report.python)]
+    rows += [(name, version or "not installed") for name, version in report.packages.items()]
     if report.machine is not None:
         machine = report.machine
         guest = ", a guest" if machine["hypervisor"] else ""
         quota = f", a limit of {machine['quota']:g}" if machine["quota"] else ""
-        found.append(("cpu", machine["cpu"]))
+        rows.append(("cpu", machine["cpu"]))
         cores = f"{machine['cores']} (cpus {machine['cpus']}, NUMA nodes {machine['nodes']}{quota}{guest})"
-        found.append(("cores", cores))
-        found.append(("caches", ", ".join(f"{level} {size(machine[level])}" for level in ("l1d", "l2", "l3"))))
-    found += [(f"node {at}", line) for at, line in enumerate(report.nodes) if len(report.nodes) > 1]
-    found += [(f"variant {one['name']}", why(one, report.isa, report.environment)) for one in report.variants]
+        rows.append(("cores", cores))
+        rows.append(("caches", ", ".join(f"{level} {format_size(machine[level])}" for level in ("l1d", "l2", "l3"))))
+    rows += [(f"node {index}", line) for index, line in enumerate(report.nodes) if len(report.nodes) > 1]
+    rows += [
+        (f"variant {variant['name']}", describe_variant(variant, report.isa, report.environment))
+        for variant in report.variants
+    ]
     if report.threads is not None:
-        found.append(
+        rows.append(
             ("threads", f"{report.threads} of experts (groups {report.groups}), {report.torch_threads} of torch")
         )
     memory = report.memory
-    found.append(("memory", f"{size(memory.available)} free of {size(memory.total)}, huge pages {memory.huge_pages}"))
-    found += [("gpu", f"{gpu.name}, {size(gpu.memory)}") for gpu in report.gpus] or [("gpu", "none")]
+    rows.append(
+        (
+            "memory",
+            f"{format_size(memory.available)} free of {format_size(memory.total)}, huge pages {memory.huge_pages}",
+        )
+    )
+    rows += [("gpu", f"{gpu.name}, {format_size(gpu.memory)}") for gpu in report.gpus] or [("gpu", "none")]
     if report.cuda.driver or report.cuda.built:
-        found.append(("cuda", f"driver {report.cuda.driver or 'none'}, torch for {report.cuda.built or 'the CPU'}"))
+        rows.append(("cuda", f"driver {report.cuda.driver or 'none'}, torch for {report.cuda.built or 'the CPU'}"))
     for disk in report.disks:
-        found.append((f"disk ({disk.what})", f"{size(disk.free)} free of {size(disk.total)}, {disk.kind}: {disk.path}"))
-    found.append(("models", f"{report.models} registered"))
-    found += [(name, value) for name, value in report.environment.items()]
-    return found
+        rows.append(
+            (
+                f"disk ({disk.what})",
+                f"{format_size(disk.free)} free of {format_size(disk.total)}, {disk.kind}: {disk.path}",
+            )
+        )
+    rows.append(("models", f"{report.models} registered"))
+    rows += [(name, value) for name, value in report.environment.items()]
+    return rows
 
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
 ) -> None:
-    """Say what this machine gives, what is missing, and how to mend it."""
+    """Show what this machine offers, what is missing, and how to fix it."""
     report = examine()
     if as_json:
         print(json.dumps(dataclasses.asdict(report) | {"ok": not report.errors}, indent=2))
     else:
-        for name, value in rows(report):
+        for name, value in report_rows(report):
             print(f"{name:<22} {value}")
         for finding in report.findings:
             print(f"\n{finding.level}: {finding.about}: {finding.text}")

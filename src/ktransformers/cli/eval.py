@@ -1,7 +1,6 @@
-"""`kt eval`: judge a model, in this process or behind a URL, with and without adapters; `--compare` sets runs side by
-side.
+"""`kt eval`: evaluates a model, in this process or behind a URL, with and without adapters; `--compare` compares runs.
 
-Every run has a folder in the output directory, named `base` or after its adapter, with one folder per task in it. With
+Every run has a folder in the output directory, named `base` or after its adapter, with one folder per task. With
 adapters, or with `--compare`, a report of all runs is written beside them.
 """
 
@@ -11,21 +10,19 @@ import importlib.util
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ktransformers.cli.progress import progress_bar
 from ktransformers.errors import InputError
 
 if TYPE_CHECKING:
     from ktransformers.evaluate.backend import Backend
     from ktransformers.evaluate.compare import Comparison
     from ktransformers.evaluate.judge import Judge
-    from ktransformers.evaluate.run import Progress
     from ktransformers.evaluate.task import Task
 
 BASE = "base"
@@ -36,21 +33,21 @@ def evaluate(
         list[str] | None, typer.Argument(metavar="MODEL|URL", help="A directory, a name or a URL; runs with --compare.")
     ] = None,
     task: Annotated[
-        list[str] | None, typer.Option(help="A task file, or the name of a task or suite; again for more.")
+        list[str] | None, typer.Option(help="A task file, or the name of a task or suite; may be repeated.")
     ] = None,
     adapter: Annotated[
-        list[str] | None, typer.Option(help="NAME=DIR, or NAME=served name with a URL; again for more.")
+        list[str] | None, typer.Option(help="NAME=DIR, or NAME=served name with a URL; may be repeated.")
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory of the runs and of the report.")] = Path("eval"),
-    compare: Annotated[bool, typer.Option("--compare", help="Compare finished runs instead of asking.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Compare finished runs instead of evaluating.")] = False,
     list_tasks: Annotated[bool, typer.Option("--list", help="List the tasks that come with the package.")] = False,
-    base: Annotated[bool, typer.Option(help="Also judge the model without adapters.")] = True,
+    base: Annotated[bool, typer.Option(help="Also evaluate the model without adapters.")] = True,
     limit: Annotated[int | None, typer.Option(min=1, help="At most that many items of each task.")] = None,
     data: Annotated[Path | None, typer.Option(help="A file in place of the task's own data.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a batch, or requests at a time.")] = 8,
-    engine: Annotated[str, typer.Option(help="kt, transformers, or auto: kt where there are experts.")] = "auto",
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a batch, or concurrent requests.")] = 8,
+    engine: Annotated[str, typer.Option(help="kt, transformers, or auto: kt if the model has experts.")] = "auto",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32, or auto: bf16 where it is fast.")] = "auto",
-    device: Annotated[str, typer.Option(help="Of everything but the experts.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device of everything but the experts.")] = "cpu",
     experts: Annotated[
         Path | None, typer.Option(help="Experts from elsewhere. [default: those that the adapters were trained on]")
     ] = None,
@@ -61,14 +58,14 @@ def evaluate(
     key_variable: Annotated[str, typer.Option(help="Environment variable with the API key.")] = "OPENAI_API_KEY",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Judge a model: how good are its answers, and what did an adapter gain and cost?"""
+    """Evaluate a model: how good are its answers, and what did an adapter gain and cost?"""
     if list_tasks:
         _print_tasks(as_json)
         return
     if compare:
         _check_packages()
         comparison = _compare(list(targets or []), out)
-        _say(comparison, out, as_json)
+        _print_comparison(comparison, out, as_json)
         return
     if not targets or len(targets) != 1:
         raise InputError("MODEL|URL", targets or "nothing", "one directory or URL", "--compare takes several runs")
@@ -79,18 +76,18 @@ def evaluate(
 
     limit_spinning()
     _check_packages()
-    tasks = [found for name in task for found in load_tasks(name, limit, data)]
-    names = [found.name for found in tasks]
+    tasks = [loaded for name in task for loaded in load_tasks(name, limit, data)]
+    names = [loaded.name for loaded in tasks]
     if len(set(names)) < len(names):
         raise InputError("task", ", ".join(names), "every task once")
-    wanted = _adapters(adapter or [])
-    if not base and not wanted:
-        raise InputError("no-base", "no adapter either", "something to judge")
+    adapters = _adapters(adapter or [])
+    if not base and not adapters:
+        raise InputError("no-base", "no adapter either", "something to evaluate")
     key = os.environ.get(key_variable)
     judge = _judge(judge_url, judge_model, key)
     runs: Iterator[tuple[str, Backend]]
     if re.match(r"https?://", targets[0]):
-        chats = [found.name for found in tasks if found.scores_chats]
+        chats = [loaded.name for loaded in tasks if loaded.scores_chats]
         if chats and tokenizer is None:
             raise InputError(
                 "tokenizer",
@@ -98,15 +95,15 @@ def evaluate(
                 "the directory of the served model's tokenizer",
                 "pass --tokenizer DIR, or set `format: plain` in the task",
             )
-        runs = _remote(targets[0], served_model, wanted, base, tokenizer, key, batch_size)
+        runs = _remote(targets[0], served_model, adapters, base, tokenizer, key, batch_size)
     else:
         from ktransformers.model_registry import resolve
 
         options = {"engine": engine, "dtype": dtype, "device": device, "batch_size": batch_size}
-        runs = _local(Path(resolve(targets[0])), wanted, base, experts, options)
+        runs = _local(Path(resolve(targets[0])), adapters, base, experts, options)
     results = _run(runs, tasks, out, judge, quiet=as_json)
     if len(results) > 1:
-        _say(_compare(list(results), out), out, as_json)
+        _print_comparison(_compare(list(results), out), out, as_json)
     elif as_json:
         print(json.dumps({"directory": str(out), "results": results}, indent=2, ensure_ascii=False))
     else:
@@ -120,13 +117,13 @@ def _check_packages() -> None:
 
 
 def _adapters(given: list[str]) -> dict[str, str]:
-    found = {}
+    adapters = {}
     for entry in given:
-        name, _, place = entry.partition("=")
-        if not re.fullmatch(r"[\w.-]+", name) or name == BASE or name in found:
+        name, _, directory = entry.partition("=")
+        if not re.fullmatch(r"[\w.-]+", name) or name == BASE or name in adapters:
             raise InputError("adapter", repr(entry), f"NAME=DIR with a new name that is not {BASE!r}")
-        found[name] = place or name
-    return found
+        adapters[name] = directory or name
+    return adapters
 
 
 def _judge(url: str | None, model: str | None, key: str | None) -> Judge | None:
@@ -161,25 +158,25 @@ def _remote(
     listed = endpoint.models()
     if base:
         yield BASE, RemoteBackend(endpoint, served or listed[0], tokens, parallel)
-    for name, there in adapters.items():
-        if there not in listed:
-            raise InputError("adapter", repr(there), f"one of those at {url}: {', '.join(listed)}")
-        yield name, RemoteBackend(endpoint, there, tokens, parallel)
+    for name, served_name in adapters.items():
+        if served_name not in listed:
+            raise InputError("adapter", repr(served_name), f"one of those at {url}: {', '.join(listed)}")
+        yield name, RemoteBackend(endpoint, served_name, tokens, parallel)
 
 
 def _local(
     directory: Path, adapters: dict[str, str], base: bool, experts: Path | None, options: dict[str, Any]
 ) -> Iterator[tuple[str, Backend]]:
-    for name, place in adapters.items():
-        if not (Path(place) / "adapter_config.json").is_file():
-            raise InputError(f"adapter {name}", place, "a directory with an adapter_config.json")
+    for name, path in adapters.items():
+        if not (Path(path) / "adapter_config.json").is_file():
+            raise InputError(f"adapter {name}", path, "a directory with an adapter_config.json")
     from ktransformers.evaluate.local import LocalModel, trained_experts
 
-    places = {name: Path(place) for name, place in adapters.items()}
-    model = LocalModel.open(directory, experts=experts or trained_experts(places), **options)
+    directories = {name: Path(path) for name, path in adapters.items()}
+    model = LocalModel.open(directory, experts=experts or trained_experts(directories), **options)
     if base:
         yield BASE, model.backend()
-    model.add_adapters(places)
+    model.add_adapters(directories)
     for name in adapters:
         yield name, model.backend(name)
 
@@ -193,38 +190,23 @@ def _run(
     for name, backend in runs:
         results[name] = {}
         for task in tasks:
-            with _bar(f"{name}: {task.name}", quiet) as progress:
-                found = ask(backend, task, out / name / task.name, judge=judge, progress=progress)
-            results[name][task.name] = found
+            with progress_bar(f"{name}: {task.name}", quiet=quiet) as progress:
+                result = ask(backend, task, out / name / task.name, judge=judge, progress=progress)
+            results[name][task.name] = result
     return results
-
-
-@contextmanager
-def _bar(title: str, quiet: bool) -> Iterator[Progress | None]:
-    """On stderr, and only where somebody watches."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _compare(runs: list[str], out: Path) -> Comparison:
     from ktransformers.evaluate.compare import compare
     from ktransformers.evaluate.report import write_report
 
-    places = [out / run if (out / run).is_dir() else Path(run) for run in runs]
-    comparison = compare(places)
+    directories = [out / run if (out / run).is_dir() else Path(run) for run in runs]
+    comparison = compare(directories)
     write_report(comparison, out)
     return comparison
 
 
-def _say(comparison: Comparison, out: Path, as_json: bool) -> None:
+def _print_comparison(comparison: Comparison, out: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"directory": str(out), **comparison.as_json()}, indent=2, ensure_ascii=False))
         return
@@ -240,9 +222,9 @@ def _print_results(results: dict[str, dict[str, Any]], out: Path) -> None:
     for run, tasks in results.items():
         for task, result in tasks.items():
             print(f"{run}: {task}, {result['items']} items, {result['seconds']:.1f} s")
-            for name, found in result["metrics"].items():
+            for name, metric in result["metrics"].items():
                 star = "*" if name == result["primary"] else " "
-                print(f" {star} {name:<20} {found['value']:>8.2f}  [{found['low']:.2f}, {found['high']:.2f}]")
+                print(f" {star} {name:<20} {metric['value']:>8.2f}  [{metric['low']:.2f}, {metric['high']:.2f}]")
     print(out)
 
 

@@ -1,4 +1,5 @@
-"""`kt loop`: a YAML file becomes a served, proven and judged adapter; what has not changed is not done again."""
+"""`kt loop`: a YAML file becomes a served, proven and evaluated adapter; stages whose inputs did not change are
+skipped."""
 
 from __future__ import annotations
 
@@ -16,37 +17,37 @@ if TYPE_CHECKING:
 
 
 class StageLines:
-    """One line for each stage, and what the trainer says as it goes."""
+    """Prints one line for each stage, and the progress lines of the trainer."""
 
-    def skipped(self, stage: Stage, record: StageRecord) -> None:
+    def on_skip(self, stage: Stage, record: StageRecord) -> None:
         print(f"{stage.name:<10} unchanged, done {record.ended} in {record.seconds:.0f} s", flush=True)
 
-    def began(self, stage: Stage, going_on: bool) -> None:
+    def on_start(self, stage: Stage, resuming: bool) -> None:
         from ktransformers.loop.child import command_line
 
-        print(f"{stage.name:<10} {'goes on: ' if going_on else ''}{command_line(stage.words)}", flush=True)
+        print(f"{stage.name:<10} {'resumes: ' if resuming else ''}{command_line(stage.arguments)}", flush=True)
 
-    def line(self, stage: Stage, text: str) -> None:
+    def on_line(self, stage: Stage, text: str) -> None:
         if text.startswith(("step ", "steps ", "note ", "trained ", "tokens ")):
             print(f"{'':<10} {text}", flush=True)
 
-    def ended(self, stage: Stage, seconds: float, said: str) -> None:
-        print(f"{'':<10} {seconds:.0f} s{'; ' if said else ''}{said}", flush=True)
+    def on_end(self, stage: Stage, seconds: float, note: str) -> None:
+        print(f"{'':<10} {seconds:.0f} s{'; ' if note else ''}{note}", flush=True)
 
 
 class SilentStages(StageLines):
-    """For --json: nothing but the document."""
+    """For --json: prints nothing but the document."""
 
-    def skipped(self, stage: Stage, record: StageRecord) -> None:
+    def on_skip(self, stage: Stage, record: StageRecord) -> None:
         pass
 
-    def began(self, stage: Stage, going_on: bool) -> None:
+    def on_start(self, stage: Stage, resuming: bool) -> None:
         pass
 
-    def line(self, stage: Stage, text: str) -> None:
+    def on_line(self, stage: Stage, text: str) -> None:
         pass
 
-    def ended(self, stage: Stage, seconds: float, said: str) -> None:
+    def on_end(self, stage: Stage, seconds: float, note: str) -> None:
         pass
 
 
@@ -56,11 +57,11 @@ def loop(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that win, as train.minutes=2.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say which stages would run, and how; do nothing.")
+        bool, typer.Option("--dry-run", help="List the stages that would run, and their commands.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON document.")] = False,
 ) -> None:
-    """Make or open a model, judge it, train it, prove it, judge it again as it is served, and report."""
+    """Make or open a model, evaluate it, train it, prove it, evaluate it as it is served, and report."""
     from ktransformers.loop.report import make_report, terminal_lines
     from ktransformers.loop.run import Runner
     from ktransformers.loop.settings import read_loop
@@ -68,7 +69,7 @@ def loop(
     settings = read_loop(file, words or [])
     runner = Runner(settings, SilentStages() if as_json else StageLines())
     if dry_run:
-        steps = runner.look()
+        steps = runner.preview()
         if as_json:
             print(json.dumps({"run": settings.run, "stages": [vars(step) for step in steps]}, indent=2))
         for step in [] if as_json else steps:
@@ -76,9 +77,9 @@ def loop(
         return
     began = time.perf_counter()
     try:
-        steps = runner.go()
+        steps = runner.run_stages()
     except KeyboardInterrupt:
-        print(f"kt: stopped; the same command goes on in {settings.run}", file=sys.stderr)
+        print(f"kt: stopped; the same command resumes in {settings.run}", file=sys.stderr)
         raise typer.Exit(130) from None
     report = make_report(settings, steps)
     if as_json:

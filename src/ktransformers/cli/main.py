@@ -1,7 +1,7 @@
 """`kt`: the list of verbs.
 
-A verb's module is imported to build the help, so it imports at its top only what is cheap; torch and the native core
-come inside the verb.
+`kt --help` imports the module of every verb, so these import at the top only what is cheap; torch and the native core
+are imported inside the verbs.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from ktransformers.cli.plan import plan
 from ktransformers.cli.prove import prove
 from ktransformers.cli.quant import quant
 from ktransformers.cli.run import run
-from ktransformers.cli.serve import CONTEXT, serve
+from ktransformers.cli.serve import SERVE_CONTEXT, serve
 from ktransformers.cli.train import sft, train
 from ktransformers.cli.version import version
-from ktransformers.cli.with_ import CONTEXT as OTHERS
-from ktransformers.cli.with_ import with_
+from ktransformers.cli.with_ import WITH_CONTEXT, with_
 from ktransformers.errors import KTError
 
 app = typer.Typer(
     name="kt",
-    help="Fit, fine-tune, serve and judge Mixture-of-Experts models, their experts computed on the CPU.",
+    help="Fit, fine-tune, serve and judge Mixture-of-Experts models on one workstation: experts in host memory, GPU "
+    "or none.",
     pretty_exceptions_enable=False,
     context_settings={"max_content_width": 120},
-    rich_markup_mode=None,  # plain help: half of the time went into importing a Markdown parser
+    rich_markup_mode=None,  # plain help: importing a Markdown parser took half of the time
 )
 
 
 @app.callback(invoke_without_command=True)
 def root(
     context: typer.Context,
-    shown: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
+    shown: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if shown:
         version()
@@ -66,11 +66,11 @@ app.command()(plan)
 app.command()(prove)
 app.command()(quant)
 app.command()(run)
-app.command(context_settings=CONTEXT)(serve)
+app.command(context_settings=SERVE_CONTEXT)(serve)
 app.command()(train)
 app.command()(version)
 app.command("eval")(evaluate)
-app.command("with", context_settings=OTHERS)(with_)
+app.command("with", context_settings=WITH_CONTEXT)(with_)
 app.add_typer(model)
 model.command()(make)
 model.command()(upcycle)
@@ -83,8 +83,8 @@ sft.command("chat")(chat)
 sft.command("export")(merge)
 
 
-# What a disk says that is no fault of ours: it ends with a line, not with a trace.
-REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+# Errors of the file system, not of the program: reported in one line, without a traceback.
+FILE_SYSTEM_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 
 def main() -> None:
@@ -94,7 +94,7 @@ def main() -> None:
         print(f"kt: {error}", file=sys.stderr)
         sys.exit(1)
     except OSError as error:
-        if error.errno not in REFUSALS:
+        if error.errno not in FILE_SYSTEM_ERRORS:
             raise
         print(f"kt: {error.filename or 'the disk'}: {error.strerror}", file=sys.stderr)
         sys.exit(1)

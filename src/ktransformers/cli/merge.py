@@ -1,8 +1,8 @@
-"""`kt merge`: an adapter folded into its model, one layer at a time, and looked at before it is called done.
+"""`kt merge`: merges an adapter into its model one layer at a time, and verifies the result.
 
-A plain base becomes a plain model, whose rows are read back. With `--format`, or where the base has few bits already, a
-packed directory is written. Both are compared with the base and the adapter; beyond `--max-kl` they are refused, and
-nothing is left. A plain model that cannot be compared here is written all the same, because its rows were.
+A plain base gives a plain model, whose rows are read back and compared. With `--format`, or if the base is quantised, a
+packed directory is written. Both are compared with base and adapter on a text; beyond `--max-kl` the result is refused
+and deleted. A plain model that cannot be compared on this machine is written all the same, because its rows were.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ktransformers.cli.model import names
-from ktransformers.cli.quant import format_word, progress_bar, table
+from ktransformers.cli.model import complete_names
+from ktransformers.cli.quant import conversion_progress, normalise_format, receipt_lines
 from ktransformers.cli.sizes import gigabytes
 from ktransformers.errors import InputError
 
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from ktransformers.adapters.divergence import Divergence
     from ktransformers.adapters.merge_packed import PackedMerge
 
-LITTLE = 0.9  # share of the delta below which rounding deserves a word
+MIN_DELTA_KEPT = 0.9  # share of the delta; if less was kept, rounding is mentioned
 
 
 def merge(
-    model: Annotated[str, typer.Argument(metavar="BASE", help="The model's directory or name.", autocompletion=names)],
+    model: Annotated[
+        str, typer.Argument(metavar="BASE", help="The model's directory or name.", autocompletion=complete_names)
+    ],
     adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="The adapter, in any dialect.")],
     out: Annotated[Path, typer.Option("--output", "-o", help="The directory to write.")],
     dtype: Annotated[
@@ -56,7 +58,7 @@ def merge(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
 ) -> None:
-    """Fold an adapter into its model and write a complete model directory."""
+    """Merge an adapter into its model and write a complete model directory."""
     from ktransformers.adapters.divergence import CALIBRATION_TOKENS, MAX_KL, calibration_text, measure_divergence
     from ktransformers.adapters.merge_packed import merge_packed, wants_packing
     from ktransformers.checkpoint.recode import KEEP
@@ -75,12 +77,14 @@ def merge(
             with calibration_text(calib) as text:
                 return measure_divergence(base, adapter, merged, text, tokens=tokens, base_bytes=size)
 
-        plain(base, adapter, out, dtype or "bfloat16", overwrite, None if unchecked else compare, limit, as_json)
+        merge_plain(base, adapter, out, dtype or "bfloat16", overwrite, None if unchecked else compare, limit, as_json)
         return
     if dtype is not None:
         raise InputError("dtype", dtype, "--dtype or --format", "a packed directory keeps what is not experts as it is")
-    formats = parse_formats(format_word(word or KEEP), group, None if down_format is None else format_word(down_format))
-    with progress_bar(not as_json) as progress:
+    formats = parse_formats(
+        normalise_format(word or KEEP), group, None if down_format is None else normalise_format(down_format)
+    )
+    with conversion_progress(quiet=as_json) as progress:
         done = merge_packed(
             base,
             adapter,
@@ -97,7 +101,7 @@ def merge(
     print(json.dumps(done.to_json(), indent=2) if as_json else "\n".join(packed_lines(done)))
 
 
-def plain(
+def merge_plain(
     model: Path,
     adapter: Path,
     out: Path,
@@ -127,7 +131,7 @@ def plain(
     print(f"read back        {check.rows} rows, worst {check.worst:.2f} of the rounding allowed")
     print(
         f"delta kept       {check.kept:.1%}"
-        + ("" if check.kept >= LITTLE else f"; the rest fell to {dtype}'s rounding")
+        + ("" if check.kept >= MIN_DELTA_KEPT else f"; the rest fell to {dtype}'s rounding")
     )
     if done.divergence is not None:
         print("\n".join(divergence_lines(done.divergence, limit)))
@@ -139,16 +143,16 @@ def packed_lines(done: PackedMerge) -> list[str]:
     size = sum(file.stat().st_size for file in Path(done.out).glob("*.safetensors"))
     resumed = f", {done.kept_layers} layers from an earlier run" if done.kept_layers else ""
     lines = [f"written          {gigabytes(size)}, {done.changed} matrices changed{resumed}: {done.out}"]
-    found = done.divergence
-    if found is None:
-        return [*lines, "compared         no: --unchecked", *table(done.receipt)]
-    return [*lines, *divergence_lines(found, done.max_kl), *table(done.receipt)]
+    divergence = done.divergence
+    if divergence is None:
+        return [*lines, "compared         no: --unchecked", *receipt_lines(done.receipt)]
+    return [*lines, *divergence_lines(divergence, done.max_kl), *receipt_lines(done.receipt)]
 
 
-def divergence_lines(found: Divergence, limit: float) -> list[str]:
-    more = "" if found.kl < found.effect else ": less than was lost"
+def divergence_lines(divergence: Divergence, limit: float) -> list[str]:
+    more = "" if divergence.kl < divergence.effect else ": less than was lost"
     return [
-        f"KL               {found.kl:.5f} nats a token from base + adapter, at most {limit:g} "
-        f"({found.tokens} tokens of {found.text}); same first choice {found.same_top:.2%}",
-        f"the adapter      {found.effect:.5f} nats a token from the base alone{more}",
+        f"KL               {divergence.kl:.5f} nats a token from base + adapter, at most {limit:g} "
+        f"({divergence.tokens} tokens of {divergence.text}); same first choice {divergence.same_top:.2%}",
+        f"the adapter      {divergence.effect:.5f} nats a token from the base alone{more}",
     ]

@@ -1,7 +1,7 @@
-"""`kt plan`: what a model takes on a machine, before anything is loaded.
+"""`kt plan`: the memory and time that a model takes on a machine, before anything is loaded.
 
-Everything is decided in ktransformers.plan; here it becomes a table, or one JSON document. Without `--train` and
-`--serve` both are shown, with the defaults of each.
+ktransformers.plan decides; this module prints a table or one JSON document. Without `--train` and `--serve` both are
+planned, with the defaults of each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ktransformers.cli.sizes import gigabytes
 if TYPE_CHECKING:
     from ktransformers.plan import Candidate, Machine, ModelShape, Plan
 
-HOMES = {
+POLICY_TEXTS = {
     "cpu": "on the CPU",
     "stream": "streamed to the GPU (KT_PLACE=stream)",
     "auto": "on the CPU or the GPU, as each batch wants it (KT_PLACE=auto)",
@@ -48,16 +48,16 @@ def choice_line(candidate: Candidate) -> str:
         "the CPU" if not choice.gpus else "one GPU" if choice.gpus == 1 else f"{choice.gpus} GPUs"
     )
     residents = f", {choice.residents} of each layer resident there" if choice.residents else ""
-    return f"experts in {choice.format} {HOMES[choice.policy]}{residents}; {where}"
+    return f"experts in {choice.format} {POLICY_TEXTS[choice.policy]}{residents}; {where}"
 
 
 def candidate_rows(candidate: Candidate, machine: Machine) -> list[tuple[str, str]]:
     memory = candidate.memory
     rows = [("how", choice_line(candidate))]
-    for place, table in enumerate(memory.gpus):
-        gpu = machine.gpus[place]
+    for index, table in enumerate(memory.gpus):
+        gpu = machine.gpus[index]
         rows.append(
-            (f"gpu {place}", f"{gigabytes(sum(table.values()))} of {gigabytes(gpu.memory)}: {table_line(table)}")
+            (f"gpu {index}", f"{gigabytes(sum(table.values()))} of {gigabytes(gpu.memory)}: {table_line(table)}")
         )
     rows.append(("host", f"{gigabytes(memory.host_bytes)} of {gigabytes(machine.memory)}: {table_line(memory.host)}"))
     if len(memory.nodes) > 1:
@@ -74,15 +74,15 @@ def candidate_rows(candidate: Candidate, machine: Machine) -> list[tuple[str, st
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:
-    found = plan.nearest
-    rows = candidate_rows(found, plan.machine)
+    candidate = plan.nearest
+    rows = candidate_rows(candidate, plan.machine)
     if plan.best is None:
-        lacking = ", ".join(f"{place} lacks {gigabytes(size)}" for place, size in found.lacking.items())
+        lacking = ", ".join(f"{place} lacks {gigabytes(size)}" for place, size in candidate.lacking.items())
         rows.insert(0, ("no fit", f"{lacking}; this comes nearest:"))
-        for number, way in enumerate(plan.remedies, 1):
-            later = f" (this version lacks {', '.join(way.candidate.missing)})" if way.candidate.missing else ""
-            rate = way.candidate.time.tokens_per_second
-            rows.append((f"way {number}", f"{' and '.join(way.changes)}: {rate:.3g} tokens/s{later}"))
+        for number, remedy in enumerate(plan.remedies, 1):
+            later = f" (this version lacks {', '.join(remedy.candidate.missing)})" if remedy.candidate.missing else ""
+            rate = remedy.candidate.time.tokens_per_second
+            rows.append((f"way {number}", f"{' and '.join(remedy.changes)}: {rate:.3g} tokens/s{later}"))
     for other in plan.others:
         size = gigabytes(other.memory.host_bytes)
         later = f" (this version lacks {', '.join(other.missing)})" if other.missing else ""
@@ -111,7 +111,7 @@ def _train_plan(
     everything: bool,
     policies: tuple[str, ...],
 ) -> Plan:
-    """Of a file of `kt train`, with as many tokens at once as it would choose if all rows were of full length."""
+    """The plan of a file of `kt train`, with the tokens per step that it would choose if all rows had full length."""
     from ktransformers.plan import make_plan
     from ktransformers.train.arguments import dtype_of
     from ktransformers.train.forecast import PlanInputs, training_workload
@@ -120,15 +120,15 @@ def _train_plan(
 
     config = Path(model) / "config.json"
     settings = read_settings(file, [*words, f"model_name_or_path={model}"])
-    known = json.loads(config.read_text()) if config.is_file() else {}
-    size = dtype_of(settings, known).itemsize
+    config_fields = json.loads(config.read_text()) if config.is_file() else {}
+    size = dtype_of(settings, config_fields).itemsize
     grouping = decide_grouping(settings, None, PlanInputs(shape, machine, policies, size), None)
     work = training_workload(with_tokens_per_batch(settings, grouping.tokens), size)
-    found = make_plan(shape, work, machine, everything=everything, policies=policies)
-    return found if grouping.note is None else replace(found, notes=(*found.notes, grouping.note))
+    plan = make_plan(shape, work, machine, everything=everything, policies=policies)
+    return plan if grouping.note is None else replace(plan, notes=(*plan.notes, grouping.note))
 
 
-def _machine(name: str, gpu: str | None, ram: str | None, anew: bool) -> Machine:
+def _choose_machine(name: str, gpu: str | None, ram: str | None, anew: bool) -> Machine:
     from ktransformers.plan import profile, with_gpus, with_memory
     from ktransformers.plan.calibrate import this_machine
 
@@ -142,25 +142,29 @@ def plan(
         str | None, typer.Argument(help="A folder with config.json, a name of `kt model list`, or a known hub id.")
     ] = None,
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that win over those of --train's file.")
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that override those of --train's file.")
     ] = None,
     train: Annotated[Path | None, typer.Option("--train", help="Plan the training run of this YAML file.")] = None,
     serve: Annotated[bool, typer.Option("--serve", help="Plan serving alone.")] = False,
     gpu: Annotated[str | None, typer.Option(help="GPUs: 24GB,24GB, names as rtx-4090, or none.")] = None,
     ram: Annotated[str | None, typer.Option(help="Host memory: 128GB.")] = None,
     machine: Annotated[str, typer.Option(help="`this`, or a profile; `list` shows them.")] = "this",
-    context: Annotated[int, typer.Option(help="Serving: tokens of a sequence, at most.")] = 8192,
-    prompt: Annotated[int, typer.Option(help="Serving: tokens before the first answer.")] = 1024,
-    sequences: Annotated[int, typer.Option(help="Serving: requests at a time.")] = 1,
+    context: Annotated[int, typer.Option(help="Serving: longest sequence, in tokens.")] = 8192,
+    prompt: Annotated[int, typer.Option(help="Serving: tokens of a prompt.")] = 1024,
+    sequences: Annotated[int, typer.Option(help="Serving: concurrent requests.")] = 1,
     place: Annotated[
         str | None,
-        typer.Option("--place", help="Where experts are computed: auto, cpu, stream, resident. Default: any."),
+        typer.Option(
+            "--place",
+            help="Mode of the experts: auto, cpu, resident, host_callback, stream, stream_all, split. "
+            "Default: the fastest of auto, cpu, stream and resident.",
+        ),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Also other formats, and what is slower.")] = False,
-    calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine anew.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also other formats and slower plans.")] = False,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine again.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Say what a model takes: memory by place, time, and the best plan that fits."""
+    """Plan memory by device, time, and the best configuration that fits."""
     from ktransformers.model_registry import resolve
     from ktransformers.plan import Serving, Training, make_plan, open_shape, profiles
     from ktransformers.plan.document import plan_document
@@ -168,16 +172,19 @@ def plan(
 
     if machine == "list":
         if as_json:
-            rates = {name: {"cpu": known.cpu.name, "memory": known.memory} for name, known in profiles().items()}
+            rates = {
+                name: {"cpu": machine_profile.cpu.name, "memory": machine_profile.memory}
+                for name, machine_profile in profiles().items()
+            }
             print(json.dumps(rates, indent=2))
         else:
-            for name, known in profiles().items():
-                print(f"{name:<16} {known.cpu.name}, {gigabytes(known.memory)}")
+            for name, machine_profile in profiles().items():
+                print(f"{name:<16} {machine_profile.cpu.name}, {gigabytes(machine_profile.memory)}")
         return
     model = resolve(ask.for_model(model, as_json))
     shape = open_shape(model)
     serving = {"serve": Serving(context, prompt, sequences)}
-    target = _machine(machine, gpu, ram, calibrate)
+    target = _choose_machine(machine, gpu, ram, calibrate)
     policies = PLANNED_POLICIES if place is None else (place,)
     if train is not None:
         plans = {"train": _train_plan(train, words or [], model, shape, target, everything, policies)}
@@ -188,17 +195,17 @@ def plan(
             for name, work in works.items()
         }
     if as_json:
-        print(json.dumps({name: plan_document(found) for name, found in plans.items()}, indent=2))
+        print(json.dumps({name: plan_document(planned) for name, planned in plans.items()}, indent=2))
     else:
         numbers = (
             f"{shape.numbers / 1e9:.4g} billion numbers, {shape.expert_numbers_total / shape.numbers:.0%} in experts"
         )
         print(f"{'model':<10} {shape.name}: {numbers}")
-        gpus = ", ".join(found.name for found in target.gpus) or "no GPU"
+        gpus = ", ".join(planned.name for planned in target.gpus) or "no GPU"
         print(f"{'machine':<10} {target.cpu.name}: {target.cpu.isa}, {target.cpu.threads} threads; {gpus}")
-        for name, found in plans.items():
-            print(f"\n{name}: {'fits' if found.best else 'does not fit'}")
-            for row, value in [*plan_rows(found), *published_rows(shape, name)]:
+        for name, planned in plans.items():
+            print(f"\n{name}: {'fits' if planned.best else 'does not fit'}")
+            for row, value in [*plan_rows(planned), *published_rows(shape, name)]:
                 print(f"{row:<10} {value}")
-    if any(found.best is None for found in plans.values()):
+    if any(planned.best is None for planned in plans.values()):
         raise typer.Exit(2)

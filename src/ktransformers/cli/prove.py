@@ -1,22 +1,24 @@
-"""`kt prove`: does what is served compute what was trained? A table, or one JSON document; exit code 1 says no."""
+"""`kt prove`: whether the served adapter computes what was trained. Prints a table or one JSON document; exit code 1 if
+it does not."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ktransformers.cli.progress import log
+
 if TYPE_CHECKING:
     from ktransformers.prove.run import Proof, ProofCheck
 
-WORDS = {True: "same", False: "DIFFERENT", None: "left out"}
+STATUS_WORDS = {True: "same", False: "DIFFERENT", None: "left out"}
 
 
 def check_line(check: ProofCheck) -> str:
-    return f"{check.what:<18} {WORDS[check.passed]:<10} {check.said}"
+    return f"{check.what:<18} {STATUS_WORDS[check.passed]:<10} {check.detail}"
 
 
 def proof_lines(proof: Proof) -> list[str]:
@@ -30,44 +32,41 @@ def proof_lines(proof: Proof) -> list[str]:
         *(check_line(check) for check in proof.checks),
     ]
     if effect.within(floor):
-        lines.append("note: the adapter changes these rows by no more than noise; on them nothing can be told apart")
+        lines.append("note: the adapter changes these rows by no more than noise, so that they prove nothing")
     return lines
 
 
 def prove(
     output: Annotated[Path, typer.Argument(help="A training output directory, or another PEFT adapter.")],
     server: Annotated[
-        str | None, typer.Option(help="A server that runs, such as http://127.0.0.1:30000; else one is started.")
+        str | None, typer.Option(help="A running server, such as http://127.0.0.1:30000; otherwise one is started.")
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="Key of that server.")] = None,
     dtype: Annotated[str, typer.Option(help="Of everything but experts; auto: as recorded by training.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda where there is one]")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Prove that the served adapter computes what was trained, and the base what it always did."""
+    """Prove that the served adapter computes what was trained, and that the base is unchanged."""
     import transformers
 
     from ktransformers.prove.run import ProofFailed
     from ktransformers.prove.run import prove as run
 
-    bars: Any = transformers.logging
-    bars.disable_progress_bar()
-
-    def say(line: str) -> None:
-        print(f"kt: {line}", file=sys.stderr, flush=True)
+    transformers_logging: Any = transformers.logging
+    transformers_logging.disable_progress_bar()
 
     try:
-        proof = run(output, say, server=server, api_key=api_key, dtype=dtype, device=device)
+        proof = run(output, log, server=server, api_key=api_key, dtype=dtype, device=device)
     except ProofFailed as error:
         if as_json:
-            found = {"what": error.check.what, "passed": False, "said": error.check.said}
-            said = {"output": str(output), "passed": False, "culprit": error.check.culprit, "checks": [found]}
-            print(json.dumps(said, indent=2))
-        print(f"kt: not proven: {error}", file=sys.stderr)
+            failed_check = {"what": error.check.what, "passed": False, "said": error.check.detail}
+            document = {"output": str(output), "passed": False, "culprit": error.check.culprit}
+            print(json.dumps({**document, "checks": [failed_check]}, indent=2))
+        log(f"not proven: {error}")
         raise typer.Exit(1) from error
     print(json.dumps(proof.to_json(), indent=2) if as_json else "\n".join(proof_lines(proof)))
     if not proof.passed:
-        print(f"kt: not proven: {proof.culprit}", file=sys.stderr)
+        log(f"not proven: {proof.culprit}")
         raise typer.Exit(1)
     if not as_json:
-        print("proven: what is served is what was trained, and the base is the base")
+        print("proven: what is served is what was trained, and the base is unchanged")

@@ -1,7 +1,7 @@
-"""`kt quant`: a checkpoint into a packed directory, with progress, a receipt, and the flags that older guides name.
+"""`kt quant`: converts a checkpoint to a packed directory, with progress, a receipt, and the flags of older guides.
 
-Flags of kt-kernel's converter are taken as they are spelled there. Those that speak of its file layout or of its needs
-(NUMA parts, a GPU, merging) have nothing to say here; using one is said, not refused.
+Flags of kt-kernel's converter are accepted under their names. Those about its file layout or its requirements (NUMA
+parts, a GPU, merging) have no effect here, which is printed, not refused.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ktransformers.cli.progress import log, progress_bar
 from ktransformers.cli.sizes import gigabytes
 from ktransformers.errors import InputError
 
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 OLD_FORMATS = {"moe_int8": "int8", "moe_int4": "int4"}
 
 
-def format_word(word: str) -> str:
-    """Older names of the same formats."""
+def normalise_format(word: str) -> str:
+    """The format behind an older name."""
     if word.lower() == "awq":
         raise InputError("quant-method", word, "int4, int8 or another format", "`kt quant --help` lists them")
     return OLD_FORMATS.get(word.lower(), word.lower())
@@ -38,16 +39,16 @@ def format_word(word: str) -> str:
 
 def parse_layers(text: str) -> set[int]:
     """`0-3,7` -> {0, 1, 2, 3, 7}."""
-    found: set[int] = set()
+    layers: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
         if not match or (match[2] and int(match[2]) < int(match[1])):
             raise InputError("layers", repr(text), "numbers and ranges, as 0-3,7")
-        found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return found
+        layers |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return layers
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     if not minutes:
         return f"{seconds:.1f} s"
@@ -55,65 +56,58 @@ def duration(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def progress_bar(shown: bool) -> Iterator[Callable[[int, int, str], None] | None]:
-    """On a terminal a bar with rate and time left, otherwise a line from time to time, both on stderr."""
-    if not shown:
-        yield None
-    elif sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-        from rich.progress import TransferSpeedColumn as Speed
-
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("converting", total=None)
-            yield lambda done, total, word: bar.update(task, completed=done, total=total, description=word)
+def conversion_progress(quiet: bool) -> Iterator[Callable[[int, int, str], None] | None]:
+    """A bar with rate and time left on a terminal, otherwise a line every ten seconds, both on stderr."""
+    if quiet or sys.stderr.isatty():
+        with progress_bar("converting", quiet=quiet, in_bytes=True) as bar:
+            yield bar
     else:
-        yield _lines()
+        yield _print_progress_every()
 
 
-def _lines(every: float = 10.0) -> Callable[[int, int, str], None]:
+def _print_progress_every(every: float = 10.0) -> Callable[[int, int, str], None]:
     began = last = time.monotonic()
     first: int | None = None
 
-    def tell(done: int, total: int, word: str) -> None:
+    def report(done: int, total: int, word: str) -> None:
         nonlocal first, last
         first, now = done if first is None else first, time.monotonic()
         if now - last < every:
             return
         last, rate = now, (done - first) / (now - began)
-        left = duration((total - done) / rate) if rate else "?"
+        left = format_duration((total - done) / rate) if rate else "?"
         print(f"{word}: {done / total:.0%}, {rate / 1e9:.2f} GB/s, {left} left", file=sys.stderr)
 
-    return tell
+    return report
 
 
-def table(receipt: Receipt) -> list[str]:
-    """The short one: a line for each matrix."""
+def receipt_lines(receipt: Receipt) -> list[str]:
+    """The receipt in short: a line for each matrix."""
     lines = [f"{'matrix':<8} {'from':<14} {'to':<14} {'mean error':>10} {'largest':>10}  layer"]
     for role, row in receipt.summary().items():
         source, target = (", ".join(row[key]) for key in ("source", "format"))
         kept = row["kept"] == row["layers"]
         errors = f"{'kept':>10} {'':>10}" if kept else f"{row['mean']:>10.5f} {row['largest']:>10.5f}  {row['layer']}"
         lines.append(f"{role:<8} {source:<14} {target:<14} {errors}".rstrip())
-    found = receipt.calibration
-    if found is not None:
+    calibration = receipt.calibration
+    if calibration is not None:
         lines.append(
-            f"{found.tokens} tokens of {found.text}: perplexity {found.perplexity:.4f}, source "
-            f"{found.source_perplexity:.4f}; KL {found.kl:.5f} nats; same first choice {found.same_top:.2%}"
+            f"{calibration.tokens} tokens of {calibration.text}: perplexity {calibration.perplexity:.4f}, source "
+            f"{calibration.source_perplexity:.4f}; KL {calibration.kl:.5f} nats; "
+            f"same first choice {calibration.same_top:.2%}"
         )
     if receipt.skipped is not None:
         lines.append(f"no calibration: {receipt.skipped}")
     return lines
 
 
-def calibrated(converted: Converted, plan: ConversionPlan, text: Path, tokens: int) -> Receipt:
-    """With the text read, or with the reason why that was not possible."""
+def add_calibration(converted: Converted, plan: ConversionPlan, text: Path, tokens: int) -> Receipt:
+    """The receipt with the calibration on `text`, or with the reason why there is none."""
     from ktransformers.quant.receipt import calibrate, write_receipt
 
     origin = plan.origin
     try:
-        found = calibrate(
+        calibration = calibrate(
             origin.path,
             converted.directory,
             text,
@@ -121,7 +115,7 @@ def calibrated(converted: Converted, plan: ConversionPlan, text: Path, tokens: i
             tokens=tokens,
             source_bytes=plan.source_bytes,
         )
-        receipt = dataclasses.replace(converted.receipt, calibration=found, skipped=None)
+        receipt = dataclasses.replace(converted.receipt, calibration=calibration, skipped=None)
     except InputError as error:
         receipt = dataclasses.replace(converted.receipt, calibration=None, skipped=str(error))
     write_receipt(converted.directory, receipt)
@@ -140,9 +134,9 @@ def show_plan(plan: ConversionPlan, seconds: float, as_json: bool) -> None:
         for layer in plan.layers
     ]
     if as_json:
-        words: dict[str, Any] = {"layers": layers, "rest_bytes": plan.rest_bytes, "source_bytes": plan.source_bytes}
-        words |= {"out_bytes": plan.out_bytes, "seconds": round(seconds, 1), "threads": plan.threads}
-        print(json.dumps(words, indent=2))
+        document: dict[str, Any] = {"layers": layers, "rest_bytes": plan.rest_bytes, "source_bytes": plan.source_bytes}
+        document |= {"out_bytes": plan.out_bytes, "seconds": round(seconds, 1), "threads": plan.threads}
+        print(json.dumps(document, indent=2))
         return
     for role in plan.layers[0].formats:
         source, target = (sorted({str(layer[key][role]) for layer in layers}) for key in ("from", "to"))  # type: ignore[index]
@@ -150,7 +144,8 @@ def show_plan(plan: ConversionPlan, seconds: float, as_json: bool) -> None:
     experts = sum(layer.packed_bytes for layer in plan.layers)
     print(f"source   {gigabytes(plan.source_bytes)}, {len(plan.layers)} layers of experts")
     print(f"result   {gigabytes(plan.out_bytes)}: experts {gigabytes(experts)}, the rest {gigabytes(plan.rest_bytes)}")
-    print(f"time     {duration(seconds)} with {plan.threads} threads, measured on one expert; the disk may take longer")
+    estimate = f"{format_duration(seconds)} with {plan.threads} threads, measured on one expert"
+    print(f"time     {estimate}; the disk may take longer")
 
 
 def run_quant(
@@ -169,8 +164,8 @@ def run_quant(
     hash_source: bool = False,
     as_json: bool = False,
 ) -> None:
-    """What `kt quant` and scripts/convert_cpu_weights.py share."""
-    chosen = None if layers is None else parse_layers(layers)
+    """Runs `kt quant` and scripts/convert_cpu_weights.py."""
+    selected = None if layers is None else parse_layers(layers)
     if out is None and not dry_run:
         raise InputError("out", "nothing", "the directory to write", "-o OUT")
     if threads is not None and threads < 1:
@@ -181,36 +176,36 @@ def run_quant(
     from ktransformers.quant.plan import estimate, make_plan, parse_formats
     from ktransformers.quant.receipt import MAX_TOKENS
 
-    asked = parse_formats(format_word(word), group, None if down is None else format_word(down))
-    plan = make_plan(source, asked, threads, experts)
+    formats = parse_formats(normalise_format(word), group, None if down is None else normalise_format(down))
+    plan = make_plan(source, formats, threads, experts)
     for note in plan.origin.notes:
-        print(f"kt: {note}", file=sys.stderr)
+        log(note)
     if dry_run:
         show_plan(plan, estimate(plan), as_json)
         return
     assert out is not None
-    with progress_bar(not as_json) as progress:
-        done = convert(plan, out, layers=chosen, hash_source=hash_source, progress=progress)
+    with conversion_progress(quiet=as_json) as progress:
+        done = convert(plan, out, layers=selected, hash_source=hash_source, progress=progress)
     receipt = done.receipt
     if calib is not None and done.whole:
-        receipt = calibrated(done, plan, calib, calib_tokens or MAX_TOKENS)
+        receipt = add_calibration(done, plan, calib, calib_tokens or MAX_TOKENS)
     if as_json:
-        words = {"directory": str(done.directory), "whole": done.whole, "seconds": round(done.seconds, 2)}
-        words |= {"source_bytes": done.source_bytes, "kept_layers": done.kept_layers, "redone": done.redone}
-        print(json.dumps(words | receipt.to_json(), indent=2))
+        document = {"directory": str(done.directory), "whole": done.whole, "seconds": round(done.seconds, 2)}
+        document |= {"source_bytes": done.source_bytes, "kept_layers": done.kept_layers, "redone": done.redone}
+        print(json.dumps(document | receipt.to_json(), indent=2))
         return
     if done.redone:
         print(f"written again, because their checksums did not fit: {', '.join(done.redone)}")
     rate = f", {done.source_bytes / done.seconds / 1e9:.2f} GB/s" if done.source_bytes else ""
-    state = "" if done.whole else f": {len(receipt.layers)} of {len(plan.layers)} layers; the same command goes on"
-    print(f"{done.directory}{state} ({gigabytes(plan.out_bytes)} in all, {duration(done.seconds)}{rate})")
-    print("\n".join(table(receipt)))
+    state = "" if done.whole else f": {len(receipt.layers)} of {len(plan.layers)} layers; the same command continues"
+    print(f"{done.directory}{state} ({gigabytes(plan.out_bytes)} in all, {format_duration(done.seconds)}{rate})")
+    print("\n".join(receipt_lines(receipt)))
 
 
-def say_unused(**options: object) -> None:
+def warn_ignored(**options: object) -> None:
     for name, value in options.items():
         if value:
-            print(f"kt: --{name.replace('_', '-')} has no meaning here and is passed over", file=sys.stderr)
+            log(f"--{name.replace('_', '-')} has no effect here and is ignored")
 
 
 def quant(
@@ -223,7 +218,7 @@ def quant(
             "--method",
             "-m",
             "--quant-method",
-            help="int4, int8, bf16, fp8:128x128, fp8:row, mxfp4, mxfp8, nvfp4, q8_0 ..., or keep: as released.",
+            help="int4, int8, bf16, fp8:128x128, q8_0 ... (docs/quant.md has all), or keep: as released.",
         ),
     ] = "int4",
     group: Annotated[int | None, typer.Option(help="int4: columns that share a scale. [default: 32]")] = None,
@@ -235,7 +230,7 @@ def quant(
         Path | None, typer.Option(help="Take the experts from here: GGUF or kt-kernel files of the same model.")
     ] = None,
     layers: Annotated[str | None, typer.Option(help="Only these now, as 0-3,7; the rest with a later call.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say sizes and time, write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes and time, write nothing.")] = False,
     calib: Annotated[
         Path | None, typer.Option(help="A text or JSON lines: measure KL and perplexity against the source.")
     ] = None,
@@ -255,7 +250,7 @@ def quant(
     source = model or input_path
     if not source or (model and input_path):
         raise InputError("MODEL", "two" if source else "nothing", "the model to convert")
-    say_unused(threadpool_count=threadpool_count, no_merge=no_merge, gpu=gpu)
+    warn_ignored(threadpool_count=threadpool_count, no_merge=no_merge, gpu=gpu)
     run_quant(
         Path(resolve(source)),
         out,

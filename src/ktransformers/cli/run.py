@@ -1,4 +1,4 @@
-"""`kt run`: a model with settings chosen for this machine: served, or asked once."""
+"""`kt run`: serves a model, or answers one prompt, with settings chosen for this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from ktransformers.cli import ask
-from ktransformers.cli.model import names
+from ktransformers.cli.model import complete_names
+from ktransformers.cli.progress import log
 from ktransformers.errors import InputError, KTError
 
 
@@ -18,10 +19,11 @@ def run(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A directory, a name of `kt model list`, a hub id, or a training output.", autocompletion=names
+            help="A directory, a name of `kt model list`, a hub id, or a training output.",
+            autocompletion=complete_names,
         ),
     ] = None,
-    prompt: Annotated[str | None, typer.Argument(help="Answer this and end; without it, serve.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Answer this and exit; without it, serve.")] = None,
     adapter: Annotated[str | None, typer.Option(help="Name of the adapter to ask; a training output's own.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="At most that many tokens of answer.")] = 512,
@@ -31,46 +33,49 @@ def run(
     cpu_threads: Annotated[int | None, typer.Option(min=1, help="Threads of the experts. [default: chosen]")] = None,
     kt_place: Annotated[
         str | None,
-        typer.Option(help="Where experts are computed: auto, cpu, stream or resident. [default: KT_PLACE, then auto]"),
+        typer.Option(
+            help="Mode of the experts: auto, cpu, resident, host_callback, stream, stream_all or split. "
+            "[default: KT_PLACE, then auto]"
+        ),
     ] = None,
     gpu_experts: Annotated[
         int | None, typer.Option("--gpu-experts", "--kt-num-gpu-experts", min=0, help="Experts of a layer on the GPU.")
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option("--tensor-parallel-size", "--tp", min=1, help="GPUs that layers are spread over.")
+        int | None, typer.Option("--tensor-parallel-size", "--tp", min=1, help="GPUs that layers are distributed over.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Run even where the plan says that it cannot fit.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Run even if the plan says that it does not fit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
 ) -> None:
-    """Serve a model on this machine, or answer one prompt and end."""
+    """Serve a model on this machine, or answer one prompt and exit."""
     model = ask.for_model(model, as_json)
-    from ktransformers.cli.serve import say, show
+    from ktransformers.cli.serve import show_plan
     from ktransformers.openmp import limit_spinning
     from ktransformers.serve.flags import Launch
 
     limit_spinning()  # before torch is imported, with what follows
     from ktransformers.serve.launch import make_plan, open_service, serve
-    from ktransformers.serve.target import resolve
+    from ktransformers.serve.target import resolve_target
 
-    asked = {"kt_place": kt_place, "kt_num_gpu_experts": gpu_experts}
-    place = {name: value for name, value in asked.items() if value is not None}
+    placement_options = {"kt_place": kt_place, "kt_num_gpu_experts": gpu_experts}
+    place = {name: value for name, value in placement_options.items() if value is not None}
     if prompt is None:
         if as_json:
             raise InputError("json", "without a prompt", "a prompt", "a server's answers are JSON already: /v1")
-        line = Launch(model, host=host, port=port, threads=cpu_threads, force=force, gpus=gpus, place=place)
-        serve(line, say, show)
+        options = Launch(model, host=host, port=port, threads=cpu_threads, force=force, gpus=gpus, place=place)
+        serve(options, log, show_plan)
         return
-    target = resolve(model)
+    target = resolve_target(model)
     adapters = [name for name, _ in target.adapters]
     if adapter is not None and adapter not in adapters:
         raise InputError(
             "adapter", adapter, f"one of {', '.join(adapters) or 'none: this is a model without adapters'}"
         )
-    launch = Launch(model, running=1, threads=cpu_threads, force=force, gpus=gpus, place=place)
-    plan = make_plan(launch, target, say, show)
-    service = open_service(launch, target, say, plan)
-    wanted = adapter or (adapters[0] if adapters else None)
-    name = service.registry.served if wanted is None else f"{service.registry.served}:{wanted}"
+    launch = Launch(model, max_running_requests=1, threads=cpu_threads, force=force, gpus=gpus, place=place)
+    plan = make_plan(launch, target, log, show_plan)
+    service = open_service(launch, target, log, plan)
+    adapter_name = adapter or (adapters[0] if adapters else None)
+    name = service.registry.served if adapter_name is None else f"{service.registry.served}:{adapter_name}"
     _answer(service, name, prompt, system, max_tokens, temperature, as_json)
 
 
@@ -92,36 +97,36 @@ def _answer(
     if service.tokenizer.chat_template:
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
-        wish = service.chat(ChatRequest.model_validate({**common, "messages": messages})).ask
+        generation = service.chat(ChatRequest.model_validate({**common, "messages": messages})).request
     else:
         request = CompletionRequest.model_validate({**common, "prompt": f"{system or ''}{prompt}"})
-        wish = service.completion(request, service.prompts(request.prompt)[0])
-    ended = threading.Event()
-    heard: list[Event] = []
+        generation = service.completion(request, service.tokenize_prompts(request.prompt)[0])
+    finished = threading.Event()
+    events: list[Event] = []
 
-    def hear(event: Event) -> None:
-        heard.append(event)
+    def on_event(event: Event) -> None:
+        events.append(event)
         print("" if as_json else event.text, end="", flush=True)
         if event.finish is not None:
-            ended.set()
+            finished.set()
 
     service.engine.start()
-    begun = time.monotonic()
-    service.engine.submit([Sequence(wish, service.tokenizer, hear)])
+    started = time.monotonic()
+    service.engine.submit([Sequence(generation, service.tokenizer, on_event)])
     try:
-        ended.wait()
+        finished.wait()
     finally:
         service.engine.stop()
-    last = heard[-1]
+    last = events[-1]
     if last.error:
         raise KTError(last.error)
     if as_json:
-        said: dict[str, object] = {
+        document: dict[str, object] = {
             "model": name,
-            "content": "".join(event.text for event in heard),
+            "content": "".join(event.text for event in events),
             "finish_reason": last.finish,
         }
-        said |= {"prompt_tokens": len(wish.prompt), "completion_tokens": last.tokens}
-        print(json.dumps(said | {"seconds": round(time.monotonic() - begun, 3)}, ensure_ascii=False, indent=2))
+        document |= {"prompt_tokens": len(generation.prompt), "completion_tokens": last.tokens}
+        print(json.dumps(document | {"seconds": round(time.monotonic() - started, 3)}, ensure_ascii=False, indent=2))
     else:
         print()

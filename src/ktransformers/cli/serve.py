@@ -1,7 +1,7 @@
 """`kt serve`: one model and its adapters over the OpenAI API.
 
-Its flags are read by `serve/flags.py` rather than by typer, because SGLang's launch lines give several values to one
-flag and have to work as they are.
+`serve/flags.py` parses the flags instead of typer, because SGLang's launch lines give several values to one flag and
+must work unchanged.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ktransformers.cli.progress import log
+
 if TYPE_CHECKING:
     from ktransformers.plan import Plan
 
-CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+SERVE_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def serve(context: typer.Context) -> None:
@@ -23,17 +25,13 @@ def serve(context: typer.Context) -> None:
     from ktransformers.serve.flags import parse
 
     limit_spinning()  # before torch is imported, with what follows
-    from ktransformers.serve.launch import serve as run
+    from ktransformers.serve.launch import serve as run_server
 
-    run(parse(context.args), say, show)
-
-
-def say(line: str) -> None:
-    print(f"kt: {line}", file=sys.stderr, flush=True)
+    run_server(parse(context.args), log, show_plan)
 
 
-def show(plan: Plan) -> None:
-    """Before anything is loaded: where memory goes, and how fast it will be."""
+def show_plan(plan: Plan) -> None:
+    """Print the plan before anything is loaded: memory by device, and speed."""
     from ktransformers.cli.plan import plan_rows
 
     for name, value in plan_rows(plan):

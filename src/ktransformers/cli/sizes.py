@@ -1,7 +1,6 @@
-"""Sizes as people read them: gigabytes, or megabytes where there are few, in the decimal units of disks and GPUs.
+"""Sizes for people: gigabytes, or megabytes below 50 MB, in the decimal units of disks and GPUs.
 
-Two digits after the point below ten and one above, so that a small model's receipt says something and a large plan's
-columns stay narrow.
+Two digits after the point below ten and one above, so that small models show a difference and columns stay narrow.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`kt train`: a YAML file and `key=value` words become a trained adapter.
+"""`kt train`: trains an adapter from a YAML file and `key=value` arguments.
 
-On a terminal one live table shows the run; elsewhere every logging step is one line, so that a log file stays readable.
-Everything that is decided is decided in ktransformers.train; here it is only shown.
+On a terminal a live table shows the run; elsewhere every logging step is one line, so that a log file stays readable.
+ktransformers.train decides everything; this module prints it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def plan_lines(plan: TrainPlan) -> list[str]:
-    """The plan as a table of names and values."""
+    """The plan as lines of names and values."""
 
     settings, rows = plan.settings, []
     rows.append(("model", plan.model or f"{settings.model.model_name_or_path} (not here yet)"))
@@ -48,7 +48,7 @@ def plan_lines(plan: TrainPlan) -> list[str]:
     return lines
 
 
-def short(value: float) -> str:
+def format_number(value: float) -> str:
     return f"{value:.4g}"
 
 
@@ -57,7 +57,7 @@ def step_line(progress: Progress) -> str:
 
     shown = [f"step {progress.step}/{progress.steps}", f"epoch {progress.epoch:.2f}"]
     names = ("loss", "eval_loss", "learning_rate", "grad_norm", "rewards/accuracies", "rewards/margins")
-    shown += [f"{name} {short(progress.values[name])}" for name in names if name in progress.values]
+    shown += [f"{name} {format_number(progress.values[name])}" for name in names if name in progress.values]
     if progress.tokens_per_second is not None:
         shown.append(f"{progress.tokens_per_second:.0f} tokens/s")
     if progress.expert_share is not None:
@@ -72,7 +72,7 @@ def step_line(progress: Progress) -> str:
 
 
 class StepLines:
-    """One line for each thing that happens."""
+    """Prints one line for each event of the run."""
 
     def on_plan(self, plan: TrainPlan) -> None:
         for line in plan_lines(plan):
@@ -97,7 +97,7 @@ class StepLines:
 
 
 class StepScreen(StepLines):
-    """The same on a terminal: the last steps stay as lines, the state is a table that renews itself."""
+    """On a terminal: steps stay as lines, the current state is a live table."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -133,10 +133,10 @@ class StepScreen(StepLines):
         loss = progress.values.get("loss")
         if loss is not None:
             self._first = loss if self._first is None else self._first
-            table.add_row("loss", f"{short(loss)} (first {short(self._first)})")
+            table.add_row("loss", f"{format_number(loss)} (first {format_number(self._first)})")
         for name in ("eval_loss", "learning_rate", "grad_norm", "rewards/accuracies", "rewards/margins"):
             if name in progress.values:
-                table.add_row(name, short(progress.values[name]))
+                table.add_row(name, format_number(progress.values[name]))
         if progress.tokens_per_second is not None:
             table.add_row("speed", f"{progress.tokens_per_second:.0f} tokens/s")
         if progress.expert_share is not None:
@@ -156,12 +156,12 @@ class StepScreen(StepLines):
 def train(
     file: Annotated[Path, typer.Argument(help="A YAML file with LLaMA-Factory's keys.", show_default=False)],
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that win over the file's.")
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that override the file's.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the plan, train nothing.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Run even where the plan says that it cannot fit.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Run even if the plan says that it does not fit.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the plan, or the results, as one JSON document.")
     ] = False,
@@ -181,8 +181,8 @@ def train(
     from ktransformers.train import run
     from ktransformers.train.callbacks import Interrupted
 
-    _quiet()
-    first = os.environ.get("RANK", "0") == "0"  # of several processes one speaks
+    _disable_progress_bars()
+    first = os.environ.get("RANK", "0") == "0"  # only one of several processes prints
     screen = SilentSteps() if as_json or not first else StepScreen() if sys.stdout.isatty() else StepLines()
     try:
         result = run.train(settings, screen, force=force)
@@ -195,17 +195,19 @@ def train(
     if not first:
         return
     if as_json:
-        compared = {line.what: {"predicted": line.predicted, "measured": line.measured} for line in result.comparison}
-        print(json.dumps({"output": str(result.output), "results": result.results, "compared": compared}, indent=2))
+        comparison = {line.what: {"predicted": line.predicted, "measured": line.measured} for line in result.comparison}
+        print(json.dumps({"output": str(result.output), "results": result.results, "compared": comparison}, indent=2))
     else:
-        losses = ", ".join(f"{name} {short(value)}" for name, value in result.results.items() if name.endswith("loss"))
+        losses = ", ".join(
+            f"{name} {format_number(value)}" for name, value in result.results.items() if name.endswith("loss")
+        )
         print(f"{len(result.manifest['tensors'])} tensors trained, {losses}; the adapter is in {result.output}")
         for line in result.comparison:
             print(line)
 
 
 class SilentSteps(StepLines):
-    """For --json: nothing but the document."""
+    """For --json: prints nothing but the document."""
 
     def on_plan(self, plan: TrainPlan) -> None:
         pass
@@ -223,8 +225,8 @@ class SilentSteps(StepLines):
         pass
 
 
-def _quiet() -> None:
-    """transformers and datasets draw bars of their own."""
+def _disable_progress_bars() -> None:
+    """Turn off the progress bars of transformers and datasets."""
     import datasets  # type: ignore[import-untyped]
     import transformers
 
@@ -239,4 +241,4 @@ sft.command("train")(train)
 
 @sft.callback()
 def _sft() -> None:
-    """Keeps `train` a verb of its own."""
+    """A callback makes typer keep `train` as a subcommand."""

@@ -1,4 +1,4 @@
-"""`kt version`: the version, on one line; with `--verbose` what it runs on."""
+"""`kt version`: the version on one line; with `--verbose` also Python, the system and packages."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ def version(
     if not verbose and not as_json:
         print(f"ktransformers {ktransformers.__version__}")
         return
-    found = details()
+    fields = details()
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(fields, indent=2))
     else:
-        for name, value in found.items():
+        for name, value in fields.items():
             print(f"{name:<16} {value or '-'}")
 
 
 def details() -> dict[str, str | None]:
-    """Nothing heavy is imported."""
+    """Version, system and packages, without importing torch."""
     import platform
 
     from ktransformers import system
 
-    found: dict[str, str | None] = {"ktransformers": ktransformers.__version__, "python": platform.python_version()}
-    found["platform"] = f"{platform.system()} {platform.release()} {platform.machine()}"
+    fields: dict[str, str | None] = {"ktransformers": ktransformers.__version__, "python": platform.python_version()}
+    fields["platform"] = f"{platform.system()} {platform.release()} {platform.machine()}"
     try:
         from ktransformers import _core
 
-        found["cpu variant"] = _core.isa()
+        fields["cpu variant"] = _core.isa()
     except (ImportError, RuntimeError) as error:
-        found["cpu variant"] = f"none ({error})"
+        fields["cpu variant"] = f"none ({error})"
     for name in ("torch", "transformers", "peft", "trl", "sglang"):
-        found[name] = system.version_of(name)
-    return found | {"cuda": torch_cuda()}
+        fields[name] = system.version_of(name)
+    return fields | {"cuda": torch_cuda()}
 
 
 def torch_cuda() -> str | None:
-    """The CUDA that torch is built for, read from its file: importing it takes a second."""
+    """The CUDA version that torch is built for, read from version.py because importing torch takes a second."""
     import importlib.util
     import re
     from pathlib import Path
@@ -55,5 +55,5 @@ def torch_cuda() -> str | None:
     if spec is None or spec.origin is None:
         return None
     file = Path(spec.origin).with_name("version.py")
-    found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", file.read_text(), re.MULTILINE) if file.is_file() else None
-    return found[1] if found else None
+    match = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", file.read_text(), re.MULTILINE) if file.is_file() else None
+    return match[1] if match else None

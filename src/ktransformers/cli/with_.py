@@ -1,7 +1,7 @@
-"""`kt with -- PROGRAM ...`: a program of somebody else's, with our experts known to its transformers and PEFT.
+"""`kt with -- PROGRAM ...`: runs another program with our experts available to its transformers and PEFT.
 
-The program takes this process's place. All that it gets is one folder on PYTHONPATH (`nn/startup`), which its children
-inherit; no file of it is changed.
+The program replaces this process. It gets one folder on PYTHONPATH (`nn/startup`), which its children inherit; none of
+its files is changed.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ import typer
 
 from ktransformers.errors import InputError
 
-# The program's own options are its own, with or without `--` in front of it.
-CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+# Options after the program's name belong to the program, with or without `--` before it.
+WITH_CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 def startup_folder() -> Path:
     return Path(__file__).resolve().parent.parent / "nn" / "startup"
 
 
-def environment(given: dict[str, str]) -> dict[str, str]:
-    """With our folder first on PYTHONPATH, once."""
+def environment(variables: dict[str, str]) -> dict[str, str]:
+    """The environment with our folder first on PYTHONPATH, once."""
     ours = str(startup_folder())
-    rest = [place for place in given.get("PYTHONPATH", "").split(os.pathsep) if place and place != ours]
-    return {**given, "PYTHONPATH": os.pathsep.join([ours, *rest])}
+    rest = [
+        directory for directory in variables.get("PYTHONPATH", "").split(os.pathsep) if directory and directory != ours
+    ]
+    return {**variables, "PYTHONPATH": os.pathsep.join([ours, *rest])}
 
 
 def with_(

@@ -1,8 +1,8 @@
-"""What a model must be able to do to be judged: answer prompts, and say how likely given continuations are.
+"""The interface of an evaluated model: generate answers, and score given continuations.
 
-Both sides of the protocol speak text. A chat prompt becomes tokens by the model's own template; a continuation's tokens
-are those that the whole text has beyond the prompt's own, so that the split between the two never changes how the text
-is cut. Greedy decoding only: a judged number should not depend on dice.
+Both methods take text. A chat prompt is rendered with the model's own template; a continuation's tokens are those of
+the full text after the prompt's, so that the split never changes the tokenisation. Decoding is greedy only, so that
+results are deterministic.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class EvalPrompt:
 
 @dataclass(frozen=True)
 class Question:
-    """How likely are these continuations of the prompt?"""
+    """A prompt and the continuations to score."""
 
     prompt: EvalPrompt
     continuations: tuple[str, ...]
@@ -35,7 +35,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Likelihood:
-    logprob: float  # natural, summed over the tokens of the continuation
+    logprob: float  # natural logarithm, summed over the continuation's tokens
     tokens: int
 
 
@@ -50,7 +50,7 @@ class Backend(Protocol):
 
 
 class PromptTokenizer:
-    """A tokenizer of transformers, as both backends use it."""
+    """A transformers tokenizer as both backends use it."""
 
     def __init__(self, tokenizer: Any, source: str) -> None:
         self.tokenizer, self._source = tokenizer, source
@@ -60,19 +60,22 @@ class PromptTokenizer:
             return prompt.text if prompt.system is None else f"{prompt.system}\n{prompt.text}"
         if not getattr(self.tokenizer, "chat_template", None):
             raise InputError(
-                self._source, "a tokenizer without a chat template", "one", "set `format: plain` in the task"
+                self._source,
+                "a tokenizer without a chat template",
+                "one with a template",
+                "set `format: plain` in the task",
             )
         text: str = self.tokenizer.apply_chat_template(prompt.messages(), tokenize=False, add_generation_prompt=True)
         return text
 
     def encode(self, text: str, chat: bool) -> list[int]:
-        """A template writes its own special tokens; plain text gets those that the tokenizer adds."""
+        """Plain text gets the tokenizer's special tokens; a chat template contains its own."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=not chat)["input_ids"]
         return ids
 
     def split(self, prompt: EvalPrompt, continuation: str) -> tuple[list[int], int]:
-        """(tokens of prompt and continuation, how many of them are the prompt's); the first token is never scored."""
-        before = self.render(prompt)
-        ids = self.encode(before + continuation, prompt.chat)
-        start = len(self.encode(before, prompt.chat)) if before else 0
+        """(tokens of prompt and continuation, number of prompt tokens); the first token is never scored."""
+        prompt_text = self.render(prompt)
+        ids = self.encode(prompt_text + continuation, prompt.chat)
+        start = len(self.encode(prompt_text, prompt.chat)) if prompt_text else 0
         return ids, max(1, min(start, len(ids) - 1))

@@ -6,7 +6,7 @@ from ktransformers.evaluate.compare import Line
 from ktransformers.evaluate.statistic import Difference, Estimate
 
 SIGNIFICANCE_NOTE = "\\* p < 0.05, \\*\\* p < 0.01, paired bootstrap against {first}; intervals are 95 %."
-MAX_SAMPLE_CHARS = 700  # characters of a sample answer
+MAX_SAMPLE_CHARS = 700  # of a sample answer
 
 
 def format_number(value: float, line: Line) -> str:
@@ -17,17 +17,18 @@ def metric_name(line: Line) -> str:
     return line.metric if line.more_is_better else f"{line.metric} ↓"
 
 
-def value_text(found: Estimate, line: Line) -> str:
-    return f"{format_number(found.value, line)} [{format_number(found.low, line)}, {format_number(found.high, line)}]"
+def value_text(estimate: Estimate, line: Line) -> str:
+    value, low, high = (format_number(number, line) for number in (estimate.value, estimate.low, estimate.high))
+    return f"{value} [{low}, {high}]"
 
 
-def change_text(found: Difference, line: Line) -> str:
-    return f"{'+' if found.value >= 0 else '−'}{format_number(abs(found.value), line)}{found.mark}"
+def change_text(difference: Difference, line: Line) -> str:
+    return f"{'+' if difference.value >= 0 else '−'}{format_number(abs(difference.value), line)}{difference.mark}"
 
 
-def verdict(found: Difference) -> str:
-    """gain, loss or even: even is everything that chance could do."""
-    return "even" if not found.mark else "gain" if found.gain else "loss"
+def verdict(difference: Difference) -> str:
+    """gain, loss or even; even if the difference is not significant."""
+    return "even" if not difference.mark else "gain" if difference.gain else "loss"
 
 
 def shorten(text: str) -> str:

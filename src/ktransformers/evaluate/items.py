@@ -1,8 +1,7 @@
-"""The rows of a task's data as items: what is asked, and what is right.
+"""Reads the rows of a task's data as items: prompt and reference.
 
-JSON lists, JSON lines and CSV are read. A row that cannot be used is an error that names the file and the row. Options
-of multiple choice may come as AfriMed-QA has them: an object `{"option1": ...}` in JSON text, and the key as the
-answer.
+Supports JSON lists, JSON lines and CSV. An unusable row is an error with file and row number. Options of multiple
+choice may have AfriMed-QA's form: an object `{"option1": ...}` as JSON text, with the key as the answer.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 @dataclass(frozen=True)
 class Item:
     id: str
-    slice: str  # "" where the task has none
-    prompt: str  # "" for running text
+    slice: str  # "" without slices
+    prompt: str  # "" for kind text
     reference: str
-    source: str = ""  # the input alone, without an instruction
+    source: str = ""  # the input without the instruction
     choices: tuple[str, ...] = ()
-    answer: int = -1  # which choice is right
-    question: str = ""  # of a choice: the prompt without its options
+    answer: int = -1  # index of the correct choice
+    question: str = ""  # of kind choice: the prompt without the options
 
     @property
     def letters(self) -> str:
@@ -58,10 +57,10 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def read_items(task: Task) -> list[Item]:
-    """In the order of the file; a sample keeps that order too."""
+    """Items in file order; a sample keeps that order."""
     build = {"generate": _generate_item, "choice": _choice_item, "text": _text_item}[task.kind]
-    found: list[Item] = []
-    seen: set[str] = set()
+    items: list[Item] = []
+    ids: set[str] = set()
     for number, row in enumerate(read_rows(task.data)):
         if any(str(row.get(column)) != value for column, value in task.where.items()):
             continue
@@ -71,26 +70,26 @@ def read_items(task: Task) -> list[Item]:
             raise InputError(
                 f"{task.data}, row {number}", f"{type(error).__name__}: {error}", _expected_columns(task)
             ) from error
-        if item.id in seen:
+        if item.id in ids:
             raise InputError(f"{task.data}, row {number}", f"the id {item.id!r} again", "ids that differ")
-        seen.add(item.id)
-        found.append(item)
-    if not found:
+        ids.add(item.id)
+        items.append(item)
+    if not items:
         raise InputError(str(task.data), f"no row with {task.where}", "at least one")
-    if task.limit is not None and task.limit < len(found):
-        kept = sorted(random.Random(task.seed).sample(range(len(found)), task.limit))
-        found = [found[place] for place in kept]
-    return found
+    if task.limit is not None and task.limit < len(items):
+        indices = sorted(random.Random(task.seed).sample(range(len(items)), task.limit))
+        items = [items[index] for index in indices]
+    return items
 
 
 def _expected_columns(task: Task) -> str:
     columns = task.columns
-    wanted = {
+    expected = {
         "generate": (columns.instruction, columns.input, columns.output),
         "choice": (columns.question, columns.choices, columns.answer),
         "text": (columns.text,),
     }
-    return "the columns " + ", ".join(wanted[task.kind])
+    return "the columns " + ", ".join(expected[task.kind])
 
 
 def _slice(task: Task, row: dict[str, Any]) -> str:
@@ -108,22 +107,22 @@ def _generate_item(task: Task, row: dict[str, Any], name: str) -> Item:
 
 def _choice_item(task: Task, row: dict[str, Any], name: str) -> Item:
     columns = task.columns
-    given = row[columns.choices]
-    options = json.loads(given) if isinstance(given, str) else given
-    named = options if isinstance(options, dict) else dict(zip(LETTERS, options, strict=False))
-    choices = [str(text) for text in named.values()]
+    raw_options = row[columns.choices]
+    options = json.loads(raw_options) if isinstance(raw_options, str) else raw_options
+    by_key = options if isinstance(options, dict) else dict(zip(LETTERS, options, strict=False))
+    choices = [str(text) for text in by_key.values()]
     if not 2 <= len(choices) <= len(LETTERS):
         raise ValueError(f"{len(choices)} choices")
-    right = str(row[columns.answer]).strip()
-    keys = list(named)
-    if right in keys:
-        answer = keys.index(right)
-    elif right in choices:
-        answer = choices.index(right)
-    elif right in LETTERS[: len(choices)]:
-        answer = LETTERS.index(right)
+    answer_text = str(row[columns.answer]).strip()
+    keys = list(by_key)
+    if answer_text in keys:
+        answer = keys.index(answer_text)
+    elif answer_text in choices:
+        answer = choices.index(answer_text)
+    elif answer_text in LETTERS[: len(choices)]:
+        answer = LETTERS.index(answer_text)
     else:
-        raise ValueError(f"the answer {right!r} is none of {keys}")
+        raise ValueError(f"the answer {answer_text!r} is none of {keys}")
     question = str(row[columns.question])
     lines = [question, *(f"{letter}. {text}" for letter, text in zip(LETTERS, choices, strict=False))]
     lines.append("Answer with the letter." if task.format == "chat" else "Answer:")

@@ -1,8 +1,8 @@
-"""A language model as judge: it gets the question, the reference, the answer and a rubric, and gives marks from 1 to 5.
+"""An LLM judge: it receives the question, the reference, the answer and a rubric, and returns marks from 1 to 5.
 
-Any OpenAI-compatible URL will do. The rubric is part of the task file; the judge must answer with one JSON object that
-has a mark for each criterion. An answer that does not parse is asked for once more and then left without marks: a guess
-in its place would look like an opinion.
+Works with any OpenAI-compatible URL. The rubric is part of the task file; the judge must reply with one JSON object
+that has a mark for each criterion. A reply that does not parse is requested once more and then left without marks,
+because a default would count as a judgement.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Judge:
 
     def marks(self, rubric: Rubric, records: Sequence[dict[str, Any]]) -> list[dict[str, int] | None]:
         with ThreadPoolExecutor(self.parallel) as pool:
-            return list(pool.map(lambda record: self._one(rubric, record), records))
+            return list(pool.map(lambda record: self._judge_record(rubric, record), records))
 
-    def _one(self, rubric: Rubric, record: dict[str, Any]) -> dict[str, int] | None:
+    def _judge_record(self, rubric: Rubric, record: dict[str, Any]) -> dict[str, int] | None:
         messages = [
             {"role": "system", "content": rubric.role},
             {"role": "user", "content": judge_prompt(rubric, record)},
         ]
         for seed in range(2):
             body = {"model": self.model, "messages": messages, "max_tokens": 256, "temperature": 0, "seed": seed}
-            reply = self.endpoint.ask("/v1/chat/completions", body)
+            reply = self.endpoint.request("/v1/chat/completions", body)
             marks = parse_marks(rubric, str(reply["choices"][0]["message"]["content"] or ""))
             if marks is not None:
                 return marks
@@ -56,11 +56,11 @@ def judge_prompt(rubric: Rubric, record: dict[str, Any]) -> str:
 
 
 def parse_marks(rubric: Rubric, text: str) -> dict[str, int] | None:
-    """The marks in an answer, None unless there is one within 1 to 5 for every criterion."""
-    for found in JSON_OBJECT.findall(text):
+    """The marks of a reply, or None unless every criterion has one from 1 to 5."""
+    for candidate in JSON_OBJECT.findall(text):
         try:
-            given = json.loads(found)
-            marks = {name: int(given[name]) for name in rubric.criteria}
+            values = json.loads(candidate)
+            marks = {name: int(values[name]) for name in rubric.criteria}
         except (ValueError, KeyError, TypeError):
             continue
         if all(1 <= mark <= 5 for mark in marks.values()):

@@ -1,9 +1,8 @@
-"""A model in this process: transformers' own classes, experts packed by `ktransformers.nn` where there are any,
-adapters by PEFT.
+"""A model in this process: transformers classes, experts packed by `ktransformers.nn`, adapters by PEFT.
 
-Generation pads on the left, so that the next token of every row stands in the last column; scoring pads on the right,
-where causal attention never looks, so that positions need no shifting. Options of one token (the letters of multiple
-choice) share one pass over their prompt. Rows of similar length go together: a batch is as wide as its longest row.
+Generation pads on the left, so that the next token of every row is in the last column; scoring pads on the right, which
+causal attention never reads, so positions need no shift. Options of one token (letters of multiple choice) share one
+forward pass of their prompt. Rows of similar length are batched together to limit padding.
 """
 
 from __future__ import annotations
@@ -25,28 +24,32 @@ from ktransformers.system import bf16_is_fast
 
 ENGINES = ("auto", "kt", "transformers")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-MAX_SCORED_TOKENS = 4096  # rows times width of one scoring batch: logits are wide
+MAX_SCORED_TOKENS = 4096  # padded tokens of a scoring batch, because logits are large
 
 
 def trained_experts(adapters: Mapping[str, Path]) -> Path | None:
-    """Where the experts that adapters were trained on came from (`kt_weight_path`); None: from the model itself."""
-    found = {}
+    """Path of the experts that the adapters were trained on (`kt_weight_path`); None if they come from the model."""
+    experts_of = {}
     for name, directory in adapters.items():
         path = ((read_manifest(directory) or {}).get("experts") or {}).get("path")
-        found[name] = Path(path) if path else None
-    places = set(found.values())
-    if len(places) > 1:
-        words = ", ".join(f"{name} on {place or 'those of the model'}" for name, place in found.items())
-        raise InputError("adapter", words, "adapters that were trained on the same experts", "judge them apart")
-    place = places.pop() if places else None
-    if place is not None and not place.exists():
-        given = f"{next(iter(found))}, trained on the experts of {place}, which is not there"
-        raise InputError("adapter", given, "these experts", "pass --experts DIR")
-    return place
+        experts_of[name] = Path(path) if path else None
+    expert_paths = set(experts_of.values())
+    if len(expert_paths) > 1:
+        listed = ", ".join(
+            f"{name} on {expert_path or 'those of the model'}" for name, expert_path in experts_of.items()
+        )
+        raise InputError(
+            "adapter", listed, "adapters that were trained on the same experts", "evaluate them separately"
+        )
+    expert_path = expert_paths.pop() if expert_paths else None
+    if expert_path is not None and not expert_path.exists():
+        problem = f"{next(iter(experts_of))}, trained on the experts of {expert_path}, which is not there"
+        raise InputError("adapter", problem, "these experts", "pass --experts DIR")
+    return expert_path
 
 
 class LocalModel:
-    """One model in memory and the adapters on it; `backend` gives a view with one of them, or with none, in force."""
+    """One loaded model and its adapters; `backend` returns a view with one adapter, or none, active."""
 
     def __init__(self, model: Any, tokenizer: Any, name: str, batch_size: int = 8) -> None:
         if batch_size < 1:
@@ -72,7 +75,7 @@ class LocalModel:
         batch_size: int = 8,
         experts: Path | None = None,
     ) -> LocalModel:
-        """`experts`: where they come from if not from the directory itself."""
+        """`experts` is their path if they do not come from the model directory."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         if engine not in ENGINES:
@@ -90,13 +93,13 @@ class LocalModel:
         if engine == "kt":
             from ktransformers.nn import load_model
 
-            where = None if device == "cpu" else device
-            model: Any = load_model(directory, experts=experts, dtype=DTYPES[dtype], device=where)
+            load_device = None if device == "cpu" else device
+            model: Any = load_model(directory, experts=experts, dtype=DTYPES[dtype], device=load_device)
         else:
             stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype])
             model = stock.to(device)
-        words = f"{engine}, {dtype}, {_digest(directory, 'config.json')}"
-        name = f"{directory} ({words}{f', experts of {experts}' if experts is not None else ''})"
+        settings = f"{engine}, {dtype}, {_digest(directory, 'config.json')}"
+        name = f"{directory} ({settings}{f', experts of {experts}' if experts is not None else ''})"
         return cls(model, AutoTokenizer.from_pretrained(directory), name, batch_size)
 
     def add_adapters(self, adapters: Mapping[str, Path]) -> None:
@@ -124,7 +127,7 @@ class LocalModel:
         with without, torch.no_grad():
             yield self.model
 
-    def place(self, adapter: str | None) -> str:
+    def describe(self, adapter: str | None) -> str:
         return self.name if adapter is None else f"{self.name} + {self._adapters[adapter]}"
 
 
@@ -134,15 +137,15 @@ class LocalBackend:
 
     @property
     def name(self) -> str:
-        return self._local.place(self._adapter)
+        return self._local.describe(self._adapter)
 
     def generate(self, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> list[str]:
         tokens = self._local.tokens
         encoded = [tokens.encode(tokens.render(prompt), prompt.chat) for prompt in prompts]
         answers = [""] * len(prompts)
         with self._local.with_adapter(self._adapter) as model:
-            for places in _by_length(encoded, self._local.batch_size):
-                ids, mask = self._padded([encoded[place] for place in places], left=True)
+            for indices in _by_length(encoded, self._local.batch_size):
+                ids, mask = self._padded([encoded[index] for index in indices], left=True)
                 out = model.generate(
                     input_ids=ids,
                     attention_mask=mask,
@@ -153,58 +156,59 @@ class LocalBackend:
                     top_k=None,
                     pad_token_id=tokens.tokenizer.pad_token_id,
                 )
-                for place, row in zip(places, out[:, ids.shape[1] :], strict=True):
-                    answers[place] = tokens.tokenizer.decode(row, skip_special_tokens=True).strip()
+                for index, row in zip(indices, out[:, ids.shape[1] :], strict=True):
+                    answers[index] = tokens.tokenizer.decode(row, skip_special_tokens=True).strip()
         return answers
 
     def likelihoods(self, questions: Sequence[Question]) -> list[list[Likelihood]]:
-        """One row for a question whose continuations are single tokens after the same prompt, else one for each."""
+        """One row for a question whose continuations are single tokens after the same prompt, else one per
+        continuation."""
         rows: list[list[int]] = []
-        wanted: list[Callable[[Tensor], list[Likelihood]]] = []  # of log-probabilities [tokens, vocabulary]
-        owner: list[int] = []
+        scorers: list[Callable[[Tensor], list[Likelihood]]] = []  # applied to logits [tokens, vocabulary]
+        question_of_row: list[int] = []
         for number, question in enumerate(questions):
             splits = [self._local.tokens.split(question.prompt, text) for text in question.continuations]
             prefixes = {tuple(ids[:start]) for ids, start in splits}
             if len(prefixes) == 1 and all(len(ids) == start + 1 for ids, start in splits):
                 rows.append(list(prefixes.pop()))
-                wanted.append(_score_letters([ids[-1] for ids, _ in splits]))
-                owner.append(number)
+                scorers.append(_score_letters([ids[-1] for ids, _ in splits]))
+                question_of_row.append(number)
                 continue
             for ids, start in splits:
                 rows.append(ids)
-                wanted.append(_score_continuation(ids, start))
-                owner.append(number)
-        found: list[list[Likelihood]] = [[] for _ in rows]
+                scorers.append(_score_continuation(ids, start))
+                question_of_row.append(number)
+        row_scores: list[list[Likelihood]] = [[] for _ in rows]
         with self._local.with_adapter(self._adapter) as model:
-            for places in _by_length(rows, self._local.batch_size, MAX_SCORED_TOKENS):
-                batch, mask = self._padded([rows[place] for place in places], left=False)
+            for indices in _by_length(rows, self._local.batch_size, MAX_SCORED_TOKENS):
+                batch, mask = self._padded([rows[index] for index in indices], left=False)
                 logits = model(input_ids=batch, attention_mask=mask, use_cache=False).logits
-                for place, row in zip(places, logits, strict=True):
-                    found[place] = wanted[place](row[: len(rows[place])])
+                for index, row in zip(indices, logits, strict=True):
+                    row_scores[index] = scorers[index](row[: len(rows[index])])
         answers: list[list[Likelihood]] = [[] for _ in questions]
-        for number, some in zip(owner, found, strict=True):
-            answers[number] += some
+        for number, scores in zip(question_of_row, row_scores, strict=True):
+            answers[number] += scores
         return answers
 
     def _padded(self, rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
         width, pad = max(map(len, rows)), self._local.tokens.tokenizer.pad_token_id
         ids, mask = torch.full((len(rows), width), pad), torch.zeros(len(rows), width, dtype=torch.long)
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             span = slice(width - len(row), width) if left else slice(0, len(row))
-            ids[place, span] = torch.tensor(row)
-            mask[place, span] = 1
+            ids[index, span] = torch.tensor(row)
+            mask[index, span] = 1
         device = self._local.model.device
         return ids.to(device), mask.to(device)
 
 
 def _digest(directory: Path, pattern: str) -> str:
-    """Of the files' content: a run must not go on with what was trained anew in the same place."""
-    found = hashlib.sha256()
+    """Hash of the files' contents, so that a run does not resume with a retrained adapter in the same path."""
+    digest = hashlib.sha256()
     for file in sorted(directory.glob(pattern)):
-        found.update(file.read_bytes())
+        digest.update(file.read_bytes())
     for file in sorted(directory.glob("*.safetensors")):
-        found.update(f"{file.name} {file.stat().st_size}".encode())
-    return found.hexdigest()[:12]
+        digest.update(f"{file.name} {file.stat().st_size}".encode())
+    return digest.hexdigest()[:12]
 
 
 def _score_letters(ids: list[int]) -> Callable[[Tensor], list[Likelihood]]:
@@ -225,8 +229,8 @@ def _score_continuation(ids: list[int], start: int) -> Callable[[Tensor], list[L
 
 
 def _by_length(rows: Sequence[Sequence[int]], batch_size: int, tokens: int | None = None) -> Iterator[list[int]]:
-    """Places of rows in batches of similar length; `tokens` bounds rows times width."""
-    order = sorted(range(len(rows)), key=lambda place: (-len(rows[place]), place))
+    """Row indices in batches of similar length; `tokens` bounds rows times width."""
+    order = sorted(range(len(rows)), key=lambda index: (-len(rows[index]), index))
     while order:
         width = max(1, len(rows[order[0]]))
         count = batch_size if tokens is None else max(1, min(batch_size, tokens // width))

@@ -1,8 +1,8 @@
-"""Answers into statistics: which metrics a task has, and what each counts of one record.
+"""Turns answers into statistics: the metrics of each task, and the counts that each record contributes.
 
-A record is what `run` keeps of an item: `{"id", "slice", "prompt", "reference", "prediction", "logprobs", ...}`. A
-record that lacks what a metric needs (an answer that the judge did not mark) adds nothing to it, neither to its sum nor
-to its count.
+A record is what `run` stores for an item: `{"id", "slice", "prompt", "reference", "prediction", "logprobs", ...}`. A
+record without the fields of a metric (an answer that the judge did not mark) contributes neither to its sum nor to its
+count.
 """
 
 from __future__ import annotations
@@ -19,38 +19,40 @@ from ktransformers.evaluate.statistic import Statistic, bleu, chrf, mean, perple
 from ktransformers.evaluate.task import Task
 
 Record = dict[str, Any]
-# A letter at the start, in brackets or not, or after the word "answer"; the last such phrase counts.
+# A letter after the word "answer" or "option", or at the start; the last such phrase counts.
 STATED_LETTER = re.compile(r"(?:answer|option)(?:\s+is|\s*:)?\s*[:\-]?\s*\(?\**([A-Z])\b", re.IGNORECASE)
 LEADING_LETTER = re.compile(r"^\W*([A-Z])\b")
 
 
 def statistics(task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
     """Name of the metric -> its counts over these records."""
-    found: dict[str, Statistic] = {}
-    for group in task.asked:
-        found |= METRIC_GROUPS[group](task, records)
-    return found
+    by_metric: dict[str, Statistic] = {}
+    for group in task.metric_groups:
+        by_metric |= METRIC_GROUPS[group](task, records)
+    return by_metric
 
 
 def primary_metric(task: Task) -> str:
-    """The metric that stands for the task."""
+    """The metric that represents the task in a summary."""
     if task.primary:
         return task.primary
     first = {"letter": "accuracy", "generation": "accuracy_generated", "text": "accuracy_text", "loss": "perplexity"}
     order = ("style", "letter", "generation", "text", "exact", "contains")
-    preferred = [group for group in order if group in task.asked]
+    preferred = [group for group in order if group in task.metric_groups]
     if preferred:
         return first.get(preferred[0], preferred[0])
-    return {"rouge": "rouge-l", "bleu": "bleu-4", "loss": "perplexity"}.get(task.asked[0], task.asked[0])
+    return {"rouge": "rouge-l", "bleu": "bleu-4", "loss": "perplexity"}.get(
+        task.metric_groups[0], task.metric_groups[0]
+    )
 
 
 def chosen_option(record: Record) -> int:
-    """The option with the most likely letter, or, where letters were not asked for, text; the first of equals."""
+    """The option with the most likely letter, or text if letters were not scored; the first of equals."""
     return int(numpy.argmax(record["logprobs"] if "logprobs" in record else record["text_logprobs"]))
 
 
 def stated_letter(text: str, letters: str) -> str:
-    """The letter that an answer in words gives, "" where it gives none."""
+    """The letter that a generated answer states, "" if none."""
     phrases = [letter.upper() for letter in STATED_LETTER.findall(text) if letter.upper() in letters]
     if phrases:
         return str(phrases[-1])
@@ -73,7 +75,7 @@ def _bleu(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
 
 def _rouge(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
     scores = [text_metrics.rouge(record["prediction"], record["reference"]) for record in records]
-    return {f"rouge-{name}": _mean_of([score[place] for score in scores]) for place, name in enumerate("12l")}
+    return {f"rouge-{name}": _mean_of([score[index] for score in scores]) for index, name in enumerate("12l")}
 
 
 def _chrf(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
@@ -94,8 +96,8 @@ def _extract(pattern: str | None, text: str) -> str:
 
 def _exact(task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
     def same(record: Record) -> bool:
-        wanted = text_metrics.normalise(_extract(task.extract, record["reference"]))
-        return bool(wanted) and text_metrics.normalise(_extract(task.extract, record["prediction"])) == wanted
+        expected = text_metrics.normalise(_extract(task.extract, record["reference"]))
+        return bool(expected) and text_metrics.normalise(_extract(task.extract, record["prediction"])) == expected
 
     return {"exact": _mean_of([same(record) for record in records])}
 
@@ -109,13 +111,13 @@ def _contains(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
 
 
 def _style(task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
-    """Each pattern by itself, and `style`: the share of answers in which all of them are found."""
+    """Each pattern on its own, and `style`: the share of answers that match all of them."""
     hits = {
         name: [bool(re.search(pattern, record["prediction"])) for record in records]
         for name, pattern in task.style.items()
     }
-    found = {"style": _mean_of([all(column) for column in zip(*hits.values(), strict=True)])}
-    return found | {f"style.{name}": _mean_of(values) for name, values in hits.items()}
+    result = {"style": _mean_of([all(column) for column in zip(*hits.values(), strict=True)])}
+    return result | {f"style.{name}": _mean_of(values) for name, values in hits.items()}
 
 
 def _loss(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
@@ -139,24 +141,24 @@ def _text(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
 
 
 def _generation(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
-    said = [stated_letter(record["prediction"], record["letters"]) for record in records]
+    letters = [stated_letter(record["prediction"], record["letters"]) for record in records]
     return {
-        "accuracy_generated": _mean_of([s == r["reference"] for s, r in zip(said, records, strict=True)]),
-        "answered": _mean_of([bool(letter) for letter in said]),
+        "accuracy_generated": _mean_of([s == r["reference"] for s, r in zip(letters, records, strict=True)]),
+        "answered": _mean_of([bool(letter) for letter in letters]),
     }
 
 
 def _judge(task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
-    """Marks from 1 to 5; without marks (no judge was given) there is nothing to say."""
+    """Marks from 1 to 5; no metrics without a judge."""
     if task.judge is None or not any(record.get("marks") for record in records):
         return {}
     marks = [record.get("marks") or {} for record in records]
-    found = {}
+    by_criterion = {}
     for name in task.judge.criteria:
         rows = _array([[mark[name], 1.0] if name in mark else [0.0, 0.0] for mark in marks])
-        found[f"judge.{name}"] = Statistic(rows, ratio, per_cent=False)
-    whole = _array([[sum(mark.values()) / len(mark), 1.0] if mark else [0.0, 0.0] for mark in marks])
-    return {"judge": Statistic(whole, ratio, per_cent=False), **found}
+        by_criterion[f"judge.{name}"] = Statistic(rows, ratio, per_cent=False)
+    means = _array([[sum(mark.values()) / len(mark), 1.0] if mark else [0.0, 0.0] for mark in marks])
+    return {"judge": Statistic(means, ratio, per_cent=False), **by_criterion}
 
 
 METRIC_GROUPS = {

@@ -1,6 +1,6 @@
-"""`report.html`: one file without anything outside it, pictures inline, readable in light and in dark, printable.
+"""`report.html`: a self-contained page with inline figures, for light and dark mode, printable.
 
-Text of models and tasks goes through `escape` without exception: an answer is somebody else's HTML.
+All text from models and tasks goes through `escape`, because an answer is untrusted HTML.
 """
 
 from __future__ import annotations
@@ -67,38 +67,38 @@ def render_page(comparison: Comparison) -> str:
 
 
 def _verdicts(comparison: Comparison) -> str:
-    said = []
+    summaries = []
     for number, run in enumerate(comparison.runs[1:]):
         states = [verdict(task.headline.differences[number]) for task in comparison.tasks]
         counts = ", ".join(
-            f"<span class='{state if states.count(state) else 'even'}'>{states.count(state)} {word}</span>"
-            for state, word in (("gain", "better"), ("loss", "worse"), ("even", "not told apart"))
+            f"<span class='{state if states.count(state) else 'even'}'>{states.count(state)} {label}</span>"
+            for state, label in (("gain", "better"), ("loss", "worse"), ("even", "not told apart"))
         )
-        said.append(f"{escape(run)}: {counts} of {len(states)} tasks")
-    return "; ".join(said) + "."
+        summaries.append(f"{escape(run)}: {counts} of {len(states)} tasks")
+    return "; ".join(summaries) + "."
 
 
 def _cells(line: Line, intervals: bool) -> str:
     cells = []
-    for place, found in enumerate(line.runs):
-        text = format_number(found.value, line)
+    for index, estimate in enumerate(line.runs):
+        text = format_number(estimate.value, line)
         if intervals:
-            text += f" <small>[{format_number(found.low, line)}, {format_number(found.high, line)}]</small>"
-        if place:
-            change = line.differences[place - 1]
+            text += f" <small>[{format_number(estimate.low, line)}, {format_number(estimate.high, line)}]</small>"
+        if index:
+            change = line.differences[index - 1]
             text += f" <span class='{verdict(change)}'>{change_text(change, line)}</span>"
         cells.append(f"<td>{text}</td>")
     return "".join(cells)
 
 
 def _table(left: tuple[str, ...], comparison: Comparison, rows: list[str]) -> str:
-    heads = "".join(f"<th class='left'>{escape(word)}</th>" for word in left)
+    heads = "".join(f"<th class='left'>{escape(heading)}</th>" for heading in left)
     heads += "".join(f"<th>{escape(run)}</th>" for run in comparison.runs)
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 def _row(left: tuple[str, ...], line: Line, intervals: bool = False, main: bool = False) -> str:
-    names = "".join(f"<td class='left'>{escape(word)}</td>" for word in left)
+    names = "".join(f"<td class='left'>{escape(label)}</td>" for label in left)
     return f"<tr{' class=main' if main else ''}>{names}{_cells(line, intervals)}</tr>"
 
 
@@ -127,14 +127,14 @@ def _task(comparison: Comparison, task: TaskComparison) -> str:
         rows = [_row((line.slice, str(line.runs[0].items)), line) for line in task.slices]
         parts.append(f"<details open><summary>By slice, {escape(task.primary)}</summary>")
         parts.append(_table(("slice", "items"), comparison, rows))
-        drawn = [(task.task, task.headline, False), *((line.slice, line, True) for line in task.slices)]
+        rows_to_plot = [(task.task, task.headline, False), *((line.slice, line, True) for line in task.slices)]
         for number in range(1, len(comparison.runs)):
             title = f"{comparison.runs[number]} − {comparison.runs[0]}, {task.primary}"
-            parts.append(f"<figure>{plots.forest_plot(drawn, number, title)}</figure>")
+            parts.append(f"<figure>{plots.forest_plot(rows_to_plot, number, title)}</figure>")
         parts.append("</details>")
     for sample in task.samples:
         answers = [("reference", sample.reference), *zip(comparison.runs, sample.answers, strict=True)]
-        boxes = "".join(f"<div><b>{escape(who)}</b>{escape(shorten(text))}</div>" for who, text in answers)
-        asked = f"<p class='asked'>{escape(shorten(sample.prompt))}</p>"
-        parts.append(f"<div class='sample'>{asked}<div class='answers'>{boxes}</div></div>")
+        boxes = "".join(f"<div><b>{escape(source)}</b>{escape(shorten(text))}</div>" for source, text in answers)
+        prompt = f"<p class='asked'>{escape(shorten(sample.prompt))}</p>"
+        parts.append(f"<div class='sample'>{prompt}<div class='answers'>{boxes}</div></div>")
     return "\n".join(parts)

@@ -1,9 +1,7 @@
-"""The two pictures of a report, as SVG text: the difference of each task and slice to the first run with its interval,
-and the runs' values side by side.
+"""The two figures of a report as SVG text: differences from the first run with intervals, and values side by side.
 
-Differences of different metrics do not share a unit; each is drawn as a share of what the metric could still gain or
-lose where it has a scale of a hundred, and as relative change elsewhere (perplexity), always so that better is to the
-right.
+Metrics have different units, so a difference is drawn in points for metrics on a scale of 100 and as relative change
+otherwise (perplexity), always with better to the right.
 """
 
 from __future__ import annotations
@@ -27,13 +25,13 @@ STYLE: dict[Any, Any] = {
     "axes.labelcolor": "#3b4048",
     "xtick.color": "#3b4048",
     "ytick.color": "#3b4048",
-    "svg.fonttype": "none",  # text stays text: it can be searched, and takes the page's font
-    "svg.hashsalt": "ktransformers",  # the same picture in the same bytes
+    "svg.fonttype": "none",  # text stays searchable and uses the page's font
+    "svg.hashsalt": "ktransformers",  # reproducible output
 }
 
 
 def plotted_values(line: Line, change: Difference) -> tuple[float, float, float]:
-    """(value, low, high) with better to the right: points of a hundred, or per cent of the first run's value."""
+    """(value, low, high) with better to the right: points out of 100, or percent of the first run's value."""
     scale = 1.0 if line.per_cent else 100 / abs(line.runs[0].value or 1.0)
     values = [scale * value for value in (change.value, change.low, change.high)]
     if not line.more_is_better:
@@ -58,20 +56,20 @@ def _svg(figure: Any) -> str:
 
 
 def forest_plot(rows: Sequence[tuple[str, Line, bool]], run: int, title: str) -> str:
-    """One line per (label, line, is a slice): the difference of run number `run` to the first."""
+    """One row per (label, line, is a slice): the difference of run number `run` from the first."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
         figure, axes = _figure(0.9 + 0.3 * len(rows))
-        for place, (_, line, part) in enumerate(rows):
+        for row, (_, line, is_slice) in enumerate(rows):
             change = line.differences[run - 1]
             value, low, high = plotted_values(line, change)
             colour = COLOURS[verdict(change)]
-            axes.plot([low, high], [place, place], color=colour, linewidth=1.4 if part else 2.4, solid_capstyle="round")
-            axes.plot([value], [place], "o", color=colour, markersize=4 if part else 7)
+            axes.plot([low, high], [row, row], color=colour, linewidth=1.4 if is_slice else 2.4, solid_capstyle="round")
+            axes.plot([value], [row], "o", color=colour, markersize=4 if is_slice else 7)
             axes.annotate(
                 f"{value:+.1f}{'' if line.per_cent else ' %'}{change.mark}".replace("-", "−"),
-                (1.0, place),
+                (1.0, row),
                 xycoords=("axes fraction", "data"),
                 xytext=(6, 0),
                 textcoords="offset points",
@@ -82,9 +80,9 @@ def forest_plot(rows: Sequence[tuple[str, Line, bool]], run: int, title: str) ->
             )
         axes.axvline(0, color="#3b4048", linewidth=0.8)
         axes.set_yticks(range(len(rows)), [label for label, _, _ in rows])
-        for tick, (_, _, part) in zip(axes.get_yticklabels(), rows, strict=True):
-            tick.set_fontsize(9 if part else 10)
-            tick.set_color("#6a707a" if part else "#1d2127")
+        for tick, (_, _, is_slice) in zip(axes.get_yticklabels(), rows, strict=True):
+            tick.set_fontsize(9 if is_slice else 10)
+            tick.set_color("#6a707a" if is_slice else "#1d2127")
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.tick_params(axis="y", length=0)
         axes.grid(axis="x", color="#e6e8eb", linewidth=0.7)
@@ -95,7 +93,7 @@ def forest_plot(rows: Sequence[tuple[str, Line, bool]], run: int, title: str) ->
 
 
 def bar_chart(comparison: Comparison) -> str:
-    """Tasks whose main metric is out of a hundred: all runs side by side, with intervals."""
+    """Tasks whose primary metric is out of 100: all runs side by side, with intervals."""
     import matplotlib
 
     tasks = [task for _, panel in comparison.panels() for task in panel if task.headline.per_cent]
@@ -104,19 +102,20 @@ def bar_chart(comparison: Comparison) -> str:
     count = len(comparison.runs)
     with matplotlib.rc_context(STYLE):
         figure, axes = _figure(0.8 + (0.26 * count + 0.25) * len(tasks))
-        thick = 0.8 / count
+        height = 0.8 / count
         for number, run in enumerate(comparison.runs):
-            found = [task.headline.runs[number] for task in tasks]
-            places = [place - 0.4 + thick * (number + 0.5) for place in range(len(tasks))]
-            values = [estimate.value for estimate in found]
+            estimates = [task.headline.runs[number] for task in tasks]
+            positions = [position - 0.4 + height * (number + 0.5) for position in range(len(tasks))]
+            values = [estimate.value for estimate in estimates]
             spread = [
-                [max(0.0, e.value - e.low) for e in found],
-                [max(0.0, e.high - e.value) for e in found],
+                [max(0.0, e.value - e.low) for e in estimates],
+                [max(0.0, e.high - e.value) for e in estimates],
             ]
-            axes.barh(places, values, thick * 0.9, xerr=spread, label=run, color=RUN_COLOURS[number % len(RUN_COLOURS)],
+            colour = RUN_COLOURS[number % len(RUN_COLOURS)]
+            axes.barh(positions, values, height * 0.9, xerr=spread, label=run, color=colour,
                       error_kw={"ecolor": "#3b4048", "elinewidth": 0.9})  # fmt: skip
-            for place, estimate in zip(places, found, strict=True):
-                axes.annotate(f"{estimate.value:.1f}", (max(estimate.high, estimate.value), place), xytext=(4, 0),
+            for position, estimate in zip(positions, estimates, strict=True):
+                axes.annotate(f"{estimate.value:.1f}", (max(estimate.high, estimate.value), position), xytext=(4, 0),
                               textcoords="offset points", va="center", fontsize=8, color="#3b4048")  # fmt: skip
         axes.set_yticks(range(len(tasks)), [f"{task.task}\n{task.primary}" for task in tasks], fontsize=9)
         axes.set_ylim(len(tasks) - 0.5, -0.5)

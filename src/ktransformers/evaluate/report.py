@@ -1,8 +1,7 @@
-"""A comparison as files: `report.md`, `report.json` and `report.html`, and as a table for the terminal.
+"""Writes a comparison as `report.md`, `report.json` and `report.html`, and as a table for the terminal.
 
-All say the same in the same order: one line per task first (what was gained, what it cost), then every metric, then the
-slices, then answers beside each other. A star marks a difference at p < 0.05 of the paired bootstrap, two stars p <
-0.01; without a star the difference is not more than chance.
+All have the same order: one line per task (gains, then costs), every metric, the slices, then sample answers. One star
+marks p < 0.05 of the paired bootstrap, two stars p < 0.01; a difference without a star is not significant.
 """
 
 from __future__ import annotations
@@ -46,9 +45,11 @@ def summary_table(comparison: Comparison) -> Any:
         for task in tasks:
             line = task.headline
             cells = [format_number(line.runs[0].value, line)]
-            for found, change in zip(line.runs[1:], line.differences, strict=True):
+            for estimate, change in zip(line.runs[1:], line.differences, strict=True):
                 colour = colours[verdict(change)]
-                cells.append(f"{format_number(found.value, line)} [{colour}]({change_text(change, line)})[/{colour}]")
+                cells.append(
+                    f"{format_number(estimate.value, line)} [{colour}]({change_text(change, line)})[/{colour}]"
+                )
             table.add_row(task.task, metric_name(line), *cells)
     return table
 
@@ -80,12 +81,12 @@ def _heading(left: tuple[str, ...], runs: tuple[str, ...]) -> list[str]:
 
 
 def _row(left: tuple[str, ...], line: Line, intervals: bool = False) -> str:
-    def shown(found: Estimate) -> str:
-        return value_text(found, line) if intervals else format_number(found.value, line)
+    def estimate_text(estimate: Estimate) -> str:
+        return value_text(estimate, line) if intervals else format_number(estimate.value, line)
 
-    cells = [shown(line.runs[0])]
-    for found, change in zip(line.runs[1:], line.differences, strict=True):
-        text = f"{shown(found)} ({change_text(change, line)})".replace("*", "\\*")
+    cells = [estimate_text(line.runs[0])]
+    for estimate, change in zip(line.runs[1:], line.differences, strict=True):
+        text = f"{estimate_text(estimate)} ({change_text(change, line)})".replace("*", "\\*")
         cells.append(f"**{text}**" if verdict(change) == "gain" else text)
     return f"| {' | '.join((*left, *cells))} |"
 
@@ -99,6 +100,6 @@ def _samples(comparison: Comparison, task: TaskComparison) -> list[str]:
     return parts
 
 
-def _quoted(who: str, text: str) -> list[str]:
+def _quoted(label: str, text: str) -> list[str]:
     lines = shorten(text).splitlines() or [""]
-    return [f"**{who}**", "", *(f"> {line}" for line in lines), ""]
+    return [f"**{label}**", "", *(f"> {line}" for line in lines), ""]

@@ -1,9 +1,9 @@
-"""One model, one task: ask, keep every answer, measure.
+"""Evaluates one model on one task: asks, stores every answer, measures.
 
-A run's directory holds `run.json` (what was asked, and a fingerprint of it), `items.jsonl` (one line per answered item,
-in the order of answering) and, when all are answered, `result.json` and LLaMA-Factory's `generated_predictions.jsonl`
-and `predict_results.json`. Lines are appended and flushed batch by batch: a killed run goes on where it stopped, and a
-line that was cut off by the kill is asked again. A directory of other questions is refused, not mixed.
+A run's directory contains `run.json` (what was asked, with a fingerprint), `items.jsonl` (one line per answered item,
+in order of answering) and, once complete, `result.json` and LLaMA-Factory's `generated_predictions.jsonl` and
+`predict_results.json`. Lines are appended and synced per chunk: a killed run resumes, and a truncated line is asked
+again. A directory with other questions is refused.
 """
 
 from __future__ import annotations
@@ -27,9 +27,16 @@ from ktransformers.evaluate.statistic import Estimate, Statistic, estimate
 from ktransformers.evaluate.task import Task
 from ktransformers.files import write_json, write_text
 
-CHUNK_ITEMS = 32  # items between two lines of progress; backends cut it into batches
+CHUNK_ITEMS = 32  # between two progress reports; backends split it into batches
 Progress = Callable[[int, int], None]
-IRRELEVANT_FIELDS = ("data", "title", "source", "licence", "primary", "unrelated")  # of a task: they change no answer
+IRRELEVANT_FIELDS = (
+    "data",
+    "title",
+    "source",
+    "licence",
+    "primary",
+    "unrelated",
+)  # fields of a task that do not affect answers
 GENERATED_METRICS = {"bleu", "rouge", "chrf", "exact", "contains", "style", "judge", "generation"}
 
 
@@ -41,62 +48,62 @@ def evaluate(
     judge: Judge | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """The result, as `result.json` has it."""
-    found = read_items(task)
-    asked = describe_run(backend, task, found, judge)
+    """The result, as stored in `result.json`."""
+    items = read_items(task)
+    run_fields = describe_run(backend, task, items, judge)
     directory.mkdir(parents=True, exist_ok=True)
-    records = _resume(directory, asked)
-    todo = [item for item in found if item.id not in records]
-    done = len(found) - len(todo)
+    records = _resume(directory, run_fields)
+    pending = [item for item in items if item.id not in records]
+    answered = len(items) - len(pending)
     seconds = 0.0
     if progress is not None:
-        progress(done, len(found))
+        progress(answered, len(items))
     with (directory / "items.jsonl").open("a") as log:
-        for start in range(0, len(todo), CHUNK_ITEMS):
-            chunk = todo[start : start + CHUNK_ITEMS]
-            began = time.perf_counter()
+        for start in range(0, len(pending), CHUNK_ITEMS):
+            chunk = pending[start : start + CHUNK_ITEMS]
+            started = time.perf_counter()
             answers = _answer_items(backend, task, chunk, judge)
-            seconds += time.perf_counter() - began
+            seconds += time.perf_counter() - started
             for record in answers:
                 log.write(json.dumps(record, ensure_ascii=False) + "\n")
                 records[record["id"]] = record
             log.flush()
             os.fsync(log.fileno())
-            done += len(chunk)
+            answered += len(chunk)
             if progress is not None:
-                progress(done, len(found))
-    ordered = [records[item.id] for item in found]
-    result = summarise(task, ordered) | {"model": asked["model"], "seconds": round(seconds, 3)}
+                progress(answered, len(items))
+    ordered = [records[item.id] for item in items]
+    result = summarise(task, ordered) | {"model": run_fields["model"], "seconds": round(seconds, 3)}
     write_json(directory / "result.json", result)
     _write_predictions(directory, task, ordered, result)
     return result
 
 
-def describe_run(backend: Backend, task: Task, found: Sequence[Item], judge: Judge | None) -> dict[str, Any]:
-    """What the answers depend on."""
-    words = json.loads(task.model_dump_json())
-    content = json.dumps([dataclasses.asdict(item) for item in found], ensure_ascii=False).encode()
-    asked = {"model": backend.name, "task": words, "items": hashlib.sha256(content).hexdigest()}
-    asked["judge"] = None if judge is None else f"{judge.endpoint.url} {judge.model}"
-    relevant = {key: value for key, value in words.items() if key not in IRRELEVANT_FIELDS}
-    text = json.dumps({**asked, "task": relevant}, sort_keys=True)
+def describe_run(backend: Backend, task: Task, items: Sequence[Item], judge: Judge | None) -> dict[str, Any]:
+    """What the answers depend on, with its fingerprint."""
+    task_fields = json.loads(task.model_dump_json())
+    content = json.dumps([dataclasses.asdict(item) for item in items], ensure_ascii=False).encode()
+    run_fields = {"model": backend.name, "task": task_fields, "items": hashlib.sha256(content).hexdigest()}
+    run_fields["judge"] = None if judge is None else f"{judge.endpoint.url} {judge.model}"
+    relevant = {key: value for key, value in task_fields.items() if key not in IRRELEVANT_FIELDS}
+    text = json.dumps({**run_fields, "task": relevant}, sort_keys=True)
     return {
-        **asked,
+        **run_fields,
         "fingerprint": hashlib.sha256(text.encode()).hexdigest(),
         "ktransformers": ktransformers.__version__,
     }
 
 
-def _resume(directory: Path, asked: dict[str, Any]) -> dict[str, Record]:
-    """The answers that are there already; `run.json` is written where there are none."""
-    head, log = directory / "run.json", directory / "items.jsonl"
-    if not head.is_file():
+def _resume(directory: Path, run_fields: dict[str, Any]) -> dict[str, Record]:
+    """The answers stored so far; writes `run.json` if there are none."""
+    head_file, log = directory / "run.json", directory / "items.jsonl"
+    if not head_file.is_file():
         log.unlink(missing_ok=True)
-        write_json(head, asked)
+        write_json(head_file, run_fields)
         return {}
-    before = json.loads(head.read_text())
-    if before.get("fingerprint") != asked["fingerprint"]:
-        changed = [key for key in ("model", "task", "items", "judge") if before.get(key) != asked[key]]
+    previous = json.loads(head_file.read_text())
+    if previous.get("fingerprint") != run_fields["fingerprint"]:
+        changed = [key for key in ("model", "task", "items", "judge") if previous.get(key) != run_fields[key]]
         raise InputError(
             str(directory), f"a run with another {' and '.join(changed)}", "the same questions", "choose another -o"
         )
@@ -104,13 +111,13 @@ def _resume(directory: Path, asked: dict[str, Any]) -> dict[str, Record]:
 
 
 def read_records(directory: Path, repair: bool = False) -> list[Record]:
-    """The lines of items.jsonl; `repair` cuts off a last line that a kill left half-written."""
+    """The lines of items.jsonl; `repair` removes a truncated last line."""
     log = directory / "items.jsonl"
     if not log.is_file():
         return []
-    whole = log.read_bytes()
-    complete = whole[: whole.rfind(b"\n") + 1]
-    if repair and len(complete) < len(whole):
+    content = log.read_bytes()
+    complete = content[: content.rfind(b"\n") + 1]
+    if repair and len(complete) < len(content):
         with log.open("r+b") as handle:
             handle.truncate(len(complete))
     return [json.loads(line) for line in complete.decode().split("\n") if line]
@@ -122,34 +129,34 @@ def _answer_items(backend: Backend, task: Task, chunk: Sequence[Item], judge: Ju
     records: list[Record] = [
         {"id": item.id, "slice": item.slice, "prompt": item.prompt, "reference": item.reference} for item in chunk
     ]
-    if GENERATED_METRICS & set(task.asked):
+    if GENERATED_METRICS & set(task.metric_groups):
         for record, text in zip(records, backend.generate(prompts, task.max_new_tokens), strict=True):
             record["prediction"] = text
     if task.kind == "choice":
         for record, item in zip(records, chunk, strict=True):
             record |= {"letters": item.letters, "answer": item.answer}
-    if "letter" in task.asked:
-        lead = "" if chat else " "
+    if "letter" in task.metric_groups:
+        separator = "" if chat else " "
         questions = [
-            Question(prompt, tuple(lead + letter for letter in item.letters))
+            Question(prompt, tuple(separator + letter for letter in item.letters))
             for prompt, item in zip(prompts, chunk, strict=True)
         ]
         for record, scores in zip(records, backend.likelihoods(questions), strict=True):
             record["logprobs"] = [score.logprob for score in scores]
-    if "text" in task.asked:
-        lead = "" if chat else " "
+    if "text" in task.metric_groups:
+        separator = "" if chat else " "
         questions = [
-            Question(EvalPrompt(item.question, task.system, chat), tuple(lead + choice for choice in item.choices))
+            Question(EvalPrompt(item.question, task.system, chat), tuple(separator + choice for choice in item.choices))
             for item in chunk
         ]
         for record, scores in zip(records, backend.likelihoods(questions), strict=True):
             record["text_logprobs"] = [score.logprob / score.tokens for score in scores]
-    if "loss" in task.asked:
-        lead = "" if chat or task.kind == "text" else " "
-        questions = [Question(p, (lead + item.reference,)) for p, item in zip(prompts, chunk, strict=True)]
+    if "loss" in task.metric_groups:
+        separator = "" if chat or task.kind == "text" else " "
+        questions = [Question(p, (separator + item.reference,)) for p, item in zip(prompts, chunk, strict=True)]
         for record, (score,) in zip(records, backend.likelihoods(questions), strict=True):
             record |= {"logprob": score.logprob, "tokens": score.tokens}
-    if "judge" in task.asked and judge is not None and task.judge is not None:
+    if "judge" in task.metric_groups and judge is not None and task.judge is not None:
         for record, marks in zip(records, judge.marks(task.judge, records), strict=True):
             record["marks"] = marks
     if task.copy_input:
@@ -160,10 +167,10 @@ def _answer_items(backend: Backend, task: Task, chunk: Sequence[Item], judge: Ju
 
 def summarise(task: Task, records: Sequence[Record]) -> dict[str, Any]:
     """Every metric with its 95 % interval, over all items and over each slice."""
-    whole = statistics(task, records)
+    by_metric = statistics(task, records)
     names = sorted({record["slice"] for record in records} - {""})
     slices = {
-        name: _estimate_all(whole, [place for place, record in enumerate(records) if record["slice"] == name])
+        name: _estimate_all(by_metric, [index for index, record in enumerate(records) if record["slice"] == name])
         for name in names
     }
     result: dict[str, Any] = {
@@ -171,26 +178,28 @@ def summarise(task: Task, records: Sequence[Record]) -> dict[str, Any]:
         "title": task.title,
         "items": len(records),
         "primary": primary_metric(task),
-        "metrics": _estimate_all(whole, None),
+        "metrics": _estimate_all(by_metric, None),
         "slices": slices,
     }
     if task.copy_input:
-        words = [group for group in task.asked if group in ("bleu", "rouge", "chrf", "exact")]
-        copied = task.model_copy(update={"metrics": tuple(words)})
-        same = [{**record, "prediction": record["source"]} for record in records]
-        result["copying_the_input"] = {name: found.value() for name, found in statistics(copied, same).items()}
+        text_metrics = [group for group in task.metric_groups if group in ("bleu", "rouge", "chrf", "exact")]
+        copied = task.model_copy(update={"metrics": tuple(text_metrics)})
+        copies = [{**record, "prediction": record["source"]} for record in records]
+        result["copying_the_input"] = {
+            name: statistic.value() for name, statistic in statistics(copied, copies).items()
+        }
     return result
 
 
-def _estimate_all(whole: dict[str, Statistic], places: list[int] | None) -> dict[str, dict[str, float]]:
-    def of(statistic: Statistic) -> Estimate:
-        return estimate(statistic if places is None else statistic.take(places))
+def _estimate_all(by_metric: dict[str, Statistic], indices: list[int] | None) -> dict[str, dict[str, float]]:
+    def estimate_one(statistic: Statistic) -> Estimate:
+        return estimate(statistic if indices is None else statistic.take(indices))
 
-    return {name: dataclasses.asdict(of(statistic)) for name, statistic in whole.items()}
+    return {name: dataclasses.asdict(estimate_one(statistic)) for name, statistic in by_metric.items()}
 
 
 def _write_predictions(directory: Path, task: Task, records: Sequence[Record], result: dict[str, Any]) -> None:
-    """The two files that LLaMA-Factory's `do_predict` leaves, for whoever reads those."""
+    """The two files that LLaMA-Factory's `do_predict` writes."""
     if not records or "prediction" not in records[0]:
         return
     lines = [
@@ -201,10 +210,10 @@ def _write_predictions(directory: Path, task: Task, records: Sequence[Record], r
         for record in records
     ]
     write_text(directory / "generated_predictions.jsonl", "\n".join(lines) + "\n")
-    values = {f"predict_{name}": found["value"] for name, found in result["metrics"].items()}
+    values = {f"predict_{name}": metric["value"] for name, metric in result["metrics"].items()}
     seconds = result["seconds"]
-    pace = {
+    timing = {
         "predict_runtime": seconds,
         "predict_samples_per_second": round(len(records) / seconds, 3) if seconds else 0.0,
     }
-    write_json(directory / "predict_results.json", values | pace)
+    write_json(directory / "predict_results.json", values | timing)

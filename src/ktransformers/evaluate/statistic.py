@@ -1,8 +1,8 @@
-"""Numbers with their uncertainty: a metric is a table of counts per item and a function of their sum.
+"""Metrics with confidence intervals: a metric is a table of counts per item and a function of their sum.
 
-`rows` is `[N, D]`; `fold` takes sums `[R, D]` to values `[R]`, so that a bootstrap of R resamples is one product of a
-matrix of multiplicities with the rows. This holds for means (D = 2: sum and count) and for corpus scores such as BLEU
-alike. Two runs are compared on the same resamples, which removes what is merely hard or easy about the items.
+`rows` is `[N, D]`; `fold` maps sums `[R, D]` to values `[R]`, so a bootstrap of R resamples is one matrix product of
+multiplicities with the rows. This covers means (D = 2: sum and count) and corpus scores such as BLEU. Two runs are
+compared on the same resamples, which removes the variance of item difficulty.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Statistic:
     def value(self) -> float:
         return float(self.fold(self.rows.sum(0, keepdims=True))[0])
 
-    def take(self, places: list[int]) -> Statistic:
-        return Statistic(self.rows[places], self.fold, self.more_is_better, self.per_cent)
+    def take(self, indices: list[int]) -> Statistic:
+        return Statistic(self.rows[indices], self.fold, self.more_is_better, self.per_cent)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Difference:
     low: float
     high: float
     p: float  # two-sided, of the paired bootstrap
-    gain: bool  # in the direction that is better
+    gain: bool  # in the metric's better direction
 
     @property
     def mark(self) -> str:
@@ -60,7 +60,7 @@ def mean(sums: Array) -> Array:
 
 
 def ratio(sums: Array) -> Array:
-    """Column 0 over column 1; nan where nothing was counted."""
+    """Column 0 over column 1; NaN if nothing was counted."""
     with numpy.errstate(invalid="ignore", divide="ignore"):
         result: Array = sums[:, 0] / sums[:, 1]
     return result
@@ -71,7 +71,7 @@ def perplexity(sums: Array) -> Array:
 
 
 def bleu(order: int) -> Fold:
-    """Corpus BLEU up to that order, smoothed as sacrebleu does: an order without matches counts as 1/2, 1/4, ..."""
+    """Corpus BLEU up to this order, smoothed as in sacrebleu: an order without matches counts as 1/2, 1/4, ..."""
 
     def fold(sums: Array) -> Array:
         matches, totals = sums[:, :order], sums[:, BLEU_ORDERS : BLEU_ORDERS + order]
@@ -80,8 +80,8 @@ def bleu(order: int) -> Fold:
         with numpy.errstate(invalid="ignore", divide="ignore"):
             precision = numpy.where(missing, halves, matches) / totals
             logs = numpy.log(precision).mean(1)
-            lengths, wanted = sums[:, -2], sums[:, -1]
-            brevity = numpy.minimum(0.0, 1 - wanted / lengths)
+            lengths, reference_lengths = sums[:, -2], sums[:, -1]
+            brevity = numpy.minimum(0.0, 1 - reference_lengths / lengths)
             scores = 100 * numpy.exp(logs + brevity)
         nothing = (totals == 0).any(1) | (matches.sum(1) == 0)
         return numpy.where(nothing, 0.0, scores)
@@ -90,19 +90,19 @@ def bleu(order: int) -> Fold:
 
 
 def chrf(sums: Array) -> Array:
-    """Corpus chrF2: the mean of the orders' precisions and recalls, recall counting twice."""
+    """Corpus chrF2: F-score of the mean precision and recall over orders, recall weighted twice."""
     table = sums.reshape(len(sums), CHRF_ORDERS, 3)
-    produced, wanted, matches = table[..., 0], table[..., 1], table[..., 2]
-    used = (produced > 0) & (wanted > 0)
+    produced, expected, matches = table[..., 0], table[..., 1], table[..., 2]
+    used = (produced > 0) & (expected > 0)
     with numpy.errstate(invalid="ignore", divide="ignore"):
         precision = numpy.where(used, matches / produced, 0).sum(1) / used.sum(1)
-        recall = numpy.where(used, matches / wanted, 0).sum(1) / used.sum(1)
+        recall = numpy.where(used, matches / expected, 0).sum(1) / used.sum(1)
         score = 5 * precision * recall / (4 * precision + recall)
     return numpy.asarray(100 * numpy.nan_to_num(score))
 
 
 def multiplicities(items: int, seed: int = 0, resamples: int = RESAMPLES) -> Array:
-    """`[R, N]`: how often each item stands in each resample."""
+    """`[R, N]`: how often each item occurs in each resample."""
     generator = numpy.random.default_rng(seed)
     return generator.multinomial(items, numpy.full(items, 1 / items), size=resamples).astype(numpy.float64)
 
@@ -115,15 +115,15 @@ def estimate(statistic: Statistic, seed: int = 0) -> Estimate:
 
 
 def difference(first: Statistic, second: Statistic, seed: int = 0) -> Difference:
-    """Of two runs over the same items in the same order."""
+    """Difference of two runs over the same items in the same order."""
     weights = multiplicities(len(first.rows), seed)
     values = second.fold(weights @ second.rows) - first.fold(weights @ first.rows)
     value = second.value() - first.value()
-    # Half of the ties to either side; never a p of zero out of a finite number of resamples.
+    # Ties count half to each side; a finite number of resamples never gives p = 0.
     below = ((values < 0).sum() + 0.5 * (values == 0).sum() + 0.5) / (len(values) + 1)
     low, high = numpy.nanpercentile(values, (2.5, 97.5)) if not numpy.isnan(values).all() else (numpy.nan, numpy.nan)
     gain = value > 0 if first.more_is_better else value < 0
-    # Nor one that few items cannot carry: that all of them go one way has at least this chance under no difference.
-    least = 2.0 ** (1 - len(first.rows))
-    p = min(1.0, max(2 * min(below, 1 - below), least))
+    # Lower bound for few items: all of them changing in one direction has at least this probability under the null.
+    minimum_p = 2.0 ** (1 - len(first.rows))
+    p = min(1.0, max(2 * min(below, 1 - below), minimum_p))
     return Difference(value, float(low), float(high), float(p), bool(gain))

@@ -1,9 +1,9 @@
-"""What a task file says: the schema, and where the files are that come with the package.
+"""The schema of task files, and the tasks that come with the package.
 
-A task is one YAML file. `kind` decides what is asked: `generate` (an answer in words, against a reference), `choice`
+A task is one YAML file. `kind` decides what is asked: `generate` (a text answer, compared with a reference), `choice`
 (one of several options, by the log-probability of its letter, by generation, or by that of its text when the question
-is asked without options) and `text` (how likely running text is). A *suite* is a YAML file with nothing but
-`suite: [task, ...]`.
+is asked without options) and `text` (likelihood of running text). A *suite* is a YAML file with only `suite: [task,
+...]`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ METRICS_OF_KIND: dict[str, tuple[str, ...]] = {
 
 
 class Rubric(BaseModel):
-    """What a judge is told: each criterion gets a mark from 1 to 5."""
+    """Instructions for a judge: each criterion gets a mark from 1 to 5."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -38,7 +38,7 @@ class Rubric(BaseModel):
 
 
 class TaskColumns(BaseModel):
-    """Which column of the data holds what; the defaults are alpaca's and the usual words of multiple choice."""
+    """Column names of the data; the defaults are alpaca's and the usual names of multiple choice."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -72,8 +72,8 @@ class Task(BaseModel):
     metrics: tuple[str, ...] = ()
     primary: str = ""  # the metric that stands for the task in a summary
     style: dict[str, str] = {}  # name -> regular expression, searched for in the answer
-    extract: str | None = None  # the last match, in answer and reference, is what `exact` compares
-    unrelated: bool = False  # nobody trains for it: a report sets it apart, as what an adapter cost
+    extract: str | None = None  # `exact` compares the last match in answer and reference
+    unrelated: bool = False  # not a training target: a report lists it separately, as the cost of an adapter
     copy_input: bool = False  # also report what copying the input would score
     judge: Rubric | None = None
 
@@ -88,11 +88,11 @@ class Task(BaseModel):
         return patterns
 
     @model_validator(mode="after")
-    def _fits(self) -> Task:
-        known = METRICS_OF_KIND[self.kind]
-        unknown = [name for name in self.metrics if name not in known]
+    def _check_metrics(self) -> Task:
+        available = METRICS_OF_KIND[self.kind]
+        unknown = [name for name in self.metrics if name not in available]
         if unknown:
-            raise ValueError(f"metrics: {unknown[0]!r} is not for kind {self.kind}; there are {', '.join(known)}")
+            raise ValueError(f"metrics: {unknown[0]!r} is not for kind {self.kind}; there are {', '.join(available)}")
         if "style" in self.metrics and not self.style:
             raise ValueError("metrics: style needs `style`, a table of regular expressions")
         if "judge" in self.metrics and self.judge is None:
@@ -100,24 +100,26 @@ class Task(BaseModel):
         return self
 
     @property
-    def asked(self) -> tuple[str, ...]:
+    def metric_groups(self) -> tuple[str, ...]:
         """The groups of metrics to compute."""
         defaults = {"generate": ("bleu", "rouge", "chrf"), "choice": ("letter",), "text": ("loss",)}
         return self.metrics or defaults[self.kind]
 
     @property
     def scores_chats(self) -> bool:
-        """Log-probabilities after a chat prompt are wanted."""
-        return self.format == "chat" and self.kind != "text" and bool({"letter", "text", "loss"} & set(self.asked))
+        """Whether log-probabilities after a chat prompt are needed."""
+        return (
+            self.format == "chat" and self.kind != "text" and bool({"letter", "text", "loss"} & set(self.metric_groups))
+        )
 
 
 def task_names() -> list[str]:
-    """The tasks and suites that come with the package."""
+    """The tasks and suites of the package."""
     return sorted(file.stem for file in TASK_DIR.glob("*.yaml"))
 
 
 def load_tasks(name: str, limit: int | None = None, data: Path | None = None) -> list[Task]:
-    """The task, or the tasks of the suite, of a name or of a YAML file; `limit` and `data` replace what it says."""
+    """The task, or the tasks of a suite, of a name or a YAML file; `limit` and `data` override the file."""
     file = Path(name)
     if file.suffix not in (".yaml", ".yml"):
         file = TASK_DIR / f"{name}.yaml"
@@ -126,22 +128,22 @@ def load_tasks(name: str, limit: int | None = None, data: Path | None = None) ->
     if not file.is_file():
         raise InputError("task", f"{file}, which does not exist", "a YAML file")
     try:
-        words: Any = yaml.safe_load(file.read_text())
+        fields: Any = yaml.safe_load(file.read_text())
     except yaml.YAMLError as error:
         raise InputError(str(file), " ".join(str(error).split()), "YAML") from error
-    if not isinstance(words, dict):
-        raise InputError(str(file), type(words).__name__, "a table of a task or of a suite")
-    if set(words) == {"suite"}:
+    if not isinstance(fields, dict):
+        raise InputError(str(file), type(fields).__name__, "a table of a task or of a suite")
+    if set(fields) == {"suite"}:
         if data is not None:
             raise InputError("data", f"{data} for the suite {name}", "one task", "name a task instead")
-        return [task for part in words["suite"] for task in load_tasks(str(part), limit)]
-    words.setdefault("name", file.stem)
+        return [task for part in fields["suite"] for task in load_tasks(str(part), limit)]
+    fields.setdefault("name", file.stem)
     try:
-        task = Task.model_validate(words)
+        task = Task.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the task"
-        raise InputError(f"{file}: {place}", repr(first.get("input"))[:80], first["msg"]) from error
+        location = ".".join(str(part) for part in first["loc"]) or "the task"
+        raise InputError(f"{file}: {location}", repr(first.get("input"))[:80], first["msg"]) from error
     changed: dict[str, Any] = {"data": data.resolve() if data is not None else (file.parent / task.data).resolve()}
     if limit is not None:
         changed["limit"] = limit

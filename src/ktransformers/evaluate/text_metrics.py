@@ -1,9 +1,8 @@
-"""Text into units that can be counted, for English and Chinese alike, and the counts that BLEU, ROUGE and chrF need.
+"""Splits text into units, for English and Chinese alike, and computes the counts for BLEU, ROUGE and chrF.
 
-Chinese has no spaces: a tokenizer that splits at them sees one word per sentence, and one that keeps `[a-z0-9]` alone
-(as the usual ROUGE does) sees none. Here every Han character or kana is a unit of its own. BLEU's units are
-sacrebleu's: `zh` where a text has such characters, `13a` elsewhere. Counts are per item and add up, so that a resample
-is one product.
+Chinese has no spaces: a tokenizer that splits at spaces finds one word per sentence, and one that keeps `[a-z0-9]` only
+(as the usual ROUGE does) finds none. So every Han character or kana is a unit. BLEU's units are sacrebleu's: `zh` if a
+text has such characters, `13a` otherwise. Counts are per item and additive, so a resample is one matrix product.
 """
 
 from __future__ import annotations
@@ -37,58 +36,68 @@ def bleu_units(text: str, chinese: bool) -> list[str]:
 
 
 def _ngrams(units: Sequence[Hashable], order: int) -> Counter[tuple[Hashable, ...]]:
-    return Counter(tuple(units[place : place + order]) for place in range(len(units) - order + 1))
+    return Counter(tuple(units[start : start + order]) for start in range(len(units) - order + 1))
 
 
 def bleu_counts(answer: str, reference: str) -> list[int]:
     """[matches of order 1-4, n-grams of order 1-4, length of the answer, length of the reference]."""
     chinese = bool(HAS_CJK.search(answer + reference))
-    ours, theirs = bleu_units(answer, chinese), bleu_units(reference, chinese)
+    answer_units, reference_units = bleu_units(answer, chinese), bleu_units(reference, chinese)
     matches, totals = [], []
     for order in range(1, BLEU_ORDERS + 1):
-        grams = _ngrams(ours, order)
-        matches.append(sum((grams & _ngrams(theirs, order)).values()))
-        totals.append(sum(grams.values()))
-    return [*matches, *totals, len(ours), len(theirs)]
+        ngrams = _ngrams(answer_units, order)
+        matches.append(sum((ngrams & _ngrams(reference_units, order)).values()))
+        totals.append(sum(ngrams.values()))
+    return [*matches, *totals, len(answer_units), len(reference_units)]
 
 
 def chrf_counts(answer: str, reference: str) -> list[int]:
     """For character orders 1-6: [n-grams of the answer, of the reference, matches] one after the other."""
-    ours, theirs = ("".join(text.split()) for text in (answer, reference))
+    answer_chars, reference_chars = ("".join(text.split()) for text in (answer, reference))
     counts = []
     for order in range(1, CHRF_ORDERS + 1):
-        mine, other = _ngrams(ours, order), _ngrams(theirs, order)
-        # As sacrebleu: an order that the reference is too short for does not count against the answer.
-        produced = sum(mine.values()) if other else 0
-        counts += [produced, sum(other.values()), sum((mine & other).values())]
+        answer_ngrams, reference_ngrams = _ngrams(answer_chars, order), _ngrams(reference_chars, order)
+        # As in sacrebleu: an order longer than the reference does not count against the answer.
+        produced = sum(answer_ngrams.values()) if reference_ngrams else 0
+        counts += [produced, sum(reference_ngrams.values()), sum((answer_ngrams & reference_ngrams).values())]
     return counts
 
 
-def _f1(matches: int, produced: int, wanted: int) -> float:
-    return 2 * matches / (produced + wanted) if produced + wanted else 0.0
+def _f1(matches: int, produced: int, expected: int) -> float:
+    return 2 * matches / (produced + expected) if produced + expected else 0.0
 
 
 def rouge(answer: str, reference: str) -> tuple[float, float, float]:
     """F1 of ROUGE-1, ROUGE-2 and ROUGE-L."""
-    ours, theirs = rouge_units(answer), rouge_units(reference)
+    answer_units, reference_units = rouge_units(answer), rouge_units(reference)
     scores = []
     for order in (1, 2):
-        mine, other = _ngrams(ours, order), _ngrams(theirs, order)
-        scores.append(_f1(sum((mine & other).values()), sum(mine.values()), sum(other.values())))
-    return scores[0], scores[1], _f1(_longest_common(ours, theirs), len(ours), len(theirs))
+        answer_ngrams, reference_ngrams = _ngrams(answer_units, order), _ngrams(reference_units, order)
+        scores.append(
+            _f1(
+                sum((answer_ngrams & reference_ngrams).values()),
+                sum(answer_ngrams.values()),
+                sum(reference_ngrams.values()),
+            )
+        )
+    return (
+        scores[0],
+        scores[1],
+        _f1(_longest_common(answer_units, reference_units), len(answer_units), len(reference_units)),
+    )
 
 
 def _longest_common(first: Sequence[str], second: Sequence[str]) -> int:
     row = [0] * (len(second) + 1)
     for unit in first:
-        before = 0
-        for place, other in enumerate(second, 1):
-            above = row[place]
-            row[place] = before + 1 if unit == other else max(above, row[place - 1])
-            before = above
+        diagonal = 0
+        for column, other_unit in enumerate(second, 1):
+            above = row[column]
+            row[column] = diagonal + 1 if unit == other_unit else max(above, row[column - 1])
+            diagonal = above
     return row[-1]
 
 
 def normalise(text: str) -> str:
-    """What exact match compares: case, edges, runs of spaces and a full stop at the end do not count."""
+    """Text as exact match compares it: case, outer whitespace, runs of spaces and a final full stop are ignored."""
     return re.sub(r"\s+", " ", text).strip().rstrip(".。").strip().casefold()

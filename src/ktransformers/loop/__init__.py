@@ -1,6 +1,6 @@
-"""`kt loop`: from a model to a served, proven and judged adapter, stage by stage.
+"""`kt loop`: from a model to a served, verified and evaluated adapter, stage by stage.
 
-A stage is a `kt` command in a child process, so that memory is clean after each and what ran can be run again by hand.
-Nothing of train, serve or evaluate is imported here: the verbs' files and documents are all that stages exchange. The
-road: `settings` (the YAML) -> `stages` (commands, inputs, outputs) -> `run` (what changed is run) -> `report`.
+A stage is a `kt` command in a child process, so memory is released after each stage and a stage can be repeated by
+hand. Nothing of train, serve or evaluate is imported: stages communicate only through files. The steps: `settings` (the
+YAML) -> `stages` (commands, inputs, outputs) -> `run` (runs what changed) -> `report`.
 """

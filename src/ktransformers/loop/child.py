@@ -1,8 +1,8 @@
-"""`kt` commands as child processes: output into the run's log, a server for those that need one, nothing left over.
+"""Runs `kt` commands as child processes: output to the run's log, a server for stages that need one, no leftovers.
 
 The run's lock is a locked file whose descriptor every child inherits: a second loop in the same directory is refused
-for as long as anything of the first is alive. Children also ask the kernel for SIGTERM when their parent dies, however
-it dies, so that a killed loop does not go on training.
+while any process of the first is alive. Children also request SIGTERM from the kernel when their parent dies, so that a
+killed loop does not keep training.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ktransformers.errors import InputError, KTError
 
 PROGRAM = [sys.executable, "-c", "from ktransformers.cli.main import main; main()"]
 PR_SET_PDEATHSIG = 1
-TERMINATE_SECONDS = 90.0  # seconds for a child that was asked to end: a trainer finishes its step and saves
-SERVER_START_SECONDS = 1800.0  # seconds for a server to load
-LOG_TAIL_LINES = 12  # lines of a failed stage's log that are shown
+TERMINATE_SECONDS = 90.0  # before SIGKILL: a trainer finishes its step and saves
+SERVER_START_SECONDS = 1800.0  # for a server to load
+LOG_TAIL_LINES = 12  # shown of a failed stage's log
 
 PrintLine = Callable[[str], None]
 
 
 class StageFailed(KTError):
-    """A stage's command ended with an error."""
+    """A stage's command exited with an error."""
 
     def __init__(self, stage: str, code: int, log: Path) -> None:
         lines = log.read_text(errors="replace").strip().splitlines()[-LOG_TAIL_LINES:]
@@ -45,14 +45,14 @@ class StageFailed(KTError):
 
 @contextmanager
 def locked(run: Path) -> Iterator[int]:
-    """The run's directory for this loop alone; yields the descriptor for children to inherit."""
+    """Locks the run's directory for this loop; yields the descriptor for children to inherit."""
     handle = os.open(run / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(handle)
         raise InputError(
-            "run", f"{run}, where another loop is at work", "a run of its own", "or wait for it"
+            "run", f"{run}, which another loop is using", "another directory", "or wait for that loop to end"
         ) from error
     try:
         yield handle
@@ -64,26 +64,28 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def command_line(words: Sequence[str]) -> str:
-    return shlex.join(["kt", *words])
+def command_line(arguments: Sequence[str]) -> str:
+    return shlex.join(["kt", *arguments])
 
 
-def run_command(words: Sequence[str], log: Path, lock: int, document: Path | None, shown: PrintLine | None) -> int:
-    """The exit code. What it prints goes to the log, but a JSON document into its own file."""
+def run_command(
+    arguments: Sequence[str], log: Path, lock: int, document: Path | None, on_line: PrintLine | None
+) -> int:
+    """Returns the exit code. Output goes to the log, a JSON document to its own file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     partial = None if document is None else document.with_name(f".{document.name}.partial")
     with log.open("ab") as errors:
-        errors.write(f"$ {command_line(words)}\n".encode())
+        errors.write(f"$ {command_line(arguments)}\n".encode())
         errors.flush()
         out = subprocess.PIPE if partial is None else partial.open("wb")
-        child = _start(words, out, errors.fileno() if partial is not None else subprocess.STDOUT, lock)
+        child = _start(arguments, out, errors.fileno() if partial is not None else subprocess.STDOUT, lock)
         try:
             if child.stdout is not None:
                 for line in child.stdout:
                     errors.write(line)
                     errors.flush()
-                    if shown is not None:
-                        shown(line.decode(errors="replace").rstrip("\n"))
+                    if on_line is not None:
+                        on_line(line.decode(errors="replace").rstrip("\n"))
             code = child.wait()
         finally:
             terminate(child)
@@ -95,7 +97,7 @@ def run_command(words: Sequence[str], log: Path, lock: int, document: Path | Non
 
 
 def _store_document(partial: Path, document: Path, log: Path) -> None:
-    """Printed JSON into its place; anything else belongs into the log."""
+    """Moves printed JSON to its file; other output goes to the log."""
     text = partial.read_text(errors="replace")
     try:
         json.loads(text)
@@ -107,21 +109,21 @@ def _store_document(partial: Path, document: Path, log: Path) -> None:
     partial.replace(document)
 
 
-def _start(words: Sequence[str], out: int | IO[bytes], errors: int, lock: int) -> subprocess.Popen[bytes]:
+def _start(arguments: Sequence[str], out: int | IO[bytes], errors: int, lock: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [*PROGRAM, *words],
+        [*PROGRAM, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=out,
         stderr=errors,
         pass_fds=(lock,),
-        start_new_session=True,  # Ctrl-C comes to us alone; a trainer takes a second signal as "at once"
+        start_new_session=True,  # Ctrl-C reaches only this process: a second signal makes a trainer stop immediately
         preexec_fn=_die_with_parent,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
 
 
 def terminate(child: subprocess.Popen[bytes]) -> None:
-    """Ask, wait, then insist."""
+    """SIGTERM, then SIGKILL after a timeout."""
     if child.poll() is not None:
         return
     child.terminate()
@@ -132,9 +134,9 @@ def terminate(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
-def free_port(wanted: int | None) -> int:
-    """The wanted one where it is free (a resumed stage must find its server at the old address), else any."""
-    for port in (wanted, 0):
+def free_port(preferred: int | None) -> int:
+    """The preferred port if free (a resumed stage must find its server at the old address), else any."""
+    for port in (preferred, 0):
         if port is None:
             continue
         with socket.socket() as probe:
@@ -148,20 +150,20 @@ def free_port(wanted: int | None) -> int:
 
 
 @contextmanager
-def server(words: Sequence[str], port: int, log: Path, lock: int) -> Iterator[str]:
-    """A `kt serve` that answers; yields its address."""
+def server(arguments: Sequence[str], port: int, log: Path, lock: int) -> Iterator[str]:
+    """A running `kt serve`; yields its address."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as stream:
-        stream.write(f"$ {command_line(words)}\n".encode())
+        stream.write(f"$ {command_line(arguments)}\n".encode())
         stream.flush()
-        child = _start(words, stream.fileno(), subprocess.STDOUT, lock)
+        child = _start(arguments, stream.fileno(), subprocess.STDOUT, lock)
         try:
             url = f"http://127.0.0.1:{port}"
-            began = time.monotonic()
+            started = time.monotonic()
             while not _is_ready(url):
                 if child.poll() is not None:
                     raise StageFailed("serve", child.returncode, log)
-                if time.monotonic() - began > SERVER_START_SECONDS:
+                if time.monotonic() - started > SERVER_START_SECONDS:
                     raise KTError(f"{url}: no answer after {SERVER_START_SECONDS:.0f} s; {log} says how far it came")
                 time.sleep(0.2)
             yield url

@@ -1,8 +1,8 @@
-"""How many steps fit into the time that was given: measured on a few steps of the very run, then decided.
+"""Chooses the number of training steps for a given time, from a measurement of a few steps of the same run.
 
-The measurement is a run of its own (the same keys, a handful of steps, nothing kept), so that the schedule of the
-learning rate knows its end from the beginning. The first step warms caches and is not counted. Without room for the
-least number of steps that makes sense, that number is taken and the longer time is said.
+The measurement is a separate run (same keys, few steps, output discarded), so that the learning-rate schedule knows the
+total from the start. The first step warms up and is not counted. If fewer than `least_steps` fit, that number is used
+and the longer time is reported.
 """
 
 from __future__ import annotations
@@ -18,38 +18,41 @@ from ktransformers.loop.settings import TrainSettings
 
 def measurement_overrides(steps: int, output: Path) -> tuple[str, ...]:
     """Keys that turn a training run into a measurement."""
-    given = {"max_steps": steps, "logging_steps": 1, "save_strategy": '"no"', "plot_loss": "false"}
-    given |= {"eval_strategy": '"no"', "output_dir": output, "overwrite_output_dir": "true"}
-    return tuple(f"{key}={value}" for key, value in given.items())
+    overrides = {"max_steps": steps, "logging_steps": 1, "save_strategy": '"no"', "plot_loss": "false"}
+    overrides |= {"eval_strategy": '"no"', "output_dir": output, "overwrite_output_dir": "true"}
+    return tuple(f"{key}={value}" for key, value in overrides.items())
 
 
-def decide_steps(train: TrainSettings, tokens_per_second: float, tokens_per_step: float, most: int) -> tuple[int, str]:
-    """(steps, the sentence that says why)."""
+def decide_steps(
+    train: TrainSettings, tokens_per_second: float, tokens_per_step: float, max_steps: int
+) -> tuple[int, str]:
+    """(steps, a sentence that explains the number)."""
     assert train.minutes is not None
     seconds = tokens_per_step / tokens_per_second
     fitting = int(train.minutes * 60 / seconds)
-    steps = max(min(fitting, most), min(train.least_steps, most))
-    said = (
+    steps = max(min(fitting, max_steps), min(train.least_steps, max_steps))
+    reason = (
         f"{tokens_per_second:.0f} tokens/s, {seconds:.2g} s a step: {steps} steps, about {steps * seconds / 60:.2g} min"
     )
     if steps > fitting:
-        said += f" (more than the {train.minutes:g} min asked for: fewer steps teach nothing)"
+        reason += f" (more than the {train.minutes:g} min asked for: least_steps is the minimum)"
     elif steps < fitting:
-        said += f" (all that the recipe asks for, in less than the {train.minutes:g} min given)"
-    return steps, said
+        reason += f" (all steps of the recipe, in less than the {train.minutes:g} min given)"
+    return steps, reason
 
 
 def read_decision(train: TrainSettings, run: Path) -> tuple[int, str] | None:
-    """The decision on what was measured; None where nothing was yet."""
+    """The decision from the measurement; None before it."""
     file = run / "pace.json"
     if not file.is_file():
         return None
-    found = json.loads(file.read_text())
-    return decide_steps(train, found["tokens_per_second"], found["tokens_per_step"], found["most"])
+    pace = json.loads(file.read_text())
+    return decide_steps(train, pace["tokens_per_second"], pace["tokens_per_step"], pace["most"])
 
 
 def write_pace(train: TrainSettings, run: Path) -> str:
-    """Read the rate off the measurement's log, the sizes off the plan, write pace.json, and say what follows."""
+    """Reads the rate from the measurement's log and the sizes from the plan, writes pace.json, returns the
+    explanation."""
     log = run / "pace" / "trainer_log.jsonl"
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     rates = [float(line["throughput"]) for line in lines if line.get("throughput")]

@@ -1,9 +1,9 @@
-"""Has a stage to run? What it read, by hash, and whether it came to its end: one small file for each stage.
+"""Records whether a stage is up to date: hashes of its inputs and its completion, one small file per stage.
 
-A fingerprint covers the stage's words, the version of ktransformers and the content of all its inputs, never times of
-files: a stage whose inputs were made anew with the same content stays done. Hashes are remembered by size and time, so
-that a checkpoint is read once. A file beyond LARGE is not read whole: its size, its first and its last megabyte and its
-time of change stand for it.
+A fingerprint covers the stage's arguments, the version of ktransformers and the content of all inputs, never file
+times: a stage whose inputs were rebuilt with the same content stays done. Hashes are cached by size and modification
+time, so a checkpoint is read once. A file above MAX_HASHED_BYTES is represented by its size, its first and last
+megabyte and its modification time.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class StageRecord:
     inputs: dict[str, str]  # path -> hash
     fingerprint: str
     seconds: float = 0.0
-    port: int | None = None  # of the server, where it spoke to one
+    port: int | None = None  # of the server that it used
     ended: str = ""
 
 
 class Hashes:
-    """Content hashes, remembered in a file of the run."""
+    """Content hashes, cached in a file of the run."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._known: dict[str, list[Any]] = json.loads(file.read_text()) if file.is_file() else {}
 
     def of(self, path: Path) -> str:
-        """Of a file, or of a folder's files (not those that begin with a dot); empty where there is nothing."""
+        """Hash of a file, or of a folder's files except hidden ones; empty if the path does not exist."""
         if path.is_file():
             return self._file_hash(path)
         if not path.is_dir():
@@ -57,27 +57,27 @@ class Hashes:
 
     def _file_hash(self, file: Path) -> str:
         state = file.stat()
-        key, now = str(file.resolve()), [state.st_size, state.st_mtime_ns]
-        known = self._known.get(key)
-        if known is not None and known[:2] == now:
-            return str(known[2])
+        key, size_and_time = str(file.resolve()), [state.st_size, state.st_mtime_ns]
+        cached = self._known.get(key)
+        if cached is not None and cached[:2] == size_and_time:
+            return str(cached[2])
         with file.open("rb") as stream:
             if state.st_size <= MAX_HASHED_BYTES:
-                found = hashlib.file_digest(stream, "sha256").hexdigest()
+                file_hash = hashlib.file_digest(stream, "sha256").hexdigest()
             else:
-                digest = hashlib.sha256(f"{now} ".encode() + stream.read(EDGE_BYTES))
+                digest = hashlib.sha256(f"{size_and_time} ".encode() + stream.read(EDGE_BYTES))
                 stream.seek(-EDGE_BYTES, 2)
                 digest.update(stream.read())
-                found = digest.hexdigest()
-        self._known[key] = [*now, found]
-        return found
+                file_hash = digest.hexdigest()
+        self._known[key] = [*size_and_time, file_hash]
+        return file_hash
 
     def save(self) -> None:
         write_json(self._file, self._known)
 
 
-def fingerprint(words: Iterable[str], inputs: dict[str, str]) -> str:
-    text = json.dumps([ktransformers.__version__, list(words), sorted(inputs.items())])
+def fingerprint(arguments: Iterable[str], inputs: dict[str, str]) -> str:
+    text = json.dumps([ktransformers.__version__, list(arguments), sorted(inputs.items())])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -88,7 +88,7 @@ def read_record(folder: Path, stage: str) -> StageRecord | None:
     try:
         return StageRecord(**json.loads(file.read_text()))
     except (ValueError, TypeError):
-        return None  # of another version: the stage runs again
+        return None  # written by another version: the stage runs again
 
 
 def write_record(folder: Path, record: StageRecord) -> None:

@@ -1,7 +1,7 @@
-"""What a loop has found, out of the stages' documents: a table, answers side by side, the proof, speed, what next.
+"""The report of a loop from the stages' documents: a table, sample answers, the proof, speed, next commands.
 
-Everything is read from the run's directory, so that a report of skipped stages says the same as the first. `report.md`
-and `report.json` lie in that directory; the full comparison, with every metric and slice, is `eval/report.html`.
+Everything is read from the run's directory, so a report after skipped stages equals the first. `report.md` and
+`report.json` are in that directory; the full comparison, with every metric and slice, is `eval/report.html`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ktransformers.loop.run import FAILED, StageStatus
 from ktransformers.loop.settings import Loop
 from ktransformers.loop.stages import BASE_NAME, run_paths
 
-# Metrics of a task that the table shows, where it has them; otherwise the one that stands for the task.
+# Metrics in the table, if the task has them; otherwise its primary metric.
 SHOWN_METRICS = ("style", "bleu-1", "bleu-4", "rouge-l", "exact", "accuracy_text", "accuracy")
 METRIC_LABELS = {
     "style": "style hits %",
@@ -28,7 +28,7 @@ METRIC_LABELS = {
     "accuracy": "right by letter %",
     "accuracy_text": "right by text %",
 }
-MAX_ANSWER_CHARS = 400  # characters of an answer
+MAX_ANSWER_CHARS = 400  # of an answer
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class MetricRow:
     base: float
     adapter: float
     p: float  # of the difference, paired bootstrap
-    better: bool  # the adapter, whatever the direction of the metric
+    better: bool  # the adapter is better, in the metric's direction
     unrelated: bool
 
     @property
@@ -59,7 +59,7 @@ class TrainingSummary:
     seconds: float
     tokens_per_second: float | None
     loss: float | None
-    said: str  # why that many steps
+    said: str  # why this number of steps
 
 
 @dataclass(frozen=True)
@@ -79,25 +79,25 @@ class LoopReport:
 
 
 def make_report(loop: Loop, steps: Sequence[StageStatus]) -> LoopReport:
-    places = run_paths(loop)
-    compared = _document(places.document("compare"))
-    tasks = compared["tasks"] if compared else []
+    paths = run_paths(loop)
+    comparison = _document(paths.document("compare"))
+    tasks = comparison["tasks"] if comparison else []
     rows = tuple(row for task in sorted(tasks, key=lambda task: bool(task["unrelated"])) for row in _rows(task))
     samples = [sample for task in tasks for sample in task["samples"] if sample["prompt"] and _has_text_answers(task)]
     answers = tuple(AnswerPair(sample["prompt"], *sample["answers"][:2]) for sample in samples[: loop.answers])
-    proven, proof = _describe_proof(_document(places.document("prove"))) if loop.prove else (None, "not asked for")
+    proven, proof = _describe_proof(_document(paths.document("prove"))) if loop.prove else (None, "not asked for")
     if any(step.status == FAILED for step in steps) and proven is not False:
         proven, proof = False, "NOT proven: kt prove did not end well; logs/prove.log says why"
-    pace = read_decision(loop.train, places.run) if loop.train.minutes is not None else None
-    after = (
-        f"kt serve {places.adapter}",
-        f"kt chat --model {Path(places.model).name}:{loop.name}      (in another terminal)",
-        f'kt run {places.adapter} "Why are cats important?"',
+    pace = read_decision(loop.train, paths.run) if loop.train.minutes is not None else None
+    next_commands = (
+        f"kt serve {paths.adapter}",
+        f"kt chat --model {Path(paths.model).name}:{loop.name}      (in another terminal)",
+        f'kt run {paths.adapter} "Why are cats important?"',
     )
-    training = _summarise_training(places.adapter, pace[1] if pace else "")
-    report = LoopReport(loop.run, loop.name, rows, answers, proof, proven, training, tuple(steps), after)
-    write_json(places.run / "report.json", report.as_json())
-    write_text(places.run / "report.md", markdown(report))
+    training = _summarise_training(paths.adapter, pace[1] if pace else "")
+    report = LoopReport(loop.run, loop.name, rows, answers, proof, proven, training, tuple(steps), next_commands)
+    write_json(paths.run / "report.json", report.as_json())
+    write_text(paths.run / "report.md", markdown(report))
     return report
 
 
@@ -111,32 +111,32 @@ def _has_text_answers(task: dict[str, Any]) -> bool:
 
 def _rows(task: dict[str, Any]) -> list[MetricRow]:
     lines = {line["metric"]: line for line in task["lines"]}
-    wanted = [metric for metric in SHOWN_METRICS if metric in lines] or [task["primary"]]
-    found = []
-    for metric in wanted:
+    metrics = [metric for metric in SHOWN_METRICS if metric in lines] or [task["primary"]]
+    rows = []
+    for metric in metrics:
         line = lines[metric]
         base, adapter = (run["value"] for run in line["runs"][:2])
         better = (adapter > base) == line["more_is_better"] and adapter != base
         p = line["differences"][0]["p"]
-        found.append(MetricRow(task["task"], metric, base, adapter, p, better, bool(task["unrelated"])))
-    return found
+        rows.append(MetricRow(task["task"], metric, base, adapter, p, better, bool(task["unrelated"])))
+    return rows
 
 
-def _describe_proof(found: Any) -> tuple[bool | None, str]:
-    if not found:
+def _describe_proof(document: Any) -> tuple[bool | None, str]:
+    if not document:
         return None, "not there"
-    if not found["passed"]:
-        return False, f"NOT proven: {found.get('culprit') or 'see prove.json'}"
-    checks = [check for check in found["checks"] if check["passed"]]
-    floor, effect = found["floor"]["max"], found["effect"]["max"]
+    if not document["passed"]:
+        return False, f"NOT proven: {document.get('culprit') or 'see prove.json'}"
+    checks = [check for check in document["checks"] if check["passed"]]
+    floor, effect = document["floor"]["max"], document["effect"]["max"]
     return True, (
-        f"proven by {len(checks)} checks on {found['tokens']} tokens: what is served is what was trained, and the "
+        f"proven by {len(checks)} checks on {document['tokens']} tokens: what is served is what was trained, and the "
         f"base is the base (log-probabilities move by up to {effect:.2g} with the adapter, by {floor:.2g} with noise)"
     )
 
 
-def _summarise_training(adapter: Path, said: str) -> TrainingSummary:
-    """The rate is the mean of what was logged after the first steps; of a run too short for that, the whole run's."""
+def _summarise_training(adapter: Path, pace_note: str) -> TrainingSummary:
+    """The rate is the mean of the logged steps after the first; for very short runs that of the whole run."""
     results = _document(adapter / "all_results.json") or {}
     steps = int((_document(adapter / "trainer_state.json") or {}).get("global_step", 0))
     log = adapter / "trainer_log.jsonl"
@@ -144,19 +144,19 @@ def _summarise_training(adapter: Path, said: str) -> TrainingSummary:
     rates = [line["throughput"] for line in lines if line.get("throughput")]
     seconds, tokens = float(results.get("train_runtime", 0.0)), float(results.get("num_tokens", 0.0))
     rate = sum(rates) / len(rates) if rates else tokens / seconds if tokens and seconds else None
-    return TrainingSummary(steps, seconds, rate, results.get("train_loss"), said)
+    return TrainingSummary(steps, seconds, rate, results.get("train_loss"), pace_note)
 
 
 def format_table(report: LoopReport) -> list[str]:
-    """Plain lines, as wide as they need to be."""
+    """Plain text lines, aligned."""
     width = max([len(row.task) for row in report.rows], default=4)
     lines = [f"{'':<{width}}  {'':<14} {'base':>8} {report.name:>10}  change"]
     unrelated = False
-    for before, row in zip((None, *report.rows), report.rows, strict=False):
+    for previous, row in zip((None, *report.rows), report.rows, strict=False):
         if row.unrelated and not unrelated:
             unrelated = True
             lines.append("unrelated: what it cost")
-        task = row.task if before is None or before.task != row.task else ""
+        task = row.task if previous is None or previous.task != row.task else ""
         name = METRIC_LABELS.get(row.metric, row.metric)
         change = f"{row.adapter - row.base:+.1f}{row.mark}"
         lines.append(f"{task:<{width}}  {name:<14} {row.base:>8.1f} {row.adapter:>10.1f}  {change}")
@@ -175,14 +175,19 @@ def terminal_lines(report: LoopReport) -> list[str]:
     lines: list[str] = []
     if report.rows:
         lines += ["", *format_table(report)]
-    for answer in report.answers:
-        lines += ["", f"asked  {shorten(answer.asked)}", f"base   {shorten(answer.base)}"]
-        lines.append(f"{report.name:<6} {shorten(answer.adapter)}")
+    for pair in report.answers:
+        lines += ["", f"asked  {shorten(pair.asked)}", f"base   {shorten(pair.base)}"]
+        lines.append(f"{report.name:<6} {shorten(pair.adapter)}")
     lines += ["", f"training  {training_line(report.training)}"]
     lines += [f"pace      {report.training.said}"] if report.training.said else []
     lines += [f"proof     {report.proof}", f"time      {format_times(report.stages)}"]
-    whole = f", {report.run}/eval/report.html" if report.rows else ""
-    lines += [f"report    {report.run}/report.md{whole}", "", "talk to it:", *(f"  {line}" for line in report.next)]
+    comparison_page = f", {report.run}/eval/report.html" if report.rows else ""
+    lines += [
+        f"report    {report.run}/report.md{comparison_page}",
+        "",
+        "talk to it:",
+        *(f"  {line}" for line in report.next),
+    ]
     return lines
 
 
@@ -192,8 +197,8 @@ def format_times(stages: Sequence[StageStatus]) -> str:
     return f"{now / 60:.1f} min: {', '.join(parts)}"
 
 
-def shorten(answer: str) -> str:
-    flat = " ".join(answer.split())
+def shorten(text: str) -> str:
+    flat = " ".join(text.split())
     return flat if len(flat) <= MAX_ANSWER_CHARS else f"{flat[:MAX_ANSWER_CHARS]}…"
 
 
@@ -208,10 +213,10 @@ def markdown(report: LoopReport) -> str:
                 f"| {task} | {METRIC_LABELS.get(row.metric, row.metric)} | {row.base:.1f} | {row.adapter:.1f}{mark} |"
             )
         lines += ["", "\\* p < 0.05, \\*\\* p < 0.01, paired bootstrap. Every metric: `eval/report.html`.", ""]
-    for answer in report.answers:
-        pairs = (("asked", answer.asked), (BASE_NAME, answer.base), (report.name, answer.adapter))
-        lines += [line for who, said in pairs for line in (f"**{who}**", "", f"> {shorten(said)}", "")]
-    said = [f"- training: {training_line(report.training)}"]
-    said += [f"- pace: {report.training.said}"] if report.training.said else []
-    lines += [*said, f"- proof: {report.proof}", f"- time: {format_times(report.stages)}", "", "```"]
+    for sample in report.answers:
+        pairs = (("asked", sample.asked), (BASE_NAME, sample.base), (report.name, sample.adapter))
+        lines += [line for label, text in pairs for line in (f"**{label}**", "", f"> {shorten(text)}", "")]
+    summary = [f"- training: {training_line(report.training)}"]
+    summary += [f"- pace: {report.training.said}"] if report.training.said else []
+    lines += [*summary, f"- proof: {report.proof}", f"- time: {format_times(report.stages)}", "", "```"]
     return "\n".join([*lines, *report.next, "```"]) + "\n"

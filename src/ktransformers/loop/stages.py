@@ -1,8 +1,8 @@
-"""The stages of a loop, in order: which command each is, what it reads, what it leaves.
+"""The stages of a loop in order: the command of each, its inputs and its outputs.
 
-This decides and runs nothing, but for `Stage.before` and `Stage.after`, which write the small files that stand between
-two commands. A stage's words are those after `kt`; SERVER in them is the address of a server that is started when the
-first stage needs it and ended after the last. The words of a finished stage thus say the same on every day.
+Nothing runs here except `Stage.prepare` and `Stage.finish`, which write the small files between two commands. A stage's
+arguments follow `kt`; SERVER stands for the address of a server that is started for the first stage that needs it and
+stopped after the last, so that the arguments of a finished stage do not depend on the port.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from ktransformers.loop import pace
 from ktransformers.loop.settings import Loop, Options, merge_keys, read_yaml
 
 SERVER = "SERVER"
-BASE_NAME = "base"  # what requests call the model itself
+BASE_NAME = "base"  # model name of the base in requests
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 
 
 @dataclass(frozen=True)
 class Stage:
     name: str
-    words: tuple[str, ...]  # of `kt`
+    arguments: tuple[str, ...]  # after `kt`
     outputs: tuple[Path, ...] = ()
     inputs: tuple[Path, ...] = ()  # files and folders
-    named: Callable[[], tuple[Path, ...]] = tuple  # more inputs, named by what earlier stages wrote
-    document: Path | None = None  # where the JSON that it prints is kept
-    resumes: Callable[[], bool] | None = None  # can it go on in an output that is not finished?
-    served: bool = False
-    shown: bool = False  # what it prints is passed on
-    verdict: bool = False  # its failure is a finding: later stages run all the same, and the loop ends with it
-    before: Callable[[bool], bool] | None = None  # brings its file up to date, or only looks: would it change?
-    after: Callable[[], str] | None = None  # with what was found, in words
+    extra_inputs: Callable[[], tuple[Path, ...]] = tuple  # inputs that outputs of earlier stages name
+    document: Path | None = None  # file for the JSON that it prints
+    can_resume: Callable[[], bool] | None = None  # whether it can resume from an unfinished output
+    needs_server: bool = False
+    shows_output: bool = False  # its output is passed to the listener
+    is_check: bool = False  # its failure is a result: later stages still run, and the loop exits with an error
+    prepare: Callable[[bool], bool] | None = None  # (preview) -> whether its file changes; written unless preview
+    finish: Callable[[], str] | None = None  # returns a note for the listener
 
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Where things are in a run's directory."""
+    """Paths in a run's directory."""
 
     run: Path
     name: str
-    model: str  # a directory, or a name that the verbs know
+    model: str  # a directory, or a model name
 
     @property
     def adapter(self) -> Path:
@@ -73,16 +73,16 @@ class RunPaths:
 
 
 def to_flags(options: Options) -> list[str]:
-    """`{"top_k": 4}` as `--top-k 4`; true and false as `--x` and `--no-x`, a list as the flag again for each."""
-    words: list[str] = []
+    """`{"top_k": 4}` as `--top-k 4`; true and false as `--x` and `--no-x`, a list as a repeated flag."""
+    arguments: list[str] = []
     for key, value in options.items():
         flag = f"--{key.replace('_', '-')}"
-        for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, bool):
-                words.append(flag if one else f"--no-{flag[2:]}")
-            elif one is not None:
-                words += [flag, str(one)]
-    return words
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, bool):
+                arguments.append(flag if item else f"--no-{flag[2:]}")
+            elif item is not None:
+                arguments += [flag, str(item)]
+    return arguments
 
 
 def run_paths(loop: Loop) -> RunPaths:
@@ -95,224 +95,230 @@ def _source(loop: Loop, run: Path) -> str:
     return model_registry.resolve(loop.model.path) if loop.model.path else str(run / "model")
 
 
-def build_recipe(loop: Loop, places: RunPaths) -> dict[str, Any]:
+def build_recipe(loop: Loop, paths: RunPaths) -> dict[str, Any]:
     """The keys of `kt train`: the file's, the loop's, and those that follow from the run."""
     file = read_yaml(Path(loop.train.file), "a YAML file of `kt train`") if loop.train.file else {}
     keys = merge_keys(file, loop.train.keys)
-    for key, value in (("model_name_or_path", places.model), ("output_dir", str(places.adapter))):
+    for key, value in (("model_name_or_path", paths.model), ("output_dir", str(paths.adapter))):
         if loop.train.keys.get(key, value) != value:
             raise InputError(f"train.keys.{key}", loop.train.keys[key], "nothing", "it follows from the run")
         keys[key] = value
     return keys
 
 
-def _expert_flags(flag: str, loop: Loop, places: RunPaths) -> list[str]:
-    """What was trained is judged on the experts that it was trained on."""
-    keys = build_recipe(loop, places)
-    within = keys.get("kt_config")
-    found = keys.get("kt_weight_path") or (within.get("kt_weight_path") if isinstance(within, dict) else None)
-    return [flag, str(found)] if found else []
+def _expert_flags(flag: str, loop: Loop, paths: RunPaths) -> list[str]:
+    """An adapter is evaluated with the experts that it was trained on."""
+    keys = build_recipe(loop, paths)
+    kt_config = keys.get("kt_config")
+    weight_path = keys.get("kt_weight_path") or (
+        kt_config.get("kt_weight_path") if isinstance(kt_config, dict) else None
+    )
+    return [flag, str(weight_path)] if weight_path else []
 
 
-def update_yaml(file: Path, keys: dict[str, Any], look: bool) -> bool:
-    """Does the file say something else? Unless this is but a look, it says the same afterwards."""
+def update_yaml(file: Path, keys: dict[str, Any], preview: bool) -> bool:
+    """Whether the file differs from `keys`; it is rewritten unless `preview`."""
     text = yaml.safe_dump(keys, sort_keys=False, allow_unicode=True)
     differs = not file.is_file() or file.read_text() != text
-    if differs and not look:
+    if differs and not preview:
         write_text(file, text)
     return differs
 
 
-def update_recipe(loop: Loop, places: RunPaths, look: bool) -> bool:
-    return update_yaml(places.recipe, build_recipe(loop, places), look)
+def update_recipe(loop: Loop, paths: RunPaths, preview: bool) -> bool:
+    return update_yaml(paths.recipe, build_recipe(loop, paths), preview)
 
 
-def update_training_file(loop: Loop, places: RunPaths, look: bool) -> bool:
-    """train.yaml: the recipe, with the steps that the pace allows."""
-    keys = build_recipe(loop, places)
+def update_training_file(loop: Loop, paths: RunPaths, preview: bool) -> bool:
+    """train.yaml: the recipe, with the number of steps that the measured pace allows."""
+    keys = build_recipe(loop, paths)
     if loop.train.minutes is not None:
-        found = pace.read_decision(loop.train, places.run)
-        if found is None:
+        decision = pace.read_decision(loop.train, paths.run)
+        if decision is None:
             return True
-        keys["max_steps"] = found[0]
-    return update_yaml(places.train, keys, look)
+        keys["max_steps"] = decision[0]
+    return update_yaml(paths.train, keys, preview)
 
 
-def can_resume_training(places: RunPaths) -> bool:
-    """A trainer goes on from its checkpoints; it refuses a folder that holds an adapter and none of them."""
-    return any(places.adapter.glob("checkpoint-*")) or not (places.adapter / ADAPTER_FILES[0]).exists()
+def can_resume_training(paths: RunPaths) -> bool:
+    """A trainer resumes from checkpoints; it refuses a folder with an adapter and no checkpoint."""
+    return any(paths.adapter.glob("checkpoint-*")) or not (paths.adapter / ADAPTER_FILES[0]).exists()
 
 
 def always() -> bool:
     return True
 
 
-def dataset_files(loop: Loop, places: RunPaths) -> tuple[Path, ...]:
-    """The files that the plan found behind the names in `dataset`; without a plan, the names that are files."""
-    if places.document("plan").is_file():
-        found = json.loads(places.document("plan").read_text())
-        return tuple(Path(part["file"]) for part in found["datasets"])
-    given = build_recipe(loop, places)
-    names = [given.get(key) or () for key in ("dataset", "eval_dataset")]
-    listed = [name for some in names for name in (some.split(",") if isinstance(some, str) else some)]
+def dataset_files(loop: Loop, paths: RunPaths) -> tuple[Path, ...]:
+    """The files that the plan resolved for `dataset`; without a plan, the names that are files."""
+    if paths.document("plan").is_file():
+        plan = json.loads(paths.document("plan").read_text())
+        return tuple(Path(dataset["file"]) for dataset in plan["datasets"])
+    recipe = build_recipe(loop, paths)
+    names = [recipe.get(key) or () for key in ("dataset", "eval_dataset")]
+    listed = [
+        name
+        for names_of_key in names
+        for name in (names_of_key.split(",") if isinstance(names_of_key, str) else names_of_key)
+    ]
     return tuple(Path(name.strip()) for name in listed if Path(name.strip()).is_file())
 
 
-def task_data(places: RunPaths, run: str) -> tuple[Path, ...]:
-    """The data of the tasks that were answered, as their runs name it."""
-    heads = sorted((places.eval / run).glob("*/run.json"))
+def task_data(paths: RunPaths, run: str) -> tuple[Path, ...]:
+    """The data files of the answered tasks, as their runs record them."""
+    heads = sorted((paths.eval / run).glob("*/run.json"))
     return tuple(Path(json.loads(head.read_text())["task"]["data"]) for head in heads)
 
 
 def build_stages(loop: Loop) -> list[Stage]:
     _check_verbs(loop)
-    places = run_paths(loop)
-    found = _models(loop, places)
+    paths = run_paths(loop)
+    stages = _models(loop, paths)
     if loop.plan or loop.train.minutes is not None:
-        found.append(_plan(loop, places))
+        stages.append(_plan(loop, paths))
     if loop.eval.tasks:
-        found.append(_baseline(loop, places))
+        stages.append(_baseline(loop, paths))
     if loop.train.minutes is not None:
-        found.append(_pace(loop, places))
-    found.append(_train(loop, places))
+        stages.append(_pace(loop, paths))
+    stages.append(_train(loop, paths))
     if loop.prove:
-        found.append(_prove(loop, places))
+        stages.append(_prove(loop, paths))
     if loop.eval.tasks:
-        found += [_eval(loop, places), _compare(loop, places)]
-    return found
+        stages += [_eval(loop, paths), _compare(loop, paths)]
+    return stages
 
 
-def _plan(loop: Loop, places: RunPaths) -> Stage:
+def _plan(loop: Loop, paths: RunPaths) -> Stage:
     return Stage(
         "plan",
-        ("train", str(places.recipe), f"output_dir={places.run / 'planned'}", "--dry-run", "--json"),
-        inputs=(places.recipe, Path(places.model)),
-        named=functools.partial(dataset_files, loop, places),
-        document=places.document("plan"),
-        before=functools.partial(update_recipe, loop, places),
+        ("train", str(paths.recipe), f"output_dir={paths.run / 'planned'}", "--dry-run", "--json"),
+        inputs=(paths.recipe, Path(paths.model)),
+        extra_inputs=functools.partial(dataset_files, loop, paths),
+        document=paths.document("plan"),
+        prepare=functools.partial(update_recipe, loop, paths),
     )
 
 
-def _pace(loop: Loop, places: RunPaths) -> Stage:
+def _pace(loop: Loop, paths: RunPaths) -> Stage:
     return Stage(
         "pace",
-        ("train", str(places.recipe), *pace.measurement_overrides(loop.train.pace_steps, places.run / "pace")),
-        outputs=(places.run / "pace", places.document("pace")),
-        inputs=(places.recipe, Path(places.model)),
-        named=functools.partial(dataset_files, loop, places),
-        after=functools.partial(pace.write_pace, loop.train, places.run),
+        ("train", str(paths.recipe), *pace.measurement_overrides(loop.train.pace_steps, paths.run / "pace")),
+        outputs=(paths.run / "pace", paths.document("pace")),
+        inputs=(paths.recipe, Path(paths.model)),
+        extra_inputs=functools.partial(dataset_files, loop, paths),
+        finish=functools.partial(pace.write_pace, loop.train, paths.run),
     )
 
 
-def _train(loop: Loop, places: RunPaths) -> Stage:
+def _train(loop: Loop, paths: RunPaths) -> Stage:
     return Stage(
         "train",
-        ("train", str(places.train)),
-        outputs=(places.adapter,),
-        inputs=(places.train, Path(places.model)),
-        named=functools.partial(dataset_files, loop, places),
-        resumes=functools.partial(can_resume_training, places),
-        shown=True,
-        before=functools.partial(update_training_file, loop, places),
+        ("train", str(paths.train)),
+        outputs=(paths.adapter,),
+        inputs=(paths.train, Path(paths.model)),
+        extra_inputs=functools.partial(dataset_files, loop, paths),
+        can_resume=functools.partial(can_resume_training, paths),
+        shows_output=True,
+        prepare=functools.partial(update_training_file, loop, paths),
     )
 
 
-def _prove(loop: Loop, places: RunPaths) -> Stage:
+def _prove(loop: Loop, paths: RunPaths) -> Stage:
     return Stage(
         "prove",
-        ("prove", str(places.adapter), "--server", SERVER, "--json"),
-        inputs=(*_adapter_files(places), Path(places.model)),
-        document=places.document("prove"),
-        served=True,
-        verdict=True,
+        ("prove", str(paths.adapter), "--server", SERVER, "--json"),
+        inputs=(*_adapter_files(paths), Path(paths.model)),
+        document=paths.document("prove"),
+        needs_server=True,
+        is_check=True,
     )
 
 
-def _adapter_files(places: RunPaths) -> tuple[Path, ...]:
-    return tuple(places.adapter / name for name in ADAPTER_FILES)
+def _adapter_files(paths: RunPaths) -> tuple[Path, ...]:
+    return tuple(paths.adapter / name for name in ADAPTER_FILES)
 
 
-def _eval_arguments(loop: Loop, places: RunPaths) -> list[str]:
-    words = [word for name in loop.eval.tasks for word in ("--task", name)] + to_flags(loop.eval.options)
-    words += [] if loop.eval.limit is None else ["--limit", str(loop.eval.limit)]
-    return [*words, "--out", str(places.eval), "--json"]
+def _eval_arguments(loop: Loop, paths: RunPaths) -> list[str]:
+    arguments = [argument for name in loop.eval.tasks for argument in ("--task", name)] + to_flags(loop.eval.options)
+    arguments += [] if loop.eval.limit is None else ["--limit", str(loop.eval.limit)]
+    return [*arguments, "--out", str(paths.eval), "--json"]
 
 
 def _task_files(loop: Loop) -> tuple[Path, ...]:
     return tuple(Path(name) for name in loop.eval.tasks if Path(name).is_file())
 
 
-def _baseline(loop: Loop, places: RunPaths) -> Stage:
+def _baseline(loop: Loop, paths: RunPaths) -> Stage:
     return Stage(
         "baseline",
-        ("eval", places.model, *_expert_flags("--experts", loop, places), *_eval_arguments(loop, places)),
-        outputs=(places.eval / "base",),
-        inputs=(Path(places.model), *_task_files(loop)),
-        named=functools.partial(task_data, places, "base"),
-        document=places.document("baseline"),
-        resumes=always,
+        ("eval", paths.model, *_expert_flags("--experts", loop, paths), *_eval_arguments(loop, paths)),
+        outputs=(paths.eval / "base",),
+        inputs=(Path(paths.model), *_task_files(loop)),
+        extra_inputs=functools.partial(task_data, paths, "base"),
+        document=paths.document("baseline"),
+        can_resume=always,
     )
 
 
-def _eval(loop: Loop, places: RunPaths) -> Stage:
-    asked = ("eval", SERVER, "--no-base", "--adapter", f"{loop.name}={BASE_NAME}:{loop.name}")
+def _eval(loop: Loop, paths: RunPaths) -> Stage:
+    request = ("eval", SERVER, "--no-base", "--adapter", f"{loop.name}={BASE_NAME}:{loop.name}")
     return Stage(
         "eval",
-        (*asked, "--tokenizer", places.model, *_eval_arguments(loop, places)),
-        outputs=(places.eval / loop.name,),
-        inputs=(*_adapter_files(places), Path(places.model), *_task_files(loop)),
-        named=functools.partial(task_data, places, loop.name),
-        document=places.document("served"),
-        resumes=always,
-        served=True,
+        (*request, "--tokenizer", paths.model, *_eval_arguments(loop, paths)),
+        outputs=(paths.eval / loop.name,),
+        inputs=(*_adapter_files(paths), Path(paths.model), *_task_files(loop)),
+        extra_inputs=functools.partial(task_data, paths, loop.name),
+        document=paths.document("served"),
+        can_resume=always,
+        needs_server=True,
     )
 
 
-def _compare(loop: Loop, places: RunPaths) -> Stage:
+def _compare(loop: Loop, paths: RunPaths) -> Stage:
     return Stage(
         "compare",
-        ("eval", "--compare", "base", loop.name, "--out", str(places.eval), "--json"),
-        outputs=tuple(places.eval / f"report.{kind}" for kind in ("md", "json", "html")),
-        inputs=(places.eval / "base", places.eval / loop.name),
-        document=places.document("compare"),
+        ("eval", "--compare", "base", loop.name, "--out", str(paths.eval), "--json"),
+        outputs=tuple(paths.eval / f"report.{suffix}" for suffix in ("md", "json", "html")),
+        inputs=(paths.eval / "base", paths.eval / loop.name),
+        document=paths.document("compare"),
     )
 
 
-def _models(loop: Loop, places: RunPaths) -> list[Stage]:
-    found: list[Stage] = []
-    source = _source(loop, places.run)
+def _models(loop: Loop, paths: RunPaths) -> list[Stage]:
+    stages: list[Stage] = []
+    source = _source(loop, paths.run)
     if not loop.model.path:
-        verb, given = ("make", loop.model.make) if loop.model.make else ("upcycle", loop.model.upcycle)
-        found.append(
+        verb, source_name = ("make", loop.model.make) if loop.model.make else ("upcycle", loop.model.upcycle)
+        stages.append(
             Stage(
                 "model",
-                ("model", verb, str(given), *to_flags(loop.model.options), "--out", source, "--json"),
+                ("model", verb, str(source_name), *to_flags(loop.model.options), "--out", source, "--json"),
                 outputs=(Path(source),),
-                inputs=(Path(str(given)),) if verb == "upcycle" else (),
-                document=places.document("model"),
+                inputs=(Path(str(source_name)),) if verb == "upcycle" else (),
+                document=paths.document("model"),
             )
         )
     if loop.quantise is not None:
-        found.append(
+        stages.append(
             Stage(
                 "quantise",
-                ("quant", source, "--out", places.model, *to_flags(loop.quantise), "--json"),
-                outputs=(Path(places.model),),
+                ("quant", source, "--out", paths.model, *to_flags(loop.quantise), "--json"),
+                outputs=(Path(paths.model),),
                 inputs=(Path(source),),
-                document=places.document("quantise"),
+                document=paths.document("quantise"),
             )
         )
-    return found
+    return stages
 
 
-def serve_arguments(loop: Loop, places: RunPaths, port: int) -> list[str]:
-    words = ["serve", places.model, "--lora-paths", f"{loop.name}={places.adapter}", "--served-model-name", BASE_NAME]
-    words += _expert_flags("--kt-weight-path", loop, places)
-    return [*words, "--host", "127.0.0.1", "--port", str(port), *to_flags(loop.serve)]
+def serve_arguments(loop: Loop, paths: RunPaths, port: int) -> list[str]:
+    arguments = ["serve", paths.model, "--lora-paths", f"{loop.name}={paths.adapter}", "--served-model-name", BASE_NAME]
+    arguments += _expert_flags("--kt-weight-path", loop, paths)
+    return [*arguments, "--host", "127.0.0.1", "--port", str(port), *to_flags(loop.serve)]
 
 
 def _check_verbs(loop: Loop) -> None:
-    """Before anything runs: the verbs that this installation must have."""
-    for key, wanted, verb in (("quantise", loop.quantise is not None, "quant"), ("prove", loop.prove, "prove")):
-        if wanted and importlib.util.find_spec(f"ktransformers.cli.{verb}") is None:
-            raise InputError(key, "asked for", f"a ktransformers with `kt {verb}`", f"set {key} off, or update")
+    """Checks before anything runs that this installation has the required commands."""
+    for key, requested, verb in (("quantise", loop.quantise is not None, "quant"), ("prove", loop.prove, "prove")):
+        if requested and importlib.util.find_spec(f"ktransformers.cli.{verb}") is None:
+            raise InputError(key, "requested", f"a ktransformers with `kt {verb}`", f"disable {key}, or update")

@@ -4,8 +4,8 @@ transformers calls `experts_forward(module, hidden, ids, weights)` for every lay
 `kt_store` holds its packed experts; a module that still has its own parameters is packed at its first call. Packed
 parameters are frozen: the store is a copy, and no gradient reaches them. If the copy is to be the only one,
 placeholders replace the matrices, because PEFT looks up its targets among a module's parameters. Hidden states on a
-GPU are copied to the host, computed there and copied back (`nn/transfer.py`), unless the placement engine (`place/`)
-has taken over the store.
+GPU are copied to the host and the output back (`nn/transfer.py`), unless the placement engine (`place/`) has taken over
+the store.
 """
 
 from __future__ import annotations

@@ -57,13 +57,13 @@ def read_lora(module: nn.Module, contract: Contract) -> ExpertLora | None:
     return ExpertLora(gate_up=gate_up, gate=gate, up=up, down=factors.get("down_proj"), dropout=dropout)
 
 
-def set_lora_dropout(model: nn.Module, share: float) -> None:
-    """Drop elements of the expert LoRA's inputs with probability `share` in training. PEFT itself refuses
+def set_lora_dropout(model: nn.Module, rate: float) -> None:
+    """Drop elements of the expert LoRA's inputs with probability `rate` in training. PEFT itself refuses
     `lora_dropout` on parameters."""
-    if not 0 <= share < 1 or not math.isfinite(share):
-        raise InputError("dropout", share, "at least 0 and less than 1")
+    if not 0 <= rate < 1 or not math.isfinite(rate):
+        raise InputError("dropout", rate, "at least 0 and less than 1")
     for module in expert_modules(model).values():
-        module.kt_lora_dropout = share  # type: ignore[assignment]
+        module.kt_lora_dropout = rate  # type: ignore[assignment]
 
 
 def expert_adapters(model: nn.Module) -> dict[str, ParamWrapper]:

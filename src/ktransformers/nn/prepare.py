@@ -33,10 +33,8 @@ QUANT_METHOD = "kt"
 EQUIVALENT_TYPES = {"kimi_k2": ("deepseek_v3", "DeepseekV3ForCausalLM")}
 # Vision models around one of those. A transformers version that lacks them loads the text model alone.
 VISION_WRAPPERS = {"kimi_k25"}
-QUANTISATION_KEYS = (
-    "quantization_config",
-    "compression_config",
-)  # the second is what older compressed-tensors files say
+# Keys of config.json; compressed-tensors checkpoints of older versions use the second.
+QUANTISATION_KEYS = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True)

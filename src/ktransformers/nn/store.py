@@ -37,10 +37,10 @@ LAYOUT_VERSION = 2
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout of LoRA's inputs: each element is dropped with probability `share`; forward and backward with the same
+    """Dropout of LoRA's inputs: each element is dropped with probability `rate`; forward and backward with the same
     `seed` drop the same elements."""
 
-    share: float = 0.0
+    rate: float = 0.0
     seed: int = 0
 
 
@@ -209,7 +209,7 @@ class ExpertStore:
                 raise InputError(name, f"{matrix.rows} rows of {matrix.columns}", f"{rows} rows of {columns}")
             return matrix.codes, matrix.scales, matrix.tensor_scale
         if stored != "bf16":
-            raise InputError(name, "a tensor", f"an Encoded of format {stored}", "see checkpoint.encoded.encode")
+            raise InputError(name, "a tensor", f"an Encoded of format {stored}", "see ktransformers.checkpoint.encode")
         return as_matrices(name, matrix, rows, columns, transposed)
 
     def decode(self, matrix: str, expert: int) -> Tensor:
@@ -273,7 +273,7 @@ class ExpertStore:
         too (docs/formats.md).
         """
         w8a8 = self._resolve_w8a8(w8a8)
-        if w8a8 and (keep is not None or dropout.share):
+        if w8a8 and (keep is not None or dropout.rate):
             self.refuse_gradients()
         rows, out, target = self._rows(hidden, out)
         self._experts.forward(
@@ -285,7 +285,7 @@ class ExpertStore:
             skip,
             keep,
             adapters,
-            dropout.share,
+            dropout.rate,
             dropout.seed,
             w8a8,
             needs_grad,
@@ -351,7 +351,7 @@ class ExpertStore:
             _flat_adapter(adapter),
             adapters,
             factors,
-            dropout.share,
+            dropout.rate,
             dropout.seed,
         )
         return grad_hidden, grad_weights

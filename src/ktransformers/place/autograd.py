@@ -173,7 +173,7 @@ def apply_placed(
         " ".join(factors.roles) if factors is not None else "",
         list(factors.scales) if factors is not None else [1.0] * 3,
         retain,
-        dropout.share,
+        dropout.rate,
         dropout.seed,
         awaited.handle,
     )[0]

@@ -56,7 +56,7 @@ class PlacementOptions:
         if self.kt_gpu_experts_ratio is not None and not 0 <= self.kt_gpu_experts_ratio <= 1:
             raise InputError("kt_gpu_experts_ratio", self.kt_gpu_experts_ratio, "a number from 0 to 1")
         if self.init_expert_location is not None and not self.init_expert_location.is_file():
-            raise InputError("init_expert_location", self.init_expert_location, "a file of routing statistics")
+            raise InputError("init_expert_location", self.init_expert_location, "a file of statistics")
 
     @property
     def policies(self) -> tuple[str, ...]:

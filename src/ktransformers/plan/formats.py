@@ -1,71 +1,83 @@
-"""Weight formats of routed experts as data: bits of a number, what scales add, and whether this version computes it.
+"""Weight formats of routed experts as the planner sees them: bytes of a weight with what its scales add.
 
-A format's bytes are exact for bf16, whose tiles are laid out here as csrc/moe/weights.cpp does it; for the others they
-follow from bits, group and scale, which their strips add a percent to at most (csrc/kernels/format.h). `executable` is
-what decides whether a plan is proposed by itself or only with `--all`.
+Bits, groups and scales are those of the native core's table (`_core.formats()`). Bytes are exact for bf16, whose tiles
+are laid out here as csrc/moe/weights.cpp does it; for the others they follow from bits, group and scale, to which their
+strips add a percent at most (csrc/kernels/format.h). Formats with calibrated rates are proposed; GGUF types of fewer
+than four bits are counted as they are, because no proposed format is as small; all others count as the proposed format
+with as many bits of a code, or the next larger.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ktransformers.errors import InputError
 
+if TYPE_CHECKING:
+    from ktransformers._core import FormatInfo
+
 TILE_K, BLOCK_N, TILE_BYTES = 32, 32, 1024  # csrc/types.h: a block is two tiles side by side, 2 KB per step of K
+PROPOSED = ("bf16", "fp8", "int8", "int4")  # with rates of their own in plan/profiles
+TYPICAL_COLUMNS = 2048  # of a matrix whose rows have one scale each
+RELEASED_METHODS = {"gptq": "int4"}  # quantisation methods that are stored in a format of another name
 
 
 @dataclass(frozen=True)
 class WeightFormat:
     name: str
     bits: float  # of one weight
-    group: int  # weights that share a scale
-    scale_bytes: float  # of one group
-    executable: bool
-    exact: bool  # the released bf16 numbers, unchanged
-    meaning: str
+    group: int = 1  # weights that share a scale
+    scale_bytes: float = 0  # of one group
+    executable: bool = True  # False: shown by `kt plan --all` alone
 
     @property
     def bytes_per_weight(self) -> float:
         return self.bits / 8 + self.scale_bytes / self.group
 
 
-FORMATS = {
-    found.name: found
-    for found in (
-        WeightFormat("bf16", 16, 1, 0, True, True, "as released, in 1 KB tiles"),
-        WeightFormat("fp8", 8, 128 * 128, 4, True, False, "e4m3, one f32 scale for a block of 128 x 128"),
-        WeightFormat("int8", 8, 2048, 4, True, False, "one f32 scale for a channel"),
-        WeightFormat("int4", 4, 32, 2, True, False, "one bf16 scale for 32 weights"),
-    )
-}
+@functools.cache
+def _table() -> dict[str, FormatInfo]:
+    """The core's formats by name, with the first of their specs."""
+    from ktransformers import _core
+
+    rows: dict[str, FormatInfo] = {}
+    for row in _core.formats():
+        rows.setdefault(row["name"], row)
+    return rows
 
 
-# Bits that GGUF's smaller types take with all that belongs to them. They are computed as released and not proposed:
-# nothing here writes them.
-SMALL = {
-    "tq1_0": 1.6875, "tq2_0": 2.0625, "iq1_s": 1.5625, "iq1_m": 1.75, "iq2_xxs": 2.0625, "iq2_xs": 2.3125,
-    "iq2_s": 2.5625, "q2_k": 2.625, "iq3_xxs": 3.0625, "iq3_s": 3.4375, "q3_k": 3.4375,
-}  # fmt: skip
-RELEASED = {name: WeightFormat(name, bits, 1, 0, True, False, "as GGUF has it") for name, bits in SMALL.items()}
+def _is_small(row: FormatInfo) -> bool:
+    return row["block_bytes"] > 0 and sum(row["planes"]) < 4
+
+
+@functools.cache
+def _formats() -> dict[str, WeightFormat]:
+    table = {}
+    for name, row in ((name, _table()[name]) for name in PROPOSED):
+        group = (row["span"] or TYPICAL_COLUMNS) * row["scale_rows"] if row["header"] else 1
+        table[name] = WeightFormat(name, sum(row["planes"]), group, row["header_bytes"])
+    for name, row in _table().items():
+        if _is_small(row):
+            table[name] = WeightFormat(name, 8 * row["block_bytes"] / row["span"])
+    return table
 
 
 def format_of(name: str) -> WeightFormat:
-    found = FORMATS.get(name) or RELEASED.get(name)
-    if found is None:
-        raise InputError("format", name, "one of " + ", ".join([*FORMATS, *RELEASED]))
-    return found
-
-
-# Released formats beside these -> the one with as many bytes, or the next larger.
-ALIKE = {
-    **dict.fromkeys(("mxfp4", "nvfp4", "gptq", "q4_0", "q4_1", "q4_k", "iq4_nl", "iq4_xs"), "int4"),
-    **dict.fromkeys(("mxfp8", "q8_0", "q5_0", "q5_1", "q5_k", "q6_k"), "int8"),
-}
+    if name not in _formats():
+        raise InputError("format", name, "one of " + ", ".join(_formats()))
+    return _formats()[name]
 
 
 def counted_as(stored: str) -> str:
-    """The format of these tables that a release takes in memory, where experts keep their bits."""
-    return stored if stored in FORMATS or stored in RELEASED else ALIKE.get(stored, "bf16")
+    """The format of this table whose bytes a release takes in memory, where experts keep their bits."""
+    if stored in _formats():
+        return stored
+    if stored in RELEASED_METHODS:
+        return RELEASED_METHODS[stored]
+    bits = sum(_table()[stored]["planes"]) if stored in _table() else 16
+    return "int4" if bits <= 4 else "int8" if bits <= 8 else "bf16"
 
 
 def tiles(size: int) -> int:

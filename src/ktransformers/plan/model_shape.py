@@ -16,7 +16,6 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktransformers.checkpoint.packed import is_packed, read_manifest
 from ktransformers.errors import InputError
 
 if TYPE_CHECKING:
@@ -243,6 +242,8 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
 
 
 def _of_directory(folder: Path) -> ModelShape:
+    from ktransformers.checkpoint.packed import is_packed, read_manifest  # imports torch, which formulas do without
+
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     except ValueError as error:

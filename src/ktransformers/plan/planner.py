@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ktransformers.errors import InputError
-from ktransformers.plan.formats import FORMATS, counted_as, format_of
+from ktransformers.plan.formats import PROPOSED, counted_as, format_of
 from ktransformers.plan.machine import Machine
 from ktransformers.plan.memory import MemoryPlan, predict_memory
 from ktransformers.plan.model_shape import ModelShape
@@ -102,7 +102,7 @@ def choices(
     model: ModelShape,
     work: Work,
     machine: Machine,
-    formats: Iterable[str] = FORMATS,
+    formats: Iterable[str] = PROPOSED,
     policies: Iterable[str] = PLANNED_POLICIES,
     residents: int | None = None,
 ) -> Iterator[Choice]:
@@ -130,7 +130,7 @@ def make_plan(
 ) -> Plan:
     """`policies`: placement policies to choose from. `residents`: per layer, instead of as many as fit. `needs_gpu`: a
     visible GPU is used even if no configuration fits on it."""
-    formats = tuple(FORMATS) if everything else (counted_as(model.stored),)
+    formats = PROPOSED if everything else (counted_as(model.stored),)
     all_choices = choices(model, work, machine, formats, tuple(policies), residents)
     candidates = [evaluate(model, work, choice, machine) for choice in all_choices]
     usable = [candidate for candidate in candidates if everything or not candidate.missing]
@@ -238,8 +238,8 @@ def _changes(work: Work, choice: Choice, machine: Machine) -> Iterator[_Change]:
         yield _Change("gpus", "no GPU: everything on the CPU", work, Choice(choice.format), True)
     if len(machine.gpus) > max(1, choice.gpus):
         yield _Change("gpus", "layers spread over all GPUs", work, replace(choice, gpus=len(machine.gpus)), True)
-    for name in FORMATS:
-        if name != choice.format and FORMATS[name].bytes_per_weight < format_of(choice.format).bytes_per_weight:
+    for name in PROPOSED:
+        if name != choice.format and format_of(name).bytes_per_weight < format_of(choice.format).bytes_per_weight:
             yield _Change("format", f"experts in {name}", work, replace(choice, format=name), False)
 
 
@@ -284,7 +284,7 @@ def _remedies(model: ModelShape, nearest: Candidate, machine: Machine) -> tuple[
         remedies.setdefault(kinds, remedy)
     with_hardware = [_with_hardware(model, nearest, machine, ())]
     formats = [change for change in singles if change.kind == "format"]
-    for change in sorted(formats, key=lambda change: FORMATS[change.choice.format].bytes_per_weight):
+    for change in sorted(formats, key=lambda change: format_of(change.choice.format).bytes_per_weight):
         candidate = evaluate(model, change.work, change.choice, machine)
         if candidate.lacking:
             with_hardware.append(_with_hardware(model, candidate, machine, (change.words,)))

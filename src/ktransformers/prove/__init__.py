@@ -1,2 +1,2 @@
-"""`kt prove`: the same rows under the trainer's model, under the server and under stock PEFT, compared number by
+"""`kt prove`: the same rows of tokens in the trainer's model, in the server and in stock PEFT, compared number by
 number."""

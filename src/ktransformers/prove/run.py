@@ -1,10 +1,10 @@
-"""`kt prove`: an adapter under the trainer's graph, under the server and under stock PEFT, on the same rows.
+"""`kt prove`: compares an adapter in the trainer's model, in the server and in stock PEFT, on the same rows of tokens.
 
-The rows are those that training recorded (`adapters/proof_record.py`), else a few sentences. One model is in memory at
-a time: the trainer's graph (loaded as `kt train` does, the adapter attached by PEFT) is measured first, its noise floor
-with it; then the server answers over HTTP, base and adapter mixed in one batch; then stock transformers and PEFT where
-they fit. Each is a `ProofCheck`; the first that fails says which tensor or layer is the culprit. Nothing is printed
-here."""
+The rows are those that training recorded (`adapters/proof_record.py`), otherwise a few sentences. One model is in
+memory at a time: first the trainer's model (loaded as `kt train` does, the adapter attached by PEFT) with its noise
+floor, then the server over HTTP, base and adapter mixed in one batch, then stock transformers and PEFT if they fit.
+Each comparison is a `ProofCheck`; one that fails names the tensor or layer at fault. This module prints nothing.
+"""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ from ktransformers.adapters.manifest import check_manifest, read_manifest
 from ktransformers.adapters.proof_record import ProofRecord, read_record
 from ktransformers.errors import InputError, KTError
 from ktransformers.nn.prepare import uses_kt_method
-from ktransformers.prove.server import ask, bound_matrices, find_names, in_process, served_marks
+from ktransformers.prove.server import bound_matrices, find_names, measure_served_layers, score_row, start_server
 from ktransformers.serve.client import Client
 from ktransformers.serve.flags import Launch
-from ktransformers.serve.launch import Say, check_packages, dtype_of
-from ktransformers.serve.target import Target, resolve
+from ktransformers.serve.launch import LogLine, check_packages, parse_dtype
+from ktransformers.serve.target import Target, resolve_target
 
-TEXTS = (
+SAMPLE_TEXTS = (
     "The lighthouse keeper wrote down the weather every evening: wind, clouds, and how far one could see.",
     "To make the dough, mix flour, water, salt and a little yeast, then wait until it has doubled in size.",
     "Question: what is seventeen plus twenty-five?\nAnswer: forty-two, because seventeen and twenty-five make that.",
     "Es war einmal ein Müller, der hatte drei Söhne, seine Mühle, einen Esel und einen Kater.",
 )
-SERVED = "bf16"  # is what a server computes experts in
-STOCK_ROOM = 1.25  # times the weights: what stock PEFT builds of a layer's difference comes on top
-FREE = 0.9  # of the free memory may be used for stock
+SERVED_PRECISION = "bf16"  # in which a server computes experts
+STOCK_MEMORY_FACTOR = 1.25  # of the weights' size: stock PEFT materialises the delta of a layer
+MAX_MEMORY_SHARE = 0.9  # of the free memory for the stock model
 
 
 @dataclass(frozen=True)
 class ProofCheck:
     what: str
-    passed: bool | None  # None: could not be done here
-    said: str
+    passed: bool | None  # None: not possible on this machine
+    detail: str
     difference: LogprobDifference | None = None
-    culprit: str = ""  # tensor or layer
+    culprit: str = ""  # tensor or layer at fault
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Proof:
     dtype: str
     rows: int
     tokens: int
-    sample: str  # where the rows are from
+    sample: str  # origin of the rows
     floor: LogprobDifference
-    effect: LogprobDifference  # of the adapter on the base
+    effect: LogprobDifference  # of the adapter against the base
     checks: tuple[ProofCheck, ...]
     counts: dict[str, int] = field(default_factory=dict)  # trained, saved, consumed
 
@@ -95,7 +95,7 @@ class Proof:
                 {
                     "what": check.what,
                     "passed": check.passed,
-                    "said": check.said,
+                    "said": check.detail,
                     "difference": check.difference and check.difference.to_json(),
                     "culprit": check.culprit or None,
                 }
@@ -105,16 +105,16 @@ class Proof:
 
 
 class ProofFailed(KTError):
-    """A tensor is wrong before anything was computed."""
+    """A tensor is wrong, found before anything was computed."""
 
     def __init__(self, check: ProofCheck) -> None:
-        super().__init__(f"{check.culprit}: {check.said}")
+        super().__init__(f"{check.culprit}: {check.detail}")
         self.check = check
 
 
 @dataclass(frozen=True)
 class TrainerRun:
-    """The trainer's graph on the rows."""
+    """Outputs of the trainer's model on the rows."""
 
     base: LogprobsAndNorms
     adapter: LogprobsAndNorms
@@ -125,68 +125,74 @@ class TrainerRun:
 
 def prove(
     output: str | Path,
-    say: Say,
+    log: LogLine,
     *,
     server: str | None = None,
     api_key: str | None = None,
     dtype: str = "auto",
     device: str | None = None,
 ) -> Proof:
-    """Raises Failed where the files are wrong already, InputError where there is nothing to prove."""
-    folder = Path(output)
+    """Raises ProofFailed if the files are wrong already, InputError if there is nothing to prove."""
+    directory = Path(output)
     if server is None:
         check_packages()
-    target = resolve(str(folder))
+    target = resolve_target(str(directory))
     if not target.adapters:
-        raise InputError(str(folder), "a model", "the output directory of a training, or another PEFT adapter")
-    content = open_content(folder)
-    tensors = check_tensors(content, str(target.model))
-    record = read_record(folder)
+        raise InputError(str(directory), "a model", "the output directory of a training, or another PEFT adapter")
+    content = open_content(directory)
+    tensor_check, counts = check_tensors(content, str(target.model))
+    record = read_record(directory)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    word = record.dtype if record is not None and dtype == "auto" else dtype
-    kind = dtype_of(word, device)
-    rows, sample = _rows(record, target)
-    say(f"the trainer's graph: {target.model} in {_spelled(kind)}, {len(rows)} rows")
-    graph = trainer_graph(target, content, rows, kind, device, target.precision)
-    floor = graph.floor.logprobs
-    checks = [tensors[0], _consumed(graph, content)]
+    dtype_name = record.dtype if record is not None and dtype == "auto" else dtype
+    model_dtype = parse_dtype(dtype_name, device)
+    rows, sample = _sample_rows(record, target)
+    log(f"the trainer's graph: {target.model} in {_dtype_name(model_dtype)}, {len(rows)} rows")
+    trainer = run_trainer_model(target, content, rows, model_dtype, device, target.precision)
+    floor = trainer.floor.logprobs
+    checks = [tensor_check, _check_consumed(trainer, content)]
     if record is not None:
-        checks.append(against_record(record, graph))
+        checks.append(check_record(record, trainer))
     gc.collect()
-    rounded = graph
-    if target.precision != SERVED:
-        say(f"the same with experts in {SERVED}, as they are served")
-        rounded = trainer_graph(target, content, rows, kind, device, SERVED)
+    rounded = trainer
+    if target.precision != SERVED_PRECISION:
+        log(f"the same with experts in {SERVED_PRECISION}, as they are served")
+        rounded = run_trainer_model(target, content, rows, model_dtype, device, SERVED_PRECISION)
         gc.collect()
-    launch = Launch(str(folder), dtype=_spelled(kind), device=device, running=2 * len(rows), tokens=8192)
-    say(f"our server: {server}" if server else "our server, on a free port of this machine")
-    served = against_server(server, api_key, launch, target, rows, rounded, tensors[1]["matrices"], say)
-    checks += [_rounded(check, target, rounded, graph) for check in served]
+    launch = Launch(
+        str(directory),
+        dtype=_dtype_name(model_dtype),
+        device=device,
+        max_running_requests=2 * len(rows),
+        max_total_tokens=8192,
+    )
+    log(f"our server: {server}" if server else "our server, on a free port of this machine")
+    served = check_server(server, api_key, launch, target, rows, rounded, counts["matrices"], log)
+    checks += [_with_rounding(check, target, rounded, trainer) for check in served]
     gc.collect()
-    say("stock transformers and PEFT")
-    checks.append(against_stock(target, rows, kind, device, graph))
-    counts = tensors[1] | {"consumed": graph.consumed}
-    effect = difference(graph.adapter, graph.base)
-    names = str(folder), str(target.model), _spelled(kind)
-    return Proof(*names, len(rows), graph.base.tokens, sample, floor, effect, tuple(checks), counts)
+    log("stock transformers and PEFT")
+    checks.append(check_stock(target, rows, model_dtype, device, trainer))
+    counts |= {"consumed": trainer.consumed}
+    effect = difference(trainer.adapter, trainer.base)
+    names = str(directory), str(target.model), _dtype_name(model_dtype)
+    return Proof(*names, len(rows), trainer.base.tokens, sample, floor, effect, tuple(checks), counts)
 
 
-def _spelled(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _rows(record: ProofRecord | None, target: Target) -> tuple[list[list[int]], str]:
+def _sample_rows(record: ProofRecord | None, target: Target) -> tuple[list[list[int]], str]:
     if record is not None:
         kind = "held-out rows" if record.held_out else "rows (none were held out)"
         return [list(row) for row in record.rows], f"{kind} of the training"
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(target.model)
-    return [tokenizer(text)["input_ids"] for text in TEXTS], "sentences of our own: training recorded none"
+    return [tokenizer(text)["input_ids"] for text in SAMPLE_TEXTS], "sentences of our own: training recorded none"
 
 
 def check_tensors(content: Content, model: str) -> tuple[ProofCheck, dict[str, int]]:
-    """The files: every tensor as the manifest says, every tensor with its place in this model."""
+    """Check the files: every tensor agrees with the manifest and belongs to a module of this model."""
     source, document = detect_dialect(content), read_manifest(content.directory)
     if source.name != "peft":
         raise InputError(
@@ -197,211 +203,227 @@ def check_tensors(content: Content, model: str) -> tuple[ProofCheck, dict[str, i
             check_manifest(content, document)
         adapter = read_adapter(content.path, model=model, verify=document is None)
     except InputError as error:
-        name, _, said = str(error).partition(": given ")
-        raise ProofFailed(ProofCheck("tensors", False, said, culprit=name)) from error
+        name, _, detail = str(error).partition(": given ")
+        raise ProofFailed(ProofCheck("tensors", False, detail, culprit=name)) from error
     matrices = len(adapter.modules) + sum(len(layer.forms) for layer in adapter.experts)
     counts = {"saved": len(content.tensors), "matrices": matrices}
     if document is None:
         return ProofCheck(
-            "tensors", None, f"no manifest: what {len(content.tensors)} tensors were is not known"
+            "tensors", None, f"no manifest: {len(content.tensors)} tensors cannot be compared with training"
         ), counts
     counts["trained"] = len(document["tensors"])
     pairs = sum(source.pairs_per_layer(layer) for layer in adapter.experts) + len(adapter.modules)
     placed = 2 * pairs + len(adapter.extras)
-    said = f"{counts['trained']} trained, {counts['saved']} saved, {placed} with a place in the model; hashes agree"
-    return ProofCheck("tensors", counts["trained"] == counts["saved"] == placed, said), counts
+    detail = f"{counts['trained']} trained, {counts['saved']} saved, {placed} with a module in the model; hashes agree"
+    return ProofCheck("tensors", counts["trained"] == counts["saved"] == placed, detail), counts
 
 
-def trainer_graph(
+def run_trainer_model(
     target: Target,
     content: Content,
     rows: Sequence[Sequence[int]],
     dtype: torch.dtype,
     device: str,
-    precision: str = SERVED,
+    precision: str = SERVED_PRECISION,
 ) -> TrainerRun:
-    """`precision`: of the experts."""
+    """Load the model as `kt train` does and measure base, adapter and noise floor; `precision`: of the experts."""
     from peft import PeftModel
 
     from ktransformers.nn import load_model
 
-    where = None if device == "cpu" else device
-    experts = target.experts_of(None)
-    stock = load_model(target.model, experts=experts, dtype=dtype, device=where, precision=precision)
+    gpu = None if device == "cpu" else device
+    experts = target.choose_experts(None)
+    stock = load_model(target.model, experts=experts, dtype=dtype, device=gpu, precision=precision)
     base = measure(stock, rows)
     model: Any = PeftModel.from_pretrained(stock, target.adapters[0][1])
-    consumed = _read_back(model, content)
+    consumed = _compare_loaded_tensors(model, content)
     modules = adapted_modules(model)
     adapter = measure(model, rows, modules)
     floor = measure_noise_floor(model, rows, adapter)
     with model.disable_adapter():
-        off, off_floor = measure(model, rows), measure_noise_floor(model, rows, base)
-    if not difference(off, base).is_zero:
-        said = "the base computes otherwise while an adapter is attached and off"
-        raise ProofFailed(ProofCheck("trainer's graph", False, said, difference(off, base), "base"))
-    noise = NoiseFloor(larger_difference(floor.logprobs, off_floor.logprobs), floor.projections)
+        disabled, disabled_floor = measure(model, rows), measure_noise_floor(model, rows, base)
+    if not difference(disabled, base).is_zero:
+        detail = "the base computes other values while an adapter is attached and disabled"
+        raise ProofFailed(ProofCheck("trainer's graph", False, detail, difference(disabled, base), "base"))
+    noise = NoiseFloor(larger_difference(floor.logprobs, disabled_floor.logprobs), floor.projections)
     return TrainerRun(base, adapter, noise, consumed, tuple(modules))
 
 
-def _read_back(model: Any, content: Content) -> int:
-    """How many tensors of the file are in PEFT's model, number for number."""
+def _compare_loaded_tensors(model: Any, content: Content) -> int:
+    """The number of tensors of the file that PEFT's model holds with equal values; raises ProofFailed at the first that
+    differs."""
     from peft import get_peft_model_state_dict
 
     state: dict[str, Tensor] = get_peft_model_state_dict(model)
     for name, stored in content.tensors.items():
         if name not in state:
-            raise ProofFailed(ProofCheck("trainer's graph", False, "PEFT has no place for it", culprit=name))
+            raise ProofFailed(ProofCheck("trainer's graph", False, "PEFT has no module for it", culprit=name))
         if not torch.equal(state[name].float().cpu(), stored.read().float()):
             raise ProofFailed(
-                ProofCheck("trainer's graph", False, "PEFT did not read it as it is in the file", culprit=name)
+                ProofCheck("trainer's graph", False, "PEFT loaded other values than the file has", culprit=name)
             )
     content.release()
-    left = sorted(set(state) - set(content.tensors))
-    if left:
+    missing = sorted(set(state) - set(content.tensors))
+    if missing:
         raise ProofFailed(
-            ProofCheck("trainer's graph", False, "PEFT expects it and the file lacks it", culprit=left[0])
+            ProofCheck("trainer's graph", False, "PEFT expects it and the file lacks it", culprit=missing[0])
         )
     return len(state)
 
 
-def _consumed(graph: TrainerRun, content: Content) -> ProofCheck:
-    said = f"{graph.consumed} of {len(content.tensors)} tensors are in the graph, number for number"
-    return ProofCheck("trainer's graph", graph.consumed == len(content.tensors), said)
+def _check_consumed(trainer: TrainerRun, content: Content) -> ProofCheck:
+    detail = f"{trainer.consumed} of {len(content.tensors)} tensors are in the graph, number for number"
+    return ProofCheck("trainer's graph", trainer.consumed == len(content.tensors), detail)
 
 
-def compared(
-    what: str, found: LogprobsAndNorms, expected: LogprobsAndNorms, floor: LogprobDifference, where: Callable[[], str]
+def compare_outputs(
+    what: str,
+    outputs: LogprobsAndNorms,
+    expected: LogprobsAndNorms,
+    floor: LogprobDifference,
+    find_culprit: Callable[[], str],
 ) -> ProofCheck:
-    """`where` is asked for the culprit only if it is needed."""
-    apart = difference(found, expected)
-    if apart.is_zero:
-        return ProofCheck(what, True, "the same to the bit", apart)
-    said = f"max {apart.max:.2g}, mean {apart.mean:.2g}; the floor is {floor.max:.2g} and {floor.mean:.2g}"
-    if apart.within(floor):
-        return ProofCheck(what, True, said, apart)
-    return ProofCheck(what, False, f"{said}; largest at token {apart.token} of row {apart.row}", apart, where())
+    """`find_culprit` is called only if the outputs differ."""
+    differences = difference(outputs, expected)
+    if differences.is_zero:
+        return ProofCheck(what, True, "the same to the bit", differences)
+    detail = (
+        f"max {differences.max:.2g}, mean {differences.mean:.2g}; the floor is {floor.max:.2g} and {floor.mean:.2g}"
+    )
+    if differences.within(floor):
+        return ProofCheck(what, True, detail, differences)
+    detail += f"; largest at token {differences.token} of row {differences.row}"
+    return ProofCheck(what, False, detail, differences, find_culprit())
 
 
-def against_record(record: ProofRecord, graph: TrainerRun) -> ProofCheck:
-    """The numbers that the trainer's own model said before it was saved, maybe on another machine."""
-    control = difference(record.base, graph.base)
-    floor = larger_difference(graph.floor.logprobs, control)
-    other = not control.is_zero  # another machine, another dtype, other threads: every layer is a little off
-    noise = {name: max(value, control.mean if other else 0.0) for name, value in graph.floor.projections.items()}
-    place = first_deviating_module(graph.adapter.projections, record.adapter.projections, noise)
-    found = compared("as trained", graph.adapter, record.adapter, floor, lambda: place or "the output")
-    if found.passed and place is not None and not other:
-        said = f"outputs differ from those of training; log-probabilities: {found.said}"
-        return replace(found, passed=False, said=said, culprit=place)
-    return found
+def check_record(record: ProofRecord, trainer: TrainerRun) -> ProofCheck:
+    """Compare with the outputs that training recorded before it saved, possibly on another machine."""
+    control = difference(record.base, trainer.base)
+    floor = larger_difference(trainer.floor.logprobs, control)
+    other_conditions = not control.is_zero  # another machine, dtype or thread count: every layer differs a little
+    noise = {
+        name: max(value, control.mean if other_conditions else 0.0) for name, value in trainer.floor.projections.items()
+    }
+    layer = first_deviating_module(trainer.adapter.projections, record.adapter.projections, noise)
+    check = compare_outputs("as trained", trainer.adapter, record.adapter, floor, lambda: layer or "the output")
+    if check.passed and layer is not None and not other_conditions:
+        detail = f"outputs differ from those of training; log-probabilities: {check.detail}"
+        return replace(check, passed=False, detail=detail, culprit=layer)
+    return check
 
 
-def against_server(
+def check_server(
     url: str | None,
     key: str | None,
     launch: Launch,
     target: Target,
     rows: Sequence[Sequence[int]],
-    graph: TrainerRun,
+    trainer: TrainerRun,
     matrices: int,
-    say: Say,
+    log: LogLine,
 ) -> list[ProofCheck]:
     if url is not None:
-        return _served(Client(url, key), target, rows, graph, matrices, lambda name: "")
-    with in_process(launch, target, say) as (address, service):
+        return _check_served(Client(url, key), target, rows, trainer, matrices, lambda name: "")
+    with start_server(launch, target, log) as (address, service):
 
-        def where(name: str) -> str:
-            projections = served_marks(Client(address, None), service, name, rows, graph.modules)
+        def find_culprit(name: str) -> str:
+            projections = measure_served_layers(Client(address, None), service, name, rows, trainer.modules)
             return (
-                first_deviating_module(projections, graph.adapter.projections, graph.floor.projections) or "the output"
+                first_deviating_module(projections, trainer.adapter.projections, trainer.floor.projections)
+                or "the output"
             )
 
-        return _served(Client(address, None), target, rows, graph, matrices, where)
+        return _check_served(Client(address, None), target, rows, trainer, matrices, find_culprit)
 
 
-def _rounded(check: ProofCheck, target: Target, rounded: TrainerRun, graph: TrainerRun) -> ProofCheck:
-    """Where training was more exact than a server is, its answers are said with how far that is from training."""
-    pairs = {"server, adapter": (rounded.adapter, graph.adapter), "server, base": (rounded.base, graph.base)}
-    if target.precision == SERVED or check.what not in pairs:
+def _with_rounding(check: ProofCheck, target: Target, rounded: TrainerRun, trainer: TrainerRun) -> ProofCheck:
+    """If training used a higher precision than the server, add the difference that the precision alone makes."""
+    pairs = {"server, adapter": (rounded.adapter, trainer.adapter), "server, base": (rounded.base, trainer.base)}
+    if target.precision == SERVED_PRECISION or check.what not in pairs:
         return check
-    apart = difference(*pairs[check.what])
-    said = f"trained with experts in {target.precision}, served in {SERVED}: max {apart.max:.2g}, mean {apart.mean:.2g}"
-    return replace(check, said=f"{check.said}; {said}")
+    differences = difference(*pairs[check.what])
+    precisions = f"trained with experts in {target.precision}, served in {SERVED_PRECISION}"
+    detail = f"{check.detail}; {precisions}: max {differences.max:.2g}, mean {differences.mean:.2g}"
+    return replace(check, detail=detail)
 
 
-def _served(
+def _check_served(
     client: Client,
     target: Target,
     rows: Sequence[Sequence[int]],
-    graph: TrainerRun,
+    trainer: TrainerRun,
     matrices: int,
-    where: Callable[[str], str],
+    find_culprit: Callable[[str], str],
 ) -> list[ProofCheck]:
     base, adapter, loaded = find_names(client, target)
     try:
-        with ThreadPoolExecutor(2 * len(rows)) as pool:  # base and adapter in one batch
-            asked = [pool.submit(ask, client, name, row) for row in rows for name in (adapter, base)]
-            answers = [one.result() for one in asked]
-        ours = LogprobsAndNorms(tuple(answers[0::2])), LogprobsAndNorms(tuple(answers[1::2]))
-        floor = graph.floor.logprobs
-        same = compared("server, base", ours[1], graph.base, floor, lambda: f"base ({base})")
-        mine = compared("server, adapter", ours[0], graph.adapter, floor, lambda: where(adapter) or adapter)
-        if mine.passed is False and difference(ours[0], ours[1]).is_zero:
-            mine = replace(mine, said=f"{mine.said}; it answers as the base does: the adapter is not applied")
-        return [_placed(client, adapter, matrices), mine, same]
+        with ThreadPoolExecutor(2 * len(rows)) as pool:  # base and adapter share batches
+            futures = [pool.submit(score_row, client, name, row) for row in rows for name in (adapter, base)]
+            answers = [future.result() for future in futures]
+        served_outputs = LogprobsAndNorms(tuple(answers[0::2])), LogprobsAndNorms(tuple(answers[1::2]))
+        floor = trainer.floor.logprobs
+        base_check = compare_outputs("server, base", served_outputs[1], trainer.base, floor, lambda: f"base ({base})")
+        adapter_check = compare_outputs(
+            "server, adapter", served_outputs[0], trainer.adapter, floor, lambda: find_culprit(adapter) or adapter
+        )
+        if adapter_check.passed is False and difference(served_outputs[0], served_outputs[1]).is_zero:
+            adapter_check = replace(
+                adapter_check, detail=f"{adapter_check.detail}; it answers as the base does: the adapter is not applied"
+            )
+        return [_check_bound_matrices(client, adapter, matrices), adapter_check, base_check]
     finally:
         if loaded:
             client.open("/v1/unload_lora_adapter", {"lora_name": loaded}).close()
 
 
-def _placed(client: Client, adapter: str, matrices: int) -> ProofCheck:
-    """What the server says that it has bound."""
+def _check_bound_matrices(client: Client, adapter: str, matrices: int) -> ProofCheck:
+    """Compare the number of matrices that the server reports as bound."""
     bound = bound_matrices(client, adapter)
     if bound is None:
         return ProofCheck("server, tensors", None, "it does not say how many matrices it has bound")
-    said = f"{bound} of {matrices} matrices with factors are bound"
-    return ProofCheck("server, tensors", bound == matrices, said, culprit="" if bound == matrices else adapter)
+    detail = f"{bound} of {matrices} matrices with factors are bound"
+    return ProofCheck("server, tensors", bound == matrices, detail, culprit="" if bound == matrices else adapter)
 
 
-def against_stock(
-    target: Target, rows: Sequence[Sequence[int]], dtype: torch.dtype, device: str, graph: TrainerRun
+def check_stock(
+    target: Target, rows: Sequence[Sequence[int]], dtype: torch.dtype, device: str, trainer: TrainerRun
 ) -> ProofCheck:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     from ktransformers.checkpoint import Shards
 
-    packed = target.experts_of(None) or (target.model if uses_kt_method(target.model) else None)
-    if packed is not None:  # this process has taught transformers to read them, which proves nothing
+    packed = target.choose_experts(None) or (target.model if uses_kt_method(target.model) else None)
+    if packed is not None:  # only our patches make transformers read them, so it would not be stock
         return ProofCheck("stock PEFT", None, f"the experts are those of {packed}, which only ktransformers reads")
     shards = Shards.of_directory(target.model)
-    numbers = sum(torch.Size(shards.shape(name)).numel() for name in shards.names)
-    needed = int(numbers * dtype.itemsize * STOCK_ROOM)
+    parameters = sum(torch.Size(shards.shape(name)).numel() for name in shards.names)
+    needed = int(parameters * dtype.itemsize * STOCK_MEMORY_FACTOR)
     free = system.memory().available if device == "cpu" else torch.cuda.mem_get_info()[0]
-    if needed > free * FREE:
-        said = f"left out: it needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free"
-        return ProofCheck("stock PEFT", None, said)
+    if needed > free * MAX_MEMORY_SHARE:
+        detail = f"left out: it needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free"
+        return ProofCheck("stock PEFT", None, detail)
     stock: Any = AutoModelForCausalLM.from_pretrained(target.model, dtype=dtype)
     stock = stock.to(device)
     base = measure(stock, rows)
     model: Any = PeftModel.from_pretrained(stock, target.adapters[0][1])
-    adapter = measure(model, rows, graph.modules)
-    if target.precision == SERVED:
+    adapter = measure(model, rows, trainer.modules)
+    if target.precision == SERVED_PRECISION:
         _round_experts(model)
     rounded = measure(model, rows)
-    control, rounding = difference(base, graph.base), difference(rounded, adapter)
-    floor = larger_difference(graph.floor.logprobs, larger_difference(control, rounding))
+    control, rounding = difference(base, trainer.base), difference(rounded, adapter)
+    floor = larger_difference(trainer.floor.logprobs, larger_difference(control, rounding))
 
-    def where() -> str:
-        noise = dict.fromkeys(graph.modules, max(floor.max, 1e-3))
-        return first_deviating_module(graph.adapter.projections, adapter.projections, noise) or "the output"
+    def find_culprit() -> str:
+        noise = dict.fromkeys(trainer.modules, max(floor.max, 1e-3))
+        return first_deviating_module(trainer.adapter.projections, adapter.projections, noise) or "the output"
 
-    found = compared("stock PEFT", graph.adapter, adapter, floor, where)
-    return replace(found, said=f"{found.said}; bases are {control.max:.2g} apart")
+    check = compare_outputs("stock PEFT", trainer.adapter, adapter, floor, find_culprit)
+    return replace(check, detail=f"{check.detail}; bases are {control.max:.2g} apart")
 
 
 def _round_experts(model: Any) -> None:
-    """Experts compute with factors in bf16 here: what that alone changes belongs to the floor."""
+    """Round expert factors to bf16, as our kernels do: the change that this alone makes belongs to the noise floor."""
     for name, parameter in model.named_parameters():
         if "lora_" in name and ".experts." in name:
             parameter.data = parameter.data.to(torch.bfloat16).to(parameter.dtype)

@@ -1,7 +1,8 @@
-"""The server's side of `kt prove`: one of our own on a free port, and what is asked of it or of any other.
+"""The server side of `kt prove`: starts a server on a free port, and scores rows on it or on any other.
 
-Rows are scored as lm-eval does: tokens in, `echo` with `logprobs`, nothing new. How many matrices an adapter has bound
-is in /v1/models. The model of a server in this process can be looked at, so a difference can be followed to its layer.
+Rows are scored as lm-eval does: tokens as prompt, `echo` with `logprobs`, no new tokens. /v1/models reports how many
+matrices an adapter has bound. The model of a server in this process is accessible, so a difference can be traced to its
+layer.
 """
 
 from __future__ import annotations
@@ -22,78 +23,80 @@ from ktransformers.adapters.comparison import Projections, recording_projections
 from ktransformers.errors import InputError, KTError
 from ktransformers.serve.client import Client
 from ktransformers.serve.flags import Launch
-from ktransformers.serve.launch import Say, bind, open_service
+from ktransformers.serve.launch import LogLine, bind_socket, open_service
 from ktransformers.serve.target import Target
 
 
 @contextmanager
-def in_process(launch: Launch, target: Target, say: Say) -> Iterator[tuple[str, Any]]:
-    """A server on a free port of this machine, and the service behind it."""
+def start_server(launch: Launch, target: Target, log: LogLine) -> Iterator[tuple[str, Any]]:
+    """Start a server on a free port of this machine; yields its URL and its service."""
     import uvicorn  # type: ignore[import-not-found,unused-ignore]
 
     from ktransformers.serve.http.api import create_app
 
-    door = bind("127.0.0.1", 0)
-    service = open_service(launch, target, say)
+    listener = bind_socket("127.0.0.1", 0)
+    service = open_service(launch, target, log)
     server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [door]}, name="kt-prove-server", daemon=True)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="kt-prove-server", daemon=True)
     thread.start()
     try:
         while not server.started:
             if not thread.is_alive():
                 raise KTError("the server did not start")
             time.sleep(0.01)
-        yield f"http://127.0.0.1:{door.getsockname()[1]}", service
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", service
     finally:
         server.should_exit = True
         thread.join()
-        door.close()
+        listener.close()
 
 
 def find_names(client: Client, target: Target) -> tuple[str, str, str]:
-    """(base, adapter, name that was loaded for this) as the server calls them."""
-    name, place = target.adapters[0]
+    """(base, adapter, name of an adapter that was loaded for this or "") as the server names them."""
+    name, directory = target.adapters[0]
     with client.open("/v1/models") as reply:
-        known = json.loads(reply.read())["data"]
-    bases = [one["id"] for one in known if one.get("parent") is None]
-    for one in known:
-        if one.get("parent") is not None and Path(str(one.get("root"))).resolve() == Path(place).resolve():
-            return str(one["parent"]), str(one["id"]), ""
+        models = json.loads(reply.read())["data"]
+    bases = [model["id"] for model in models if model.get("parent") is None]
+    for model in models:
+        if model.get("parent") is not None and Path(str(model.get("root"))).resolve() == Path(directory).resolve():
+            return str(model["parent"]), str(model["id"]), ""
     if not bases:
-        raise InputError("server", f"{client.url}, which names no base", "a server of ours", "start `kt serve`")
+        raise InputError(
+            "server", f"{client.url}, which lists no base", "a server of ktransformers", "start `kt serve`"
+        )
     name = f"{name}-proof-{os.getpid()}"
-    asked = {"lora_name": name, "lora_path": str(Path(place).resolve())}
-    client.open("/v1/load_lora_adapter", asked).close()
+    body = {"lora_name": name, "lora_path": str(Path(directory).resolve())}
+    client.open("/v1/load_lora_adapter", body).close()
     return str(bases[0]), f"{bases[0]}:{name}", name
 
 
 def bound_matrices(client: Client, adapter: str) -> int | None:
-    """How many matrices with factors the server has bound; None where it does not say."""
+    """The number of matrices with factors that the server has bound; None: it does not report it."""
     with client.open("/v1/models") as reply:
-        known = {one["id"]: one for one in json.loads(reply.read())["data"]}
-    found = known.get(adapter, {}).get("matrices")
-    return None if found is None else int(found)
+        models = {model["id"]: model for model in json.loads(reply.read())["data"]}
+    matrices = models.get(adapter, {}).get("matrices")
+    return None if matrices is None else int(matrices)
 
 
-def ask(client: Client, name: str, row: Sequence[int]) -> Tensor:
-    """Log-probabilities of a row as the server tells them."""
+def score_row(client: Client, name: str, row: Sequence[int]) -> Tensor:
+    """Log-probabilities of a row as the server reports them."""
     body = {"model": name, "prompt": list(row), "echo": True, "logprobs": 0, "max_tokens": 0}
     with client.open("/v1/completions", body) as reply:
-        found = json.loads(reply.read())["choices"][0]["logprobs"]["token_logprobs"]
-    if len(found) != len(row):
-        raise KTError(f"{client.url}: {len(found)} log-probabilities for {len(row)} tokens of {name}")
-    return torch.tensor([float("nan") if value is None else float(value) for value in found[1:]])
+        logprobs = json.loads(reply.read())["choices"][0]["logprobs"]["token_logprobs"]
+    if len(logprobs) != len(row):
+        raise KTError(f"{client.url}: {len(logprobs)} log-probabilities for {len(row)} tokens of {name}")
+    return torch.tensor([float("nan") if value is None else float(value) for value in logprobs[1:]])
 
 
-def served_marks(
+def measure_served_layers(
     client: Client, service: Any, name: str, rows: Sequence[Sequence[int]], names: Sequence[str]
 ) -> Projections:
-    """Of an adapter. What the server remembers of it is forgotten first, or it would not compute the rows again."""
-    found: dict[str, list[Tensor]] = {one: [] for one in names}
+    """Norms of layer outputs for an adapter. Its KV slots are evicted before each row, so that it is computed again."""
+    norms: dict[str, list[Tensor]] = {layer: [] for layer in names}
     for row in rows:
-        service.engine.forget(service.find(name).owner)
-        with recording_projections(service.engine.forward.model, names) as seen:
-            ask(client, name, row)
-        for one, parts in seen.items():
-            found[one].append(torch.cat(parts))
-    return found
+        service.engine.drop_adapter(service.find(name).owner)
+        with recording_projections(service.engine.forward.model, names) as norms_of_row:
+            score_row(client, name, row)
+        for layer, parts in norms_of_row.items():
+            norms[layer].append(torch.cat(parts))
+    return norms

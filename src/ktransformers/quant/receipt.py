@@ -92,7 +92,7 @@ def build_receipt(conversion: str, formats: dict[str, str], details: Mapping[str
         LayerQuality(
             entry["layer"]["module"],
             entry["number"],
-            {role: MatrixQuality(**words) for role, words in entry["quality"].items()},
+            {role: MatrixQuality(**quality) for role, quality in entry["quality"].items()},
         )
         for entry in details.values()
         if entry

@@ -1,3 +1,3 @@
-"""Serving: one resident base, an engine that batches requests continuously, an adapter or none for each of them, and
-the OpenAI API around it. `launch.py` puts the parts together; `engine.py` is where to begin reading.
+"""Serving: one base model in memory, an engine with continuous batching, a LoRA adapter or none for each request, and
+the OpenAI API. `launch.py` assembles the parts; start reading at `engine/engine.py`.
 """

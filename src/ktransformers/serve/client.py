@@ -1,6 +1,5 @@
-"""The other side of the wire: a small client for any server that speaks the OpenAI API, for `kt chat`.
-
-Nothing but the standard library, so that it starts at once.
+"""A small client for servers that speak the OpenAI API, for `kt chat` and `kt prove`. It uses only the standard
+library, so that it starts at once.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ class Client:
         try:
             return urllib.request.urlopen(urllib.request.Request(self.url + path, data, headers), timeout=3600)
         except urllib.error.HTTPError as error:
-            said = error.read().decode(errors="replace")
+            message = error.read().decode(errors="replace")
             try:
-                said = json.loads(said)["error"]["message"]
+                message = json.loads(message)["error"]["message"]
             except (ValueError, KeyError, TypeError):
-                said = said[:300]
-            raise KTError(f"the server answered {error.code}: {said}") from error
+                message = message[:300]
+            raise KTError(f"the server answered {error.code}: {message}") from error
         except (OSError, ValueError) as error:
             raise InputError("url", f"{self.url} ({error})", "a server that is running", "start `kt serve`") from error
 
@@ -39,13 +38,13 @@ class Client:
             return [str(model["id"]) for model in json.loads(reply.read())["data"]]
 
     def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        with self.open("/v1/chat/completions", asked) as reply:
+        request = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        with self.open("/v1/chat/completions", request) as reply:
             for raw in reply:
                 line = raw.decode("utf-8", "replace").strip()
                 if not line.startswith("data:") or line == "data: [DONE]":
                     continue
                 part = json.loads(line.removeprefix("data:"))
                 if "error" in part:
-                    raise KTError(f"the server said: {part['error'].get('message')}")
+                    raise KTError(f"the server reported: {part['error'].get('message')}")
                 yield part

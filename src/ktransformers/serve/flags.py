@@ -1,8 +1,8 @@
-"""Every flag of `kt serve` in one place: ours, those of SGLang's launch lines that mean something here, and those that
-do not, each with the sentence that the user reads once. docs/serve.md prints the same tables.
+"""Every flag of `kt serve` in one place: ours, those of SGLang's launch lines that have an effect here, and those that
+have none, each with the note that is printed once. docs/serve.md has the same tables.
 
-This module is read for `kt serve --help`, so it imports nothing heavy. An unknown flag is an error; a known one that
-asks for what does not exist is an error, too, where ignoring it would change answers.
+`kt serve --help` imports this module, so it imports nothing heavy. An unknown flag is an error; so is a known flag that
+requests an unsupported feature, if ignoring it would change results.
 """
 
 from __future__ import annotations
@@ -27,15 +27,21 @@ class Flag:
     many: bool = False
 
 
-# What `place.wish.Wish` has, by the same words; that module is not read here, because it brings torch.
-PLACEMENT = (
+# The fields of `place.options.PlacementOptions` by the same names; that module needs torch, so it is not imported.
+PLACEMENT_FLAGS = (
     Flag(
         ("--kt-place",),
         "kt_place",
-        "where experts are computed: auto, cpu, stream, resident; default: KT_PLACE, then auto",
+        "where experts are computed: auto, cpu, resident, host_callback, stream, stream_all, split; "
+        "default: KT_PLACE, then auto",
     ),
     Flag(("--kt-num-gpu-experts",), "kt_num_gpu_experts", "experts of each layer that stay on the GPU", int),
-    Flag(("--kt-gpu-experts-ratio",), "kt_gpu_experts_ratio", "share of all experts that stay there; wins", float),
+    Flag(
+        ("--kt-gpu-experts-ratio",),
+        "kt_gpu_experts_ratio",
+        "share of all experts that stay on the GPU; overrides --kt-num-gpu-experts",
+        float,
+    ),
     Flag(
         ("--kt-expert-placement-strategy",),
         "kt_expert_placement_strategy",
@@ -49,19 +55,19 @@ PLACEMENT = (
     Flag(
         ("--kt-gpu-prefill-token-threshold",),
         "kt_gpu_prefill_token_threshold",
-        "batches of so many tokens are streamed to the GPU whole",
+        "batches of at least so many tokens stream all experts to the GPU",
         int,
     ),
     Flag(
         ("--kt-enable-dynamic-expert-update",),
         "kt_enable_dynamic_expert_update",
-        "after such a batch its busiest experts are the residents",
+        "after such a batch its most routed experts become the residents",
         bool,
     ),
     Flag(
         ("--kt-max-deferred-experts-per-token",),
         "kt_max_deferred_experts_per_token",
-        "experts of a token that may come one layer late, an approximation",
+        "experts of a token that may be added one layer late, an approximation",
         int,
     ),
     Flag(
@@ -78,46 +84,65 @@ PLACEMENT = (
     ),
 )
 
-HONOURED = (
+SUPPORTED_FLAGS = (
     Flag(("--model", "--model-path"), "model_flag", "the same as MODEL"),
     Flag(("--lora-paths",), "lora_paths", "adapters to load: NAME=DIR, or DIR alone", many=True),
-    Flag(("--served-model-name",), "served", "what requests call the base; default: the directory's name"),
+    Flag(("--served-model-name",), "served_model_name", "what requests call the base; default: the directory's name"),
     Flag(("--host",), "host", "address to listen on; default: 127.0.0.1, this machine alone"),
     Flag(("--port",), "port", "port to listen on; default: 30000", int),
-    Flag(("--api-key",), "api_key", "requests must bring this key"),
+    Flag(("--api-key",), "api_key", "requests must send this key"),
     Flag(("--watch",), "watch", "a training output directory: serve its checkpoints as they are saved"),
-    Flag(("--max-running-requests",), "running", "sequences in a batch", int, 16),
-    Flag(("--max-queued-requests",), "queued", "sequences that may wait; more are answered 429", int, 128),
-    Flag(("--chunked-prefill-size",), "chunk", "prompt tokens in one step; -1: no limit", int, 512),
-    Flag(("--max-total-tokens",), "tokens", "room of the KV cache; default: by --mem-fraction-static", int),
-    Flag(("--context-length",), "context", "prompt and answer of one request; default: the model's", int),
-    Flag(("--mem-fraction-static",), "memory", "share of the memory that is free after loading for KV", float, 0.5),
-    Flag(("--request-timeout",), "timeout", "seconds until an answer is given up; 0: never", float, 0.0),
+    Flag(("--max-running-requests",), "max_running_requests", "sequences in a batch", int, 16),
+    Flag(("--max-queued-requests",), "max_queued_requests", "sequences in the queue; more are answered 429", int, 128),
+    Flag(("--chunked-prefill-size",), "chunked_prefill_size", "prompt tokens in one step; -1: no limit", int, 512),
+    Flag(
+        ("--max-total-tokens",),
+        "max_total_tokens",
+        "capacity of the KV cache in tokens; default: by --mem-fraction-static",
+        int,
+    ),
+    Flag(
+        ("--context-length",), "context_length", "prompt and new tokens of one request; default: the model's limit", int
+    ),
+    Flag(
+        ("--mem-fraction-static",),
+        "memory",
+        "share of the memory that is free after loading for the KV cache",
+        float,
+        0.5,
+    ),
+    Flag(("--request-timeout",), "request_timeout", "seconds until a request is aborted; 0: never", float, 0.0),
     Flag(("--dtype",), "dtype", "auto, bfloat16, float16 or float32: everything but the experts", str, "auto"),
     Flag(("--device",), "device", "cpu or cuda: everything but the experts; default: cuda where there is one"),
     Flag(("--chat-template",), "chat_template", "a file with a Jinja template in place of the model's"),
     Flag(("--kt-cpuinfer",), "threads", "threads of the experts; default: chosen by the machine", int),
     Flag(("--kt-threadpool-count",), "groups", "groups of threads, one per NUMA node; default: all nodes", int),
-    Flag(("--kt-expert-lora-path", "--kt-lora-path"), "always", "an adapter whose experts are on for every request"),
+    Flag(("--kt-expert-lora-path", "--kt-lora-path"), "always_on", "an adapter whose experts apply to every request"),
     Flag(("--kt-weight-path",), "experts", "where the experts come from: packed, GGUF or kt-kernel's files"),
     Flag(("--kt-method",), "method", "format of the experts; see docs/serve.md"),
-    Flag(("--prefault",), "prefault", "bring all pages of a packed directory before the first request", bool),
-    Flag(("--lock",), "lock", "the same, and keep them in memory; `ulimit -l` must allow it", bool),
-    *PLACEMENT,
+    Flag(("--prefault",), "prefault", "read all pages of a packed directory before the first request", bool),
+    Flag(("--lock",), "lock", "the same, and lock them in memory; `ulimit -l` must allow it", bool),
+    *PLACEMENT_FLAGS,
     Flag(
         ("--tensor-parallel-size", "--tp-size", "--tp"),
         "gpus",
-        "GPUs that the layers are spread over; default: 1, or as many as the plan needs",
+        "GPUs that the layers are distributed over; default: 1, or as many as the plan needs",
         int,
     ),
-    Flag(("--cuda-graph-max-bs",), "graph_rows", "sequences that a step in a CUDA graph may have, 32 at most", int, 32),
-    Flag(("--disable-cuda-graph",), "no_graphs", "new tokens are computed kernel by kernel", bool),
+    Flag(
+        ("--cuda-graph-max-bs",),
+        "cuda_graph_max_bs",
+        "largest batch that is captured in a CUDA graph, 32 at most",
+        int,
+        32,
+    ),
+    Flag(("--disable-cuda-graph",), "disable_cuda_graph", "decode without CUDA graphs", bool),
     Flag(("--log-level",), "log_level", "of the HTTP server", str, "warning"),
-    Flag(("--force",), "force", "serve even where the plan says that it cannot fit", bool),
+    Flag(("--force",), "force", "serve even if the plan says that it does not fit", bool),
 )
 
-# Names of formats in earlier guides -> the word for `kt quant`, None where the released bytes stay as they are.
-METHODS: dict[str, str | None] = {
+# Names of formats in earlier guides -> the format of `kt quant`; None: experts stay as released.
+KT_METHODS: dict[str, str | None] = {
     "BF16": "bf16",
     "AMXBF16": "bf16",
     "AUTO": None,
@@ -133,21 +158,21 @@ METHODS: dict[str, str | None] = {
     "LLAMAFILE": None,
 }
 
-SWITCHES: dict[str, str] = {  # take no value
+IGNORED_SWITCHES: dict[str, str] = {  # take no value
     "--trust-remote-code": "models are those of transformers, no code is fetched",
-    "--enable-mixed-chunk": "prompts and answers always share a batch",
+    "--enable-mixed-chunk": "prefill and decode always share a batch",
     "--enable-p2p-check": "GPUs exchange hidden states through torch",
     "--disable-shared-experts-fusion": "shared experts are computed as the model has them",
-    "--enable-lora": "adapters are always possible",
-    "--disable-radix-cache": "prefixes are kept per slot",
-    "--enable-metrics": "/metrics is always there",
-    "--disable-custom-all-reduce": "nothing is reduced over GPUs",
-    "--skip-server-warmup": "there is none",
+    "--enable-lora": "adapters are always enabled",
+    "--disable-radix-cache": "prefixes are cached per KV slot",
+    "--enable-metrics": "/metrics is always served",
+    "--disable-custom-all-reduce": "there is no all-reduce over GPUs",
+    "--skip-server-warmup": "there is no warm-up",
     "--allow-auto-truncate": "prompts that are too long are refused",
     "--record-kt-gpu-expert-distribution": "--kt-record-experts writes counts",
 }
-VALUES: dict[str, str] = {  # take one value
-    "--kt-numa-nodes": "nodes are found by themselves; --kt-threadpool-count limits them",
+IGNORED_OPTIONS: dict[str, str] = {  # take one value
+    "--kt-numa-nodes": "nodes are detected; --kt-threadpool-count limits them",
     "--attention-backend": "attention is torch's own",
     "--prefill-attention-backend": "attention is torch's own",
     "--decode-attention-backend": "attention is torch's own",
@@ -157,70 +182,70 @@ VALUES: dict[str, str] = {  # take one value
     "--max-loaded-loras": "adapters stay until they are unloaded",
     "--max-lora-rank": "ranks are read from the adapters",
     "--lora-target-modules": "targets are read from the adapters",
-    "--max-prefill-tokens": "--chunked-prefill-size says it",
+    "--max-prefill-tokens": "--chunked-prefill-size sets it",
     "--schedule-policy": "first come, first served",
-    "--schedule-conservativeness": "an answer without room waits and goes on later",
-    "--watchdog-timeout": "--request-timeout says it",
-    "--fp8-gemm-backend": "there are no FP8 products",
-    "--kv-cache-dtype": "keys and values are kept as the model computes them",
+    "--schedule-conservativeness": "a sequence without KV capacity is preempted and recomputed later",
+    "--watchdog-timeout": "--request-timeout sets it",
+    "--fp8-gemm-backend": "there are no FP8 GEMMs",
+    "--kv-cache-dtype": "keys and values have the model's dtype",
     "--page-size": "the cache has slots, not pages",
-    "--random-seed": "a request's own seed says it",
+    "--random-seed": "each request sets its own seed",
     "--tokenizer-path": "the tokenizer lies in the model directory",
-    "--grammar-backend": "llguidance is the one",
-    "--tool-call-parser": "calls are read in the forms that docs/serve.md lists",
-    "--reasoning-parser": "thoughts stay in the text",
+    "--grammar-backend": "llguidance is used",
+    "--tool-call-parser": "calls are parsed in the formats that docs/serve.md lists",
+    "--reasoning-parser": "reasoning stays in the text",
 }
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch line, read."""
+    """The options of one launch line."""
 
     target: str
     lora_paths: tuple[tuple[str, str], ...] = ()
-    served: str | None = None
+    served_model_name: str | None = None
     host: str | None = None
     port: int | None = None
     api_key: str | None = None
     watch: Path | None = None
-    running: int = 16
-    queued: int = 128
-    chunk: int = 512
-    tokens: int | None = None
-    context: int | None = None
+    max_running_requests: int = 16
+    max_queued_requests: int = 128
+    chunked_prefill_size: int = 512
+    max_total_tokens: int | None = None
+    context_length: int | None = None
     memory: float = 0.5
-    timeout: float = 0.0
+    request_timeout: float = 0.0
     dtype: str = "auto"
     device: str | None = None
     chat_template: Path | None = None
     threads: int | None = None
     groups: int | None = None
-    always: Path | None = None
+    always_on: Path | None = None
     experts: Path | None = None
     pages: str = "lazy"  # of a packed directory: lazy, prefault or lock
-    gpus: int | None = None  # that layers are spread over
-    place: dict[str, Any] = field(default_factory=dict)  # fields of `place.wish.Wish` that the line gives
-    graph_rows: int = 32
-    no_graphs: bool = False
+    gpus: int | None = None  # that layers are distributed over
+    place: dict[str, Any] = field(default_factory=dict)  # fields of `place.options.PlacementOptions` that the line sets
+    cuda_graph_max_bs: int = 32
+    disable_cuda_graph: bool = False
     log_level: str = "warning"
     force: bool = False
-    notes: tuple[str, ...] = field(default=())  # what was accepted and means nothing here
+    notes: tuple[str, ...] = field(default=())  # on flags that were accepted without effect
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
-        raise InputError("kt serve", message, "a launch line as in docs/serve.md", "`kt serve --help` lists the flags")
+        raise InputError("kt serve", message, "flags as in docs/serve.md", "`kt serve --help` lists them")
 
 
-def parser() -> argparse.ArgumentParser:
-    made = _Parser(prog="kt serve", description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
-    made.add_argument("target", nargs="?", metavar="MODEL", help="a model, a training output, or its YAML file")
-    for flag in HONOURED:
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="kt serve", description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
+    parser.add_argument("target", nargs="?", metavar="MODEL", help="a model, a training output, or its YAML file")
+    for flag in SUPPORTED_FLAGS:
         if flag.kind is bool:
-            made.add_argument(*flag.names, dest=flag.field, action="store_true", help=flag.help)
+            parser.add_argument(*flag.names, dest=flag.field, action="store_true", help=flag.help)
             continue
         metavar = flag.field.removesuffix("_flag").upper()
-        made.add_argument(
+        parser.add_argument(
             *flag.names,
             dest=flag.field,
             type=flag.kind,
@@ -229,76 +254,76 @@ def parser() -> argparse.ArgumentParser:
             metavar="NAME=DIR" if flag.many else metavar,
             **({"nargs": "+", "action": "extend"} if flag.many else {}),  # type: ignore[arg-type]
         )
-    for name in SWITCHES:
-        made.add_argument(name, action="append_const", const=name, dest="moot", help=argparse.SUPPRESS)
-    for name in VALUES:
-        made.add_argument(name, dest=f"moot {name}", help=argparse.SUPPRESS)
-    return made
+    for name in IGNORED_SWITCHES:
+        parser.add_argument(name, action="append_const", const=name, dest="moot", help=argparse.SUPPRESS)
+    for name in IGNORED_OPTIONS:
+        parser.add_argument(name, dest=f"moot {name}", help=argparse.SUPPRESS)
+    return parser
 
 
 _DESCRIPTION = "Serve a model over the OpenAI API: the base and any number of adapters, chosen by each request."
-_EPILOG = "SGLang's other flags are accepted and mean nothing here; docs/serve.md lists them with the reasons."
+_EPILOG = "SGLang's other flags are accepted and ignored; docs/serve.md lists them with the reasons."
 
 
 def parse(words: Sequence[str]) -> Launch:
-    found = vars(parser().parse_args(list(words)))
-    given = [name for name in (found.pop("target"), found.pop("model_flag")) if name]
-    if len(given) != 1:
-        raise InputError("MODEL", f"{len(given)} models", "one", "kt serve MODEL, or --model MODEL")
-    notes = [f"{name}: {SWITCHES[name]}" for name in dict.fromkeys(found.pop("moot") or [])]
-    for name, why in VALUES.items():
-        value = found.pop(f"moot {name}")
+    options = vars(make_parser().parse_args(list(words)))
+    targets = [name for name in (options.pop("target"), options.pop("model_flag")) if name]
+    if len(targets) != 1:
+        raise InputError("MODEL", f"{len(targets)} models", "one", "kt serve MODEL, or --model MODEL")
+    notes = [f"{name}: {IGNORED_SWITCHES[name]}" for name in dict.fromkeys(options.pop("moot") or [])]
+    for name, reason in IGNORED_OPTIONS.items():
+        value = options.pop(f"moot {name}")
         if value is not None:
-            notes.append(f"{name} {value}: {why}")
-    notes += _method(found.pop("method"))
-    _check(found)
-    paths = tuple(_lora(word) for word in found.pop("lora_paths") or [])
+            notes.append(f"{name} {value}: {reason}")
+    notes += _method_notes(options.pop("method"))
+    _check_ranges(options)
+    paths = tuple(_parse_lora_path(word) for word in options.pop("lora_paths") or [])
     names = [name for name, _ in paths]
     if len(set(names)) < len(names):
         raise InputError("lora-paths", ", ".join(names), "every name once")
-    for name in ("watch", "chat_template", "always", "experts"):
-        found[name] = None if found[name] is None else Path(found[name])
-    asked = {flag.field: found.pop(flag.field) for flag in PLACEMENT}
-    found["place"] = {name: value for name, value in asked.items() if value is not None and value is not False}
-    prefault, lock = found.pop("prefault"), found.pop("lock")
-    found["pages"] = "lock" if lock else "prefault" if prefault else "lazy"
-    return Launch(target=given[0], lora_paths=paths, notes=tuple(notes), **found)
+    for name in ("watch", "chat_template", "always_on", "experts"):
+        options[name] = None if options[name] is None else Path(options[name])
+    placement = {flag.field: options.pop(flag.field) for flag in PLACEMENT_FLAGS}
+    options["place"] = {name: value for name, value in placement.items() if value is not None and value is not False}
+    prefault, lock = options.pop("prefault"), options.pop("lock")
+    options["pages"] = "lock" if lock else "prefault" if prefault else "lazy"
+    return Launch(target=targets[0], lora_paths=paths, notes=tuple(notes), **options)
 
 
-def _method(word: str | None) -> list[str]:
+def _method_notes(word: str | None) -> list[str]:
     if word is None:
         return []
-    if word.upper() not in METHODS:
-        raise InputError("kt-method", word, f"one of {', '.join(METHODS)}")
-    stays = f"--kt-method {word}: experts keep the format that they are stored in"
-    made = METHODS[word.upper()]
-    return [stays if made is None else f"{stays}; `kt quant --format {made}` makes others"]
+    if word.upper() not in KT_METHODS:
+        raise InputError("kt-method", word, f"one of {', '.join(KT_METHODS)}")
+    stays = f"--kt-method {word}: experts keep the format in which they are stored"
+    quant_format = KT_METHODS[word.upper()]
+    return [stays if quant_format is None else f"{stays}; `kt quant --format {quant_format}` converts them"]
 
 
-def _check(found: dict[str, Any]) -> None:
-    for name, least in (
-        ("running", 1),
-        ("queued", 1),
-        ("tokens", 64),
-        ("context", 2),
+def _check_ranges(options: dict[str, Any]) -> None:
+    for name, minimum in (
+        ("max_running_requests", 1),
+        ("max_queued_requests", 1),
+        ("max_total_tokens", 64),
+        ("context_length", 2),
         ("port", 0),
         ("gpus", 1),
-        ("graph_rows", 1),
+        ("cuda_graph_max_bs", 1),
     ):
-        if found[name] is not None and found[name] < least:
-            raise InputError(name, found[name], f"{least} or more")
-    if found["chunk"] == -1:
-        found["chunk"] = 2**31
-    if found["chunk"] < 1:
-        raise InputError("chunked-prefill-size", found["chunk"], "1 or more, or -1")
-    if not 0 < found["memory"] <= 1:
-        raise InputError("mem-fraction-static", found["memory"], "more than 0, at most 1")
+        if options[name] is not None and options[name] < minimum:
+            raise InputError(name, options[name], f"{minimum} or more")
+    if options["chunked_prefill_size"] == -1:
+        options["chunked_prefill_size"] = 2**31
+    if options["chunked_prefill_size"] < 1:
+        raise InputError("chunked-prefill-size", options["chunked_prefill_size"], "1 or more, or -1")
+    if not 0 < options["memory"] <= 1:
+        raise InputError("mem-fraction-static", options["memory"], "more than 0, at most 1")
 
 
-def _lora(word: str) -> tuple[str, str]:
-    name, separator, place = word.partition("=")
+def _parse_lora_path(word: str) -> tuple[str, str]:
+    name, separator, directory = word.partition("=")
     if not separator:
-        name, place = Path(word).name, word
-    if not re.fullmatch(r"[\w.-]+", name) or not place:
+        name, directory = Path(word).name, word
+    if not re.fullmatch(r"[\w.-]+", name) or not directory:
         raise InputError("lora-paths", repr(word), "NAME=DIR; names have letters, digits, dots and dashes")
-    return name, place
+    return name, directory

@@ -1,9 +1,9 @@
-"""What serving will take, said before anything is loaded, and held against what it took.
+"""The plan of a launch line before anything is loaded, and its comparison with the memory that was used.
 
-The planner (`ktransformers.plan`) knows shapes and rates and no server; here stands what a launch line means to it.
-The cache is the surprising part: it takes what is free and gives way to nobody, so a plan that counted all requests at
-full length would refuse what runs well. Counted is the room that the line asks for, else room for one request; what is
-kept beyond that is decided after loading, from the memory that is then free.
+The planner (`ktransformers.plan`) knows model shapes and machine rates, not servers; this module translates launch
+options into its workload. The KV cache takes whatever memory is free, so a plan with all requests at full length would
+refuse configurations that run well. The plan counts the capacity that the line asks for, otherwise that of one request;
+what the cache gets beyond that is decided after loading, from the memory that is then free.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from ktransformers.plan.workload import DEFAULT_POLICY
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.http.service import Service
 
-ROOM = 4096  # tokens of a request, where the line says nothing and the model allows more
+DEFAULT_CONTEXT = 4096  # tokens of a request, if the line sets none and the model allows more
 
 
-def work_of(launch: Launch, rest_bytes: int, longest: int) -> Serving:
-    """`longest`: the model's own limit of a sequence."""
-    context = min(launch.context or ROOM, longest)
-    room = launch.tokens or context
-    return Serving(context=room, prompt=min(launch.chunk, room), sequences=1, rest_bytes=rest_bytes)
+def serving_workload(launch: Launch, rest_bytes: int, max_positions: int) -> Serving:
+    """`max_positions`: the model's own limit of a sequence."""
+    context = min(launch.context_length or DEFAULT_CONTEXT, max_positions)
+    cache_tokens = launch.max_total_tokens or context
+    return Serving(
+        context=cache_tokens, prompt=min(launch.chunked_prefill_size, cache_tokens), sequences=1, rest_bytes=rest_bytes
+    )
 
 
 def forecast(
@@ -33,41 +35,44 @@ def forecast(
     directory: Path,
     device: str,
     rest_bytes: int,
-    longest: int,
+    max_positions: int,
     policies: Sequence[str] = (DEFAULT_POLICY,),
     needs_gpu: bool = False,
 ) -> tuple[Plan | None, str]:
-    """For this machine, experts where the best of `policies` has them; a model whose config the planner cannot read is
-    served all the same, and the note says why."""
+    """The plan for this machine with the best of `policies`. A model whose config the planner cannot read is served
+    without one: (None, the reason)."""
     from ktransformers.plan.calibrate import this_machine
 
     try:
         shape = open_shape(str(directory))
         machine = this_machine()
         machine = with_gpus(machine, "none") if device == "cpu" else machine
-        work = work_of(launch, rest_bytes, longest)
+        work = serving_workload(launch, rest_bytes, max_positions)
         return make_plan(shape, work, machine, policies=policies, needs_gpu=needs_gpu), ""
     except InputError as error:
-        return None, f"no forecast of memory and time: {error}"
+        return None, f"no plan of memory and time: {error}"
 
 
-def at_start(plan: Plan, service: Service) -> PlanComparison:
-    """Predicted and measured host memory before the first request: no cache yet, nothing computed."""
-    later = ("KV cache", "activations", "scores", "workspace", "transfers")
-    expected = sum(size for name, size in plan.nearest.memory.host.items() if name not in later) + _adapters(service)
+def compare_at_start(plan: Plan, service: Service) -> PlanComparison:
+    """Predicted and measured host memory before the first request, without KV cache and activations."""
+    not_yet_allocated = ("KV cache", "activations", "scores", "workspace", "transfers")
+    expected = sum(
+        size for name, size in plan.nearest.memory.host.items() if name not in not_yet_allocated
+    ) + _adapter_bytes(service)
     return PlanComparison("host memory at start", expected / 1e9, anonymous_bytes() / 1e9, "GB")
 
 
-def at_end(plan: Plan, service: Service) -> PlanComparison:
-    """And after the last one, with the cache as large as it became, and scores of prompts where they were asked for."""
+def compare_at_end(plan: Plan, service: Service) -> PlanComparison:
+    """Predicted and measured host memory after the last request, with the KV cache at its peak, and with prompt scores
+    if any were requested."""
     host, scored = plan.nearest.memory.host, service.engine.counts.scored_tokens > 0
-    left = ("KV cache",) if scored else ("KV cache", "scores")
-    expected = sum(size for name, size in host.items() if name not in left) + _adapters(service)
+    excluded = ("KV cache",) if scored else ("KV cache", "scores")
+    expected = sum(size for name, size in host.items() if name not in excluded) + _adapter_bytes(service)
     if "KV cache" in host:
-        expected += service.engine.slots.most * service.per_token
+        expected += service.engine.kv_cache.peak_tokens * service.kv_bytes_per_token
     return PlanComparison("host memory at the end", expected / 1e9, anonymous_bytes() / 1e9, "GB")
 
 
-def _adapters(service: Service) -> int:
-    """Bytes of those that are loaded; a plan knows of none."""
-    return sum(one.resident.bytes() for one in service.registry.loaded.values())
+def _adapter_bytes(service: Service) -> int:
+    """Size of the loaded adapters, which a plan does not know."""
+    return sum(entry.adapter.bytes() for entry in service.registry.loaded.values())

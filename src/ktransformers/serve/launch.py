@@ -1,9 +1,8 @@
-"""From a launch line to a running server: the model opened and checked, room measured, adapters loaded, the socket
-bound.
+"""From a launch line to a running server: open and check the model, size the KV cache, load adapters, bind the socket.
 
-The order is chosen so that what can fail fails early: paths and packages first, the port and the plan before the hours
-of loading, the family's check before adapters. Everything but the experts is computed in bf16 where the processor or a
-GPU has instructions for it, in float32 elsewhere.
+The order makes errors come early: paths and packages first, the port and the plan before the model is loaded, the check
+of the model family before adapters. Everything but the experts is computed in bf16 if the processor or a GPU has
+instructions for it, in float32 otherwise.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ from ktransformers import env, settings, system
 from ktransformers.errors import InputError
 from ktransformers.plan import Plan, require_fit
 from ktransformers.serve.flags import Launch
-from ktransformers.serve.target import Target, resolve
+from ktransformers.serve.target import Target, resolve_target
 
-HOST_SHARE = 0.8  # of free host memory at most, whatever the line says: lines are written for GPUs
-PATIENCE = 30  # seconds for running answers when the server is asked to end
+MAX_HOST_SHARE = 0.8  # of free host memory for the KV cache: --mem-fraction-static is chosen for GPUs
+SHUTDOWN_SECONDS = 30  # for running requests after SIGTERM or Ctrl-C
 
-Say = Callable[[str], None]
-Show = Callable[[Plan], None]
+LogLine = Callable[[str], None]
+ShowPlan = Callable[[Plan], None]
 
 
 def with_environment(launch: Launch) -> Launch:
-    """API_HOST, API_PORT and API_KEY where the line says nothing, as LLaMA-Factory reads them; then config.yaml."""
+    """Fill host, port and key from API_HOST, API_PORT and API_KEY, as LLaMA-Factory does; then from config.yaml."""
     port = env.text("API_PORT")
     if port and not port.isdigit():
         raise InputError("API_PORT", repr(port), "a port's number")
-    chosen = settings.read().server
+    configured = settings.read().server
     return replace(
         launch,
-        host=launch.host or env.text("API_HOST") or chosen.host,
-        port=launch.port if launch.port is not None else int(port) if port else chosen.port,
+        host=launch.host or env.text("API_HOST") or configured.host,
+        port=launch.port if launch.port is not None else int(port) if port else configured.port,
         api_key=launch.api_key or env.text("API_KEY") or None,
     )
 
@@ -48,64 +47,65 @@ def check_packages() -> None:
             raise InputError(package, "no such package", "it installed", "pip install 'ktransformers[serve]'")
 
 
-def dtype_of(word: str, device: str) -> Any:
+def parse_dtype(name: str, device: str) -> Any:
     import torch
 
-    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    known |= {"half": torch.float16, "float": torch.float32, "bf16": torch.bfloat16}
-    if word == "auto":
+    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    dtypes |= {"half": torch.float16, "float": torch.float32, "bf16": torch.bfloat16}
+    if name == "auto":
         return torch.bfloat16 if system.bf16_is_fast(device) else torch.float32
-    if word not in known:
-        raise InputError("dtype", word, f"auto or one of {', '.join(known)}")
-    return known[word]
+    if name not in dtypes:
+        raise InputError("dtype", name, f"auto or one of {', '.join(dtypes)}")
+    return dtypes[name]
 
 
-def make_plan(launch: Launch, target: Target, say: Say, show: Show) -> Plan | None:
-    """Shown first; what cannot fit is refused unless the line says --force. Where nothing fits with the GPU, and nobody
-    has asked for it, everything is on the CPU (`device_of`)."""
+def make_plan(launch: Launch, target: Target, log: LogLine, show: ShowPlan) -> Plan | None:
+    """Make and show the plan; one that does not fit is refused without --force. If nothing fits with the GPU, and the
+    line does not require it, everything is on the CPU (`choose_device`)."""
     from transformers import AutoConfig
 
     from ktransformers.place.options import read_options
     from ktransformers.serve.forecast import forecast
 
-    longest, wish = _longest(AutoConfig.from_pretrained(target.model)), read_options(launch.place, target.keys)
-    needs_gpu = wish.needs_gpu or launch.device is not None or (launch.gpus or 1) > 1
+    max_positions = _max_positions(AutoConfig.from_pretrained(target.model))
+    options = read_options(launch.place, target.keys)
+    needs_gpu = options.needs_gpu or launch.device is not None or (launch.gpus or 1) > 1
 
-    def planned(device: str) -> tuple[Plan | None, str]:
-        size = dtype_of(launch.dtype, device).itemsize
-        return forecast(launch, target.model, device, size, longest, wish.policies, needs_gpu)
+    def plan_for(device: str) -> tuple[Plan | None, str]:
+        dtype_bytes = parse_dtype(launch.dtype, device).itemsize
+        return forecast(launch, target.model, device, dtype_bytes, max_positions, options.policies, needs_gpu)
 
-    found, note = planned(device_of(launch))
-    if found is not None and found.gpu_unused_reason:
-        say(f"everything on the CPU: {found.gpu_unused_reason}; --device cuda insists on it")
-        found, note = planned("cpu")
-    if found is None:
-        say(note)
+    plan, note = plan_for(choose_device(launch))
+    if plan is not None and plan.gpu_unused_reason:
+        log(f"everything on the CPU: {plan.gpu_unused_reason}; --device cuda requires it")
+        plan, note = plan_for("cpu")
+    if plan is None:
+        log(note)
         return None
-    show(found)
-    require_fit(found, force=launch.force)
-    return found
+    show(plan)
+    require_fit(plan, force=launch.force)
+    return plan
 
 
-def device_of(launch: Launch, plan: Plan | None = None) -> str:
-    """As the line says; else a GPU where there is one and the plan has not left it out."""
+def choose_device(launch: Launch, plan: Plan | None = None) -> str:
+    """The line's device, otherwise a visible GPU unless the plan leaves it out."""
     import torch
 
     left_out = plan is not None and not plan.nearest.choice.gpus
     return launch.device or ("cuda" if torch.cuda.is_available() and not left_out else "cpu")
 
 
-def host_room(launch: Launch, per_token: int) -> int:
-    return int(system.memory().available * min(launch.memory, HOST_SHARE)) // per_token
+def host_cache_tokens(launch: Launch, kv_bytes_per_token: int) -> int:
+    return int(system.memory().available * min(launch.memory, MAX_HOST_SHARE)) // kv_bytes_per_token
 
 
-def open_service(launch: Launch, target: Target, say: Say, plan: Plan | None = None) -> Any:
-    """The service with its engine, not started yet."""
+def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None = None) -> Any:
+    """Load the model and assemble the service; its engine is not started yet."""
     from transformers import AutoTokenizer
 
     from ktransformers.place.apply import ModelPlacement
     from ktransformers.serve.engine.engine import Limits, ServeEngine
-    from ktransformers.serve.engine.forward import open_forward
+    from ktransformers.serve.engine.forward import make_forward
     from ktransformers.serve.engine.lora import LoraModules
     from ktransformers.serve.http.registry import Registry
     from ktransformers.serve.http.service import Service
@@ -118,60 +118,76 @@ def open_service(launch: Launch, target: Target, say: Say, plan: Plan | None = N
         spreads_layers,
     )
 
-    device = device_of(launch, plan)
-    dtype = dtype_of(launch.dtype, device)
+    device = choose_device(launch, plan)
+    dtype = parse_dtype(launch.dtype, device)
     tokenizer: Any = AutoTokenizer.from_pretrained(target.model)
     template = launch.chat_template.read_text() if launch.chat_template else ""
-    say(f"loading {target.model} ({str(dtype).removeprefix('torch.')}, {device})")
+    log(f"loading {target.model} ({str(dtype).removeprefix('torch.')}, {device})")
     placement = ModelPlacement(options_of(launch, target).as_planned(plan))
-    spreads = device != "cpu" and spreads_layers(placement.options, launch, plan)
-    places = device != "cpu" and placement.options.policy != "cpu"
-    graphs = device != "cpu" and not launch.no_graphs
-    model = _open_model(launch, target, dtype, "cpu" if spreads else device, places, say)
-    if spreads:
-        say(placement.move_layers(model, gpus_of(launch, plan)))
-    forward = open_forward(model)
-    per_token = forward.check()
-    attach_experts(model, placement, say, graphs)
-    context = launch.context or _longest(model.config)
-    room = cache_tokens(model, launch, per_token) if device != "cpu" else host_room(launch, per_token)
-    tokens = launch.tokens or max(256, min(room, launch.running * context))
-    limits = Limits(launch.running, launch.queued, launch.chunk, tokens, min(context, tokens))
-    say(f"room for {tokens} tokens, {tokens * per_token / 2**30:.2f} GiB of keys and values when full")
-    engine = ServeEngine(forward, limits)
-    served = launch.served or target.name
-    registry = Registry(served, LoraModules(model), str(target.model), engine.forget, launch.always)
-    for name, place in (*target.adapters, *launch.lora_paths):
-        made = registry.load(name, place)
-        say(f"adapter {served}:{name} from {place}, {made.bytes() / 2**20:.1f} MiB")
-    service = Service(
-        engine, registry, tokenizer, timeout=launch.timeout or None, template=template, per_token=per_token
+    multi_gpu = device != "cpu" and spreads_layers(placement.options, launch, plan)
+    uses_gpu_experts = device != "cpu" and placement.options.policy != "cpu"
+    graphs = device != "cpu" and not launch.disable_cuda_graph
+    model = _load_model(launch, target, dtype, "cpu" if multi_gpu else device, uses_gpu_experts, log)
+    if multi_gpu:
+        log(placement.move_layers(model, gpus_of(launch, plan)))
+    forward = make_forward(model)
+    kv_bytes_per_token = forward.check_against_stock()
+    attach_experts(model, placement, log, graphs)
+    context = launch.context_length or _max_positions(model.config)
+    capacity = (
+        host_cache_tokens(launch, kv_bytes_per_token)
+        if device == "cpu"
+        else cache_tokens(model, launch, kv_bytes_per_token)
     )
-    service.approximations = fill_gpus(placement, tokens * per_token, launch.chunk, plan, graphs, say)
+    tokens = launch.max_total_tokens or max(256, min(capacity, launch.max_running_requests * context))
+    limits = Limits(
+        launch.max_running_requests,
+        launch.max_queued_requests,
+        launch.chunked_prefill_size,
+        tokens,
+        min(context, tokens),
+    )
+    log(f"KV cache of {tokens} tokens, {tokens * kv_bytes_per_token / 2**30:.2f} GiB when full")
+    engine = ServeEngine(forward, limits)
+    served = launch.served_model_name or target.name
+    registry = Registry(served, LoraModules(model), str(target.model), engine.drop_adapter, launch.always_on)
+    for name, directory in (*target.adapters, *launch.lora_paths):
+        adapter = registry.load(name, directory)
+        log(f"adapter {served}:{name} from {directory}, {adapter.bytes() / 2**20:.1f} MiB")
+    service = Service(
+        engine,
+        registry,
+        tokenizer,
+        timeout=launch.request_timeout or None,
+        template=template,
+        kv_bytes_per_token=kv_bytes_per_token,
+    )
+    cache_bytes, prefill = tokens * kv_bytes_per_token, launch.chunked_prefill_size
+    service.approximations = fill_gpus(placement, cache_bytes, prefill, plan, graphs, log)
     service.placement = placement
     if device != "cpu":
-        say(_decode_in_graphs(forward, placement.placement, launch))
+        log(_attach_decode_graphs(forward, placement.placement, launch))
     return service
 
 
-def _decode_in_graphs(forward: Any, placement: Any, launch: Launch) -> str:
-    """What became of it."""
+def _attach_decode_graphs(forward: Any, placement: Any, launch: Launch) -> str:
+    """Returns the line to log: graphs are used, or why not."""
     from ktransformers.serve.graphs.decode_graphs import DecodeGraphs, why_not
 
-    why = "--disable-cuda-graph" if launch.no_graphs else why_not(forward, placement)
-    if why:
-        return f"new tokens are computed kernel by kernel: {why}"
-    forward.graphs = DecodeGraphs(forward.model, placement, max_rows=launch.graph_rows)
-    return f"new tokens are computed in CUDA graphs, up to {forward.graphs.max_rows} sequences at once"
+    reason = "--disable-cuda-graph" if launch.disable_cuda_graph else why_not(forward, placement)
+    if reason:
+        return f"decode without CUDA graphs: {reason}"
+    forward.graphs = DecodeGraphs(forward.model, placement, max_rows=launch.cuda_graph_max_bs)
+    return f"decode in CUDA graphs, batches of up to {forward.graphs.max_rows} sequences"
 
 
-def _open_model(launch: Launch, target: Target, dtype: Any, device: str, spare: bool, say: Say) -> Any:
+def _load_model(launch: Launch, target: Target, dtype: Any, device: str, spare: bool, log: LogLine) -> Any:
     from ktransformers.checkpoint import find_experts
     from ktransformers.checkpoint.packed import is_packed
     from ktransformers.checkpoint.shards import Shards
 
     directory = target.model
-    if not find_experts(Shards.of_directory(directory).names):  # a dense model: nothing of it is ours
+    if not find_experts(Shards.of_directory(directory).names):  # a dense model is loaded by stock transformers
         from transformers import AutoModelForCausalLM
 
         stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
@@ -179,77 +195,77 @@ def _open_model(launch: Launch, target: Target, dtype: Any, device: str, spare: 
     from ktransformers.nn import load_model
     from ktransformers.nn.pool import set_default_pool
 
-    wanted = launch.threads or 0, launch.groups or 0, spare
-    pool = set_default_pool(*wanted) if any(wanted) else None
-    experts = target.experts_of(launch.experts)
+    pool_options = launch.threads or 0, launch.groups or 0, spare
+    pool = set_default_pool(*pool_options) if any(pool_options) else None
+    experts = target.choose_experts(launch.experts)
     if experts is not None:
-        say(f"experts from {experts}")
+        log(f"experts from {experts}")
     if launch.pages != "lazy" and not is_packed(experts or directory):
-        say(
+        log(
             f"--{launch.pages}: without effect: these experts are read into memory; `kt quant` writes some to be mapped"
         )
-    where = None if device == "cpu" else device
-    return load_model(directory, experts=experts, dtype=dtype, device=where, pool=pool, pages=launch.pages)
+    gpu = None if device == "cpu" else device
+    return load_model(directory, experts=experts, dtype=dtype, device=gpu, pool=pool, pages=launch.pages)
 
 
-def _longest(config: Any) -> int:
-    """Tokens that a sequence of this model may have."""
-    found = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return int(found) if found and math.isfinite(found) else 4096
+def _max_positions(config: Any) -> int:
+    """The longest sequence that the model supports."""
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return int(positions) if positions and math.isfinite(positions) else 4096
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """The socket, before anything is loaded: a port in use is said at once."""
+def bind_socket(host: str, port: int) -> socket.socket:
+    """Bind before anything is loaded, so that a port in use is an error at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind((host, port))
+        sock.bind((host, port))
     except (OSError, OverflowError) as error:
-        made.close()
+        sock.close()
         raise InputError("port", f"{host}:{port} ({error})", "a free port of this machine", "pass --port") from error
-    return made
+    return sock
 
 
-def serve(launch: Launch, say: Say, show: Show) -> None:
-    """Until it is told to end (Ctrl-C, SIGTERM): then nothing new is taken and running answers have 30 seconds."""
+def serve(launch: Launch, log: LogLine, show: ShowPlan) -> None:
+    """Serve until Ctrl-C or SIGTERM; running requests then have SHUTDOWN_SECONDS to end."""
     check_packages()
     for note in launch.notes:
-        say(f"accepted without effect: {note}")
+        log(f"accepted without effect: {note}")
     launch = with_environment(launch)
-    target = resolve(launch.target)
+    target = resolve_target(launch.target)
     assert launch.host is not None and launch.port is not None
-    door = bind(launch.host, launch.port)
-    plan = make_plan(launch, target, say, show)
+    listener = bind_socket(launch.host, launch.port)
+    plan = make_plan(launch, target, log, show)
     import uvicorn  # type: ignore[import-not-found,unused-ignore]
 
     from ktransformers.serve import forecast
     from ktransformers.serve.http.api import create_app
-    from ktransformers.serve.http.training import TrainingLog, Watch
+    from ktransformers.serve.http.training import CheckpointWatch, TrainingLog
 
-    service = open_service(launch, target, say, plan)
-    watch = Watch(launch.watch, service.registry) if launch.watch else None
+    service = open_service(launch, target, log, plan)
+    watch = CheckpointWatch(launch.watch, service.registry) if launch.watch else None
     training = TrainingLog(launch.watch) if launch.watch else None
 
-    def ended() -> None:  # here, because uvicorn lets a signal end the process when it is done
+    def ended() -> None:  # not after run(): uvicorn re-raises the signal when it is done
         if plan is not None:
-            say(str(forecast.at_end(plan, service)))
+            log(str(forecast.compare_at_end(plan, service)))
         if (line := service.placement.save_counts()) is not None:
-            say(line)
+            log(line)
 
     app = create_app(service, api_key=launch.api_key, training=training, ended=ended)
-    config = uvicorn.Config(app, log_level=launch.log_level, timeout_graceful_shutdown=PATIENCE)
+    config = uvicorn.Config(app, log_level=launch.log_level, timeout_graceful_shutdown=SHUTDOWN_SECONDS)
     server = uvicorn.Server(config)
     if watch is not None:
         watch.start()
-    port = door.getsockname()[1]
+    port = listener.getsockname()[1]
     if plan is not None:
-        say(str(forecast.at_start(plan, service)))
-    say(f"{service.registry.served} is served at http://{launch.host}:{port}/v1")
+        log(str(forecast.compare_at_start(plan, service)))
+    log(f"{service.registry.served} is served at http://{launch.host}:{port}/v1")
     try:
         with system.frozen_gc():
-            server.run(sockets=[door])
+            server.run(sockets=[listener])
     finally:
         if watch is not None:
             watch.stop()
-        door.close()
+        listener.close()

@@ -1,9 +1,11 @@
-"""What is to be served: MODEL may be a model, the output directory of a training, or a YAML file of either.
+"""Resolves the MODEL argument: a model, the output directory of a training run, or a YAML file of training or
+inference.
 
 A training output is an adapter and names its base; a training YAML names both; an inference YAML (`infer_backend:
-ktransformers`) has adapter_name_or_path. In each case the base is served and the adapter beside it, under the name of
-its directory. Experts that the training had from elsewhere (`kt_weight_path`) are those to serve, or its numbers would
-be others. A model may be a directory, a name of `kt model list`, a hub id, or one of the short names below.
+ktransformers`) has adapter_name_or_path. In each case the base is served with the adapter beside it, under the name of
+its directory. If training read experts from elsewhere (`kt_weight_path`), the same experts are served, because others
+would give other results. A model may be a directory, a name of `kt model list`, a hub id, or one of the short names
+below.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from ktransformers import model_registry
 from ktransformers.adapters.manifest import read_manifest
 from ktransformers.errors import InputError
 
-SHORT = {
+SHORT_NAMES = {
     "qwen3-30b": "Qwen/Qwen3-30B-A3B-Instruct-2507",
     "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B-Instruct-2507",
     "qwen3-235b": "Qwen/Qwen3-235B-A22B-Instruct-2507",
@@ -33,61 +35,63 @@ SHORT = {
 class Target:
     model: Path
     adapters: tuple[tuple[str, str], ...] = ()
-    name: str = ""  # what to call the base
-    keys: Mapping[str, Any] = field(default_factory=dict)  # of the YAML file, where it is one
-    experts: Path | None = None  # where they came from in training, if not from the model
-    precision: str = "bf16"  # that training computed them in
+    name: str = ""  # of the base in requests
+    keys: Mapping[str, Any] = field(default_factory=dict)  # of the YAML file, if MODEL is one
+    experts: Path | None = None  # that training used, if not the model's own
+    precision: str = "bf16"  # in which training computed the experts
 
-    def experts_of(self, given: Path | None) -> Path | None:
-        """`given` on the launch line, else those of the training; None: the model's own."""
-        found = given or self.experts
-        if found is None or found.resolve() == self.model.resolve():  # guides for kt-kernel name the model itself, too
+    def choose_experts(self, given: Path | None) -> Path | None:
+        """The directory of the experts: `given` on the launch line, else that of training; None: the model's own."""
+        experts = given or self.experts
+        if experts is None or experts.resolve() == self.model.resolve():  # guides for kt-kernel pass the model itself
             return None
-        if given is None and not found.exists():
+        if given is None and not experts.exists():
             raise InputError(
-                "experts of the training", f"{found}, which does not exist", "that directory", "pass --kt-weight-path"
+                "experts of the training", f"{experts}, which does not exist", "that directory", "pass --kt-weight-path"
             )
-        return found
+        return experts
 
 
-def resolve(given: str) -> Target:
+def resolve_target(given: str) -> Target:
     path = Path(given).expanduser()
     if path.suffix in (".yaml", ".yml"):
-        return _of_yaml(path)
+        return _target_of_yaml(path)
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-        return _of_adapter(path)
-    model = locate(given)
-    return Target(model, name=_name(given))
+        return _target_of_adapter(path)
+    model = locate_model(given)
+    return Target(model, name=_base_name(given))
 
 
-def locate(given: str) -> Path:
-    """The directory of a model, by path or by a name of this machine; one on the hub is fetched."""
+def locate_model(given: str) -> Path:
+    """The directory of a model given by path, registered name or hub id; a hub id is downloaded."""
     path = Path(model_registry.resolve(given)).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError("model", f"{given}, a folder without config.json", "a model or a training output")
         return path
-    name = SHORT.get(given.lower(), given)
+    name = SHORT_NAMES.get(given.lower(), given)
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
-        raise InputError("model", f"{given}, which does not exist", "a folder, a hub id or a short name", _known())
+        raise InputError(
+            "model", f"{given}, which does not exist", "a folder, a hub id or a short name", _short_names()
+        )
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name))
-    except Exception as error:  # the hub's own errors come from many places
+    except Exception as error:  # the hub client raises many types
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError("model", f"{given} ({reason})", "a folder, or a hub id that can be fetched") from error
 
 
-def _known() -> str:
-    return f"short names are {', '.join(sorted(SHORT))}"
+def _short_names() -> str:
+    return f"short names are {', '.join(sorted(SHORT_NAMES))}"
 
 
-def _name(given: str) -> str:
+def _base_name(given: str) -> str:
     return given.rstrip("/").rpartition("/")[2] or "model"
 
 
-def _of_adapter(path: Path) -> Target:
+def _target_of_adapter(path: Path) -> Target:
     try:
         fields = json.loads((path / "adapter_config.json").read_text())
         base = fields.get("base_model_name_or_path")
@@ -96,14 +100,14 @@ def _of_adapter(path: Path) -> Target:
     if not base:
         raise InputError(str(path), "an adapter that names no base", "base_model_name_or_path in adapter_config.json")
     document = read_manifest(path) or {}
-    about = document.get("experts") or {}
-    experts, precision = about.get("path"), str(about.get("precision") or "bf16")
-    adapters = ((_short(path.name), str(path)),)
-    found = Path(experts) if experts else None
-    return Target(locate(str(base)), adapters, _name(str(base)), experts=found, precision=precision)
+    manifest_experts = document.get("experts") or {}
+    experts, precision = manifest_experts.get("path"), str(manifest_experts.get("precision") or "bf16")
+    adapters = ((_adapter_name(path.name), str(path)),)
+    experts_path = Path(experts) if experts else None
+    return Target(locate_model(str(base)), adapters, _base_name(str(base)), experts=experts_path, precision=precision)
 
 
-def _of_yaml(path: Path) -> Target:
+def _target_of_yaml(path: Path) -> Target:
     import yaml
 
     if not path.is_file():
@@ -119,17 +123,17 @@ def _of_yaml(path: Path) -> Target:
     if backend not in ("ktransformers", "huggingface"):
         raise InputError(f"{path}: infer_backend", backend, "ktransformers")
     listed = keys.get("adapter_name_or_path")
-    places = [part.strip() for part in listed.split(",")] if isinstance(listed, str) else list(listed or [])
+    directories = [part.strip() for part in listed.split(",")] if isinstance(listed, str) else list(listed or [])
     output = keys.get("output_dir")
-    if not places and output and (Path(output) / "adapter_config.json").is_file():
-        places = [str(output)]
-    if not places and keys.get("do_train"):
+    if not directories and output and (Path(output) / "adapter_config.json").is_file():
+        directories = [str(output)]
+    if not directories and keys.get("do_train"):
         raise InputError(f"{path}: output_dir", output, "a finished training", f"run `kt train {path}` first")
-    adapters = tuple((_short(Path(place).name), place) for place in places)
-    within = keys.get("kt_config")
-    experts = keys.get("kt_weight_path") or (within.get("kt_weight_path") if isinstance(within, dict) else None)
-    return Target(locate(str(base)), adapters, _name(str(base)), keys, Path(experts) if experts else None)
+    adapters = tuple((_adapter_name(Path(directory).name), directory) for directory in directories)
+    kt_config = keys.get("kt_config")
+    experts = keys.get("kt_weight_path") or (kt_config.get("kt_weight_path") if isinstance(kt_config, dict) else None)
+    return Target(locate_model(str(base)), adapters, _base_name(str(base)), keys, Path(experts) if experts else None)
 
 
-def _short(name: str) -> str:
+def _adapter_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name) or "adapter"

@@ -330,7 +330,7 @@ class TrainLog(TrainerCallback):
     ) -> None:
         names = {"loss": "loss", "learning_rate": "lr", "eval_loss": "eval_loss", "rewards/accuracies": "accuracy"}
         line = {"current_steps": state.global_step, "total_steps": state.max_steps}
-        line |= {word: values[name] for name, word in names.items() if name in values}
+        line |= {field_name: values[name] for name, field_name in names.items() if name in values}
         line |= {
             "epoch": values.get("epoch", state.epoch),
             "percentage": round(100 * state.global_step / max(state.max_steps, 1), 2),

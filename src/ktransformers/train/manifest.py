@@ -9,7 +9,6 @@ formats and, if they did not come from the base, by their path. Template, data, 
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from ktransformers import system
-from ktransformers.adapters.manifest import MANIFEST_FILE, MANIFEST_FORMAT, MANIFEST_VERSION
+from ktransformers.adapters.manifest import MANIFEST_FORMAT, MANIFEST_VERSION
 from ktransformers.adapters.write import record_tensor
 from ktransformers.errors import KTError
 from ktransformers.train.callbacks import GradientCheck
@@ -144,8 +143,3 @@ def make_manifest(
 
 def text_hash(text: str | None) -> str | None:
     return None if text is None else f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    words: dict[str, Any] = json.loads((folder / MANIFEST_FILE).read_text())
-    return words

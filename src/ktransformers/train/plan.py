@@ -183,8 +183,8 @@ def _check_template(tokenizer: Any, datasets: list[ReadDataset]) -> None:
     for dataset in datasets:
         for row, sample in dataset.samples:
             if sample.needs_template:
-                given = f"nothing, the tokenizer has none, and {row.position} is a conversation"
-                raise InputError("template", given, "a name", "docs/train.md lists them")
+                problem = f"nothing, the tokenizer has none, and {row.position} is a conversation"
+                raise InputError("template", problem, "a name", "docs/train.md lists them")
 
 
 def _check_kinds(datasets: list[ReadDataset], settings: TrainSettings) -> None:
@@ -196,8 +196,8 @@ def _check_kinds(datasets: list[ReadDataset], settings: TrainSettings) -> None:
     for dataset in datasets:
         for row, sample in dataset.samples:
             if isinstance(sample, PreferencePair) != needs_pairs:
-                given = "a row with one answer" if needs_pairs else "chosen and rejected"
-                raise row_error(row, given, f"a row for stage {settings.data.stage}")
+                problem = "a row with one answer" if needs_pairs else "chosen and rejected"
+                raise row_error(row, problem, f"a row for stage {settings.data.stage}")
 
 
 def make_plan(settings: TrainSettings, *, download: bool = False) -> PreparedRun:

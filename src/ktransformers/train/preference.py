@@ -35,23 +35,23 @@ def pair_losses(
     policy: AnswerLogprobs, reference: tuple[Tensor, Tensor] | None, settings: PreferenceSettings
 ) -> Tensor:
     """`reference` holds the same sums under the base, None for losses without a reference."""
-    beta, kind = settings.pref_beta, settings.pref_loss
+    beta, loss = settings.pref_beta, settings.pref_loss
     chosen, rejected = policy.mean()
-    if kind == "orpo":
+    if loss == "orpo":
         odds = (chosen - rejected) - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
         losses = -chosen - beta * F.logsigmoid(odds)
-    elif kind == "simpo":
+    elif loss == "simpo":
         losses = -F.logsigmoid(beta * (chosen - rejected) - settings.simpo_gamma)
     else:
         assert reference is not None
         base_chosen, base_rejected = reference
-        if kind == "ipo":
+        if loss == "ipo":
             base_chosen, base_rejected = base_chosen / policy.chosen_tokens, base_rejected / policy.rejected_tokens
             margin = (chosen - rejected) - (base_chosen - base_rejected)
             losses = (margin - 1 / (2 * beta)) ** 2
         else:
             margin = (policy.chosen - policy.rejected) - (base_chosen - base_rejected)
-            if kind == "hinge":
+            if loss == "hinge":
                 losses = torch.relu(1 - beta * margin)
             else:
                 flipped = settings.dpo_label_smoothing

@@ -1,9 +1,9 @@
 """A source of GGUF: one file, a split set, or a directory with either; types may differ from tensor to tensor.
 
-Experts are views of the mapped file, block for block as they lie; both the stacked tensors (`ffn_gate_exps`) and the
-older ones of single experts (`ffn_gate.7`) are read. MXFP4 alone is rearranged, because its blocks hold the scale
-between the codes and pair column j with j + 16. All other tensors are decoded by the `gguf` package when they are asked
-for, and go by their Hugging Face names (`gguf_names.py`).
+Experts are views of the mapped file, block by block; both the stacked tensors (`ffn_gate_exps`) and the older ones of
+single experts (`ffn_gate.7`) are read. Formats whose codes and scales are separate tensors elsewhere (MXFP4) are
+rearranged, because their blocks hold the scale before the codes and pair column j with j + 16. All other tensors are
+decoded by the `gguf` package when they are read, under their Hugging Face names (`gguf_names.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, pair_nibbles
 from ktransformers.checkpoint.experts import ExpertChunk, ExpertShape, Formats
 from ktransformers.checkpoint.layout import PLACE
 from ktransformers.checkpoint.sources.gguf_config import config_of
-from ktransformers.checkpoint.sources.gguf_header import GGUFTensor, read_header
+from ktransformers.checkpoint.sources.gguf_header import BLOCKS, FORMATS, GGUFTensor, read_header
 from ktransformers.checkpoint.sources.gguf_names import (
     NAME,
     family_of,
@@ -35,14 +35,16 @@ from ktransformers.checkpoint.sources.source import LayerSource, PlainTensor
 from ktransformers.errors import InputError
 
 SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
+# Formats whose blocks hold a header and nibbles, which are separate tensors in `Encoded`.
+SEPARATE = {row["name"]: row for row in FORMATS.values() if not row["block_bytes"]}
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64}
 
 
 def gguf_files(path: Path) -> list[Path]:
-    """The files of one model; none where there is no GGUF."""
+    """The files of one model; an empty list without GGUF files."""
     if path.is_file() and path.suffix == ".gguf":
-        found = SPLIT.fullmatch(path.name)
-        return [path] if found is None else _parts(path.parent, found["stem"], int(found["count"]))
+        split = SPLIT.fullmatch(path.name)
+        return [path] if split is None else _parts(path.parent, split["stem"], int(split["count"]))
     files = [file for file in sorted(path.glob("*.gguf")) if not file.name.startswith("mmproj")]
     sets = {SPLIT.sub(r"\g<stem>-of-\g<count>", file.name): file for file in files}
     if len(sets) > 1:
@@ -99,12 +101,12 @@ class GGUFSource:
         formats: Formats = {}
         used: list[GGUFTensor] = []
         for role, size in shape.matrices().items():
-            found = self._expert_tensors(module, number, role, shape.num_experts, size)
-            formats[role] = _spec(found[0])
-            for tensor in found:
+            tensors = self._expert_tensors(module, number, role, shape.num_experts, size)
+            formats[role] = _spec(tensors[0])
+            for tensor in tensors:
                 if _spec(tensor) != formats[role]:
                     raise InputError(tensor.name, tensor.kind, f"{formats[role]}, as the experts before it")
-            used += found
+            used += tensors
             bias = self._tensors.get(f"blk.{number}.ffn_{role}_exps.bias")
             if shape.biased != (bias is not None):
                 given = "no bias" if bias is None else "a bias"
@@ -158,23 +160,23 @@ class GGUFSource:
     def rest(self) -> list[PlainTensor]:
         family = family_of(str(self.path), str(self._fields.get("general.architecture")))
         heads = {"attn_q": self._heads("head_count"), "attn_k": self._heads("head_count_kv")} if family.permuted else {}
-        found = []
+        tensors = []
         for name, tensor in self._tensors.items():
             leaf = match["leaf"] if (match := NAME.fullmatch(name)) else ""
             if is_expert(name) or is_left_out(name) or leaf == "attn_v_b":
                 continue
-            found.append(self._plain(hugging_face(name, family), tensor, leaf, heads.get(leaf)))
-        return found
+            tensors.append(self._plain(hugging_face(name, family), tensor, leaf, heads.get(leaf)))
+        return tensors
 
     def release(self) -> None:
         self._maps.clear()
 
     def _heads(self, key: str) -> int:
         architecture = self._fields["general.architecture"]
-        found = self._fields.get(f"{architecture}.attention.{key}") or self._fields.get(
+        heads = self._fields.get(f"{architecture}.attention.{key}") or self._fields.get(
             f"{architecture}.attention.head_count"
         )
-        return int(found) if found else 1
+        return int(heads) if heads else 1
 
     def _plain(self, name: str, tensor: GGUFTensor, leaf: str, heads: int | None) -> PlainTensor:
         dtype, shape = FLOATS.get(tensor.kind, torch.bfloat16), tensor.shape
@@ -201,8 +203,7 @@ class GGUFSource:
             return data.view(FLOATS[tensor.kind]).reshape(tensor.shape)
         columns = tensor.shape[-1]
         rows = torch.Size(tensor.shape[:-1]).numel()
-        found = _encoded(tensor, data.reshape(1, rows, -1), columns)
-        return dequantise(found).reshape(tensor.shape)
+        return dequantise(_encoded(tensor, data.reshape(1, rows, -1), columns)).reshape(tensor.shape)
 
     def _bytes(self, tensor: GGUFTensor) -> Tensor:
         if tensor.file not in self._maps:
@@ -219,9 +220,10 @@ def _encoded(tensor: GGUFTensor, data: Tensor, columns: int) -> Encoded:
     """`[E, N, bytes]` of blocks."""
     if tensor.kind in GGUF_BLOCKS:
         return Encoded(tensor.kind, data, None, columns=columns, name=tensor.name)
-    if tensor.kind != "mxfp4":
-        raise InputError(tensor.name, f"type {tensor.kind}", "floats or one of " + ", ".join(GGUF_BLOCKS))
-    blocks = data.reshape(*data.shape[:2], -1, 17)
-    low_then_high = torch.cat([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], dim=-1)
-    codes = pair_nibbles(low_then_high).flatten(-2)
-    return Encoded("mxfp4", codes, blocks[..., 0].contiguous(), columns=columns, name=tensor.name)
+    if tensor.kind not in SEPARATE:
+        raise InputError(tensor.name, f"type {tensor.kind}", "floats or one of " + ", ".join([*GGUF_BLOCKS, *SEPARATE]))
+    header = SEPARATE[tensor.kind]["header_bytes"]
+    blocks = data.reshape(*data.shape[:2], -1, BLOCKS[tensor.kind][1])
+    low_then_high = torch.cat([blocks[..., header:] & 15, blocks[..., header:] >> 4], dim=-1)
+    scales = blocks[..., :header].flatten(-2).contiguous()
+    return Encoded(tensor.kind, pair_nibbles(low_then_high).flatten(-2), scales, columns=columns, name=tensor.name)

@@ -26,10 +26,10 @@ class Keys:
         return self.fields.get(f"{self.architecture}.{key}", default)
 
     def need(self, key: str) -> Any:
-        found = self.get(key)
-        if found is None:
+        value = self.get(key)
+        if value is None:
             raise InputError(self.path, f"no {self.architecture}.{key} in it", "what the model needs", BESIDE)
-        return found
+        return value
 
     def number(self, key: str) -> float:
         return float(f"{self.need(key):.7g}")
@@ -66,8 +66,8 @@ def config_of(path: str, fields: Mapping[str, Any], shapes: Mapping[str, tuple[i
         "dtype": "bfloat16",
     }
     for key, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        found = fields.get(f"tokenizer.ggml.{name}_token_id")
-        words[f"{key}_token_id"] = None if found is None else int(found)
+        token = fields.get(f"tokenizer.ggml.{name}_token_id")
+        words[f"{key}_token_id"] = None if token is None else int(token)
     return words | family(keys, words)
 
 
@@ -133,7 +133,7 @@ def _deepseek(keys: Keys, words: Mapping[str, Any]) -> dict[str, Any]:
         raise InputError(keys.path, "no deepseek2.expert_group_count in it", "groups of experts", BESIDE)
     groups = int(groups or 1)
     key_length = int(keys.get("attention.key_length_mla", 0) or keys.need("attention.key_length"))
-    found = {
+    config = {
         "model_type": "deepseek_v3" if third else "deepseek_v2",
         "num_key_value_heads": words["num_attention_heads"],
         "head_dim": rope,
@@ -154,11 +154,11 @@ def _deepseek(keys: Keys, words: Mapping[str, Any]) -> dict[str, Any]:
         "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
     }
     if keys.get("rope.scaling.type", "none") == "none":
-        return found
+        return config
     if keys.get("rope.scaling.type") != "yarn":
         _plain_rope(keys)
     scale = float(f"{keys.get('rope.scaling.yarn_log_multiplier', 0.1) * 10:.6g}")
-    return found | {
+    return config | {
         "rope_scaling": {
             "type": "yarn",
             "factor": float(keys.need("rope.scaling.factor")),

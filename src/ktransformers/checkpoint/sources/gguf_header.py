@@ -1,7 +1,8 @@
-"""The header of a GGUF file: keys, and where each tensor lies. Versions 2 and 3, little-endian.
+"""The header of a GGUF file: keys, and type, shape and offset of each tensor. Versions 2 and 3, little-endian.
 
-Read without the `gguf` package: opening takes milliseconds where that builds an object for every word of the
-vocabulary, and a file that was cut short is told by its size before anything is read from it.
+It is read without the `gguf` package, which builds an object for every word of the vocabulary: opening takes
+milliseconds, and a truncated file is recognised by its size before any tensor is read. Numbers and block sizes of types
+are those of the native core's table of formats.
 """
 
 from __future__ import annotations
@@ -13,22 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktransformers.checkpoint.encoded import GGUF_BLOCKS
+from ktransformers import _core
 from ktransformers.errors import InputError
 
 MAGIC = b"GGUF"
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-TYPES = {
-    0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 10: "q2_k", 11: "q3_k", 12: "q4_k",
-    13: "q5_k", 14: "q6_k", 16: "iq2_xxs", 17: "iq2_xs", 18: "iq3_xxs", 19: "iq1_s", 20: "iq4_nl", 21: "iq3_s",
-    22: "iq2_s", 23: "iq4_xs", 24: "i8", 25: "i16", 26: "i32", 27: "i64", 28: "f64", 29: "iq1_m", 30: "bf16",
-    34: "tq1_0", 35: "tq2_0", 39: "mxfp4",
-}  # fmt: skip
-SIZES = {
-    "f32": (1, 4), "f16": (1, 2), "bf16": (1, 2), "f64": (1, 8), "i8": (1, 1), "i16": (1, 2), "i32": (1, 4),
-    "i64": (1, 8), "mxfp4": (32, 17), **GGUF_BLOCKS,
-}  # fmt: skip
+# Types by number, and values and bytes of a block of each: plain numbers, and the formats of the core's table.
+PLAIN_TYPES = {0: "f32", 1: "f16", 24: "i8", 25: "i16", 26: "i32", 27: "i64", 28: "f64", 30: "bf16"}
+PLAIN_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "f64": 8, "i8": 1, "i16": 2, "i32": 4, "i64": 8}
+FORMATS = {row["gguf_type"]: row for row in _core.formats() if row["gguf_type"] is not None}
+TYPES = PLAIN_TYPES | {number: row["name"] for number, row in FORMATS.items()}
+BLOCKS = {name: (1, size) for name, size in PLAIN_BYTES.items()} | {
+    row["name"]: (row["span"], row["span"] * sum(row["planes"]) // 8 + row["header_bytes"]) for row in FORMATS.values()
+}
 
 
 @dataclass(frozen=True)
@@ -103,21 +102,21 @@ def _parse(file: Path, data: mmap.mmap) -> Header:
     for _ in range(keys):
         name = reader.string()
         fields[name] = reader.value(reader.number("I"))
-    found = []
+    entries = []
     for _ in range(count):
         name = reader.string()
         shape = tuple(reader.number("Q") for _ in range(reader.number("I")))
-        found.append((name, shape, reader.number("I"), reader.number("Q")))
+        entries.append((name, shape, reader.number("I"), reader.number("Q")))
     alignment = int(fields.get("general.alignment", 32))
     start = -(-reader.at // alignment) * alignment
-    return Header(fields, [_tensor(file, len(data), start, *one) for one in found])
+    return Header(fields, [_tensor(file, len(data), start, *entry) for entry in entries])
 
 
 def _tensor(file: Path, size: int, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GGUFTensor:
     word = TYPES.get(kind)
     if word is None:
         raise InputError(name, f"type {kind} in {file.name}", "one of " + ", ".join(TYPES.values()))
-    values, block = SIZES[word]
+    values, block = BLOCKS[word]
     if not shape or shape[0] % values:
         raise InputError(name, f"{word} of shape {list(shape[::-1])}", f"rows of a multiple of {values}")
     length = math.prod(shape) // values * block

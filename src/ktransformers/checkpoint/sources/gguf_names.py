@@ -83,8 +83,8 @@ def family_of(path: str, architecture: str) -> GGUFFamily:
 
 
 def is_expert(name: str) -> bool:
-    found = NAME.fullmatch(name)
-    return bool(OLD.fullmatch(name) or (found and EXPERTS.fullmatch(found["leaf"])))
+    match = NAME.fullmatch(name)
+    return bool(OLD.fullmatch(name) or (match and EXPERTS.fullmatch(match["leaf"])))
 
 
 def is_left_out(name: str) -> bool:
@@ -95,16 +95,16 @@ def is_left_out(name: str) -> bool:
 def hugging_face(name: str, family: GGUFFamily) -> str:
     if name in TOP:
         return TOP[name]
-    found = NAME.fullmatch(name)
-    module = family.rows.get(found["leaf"]) if found else None
-    if found is None or module is None:
+    match = NAME.fullmatch(name)
+    module = family.rows.get(match["leaf"]) if match else None
+    if match is None or module is None:
         raise InputError(name, "a tensor without a known place in the model", "those of its family", "report it")
-    ending = found["ending"]
-    if found["leaf"] == "attn_sinks":
+    ending = match["ending"]
+    if match["leaf"] == "attn_sinks":
         ending = "sinks"
-    if found["leaf"] == "exp_probs_b":
-        return f"model.layers.{found['layer']}.{module}_bias"
-    return f"model.layers.{found['layer']}.{module}.{ending}"
+    if match["leaf"] == "exp_probs_b":
+        return f"model.layers.{match['layer']}.{module}_bias"
+    return f"model.layers.{match['layer']}.{module}.{ending}"
 
 
 def unpermute(matrix: Tensor, heads: int) -> Tensor:

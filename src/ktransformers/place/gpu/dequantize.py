@@ -1,20 +1,21 @@
-"""Packed bytes into bf16 matrices: for chosen experts of a buffer `[slots, expert_bytes]` into `[experts, rows, K]`.
+"""Packed bytes into bf16 matrices: chosen experts of a buffer `[slots, expert_bytes]` into `[experts, rows, K]`.
 
-Two ways to the same bits. `decode_plain` is torch alone, on any device: whole planes are taken apart by shifts, values
-are made in float32 and rounded once to bf16, as the CPU's kernels do it. On a GPU with Triton `kernels.py` does it in
-one pass for the formats that it knows. The surprising decision: multiplications and additions stand in separate
-operators in the order of the format's definition, because a fused one would round once less and be another number.
+Two implementations give the same bits. `decode_plain` is torch alone, on any device: whole planes are taken apart by
+shifts, values are made in float32 and rounded once to bf16, as the CPU's kernels do it. On a GPU with Triton
+`dequantize_triton.py` does it in one pass for the kinds of elements and scales that it has a kernel for. A value is
+`number * scale`, or `number * scale + offset` in separate operators, because a fused multiply-add would round once less
+and give another number. Numbers are told by the kind of elements, scales and offsets by the kind of scales: a format of
+known kinds needs nothing here.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ktransformers.place.gpu.dequantize_grids import VALUES_IN_ROWS, rows_of_tiles
+from ktransformers.place.gpu.dequantize_grids import grid_values, rows_of_tiles
 from ktransformers.place.gpu.layout import SIZES, TILE_BYTES, TILE_K, TILE_N, Field, PackedMatrix, Strip, StripFormat
 from ktransformers.triton_modules import import_triton_module
 
@@ -36,7 +37,7 @@ def decode(packed: Tensor, slots: Sequence[int], where: Tensor, matrix: PackedMa
     """`packed` uint8 `[slots, expert_bytes]`, `out` bf16 `[G, out_rows, K]`; `where` is `slots` as int32 `[G]` on the
     device, because asking it for them would wait. Triton's decoder also takes int64: bytes from the beginning of
     `packed` to experts that may lie outside of it."""
-    if packed.is_cuda and (kernels := import_triton_module(TRITON)) is not None and kernels.knows(matrix):
+    if packed.is_cuda and (kernels := import_triton_module(TRITON)) is not None and kernels.supports(matrix):
         kernels.decode(packed, where, matrix, out)
         return
     for place, slot in enumerate(slots):  # one at a time: float32 in between is many times as large
@@ -65,18 +66,25 @@ def _plain_half(blocks: Tensor, matrix: PackedMatrix, half: int) -> Tensor:
 
 
 def _strip_half(blocks: Tensor, matrix: PackedMatrix, half: int) -> Tensor:
-    strip = matrix.strip(half)
+    """bf16 [blocks, 16, K]."""
+    strip, form = matrix.strip(half), matrix.strip(half).format
     start = matrix.strip_at(half)
-    found = blocks[:, start : start + strip.bytes]
-    codes = (rows_of_tiles if strip.format.in_rows else planes)(found[:, strip.codes_at :], strip)
-    row = _fields(found, 0, strip.format.row, 1)
-    spans = _fields(found, strip.row_bytes, strip.format.fields, strip.spans) if strip.spans else []
-    return _values(strip.format)(codes, row, spans).to(torch.bfloat16)
+    strips = blocks[:, start : start + strip.bytes]
+    row = _fields(strips, 0, form.row, 1)
+    spans = _fields(strips, strip.row_bytes, form.fields, strip.spans) if strip.spans else []
+    if form.in_grid:
+        return grid_values(form.spec, rows_of_tiles(strips[:, strip.codes_at :], strip), spans).to(torch.bfloat16)
+    numbers = ELEMENTS[form.element](form, planes(strips[:, strip.codes_at :], strip))
+    scale, offset = SCALES[form.scales](row, spans)
+    # Several scales of a span lie one after the other; one of the whole row is broadcast.
+    columns, step = numbers.shape[-1], form.span * strip.spans // scale.shape[-1] if form.span else 0
+    values = numbers * (_spread(scale, step, columns) if step else scale)
+    return (values if offset is None else values + _spread(offset, step, columns)).to(torch.bfloat16)
 
 
 def planes(codes: Tensor, strip: Strip) -> Tensor:
     """uint8 or int16 [blocks, 16, K] from [blocks, code bytes]: the planes put together, the first one lowest."""
-    count, found, at, low = codes.shape[0], None, 0, 0
+    count, joined, at, low = codes.shape[0], None, 0, 0
     tiles = codes.view(count, strip.k_tiles, 64 * strip.format.bits)
     for bits in strip.format.planes:
         words, width, each = max(1, bits // 2), 4 if bits > 1 else 2, 8 // bits
@@ -85,37 +93,28 @@ def planes(codes: Tensor, strip: Strip) -> Tensor:
         cut = (raw.unsqueeze(-1) >> shifts) & (2**bits - 1) if each > 1 else raw.unsqueeze(-1)
         # [blocks, k_tiles, words, n, parity, bytes, codes] -> k = tile, word, byte, code, parity
         plane = cut.permute(0, 3, 1, 2, 5, 6, 4).reshape(count, TILE_N, strip.k_tiles * TILE_K)
-        found = plane if found is None else found | (plane << low)
+        joined = plane if joined is None else joined | (plane << low)
         at, low = at + 64 * bits, low + bits
-    assert found is not None
-    return found
+    assert joined is not None
+    return joined
 
 
 def _fields(strips: Tensor, start: int, fields: Sequence[Field], spans: int) -> Fields:
     """Each as [blocks, 16 or 1, spans, count], in float32 where it is a float."""
-    found, at, step = [], start, sum(field.bytes for field in fields)
+    values, at, step = [], 0, sum(field.bytes for field in fields)
     area = strips[:, start : start + spans * step].reshape(strips.shape[0], spans, step)
-    at = 0
     for field in fields:
         entries = 1 if field.shared else TILE_N
         raw = area[:, :, at : at + field.bytes].contiguous().view(DTYPES[field.kind])
         value = raw.view(strips.shape[0], spans, field.count, entries).permute(0, 3, 1, 2)
-        found.append(value.float() if field.kind in ("f32", "f16", "bf16") else value)
+        values.append(value.float() if field.kind in ("f32", "f16", "bf16") else value)
         at += SIZES[field.kind] * field.count * entries
-    return found
+    return values
 
 
 def _spread(value: Tensor, span: int, columns: int) -> Tensor:
-    """[blocks, 16, n] for every n-th stretch of `span` columns -> [blocks, 16, columns]."""
+    """[blocks, 16, n], one number for each `span` columns -> [blocks, 16, columns]."""
     return value.repeat_interleave(span, dim=-1)[..., :columns]
-
-
-Values = Callable[[Tensor, Fields, Fields], Tensor]
-
-
-def _values(form: StripFormat) -> Values:
-    word = form.spec.partition(":")[0]
-    return functools.partial(VALUES[word], form.span)
 
 
 def e2m1(codes: Tensor) -> Tensor:
@@ -134,116 +133,81 @@ def e8m0(scales: Tensor) -> Tensor:
     return torch.where(scales == 255, torch.full_like(bits, 0x7FC00000), bits).view(torch.float32)
 
 
-def _scaled(span: int, values: Tensor, row: Fields, spans: Fields) -> Tensor:
-    scale = row[0] if row else spans[0]
-    return values * (_spread(scale[..., 0], span, values.shape[-1]) if span else scale[..., 0])
-
-
-def _int8(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
-    return _scaled(span, codes.view(torch.int8).float(), row, spans)
-
-
-def _int4(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
-    return _scaled(span, codes.float() - 8, row, spans)
-
-
-def _fp8(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
-    return _scaled(span, e4m3(codes), row, spans)
-
-
-def _mxfp8(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
-    return _scaled(span, e4m3(codes), row, [e8m0(spans[0])])
-
-
-def _mxfp4(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
-    return _scaled(span, e2m1(codes), row, [e8m0(spans[0])])
-
-
-def _nvfp4(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
-    scale = e4m3(spans[0]).flatten(-2) * row[0][..., 0]
-    return e2m1(codes) * _spread(scale, span // 2, codes.shape[-1])
-
-
-def _plus(value: int, span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
-    return _scaled(span, codes.float() + value, row, spans)
-
-
-def _offset(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
-    return _scaled(span, codes.float(), row, spans) + _spread(spans[1][..., 0], span, codes.shape[-1])
-
-
 def _iq4(codes: Tensor) -> Tensor:
     return torch.tensor(IQ4, dtype=torch.float32, device=codes.device)[codes.int()]
 
 
-def _iq4_nl(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
-    return _scaled(span, _iq4(codes), row, spans)
+# float32 numbers of codes [blocks, 16, K], by the kind of elements.
+ELEMENTS: dict[str, Callable[[StripFormat, Tensor], Tensor]] = {
+    "int8": lambda form, codes: codes.view(torch.int8).float(),
+    "uint": lambda form, codes: codes.float() - form.zero_point,
+    "e4m3": lambda form, codes: e4m3(codes),
+    "e2m1": lambda form, codes: e2m1(codes),
+    "iq4": lambda form, codes: _iq4(codes),
+}
+
+# Scales [blocks, 16, n] and what is added, n numbers of a row that share K evenly.
+Scaled = tuple[Tensor, Tensor | None]
 
 
-def _six_bits(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight scales and eight minima of 6 bits from 12 bytes [..., 12]: q4_k and q5_k."""
-    d, m, high = (scales.int()[..., at : at + 4] for at in (0, 4, 8))
-    scale = torch.cat((d & 63, (high & 15) | ((d >> 2) & 48)), dim=-1)
-    least = torch.cat((m & 63, (high >> 4) | ((m >> 2) & 48)), dim=-1)
-    return scale.float(), least.float()
+def _floats(row: Fields, spans: Fields) -> Scaled:
+    return (spans or row)[0][..., 0], None
 
 
-def _q45_k(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
-    d, dmin, packed = spans
-    scale, least = _six_bits(packed)
-    columns = codes.shape[-1]
-    slope, low = (d * scale).flatten(-2), (dmin * least).flatten(-2)
-    return _spread(slope, span // 8, columns) * codes.float() - _spread(low, span // 8, columns)
+def _e8m0(row: Fields, spans: Fields) -> Scaled:
+    return e8m0(spans[0][..., 0]), None
 
 
-def _q2_k(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
+def _e4m3(row: Fields, spans: Fields) -> Scaled:
+    return e4m3(spans[0]).flatten(-2) * row[0][..., 0], None
+
+
+def _scale_and_min(row: Fields, spans: Fields) -> Scaled:
+    return spans[0][..., 0], spans[1][..., 0]
+
+
+def _q2_k(row: Fields, spans: Fields) -> Scaled:
     packed, d, dmin = spans
-    columns = codes.shape[-1]
-    slope, low = (d * (packed & 15).float()).flatten(-2), (dmin * (packed >> 4).float()).flatten(-2)
-    return _spread(slope, span // 16, columns) * codes.float() - _spread(low, span // 16, columns)
+    return (d * (packed & 15).float()).flatten(-2), -(dmin * (packed >> 4).float()).flatten(-2)
 
 
-def _q3_k(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
+def _q3_k(row: Fields, spans: Fields) -> Scaled:
     packed, d = spans[0].int(), spans[1]
     low, high = packed[..., :8], packed[..., 8:]
     nibbles = torch.cat((low & 15, low >> 4), dim=-1)
     pairs = torch.cat([(high >> shift) & 3 for shift in (0, 2, 4, 6)], dim=-1)
-    scale = ((nibbles | (pairs << 4)) - 32).float()
-    return _spread((d * scale).flatten(-2), span // 16, codes.shape[-1]) * (codes.float() - 4)
+    return (d * ((nibbles | (pairs << 4)) - 32).float()).flatten(-2), None
 
 
-def _q6_k(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
+def _q4_k(row: Fields, spans: Fields) -> Scaled:
+    d, dmin, packed = spans
+    # Eight scales and eight minima of 6 bits in 12 bytes.
+    s, m, high = (packed.int()[..., at : at + 4] for at in (0, 4, 8))
+    scale = torch.cat((s & 63, (high & 15) | ((s >> 2) & 48)), dim=-1).float()
+    least = torch.cat((m & 63, (high >> 4) | ((m >> 2) & 48)), dim=-1).float()
+    return (d * scale).flatten(-2), -(dmin * least).flatten(-2)
+
+
+def _q6_k(row: Fields, spans: Fields) -> Scaled:
     scale, d = spans
-    return _spread((d * scale.float()).flatten(-2), span // 16, codes.shape[-1]) * (codes.float() - 32)
+    return (d * scale.float()).flatten(-2), None
 
 
-def _iq4_xs(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
+def _iq4_xs(row: Fields, spans: Fields) -> Scaled:
     d, high, low = spans[0], spans[1].int() & 0xFFFF, spans[2].int()
     nibbles = torch.stack((low & 15, low >> 4), dim=-1).flatten(-2)
     pairs = torch.cat([(high >> shift) & 3 for shift in range(0, 16, 2)], dim=-1)
-    scale = ((nibbles | (pairs << 4)) - 32).float()
-    return _spread((d * scale).flatten(-2), span // 8, codes.shape[-1]) * _iq4(codes)
+    return (d * ((nibbles | (pairs << 4)) - 32).float()).flatten(-2), None
 
 
-VALUES: dict[str, Callable[[int, Tensor, Fields, Fields], Tensor]] = {
-    "int8": _int8,
-    "int4": _int4,
-    "fp8": _fp8,
-    "mxfp8": _mxfp8,
-    "mxfp4": _mxfp4,
-    "nvfp4": _nvfp4,
-    "q8_0": _int8,
-    "q4_0": functools.partial(_plus, -8),
-    "q4_1": _offset,
-    "q5_0": functools.partial(_plus, -16),
-    "q5_1": _offset,
-    "iq4_nl": _iq4_nl,
+SCALES: dict[str, Callable[[Fields, Fields], Scaled]] = {
+    "floats": _floats,
+    "e8m0": _e8m0,
+    "e4m3": _e4m3,
+    "scale_and_min": _scale_and_min,
     "q2_k": _q2_k,
     "q3_k": _q3_k,
-    "q4_k": _q45_k,
-    "q5_k": _q45_k,
+    "q4_k": _q4_k,
     "q6_k": _q6_k,
     "iq4_xs": _iq4_xs,
-    "tq2_0": functools.partial(_plus, -1),
-    **VALUES_IN_ROWS,
 }

@@ -1,5 +1,5 @@
-"""GGUF's blocks in Triton: as in `kernels.py`, with codes in one plane or two and values that are a product, or a
-product and a sum or difference, of small numbers in the headers.
+"""The decoder of GGUF's K types and of codes in two planes, in Triton: as `dequantize_triton.py`, with values that are
+a product, or a product and a sum or difference, of small numbers in the headers.
 
 A fused multiply-add would round once less than the format's definition does, so the kernel is compiled without.
 """
@@ -15,20 +15,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ktransformers.place.gpu import layout
-from ktransformers.place.gpu.layout import PackedMatrix
+from ktransformers.place.gpu.layout import PackedMatrix, StripFormat
 
 COLUMNS = 128
 NOWHERE = tl.constexpr(layout.NOWHERE)
 LINE = tl.constexpr(layout.LINE)  # bytes that all experts and blocks are multiples of
-Q5_0, Q45_1, Q2_K, Q3_K, Q45_K, Q6_K = (tl.constexpr(number) for number in range(6))
-KINDS = {
-    "q4_1": Q45_1,
-    "q5_0": Q5_0,
-    "q5_1": Q45_1,
+# Kinds of scales (csrc/kernels/format.h).
+FLOAT, SCALE_AND_MIN, Q2_K, Q3_K, Q4_K, Q6_K = (tl.constexpr(number) for number in range(6))
+SCALE_KINDS = {
+    "floats": FLOAT,
+    "scale_and_min": SCALE_AND_MIN,
     "q2_k": Q2_K,
     "q3_k": Q3_K,
-    "q4_k": Q45_K,
-    "q5_k": Q45_K,
+    "q4_k": Q4_K,
     "q6_k": Q6_K,
 }
 
@@ -73,6 +72,7 @@ def _decode(
     columns,
     out_rows,
     KIND: tl.constexpr,
+    ZERO: tl.constexpr,  # point of the codes
     LOW: tl.constexpr,  # bits of the first plane
     HIGH: tl.constexpr,  # and of the second, or 0
     SPAN: tl.constexpr,
@@ -91,15 +91,15 @@ def _decode(
         code = code | (_plane(words, tile + 16 * LOW, n, k, inside, HIGH) << LOW)
     header = base + (k // SPAN) * span_bytes
     sub = k % SPAN
-    if KIND == Q5_0:
-        value = (code - 16).to(tl.float32) * _half(halves, header + 2 * n, inside)
-    elif KIND == Q45_1:
+    if KIND == FLOAT:
+        value = (code - ZERO).to(tl.float32) * _half(halves, header + 2 * n, inside)
+    elif KIND == SCALE_AND_MIN:
         value = code.to(tl.float32) * _half(halves, header + 2 * n, inside)
         value = value + _half(halves, header + 32 + 2 * n, inside)
     elif KIND == Q6_K:
         scale = _byte(bytes_, header + (sub // 16) * 16 + n, inside)
         scale = tl.where(scale > 127, scale - 256, scale).to(tl.float32)
-        value = _half(halves, header + 256 + 2 * n, inside) * scale * (code - 32).to(tl.float32)
+        value = _half(halves, header + 256 + 2 * n, inside) * scale * (code - ZERO).to(tl.float32)
     elif KIND == Q2_K:
         both = _byte(bytes_, header + (sub // 16) * 16 + n, inside)
         slope = _half(halves, header + 256 + 2 * n, inside) * (both & 15).to(tl.float32)
@@ -110,7 +110,7 @@ def _decode(
         nibble = (_byte(bytes_, header + (at % 8) * 16 + n, inside) >> (4 * (at // 8))) & 15
         pair = (_byte(bytes_, header + (8 + at % 4) * 16 + n, inside) >> (2 * (at // 4))) & 3
         scale = ((nibble | (pair << 4)) - 32).to(tl.float32)
-        value = _half(halves, header + 192 + 2 * n, inside) * scale * (code - 4).to(tl.float32)
+        value = _half(halves, header + 192 + 2 * n, inside) * scale * (code - ZERO).to(tl.float32)
     else:
         at, scales = sub // 32, header + 64
         four = at % 4
@@ -127,8 +127,9 @@ def _decode(
     tl.store(target, value.to(tl.bfloat16), mask=inside & (row < half_rows))
 
 
-def knows(spec: str) -> bool:
-    return spec in KINDS
+def supports(form: StripFormat) -> bool:
+    halves = form.scales != "floats" or [field.kind for field in form.fields] == ["f16"]
+    return form.element == "uint" and form.scales in SCALE_KINDS and halves
 
 
 def decode_half(packed: Tensor, where: Tensor, unit: int, matrix: PackedMatrix, half: int, out: Tensor) -> None:
@@ -151,7 +152,8 @@ def decode_half(packed: Tensor, where: Tensor, unit: int, matrix: PackedMatrix, 
         matrix.rows if matrix.paired else matrix.rows - first,
         matrix.columns,
         matrix.out_rows,
-        KIND=KINDS[form.spec],
+        KIND=SCALE_KINDS[form.scales],
+        ZERO=form.zero_point,
         LOW=form.planes[0],
         HIGH=form.planes[1] if len(form.planes) > 1 else 0,
         SPAN=form.span,

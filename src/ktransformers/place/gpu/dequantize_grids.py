@@ -1,10 +1,9 @@
-"""GGUF's types whose codes are places in a table, in torch: rows of bytes `[blocks, 16, k_tiles, bytes]` into values
+"""GGUF types whose codes are indices into a grid, in torch: rows of bytes `[blocks, 16, k_tiles, bytes]` into values
 `[blocks, 16, K]`.
 
-A place is an entry of four or eight codes, a code one of 16 levels, and the value `d (2 s + 1) level`, exact in
-float32. Tables are the native core's own (`_core.grid`), so there is one list of them. The surprising decision: signs
-that were released in seven bits for eight values are bits again before anything is looked up, since the eighth is
-their parity and needs no table.
+An entry of a grid is four or eight codes, a code one of 16 levels, and the value `d (2 s + 1) level`, exact in float32.
+Grids are the native core's (`_core.grid`), so that there is one copy of them. Signs that are stored in seven bits for
+eight values are expanded without a table, because the eighth is their parity.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ def _steps(values: range | list[int], like: Tensor) -> Tensor:
     return torch.tensor(list(values), dtype=torch.int32, device=like.device)
 
 
-def _codes(spec: str, places: Tensor, each: int) -> Tensor:
-    """[..., k_tiles, 32 / each] places in the table -> [..., k_tiles, 32] codes."""
-    entries = _tables(spec, places.device)[0][places]
-    shifts = _steps([column // 2 * 4 + (ODD if column % 2 else EVEN) for column in range(each)], places)
+def _codes(spec: str, indices: Tensor, each: int) -> Tensor:
+    """[..., k_tiles, 32 / each] indices into the grid -> [..., k_tiles, 32] codes."""
+    entries = _tables(spec, indices.device)[0][indices]
+    shifts = _steps([column // 2 * 4 + (ODD if column % 2 else EVEN) for column in range(each)], indices)
     return ((entries.unsqueeze(-1) >> shifts) & 15).flatten(-2)
 
 
 def _bits(signs: Tensor) -> Tensor:
-    """[..., k_tiles, 4] bytes -> [..., k_tiles, 32], 8 where a sign turns."""
+    """[..., k_tiles, 4] bytes -> [..., k_tiles, 32], 8 where a sign is minus."""
     return (((signs.int().unsqueeze(-1) >> _steps(range(8), signs)) & 1) << 3).flatten(-2)
 
 
-def _even(words: Tensor) -> Tensor:
+def _expand_signs(words: Tensor) -> Tensor:
     """[..., k_tiles, 4] numbers of seven bits -> their signs; the eighth makes the number of minus signs even."""
     parity = words ^ (words >> 4)
     parity = parity ^ (parity >> 2)
@@ -81,58 +80,58 @@ def _values(spec: str, codes: Tensor, scales: Tensor, d: Tensor) -> Tensor:
     return (levels * scale.repeat_interleave(TILE_K // scales.shape[-1], dim=-1)).flatten(-2)
 
 
-def _iq2_xxs(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
+def _iq2_xxs(codes: Tensor, spans: Fields) -> Tensor:
     words = _words(codes[..., 4:])
-    signs = _even((words.unsqueeze(-1) >> _steps(range(0, 28, 7), words)) & 127)
-    found = _codes("iq2_xxs", codes[..., :4].int(), 8) | signs
-    return _values("iq2_xxs", found, ((words >> 28) & 15).unsqueeze(-1), spans[0][..., 0])
+    signs = _expand_signs((words.unsqueeze(-1) >> _steps(range(0, 28, 7), words)) & 127)
+    codes_of_tile = _codes("iq2_xxs", codes[..., :4].int(), 8) | signs
+    return _values("iq2_xxs", codes_of_tile, ((words >> 28) & 15).unsqueeze(-1), spans[0][..., 0])
 
 
-def _iq2_xs(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
+def _iq2_xs(codes: Tensor, spans: Fields) -> Tensor:
     halves = codes.contiguous().view(torch.int16).int() & 0xFFFF
-    found = _codes("iq2_xs", halves & 511, 8) | _even(halves >> 9)
-    return _values("iq2_xs", found, _nibbles(_by_tile(spans[1])), spans[0][..., 0])
+    codes_of_tile = _codes("iq2_xs", halves & 511, 8) | _expand_signs(halves >> 9)
+    return _values("iq2_xs", codes_of_tile, _nibbles(_by_tile(spans[1])), spans[0][..., 0])
 
 
-def _iq2_s(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
+def _iq2_s(codes: Tensor, spans: Fields) -> Tensor:
     high = (_by_tile(spans[1]).unsqueeze(-1) >> _steps(range(0, 8, 2), codes)) & 3
-    found = _codes("iq2_s", codes[..., :4].int() | (high << 8), 8) | _bits(codes[..., 4:])
-    return _values("iq2_s", found, _nibbles(_by_tile(spans[2])), spans[0][..., 0])
+    codes_of_tile = _codes("iq2_s", codes[..., :4].int() | (high << 8), 8) | _bits(codes[..., 4:])
+    return _values("iq2_s", codes_of_tile, _nibbles(_by_tile(spans[2])), spans[0][..., 0])
 
 
-def _iq3_xxs(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
+def _iq3_xxs(codes: Tensor, spans: Fields) -> Tensor:
     words = _words(codes[..., 8:])
-    signs = _even((words.unsqueeze(-1) >> _steps(range(0, 28, 7), words)) & 127)
-    found = _codes("iq3_xxs", codes[..., :8].int(), 4) | signs
-    return _values("iq3_xxs", found, ((words >> 28) & 15).unsqueeze(-1), spans[0][..., 0])
+    signs = _expand_signs((words.unsqueeze(-1) >> _steps(range(0, 28, 7), words)) & 127)
+    codes_of_tile = _codes("iq3_xxs", codes[..., :8].int(), 4) | signs
+    return _values("iq3_xxs", codes_of_tile, ((words >> 28) & 15).unsqueeze(-1), spans[0][..., 0])
 
 
-def _iq3_s(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
+def _iq3_s(codes: Tensor, spans: Fields) -> Tensor:
     high = (_by_tile(spans[1]).unsqueeze(-1) >> _steps(range(8), codes)) & 1
-    found = _codes("iq3_s", codes[..., :8].int() | (high << 8), 4) | _bits(codes[..., 8:])
+    codes_of_tile = _codes("iq3_s", codes[..., :8].int() | (high << 8), 4) | _bits(codes[..., 8:])
     scales = _nibbles(spans[2].int()).flatten(-3).unsqueeze(-1)
-    return _values("iq3_s", found, scales, spans[0][..., 0])
+    return _values("iq3_s", codes_of_tile, scales, spans[0][..., 0])
 
 
-def _iq1_s(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
+def _iq1_s(codes: Tensor, spans: Fields) -> Tensor:
     words = _by_tile(spans[1]) & 0xFFFF
     high = (words.unsqueeze(-1) >> _steps(range(0, 12, 3), words)) & 7
     below = ((words >> 15) << 3).unsqueeze(-1)
-    found = _codes("iq1_s", codes.int() | (high << 8), 8) | below
-    return _values("iq1_s", found, ((words >> 12) & 7).unsqueeze(-1), spans[0][..., 0])
+    codes_of_tile = _codes("iq1_s", codes.int() | (high << 8), 8) | below
+    return _values("iq1_s", codes_of_tile, ((words >> 12) & 7).unsqueeze(-1), spans[0][..., 0])
 
 
-def _iq1_m(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
+def _iq1_m(codes: Tensor, spans: Fields) -> Tensor:
     # Two bytes a tile, a nibble for every eight columns; four words of scales with a quarter of d each at the top.
     high = _nibbles(spans[0].int()).reshape(*codes.shape[:3], 4)
     words = spans[1].int() & 0xFFFF
     d = ((words >> 12) << _steps(range(0, 16, 4), words)).sum(-1).to(torch.int16).view(torch.float16).float()
     scales = (words.unsqueeze(-1) >> _steps(range(0, 12, 3), words)) & 7
-    found = _codes("iq1_m", codes.int() | ((high & 7) << 8), 8) | (high & 8).repeat_interleave(8, dim=-1)
-    return _values("iq1_m", found, scales.reshape(*codes.shape[:3], 2), d)
+    codes_of_tile = _codes("iq1_m", codes.int() | ((high & 7) << 8), 8) | (high & 8).repeat_interleave(8, dim=-1)
+    return _values("iq1_m", codes_of_tile, scales.reshape(*codes.shape[:3], 2), d)
 
 
-def _tq1_0(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
+def _tq1_0(codes: Tensor, spans: Fields) -> Tensor:
     """Of each tile even and odd columns apart: ten trits in its own two bytes, five in the header and a last one."""
     powers, tiles = _steps([1, 3, 9, 27, 81], codes), codes.shape[:3]
 
@@ -142,11 +141,11 @@ def _tq1_0(span: int, codes: Tensor, row: Fields, spans: Fields) -> Tensor:
     own = trits(codes).reshape(*tiles, 2, 10)
     more = trits(spans[0]).reshape(*tiles, 2, 5)
     last = trits(spans[1])[..., :4].reshape(*tiles, 2, 1)
-    found = torch.cat((own, more, last), dim=-1).transpose(-1, -2).flatten(-2)
-    return _values("tq1_0", found, torch.zeros_like(found[..., :1]), spans[2][..., 0])
+    codes_of_tile = torch.cat((own, more, last), dim=-1).transpose(-1, -2).flatten(-2)
+    return _values("tq1_0", codes_of_tile, torch.zeros_like(codes_of_tile[..., :1]), spans[2][..., 0])
 
 
-VALUES_IN_ROWS: dict[str, Callable[[int, Tensor, Fields, Fields], Tensor]] = {
+DECODERS: dict[str, Callable[[Tensor, Fields], Tensor]] = {
     "tq1_0": _tq1_0,
     "iq1_s": _iq1_s,
     "iq1_m": _iq1_m,
@@ -156,3 +155,8 @@ VALUES_IN_ROWS: dict[str, Callable[[int, Tensor, Fields, Fields], Tensor]] = {
     "iq3_xxs": _iq3_xxs,
     "iq3_s": _iq3_s,
 }
+
+
+def grid_values(spec: str, codes: Tensor, spans: Fields) -> Tensor:
+    """float32 [blocks, 16, K] from the rows of tiles and the fields of spans."""
+    return DECODERS[spec](codes, spans)

@@ -1,8 +1,9 @@
 """The one-pass decoder in Triton: a program takes 16 outputs by 128 of K of one expert from packed bytes to bf16.
 
 Codes are read as 32-bit words (16-bit for bf16), of which a tile's 512 values share a few, so that the loads of a warp
-fall into one or two lines; headers are read through views of the same buffer in their own types. Formats are told
-apart by a number at compile time. GGUF's blocks have a kernel of their own (`blocks.py`).
+fall into one or two lines; headers are read through views of the same buffer in their own types. Kinds of elements and
+scales are numbers at compile time. Formats whose codes lie in two planes or whose scales are those of GGUF's K types
+have another kernel (`dequantize_gguf_triton.py`).
 """
 
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc"
@@ -20,21 +21,11 @@ from ktransformers.place.gpu.dequantize_gguf_triton import LINE, NOWHERE
 from ktransformers.place.gpu.layout import TILE_BYTES, PackedMatrix, StripFormat
 
 COLUMNS = 128  # of K that a program takes
-# How codes become numbers, and how the scale is written.
-BF16, INT8, INT4, E4M3, E2M1, TRIT = (tl.constexpr(number) for number in range(6))
+# Kinds of elements and of scales (csrc/kernels/format.h).
+BF16, INT8, UINT, E4M3, E2M1 = (tl.constexpr(number) for number in range(5))
 FLOAT, E8M0, NESTED = (tl.constexpr(number) for number in range(3))
-KINDS = {
-    "bf16": (BF16, FLOAT),
-    "int8": (INT8, FLOAT),
-    "int4": (INT4, FLOAT),
-    "fp8": (E4M3, FLOAT),
-    "mxfp8": (E4M3, E8M0),
-    "mxfp4": (E2M1, E8M0),
-    "nvfp4": (E2M1, NESTED),
-    "q8_0": (INT8, FLOAT),
-    "q4_0": (INT4, FLOAT),
-    "tq2_0": (TRIT, FLOAT),
-}
+ELEMENTS = {"bf16": BF16, "int8": INT8, "uint": UINT, "e4m3": E4M3, "e2m1": E2M1}
+SCALE_KINDS = {"none": FLOAT, "floats": FLOAT, "e8m0": E8M0, "e4m3": NESTED}
 SCALES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "u8": torch.uint8}
 
 
@@ -88,6 +79,7 @@ def _decode(
     columns,
     out_rows,
     CODE: tl.constexpr,
+    ZERO: tl.constexpr,  # point of unsigned codes
     SCALE: tl.constexpr,
     BITS: tl.constexpr,
     SPAN: tl.constexpr,
@@ -114,10 +106,8 @@ def _decode(
         code = (tl.load(words + at, mask=inside & (n < 16), other=0) >> (bit % 32)) & ((1 << BITS) - 1)
         if CODE == INT8:
             number = tl.where(code > 127, code - 256, code).to(tl.float32)
-        elif CODE == INT4:
-            number = (code - 8).to(tl.float32)
-        elif CODE == TRIT:
-            number = (code - 1).to(tl.float32)
+        elif CODE == UINT:
+            number = (code - ZERO).to(tl.float32)
         elif CODE == E4M3:
             number = _from_e4m3(code)
         else:
@@ -139,11 +129,14 @@ def _decode(
 
 
 def _kind(form: StripFormat) -> tuple[Any, Any] | None:
-    return KINDS.get(form.spec.partition(":")[0])
+    """The kinds of elements and scales; None for those of the other kernel, or of none."""
+    if len(form.planes) > 1 or form.bits == 1 or form.element not in ELEMENTS or form.scales not in SCALE_KINDS:
+        return None
+    return ELEMENTS[form.element], SCALE_KINDS[form.scales]
 
 
-def knows(matrix: PackedMatrix) -> bool:
-    return all(_kind(form) is not None or dequantize_gguf_triton.knows(form.spec) for form in matrix.formats)
+def supports(matrix: PackedMatrix) -> bool:
+    return all(_kind(form) is not None or dequantize_gguf_triton.supports(form) for form in matrix.formats)
 
 
 def unit_of(where: Tensor, matrix: PackedMatrix) -> int:
@@ -151,8 +144,8 @@ def unit_of(where: Tensor, matrix: PackedMatrix) -> int:
 
 
 def decode(packed: Tensor, where: Tensor, matrix: PackedMatrix, out: Tensor) -> None:
-    """As `decode.decode` says, with -1 for places that nobody wants anything in. Both halves of a block in one launch,
-    where they are of one format; the last half block may hold fewer rows than a whole one."""
+    """As `dequantize.decode`; experts with NOWHERE for their slot are left out. Both halves of a block are decoded in
+    one launch where they have one format; the last half block may hold fewer rows than a whole one."""
     flat = packed.view(-1)
     together = matrix.formats[0] == matrix.formats[1] and _kind(matrix.formats[0]) is not None
     for half in (0,) if together else (0, 1):
@@ -185,6 +178,7 @@ def decode(packed: Tensor, where: Tensor, matrix: PackedMatrix, out: Tensor) -> 
             matrix.columns,
             matrix.out_rows,
             CODE=kind[0],
+            ZERO=form.zero_point,
             SCALE=kind[1],
             BITS=form.bits,
             SPAN=form.span,

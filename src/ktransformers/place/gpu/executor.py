@@ -193,7 +193,7 @@ class GpuExecutor:
         keys = position[ids] if multi_lora is None else multi_lora.keys(position[ids], batch.ids.shape[1])
         keys, order = torch.sort(keys, stable=True)
         tokens, weights = order // batch.ids.shape[1], batch.weights.reshape(-1).float()[order]
-        share, seed = batch.dropout.share, batch.dropout.seed
+        share, seed = batch.dropout.rate, batch.dropout.seed
         pairs: dict[str, StackedLora] = {}
         if batch.factors is not None:
             pairs = self._lora.get(batch.factors, layer.geometry.first.out_rows)

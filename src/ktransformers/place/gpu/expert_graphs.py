@@ -184,9 +184,9 @@ def can_capture(layer: LayerOnDevice, batch: ExpertBatch) -> bool:
         and layer.biases == (None, None)
         and batch.hidden.dtype in (torch.bfloat16, torch.float16)  # results leave by a cast: buffers are used again
         and batch.multi_lora is None
-        and not batch.dropout.share
-        and kernels.knows(geometry.first)
-        and kernels.knows(geometry.down)
+        and not batch.dropout.rate
+        and kernels.supports(geometry.first)
+        and kernels.supports(geometry.down)
         and not torch.are_deterministic_algorithms_enabled()
         and not torch.cuda.is_current_stream_capturing()
     )

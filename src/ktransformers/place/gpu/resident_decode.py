@@ -47,7 +47,9 @@ def supports(geometry: Geometry, rows: int, device: torch.device) -> bool:
     if rows * geometry.decoded_bytes > DECODED_BYTES:
         return False
     kernels = import_triton_module(TRITON) if device.type == "cuda" else None
-    return kernels is None or all(kernels.dequantize_triton.knows(matrix) for matrix in (geometry.first, geometry.down))
+    return kernels is None or all(
+        kernels.dequantize_triton.supports(matrix) for matrix in (geometry.first, geometry.down)
+    )
 
 
 def count(ids: Tensor, counts: Tensor) -> None:

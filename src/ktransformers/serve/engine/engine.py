@@ -1,11 +1,12 @@
-"""The engine: continuous batching in one thread. `step` says it all: take, admit, gather, compute, draw, deliver.
+"""The engine: continuous batching in one thread. `step` is the whole cycle: receive, admit, build a batch, compute it,
+sample, deliver.
 
-Every step computes one piece of each running sequence in one forward pass: the new token of those that answer, and of
-those whose prompt is not computed yet as much as `chunk` allows, in order of arrival. A sequence is admitted when its
-prompt has room in the slots. When an answer finds no room to grow, the youngest sequence gives its slot away, waits at
-the head of the queue and is computed again later; its reader notices a pause. The queue is bounded: who comes when it
-is full is refused at once. Callers live in other threads: `submit`, `cancel` and `stop` may be called from any, and
-news reaches them through the `deliver` of each sequence, called in the engine's thread.
+Every step computes one chunk of each running sequence in one forward pass: the new token of sequences that decode, and
+for prompts that are not computed yet up to `chunked_prefill_size` tokens in order of arrival. A sequence is admitted
+when the KV cache has capacity for its prompt. When a decoding sequence cannot grow, the youngest one is preempted: it
+gives up its slot, returns to the head of the queue and is recomputed later, so its stream pauses. The queue is bounded:
+requests that arrive while it is full are refused at once. `submit`, `cancel` and `stop` may be called from any thread;
+events reach callers through each sequence's `deliver`, called in the engine's thread.
 """
 
 from __future__ import annotations
@@ -21,40 +22,40 @@ from torch import Tensor
 from ktransformers.errors import InputError, KTError
 from ktransformers.log import logger
 from ktransformers.serve.engine.forward import Chunk, Forward, ForwardResult, SequentialForward
-from ktransformers.serve.engine.head import Reader
+from ktransformers.serve.engine.head import LogitsReader
 from ktransformers.serve.engine.kv_cache import KVCache, Owner
-from ktransformers.serve.engine.sampling import Score, choose, scores
+from ktransformers.serve.engine.sampling import Score, sample_token, score_tokens
 from ktransformers.serve.engine.sequence import Event, Sequence
 
 LOG = logger(__name__)
-IDLE = 0.05  # seconds between looks at deadlines while nothing runs
+DEADLINE_POLL_SECONDS = 0.05  # between checks of deadlines while nothing can run
 
 
 class QueueFull(KTError):
-    """More requests wait than may wait."""
+    """The queue holds as many requests as it may."""
 
 
 class Stopped(KTError):
-    """The engine takes no more requests."""
+    """The engine accepts no more requests."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    running: int = 16  # sequences in a batch
-    queued: int = 128  # sequences that wait
-    chunk: int = 512  # prompt tokens in a step
-    tokens: int = 32768  # room of all slots together
-    context: int = 4096  # prompt and answer of one sequence
+    max_running_requests: int = 16  # sequences in a batch
+    max_queued_requests: int = 128  # sequences in the queue
+    chunked_prefill_size: int = 512  # prompt tokens in a step
+    max_total_tokens: int = 32768  # capacity of the KV cache
+    context_length: int = 4096  # prompt and new tokens of one sequence
 
 
 @dataclass
 class Counts:
-    """Since the start; read by /metrics."""
+    """Counters since the start, read by /metrics."""
 
     steps: int = 0
     prompt_tokens: int = 0
     new_tokens: int = 0
-    scored_tokens: int = 0  # of prompts whose log-probabilities were asked for
+    scored_tokens: int = 0  # of prompts whose log-probabilities were requested
     preempted: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     first_token_seconds: float = 0.0
@@ -65,12 +66,12 @@ class Counts:
 class ServeEngine:
     def __init__(self, forward: Forward | SequentialForward, limits: Limits) -> None:
         self.forward, self.limits, self.counts = forward, limits, Counts()
-        self.slots = KVCache(limits.tokens, forward.whole_prefixes)
+        self.kv_cache = KVCache(limits.max_total_tokens, forward.append_only)
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
-        self._inbox: deque[Sequence] = deque()
-        self._gone: set[Owner] = set()
-        self._wake = threading.Condition()
+        self._submitted: deque[Sequence] = deque()
+        self._unloaded: set[Owner] = set()
+        self._wakeup = threading.Condition()
         self._accepting, self._alive = True, True
         self._thread: threading.Thread | None = None
 
@@ -79,50 +80,50 @@ class ServeEngine:
         self._thread.start()
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
-        """All of them or none; raises QueueFull, Stopped or InputError."""
-        wanted = list(sequences)
-        for one in wanted:
-            room = min(self.limits.context, self.limits.tokens)
-            if len(one.tokens) + one.ask.max_tokens > room:
-                given = f"{len(one.tokens)} tokens and {one.ask.max_tokens} to answer"
-                raise InputError("max_tokens", given, f"together at most {room}", "shorten the prompt or ask for less")
-        with self._wake:
+        """Queue all of them or none; raises QueueFull, Stopped or InputError."""
+        submitted = list(sequences)
+        for sequence in submitted:
+            limit = min(self.limits.context_length, self.limits.max_total_tokens)
+            if len(sequence.tokens) + sequence.request.max_tokens > limit:
+                given = f"{len(sequence.tokens)} prompt tokens and {sequence.request.max_tokens} new ones"
+                raise InputError("max_tokens", given, f"together at most {limit}", "shorten the prompt or ask for less")
+        with self._wakeup:
             if not self._accepting:
                 raise Stopped("the server is shutting down")
-            if len(self.waiting) + len(self._inbox) + len(wanted) > self.limits.queued:
-                raise QueueFull(f"{self.limits.queued} requests are waiting already")
-            self._inbox.extend(wanted)
-            self._wake.notify()
+            if len(self.waiting) + len(self._submitted) + len(submitted) > self.limits.max_queued_requests:
+                raise QueueFull(f"{self.limits.max_queued_requests} requests are queued already")
+            self._submitted.extend(submitted)
+            self._wakeup.notify()
 
     def cancel(self, sequences: Iterable[Sequence]) -> None:
-        """Their readers have left."""
-        for one in sequences:
-            one.cancelled = True
-        with self._wake:
-            self._wake.notify()
+        """End sequences whose client has disconnected."""
+        for sequence in sequences:
+            sequence.cancelled = True
+        with self._wakeup:
+            self._wakeup.notify()
 
-    def forget(self, owner: Owner) -> None:
-        """An adapter was unloaded: what was computed with it is of no more use."""
-        with self._wake:
-            self._gone.add(owner)
-            self._wake.notify()
+    def drop_adapter(self, owner: Owner) -> None:
+        """Evict the slots and graphs of an adapter that was unloaded."""
+        with self._wakeup:
+            self._unloaded.add(owner)
+            self._wakeup.notify()
 
-    def stop(self, patience: float = 0.0) -> None:
-        """Take nothing more, let what runs end within `patience` seconds, then end."""
-        with self._wake:
+    def stop(self, grace_seconds: float = 0.0) -> None:
+        """Accept nothing more, give running sequences `grace_seconds` to end, then end the thread."""
+        with self._wakeup:
             self._accepting = False
-        end = time.monotonic() + patience
-        while time.monotonic() < end and self.busy:
+        deadline = time.monotonic() + grace_seconds
+        while time.monotonic() < deadline and self.busy:
             time.sleep(0.02)
-        with self._wake:
+        with self._wakeup:
             self._alive = False
-            self._wake.notify()
+            self._wakeup.notify()
         if self._thread is not None:
             self._thread.join()
 
     @property
     def busy(self) -> bool:
-        return bool(self.running or self.waiting or self._inbox)
+        return bool(self.running or self.waiting or self._submitted)
 
     @property
     def alive(self) -> bool:
@@ -130,186 +131,196 @@ class ServeEngine:
 
     @property
     def replayed(self) -> int:
-        """Steps that came out of a CUDA graph."""
+        """Steps that replayed a CUDA graph."""
         return 0 if self.forward.graphs is None else self.forward.graphs.replayed
 
     def _loop(self) -> None:
         while True:
-            with self._wake:
+            with self._wakeup:
                 if not self._alive:
                     break
-                if not self.busy and not self._gone:
-                    self._wake.wait()
+                if not self.busy and not self._unloaded:
+                    self._wakeup.wait()
                     continue
             try:
                 if not self.step():
-                    with self._wake:
-                        self._wake.wait(IDLE)
-            except Exception as error:  # one bad batch must not end the server
+                    with self._wakeup:
+                        self._wakeup.wait(DEADLINE_POLL_SECONDS)
+            except Exception as error:  # one failed batch must not end the server
                 LOG.exception("a step failed")
-                self._drop_all(f"{type(error).__name__}: {error}")
-        self._drop_all("the server was stopped")
+                self._fail_all(f"{type(error).__name__}: {error}")
+        self._fail_all("the server was stopped")
 
     def step(self) -> bool:
-        """One batch; False where there was nothing to compute."""
-        self._take()
+        """Compute one batch; False: there was nothing to compute."""
+        self._receive()
         self._admit()
-        began = time.monotonic()
-        batch = self._gather()
+        started = time.monotonic()
+        batch = self._build_batch()
         if not batch:
             return False
-        found = self.forward.run([piece for _, piece in batch])
-        for (one, piece), part in zip(batch, found, strict=True):
+        results = self.forward.run([chunk for _, chunk in batch])
+        for (sequence, chunk), result in zip(batch, results, strict=True):
             try:
-                self._advance(one, piece, part)
-            except Exception as error:  # of this sequence alone: its grammar, its tokens
+                self._process_result(sequence, chunk, result)
+            except Exception as error:  # of this sequence only: its grammar, its tokens
                 LOG.exception("a sequence failed")
-                self._close(one, "error", error=f"{type(error).__name__}: {error}")
+                self._close(sequence, "error", error=f"{type(error).__name__}: {error}")
         self.counts.steps += 1
-        self.counts.busy_seconds += time.monotonic() - began
+        self.counts.busy_seconds += time.monotonic() - started
         return True
 
-    def _take(self) -> None:
-        with self._wake:
-            self.waiting.extend(self._inbox)
-            self._inbox.clear()
-            gone, self._gone = self._gone, set()
+    def _receive(self) -> None:
+        """Queue what was submitted, end cancelled and timed-out sequences, drop what unloaded adapters left."""
+        with self._wakeup:
+            self.waiting.extend(self._submitted)
+            self._submitted.clear()
+            unloaded, self._unloaded = self._unloaded, set()
         now = time.monotonic()
-        for one in [*self.running, *self.waiting]:
-            if one.cancelled:
-                self._close(one, "cancelled")
-            elif one.ask.deadline is not None and now > one.ask.deadline:
-                self._close(one, "timeout", one.text.end())
-        self.waiting = deque(one for one in self.waiting if not one.finished)
-        wanted = [*self.running, *self.waiting]
-        for owner in gone:
-            self.slots.forget(owner)
-            if any(one.ask.adapter is not None and one.ask.adapter.owner == owner for one in wanted):
-                with self._wake:
-                    self._gone.add(owner)  # until its last request has ended
+        for sequence in [*self.running, *self.waiting]:
+            if sequence.cancelled:
+                self._close(sequence, "cancelled")
+            elif sequence.request.deadline is not None and now > sequence.request.deadline:
+                self._close(sequence, "timeout", sequence.text.end())
+        self.waiting = deque(sequence for sequence in self.waiting if not sequence.finished)
+        pending = [*self.running, *self.waiting]
+        for owner in unloaded:
+            self.kv_cache.evict_owner(owner)
+            if any(sequence.owner == owner for sequence in pending):
+                with self._wakeup:
+                    self._unloaded.add(owner)  # again at the next step, until its last request has ended
             elif self.forward.graphs is not None:
                 self.forward.graphs.forget(owner)
 
     def _admit(self) -> None:
-        held: list[Sequence] = []
-        while self.waiting and len(self.running) < self.limits.running:
-            one = self.waiting.popleft()
-            if one.after is not None and not one.after.finished and not one.after.prompt_done:
-                held.append(one)
+        deferred: list[Sequence] = []
+        while self.waiting and len(self.running) < self.limits.max_running_requests:
+            sequence = self.waiting.popleft()
+            first = sequence.shares_prompt_with
+            if first is not None and not first.finished and not first.prompt_computed:
+                deferred.append(sequence)
                 continue
-            owner = one.ask.adapter.owner if one.ask.adapter else None
-            slot = self.slots.take(owner, one.tokens, (one.ask.logprobs or 0) if one.ask.prompt_logprobs else None)
+            top_logprobs = (sequence.request.logprobs or 0) if sequence.request.prompt_logprobs else None
+            slot = self.kv_cache.allocate(sequence.owner, sequence.tokens, top_logprobs)
             if slot is None:
-                held.append(one)
+                deferred.append(sequence)
                 break
-            one.slot = slot
-            if one.ask.prompt_logprobs and slot.length:
-                one.prompt_scores = [score.with_top(one.ask.logprobs or 0) for score in slot.scores]
-            one.cached = min(slot.length, len(one.ask.prompt))
-            self.running.append(one)
-        self.waiting.extendleft(reversed(held))
+            sequence.slot = slot
+            if sequence.request.prompt_logprobs and slot.length:
+                sequence.prompt_scores = [score.with_top(sequence.request.logprobs or 0) for score in slot.scores]
+            sequence.cached = min(slot.length, len(sequence.request.prompt))
+            self.running.append(sequence)
+        self.waiting.extendleft(reversed(deferred))
 
-    def _gather(self) -> list[tuple[Sequence, Chunk]]:
+    def _build_batch(self) -> list[tuple[Sequence, Chunk]]:
         batch: list[tuple[Sequence, Chunk]] = []
-        left = self.limits.chunk
-        for one in list(self.running):
-            if one.slot is None:  # gave its slot away to one before it
+        prompt_budget = self.limits.chunked_prefill_size
+        for sequence in list(self.running):
+            if sequence.slot is None:  # preempted for a sequence before it
                 continue
-            missing = len(one.tokens) - one.computed
-            count = missing if missing == 1 else min(missing, left)
-            if not count or not self._room(one):
+            uncomputed = len(sequence.tokens) - sequence.computed
+            token_count = uncomputed if uncomputed == 1 else min(uncomputed, prompt_budget)
+            if not token_count or not self._reserve(sequence):
                 continue
-            left -= count if missing > 1 else 0
-            position, end = one.computed, one.computed + count
-            read = _reader(one, position) if one.ask.prompt_logprobs and not one.prompt_told else None
-            tokens, last, greedy = one.tokens[position:end], count == missing, one.greedy
-            piece = Chunk(one.slot, tokens, position, one.ask.adapter, read, last, last and greedy)
-            batch.append((one, piece))
-        return [(one, piece) for one, piece in batch if one.slot is piece.slot]
+            prompt_budget -= token_count if uncomputed > 1 else 0
+            position, end = sequence.computed, sequence.computed + token_count
+            scores_prompt = sequence.request.prompt_logprobs and not sequence.prompt_scores_sent
+            reader = _prompt_scorer(sequence, position) if scores_prompt else None
+            tokens, last, greedy = sequence.tokens[position:end], token_count == uncomputed, sequence.greedy
+            chunk = Chunk(sequence.slot, tokens, position, sequence.request.adapter, reader, last, last and greedy)
+            batch.append((sequence, chunk))
+        return [(sequence, chunk) for sequence, chunk in batch if sequence.slot is chunk.slot]
 
-    def _room(self, one: Sequence) -> bool:
-        while one.slot is not None and not self.slots.grow(one.slot, len(one.tokens)):
+    def _reserve(self, sequence: Sequence) -> bool:
+        """Grow the slot to the sequence's tokens, preempting the youngest sequences; False: it was preempted itself."""
+        while sequence.slot is not None and not self.kv_cache.grow(sequence.slot, len(sequence.tokens)):
             youngest = self.running[-1]
             self.running.remove(youngest)
             assert youngest.slot is not None
-            self.slots.release(youngest.slot)
+            self.kv_cache.release(youngest.slot)
             youngest.slot = None
             self.waiting.appendleft(youngest)
             self.counts.preempted += 1
-        return one.slot is not None
+        return sequence.slot is not None
 
-    def _advance(self, one: Sequence, piece: Chunk, found: ForwardResult | None) -> None:
-        prompt = one.ask.prompt
-        self.counts.prompt_tokens += max(0, min(piece.position + len(piece.tokens), len(prompt)) - piece.position)
-        if piece.read is not None:
-            self.counts.scored_tokens += len(piece.tokens)
-            if piece.position + len(piece.tokens) >= len(prompt):
-                self._tell_prompt(one, piece)
-        if not piece.last or found is None:
+    def _process_result(self, sequence: Sequence, chunk: Chunk, result: ForwardResult | None) -> None:
+        prompt = sequence.request.prompt
+        self.counts.prompt_tokens += max(0, min(chunk.position + len(chunk.tokens), len(prompt)) - chunk.position)
+        if chunk.logits_reader is not None:
+            self.counts.scored_tokens += len(chunk.tokens)
+            if chunk.position + len(chunk.tokens) >= len(prompt):
+                self._deliver_prompt_scores(sequence, chunk)
+        if not chunk.wants_logits or result is None:
             return
-        if one.ask.max_tokens == 0:
-            self._close(one, "length")
+        if sequence.request.max_tokens == 0:
+            self._close(sequence, "length")
             return
-        row, token = found.logits, found.token
+        logits, token = result.logits, result.token
         if token is None:
-            allowed = None if one.grammar is None else one.grammar.allowed(row.numel())
-            token = choose(row.float(), one.ask.sampling, prompt, one.new, one.draw, allowed)
-        told = () if one.ask.logprobs is None else tuple(scores(row.float()[None], [token], one.ask.logprobs))
-        one.tokens.append(token)
+            allowed = None if sequence.grammar is None else sequence.grammar.allowed(logits.numel())
+            sampling, new_tokens = sequence.request.sampling, sequence.new_tokens
+            token = sample_token(logits.float(), sampling, prompt, new_tokens, sequence.rng, allowed)
+        scores: tuple[Score, ...] = ()
+        if sequence.request.logprobs is not None:
+            scores = tuple(score_tokens(logits.float()[None], [token], sequence.request.logprobs))
+        sequence.tokens.append(token)
         self.counts.new_tokens += 1
-        if one.first_token is None:
-            one.first_token = time.monotonic()
-            self.counts.first_token_seconds += one.first_token - one.arrived
+        if sequence.first_token is None:
+            sequence.first_token = time.monotonic()
+            self.counts.first_token_seconds += sequence.first_token - sequence.arrived
             self.counts.first_tokens += 1
-        self._deliver(one, token, told)
+        self._deliver(sequence, token, scores)
 
-    def _tell_prompt(self, one: Sequence, piece: Chunk) -> None:
-        piece.slot.scores, piece.slot.top = list(one.prompt_scores), one.ask.logprobs or 0
-        one.prompt_told = True
-        one.deliver(Event(prompt_scores=tuple(one.prompt_scores), cached=one.cached))
+    def _deliver_prompt_scores(self, sequence: Sequence, chunk: Chunk) -> None:
+        chunk.slot.scores, chunk.slot.top_logprobs = list(sequence.prompt_scores), sequence.request.logprobs or 0
+        sequence.prompt_scores_sent = True
+        sequence.deliver(Event(prompt_scores=tuple(sequence.prompt_scores), cached=sequence.cached))
 
-    def _deliver(self, one: Sequence, token: int, told: tuple[Score, ...]) -> None:
-        if token in one.ask.stop_tokens:
-            self._close(one, "stop", one.text.end(), told)
+    def _deliver(self, sequence: Sequence, token: int, scores: tuple[Score, ...]) -> None:
+        if token in sequence.request.stop_tokens:
+            self._close(sequence, "stop", sequence.text.end(), scores)
             return
-        if one.grammar is not None:
-            one.grammar.accept(token)
-        ready = one.text.add(token)
-        if one.text.stopped is not None:
-            self._close(one, "stop", ready, told)
-        elif len(one.new) >= one.ask.max_tokens:
-            self._close(one, "length", ready + one.text.end(), told)
+        if sequence.grammar is not None:
+            sequence.grammar.accept(token)
+        ready = sequence.text.add(token)
+        if sequence.text.stopped is not None:
+            self._close(sequence, "stop", ready, scores)
+        elif len(sequence.new_tokens) >= sequence.request.max_tokens:
+            self._close(sequence, "length", ready + sequence.text.end(), scores)
         else:
-            one.deliver(Event(ready, told, (), None, len(one.new), one.cached))
+            sequence.deliver(Event(ready, scores, (), None, len(sequence.new_tokens), sequence.cached))
 
-    def _close(self, one: Sequence, finish: str, text: str = "", told: tuple[Score, ...] = (), error: str = "") -> None:
-        if one in self.running:
-            self.running.remove(one)
-        if one.slot is not None:
-            self.slots.release(one.slot)
-            one.slot = None
+    def _close(
+        self, sequence: Sequence, finish: str, text: str = "", scores: tuple[Score, ...] = (), error: str = ""
+    ) -> None:
+        if sequence in self.running:
+            self.running.remove(sequence)
+        if sequence.slot is not None:
+            self.kv_cache.release(sequence.slot)
+            sequence.slot = None
         self.counts.finished[finish] = self.counts.finished.get(finish, 0) + 1
-        one.end(finish, text, told, error)
+        sequence.end(finish, text, scores, error)
 
-    def _drop_all(self, error: str) -> None:
-        """After a failed step nobody knows what the slots hold."""
-        with self._wake:
-            self.waiting.extend(self._inbox)
-            self._inbox.clear()
-        for one in [*self.running, *self.waiting]:
-            self._close(one, "error", error=error)
+    def _fail_all(self, error: str) -> None:
+        """End every sequence with an error and clear the cache: after a failed step its contents are undefined."""
+        with self._wakeup:
+            self.waiting.extend(self._submitted)
+            self._submitted.clear()
+        for sequence in [*self.running, *self.waiting]:
+            self._close(sequence, "error", error=error)
         self.waiting.clear()
-        self.slots.clear()
+        self.kv_cache.clear()
 
 
-def _reader(one: Sequence, position: int) -> Reader:
-    """Scores the prompt from a piece that begins at `position`; its row i speaks of the token after it."""
+def _prompt_scorer(sequence: Sequence, position: int) -> LogitsReader:
+    """Scores the prompt from the logits of a chunk that begins at `position`: row i predicts token position + i + 1."""
 
     def read(first: int, logits: Tensor) -> None:
-        at = position + first + 1
-        del one.prompt_scores[at:]  # it may have lost its slot half-way and be at it again
-        following = one.ask.prompt[at : at + logits.shape[0]]
+        start = position + first + 1
+        del sequence.prompt_scores[start:]  # from before a preemption, computed again
+        following = sequence.request.prompt[start : start + logits.shape[0]]
         if following:
-            one.prompt_scores += scores(logits[: len(following)].float(), following, one.ask.logprobs or 0)
+            top = sequence.request.logprobs or 0
+            sequence.prompt_scores += score_tokens(logits[: len(following)].float(), following, top)
 
     return read

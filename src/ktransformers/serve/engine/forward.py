@@ -1,13 +1,14 @@
-"""One forward pass for many sequences: pieces of them, laid one after the other in a single row of tokens.
+"""One forward pass for many sequences: their chunks, one after the other in a single row of tokens.
 
-Pieces of the same adapter are laid side by side, so that an adapter's rows are one slice. Logits come back of a piece's
-last row, in the model's own type; where no more than the most likely token is wanted, it is looked for in all of them
-at once. Who wants the logits of every row reads them some rows at a time (`head.py`). `Forward` wants a past of keys
-and values alone. What a family does beyond that (a recurrent state, an index of its own, embeddings that look at the
-longest sequence) `SequentialForward` computes, one sequence at a time, each with transformers' own cache. On a GPU,
-steps of new tokens alone may be replayed from CUDA graphs (`graphs.py`), which are asked first. `check` runs two
-sequences in pieces and compares them with the stock model: a family that neither way computes rightly is refused by
-name before the server starts."""
+Chunks of the same adapter are adjacent, so that the rows of an adapter are one slice. The result of a chunk is the
+logits of its last row, in the model's dtype; for greedy chunks the argmax of all is computed in one call. Logits of
+every row are passed to a reader some rows at a time (`head.py`). `Forward` supports models whose only state is keys and
+values. `SequentialForward` computes the others (recurrent state, position embeddings that depend on the longest
+sequence of the batch) one sequence at a time, each with transformers' own cache. On a GPU, steps of new tokens only may
+be replayed from CUDA graphs (`graphs/decode_graphs.py`), which are tried first. `check_against_stock` computes two
+sequences in chunks and compares the logits with the stock model: a family for which they differ is refused by name
+before the server starts.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +25,18 @@ from ktransformers.nn.linear import patch_linears
 from ktransformers.nn.mixed_lora import use_mixed_lora
 from ktransformers.nn.norm import patch_norms
 from ktransformers.nn.pool import default_pool
-from ktransformers.serve.engine.attention import NAME, Span, spans
-from ktransformers.serve.engine.head import LogitsHead, Reader, ScoredRows, collect
+from ktransformers.serve.engine.attention import ATTENTION_NAME, Span, attend_to_slots
+from ktransformers.serve.engine.head import LogitsHead, LogitsReader, ScoredRows, collect_rows
 from ktransformers.serve.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.lora import AdapterRows, LoadedAdapter, expert_shares, linear_shares
+from ktransformers.serve.engine.lora import AdapterRows, LoadedAdapter, apply_linear_lora, expert_lora
 
 if TYPE_CHECKING:
     from ktransformers.serve.graphs.decode_graphs import DecodeGraphs
 
-CARRIES = {"full_attention", "sliding_attention", "attention"}  # layer types whose past is keys and values
-MOVING = {"dynamic", "longrope"}  # rotary embeddings that change with the longest sequence of a batch
-LIMITS = {torch.float32: 1e-3}  # of the difference between served and stock logits, relative
-ROUGH = 0.1  # for 16-bit types
+KV_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}  # layer types whose only state is keys and values
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # rope types that depend on the longest sequence of a batch
+MAX_LOGIT_ERROR = {torch.float32: 1e-3}  # relative, between served and stock logits
+MAX_LOGIT_ERROR_16_BIT = 0.1  # in bfloat16 and float16
 
 
 @dataclass(frozen=True)
@@ -44,104 +45,113 @@ class Chunk:
     tokens: Sequence[int]
     position: int
     adapter: LoadedAdapter | None
-    read: Reader | None = None  # gets the logits of every row, some at a time
-    last: bool = True  # of the last row: not wanted in the middle of a prompt
-    greedy: bool = False  # of the last row no more than the most likely token
+    logits_reader: LogitsReader | None = None  # receives the logits of every row, some at a time
+    wants_logits: bool = True  # of the last row; not in the middle of a prompt
+    greedy: bool = False  # the argmax of the last row is the next token
 
 
 @dataclass(frozen=True)
 class ForwardResult:
-    logits: Tensor  # [V], of the last row
-    token: int | None = None  # the most likely one, where the piece is greedy
+    logits: Tensor  # [V], of the chunk's last row
+    token: int | None = None  # argmax, where the chunk is greedy
 
 
 class Forward:
-    whole_prefixes = False  # a slot may be cut back to any of its tokens
+    append_only = False  # slots can be truncated to any of their tokens
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model: Any = model
         nn.Module.eval(model)
         self.device = next(model.parameters()).device
-        self.stock = model.config._attn_implementation
+        self.stock_attention = model.config._attn_implementation
         self._head = LogitsHead(model)
-        self.graphs: DecodeGraphs | None = None  # where new tokens alone are replayed
-        model.set_attn_implementation(NAME)
-        if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
-            raise InputError(model.config.model_type, "attention of its own", "transformers' attention interface")
+        self.graphs: DecodeGraphs | None = None  # replays steps of new tokens only
+        model.set_attn_implementation(ATTENTION_NAME)
+        if model.config.get_text_config(decoder=True)._attn_implementation != ATTENTION_NAME:
+            raise InputError(
+                model.config.model_type,
+                "a model with its own attention code",
+                "one that uses transformers' attention interface",
+            )
 
-    def run(self, pieces: Sequence[Chunk]) -> list[ForwardResult | None]:
-        """For each piece; None where nothing is wanted of it. Logits are to be read before the next call."""
-        found = None if self.graphs is None else self.graphs.run(pieces)
-        if found is None:
-            found = self._launch(pieces)
-        for piece in pieces:
-            piece.slot.tokens[piece.position :] = piece.tokens
-        return found
+    def run(self, chunks: Sequence[Chunk]) -> list[ForwardResult | None]:
+        """The result of each chunk; None: its logits are not wanted. Logits are valid until the next call."""
+        results = None if self.graphs is None else self.graphs.run(chunks)
+        if results is None:
+            results = self._run_eager(chunks)
+        for chunk in chunks:
+            chunk.slot.tokens[chunk.position :] = chunk.tokens
+        return results
 
-    def _launch(self, pieces: Sequence[Chunk]) -> list[ForwardResult | None]:
-        """Kernel by kernel."""
-        order = sorted(range(len(pieces)), key=lambda at: _rank(pieces[at].adapter))
+    def _run_eager(self, chunks: Sequence[Chunk]) -> list[ForwardResult | None]:
+        """Without a CUDA graph."""
+        order = sorted(range(len(chunks)), key=lambda index: _adapter_sort_key(chunks[index].adapter))
         tokens: list[int] = []
         positions: list[int] = []
-        rows: list[Span] = []
-        shares: list[AdapterRows] = []
-        picked: dict[int, int] = {}  # piece -> its last row
+        spans: list[Span] = []
+        adapter_rows: list[AdapterRows] = []
+        last_rows: dict[int, int] = {}  # index of a chunk -> its last row
         scored: list[ScoredRows] = []
-        for at in order:
-            piece, first = pieces[at], len(tokens)
-            tokens += piece.tokens
-            positions += range(piece.position, piece.position + len(piece.tokens))
-            rows.append(Span(piece.slot, first, len(tokens), piece.position))
-            if piece.adapter is not None:
-                if shares and shares[-1].adapter is piece.adapter:
-                    first = shares.pop().first
-                shares.append(AdapterRows(piece.adapter, first, len(tokens)))
-            if piece.read is not None:
-                scored.append(ScoredRows(rows[-1].first, len(tokens), piece.read))
-            if piece.last:
-                picked[at] = len(tokens) - 1
-        logits = self._call(tokens, positions, rows, shares, list(picked.values()), scored)
-        place = {at: row for row, at in enumerate(picked)}
-        greedy = [at for at in picked if pieces[at].greedy]
-        tokens_of = dict(zip(greedy, most_likely(logits, [place[at] for at in greedy]), strict=True))
-        found: list[ForwardResult | None] = [None] * len(pieces)
-        for at, row in place.items():
-            found[at] = ForwardResult(logits[row], tokens_of.get(at))
-        return found
+        for index in order:
+            chunk, first = chunks[index], len(tokens)
+            tokens += chunk.tokens
+            positions += range(chunk.position, chunk.position + len(chunk.tokens))
+            spans.append(Span(chunk.slot, first, len(tokens), chunk.position))
+            if chunk.adapter is not None:
+                if adapter_rows and adapter_rows[-1].adapter is chunk.adapter:
+                    first = adapter_rows.pop().first
+                adapter_rows.append(AdapterRows(chunk.adapter, first, len(tokens)))
+            if chunk.logits_reader is not None:
+                scored.append(ScoredRows(spans[-1].first, len(tokens), chunk.logits_reader))
+            if chunk.wants_logits:
+                last_rows[index] = len(tokens) - 1
+        logits = self._call_model(tokens, positions, spans, adapter_rows, list(last_rows.values()), scored)
+        logit_rows = {index: row for row, index in enumerate(last_rows)}
+        greedy = [index for index in last_rows if chunks[index].greedy]
+        argmax_tokens = dict(zip(greedy, argmax_of_rows(logits, [logit_rows[index] for index in greedy]), strict=True))
+        results: list[ForwardResult | None] = [None] * len(chunks)
+        for index, row in logit_rows.items():
+            results[index] = ForwardResult(logits[row], argmax_tokens.get(index))
+        return results
 
-    def _call(
+    def _call_model(
         self,
         tokens: list[int],
         positions: list[int],
-        rows: list[Span],
-        shares: list[AdapterRows],
-        picked: list[int],
+        spans: list[Span],
+        adapter_rows: list[AdapterRows],
+        logit_rows: list[int],
         scored: list[ScoredRows],
     ) -> Tensor:
-        words = {
+        inputs = {
             "input_ids": torch.tensor([tokens], device=self.device),
             "position_ids": torch.tensor([positions], device=self.device),
             "use_cache": False,
         }
-        layers = expert_shares(shares, len(tokens))
-        with torch.inference_mode(), spans(rows), linear_shares(shares, len(tokens)), use_mixed_lora(layers):
-            return self._head.logits(picked, scored, words)
+        layers = expert_lora(adapter_rows, len(tokens))
+        with (
+            torch.inference_mode(),
+            attend_to_slots(spans),
+            apply_linear_lora(adapter_rows, len(tokens)),
+            use_mixed_lora(layers),
+        ):
+            return self._head.logits(logit_rows, scored, inputs)
 
-    def check(self) -> int:
+    def check_against_stock(self) -> int:
         """Compare with the stock model; returns the bytes of keys and values per token."""
-        self.model.set_attn_implementation(self.stock)
+        self.model.set_attn_implementation(self.stock_attention)
         try:
             expected = _stock_logits(self.model, self.device)
         finally:
-            self.model.set_attn_implementation(NAME)
-        slot = _compare(self, expected)
+            self.model.set_attn_implementation(ATTENTION_NAME)
+        slot = _check_chunks(self, expected)
         return slot.bytes() // slot.capacity
 
 
 class SequentialForward:
-    """One sequence at a time, its past in a cache of transformers' own."""
+    """Computes one sequence at a time, its state in a cache of transformers."""
 
-    whole_prefixes = True  # a state cannot be cut back: a slot is continued where it ends, or not at all
+    append_only = True  # a recurrent state cannot be truncated: a slot is continued at its end only
     graphs: DecodeGraphs | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -150,91 +160,106 @@ class SequentialForward:
         self.device = next(model.parameters()).device
         self._head = LogitsHead(model)
 
-    def run(self, pieces: Sequence[Chunk]) -> list[ForwardResult | None]:
-        return [self._one(piece) for piece in pieces]
+    def run(self, chunks: Sequence[Chunk]) -> list[ForwardResult | None]:
+        return [self._run_chunk(chunk) for chunk in chunks]
 
-    def _one(self, piece: Chunk) -> ForwardResult | None:
-        slot, count = piece.slot, len(piece.tokens)
-        if slot.cache is None or not piece.position:
-            slot.cache = DynamicCache(config=self.model.config)
-        shares = [] if piece.adapter is None else [AdapterRows(piece.adapter, 0, count)]
-        positions = torch.arange(piece.position, piece.position + count, device=self.device)[None]
-        words = {
-            "input_ids": torch.tensor([list(piece.tokens)], device=self.device),
+    def _run_chunk(self, chunk: Chunk) -> ForwardResult | None:
+        slot, count = chunk.slot, len(chunk.tokens)
+        if slot.hf_cache is None or not chunk.position:
+            slot.hf_cache = DynamicCache(config=self.model.config)
+        adapter_rows = [] if chunk.adapter is None else [AdapterRows(chunk.adapter, 0, count)]
+        positions = torch.arange(chunk.position, chunk.position + count, device=self.device)[None]
+        inputs = {
+            "input_ids": torch.tensor([list(chunk.tokens)], device=self.device),
             "position_ids": positions,
-            "past_key_values": slot.cache,
+            "past_key_values": slot.hf_cache,
             "use_cache": True,
         }
-        scored = [] if piece.read is None else [ScoredRows(0, count, piece.read)]
-        with torch.inference_mode(), linear_shares(shares, count), use_mixed_lora(expert_shares(shares, count)):
-            logits = self._head.logits([count - 1], scored, words)
-        slot.tokens[piece.position :] = piece.tokens
-        return ForwardResult(logits[0], *most_likely(logits, [0] if piece.greedy else [])) if piece.last else None
+        scored = [] if chunk.logits_reader is None else [ScoredRows(0, count, chunk.logits_reader)]
+        with (
+            torch.inference_mode(),
+            apply_linear_lora(adapter_rows, count),
+            use_mixed_lora(expert_lora(adapter_rows, count)),
+        ):
+            logits = self._head.logits([count - 1], scored, inputs)
+        slot.tokens[chunk.position :] = chunk.tokens
+        return (
+            ForwardResult(logits[0], *argmax_of_rows(logits, [0] if chunk.greedy else []))
+            if chunk.wants_logits
+            else None
+        )
 
-    def check(self) -> int:
-        slot = _compare(self, _stock_logits(self.model, self.device))
-        held = [getattr(layer, name, None) for layer in slot.cache.layers for name in ("keys", "values")]
-        size = sum(int(one.numel() * one.element_size()) for one in held if one is not None)
+    def check_against_stock(self) -> int:
+        slot = _check_chunks(self, _stock_logits(self.model, self.device))
+        tensors = [getattr(layer, name, None) for layer in slot.hf_cache.layers for name in ("keys", "values")]
+        size = sum(int(tensor.numel() * tensor.element_size()) for tensor in tensors if tensor is not None)
         return max(1, size // slot.length)
 
 
-def open_forward(model: PreTrainedModel) -> Forward | SequentialForward:
-    """The way that fits the family, by what its configuration says; `check` has the last word."""
+def make_forward(model: PreTrainedModel) -> Forward | SequentialForward:
+    """Chosen by the model's configuration; `check_against_stock` verifies the choice."""
     patch_linears(model)
     patch_norms(model)
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "index_topk", None) is not None:
         kind = model.config.model_type
-        raise InputError("model", f"{kind}, with an index of keys", "attention to all keys", "it cannot be served yet")
+        raise InputError(
+            "model", f"{kind}, which selects keys by an index", "attention to all keys", "it cannot be served yet"
+        )
     rope = getattr(config, "rope_parameters", None) or {}
-    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    moving = any(part.get("rope_type") in MOVING for part in parts)
-    plain = set(getattr(config, "layer_types", None) or []) <= CARRIES
-    return Forward(model) if plain and not moving else SequentialForward(model)
+    rope_settings = [rope, *(settings for settings in rope.values() if isinstance(settings, dict))]
+    depends_on_length = any(settings.get("rope_type") in LENGTH_DEPENDENT_ROPE for settings in rope_settings)
+    kv_only = set(getattr(config, "layer_types", None) or []) <= KV_LAYER_TYPES
+    return Forward(model) if kv_only and not depends_on_length else SequentialForward(model)
 
 
-def _texts(model: Any) -> list[list[int]]:
+def _check_prompts(model: Any) -> list[list[int]]:
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    return [[(7 * at + 3) % vocabulary for at in range(24)], [(5 * at + 11) % vocabulary for at in range(13)]]
+    return [
+        [(7 * index + 3) % vocabulary for index in range(24)],
+        [(5 * index + 11) % vocabulary for index in range(13)],
+    ]
 
 
 def _stock_logits(model: Any, device: torch.device) -> list[Tensor]:
     with torch.inference_mode():
-        ids = [torch.tensor([text], device=device) for text in _texts(model)]
-        return [model(input_ids=one, use_cache=False).logits[0].float() for one in ids]
+        prompts = [torch.tensor([tokens], device=device) for tokens in _check_prompts(model)]
+        return [model(input_ids=prompt, use_cache=False).logits[0].float() for prompt in prompts]
 
 
-def _compare(forward: Forward | SequentialForward, expected: list[Tensor]) -> KVSlot:
-    """Two sequences in uneven pieces against the stock model; a slot that holds one of them."""
-    kind, texts = forward.model.config.model_type, _texts(forward.model)
+def _check_chunks(forward: Forward | SequentialForward, expected: list[Tensor]) -> KVSlot:
+    """Compare two sequences in uneven chunks with the stock model; returns a slot that holds one of them."""
+    kind, prompts = forward.model.config.model_type, _check_prompts(forward.model)
     slots = [KVSlot(None, capacity=24), KVSlot(None, capacity=24)]
-    found: list[list[Tensor]] = [[], []]
+    logits: list[list[Tensor]] = [[], []]
     steps = (((0, 0, 7), (1, 0, 4)), ((0, 7, 8), (1, 4, 12)), ((0, 8, 23), (1, 12, 13)), ((0, 23, 24),))
     try:
         for step in steps:
-            forward.run([Chunk(slots[at], texts[at][a:b], a, None, collect(found[at])) for at, a, b in step])
+            forward.run(
+                [Chunk(slots[index], prompts[index][a:b], a, None, collect_rows(logits[index])) for index, a, b in step]
+            )
     except (InputError, RuntimeError, ValueError, AttributeError, TypeError) as error:
-        raise InputError("model", f"{kind} ({error})", "a family that can be computed in pieces") from error
-    limit = LIMITS.get(forward.model.dtype, ROUGH)
-    for parts, wanted in zip(found, expected, strict=True):
-        got = torch.cat(parts).float()
-        apart = float((got - wanted).norm() / wanted.norm())
-        if not apart <= limit:
-            given = f"{kind}, whose logits differ by {apart:.2g} when it is computed in pieces"
+        raise InputError("model", f"{kind} ({error})", "a family that can be computed in chunks") from error
+    limit = MAX_LOGIT_ERROR.get(forward.model.dtype, MAX_LOGIT_ERROR_16_BIT)
+    for logits_of_chunks, stock in zip(logits, expected, strict=True):
+        served = torch.cat(logits_of_chunks).float()
+        difference = float((served - stock).norm() / stock.norm())
+        if not difference <= limit:
+            given = f"{kind}, whose logits differ by {difference:.2g} when it is computed in chunks"
             raise InputError("model", given, f"at most {limit:g}", "this family cannot be served")
     return slots[0]
 
 
-def most_likely(logits: Tensor, rows: list[int]) -> list[int]:
-    """The first of the largest in each of these rows; rounded to fewer bits or not, it is the same."""
+def argmax_of_rows(logits: Tensor, rows: list[int]) -> list[int]:
+    """Index of the first maximum of each of these rows. Rounding logits to 16 bits first gives the same."""
     if not rows:
         return []
     picked = logits if rows == list(range(logits.shape[0])) else logits[rows]
     if picked.is_cpu and picked.dtype in (torch.bfloat16, torch.float32):
         return default_pool().argmax(picked)
-    found: list[int] = picked.argmax(-1).tolist()
-    return found
+    tokens: list[int] = picked.argmax(-1).tolist()
+    return tokens
 
 
-def _rank(adapter: LoadedAdapter | None) -> tuple[str, int]:
+def _adapter_sort_key(adapter: LoadedAdapter | None) -> tuple[str, int]:
     return ("", 0) if adapter is None else (adapter.name, adapter.version)

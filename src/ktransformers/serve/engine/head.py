@@ -1,11 +1,10 @@
-"""Logits of many rows, some rows at a time.
+"""Logits of many rows, computed some rows at a time.
 
-Whoever asks for the log-probabilities of a prompt wants a row of the vocabulary for every token, and a vocabulary is a
-hundred times wider than a hidden state: 512 tokens of Qwen3 are 0.3 GB in float32, their softmax as much again. So the
-head is asked for `SCORED_ROWS` rows at a time, and what a reader makes of them is all that stays. The surprising
-decision: not the head's module is called but the whole model, again and again, with a body that computes only the
-first time and then says the same; scales and caps that a family puts on its logits are in its own forward, not ours.
-A family that cannot be asked for some rows gives them all at once.
+Log-probabilities of a prompt need one row of the vocabulary per token, and a vocabulary is a hundred times wider than a
+hidden state: 512 tokens of Qwen3 are 0.3 GB in float32, and their softmax as much again. So the logits of `SCORED_ROWS`
+rows are computed at a time and passed to a reader, which keeps only the scores. The whole model is called for each
+part, not the module of its head, because families scale or cap logits in their own forward; its body computes once and
+returns the stored result in the following calls. A family without `logits_to_keep` computes all rows at once.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from transformers import PreTrainedModel
 
 from ktransformers.plan.memory import SCORED_ROWS
 
-Reader = Callable[[int, Tensor], None]  # of the piece's rows from this one on: their logits [n, V]
+LogitsReader = Callable[[int, Tensor], None]  # (first row of the chunk, logits [n, V] from that row on)
 
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """Rows first .. last of the batch, whose logits someone reads; they may come in parts."""
+    """Rows first .. last - 1 of the batch, whose logits `read` receives, possibly in parts."""
 
     first: int
     last: int
-    read: Reader
+    read: LogitsReader
 
 
-def collect(into: list[Tensor]) -> Reader:
+def collect_rows(into: list[Tensor]) -> LogitsReader:
     """A reader that keeps all rows."""
 
     def read(first: int, logits: Tensor) -> None:
@@ -47,58 +46,58 @@ class LogitsHead:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model: Any = model
         self._body: Any = model.base_model
-        self._picks = "logits_to_keep" in inspect.signature(type(model).forward).parameters
-        self._divides = self._picks and self._body is not model
+        self._selects_rows = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+        self._splits_rows = self._selects_rows and self._body is not model
         self._device = next(model.parameters()).device
 
-    def logits(self, picked: Sequence[int], scored: Sequence[ScoredRows], words: dict[str, Any]) -> Tensor:
-        """`[picked, V]` of the model called with these words; each reader gets its rows before."""
+    def logits(self, picked: Sequence[int], scored: Sequence[ScoredRows], inputs: dict[str, Any]) -> Tensor:
+        """Logits `[picked, V]` of the model called with `inputs`; every reader has received its rows before."""
         if not scored:
-            return self._rows(picked, words)
-        rows = [row for one in scored for row in range(one.first, one.last)]
-        if not self._divides:
-            found = self._rows([*rows, *picked], words)
-            _tell(scored, 0, found[: len(rows)])
-            return found[len(rows) :]
-        with self._once():
+            return self._logits_of_rows(picked, inputs)
+        rows = [row for entry in scored for row in range(entry.first, entry.last)]
+        if not self._splits_rows:
+            logits = self._logits_of_rows([*rows, *picked], inputs)
+            _call_readers(scored, 0, logits[: len(rows)])
+            return logits[len(rows) :]
+        with self._body_computed_once():
             for start in range(0, len(rows), SCORED_ROWS):
                 part = rows[start : start + SCORED_ROWS]
-                _tell(scored, start, self._rows(part, words))
-            return self._rows(picked, words)
+                _call_readers(scored, start, self._logits_of_rows(part, inputs))
+            return self._logits_of_rows(picked, inputs)
 
-    def _rows(self, rows: Sequence[int], words: dict[str, Any]) -> Tensor:
+    def _logits_of_rows(self, rows: Sequence[int], inputs: dict[str, Any]) -> Tensor:
         keep = torch.tensor(rows or [0], device=self._device)
-        options = {"logits_to_keep": keep} if self._picks else {}
-        found: Tensor = self._model(**words, **options).logits[0]
-        return found if self._picks else found[keep]
+        options = {"logits_to_keep": keep} if self._selects_rows else {}
+        logits: Tensor = self._model(**inputs, **options).logits[0]
+        return logits if self._selects_rows else logits[keep]
 
     @contextmanager
-    def _once(self) -> Iterator[None]:
-        """The body computes when it is called first and says the same afterwards."""
-        body, said = self._body, list[Any]()
-        forward, own = body.forward, "forward" in vars(body)
+    def _body_computed_once(self) -> Iterator[None]:
+        """The body of the model computes in its first call and returns the same in all others."""
+        body, outputs = self._body, list[Any]()
+        forward, had_own_forward = body.forward, "forward" in vars(body)
 
-        def remembered(*args: Any, **given: Any) -> Any:
-            if not said:
-                said.append(forward(*args, **given))
-            return said[0]
+        def compute_once(*args: Any, **kwargs: Any) -> Any:
+            if not outputs:
+                outputs.append(forward(*args, **kwargs))
+            return outputs[0]
 
-        body.forward = remembered
+        body.forward = compute_once
         try:
             yield
         finally:
-            if own:
+            if had_own_forward:
                 body.forward = forward
             else:
                 del body.forward
 
 
-def _tell(scored: Sequence[ScoredRows], start: int, logits: Tensor) -> None:
-    """`logits` are those of the rows from `start` on, all readers' rows counted through."""
+def _call_readers(scored: Sequence[ScoredRows], start: int, logits: Tensor) -> None:
+    """`logits` belong to the rows from `start` on, counted over the rows of all readers."""
     end, before = start + logits.shape[0], 0
-    for one in scored:
-        count = one.last - one.first
+    for entry in scored:
+        count = entry.last - entry.first
         first, last = max(start - before, 0), min(end - before, count)
         if first < last:
-            one.read(first, logits[before + first - start : before + last - start])
+            entry.read(first, logits[before + first - start : before + last - start])
         before += count

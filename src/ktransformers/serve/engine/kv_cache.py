@@ -1,13 +1,11 @@
-"""The KV cache: one slot per running sequence, kept after it ended so that another with the same beginning starts
-there.
+"""The KV cache: one contiguous slot per sequence, kept after the sequence ends as a prefix cache.
 
-A slot holds for every layer keys `[heads, capacity, d]` and values `[heads, capacity, dv]`, where the first `length`
-places belong to `tokens` under `owner`, the name and version of an adapter (None: the base): the same text under
-another adapter has other keys. Where a prompt's log-probabilities were asked for, the slot remembers them too, so that
-the four answers to one question are one prompt and four endings. The surprising decision: no pages. A sequence's keys
-lie in one piece, so attention reads them as they are; what pages would share, a common beginning, is copied, which
-costs a small part of computing it. Room is counted in tokens, over all slots together; idle slots give theirs back, the
-longest unused first.
+A slot holds for every layer keys `[heads, capacity, d]` and values `[heads, capacity, dv]`. Its first `length`
+positions belong to `tokens`, computed under `owner`: the name and version of an adapter, None for the base, because
+another adapter computes other keys for the same text. If log-probabilities of the prompt were requested, the slot keeps
+them too, so that several completions of one prompt compute it once. The cache is not paged: the keys of a sequence are
+contiguous, so attention reads them without a block table, and a shared prefix is copied, which costs a small part of
+computing it. Capacity is counted in tokens over all slots; idle slots are evicted in LRU order.
 """
 
 from __future__ import annotations
@@ -22,177 +20,187 @@ from torch import Tensor
 
 from ktransformers.serve.engine.sampling import Score
 
-BLOCK = 64  # capacities are multiples of it
+CAPACITY_BLOCK = 64  # tokens; capacities are multiples of it
 
-Owner = tuple[str, int] | None
+Owner = tuple[str, int] | None  # name and version of the adapter that computed the keys; None: the base
 
 
 @dataclass(eq=False)
 class KVSlot:
     owner: Owner
-    tokens: list[int] = field(default_factory=list)  # whose keys and values are held
+    tokens: list[int] = field(default_factory=list)  # whose keys and values the slot holds
     capacity: int = 0
     keys: dict[int, Tensor] = field(default_factory=dict)  # layer -> [heads, capacity, d]
     values: dict[int, Tensor] = field(default_factory=dict)
-    scores: list[Score] = field(default_factory=list)  # of the first tokens, as far as they were asked for
-    top: int = 0  # how many of the most likely each of them has
-    cache: Any = None  # transformers' own, for families that need it; then keys and values are empty
+    scores: list[Score] = field(default_factory=list)  # of the first tokens, as far as they were requested
+    top_logprobs: int = 0  # alternatives that each of `scores` lists
+    hf_cache: Any = None  # DynamicCache of `SequentialForward`; keys and values are empty then
     busy: bool = True
     last_use: int = 0
-    _places: tuple[tuple[int, int], NDArray[np.int64]] | None = None  # for a capacity and a number of layers
+    _addresses: tuple[tuple[int, int], NDArray[np.int64]] | None = None  # valid for (capacity, layers)
 
     @property
     def length(self) -> int:
         return len(self.tokens)
 
-    def room(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """All places for keys and values like these `[heads, n, d]`."""
+    def buffers(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The whole buffers `[heads, capacity, d]` of a layer, allocated like `[heads, n, d]` on first use."""
         if layer not in self.keys:
             self.keys[layer] = key.new_empty(key.shape[0], self.capacity, key.shape[2])
             self.values[layer] = value.new_empty(value.shape[0], self.capacity, value.shape[2])
         return self.keys[layer], self.values[layer]
 
     def write(self, layer: int, position: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Put `[heads, n, d]` at `position`; all keys and values up to their end."""
-        keys, values = self.room(layer, key, value)
+        """Store `[heads, n, d]` at `position`; returns all keys and values up to the last one stored."""
+        keys, values = self.buffers(layer, key, value)
         end = position + key.shape[1]
         keys[:, position:end] = key
         values[:, position:end] = value
         return keys[:, :end], values[:, :end]
 
     def addresses(self) -> NDArray[np.int64]:
-        """`[2 L]`: where the keys of every layer that was computed begin, by number, then the values. They lie there
-        until the slot grows."""
+        """int64 `[2 L]`: device addresses of the keys of every computed layer in order, then of the values. They are
+        valid until the slot grows."""
         state = self.capacity, len(self.keys)
-        if self._places is None or self._places[0] != state:
+        if self._addresses is None or self._addresses[0] != state:
             layers = sorted(self.keys)
-            held = [*(self.keys[layer] for layer in layers), *(self.values[layer] for layer in layers)]
-            self._places = state, np.array([tensor.data_ptr() for tensor in held], np.int64)
-        return self._places[1]
+            tensors = [*(self.keys[layer] for layer in layers), *(self.values[layer] for layer in layers)]
+            self._addresses = state, np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+        return self._addresses[1]
 
     def bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys.values(), *self.values.values()))
 
 
+@dataclass(frozen=True)
+class CachedPrefix:
+    """The slot that shares the longest prefix with a prompt, and whether to copy from it instead of continuing it."""
+
+    slot: KVSlot
+    tokens: int
+    copy: bool
+
+
 class KVCache:
-    def __init__(self, tokens: int, whole_prefixes: bool = False) -> None:
-        self._whole = whole_prefixes  # slots are continued where they end, not cut back or copied
-        self.limit = -(-tokens // BLOCK) * BLOCK  # room of all slots together
+    """Allocates slots within `tokens` tokens. `append_only`: a slot can be continued at its end, but neither truncated
+    nor copied, because its state is recurrent."""
+
+    def __init__(self, tokens: int, append_only: bool = False) -> None:
+        self._append_only = append_only
+        self.limit = -(-tokens // CAPACITY_BLOCK) * CAPACITY_BLOCK
         self.slots: list[KVSlot] = []
-        self.most = 0  # room that was used at the same time
-        self.reused = 0  # tokens that did not have to be computed
+        self.peak_tokens = 0  # largest sum of capacities so far
+        self.reused_tokens = 0  # prompt tokens that were found in a slot
         self._clock = 0
 
     @property
-    def room_used(self) -> int:
+    def allocated_tokens(self) -> int:
         return sum(slot.capacity for slot in self.slots)
 
     @property
-    def room_busy(self) -> int:
+    def busy_tokens(self) -> int:
         return sum(slot.capacity for slot in self.slots if slot.busy)
 
-    def take(self, owner: Owner, tokens: Sequence[int], top: int | None = None) -> KVSlot | None:
-        """A slot with room for the tokens and as much of their beginning in it as is known; None: no room now.
+    def allocate(self, owner: Owner, tokens: Sequence[int], top_logprobs: int | None = None) -> KVSlot | None:
+        """A slot with capacity for `tokens` that already holds the longest cached prefix; None: no capacity now.
 
-        At least one token is left to compute, because its output is wanted. With `top` scores of the tokens are wanted,
-        so many of the most likely with each: then the slot has those of its tokens and of the one behind them."""
-        source, shared = self._longest(owner, tokens, top)
-        known = shared if top is None else shared + 1
-        idle = source is not None and not source.busy
-        if source is not None and idle:
-            source.busy = True
-            del source.tokens[shared:], source.scores[known:]
-            if self.grow(source, len(tokens)):
-                self.reused += shared
-                return source
-            source.busy = False
+        At least one token stays uncomputed, because the logits of its row are needed. With `top_logprobs`, scores of
+        the prompt are requested with that many alternatives: the prefix is then one for which the slot has them, and
+        that of the token after it."""
+        prefix = self._find_prefix(owner, tokens, top_logprobs)
+        shared = 0 if prefix is None else prefix.tokens
+        scored = shared if top_logprobs is None else shared + 1
+        if prefix is not None and not prefix.copy:
+            slot = prefix.slot
+            slot.busy = True
+            del slot.tokens[shared:], slot.scores[scored:]
+            if self.grow(slot, len(tokens)):
+                self.reused_tokens += shared
+                return slot
+            slot.busy = False
             return None
         slot = KVSlot(owner)
         self.slots.append(slot)
         if not self.grow(slot, len(tokens)):
             self.slots.remove(slot)
             return None
-        if source is not None and shared:
+        if prefix is not None:
+            source = prefix.slot
             for layer, keys in source.keys.items():
                 slot.write(layer, 0, keys[:, :shared], source.values[layer][:, :shared])
-            slot.tokens, slot.scores, slot.top = list(tokens[:shared]), source.scores[:known], source.top
-            self.reused += shared
+            slot.tokens, slot.scores = list(tokens[:shared]), source.scores[:scored]
+            slot.top_logprobs = source.top_logprobs
+            self.reused_tokens += shared
         return slot
 
     def grow(self, slot: KVSlot, tokens: int) -> bool:
-        """Make room for that many tokens; False where there is none left."""
+        """Raise the capacity to at least `tokens`, by a quarter where that fits; False: the cache is full."""
         if tokens <= slot.capacity:
             return True
-        wanted = -(-max(tokens, slot.capacity * 5 // 4) // BLOCK) * BLOCK
-        if not self._make_room(wanted - slot.capacity):
-            wanted = -(-tokens // BLOCK) * BLOCK
-            if not self._make_room(wanted - slot.capacity):
+        capacity = -(-max(tokens, slot.capacity * 5 // 4) // CAPACITY_BLOCK) * CAPACITY_BLOCK
+        if not self._evict_idle(capacity - slot.capacity):
+            capacity = -(-tokens // CAPACITY_BLOCK) * CAPACITY_BLOCK
+            if not self._evict_idle(capacity - slot.capacity):
                 return False
-        for held in (slot.keys, slot.values):
-            for layer, old in held.items():
-                held[layer] = old.new_empty(old.shape[0], wanted, old.shape[2])
-                held[layer][:, : slot.length] = old[:, : slot.length]
-        slot.capacity = wanted
-        self.most = max(self.most, self.room_used)
+        for buffers in (slot.keys, slot.values):
+            for layer, old in buffers.items():
+                buffers[layer] = old.new_empty(old.shape[0], capacity, old.shape[2])
+                buffers[layer][:, : slot.length] = old[:, : slot.length]
+        slot.capacity = capacity
+        self.peak_tokens = max(self.peak_tokens, self.allocated_tokens)
         return True
 
     def release(self, slot: KVSlot) -> None:
-        """The sequence has ended; what it computed stays while there is room."""
+        """The sequence has ended; its keys and values stay cached until they are evicted."""
         self._clock += 1
         slot.busy, slot.last_use = False, self._clock
         if not slot.length:
             self.slots.remove(slot)
 
-    def forget(self, owner: Owner) -> None:
-        """Nobody will ask for this owner again."""
+    def evict_owner(self, owner: Owner) -> None:
+        """Evict the idle slots of an adapter that was unloaded."""
         self.slots = [slot for slot in self.slots if slot.busy or slot.owner != owner]
 
     def clear(self) -> None:
         self.slots.clear()
 
-    def _make_room(self, tokens: int) -> bool:
-        if self.limit - self.room_busy < tokens:
+    def _evict_idle(self, tokens: int) -> bool:
+        """Evict idle slots, least recently used first, until `tokens` more fit."""
+        if self.limit - self.busy_tokens < tokens:
             return False
         idle = sorted((slot for slot in self.slots if not slot.busy), key=lambda slot: slot.last_use)
-        while self.room_used + tokens > self.limit and idle:
+        while self.allocated_tokens + tokens > self.limit and idle:
             self.slots.remove(idle.pop(0))
-        return self.room_used + tokens <= self.limit
+        return self.allocated_tokens + tokens <= self.limit
 
-    def _longest(self, owner: Owner, tokens: Sequence[int], top: int | None) -> tuple[KVSlot | None, int]:
-        best, most = None, 0
+    def _find_prefix(self, owner: Owner, tokens: Sequence[int], top_logprobs: int | None) -> CachedPrefix | None:
+        best, longest = None, 0
         for slot in self.slots:
             if slot.owner != owner:
                 continue
-            shared = _common(slot.tokens, tokens[:-1])
-            if top is not None:  # the row before a token tells its score
-                shared = max(0, min(shared, len(slot.scores)) - 1) if slot.top >= top else 0
-            if self._whole and (slot.busy or shared < slot.length):
+            shared = _shared_prefix(slot.tokens, tokens[:-1])
+            if top_logprobs is not None:  # a token's score comes from the row before it
+                shared = max(0, min(shared, len(slot.scores)) - 1) if slot.top_logprobs >= top_logprobs else 0
+            if self._append_only and (slot.busy or shared < slot.length):
                 continue
-            if shared > most or (shared == most and best is not None and best.busy and not slot.busy):
-                best, most = slot, shared
-        # A long idle conversation is worth more than a few tokens of it: below half of it, its beginning is copied.
-        if best is not None and not best.busy and most < best.length // 2 and self._fits_beside(len(tokens)):
+            if shared > longest or (shared == longest and best is not None and best.busy and not slot.busy):
+                best, longest = slot, shared
+        if best is None:
+            return None
+        # Continuing a slot truncates it. An idle slot that shares less than half of its tokens is copied from instead,
+        # where a second slot fits, so that a long conversation is not lost for a short common prefix.
+        if not best.busy and longest < best.length // 2 and self._fits_another(len(tokens)):
             best.last_use = self._clock
-            return _Copy.of(best, most), most
-        return best, most
+            return CachedPrefix(best, longest, copy=True)
+        return CachedPrefix(best, longest, copy=best.busy)
 
-    def _fits_beside(self, tokens: int) -> bool:
-        return self.room_used + tokens + BLOCK <= self.limit
-
-
-class _Copy(KVSlot):
-    """A view of an idle slot that is to be copied from, not taken."""
-
-    @classmethod
-    def of(cls, slot: KVSlot, tokens: int) -> KVSlot:
-        found = cls(slot.owner, slot.tokens[:tokens], slot.capacity, slot.keys, slot.values, slot.scores, slot.top)
-        found.busy = True
-        return found
+    def _fits_another(self, tokens: int) -> bool:
+        return self.allocated_tokens + tokens + CAPACITY_BLOCK <= self.limit
 
 
-def _common(one: Sequence[int], two: Sequence[int]) -> int:
+def _shared_prefix(cached: Sequence[int], wanted: Sequence[int]) -> int:
     count = 0
-    for a, b in zip(one, two, strict=False):
+    for a, b in zip(cached, wanted, strict=False):
         if a != b:
             break
         count += 1

@@ -1,11 +1,12 @@
-"""Adapters in memory, beside the one resident base: read from any dialect, bound to the model's modules, applied to the
-rows that ask for them.
+"""LoRA adapters beside one base model: read from any dialect, bound to the model's modules, applied to the rows of the
+batch that request them.
 
-Linear layers get a forward hook, all at the start because a server loads adapters while it answers; it adds s * B (A
-x), in float32 as PEFT does, to the rows of each adapter and leaves all other rows as the base computed them, bit for
-bit. Experts are packed for their stores and computed there (`nn/mixed_lora.py`). Every tensor of an adapter has to find
-its place; what finds none is an error that names it. The surprising decision: an adapter is never changed. Loading the
-same name again makes a new version, and requests under way keep the one that they began with."""
+Every linear layer gets a forward hook at start, because adapters are loaded while the server answers. The hook adds
+s * B (A x), in float32 as PEFT does, to the rows of each adapter; all other rows keep the output of the base bit for
+bit. LoRA of experts is packed for the expert stores and computed there (`nn/mixed_lora.py`). A tensor of an adapter
+without a module in the model is an error that names it. A loaded adapter is immutable: loading the same name again
+makes a new version, and requests in flight keep the one that they started with.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +33,9 @@ from ktransformers.nn.mixed_lora import MixedLora
 from ktransformers.nn.operator import is_placed
 from ktransformers.serve.engine.kv_cache import Owner
 
-LOADING = threading.Lock()  # held while factors go to their device, and by who must see no other thread wait for it
-FEW = 8  # rows that the core adds to on the thread that asks: torch would wake all of its threads for them
-TYPES = (torch.bfloat16, torch.float32)
+DEVICE_COPY_LOCK = threading.Lock()  # held while factors are copied to their device, and during a graph's sync check
+MAX_CORE_ROWS = 8  # rows that the core computes on the calling thread: torch would wake all of its threads
+CORE_DTYPES = (torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -53,66 +54,69 @@ class LoadedAdapter:
     source: str
     linears: Mapping[nn.Module, LinearLora]
     experts: Mapping[nn.Module, _core.Adapter]
-    matrices: int = 0  # that have factors: each linear layer, and gate, up and down of each layer of experts
-    factors: Mapping[nn.Module, LoraFactors] = field(default_factory=dict)  # of experts that a GPU may compute
+    matrices: int = 0  # with factors: each linear layer, and gate, up and down of each expert layer
+    factors: Mapping[nn.Module, LoraFactors] = field(default_factory=dict)  # of expert layers that a GPU may compute
 
     @property
     def owner(self) -> Owner:
         return (self.name, self.version)
 
     def bytes(self) -> int:
-        small = sum((one.a.numel() + one.b.numel()) * 4 for one in self.linears.values())
-        return small + sum(packed.packed_bytes for packed in self.experts.values())
+        linear_bytes = sum((linear.a.numel() + linear.b.numel()) * 4 for linear in self.linears.values())
+        return linear_bytes + sum(packed.packed_bytes for packed in self.experts.values())
 
 
 @dataclass(frozen=True)
 class AdapterRows:
-    """Rows first .. last of the batch want this adapter."""
+    """Rows first .. last - 1 of the batch use this adapter."""
 
     adapter: LoadedAdapter
     first: int
     last: int
 
 
-Adding = Callable[[nn.Module, Tensor, Tensor], None]  # a linear layer, what entered it, what left it: to be added to
+LinearLoraFn = Callable[[nn.Module, Tensor, Tensor], None]  # (linear layer, input, output): adds to the output in place
 
-_active: ContextVar[Adding | None] = ContextVar("adding", default=None)
+_linear_lora_fn: ContextVar[LinearLoraFn | None] = ContextVar("kt_linear_lora_fn", default=None)
 
 
 @contextmanager
-def adding(add: Adding | None) -> Iterator[None]:
-    """Every linear layer's output goes through this; None: it stays as it is."""
-    token = _active.set(add)
+def use_linear_lora(add: LinearLoraFn | None) -> Iterator[None]:
+    """Sets the function that the hooks of linear layers call while the stock model runs; None: no LoRA.
+
+    A ContextVar carries it past the model's forward. The function holds what the model does not know: which rows of the
+    batch use which adapter."""
+    token = _linear_lora_fn.set(add)
     try:
         yield
     finally:
-        _active.reset(token)
+        _linear_lora_fn.reset(token)
 
 
-def linear_shares(shares: Sequence[AdapterRows], rows: int) -> AbstractContextManager[None]:
-    return adding(functools.partial(_add_shares, shares, rows) if shares else None)
+def apply_linear_lora(adapter_rows: Sequence[AdapterRows], token_count: int) -> AbstractContextManager[None]:
+    return use_linear_lora(functools.partial(_add_row_ranges, adapter_rows, token_count) if adapter_rows else None)
 
 
-def expert_shares(shares: Sequence[AdapterRows], rows: int) -> dict[nn.Module, MixedLora]:
-    """For every layer of experts that one of the adapters has: who is where."""
+def expert_lora(adapter_rows: Sequence[AdapterRows], token_count: int) -> dict[nn.Module, MixedLora]:
+    """For every expert layer that one of the adapters has: the adapter of each row."""
     layers: dict[nn.Module, MixedLora] = {}
-    known: dict[tuple[bool, ...], Tensor] = {}
-    for module in {module for share in shares for module in share.adapter.experts}:
-        present = tuple(module in share.adapter.experts for share in shares)
-        if present not in known:
-            known[present] = torch.full((rows,), -1, dtype=torch.int32)
-            asking = [share for share, has in zip(shares, present, strict=True) if has]
-            for index, share in enumerate(asking):
-                known[present][share.first : share.last] = index
-        here = [share.adapter for share in shares if module in share.adapter.experts]
-        factors = [one.factors[module] for one in here if module in one.factors]
-        adapters = [one.experts[module] for one in here]
-        layers[module] = MixedLora(known[present], adapters, factors if len(factors) == len(adapters) else ())
+    row_indices: dict[tuple[bool, ...], Tensor] = {}
+    for module in {module for entry in adapter_rows for module in entry.adapter.experts}:
+        present = tuple(module in entry.adapter.experts for entry in adapter_rows)
+        if present not in row_indices:
+            row_indices[present] = torch.full((token_count,), -1, dtype=torch.int32)
+            entries = [entry for entry, has in zip(adapter_rows, present, strict=True) if has]
+            for index, entry in enumerate(entries):
+                row_indices[present][entry.first : entry.last] = index
+        adapters_present = [entry.adapter for entry in adapter_rows if module in entry.adapter.experts]
+        factors = [adapter.factors[module] for adapter in adapters_present if module in adapter.factors]
+        adapters = [adapter.experts[module] for adapter in adapters_present]
+        layers[module] = MixedLora(row_indices[present], adapters, factors if len(factors) == len(adapters) else ())
     return layers
 
 
 class LoraModules:
-    """The model's modules by the names that adapters use."""
+    """The model's linear and expert layers, by the names that adapters use for them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._linears: dict[tuple[str, int, str], nn.Module] = {}
@@ -121,12 +125,12 @@ class LoraModules:
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) and name != "lm_head":
                 self._linears[split_layer_name(name)] = module
-                module.register_forward_hook(_add)
-            elif is_experts(module) and _ours(module):
+                module.register_forward_hook(_add_linear_lora)
+            elif is_experts(module) and _is_packed_layer(module):
                 self._experts[split_layer_name(name.removesuffix(".experts"))] = module
 
     def open(self, source: str | Path, name: str, version: int, model: str | None) -> LoadedAdapter:
-        """Read and check an adapter, and bind it. `model` is where the base's config.json lies."""
+        """Read and check an adapter, and bind it. `model` is the directory with the base's config.json."""
         return self.bind(read_adapter(source, model=model), str(source), name, version)
 
     def bind(self, adapter: Adapter, source: str, name: str, version: int) -> LoadedAdapter:
@@ -134,67 +138,70 @@ class LoraModules:
             first = adapter.extras[0].name
             remedy = "fold it in with `kt merge`"
             raise InputError(f"{source}: {first}", "a whole tensor", "LoRA factors alone", remedy)
-        linears = {self._linear(source, one.name): one for one in adapter.modules}
-        experts = {self._layer(source, one.root): one for one in adapter.experts}
-        given = {module: (one.name, one.read()) for module, one in linears.items()}
-        with LOADING:
-            bound = {module: self._factors(source, name, module, pair) for module, (name, pair) in given.items()}
+        linears = {self._find_linear(source, layer.name): layer for layer in adapter.modules}
+        experts = {self._find_experts(source, layer.root): layer for layer in adapter.experts}
+        factors_by_layer = {module: (layer.name, layer.read()) for module, layer in linears.items()}
+        with DEVICE_COPY_LOCK:
+            linear_loras = {
+                module: self._linear_factors(source, name, module, pair)
+                for module, (name, pair) in factors_by_layer.items()
+            }
         packed: dict[nn.Module, _core.Adapter] = {}
         factors: dict[nn.Module, LoraFactors] = {}
-        for module, one in experts.items():
-            pairs = one.read()
-            packed[module] = _packed(f"{source}: {one.root}.experts", module, pairs)
-            if _may_move(module):
-                factors[module] = _factors(pairs)
-        matrices = len(bound) + sum(len(one.forms) for one in experts.values())
-        return LoadedAdapter(name, version, source, bound, packed, matrices, factors)
+        for module, layer in experts.items():
+            pairs = layer.read()
+            packed[module] = _pack_experts(f"{source}: {layer.root}.experts", module, pairs)
+            if _may_run_on_gpu(module):
+                factors[module] = _gpu_factors(pairs)
+        matrices = len(linear_loras) + sum(len(layer.forms) for layer in experts.values())
+        return LoadedAdapter(name, version, source, linear_loras, packed, matrices, factors)
 
-    def _linear(self, source: str, name: str) -> nn.Module:
+    def _find_linear(self, source: str, name: str) -> nn.Module:
         module = self._linears.get(split_layer_name(name))
         if module is None:
             expected = "LoRA on linear layers of this model, apart from lm_head, and on its experts"
             raise InputError(f"{source}: {name}", "no such layer", expected, "another base, or fold it with `kt merge`")
         return module
 
-    def _layer(self, source: str, root: str) -> nn.Module:
+    def _find_experts(self, source: str, root: str) -> nn.Module:
         module = self._experts.get(split_layer_name(root))
         if module is None:
             raise InputError(f"{source}: {root}.experts", "no such layer of experts", "this model's layers")
         return module
 
-    def _factors(self, source: str, name: str, module: nn.Module, pair: LoraPair) -> LinearLora:
+    def _linear_factors(self, source: str, name: str, module: nn.Module, pair: LoraPair) -> LinearLora:
         linear: Any = module
         if (pair.a.shape[1], pair.b.shape[0]) != (linear.in_features, linear.out_features):
             given = f"{pair.b.shape[0]} by {pair.a.shape[1]}"
             raise InputError(f"{source}: {name}", given, f"{linear.out_features} by {linear.in_features}")
-        a, b = (one.to(linear.weight.device, torch.float32).contiguous() for one in (pair.a, pair.b.T))
+        a, b = (factor.to(linear.weight.device, torch.float32).contiguous() for factor in (pair.a, pair.b.T))
         return LinearLora(a, b, pair.scaling)
 
 
-def _ours(module: Any) -> bool:
-    """Computed from a store; a store beside experts that transformers computes itself would never see an adapter."""
+def _is_packed_layer(module: Any) -> bool:
+    """Whether our expert store computes this layer. If transformers does, a packed adapter would be ignored."""
     return module.config._experts_implementation == IMPLEMENTATION and hasattr(module, "kt_store")
 
 
-def _may_move(module: Any) -> bool:
-    """An engine may compute this layer somewhere else than on the CPU."""
+def _may_run_on_gpu(module: Any) -> bool:
+    """Whether an expert engine may compute this layer on a GPU."""
     return is_placed(module.kt_store)
 
 
-def _factors(pairs: Mapping[str, LoraPair]) -> LoraFactors:
-    """As a GPU takes them, in its precision; gate and up keep a shared A once."""
-    found: dict[str, Tensor] = {}
+def _gpu_factors(pairs: Mapping[str, LoraPair]) -> LoraFactors:
+    """Factors in bf16 for the GPU kernels; an A that gate and up share is stored once."""
+    factors: dict[str, Tensor] = {}
     gate, up = pairs.get("gate"), pairs.get("up")
     shared = gate is not None and up is not None and gate.a is up.a
     for role, pair in pairs.items():
         if not (role == "up" and shared):
-            found[f"{role}_a"] = pair.a.to(torch.bfloat16)
-        found[f"{role}_b"] = pair.b.to(torch.bfloat16)
+            factors[f"{role}_a"] = pair.a.to(torch.bfloat16)
+        factors[f"{role}_b"] = pair.b.to(torch.bfloat16)
     scales = [pairs[role].scaling if role in pairs else 1.0 for role in ("gate", "up", "down")]
-    return LoraFactors(tuple(found), tuple(found.values()), (scales[0], scales[1], scales[2]))
+    return LoraFactors(tuple(factors), tuple(factors.values()), (scales[0], scales[1], scales[2]))
 
 
-def _packed(what: str, module: nn.Module, pairs: Mapping[str, LoraPair]) -> _core.Adapter:
+def _pack_experts(what: str, module: nn.Module, pairs: Mapping[str, LoraPair]) -> _core.Adapter:
     store = module.kt_store
     assert isinstance(store, ExpertStore)
     sizes = dict.fromkeys(("gate", "up"), (store.hidden_size, store.intermediate_size))
@@ -222,32 +229,34 @@ def _packed(what: str, module: nn.Module, pairs: Mapping[str, LoraPair]) -> _cor
     return packed
 
 
-def _add(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """A forward hook: what adapters add to a linear layer, into its output."""
-    add = _active.get()
+def _add_linear_lora(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Forward hook of every linear layer: adds the LoRA terms of the batch's rows to its output."""
+    add = _linear_lora_fn.get()
     if add is not None:
         add(module, inputs[0], output)
 
 
-def as_rows(module: nn.Module, entered: Tensor, left: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """What entered a linear layer and what left it, a row for each token of the batch."""
-    entered, left = entered.reshape(-1, entered.shape[-1]), left.view(-1, left.shape[-1])
-    if entered.shape[0] != rows:
-        given = f"{entered.shape[0]} rows in a batch of {rows}"
+def token_rows(module: nn.Module, inputs: Tensor, outputs: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Input and output of a linear layer as `[rows, features]`, one row per token of the batch."""
+    inputs, outputs = inputs.reshape(-1, inputs.shape[-1]), outputs.view(-1, outputs.shape[-1])
+    if inputs.shape[0] != rows:
+        given = f"{inputs.shape[0]} rows in a batch of {rows}"
         raise InputError(type(module).__name__, given, "every token once", "LoRA on this layer cannot be served")
-    return entered, left
+    return inputs, outputs
 
 
-def _add_shares(shares: Sequence[AdapterRows], rows: int, module: nn.Module, inputs: Tensor, output: Tensor) -> None:
-    """Each adapter's share of the rows."""
-    shares = [share for share in shares if module in share.adapter.linears]
-    if not shares:
+def _add_row_ranges(
+    adapter_rows: Sequence[AdapterRows], rows: int, module: nn.Module, inputs: Tensor, output: Tensor
+) -> None:
+    """LoRA of each adapter, added to its rows of `output`."""
+    adapter_rows = [entry for entry in adapter_rows if module in entry.adapter.linears]
+    if not adapter_rows:
         return
-    entered, left = as_rows(module, inputs, output, rows)
-    for share in shares:
-        part, linear = slice(share.first, share.last), share.adapter.linears[module]
-        x, y = entered[part], left[part]
-        if x.device.type == "cpu" and x.shape[0] <= FEW and x.dtype == y.dtype and x.dtype in TYPES:
+    input_rows, output_rows = token_rows(module, inputs, output, rows)
+    for entry in adapter_rows:
+        row_range, linear = slice(entry.first, entry.last), entry.adapter.linears[module]
+        x, y = input_rows[row_range], output_rows[row_range]
+        if x.device.type == "cpu" and x.shape[0] <= MAX_CORE_ROWS and x.dtype == y.dtype and x.dtype in CORE_DTYPES:
             _core.add_lora(x, linear.a, linear.b, y, linear.scaling)
         else:
             y.copy_(y.float() + (x.float() @ linear.a.T) @ linear.b * linear.scaling)

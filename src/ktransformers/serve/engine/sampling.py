@@ -1,8 +1,8 @@
-"""From logits `[V]` to a token: penalties, grammar, temperature, top-k, min-p, top-p, in that order, and what is
-reported.
+"""Sampling a token from logits `[V]`: penalties, grammar, temperature, top-k, min-p, top-p, in that order; and the
+log-probabilities that are reported.
 
-Reported log-probabilities are those of the model itself, before any of this, so that they mean the same for every
-request. Each sequence draws from a generator of its own: what a seed gives does not depend on who else is served.
+Reported log-probabilities are those of the model, before any of these, so that they mean the same for every request.
+Each sequence has its own generator, so the result of a seed does not depend on the other sequences of a batch.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Below 1e-5 the most likely token has all the probability that float32 can tell apart."""
+        """Below 1e-5, softmax in float32 gives the most likely token all of the probability."""
         return self.temperature < 1e-5
 
     @property
-    def plain(self) -> bool:
-        """Greedy, and nothing changes the logits."""
-        return self.greedy and not self.penalises and not self.logit_bias
+    def is_argmax(self) -> bool:
+        """The token is the argmax of the logits as they are."""
+        return self.greedy and not self.has_penalties and not self.logit_bias
 
     @property
-    def penalises(self) -> bool:
+    def has_penalties(self) -> bool:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(frozen=True)
 class Score:
-    """A token with its log-probability, None for the first of a prompt, and the most likely ones in its place."""
+    """A token, its log-probability (None for the first of a prompt), and the most likely tokens at its position."""
 
     token: int
     logprob: float | None
@@ -54,30 +54,30 @@ class Score:
         return self if len(self.top) == count else Score(self.token, self.logprob, self.top[:count])
 
 
-def generator(sampling: Sampling, index: int) -> torch.Generator:
-    """`index` tells the answers to one request apart."""
-    made = torch.Generator()
+def make_generator(sampling: Sampling, index: int) -> torch.Generator:
+    """`index`: of the completion within its request; each draws its own numbers."""
+    generator = torch.Generator()
     if sampling.seed is None:
-        made.seed()
+        generator.seed()
     else:
-        made.manual_seed((sampling.seed + index * 0x9E3779B97F4A7C15) % 2**63)
-    return made
+        generator.manual_seed((sampling.seed + index * 0x9E3779B97F4A7C15) % 2**63)
+    return generator
 
 
-def choose(
+def sample_token(
     logits: Tensor,
     sampling: Sampling,
     prompt: Sequence[int],
-    new: Sequence[int],
-    draw: torch.Generator,
+    new_tokens: Sequence[int],
+    rng: torch.Generator,
     allowed: Tensor | None = None,
 ) -> int:
-    """`logits` [V] float32; `allowed` [V] is what a grammar permits."""
-    if sampling.plain and allowed is None:
+    """`logits` float32 [V]; `allowed` bool [V]: tokens that a grammar permits."""
+    if sampling.is_argmax and allowed is None:
         return int(logits.argmax())
     logits = logits.cpu().clone()
-    if sampling.penalises:
-        _penalise(logits, sampling, prompt, new)
+    if sampling.has_penalties:
+        _apply_penalties(logits, sampling, prompt, new_tokens)
     for token, bias in sampling.logit_bias.items():
         logits[token] += bias
     if allowed is not None:
@@ -88,38 +88,38 @@ def choose(
     order: Tensor | None = None
     if 0 < sampling.top_k < logits.numel():
         logits, order = logits.topk(sampling.top_k)
-    shares = logits.softmax(-1)
+    probabilities = logits.softmax(-1)
     if sampling.min_p > 0:
-        shares = shares.masked_fill(shares < sampling.min_p * shares.max(), 0)
+        probabilities = probabilities.masked_fill(probabilities < sampling.min_p * probabilities.max(), 0)
     if sampling.top_p < 1:
         if order is None:
-            shares, order = shares.sort(descending=True)
-        before = shares.cumsum(-1) - shares
-        beyond = before >= sampling.top_p * shares.sum()
-        beyond[0] = False  # one is always left, however small top_p is
-        shares = shares.masked_fill(beyond, 0)
-    picked = int(torch.multinomial(shares, 1, generator=draw))
-    return picked if order is None else int(order[picked])
+            probabilities, order = probabilities.sort(descending=True)
+        before = probabilities.cumsum(-1) - probabilities
+        excluded = before >= sampling.top_p * probabilities.sum()
+        excluded[0] = False  # one token always remains, however small top_p is
+        probabilities = probabilities.masked_fill(excluded, 0)
+    choice = int(torch.multinomial(probabilities, 1, generator=rng))
+    return choice if order is None else int(order[choice])
 
 
-def _penalise(logits: Tensor, sampling: Sampling, prompt: Sequence[int], new: Sequence[int]) -> None:
+def _apply_penalties(logits: Tensor, sampling: Sampling, prompt: Sequence[int], new_tokens: Sequence[int]) -> None:
     if sampling.repetition_penalty != 1:
-        seen = torch.tensor(sorted({*prompt, *new}))
-        found, penalty = logits[seen], sampling.repetition_penalty
-        logits[seen] = torch.where(found > 0, found / penalty, found * penalty)
-    if new and (sampling.presence_penalty or sampling.frequency_penalty):
-        counts = Counter(new)
-        where, often = torch.tensor(list(counts)), torch.tensor(list(counts.values()), dtype=torch.float32)
-        logits[where] -= sampling.presence_penalty + sampling.frequency_penalty * often
+        seen = torch.tensor(sorted({*prompt, *new_tokens}))
+        logits_seen, penalty = logits[seen], sampling.repetition_penalty
+        logits[seen] = torch.where(logits_seen > 0, logits_seen / penalty, logits_seen * penalty)
+    if new_tokens and (sampling.presence_penalty or sampling.frequency_penalty):
+        counts = Counter(new_tokens)
+        tokens, occurrences = torch.tensor(list(counts)), torch.tensor(list(counts.values()), dtype=torch.float32)
+        logits[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * occurrences
 
 
-def scores(logits: Tensor, tokens: Sequence[int], top: int) -> list[Score]:
-    """Of tokens at rows of `logits` [n, V], each with the `top` most likely."""
-    logs = logits.log_softmax(-1)
-    chosen = logs.gather(-1, torch.tensor(tokens, device=logs.device)[:, None])[:, 0].tolist()
+def score_tokens(logits: Tensor, tokens: Sequence[int], top: int) -> list[Score]:
+    """Scores of tokens at the rows of `logits` [n, V], each with the `top` most likely tokens."""
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs.gather(-1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
     if not top:
         return [Score(token, value) for token, value in zip(tokens, chosen, strict=True)]
-    values, ids = logs.topk(top) if top > 1 else logs.max(-1, keepdim=True)  # which reads a row once
+    values, ids = logprobs.topk(top) if top > 1 else logprobs.max(-1, keepdim=True)  # max reads a row once
     return [
         Score(token, value, tuple(zip(row_ids, row, strict=True)))
         for token, value, row_ids, row in zip(tokens, chosen, ids.tolist(), values.tolist(), strict=True)

@@ -1,1 +1,1 @@
-"""Decode steps replayed from CUDA graphs, several adapters in one graph included."""
+"""CUDA graphs of decode steps, one graph for several adapters included."""

@@ -1,14 +1,14 @@
-"""A few adapters for steps in which numbers on the device say who wants which: LoRA that a CUDA graph can hold.
+"""LoRA of several adapters in one CUDA graph: the adapter of each row is read from a tensor on the device.
 
-`who` int64 `[R]` is a line of the step's table: 1 + the place of a row's adapter in the set, or 0. For a linear layer
-the factors of all adapters that have it are laid side by side, A `[S, in]` and B `[S, out]` with S the sum of their
-ranks: one product with A, columns of other adapters than the row's set to zero, one product with B, all in float32 as
-PEFT does. So a set costs about what one adapter does. Rows without an adapter keep what the base computed, bit for bit.
-Experts get `MixedLora` with rows on the device; not every adapter has every layer, so these are looked up layer by
-layer.
+`adapter_index` int64 `[R]` is a line of the step's table: 1 + the index of a row's adapter in the set; 0: the base. The
+factors of a linear layer are concatenated over the adapters that have it, A `[S, in]` and B `[S, out]` with S the
+sum of their ranks: one product with A, columns of other adapters than the row's multiplied by zero, one product with B,
+all in float32 as PEFT does. So a set costs about as much as one adapter. Rows of the base keep its output bit for bit.
+Expert layers get a `MixedLora` with the rows' indices on the device, one per layer, because adapters may have different
+layers.
 
-What a graph was captured with is known to it by addresses: it lives as long as the set does. The surprising decision: a
-set of one adapter uses that adapter's own factors, larger ones have copies (`bytes`); whoever keeps sets bounds them.
+A captured graph refers to the tensors of a set by address, so it must not outlive the set. A set of one adapter uses
+the adapter's own factors; larger sets hold copies (`bytes`), which `DecodeGraphs` bounds.
 """
 
 from __future__ import annotations
@@ -25,30 +25,32 @@ from ktransformers import _core
 from ktransformers.errors import InputError
 from ktransformers.nn.lora_factors import LoraFactors
 from ktransformers.nn.mixed_lora import MixedLora, use_mixed_lora
-from ktransformers.serve.engine.lora import LinearLora, LoadedAdapter, adding, as_rows
+from ktransformers.serve.engine.lora import LinearLora, LoadedAdapter, token_rows, use_linear_lora
 
-Adapters = tuple[LoadedAdapter, ...]  # in the order of `ordered`
+Adapters = tuple[LoadedAdapter, ...]  # in the order of `sort_adapters`
 
 
-def ordered(adapters: set[LoadedAdapter]) -> Adapters:
-    return tuple(sorted(adapters, key=lambda one: (one.name, one.version)))
+def sort_adapters(adapters: set[LoadedAdapter]) -> Adapters:
+    return tuple(sorted(adapters, key=lambda adapter: (adapter.name, adapter.version)))
 
 
 @dataclass(frozen=True, eq=False)
 class RankColumns:
-    """Whose the columns of a stack are; one for all layers that have the same adapters in the same ranks."""
+    """The adapter of each column of stacked factors; shared by all layers with the same adapters and ranks."""
 
-    who: Tensor  # int64 [S]
+    adapter_index: Tensor  # int64 [S]
     scales: Tensor  # float32 [S]
-    has: Tensor  # bool [1 + adapters]: whether there is anything for this row
+    has: Tensor  # bool [1 + adapters]: whether the adapter has this layer
 
-    def choose(self, who: Tensor) -> tuple[Tensor, Tensor]:
-        """What the columns of each row are multiplied with, float32 [R, S], and bool [R, 1]: rows that have any."""
-        return (who[:, None] == self.who) * self.scales, self.has[who][:, None]
+    def choose(self, adapter_index: Tensor) -> tuple[Tensor, Tensor]:
+        """float32 [R, S]: factor of each column in each row; bool [R, 1]: rows whose adapter has the layer."""
+        return (adapter_index[:, None] == self.adapter_index) * self.scales, self.has[adapter_index][:, None]
 
 
 @dataclass(frozen=True)
 class StackedFactors:
+    """Factors of a linear layer, concatenated over the adapters that have it."""
+
     a: Tensor  # [S, in]
     b: Tensor  # [S, out]
     columns: RankColumns
@@ -56,70 +58,76 @@ class StackedFactors:
 
 @dataclass(frozen=True)
 class ExpertAdapters:
-    """Adapters on a layer of experts."""
+    """The adapters of a set that have a given expert layer."""
 
     adapters: tuple[_core.Adapter, ...]
     factors: tuple[LoraFactors, ...]
-    places: Tensor  # int32 [1 + adapters of the set]: theirs among these, or -1; one tensor for all layers alike
+    indices: Tensor  # int32 [1 + adapters of the set]: index into `adapters`, or -1; shared by equal layers
 
 
 class AdapterSet:
     def __init__(self, adapters: Adapters, device: torch.device) -> None:
         self.adapters, self._device = adapters, device
-        self.numbers = {one: at for at, one in enumerate(adapters, start=1)}
+        self.indices = {adapter: index for index, adapter in enumerate(adapters, start=1)}
         self._columns: dict[tuple[tuple[int, int, float], ...], RankColumns] = {}
-        self._places: dict[tuple[int, ...], Tensor] = {}
-        self._stacks = {module: self._stack(module) for module in {m for one in adapters for m in one.linears}}
-        self.layers = {module: self._layer(module) for module in {m for one in adapters for m in one.experts}}
+        self._indices: dict[tuple[int, ...], Tensor] = {}
+        linears = {module for adapter in adapters for module in adapter.linears}
+        experts = {module for adapter in adapters for module in adapter.experts}
+        self._stacks = {module: self._stack(module) for module in linears}
+        self.layers = {module: self._layer(module) for module in experts}
 
     @property
     def bytes(self) -> int:
-        """Of copies on the device."""
+        """Size of the copied factors on the device."""
         if len(self.adapters) < 2:
             return 0
         return sum((stack.a.numel() + stack.b.numel()) * 4 for stack in self._stacks.values())
 
     def _stack(self, module: nn.Module) -> StackedFactors:
-        here = [(at, one.linears[module]) for one, at in self.numbers.items() if module in one.linears]
-        pattern = tuple((at, linear.a.shape[0], linear.scaling) for at, linear in here)
+        linears = [
+            (index, adapter.linears[module]) for adapter, index in self.indices.items() if module in adapter.linears
+        ]
+        pattern = tuple((index, linear.a.shape[0], linear.scaling) for index, linear in linears)
         if pattern not in self._columns:
-            self._columns[pattern] = self._columns_of(here)
-        a, b = ([getattr(linear, side) for _, linear in here] for side in ("a", "b"))
-        whole = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (a, b)]
-        return StackedFactors(whole[0], whole[1], self._columns[pattern])
+            self._columns[pattern] = self._columns_of(linears)
+        a, b = ([getattr(linear, factor) for _, linear in linears] for factor in ("a", "b"))
+        stacked = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (a, b)]
+        return StackedFactors(stacked[0], stacked[1], self._columns[pattern])
 
-    def _columns_of(self, here: list[tuple[int, LinearLora]]) -> RankColumns:
-        who = [at for at, linear in here for _ in range(linear.a.shape[0])]
-        scales = [linear.scaling for _, linear in here for _ in range(linear.a.shape[0])]
+    def _columns_of(self, linears: list[tuple[int, LinearLora]]) -> RankColumns:
+        adapter_index = [index for index, linear in linears for _ in range(linear.a.shape[0])]
+        scales = [linear.scaling for _, linear in linears for _ in range(linear.a.shape[0])]
         has = torch.zeros(len(self.adapters) + 1, dtype=torch.bool)
-        has[who] = True
-        numbers = torch.tensor(who), torch.tensor(scales, dtype=torch.float32), has
+        has[adapter_index] = True
+        numbers = torch.tensor(adapter_index), torch.tensor(scales, dtype=torch.float32), has
         return RankColumns(*(tensor.to(self._device) for tensor in numbers))
 
     def _layer(self, module: nn.Module) -> ExpertAdapters:
-        here = {at: one for one, at in self.numbers.items() if module in one.experts}
-        alone = next((one for one in here.values() if module not in one.factors), None)
-        if alone is not None:
-            given = f"adapter {alone.name!r}, whose experts only the CPU has"
-            raise InputError("CUDA graph", given, "adapters that were loaded behind an engine for the experts")
-        present = tuple(here)
-        if present not in self._places:
-            places = [present.index(at) if at in here else -1 for at in range(len(self.adapters) + 1)]
-            self._places[present] = torch.tensor(places, dtype=torch.int32).to(self._device)
-        adapters = tuple(one.experts[module] for one in here.values())
-        return ExpertAdapters(adapters, tuple(one.factors[module] for one in here.values()), self._places[present])
+        adapters_by_index = {index: adapter for adapter, index in self.indices.items() if module in adapter.experts}
+        cpu_only = next((adapter for adapter in adapters_by_index.values() if module not in adapter.factors), None)
+        if cpu_only is not None:
+            given = f"adapter {cpu_only.name!r}, whose expert factors are packed for the CPU only"
+            raise InputError("CUDA graph", given, "an adapter that was loaded while an expert engine was attached")
+        present = tuple(adapters_by_index)
+        if present not in self._indices:
+            positions = range(len(self.adapters) + 1)
+            indices = [present.index(index) if index in adapters_by_index else -1 for index in positions]
+            self._indices[present] = torch.tensor(indices, dtype=torch.int32).to(self._device)
+        packed = tuple(adapter.experts[module] for adapter in adapters_by_index.values())
+        factors = tuple(adapter.factors[module] for adapter in adapters_by_index.values())
+        return ExpertAdapters(packed, factors, self._indices[present])
 
     @contextmanager
-    def applied(self, who: Tensor) -> Iterator[None]:
-        """While the model is called for rows of these."""
-        rows = {id(places): places[who] for places in self._places.values()}
+    def applied(self, adapter_index: Tensor) -> Iterator[None]:
+        """While the model is called, row i uses the adapter `adapter_index[i]`."""
+        rows = {id(indices): indices[adapter_index] for indices in self._indices.values()}
         layers = {
-            module: MixedLora(rows[id(layer.places)], layer.adapters, layer.factors)
+            module: MixedLora(rows[id(layer.indices)], layer.adapters, layer.factors)
             for module, layer in self.layers.items()
         }
-        chosen = {columns: columns.choose(who) for columns in self._columns.values()}
-        add = functools.partial(self._add, chosen, who.shape[0]) if self._stacks else None
-        with adding(add), use_mixed_lora(layers):
+        chosen = {columns: columns.choose(adapter_index) for columns in self._columns.values()}
+        add = functools.partial(self._add, chosen, adapter_index.shape[0]) if self._stacks else None
+        with use_linear_lora(add), use_mixed_lora(layers):
             yield
 
     def _add(
@@ -133,7 +141,7 @@ class AdapterSet:
         stack = self._stacks.get(module)
         if stack is None:
             return
-        x, y = as_rows(module, inputs, output, rows)
+        x, y = token_rows(module, inputs, output, rows)
         scales, has = chosen[stack.columns]
-        added = torch.addmm(y.float(), (x.float() @ stack.a.T) * scales, stack.b)
-        y.copy_(torch.where(has, added, y))
+        output_with_lora = torch.addmm(y.float(), (x.float() @ stack.a.T) * scales, stack.b)
+        y.copy_(torch.where(has, output_with_lora, y))

@@ -43,20 +43,20 @@ from ktransformers.nn.padding import use_padding_mask
 from ktransformers.place.gpu.multi_lora import LoraCacheFull
 from ktransformers.place.placement import Placement
 from ktransformers.plan.modes import MAX_DECODE_TOKENS
-from ktransformers.serve.engine.attention import AttentionSpec, attending
+from ktransformers.serve.engine.attention import AttentionSpec, use_attention
 from ktransformers.serve.engine.forward import Chunk, Forward, ForwardResult, SequentialForward
 from ktransformers.serve.engine.kv_cache import Owner
-from ktransformers.serve.engine.lora import LOADING
+from ktransformers.serve.engine.lora import DEVICE_COPY_LOCK
 from ktransformers.serve.graphs import decode_attention
-from ktransformers.serve.graphs.adapter_set import Adapters, AdapterSet, ordered
+from ktransformers.serve.graphs.adapter_set import Adapters, AdapterSet, sort_adapters
 from ktransformers.serve.graphs.decode_attention import (
+    ACTIVE,
     ADAPTER,
-    ASKED,
-    FIRST,
+    FIRST_ADDRESS,
     POSITION,
     TOKEN,
     CacheLines,
-    attend_new,
+    attend_new_tokens,
     table_lines,
 )
 
@@ -93,9 +93,9 @@ class DecodeStep:
         table = self.table.numpy()
         table[:] = 0
         for row, chunk in enumerate(chunks):
-            adapter = 0 if chunk.adapter is None else self.adapter_set.numbers[chunk.adapter]
-            table[:FIRST, row] = chunk.tokens[0], chunk.position, chunk.slot.capacity, 1, adapter
-            table[FIRST:, row] = chunk.slot.addresses()
+            adapter = 0 if chunk.adapter is None else self.adapter_set.indices[chunk.adapter]
+            table[:FIRST_ADDRESS, row] = chunk.tokens[0], chunk.position, chunk.slot.capacity, 1, adapter
+            table[FIRST_ADDRESS:, row] = chunk.slot.addresses()
 
 
 class DecodeGraphs:
@@ -146,7 +146,7 @@ class DecodeGraphs:
         self.replayed += 1
         tokens = step.tokens.tolist()
         return [
-            ForwardResult(logits[row], tokens[row] if chunk.greedy else None) if chunk.last else None
+            ForwardResult(logits[row], tokens[row] if chunk.greedy else None) if chunk.wants_logits else None
             for row, chunk in enumerate(chunks)
         ]
 
@@ -160,7 +160,10 @@ class DecodeGraphs:
         if not self._layers:
             self._layers = tuple(sorted(chunks[0].slot.keys))
         layers = len(self._layers)
-        fits = (len(chunk.tokens) == 1 and chunk.read is None and len(chunk.slot.keys) == layers for chunk in chunks)
+        fits = (
+            len(chunk.tokens) == 1 and chunk.logits_reader is None and len(chunk.slot.keys) == layers
+            for chunk in chunks
+        )
         return size if layers and all(fits) else None
 
     def _key(self, size: int, chunks: Sequence[Chunk]) -> StepKey:
@@ -169,7 +172,7 @@ class DecodeGraphs:
             return StepKey(size, ())
         keys = [StepKey(size, adapters) for adapters in self.sets if wanted <= set(adapters)]
         allowed = [key.adapters for key in keys if key not in self.graphs.refused]
-        return StepKey(size, min(allowed, key=len, default=ordered(wanted)))
+        return StepKey(size, min(allowed, key=len, default=sort_adapters(wanted)))
 
     def forget(self, owner: Owner) -> None:
         """An adapter was unloaded, and no request uses it any more. Others that were refused may fit now."""
@@ -238,8 +241,8 @@ class DecodeGraphs:
         words = {"input_ids": device_table[TOKEN][None], "position_ids": position_ids, "use_cache": False}
         with (
             torch.inference_mode(),
-            attending(functools.partial(self._attend, device_table)),
-            use_padding_mask(device_table[ASKED] != 0),
+            use_attention(functools.partial(self._attend, device_table)),
+            use_padding_mask(device_table[ACTIVE] != 0),
             adapter_set.applied(device_table[ADAPTER]),
         ):
             logits: Tensor = self._model(**words).logits[0]
@@ -247,8 +250,8 @@ class DecodeGraphs:
         return logits
 
     def _attend(self, table: Tensor, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        line = FIRST + self._layers.index(spec.layer)
-        return attend_new(table, CacheLines(line, line + len(self._layers)), spec, query, key, value)
+        line = FIRST_ADDRESS + self._layers.index(spec.layer)
+        return attend_new_tokens(table, CacheLines(line, line + len(self._layers)), spec, query, key, value)
 
     def _record_on_device(self, compute: Compute) -> Compute:
         device = self.device
@@ -277,7 +280,7 @@ def _synchronisation_refused() -> Iterator[None]:
     """A synchronisation would break a capture; here it is an error like any other. torch raises in all threads, so no
     adapter may be loading meanwhile."""
     warnings.filterwarnings("ignore", message="Synchronization debug mode")  # that it does not know of every wait
-    with LOADING:
+    with DEVICE_COPY_LOCK:
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -291,13 +294,13 @@ def why_not(forward: Forward | SequentialForward, placement: Placement | None) -
     if not env.graphs_enabled("decode"):
         return "KT_GRAPHS does not name decode"
     model = forward.model
-    if forward.whole_prefixes:
+    if forward.append_only:
         return f"sequences of {model.config.model_type} are computed one at a time"
     devices = {parameter.device for name, parameter in model.named_parameters() if ".experts." not in name}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return f"the model is on {', '.join(sorted(map(str, devices)))}, not on one GPU"
     device = next(iter(devices))
-    if not decode_attention.runs_on(device):
+    if not decode_attention.is_supported(device):
         return "there is no Triton"
     if placement is not None and placement.defers:
         return "deferred experts come by way of Python"

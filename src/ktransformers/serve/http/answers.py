@@ -1,7 +1,7 @@
-"""What the engine tells, in OpenAI's words: whole answers and streams, of chats and of completions.
+"""Events of the engine as OpenAI responses: complete ones and streams, of chats and of completions.
 
-A request has one or more sequences; their news comes through one queue, each with its place among the choices. A reader
-who leaves takes all of them out of the engine.
+A request has one or more sequences; their events come through one queue, each with the index of its choice. When the
+client disconnects, all sequences of the request are cancelled.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 from ktransformers.serve.engine.engine import QueueFull, ServeEngine, Stopped
 from ktransformers.serve.engine.sampling import Score
 from ktransformers.serve.engine.sequence import Event, GenerationRequest
-from ktransformers.serve.engine.sequence import Sequence as Asked
+from ktransformers.serve.engine.sequence import Sequence as EngineSequence
 from ktransformers.serve.http.service import ApiError, TokenizedPrompt
-
-FINISH = {"stop": "stop", "length": "length"}
 
 
 @dataclass
 class Completed:
+    """What was generated for one choice so far."""
+
     text: str = ""
     scores: list[Score] = field(default_factory=list)
     prompt_scores: tuple[Score, ...] = ()
@@ -42,21 +42,23 @@ class Completed:
 
 
 class ResponseStream:
-    """The sequences of one request and the news of them."""
+    """Submits the sequences of one request and receives their events."""
 
-    def __init__(self, engine: ServeEngine, tokenizer: Any, asks: Sequence[GenerationRequest], n: int) -> None:
+    def __init__(self, engine: ServeEngine, tokenizer: Any, requests: Sequence[GenerationRequest], n: int) -> None:
         loop = asyncio.get_running_loop()
         self._engine = engine
-        self._news: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self.answers = [Completed() for _ in range(len(asks) * n)]
-        self._sequences: list[Asked] = []
-        for number, ask in enumerate(asks):
-            first: Asked | None = None
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self.answers = [Completed() for _ in range(len(requests) * n)]
+        self._sequences: list[EngineSequence] = []
+        for prompt_index, request in enumerate(requests):
+            first: EngineSequence | None = None
             for index in range(n):
-                made = Asked(ask, tokenizer, self._ear(loop, number * n + index), index, first)
-                first = first or made
-                self._sequences.append(made)
-        self.prompt_tokens = sum(len(ask.prompt) for ask in asks)
+                sequence = EngineSequence(
+                    request, tokenizer, self._event_sink(loop, prompt_index * n + index), index, first
+                )
+                first = first or sequence
+                self._sequences.append(sequence)
+        self.prompt_tokens = sum(len(request.prompt) for request in requests)
         try:
             engine.submit(self._sequences)
         except QueueFull as error:
@@ -64,33 +66,33 @@ class ResponseStream:
         except Stopped as error:
             raise ApiError(503, str(error), code="shutting_down") from error
 
-    def _ear(self, loop: asyncio.AbstractEventLoop, place: int) -> Any:
-        def hear(event: Event) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended before the engine
-                loop.call_soon_threadsafe(self._news.put_nowait, (place, event))
+    def _event_sink(self, loop: asyncio.AbstractEventLoop, choice: int) -> Any:
+        def on_event(event: Event) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop ended before the engine
+                loop.call_soon_threadsafe(self._events.put_nowait, (choice, event))
 
-        return hear
+        return on_event
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
-        """Until all have ended; left early, the rest is cancelled."""
-        left = len(self.answers)
+        """Events with the index of their choice, until all have ended. Closing the iterator early cancels the rest."""
+        unfinished = len(self.answers)
         try:
-            while left:
-                place, event = await self._news.get()
-                self.answers[place].add(event)
+            while unfinished:
+                choice, event = await self._events.get()
+                self.answers[choice].add(event)
                 if event.finish == "error":
                     raise ApiError(500, f"the answer could not be computed: {event.error}", code="engine_error")
                 if event.finish == "timeout":
                     raise ApiError(
                         504, "the answer was not complete in the time that the server allows", code="timeout"
                     )
-                left -= event.finish is not None
-                yield place, event
+                unfinished -= event.finish is not None
+                yield choice, event
         finally:
-            if left:
+            if unfinished:
                 self._engine.cancel(self._sequences)
 
-    async def whole(self) -> list[Completed]:
+    async def complete(self) -> list[Completed]:
         async for _ in self.events():
             pass
         return self.answers
@@ -107,28 +109,28 @@ class ResponseStream:
 
 @dataclass(frozen=True)
 class ResponseHeader:
-    """What all parts of one answer have in common."""
+    """The fields that all parts of one response share."""
 
     kind: str  # chat.completion, text_completion, chat.completion.chunk
     model: str
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def __call__(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    def __call__(self, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
         prefix = "cmpl" if self.kind == "text_completion" else "chatcmpl"
-        same = {"id": f"{prefix}-{self.id}", "object": self.kind, "created": self.created, "model": self.model}
-        return {**same, "choices": choices, **more}
+        shared = {"id": f"{prefix}-{self.id}", "object": self.kind, "created": self.created, "model": self.model}
+        return {**shared, "choices": choices, **fields}
 
 
-def line(document: dict[str, Any]) -> str:
+def sse_event(document: dict[str, Any]) -> str:
     return f"data: {json.dumps(document, ensure_ascii=False)}\n\n"
 
 
-DONE = "data: [DONE]\n\n"
+SSE_DONE = "data: [DONE]\n\n"
 
 
 class LogprobFormat:
-    """Scores as the two endpoints write them."""
+    """Log-probabilities in the formats of the two endpoints."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -165,12 +167,12 @@ class LogprobFormat:
         }
 
     def offsets(self, scores: Sequence[Score], start: int) -> list[int]:
-        """Where each token begins, the first at `start`."""
-        found, at = [], start
+        """Offset of each token in the text, the first at `start`."""
+        offsets, offset = [], start
         for score in scores:
-            found.append(at)
-            at += len(self.token(score.token))
-        return found
+            offsets.append(offset)
+            offset += len(self.token(score.token))
+        return offsets
 
     def prompt(self, prompt: TokenizedPrompt) -> str:
         return prompt.text if prompt.text is not None else str(self._tokenizer.decode(list(prompt.tokens)))

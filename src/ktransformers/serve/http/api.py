@@ -1,8 +1,8 @@
-"""The HTTP side: OpenAI's paths, adapters over HTTP, health and metrics, one page; every error in OpenAI's envelope.
+"""HTTP routes: OpenAI's paths, adapters over HTTP, health, metrics and one page; every error in OpenAI's envelope.
 
-Bodies are read whole and checked by pydantic from the bytes, so that malformed JSON, endless nesting and numbers that
-are none end in a 400 like any other mistake. A reader who leaves is noticed between tokens of a stream, and within a
-quarter of a second otherwise.
+Bodies are read completely and validated by pydantic from the bytes, so that malformed JSON, deep nesting and invalid
+numbers are answered with 400 like any other invalid field. A client that disconnects is noticed between tokens of a
+stream, and within a quarter of a second otherwise.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ from ktransformers.serve.http.service import ApiError, Service
 from ktransformers.serve.http.training import TrainingLog
 
 LOG = logger(__name__)
-BODY = 64 * 2**20  # bytes of the largest request
-LOOK = 0.25  # seconds between looks whether the reader is still there
-OPEN_PATHS = {"/", "/health"}  # need no key
+MAX_BODY_BYTES = 64 * 2**20  # of a request
+DISCONNECT_POLL_SECONDS = 0.25  # between checks whether the client is still connected
+PATHS_WITHOUT_KEY = {"/", "/health"}
 
 Body = TypeVar("Body", bound=BaseModel)
 
 
-async def read(request: Any, kind: type[Body]) -> Body:
+async def read_body(request: Any, kind: type[Body]) -> Body:
     body = b""
     async for part in request.stream():
         body += part
-        if len(body) > BODY:
-            raise ApiError(413, f"the body is larger than {BODY} bytes")
+        if len(body) > MAX_BODY_BYTES:
+            raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
+        field = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
-            raise ApiError(400, f"{place}: given a field that is not known here", param=place) from error
-        raise ApiError(400, f"{place or 'body'}: {first['msg']}", param=place or None) from error
+            raise ApiError(400, f"{field}: given an unknown field", param=field) from error
+        raise ApiError(400, f"{field or 'body'}: {first['msg']}", param=field or None) from error
 
 
-class Counting:
-    """Counts answers by path and status, around the application so that nothing stands between it and its streams."""
+class RequestCounter:
+    """ASGI middleware that counts responses by path and status. It wraps only `send`, so streams are not buffered."""
 
-    def __init__(self, app: Any, seen: Counter[tuple[str, int]], paths: set[str]) -> None:
-        self._app, self._seen, self._paths = app, seen, paths
+    def __init__(self, app: Any, counts: Counter[tuple[str, int]], paths: set[str]) -> None:
+        self._app, self._counts, self._paths = app, counts, paths
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -75,7 +75,7 @@ class Counting:
 
         async def counted(message: Any) -> None:
             if message["type"] == "http.response.start":
-                self._seen[(path, message["status"])] += 1
+                self._counts[(path, message["status"])] += 1
             await send(message)
 
         await self._app(scope, receive, counted)
@@ -87,29 +87,29 @@ class Api:
         self.requests: Counter[tuple[str, int]] = Counter()
 
     def check_key(self, request: Request) -> None:
-        if self._key is None or request.url.path in OPEN_PATHS:
+        if self._key is None or request.url.path in PATHS_WITHOUT_KEY:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        known = hmac.compare_digest(given.strip().encode(errors="replace"), self._key.encode())
-        if scheme.lower() != "bearer" or not known:
+        matches = hmac.compare_digest(given.strip().encode(errors="replace"), self._key.encode())
+        if scheme.lower() != "bearer" or not matches:
             raise ApiError(401, "no valid API key was given; send `Authorization: Bearer KEY`", code="invalid_api_key")
 
     async def chat(self, request: Request) -> Response:
-        asked = await read(request, ChatRequest)
-        return await self._answer(request, ChatCompletion(self.service, asked), bool(asked.stream))
+        body = await read_body(request, ChatRequest)
+        return await self._answer(request, ChatCompletion(self.service, body), bool(body.stream))
 
     async def completion(self, request: Request) -> Response:
-        asked = await read(request, CompletionRequest)
-        return await self._answer(request, Completion(self.service, asked), bool(asked.stream))
+        body = await read_body(request, CompletionRequest)
+        return await self._answer(request, Completion(self.service, body), bool(body.stream))
 
-    async def _answer(self, request: Request, under_way: ChatCompletion | Completion, stream: bool) -> Response:
+    async def _answer(self, request: Request, completion: ChatCompletion | Completion, stream: bool) -> Response:
         if stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            return StreamingResponse(under_way.stream(), media_type="text/event-stream", headers=headers)
-        task = asyncio.ensure_future(under_way.whole())
+            return StreamingResponse(completion.stream(), media_type="text/event-stream", headers=headers)
+        task = asyncio.ensure_future(completion.complete())
         try:
             while True:
-                done, _ = await asyncio.wait({task}, timeout=LOOK)
+                done, _ = await asyncio.wait({task}, timeout=DISCONNECT_POLL_SECONDS)
                 if done:
                     return JSONResponse(task.result())
                 if await request.is_disconnected():
@@ -118,47 +118,47 @@ class Api:
             task.cancel()
 
     async def models(self) -> dict[str, Any]:
-        registry, room = self.service.registry, self.service.room
-        same: dict[str, Any] = {"object": "model", "owned_by": "ktransformers", "max_model_len": room}
+        registry, max_tokens = self.service.registry, self.service.max_sequence_tokens
+        shared: dict[str, Any] = {"object": "model", "owned_by": "ktransformers", "max_model_len": max_tokens}
         if self.service.approximations:
-            same["approximations"] = self.service.approximations
-        base = {"id": registry.served, "created": registry.since, "root": registry.model, "parent": None, **same}
+            shared["approximations"] = self.service.approximations
+        base = {"id": registry.served, "created": registry.created, "root": registry.model, "parent": None, **shared}
         loaded = [
             {
                 "id": f"{registry.served}:{name}",
-                "created": one.since,
-                "root": one.resident.source,
+                "created": entry.created,
+                "root": entry.adapter.source,
                 "parent": registry.served,
-                "matrices": one.resident.matrices,
-                **same,
+                "matrices": entry.adapter.matrices,
+                **shared,
             }
-            for name, one in registry.loaded.items()
+            for name, entry in registry.loaded.items()
         ]
         return {"object": "list", "data": [base, *loaded]}
 
     async def model(self, name: str) -> dict[str, Any]:
-        for one in (await self.models())["data"]:
-            if one["id"] == name:
-                found: dict[str, Any] = one
-                return found
+        for entry in (await self.models())["data"]:
+            if entry["id"] == name:
+                model: dict[str, Any] = entry
+                return model
         raise ApiError(404, f"model {name!r} is not served", param="model", code="model_not_found")
 
     async def load(self, request: Request) -> dict[str, Any]:
-        asked = await read(request, LoadAdapter)
+        body = await read_body(request, LoadAdapter)
         registry = self.service.registry
-        await asyncio.to_thread(_refuse, registry.load, asked.lora_name, asked.lora_path, asked.load_inplace)
-        return self._adapters(f"adapter {asked.lora_name!r} is served as {registry.served}:{asked.lora_name}")
+        await asyncio.to_thread(_load_adapter, registry.load, body.lora_name, body.lora_path, body.load_inplace)
+        return self._adapters(f"adapter {body.lora_name!r} is served as {registry.served}:{body.lora_name}")
 
     async def unload(self, request: Request) -> dict[str, Any]:
-        asked = await read(request, UnloadAdapter)
+        body = await read_body(request, UnloadAdapter)
         try:
-            self.service.registry.unload(asked.lora_name)
+            self.service.registry.unload(body.lora_name)
         except UnknownModel as error:
             raise ApiError(404, str(error), param="lora_name", code="model_not_found") from error
-        return self._adapters(f"adapter {asked.lora_name!r} is no longer served")
+        return self._adapters(f"adapter {body.lora_name!r} is no longer served")
 
     def _adapters(self, message: str) -> dict[str, Any]:
-        loaded = {name: one.resident.source for name, one in self.service.registry.loaded.items()}
+        loaded = {name: entry.adapter.source for name, entry in self.service.registry.loaded.items()}
         return {"success": True, "message": message, "loaded_adapters": loaded}
 
     async def health(self) -> Response:
@@ -175,10 +175,10 @@ class Api:
     async def training(self, after: int = 0) -> dict[str, Any]:
         if self._training is None:
             return {"directory": None, "lines": [], "next": 0}
-        return await asyncio.to_thread(self._training.after, after)
+        return await asyncio.to_thread(self._training.lines_after, after)
 
 
-def _refuse(load: Callable[..., Any], name: str, path: str, replacing: bool) -> None:
+def _load_adapter(load: Callable[..., Any], name: str, path: str, replacing: bool) -> None:
     if not Path(path).exists():
         raise ApiError(404, f"lora_path: {path} does not exist on the server", param="lora_path", code="not_found")
     try:
@@ -191,22 +191,22 @@ def _envelope(status: int, message: str) -> JSONResponse:
     return JSONResponse(ApiError(status, message).to_json(), status_code=status)
 
 
-async def _told(_: Request, error: Any) -> Response:
+async def _api_error(_: Request, error: Any) -> Response:
     headers = {"Retry-After": "1"} if error.status in (429, 503) else None
     return JSONResponse(error.to_json(), status_code=error.status, headers=headers)
 
 
-async def _http(_: Request, error: Any) -> Response:
-    told = ApiError(error.status_code, str(error.detail)).to_json()
-    return JSONResponse(told, status_code=error.status_code, headers=error.headers)
+async def _http_error(_: Request, error: Any) -> Response:
+    document = ApiError(error.status_code, str(error.detail)).to_json()
+    return JSONResponse(document, status_code=error.status_code, headers=error.headers)
 
 
-async def _query(_: Request, error: Any) -> Response:
+async def _query_error(_: Request, error: Any) -> Response:
     first = error.errors()[0]
     return _envelope(400, f"{first['loc'][-1]}: {first['msg']}")
 
 
-async def _bug(_: Request, error: Any) -> Response:
+async def _internal_error(_: Request, error: Any) -> Response:
     LOG.error("a request failed", exc_info=error)
     return _envelope(500, f"{type(error).__name__}: {error}")
 
@@ -218,36 +218,36 @@ def create_app(
     training: TrainingLog | None = None,
     ended: Callable[[], None] = lambda: None,
 ) -> Any:
-    """The application, to be run by any ASGI server; its engine starts and ends with it, and `ended` is called last."""
+    """The ASGI application. Its engine starts and stops with it; `ended` is called after that."""
     api = Api(service, api_key, training)
 
     @asynccontextmanager
-    async def life(_: Any) -> AsyncIterator[None]:
+    async def lifespan(_: Any) -> AsyncIterator[None]:
         service.engine.start()
         yield
         await asyncio.to_thread(service.engine.stop)
         ended()
 
-    app: Any = FastAPI(title="ktransformers", version=ktransformers.__version__, lifespan=life, docs_url=None)
-    json = ("application/json",)
-    for path, handler, kind, media in (
-        ("/v1/chat/completions", api.chat, ChatRequest, (*json, "text/event-stream")),
-        ("/v1/completions", api.completion, CompletionRequest, (*json, "text/event-stream")),
-        ("/v1/load_lora_adapter", api.load, LoadAdapter, json),
-        ("/load_lora_adapter", api.load, LoadAdapter, json),
-        ("/v1/unload_lora_adapter", api.unload, UnloadAdapter, json),
-        ("/unload_lora_adapter", api.unload, UnloadAdapter, json),
+    app: Any = FastAPI(title="ktransformers", version=ktransformers.__version__, lifespan=lifespan, docs_url=None)
+    json_media = ("application/json",)
+    for path, handler, request_model, media in (
+        ("/v1/chat/completions", api.chat, ChatRequest, (*json_media, "text/event-stream")),
+        ("/v1/completions", api.completion, CompletionRequest, (*json_media, "text/event-stream")),
+        ("/v1/load_lora_adapter", api.load, LoadAdapter, json_media),
+        ("/load_lora_adapter", api.load, LoadAdapter, json_media),
+        ("/v1/unload_lora_adapter", api.unload, UnloadAdapter, json_media),
+        ("/unload_lora_adapter", api.unload, UnloadAdapter, json_media),
     ):
-        described = {"openapi_extra": openapi.body(kind), "responses": openapi.answers(*media)}
-        app.add_api_route(path, _guarded(api, handler), methods=["POST"], response_model=None, **described)
-    for path, look, kind_of_answer, response in (
+        route = {"openapi_extra": openapi.request_body(request_model), "responses": openapi.responses(*media)}
+        app.add_api_route(path, _post_handler(api, handler), methods=["POST"], response_model=None, **route)
+    for path, get_handler, media_type, response in (
         ("/v1/models", api.models, "application/json", JSONResponse),
         ("/health", api.health, "application/json", JSONResponse),
         ("/metrics", api.metrics, "text/plain", PlainTextResponse),
         ("/", api.page, "text/html", HTMLResponse),
     ):
-        described = {"responses": openapi.answers(kind_of_answer), "response_class": response}
-        app.add_api_route(path, _guarded_look(api, look), methods=["GET"], response_model=None, **described)
+        route = {"responses": openapi.responses(media_type), "response_class": response}
+        app.add_api_route(path, _get_handler(api, get_handler), methods=["GET"], response_model=None, **route)
 
     async def model(request: Request, name: str) -> Any:
         api.check_key(request)
@@ -257,24 +257,24 @@ def create_app(
         api.check_key(request)
         return await api.training(after)
 
-    looked = {"methods": ["GET"], "response_model": None, "responses": openapi.answers(*json)}
-    app.add_api_route("/v1/models/{name:path}", model, **looked)
-    app.add_api_route("/training", log, **looked)
-    plain = app.openapi
+    route_options = {"methods": ["GET"], "response_model": None, "responses": openapi.responses(*json_media)}
+    app.add_api_route("/v1/models/{name:path}", model, **route_options)
+    app.add_api_route("/training", log, **route_options)
+    fastapi_openapi = app.openapi
     kinds: list[type[BaseModel]] = [ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter]
-    app.openapi = lambda: openapi.complete(plain(), kinds, service.registry.served)
-    app.add_exception_handler(ApiError, _told)
-    app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(RequestValidationError, _query)
-    app.add_exception_handler(404, _http)
-    app.add_exception_handler(405, _http)
-    app.add_exception_handler(Exception, _bug)
+    app.openapi = lambda: openapi.add_schemas(fastapi_openapi(), kinds, service.registry.served)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _query_error)
+    app.add_exception_handler(404, _http_error)
+    app.add_exception_handler(405, _http_error)
+    app.add_exception_handler(Exception, _internal_error)
     paths = {route.path for route in app.routes if "{" not in route.path}
-    app.add_middleware(Counting, seen=api.requests, paths=paths)
+    app.add_middleware(RequestCounter, counts=api.requests, paths=paths)
     return app
 
 
-def _guarded(api: Api, handler: Callable[[Any], Any]) -> Callable[..., Any]:
+def _post_handler(api: Api, handler: Callable[[Any], Any]) -> Callable[..., Any]:
     async def answer(request: Request) -> Any:
         api.check_key(request)
         return await handler(request)
@@ -283,7 +283,7 @@ def _guarded(api: Api, handler: Callable[[Any], Any]) -> Callable[..., Any]:
     return answer
 
 
-def _guarded_look(api: Api, handler: Callable[[], Any]) -> Callable[..., Any]:
+def _get_handler(api: Api, handler: Callable[[], Any]) -> Callable[..., Any]:
     async def answer(request: Request) -> Any:
         api.check_key(request)
         return await handler()

@@ -1,6 +1,6 @@
-"""/v1/chat/completions: messages in, a message out, or calls of the tools that were offered.
+"""/v1/chat/completions: messages in, a message or tool calls out.
 
-In a stream, text goes out as it comes until a call begins; a call goes out whole, at the end.
+A stream emits text as it is generated until a tool call begins; calls are emitted complete, at the end.
 """
 
 from __future__ import annotations
@@ -9,89 +9,88 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from ktransformers.serve.http.answers import (
-    DONE,
-    FINISH,
+    SSE_DONE,
     Completed,
     LogprobFormat,
     ResponseHeader,
     ResponseStream,
-    line,
+    sse_event,
 )
 from ktransformers.serve.http.protocol import ChatRequest
 from ktransformers.serve.http.service import ApiError, Service
-from ktransformers.serve.http.tools import CallsApart, ToolCall, read_bare_call, read_calls
+from ktransformers.serve.http.tools import ToolCall, ToolCallSplitter, parse_bare_call, parse_calls
 
 
 class ChatCompletion:
-    """One request under way."""
+    """One chat request in progress."""
 
     def __init__(self, service: Service, request: ChatRequest) -> None:
-        self._request, self._words = request, LogprobFormat(service.tokenizer)
+        self._request, self._logprob_format = request, LogprobFormat(service.tokenizer)
         self._chat = service.chat(request)
-        self._reads_calls = service.reads_calls(self._chat)
-        self.reading = ResponseStream(service.engine, service.tokenizer, [self._chat.ask], request.n or 1)
+        self._parses_calls = service.parses_calls(self._chat)
+        self.responses = ResponseStream(service.engine, service.tokenizer, [self._chat.request], request.n or 1)
 
     def _split(self, text: str) -> tuple[str | None, list[ToolCall]]:
         if self._chat.bare_call:
-            calls = read_bare_call(text)
+            calls = parse_bare_call(text)
             return (None, calls) if calls else (text, [])
-        if not self._reads_calls:
+        if not self._parses_calls:
             return text, []
-        before, calls = read_calls(text, self._chat.tools)
+        before, calls = parse_calls(text, self._chat.tools)
         return before or None if calls else before, calls
 
-    async def whole(self) -> dict[str, Any]:
-        answers = await self.reading.whole()
+    async def complete(self) -> dict[str, Any]:
+        answers = await self.responses.complete()
         head = ResponseHeader("chat.completion", self._request.model)
-        choices = [self._choice(place, answer) for place, answer in enumerate(answers)]
-        return head(choices, usage=self.reading.usage())
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        return head(choices, usage=self.responses.usage())
 
-    def _choice(self, place: int, answer: Completed) -> dict[str, Any]:
+    def _choice(self, index: int, answer: Completed) -> dict[str, Any]:
         content, calls = self._split(answer.text)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message["tool_calls"] = [call.to_json() for call in calls]
-        logprobs = self._words.chat(answer.scores) if self._request.logprobs else None
-        finish = "tool_calls" if calls else FINISH.get(answer.finish or "", answer.finish)
-        return {"index": place, "message": message, "logprobs": logprobs, "finish_reason": finish}
+        logprobs = self._logprob_format.chat(answer.scores) if self._request.logprobs else None
+        finish = "tool_calls" if calls else answer.finish
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
 
     async def stream(self) -> AsyncIterator[str]:
         head = ResponseHeader("chat.completion.chunk", self._request.model)
-        more = {"usage": None} if self._request.usage_in_stream else {}
-        apart = [CallsApart() for _ in self.reading.answers]
+        usage_field = {"usage": None} if self._request.usage_in_stream else {}
+        splitters = [ToolCallSplitter() for _ in self.responses.answers]
 
-        def part(place: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> str:
-            choice = {"index": place, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-            return line(head([choice], **more))
+        def event_of(index: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> str:
+            choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+            return sse_event(head([choice], **usage_field))
 
         try:
-            for place in range(len(apart)):
-                yield part(place, {"role": "assistant", "content": ""})
-            async for place, event in self.reading.events():
+            for choice in range(len(splitters)):
+                yield event_of(choice, {"role": "assistant", "content": ""})
+            async for choice, event in self.responses.events():
                 text = event.text
                 if self._chat.bare_call:
                     text = ""
-                elif self._reads_calls:
-                    text = apart[place].add(text)
-                scores = self._words.chat(event.scores) if self._request.logprobs and event.scores else None
+                elif self._parses_calls:
+                    text = splitters[choice].add(text)
+                scores = self._logprob_format.chat(event.scores) if self._request.logprobs and event.scores else None
                 if text or scores:
-                    yield part(place, {"content": text}, scores)
+                    yield event_of(choice, {"content": text}, scores)
                 if event.finish is not None:
-                    rest, finish = self._rest(place, apart[place], event.finish)
+                    rest, finish = self._final_delta(choice, splitters[choice], event.finish)
                     if rest:
-                        yield part(place, rest)
-                    yield part(place, {}, None, finish)
+                        yield event_of(choice, rest)
+                    yield event_of(choice, {}, None, finish)
             if self._request.usage_in_stream:
-                yield line(head([], usage=self.reading.usage()))
-        except ApiError as error:  # the head was sent with 200; the stream says it
-            yield line(error.to_json())
-        yield DONE
+                yield sse_event(head([], usage=self.responses.usage()))
+        except ApiError as error:  # status 200 was sent already: the error is an event of the stream
+            yield sse_event(error.to_json())
+        yield SSE_DONE
 
-    def _rest(self, place: int, apart: CallsApart, finish: str) -> tuple[dict[str, Any], str | None]:
-        """What was kept for the end, and how it ended."""
-        held = self.reading.answers[place].text if self._chat.bare_call else apart.end()
-        _, calls = self._split(held) if held else (None, [])
+    def _final_delta(self, choice: int, splitter: ToolCallSplitter, finish: str) -> tuple[dict[str, Any], str | None]:
+        """The delta with what was held back, tool calls or text, and the finish reason."""
+        held_text = self.responses.answers[choice].text if self._chat.bare_call else splitter.end()
+        _, calls = self._split(held_text) if held_text else (None, [])
         if calls:
-            listed = [{"index": number, **call.to_json()} for number, call in enumerate(calls)]
-            return {"tool_calls": listed}, "tool_calls"
-        return ({"content": held} if held else {}), FINISH.get(finish, finish)
+            numbered = [{"index": number, **call.to_json()} for number, call in enumerate(calls)]
+            return {"tool_calls": numbered}, "tool_calls"
+        return ({"content": held_text} if held_text else {}), finish

@@ -1,4 +1,4 @@
-"""/metrics in Prometheus' text format: what the engine counts, what is in memory, and how requests ended."""
+"""/metrics in Prometheus' text format: counters of the engine, memory in use, and requests by outcome."""
 
 from __future__ import annotations
 
@@ -16,20 +16,25 @@ def render(service: Service, requests: Counter[tuple[str, int]]) -> str:
 
 def _lines(service: Service, requests: Counter[tuple[str, int]]) -> Iterator[str]:
     engine = service.engine
-    counts, slots = engine.counts, engine.slots
+    counts, kv_cache = engine.counts, engine.kv_cache
     single: tuple[tuple[str, str, str, float], ...] = (
         ("kt_running_sequences", "gauge", "Sequences in the batch.", len(engine.running)),
         ("kt_waiting_sequences", "gauge", "Sequences in the queue.", len(engine.waiting)),
-        ("kt_cache_tokens", "gauge", "Room that slots take, in tokens.", slots.room_used),
-        ("kt_cache_busy_tokens", "gauge", "Room that running sequences take, in tokens.", slots.room_busy),
-        ("kt_cache_limit_tokens", "gauge", "Room of all slots together, in tokens.", slots.limit),
+        ("kt_cache_tokens", "gauge", "Capacity of all KV cache slots, in tokens.", kv_cache.allocated_tokens),
+        (
+            "kt_cache_busy_tokens",
+            "gauge",
+            "Capacity of running sequences' slots, in tokens.",
+            kv_cache.busy_tokens,
+        ),
+        ("kt_cache_limit_tokens", "gauge", "Capacity of the KV cache, in tokens.", kv_cache.limit),
         ("kt_adapters", "gauge", "Adapters in memory.", len(service.registry.loaded)),
         ("kt_steps_total", "counter", "Forward passes.", counts.steps),
         ("kt_graph_steps_total", "counter", "Forward passes replayed from a CUDA graph.", engine.replayed),
         ("kt_prompt_tokens_total", "counter", "Prompt tokens computed.", counts.prompt_tokens),
-        ("kt_prompt_tokens_reused_total", "counter", "Prompt tokens found computed.", slots.reused),
-        ("kt_new_tokens_total", "counter", "Tokens drawn.", counts.new_tokens),
-        ("kt_preempted_total", "counter", "Sequences that gave their slot away.", counts.preempted),
+        ("kt_prompt_tokens_reused_total", "counter", "Prompt tokens found in the KV cache.", kv_cache.reused_tokens),
+        ("kt_new_tokens_total", "counter", "Tokens generated.", counts.new_tokens),
+        ("kt_preempted_total", "counter", "Sequences that were preempted.", counts.preempted),
         ("kt_busy_seconds_total", "counter", "Seconds spent in forward passes.", counts.busy_seconds),
     )
     for name, kind, meaning, value in single:

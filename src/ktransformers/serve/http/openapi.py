@@ -1,5 +1,5 @@
-"""The OpenAPI document's parts that FastAPI cannot know, because bodies are read by hand: what a request looks like,
-and which answers there are besides 200.
+"""Parts of the OpenAPI document that FastAPI cannot derive, because bodies are parsed by hand: request schemas and
+error responses.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 REFERENCE = "#/components/schemas/{model}"
-ERRORS = {
-    400: "the request is wrong",
-    401: "the key is missing or wrong",
+ERROR_STATUSES = {
+    400: "the request is invalid",
+    401: "the API key is missing or wrong",
     404: "no such model",
     405: "no such method",
     413: "the body is too large",
     429: "the queue is full",
     500: "the answer could not be computed",
-    503: "the server is ending",
-    504: "not complete in the time that is allowed",
+    503: "the server is shutting down",
+    504: "not complete within the request timeout",
 }
-ENVELOPE: dict[str, Any] = {
+ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["error"],
     "properties": {
@@ -39,25 +39,29 @@ ENVELOPE: dict[str, Any] = {
 }
 
 
-def body(kind: type[BaseModel]) -> dict[str, Any]:
+def request_body(kind: type[BaseModel]) -> dict[str, Any]:
     schema = {"$ref": REFERENCE.format(model=kind.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def answers(*media: str) -> dict[int | str, dict[str, Any]]:
-    """Of a path whose good answers have these types."""
-    found: dict[int | str, dict[str, Any]] = {200: {"description": "OK", "content": {one: {} for one in media}}}
+def responses(*media: str) -> dict[int | str, dict[str, Any]]:
+    """The responses of a path whose 200 has these media types."""
+    by_status: dict[int | str, dict[str, Any]] = {
+        200: {"description": "OK", "content": {media_type: {} for media_type in media}}
+    }
     error = {"application/json": {"schema": {"$ref": REFERENCE.format(model="Error")}}}
-    return found | {status: {"description": words, "content": error} for status, words in ERRORS.items()}
+    return by_status | {
+        status: {"description": description, "content": error} for status, description in ERROR_STATUSES.items()
+    }
 
 
-def complete(document: dict[str, Any], kinds: list[type[BaseModel]], served: str) -> dict[str, Any]:
-    """FastAPI's document with the schemas that it refers to. The base's name is spelled out, because whoever makes
-    requests from the document alone could not know it."""
-    _, made = models_json_schema([(kind, "validation") for kind in kinds], ref_template=REFERENCE)
+def add_schemas(document: dict[str, Any], kinds: list[type[BaseModel]], served: str) -> dict[str, Any]:
+    """Add the schemas that FastAPI's document refers to. The name of the base is listed, so that a client can make
+    valid requests from the document alone."""
+    _, definitions = models_json_schema([(kind, "validation") for kind in kinds], ref_template=REFERENCE)
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    schemas.update(made.get("$defs", {}))
-    schemas["Error"] = ENVELOPE
+    schemas.update(definitions.get("$defs", {}))
+    schemas["Error"] = ERROR_SCHEMA
     for schema in schemas.values():
         if "model" in schema.get("properties", {}):
             names = [{"const": served, "description": "the base"}, {"type": "string", "description": "or BASE:ADAPTER"}]

@@ -1,7 +1,7 @@
-"""Requests as OpenAI writes them, with the fields that vLLM and SGLang add; checked before anything is done.
+"""Request bodies as OpenAI defines them, with the fields that vLLM and SGLang add, validated by pydantic.
 
-Fields that OpenAI knows and that mean nothing here are named and unused; a field that nobody knows is refused, as
-OpenAI's server does. Types are strict: a number in quotes is no number.
+Fields of OpenAI without an effect here are accepted and ignored; an unknown field is refused, as OpenAI's server does.
+Types are strict: a number in quotes is not a number.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-TOP = 20  # most likely tokens that may be asked for
+MAX_TOP_LOGPROBS = 20  # alternatives that a request may ask for
 
 Count = Annotated[int, Field(ge=0, le=2**31)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -62,13 +62,13 @@ class CommonRequest(StrictModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    # OpenAI's, without a meaning here
+    # OpenAI's, accepted and ignored
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
     service_tier: str | None = None
 
-    def stops(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
@@ -79,9 +79,9 @@ class CommonRequest(StrictModel):
 class CompletionRequest(CommonRequest):
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=TOP)] | None = None
-    best_of: Literal[1] | None = None  # no more answers than are returned
-    suffix: Annotated[str, Field(max_length=0)] | None = None  # no gaps are filled
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    best_of: Literal[1] | None = None  # as many candidates as are returned
+    suffix: Annotated[str, Field(max_length=0)] | None = None  # no fill-in-the-middle
 
 
 class ContentPart(OpenModel):
@@ -129,13 +129,13 @@ class ChatRequest(CommonRequest):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=TOP)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    # OpenAI's, without a meaning here
+    # OpenAI's, accepted and ignored
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     modalities: list[str] | None = None
@@ -147,10 +147,10 @@ class ChatRequest(CommonRequest):
 class LoadAdapter(StrictModel):
     lora_name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
     lora_path: Annotated[str, Field(min_length=1)]
-    load_inplace: bool = False  # replace one of the same name
-    pinned: bool | None = None  # SGLang's, without a meaning here
+    load_inplace: bool = False  # replace a loaded adapter of the same name
+    pinned: bool | None = None  # SGLang's, ignored
 
 
 class UnloadAdapter(StrictModel):
     lora_name: str
-    lora_int_id: int | None = None  # vLLM's, without a meaning here
+    lora_int_id: int | None = None  # vLLM's, ignored

@@ -1,7 +1,7 @@
-"""From a request to what the engine is asked: names resolved, prompts rendered and tokenised, limits checked.
+"""From an HTTP request to a request of the engine: names resolved, prompts rendered and tokenised, limits checked.
 
-Sampling settings that a request leaves out are those of the model's generation_config.json where it has some, as vLLM
-and SGLang do, otherwise OpenAI's. Whatever is wrong with a request is said here, as an ApiError, before it is queued.
+Sampling settings that a request omits come from the model's generation_config.json where it has them, as in vLLM and
+SGLang, otherwise from OpenAI's defaults. An invalid request raises ApiError here, before it is queued.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ktransformers.serve.engine.engine import ServeEngine
 from ktransformers.serve.engine.lora import LoadedAdapter
 from ktransformers.serve.engine.sampling import Sampling
 from ktransformers.serve.engine.sequence import GenerationRequest
-from ktransformers.serve.http.grammar import Grammars
+from ktransformers.serve.http.grammar import GrammarCompiler
 from ktransformers.serve.http.protocol import ChatRequest, CommonRequest, CompletionRequest, Message, ToolChoice
 from ktransformers.serve.http.registry import Registry, UnknownModel
-from ktransformers.serve.http.tools import OPEN, call_schema
+from ktransformers.serve.http.tools import CALL_OPEN, call_schema
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
 class ApiError(KTError):
-    """An answer in OpenAI's envelope."""
+    """An error response in OpenAI's envelope."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -35,8 +35,8 @@ class ApiError(KTError):
 
     @property
     def kind(self) -> str:
-        known = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-        return known.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        return kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
     def to_json(self) -> dict[str, Any]:
         text = str(self).encode("utf-8", "replace").decode()
@@ -45,33 +45,33 @@ class ApiError(KTError):
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    text: str | None  # None: it was given as tokens
+    text: str | None  # None: the prompt was given as tokens
     tokens: tuple[int, ...]
-    offsets: tuple[int, ...] | None = None  # where each token begins in the text
+    offsets: tuple[int, ...] | None = None  # of each token in the text
 
 
 @dataclass(frozen=True)
-class Chat:
-    ask: GenerationRequest
+class PreparedChat:
+    request: GenerationRequest
     tools: tuple[dict[str, Any], ...]
-    bare_call: bool  # the answer is one call in JSON
+    bare_call: bool  # the response is one tool call in JSON and nothing else
 
 
 @dataclass(frozen=True)
-class Defaults:
-    """generation_config.json's, where it has them."""
+class GenerationDefaults:
+    """Sampling settings and end tokens of generation_config.json."""
 
     sampling: Sampling
     eos: frozenset[int]
 
     @classmethod
-    def of(cls, config: Any, tokenizer: Any) -> Defaults:
-        given = {} if config is None else config.to_diff_dict()
+    def of(cls, config: Any, tokenizer: Any) -> GenerationDefaults:
+        settings = {} if config is None else config.to_diff_dict()
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        values = {name: given[name] for name in names if given.get(name) is not None}
+        values = {name: settings[name] for name in names if settings.get(name) is not None}
         eos = getattr(config, "eos_token_id", None)
-        ends = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
-        return cls(Sampling(**values), frozenset(int(end) for end in ends))
+        end_tokens = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
+        return cls(Sampling(**values), frozenset(int(token) for token in end_tokens))
 
 
 class Service:
@@ -83,20 +83,20 @@ class Service:
         *,
         timeout: float | None = None,
         template: str = "",
-        per_token: int = 0,
+        kv_bytes_per_token: int = 0,
     ) -> None:
         self.engine, self.registry, self.tokenizer, self.timeout = engine, registry, tokenizer, timeout
         self.vocabulary = int(engine.forward.model.get_input_embeddings().weight.shape[0])
-        self.defaults = Defaults.of(getattr(engine.forward.model, "generation_config", None), tokenizer)
-        self.grammars = Grammars(tokenizer, self.vocabulary)
+        self.defaults = GenerationDefaults.of(getattr(engine.forward.model, "generation_config", None), tokenizer)
+        self.grammar_compiler = GrammarCompiler(tokenizer, self.vocabulary)
         self._template = template or None
-        self.per_token = per_token  # bytes of keys and values
-        self.approximations: dict[str, int] = {}  # by which answers differ from the model's
-        self.placement: Any = None  # of the model's experts, with counts of routed tokens where they are recorded
+        self.kv_bytes_per_token = kv_bytes_per_token  # of keys and values
+        self.approximations: dict[str, int] = {}  # name -> value of settings that change results
+        self.placement: Any = None  # ServedPlacement; writes the counts of routed tokens at the end
 
     @property
-    def room(self) -> int:
-        return min(self.engine.limits.context, self.engine.limits.tokens)
+    def max_sequence_tokens(self) -> int:
+        return min(self.engine.limits.context_length, self.engine.limits.max_total_tokens)
 
     def find(self, name: str) -> LoadedAdapter | None:
         try:
@@ -104,63 +104,67 @@ class Service:
         except UnknownModel as error:
             raise ApiError(404, str(error), param="model", code="model_not_found") from error
 
-    def prompts(self, given: str | list[str] | list[int] | list[list[int]]) -> list[TokenizedPrompt]:
-        if isinstance(given, str):
-            return [self.encode(given)]
-        if not given:
+    def tokenize_prompts(self, prompt: str | list[str] | list[int] | list[list[int]]) -> list[TokenizedPrompt]:
+        if isinstance(prompt, str):
+            return [self.encode(prompt)]
+        if not prompt:
             raise ApiError(400, "prompt: given an empty list, expected text or tokens", param="prompt")
-        if isinstance(given[0], int):
-            return [self._tokens(given)]
-        return [self.encode(one) if isinstance(one, str) else self._tokens(one) for one in given]
+        if isinstance(prompt[0], int):
+            return [self._token_prompt(prompt)]
+        return [self.encode(entry) if isinstance(entry, str) else self._token_prompt(entry) for entry in prompt]
 
     def encode(self, text: str, special: bool = True) -> TokenizedPrompt:
         try:
-            made = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=self.tokenizer.is_fast)
+            encoding = self.tokenizer(text, add_special_tokens=special, return_offsets_mapping=self.tokenizer.is_fast)
         except (UnicodeError, TypeError) as error:
             raise ApiError(400, f"prompt: given text that is no Unicode ({error})", param="prompt") from error
-        offsets = made.get("offset_mapping")
-        if not made["input_ids"]:
-            return TokenizedPrompt(text, (self._start(),), (0,))
+        offsets = encoding.get("offset_mapping")
+        if not encoding["input_ids"]:
+            return TokenizedPrompt(text, (self._empty_prompt_token(),), (0,))
         return TokenizedPrompt(
-            text, tuple(made["input_ids"]), tuple(first for first, _ in offsets) if offsets else None
+            text, tuple(encoding["input_ids"]), tuple(first for first, _ in offsets) if offsets else None
         )
 
-    def _start(self) -> int:
-        """What stands for an empty prompt."""
+    def _empty_prompt_token(self) -> int:
+        """The token that stands for an empty prompt."""
         for token in (self.tokenizer.bos_token_id, *sorted(self.defaults.eos)):
             if token is not None:
                 return int(token)
         raise ApiError(400, "prompt: given nothing, expected at least one token", param="prompt")
 
-    def _tokens(self, given: Any) -> TokenizedPrompt:
-        odd = [token for token in given if token >= self.vocabulary]
-        if odd:
-            raise ApiError(400, f"prompt: given token {odd[0]}, expected less than {self.vocabulary}", param="prompt")
-        return TokenizedPrompt(None, tuple(given) or (self._start(),))
+    def _token_prompt(self, tokens: Any) -> TokenizedPrompt:
+        out_of_range = [token for token in tokens if token >= self.vocabulary]
+        if out_of_range:
+            raise ApiError(
+                400, f"prompt: given token {out_of_range[0]}, expected less than {self.vocabulary}", param="prompt"
+            )
+        return TokenizedPrompt(None, tuple(tokens) or (self._empty_prompt_token(),))
 
     def completion(self, request: CompletionRequest, prompt: TokenizedPrompt) -> GenerationRequest:
-        wanted = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-        return self._ask(
+        max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        return self._generation_request(
             request,
             prompt.tokens,
-            wanted,
+            max_tokens,
             request.logprobs,
             prompt_logprobs=bool(request.echo and request.logprobs is not None),
         )
 
-    def chat(self, request: ChatRequest) -> Chat:
-        tools, schema = self._tools(request)
-        prompt = self._render(request, tools)
-        wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-        if wanted is None:
-            wanted = max(1, self.room - len(prompt))
+    def chat(self, request: ChatRequest) -> PreparedChat:
+        tools, schema = self._template_tools(request)
+        prompt = self._render_prompt(request, tools)
+        max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+        if max_tokens is None:
+            max_tokens = max(1, self.max_sequence_tokens - len(prompt))
         if request.top_logprobs and not request.logprobs:
             raise ApiError(400, "top_logprobs: given without logprobs, expected logprobs: true", param="top_logprobs")
-        scores = (request.top_logprobs or 0) if request.logprobs else None
-        ask = self._ask(request, prompt, wanted, scores, prompt_logprobs=False, schema=schema)
-        return Chat(ask, tuple(tools), schema is not None)
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        generation = self._generation_request(
+            request, prompt, max_tokens, logprobs, prompt_logprobs=False, schema=schema
+        )
+        return PreparedChat(generation, tuple(tools), schema is not None)
 
-    def _ask(
+    def _generation_request(
         self,
         request: CommonRequest,
         prompt: Sequence[int],
@@ -170,24 +174,25 @@ class Service:
         prompt_logprobs: bool,
         schema: Any = None,
     ) -> GenerationRequest:
-        if len(prompt) + max_tokens > self.room:
-            said = f"the prompt has {len(prompt)} tokens and {max_tokens} are asked for; {self.room} is the limit"
-            raise ApiError(400, said, param="max_tokens", code="context_length_exceeded")
-        form = request.response_format
-        if schema is None and form is not None and form.type != "text":
-            schema = {"type": "object"} if form.type == "json_object" else self._schema(request)
+        if len(prompt) + max_tokens > self.max_sequence_tokens:
+            limit = self.max_sequence_tokens
+            message = f"the prompt has {len(prompt)} tokens and {max_tokens} are asked for; {limit} is the limit"
+            raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
+        response_format = request.response_format
+        if schema is None and response_format is not None and response_format.type != "text":
+            schema = {"type": "object"} if response_format.type == "json_object" else self._schema(request)
         try:
-            grammar = None if schema is None else self.grammars.of_schema(schema)
+            grammar = None if schema is None else self.grammar_compiler.compile(schema)
         except InputError as error:
             raise ApiError(400, str(error), param="response_format") from error
-        ends = frozenset() if request.ignore_eos else self.defaults.eos
+        stop_tokens = frozenset() if request.ignore_eos else self.defaults.eos
         return GenerationRequest(
             prompt=tuple(prompt),
             max_tokens=max_tokens,
             sampling=self._sampling(request),
             adapter=self.find(request.model),
-            stops=request.stops(),
-            stop_tokens=ends | frozenset(request.stop_token_ids or ()),
+            stop_strings=request.stop_strings(),
+            stop_tokens=stop_tokens | frozenset(request.stop_token_ids or ()),
             keep_special=not request.skip_special_tokens,
             logprobs=None if logprobs is None else min(logprobs, self.vocabulary),
             prompt_logprobs=prompt_logprobs,
@@ -196,39 +201,43 @@ class Service:
         )
 
     def _schema(self, request: CommonRequest) -> Any:
-        form = request.response_format
-        if form is None or form.json_schema is None or form.json_schema.schema_ is None:
+        response_format = request.response_format
+        if (
+            response_format is None
+            or response_format.json_schema is None
+            or response_format.json_schema.schema_ is None
+        ):
             raise ApiError(
                 400, "response_format: given no schema, expected json_schema.schema", param="response_format"
             )
-        return form.json_schema.schema_
+        return response_format.json_schema.schema_
 
     def _sampling(self, request: CommonRequest) -> Sampling:
-        usual = self.defaults.sampling
+        defaults = self.defaults.sampling
         bias: dict[int, float] = {}
-        for word, value in (request.logit_bias or {}).items():
-            if not (word.isascii() and word.isdigit() and len(word) < 10 and int(word) < self.vocabulary):
-                raise ApiError(400, f"logit_bias: given {word!r}, expected a token's number", param="logit_bias")
-            bias[int(word)] = value
+        for token, value in (request.logit_bias or {}).items():
+            if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < self.vocabulary):
+                raise ApiError(400, f"logit_bias: given {token!r}, expected a token's number", param="logit_bias")
+            bias[int(token)] = value
 
-        def pick(name: str) -> Any:
+        def setting(name: str) -> Any:
             given = getattr(request, name)
-            return getattr(usual, name) if given is None else given
+            return getattr(defaults, name) if given is None else given
 
         return Sampling(
-            temperature=pick("temperature"),
-            top_p=pick("top_p"),
-            top_k=max(0, pick("top_k")),
-            min_p=pick("min_p"),
-            repetition_penalty=pick("repetition_penalty"),
+            temperature=setting("temperature"),
+            top_p=setting("top_p"),
+            top_k=max(0, setting("top_k")),
+            min_p=setting("min_p"),
+            repetition_penalty=setting("repetition_penalty"),
             presence_penalty=request.presence_penalty or 0.0,
             frequency_penalty=request.frequency_penalty or 0.0,
             logit_bias=bias,
             seed=request.seed,
         )
 
-    def _tools(self, request: ChatRequest) -> tuple[list[dict[str, Any]], Any]:
-        """(what the template is told, schema of the answer where it has to be a call)."""
+    def _template_tools(self, request: ChatRequest) -> tuple[list[dict[str, Any]], Any]:
+        """(tools for the chat template, JSON schema of the response if it has to be a tool call)."""
         choice = request.tool_choice
         if not request.tools:
             if choice not in (None, "none", "auto"):
@@ -238,7 +247,7 @@ class Service:
             return [], None
         template = self._template or self.tokenizer.chat_template
         if "tools" not in str(template):
-            raise ApiError(400, "tools: given to a model whose chat template knows none", param="tools")
+            raise ApiError(400, "tools: given to a model whose chat template does not support them", param="tools")
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
         if isinstance(choice, ToolChoice):
             names = [tool["function"]["name"] for tool in tools]
@@ -247,49 +256,51 @@ class Service:
             return tools, call_schema(tools, choice.function.name)
         return tools, call_schema(tools, None) if choice == "required" else None
 
-    def reads_calls(self, chat: Chat) -> bool:
-        return bool(chat.tools) and not chat.bare_call and OPEN in str(self._template or self.tokenizer.chat_template)
+    def parses_calls(self, chat: PreparedChat) -> bool:
+        return (
+            bool(chat.tools) and not chat.bare_call and CALL_OPEN in str(self._template or self.tokenizer.chat_template)
+        )
 
-    def _render(self, request: ChatRequest, tools: list[dict[str, Any]]) -> tuple[int, ...]:
+    def _render_prompt(self, request: ChatRequest, tools: list[dict[str, Any]]) -> tuple[int, ...]:
         if not (self._template or self.tokenizer.chat_template):
             raise ApiError(400, "messages: given to a model without a chat template; use /v1/completions")
-        more = request.chat_template_kwargs or {}
+        template_kwargs = request.chat_template_kwargs or {}
         reserved = set(inspect.signature(type(self.tokenizer).apply_chat_template).parameters)
-        if reserved & set(more):
-            given = sorted(reserved & set(more))[0]
-            raise ApiError(400, f"chat_template_kwargs: given {given!r}, expected the template's own variables")
+        if reserved & set(template_kwargs):
+            clash = sorted(reserved & set(template_kwargs))[0]
+            raise ApiError(400, f"chat_template_kwargs: given {clash!r}, expected the template's own variables")
         try:
             text = self.tokenizer.apply_chat_template(
-                [_message(message) for message in request.messages],
+                [_template_message(message) for message in request.messages],
                 tools=tools or None,
                 chat_template=self._template,
                 add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
                 continue_final_message=request.continue_final_message,
                 tokenize=False,
-                **more,
+                **template_kwargs,
             )
-        except Exception as error:  # templates raise what they like
-            said = f"messages: the model's chat template refuses them ({type(error).__name__}: {error})"
-            raise ApiError(400, said, param="messages") from error
+        except Exception as error:  # a template may raise anything
+            message = f"messages: the model's chat template refuses them ({type(error).__name__}: {error})"
+            raise ApiError(400, message, param="messages") from error
         return self.encode(text, special=False).tokens
 
 
-def _message(message: Message) -> dict[str, Any]:
-    """As templates want it: text in one piece, arguments of earlier calls as objects."""
-    plain = message.model_dump(exclude_none=True)
+def _template_message(message: Message) -> dict[str, Any]:
+    """A message as chat templates expect it: one string of text, arguments of tool calls as objects."""
+    document = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
-        odd = [part.type for part in message.content if part.text is None]
-        if odd:
-            raise ApiError(400, f"messages: given a part of type {odd[0]!r}, expected text", param="messages")
-        plain["content"] = "".join(part.text or "" for part in message.content)
-    plain.setdefault("content", "")
-    if plain["role"] == "developer":  # OpenAI's newer word, which templates do not know
-        plain["role"] = "system"
-    for call in plain.get("tool_calls", []):
+        unsupported = [part.type for part in message.content if part.text is None]
+        if unsupported:
+            raise ApiError(400, f"messages: given a part of type {unsupported[0]!r}, expected text", param="messages")
+        document["content"] = "".join(part.text or "" for part in message.content)
+    document.setdefault("content", "")
+    if document["role"] == "developer":  # OpenAI's newer name, which templates do not know
+        document["role"] = "system"
+    for call in document.get("tool_calls", []):
         arguments = call["function"].get("arguments")
         if isinstance(arguments, str):
             try:
                 call["function"]["arguments"] = json.loads(arguments)
             except ValueError:
                 continue
-    return plain
+    return document

@@ -1,6 +1,7 @@
-"""Tool calls in the model's text. What a model writes is its template's business; read are the two forms that templates
-put between `<tool_call>` and `</tool_call>`: JSON with name and arguments (Hermes, Qwen3, GLM), and
-`<function=name><parameter=key>value</parameter></function>` (Qwen3-Coder, Qwen3.5). Text in no known form stays text.
+"""Tool calls in generated text. The format is defined by the chat template; two formats between `<tool_call>` and
+`</tool_call>` are parsed: JSON with name and arguments (Hermes, Qwen3, GLM), and
+`<function=name><parameter=key>value</parameter></function>` (Qwen3-Coder, Qwen3.5). Text in any other format stays
+text.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-BLOCK = re.compile(re.escape(OPEN) + r"\s*(.*?)\s*(?:" + re.escape(CLOSE) + r"|\Z)", re.DOTALL)
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+CALL_BLOCK = re.compile(re.escape(CALL_OPEN) + r"\s*(.*?)\s*(?:" + re.escape(CALL_CLOSE) + r"|\Z)", re.DOTALL)
 FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
@@ -28,50 +29,50 @@ class ToolCall:
         return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
-def read_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[ToolCall]]:
-    """(text before the calls, calls); no calls where one of them cannot be read."""
-    found = []
-    for block in BLOCK.findall(text):
-        call = _json_call(block) or _tagged_call(block, tools)
+def parse_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[ToolCall]]:
+    """(text before the calls, calls); no calls if one of them cannot be parsed."""
+    calls = []
+    for block in CALL_BLOCK.findall(text):
+        call = _parse_json_call(block) or _parse_tagged_call(block, tools)
         if call is None:
             return text, []
-        found.append(call)
-    return (text[: text.index(OPEN)].rstrip(), found) if found else (text, [])
+        calls.append(call)
+    return (text[: text.index(CALL_OPEN)].rstrip(), calls) if calls else (text, [])
 
 
-def read_bare_call(text: str) -> list[ToolCall]:
-    """A text that is one call in JSON and nothing else."""
-    call = _json_call(text)
+def parse_bare_call(text: str) -> list[ToolCall]:
+    """The call in a text that is one call in JSON and nothing else."""
+    call = _parse_json_call(text)
     return [] if call is None else [call]
 
 
-def _json_call(text: str) -> ToolCall | None:
+def _parse_json_call(text: str) -> ToolCall | None:
     try:
-        said = json.loads(text)
+        document = json.loads(text)
     except ValueError:
         return None
-    if not isinstance(said, dict) or not isinstance(said.get("name"), str):
+    if not isinstance(document, dict) or not isinstance(document.get("name"), str):
         return None
-    arguments = said.get("arguments", said.get("parameters", {}))
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(said["name"], written)
+    arguments = document.get("arguments", document.get("parameters", {}))
+    text_arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(document["name"], text_arguments)
 
 
-def _tagged_call(text: str, tools: Sequence[dict[str, Any]]) -> ToolCall | None:
-    found = FUNCTION.search(text)
-    if found is None:
+def _parse_tagged_call(text: str, tools: Sequence[dict[str, Any]]) -> ToolCall | None:
+    match = FUNCTION.search(text)
+    if match is None:
         return None
-    name = found[1]
-    kinds = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-    properties = kinds.get(name, {}).get("properties", {})
+    name = match[1]
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    properties = schemas.get(name, {}).get("properties", {})
     arguments = {}
-    for key, value in PARAMETER.findall(found[2]):
-        kind = properties.get(key, {}).get("type") if isinstance(properties.get(key), dict) else None
-        arguments[key] = value if kind == "string" else _value(value)
+    for key, value in PARAMETER.findall(match[2]):
+        value_type = properties.get(key, {}).get("type") if isinstance(properties.get(key), dict) else None
+        arguments[key] = value if value_type == "string" else _parse_value(value)
     return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
@@ -79,12 +80,12 @@ def _value(text: str) -> Any:
 
 
 def call_schema(tools: Sequence[dict[str, Any]], name: str | None) -> dict[str, Any]:
-    """What an answer looks like that has to be a call: of any tool, or of the one that is named."""
-    wanted = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
-    return {"anyOf": [_call_of(function) for function in wanted]}
+    """JSON schema of a response that has to be a call of any tool, or of the named one."""
+    functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
+    return {"anyOf": [_call_schema_of(function) for function in functions]}
 
 
-def _call_of(function: dict[str, Any]) -> dict[str, Any]:
+def _call_schema_of(function: dict[str, Any]) -> dict[str, Any]:
     return {
         "type": "object",
         "properties": {
@@ -96,8 +97,8 @@ def _call_of(function: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class CallsApart:
-    """Text that comes in parts: what stands before the first call goes on, the rest is kept for the end."""
+class ToolCallSplitter:
+    """Splits a stream of text: text before the first tool call is emitted, the rest is held back until the end."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -107,13 +108,13 @@ class CallsApart:
         self._held += text
         if self.inside:
             return ""
-        place = self._held.find(OPEN)
-        if place >= 0:
+        start = self._held.find(CALL_OPEN)
+        if start >= 0:
             self.inside = True
-            ready, self._held = self._held[:place], self._held[place:]
+            ready, self._held = self._held[:start], self._held[start:]
             return ready
-        for size in range(min(len(OPEN) - 1, len(self._held)), 0, -1):
-            if self._held.endswith(OPEN[:size]):
+        for size in range(min(len(CALL_OPEN) - 1, len(self._held)), 0, -1):
+            if self._held.endswith(CALL_OPEN[:size]):
                 ready, self._held = self._held[:-size], self._held[-size:]
                 return ready
         ready, self._held = self._held, ""

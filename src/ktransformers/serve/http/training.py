@@ -1,9 +1,9 @@
-"""A training that runs elsewhere, seen from the server: its log for the page, and its checkpoints as adapters.
+"""A training run observed by the server: its log for the page, and its checkpoints as adapters.
 
-`--watch DIR` looks every second at a training output directory. A checkpoint is complete when trainer_state.json lies
-in it, which the Trainer writes last; it is served as `checkpoint-N`, and as `final` once kt_manifest.json says that the
-run has ended. A checkpoint that training deletes is unloaded. What cannot be read is logged once and tried again when
-it has changed.
+`--watch DIR` polls a training output directory every second. A checkpoint is complete when it contains
+trainer_state.json, which the Trainer writes last; it is served as `checkpoint-N`, and as `final` once kt_manifest.json
+shows that the run has ended. A checkpoint that training deletes is unloaded. One that cannot be read is logged once and
+tried again when it changes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ktransformers.serve.http.registry import Registry, UnknownModel
 
 LOG = logger(__name__)
 LOG_FILE = "trainer_log.jsonl"
-CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-FINAL = "final"
-LOOK = 1.0  # seconds
+CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
+FINAL_NAME = "final"
+POLL_SECONDS = 1.0
 
 
 class TrainingLog:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def after(self, offset: int) -> dict[str, Any]:
-        """Whole lines from that byte on, and where the next ones begin; a log that was begun anew is read anew."""
+    def lines_after(self, offset: int) -> dict[str, Any]:
+        """Complete lines from byte `offset` on, and the next offset; a log that became shorter is read from 0."""
         lines: list[Any] = []
         file = self.directory / LOG_FILE
         size = file.stat().st_size if file.is_file() else 0
@@ -40,71 +40,71 @@ class TrainingLog:
             with file.open("rb") as stream:
                 stream.seek(offset)
                 data = stream.read(2**20)
-            whole = data[: data.rfind(b"\n") + 1]
-            offset += len(whole)
-            for one in whole.splitlines():
+            complete = data[: data.rfind(b"\n") + 1]
+            offset += len(complete)
+            for raw in complete.splitlines():
                 try:
-                    lines.append(json.loads(one))
+                    lines.append(json.loads(raw))
                 except ValueError:
                     continue
         return {"directory": str(self.directory), "lines": lines, "next": offset}
 
 
-class Watch:
-    """Looks in a thread of its own until `stop`."""
+class CheckpointWatch:
+    """Polls in its own thread until `stop`."""
 
     def __init__(self, directory: Path, registry: Registry) -> None:
         self._directory, self._registry = directory, registry
-        self._seen: dict[str, float] = {}  # name -> when its file was written
-        self._ended = threading.Event()
+        self._loaded_mtimes: dict[str, float] = {}  # name -> modification time of its file
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="kt-watch", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        self._ended.set()
+        self._stopped.set()
         self._thread.join()
 
     def _loop(self) -> None:
-        while not self._ended.is_set():
+        while not self._stopped.is_set():
             try:
-                self.look()
-            except OSError as error:  # a directory that is being deleted
+                self.poll()
+            except OSError as error:  # a directory is being deleted
                 LOG.warning("watching %s: %s", self._directory, error)
-            self._ended.wait(LOOK)
+            self._stopped.wait(POLL_SECONDS)
 
-    def look(self) -> None:
-        found = self._complete()
-        for name, (directory, written) in found.items():
-            if self._seen.get(name) == written:
+    def poll(self) -> None:
+        checkpoints = self._complete_checkpoints()
+        for name, (directory, written) in checkpoints.items():
+            if self._loaded_mtimes.get(name) == written:
                 continue
-            self._seen[name] = written
+            self._loaded_mtimes[name] = written
             try:
                 self._registry.load(name, directory, replacing=True)
                 LOG.info("serving %s as %s:%s", directory, self._registry.served, name)
             except (KTError, OSError) as error:
                 LOG.warning("%s is not served: %s", directory, error)
-        for name in set(self._seen) - set(found):
-            del self._seen[name]
+        for name in set(self._loaded_mtimes) - set(checkpoints):
+            del self._loaded_mtimes[name]
             try:
                 self._registry.unload(name)
             except UnknownModel:
                 continue
 
-    def _complete(self) -> dict[str, tuple[Path, float]]:
-        found: dict[str, tuple[Path, float]] = {}
+    def _complete_checkpoints(self) -> dict[str, tuple[Path, float]]:
+        checkpoints: dict[str, tuple[Path, float]] = {}
         if not self._directory.is_dir():
-            return found
+            return checkpoints
         for directory in self._directory.iterdir():
             state = directory / "trainer_state.json"
-            if CHECKPOINT.fullmatch(directory.name) and state.is_file() and _adapter(directory):
-                found[directory.name] = (directory, state.stat().st_mtime)
+            if CHECKPOINT_NAME.fullmatch(directory.name) and state.is_file() and _has_adapter(directory):
+                checkpoints[directory.name] = (directory, state.stat().st_mtime)
         manifest = self._directory / MANIFEST
-        if manifest.is_file() and _adapter(self._directory):
-            found[FINAL] = (self._directory, manifest.stat().st_mtime)
-        return found
+        if manifest.is_file() and _has_adapter(self._directory):
+            checkpoints[FINAL_NAME] = (self._directory, manifest.stat().st_mtime)
+        return checkpoints
 
 
-def _adapter(directory: Path) -> bool:
+def _has_adapter(directory: Path) -> bool:
     return (directory / "adapter_config.json").is_file() and (directory / "adapter_model.safetensors").is_file()

@@ -116,8 +116,8 @@ def find_template(name: str) -> ChatTemplate:
 def to_jinja(template: ChatTemplate) -> str:
     """The template in jinja: system, then user and assistant in any order, then the generation prompt."""
 
-    def text(word: str) -> str:
-        return "'" + word.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
+    def text(literal: str) -> str:
+        return "'" + literal.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
 
     bos = "(bos_token or '')" if template.bos else "''"
     end = f"eos_token + {text(template.assistant[1])}" if template.eos else text(template.assistant[1])

@@ -1,0 +1,108 @@
+"""Models in GGUF files, written like llama.cpp's converter, against the stock model that they were made from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ktransformers.nn import load_model
+from ktransformers.nn.prepare import prepare
+from tests.support.gguf_models import GGUF_LEAVES, gguf_fields, to_gguf
+from tests.support.loaded_models import EXACT, MLA, SIZES, stores
+from tests.support.releases import write_gguf
+from tests.support.tiny_models import build, logits, save
+
+GGUF_MODELS = {
+    "qwen3_moe": ("qwen3moe", {}),
+    "qwen2_moe": ("qwen2moe", {}),
+    "mixtral": ("llama", {}),
+    "deepseek_v3": ("deepseek2", MLA),
+}
+
+
+@pytest.mark.parametrize("family", GGUF_MODELS)
+def test_model_from_a_gguf_file_matches_the_stock_model(family: str, tmp_path: Path) -> None:
+    """Configuration, tensor names and row order come from the file; experts keep its types."""
+    pytest.importorskip("gguf")
+    arch, changes = GGUF_MODELS[family]
+    model = build(family, **SIZES, **changes)
+    kinds = {"gate": "Q4_0", "up": "Q8_0", "down": "Q5_1"}
+    tensors = to_gguf(model, arch, kinds)
+    file = tmp_path / "model-Q4_M.gguf"
+    write_gguf(file, arch, gguf_fields(model.config, arch), tensors)
+    actual = load_model(file, dtype=torch.float32)
+    assert type(actual) is type(model)
+    assert {role: kind.upper() for role, kind in stores(actual)[-1].formats.items()} == kinds
+    torch.testing.assert_close(logits(actual), logits(model), rtol=EXACT, atol=EXACT)
+
+
+def test_gguf_file_next_to_config_json(tmp_path: Path) -> None:
+    """A directory with config.json and a GGUF file; experts alone from the GGUF file; a prepared directory."""
+    pytest.importorskip("gguf")
+    model = build("qwen3_moe", **SIZES)
+    full = save(model, tmp_path / "full")
+    tensors = to_gguf(model, "qwen3moe", dict.fromkeys(("gate", "up", "down"), "Q8_0"))
+    directory = tmp_path / "gguf"
+    directory.mkdir()
+    (directory / "config.json").write_bytes((full / "config.json").read_bytes())
+    write_gguf(directory / "m.gguf", "qwen3moe", {}, tensors)
+    want = logits(model)
+    for actual in (
+        load_model(directory, dtype=torch.float32),
+        load_model(full, experts=directory / "m.gguf", dtype=torch.float32),
+    ):
+        assert stores(actual)[0].formats["up"] == "q8_0"
+        torch.testing.assert_close(logits(actual), want, rtol=EXACT, atol=EXACT)
+    prepare(directory, tmp_path / "kt")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "kt", dtype=torch.float32)
+    assert stores(plain)[0].formats["up"] == "q8_0"
+    torch.testing.assert_close(logits(plain), want, rtol=EXACT, atol=EXACT)
+    prepare(full, tmp_path / "mixed", experts=directory / "m.gguf")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "mixed", dtype=torch.float32)
+    assert stores(plain)[0].formats["up"] == "q8_0"
+    torch.testing.assert_close(logits(plain), want, rtol=EXACT, atol=EXACT)
+
+
+def test_gpt_oss_from_a_gguf_file(tmp_path: Path) -> None:
+    """MXFP4 in GGUF's nibble order, expert biases, attention sinks; config.json from the model's directory."""
+    gguf = pytest.importorskip("gguf")
+    model = build("gpt_oss", hidden_size=64, intermediate_size=96)
+    save(model, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    leaves = {
+        "self_attn.sinks": "attn_sinks.weight",
+        "post_attention_layernorm.weight": "post_attention_norm.weight",
+        "mlp.router.weight": "ffn_gate_inp.weight",
+        "mlp.router.bias": "ffn_gate_inp.bias",
+    }
+    top = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    tensors: dict[str, tuple[Any, str]] = {}
+    kind = gguf.GGMLQuantizationType.MXFP4
+    for name, parameter in model.state_dict().items():
+        place = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+        if place is None:
+            tensors[top.get(name, "output.weight")] = (parameter.numpy(), "F32")
+            continue
+        layer, rest = place.groups()
+        if ".experts." not in rest:
+            module, _, ending = rest.rpartition(".")
+            leaf = leaves.get(rest) or f"{GGUF_LEAVES[module]}.{ending}"
+            tensors[f"blk.{layer}.{leaf}"] = (parameter.numpy(), "F32")
+            continue
+        roles = {"down": parameter} if "down" in rest else {"gate": parameter[..., 0::2], "up": parameter[..., 1::2]}
+        for role, part in roles.items():
+            if rest.endswith("_bias"):
+                tensors[f"blk.{layer}.ffn_{role}_exps.bias"] = (part.contiguous().numpy(), "F32")
+                continue
+            data = gguf.quants.quantize(part.transpose(1, 2).contiguous().numpy(), kind)
+            tensors[f"blk.{layer}.ffn_{role}_exps.weight"] = (data, "MXFP4")
+            part.copy_(torch.from_numpy(gguf.quants.dequantize(data, kind)).transpose(1, 2))
+    write_gguf(tmp_path / "gpt-oss.gguf", "gpt-oss", {}, tensors)
+    actual = load_model(tmp_path, dtype=torch.float32)
+    assert stores(actual)[0].formats == dict.fromkeys(("gate", "up", "down"), "mxfp4")
+    torch.testing.assert_close(logits(actual), logits(model), rtol=EXACT, atol=EXACT)

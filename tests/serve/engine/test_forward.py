@@ -1,0 +1,166 @@
+"""Forward passes in chunks against the stock model, greedy tokens, and model families that are refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from ktransformers.adapters import LoraPair, adapter_from_tensors
+from ktransformers.errors import InputError
+from ktransformers.serve.engine.engine import Limits, ServeEngine
+from ktransformers.serve.engine.forward import Chunk, Forward, SequentialForward, argmax_of_rows, make_forward
+from ktransformers.serve.engine.head import collect_rows
+from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.engine.lora import LoraModules
+from ktransformers.serve.engine.sampling import Sampling, make_generator, sample_token
+from ktransformers.serve.engine.sequence import GenerationRequest, Sequence
+from tests.support.serving import EngineHarness, RecordedEvents
+from tests.support.tiny_models import FAMILIES, build
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_argmax_of_rows_matches_single_rows(dtype: torch.dtype) -> None:
+    """As row by row in float32, including the first of equal maxima."""
+    torch.manual_seed(0)
+    logits = torch.randn(5, 20011).to(dtype)
+    logits[1] = logits[1].round()
+    logits[2] = -torch.inf
+    logits[3, 17:] = -0.0
+    logits[3, :17] = -1
+    logits[3, 40] = 0.0
+    logits[4, [50, 19000]] = torch.inf
+    plain, draw = Sampling(temperature=0), make_generator(Sampling(), 0)
+    one_by_one = [sample_token(row.float(), plain, (0,), (), draw) for row in logits]
+    assert one_by_one[2:] == [0, 17, 50]
+    assert argmax_of_rows(logits, [0, 1, 2, 3, 4]) == one_by_one
+    assert argmax_of_rows(logits, [3, 1]) == [one_by_one[3], one_by_one[1]] and argmax_of_rows(logits, []) == []
+
+
+def test_greedy_chunks_return_their_token() -> None:
+    model: Any = build("qwen3_moe")
+    forward = Forward(model)
+    read: list[torch.Tensor] = []
+    requested = [([5, 6, 7], True, True), ([8, 9], False, False), ([1], True, False), ([2, 3], False, True)]
+    pieces = [
+        Chunk(
+            KVSlot(None, capacity=16), tokens, 0, None, collect_rows(read) if not at else None, greedy or last, greedy
+        )
+        for at, (tokens, last, greedy) in enumerate(requested)
+    ]
+    first, middle, drawn, last = forward.run(pieces)
+    assert middle is None and first is not None and drawn is not None and last is not None
+    assert read[0].shape[0] == 3 and torch.allclose(read[0][-1], first.logits, atol=1e-5)
+    assert drawn.token is None and drawn.logits.shape == last.logits.shape == read[0].shape[1:]
+    for actual in (first, last):
+        assert actual.token == int(actual.logits.float().argmax())
+
+
+@pytest.mark.parametrize(("family", "words"), [("deepseek_v32", "keys by an index"), ("jamba", "differ by")])
+def test_family_that_cannot_be_chunked_is_refused_by_name(family: str, words: str) -> None:
+    with pytest.raises(InputError, match=f"{family}.*{words}"):
+        make_forward(build(family)).check_against_stock()
+
+
+def test_recurrent_families_use_sequential_forward() -> None:
+    for family in ("qwen3_5_moe_text", "lfm2_moe"):
+        forward = make_forward(build(family))
+        assert isinstance(forward, SequentialForward) and forward.check_against_stock() > 0
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert isinstance(make_forward(build("qwen3_moe", rope_parameters=rope)), SequentialForward)
+    assert isinstance(make_forward(build("qwen3_moe")), Forward)
+
+
+@pytest.mark.slow
+def test_every_family_is_served_or_refused() -> None:
+    """docs/serve.md states these counts."""
+    actual: Counter[str] = Counter()
+    for family in FAMILIES:
+        try:
+            forward = make_forward(build(family))
+            forward.check_against_stock()
+            actual[type(forward).__name__] += 1
+        except InputError as error:
+            assert family in str(error)
+            actual["refused"] += 1
+    assert actual == {"Forward": 33, "SequentialForward": 7, "refused": 6}
+
+
+def test_recurrent_state_is_continued_and_never_truncated(harness: EngineHarness) -> None:
+    """qwen3_5 in the engine: several sequences, a continued conversation, and one that diverges."""
+    from ktransformers.nn import attach
+    from ktransformers.nn.experts import select_implementation
+
+    model: Any = build("qwen3_5_moe_text")
+    attach(model)
+    select_implementation(model)
+    forward = make_forward(model)
+    lora_modules = LoraModules(model)
+    shapes = {"gate": (6, 40, 64), "up": (6, 40, 64), "down": (6, 64, 40)}
+    torch.manual_seed(0)
+    experts = {
+        f"model.layers.{layer}.mlp": {
+            role: LoraPair(torch.randn(e, 3, i) / 8, torch.randn(e, o, 3) / 2, 1.0)
+            for role, (e, o, i) in shapes.items()
+        }
+        for layer in range(2)
+    }
+    adapter = lora_modules.bind(adapter_from_tensors(experts, {}), "made", "made", 1)
+
+    def complete(engine: ServeEngine, *requested: tuple[list[int], Any]) -> list[RecordedEvents]:
+        recorded = [RecordedEvents() for _ in requested]
+        sampling = Sampling(temperature=0)
+        engine.submit(
+            Sequence(GenerationRequest(tuple(prompt), 6, sampling, one, logprobs=0), harness.tokenizer, ear)
+            for (prompt, one), ear in zip(requested, recorded, strict=True)
+        )
+        while engine.busy:
+            engine.step()
+        return recorded
+
+    def fresh() -> ServeEngine:
+        return ServeEngine(
+            forward,
+            Limits(
+                max_running_requests=4,
+                max_queued_requests=16,
+                chunked_prefill_size=8,
+                max_total_tokens=1024,
+                context_length=128,
+            ),
+        )
+
+    prompt = [(3 * at + 4) % 90 for at in range(20)]
+    engine = fresh()
+    base, created = complete(engine, (prompt, None), (prompt, adapter))
+    assert base.tokens != created.tokens
+    assert [base.tokens] == [one.tokens for one in complete(fresh(), (prompt, None))]
+    assert [created.tokens] == [one.tokens for one in complete(fresh(), (prompt, adapter))]
+    longer = prompt + created.tokens + [5, 6, 7]
+    (went_on,) = complete(engine, (longer, adapter))
+    assert went_on.events[-1].cached == 25
+    assert [went_on.tokens] == [one.tokens for one in complete(fresh(), (longer, adapter))]
+    (turned,) = complete(engine, ([*prompt[:12], 8, 9], adapter))
+    assert turned.events[-1].cached == 0
+    assert [turned.tokens] == [one.tokens for one in complete(fresh(), ([*prompt[:12], 8, 9], adapter))]
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral", "glm4_moe"])
+def test_families_in_chunks_match_stock(family: str) -> None:
+    """Sinks and windows, keys and values of different sizes, plain attention: `check_against_stock` compares."""
+    assert Forward(build(family)).check_against_stock() > 0
+
+
+def test_sliding_window_holds_across_chunks() -> None:
+    """gpt_oss with a window of 8 and 40 tokens in uneven chunks against the stock model."""
+    model: Any = build("gpt_oss")
+    tokens = [(11 * at + 5) % 90 for at in range(40)]
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    forward, slot = Forward(model), KVSlot(None, capacity=64)
+    actual: list[torch.Tensor] = []
+    for first, last in ((0, 13), (13, 14), (14, 33), (33, 40)):
+        forward.run([Chunk(slot, tokens[first:last], first, None, collect_rows(actual))])
+    assert torch.allclose(torch.cat(actual), expected, atol=1e-4)
