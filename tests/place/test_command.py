@@ -69,6 +69,21 @@ def test_json_is_one_document_with_exact_sums() -> None:
     assert all(way["plan"]["fits"] for way in found["ways"])
 
 
+def test_modes_of_every_pass_are_shown_with_their_reasons() -> None:
+    words = ("qwen3-30b-a3b", "--machine", "amx16-h200")
+    code, text = kt(*words, "--place", "stream")
+    assert code == 0 and "training at 2048 tokens stream (by the policy)" in text
+    code, text = kt(*words, "--place", "auto", "--json")
+    modes = {name: {row["pass"]: row for row in plan["modes"]} for name, plan in json.loads(text).items()}
+    assert code == 0 and set(modes["train"]) == {"training"} and set(modes["serve"]) == {"prefill", "decode"}
+    training, prefill, decode = modes["train"]["training"], modes["serve"]["prefill"], modes["serve"]["decode"]
+    assert (training["tokens"], prefill["tokens"], decode["tokens"]) == (2048, 1024, 1)
+    assert training["mode"] == "stream" and training["reason"].startswith("stream (predicted ")
+    assert decode["mode"] == "host_callback"  # every expert is resident
+    code, text = kt("qwen3-30b-a3b", "--machine", "arm2", "--serve", "--json")
+    assert {row["mode"] for row in json.loads(text)["serve"]["modes"]} == {"cpu"}
+
+
 def test_all_shows_every_policy() -> None:
     code, text = kt("qwen3-30b-a3b", "--serve", "--machine", "desktop-4090", "--gpu", "24GB,24GB", "--all")
     assert code == 0 and "2 GPUs" in text and "resident there" in text

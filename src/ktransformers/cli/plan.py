@@ -74,8 +74,12 @@ def candidate_rows(candidate: Candidate, machine: Machine) -> list[tuple[str, st
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:
+    from ktransformers.plan.document import modes_of
+
     candidate = plan.nearest
     rows = candidate_rows(candidate, plan.machine)
+    modes = (f"{name} at {tokens} tokens {decision.reason}" for name, (tokens, decision) in modes_of(plan).items())
+    rows.insert(1, ("modes", "; ".join(modes)))
     if plan.best is None:
         lacking = ", ".join(f"{place} lacks {gigabytes(size)}" for place, size in candidate.lacking.items())
         rows.insert(0, ("no fit", f"{lacking}; this comes nearest:"))

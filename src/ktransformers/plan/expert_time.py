@@ -19,12 +19,14 @@ from ktransformers.plan.machine import BACKWARD_RATE, DEQUANTISE_OPERATIONS, EFF
 from ktransformers.plan.model_shape import ModelShape
 from ktransformers.plan.modes import (
     CPU,
+    DECODE,
     HOST_CALLBACK,
     NEARLY_ALL,
     RESIDENT,
     SPLIT,
     STREAM,
     STREAM_ALL,
+    Decision,
     decide,
     pass_kind,
     predict,
@@ -181,7 +183,7 @@ def placed_layer_seconds(
     counts = _even_rows(model, tokens, touched)
     count = len(counts)
     residents = count if resident_all else round(count * choice.residents / model.experts)
-    mode = planned_mode(model, tokens, touched, machine, choice, rank=rank, training=training, lead=lead)
+    mode = planned_decision(model, tokens, touched, machine, choice, rank=rank, training=training, lead=lead).mode
     division = split(
         counts,
         round(tokens),
@@ -205,7 +207,7 @@ def placed_layer_seconds(
     return power_sum(lead + costs.gpu_call, device, OVERLAP_POWER) - lead
 
 
-def planned_mode(
+def planned_decision(
     model: ModelShape,
     tokens: float,
     touched: float,
@@ -215,10 +217,10 @@ def planned_mode(
     rank: int = 0,
     training: bool = False,
     lead: float = 0.0,
-) -> str:
+) -> Decision:
     """The mode of the choice's policy; `auto` decides as the dispatcher does, with this machine's costs."""
     if choice.policy != "auto":
-        return RESIDENT if choice.policy == CPU and choice.residents else choice.policy
+        return Decision(RESIDENT if choice.policy == CPU and choice.residents else choice.policy, {}, {})
     counts = _even_rows(model, tokens, touched)
     costs = {
         direction: predicted_costs(
@@ -228,7 +230,21 @@ def planned_mode(
     }
     residents = round(len(counts) * choice.residents / model.experts)
     kind = pass_kind(round(tokens), training)
-    return decide(kind, predict(kind, costs, round(tokens), counts, residents, lead=lead)).mode
+    seconds = predict(
+        kind, costs, round(tokens), counts, residents, host_callback=kind == DECODE and residents > 0, lead=lead
+    )
+    return decide(kind, seconds)
+
+
+def training_decision(model: ModelShape, work: Training, machine: Machine, choice: Choice) -> Decision:
+    """The mode of a training batch."""
+    lead = 0.0
+    if choice.policy == "auto":
+        lead = dense_layer_seconds(model, work, machine, choice, 1) * model.layers / model.expert_layers
+    rank = work.rank if work.adapts_experts else 0
+    return planned_decision(
+        model, work.tokens, experts_of_batch(model, work), machine, choice, rank=rank, training=True, lead=lead
+    )
 
 
 def cpu_share(model: ModelShape, work: Work, choice: Choice, machine: Machine) -> str:
@@ -238,11 +254,7 @@ def cpu_share(model: ModelShape, work: Work, choice: Choice, machine: Machine) -
         return CPU_ALL
     if not isinstance(work, Training):
         return CPU_NONE if choice.policy in (STREAM, STREAM_ALL) else CPU_SOME  # decode steps at least
-    lead = dense_layer_seconds(model, work, machine, choice, 1) * model.layers / model.expert_layers
-    rank = work.rank if work.adapts_experts else 0
-    mode = planned_mode(
-        model, work.tokens, experts_of_batch(model, work), machine, choice, rank=rank, training=True, lead=lead
-    )
+    mode = training_decision(model, work, machine, choice).mode
     if mode in (STREAM, STREAM_ALL):
         return CPU_NONE
     return CPU_SOME if mode == SPLIT or choice.residents else CPU_ALL

@@ -21,6 +21,8 @@ from ktransformers.plan.expert_time import (
     expected_experts,
     experts_of_batch,
     placed_layer_seconds,
+    planned_decision,
+    training_decision,
 )
 from ktransformers.plan.formats import packed_lora_bytes
 from ktransformers.plan.machine import Machine
@@ -32,6 +34,7 @@ from ktransformers.plan.memory import (
     layer_bytes,
 )
 from ktransformers.plan.model_shape import ModelShape
+from ktransformers.plan.modes import Decision
 from ktransformers.plan.workload import Choice, Serving, Training, Work
 
 INFERENCE_LAYER_SECONDS = 0.3e-3  # Python launching the about sixty operators of a layer without gradients; estimated
@@ -195,14 +198,32 @@ def _optimiser_seconds(model: ModelShape, work: Training, choice: Choice, machin
     return seconds
 
 
+def inference_decision(
+    model: ModelShape, tokens: float, seen: float, machine: Machine, choice: Choice, size: int
+) -> Decision:
+    """The mode of one forward pass without gradients."""
+    lead = _inference_lead(model, tokens, inference_rest(model, tokens, seen, machine, choice, size))
+    return planned_decision(model, tokens, expected_experts(model, tokens), machine, choice, lead=lead)
+
+
+def inference_rest(model: ModelShape, tokens: float, seen: float, machine: Machine, choice: Choice, size: int) -> float:
+    """All layers besides their experts, in one forward pass without gradients."""
+    return dense_seconds(model, tokens, seen, machine, choice, size) + INFERENCE_LAYER_SECONDS * model.layers
+
+
+def _inference_lead(model: ModelShape, tokens: float, rest: float) -> float:
+    """Seconds per layer in which the link prefetches experts."""
+    return rest / model.expert_layers if tokens * model.top_k >= PREFETCH_ROWS * model.experts else 0.0
+
+
 def inference_pass(
     model: ModelShape, tokens: float, seen: float, machine: Machine, choice: Choice, size: int
 ) -> PredictedTime:
     """One forward pass without gradients; the head computes one token per sequence."""
-    rest = dense_seconds(model, tokens, seen, machine, choice, size) + INFERENCE_LAYER_SECONDS * model.layers
+    rest = inference_rest(model, tokens, seen, machine, choice, size)
     if choice.uses_engine:
         touched = expected_experts(model, tokens)
-        lead = rest / model.expert_layers if tokens * model.top_k >= PREFETCH_ROWS * model.experts else 0.0
+        lead = _inference_lead(model, tokens, rest)
         expert = placed_layer_seconds(model, tokens, touched, machine, choice, lead, training=False)
         crossing = 0.0
     else:
@@ -218,14 +239,31 @@ def inference_pass(
 
 
 def serving_time(model: ModelShape, work: Serving, choice: Choice, machine: Machine) -> PredictedTime:
-    first = inference_pass(model, work.prompt, work.prompt / 2, machine, choice, work.rest_bytes)
-    decode = inference_pass(model, work.sequences, (work.prompt + work.context) / 2, machine, choice, work.rest_bytes)
+    prefill, decode = (
+        inference_pass(model, tokens, seen, machine, choice, work.rest_bytes)
+        for tokens, seen in _serving_passes(work).values()
+    )
     cache = work.sequences * (work.prompt + work.context) / 2 * model.cache_width * work.rest_bytes
     bandwidth = machine.gpus[0].bandwidth if choice.gpus else machine.cpu.read_bytes
-    return PredictedTime(decode.parts | {"cache": cache / bandwidth}, work.sequences, first.seconds)
+    return PredictedTime(decode.parts | {"cache": cache / bandwidth}, work.sequences, prefill.seconds)
 
 
 def predict_time(model: ModelShape, work: Work, choice: Choice, machine: Machine) -> PredictedTime:
     if isinstance(work, Training):
         return training_time(model, work, choice, machine)
     return serving_time(model, work, choice, machine)
+
+
+def _serving_passes(work: Serving) -> dict[str, tuple[int, float]]:
+    """Tokens of a pass, and the average number of earlier tokens of each, of a prompt and of a decode step."""
+    return {"prefill": (work.prompt, work.prompt / 2), "decode": (work.sequences, (work.prompt + work.context) / 2)}
+
+
+def planned_modes(model: ModelShape, work: Work, choice: Choice, machine: Machine) -> dict[str, tuple[int, Decision]]:
+    """The mode of a layer of experts and its reason, by kind of pass, with the tokens of the pass."""
+    if isinstance(work, Training):
+        return {"training": (work.tokens, training_decision(model, work, machine, choice))}
+    return {
+        name: (tokens, inference_decision(model, tokens, seen, machine, choice, work.rest_bytes))
+        for name, (tokens, seen) in _serving_passes(work).items()
+    }
