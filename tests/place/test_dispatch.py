@@ -13,17 +13,17 @@ from ktransformers.place import tune as tuning
 from ktransformers.place.gpu.executor import ExpertBatch
 from ktransformers.place.placed_store import PlacedStore
 from ktransformers.plan.modes import CPU, HOST_CALLBACK, MODES, RESIDENT, SPLIT, STREAM, STREAM_ALL
-from tests.place.test_gpu_engine import SMALL, expected, inputs, make_store, placed
+from tests.support.placed_experts import SMALL, cpu_results, make_inputs, make_store, place_store_on
 
 STORE = make_store(SMALL)
 
 
 def auto(residents: tuple[int, ...] = ()) -> PlacedStore:
-    return placed(STORE, "cpu", "auto", 16, residents, split=False)
+    return place_store_on(STORE, "cpu", "auto", 16, residents, split=False)
 
 
 def batch(tokens: int) -> ExpertBatch:
-    given = inputs(replace(SMALL, tokens=tokens), "cpu")
+    given = make_inputs(replace(SMALL, tokens=tokens), "cpu")
     return ExpertBatch(given.hidden.detach(), given.ids, given.weights.detach(), None, NO_DROPOUT)
 
 
@@ -48,7 +48,7 @@ def test_timed_modes_overrule_predictions() -> None:
 
 @pytest.mark.parametrize("policy", MODES)
 def test_a_policy_is_one_mode_for_every_pass(policy: str) -> None:
-    place = placed(STORE, "cpu", policy, 16, (1, 2), split=False)
+    place = place_store_on(STORE, "cpu", policy, 16, (1, 2), split=False)
     modes = {place.engine.dispatcher.decided_mode(tokens, training) for tokens in (1, 40) for training in (False, True)}
     assert modes == {policy}
 
@@ -73,7 +73,7 @@ def test_modes_that_a_layer_cannot_have_fall_back() -> None:
 def test_streaming_without_ids_needs_a_captured_pass_that_used_nearly_all_experts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    place = placed(STORE, "cpu", STREAM, 16, split=False)
+    place = place_store_on(STORE, "cpu", STREAM, 16, split=False)
     dispatcher, given = place.engine.dispatcher, batch(SMALL.tokens)
     monkeypatch.setattr(place.engine.executor, "replays", lambda *_: True)
     assert dispatcher.mode(place.layer, given, training=True) == STREAM, "the first of its size"
@@ -115,6 +115,6 @@ def test_a_timed_sweep_leaves_no_trace_in_the_routing_counts(monkeypatch: pytest
             assert tuning.time_mode(place.engine, mode, 40, training) > 0
     assert not place.engine.counts(place.layer).any() and not place.layer.last_counts
     assert place.engine.dispatcher.forced is None
-    given = inputs(SMALL, "cpu")
+    given = make_inputs(SMALL, "cpu")
     out = place(given.hidden.detach(), given.ids, given.weights.detach(), None, NO_DROPOUT, False)
-    assert torch.isfinite(out).all() and expected(STORE, given)
+    assert torch.isfinite(out).all() and cpu_results(STORE, given)

@@ -8,18 +8,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
-from tests.place.test_gpu_engine import SMALL, inputs, make_store, placed
-from tests.place.test_residents import tiny
+from tests.support.placed_experts import SMALL, make_inputs, make_store, place_store_on, tiny_packed_model
 from ktransformers.nn.lora_factors import factors_of
 from ktransformers.nn.store import NO_DROPOUT
 from ktransformers.place import attach
 
-model = tiny()
+model = tiny_packed_model()
 placement = attach(model, policy="resident", device="cpu")
 placement.place_residents(count=2)
-given = inputs(SMALL, "cpu")
+given = make_inputs(SMALL, "cpu")
 store = make_store(SMALL, biased=True)
-place = placed(store, "cpu", "auto", 16)
+place = place_store_on(store, "cpu", "auto", 16)
 out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)  # its graph as well
 assert placement.layers and out.requires_grad
 del out

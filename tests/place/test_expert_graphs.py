@@ -33,7 +33,17 @@ from ktransformers.place.gpu.grouped_mlp import Decoded, GroupedRows, GroupLora,
 from ktransformers.place.gpu.layout import geometry
 from ktransformers.place.placed_store import PlacedStore
 from ktransformers.place.placement import geometry_of, new_layer
-from tests.place.test_gpu_engine import SMALL, Inputs, Size, compare, expected, inputs, make_store, placed, run
+from tests.support.placed_experts import (
+    SMALL,
+    Inputs,
+    Size,
+    assert_close,
+    cpu_results,
+    make_inputs,
+    make_store,
+    place_store_on,
+    run_with_gradients,
+)
 
 LARGER = Size(32, 512, 256, 4, 300, 8)
 
@@ -74,7 +84,7 @@ def test_passes_are_not_captured_when_switched_off(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("needs_grad", [None, False, True])
 def test_rows_of_other_experts_and_of_padding_are_not_added(needs_grad: bool | None) -> None:
     """Three of eight experts, 41 tokens padded to 64, buffers full of NaN: only these experts' rows count."""
-    given = inputs(SMALL, "cpu")
+    given = make_inputs(SMALL, "cpu")
     wanted, size, gate = [1, 2, 6], SMALL, Gate("silu")
     generator = torch.Generator().manual_seed(3)
     decoded = Decoded(
@@ -164,12 +174,12 @@ def test_replays_compute_what_launches_compute(spec: str, policy: str, at_once: 
     """Routing changes from call to call, experts without rows among them; sizes take turns, the smaller one first, so
     that its passes are captured again when the buffers have grown."""
     store = make_store(LARGER, spec)
-    place = placed(store, "cuda:0", policy, LARGER.experts)
+    place = place_store_on(store, "cuda:0", policy, LARGER.experts)
     smaller = replace(LARGER, tokens=201)
     for turn in range(4):
         for size in (smaller, LARGER):
-            given = other_routing(inputs(size, "cuda:0", seed=turn), size, turn, least=5 * (turn % 2))
-            compare(run(place, given, True), expected(store, given))
+            given = other_routing(make_inputs(size, "cuda:0", seed=turn), size, turn, least=5 * (turn % 2))
+            assert_close(run_with_gradients(place, given, True), cpu_results(store, given))
     assert at_once == ["forward", "backward"] * 8
     assert len(place.engine.executor._graphs.graphs.captured) == 4
 
@@ -180,20 +190,20 @@ def test_layers_share_graphs(layers_in_slots: int, at_once: list[str]) -> None:
     """Results of one layer are not overwritten by the next, nor are experts that a queued pass has still to read: with
     slots for one layer, everything is queued before the first kernel runs."""
     stores = [make_store(LARGER, "int4:32", seed=seed) for seed in range(3)]
-    place = placed(stores[0], "cuda:0", "stream", layers_in_slots * LARGER.experts)
+    place = place_store_on(stores[0], "cuda:0", "stream", layers_in_slots * LARGER.experts)
     layers = [place]
     for index, store in enumerate(stores[1:], 1):
         layer = new_layer(place.engine, index, store, Gate("silu"), geometry_of(store))
         place.engine.layers[index] = layer
         layers.append(PlacedStore(place.engine, layer))
-    given = [other_routing(inputs(LARGER, "cuda:0", seed=at), LARGER, at) for at in range(3)]
+    given = [other_routing(make_inputs(LARGER, "cuda:0", seed=at), LARGER, at) for at in range(3)]
     outs = [
         layer(one.hidden, one.ids, one.weights, factors_of(one.lora), NO_DROPOUT, True)
         for layer, one in zip(layers, given, strict=True)
     ]
     found = [torch.autograd.grad(out, one.leaves(), one.grad) for out, one in zip(outs, given, strict=True)]
     for store, one, out, grads in zip(stores, given, outs, found, strict=True):
-        compare([out, *grads], expected(store, one))
+        assert_close([out, *grads], cpu_results(store, one))
     assert at_once == ["forward"] * 3 + ["backward"] * 3
     assert len(place.engine.executor._graphs.graphs.captured) == 2
     torch.cuda.synchronize()
@@ -204,7 +214,7 @@ def test_layers_share_graphs(layers_in_slots: int, at_once: list[str]) -> None:
             for layer, one in zip(layers, given, strict=True)
         ]
     for store, one, out in zip(stores, given, outs, strict=True):
-        compare([out], expected(store, one)[:1])
+        assert_close([out], cpu_results(store, one)[:1])
 
 
 @pytest.mark.gpu
@@ -213,7 +223,7 @@ def test_layers_share_graphs(layers_in_slots: int, at_once: list[str]) -> None:
 def test_graphs_serve_residents_at_any_address(spec: str, policy: str, at_once: list[str]) -> None:
     """Two layers with other residents, one with all of them, then renewed ones: the graphs stay the same."""
     stores = [make_store(LARGER, spec, seed=seed) for seed in range(2)]
-    layers = [placed(stores[0], "cuda:0", policy, LARGER.experts, (1, 6, 30))]
+    layers = [place_store_on(stores[0], "cuda:0", policy, LARGER.experts, (1, 6, 30))]
     engine, sizes = layers[0].engine, geometry_of(stores[0])
     other = new_layer(engine, 1, stores[1], Gate("silu"), sizes)
     other.costs = layers[0].layer.costs
@@ -223,8 +233,8 @@ def test_graphs_serve_residents_at_any_address(spec: str, policy: str, at_once: 
     engine.executor.residents[1].fetch(1, other.packed.source, range(LARGER.experts))
     for turn in range(3):
         for store, layer in zip(stores, layers, strict=True):
-            given = other_routing(inputs(LARGER, "cuda:0", seed=turn), LARGER, turn)
-            compare(run(layer, given, True), expected(store, given))
+            given = other_routing(make_inputs(LARGER, "cuda:0", seed=turn), LARGER, turn)
+            assert_close(run_with_gradients(layer, given, True), cpu_results(store, given))
         cache = engine.executor.residents[0]
         cache.evict_except(0, frozenset())
         cache.fetch(0, layers[0].layer.packed.source, (turn, 9, 28))
@@ -234,25 +244,25 @@ def test_graphs_serve_residents_at_any_address(spec: str, policy: str, at_once: 
 
 @pytest.mark.gpu
 def test_inference_without_and_with_lora_is_replayed(at_once: list[str]) -> None:
-    store, given = make_store(LARGER, "int4:32"), inputs(LARGER, "cuda:0")
-    place = placed(store, "cuda:0", "stream", LARGER.experts)
-    want = expected(store, replace(given, lora=given.lora))
+    store, given = make_store(LARGER, "int4:32"), make_inputs(LARGER, "cuda:0")
+    place = place_store_on(store, "cuda:0", "stream", LARGER.experts)
+    want = cpu_results(store, replace(given, lora=given.lora))
     with torch.inference_mode():
         place(given.hidden, given.ids, given.weights, None, NO_DROPOUT, False)
         place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, False)
-    compare(run(place, given, True), want)
+    assert_close(run_with_gradients(place, given, True), want)
     assert at_once == ["forward"] * 3 + ["backward"]
 
 
 @pytest.mark.gpu
 def test_dropout_and_grouped_experts_are_not_captured(at_once: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout draws anew in every call, and experts that are decoded in groups have rows as the routing has it."""
-    store, given = make_store(LARGER, "int4:32"), inputs(LARGER, "cuda:0")
-    place = placed(store, "cuda:0", "stream", LARGER.experts)
-    run(place, given, True, Dropout(0.4, 7))
+    store, given = make_store(LARGER, "int4:32"), make_inputs(LARGER, "cuda:0")
+    place = place_store_on(store, "cuda:0", "stream", LARGER.experts)
+    run_with_gradients(place, given, True, Dropout(0.4, 7))
     monkeypatch.setattr(executor, "WHOLE_LAYER_BYTES", 0)
     monkeypatch.setattr(executor, "GROUP_BYTES", 1 << 20)
-    run(place, given, True)
+    run_with_gradients(place, given, True)
     assert not at_once
 
 
@@ -261,15 +271,15 @@ def test_dropout_and_grouped_experts_are_not_captured(at_once: list[str], monkey
 def test_failed_capture_is_logged_once_and_passes_go_on(
     error: RuntimeError, at_once: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store, given = make_store(LARGER, "int4:32"), inputs(LARGER, "cuda:0")
-    place = placed(store, "cuda:0", "stream", LARGER.experts)
+    store, given = make_store(LARGER, "int4:32"), make_inputs(LARGER, "cuda:0")
+    place = place_store_on(store, "cuda:0", "stream", LARGER.experts)
 
     def fail(*_: object) -> None:
         raise error
 
     monkeypatch.setattr(GraphPool, "record", fail)
     for _ in range(2):
-        compare(run(place, given, True), expected(store, given))
+        assert_close(run_with_gradients(place, given, True), cpu_results(store, given))
     assert at_once == ["forward"]
     assert sum("CUDA graphs of expert passes" in line for line in caplog.messages) == 1
 
@@ -282,22 +292,22 @@ def test_captured_pass_with_all_experts_does_not_synchronise_on_ids(
     """Its rows are counted all the same, and a backward pass that is not replayed finds the ids."""
     store = make_store(LARGER, "int4:32")
     residents = range(LARGER.experts) if policy == "resident" else range(3)
-    place = placed(store, "cuda:0", policy, LARGER.experts, tuple(residents))
+    place = place_store_on(store, "cuda:0", policy, LARGER.experts, tuple(residents))
     place.engine.dispatcher.forced = "stream_all"
     rows = np.zeros(LARGER.experts, np.int64)
     for turn in range(4):
-        given = other_routing(inputs(LARGER, "cuda:0", seed=turn), LARGER, turn, least=0 if turn else 1)
+        given = other_routing(make_inputs(LARGER, "cuda:0", seed=turn), LARGER, turn, least=0 if turn else 1)
         rows += np.bincount(given.ids.cpu().view(-1), minlength=LARGER.experts)
         out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)
         assert len(place.engine._uncounted) == min(turn, 1), "ids that nobody has seen"
-        compare([out, *torch.autograd.grad(out, given.leaves(), given.grad)], expected(store, given))
+        assert_close([out, *torch.autograd.grad(out, given.leaves(), given.grad)], cpu_results(store, given))
         if turn:
             assert all(len(one.gpu) == LARGER.experts for one in place.layer.last_split.values())
     assert at_once == ["forward", "backward"] * 4
     assert np.array_equal(place.engine.counts(place.layer), rows)
-    given = other_routing(inputs(LARGER, "cuda:0", seed=9), LARGER, 9)
+    given = other_routing(make_inputs(LARGER, "cuda:0", seed=9), LARGER, 9)
     torch.cuda.synchronize()
     torch.cuda._sleep(400_000_000)  # type: ignore[no-untyped-call]  # nothing below has come by when backward asks
     out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)
     monkeypatch.setattr(GpuExecutor, "replays", lambda *_: False)
-    compare([out, *torch.autograd.grad(out, given.leaves(), given.grad)], expected(store, given))
+    assert_close([out, *torch.autograd.grad(out, given.leaves(), given.grad)], cpu_results(store, given))

@@ -10,13 +10,12 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from ktransformers.errors import InputError
-from ktransformers.nn import attach as pack
 from ktransformers.place import attach
 from ktransformers.place.placement import _warn_once
 from ktransformers.place.residents import budget, choose, load_counts, save_counts
+from tests.support.placed_experts import tiny_packed_model
 
 COUNTS = np.array([[5, 0, 9, 1], [7, 8, 0, 0], [0, 0, 0, 6]])
 
@@ -93,28 +92,8 @@ class Trap:
         return Trap.sprung.append, ("code ran",)
 
 
-def tiny() -> torch.nn.Module:
-    config = AutoConfig.for_model(
-        "qwen3_moe",
-        vocab_size=64,
-        hidden_size=64,
-        moe_intermediate_size=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-    )
-    torch.manual_seed(0)
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    pack(model, free=True)
-    return model
-
-
 def test_attach_and_residents(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny()
+    model = tiny_packed_model()
     _warn_once.cache_clear()  # others may have asked before
     assert attach(model) is None, "the CPU computes experts unless another policy is asked for"
     if not torch.cuda.is_available():
@@ -151,7 +130,7 @@ def test_attach_and_residents(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 @pytest.mark.parametrize("policy", ["stream", "auto", "resident"])
 def test_a_model_on_a_gpu(policy: str) -> None:
     """The engine under a stock model gives the logits that the CPU's path gives."""
-    model = tiny().to("cuda:0").eval()
+    model = tiny_packed_model().to("cuda:0").eval()
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0)).to("cuda:0")
     with torch.inference_mode():
         want = model(tokens).logits.float()

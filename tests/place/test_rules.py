@@ -17,7 +17,7 @@ from ktransformers.place.device_map import DeviceMap, find_decoder_layers, move_
 from ktransformers.place.placement import device_of
 from ktransformers.place.rule_devices import devices_by_rules, first_rules
 from ktransformers.place.rules import devices_of, read_rules
-from tests.place.test_residents import tiny
+from tests.support.placed_experts import tiny_packed_model
 
 # KTransformers' guide, "Multi-GPU", for six layers instead of sixty.
 GUIDE = r"""
@@ -153,7 +153,7 @@ def test_wrong_rules(tmp_path: Path, text: str, words: str) -> None:
 def test_a_scattered_model_computes_the_same() -> None:
     """On one device: hooks and moves change nothing."""
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
-    model = tiny().eval()
+    model = tiny_packed_model().eval()
     with torch.inference_mode():
         want = model(tokens).logits
     move_to_devices(model, DeviceMap(("cpu",) * 3, "cpu", "cpu", {}))
@@ -168,7 +168,7 @@ def test_layers_on_two_devices(policy: str) -> None:
     """The first layer on the CPU, the others and the head on the GPU, the embedding on the CPU: hidden states go from
     one to the other and back, gradients too; the engine has the layers that are on its device."""
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
-    model = tiny().eval()
+    model = tiny_packed_model().eval()
     with torch.inference_mode():
         want = model(tokens).logits.float()
     move_to_devices(model, DeviceMap(("cpu", "cuda:0", "cuda:0"), "cpu", "cuda:0", {}))
@@ -190,7 +190,7 @@ def test_layers_on_two_devices(policy: str) -> None:
 @pytest.mark.gpu
 def test_two_engines_on_one_gpu() -> None:
     """As two GPUs would have them: each its layers, its room and its residents, statistics in the model's order."""
-    model = tiny().to("cuda:0").eval()
+    model = tiny_packed_model().to("cuda:0").eval()
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0)).to("cuda:0")
     names = list(expert_modules(model))
     with torch.inference_mode():
@@ -214,7 +214,7 @@ def test_experts_under_peft_are_where_their_router_is() -> None:
     """LoRA on experts stays in host memory, beside a router that was moved."""
     from peft import LoraConfig, get_peft_model
 
-    model = tiny()
+    model = tiny_packed_model()
     peft = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["experts.down_proj"]))
     for name, module in peft.named_modules():
         if ".experts" not in name and not list(module.children()):

@@ -65,9 +65,9 @@ def test_run_with_placed_experts(tiny: Path, tmp_path: Path, monkeypatch: pytest
 
 
 def test_residents_are_updated_every_n_steps() -> None:
-    from tests.place.test_residents import tiny
+    from tests.support.placed_experts import tiny_packed_model
 
-    model = tiny()
+    model = tiny_packed_model()
     placement = attach(model, policy="resident", device="cpu")
     assert placement is not None
     placement.place_residents(count=2)

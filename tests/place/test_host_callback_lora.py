@@ -1,6 +1,6 @@
-"""A few tokens with adapters as a graph takes them: rows on the device say who wants which, the CPU has packed factors,
-residents find theirs by addresses. Against the CPU's own store, as in test_few.py. Triton's kernels run here in its
-interpreter where that is asked for (TRITON_INTERPRET=1), which cuts bf16 off instead of rounding it."""
+"""Host callbacks with adapters, as a graph captures them: adapter indices of rows are on the device, the CPU has packed
+factors, residents read theirs through addresses. Compared with the CPU's own store, as in test_host_callback.py. With
+TRITON_INTERPRET=1 the Triton kernels run in its interpreter, which truncates to bf16 instead of rounding."""
 
 from __future__ import annotations
 
@@ -14,42 +14,32 @@ from torch import Tensor
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.gate import Gate
-from ktransformers.nn.lora_factors import LoraFactors, packed_adapter
-from ktransformers.nn.mixed_lora import MixedLora
+from ktransformers.nn.lora_factors import LoraFactors
 from ktransformers.place.gpu import resident_decode
-from ktransformers.place.gpu.executor import ExpertBatch
 from ktransformers.place.gpu.multi_lora import LoraCache, LoraPointers, MultiLora
 from ktransformers.place.host_callback import find_resident_slots
 from ktransformers.place.placed_store import PlacedStore
-from tests.place.test_few import CLOSE, batch, expected
-from tests.place.test_gpu_engine import SMALL, devices, error, make_store
-from tests.place.test_passes import ADAPTERS, served
+from tests.support.placed_experts import (
+    ADAPTERS,
+    CLOSE,
+    SMALL,
+    cpu_output,
+    cpu_output_with_adapters,
+    devices,
+    make_store,
+    placed_for_inference,
+    relative_error,
+    small_batch,
+    with_adapters,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 RESIDENTS = pytest.mark.parametrize("residents", [(), (1, 4), tuple(range(8))], ids=["none", "some", "all"])
 
 
-def wanting(
-    store: ExpertStore, given: ExpertBatch, rows: list[int], which: list[LoraFactors] | None = None
-) -> ExpertBatch:
-    which = ADAPTERS if which is None else which
-    where = given.hidden.device
-    numbers = torch.tensor(rows, dtype=torch.int32, device=where)
-    return replace(
-        given, multi_lora=MultiLora(MixedLora(numbers, [packed_adapter(store, one) for one in which], which), where)
-    )
-
-
-def on_cpu(store: ExpertStore, given: ExpertBatch) -> Tensor:
-    assert given.multi_lora is not None
-    lora = given.multi_lora.lora
-    inputs = (given.hidden.cpu(), given.ids.cpu(), given.weights.cpu())
-    return store.forward(*inputs, adapter=lora.rows.cpu(), adapters=lora.adapters)
-
-
-def rehearsed(store: ExpertStore, device: str, residents: tuple[int, ...]) -> PlacedStore:
-    place = served(store, device, "resident", residents=residents)
+def placed_with_warmup(store: ExpertStore, device: str, residents: tuple[int, ...]) -> PlacedStore:
+    place = placed_for_inference(store, device, "resident", residents=residents)
     place.engine.callbacks.warming_up = True
     return place
 
@@ -61,16 +51,16 @@ def test_numbers(biased: bool, residents: tuple[int, ...], device: str) -> None:
     """Other ranks, other matrices, other scales, rows without any, from call to call another mixture; a row without an
     adapter has the bits that it has where nobody wants one."""
     store = make_store(SMALL, biased=biased)
-    place = rehearsed(store, device, residents)
+    place = placed_with_warmup(store, device, residents)
     for rows in ([0, -1, 1, 2, 0], [2, 2, -1, 1, -1], [-1] * 5):
-        given = wanting(store, batch(SMALL, 5, device), rows)
-        got, want = place.engine.infer(place.layer, given), on_cpu(store, given)
+        given = with_adapters(store, small_batch(SMALL, 5, device), rows)
+        got, want = place.engine.infer(place.layer, given), cpu_output_with_adapters(store, given)
         assert not place.layer.last_split, "somebody asked"
-        assert error(got, want) < CLOSE if residents else torch.equal(got.cpu(), want)
+        assert relative_error(got, want) < CLOSE if residents else torch.equal(got.cpu(), want)
         bare = place.engine.infer(place.layer, replace(given, multi_lora=None))
         alone = torch.tensor(rows) < 0
         assert torch.equal(got.cpu()[alone], bare.cpu()[alone])
-        assert alone.all() or error(bare.cpu()[~alone], want[~alone]) > 0.05, "the adapters do something"
+        assert alone.all() or relative_error(bare.cpu()[~alone], want[~alone]) > 0.05, "the adapters do something"
 
 
 @devices
@@ -78,10 +68,10 @@ def test_numbers(biased: bool, residents: tuple[int, ...], device: str) -> None:
 def test_formats(spec: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also some tokens at a time."""
     store = make_store(SMALL, spec)
-    place = rehearsed(store, device, (1, 4, 6))
-    given = wanting(store, batch(SMALL, 5, device), [0, 1, -1, 2, 1])
+    place = placed_with_warmup(store, device, (1, 4, 6))
+    given = with_adapters(store, small_batch(SMALL, 5, device), [0, 1, -1, 2, 1])
     got = place.engine.infer(place.layer, given)
-    assert error(got, on_cpu(store, given)) < CLOSE
+    assert relative_error(got, cpu_output_with_adapters(store, given)) < CLOSE
     monkeypatch.setattr(resident_decode, "DECODED_BYTES", 4 * place.layer.packed.geometry.decoded_bytes)
     assert torch.equal(place.engine.infer(place.layer, given), got)
 
@@ -92,19 +82,19 @@ def test_a_gate_that_no_kernel_has(device: str) -> None:
     e, h, i = SMALL.experts, SMALL.hidden, SMALL.intermediate
     store = ExpertStore(e, h, i, activation="gelu")
     store.pack(**{name: torch.stack([plain.decode(name, at) for at in range(e)]) for name in ("gate", "up", "down")})
-    place = rehearsed(store, device, (0, 2, 3))
+    place = placed_with_warmup(store, device, (0, 2, 3))
     place.layer.packed = replace(place.layer.packed, gate=Gate("gelu"))
-    given = wanting(store, batch(SMALL, 4, device), [1, 0, -1, 2])
-    assert error(place.engine.infer(place.layer, given), on_cpu(store, given)) < CLOSE
+    given = with_adapters(store, small_batch(SMALL, 4, device), [1, 0, -1, 2])
+    assert relative_error(place.engine.infer(place.layer, given), cpu_output_with_adapters(store, given)) < CLOSE
 
 
 @devices
 def test_who_is_taken(device: str) -> None:
     """Outside of graphs nothing has changed; in them rows have to be where replays find others."""
     store = make_store(SMALL)
-    place = served(store, device, "resident", residents=(1,))
+    place = placed_for_inference(store, device, "resident", residents=(1,))
     path, layer = place.engine.callbacks, place.layer.packed
-    given = wanting(store, batch(SMALL, 2, device), [0, -1])
+    given = with_adapters(store, small_batch(SMALL, 2, device), [0, -1])
     assert path.refusal(layer, given, "resident")
     path.warming_up = True
     assert not path.refusal(layer, given, "resident")
@@ -122,11 +112,11 @@ def test_who_is_taken(device: str) -> None:
 def test_what_is_forgotten(residents: tuple[int, ...], device: str) -> None:
     """Calls of other adapters than the used ones go with all that they held; the others compute as before."""
     store = make_store(SMALL)
-    place = rehearsed(store, device, residents)
+    place = placed_with_warmup(store, device, residents)
     path, lora_cache = place.engine.callbacks, place.engine.executor.lora_cache
-    both = wanting(store, batch(SMALL, 3, device), [0, 1, -1], ADAPTERS[:2])
-    last = wanting(store, batch(SMALL, 3, device), [0, -1, 0], [ADAPTERS[2]])
-    first = wanting(store, batch(SMALL, 3, device), [0, -1, 0], [ADAPTERS[0]])
+    both = with_adapters(store, small_batch(SMALL, 3, device), [0, 1, -1], ADAPTERS[:2])
+    last = with_adapters(store, small_batch(SMALL, 3, device), [0, -1, 0], [ADAPTERS[2]])
+    first = with_adapters(store, small_batch(SMALL, 3, device), [0, -1, 0], [ADAPTERS[0]])
     wanted = [place.engine.infer(place.layer, one).clone() for one in (both, last, first)]
     place.engine.infer(place.layer, replace(both, multi_lora=None))
     assert len(path._prepared) == 4 and len(path._buffers) == 1
@@ -160,13 +150,13 @@ def test_what_is_held_stays_and_has_a_bound() -> None:
 
 def test_a_set_without_room_leaves_nothing_held() -> None:
     store = make_store(SMALL)
-    place = rehearsed(store, "cpu", (1, 4))
+    place = placed_with_warmup(store, "cpu", (1, 4))
     place.engine.executor.lora_cache = lora_cache = LoraCache(torch.device("cpu"), 1)
     with pytest.raises(InputError, match="beside residents"):
-        place.engine.infer(place.layer, wanting(store, batch(SMALL, 2, "cpu"), [0, 1]))
+        place.engine.infer(place.layer, with_adapters(store, small_batch(SMALL, 2, "cpu"), [0, 1]))
     assert not lora_cache._pins and not place.engine.callbacks._lora_pointers
-    given = batch(SMALL, 2, "cpu")
-    assert error(place.engine.infer(place.layer, given), expected(store, given)) < CLOSE
+    given = small_batch(SMALL, 2, "cpu")
+    assert relative_error(place.engine.infer(place.layer, given), cpu_output(store, given)) < CLOSE
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="no interpreter")
@@ -174,29 +164,29 @@ def test_a_set_without_room_leaves_nothing_held() -> None:
 def test_kernels_in_the_interpreter(gate: Gate) -> None:
     gemv = pytest.importorskip("ktransformers.place.gpu.resident_decode_triton")
     store = make_store(SMALL, biased=True)
-    place = served(store, "cpu", "resident", residents=(1, 4, 5))
+    place = placed_for_inference(store, "cpu", "resident", residents=(1, 4, 5))
     layer, cache, device = (
         replace(place.layer.packed, gate=gate),
         place.engine.executor.residents[0],
         torch.device("cpu"),
     )
     wide = [*ADAPTERS[:2], _of_rank(40)]
-    terms = LoraPointers.pin(LoraCache(device, 1 << 30), wide, layer.geometry.first.out_rows, device)
-    given, where = batch(SMALL, 5, "cpu"), find_resident_slots(layer, cache)
+    pointers = LoraPointers.pin(LoraCache(device, 1 << 30), wide, layer.geometry.first.out_rows, device)
+    given, where = small_batch(SMALL, 5, "cpu"), find_resident_slots(layer, cache)
     rows = torch.tensor([0, -1, 1, 2, 2], dtype=torch.int32)
     inputs = (given.hidden, given.ids, given.weights)
 
     def computed(lora: resident_decode.Lora | None) -> Tensor:
-        first, down = (None if lora is None else terms.kernel_arguments(lora[0], name) for name in ("first", "down"))
+        first, down = (None if lora is None else pointers.kernel_arguments(lora[0], name) for name in ("first", "down"))
         fused = gate.activation == "silu"
         h = gemv.first(*inputs[:2], where, cache.first, layer.biases[0], layer.geometry.first, fused, first)
         h = h if fused else resident_decode._activate(h, gate, True)
         found: Tensor = gemv.down(h, *inputs[1:], where, cache.down, layer.biases[1], layer.geometry.down, down)
         return found
 
-    got, bare = computed((rows, terms)), computed(None)
-    want = resident_decode._plain(layer, cache, where, *inputs, (rows, terms))
-    assert error(got, want) < 0.02 < 0.1 < error(bare, want)
+    got, bare = computed((rows, pointers)), computed(None)
+    want = resident_decode._reference_forward(layer, cache, where, *inputs, (rows, pointers))
+    assert relative_error(got, want) < 0.02 < 0.1 < relative_error(bare, want)
     assert torch.equal(got[1], bare[1])
 
 
@@ -210,8 +200,8 @@ def _of_rank(rank: int) -> LoraFactors:
 def test_rows_come_from_the_batch() -> None:
     """By the door that a model takes."""
     store = make_store(SMALL)
-    place = rehearsed(store, "cpu", (1, 4))
-    given = wanting(store, batch(SMALL, 4, "cpu"), [0, 2, -1, 1])
+    place = placed_with_warmup(store, "cpu", (1, 4))
+    given = with_adapters(store, small_batch(SMALL, 4, "cpu"), [0, 2, -1, 1])
     assert given.multi_lora is not None
     got = place.forward_mixed(given.hidden, given.ids, given.weights, given.multi_lora.lora)
-    assert error(got, on_cpu(store, given)) < CLOSE and not place.layer.last_split
+    assert relative_error(got, cpu_output_with_adapters(store, given)) < CLOSE and not place.layer.last_split

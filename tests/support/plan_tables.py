@@ -1,4 +1,4 @@
-"""The table of shipped models in docs/plan.md: `python -m tests.place.tables` prints it, a test compares.
+"""The table of shipped models in docs/plan.md: `python -m tests.support.plan_tables` prints it, a test compares.
 
 Training is what the KTransformers guide measured: batches of 512 tokens, 8192 a step, rank 8 on attention and experts.
 Serving is one sequence with a context of 8192. Memory depends on the machine only in the width of panels; the profile

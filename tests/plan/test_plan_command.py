@@ -18,7 +18,7 @@ from ktransformers.train.forecast import Lengths, simulate_epoch, training_workl
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.run import train
-from tests.place.measured import TOKENIZER
+from tests.support.measured_training import TOKENIZER
 from tests.support.tiny_models import build, save
 from tests.support.training import RunRecorder, recipe
 

@@ -18,11 +18,21 @@ from ktransformers.place import attach
 from ktransformers.place.gpu.executor import ExpertBatch
 from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.placed_store import PlacedStore
-from tests.place.test_few import CLOSE, batch, expected
-from tests.place.test_few_lora import on_cpu, wanting
-from tests.place.test_gpu_engine import QWEN, SMALL, Size, error, make_store
-from tests.place.test_passes import ADAPTERS, served
-from tests.place.test_residents import tiny
+from tests.support.placed_experts import (
+    ADAPTERS,
+    CLOSE,
+    QWEN,
+    SMALL,
+    Size,
+    cpu_output,
+    cpu_output_with_adapters,
+    make_store,
+    placed_for_inference,
+    relative_error,
+    small_batch,
+    tiny_packed_model,
+    with_adapters,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*bf16.*")]
 GPU = "cuda:0"
@@ -48,19 +58,19 @@ def replay(graph: torch.cuda.CUDAGraph, static: ExpertBatch, given: ExpertBatch)
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 def test_replays(share: float, size: Size, tokens: int) -> None:
     store = make_store(size)
-    place = served(store, GPU, "resident", residents=tuple(range(int(share * size.experts))))
-    static = batch(size, tokens, GPU)
+    place = placed_for_inference(store, GPU, "resident", residents=tuple(range(int(share * size.experts))))
+    static = small_batch(size, tokens, GPU)
     graph, out = capture(place, static)
     for seed in range(1, 5):
-        given = batch(size, tokens, GPU, seed=seed)
+        given = small_batch(size, tokens, GPU, seed=seed)
         replay(graph, static, given)
-        got, want = out.cpu(), expected(store, given)
-        assert torch.equal(got, want) if not share else error(got, want) < CLOSE
+        got, want = out.cpu(), cpu_output(store, given)
+        assert torch.equal(got, want) if not share else relative_error(got, want) < CLOSE
         assert torch.equal(got, place.engine.infer(place.layer, given).cpu()), "captured or not, the same bits"
-        assert error(place.engine.forward(place.layer, given, False)[0], want) < 0.01
+        assert relative_error(place.engine.forward(place.layer, given, False)[0], want) < 0.01
     counts = place.engine.counts(place.layer)  # of calls that went another way
     place.engine.callbacks.add_counts(0, counts)
-    ids = torch.cat([batch(size, tokens, "cpu", seed=seed).ids for seed in (0, *[1, 2, 3, 4] * 3)])
+    ids = torch.cat([small_batch(size, tokens, "cpu", seed=seed).ids for seed in (0, *[1, 2, 3, 4] * 3)])
     ids = ids[(ids >= 0) & (ids < size.experts)]
     assert np.array_equal(counts, torch.bincount(ids, minlength=size.experts)), "replays are counted too"
 
@@ -70,12 +80,12 @@ def test_replays(share: float, size: Size, tokens: int) -> None:
 def test_replays_with_adapters(residents: tuple[int, ...], spec: str) -> None:
     """From replay to replay another mixture, one behind the other; a row without has the bits that it has alone."""
     store = make_store(SMALL, spec)
-    place = served(store, GPU, "resident", residents=residents)
+    place = placed_for_inference(store, GPU, "resident", residents=residents)
     place.engine.callbacks.warming_up = True
-    static = wanting(store, batch(SMALL, 4, GPU), [-1] * 4)
+    static = with_adapters(store, small_batch(SMALL, 4, GPU), [-1] * 4)
     graph, out = capture(place, static)
     mixtures = [[0, 1, 2, -1], [-1, 2, 0, 1], [1, -1, -1, 1], [2, 0, 0, -1]]
-    batches = [wanting(store, batch(SMALL, 4, GPU, seed=seed), rows) for seed, rows in enumerate(mixtures)]
+    batches = [with_adapters(store, small_batch(SMALL, 4, GPU, seed=seed), rows) for seed, rows in enumerate(mixtures)]
     found = []
     for given in batches:
         assert static.multi_lora is not None and given.multi_lora is not None
@@ -83,8 +93,8 @@ def test_replays_with_adapters(residents: tuple[int, ...], spec: str) -> None:
         replay(graph, static, given)
         found.append(out.clone())
     for given, got, rows in zip(batches, found, mixtures, strict=True):
-        want = on_cpu(store, given)
-        assert error(got, want) < CLOSE if residents else torch.equal(got.cpu(), want)
+        want = cpu_output_with_adapters(store, given)
+        assert relative_error(got, want) < CLOSE if residents else torch.equal(got.cpu(), want)
         alone = torch.tensor(rows) < 0
         bare = place.engine.infer(place.layer, replace(given, multi_lora=None))
         assert torch.equal(got.cpu()[alone], bare.cpu()[alone])
@@ -98,59 +108,59 @@ def test_replays_with_adapters(residents: tuple[int, ...], spec: str) -> None:
 @pytest.mark.parametrize("spec", ["int4:32", "nvfp4", "q5_1"])
 def test_residents_that_are_decoded_in_a_graph(spec: str) -> None:
     store = make_store(SMALL, spec)
-    place = served(store, GPU, "resident", residents=(0, 2, 3, 7))
-    static = batch(SMALL, 5, GPU)
+    place = placed_for_inference(store, GPU, "resident", residents=(0, 2, 3, 7))
+    static = small_batch(SMALL, 5, GPU)
     graph, out = capture(place, static)
     for seed in range(1, 4):
-        given = batch(SMALL, 5, GPU, seed=seed)
+        given = small_batch(SMALL, 5, GPU, seed=seed)
         replay(graph, static, given)
-        assert error(out, expected(store, given)) < CLOSE
+        assert relative_error(out, cpu_output(store, given)) < CLOSE
 
 
 def test_replays_one_behind_the_other() -> None:
     """Many are queued before the first has ended; each sees the buffers in the order of the stream."""
     store = make_store(QWEN)
-    place = served(store, GPU, "resident", residents=tuple(range(32)))
-    static = batch(QWEN, 2, GPU)
+    place = placed_for_inference(store, GPU, "resident", residents=tuple(range(32)))
+    static = small_batch(QWEN, 2, GPU)
     graph, out = capture(place, static)
-    batches = [batch(QWEN, 2, GPU, seed=seed) for seed in range(20)]
+    batches = [small_batch(QWEN, 2, GPU, seed=seed) for seed in range(20)]
     found = []
     for given in batches:
         replay(graph, static, given)
         found.append(out.clone())
     for given, got in zip(batches, found, strict=True):
-        assert error(got, expected(store, given)) < CLOSE
+        assert relative_error(got, cpu_output(store, given)) < CLOSE
 
 
 def test_a_graph_outlives_its_residents() -> None:
     """They change in their room, and the graph finds the others; they get another room, and the graph computes the same
     numbers, with that layer on the CPU."""
     store = make_store(SMALL)
-    place = served(store, GPU, "resident", residents=(1, 6))
-    static = batch(SMALL, 4, GPU)
+    place = placed_for_inference(store, GPU, "resident", residents=(1, 6))
+    static = small_batch(SMALL, 4, GPU)
     graph, out = capture(place, static)
     place.update_residents(np.array([0, 0, 9, 0, 0, 9, 0, 0]))
-    given = batch(SMALL, 4, GPU, seed=3)
+    given = small_batch(SMALL, 4, GPU, seed=3)
     given.ids[:, 0] = torch.tensor([2, 5, 2, 5], device=GPU)
     replay(graph, static, given)
-    assert error(out, expected(store, given)) < CLOSE
+    assert relative_error(out, cpu_output(store, given)) < CLOSE
     place.engine.executor.residents[0].first.zero_()
     replay(graph, static, given)
-    assert error(out, expected(store, given)) > 0.1, "it is the new residents' bytes that are read"
+    assert relative_error(out, cpu_output(store, given)) > 0.1, "it is the new residents' bytes that are read"
     place.engine.callbacks.drop_calls(0)
     cache = place.engine.executor.residents[0] = ExpertCache(place.layer.packed.geometry, 3, torch.device(GPU), None)
     cache.fetch(0, place.layer.packed.source, (0, 1, 7))
     replay(graph, static, given)
-    assert torch.equal(out.cpu(), expected(store, given))
+    assert torch.equal(out.cpu(), cpu_output(store, given))
     graph, out = capture(place, static)
     replay(graph, static, given)
-    assert error(out, expected(store, given)) < CLOSE
+    assert relative_error(out, cpu_output(store, given)) < CLOSE
 
 
 def test_another_stream() -> None:
     store = make_store(SMALL)
-    place = served(store, GPU, "resident", residents=(1, 6))
-    first, second = batch(SMALL, 4, GPU), batch(SMALL, 4, GPU, seed=1)
+    place = placed_for_inference(store, GPU, "resident", residents=(1, 6))
+    first, second = small_batch(SMALL, 4, GPU), small_batch(SMALL, 4, GPU, seed=1)
     place.engine.infer(place.layer, first)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -159,21 +169,24 @@ def test_another_stream() -> None:
         with torch.cuda.stream(stream):
             two = place.engine.infer(place.layer, second)
         torch.cuda.synchronize()
-        assert error(one, expected(store, first)) < CLOSE and error(two, expected(store, second)) < CLOSE
+        assert (
+            relative_error(one, cpu_output(store, first)) < CLOSE
+            and relative_error(two, cpu_output(store, second)) < CLOSE
+        )
 
 
 def test_formats_that_triton_cannot_decode_are_asked_for() -> None:
     store = make_store(Size(8, 256, 256, 2, 41, 4), "tq1_0")
-    place = served(store, GPU, "resident", residents=(1, 6))
-    given = batch(Size(8, 256, 256, 2, 41, 4), 4, GPU)
-    assert error(place.engine.infer(place.layer, given), expected(store, given)) < 0.01
+    place = placed_for_inference(store, GPU, "resident", residents=(1, 6))
+    given = small_batch(Size(8, 256, 256, 2, 41, 4), 4, GPU)
+    assert relative_error(place.engine.infer(place.layer, given), cpu_output(store, given)) < 0.01
     assert place.layer.last_split["forward"].resident or place.layer.last_split["forward"].cpu
 
 
 def test_what_cannot_be_captured_is_said() -> None:
     store = make_store(SMALL)
-    place = served(store, GPU, "resident", residents=(1, 6))
-    static = batch(SMALL, 4, GPU)
+    place = placed_for_inference(store, GPU, "resident", residents=(1, 6))
+    static = small_batch(SMALL, 4, GPU)
 
     def attempt(given: ExpertBatch) -> None:
         with torch.no_grad(), torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -186,10 +199,10 @@ def test_what_cannot_be_captured_is_said() -> None:
     with pytest.raises(InputError, match="LoRA"):
         attempt(replace(static, factors=ADAPTERS[0]))
     with pytest.raises(InputError, match="33 tokens"):
-        attempt(batch(SMALL, 33, GPU))
+        attempt(small_batch(SMALL, 33, GPU))
     graph, out = capture(place, static)  # nothing is left of the attempts
     graph.replay()
-    assert error(out, expected(store, static)) < CLOSE
+    assert relative_error(out, cpu_output(store, static)) < CLOSE
 
 
 def positions(model: Any, at: Tensor) -> dict[str, Tensor]:
@@ -204,7 +217,7 @@ def positions(model: Any, at: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_model_decodes_from_a_graph(share: float) -> None:
     """Stock transformers with a static cache: the whole step, attention, router, experts and head, captured once."""
-    model: Any = tiny().eval().to(GPU)
+    model: Any = tiny_packed_model().eval().to(GPU)
     placement = attach(model, policy="resident")
     assert placement is not None and not placement.left
     placement.place_residents(ratio=share)
@@ -239,5 +252,5 @@ def test_a_model_decodes_from_a_graph(share: float) -> None:
             at_static.fill_(at)
             graph.replay()
             got.append(int(logits[:, -1:].argmax(-1)))
-            assert error(logits.float(), scores[at - 9]) < 0.02
+            assert relative_error(logits.float(), scores[at - 9]) < 0.02
     assert got == want

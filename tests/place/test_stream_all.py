@@ -12,7 +12,14 @@ from ktransformers.nn.store import NO_DROPOUT
 from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
 from ktransformers.place.placed_store import PlacedStore
 from ktransformers.plan.modes import size_bucket
-from tests.place.test_gpu_engine import SMALL, compare, expected, inputs, make_store, placed
+from tests.support.placed_experts import (
+    SMALL,
+    assert_close,
+    cpu_results,
+    make_inputs,
+    make_store,
+    place_store_on,
+)
 
 
 @pytest.fixture
@@ -24,25 +31,25 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         inner = getattr(GpuExecutor, name)
 
         def counted(
-            self: GpuExecutor, layer: LayerOnDevice, batch: ExpertBatch, *rest: object, inner=inner, name=name
+            self: GpuExecutor, layer: LayerOnDevice, small_batch: ExpertBatch, *rest: object, inner=inner, name=name
         ) -> object:  # type: ignore[no-untyped-def]
             *first, experts, counts = rest[:2] if name == "forward" else rest[:3]
             if counts is None:
                 unasked.append(name)
-                ids = batch.ids[batch.ids >= 0]
+                ids = small_batch.ids[small_batch.ids >= 0]
                 counts = np.bincount(ids.numpy(), minlength=layer.geometry.experts)
                 experts = tuple(e for e in experts if counts[e])  # type: ignore[attr-defined]
-            return inner(self, layer, batch, *first, experts, counts, *rest[len(first) + 2 :])
+            return inner(self, layer, small_batch, *first, experts, counts, *rest[len(first) + 2 :])
 
         monkeypatch.setattr(GpuExecutor, name, counted)
     return unasked
 
 
 def step(place: PlacedStore, seed: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    given = inputs(SMALL, "cpu", seed)
+    given = make_inputs(SMALL, "cpu", seed)
     out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)
     found = [out, *torch.autograd.grad(out, given.leaves(), given.grad)]
-    return found, expected(place.layer.store, given), given.ids
+    return found, cpu_results(place.layer.store, given), given.ids
 
 
 @pytest.mark.parametrize(
@@ -62,12 +69,12 @@ def test_who_is_asked(policy: str, residents: int, way: str | None, unasked: boo
     """Once the rows of a batch of this size were seen, where everybody is on the GPU: because they are, or because they
     are sent for."""
     store = make_store(SMALL)
-    place = placed(store, "cpu", policy, 2 * SMALL.experts, tuple(range(residents)))
+    place = place_store_on(store, "cpu", policy, 2 * SMALL.experts, tuple(range(residents)))
     place.engine.dispatcher.forced = way
     rows = np.zeros(SMALL.experts, np.int64)
     for seed in range(3):
         found, want, ids = step(place, seed)
-        compare(found, want)
+        assert_close(found, want)
         rows += np.bincount(ids[ids >= 0].numpy(), minlength=SMALL.experts)
     assert recorded == (["backward", *["forward", "backward"] * 2] if unasked else [])
     assert np.array_equal(place.engine.counts(place.layer), rows)
@@ -77,21 +84,21 @@ def test_few_of_them_wanted(recorded: list[str]) -> None:
     """Under `stream` nobody is sent for who is not wanted, where that is more than a few; another size of batch, of
     which everybody was wanted, says nothing."""
     store = make_store(SMALL)
-    place = placed(store, "cpu", "stream", 2 * SMALL.experts)
+    place = place_store_on(store, "cpu", "stream", 2 * SMALL.experts)
     few, all_of_them = np.array([1, 0] * (SMALL.experts // 2)), np.ones(SMALL.experts, np.int64)
     place.layer.last_counts = {size_bucket(SMALL.tokens): few, size_bucket(2): all_of_them}
-    compare(*step(place, 0)[:2])
+    assert_close(*step(place, 0)[:2])
     assert recorded == ["backward"], "of this batch all were wanted, which nobody knew before"
 
 
 def test_another_way_back(recorded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward finds the ids of a pass that never looked at them."""
     store = make_store(SMALL)
-    place = placed(store, "cpu", "stream", 2 * SMALL.experts)
+    place = place_store_on(store, "cpu", "stream", 2 * SMALL.experts)
     step(place, 0)
-    given = inputs(SMALL, "cpu", 1)
+    given = make_inputs(SMALL, "cpu", 1)
     out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)
     assert recorded == ["backward", "forward"] and place.engine._uncounted
     monkeypatch.setattr(GpuExecutor, "replays", lambda *_: False)
-    compare([out, *torch.autograd.grad(out, given.leaves(), given.grad)], expected(store, given))
+    assert_close([out, *torch.autograd.grad(out, given.leaves(), given.grad)], cpu_results(store, given))
     assert recorded == ["backward", "forward"] and not place.engine._uncounted

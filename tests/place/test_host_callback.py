@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
@@ -24,27 +23,21 @@ from ktransformers.place.gpu.layout import PackedMatrix, format_of
 from ktransformers.place.host_callback import HostCallbackPath, ResidentTable
 from ktransformers.place.placement import geometry_of
 from ktransformers.plan.modes import MAX_DECODE_TOKENS
-from tests.place.test_gpu_engine import SMALL, Size, devices, error, make_store
-from tests.place.test_passes import ADAPTERS, served
+from tests.support.placed_experts import (
+    ADAPTERS,
+    CLOSE,
+    SMALL,
+    Size,
+    cpu_output,
+    devices,
+    make_store,
+    placed_for_inference,
+    relative_error,
+    small_batch,
+)
 
-CLOSE = 6e-3  # of a result's norm
 ODD = Size(6, 80, 48, 3, 5, 4)  # half blocks that are not full
 pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
-
-
-def batch(size: Size, tokens: int, device: str, seed: int = 0) -> ExpertBatch:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.rand(tokens, size.experts, generator=generator).topk(size.top_k).indices
-    ids[0, 0] = -1
-    if tokens > 1:
-        ids[1, 1] = size.experts
-    hidden = torch.randn(tokens, size.hidden, generator=generator).bfloat16()
-    weights = torch.rand(tokens, size.top_k, generator=generator)
-    return ExpertBatch(hidden.to(device), ids.to(device), weights.to(device), None, NO_DROPOUT)
-
-
-def expected(store: ExpertStore, given: ExpertBatch) -> Tensor:
-    return store.forward(given.hidden.cpu(), given.ids.cpu(), given.weights.cpu())
 
 
 @pytest.mark.parametrize("paired", [True, False])
@@ -62,16 +55,16 @@ def test_addresses_are_those_of_the_layout(rows: int, columns: int, paired: bool
 @pytest.mark.parametrize("biased", [False, True])
 def test_numbers(biased: bool, residents: tuple[int, ...], device: str) -> None:
     store = make_store(ODD, biased=biased)
-    place = served(store, device, "resident", residents=residents)
+    place = placed_for_inference(store, device, "resident", residents=residents)
     for tokens in (1, 5, 2, 5):
-        given = batch(ODD, tokens, device, seed=tokens)
+        given = small_batch(ODD, tokens, device, seed=tokens)
         got = place.engine.callbacks.forward(place.layer.packed, store, given)
         assert got.dtype == torch.bfloat16 and got.device == given.hidden.device
-        want = expected(store, given)
-        assert torch.equal(got.cpu(), want) if not residents else error(got, want) < CLOSE
+        want = cpu_output(store, given)
+        assert torch.equal(got.cpu(), want) if not residents else relative_error(got, want) < CLOSE
     assert not place.layer.counts.any() and not place.layer.last_split, "the host was told nothing"
     asked = place.engine.forward(place.layer, given, False)[0]
-    assert error(got, asked.cpu()) < 0.01
+    assert relative_error(got, asked.cpu()) < 0.01
 
 
 @devices
@@ -82,16 +75,16 @@ def test_gates_and_dtypes(gate: Gate, device: str) -> None:
     plain = make_store(ODD)
     store = ExpertStore(e, h, i, activation=gate.activation, limit=gate.limit, alpha=gate.alpha)
     store.pack(**{name: torch.stack([plain.decode(name, at) for at in range(e)]) for name in ("gate", "up", "down")})
-    place = served(store, device, "resident", residents=(0, 2, 3))
+    place = placed_for_inference(store, device, "resident", residents=(0, 2, 3))
     place.layer.packed = replace(place.layer.packed, gate=gate)
-    given = batch(ODD, 4, device)
+    given = small_batch(ODD, 4, device)
     for hidden, weights, ids in (
         (torch.bfloat16, torch.bfloat16, torch.int64),
         (torch.float32, torch.float32, torch.int32),
     ):
         cast = replace(given, hidden=given.hidden.to(hidden), weights=given.weights.to(weights), ids=given.ids.to(ids))
         got = place.engine.infer(place.layer, cast)
-        assert got.dtype == hidden and error(got, expected(store, cast)) < CLOSE
+        assert got.dtype == hidden and relative_error(got, cpu_output(store, cast)) < CLOSE
 
 
 @devices
@@ -100,29 +93,31 @@ def test_experts_without_a_gate(device: str) -> None:
     plain = make_store(ODD)
     store = ExpertStore(e, h, i, gated=False, activation="relu2")
     store.pack(**{name: torch.stack([plain.decode(name, at) for at in range(e)]) for name in ("up", "down")})
-    place = served(store, device, "resident", residents=(0, 2, 3, 5))
+    place = placed_for_inference(store, device, "resident", residents=(0, 2, 3, 5))
     place.layer.packed = replace(place.layer.packed, gate=Gate("relu2"))
-    given = batch(ODD, 4, device)
-    assert error(place.engine.infer(place.layer, given), expected(store, given)) < CLOSE
+    given = small_batch(ODD, 4, device)
+    assert relative_error(place.engine.infer(place.layer, given), cpu_output(store, given)) < CLOSE
 
 
 @devices
 def test_who_is_taken(device: str) -> None:
     """Others go the way that asks for the ids."""
     store = make_store(SMALL)
-    place = served(store, device, "resident", residents=(1,))
+    place = placed_for_inference(store, device, "resident", residents=(1,))
     callbacks, layer = place.engine.callbacks, place.layer.packed
-    assert not callbacks.refusal(layer, batch(SMALL, MAX_DECODE_TOKENS, device), "resident")
-    assert callbacks.refusal(layer, batch(SMALL, MAX_DECODE_TOKENS + 1, device), "resident")
-    assert callbacks.refusal(layer, batch(SMALL, 1, device), "stream")
-    assert callbacks.refusal(layer, replace(batch(SMALL, 1, device), factors=ADAPTERS[0]), "resident")
+    assert not callbacks.refusal(layer, small_batch(SMALL, MAX_DECODE_TOKENS, device), "resident")
+    assert callbacks.refusal(layer, small_batch(SMALL, MAX_DECODE_TOKENS + 1, device), "resident")
+    assert callbacks.refusal(layer, small_batch(SMALL, 1, device), "stream")
+    assert callbacks.refusal(layer, replace(small_batch(SMALL, 1, device), factors=ADAPTERS[0]), "resident")
     assert callbacks.refusal(layer, empty(device), "resident")
-    bare = served(store, device, "resident", residents=())
-    assert bare.engine._inference_mode(bare.layer, batch(SMALL, 2, device)) == "host_callback", "buffers are allocated"
-    bare.engine.infer(bare.layer, batch(SMALL, 2, device))
-    assert bare.engine._inference_mode(bare.layer, batch(SMALL, 2, device)) == "cpu"
+    bare = placed_for_inference(store, device, "resident", residents=())
+    assert bare.engine._inference_mode(bare.layer, small_batch(SMALL, 2, device)) == "host_callback", (
+        "buffers are allocated"
+    )
+    bare.engine.infer(bare.layer, small_batch(SMALL, 2, device))
+    assert bare.engine._inference_mode(bare.layer, small_batch(SMALL, 2, device)) == "cpu"
     bare.engine.dispatcher.forced = "host_callback"
-    assert bare.engine._inference_mode(bare.layer, batch(SMALL, 2, device)) == "host_callback"
+    assert bare.engine._inference_mode(bare.layer, small_batch(SMALL, 2, device)) == "host_callback"
 
 
 def empty(device: str) -> ExpertBatch:
@@ -140,14 +135,14 @@ def empty(device: str) -> ExpertBatch:
 @pytest.mark.parametrize("spec", ["int8", "int4:32", "mxfp4", "nvfp4", "q4_0", "q5_0"])
 def test_formats(spec: str, residents: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_store(SMALL, spec)
-    place = served(store, device, "resident", residents=residents)
-    given = batch(SMALL, 5, device)
-    got, want = place.engine.infer(place.layer, given), expected(store, given)
+    place = placed_for_inference(store, device, "resident", residents=residents)
+    given = small_batch(SMALL, 5, device)
+    got, want = place.engine.infer(place.layer, given), cpu_output(store, given)
     assert not place.layer.last_split, "somebody asked"
-    assert error(got, want) < CLOSE if residents else torch.equal(got.cpu(), want)
+    assert relative_error(got, want) < CLOSE if residents else torch.equal(got.cpu(), want)
     monkeypatch.setattr(resident_decode, "DECODED_BYTES", 9 * geometry_of(store).decoded_bytes)
     assert place.engine._inference_mode(place.layer, given) != "host_callback", "too large, or no residents"
-    assert not place.engine.callbacks.refusal(place.layer.packed, batch(SMALL, 4, device), "resident")
+    assert not place.engine.callbacks.refusal(place.layer.packed, small_batch(SMALL, 4, device), "resident")
     place.engine.callbacks.warming_up = True
     assert not place.engine.callbacks.refusal(place.layer.packed, given, "resident"), (
         "in a graph, some tokens at a time"
@@ -158,13 +153,13 @@ def test_formats(spec: str, residents: tuple[int, ...], device: str, monkeypatch
 @devices
 def test_counts_come_when_asked_for(device: str) -> None:
     store = make_store(SMALL)
-    place = served(store, device, "resident", residents=(0, 3))
+    place = placed_for_inference(store, device, "resident", residents=(0, 3))
     counts = np.zeros(SMALL.experts, np.int64)
     place.engine.callbacks.add_counts(0, counts)
     assert not counts.any()
     seen = []
     for turn in range(3):
-        given = batch(SMALL, 4, device, seed=turn)
+        given = small_batch(SMALL, 4, device, seed=turn)
         place.engine.infer(place.layer, given)
         seen.append(given.ids.cpu())
         if turn:
@@ -176,19 +171,19 @@ def test_counts_come_when_asked_for(device: str) -> None:
 @devices
 def test_residents_that_change(device: str) -> None:
     """Renewed in place, and put into another room."""
-    store, given = make_store(SMALL), batch(SMALL, 4, device)
-    place, want = served(store, device, "resident", residents=(1, 6)), expected(store, given)
+    store, given = make_store(SMALL), small_batch(SMALL, 4, device)
+    place, want = placed_for_inference(store, device, "resident", residents=(1, 6)), cpu_output(store, given)
     path, sizes = place.engine.callbacks, geometry_of(store)
     with torch.inference_mode():
-        assert error(place.engine.infer(place.layer, given), want) < CLOSE
+        assert relative_error(place.engine.infer(place.layer, given), want) < CLOSE
     held = residents_of(path, 0)
     assert held.skip.nonzero().flatten().tolist() == [1, 6] and held.slot_of.cpu()[[1, 6]].tolist() == [0, 1]
     place.update_residents(np.array([0, 0, 9, 0, 0, 9, 0, 0]))
-    assert error(place.engine.infer(place.layer, given), want) < CLOSE
+    assert relative_error(place.engine.infer(place.layer, given), want) < CLOSE
     assert residents_of(path, 0).skip.nonzero().flatten().tolist() == [2, 5]
     cache = place.engine.executor.residents[0] = ExpertCache(sizes, 3, torch.device(device), None)
     cache.fetch(0, place.layer.packed.source, (0, 1, 7))
-    assert error(place.engine.infer(place.layer, given), want) < CLOSE
+    assert relative_error(place.engine.infer(place.layer, given), want) < CLOSE
     assert residents_of(path, 0).skip.nonzero().flatten().tolist() == [0, 1, 7]
     del place.engine.executor.residents[0]
     assert torch.equal(place.engine.infer(place.layer, given).cpu(), want)
@@ -203,51 +198,53 @@ def residents_of(path: HostCallbackPath, index: int) -> ResidentTable:
 def test_a_graph_from_before() -> None:
     """What a capture has noted goes on with residents that change in their room. It is not dropped when they get
     another one: its tables say that nobody is resident."""
-    store, given = make_store(SMALL), batch(SMALL, 4, "cpu")
-    place = served(store, "cpu", "resident", residents=(1, 6))
+    store, given = make_store(SMALL), small_batch(SMALL, 4, "cpu")
+    place = placed_for_inference(store, "cpu", "resident", residents=(1, 6))
     path, packed = place.engine.callbacks, place.layer.packed
     place.engine.infer(place.layer, given)
     (ready,) = path._prepared.values()
     path._captured[0] = [(ready, store)]
-    inputs, want, before = (given.hidden, given.ids, given.weights), expected(store, given), path.generation
+    inputs, want, before = (given.hidden, given.ids, given.weights), cpu_output(store, given), path.generation
     place.update_residents(np.array([0, 0, 9, 0, 0, 9, 0, 0]))
     assert ready.residents is residents_of(path, 0) and path.generation == before
     assert ready.residents.skip.nonzero().flatten().tolist() == [2, 5]
-    assert 0 < error(path._forward(packed, ready, inputs), want) < CLOSE, "some are the device's"
+    assert 0 < relative_error(path._forward(packed, ready, inputs), want) < CLOSE, "some are the device's"
     path.drop_calls(0)
     cache = place.engine.executor.residents[0] = ExpertCache(geometry_of(store), 3, torch.device("cpu"), None)
     cache.fetch(0, packed.source, (0, 1, 7))
     assert torch.equal(path._forward(packed, ready, inputs), want) and path.generation == before + 1
-    assert error(place.engine.infer(place.layer, given), want) < CLOSE
+    assert relative_error(place.engine.infer(place.layer, given), want) < CLOSE
 
 
 @devices
 def test_what_is_rehearsed_is_taken_as_in_a_graph(device: str) -> None:
     """Also under `auto`, which asks for the ids of more than a few tokens; what a graph cannot hold is refused."""
     store = make_store(SMALL)
-    place = served(store, device, "auto", residents=(1,))
-    callbacks, given = place.engine.callbacks, batch(SMALL, 16, device)
+    place = placed_for_inference(store, device, "auto", residents=(1,))
+    callbacks, given = place.engine.callbacks, small_batch(SMALL, 16, device)
     assert not callbacks.capturing
     callbacks.warming_up = True
     assert callbacks.capturing and place.engine._inference_mode(place.layer, given) == "host_callback"
-    assert error(place.engine.infer(place.layer, given), expected(store, given)) < CLOSE
+    assert relative_error(place.engine.infer(place.layer, given), cpu_output(store, given)) < CLOSE
     callbacks.raise_pending(16)
     with pytest.raises(InputError, match="33 tokens"):
-        callbacks.check(place.layer.packed, batch(SMALL, MAX_DECODE_TOKENS + 1, device), "auto")
+        callbacks.check(place.layer.packed, small_batch(SMALL, MAX_DECODE_TOKENS + 1, device), "auto")
     with pytest.raises(InputError, match="streamed"):
         callbacks.check(place.layer.packed, given, "stream")
 
 
 def test_buffers_are_shared_by_layers_of_a_size() -> None:
     store, other = make_store(SMALL), make_store(SMALL, seed=1)
-    place = served(store, "cpu", "resident")
+    place = placed_for_inference(store, "cpu", "resident")
     path = place.engine.callbacks
     packed: LayerOnDevice = replace(place.layer.packed, index=1)
-    given = batch(SMALL, 2, "cpu")
+    given = small_batch(SMALL, 2, "cpu")
     first, second = path.forward(place.layer.packed, store, given), path.forward(packed, other, given)
-    assert torch.equal(first, expected(store, given)) and torch.equal(second, expected(other, given))
+    assert torch.equal(first, cpu_output(store, given)) and torch.equal(second, cpu_output(other, given))
     assert len(path._buffers) == 1 and len(path._prepared) == 2
     with torch.inference_mode():
-        path.forward(packed, other, batch(SMALL, 1, "cpu"))
-    path.forward(packed, other, batch(SMALL, 1, "cpu"))  # buffers made in inference mode are written to outside of it
+        path.forward(packed, other, small_batch(SMALL, 1, "cpu"))
+    path.forward(
+        packed, other, small_batch(SMALL, 1, "cpu")
+    )  # buffers made in inference mode are written to outside of it
     assert len(path._buffers) == 2

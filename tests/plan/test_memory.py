@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.place.measured import CASES, measure
-from tests.place.tables import rows
+from tests.support.measured_training import CASES, measure
+from tests.support.plan_tables import rows
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "plan.md"
 QUICK = "grouped"

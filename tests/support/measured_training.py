@@ -1,11 +1,11 @@
-"""Real runs of `kt train` on the CPU, each in a process of its own, and what the planner said about them.
+"""Real runs of `kt train` on the CPU, each in a process of its own, and what the planner predicted for them.
 
-`python -m tests.place.measured NAME` builds a random model, trains it for a few steps and prints predicted and measured
-as one JSON line; `python -m tests.place.measured` runs them all and prints the table of docs/plan.md. Models are large
-enough that what is planned outweighs what Python itself takes, and float32 besides their experts, because CPUs without
-bf16 instructions need minutes otherwise. What an allocator keeps of freed memory for a while is nobody's need and
-depends on how fast a step is (5 % either way on two busy cores, and with glibc 13 to 24 % of what a run with pairs
-needs, by chance), so it is told to keep nothing.
+`python -m tests.support.measured_training NAME` builds a random model, trains it for a few steps and prints predicted
+and measured memory as one JSON line; without a name it runs all of them and prints the table of docs/plan.md. Models
+are large enough that what is planned outweighs Python itself, and float32 except for the experts, because CPUs without
+bf16 instructions would need minutes. Memory that allocators keep after it is freed is not part of the prediction and
+varies (5 % on two busy cores; with glibc 13 to 24 % of what a run with pairs needs), so allocators are told to return
+it at once.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def measure(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         found: dict[str, Any] = {}
         for part in ("build", "train"):
-            command = [sys.executable, "-m", "tests.place.measured", name, part, folder]
+            command = [sys.executable, "-m", "tests.support.measured_training", name, part, folder]
             done = subprocess.run(
                 command, cwd=ROOT, env=os.environ | PROMPT, capture_output=True, text=True, check=False
             )

@@ -1,5 +1,5 @@
 """Passes without gradients through the engine: several adapters in one batch, deferred experts, residents that follow
-the routing, batches by size. Each against the CPU's own store, to bf16's rounding as in test_gpu_engine."""
+the routing, batches by size. Each against the CPU's own store, to bf16's rounding as in test_engine."""
 
 from __future__ import annotations
 
@@ -10,75 +10,47 @@ import pytest
 import torch
 from torch import Tensor
 
-from ktransformers.nn import ExpertStore
 from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.gate import Gate
 from ktransformers.nn.lora_factors import LoraFactors, packed_adapter
 from ktransformers.nn.mixed_lora import MixedLora, use_mixed_lora
 from ktransformers.nn.store import NO_DROPOUT
 from ktransformers.place import attach
-from ktransformers.place.engine import ExpertEngine
 from ktransformers.place.gpu.executor import ExpertBatch
-from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.gpu.multi_lora import LoraCache
-from ktransformers.place.placed_store import PlacedStore, select
-from ktransformers.place.placement import geometry_of, new_layer
+from ktransformers.place.placed_store import select
 from ktransformers.place.routing_counts import RoutingCounter
-from tests.place.test_gpu_engine import EVEN, SMALL, TOLERANCE, devices, error, inputs, make_store
-from tests.place.test_residents import tiny
+from tests.support.placed_experts import (
+    ADAPTERS,
+    SMALL,
+    TOLERANCE,
+    devices,
+    make_inputs,
+    make_store,
+    mixed_lora,
+    placed_for_inference,
+    relative_error,
+    tiny_packed_model,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
-
-
-def served(
-    store: ExpertStore, device: str, policy: str, slots: int = 8, residents: tuple[int, ...] = (), threshold: int = 0
-) -> PlacedStore:
-    where, sizes = torch.device(device), geometry_of(store)
-    engine = ExpertEngine(where, policy, ExpertCache(sizes, slots, where, None))
-    engine.dispatcher.threshold = threshold
-    layer = new_layer(engine, 0, store, Gate("silu"), sizes)
-    layer.costs = {"forward": EVEN, "backward": EVEN}
-    engine.layers[0] = layer
-    if residents:
-        engine.executor.residents[0] = ExpertCache(sizes, len(residents), where, None)
-        engine.executor.residents[0].fetch(0, layer.packed.source, residents)
-    return PlacedStore(engine, layer)
-
-
-def factors(rank: int, seed: int, roles: str) -> LoraFactors:
-    generator = torch.Generator().manual_seed(seed)
-    e, h, i = SMALL.experts, SMALL.hidden, SMALL.intermediate
-    shapes = {"gate_a": (rank, h), "gate_b": (i, rank), "up_a": (rank, h), "up_b": (i, rank)}
-    shapes |= {"down_a": (rank, i), "down_b": (h, rank)}
-    made = {role: torch.randn(e, *shapes[role], generator=generator) / 4 for role in roles.split()}
-    return LoraFactors(tuple(made), tuple(made.values()), (0.5, 0.25, 2.0))
-
-
-ALL = "gate_a gate_b up_a up_b down_a down_b"
-ADAPTERS = [factors(4, 1, ALL), factors(9, 2, "gate_a gate_b up_b"), factors(2, 3, "down_a down_b")]
-
-
-def mixture(store: ExpertStore, which: list[LoraFactors], tokens: int) -> MixedLora:
-    rows = torch.randint(-1, len(which), (tokens,), generator=torch.Generator().manual_seed(5), dtype=torch.int32)
-    return MixedLora(rows, [packed_adapter(store, one) for one in which], which)
 
 
 @devices
 @pytest.mark.parametrize("policy", ["stream", "resident", "auto"])
 def test_several_adapters(policy: str, device: str) -> None:
     """Other ranks, other matrices, other scales, and rows without any; each row as if it were alone."""
-    store, given = make_store(SMALL, biased=True), inputs(SMALL, device)
-    lora = mixture(store, ADAPTERS, SMALL.tokens)
+    store, given = make_store(SMALL, biased=True), make_inputs(SMALL, device)
+    lora = mixed_lora(store, ADAPTERS, SMALL.tokens)
     hidden, ids, weights = (tensor.detach() for tensor in (given.hidden, given.ids, given.weights))
     want = store.forward(hidden.cpu(), ids.cpu(), weights.cpu(), adapter=lora.rows, adapters=lora.adapters)
     bare = store.forward(hidden.cpu(), ids.cpu(), weights.cpu())
-    assert error(bare, want) > 0.05, "the adapters do something"
-    place = served(store, device, policy, residents=(1, 6) if policy != "stream" else ())
+    assert relative_error(bare, want) > 0.05, "the adapters do something"
+    place = placed_for_inference(store, device, policy, residents=(1, 6) if policy != "stream" else ())
     for _ in range(2):
         got = place.forward_mixed(hidden, ids, weights, lora)
-        assert error(got, want) < TOLERANCE
+        assert relative_error(got, want) < TOLERANCE
         alone = lora.rows < 0
-        assert error(got[alone.to(device)], bare[alone]) < TOLERANCE
+        assert relative_error(got[alone.to(device)], bare[alone]) < TOLERANCE
 
 
 def test_lora_cache_evicts_the_least_recently_used() -> None:
@@ -96,12 +68,12 @@ def test_lora_cache_evicts_the_least_recently_used() -> None:
 
 @devices
 def test_a_threshold_parts_batches_by_size(device: str) -> None:
-    store, given = make_store(SMALL), inputs(SMALL, device)
+    store, given = make_store(SMALL), make_inputs(SMALL, device)
     hidden, ids, weights = (tensor.detach() for tensor in (given.hidden, given.ids, given.weights))
     want = store.forward(hidden.cpu(), ids.cpu(), weights.cpu())
-    place = served(store, device, "auto", residents=(1, 6), threshold=10)
+    place = placed_for_inference(store, device, "auto", residents=(1, 6), threshold=10)
     with torch.no_grad():
-        assert error(place(hidden, ids, weights, None, NO_DROPOUT, False), want) < TOLERANCE
+        assert relative_error(place(hidden, ids, weights, None, NO_DROPOUT, False), want) < TOLERANCE
         assert not place.layer.last_split["forward"].cpu
         assert (
             place.engine.dispatcher.mode(
@@ -109,19 +81,19 @@ def test_a_threshold_parts_batches_by_size(device: str) -> None:
             )
             == "host_callback"
         )
-        assert error(place(hidden[:9], ids[:9], weights[:9], None, NO_DROPOUT, False), want[:9]) < TOLERANCE
+        assert relative_error(place(hidden[:9], ids[:9], weights[:9], None, NO_DROPOUT, False), want[:9]) < TOLERANCE
         place.engine.dispatcher.forced = "resident"
-        assert error(place(hidden[:9], ids[:9], weights[:9], None, NO_DROPOUT, False), want[:9]) < TOLERANCE
+        assert relative_error(place(hidden[:9], ids[:9], weights[:9], None, NO_DROPOUT, False), want[:9]) < TOLERANCE
     assert not place.layer.last_split["forward"].streamed and set(place.layer.last_split["forward"].resident) <= {1, 6}
 
 
 @devices
 def test_residents_follow_the_routing(device: str) -> None:
-    store, given = make_store(SMALL), inputs(SMALL, device)
+    store, given = make_store(SMALL), make_inputs(SMALL, device)
     hidden, weights = given.hidden.detach(), given.weights.detach()
     ids = torch.tensor([[3, 5], [3, 5], [3, 1], [5, 2]]).repeat(5, 1)
     want = store.forward(hidden[:20].cpu(), ids, weights[:20].cpu())
-    place = served(store, device, "resident", residents=(1, 6), threshold=16)
+    place = placed_for_inference(store, device, "resident", residents=(1, 6), threshold=16)
     place.updates_residents = True
     room = place.engine.executor.residents[0]
     with torch.no_grad():
@@ -134,7 +106,7 @@ def test_residents_follow_the_routing(device: str) -> None:
         asked = place(hidden[:4], ids[:4].to(device), weights[:4], None, NO_DROPOUT, False)
     assert set(place.layer.last_split["forward"].resident) == {3, 5}
     for got, part in ((few, want[:4]), (many, want), (again, want[:4]), (asked, want[:4])):
-        assert error(got, part) < TOLERANCE
+        assert relative_error(got, part) < TOLERANCE
     assert place.update_residents(np.array([0, 0, 0, 1, 0, 0, 0, 0])) == 0, "of equals those that are there stay"
 
 
@@ -155,7 +127,7 @@ def test_selection_is_kt_kernels() -> None:
 
 
 def placed_model(count: int, policy: str = "resident") -> tuple[Any, Any]:
-    model = tiny().eval()
+    model = tiny_packed_model().eval()
     placement = attach(model, policy=policy, device="cpu")
     assert placement is not None
     placement.place_residents(count=count)
@@ -166,10 +138,10 @@ def test_a_whole_model_goes_through_the_engine() -> None:
     """On torch's CPU device: what is placed there is computed by the engine, not by the store beside it."""
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        want = tiny().eval()(tokens).logits.float()
+        want = tiny_packed_model().eval()(tokens).logits.float()
         model, placement = placed_model(4)
         got = model(tokens).logits.float()
-        assert 0 < error(got, want) < 0.02
+        assert 0 < relative_error(got, want) < 0.02
         assert sum(int(row.sum()) for row in placement.counts()) == 3 * 2 * 16 * 2
         placement.detach()
         assert torch.equal(model(tokens).logits.float(), want)
@@ -212,7 +184,7 @@ def test_several_adapters_reach_the_engine_from_a_model() -> None:
         bare = model(tokens).logits.float()
         with use_mixed_lora(layers):
             want = model(tokens).logits.float()
-    assert error(bare, want) > 0.05 and error(got, want) < 0.02
+    assert relative_error(bare, want) > 0.05 and relative_error(got, want) < 0.02
 
 
 def late_reference(model: Any, tokens: Tensor, late: int, dense: int | None) -> Tensor:
@@ -254,14 +226,16 @@ def test_deferred_experts(dense: int | None) -> None:
     tokens = torch.randint(64, (6,), generator=torch.Generator().manual_seed(3))
     names = {} if dense is None else {f"model.layers.{dense}.mlp.experts": "cpu"}
     with torch.inference_mode():
-        model = tiny().eval()
+        model = tiny_packed_model().eval()
         exact = torch.stack([model(token.view(1, 1)).logits[0, 0].float() for token in tokens])
         want = late_reference(model, tokens, 1, dense)
         placement = attach(model, policy="resident", device="cpu", device_by_layer=names)
         assert placement is not None and placement.defer(1) == (2 if dense is None else 0)
         got = torch.stack([model(token.view(1, 1)).logits[0, 0].float() for token in tokens])
-        assert error(got, want) < 1e-3
-        assert (error(got, exact) > 0.003) == (dense is None), "it is an approximation, and none without a successor"
+        assert relative_error(got, want) < 1e-3
+        assert (relative_error(got, exact) > 0.003) == (dense is None), (
+            "it is an approximation, and none without a successor"
+        )
         placement.defer(0)
         again = torch.stack([model(token.view(1, 1)).logits[0, 0].float() for token in tokens])
         assert torch.equal(again, exact)

@@ -1,0 +1,235 @@
+"""Every policy against the CPU's own path: forward, gradients of hidden states, routing weights and LoRA.
+
+The CPU rounds gate and up less often than the GPU does, so results differ by bf16's rounding: 1 % of a tensor's norm,
+as in test_grouped_mlp. With everything on torch's CPU device the same code runs where there is no GPU: slots, groups,
+the split, the worker thread; only streams and pinned memory need one.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from ktransformers.nn.checkpointing import save_expert_outputs
+from ktransformers.nn.gate import Gate
+from ktransformers.nn.lora_factors import factors_of
+from ktransformers.nn.operator import apply_experts
+from ktransformers.nn.store import NO_DROPOUT, Dropout
+from ktransformers.place.placed_store import PlacedStore
+from ktransformers.place.placement import geometry_of, new_layer
+from tests.support.placed_experts import (
+    QWEN,
+    SMALL,
+    assert_close,
+    cpu_results,
+    devices,
+    gradients,
+    make_inputs,
+    make_store,
+    place_store_on,
+    relative_error,
+    replace_device,
+    run_with_gradients,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
+
+
+@devices
+@pytest.mark.parametrize("retain", [True, False])
+@pytest.mark.parametrize("policy", ["cpu", "stream", "resident", "auto"])
+def test_policies(policy: str, retain: bool, device: str) -> None:
+    """Twice, so that the second pass finds what the first one left; with room for all, and for three at a time."""
+    store, given = make_store(SMALL), make_inputs(SMALL, device)
+    want = cpu_results(store, given)
+    for slots in (16, 3):
+        place = place_store_on(store, device, policy, slots, residents=(1, 6) if policy in ("resident", "auto") else ())
+        for turn in range(2):
+            got = run_with_gradients(place, given, retain)
+            if policy == "auto" and not turn:
+                first = place.layer.last_split["forward"]
+                assert first.cpu and first.resident and first.streamed, "nothing was split"
+            assert got[0].dtype == given.hidden.dtype and str(got[0].device) == device
+            assert_close(got, want)
+
+
+@devices
+@pytest.mark.parametrize("recomputed", [True, False])
+@pytest.mark.parametrize("mode", ["cpu", "resident", "stream", "stream_all", "split", "host_callback"])
+def test_every_mode_trains_alike(mode: str, recomputed: bool, device: str) -> None:
+    """Also under activation checkpointing, whose recomputation has the same shapes; a mode that training does not have
+    falls back to its nearest."""
+    store, given = make_store(SMALL), make_inputs(SMALL, device)
+    want, place = cpu_results(store, given), place_store_on(store, device, mode, 16, (1, 6), split=False)
+    factors = factors_of(given.lora)
+
+    def run_layer(x: Tensor) -> Tensor:
+        return place(x, given.ids, given.weights, factors, NO_DROPOUT, not recomputed)
+
+    for _ in range(3):
+        out = checkpoint(run_layer, given.hidden, use_reentrant=False) if recomputed else run_layer(given.hidden)
+        assert_close([out, *gradients(out, given)], want)
+
+
+@devices
+@pytest.mark.parametrize("spec", ["int8", "int4:32", "fp8:128x128", "mxfp4", "q4_0"])
+def test_formats(spec: str, device: str) -> None:
+    store, given = make_store(SMALL, spec), make_inputs(SMALL, device)
+    assert_close(run_with_gradients(place_store_on(store, device, "stream", 8), given, True), cpu_results(store, given))
+
+
+@devices
+def test_biases(device: str) -> None:
+    store, given = make_store(SMALL, biased=True), make_inputs(SMALL, device)
+    assert_close(run_with_gradients(place_store_on(store, device, "auto", 8), given, True), cpu_results(store, given))
+
+
+@devices
+def test_dropout(device: str) -> None:
+    """The same elements are dropped on both sides: all policies agree with the CPU."""
+    store, given = make_store(SMALL), make_inputs(SMALL, device)
+    dropout = Dropout(0.4, 12345)
+    want = run_with_gradients(place_store_on(store, device, "cpu", 8), given, True, dropout)
+    assert relative_error(want[0], cpu_results(store, given)[0]) > 0.05
+    for policy in ("stream", "auto"):
+        assert_close(
+            [t.cpu() for t in run_with_gradients(place_store_on(store, device, policy, 8), given, True, dropout)],
+            [t.cpu() for t in want],
+        )
+
+
+@devices
+def test_checkpointing_finds_the_experts_again(device: str) -> None:
+    """Three layers under non-reentrant checkpointing: every expert crosses once forward, and not again where the slots
+    still hold it when its backward pass comes."""
+    sizes = [make_store(SMALL, seed=seed) for seed in range(3)]
+    given = make_inputs(SMALL, device)
+    place = place_store_on(sizes[0], device, "stream", 3 * SMALL.experts)
+    layers = [place]
+    for index, store in enumerate(sizes[1:], 1):
+        layer = new_layer(place.engine, index, store, Gate("silu"), geometry_of(store))
+        layer.costs = place.layer.costs
+        place.engine.layers[index] = layer
+        layers.append(PlacedStore(place.engine, layer))
+
+    def model(x: Tensor, weights: Tensor, call: Any) -> Tensor:
+        for at in range(3):
+            x = x + checkpoint(lambda x, at=at: call(at, x, weights), x, use_reentrant=False)
+        return x
+
+    factors = factors_of(given.lora)
+    out = model(given.hidden, given.weights, lambda at, x, w: layers[at](x, given.ids, w, factors, NO_DROPOUT, True))
+    got = [out, *gradients(out, given)]
+    host = replace_device(given, "cpu")
+    out = model(host.hidden, host.weights, lambda at, x, w: apply_experts(sizes[at], x, host.ids, w, lora=host.lora))
+    assert_close(got, [out, *gradients(out, host)], times=6)  # each layer takes on what the one before it rounded
+    assert place.engine.cache.copied_bytes == 3 * SMALL.experts * geometry_of(sizes[0]).expert_bytes
+
+
+@devices
+@pytest.mark.parametrize("by", ["torch", "us"])
+def test_checkpointing_keeps_what_was_computed(by: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What training with `retain` does: the pass that is computed again finds the experts' outputs, and calls none."""
+    store, given = make_store(SMALL), make_inputs(SMALL, device)
+    place, calls = place_store_on(store, device, "auto", 8), []
+    monkeypatch.setattr(
+        place.engine, "forward", lambda *args, inner=place.engine.forward: calls.append(1) or inner(*args)
+    )
+
+    def keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        ours = operator.namespace == "ktransformers"
+        return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+    factors = factors_of(given.lora)
+    out = checkpoint(
+        lambda x: place(2 * x, given.ids, given.weights, factors, NO_DROPOUT, True) * 0.5,
+        given.hidden / 2,
+        use_reentrant=False,
+        context_fn=save_expert_outputs if by == "us" else functools.partial(create_selective_checkpoint_contexts, keep),
+    )
+    got = [out * 2, *gradients(out * 2, given)]
+    assert_close(got, cpu_results(store, given))
+    assert len(calls) == 1
+
+
+@devices
+def test_no_rows_and_inference(device: str) -> None:
+    store, given = make_store(SMALL), make_inputs(SMALL, device)
+    place = place_store_on(store, device, "auto", 8)
+    nobody = torch.full_like(given.ids, -1)
+    out = place(given.hidden, nobody, given.weights, None, NO_DROPOUT, True)
+    assert not out.any()
+    (grad,) = torch.autograd.grad(out, given.hidden, given.grad)
+    assert not grad.any()
+    with torch.inference_mode():
+        out = place(given.hidden, given.ids, given.weights, None, NO_DROPOUT, False)
+    assert_close([out], [apply_experts(store, *(t.detach().cpu() for t in (given.hidden, given.ids, given.weights)))])
+
+
+@devices
+@pytest.mark.parametrize("residents", [(), (1, 6), tuple(range(8))], ids=["none", "some", "all"])
+@pytest.mark.parametrize("way", ["cpu", "resident", "stream", "split", "stream_all", "host_callback"])
+def test_few_tokens_in_every_mode(way: str, residents: tuple[int, ...], device: str) -> None:
+    """With gradients too; what is not possible here is done in the way that is nearest to it."""
+    size = replace(SMALL, tokens=3)
+    store, given = make_store(size), make_inputs(size, device)
+    place = place_store_on(store, device, "auto", 8, residents)
+    place.engine.dispatcher.forced = way
+    for _ in range(2):
+        assert_close(run_with_gradients(place, given, True), cpu_results(store, given))
+    last = place.layer.last_split["forward"]
+    wanted = set(given.ids[given.ids >= 0].tolist())
+    on_cpu = {
+        "cpu": wanted,
+        "resident": wanted - set(residents),
+        "host_callback": wanted - set(residents),
+    }
+    if way != "split":
+        assert set(last.cpu) == on_cpu.get(way, set())
+        assert set(last.resident + last.streamed) == wanted - set(last.cpu)
+
+
+def test_counts_are_kept() -> None:
+    store, given = make_store(SMALL), make_inputs(SMALL, "cpu")
+    place = place_store_on(store, "cpu", "cpu", 8)
+    run_with_gradients(place, given, True)
+    ids = given.ids[given.ids >= 0]
+    assert np.array_equal(place.layer.counts, np.bincount(ids.numpy(), minlength=SMALL.experts))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pinned", [0, 1000], ids=["stage", "beyond the budget"])
+def test_staging(pinned: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through pinned buffers that are smaller than an expert, so that the ring goes round many times."""
+    monkeypatch.setattr("ktransformers.place.gpu.pinned.STAGE_BYTES", 10_000)
+    store, given = make_store(SMALL), make_inputs(SMALL, "cuda:0")
+    place = place_store_on(store, "cuda:0", "stream", 3, pinned=pinned)
+    assert not place.engine.cache.can_copy_directly(place.layer.packed.source)
+    for _ in range(2):
+        assert_close(run_with_gradients(place, given, True), cpu_results(store, given))
+
+
+@pytest.mark.gpu
+def test_registered_memory_is_copied_from_directly() -> None:
+    store = make_store(QWEN)
+    place = place_store_on(store, "cuda:0", "stream", 128)
+    assert place.engine.cache.can_copy_directly(place.layer.packed.source)
+    assert place.layer.packed.source.first.is_pinned()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", ["bf16", "int4:32"])
+def test_real_layer(spec: str) -> None:
+    store, given = make_store(QWEN, spec), make_inputs(QWEN, "cuda:0")
+    want = cpu_results(store, given)
+    for policy in ("stream", "auto", "resident", "cpu"):
+        place = place_store_on(store, "cuda:0", policy, 128, residents=tuple(range(16)) if policy == "resident" else ())
+        for _ in range(2):
+            assert_close(run_with_gradients(place, given, True), want)
