@@ -1,4 +1,4 @@
-"""Copies by a C function whose address is known: here one of libc's, so that no driver is needed."""
+"""Copies through a C function given by address: one of libc's here, so that no driver is needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ktransformers.place.gpu.expert_cache import runs
 COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
-def test_rows_arrive_where_they_belong() -> None:
+def test_copied_rows_arrive_at_their_offsets() -> None:
     source = torch.randint(256, (9, 48), dtype=torch.uint8)
     target = torch.zeros(12, 48, dtype=torch.uint8)
     calls = []
@@ -35,7 +35,7 @@ def test_rows_arrive_where_they_belong() -> None:
     assert not target[[0, 2, 3, 7, 8, 10, 11]].any()
 
 
-def test_the_first_error_ends_it() -> None:
+def test_first_copy_error_stops_and_is_returned() -> None:
     seen = []
     function = COPY(lambda to, *_: seen.append(to) or (700 if to == 2 else 0))
     rows = np.array([(1, 0, 8), (2, 0, 8), (3, 0, 8)], np.uint64)

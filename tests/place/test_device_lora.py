@@ -1,4 +1,4 @@
-"""LoRA on the device is laid when it is new or has changed, and kept within its bytes."""
+"""LoRA factors are uploaded when they are new or have changed, and cached within a byte budget."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def layer(seed: int) -> LoraFactors:
     return factors_of(ExpertLora(gate_up=Factor(a, b, 1.0)))
 
 
-def test_what_has_not_changed_is_found() -> None:
+def test_unchanged_factors_are_not_uploaded_again() -> None:
     known, layers = DeviceFactors(torch.device("cpu")), [layer(seed) for seed in range(6)]
     first = [known.get(one, 32) for one in layers]
     assert all(known.get(one, 32) is pairs for one, pairs in zip(layers, first, strict=True))
@@ -27,7 +27,7 @@ def test_what_has_not_changed_is_found() -> None:
     assert known.get(layers[3], 32) is first[3]
 
 
-def test_two_layers_stay_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_keeps_two_layers_over_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CACHED_BYTES", 0)
     known, layers = DeviceFactors(torch.device("cpu")), [layer(seed) for seed in range(4)]
     last = [known.get(one, 32) for one in layers][-2:]

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
 @devices
 @pytest.mark.parametrize("retain", [True, False])
 @pytest.mark.parametrize("policy", ["cpu", "stream", "resident", "auto"])
-def test_policies(policy: str, retain: bool, device: str) -> None:
+def test_policies_match_the_cpu(policy: str, retain: bool, device: str) -> None:
     """Twice, so that the second pass finds what the first one left; with room for all, and for three at a time."""
     store, given = make_store(SMALL), make_inputs(SMALL, device)
     want = cpu_results(store, given)
@@ -80,19 +80,19 @@ def test_every_mode_trains_alike(mode: str, recomputed: bool, device: str) -> No
 
 @devices
 @pytest.mark.parametrize("spec", ["int8", "int4:32", "fp8:128x128", "mxfp4", "q4_0"])
-def test_formats(spec: str, device: str) -> None:
+def test_formats_match_the_cpu(spec: str, device: str) -> None:
     store, given = make_store(SMALL, spec), make_inputs(SMALL, device)
     assert_close(run_with_gradients(place_store_on(store, device, "stream", 8), given, True), cpu_results(store, given))
 
 
 @devices
-def test_biases(device: str) -> None:
+def test_biases_match_the_cpu(device: str) -> None:
     store, given = make_store(SMALL, biased=True), make_inputs(SMALL, device)
     assert_close(run_with_gradients(place_store_on(store, device, "auto", 8), given, True), cpu_results(store, given))
 
 
 @devices
-def test_dropout(device: str) -> None:
+def test_dropout_matches_the_cpu(device: str) -> None:
     """The same elements are dropped on both sides: all policies agree with the CPU."""
     store, given = make_store(SMALL), make_inputs(SMALL, device)
     dropout = Dropout(0.4, 12345)
@@ -106,7 +106,7 @@ def test_dropout(device: str) -> None:
 
 
 @devices
-def test_checkpointing_finds_the_experts_again(device: str) -> None:
+def test_recomputation_finds_experts_in_the_cache(device: str) -> None:
     """Three layers under non-reentrant checkpointing: every expert crosses once forward, and not again where the slots
     still hold it when its backward pass comes."""
     sizes = [make_store(SMALL, seed=seed) for seed in range(3)]
@@ -135,7 +135,9 @@ def test_checkpointing_finds_the_experts_again(device: str) -> None:
 
 @devices
 @pytest.mark.parametrize("by", ["torch", "us"])
-def test_checkpointing_keeps_what_was_computed(by: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpointing_with_retain_does_not_recompute_experts(
+    by: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What training with `retain` does: the pass that is computed again finds the experts' outputs, and calls none."""
     store, given = make_store(SMALL), make_inputs(SMALL, device)
     place, calls = place_store_on(store, device, "auto", 8), []
@@ -160,7 +162,7 @@ def test_checkpointing_keeps_what_was_computed(by: str, device: str, monkeypatch
 
 
 @devices
-def test_no_rows_and_inference(device: str) -> None:
+def test_empty_batches_and_inference(device: str) -> None:
     store, given = make_store(SMALL), make_inputs(SMALL, device)
     place = place_store_on(store, device, "auto", 8)
     nobody = torch.full_like(given.ids, -1)
@@ -176,7 +178,7 @@ def test_no_rows_and_inference(device: str) -> None:
 @devices
 @pytest.mark.parametrize("residents", [(), (1, 6), tuple(range(8))], ids=["none", "some", "all"])
 @pytest.mark.parametrize("way", ["cpu", "resident", "stream", "split", "stream_all", "host_callback"])
-def test_few_tokens_in_every_mode(way: str, residents: tuple[int, ...], device: str) -> None:
+def test_small_batches_match_the_cpu_in_every_mode(way: str, residents: tuple[int, ...], device: str) -> None:
     """With gradients too; what is not possible here is done in the way that is nearest to it."""
     size = replace(SMALL, tokens=3)
     store, given = make_store(size), make_inputs(size, device)
@@ -196,7 +198,7 @@ def test_few_tokens_in_every_mode(way: str, residents: tuple[int, ...], device: 
         assert set(last.resident + last.streamed) == wanted - set(last.cpu)
 
 
-def test_counts_are_kept() -> None:
+def test_routed_rows_are_counted() -> None:
     store, given = make_store(SMALL), make_inputs(SMALL, "cpu")
     place = place_store_on(store, "cpu", "cpu", 8)
     run_with_gradients(place, given, True)
@@ -206,7 +208,7 @@ def test_counts_are_kept() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pinned", [0, 1000], ids=["stage", "beyond the budget"])
-def test_staging(pinned: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staged_copies_match_direct_ones(pinned: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through pinned buffers that are smaller than an expert, so that the ring goes round many times."""
     monkeypatch.setattr("ktransformers.place.gpu.pinned.STAGE_BYTES", 10_000)
     store, given = make_store(SMALL), make_inputs(SMALL, "cuda:0")
@@ -226,7 +228,7 @@ def test_registered_memory_is_copied_from_directly() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", ["bf16", "int4:32"])
-def test_real_layer(spec: str) -> None:
+def test_layer_of_real_size_matches_the_cpu(spec: str) -> None:
     store, given = make_store(QWEN, spec), make_inputs(QWEN, "cuda:0")
     want = cpu_results(store, given)
     for policy in ("stream", "auto", "resident", "cpu"):

@@ -1,4 +1,4 @@
-"""A program that ends with a placement still in its hands: nothing of the native core is reported as leaked."""
+"""A program that exits with a live placement: nothing of the native core is reported as leaked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ del out
 """
 
 
-def test_nothing_is_left_behind() -> None:
+def test_exit_with_a_live_placement_leaks_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "leaked" not in done.stderr, done.stderr

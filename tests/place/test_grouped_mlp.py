@@ -159,23 +159,23 @@ def compare(
 
 @devices
 @pytest.mark.parametrize("gate", GATES, ids=lambda gate: f"{gate.activation}-{gate.limit:g}")
-def test_gates(gate: Gate, device: str) -> None:
+def test_gated_experts_match_the_reference(gate: Gate, device: str) -> None:
     compare(make(True, biased=gate.activation in ("swiglu_oai", "gelu"), adapters=1), gate, device)
 
 
 @devices
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_without_a_gate(activation: str, device: str) -> None:
+def test_experts_without_a_gate_match_the_reference(activation: str, device: str) -> None:
     compare(make(False, biased=activation == "gelu", adapters=1), Gate(activation), device)
 
 
 @devices
 @pytest.mark.parametrize("adapters", [0, 2, 3])
-def test_adapters(adapters: int, device: str) -> None:
+def test_adapters_match_the_reference(adapters: int, device: str) -> None:
     compare(make(True, False, adapters), Gate("silu"), device)
 
 
-def test_dropout_is_the_cores() -> None:
+def test_dropout_mask_equals_the_cores() -> None:
     """The native core drops the same elements: its result with LoRA that copies its inputs shows which."""
     torch.manual_seed(0)
     store = ExpertStore(1, H, I, gated=False, activation="relu2")

@@ -1,7 +1,7 @@
-"""A few tokens without the host asking who goes where: addresses of weights, masks, buffers, counts, and what happens
-when residents change. On torch's CPU device the same calls are submitted by the thread instead of by a stream, and
-torch stands in for Triton; on a GPU both are the real thing. Against the CPU's own store: both sides keep gate and up
-in float32, so results differ by the order of sums and the rounding of the CPU's share to bf16."""
+"""Small batches through host callbacks: weight offsets, skip masks, buffers, counts, and changes of residents. On
+torch's CPU device the calling thread submits the calls that a stream submits on a GPU, and torch replaces Triton.
+Compared with the CPU's own store: both keep gate and up in float32, so results differ by the order of sums and the
+rounding of the CPU's share to bf16."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
 
 @pytest.mark.parametrize("paired", [True, False])
 @pytest.mark.parametrize(("rows", "columns"), [(32, 64), (48, 80), (80, 48), (33, 256)])
-def test_addresses_are_those_of_the_layout(rows: int, columns: int, paired: bool) -> None:
+def test_weight_offsets_follow_the_layout(rows: int, columns: int, paired: bool) -> None:
     matrix = PackedMatrix(rows, columns, (format_of("bf16"), format_of("bf16")), paired)
     numbers = torch.arange(matrix.expert_bytes // 2, dtype=torch.int16)  # bits that decoding must not change
     want = torch.empty(matrix.out_rows, columns, dtype=torch.bfloat16)
@@ -53,7 +53,7 @@ def test_addresses_are_those_of_the_layout(rows: int, columns: int, paired: bool
 @devices
 @pytest.mark.parametrize("residents", [(), (1, 4), tuple(range(6))], ids=["none", "some", "all"])
 @pytest.mark.parametrize("biased", [False, True])
-def test_numbers(biased: bool, residents: tuple[int, ...], device: str) -> None:
+def test_outputs_match_the_cpu(biased: bool, residents: tuple[int, ...], device: str) -> None:
     store = make_store(ODD, biased=biased)
     place = placed_for_inference(store, device, "resident", residents=residents)
     for tokens in (1, 5, 2, 5):
@@ -69,7 +69,7 @@ def test_numbers(biased: bool, residents: tuple[int, ...], device: str) -> None:
 
 @devices
 @pytest.mark.parametrize("gate", [Gate("gelu"), Gate("silu", limit=0.5), Gate("swiglu_oai", limit=7.0, alpha=1.702)])
-def test_gates_and_dtypes(gate: Gate, device: str) -> None:
+def test_gates_and_dtypes_match_the_cpu(gate: Gate, device: str) -> None:
     """Of hidden states, routing weights and ids; and gates that no kernel has."""
     e, h, i = ODD.experts, ODD.hidden, ODD.intermediate
     plain = make_store(ODD)
@@ -88,7 +88,7 @@ def test_gates_and_dtypes(gate: Gate, device: str) -> None:
 
 
 @devices
-def test_experts_without_a_gate(device: str) -> None:
+def test_experts_without_a_gate_match_the_cpu(device: str) -> None:
     e, h, i = ODD.experts, ODD.hidden, ODD.intermediate
     plain = make_store(ODD)
     store = ExpertStore(e, h, i, gated=False, activation="relu2")
@@ -100,7 +100,7 @@ def test_experts_without_a_gate(device: str) -> None:
 
 
 @devices
-def test_who_is_taken(device: str) -> None:
+def test_which_batches_are_refused(device: str) -> None:
     """Others go the way that asks for the ids."""
     store = make_store(SMALL)
     place = placed_for_inference(store, device, "resident", residents=(1,))
@@ -133,7 +133,9 @@ def empty(device: str) -> ExpertBatch:
 @devices
 @pytest.mark.parametrize("residents", [(), (1, 4, 6)], ids=["none", "some"])
 @pytest.mark.parametrize("spec", ["int8", "int4:32", "mxfp4", "nvfp4", "q4_0", "q5_0"])
-def test_formats(spec: str, residents: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_formats_match_the_cpu(
+    spec: str, residents: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = make_store(SMALL, spec)
     place = placed_for_inference(store, device, "resident", residents=residents)
     given = small_batch(SMALL, 5, device)
@@ -151,7 +153,7 @@ def test_formats(spec: str, residents: tuple[int, ...], device: str, monkeypatch
 
 
 @devices
-def test_counts_come_when_asked_for(device: str) -> None:
+def test_add_counts_fetches_rows_counted_on_the_device(device: str) -> None:
     store = make_store(SMALL)
     place = placed_for_inference(store, device, "resident", residents=(0, 3))
     counts = np.zeros(SMALL.experts, np.int64)
@@ -169,7 +171,7 @@ def test_counts_come_when_asked_for(device: str) -> None:
 
 
 @devices
-def test_residents_that_change(device: str) -> None:
+def test_changed_residents_are_used(device: str) -> None:
     """Renewed in place, and put into another room."""
     store, given = make_store(SMALL), small_batch(SMALL, 4, device)
     place, want = placed_for_inference(store, device, "resident", residents=(1, 6)), cpu_output(store, given)
@@ -195,7 +197,7 @@ def residents_of(path: HostCallbackPath, index: int) -> ResidentTable:
     return found
 
 
-def test_a_graph_from_before() -> None:
+def test_graph_captured_before_a_new_cache_leaves_the_layer_to_the_cpu() -> None:
     """What a capture has noted goes on with residents that change in their room. It is not dropped when they get
     another one: its tables say that nobody is resident."""
     store, given = make_store(SMALL), small_batch(SMALL, 4, "cpu")
@@ -217,7 +219,7 @@ def test_a_graph_from_before() -> None:
 
 
 @devices
-def test_what_is_rehearsed_is_taken_as_in_a_graph(device: str) -> None:
+def test_capture_warmup_accepts_and_refuses_as_a_capture(device: str) -> None:
     """Also under `auto`, which asks for the ids of more than a few tokens; what a graph cannot hold is refused."""
     store = make_store(SMALL)
     place = placed_for_inference(store, device, "auto", residents=(1,))

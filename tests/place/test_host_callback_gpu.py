@@ -1,5 +1,6 @@
-"""Decoding in a CUDA graph: experts on the CPU and on the GPU, captured once and replayed without Python, against the
-same calls outside of it. Host functions are nodes of the graph; a replay with other inputs is another batch."""
+"""Decode steps in a CUDA graph: experts on the CPU and on the GPU, captured once and replayed without Python, compared
+with the same calls outside of a graph. Host callbacks are nodes of the graph; a replay with other inputs is another
+batch."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def replay(graph: torch.cuda.CUDAGraph, static: ExpertBatch, given: ExpertBatch)
 
 @pytest.mark.parametrize(("size", "tokens"), [(SMALL, 1), (SMALL, 7), (QWEN, 1), (QWEN, 16)])
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
-def test_replays(share: float, size: Size, tokens: int) -> None:
+def test_replays_match_the_cpu(share: float, size: Size, tokens: int) -> None:
     store = make_store(size)
     place = placed_for_inference(store, GPU, "resident", residents=tuple(range(int(share * size.experts))))
     static = small_batch(size, tokens, GPU)
@@ -77,7 +78,7 @@ def test_replays(share: float, size: Size, tokens: int) -> None:
 
 @pytest.mark.parametrize("spec", ["bf16", "int4:32"])
 @pytest.mark.parametrize("residents", [(), (0, 2, 3, 7), tuple(range(8))], ids=["none", "some", "all"])
-def test_replays_with_adapters(residents: tuple[int, ...], spec: str) -> None:
+def test_replays_with_adapters_match_the_cpu(residents: tuple[int, ...], spec: str) -> None:
     """From replay to replay another mixture, one behind the other; a row without has the bits that it has alone."""
     store = make_store(SMALL, spec)
     place = placed_for_inference(store, GPU, "resident", residents=residents)
@@ -106,7 +107,7 @@ def test_replays_with_adapters(residents: tuple[int, ...], spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["int4:32", "nvfp4", "q5_1"])
-def test_residents_that_are_decoded_in_a_graph(spec: str) -> None:
+def test_quantised_residents_are_dequantised_in_a_graph(spec: str) -> None:
     store = make_store(SMALL, spec)
     place = placed_for_inference(store, GPU, "resident", residents=(0, 2, 3, 7))
     static = small_batch(SMALL, 5, GPU)
@@ -117,7 +118,7 @@ def test_residents_that_are_decoded_in_a_graph(spec: str) -> None:
         assert relative_error(out, cpu_output(store, given)) < CLOSE
 
 
-def test_replays_one_behind_the_other() -> None:
+def test_queued_replays_match_the_cpu() -> None:
     """Many are queued before the first has ended; each sees the buffers in the order of the stream."""
     store = make_store(QWEN)
     place = placed_for_inference(store, GPU, "resident", residents=tuple(range(32)))
@@ -132,7 +133,7 @@ def test_replays_one_behind_the_other() -> None:
         assert relative_error(got, cpu_output(store, given)) < CLOSE
 
 
-def test_a_graph_outlives_its_residents() -> None:
+def test_graph_outlives_its_residents() -> None:
     """They change in their room, and the graph finds the others; they get another room, and the graph computes the same
     numbers, with that layer on the CPU."""
     store = make_store(SMALL)
@@ -157,7 +158,7 @@ def test_a_graph_outlives_its_residents() -> None:
     assert relative_error(out, cpu_output(store, given)) < CLOSE
 
 
-def test_another_stream() -> None:
+def test_calls_on_another_stream_wait() -> None:
     store = make_store(SMALL)
     place = placed_for_inference(store, GPU, "resident", residents=(1, 6))
     first, second = small_batch(SMALL, 4, GPU), small_batch(SMALL, 4, GPU, seed=1)
@@ -175,7 +176,7 @@ def test_another_stream() -> None:
         )
 
 
-def test_formats_that_triton_cannot_decode_are_asked_for() -> None:
+def test_formats_without_a_triton_decoder_are_refused() -> None:
     store = make_store(Size(8, 256, 256, 2, 41, 4), "tq1_0")
     place = placed_for_inference(store, GPU, "resident", residents=(1, 6))
     given = small_batch(Size(8, 256, 256, 2, 41, 4), 4, GPU)
@@ -183,7 +184,7 @@ def test_formats_that_triton_cannot_decode_are_asked_for() -> None:
     assert place.layer.last_split["forward"].resident or place.layer.last_split["forward"].cpu
 
 
-def test_what_cannot_be_captured_is_said() -> None:
+def test_refused_captures_give_the_reason() -> None:
     store = make_store(SMALL)
     place = placed_for_inference(store, GPU, "resident", residents=(1, 6))
     static = small_batch(SMALL, 4, GPU)
@@ -215,7 +216,7 @@ def positions(model: Any, at: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_a_model_decodes_from_a_graph(share: float) -> None:
+def test_model_decodes_from_a_graph(share: float) -> None:
     """Stock transformers with a static cache: the whole step, attention, router, experts and head, captured once."""
     model: Any = tiny_packed_model().eval().to(GPU)
     placement = attach(model, policy="resident")

@@ -47,7 +47,7 @@ def placed_with_warmup(store: ExpertStore, device: str, residents: tuple[int, ..
 @devices
 @RESIDENTS
 @pytest.mark.parametrize("biased", [False, True])
-def test_numbers(biased: bool, residents: tuple[int, ...], device: str) -> None:
+def test_outputs_match_the_cpu(biased: bool, residents: tuple[int, ...], device: str) -> None:
     """Other ranks, other matrices, other scales, rows without any, from call to call another mixture; a row without an
     adapter has the bits that it has where nobody wants one."""
     store = make_store(SMALL, biased=biased)
@@ -65,7 +65,7 @@ def test_numbers(biased: bool, residents: tuple[int, ...], device: str) -> None:
 
 @devices
 @pytest.mark.parametrize("spec", ["int4:32", "nvfp4"])
-def test_formats(spec: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_formats_match_the_cpu(spec: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also some tokens at a time."""
     store = make_store(SMALL, spec)
     place = placed_with_warmup(store, device, (1, 4, 6))
@@ -77,7 +77,7 @@ def test_formats(spec: str, device: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @devices
-def test_a_gate_that_no_kernel_has(device: str) -> None:
+def test_activation_without_a_kernel_matches_the_cpu(device: str) -> None:
     plain = make_store(SMALL)
     e, h, i = SMALL.experts, SMALL.hidden, SMALL.intermediate
     store = ExpertStore(e, h, i, activation="gelu")
@@ -89,7 +89,7 @@ def test_a_gate_that_no_kernel_has(device: str) -> None:
 
 
 @devices
-def test_who_is_taken(device: str) -> None:
+def test_which_batches_are_refused(device: str) -> None:
     """Outside of graphs nothing has changed; in them rows have to be where replays find others."""
     store = make_store(SMALL)
     place = placed_for_inference(store, device, "resident", residents=(1,))
@@ -109,7 +109,7 @@ def test_who_is_taken(device: str) -> None:
 
 @devices
 @pytest.mark.parametrize("residents", [(), (1, 4)], ids=["none", "some"])
-def test_what_is_forgotten(residents: tuple[int, ...], device: str) -> None:
+def test_unused_adapters_are_released(residents: tuple[int, ...], device: str) -> None:
     """Calls of other adapters than the used ones go with all that they held; the others compute as before."""
     store = make_store(SMALL)
     place = placed_with_warmup(store, device, residents)
@@ -131,7 +131,7 @@ def test_what_is_forgotten(residents: tuple[int, ...], device: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(again, wanted, strict=True))
 
 
-def test_what_is_held_stays_and_has_a_bound() -> None:
+def test_pinned_adapters_stay_within_the_budget() -> None:
     wide, device = 2 * SMALL.intermediate, torch.device("cpu")
     size = sum(
         2 * (pair.a.numel() + pair.b.numel()) for pair in LoraCache(device, 1 << 30).get(ADAPTERS[0], wide).values()
@@ -148,7 +148,7 @@ def test_what_is_held_stays_and_has_a_bound() -> None:
     assert lora_cache.get(ADAPTERS[0], wide) is not first, "let go of, and the longest unused"
 
 
-def test_a_set_without_room_leaves_nothing_held() -> None:
+def test_adapters_over_the_budget_leave_nothing_pinned() -> None:
     store = make_store(SMALL)
     place = placed_with_warmup(store, "cpu", (1, 4))
     place.engine.executor.lora_cache = lora_cache = LoraCache(torch.device("cpu"), 1)
@@ -161,7 +161,7 @@ def test_a_set_without_room_leaves_nothing_held() -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="no interpreter")
 @pytest.mark.parametrize("gate", [Gate("silu"), Gate("gelu")])
-def test_kernels_in_the_interpreter(gate: Gate) -> None:
+def test_kernels_match_torch_in_the_interpreter(gate: Gate) -> None:
     gemv = pytest.importorskip("ktransformers.place.gpu.resident_decode_triton")
     store = make_store(SMALL, biased=True)
     place = placed_for_inference(store, "cpu", "resident", residents=(1, 4, 5))
@@ -197,7 +197,7 @@ def _of_rank(rank: int) -> LoraFactors:
     return LoraFactors(("down_a", "down_b"), tensors, (1.0, 1.0, 1.0))
 
 
-def test_rows_come_from_the_batch() -> None:
+def test_adapter_indices_are_read_from_the_batch() -> None:
     """By the door that a model takes."""
     store = make_store(SMALL)
     place = placed_with_warmup(store, "cpu", (1, 4))

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
 
 @devices
 @pytest.mark.parametrize("policy", ["stream", "resident", "auto"])
-def test_several_adapters(policy: str, device: str) -> None:
+def test_mixed_adapters_match_the_cpu(policy: str, device: str) -> None:
     """Other ranks, other matrices, other scales, and rows without any; each row as if it were alone."""
     store, given = make_store(SMALL, biased=True), make_inputs(SMALL, device)
     lora = mixed_lora(store, ADAPTERS, SMALL.tokens)
@@ -67,7 +67,7 @@ def test_lora_cache_evicts_the_least_recently_used() -> None:
 
 
 @devices
-def test_a_threshold_parts_batches_by_size(device: str) -> None:
+def test_threshold_streams_large_batches_only(device: str) -> None:
     store, given = make_store(SMALL), make_inputs(SMALL, device)
     hidden, ids, weights = (tensor.detach() for tensor in (given.hidden, given.ids, given.weights))
     want = store.forward(hidden.cpu(), ids.cpu(), weights.cpu())
@@ -110,7 +110,7 @@ def test_residents_follow_the_routing(device: str) -> None:
     assert place.update_residents(np.array([0, 0, 0, 1, 0, 0, 0, 0])) == 0, "of equals those that are there stay"
 
 
-def test_selection_is_kt_kernels() -> None:
+def test_selection_of_deferred_experts_is_kt_kernels() -> None:
     """An expert among the first k - d of any token is computed at once for all; residents always are."""
     ids = torch.tensor([[0, 1, 2], [2, 3, 4], [5, -1, 0]])
     weights = torch.tensor([[0.5, 0.3, 0.2], [0.6, 0.1, 0.3], [0.9, 0.8, 0.1]])
@@ -134,7 +134,7 @@ def placed_model(count: int, policy: str = "resident") -> tuple[Any, Any]:
     return model, placement
 
 
-def test_a_whole_model_goes_through_the_engine() -> None:
+def test_model_runs_through_the_engine() -> None:
     """On torch's CPU device: what is placed there is computed by the engine, not by the store beside it."""
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -147,7 +147,7 @@ def test_a_whole_model_goes_through_the_engine() -> None:
         assert torch.equal(model(tokens).logits.float(), want)
 
 
-def test_a_recorder_counts_what_an_engine_counts() -> None:
+def test_routing_counter_counts_what_an_engine_counts() -> None:
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
     model, placement = placed_model(0)
     with torch.inference_mode():
@@ -162,7 +162,7 @@ def test_a_recorder_counts_what_an_engine_counts() -> None:
     assert sum(int(row.sum()) for row in recorder.counts.values()) == 3 * 2 * 16 * 2
 
 
-def test_several_adapters_reach_the_engine_from_a_model() -> None:
+def test_mixed_adapters_of_a_model_reach_the_engine() -> None:
     model, placement = placed_model(4)
     rows = torch.tensor([0, -1, 1, 0] * 4, dtype=torch.int32)
     layers = {}
@@ -220,7 +220,7 @@ def late_reference(model: Any, tokens: Tensor, late: int, dense: int | None) -> 
 
 
 @pytest.mark.parametrize("dense", [None, 1])
-def test_deferred_experts(dense: int | None) -> None:
+def test_deferred_experts_are_added_one_layer_later(dense: int | None) -> None:
     """One token at a time; with all experts on the CPU the engine gives the reference's bits. `dense`: that layer stays
     outside, as one without experts would, and nothing that is deferred is lost before it."""
     tokens = torch.randint(64, (6,), generator=torch.Generator().manual_seed(3))
@@ -241,7 +241,7 @@ def test_deferred_experts(dense: int | None) -> None:
         assert torch.equal(again, exact)
 
 
-def test_a_pass_that_failed_leaves_nothing_to_the_next() -> None:
+def test_failed_pass_leaves_no_deferred_results() -> None:
     model, placement = placed_model(0)
     placement.defer(1)
     last: Any = list(expert_modules(model).values())[1]

@@ -20,7 +20,7 @@ from tests.support.placed_experts import tiny_packed_model
 COUNTS = np.array([[5, 0, 9, 1], [7, 8, 0, 0], [0, 0, 0, 6]])
 
 
-def test_budgets() -> None:
+def test_budget_by_count_ratio_and_bytes() -> None:
     assert budget(3, 4, 10, count=2) == 6
     assert budget(3, 4, 10, ratio=0.25, count=4) == 3
     assert budget(3, 4, 10, size=75) == 7
@@ -30,7 +30,7 @@ def test_budgets() -> None:
             budget(3, 4, 10, **wrong)  # type: ignore[arg-type]
 
 
-def test_strategies() -> None:
+def test_strategies_select_experts() -> None:
     assert choose("uniform", 7, 3, 4) == [(0, 1, 2), (0, 1), (0, 1)]
     assert choose("front-loading", 6, 3, 4) == [(0, 1, 2, 3), (0, 1), ()]
     assert choose("frequency", 4, 3, 4, COUNTS) == [(2,), (0, 1), (3,)]
@@ -44,7 +44,7 @@ def test_strategies() -> None:
 
 
 @pytest.mark.parametrize("name", ["counts.json", "counts.safetensors"])
-def test_statistics(tmp_path: Path, name: str) -> None:
+def test_statistics_are_saved_and_loaded(tmp_path: Path, name: str) -> None:
     names = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts", "model.layers.2.mlp.experts"]
     save_counts(tmp_path / name, names, COUNTS)
     assert np.array_equal(load_counts(tmp_path / name, names), COUNTS)
@@ -53,7 +53,7 @@ def test_statistics(tmp_path: Path, name: str) -> None:
         load_counts(tmp_path / name, [*names, "another"])
 
 
-def test_statistics_of_kt_kernel(tmp_path: Path) -> None:
+def test_pt_statistics_are_read_without_running_code(tmp_path: Path) -> None:
     """`.pt` files: a table or a dictionary with one, of all decoder layers or of those with experts; and what would run
     code is refused without running it."""
     names = [f"model.layers.{at}.mlp.experts" for at in (1, 2)]
@@ -92,7 +92,7 @@ class Trap:
         return Trap.sprung.append, ("code ran",)
 
 
-def test_attach_and_residents(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_attach_places_and_replaces_residents(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_packed_model()
     _warn_once.cache_clear()  # others may have asked before
     assert attach(model) is None, "the CPU computes experts unless another policy is asked for"
@@ -128,7 +128,7 @@ def test_attach_and_residents(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["stream", "auto", "resident"])
-def test_a_model_on_a_gpu(policy: str) -> None:
+def test_model_on_a_gpu_with_residents(policy: str) -> None:
     """The engine under a stock model gives the logits that the CPU's path gives."""
     model = tiny_packed_model().to("cuda:0").eval()
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0)).to("cuda:0")

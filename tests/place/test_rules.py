@@ -1,5 +1,5 @@
-"""Layers over several devices: runs by plan, KTransformers' rules in place of it, and a model that runs so. The second
-device is the GPU where there is one; without one, the same walk with everything on the CPU."""
+"""Layers on several devices: spread by the plan, or placed by KTransformers' rules, and a model that runs so. The
+second device is the GPU if there is one; otherwise the same code runs with everything on the CPU."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def rules(tmp_path: Path, text: str) -> Any:
     return read_rules(file)
 
 
-def test_runs() -> None:
+def test_layers_are_spread_in_equal_runs() -> None:
     assert spread_layers(5, ["a", "b"]) == ["a", "a", "b", "b", "b"]
     assert spread_layers(3, ["a"]) == ["a"] * 3
     assert spread_layers(2, ["a", "b", "c"]) == ["b", "c"]
@@ -98,7 +98,7 @@ def test_runs() -> None:
     assert decoder_layers.number_of("model.layers.12.mlp") == 12 and decoder_layers.number_of("model.norm") is None
 
 
-def test_the_guides_rules(tmp_path: Path) -> None:
+def test_rules_of_the_ktransformers_guide(tmp_path: Path) -> None:
     found = rules(tmp_path, GUIDE)
     device_map = devices_by_rules(skeleton(), found, ["cuda:0"])
     assert device_map.layers == ("cuda:0",) * 3 + ("cuda:1",) * 3
@@ -107,7 +107,7 @@ def test_the_guides_rules(tmp_path: Path) -> None:
     assert devices_of(found) == {"cuda:0", "cuda:1"}
 
 
-def test_the_first_match_wins(tmp_path: Path) -> None:
+def test_first_matching_rule_wins(tmp_path: Path) -> None:
     """And a rule that is not recursive closes what is below it; a class is matched by its last word."""
     text = r"""
 - {match: {name: "layers\\.1\\.self_attn$"}, replace: {kwargs: {generate_device: "cuda:1"}}, recursive: false}
@@ -143,14 +143,14 @@ def test_the_first_match_wins(tmp_path: Path) -> None:
         ("- {match: {name: a}, replace: {class: default, kwargs: {transfer_map: {x: 'cuda:1'}}}}", "numbers of layers"),
     ],
 )
-def test_wrong_rules(tmp_path: Path, text: str, words: str) -> None:
+def test_wrong_rules_are_refused(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
         rules(tmp_path, text)
     with pytest.raises(InputError, match="YAML list"):
         read_rules(tmp_path / "absent.yaml")
 
 
-def test_a_scattered_model_computes_the_same() -> None:
+def test_model_on_two_devices_computes_the_same() -> None:
     """On one device: hooks and moves change nothing."""
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
     model = tiny_packed_model().eval()

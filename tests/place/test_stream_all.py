@@ -1,4 +1,4 @@
-"""Passes that go without a look at their ids: when they may, and that nothing is lost by it."""
+"""Passes in mode `stream_all`, which run without expert ids on the host: when they may, and that no row is lost."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def step(place: PlacedStore, seed: int) -> tuple[list[Tensor], list[Tensor], Ten
         ("cpu", 0, None, False),
     ],
 )
-def test_who_is_asked(policy: str, residents: int, way: str | None, unasked: bool, recorded: list[str]) -> None:
+def test_when_passes_run_without_ids(
+    policy: str, residents: int, way: str | None, unasked: bool, recorded: list[str]
+) -> None:
     """Once the rows of a batch of this size were seen, where everybody is on the GPU: because they are, or because they
     are sent for."""
     store = make_store(SMALL)
@@ -80,7 +82,7 @@ def test_who_is_asked(policy: str, residents: int, way: str | None, unasked: boo
     assert np.array_equal(place.engine.counts(place.layer), rows)
 
 
-def test_few_of_them_wanted(recorded: list[str]) -> None:
+def test_batch_with_few_experts_is_not_streamed_whole(recorded: list[str]) -> None:
     """Under `stream` nobody is sent for who is not wanted, where that is more than a few; another size of batch, of
     which everybody was wanted, says nothing."""
     store = make_store(SMALL)
@@ -91,7 +93,7 @@ def test_few_of_them_wanted(recorded: list[str]) -> None:
     assert recorded == ["backward"], "of this batch all were wanted, which nobody knew before"
 
 
-def test_another_way_back(recorded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_without_a_graph_uses_the_ids(recorded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward finds the ids of a pass that never looked at them."""
     store = make_store(SMALL)
     place = place_store_on(store, "cpu", "stream", 2 * SMALL.experts)

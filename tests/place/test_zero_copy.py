@@ -1,4 +1,4 @@
-"""Results of the CPU on the device: equal to a copy, whatever is queued before it, whoever owns the memory next."""
+"""Results of the CPU read by the device equal a copy, whatever is queued before and reuses the memory afterwards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("pinned", [False, True])
-def test_like_a_copy(device: str, dtype: torch.dtype, pinned: bool) -> None:
+def test_zero_copy_equals_a_copy(device: str, dtype: torch.dtype, pinned: bool) -> None:
     puller, on = ZeroCopyReader(torch.device(device)), torch.device(device)
     pinned = pinned and on.type == "cuda"
     torch.manual_seed(0)
@@ -32,7 +32,7 @@ def test_like_a_copy(device: str, dtype: torch.dtype, pinned: bool) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_other_orders_of_memory(device: str) -> None:
+def test_strides_are_preserved(device: str) -> None:
     puller, on = ZeroCopyReader(torch.device(device)), torch.device(device)
     torch.manual_seed(0)
     source = torch.randn(4, 6, 5).permute(2, 0, 1)
@@ -47,7 +47,7 @@ def test_other_orders_of_memory(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_memory_is_held_until_it_was_read() -> None:
+def test_host_memory_is_held_until_it_is_read() -> None:
     """Pinned memory that was let go of is given out again; what it held must have been read by then."""
     device = torch.device("cuda:0")
     puller = ZeroCopyReader(device)

@@ -1,4 +1,4 @@
-"""Calibration: measured once, kept, measured again when the file is not to be trusted."""
+"""Calibration: rates are measured once, cached, and measured again if the cache file is invalid."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "ktransformers"
 
 
-def test_rates_are_measured_once_and_kept(cache: Path) -> None:
+def test_rates_are_measured_once_and_cached(cache: Path) -> None:
     first = module.calibrate()
     (file,) = cache.iterdir()
     assert module.calibrate() == first  # to the last digit: from the file
@@ -35,7 +35,7 @@ def test_rates_are_measured_once_and_kept(cache: Path) -> None:
     assert [path.name for path in cache.iterdir()] == [file.name]  # nothing half-written beside it
 
 
-def test_a_roof_that_was_measured_too_low_is_raised_and_kept(cache: Path) -> None:
+def test_rates_measured_too_low_are_measured_again(cache: Path) -> None:
     first = module.calibrate()
     (file,) = cache.iterdir()
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tile_flops": 1e3, "read_bytes": 1e18}))
@@ -44,7 +44,7 @@ def test_a_roof_that_was_measured_too_low_is_raised_and_kept(cache: Path) -> Non
     assert module.calibrate() == found and found.forward_share == first.forward_share
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
@@ -60,7 +60,7 @@ def test_this_machine_can_be_planned_for(cache: Path) -> None:
     assert plan.nearest.time.first_token is not None and plan.nearest.time.first_token > 0
 
 
-def test_layers_are_launched_at_pythons_pace(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_times_follow_the_speed_of_python(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.system, "python_loop_seconds", lambda: 2 * PYTHON_SECONDS)
     machine = module.this_machine()
     assert machine.layer_seconds == 2 * LAYER_SECONDS and machine.experts_seconds == 2 * EXPERTS_SECONDS

@@ -1,4 +1,4 @@
-"""Both sides of a layer: what each policy costs where, and that the planner's sizes are the engine's."""
+"""Predicted time and memory of a layer of experts by policy, and that the planner's limits are the engine's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def layer(policy: str, tokens: int, lead: float = 0.0, **options: float) -> floa
     return placed_layer_seconds(QWEN, tokens, QWEN.experts, MACHINE, Choice("bf16", 1, policy=policy), lead, **options)  # type: ignore[arg-type]
 
 
-def test_sizes_are_the_engines() -> None:
+def test_limits_are_the_engines() -> None:
     from ktransformers.place import placement
     from ktransformers.place.gpu import device_lora, executor, layer_costs
     from ktransformers.plan.expert_time import HOST_ROUND_TRIP
@@ -63,7 +63,7 @@ def test_auto_without_gradients_is_no_slower_than_either_device_alone() -> None:
     assert resident_all.streamed and resident_all.cpu
 
 
-def test_residents_are_not_the_cpus() -> None:
+def test_residents_are_not_computed_by_the_cpu() -> None:
     half = replace(Choice("bf16", 1, policy="resident"), residents=64)
     whole = placed_layer_seconds(QWEN, 512, 128, MACHINE, half, 0.0)
     assert whole < 0.7 * layer("resident", 512)
@@ -118,7 +118,7 @@ def test_memory_by_policy() -> None:
         (Choice("bf16", 1, policy="auto", residents=1), 512, CPU_NONE),
     ],
 )
-def test_host_memory_is_what_the_cpu_is_asked_for(choice: Choice, tokens: int, asked: str) -> None:
+def test_host_memory_follows_the_cpus_share(choice: Choice, tokens: int, asked: str) -> None:
     """As recorded: bench/results/*/*train-e2e*.json have the ways that were tried."""
     work = Training(tokens=tokens, tokens_per_step=tokens, sequence=512, retain=True, touched=0.553)
     assert cpu_share(QWEN, work, choice, MACHINE) == asked
@@ -152,7 +152,7 @@ def test_the_plan_takes_the_policies_that_it_is_given(monkeypatch: pytest.Monkey
             Choice(**bad)  # type: ignore[arg-type]
 
 
-def test_recorded_passes() -> None:
+def test_captured_passes_are_predicted_faster() -> None:
     """Few bits, some thousand tokens, a GPU that has one kernel for grouped products; then nobody waits for ids."""
     work, few = Training(tokens=2048, tokens_per_step=2048, sequence=512, rank=8), Choice("int4", 1, policy="auto")
     assert captures_expert_passes(QWEN, work, few, MACHINE)

@@ -21,7 +21,7 @@ def test_predicted_memory_is_measured_memory(name: str) -> None:
     assert found["measured"] == pytest.approx(found["predicted"], rel=0.10)
 
 
-def test_the_table_in_the_docs_is_what_the_planner_says() -> None:
+def test_table_of_shipped_models_in_the_docs_is_the_planners() -> None:
     text = DOCS.read_text()
     for row in rows():
         assert row in text

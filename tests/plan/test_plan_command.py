@@ -1,4 +1,4 @@
-"""`kt plan` as it is typed, and a training file on its way to the planner."""
+"""The command `kt plan`, and how `kt train` plans a training file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def kt(*words: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_both_works_as_text() -> None:
+def test_training_and_serving_are_printed() -> None:
     code, text = kt("qwen3-30b-a3b", "--machine", "desktop-4090")
     assert code == 0
     for word in (
@@ -151,7 +151,7 @@ def test_the_head_is_planned_for_labelled_tokens(monkeypatch: pytest.MonkeyPatch
     assert training_workload(pairs, 2, known).labelled == 50 / 400
 
 
-def test_the_fullest_batch_is_found() -> None:
+def test_batch_with_most_labels_is_planned_for() -> None:
     sequences = [(10, 4), (30, 20), (20, 1), (40, 8)]
     assert simulate_epoch(sequences, 1, None, seed=0).max_labelled == 20
     assert simulate_epoch(sequences, 4, None, seed=0).max_labelled == 33

@@ -1,4 +1,4 @@
-"""Plans: what fits is the fastest that is executable, what does not says what is missing and how to get out."""
+"""Plans are the fastest executable configuration that fits; otherwise they name what is missing and remedies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ QWEN = open_shape("qwen3-30b-a3b")
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "history"
 
 
-def test_what_fits_is_executable_and_the_fastest() -> None:
+def test_plan_is_executable_and_the_fastest_that_fits() -> None:
     machine = profile("desktop-4090")
     plan = make_plan(QWEN, Training(), machine)
     assert plan.best is not None and plan.best.choice == Choice("bf16", 1) and not plan.best.missing
@@ -58,7 +58,7 @@ def test_all_shows_other_formats_and_several_gpus() -> None:
     assert rates == sorted(rates, reverse=True) and all(other.fits for other in plan.others)
 
 
-def test_what_is_missing_is_exact() -> None:
+def test_missing_bytes_are_exact() -> None:
     machine = with_memory(profile("desktop-4090"), "64GB")
     plan = make_plan(QWEN, Training(retain=True), machine)
     assert plan.best is None
@@ -73,7 +73,7 @@ def test_what_is_missing_is_exact() -> None:
 
 @pytest.mark.parametrize("name", sorted(shipped_shapes()))
 @pytest.mark.parametrize("work", [Training(tokens=8192, tokens_per_step=8192, retain=True), Serving(32768, 4096, 8)])
-def test_three_ways_out_and_each_of_them_fits(name: str, work: Training | Serving) -> None:
+def test_every_remedy_fits(name: str, work: Training | Serving) -> None:
     plan = make_plan(open_shape(name), work, with_memory(with_gpus(profile("desktop-4090"), "2GB"), "24GB"))
     assert plan.best is None and plan.nearest.lacking
     # What was released in few bits has one format left to go to.
@@ -82,7 +82,7 @@ def test_three_ways_out_and_each_of_them_fits(name: str, work: Training | Servin
     assert all(way.candidate.fits and way.changes for way in plan.remedies)
 
 
-def test_ways_that_can_be_run_come_first() -> None:
+def test_executable_remedies_come_first() -> None:
     work = Training(tokens=16384, tokens_per_step=16384, sequence=2048, retain=True)
     plan = make_plan(QWEN, work, with_memory(profile("desktop-4090"), "72GB"))
     assert plan.best is None
@@ -106,7 +106,7 @@ def test_the_smallest_types_are_counted_as_they_are(stored: str, bits: float) ->
     assert not any("experts in" in change for way in tight.remedies for change in way.changes)
 
 
-def test_refusal_says_what_and_how_and_force_goes_on() -> None:
+def test_require_fit_names_the_shortfall_and_remedies_unless_forced() -> None:
     plan = make_plan(QWEN, Training(retain=True), with_memory(profile("desktop-4090"), "64GB"))
     with pytest.raises(InputError, match=r"host lacks [\d.]+ GB.*--force"):
         require_fit(plan)
@@ -135,7 +135,7 @@ def test_several_gpus_share_layers_and_are_proposed_where_one_does_not_do() -> N
     machine=st.sampled_from(["desktop-4090", "amx16-h200", "epyc-zen5"]),
     policies=st.sampled_from([DEFAULT_POLICIES, ("cpu",), ("stream",)]),
 )
-def test_a_gpu_is_left_out_only_where_nothing_fits_with_it(
+def test_gpu_is_unused_only_if_nothing_fits_on_it(
     name: str, gpu: int, ram: int, work: Training | Serving, machine: str, policies: tuple[str, ...]
 ) -> None:
     here = with_memory(with_gpus(profile(machine), f"{gpu}GB"), f"{ram}GB")
@@ -154,7 +154,7 @@ def test_a_gpu_is_left_out_only_where_nothing_fits_with_it(
     assert not without.gpu_unused_reason and without.nearest.choice.gpus == 0
 
 
-def test_a_gpu_is_used_where_the_cpu_alone_would_be_faster() -> None:
+def test_gpu_is_used_even_if_the_cpu_alone_is_faster() -> None:
     """By the seconds of a plan, that is: a small model's layers take longer to launch than to compute."""
     small = replace(QWEN, layers=4, expert_layers=4, hidden=64, intermediate=64, embedding=64 * 1000, vocabulary=1000)
     small = replace(small, rest_per_layer=4 * 64 * 64, attention_width=256, scores_width=128)
@@ -171,7 +171,7 @@ def test_nodes_add_up_and_hold_the_experts_in_equal_parts() -> None:
     assert len(memory.nodes) == 2 and min(memory.nodes) == memory.host["experts"] // 2
 
 
-def test_profiles_are_whole() -> None:
+def test_profiles_are_complete() -> None:
     known = profiles()
     assert {"desktop-3090", "desktop-4090", "desktop-5090", "dual-xeon-4090", "epyc-zen3", "epyc-zen5"} <= set(known)
     for machine in known.values():
@@ -221,7 +221,9 @@ def test_layer_times_are_those_of_the_bench() -> None:
     name=st.sampled_from(sorted(shipped_shapes())),
     gpus=st.integers(0, 1),
 )
-def test_more_never_costs_less(tokens: int, rank: int, retain: bool, checkpointing: bool, name: str, gpus: int) -> None:
+def test_larger_workloads_never_cost_less(
+    tokens: int, rank: int, retain: bool, checkpointing: bool, name: str, gpus: int
+) -> None:
     model, machine, choice = open_shape(name), profile("desktop-4090"), Choice("bf16", gpus)
     work = Training(tokens, tokens, min(tokens, 2048), rank, retain=retain, checkpointing=checkpointing)
     here = predict_memory(model, work, choice, machine)
@@ -270,7 +272,7 @@ def test_a_pass_on_a_cpu_takes_pythons_time_and_moves_what_it_keeps() -> None:
     assert (step(model, 45 * 110, 1) - step(model, 16 * 110, 1)) / (29 * 110) == pytest.approx(0.62e-3, rel=0.15)
 
 
-def test_work_is_checked() -> None:
+def test_invalid_workloads_are_refused() -> None:
     for bad in ({"tokens": 0}, {"rank": 0}, {"adapts_experts": False, "adapts_attention": False}):
         with pytest.raises(InputError):
             Training(**bad)
@@ -278,7 +280,7 @@ def test_work_is_checked() -> None:
         Serving(context=100, prompt=200)
 
 
-def test_meter_sees_a_peak_that_is_gone() -> None:
+def test_meter_records_a_past_peak() -> None:
     import torch
 
     before = anonymous_bytes()

@@ -1,5 +1,5 @@
-"""The split against every other one: no choice of experts to stream ends much earlier, and none that leaves all to one
-side ends earlier at all."""
+"""The split compared with every other one: no choice of experts to stream ends much earlier, and leaving all experts to
+the CPU or the GPU never ends earlier."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def every(rows: list[int], there: frozenset[int]) -> list[Split]:
 
 @settings(max_examples=60, deadline=None)
 @given(counted, costs(), st.sets(st.integers(0, 7)), st.floats(-1e-2, 1e-2))
-def test_nothing_ends_earlier(rows: list[int], given_costs: Costs, present: set[int], backlog: float) -> None:
+def test_no_other_split_ends_earlier(rows: list[int], given_costs: Costs, present: set[int], backlog: float) -> None:
     there, tokens = frozenset(present), sum(rows)
     got = split(rows, tokens, given_costs, resident=there, backlog=backlog)
     counts = np.array(rows)
@@ -87,7 +87,7 @@ def test_policies() -> None:
     assert (resident.resident, resident.streamed, resident.cpu) == ((0,), (), (2, 3))
 
 
-def test_a_real_layer() -> None:
+def test_split_of_a_real_layer() -> None:
     """Qwen3-30B in bf16 on 16 cores and PCIe 5, as measured: 13 ms to read a layer, 22 to send it, 8192 rows in 4 ms.
     Few tokens stay on the CPU, many go to the GPU, and in between both work."""
     layer = Costs(2e-4, 0, 13e-3 / 128, 4e-3 / 8192, 22e-3 / 128, 13e-3 / 128, 5e-4, 4e-6, 25e-9)
@@ -106,7 +106,7 @@ def test_a_real_layer() -> None:
     assert not split([1] * 8, 1, layer).streamed or split([1] * 8, 1, layer).seconds < 1.2e-3
 
 
-def test_what_is_under_way_comes_first() -> None:
+def test_queued_experts_are_streamed_first() -> None:
     """Copies that are queued end before new ones, and are waited for however late they are: nobody takes them back."""
     slow_link = Costs(0, 0, 1e-3, 0, 1e-3, 0, 0, 0, 0)
     rows = [5, 6, 7, 8, 9, 9]
@@ -117,5 +117,5 @@ def test_what_is_under_way_comes_first() -> None:
     assert split(rows, 10, slow_link, queued=(1, 0), backlog=20e-3, mode="stream").streamed[:2] == (1, 0)
 
 
-def test_no_tokens() -> None:
+def test_split_of_an_empty_batch() -> None:
     assert split([0, 0], 0, Costs(*[1e-3] * 9)) == Split((), (), (), 0.0)
