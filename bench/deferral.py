@@ -267,9 +267,9 @@ def serve_request(placements: dict[str, list[Any]], routing: Routing, args: argp
 def measure_update(bench: Any, shape: Shape, args: argparse.Namespace, document: dict[str, Any]) -> None:
     import torch
 
-    from ktransformers.place.gpu.pinned import Registered
+    from ktransformers.place.gpu.pinned import RegisteredMemory
 
-    registered = Registered(1 << 62) if bench.device.type == "cuda" else None
+    registered = RegisteredMemory(1 << 62) if bench.device.type == "cuda" else None
     placements = placements_of(bench, args, registered)
     heads = ["routing", "residents", "requests", "prefill ms", "dynamic", "decode ms", "dynamic", "gain", "hits"]
     heads += ["dynamic", "replaced", "pays from"]

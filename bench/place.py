@@ -94,9 +94,9 @@ def engine_of(
     from ktransformers.nn.gate import Gate
     from ktransformers.place.engine import ExpertEngine
     from ktransformers.place.gpu.expert_cache import ExpertCache
-    from ktransformers.place.gpu.layer_costs import costs_of
+    from ktransformers.place.gpu.layer_costs import measured_costs
     from ktransformers.place.placed_store import PlacedStore
-    from ktransformers.place.placement import LAYERS as LAYERS_OF_ROOM
+    from ktransformers.place.placement import CACHED_LAYERS as LAYERS_OF_ROOM
     from ktransformers.place.placement import geometry_of, new_layer
 
     sizes = geometry_of(made[0])
@@ -107,7 +107,9 @@ def engine_of(
     for index, store in enumerate(made):
         layer = new_layer(engine, index, store, Gate("silu"), sizes)
         if not index and policy in ("auto", "split"):
-            layer.costs, cache.link_rate = costs_of(layer.packed, store, engine.executor, anew=policy == "auto")
+            layer.costs, cache.link_rate = measured_costs(
+                layer.packed, store, engine.executor, remeasure=policy == "auto"
+            )
             engine.dispatcher.costs = layer.costs
         engine.layers[index] = layer
         found.append(PlacedStore(engine, layer, index))
@@ -168,7 +170,7 @@ def step(layers: list[PlacedStore], load: Load, factors: Any, backward: bool, tu
 def forget(layers: list[PlacedStore]) -> None:
     """What is in the slots, as if there had been many layers since."""
     for placed in layers:
-        placed.engine.cache.forget(placed.layer.packed.index)
+        placed.engine.cache.evict_layer(placed.layer.packed.index)
 
 
 def rates(layers: list[PlacedStore]) -> dict[str, float]:
@@ -246,7 +248,7 @@ def main(argv: list[str] | None = None) -> int:
         print("place.py: no CUDA device", file=sys.stderr)
         return 1
     from ktransformers.nn.pool import default_pool
-    from ktransformers.place.gpu.pinned import Registered
+    from ktransformers.place.gpu.pinned import RegisteredMemory
 
     device, shape = torch.device("cuda:0"), SHAPES[args.shape]
     document: dict[str, Any] = {
@@ -277,7 +279,7 @@ def main(argv: list[str] | None = None) -> int:
     factors = lora_of(shape) if args.backward else None
     for spec in args.formats:
         made = stores(shape, spec)
-        registered = Registered(1 << 62) if args.pin == "map" else None
+        registered = RegisteredMemory(1 << 62) if args.pin == "map" else None
         engines = {policy: engine_of(made, policy, registered, device, shape.top_k) for policy in policies}
         measured = rates(next(iter(engines.values())))
         for tokens in map(int, args.tokens):

@@ -25,9 +25,9 @@ from e2e_models import Recipe, recipes
 from timing import Table, print_last_line, save
 
 from ktransformers.plan import Choice, Machine, Training, profile
-from ktransformers.plan.memory import memory_of
-from ktransformers.plan.model_shape import of_config
-from ktransformers.plan.step_time import time_of
+from ktransformers.plan.memory import predict_memory
+from ktransformers.plan.model_shape import shape_from_config
+from ktransformers.plan.step_time import predict_time
 
 GIB = 1 << 30
 TIME_BAR, MEMORY_BAR = 0.25, 0.10
@@ -79,12 +79,12 @@ def work_of(recipe: Recipe, facts: dict[str, Any], cell: dict[str, Any], graphs:
 def row_of(cell: dict[str, Any], facts: dict[str, Any], machine: Machine, graphs: bool) -> Row:
     recipe = recipes()[cell["model"]]
     words = {**recipe.config, "num_hidden_layers": cell["layers"], "vocab_size": facts["vocabulary"]}
-    shape, work = of_config(words, recipe.name), work_of(recipe, facts, cell, graphs)
+    shape, work = shape_from_config(words, recipe.name), work_of(recipe, facts, cell, graphs)
     spec, residents = cell.get("format", "bf16").partition(":")[0], cell.get("residents", 0)
     choice = Choice(spec, 1, policy=cell["policy"] or "cpu", residents=residents)
-    memory = memory_of(shape, work, choice, machine)
+    memory = predict_memory(shape, work, choice, machine)
     predicted = {
-        "step_s": time_of(shape, work, choice, machine).seconds,
+        "step_s": predict_time(shape, work, choice, machine).seconds,
         "gpu_peak_gib": (memory.gpu_bytes[0] - memory.gpus[0]["context"]) / GIB,
         "host_peak_gib": memory.host_bytes / GIB,
     }
@@ -96,7 +96,7 @@ def rows_of(document: dict[str, Any], machine: Machine) -> list[Row]:
     """Of the cells that were computed by kt; the others are not ours to plan. Python is as fast as it was there, and
     attention was replayed if the document says so: older ones are of before it could be."""
     if seconds := document["machine"].get("python_loop_seconds"):
-        machine = machine.at_pace(seconds)
+        machine = machine.with_python_speed(seconds)
     kt = [cell for cell in document["cells"] if cell["variant"] == "kt"]
     graphs = document.get("attention_graphs", False)
     return [row_of(cell, document["models"][cell["model"]], machine, graphs) for cell in kt]

@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("residents.py: no CUDA device", file=sys.stderr)
         return 1
-    from ktransformers.place.gpu.pinned import Registered
+    from ktransformers.place.gpu.pinned import RegisteredMemory
 
     device, shape = torch.device("cuda:0"), SHAPES[args.shape]
     machine = describe_machine() | {"gpu": torch.cuda.get_device_name(device)}
@@ -180,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     ]
     table = Table(head, [8, 6, 9, 5, 5, 11, 7, 8, 8])
     for spec in args.formats:
-        made, registered, warm = stores(shape, spec), Registered(1 << 62), WAKE
+        made, registered, warm = stores(shape, spec), RegisteredMemory(1 << 62), WAKE
         engines = {policy: engine_of(made, policy, registered, device, shape.top_k) for policy in POLICIES}
         for tokens in map(int, args.tokens):
             routing = Routing(shape, args.skew)

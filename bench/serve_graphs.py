@@ -118,7 +118,7 @@ class Bench:
 
         def record(compute: Compute) -> Compute:
             def again() -> Any:
-                with self.placement.rehearsal():
+                with self.placement.capture_warmup():
                     return compute()
 
             return again

@@ -1,14 +1,16 @@
-"""The layer rule of ARCHITECTURE.md, read off the source: Python imports by ast, C++ includes by line.
+"""The layer rule of ARCHITECTURE.md, read from the source: Python imports by ast, C++ includes by line; and import
+cycles between Python files.
 
-Both checks are functions from source text to a list of complaints, so that the tests at the end can show that they
-catch what they are for.
+Every check is a function from source text to a list of violations, so that the tests at the end can show that it
+catches what it is for. A module named by a string (`import_module("ktransformers...")`, a table of lazily imported
+names) counts as imported where the string is.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,29 +35,101 @@ RANK = {
     "cli": 7,
 }
 APART = {"train", "serve", "evaluate"}  # do not import each other
-ALONE = {"loop"}  # runs the verbs as commands and imports nobody
-# Insides of a foreign package (its submodules, not what it offers at the top) and the one part that may know them.
+ALONE = {"loop"}  # runs the verbs as commands and imports no other part
+# Cycles of files that are tolerated, each with its reason.
+TOLERATED_CYCLES = [
+    {"serve.graphs.decode_attention", "serve.graphs.decode_attention_triton"},  # kernels and the types of their caller
+]
+# Submodules of a foreign package, as opposed to what it exports at the top, and the one part that may import them.
 INSIDES = {"transformers": "nn", "peft": "nn"}
 ONLY = {"trl": "train"}
 
 
+MODULE = re.compile(r"ktransformers(\.\w+)+")
+
+
+def absolute_module(node: ast.ImportFrom, package: str) -> str:
+    module = node.module or ""
+    if not node.level:
+        return module
+    parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+    return ".".join([*parents, module] if module else parents)
+
+
 def imported(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
-    """(line, dotted module) of every import in the file, wherever it stands; relative ones are made absolute."""
+    """(line, dotted module) of every import in the file, at module level or in a function, by statement or string."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                module = ".".join([*above, module] if module else above)
+            module = absolute_module(node, package)
             if module == "ktransformers":
                 yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
             else:
                 yield node.lineno, module
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE.fullmatch(node.value):
+            yield node.lineno, node.value
 
 
-def python_complaints(path: str, source: str) -> list[str]:
+def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those under `if TYPE_CHECKING`, whose imports never run."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        yield from runtime_nodes(node)
+
+
+def dependencies(module: str, source: str, modules: Mapping[str, str]) -> set[str]:
+    """Modules of `modules` that a module imports, at module level or in a function. Strings count too, except in an
+    `__init__`, whose tables of lazily imported names are for users of the package, and except names of packages, which
+    `importlib.resources` takes."""
+    is_package = f"{module}.__init__" in modules
+    package = module if is_package else module.rpartition(".")[0]
+    names: set[str] = set()
+    for node in runtime_nodes(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parent = absolute_module(node, package)
+            names |= {
+                f"{parent}.{alias.name}" if f"{parent}.{alias.name}" in modules else parent for alias in node.names
+            }
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not is_package:
+            names |= set() if f"{node.value}.__init__" in modules else {node.value}
+    return (names & set(modules)) - {module}
+
+
+def cycles(sources: Mapping[str, str]) -> list[set[str]]:
+    """Groups of modules that import each other, directly or not. `sources` by dotted module; a package is listed under
+    its own name and as `package.__init__`."""
+    graph = {name: dependencies(name, source, sources) for name, source in sources.items()}
+    reachable: dict[str, set[str]] = {}
+    for start in graph:
+        reached, pending = set(), [start]
+        while pending:
+            for target in graph[pending.pop()] - reached:
+                reached.add(target)
+                pending.append(target)
+        reachable[start] = reached
+    groups = {
+        frozenset(other for other in reachable[name] if name in reachable[other])
+        for name in graph
+        if name in reachable[name]
+    }
+    return sorted((set(group) for group in groups), key=sorted)
+
+
+def package_sources() -> dict[str, str]:
+    """Dotted module -> source, of all files under src/ktransformers."""
+    sources = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(["ktransformers", *file.relative_to(PACKAGE).with_suffix("").parts])
+        sources[name] = sources[name.removesuffix(".__init__")] = file.read_text()
+    return sources
+
+
+def python_violations(path: str, source: str) -> list[str]:
     """`path` is relative to the package: "nn/store.py"."""
     parts = path.removesuffix(".py").split("/")
     part = parts[0]
@@ -63,7 +137,7 @@ def python_complaints(path: str, source: str) -> list[str]:
         return []
     if part not in GROUND and part not in RANK:
         return [f"{path}: {part} has no place in the layers; give it one in tests/test_layers.py"]
-    complaints = []
+    violations = []
     package = ".".join(["ktransformers", *parts[:-1]])
     for line, module in imported(ast.parse(source), package):
         top, _, rest = module.partition(".")
@@ -71,18 +145,18 @@ def python_complaints(path: str, source: str) -> list[str]:
         where = f"{path}:{line}: imports {module}"
         if top != "ktransformers":
             if ONLY.get(top, part) != part or (rest and INSIDES.get(top, part) != part):
-                complaints.append(f"{where}, which only {ONLY.get(top) or INSIDES[top]} may know")
+                violations.append(f"{where}, which only {ONLY.get(top) or INSIDES[top]} may know")
         elif target in GROUND or target == part or (target not in RANK and part not in GROUND):
             continue
         elif part in GROUND:
-            complaints.append(f"{where}, but {part} is for all and uses nobody")
+            violations.append(f"{where}, but {part} is used by every part and imports none")
         elif RANK[target] > RANK[part]:
-            complaints.append(f"{where}, which lies above {part}")
+            violations.append(f"{where}, which lies above {part}")
         elif part in ALONE:
-            complaints.append(f"{where}, but {part} runs commands and imports nobody")
+            violations.append(f"{where}, but {part} runs commands and imports no other part")
         elif {part, target} <= APART:
-            complaints.append(f"{where}, but {', '.join(sorted(APART))} stay apart")
-    return complaints
+            violations.append(f"{where}, but {', '.join(sorted(APART))} stay apart")
+    return violations
 
 
 FOREIGN = re.compile(r"^(torch|ATen|c10|cuda|nanobind|pybind11|omp|hwloc|numa)(/|\.h|_|$)|^Python\.h$")
@@ -112,48 +186,54 @@ def resolve(path: str, name: str) -> str:
     return near if (CSRC / near).exists() else name
 
 
-def cpp_complaints(path: str, source: str) -> list[str]:
+def cpp_violations(path: str, source: str) -> list[str]:
     """`path` is relative to csrc/: "moe/plan.cpp"."""
     if path.startswith("emulate/"):
         return []
     in_kernels, in_moe, in_bindings = (path.startswith(f"{folder}/") for folder in ("kernels", "moe", "bindings"))
     isa = in_kernels and path not in ("kernels/dispatch.cpp", "kernels/table.h")
-    complaints = []
+    violations = []
     for line, is_system, name in includes(source):
         where = f"{path}:{line}: includes {name}"
         target = name if is_system else resolve(path, name)
         if FOREIGN.match(target) and not in_bindings:
-            complaints.append(f"{where}: the core knows no torch, CUDA, Python, OpenMP, hwloc or libnuma")
+            violations.append(f"{where}: the core knows no torch, CUDA, Python, OpenMP, hwloc or libnuma")
         elif is_system:
             if isa and target not in ISA_SYSTEM:
-                complaints.append(f"{where}: ISA code takes system headers from {sorted(ISA_SYSTEM)} only")
+                violations.append(f"{where}: ISA code takes system headers from {sorted(ISA_SYSTEM)} only")
         elif target.endswith(".cpp"):
-            complaints.append(f"{where}: source files are compiled, not included")
+            violations.append(f"{where}: source files are compiled, not included")
         elif target.startswith("kernels/") and target != "kernels/table.h" and not in_kernels:
-            complaints.append(f"{where}: kernels/table.h is the only door to ISA code")
+            violations.append(f"{where}: kernels/table.h is the only door to ISA code")
         elif target.startswith("moe/") and not (in_moe or in_bindings):
-            complaints.append(f"{where}: only bindings/ lies above moe")
+            violations.append(f"{where}: only bindings/ lies above moe")
         elif target.startswith("bindings/") and not in_bindings:
-            complaints.append(f"{where}: nothing lies above bindings/")
+            violations.append(f"{where}: nothing lies above bindings/")
         elif isa and not target.startswith("kernels/") and target != "types.h":
-            complaints.append(f"{where}: ISA code sees types.h and its own folder only")
-    return complaints
+            violations.append(f"{where}: ISA code sees types.h and its own folder only")
+    return violations
 
 
 def test_python_layers() -> None:
     files = sorted(PACKAGE.rglob("*.py"))
     assert files
-    complaints = [
-        c for file in files for c in python_complaints(file.relative_to(PACKAGE).as_posix(), file.read_text())
+    violations = [
+        c for file in files for c in python_violations(file.relative_to(PACKAGE).as_posix(), file.read_text())
     ]
-    assert not complaints, "\n".join(complaints)
+    assert not violations, "\n".join(violations)
+
+
+def test_no_import_cycles() -> None:
+    found = [{name.removeprefix("ktransformers.") for name in group} for group in cycles(package_sources())]
+    assert [group for group in found if group not in TOLERATED_CYCLES] == []
+    assert [group for group in TOLERATED_CYCLES if group not in found] == [], "no longer a cycle: shorten the list"
 
 
 def test_cpp_layers() -> None:
     files = sorted([*CSRC.rglob("*.h"), *CSRC.rglob("*.cpp")])
     assert files
-    complaints = [c for file in files for c in cpp_complaints(file.relative_to(CSRC).as_posix(), file.read_text())]
-    assert not complaints, "\n".join(complaints)
+    violations = [c for file in files for c in cpp_violations(file.relative_to(CSRC).as_posix(), file.read_text())]
+    assert not violations, "\n".join(violations)
 
 
 def test_every_variant_is_in_the_one_list() -> None:
@@ -173,17 +253,38 @@ def test_python_rule_catches() -> None:
         "evaluate/score.py": "import trl",
         "loop/stages.py": "from ktransformers.checkpoint import find_experts",
         "misc.py": "",
+        "nn/lazy.py": 'import importlib\nimportlib.import_module("ktransformers.place.placement")',
+        "place/kernels.py": 'TRITON = "ktransformers.serve.graphs.decode_attention_triton"',
+        "checkpoint/__init__.py": '_HOME = {"ExpertStore": "ktransformers.nn"}',
+        "train/kernels.py": 'kernels = import_triton_module("ktransformers.serve.graphs.decode_attention_triton")',
     }
     for path, source in bad.items():
-        assert python_complaints(path, source), path
+        assert python_violations(path, source), path
     good = {
         "cli/main.py": "import typer\nfrom ktransformers import __version__\nfrom ktransformers.train import loop",
         "nn/store.py": "from ktransformers import _core, errors\nfrom .plain import f\nimport transformers.activations",
         "serve/http/api.py": "from transformers import AutoTokenizer",
         "log.py": "from ktransformers import env",
+        "place/gpu/fused.py": 'TRITON = "ktransformers.place.gpu.fused_triton"',
+        "nn/words.py": 'NAME = "ktransformers::experts"\nTEXT = "see ktransformers.train for more"',
     }
     for path, source in good.items():
-        assert not python_complaints(path, source), path
+        assert not python_violations(path, source), path
+
+
+def test_cycle_rule_catches() -> None:
+    def found(**sources: str) -> list[set[str]]:
+        modules = {name.replace("__", "."): source for name, source in sources.items()}
+        return [{name.removeprefix("k.") for name in group} for group in cycles(modules)]
+
+    assert found(k__a="import k.b", k__b="from k import c", k__c="from k.a import f") == [{"a", "b", "c"}]
+    assert found(k__a="def f():\n    from k import b", k__b="import k.a") == [{"a", "b"}]
+    assert found(k__a="from . import b", k__b="from .a import f") == [{"a", "b"}]
+    assert found(k__a="try:\n    import k.b\nexcept ImportError:\n    pass", k__b="import k.a") == [{"a", "b"}]
+    assert found(k__a="import k.b", k__b="import k.c", k__c="") == []
+    assert found(k__a="if TYPE_CHECKING:\n    import k.b", k__b="import k.a") == []
+    by_string = {"ktransformers.a": 'import_module("ktransformers.b")', "ktransformers.b": "import ktransformers.a"}
+    assert cycles(by_string) == [{"ktransformers.a", "ktransformers.b"}]
 
 
 def test_cpp_rule_catches() -> None:
@@ -200,7 +301,7 @@ def test_cpp_rule_catches() -> None:
         "measure.cpp": '#include "bindings/tensors.h"',
     }
     for path, source in bad.items():
-        assert cpp_complaints(path, source), path
+        assert cpp_violations(path, source), path
     good = {
         "bindings/module.cpp": '#include <nanobind/nanobind.h>\n#include "moe/moe.h"\n#include "kernels/table.h"',
         "kernels/dispatch.cpp": '#include <vector>\n#include "../cpu.h"\n#include "isas.h"',
@@ -208,4 +309,4 @@ def test_cpp_rule_catches() -> None:
         "moe/forward.cpp": '#include <vector>\n#include "kernels/table.h"\n#include "plan.h"\n#include "../threads.h"',
     }
     for path, source in good.items():
-        assert not cpp_complaints(path, source), path
+        assert not cpp_violations(path, source), path

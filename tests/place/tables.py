@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 
-from ktransformers.plan import Choice, ModelShape, Serving, Training, open_shape, profile, shipped
-from ktransformers.plan.memory import memory_of
+from ktransformers.plan import Choice, ModelShape, Serving, Training, open_shape, profile, shipped_shapes
+from ktransformers.plan.memory import predict_memory
 
 WORKS = {"train": Training(tokens=512, tokens_per_step=8192, sequence=512, rank=8), "serve": Serving()}
 HEAD = ("model", "work", "GPU", "host, bf16", "host, int8", "host, int4", "published GPU + host")
@@ -27,10 +27,10 @@ def published(model: ModelShape, work: str) -> str:
 def rows() -> list[str]:
     machine = profile("dual-xeon-4090")
     found = []
-    for name in shipped():
+    for name in shipped_shapes():
         model = open_shape(name)
         for word, work in WORKS.items():
-            sizes = [memory_of(model, work, Choice(weights, 1), machine) for weights in ("bf16", "int8", "int4")]
+            sizes = [predict_memory(model, work, Choice(weights, 1), machine) for weights in ("bf16", "int8", "int4")]
             cells = [name, word, f"{sizes[0].gpu_bytes[0] / 1e9:.1f}"]
             cells += [f"{size.host_bytes / 1e9:.0f}" for size in sizes]
             found.append(f"| {' | '.join([*cells, published(model, word) or 'none'])} |")

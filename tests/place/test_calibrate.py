@@ -15,7 +15,7 @@ from ktransformers.plan.machine import EXPERTS_SECONDS, LAYER_SECONDS, PYTHON_SE
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(module, "SECONDS", 0.02)
+    monkeypatch.setattr(module, "LOOP_SECONDS", 0.02)
     monkeypatch.setattr(module, "LAYER_SECONDS", 0.01)
     return tmp_path / "ktransformers"
 
@@ -39,7 +39,7 @@ def test_a_roof_that_was_measured_too_low_is_raised_and_kept(cache: Path) -> Non
     first = module.calibrate()
     (file,) = cache.iterdir()
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tile_flops": 1e3, "read_bytes": 1e18}))
-    found = module.raise_roofs()
+    found = module.remeasure_rates()
     assert found.tile_flops > 1e6 and found.read_bytes == 1e18  # what was faster before stays
     assert module.calibrate() == found and found.forward_share == first.forward_share
 
@@ -48,7 +48,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch:
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    monkeypatch.setattr(module, "SECONDS", 0.01)
+    monkeypatch.setattr(module, "LOOP_SECONDS", 0.01)
     monkeypatch.setattr(module, "LAYER_SECONDS", 0.005)
     assert module.calibrate().read_bytes > 0
 
@@ -61,6 +61,6 @@ def test_this_machine_can_be_planned_for(cache: Path) -> None:
 
 
 def test_layers_are_launched_at_pythons_pace(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.system, "python_seconds", lambda: 2 * PYTHON_SECONDS)
+    monkeypatch.setattr(module.system, "python_loop_seconds", lambda: 2 * PYTHON_SECONDS)
     machine = module.this_machine()
     assert machine.layer_seconds == 2 * LAYER_SECONDS and machine.experts_seconds == 2 * EXPERTS_SECONDS

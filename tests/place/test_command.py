@@ -65,8 +65,23 @@ def test_json_is_one_document_with_exact_sums() -> None:
     plan = found["plan"]
     assert not found["fits"] and plan["lacking"]["host"] > 0 and plan["executable"]
     assert sum(size for name, size in plan["host"].items() if name != "total") == plan["host"]["total"]
-    assert len(plan["nodes"]) == 2 and len(found["ways"]) == 2  # released in fp8: int4 is left, and more memory
+    assert len(plan["nodes"]) == 2 and len(found["ways"]) == 3  # int4 with a shorter context, or more memory
     assert all(way["plan"]["fits"] for way in found["ways"])
+
+
+def test_modes_of_every_pass_are_shown_with_their_reasons() -> None:
+    words = ("qwen3-30b-a3b", "--machine", "amx16-h200")
+    code, text = kt(*words, "--place", "stream")
+    assert code == 0 and "training at 2048 tokens stream (by the policy)" in text
+    code, text = kt(*words, "--place", "auto", "--json")
+    modes = {name: {row["pass"]: row for row in plan["modes"]} for name, plan in json.loads(text).items()}
+    assert code == 0 and set(modes["train"]) == {"training"} and set(modes["serve"]) == {"prefill", "decode"}
+    training, prefill, decode = modes["train"]["training"], modes["serve"]["prefill"], modes["serve"]["decode"]
+    assert (training["tokens"], prefill["tokens"], decode["tokens"]) == (2048, 1024, 1)
+    assert training["mode"] == "stream" and training["reason"].startswith("stream (predicted ")
+    assert decode["mode"] == "host_callback"  # every expert is resident
+    code, text = kt("qwen3-30b-a3b", "--machine", "arm2", "--serve", "--json")
+    assert {row["mode"] for row in json.loads(text)["serve"]["modes"]} == {"cpu"}
 
 
 def test_all_shows_every_policy() -> None:
@@ -128,7 +143,7 @@ def test_the_head_is_planned_for_labelled_tokens(monkeypatch: pytest.MonkeyPatch
     rows, known = {"per_device_train_batch_size": 2}, Lengths(longest=100, labelled=50)
     assert training_workload(read_settings(BASE | rows), 2).labelled == 1  # nobody has seen the data
     assert training_workload(read_settings(BASE | rows), 2, known).labelled == 50 / 200
-    assert training_workload(read_settings(BASE | rows | {"packing": True}), 2, known).scored == 50
+    assert training_workload(read_settings(BASE | rows | {"packing": True}), 2, known).labelled_tokens == 50
     assert training_workload(read_settings(BASE | rows | {"label_smoothing_factor": 0.1}), 2, known).labelled == 1
     pairs = read_settings(BASE | rows | {"stage": "dpo"})
     assert training_workload(pairs, 2, known).labelled == 1  # on a CPU pairs are scored whole

@@ -19,16 +19,16 @@ def layer(seed: int) -> LoraFactors:
 
 def test_what_has_not_changed_is_found() -> None:
     known, layers = DeviceFactors(torch.device("cpu")), [layer(seed) for seed in range(6)]
-    first = [known.of(one, 32) for one in layers]
-    assert all(known.of(one, 32) is pairs for one, pairs in zip(layers, first, strict=True))
+    first = [known.get(one, 32) for one in layers]
+    assert all(known.get(one, 32) is pairs for one, pairs in zip(layers, first, strict=True))
     layers[2].tensors[0].mul_(2)
-    changed = known.of(layers[2], 32)["first"].a
-    assert torch.equal(changed[:, :8], layers[2].tensors[0].bfloat16()) and len(known._known) == 6
-    assert known.of(layers[3], 32) is first[3]
+    changed = known.get(layers[2], 32)["first"].a
+    assert torch.equal(changed[:, :8], layers[2].tensors[0].bfloat16()) and len(known._entries) == 6
+    assert known.get(layers[3], 32) is first[3]
 
 
 def test_two_layers_stay_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "KEPT_BYTES", 0)
+    monkeypatch.setattr(module, "CACHED_BYTES", 0)
     known, layers = DeviceFactors(torch.device("cpu")), [layer(seed) for seed in range(4)]
-    last = [known.of(one, 32) for one in layers][-2:]
-    assert len(known._known) == 2 and [known.of(one, 32) for one in layers[-2:]] == last
+    last = [known.get(one, 32) for one in layers][-2:]
+    assert len(known._entries) == 2 and [known.get(one, 32) for one in layers[-2:]] == last

@@ -83,7 +83,7 @@ def test_rows_of_other_experts_and_of_padding_are_not_added(needs_grad: bool | N
     )
     factors = factors_of(given.lora)
     assert factors is not None
-    pairs = DeviceFactors(torch.device("cpu")).of(factors, 2 * size.intermediate)
+    pairs = DeviceFactors(torch.device("cpu")).get(factors, 2 * size.intermediate)
     ids, hidden, weights = given.ids, given.hidden.detach(), given.weights.detach()
     counts = np.bincount(ids[ids >= 0].numpy(), minlength=size.experts)
     # As groups have it.
@@ -128,7 +128,7 @@ def test_rows_of_other_experts_and_of_padding_are_not_added(needs_grad: bool | N
     torch.testing.assert_close(static.grad_weights[: size.tokens].view(-1), expected_weights)
     gradients = FactorGradients(factors)
     gradients.add(grads)
-    for got, expected_grad in zip(lora_grads, gradients.lay(torch.tensor(wanted)), strict=True):
+    for got, expected_grad in zip(lora_grads, gradients.scatter(torch.tensor(wanted)), strict=True):
         torch.testing.assert_close(got, expected_grad)
         assert got.stride() == expected_grad.stride()
 
@@ -171,7 +171,7 @@ def test_replays_compute_what_launches_compute(spec: str, policy: str, at_once: 
             given = other_routing(inputs(size, "cuda:0", seed=turn), size, turn, least=5 * (turn % 2))
             compare(run(place, given, True), expected(store, given))
     assert at_once == ["forward", "backward"] * 8
-    assert len(place.engine.executor._recorder.graphs.captured) == 4
+    assert len(place.engine.executor._graphs.graphs.captured) == 4
 
 
 @pytest.mark.gpu
@@ -195,7 +195,7 @@ def test_layers_share_graphs(layers_in_slots: int, at_once: list[str]) -> None:
     for store, one, out, grads in zip(stores, given, outs, found, strict=True):
         compare([out, *grads], expected(store, one))
     assert at_once == ["forward"] * 3 + ["backward"] * 3
-    assert len(place.engine.executor._recorder.graphs.captured) == 2
+    assert len(place.engine.executor._graphs.graphs.captured) == 2
     torch.cuda.synchronize()
     torch.cuda._sleep(400_000_000)  # type: ignore[no-untyped-call]
     with torch.no_grad():
@@ -225,11 +225,11 @@ def test_graphs_serve_residents_at_any_address(spec: str, policy: str, at_once: 
         for store, layer in zip(stores, layers, strict=True):
             given = other_routing(inputs(LARGER, "cuda:0", seed=turn), LARGER, turn)
             compare(run(layer, given, True), expected(store, given))
-        room = engine.executor.residents[0]
-        room.retain(0, frozenset())
-        room.fetch(0, layers[0].layer.packed.source, (turn, 9, 28))
+        cache = engine.executor.residents[0]
+        cache.evict_except(0, frozenset())
+        cache.fetch(0, layers[0].layer.packed.source, (turn, 9, 28))
     assert at_once == ["forward", "backward"] * 6
-    assert len(engine.executor._recorder.graphs.captured) == 2
+    assert len(engine.executor._graphs.graphs.captured) == 2
 
 
 @pytest.mark.gpu
@@ -250,7 +250,7 @@ def test_dropout_and_grouped_experts_are_not_captured(at_once: list[str], monkey
     store, given = make_store(LARGER, "int4:32"), inputs(LARGER, "cuda:0")
     place = placed(store, "cuda:0", "stream", LARGER.experts)
     run(place, given, True, Dropout(0.4, 7))
-    monkeypatch.setattr(executor, "ROOM_BYTES", 0)
+    monkeypatch.setattr(executor, "WHOLE_LAYER_BYTES", 0)
     monkeypatch.setattr(executor, "GROUP_BYTES", 1 << 20)
     run(place, given, True)
     assert not at_once

@@ -54,7 +54,7 @@ def test_addresses_are_those_of_the_layout(rows: int, columns: int, paired: bool
     numbers = torch.arange(matrix.expert_bytes // 2, dtype=torch.int16)  # bits that decoding must not change
     want = torch.empty(matrix.out_rows, columns, dtype=torch.bfloat16)
     decode_plain(numbers.view(torch.uint8), matrix, want)
-    assert torch.equal(numbers[resident_decode.address(matrix)], want.view(torch.int16))
+    assert torch.equal(numbers[resident_decode.weight_offsets(matrix)], want.view(torch.int16))
 
 
 @devices
@@ -148,7 +148,7 @@ def test_formats(spec: str, residents: tuple[int, ...], device: str, monkeypatch
     monkeypatch.setattr(resident_decode, "DECODED_BYTES", 9 * geometry_of(store).decoded_bytes)
     assert place.engine._inference_mode(place.layer, given) != "host_callback", "too large, or no residents"
     assert not place.engine.callbacks.refusal(place.layer.packed, batch(SMALL, 4, device), "resident")
-    place.engine.callbacks.rehearsing = True
+    place.engine.callbacks.warming_up = True
     assert not place.engine.callbacks.refusal(place.layer.packed, given, "resident"), (
         "in a graph, some tokens at a time"
     )
@@ -178,24 +178,24 @@ def test_residents_that_change(device: str) -> None:
     """Renewed in place, and put into another room."""
     store, given = make_store(SMALL), batch(SMALL, 4, device)
     place, want = served(store, device, "resident", residents=(1, 6)), expected(store, given)
-    few, sizes = place.engine.callbacks, geometry_of(store)
+    path, sizes = place.engine.callbacks, geometry_of(store)
     with torch.inference_mode():
         assert error(place.engine.infer(place.layer, given), want) < CLOSE
-    held = residents_of(few, 0)
-    assert held.skip.nonzero().flatten().tolist() == [1, 6] and held.place.cpu()[[1, 6]].tolist() == [0, 1]
+    held = residents_of(path, 0)
+    assert held.skip.nonzero().flatten().tolist() == [1, 6] and held.slot_of.cpu()[[1, 6]].tolist() == [0, 1]
     place.update_residents(np.array([0, 0, 9, 0, 0, 9, 0, 0]))
     assert error(place.engine.infer(place.layer, given), want) < CLOSE
-    assert residents_of(few, 0).skip.nonzero().flatten().tolist() == [2, 5]
-    room = place.engine.executor.residents[0] = ExpertCache(sizes, 3, torch.device(device), None)
-    room.fetch(0, place.layer.packed.source, (0, 1, 7))
+    assert residents_of(path, 0).skip.nonzero().flatten().tolist() == [2, 5]
+    cache = place.engine.executor.residents[0] = ExpertCache(sizes, 3, torch.device(device), None)
+    cache.fetch(0, place.layer.packed.source, (0, 1, 7))
     assert error(place.engine.infer(place.layer, given), want) < CLOSE
-    assert residents_of(few, 0).skip.nonzero().flatten().tolist() == [0, 1, 7]
+    assert residents_of(path, 0).skip.nonzero().flatten().tolist() == [0, 1, 7]
     del place.engine.executor.residents[0]
     assert torch.equal(place.engine.infer(place.layer, given).cpu(), want)
 
 
-def residents_of(few: HostCallbackPath, index: int) -> ResidentTable:
-    found = few._residents[index]
+def residents_of(path: HostCallbackPath, index: int) -> ResidentTable:
+    found = path._residents[index]
     assert found is not None
     return found
 
@@ -205,19 +205,19 @@ def test_a_graph_from_before() -> None:
     another one: its tables say that nobody is resident."""
     store, given = make_store(SMALL), batch(SMALL, 4, "cpu")
     place = served(store, "cpu", "resident", residents=(1, 6))
-    few, packed = place.engine.callbacks, place.layer.packed
+    path, packed = place.engine.callbacks, place.layer.packed
     place.engine.infer(place.layer, given)
-    (ready,) = few._ready.values()
-    few._captured[0] = [(ready, store)]
-    inputs, want, before = (given.hidden, given.ids, given.weights), expected(store, given), few.generation
+    (ready,) = path._prepared.values()
+    path._captured[0] = [(ready, store)]
+    inputs, want, before = (given.hidden, given.ids, given.weights), expected(store, given), path.generation
     place.update_residents(np.array([0, 0, 9, 0, 0, 9, 0, 0]))
-    assert ready.residents is residents_of(few, 0) and few.generation == before
+    assert ready.residents is residents_of(path, 0) and path.generation == before
     assert ready.residents.skip.nonzero().flatten().tolist() == [2, 5]
-    assert 0 < error(few._forward(packed, ready, inputs), want) < CLOSE, "some are the device's"
-    few.retire(0)
-    room = place.engine.executor.residents[0] = ExpertCache(geometry_of(store), 3, torch.device("cpu"), None)
-    room.fetch(0, packed.source, (0, 1, 7))
-    assert torch.equal(few._forward(packed, ready, inputs), want) and few.generation == before + 1
+    assert 0 < error(path._forward(packed, ready, inputs), want) < CLOSE, "some are the device's"
+    path.drop_calls(0)
+    cache = place.engine.executor.residents[0] = ExpertCache(geometry_of(store), 3, torch.device("cpu"), None)
+    cache.fetch(0, packed.source, (0, 1, 7))
+    assert torch.equal(path._forward(packed, ready, inputs), want) and path.generation == before + 1
     assert error(place.engine.infer(place.layer, given), want) < CLOSE
 
 
@@ -228,7 +228,7 @@ def test_what_is_rehearsed_is_taken_as_in_a_graph(device: str) -> None:
     place = served(store, device, "auto", residents=(1,))
     callbacks, given = place.engine.callbacks, batch(SMALL, 16, device)
     assert not callbacks.capturing
-    callbacks.rehearsing = True
+    callbacks.warming_up = True
     assert callbacks.capturing and place.engine._inference_mode(place.layer, given) == "host_callback"
     assert error(place.engine.infer(place.layer, given), expected(store, given)) < CLOSE
     callbacks.raise_pending(16)
@@ -241,13 +241,13 @@ def test_what_is_rehearsed_is_taken_as_in_a_graph(device: str) -> None:
 def test_buffers_are_shared_by_layers_of_a_size() -> None:
     store, other = make_store(SMALL), make_store(SMALL, seed=1)
     place = served(store, "cpu", "resident")
-    few = place.engine.callbacks
+    path = place.engine.callbacks
     packed: LayerOnDevice = replace(place.layer.packed, index=1)
     given = batch(SMALL, 2, "cpu")
-    first, second = few.forward(place.layer.packed, store, given), few.forward(packed, other, given)
+    first, second = path.forward(place.layer.packed, store, given), path.forward(packed, other, given)
     assert torch.equal(first, expected(store, given)) and torch.equal(second, expected(other, given))
-    assert len(few._buffers) == 1 and len(few._ready) == 2
+    assert len(path._buffers) == 1 and len(path._prepared) == 2
     with torch.inference_mode():
-        few.forward(packed, other, batch(SMALL, 1, "cpu"))
-    few.forward(packed, other, batch(SMALL, 1, "cpu"))  # buffers made in inference mode are written to outside of it
-    assert len(few._buffers) == 2
+        path.forward(packed, other, batch(SMALL, 1, "cpu"))
+    path.forward(packed, other, batch(SMALL, 1, "cpu"))  # buffers made in inference mode are written to outside of it
+    assert len(path._buffers) == 2

@@ -19,7 +19,7 @@ from ktransformers.nn.mixed_lora import MixedLora
 from ktransformers.place.gpu import resident_decode
 from ktransformers.place.gpu.executor import ExpertBatch
 from ktransformers.place.gpu.multi_lora import LoraCache, LoraPointers, MultiLora
-from ktransformers.place.host_callback import _places
+from ktransformers.place.host_callback import find_resident_slots
 from ktransformers.place.placed_store import PlacedStore
 from tests.place.test_few import CLOSE, batch, expected
 from tests.place.test_gpu_engine import SMALL, devices, error, make_store
@@ -37,20 +37,20 @@ def wanting(
     where = given.hidden.device
     numbers = torch.tensor(rows, dtype=torch.int32, device=where)
     return replace(
-        given, several=MultiLora(MixedLora(numbers, [packed_adapter(store, one) for one in which], which), where)
+        given, multi_lora=MultiLora(MixedLora(numbers, [packed_adapter(store, one) for one in which], which), where)
     )
 
 
 def on_cpu(store: ExpertStore, given: ExpertBatch) -> Tensor:
-    assert given.several is not None
-    lora = given.several.lora
+    assert given.multi_lora is not None
+    lora = given.multi_lora.lora
     inputs = (given.hidden.cpu(), given.ids.cpu(), given.weights.cpu())
     return store.forward(*inputs, adapter=lora.rows.cpu(), adapters=lora.adapters)
 
 
 def rehearsed(store: ExpertStore, device: str, residents: tuple[int, ...]) -> PlacedStore:
     place = served(store, device, "resident", residents=residents)
-    place.engine.callbacks.rehearsing = True
+    place.engine.callbacks.warming_up = True
     return place
 
 
@@ -67,7 +67,7 @@ def test_numbers(biased: bool, residents: tuple[int, ...], device: str) -> None:
         got, want = place.engine.infer(place.layer, given), on_cpu(store, given)
         assert not place.layer.last_split, "somebody asked"
         assert error(got, want) < CLOSE if residents else torch.equal(got.cpu(), want)
-        bare = place.engine.infer(place.layer, replace(given, several=None))
+        bare = place.engine.infer(place.layer, replace(given, multi_lora=None))
         alone = torch.tensor(rows) < 0
         assert torch.equal(got.cpu()[alone], bare.cpu()[alone])
         assert alone.all() or error(bare.cpu()[~alone], want[~alone]) > 0.05, "the adapters do something"
@@ -103,18 +103,18 @@ def test_who_is_taken(device: str) -> None:
     """Outside of graphs nothing has changed; in them rows have to be where replays find others."""
     store = make_store(SMALL)
     place = served(store, device, "resident", residents=(1,))
-    few, layer = place.engine.callbacks, place.layer.packed
+    path, layer = place.engine.callbacks, place.layer.packed
     given = wanting(store, batch(SMALL, 2, device), [0, -1])
-    assert few.refusal(layer, given, "resident")
-    few.rehearsing = True
-    assert not few.refusal(layer, given, "resident")
+    assert path.refusal(layer, given, "resident")
+    path.warming_up = True
+    assert not path.refusal(layer, given, "resident")
     with pytest.raises(InputError, match="LoRA on experts"):
-        few.check(layer, replace(given, several=None, factors=ADAPTERS[0]), "resident")
+        path.check(layer, replace(given, multi_lora=None, factors=ADAPTERS[0]), "resident")
     if device != "cpu":
-        assert given.several is not None
-        host = replace(given.several.lora, rows=given.several.lora.rows.cpu())
+        assert given.multi_lora is not None
+        host = replace(given.multi_lora.lora, rows=given.multi_lora.lora.rows.cpu())
         with pytest.raises(InputError, match="the host knows"):
-            few.check(layer, replace(given, several=MultiLora(host, torch.device(device))), "resident")
+            path.check(layer, replace(given, multi_lora=MultiLora(host, torch.device(device))), "resident")
 
 
 @devices
@@ -123,20 +123,20 @@ def test_what_is_forgotten(residents: tuple[int, ...], device: str) -> None:
     """Calls of other adapters than the used ones go with all that they held; the others compute as before."""
     store = make_store(SMALL)
     place = rehearsed(store, device, residents)
-    few, shelf = place.engine.callbacks, place.engine.executor.shelf
+    path, lora_cache = place.engine.callbacks, place.engine.executor.lora_cache
     both = wanting(store, batch(SMALL, 3, device), [0, 1, -1], ADAPTERS[:2])
     last = wanting(store, batch(SMALL, 3, device), [0, -1, 0], [ADAPTERS[2]])
     first = wanting(store, batch(SMALL, 3, device), [0, -1, 0], [ADAPTERS[0]])
     wanted = [place.engine.infer(place.layer, one).clone() for one in (both, last, first)]
-    place.engine.infer(place.layer, replace(both, several=None))
-    assert len(few._ready) == 4 and len(few._buffers) == 1
-    few._captured[0] = [(ready, store) for ready in few._ready.values()]
-    assert first.several is not None
-    used = tuple(first.several.lora.adapters)
-    few.retain({used})
-    assert {key[2] for key in few._ready} == {(), used} and len(few._captured[0]) == 2
+    place.engine.infer(place.layer, replace(both, multi_lora=None))
+    assert len(path._prepared) == 4 and len(path._buffers) == 1
+    path._captured[0] = [(ready, store) for ready in path._prepared.values()]
+    assert first.multi_lora is not None
+    used = tuple(first.multi_lora.lora.adapters)
+    path.release_unused_adapters({used})
+    assert {key[2] for key in path._prepared} == {(), used} and len(path._captured[0]) == 2
     held = [id(ADAPTERS[0])] if residents else []
-    assert list(shelf._held) == held and [key[1] for key in few._terms] == ([used] if residents else [])
+    assert list(lora_cache._pins) == held and [key[1] for key in path._lora_pointers] == ([used] if residents else [])
     again = [place.engine.infer(place.layer, one) for one in (both, last, first)]
     assert all(torch.equal(a, b) for a, b in zip(again, wanted, strict=True))
 
@@ -144,27 +144,27 @@ def test_what_is_forgotten(residents: tuple[int, ...], device: str) -> None:
 def test_what_is_held_stays_and_has_a_bound() -> None:
     wide, device = 2 * SMALL.intermediate, torch.device("cpu")
     size = sum(
-        2 * (pair.a.numel() + pair.b.numel()) for pair in LoraCache(device, 1 << 30).of(ADAPTERS[0], wide).values()
+        2 * (pair.a.numel() + pair.b.numel()) for pair in LoraCache(device, 1 << 30).get(ADAPTERS[0], wide).values()
     )
-    shelf = LoraCache(device, size)
-    first = shelf.hold(ADAPTERS[0], wide)
-    shelf.of(ADAPTERS[1], wide)
-    shelf.of(ADAPTERS[2], wide)
-    assert shelf.of(ADAPTERS[0], wide) is first
+    lora_cache = LoraCache(device, size)
+    first = lora_cache.pin(ADAPTERS[0], wide)
+    lora_cache.get(ADAPTERS[1], wide)
+    lora_cache.get(ADAPTERS[2], wide)
+    assert lora_cache.get(ADAPTERS[0], wide) is first
     with pytest.raises(InputError, match=f"{size} at most"):
-        LoraPointers.hold(shelf, ADAPTERS[:2], wide, device)
-    shelf.release(ADAPTERS[0])
-    LoraPointers.hold(shelf, ADAPTERS[2:], wide, device)
-    assert shelf.of(ADAPTERS[0], wide) is not first, "let go of, and the longest unused"
+        LoraPointers.pin(lora_cache, ADAPTERS[:2], wide, device)
+    lora_cache.unpin(ADAPTERS[0])
+    LoraPointers.pin(lora_cache, ADAPTERS[2:], wide, device)
+    assert lora_cache.get(ADAPTERS[0], wide) is not first, "let go of, and the longest unused"
 
 
 def test_a_set_without_room_leaves_nothing_held() -> None:
     store = make_store(SMALL)
     place = rehearsed(store, "cpu", (1, 4))
-    place.engine.executor.shelf = shelf = LoraCache(torch.device("cpu"), 1)
+    place.engine.executor.lora_cache = lora_cache = LoraCache(torch.device("cpu"), 1)
     with pytest.raises(InputError, match="beside residents"):
         place.engine.infer(place.layer, wanting(store, batch(SMALL, 2, "cpu"), [0, 1]))
-    assert not shelf._held and not place.engine.callbacks._terms
+    assert not lora_cache._pins and not place.engine.callbacks._lora_pointers
     given = batch(SMALL, 2, "cpu")
     assert error(place.engine.infer(place.layer, given), expected(store, given)) < CLOSE
 
@@ -175,27 +175,27 @@ def test_kernels_in_the_interpreter(gate: Gate) -> None:
     gemv = pytest.importorskip("ktransformers.place.gpu.resident_decode_triton")
     store = make_store(SMALL, biased=True)
     place = served(store, "cpu", "resident", residents=(1, 4, 5))
-    layer, room, device = (
+    layer, cache, device = (
         replace(place.layer.packed, gate=gate),
         place.engine.executor.residents[0],
         torch.device("cpu"),
     )
     wide = [*ADAPTERS[:2], _of_rank(40)]
-    terms = LoraPointers.hold(LoraCache(device, 1 << 30), wide, layer.geometry.first.out_rows, device)
-    given, where = batch(SMALL, 5, "cpu"), _places(layer, room)
+    terms = LoraPointers.pin(LoraCache(device, 1 << 30), wide, layer.geometry.first.out_rows, device)
+    given, where = batch(SMALL, 5, "cpu"), find_resident_slots(layer, cache)
     rows = torch.tensor([0, -1, 1, 2, 2], dtype=torch.int32)
     inputs = (given.hidden, given.ids, given.weights)
 
     def computed(lora: resident_decode.Lora | None) -> Tensor:
-        first, down = (None if lora is None else terms.told(lora[0], name) for name in ("first", "down"))
+        first, down = (None if lora is None else terms.kernel_arguments(lora[0], name) for name in ("first", "down"))
         fused = gate.activation == "silu"
-        h = gemv.first(*inputs[:2], where, room.first, layer.biases[0], layer.geometry.first, fused, first)
+        h = gemv.first(*inputs[:2], where, cache.first, layer.biases[0], layer.geometry.first, fused, first)
         h = h if fused else resident_decode._activate(h, gate, True)
-        found: Tensor = gemv.down(h, *inputs[1:], where, room.down, layer.biases[1], layer.geometry.down, down)
+        found: Tensor = gemv.down(h, *inputs[1:], where, cache.down, layer.biases[1], layer.geometry.down, down)
         return found
 
     got, bare = computed((rows, terms)), computed(None)
-    want = resident_decode._plain(layer, room, where, *inputs, (rows, terms))
+    want = resident_decode._plain(layer, cache, where, *inputs, (rows, terms))
     assert error(got, want) < 0.02 < 0.1 < error(bare, want)
     assert torch.equal(got[1], bare[1])
 
@@ -212,6 +212,6 @@ def test_rows_come_from_the_batch() -> None:
     store = make_store(SMALL)
     place = rehearsed(store, "cpu", (1, 4))
     given = wanting(store, batch(SMALL, 4, "cpu"), [0, 2, -1, 1])
-    assert given.several is not None
-    got = place.forward_mixed(given.hidden, given.ids, given.weights, given.several.lora)
+    assert given.multi_lora is not None
+    got = place.forward_mixed(given.hidden, given.ids, given.weights, given.multi_lora.lora)
     assert error(got, on_cpu(store, given)) < CLOSE and not place.layer.last_split

@@ -19,7 +19,7 @@ from ktransformers.nn.gate import Gate
 from ktransformers.nn.lora_factors import LoraFactors
 from ktransformers.nn.reference import ACTIVATIONS
 from ktransformers.nn.store import Dropout
-from ktransformers.place.gpu.device_lora import lay, seats
+from ktransformers.place.gpu.device_lora import factor_slots, stack_factors
 from ktransformers.place.gpu.epilogue import DropoutMask
 from ktransformers.place.gpu.grouped_mlp import Decoded, GroupedRows, GroupLora, backward, forward
 
@@ -125,22 +125,22 @@ def ours(given: dict[str, Any], gate: Gate, scales: tuple[float, float, float], 
         }
         cut = torch.bincount(key, minlength=E * each).cumsum(0).int()
         factors = LoraFactors(tuple(stacked), tuple(stacked.values()), scales)
-        pairs = lay(factors, factors.tensors, on["first"].shape[1])
+        pairs = stack_factors(factors, factors.tensors, on["first"].shape[1])
         lora = GroupLora(cut, pairs["first"], pairs["down"])
     weights = Decoded(on["first"], on["down"], on["first_bias"], on["down_bias"])
     out = torch.zeros(T, H, device=device)
     forward(on["hidden"], rows, weights, gate, out, lora)
     grad_hidden = torch.zeros(T, H, device=device)
     grad_rows, grads = backward(
-        on["grad"], on["hidden"], rows, weights, gate, grad_hidden, lora, learns=lora is not None
+        on["grad"], on["hidden"], rows, weights, gate, grad_hidden, lora, needs_grad=lora is not None
     )
     grad_weights = torch.zeros(T * K, device=device)
     grad_weights[place] = grad_rows
     found = {"out": out, "hidden": grad_hidden, "weights": grad_weights.view(T, K)}
-    table = seats(factors.roles, factors.tensors, scales) if adapters else {}
-    for role, seat in table.items():
-        whole = grads[seat.pair][seat.side == "b"]
-        grad = (whole[:, seat.rank] if seat.side == "a" else whole[:, seat.rows, seat.rank]) * seat.scale
+    table = factor_slots(factors.roles, factors.tensors, scales) if adapters else {}
+    for role, slot in table.items():
+        whole = grads[slot.pair][slot.factor == "b"]
+        grad = (whole[:, slot.rank] if slot.factor == "a" else whole[:, slot.rows, slot.rank]) * slot.scale
         parts = grad.unflatten(0, (E, each))
         assert not parts[:, adapters].any() or bool((given["adapter"] < 0).any())
         found |= {f"{role}.{at}": parts[:, at] for at in range(adapters)}
@@ -185,7 +185,7 @@ def test_dropout_is_the_cores() -> None:
     hidden, share, seed = torch.ones(T, H).bfloat16(), 0.3, 2**62 - 12345
     ids, weights = torch.zeros(T, 1, dtype=torch.int64), torch.ones(T, 1)
     out = store.forward(hidden, ids, weights, adapters=[adapter], dropout=Dropout(share, seed))
-    thin = DropoutMask(share, seed, torch.arange(T))
-    dropped = thin(hidden, 1)[:, :I] == 0
+    dropout = DropoutMask(share, seed, torch.arange(T))
+    dropped = dropout(hidden, 1)[:, :I] == 0
     assert 0.2 < dropped.float().mean() < 0.4
     assert torch.equal(out[:, :I] == 0, dropped)

@@ -28,7 +28,7 @@ from ktransformers.nn.operator import apply_experts
 from ktransformers.nn.store import NO_DROPOUT, Dropout
 from ktransformers.place.engine import ExpertEngine
 from ktransformers.place.gpu.expert_cache import ExpertCache
-from ktransformers.place.gpu.pinned import Registered
+from ktransformers.place.gpu.pinned import RegisteredMemory
 from ktransformers.place.placed_store import PlacedStore
 from ktransformers.place.placement import geometry_of, new_layer
 from ktransformers.plan.split import Costs
@@ -85,7 +85,7 @@ def placed(
 ) -> PlacedStore:
     """`pinned`: bytes that may be registered with the driver; `split`: auto is as if both sides had been found best."""
     where, sizes = torch.device(device), geometry_of(store)
-    registered = Registered(pinned) if where.type == "cuda" and pinned else None
+    registered = RegisteredMemory(pinned) if where.type == "cuda" and pinned else None
     engine = ExpertEngine(where, policy, ExpertCache(sizes, slots, where, registered))
     layer = new_layer(engine, 0, store, Gate("silu"), sizes)
     layer.costs = engine.dispatcher.costs = {"forward": EVEN, "backward": EVEN}
@@ -333,7 +333,7 @@ def test_staging(pinned: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktransformers.place.gpu.pinned.STAGE_BYTES", 10_000)
     store, given = make_store(SMALL), inputs(SMALL, "cuda:0")
     place = placed(store, "cuda:0", "stream", 3, pinned=pinned)
-    assert not place.engine.cache.direct(place.layer.packed.source)
+    assert not place.engine.cache.can_copy_directly(place.layer.packed.source)
     for _ in range(2):
         compare(run(place, given, True), expected(store, given))
 
@@ -342,7 +342,7 @@ def test_staging(pinned: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_registered_memory_is_copied_from_directly() -> None:
     store = make_store(QWEN)
     place = placed(store, "cuda:0", "stream", 128)
-    assert place.engine.cache.direct(place.layer.packed.source)
+    assert place.engine.cache.can_copy_directly(place.layer.packed.source)
     assert place.layer.packed.source.first.is_pinned()
 
 

@@ -71,28 +71,28 @@ def test_replays_with_adapters(residents: tuple[int, ...], spec: str) -> None:
     """From replay to replay another mixture, one behind the other; a row without has the bits that it has alone."""
     store = make_store(SMALL, spec)
     place = served(store, GPU, "resident", residents=residents)
-    place.engine.callbacks.rehearsing = True
+    place.engine.callbacks.warming_up = True
     static = wanting(store, batch(SMALL, 4, GPU), [-1] * 4)
     graph, out = capture(place, static)
     mixtures = [[0, 1, 2, -1], [-1, 2, 0, 1], [1, -1, -1, 1], [2, 0, 0, -1]]
     batches = [wanting(store, batch(SMALL, 4, GPU, seed=seed), rows) for seed, rows in enumerate(mixtures)]
     found = []
     for given in batches:
-        assert static.several is not None and given.several is not None
-        static.several.lora.rows.copy_(given.several.lora.rows)
+        assert static.multi_lora is not None and given.multi_lora is not None
+        static.multi_lora.lora.rows.copy_(given.multi_lora.lora.rows)
         replay(graph, static, given)
         found.append(out.clone())
     for given, got, rows in zip(batches, found, mixtures, strict=True):
         want = on_cpu(store, given)
         assert error(got, want) < CLOSE if residents else torch.equal(got.cpu(), want)
         alone = torch.tensor(rows) < 0
-        bare = place.engine.infer(place.layer, replace(given, several=None))
+        bare = place.engine.infer(place.layer, replace(given, multi_lora=None))
         assert torch.equal(got.cpu()[alone], bare.cpu()[alone])
-    few = place.engine.callbacks
-    assert len(few._captured[0]) == 1
+    path = place.engine.callbacks
+    assert len(path._captured[0]) == 1
     del graph
-    few.retain(set())
-    assert not few._captured[0] and not few._terms and not place.engine.executor.shelf._held
+    path.release_unused_adapters(set())
+    assert not path._captured[0] and not path._lora_pointers and not place.engine.executor.lora_cache._pins
 
 
 @pytest.mark.parametrize("spec", ["int4:32", "nvfp4", "q5_1"])
@@ -137,9 +137,9 @@ def test_a_graph_outlives_its_residents() -> None:
     place.engine.executor.residents[0].first.zero_()
     replay(graph, static, given)
     assert error(out, expected(store, given)) > 0.1, "it is the new residents' bytes that are read"
-    place.engine.callbacks.retire(0)
-    room = place.engine.executor.residents[0] = ExpertCache(place.layer.packed.geometry, 3, torch.device(GPU), None)
-    room.fetch(0, place.layer.packed.source, (0, 1, 7))
+    place.engine.callbacks.drop_calls(0)
+    cache = place.engine.executor.residents[0] = ExpertCache(place.layer.packed.geometry, 3, torch.device(GPU), None)
+    cache.fetch(0, place.layer.packed.source, (0, 1, 7))
     replay(graph, static, given)
     assert torch.equal(out.cpu(), expected(store, given))
     graph, out = capture(place, static)

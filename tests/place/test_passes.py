@@ -81,17 +81,17 @@ def test_several_adapters(policy: str, device: str) -> None:
         assert error(got[alone.to(device)], bare[alone]) < TOLERANCE
 
 
-def test_the_shelf_gives_up_the_longest_unused() -> None:
+def test_lora_cache_evicts_the_least_recently_used() -> None:
     wide, device = 2 * SMALL.intermediate, torch.device("cpu")
     whole = LoraCache(device, 1 << 30)
     for one in ADAPTERS:
-        whole.of(one, wide)
-    assert [whole.of(one, wide) is whole.of(one, wide) for one in ADAPTERS] == [True] * 3
+        whole.get(one, wide)
+    assert [whole.get(one, wide) is whole.get(one, wide) for one in ADAPTERS] == [True] * 3
     small = LoraCache(device, 1)
-    first = small.of(ADAPTERS[0], wide)
-    assert small.of(ADAPTERS[0], wide) is first
-    small.of(ADAPTERS[1], wide)
-    assert small.of(ADAPTERS[0], wide) is not first
+    first = small.get(ADAPTERS[0], wide)
+    assert small.get(ADAPTERS[0], wide) is first
+    small.get(ADAPTERS[1], wide)
+    assert small.get(ADAPTERS[0], wide) is not first
 
 
 @devices
@@ -257,7 +257,7 @@ def test_deferred_experts(dense: int | None) -> None:
         model = tiny().eval()
         exact = torch.stack([model(token.view(1, 1)).logits[0, 0].float() for token in tokens])
         want = late_reference(model, tokens, 1, dense)
-        placement = attach(model, policy="resident", device="cpu", homes=names)
+        placement = attach(model, policy="resident", device="cpu", device_by_layer=names)
         assert placement is not None and placement.defer(1) == (2 if dense is None else 0)
         got = torch.stack([model(token.view(1, 1)).logits[0, 0].float() for token in tokens])
         assert error(got, want) < 1e-3

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktransformers.errors import InputError
-from ktransformers.place.options import POLICIES, UNASKED
+from ktransformers.place.options import DEFAULT_POLICIES, POLICIES
 from ktransformers.plan import (
     Choice,
     ModelShape,
@@ -21,16 +21,17 @@ from ktransformers.plan import (
     open_shape,
     profile,
     profiles,
-    refuse,
-    shipped,
+    require_fit,
+    shipped_shapes,
     with_gpus,
     with_memory,
 )
+from ktransformers.plan.expert_time import cpu_layer_seconds
 from ktransformers.plan.machine import parse_bytes
-from ktransformers.plan.memory import loss_bytes, memory_of
-from ktransformers.plan.meter import Meter, anonymous_bytes, compare
+from ktransformers.plan.memory import loss_bytes, predict_memory
+from ktransformers.plan.meter import Meter, anonymous_bytes, compare_with_plan
 from ktransformers.plan.planner import evaluate
-from ktransformers.plan.step_time import layer_seconds, time_of
+from ktransformers.plan.step_time import predict_time
 from ktransformers.plan.workload import expert_bytes
 
 QWEN = open_shape("qwen3-30b-a3b")
@@ -43,7 +44,7 @@ def test_what_fits_is_executable_and_the_fastest() -> None:
     assert plan.best is not None and plan.best.choice == Choice("bf16", 1) and not plan.best.missing
     cpu = evaluate(QWEN, Training(), Choice(), machine)
     assert plan.best.time.seconds < cpu.time.seconds
-    assert plan.others == () and plan.ways == ()
+    assert plan.others == () and plan.remedies == ()
 
 
 def test_all_shows_other_formats_and_several_gpus() -> None:
@@ -70,25 +71,25 @@ def test_what_is_missing_is_exact() -> None:
     ).fits
 
 
-@pytest.mark.parametrize("name", sorted(shipped()))
+@pytest.mark.parametrize("name", sorted(shipped_shapes()))
 @pytest.mark.parametrize("work", [Training(tokens=8192, tokens_per_step=8192, retain=True), Serving(32768, 4096, 8)])
 def test_three_ways_out_and_each_of_them_fits(name: str, work: Training | Serving) -> None:
     plan = make_plan(open_shape(name), work, with_memory(with_gpus(profile("desktop-4090"), "2GB"), "24GB"))
     assert plan.best is None and plan.nearest.lacking
     # What was released in few bits has one format left to go to.
     count = 3 if plan.model.stored == "bf16" else 2
-    assert len(plan.ways) == count == len({way.changes for way in plan.ways})
-    assert all(way.candidate.fits and way.changes for way in plan.ways)
+    assert len(plan.remedies) == count == len({way.changes for way in plan.remedies})
+    assert all(way.candidate.fits and way.changes for way in plan.remedies)
 
 
 def test_ways_that_can_be_run_come_first() -> None:
     work = Training(tokens=16384, tokens_per_step=16384, sequence=2048, retain=True)
     plan = make_plan(QWEN, work, with_memory(profile("desktop-4090"), "72GB"))
     assert plan.best is None
-    first = plan.ways[0]
+    first = plan.remedies[0]
     assert first.changes in (("kt_cpu_activation: recompute",), ("kt_tokens_per_batch: 4096",))
-    assert not first.candidate.missing and first.same
-    missing = [bool(way.candidate.missing) for way in plan.ways]
+    assert not first.candidate.missing and first.same_results
+    missing = [bool(way.candidate.missing) for way in plan.remedies]
     assert missing == sorted(missing)
 
 
@@ -102,21 +103,21 @@ def test_the_smallest_types_are_counted_as_they_are(stored: str, bits: float) ->
     # Nothing is proposed in their place, because nothing that can be written is smaller.
     tight = make_plan(model, Serving(), with_memory(machine, "4GB"))
     assert tight.best is None
-    assert not any("experts in" in change for way in tight.ways for change in way.changes)
+    assert not any("experts in" in change for way in tight.remedies for change in way.changes)
 
 
 def test_refusal_says_what_and_how_and_force_goes_on() -> None:
     plan = make_plan(QWEN, Training(retain=True), with_memory(profile("desktop-4090"), "64GB"))
     with pytest.raises(InputError, match=r"host lacks [\d.]+ GB.*--force"):
-        refuse(plan)
-    refuse(plan, force=True)
-    refuse(make_plan(QWEN, Training(), profile("desktop-4090")))
+        require_fit(plan)
+    require_fit(plan, force=True)
+    require_fit(make_plan(QWEN, Training(), profile("desktop-4090")))
 
 
 def test_several_gpus_share_layers_and_are_proposed_where_one_does_not_do() -> None:
     machine = with_gpus(profile("dual-xeon-4090"), "24GB,24GB")
     model = open_shape("deepseek-v3")
-    one, two = (memory_of(model, Training(), Choice("bf16", gpus), machine) for gpus in (1, 2))
+    one, two = (predict_memory(model, Training(), Choice("bf16", gpus), machine) for gpus in (1, 2))
     assert sum(table["weights"] for table in two.gpus) == one.gpus[0]["weights"]
     assert max(two.gpu_bytes) < 0.6 * one.gpu_bytes[0]
     assert not Choice("bf16", 2).missing
@@ -127,12 +128,12 @@ def test_several_gpus_share_layers_and_are_proposed_where_one_does_not_do() -> N
 
 @settings(max_examples=60, deadline=None)
 @given(
-    name=st.sampled_from(sorted(shipped())),
+    name=st.sampled_from(sorted(shipped_shapes())),
     gpu=st.sampled_from([1, 2, 4, 8, 24, 80, 140]),
     ram=st.sampled_from([4, 32, 66, 128, 512, 2048]),
     work=st.sampled_from([Training(512, 512, 512), Training(8192, 8192), Training(65536, 65536), Serving()]),
     machine=st.sampled_from(["desktop-4090", "amx16-h200", "epyc-zen5"]),
-    policies=st.sampled_from([UNASKED, ("cpu",), ("stream",)]),
+    policies=st.sampled_from([DEFAULT_POLICIES, ("cpu",), ("stream",)]),
 )
 def test_a_gpu_is_left_out_only_where_nothing_fits_with_it(
     name: str, gpu: int, ram: int, work: Training | Serving, machine: str, policies: tuple[str, ...]
@@ -141,16 +142,16 @@ def test_a_gpu_is_left_out_only_where_nothing_fits_with_it(
     plan = make_plan(open_shape(name), work, here, policies=policies)
     bare = [replace(plan.nearest.choice, gpus=1, policy=policy, residents=0) for policy in policies]
     fits = [evaluate(plan.model, work, choice, here).fits for choice in bare]
-    assert bool(plan.left_out) == (plan.nearest.choice.gpus == 0)
+    assert bool(plan.gpu_unused_reason) == (plan.nearest.choice.gpus == 0)
     if any(fits):
         assert plan.best is not None and plan.best.choice.gpus == 1
-    if plan.left_out:
-        assert plan.best is not None and "lacks" in plan.left_out and plan.left_out == plan.notes[0]
+    if plan.gpu_unused_reason:
+        assert plan.best is not None and "lacks" in plan.gpu_unused_reason and plan.gpu_unused_reason == plan.notes[0]
     insisted = make_plan(plan.model, work, here, policies=policies, needs_gpu=True)
-    assert insisted.nearest.choice.gpus == 1 and not insisted.left_out
-    assert (insisted.best is None) == (plan.best is None or bool(plan.left_out))
+    assert insisted.nearest.choice.gpus == 1 and not insisted.gpu_unused_reason
+    assert (insisted.best is None) == (plan.best is None or bool(plan.gpu_unused_reason))
     without = make_plan(plan.model, work, replace(here, gpus=()), policies=policies, needs_gpu=True)
-    assert not without.left_out and without.nearest.choice.gpus == 0
+    assert not without.gpu_unused_reason and without.nearest.choice.gpus == 0
 
 
 def test_a_gpu_is_used_where_the_cpu_alone_would_be_faster() -> None:
@@ -161,11 +162,11 @@ def test_a_gpu_is_used_where_the_cpu_alone_would_be_faster() -> None:
     seconds = [evaluate(small, work, choice, machine).time.seconds for choice in (Choice(), Choice("bf16", 1))]
     assert seconds[0] < seconds[1]
     plan = make_plan(small, work, machine)
-    assert plan.best is not None and plan.best.choice.gpus == 1 and not plan.left_out
+    assert plan.best is not None and plan.best.choice.gpus == 1 and not plan.gpu_unused_reason
 
 
 def test_nodes_add_up_and_hold_the_experts_in_equal_parts() -> None:
-    memory = memory_of(QWEN, Training(), Choice("bf16", 1), profile("dual-xeon-4090"))
+    memory = predict_memory(QWEN, Training(), Choice("bf16", 1), profile("dual-xeon-4090"))
     assert sum(memory.nodes) == pytest.approx(memory.host_bytes, abs=2)
     assert len(memory.nodes) == 2 and min(memory.nodes) == memory.host["experts"] // 2
 
@@ -205,7 +206,7 @@ def test_layer_times_are_those_of_the_bench() -> None:
             shape = open_shape(names[cell["shape"]])
             shape = replace(shape, experts=slices.get(cell["shape"], shape.experts))
             cpu = replace(machine.cpu, tile_flops=cell["tile_tflops"] * 1e12, read_bytes=cell["read_gbs"] * 1e9)
-            found = layer_seconds(shape, cell["tokens"], replace(machine, cpu=cpu), Choice())
+            found = cpu_layer_seconds(shape, cell["tokens"], replace(machine, cpu=cpu), Choice())
             errors.append(abs(found * 1e3 / cell["ms"] - 1))
     assert len(errors) == 28
     assert max(errors) < 0.25 and sum(errors) / len(errors) < 0.10
@@ -217,18 +218,18 @@ def test_layer_times_are_those_of_the_bench() -> None:
     rank=st.integers(1, 128),
     retain=st.booleans(),
     checkpointing=st.booleans(),
-    name=st.sampled_from(sorted(shipped())),
+    name=st.sampled_from(sorted(shipped_shapes())),
     gpus=st.integers(0, 1),
 )
 def test_more_never_costs_less(tokens: int, rank: int, retain: bool, checkpointing: bool, name: str, gpus: int) -> None:
     model, machine, choice = open_shape(name), profile("desktop-4090"), Choice("bf16", gpus)
     work = Training(tokens, tokens, min(tokens, 2048), rank, retain=retain, checkpointing=checkpointing)
-    here = memory_of(model, work, choice, machine)
+    here = predict_memory(model, work, choice, machine)
     for more in (replace(work, tokens=2 * tokens, tokens_per_step=2 * tokens), replace(work, rank=2 * rank)):
-        there = memory_of(model, more, choice, machine)
+        there = predict_memory(model, more, choice, machine)
         assert there.host_bytes >= here.host_bytes and there.gpu_bytes >= here.gpu_bytes
-        assert time_of(model, more, choice, machine).seconds > time_of(model, work, choice, machine).seconds
-    assert memory_of(model, replace(work, retain=True), choice, machine).host_bytes >= here.host_bytes
+        assert predict_time(model, more, choice, machine).seconds > predict_time(model, work, choice, machine).seconds
+    assert predict_memory(model, replace(work, retain=True), choice, machine).host_bytes >= here.host_bytes
     assert min(*here.host.values(), *here.disk.values(), here.pinned, here.mapped) >= 0
 
 
@@ -237,11 +238,11 @@ def test_tokens_without_a_label_have_no_logits(gpus: int) -> None:
     machine, choice = profile("desktop-4090"), Choice(gpus=gpus)
     every = Training(checkpointing=False, tokens_per_step=4096)
     half = replace(every, labelled=0.5)
-    found = [memory_of(QWEN, work, choice, machine) for work in (every, half)]
+    found = [predict_memory(QWEN, work, choice, machine) for work in (every, half)]
     taken = [(one.gpus[0] if gpus else one.host)["activations"] for one in found]
     row = 32768 * 2 + QWEN.hidden * 6 if gpus else 32768 * 31 + QWEN.hidden * 2
     assert taken[0] - taken[1] == 1024 * row
-    loss = [time_of(QWEN, work, choice, machine).parts["loss"] for work in (every, half)]
+    loss = [predict_time(QWEN, work, choice, machine).parts["loss"] for work in (every, half)]
     assert loss[0] == pytest.approx(2 * loss[1])
 
 
@@ -255,14 +256,14 @@ def test_a_pass_on_a_cpu_takes_pythons_time_and_moves_what_it_keeps() -> None:
     """Measured on two AMX cores, steps of 16 short rows one by one, in layers of next to no size: 12.8 to 15 ms a layer
     and row; and in bf16 layers of 512, 0.62 ms a token where many rows go at once."""
     cpu = replace(profile("amx16-h200").cpu, tile_flops=1.4e12, read_bytes=40e9, dense_flops=1.2e12)
-    machine = replace(profile("amx16-h200"), cpu=cpu, gpus=()).at_pace(0.052)
+    machine = replace(profile("amx16-h200"), cpu=cpu, gpus=()).with_python_speed(0.052)
     model = replace(QWEN, hidden=512, intermediate=256, experts=64, top_k=4, layers=6, expert_layers=6)
     model = replace(model, rest_per_layer=690_000, attention_width=1280, scores_width=1024, mlp_width=0)
     tiny = replace(model, hidden=64, intermediate=32, experts=8, top_k=2, rest_per_layer=10**4, attention_width=192)
 
     def step(shape: ModelShape, tokens: int, rows: int, layers: int = 6) -> float:
         shape = replace(shape, layers=layers, expert_layers=layers, vocabulary=6400, embedding=6400 * shape.hidden)
-        return time_of(shape, Training(tokens, tokens * rows, 110), Choice(), machine).seconds
+        return predict_time(shape, Training(tokens, tokens * rows, 110), Choice(), machine).seconds
 
     each = (step(tiny, 56, 16, 12) - step(tiny, 56, 16, 4)) / (8 * 16)
     assert 12.8e-3 <= each <= 15e-3
@@ -289,6 +290,6 @@ def test_meter_sees_a_peak_that_is_gone() -> None:
         del held
     assert meter.peak - before > 200e6
     plan = evaluate(QWEN, Training(), Choice("bf16", 1), profile("desktop-4090"))
-    host, gpu, speed = compare(plan, host=70 * 10**9, gpu=5 * 10**9, tokens_per_second=200.0)
+    host, gpu, speed = compare_with_plan(plan, host=70 * 10**9, gpu=5 * 10**9, tokens_per_second=200.0)
     assert abs(host.error - (70e9 / plan.memory.host_bytes - 1)) < 1e-9 and "predicted" in str(speed)
-    assert gpu.what == "GPU memory" and compare(plan) == ()
+    assert gpu.what == "GPU memory" and compare_with_plan(plan) == ()

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ktransformers.errors import InputError
 from ktransformers.nn import attach as pack
 from ktransformers.place import attach
-from ktransformers.place.placement import _say_once
+from ktransformers.place.placement import _warn_once
 from ktransformers.place.residents import budget, choose, load_counts, save_counts
 
 COUNTS = np.array([[5, 0, 9, 1], [7, 8, 0, 0], [0, 0, 0, 6]])
@@ -115,7 +115,7 @@ def tiny() -> torch.nn.Module:
 
 def test_attach_and_residents(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny()
-    _say_once.cache_clear()  # others may have asked before
+    _warn_once.cache_clear()  # others may have asked before
     assert attach(model) is None, "the CPU computes experts unless another policy is asked for"
     if not torch.cuda.is_available():
         assert attach(model, policy="auto") is None and attach(model, policy="stream") is None
@@ -125,10 +125,10 @@ def test_attach_and_residents(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     placement = attach(model, policy="resident", device="cpu")
     assert placement is not None and len(placement.layers) == 3 and len(placement.engines) == 1
     assert placement.names[0] == "model.layers.0.mlp.experts" and not placement.left
-    side = placement.engines[0].side
+    side = placement.engines[0].executor
     placement.place_residents(count=2)
     assert [side.residents[index].present(index) for index in range(3)] == [frozenset({0, 1})] * 3
-    with pytest.raises(InputError, match="none yet"):
+    with pytest.raises(InputError, match="no counts yet"):
         placement.place_residents(count=2, strategy="frequency")
     for index, layer in enumerate(placement.layers):
         layer.counts[[index, 5]] = 10

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
 from ktransformers.place import attach
-from ktransformers.place.device_map import DeviceMap, find_stack, scatter, spread
+from ktransformers.place.device_map import DeviceMap, find_decoder_layers, move_to_devices, spread_layers
 from ktransformers.place.placement import device_of
 from ktransformers.place.rule_devices import devices_by_rules, first_rules
 from ktransformers.place.rules import devices_of, read_rules
@@ -90,20 +90,20 @@ def rules(tmp_path: Path, text: str) -> Any:
 
 
 def test_runs() -> None:
-    assert spread(5, ["a", "b"]) == ["a", "a", "b", "b", "b"]
-    assert spread(3, ["a"]) == ["a"] * 3
-    assert spread(2, ["a", "b", "c"]) == ["b", "c"]
-    stack = find_stack(skeleton(mlp_only_layers=[0]))
-    assert (stack.name, stack.count) == ("model.layers", 6)
-    assert stack.number_of("model.layers.12.mlp") == 12 and stack.number_of("model.norm") is None
+    assert spread_layers(5, ["a", "b"]) == ["a", "a", "b", "b", "b"]
+    assert spread_layers(3, ["a"]) == ["a"] * 3
+    assert spread_layers(2, ["a", "b", "c"]) == ["b", "c"]
+    decoder_layers = find_decoder_layers(skeleton(mlp_only_layers=[0]))
+    assert (decoder_layers.name, decoder_layers.count) == ("model.layers", 6)
+    assert decoder_layers.number_of("model.layers.12.mlp") == 12 and decoder_layers.number_of("model.norm") is None
 
 
 def test_the_guides_rules(tmp_path: Path) -> None:
     found = rules(tmp_path, GUIDE)
-    homes = devices_by_rules(skeleton(), found, ["cuda:0"])
-    assert homes.layers == ("cuda:0",) * 3 + ("cuda:1",) * 3
-    assert (homes.embedding, homes.head, homes.several) == ("cpu", "cuda:0", True)
-    assert homes.experts == {f"model.layers.{at}.mlp.experts": "cpu" for at in range(6)}
+    device_map = devices_by_rules(skeleton(), found, ["cuda:0"])
+    assert device_map.layers == ("cuda:0",) * 3 + ("cuda:1",) * 3
+    assert (device_map.embedding, device_map.head, device_map.spans_devices) == ("cpu", "cuda:0", True)
+    assert device_map.experts == {f"model.layers.{at}.mlp.experts": "cpu" for at in range(6)}
     assert devices_of(found) == {"cuda:0", "cuda:1"}
 
 
@@ -124,10 +124,10 @@ def test_the_first_match_wins(tmp_path: Path) -> None:
 - match: {name: "layers\\.[45]\\.mlp\\.experts$"}
   replace: {class: ktransformers.operators.experts.KTransformersExperts, kwargs: {generate_device: cuda}}
 """
-    homes = devices_by_rules(skeleton(), rules(tmp_path, whole), ["cuda:0", "cuda:1"])
-    assert homes.layers == ("cuda:0",) * 3 + ("cuda:1",) * 3
-    assert homes.experts == {f"model.layers.{at}.mlp.experts": "cuda:1" for at in (4, 5)}
-    assert homes.whole == list(homes.experts)
+    device_map = devices_by_rules(skeleton(), rules(tmp_path, whole), ["cuda:0", "cuda:1"])
+    assert device_map.layers == ("cuda:0",) * 3 + ("cuda:1",) * 3
+    assert device_map.experts == {f"model.layers.{at}.mlp.experts": "cuda:1" for at in (4, 5)}
+    assert device_map.resident_layers == list(device_map.experts)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_scattered_model_computes_the_same() -> None:
     model = tiny().eval()
     with torch.inference_mode():
         want = model(tokens).logits
-    scatter(model, DeviceMap(("cpu",) * 3, "cpu", "cpu", {}))
+    move_to_devices(model, DeviceMap(("cpu",) * 3, "cpu", "cpu", {}))
     with torch.inference_mode():
         assert torch.equal(model(tokens).logits, want)
     assert not hasattr(model, "hf_device_map")
@@ -171,7 +171,7 @@ def test_layers_on_two_devices(policy: str) -> None:
     model = tiny().eval()
     with torch.inference_mode():
         want = model(tokens).logits.float()
-    scatter(model, DeviceMap(("cpu", "cuda:0", "cuda:0"), "cpu", "cuda:0", {}))
+    move_to_devices(model, DeviceMap(("cpu", "cuda:0", "cuda:0"), "cpu", "cuda:0", {}))
     names = list(expert_modules(model))
     assert [device_of(model, name) for name in names[1:]] == [torch.device("cuda:0")] * 2
     placement = attach(model, policy=policy)
@@ -196,7 +196,7 @@ def test_two_engines_on_one_gpu() -> None:
     with torch.inference_mode():
         want = model(tokens).logits.float()
         parts = [
-            attach(model, policy="resident", homes={name: "cpu" for name in names if name not in mine})
+            attach(model, policy="resident", device_by_layer={name: "cpu" for name in names if name not in mine})
             for mine in (names[:1], names[1:])
         ]
         for part in parts:

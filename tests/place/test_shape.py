@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.contract import expert_modules
+from ktransformers.plan import Choice, Serving
 from ktransformers.plan.formats import counted_as, format_of, packed_expert_bytes, packed_lora_bytes
 from ktransformers.plan.machine import profile
-from ktransformers.plan.memory import attention_lora_numbers, expert_lora_numbers, keep_bytes
-from ktransformers.plan.model_shape import of_config, open_shape, shipped
+from ktransformers.plan.memory import attention_lora_numbers, expert_lora_numbers, kept_rows_bytes, predict_memory
+from ktransformers.plan.model_shape import open_shape, shape_from_config, shipped_shapes
 from ktransformers.train.settings import LoraSettings
 from ktransformers.train.targets import count_trained_parameters, find_targets
 from tests.support.releases import KINDS
@@ -31,9 +33,9 @@ def skeleton(config: dict[str, Any]) -> Any:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**words))
 
 
-@pytest.mark.parametrize("name", sorted(shipped()))
+@pytest.mark.parametrize("name", sorted(shipped_shapes()))
 def test_shipped_shapes_count_what_the_models_have(name: str) -> None:
-    document = shipped()[name]
+    document = shipped_shapes()[name]
     shape = open_shape(name)
     assert shape.numbers == pytest.approx(document["parameters"], rel=0.005)
     model = skeleton(document["config"])
@@ -51,9 +53,56 @@ def test_shipped_shapes_count_what_the_models_have(name: str) -> None:
         assert found == (expected or expert_lora_numbers(shape, 8) + attention_lora_numbers(shape, 8))
 
 
+def released_bytes(model: Any, extra_layers: int) -> int:
+    """A release in fp8: linear layers with a float32 scale per block of 128 x 128; embedding, head, norms and router in
+    bf16, the router's correction in float32; multi-token prediction layers with embedding, head, three norms and a
+    projection of their own."""
+
+    def tensor_bytes(name: str, shape: tuple[int, ...]) -> int:
+        if "correction_bias" in name:
+            return 4 * math.prod(shape)
+        if len(shape) == 3:  # transformers' fused experts; gate and up are two matrices in the release
+            halves = 2 if "gate_up" in name else 1
+            return shape[0] * halves * tensor_bytes("expert", (shape[1] // halves, shape[2]))
+        if len(shape) == 2 and not any(word in name for word in ("embed_tokens", "lm_head", "gate.weight")):
+            return math.prod(shape) + 4 * -(-shape[0] // 128) * -(-shape[1] // 128)
+        return 2 * math.prod(shape)
+
+    sizes = {name: tensor_bytes(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
+    config = model.config
+    last = sum(size for name, size in sizes.items() if f".layers.{config.num_hidden_layers - 1}." in name)
+    own = 2 * (2 * config.vocab_size * config.hidden_size + 3 * config.hidden_size + 2 * config.hidden_size**2)
+    return sum(sizes.values()) + extra_layers * (last + own)
+
+
+@pytest.mark.parametrize(("name", "gigabytes"), [("deepseek-v3", 688.6), ("kimi-k2", 1029.2)])
+def test_checkpoint_bytes_of_fp8_releases_follow_from_their_tensors(name: str, gigabytes: float) -> None:
+    document, shape = shipped_shapes()[name], open_shape(name)
+    assert shape.stored == "fp8" and shape.checkpoint_bytes == document["checkpoint_bytes"]
+    assert shape.checkpoint_bytes / 1e9 == pytest.approx(gigabytes, abs=0.05)
+    extra = document["config"]["num_nextn_predict_layers"]
+    assert released_bytes(skeleton(document["config"]), extra) == shape.checkpoint_bytes
+    memory = predict_memory(shape, Serving(), Choice("fp8"), profile("dual-xeon-4090"))
+    assert memory.disk["checkpoint"] == shape.checkpoint_bytes
+
+
+def test_bf16_releases_have_two_bytes_per_number() -> None:
+    for name in ("qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v2-lite", "opensourcerelease/DeepSeek-V3-bf16"):
+        shape = open_shape(name)
+        memory = predict_memory(shape, Serving(), Choice("bf16"), profile("dual-xeon-4090"))
+        assert shape.stored == "bf16" and memory.disk["checkpoint"] == 2 * shape.numbers
+
+
+@pytest.mark.parametrize(("name", "bytes_per_token"), [("deepseek-v2-lite", 276_480), ("deepseek-v3", 4_997_120)])
+def test_kv_cache_of_latent_attention_is_counted_expanded(name: str, bytes_per_token: int) -> None:
+    """As serve/engine/kv_cache.py keeps it: keys and values of every head."""
+    assert 2 * open_shape(name).cache_width == bytes_per_token
+
+
 def test_every_name_and_every_file_is_known() -> None:
-    for short, document in shipped().items():
-        assert {open_shape(name).name for name in (short, *document["names"])} == {short}
+    for short, document in shipped_shapes().items():
+        names = (short, *document["names"], *document.get("bf16_names", ()))
+        assert {open_shape(name).name for name in names} == {short}
         assert document["source"]
         assert all(figure["source"] and figure["work"] in ("train", "serve") for figure in document["published"])
 
@@ -70,7 +119,7 @@ def test_headers_say_what_the_formulas_say(family: str, tmp_path: Path) -> None:
     settings = LoraSettings(lora_rank=4, lora_target=("all",))
     numbers = expert_lora_numbers(found, 4) + attention_lora_numbers(found, 4)
     assert numbers == count_trained_parameters(model, find_targets(model, settings), 4)
-    formulas = of_config(json.loads((tmp_path / "config.json").read_text()), "formulas")
+    formulas = shape_from_config(json.loads((tmp_path / "config.json").read_text()), "formulas")
     assert formulas.linears == found.linears or sorted(map(repr, formulas.linears)) == sorted(map(repr, found.linears))
     if family in ("qwen3_moe", "deepseek_v3", "deepseek_v2", "mixtral"):
         assert formulas.rest == pytest.approx(found.rest, abs=20)
@@ -158,7 +207,7 @@ def test_kept_rows_are_the_cores() -> None:
         if not any(v["name"] == isa and (v["native"] or v["emulated"]) for v in _core.variants()):
             continue
         store = ExpertStore(1, shape.hidden, shape.intermediate, isa=isa)
-        assert keep_bytes(shape, 7, profile(machine)) == store.keep_bytes(7, shape.top_k)
+        assert kept_rows_bytes(shape, 7, profile(machine)) == store.keep_bytes(7, shape.top_k)
 
 
 def test_refusals_name_what_is_known(tmp_path: Path) -> None:

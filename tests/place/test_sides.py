@@ -10,37 +10,40 @@ from ktransformers.errors import InputError
 from ktransformers.place.options import POLICIES, PlacementOptions
 from ktransformers.plan import Choice, Training, make_plan, open_shape, profile
 from ktransformers.plan.expert_time import (
-    ALL,
-    NOTHING,
-    SOME,
-    asked_of_cpu,
-    costs_of,
-    layer_seconds,
-    placed_seconds,
-    touched_experts,
+    CPU_ALL,
+    CPU_NONE,
+    CPU_SOME,
+    cpu_layer_seconds,
+    cpu_share,
+    experts_of_batch,
+    placed_layer_seconds,
+    predicted_costs,
 )
 from ktransformers.plan.machine import with_gpus
-from ktransformers.plan.memory import ENGINE, memory_of, recorded, slot_count
+from ktransformers.plan.memory import ENGINE_LIMITS, cached_experts, captures_expert_passes, predict_memory
 from ktransformers.plan.split import split
-from ktransformers.plan.step_time import time_of
+from ktransformers.plan.step_time import predict_time
 
 QWEN = open_shape("qwen3-30b-a3b")
 MACHINE = profile("amx16-h200")
 
 
 def layer(policy: str, tokens: int, lead: float = 0.0, **options: float) -> float:
-    return placed_seconds(QWEN, tokens, QWEN.experts, MACHINE, Choice("bf16", 1, policy=policy), lead, **options)  # type: ignore[arg-type]
+    return placed_layer_seconds(QWEN, tokens, QWEN.experts, MACHINE, Choice("bf16", 1, policy=policy), lead, **options)  # type: ignore[arg-type]
 
 
 def test_sizes_are_the_engines() -> None:
     from ktransformers.place import placement
     from ktransformers.place.gpu import device_lora, executor, layer_costs
-    from ktransformers.plan.expert_time import CROSSING
+    from ktransformers.plan.expert_time import HOST_ROUND_TRIP
 
-    assert (ENGINE.slot_layers, ENGINE.slot_share) == (placement.LAYERS, placement.SHARE)
-    assert (ENGINE.group_bytes, ENGINE.group_rows) == (executor.GROUP_BYTES, executor.GROUP_ROWS)
-    assert (ENGINE.room_bytes, CROSSING) == (executor.ROOM_BYTES, layer_costs.CROSSING)
-    assert ENGINE.factor_bytes == device_lora.KEPT_BYTES
+    assert (ENGINE_LIMITS.cached_layers, ENGINE_LIMITS.cache_share) == (placement.CACHED_LAYERS, placement.CACHE_SHARE)
+    assert (ENGINE_LIMITS.group_bytes, ENGINE_LIMITS.group_rows) == (executor.GROUP_BYTES, executor.GROUP_ROWS)
+    assert (ENGINE_LIMITS.whole_layer_bytes, HOST_ROUND_TRIP) == (
+        executor.WHOLE_LAYER_BYTES,
+        layer_costs.HOST_ROUND_TRIP,
+    )
+    assert ENGINE_LIMITS.factor_bytes == device_lora.CACHED_BYTES
 
 
 def test_streaming_runs_at_the_speed_of_the_link() -> None:
@@ -48,47 +51,47 @@ def test_streaming_runs_at_the_speed_of_the_link() -> None:
     for tokens in (512, 2048):
         assert layer("stream", tokens) == pytest.approx(23.4e-3, rel=0.05)
     assert layer("stream", 512, lead=10e-3) == pytest.approx(13.4e-3, rel=0.05)  # what came while the rest ran
-    assert layer("stream", 512, found=True) < 6e-3  # all are there: launches, and hardly any work
+    assert layer("stream", 512, resident_all=True) < 6e-3  # all are there: launches, and hardly any work
 
 
 def test_auto_without_gradients_is_no_slower_than_either_device_alone() -> None:
     for tokens in (64, 512, 2048, 8192):
-        alone = min(layer("stream", tokens, learns=False), layer("resident", tokens, learns=False))
-        assert layer("auto", tokens, learns=False) <= 1.01 * alone
-    costs = costs_of(QWEN, MACHINE, Choice("bf16", 1, policy="auto"), learns=True)
-    found = split([128] * 128, 2048, costs)
-    assert found.streamed and found.cpu
+        alone = min(layer("stream", tokens, training=False), layer("resident", tokens, training=False))
+        assert layer("auto", tokens, training=False) <= 1.01 * alone
+    costs = predicted_costs(QWEN, MACHINE, Choice("bf16", 1, policy="auto"), training=True)
+    resident_all = split([128] * 128, 2048, costs)
+    assert resident_all.streamed and resident_all.cpu
 
 
 def test_residents_are_not_the_cpus() -> None:
     half = replace(Choice("bf16", 1, policy="resident"), residents=64)
-    whole = placed_seconds(QWEN, 512, 128, MACHINE, half, 0.0)
+    whole = placed_layer_seconds(QWEN, 512, 128, MACHINE, half, 0.0)
     assert whole < 0.7 * layer("resident", 512)
-    assert layer("resident", 512) == pytest.approx(layer_seconds(QWEN, 512, MACHINE, Choice()), rel=0.2)
+    assert layer("resident", 512) == pytest.approx(cpu_layer_seconds(QWEN, 512, MACHINE, Choice()), rel=0.2)
 
 
 def test_steps_by_policy() -> None:
     """One sequence of a bad router touches half of the experts: streaming costs half, more sequences make up for it."""
     work = Training(2048, 2048, 512, retain=True)
-    times = {name: time_of(QWEN, work, Choice("bf16", 1, policy=name), MACHINE).seconds for name in POLICIES}
+    times = {name: predict_time(QWEN, work, Choice("bf16", 1, policy=name), MACHINE).seconds for name in POLICIES}
     assert times["auto"] == times["stream"] <= min(times["cpu"], times["resident"])
-    assert time_of(QWEN, work, Choice("int4", 1, policy="stream"), MACHINE).seconds < times["stream"]
+    assert predict_time(QWEN, work, Choice("int4", 1, policy="stream"), MACHINE).seconds < times["stream"]
     few = replace(work, tokens=512, tokens_per_step=512, touched=0.5)
-    assert touched_experts(QWEN, few) == pytest.approx(64)
-    assert touched_experts(QWEN, replace(work, touched=0.5)) == pytest.approx(120)
+    assert experts_of_batch(QWEN, few) == pytest.approx(64)
+    assert experts_of_batch(QWEN, replace(work, touched=0.5)) == pytest.approx(120)
     streamed = Choice("bf16", 1, policy="stream")
     assert (
-        time_of(QWEN, few, streamed, MACHINE).seconds
-        < time_of(QWEN, replace(few, touched=1), streamed, MACHINE).seconds
+        predict_time(QWEN, few, streamed, MACHINE).seconds
+        < predict_time(QWEN, replace(few, touched=1), streamed, MACHINE).seconds
     )
     # Recomputing costs launches, but the backward pass finds the experts where they are.
-    again = time_of(QWEN, replace(work, retain=False), streamed, MACHINE).seconds
+    again = predict_time(QWEN, replace(work, retain=False), streamed, MACHINE).seconds
     assert times["stream"] <= again < 1.3 * times["stream"]
 
 
 def test_memory_by_policy() -> None:
     work = Training(2048, 2048, 512, retain=True)
-    cpu, stream = (memory_of(QWEN, work, Choice("bf16", 1, policy=name), MACHINE) for name in ("cpu", "stream"))
+    cpu, stream = (predict_memory(QWEN, work, Choice("bf16", 1, policy=name), MACHINE) for name in ("cpu", "stream"))
     assert stream.gpus[0]["slots"] == pytest.approx(153 * QWEN.expert_numbers * 2.03, rel=0.01)
     assert "slots" not in cpu.gpus[0] and "kept rows" in cpu.host and "kept rows" not in stream.host
     assert stream.host_bytes < cpu.host_bytes and stream.gpu_bytes > cpu.gpu_bytes
@@ -98,30 +101,30 @@ def test_memory_by_policy() -> None:
         and PlacementOptions(kt_place="stream").as_planned(bare).policy == "stream"
     )
     small = replace(MACHINE, gpus=(replace(MACHINE.gpus[0], memory=8 * 10**9),))
-    assert 0 < slot_count(QWEN, work, Choice("bf16", 1, policy="stream"), small) < 160
+    assert 0 < cached_experts(QWEN, work, Choice("bf16", 1, policy="stream"), small) < 160
 
 
 @pytest.mark.parametrize(
     ("choice", "tokens", "asked"),
     [
-        (Choice("int4", 1), 8192, ALL),
-        (Choice("int4", 1, policy="stream"), 512, NOTHING),
-        (Choice("int4", 1, policy="resident", residents=16), 512, SOME),
-        (Choice("int4", 1, policy="auto"), 8192, NOTHING),  # the link carries all of them sooner
-        (Choice("int4", 1, policy="auto"), 2048, NOTHING),
-        (Choice("int4", 1, policy="auto", residents=128), 2048, NOTHING),
-        (Choice("bf16", 1, policy="auto"), 8192, NOTHING),
-        (Choice("bf16", 1, policy="auto"), 512, NOTHING),  # the costs cannot tell: streaming
-        (Choice("bf16", 1, policy="auto", residents=1), 512, NOTHING),
+        (Choice("int4", 1), 8192, CPU_ALL),
+        (Choice("int4", 1, policy="stream"), 512, CPU_NONE),
+        (Choice("int4", 1, policy="resident", residents=16), 512, CPU_SOME),
+        (Choice("int4", 1, policy="auto"), 8192, CPU_NONE),  # the link carries all of them sooner
+        (Choice("int4", 1, policy="auto"), 2048, CPU_NONE),
+        (Choice("int4", 1, policy="auto", residents=128), 2048, CPU_NONE),
+        (Choice("bf16", 1, policy="auto"), 8192, CPU_NONE),
+        (Choice("bf16", 1, policy="auto"), 512, CPU_NONE),  # the costs cannot tell: streaming
+        (Choice("bf16", 1, policy="auto", residents=1), 512, CPU_NONE),
     ],
 )
 def test_host_memory_is_what_the_cpu_is_asked_for(choice: Choice, tokens: int, asked: str) -> None:
     """As recorded: bench/results/*/*train-e2e*.json have the ways that were tried."""
     work = Training(tokens=tokens, tokens_per_step=tokens, sequence=512, retain=True, touched=0.553)
-    assert asked_of_cpu(QWEN, work, choice, MACHINE) == asked
-    host = memory_of(QWEN, work, choice, MACHINE).host
-    assert (host["workspace"] > 0) == (asked != NOTHING)
-    assert ("kept rows" in host) == (asked == ALL)
+    assert cpu_share(QWEN, work, choice, MACHINE) == asked
+    host = predict_memory(QWEN, work, choice, MACHINE).host
+    assert (host["workspace"] > 0) == (asked != CPU_NONE)
+    assert ("kept rows" in host) == (asked == CPU_ALL)
     rows = tokens * QWEN.hidden * 2
     assert host["transfers"] == (4 + (0 if choice.uses_engine else QWEN.expert_layers)) * rows
 
@@ -152,13 +155,13 @@ def test_the_plan_takes_the_policies_that_it_is_given(monkeypatch: pytest.Monkey
 def test_recorded_passes() -> None:
     """Few bits, some thousand tokens, a GPU that has one kernel for grouped products; then nobody waits for ids."""
     work, few = Training(tokens=2048, tokens_per_step=2048, sequence=512, rank=8), Choice("int4", 1, policy="auto")
-    assert recorded(QWEN, work, few, MACHINE)
-    assert not recorded(QWEN, work, replace(few, format="bf16"), MACHINE)
-    assert not recorded(QWEN, work, replace(few, policy="cpu"), MACHINE)
-    assert not recorded(QWEN, replace(work, tokens=8192), few, MACHINE)
-    assert not recorded(QWEN, work, few, with_gpus(MACHINE, "rtx-4090"))
+    assert captures_expert_passes(QWEN, work, few, MACHINE)
+    assert not captures_expert_passes(QWEN, work, replace(few, format="bf16"), MACHINE)
+    assert not captures_expert_passes(QWEN, work, replace(few, policy="cpu"), MACHINE)
+    assert not captures_expert_passes(QWEN, replace(work, tokens=8192), few, MACHINE)
+    assert not captures_expert_passes(QWEN, work, few, with_gpus(MACHINE, "rtx-4090"))
     lead = 5e-3
-    asked, unasked = (placed_seconds(QWEN, 2048, 128, MACHINE, few, lead, recorded=one) for one in (False, True))
+    asked, unasked = (placed_layer_seconds(QWEN, 2048, 128, MACHINE, few, lead, captured=one) for one in (False, True))
     assert unasked < 0.9 * asked
     half = replace(few, residents=64)
-    assert placed_seconds(QWEN, 2048, 128, MACHINE, half, lead, recorded=True) < unasked
+    assert placed_layer_seconds(QWEN, 2048, 128, MACHINE, half, lead, captured=True) < unasked

@@ -26,7 +26,7 @@ class EagerCapture:
         self.captures += 1
 
         def replay() -> torch.Tensor:
-            with self._placement.rehearsal():
+            with self._placement.capture_warmup():
                 return compute()
 
         return replay

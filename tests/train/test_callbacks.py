@@ -59,11 +59,11 @@ def test_expert_clock_counts_recomputed_passes(checkpointing: str, passes: int) 
 def test_exceeded_peak_rate_is_remeasured_then_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[float] = []
 
-    def raise_roofs() -> Any:
+    def remeasure_rates() -> Any:
         measured.append(4e9)
         return SimpleNamespace(tile_flops=4e9, read_bytes=1e9)
 
-    monkeypatch.setattr(callbacks, "raise_roofs", raise_roofs)
+    monkeypatch.setattr(callbacks, "remeasure_rates", remeasure_rates)
     clock, shown = ExpertClock(torch.nn.Module()), []
     clock.peak_rates = PeakRates(flops=2e9, read=2e9)
     journal = TrainLog(tmp_path, clock, shown.append)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ktransformers.errors import InputError
-from ktransformers.plan import Machine, profile, refuse, with_gpus
+from ktransformers.plan import Machine, profile, require_fit, with_gpus
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.settings import TrainSettings
@@ -72,7 +72,7 @@ def test_requested_gpu_that_does_not_fit_is_refused_with_remedies(
     plan = make_plan(read_settings(recipe(tiny, tmp_path / "out", **keys))).plan
     assert plan.device == "cuda" and plan.forecast is not None and plan.forecast.best is None
     with pytest.raises(InputError, match=r"gpu0 lacks .*no GPU: everything on the CPU.*--force"):
-        refuse(plan.forecast)
+        require_fit(plan.forecast)
 
 
 def test_multiple_processes_agree_on_the_device(

@@ -74,12 +74,16 @@ def candidate_rows(candidate: Candidate, machine: Machine) -> list[tuple[str, st
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:
+    from ktransformers.plan.document import modes_of
+
     candidate = plan.nearest
     rows = candidate_rows(candidate, plan.machine)
+    modes = (f"{name} at {tokens} tokens {decision.reason}" for name, (tokens, decision) in modes_of(plan).items())
+    rows.insert(1, ("modes", "; ".join(modes)))
     if plan.best is None:
         lacking = ", ".join(f"{place} lacks {gigabytes(size)}" for place, size in candidate.lacking.items())
         rows.insert(0, ("no fit", f"{lacking}; this comes nearest:"))
-        for number, remedy in enumerate(plan.ways, 1):
+        for number, remedy in enumerate(plan.remedies, 1):
             later = f" (this version lacks {', '.join(remedy.candidate.missing)})" if remedy.candidate.missing else ""
             rate = remedy.candidate.time.tokens_per_second
             rows.append((f"way {number}", f"{' and '.join(remedy.changes)}: {rate:.3g} tokens/s{later}"))
@@ -168,7 +172,7 @@ def plan(
     from ktransformers.model_registry import resolve
     from ktransformers.plan import Serving, Training, make_plan, open_shape, profiles
     from ktransformers.plan.document import plan_document
-    from ktransformers.plan.workload import PLANNED
+    from ktransformers.plan.workload import PLANNED_POLICIES
 
     if machine == "list":
         if as_json:
@@ -185,7 +189,7 @@ def plan(
     shape = open_shape(model)
     serving = {"serve": Serving(context, prompt, sequences)}
     target = _choose_machine(machine, gpu, ram, calibrate)
-    policies = PLANNED if place is None else (place,)
+    policies = PLANNED_POLICIES if place is None else (place,)
     if train is not None:
         plans = {"train": _train_plan(train, words or [], model, shape, target, everything, policies)}
     else:

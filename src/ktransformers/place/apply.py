@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ktransformers.errors import InputError
-from ktransformers.place.device_map import DeviceMap, find_stack, scatter, spread, visible
+from ktransformers.place.device_map import DeviceMap, find_decoder_layers, move_to_devices, spread_layers, visible_gpus
 from ktransformers.place.free_memory import free_bytes, resident_bytes
 from ktransformers.place.options import PlacementOptions
 from ktransformers.place.placement import Placement, attach
@@ -36,7 +36,7 @@ def needs_spreading(options: PlacementOptions, gpus: int) -> bool:
     """Whether a model has to be loaded into host memory first, to be moved from there; GPUs that a rule names and that
     are not here are refused now."""
     rules = rules_of(options)
-    visible(_wanted(rules, gpus))
+    visible_gpus(_wanted(rules, gpus))
     return gpus > 1 or bool(rules)
 
 
@@ -48,10 +48,10 @@ def _wanted(rules: tuple[Rule, ...], gpus: int) -> int:
 def find_device_map(model: nn.Module, options: PlacementOptions, gpus: int) -> DeviceMap:
     """By rules, else by plan: layers in equal runs over so many GPUs."""
     rules = rules_of(options)
-    devices = visible(_wanted(rules, gpus))[: max(gpus, 1)]
+    devices = visible_gpus(_wanted(rules, gpus))[: max(gpus, 1)]
     if rules:
         return devices_by_rules(model, rules, devices)
-    return DeviceMap(tuple(spread(find_stack(model).count, devices)), devices[0], devices[0], {})
+    return DeviceMap(tuple(spread_layers(find_decoder_layers(model).count, devices)), devices[0], devices[0], {})
 
 
 def attach_engine(
@@ -65,14 +65,16 @@ def attach_engine(
     """The engine with everything but residents; None: the CPU computes all experts. In training residents are updated
     after a number of steps (`train/placement.py`), not after a batch."""
     policy = options.policy
-    if policy == "cpu" and device_map is not None and device_map.whole:
+    if policy == "cpu" and device_map is not None and device_map.resident_layers:
         policy = "resident"  # a rule wants experts on a GPU
     if options.kt_enable_dynamic_expert_update and not training and not options.kt_gpu_prefill_token_threshold:
         given = "on, without kt_gpu_prefill_token_threshold"
         raise InputError(
             "kt_enable_dynamic_expert_update", given, "a threshold beside it", "batches above it are counted"
         )
-    placement = attach(model, policy=policy, device=device, homes=None if device_map is None else device_map.experts)
+    placement = attach(
+        model, policy=policy, device=device, device_by_layer=None if device_map is None else device_map.experts
+    )
     if placement is None or not placement.layers:  # or a model that is on the CPU, beside a GPU
         return None
     placement.stream_from(options.kt_gpu_prefill_token_threshold or 0)
@@ -95,7 +97,7 @@ def place_residents(
     placement: Placement, options: PlacementOptions, device_map: DeviceMap | None, room: Mapping[torch.device, int]
 ) -> list[tuple[int, ...]]:
     """Residents of each layer as the wish has them: a count, a share, or as many bytes as there is room for."""
-    whole = device_map.whole if device_map is not None else []
+    whole = device_map.resident_layers if device_map is not None else []
     size: Mapping[torch.device, int] = room if options.by_bytes and placement.policy in WITH_RESIDENTS else {}
     if device_map is not None and whole and options.policy == "cpu":
         size = {}  # nothing but what the rule says
@@ -144,7 +146,7 @@ class ModelPlacement:
     def move_layers(self, model: nn.Module, gpus: int) -> str:
         """From host memory to the devices; a line that says where they are."""
         self.device_map = find_device_map(model, self.options, gpus)
-        scatter(model, self.device_map)
+        move_to_devices(model, self.device_map)
         devices = list(dict.fromkeys(self.device_map.layers))
         return "layers: " + ", ".join(f"{self.device_map.layers.count(device)} on {device}" for device in devices)
 

@@ -111,7 +111,9 @@ def placed_experts(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def compute() -> tuple[Tensor, ...]:
         placed = _placed(store)
-        batch = ExpertBatch(hidden, ids, weights, _factors(lora, roles, scales), Dropout(dropout, seed), learns=True)
+        batch = ExpertBatch(
+            hidden, ids, weights, _factors(lora, roles, scales), Dropout(dropout, seed), needs_grad=True
+        )
         out, saved = placed.engine.forward(placed.layer, batch, retain)
         return out, saved.ids, saved.keep, saved.cpu
 

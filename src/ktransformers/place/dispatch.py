@@ -141,7 +141,7 @@ class Dispatcher:
         if mode in (RESIDENT, HOST_CALLBACK):
             return split(counts, tokens, costs, resident=residents, mode=RESIDENT)
         cache = self._executor.cache
-        queued = cache.coming(index)
+        queued = cache.in_flight(index)
         on_gpu = residents | (cache.present(index) - frozenset(queued))
         how = STREAM if mode == STREAM_ALL else mode
         return split(counts, tokens, costs, resident=on_gpu, queued=queued, backlog=cache.backlog(), mode=how)

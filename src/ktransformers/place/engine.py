@@ -121,7 +121,7 @@ class ExpertEngine:
             if mode != HOST_CALLBACK:
                 return mode
             return RESIDENT if self.executor.resident_experts(layer.packed.index) else CPU
-        return mode if self.callbacks.prepared(layer.packed, batch) else HOST_CALLBACK
+        return mode if self.callbacks.is_prepared(layer.packed, batch) else HOST_CALLBACK
 
     def _forward(
         self, layer: PlacedLayer, batch: ExpertBatch, retain: bool, mode: str, training: bool
@@ -153,7 +153,7 @@ class ExpertEngine:
             if cpu_share is not None:
                 self._reader.add(cpu_share(), gpu_share)
             result = gpu_share.to(batch.hidden.dtype)
-            self.executor.close()
+            self.executor.record_finished()
         elif cpu_share is not None:
             result = self._reader.pull(cpu_share())
         else:  # no token goes to any expert
@@ -220,7 +220,7 @@ class ExpertEngine:
         if grad_hidden is None or grad_weights is None:  # no token goes to any expert
             grad_hidden, grad_weights = torch.zeros_like(batch.hidden), torch.zeros_like(batch.weights)
         results = grad_hidden.to(batch.hidden.dtype), grad_weights.to(batch.weights.dtype)
-        self.executor.close()
+        self.executor.record_finished()
         if pending is not None:
             grads = pending.tensors
         elif grads and batch.factors is not None:
@@ -253,8 +253,8 @@ class ExpertEngine:
                 out=out,
                 keep=keep if keep.numel() else None,
                 dropout=batch.dropout,
-                needs_grad=batch.learns,
-                **(host_options(batch.several) or {"adapters": _adapters(layer, batch)}),
+                needs_grad=batch.needs_grad,
+                **(host_options(batch.multi_lora) or {"adapters": _adapters(layer, batch)}),
             )
 
         return self._start(division, compute)

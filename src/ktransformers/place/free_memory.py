@@ -1,17 +1,18 @@
-"""Bytes of a GPU that residents may take: what is free now, less what the plan says is still to come."""
+"""Bytes of a GPU that residents may take: free memory, less what the plan says is still to be allocated."""
 
 from __future__ import annotations
 
 import torch
 
-from ktransformers.plan.planner import GPU_SHARE, Candidate
+from ktransformers.plan.planner import GPU_MEMORY_SHARE, Candidate
 
-# Lines of the plan that a loaded model and its engine have taken already, or that `Placement.working_bytes` counts.
-THERE = ("weights", "context", "residents", "slots", "groups")
+# Rows of the plan's memory table that a loaded model and its engine have already allocated, or that
+# `Placement.working_bytes` counts.
+ALLOCATED = ("weights", "context", "residents", "slots", "groups")
 
 
 def free_bytes(device: torch.device) -> int:
-    """That torch may still give out here, its own cache included, within the share of the GPU that it was allowed."""
+    """Bytes that torch can still allocate, its own cache included, within its per-process memory fraction."""
     free, total = torch.cuda.mem_get_info(device)
     allocated = torch.cuda.memory_allocated(device)
     usable = free + torch.cuda.memory_reserved(device) - allocated
@@ -21,12 +22,12 @@ def free_bytes(device: torch.device) -> int:
     return max(0, usable)
 
 
-def to_come(candidate: Candidate | None, place: int) -> int:
-    """Of one GPU, by the plan; nothing where there is none."""
+def bytes_to_allocate(candidate: Candidate | None, place: int) -> int:
+    """Bytes that the plan still expects to be allocated on one GPU; 0 without a plan."""
     if candidate is None or place >= len(candidate.memory.gpus):
         return 0
-    return sum(size for name, size in candidate.memory.gpus[place].items() if name not in THERE)
+    return sum(size for name, size in candidate.memory.gpus[place].items() if name not in ALLOCATED)
 
 
 def resident_bytes(free: int, later: int) -> int:
-    return max(0, int(GPU_SHARE * free) - later)
+    return max(0, int(GPU_MEMORY_SHARE * free) - later)

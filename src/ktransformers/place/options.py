@@ -1,9 +1,9 @@
-"""What a user may ask of the placement engine: one field for each flag and YAML key, with the same words.
+"""Options of the placement engine: one field per CLI flag and YAML key, under the same name.
 
-`kt serve` reads them as `--kt-...` flags, `kt train` as keys, and both hand the same `PlacementOptions` to
-`place/apply.py`. The words are those of the launch lines for SGLang with kt-kernel, with their meanings: a number of
-residents for each layer, or a share of all, which wins; a strategy that says which; a number of tokens from which on a
-batch is streamed to the GPU whole."""
+`kt serve` reads them as `--kt-...` flags, `kt train` as keys, and both pass the same `PlacementOptions` to
+`place/apply.py`. Names and meanings are those of the launch lines for SGLang with kt-kernel: a number of residents per
+layer, or a share of all experts, which wins; a strategy that selects them; a number of tokens from which on a batch is
+streamed to the GPU. Deferred experts and dynamic expert update are off by default."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from typing import TYPE_CHECKING, Any
 
 from ktransformers import env
 from ktransformers.errors import InputError
-from ktransformers.plan.workload import DEFAULT, POLICIES
+from ktransformers.plan.workload import DEFAULT_POLICY, POLICIES
 
 if TYPE_CHECKING:
     from ktransformers.plan.planner import Plan
 
 STRATEGIES = ("uniform", "frequency", "front-loading", "random")
-UNASKED = ("auto", "cpu")  # of training and serving, with a GPU: the first that fits, the faster of two
-UPDATE_STEPS = 100
+DEFAULT_POLICIES = ("auto", "cpu")  # that the planner chooses from when none is given and there is a GPU
+UPDATE_STEPS = 100  # default of kt_expert_update_steps
 
 
 @dataclass(frozen=True)
 class PlacementOptions:
     kt_place: str | None = None
     kt_num_gpu_experts: int | None = None  # residents of each layer
-    kt_gpu_experts_ratio: float | None = None  # of all experts
+    kt_gpu_experts_ratio: float | None = None  # residents as a share of all experts
     kt_expert_placement_strategy: str | None = None
     init_expert_location: Path | None = None  # statistics for `frequency`
     kt_gpu_prefill_token_threshold: int | None = None
     kt_enable_dynamic_expert_update: bool = False
-    kt_expert_update_steps: int = UPDATE_STEPS  # of training, between two updates
+    kt_expert_update_steps: int = UPDATE_STEPS  # training steps between two updates
     kt_max_deferred_experts_per_token: int = 0
-    kt_w8a8: bool = False  # on the CPU
+    kt_w8a8: bool = False  # 8-bit activations on the CPU
     kt_record_experts: Path | None = None  # where counts of routed tokens are written
     kt_optimize_rule: str | None = None
 
@@ -60,16 +60,16 @@ class PlacementOptions:
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Those that a plan may choose from: the one that is asked for, by word, by KT_PLACE, or by the other wishes,
-        which all mean residents on the GPU beside the rest on the CPU. A rule says itself what is where."""
-        word = self.kt_place or env.text("KT_PLACE")
-        if not word and self.wants_gpu:
-            word = "resident"
-        if not word:
-            return UNASKED if self.kt_optimize_rule is None else (DEFAULT,)
-        if word not in POLICIES:
-            raise InputError("KT_PLACE", word, "one of " + ", ".join(POLICIES))
-        return (word,)
+        """The policies that the planner may choose from: the one that is given by `kt_place`, by KT_PLACE or by options
+        that imply residents on the GPU; otherwise the default ones. With a rule, whose devices are fixed, `cpu`."""
+        policy = self.kt_place or env.text("KT_PLACE")
+        if not policy and self.wants_gpu:
+            policy = "resident"
+        if not policy:
+            return DEFAULT_POLICIES if self.kt_optimize_rule is None else (DEFAULT_POLICY,)
+        if policy not in POLICIES:
+            raise InputError("KT_PLACE", policy, "one of " + ", ".join(POLICIES))
+        return (policy,)
 
     @property
     def policy(self) -> str:
@@ -77,18 +77,18 @@ class PlacementOptions:
 
     @property
     def needs_gpu(self) -> bool:
-        """Something was asked for that nothing but a GPU can do; without one it has no effect, but one that is there is
-        not left out."""
-        return self.kt_optimize_rule is not None or self.policies not in (UNASKED, (DEFAULT,))
+        """An option that only a GPU can serve is given: without a GPU it has no effect, but a visible GPU is used
+        even if the plan does not fit on it."""
+        return self.kt_optimize_rule is not None or self.policies not in (DEFAULT_POLICIES, (DEFAULT_POLICY,))
 
     def as_planned(self, plan: Plan | None) -> PlacementOptions:
-        """With the policy that a plan for `policies` has chosen. A plan without a GPU leaves alone what was asked for:
-        who asked is told that there is none."""
+        """With the policy that a plan for `policies` has chosen. A plan without a GPU does not override a given policy;
+        the run then warns that there is no GPU."""
         if plan is None:
             return self
         if plan.nearest.choice.gpus:
             return replace(self, kt_place=plan.nearest.choice.policy)
-        return replace(self, kt_place=DEFAULT) if self.policies == UNASKED else self
+        return replace(self, kt_place=DEFAULT_POLICY) if self.policies == DEFAULT_POLICIES else self
 
     @property
     def wants_gpu(self) -> bool:
@@ -101,31 +101,31 @@ class PlacementOptions:
 
     @property
     def strategy(self) -> str:
-        """Statistics that are given are meant."""
+        """`frequency` if statistics are given and no strategy is."""
         if self.kt_expert_placement_strategy is not None:
             return self.kt_expert_placement_strategy
         return "frequency" if self.init_expert_location is not None else "uniform"
 
     @property
     def by_bytes(self) -> bool:
-        """Neither a count nor a share is given: what is free decides."""
+        """Neither a count nor a share of residents is given: free GPU memory decides."""
         return self.kt_num_gpu_experts is None and self.kt_gpu_experts_ratio is None
 
 
-def taken_from(found: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a wish, taken out of a dictionary; those that say nothing are left out."""
-    given = {field.name: found.pop(field.name, None) for field in fields(PlacementOptions)}
+def take_options(words: dict[str, Any]) -> dict[str, Any]:
+    """Pop the fields of `PlacementOptions` from a dictionary; unset ones are left out."""
+    given = {field.name: words.pop(field.name, None) for field in fields(PlacementOptions)}
     return {name: value for name, value in given.items() if value is not None and value is not False}
 
 
 def read_options(*layers: Mapping[str, Any]) -> PlacementOptions:
-    """From words of flags or YAML, the first that has a key wins; other keys are not looked at."""
+    """Options from mappings of flags or YAML keys; the first mapping that has a key wins, other keys are ignored."""
     from pydantic import TypeAdapter, ValidationError
 
     given: dict[str, Any] = {}
     for layer in reversed(layers):
         flat = {**layer, **(layer.get("kt_config") or {})}
-        given |= taken_from(flat)
+        given |= take_options(flat)
     try:
         return TypeAdapter(PlacementOptions).validate_python(given)
     except ValidationError as error:

@@ -64,15 +64,15 @@ class Deferral:
             out if late is None else out + start_host_to_device((late.result(),), out.device).finish()[0].to(out.dtype)
         )
 
-    def put(self, following: int, placed: PlacedStore, batch: ExpertBatch, descent: DeviceToHost) -> None:
-        """Compute a batch on the CPU for the next layer; `batch` has the deferred ids, `descent` brings its hidden
+    def put(self, following: int, placed: PlacedStore, batch: ExpertBatch, copy: DeviceToHost) -> None:
+        """Compute a batch on the CPU for the next layer; `batch` has the deferred ids, `copy` brings its hidden
         states, ids and weights."""
         layer, pinned = placed.layer, batch.hidden.is_cuda
 
         def work() -> Tensor:
-            hidden, ids, weights = descent.finish()
+            hidden, ids, weights = copy.finish()
             layer.counts += count(ids, layer.packed.geometry.experts)
-            lora = host_options(batch.several)
+            lora = host_options(batch.multi_lora)
             if batch.factors is not None:
                 lora = {"adapters": [packed_adapter(layer.store, batch.factors)]}
             out = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=pinned)
@@ -160,8 +160,8 @@ class PlacedStore:
         busiest = frozenset(order[: cache.count])
 
         def change() -> None:
-            cache.retain(index, busiest)
+            cache.evict_except(index, busiest)
             cache.fetch(index, self.layer.packed.source, sorted(busiest))
 
-        self.engine.callbacks.exchange(self.layer.packed, change)
+        self.engine.callbacks.replace_residents(self.layer.packed, change)
         return len(busiest - residents)

@@ -58,7 +58,7 @@ class Prefetcher:
             return
         target, mode = layers[following[0]], self._dispatcher.decided_mode(tokens, training)
         last_counts = target.last_counts.get(size_bucket(tokens))
-        if last_counts is None or mode not in COPYING or not self._cache.direct(target.packed.source):
+        if last_counts is None or mode not in COPYING or not self._cache.can_copy_directly(target.packed.source):
             return
         last = target.last_split.get(following[1])
         if mode != SPLIT and last is not None and len(last.gpu) == len(last_counts):

@@ -1,10 +1,10 @@
-"""Which experts stay on the GPU: a budget for all layers together, spent by a strategy.
+"""Which experts are resident on the GPU: a budget for all layers together, spent by a strategy.
 
-`uniform` gives every layer the same number (the first layers one more where it does not divide) and takes the lowest
-ids; `frequency` takes the pairs of layer and expert that had most tokens; `front-loading` fills whole layers from the
-first on; `random` draws pairs with seed 42. Statistics are counts `[layers, experts]` under the layers' names, in a
-safetensors or JSON file; kt-kernel's `.pt` files (`logical_count` `[buffer, layers, experts]`, or that tensor alone)
-are read too, without executing the pickle that they are.
+`uniform` gives every layer the same number (the first layers one more if it does not divide) and takes the lowest ids;
+`frequency` takes the (layer, expert) pairs with most tokens; `front-loading` fills whole layers from the first on;
+`random` draws pairs with seed 42. Statistics are counts `[layers, experts]` under the layers' names, in a safetensors
+or JSON file; kt-kernel's `.pt` files (`logical_count` `[buffer, layers, experts]`, or that tensor alone) are read too,
+without executing pickled code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Counts = NDArray[np.int64]  # [layers, experts]
 
 
 def budget(layers: int, experts: int, expert_bytes: int, *, count: int = 0, ratio: float = 0.0, size: int = 0) -> int:
-    """Experts in all layers together: `count` of each layer, a `ratio` of all (before count), or `size` bytes."""
+    """Experts in all layers together: `count` per layer, a `ratio` of all (wins over `count`), or `size` bytes."""
     if not 0 <= ratio <= 1:
         raise InputError("gpu_experts_ratio", ratio, "a number from 0 to 1")
     if not 0 <= count <= experts:
@@ -76,25 +76,25 @@ def save_counts(path: Path, names: Sequence[str], counts: Sequence[Row] | Counts
 
 
 def load_counts(path: Path, names: Sequence[str], experts: int | None = None) -> list[Row]:
-    """Of these layers; `experts` of each, where that is to be checked."""
+    """Counts of these layers; `experts`: the number per layer to check for, if given."""
     if not path.is_file():
         raise InputError("statistics", path, "a file that exists")
-    found = _logical_count(path, names) if path.suffix in (".pt", ".pth") else _by_name(path, names)
-    for row in found:
+    counts = _logical_count(path, names) if path.suffix in (".pt", ".pth") else _by_name(path, names)
+    for row in counts:
         if experts is not None and len(row) != experts:
             raise InputError(str(path), f"counts of {len(row)} experts", f"{experts}, as the model has")
-    return found
+    return counts
 
 
 def _logical_count(path: Path, names: Sequence[str]) -> list[Row]:
-    """All decoder layers are counted there, dense ones included: a layer's number is in its name. Where only layers of
-    experts are, they are in their order."""
+    """The file counts all decoder layers, dense ones included, so a layer's row is the number in its name; a file with
+    only the layers of experts has them in order."""
     import pickle
 
     import torch
 
     try:
-        # weights_only: tensors and plain containers are made, nothing else is called.
+        # weights_only: only tensors and plain containers are unpickled.
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -104,25 +104,27 @@ def _logical_count(path: Path, names: Sequence[str]) -> list[Row]:
     table = loaded.get("logical_count") if isinstance(loaded, dict) else loaded
     if not isinstance(table, torch.Tensor) or table.dim() not in (2, 3):
         raise InputError(str(path), type(table).__name__, "logical_count, [buffer, layers, experts]")
-    whole: Counts = (table.sum(0) if table.dim() == 3 else table).to(torch.int64).numpy()
-    if len(whole) == len(names):
-        return list(whole)
+    table_of_layers: Counts = (table.sum(0) if table.dim() == 3 else table).to(torch.int64).numpy()
+    if len(table_of_layers) == len(names):
+        return list(table_of_layers)
     numbers = [layer_number(name) for name in names]
-    if any(number is None or number >= len(whole) for number in numbers):
-        raise InputError(str(path), f"counts of {len(whole)} layers", f"those of {len(names)} layers of experts")
-    return [whole[number] for number in numbers if number is not None]
+    if any(number is None or number >= len(table_of_layers) for number in numbers):
+        raise InputError(
+            str(path), f"counts of {len(table_of_layers)} layers", f"those of {len(names)} layers of experts"
+        )
+    return [table_of_layers[number] for number in numbers if number is not None]
 
 
 def layer_number(name: str) -> int | None:
-    """Of the decoder layer that a module belongs to."""
-    found = re.search(r"\.(\d+)\.", f".{name}.")
-    return int(found[1]) if found else None
+    """Number of the decoder layer that a module belongs to."""
+    match = re.search(r"\.(\d+)\.", f".{name}.")
+    return int(match[1]) if match else None
 
 
 def _by_name(path: Path, names: Sequence[str]) -> list[Row]:
     if path.suffix == ".json":
         try:
-            found = {name: np.asarray(row, np.int64) for name, row in json.loads(path.read_text()).items()}
+            counts = {name: np.asarray(row, np.int64) for name, row in json.loads(path.read_text()).items()}
         except (ValueError, AttributeError) as error:
             raise InputError(str(path), str(error), "an object of lists of numbers") from error
     else:
@@ -130,10 +132,15 @@ def _by_name(path: Path, names: Sequence[str]) -> list[Row]:
         from safetensors.numpy import load_file
 
         try:
-            found = load_file(str(path))
+            counts = load_file(str(path))
         except SafetensorError as error:
             raise InputError(str(path), str(error), "a safetensors file of counts") from error
-    missing = [name for name in names if name not in found]
+    missing = [name for name in names if name not in counts]
     if missing:
-        raise InputError(str(path), f"no counts of {missing[0]}", f"counts of {len(names)} layers", "record them anew")
-    return [found[name] for name in names]
+        raise InputError(
+            str(path),
+            f"no counts of {missing[0]}",
+            f"counts of {len(names)} layers",
+            "record them with kt_record_experts",
+        )
+    return [counts[name] for name in names]

@@ -1,5 +1,5 @@
-"""Counts of routed tokens of a model that has no engine: a hook at every layer of experts, for statistics that another
-start, or another machine, places residents by. With an engine its own counts are the record."""
+"""Counts routed tokens of a model without a placement engine, by a hook at every layer of experts. The counts are
+statistics from which a later run, or another machine, places residents. A placement engine counts by itself."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from ktransformers.place.residents import Row, save_counts
 
 
 class RoutingCounter:
+    """Rows of each expert by module name, until `close`."""
+
     def __init__(self, model: nn.Module) -> None:
         self.counts: dict[str, Row] = {}
         self._handles = []

@@ -9,7 +9,7 @@ from torch import nn
 
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
-from ktransformers.place.device_map import DecoderLayers, DeviceMap, find_stack, spread
+from ktransformers.place.device_map import DecoderLayers, DeviceMap, find_decoder_layers, spread_layers
 from ktransformers.place.rules import NAME, Rule
 
 
@@ -36,9 +36,9 @@ def first_rules(model: nn.Module, rules: Sequence[Rule]) -> dict[str, Rule]:
 def devices_by_rules(model: nn.Module, rules: Sequence[Rule], devices: Sequence[str]) -> DeviceMap:
     """`model` may be a skeleton; `devices` are what the plan spreads layers over where no rule says otherwise. `cuda`
     alone is the GPU that a module would have anyway."""
-    stack, experts = find_stack(model), expert_modules(model)
+    stack, experts = find_decoder_layers(model), expert_modules(model)
     found = first_rules(model, rules)
-    layers = _transferred(spread(stack.count, devices), found, devices[0])
+    layers = _transferred(spread_layers(stack.count, devices), found, devices[0])
     said = _layer_devices(found, stack, experts)
     for number, words in said.items():
         if len(set(words.values())) > 1:

@@ -87,7 +87,7 @@ def time_mode(engine: ExpertEngine, mode: str, tokens: int, training: bool) -> f
         if not training:
             for layer in layers:
                 if tokens <= MAX_DECODE_TOKENS:
-                    engine.cache.forget(layer.packed.index)
+                    engine.cache.evict_layer(layer.packed.index)
                 engine.infer(layer, batch)
             return
         saved = [engine.forward(layer, batch, True)[1] for layer in layers]
@@ -133,7 +133,7 @@ def _batch(engine: ExpertEngine, tokens: int, seed: int, training: bool) -> Expe
     weights = torch.full((tokens, top_k), 1 / top_k)
     factors = _factors(engine) if training else None
     device = engine.device
-    return ExpertBatch(hidden.to(device), ids.to(device), weights.to(device), factors, NO_DROPOUT, learns=training)
+    return ExpertBatch(hidden.to(device), ids.to(device), weights.to(device), factors, NO_DROPOUT, needs_grad=training)
 
 
 def _factors(engine: ExpertEngine) -> LoraFactors:

@@ -5,9 +5,9 @@ torch."""
 from __future__ import annotations
 
 from ktransformers.plan.machine import Machine, profile, profiles, with_gpus, with_memory
-from ktransformers.plan.meter import Meter, PlanComparison, compare
-from ktransformers.plan.model_shape import ModelShape, open_shape, shipped
-from ktransformers.plan.planner import Candidate, Plan, Remedy, make_plan, refuse
+from ktransformers.plan.meter import Meter, PlanComparison, compare_with_plan
+from ktransformers.plan.model_shape import ModelShape, open_shape, shipped_shapes
+from ktransformers.plan.planner import Candidate, Plan, Remedy, make_plan, require_fit
 from ktransformers.plan.workload import Choice, Serving, Training
 
 __all__ = [
@@ -21,13 +21,13 @@ __all__ = [
     "Remedy",
     "Serving",
     "Training",
-    "compare",
+    "compare_with_plan",
     "make_plan",
     "open_shape",
     "profile",
     "profiles",
-    "refuse",
-    "shipped",
+    "require_fit",
+    "shipped_shapes",
     "with_gpus",
     "with_memory",
 ]

@@ -1,9 +1,9 @@
-"""The rates of the machine that this runs on: a few seconds of bare loops and of one real layer, once.
+"""Rates of this machine: a few seconds of bare loops and of one real layer, measured once and cached.
 
-The result is one JSON file for a CPU, variant and thread count under the XDG cache, written by a rename. Bare loops
-give the roofs (`_core.Pool.rate`); a layer of 16 experts, forward and backward, what its kernels reach of them, because
-that share is the variant's own. It is measured with many tokens, where reading the weights hardly counts. What Python
-takes to launch a layer goes with the speed of a loop.
+The cache is one JSON file per CPU, ISA variant and thread count under the XDG cache, written atomically. Bare loops
+give the peak rates (`_core.Pool.rate`); a layer of 16 experts, forward and backward, gives the share of them that its
+kernels reach, with many tokens, so that reading the weights hardly counts. The time that Python takes to launch a layer
+is scaled by the speed of a Python loop.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ktransformers.plan.machine import CpuRates, GpuRates, Machine, gpu_rows
 if TYPE_CHECKING:
     from ktransformers import _core
 
-VERSION = 2  # of what is measured; older files are measured anew
-SECONDS = 0.2  # of one bare loop
+VERSION = 2  # of the cache file; older files are measured again
+LOOP_SECONDS = 0.2  # of one bare loop
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 512, 256, 16, 4  # of the layer
-LAYER_SECONDS = 0.15  # of one pass through it, about
+LAYER_SECONDS = 0.15  # of one pass through it, approximately
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Rates:
     dense_flops_f32: float
     forward_share: float
     backward_share: float
-    python_seconds: float  # as in `system`
+    python_seconds: float  # `system.python_loop_seconds`
 
 
 def cache_file(key: str) -> Path:
@@ -53,18 +53,18 @@ def cache_file(key: str) -> Path:
 
 
 def calibrate(*, anew: bool = False) -> Rates:
-    """From the cache, or measured now: of the cores that are this process's."""
+    """From the cache, or measured now, on the cores of this process."""
     from ktransformers import _core
 
-    if os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":  # one of several; importing nn takes seconds
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":  # one of several ranks; importing nn takes seconds
         from ktransformers.nn.rank_cores import bind_rank_cores
 
         bind_rank_cores()
     machine, pool = _core.machine(), _core.Pool()
     isa, file = _core.isa(), _file_of(pool)
-    if not anew and (found := _read(file)) is not None:
-        return found
-    tile, read = pool.rate("panels", SECONDS), pool.rate("read", SECONDS)
+    if not anew and (cached := _read(file)) is not None:
+        return cached
+    tile, read = pool.rate("panels", LOOP_SECONDS), pool.rate("read", LOOP_SECONDS)
     forward, backward = _layer_shares(pool, tile)
     rates = Rates(
         version=VERSION,
@@ -91,17 +91,18 @@ def _file_of(pool: _core.Pool) -> Path:
     return cache_file(f"{machine['cpu']} {machine['cpus']} {machine['l2']} {_core.isa()} {pool.threads}")
 
 
-def raise_roofs() -> Rates:
-    """The bare loops once more, half a second; what is faster than before is kept. For who has seen a layer run faster
-    than they did: they were measured while others used the machine. Shares stay, as the layer was slowed with them."""
+def remeasure_rates() -> Rates:
+    """Measure the bare loops again, half a second, and keep the faster rates. Called when a layer ran faster than the
+    cached rates allow, which means that these were measured on a busy machine. The layer's shares are kept, because it
+    was slowed as much as the loops."""
     from ktransformers import _core
 
     before, pool = calibrate(), _core.Pool()
-    tile, read = (max(pool.rate(loop, SECONDS) for _ in range(2)) for loop in ("panels", "read"))
-    found = replace(before, tile_flops=max(tile, before.tile_flops), read_bytes=max(read, before.read_bytes))
-    if found != before:
-        _write(_file_of(pool), found)
-    return found
+    tile, read = (max(pool.rate(loop, LOOP_SECONDS) for _ in range(2)) for loop in ("panels", "read"))
+    faster = replace(before, tile_flops=max(tile, before.tile_flops), read_bytes=max(read, before.read_bytes))
+    if faster != before:
+        _write(_file_of(pool), faster)
+    return faster
 
 
 def _read(file: Path) -> Rates | None:
@@ -113,7 +114,7 @@ def _read(file: Path) -> Rates | None:
 
 
 def _write(file: Path, rates: Rates) -> None:
-    """A cache that cannot be written costs a few seconds next time, nothing else."""
+    """If the cache cannot be written, the next run measures again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, asdict(rates))
@@ -152,7 +153,8 @@ def _layer_shares(pool: object, tile: float) -> tuple[float, float]:
 
 
 def _dense_rate(name: str) -> float:
-    """Of torch's product. A CPU without bf16 instructions is a hundred times slower in bf16, so sizes begin small."""
+    """Operations per second of torch's GEMM. A CPU without bf16 instructions is a hundred times slower in bf16, so
+    sizes begin small."""
     import torch
 
     dtype, size, rate = getattr(torch, name), 128, 0.0
@@ -166,10 +168,10 @@ def _dense_rate(name: str) -> float:
     return rate
 
 
-def _gpu(found: system.Gpu) -> GpuRates:
+def _gpu(gpu: system.Gpu) -> GpuRates:
     rows = gpu_rows()
-    like = next((row for row in rows.values() if row.name.removeprefix("GeForce ") in found.name), rows["rtx-4090"])
-    return GpuRates(found.name, found.memory, like.flops, like.bandwidth, like.link, like.records)
+    like = next((row for row in rows.values() if row.name.removeprefix("GeForce ") in gpu.name), rows["rtx-4090"])
+    return GpuRates(gpu.name, gpu.memory, like.flops, like.bandwidth, like.link, like.captures)
 
 
 def this_machine(*, anew: bool = False) -> Machine:
@@ -186,7 +188,7 @@ def this_machine(*, anew: bool = False) -> Machine:
         rates.forward_share,
         rates.backward_share,
     )
-    gpus = tuple(_gpu(found) for found in system.gpus())
+    gpus = tuple(_gpu(gpu) for gpu in system.gpus())
     sources = ("measured on this machine",)
-    found = Machine("this", cpu, system.memory().available, gpus, True, sources)
-    return found.at_pace(rates.python_seconds)
+    machine = Machine("this", cpu, system.memory().available, gpus, True, sources)
+    return machine.with_python_speed(rates.python_seconds)

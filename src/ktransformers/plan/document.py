@@ -1,11 +1,13 @@
-"""A plan as a document of plain values, for `--json` and for manifests: sizes in bytes, times in seconds."""
+"""A plan as plain values, for `--json` and for manifests: sizes in bytes, times in seconds."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
 
+from ktransformers.plan.modes import Decision
 from ktransformers.plan.planner import Candidate, Plan
+from ktransformers.plan.step_time import planned_modes
 
 
 def candidate_document(candidate: Candidate) -> dict[str, Any]:
@@ -31,6 +33,11 @@ def candidate_document(candidate: Candidate) -> dict[str, Any]:
     }
 
 
+def modes_of(plan: Plan) -> dict[str, tuple[int, Decision]]:
+    """The mode in which the dispatcher runs a layer of experts, by kind of pass, with the tokens of the pass."""
+    return planned_modes(plan.model, plan.nearest.work, plan.nearest.choice, plan.machine)
+
+
 def plan_document(plan: Plan) -> dict[str, Any]:
     return {
         "model": plan.model.name,
@@ -44,9 +51,17 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         },
         "fits": plan.best is not None,
         "plan": candidate_document(plan.nearest),
+        "modes": [
+            {"pass": name, "tokens": tokens, "mode": decision.mode, "reason": decision.reason}
+            for name, (tokens, decision) in modes_of(plan).items()
+        ],
         "ways": [
-            {"changes": list(way.changes), "same_results": way.same, "plan": candidate_document(way.candidate)}
-            for way in plan.ways
+            {
+                "changes": list(remedy.changes),
+                "same_results": remedy.same_results,
+                "plan": candidate_document(remedy.candidate),
+            }
+            for remedy in plan.remedies
         ],
         "others": [candidate_document(other) for other in plan.others],
         "published": [dict(figure) for figure in plan.model.published],

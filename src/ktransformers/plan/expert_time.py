@@ -1,10 +1,10 @@
-"""Seconds of one layer of experts on one batch: on the CPU, and with the placement engine on both sides at once.
+"""Predicted seconds of one layer of experts on one batch: on the CPU, or on CPU and GPU with the placement engine.
 
-The CPU reads the experts that are touched (or decodes them, where they are of a few bits) and multiplies. With the
-engine `split` divides them as it does when a model runs, from the costs of a profile in place of measured ones. While
-the rest of a layer runs the link already carries its experts, so a streamed layer costs what its bytes take beyond that
-(`lead`), or what launching and multiplying take, whichever ends later. What the CPU is asked for decides about host
-memory too (`asked_of_cpu`): room to compute in, rows that are kept.
+The CPU reads the weights of the experts that have tokens (or dequantises them) and multiplies. With the engine, `split`
+divides the experts as it does at run time, from the rates of a machine profile instead of measured costs. The link
+copies experts while the rest of the layer runs, so a streamed layer costs what its copies take beyond that `lead`, or
+what launching and multiplying take, whichever ends later. The CPU's share also decides about host memory (`cpu_share`):
+its workspace and the rows that it keeps for backward.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktransformers.plan.formats import TILE_K, format_of, tiles
-from ktransformers.plan.machine import BACKWARD, DECODE, SHARES, Machine
+from ktransformers.plan.machine import BACKWARD_RATE, DEQUANTISE_OPERATIONS, EFFICIENCY, Machine
 from ktransformers.plan.model_shape import ModelShape
 from ktransformers.plan.modes import (
     CPU,
+    DECODE,
     HOST_CALLBACK,
     NEARLY_ALL,
     RESIDENT,
     SPLIT,
     STREAM,
     STREAM_ALL,
+    Decision,
     decide,
     pass_kind,
     predict,
@@ -32,47 +34,49 @@ from ktransformers.plan.modes import (
 from ktransformers.plan.split import Costs, split
 from ktransformers.plan.workload import Choice, Training, Work, expert_bytes
 
-SUM = Costs.sum
-# Of a GPU's paper rate that a layer with LoRA reaches in training, moving rows included: fitted to streamed steps of
-# 8192 tokens on an H200.
-LORA_SHARE = 0.25
-GPU_SHARE = 0.5  # and in products of a few thousand rows without gradients; estimated
-SERVED_CALL = (
-    0.9e-3  # handing experts to the GPU without LoRA: a streamed token in int4 beyond its bytes (bench/place.py)
+POWER = Costs.sum
+# Share of a GPU's nominal rate that a layer with LoRA reaches in training, moving rows included: fitted to streamed
+# steps of 8192 tokens on an H200.
+TRAINING_FLOPS_SHARE = 0.25
+INFERENCE_FLOPS_SHARE = 0.5  # the same in GEMMs of a few thousand rows without gradients; estimated
+INFERENCE_CALL = (
+    0.9e-3  # launching experts on the GPU without LoRA: a streamed int4 token beyond its bytes (bench/place.py)
 )
-CROSSING = 800e-6  # hidden states down, a thread woken, results up, besides their bytes (place/gpu/layer_costs.py)
-FORWARD = 3 / 7  # of what handing experts to the GPU takes in both directions
-AGAIN = 5 / 3  # backward on a GPU: gate and up once more, and as many products as forward
-QUIET = 0.7  # of Python's time for a layer, where the CPU's threads sleep beside it and nobody waits for them
-PASSES = 4  # of Python's time for a layer in a step: forward, again, and backward's two
-REPLAYED = 0.3  # and where attention is replayed: norms, routers and residuals are left
-RECORDED = 0.5  # of Python's time for a layer's experts where their pass is replayed: fitted to steps in int4
-BESIDE = 3.0  # how launching and the link add up where neither waits for the other: fitted likewise
+HOST_ROUND_TRIP = (
+    800e-6  # copies of hidden states and results and waking a thread, besides bytes (place/gpu/layer_costs.py)
+)
+FORWARD_SHARE = 3 / 7  # of the launch time of a layer's experts, both directions together
+BACKWARD_WORK = 5 / 3  # of backward on a GPU in units of forward: gate and up recomputed, and as many GEMMs
+ENGINE_LAUNCH_SHARE = 0.7  # of a layer's launch time that remains while the CPU's threads sleep
+LAUNCHES_PER_STEP = 4  # of a layer: forward, recompute, and two of backward
+GRAPH_LAUNCH_SHARE = 0.3  # the same with attention graphs: norms, routers and residuals remain
+GRAPH_CALL_SHARE = 0.5  # of the experts' launch time if their pass is a CUDA graph: fitted to steps in int4
+OVERLAP_POWER = 3.0  # by which launching and copies add up in stream_all: fitted likewise
 
-SPLIT_MODE = {HOST_CALLBACK: RESIDENT, STREAM_ALL: STREAM}  # by which `split` divides a layer
+SPLIT_MODE = {HOST_CALLBACK: RESIDENT, STREAM_ALL: STREAM}  # the mode by which `split` divides a layer
 
-NOTHING, SOME, ALL = "nothing", "some", "all"  # of a layer's experts that the CPU is asked for
-
-
-def together(first: float, second: float, power: float) -> float:
-    found: float = (first**power + second**power) ** (1 / power)
-    return found
+CPU_NONE, CPU_SOME, CPU_ALL = "nothing", "some", "all"  # share of a layer's experts that the CPU may compute
 
 
-def experts_touched(model: ModelShape, tokens: float) -> float:
-    """Of one layer, when every token takes k of E at random."""
+def power_sum(first: float, second: float, power: float) -> float:
+    resident_all: float = (first**power + second**power) ** (1 / power)
+    return resident_all
+
+
+def expected_experts(model: ModelShape, tokens: float) -> float:
+    """Expected number of experts with tokens in a layer, if every token takes k of E at random."""
     missed: float = (1 - model.top_k / model.experts) ** tokens
     return model.experts * (1 - missed)
 
 
-def touched_experts(model: ModelShape, work: Training) -> float:
-    """Of one layer, by the tokens that pass at once; sequences choose theirs independently of each other."""
+def experts_of_batch(model: ModelShape, work: Training) -> float:
+    """Expected number of experts with tokens in a layer for a training batch, whose sequences route independently."""
     missed: float = (1 - work.touched) ** max(1.0, work.tokens / work.sequence)
-    return min(experts_touched(model, work.tokens), model.experts * (1 - missed))
+    return min(expected_experts(model, work.tokens), model.experts * (1 - missed))
 
 
-def _spread(model: ModelShape, tokens: float, touched: float) -> NDArray[np.int64]:
-    """Rows of each expert that is touched, as even as they can be."""
+def _even_rows(model: ModelShape, tokens: float, touched: float) -> NDArray[np.int64]:
+    """Rows of each expert that has tokens, as even as possible."""
     count = max(1, round(touched))
     each, more = divmod(round(tokens * model.top_k), count)
     counts = np.full(count, each, dtype=np.int64)
@@ -80,15 +84,19 @@ def _spread(model: ModelShape, tokens: float, touched: float) -> NDArray[np.int6
     return counts
 
 
-def rest_of_layer(
+def dense_layer_seconds(
     model: ModelShape, work: Training, machine: Machine, choice: Choice, launches: int, products: int = 1
 ) -> float:
-    """Seconds of one layer besides its experts, in one pass of a step with a GPU; `launches` of PASSES. Launching and
-    computing hardly wait for each other, but every layer's routes are waited for."""
+    """Seconds of one layer besides its experts, in one pass of a step with a GPU; `launches` of LAUNCHES_PER_STEP.
+    Launching and computing overlap, but the host waits for the expert ids of every layer."""
     numbers = model.rest_per_layer + model.scores_width * work.sequence / 2
-    computing = products * 2 * work.tokens * numbers / (machine.gpus[0].flops * LORA_SHARE)
-    launching = machine.layer_seconds * (QUIET if choice.uses_engine else 1) * (REPLAYED if work.replays(choice) else 1)
-    return together(launches / PASSES * launching, computing, SUM)
+    computing = products * 2 * work.tokens * numbers / (machine.gpus[0].flops * TRAINING_FLOPS_SHARE)
+    launching = (
+        machine.layer_seconds
+        * (ENGINE_LAUNCH_SHARE if choice.uses_engine else 1)
+        * (GRAPH_LAUNCH_SHARE if work.uses_attention_graphs(choice) else 1)
+    )
+    return power_sum(launches / LAUNCHES_PER_STEP * launching, computing, POWER)
 
 
 def _row_operations(model: ModelShape, rank: int, backward: bool) -> float:
@@ -100,21 +108,21 @@ def _row_operations(model: ModelShape, rank: int, backward: bool) -> float:
 def _cpu_rates(
     model: ModelShape, machine: Machine, choice: Choice, rank: int, backward: bool
 ) -> tuple[float, float, float]:
-    """Seconds of an expert, of a row, and the power by which they add up."""
-    shares, cpu = SHARES[machine.cpu.isa], machine.cpu
+    """Seconds per expert and per row, and the power by which they add up."""
+    shares, cpu = EFFICIENCY[machine.cpu.isa], machine.cpu
     reading = expert_bytes(model, choice) / (cpu.read_bytes * shares.read)
     if format_of(choice.format).bits < 16:
-        reading = max(reading, model.expert_numbers * DECODE / cpu.tile_flops)
+        reading = max(reading, model.expert_numbers * DEQUANTISE_OPERATIONS / cpu.tile_flops)
     share = cpu.forward_share or shares.tile
     row = _row_operations(model, rank, backward) / (cpu.tile_flops * share)
     if backward:
         measured = cpu.forward_share and cpu.backward_share
-        slower = share / cpu.backward_share if measured and cpu.backward_share else 1 / BACKWARD
+        slower = share / cpu.backward_share if measured and cpu.backward_share else 1 / BACKWARD_RATE
         reading, row = reading * slower, row * slower
     return reading, row, shares.sum
 
 
-def layer_seconds(
+def cpu_layer_seconds(
     model: ModelShape,
     tokens: float,
     machine: Machine,
@@ -124,36 +132,36 @@ def layer_seconds(
     backward: bool = False,
     touched: float | None = None,
 ) -> float:
-    """All experts on the CPU; `touched`: so many of them, where it is not what uniform routes touch."""
+    """All experts on the CPU; `touched`: number of experts with tokens, by default that of uniform routing."""
     reading, row, power = _cpu_rates(model, machine, choice, rank, backward)
-    count = experts_touched(model, tokens) if touched is None else touched
-    return together(count * reading, tokens * model.top_k * row, power) + SHARES[machine.cpu.isa].call
+    count = expected_experts(model, tokens) if touched is None else touched
+    return power_sum(count * reading, tokens * model.top_k * row, power) + EFFICIENCY[machine.cpu.isa].call
 
 
-def costs_of(
-    model: ModelShape, machine: Machine, choice: Choice, *, learns: bool, rank: int = 0, backward: bool = False
+def predicted_costs(
+    model: ModelShape, machine: Machine, choice: Choice, *, training: bool, rank: int = 0, backward: bool = False
 ) -> Costs:
-    """What `split` decides by; `learns`: in training, with LoRA and autograd around it."""
+    """The costs that `split` decides by; `training`: with LoRA and autograd."""
     gpu, size = machine.gpus[0], expert_bytes(model, choice)
-    launches = machine.experts_seconds * (1 - FORWARD if backward else FORWARD)
-    share = LORA_SHARE if learns else GPU_SHARE
+    launches = machine.experts_seconds * (1 - FORWARD_SHARE if backward else FORWARD_SHARE)
+    share = TRAINING_FLOPS_SHARE if training else INFERENCE_FLOPS_SHARE
     reading, row, power = _cpu_rates(model, machine, choice, rank, backward)
-    work = _row_operations(model, rank, False) * (AGAIN if backward else 1)
+    work = _row_operations(model, rank, False) * (BACKWARD_WORK if backward else 1)
     return Costs(
-        cpu_call=SHARES[machine.cpu.isa].call + CROSSING,
+        cpu_call=EFFICIENCY[machine.cpu.isa].call + HOST_ROUND_TRIP,
         cpu_token=2 * 2 * model.hidden / gpu.link * (2 if backward else 1),
         cpu_expert=reading,
         cpu_row=row,
         link_expert=size / gpu.link,
         memory_expert=size / machine.cpu.read_bytes,
-        gpu_call=launches if learns else SERVED_CALL,
-        gpu_expert=(size + 4 * model.expert_numbers) / gpu.bandwidth,  # read, written in bf16, read by the product
+        gpu_call=launches if training else INFERENCE_CALL,
+        gpu_expert=(size + 4 * model.expert_numbers) / gpu.bandwidth,  # read, written in bf16, read by the GEMM
         gpu_row=work / (gpu.flops * share),
         sum=power,
     )
 
 
-def placed_seconds(
+def placed_layer_seconds(
     model: ModelShape,
     tokens: float,
     touched: float,
@@ -163,19 +171,19 @@ def placed_seconds(
     *,
     rank: int = 0,
     backward: bool = False,
-    found: bool = False,
-    learns: bool = True,
-    recorded: bool = False,
+    resident_all: bool = False,
+    training: bool = True,
+    captured: bool = False,
 ) -> float:
-    """With the engine, beyond the rest of the layer. `lead`: seconds of it that the link has besides; `found`: all of
-    the experts are on the GPU still; `recorded`: passes are replayed."""
-    costs = costs_of(model, machine, choice, learns=learns, rank=rank, backward=backward)
-    if recorded:
-        costs = replace(costs, gpu_call=RECORDED * costs.gpu_call)
-    counts = _spread(model, tokens, touched)
+    """A layer with the engine, beyond the rest of the layer. `lead`: seconds in which the link copies before the layer
+    runs; `resident_all`: all experts are in the cache; `captured`: passes are replayed from CUDA graphs."""
+    costs = predicted_costs(model, machine, choice, training=training, rank=rank, backward=backward)
+    if captured:
+        costs = replace(costs, gpu_call=GRAPH_CALL_SHARE * costs.gpu_call)
+    counts = _even_rows(model, tokens, touched)
     count = len(counts)
-    residents = count if found else round(count * choice.residents / model.experts)
-    mode = planned_mode(model, tokens, touched, machine, choice, rank=rank, training=learns, lead=lead)
+    residents = count if resident_all else round(count * choice.residents / model.experts)
+    mode = planned_decision(model, tokens, touched, machine, choice, rank=rank, training=training, lead=lead).mode
     division = split(
         counts,
         round(tokens),
@@ -191,15 +199,15 @@ def placed_seconds(
     memory = (len(division.streamed) + len(on_cpu)) * costs.memory_expert - lead
     by_routing = max(gpu + costs.gpu_call if on_gpu else 0.0, cpu, link, memory)
     nearly_all = mode == STREAM and count >= NEARLY_ALL * model.experts
-    if not recorded or not (mode == STREAM_ALL or nearly_all):
+    if not captured or not (mode == STREAM_ALL or nearly_all):
         return by_routing
     # stream_all: the host does not wait for ids, so launching overlaps with the link and the device.
-    streamed = 0 if found else model.experts - choice.residents
+    streamed = 0 if resident_all else model.experts - choice.residents
     device = max(streamed * costs.link_expert, model.experts * costs.gpu_expert + tokens * model.top_k * costs.gpu_row)
-    return together(lead + costs.gpu_call, device, BESIDE) - lead
+    return power_sum(lead + costs.gpu_call, device, OVERLAP_POWER) - lead
 
 
-def planned_mode(
+def planned_decision(
     model: ModelShape,
     tokens: float,
     touched: float,
@@ -209,32 +217,44 @@ def planned_mode(
     rank: int = 0,
     training: bool = False,
     lead: float = 0.0,
-) -> str:
+) -> Decision:
     """The mode of the choice's policy; `auto` decides as the dispatcher does, with this machine's costs."""
     if choice.policy != "auto":
-        return RESIDENT if choice.policy == CPU and choice.residents else choice.policy
-    counts = _spread(model, tokens, touched)
+        return Decision(RESIDENT if choice.policy == CPU and choice.residents else choice.policy, {}, {})
+    counts = _even_rows(model, tokens, touched)
     costs = {
-        direction: costs_of(model, machine, choice, learns=training, rank=rank, backward=direction == "backward")
+        direction: predicted_costs(
+            model, machine, choice, training=training, rank=rank, backward=direction == "backward"
+        )
         for direction in ("forward", "backward")
     }
     residents = round(len(counts) * choice.residents / model.experts)
     kind = pass_kind(round(tokens), training)
-    return decide(kind, predict(kind, costs, round(tokens), counts, residents, lead=lead)).mode
-
-
-def asked_of_cpu(model: ModelShape, work: Work, choice: Choice, machine: Machine) -> str:
-    """How much of a batch the CPU computes at most. Where it may have a whole layer it keeps gate and up of every row
-    for backward."""
-    if not choice.uses_engine:
-        return ALL
-    if not isinstance(work, Training):
-        return NOTHING if choice.policy in (STREAM, STREAM_ALL) else SOME  # a few tokens at least
-    lead = rest_of_layer(model, work, machine, choice, 1) * model.layers / model.expert_layers
-    rank = work.rank if work.adapts_experts else 0
-    mode = planned_mode(
-        model, work.tokens, touched_experts(model, work), machine, choice, rank=rank, training=True, lead=lead
+    seconds = predict(
+        kind, costs, round(tokens), counts, residents, host_callback=kind == DECODE and residents > 0, lead=lead
     )
+    return decide(kind, seconds)
+
+
+def training_decision(model: ModelShape, work: Training, machine: Machine, choice: Choice) -> Decision:
+    """The mode of a training batch."""
+    lead = 0.0
+    if choice.policy == "auto":
+        lead = dense_layer_seconds(model, work, machine, choice, 1) * model.layers / model.expert_layers
+    rank = work.rank if work.adapts_experts else 0
+    return planned_decision(
+        model, work.tokens, experts_of_batch(model, work), machine, choice, rank=rank, training=True, lead=lead
+    )
+
+
+def cpu_share(model: ModelShape, work: Work, choice: Choice, machine: Machine) -> str:
+    """How many experts of a batch the CPU computes at most. If it may compute all of them, it keeps gate and up of
+    every row for backward."""
+    if not choice.uses_engine:
+        return CPU_ALL
+    if not isinstance(work, Training):
+        return CPU_NONE if choice.policy in (STREAM, STREAM_ALL) else CPU_SOME  # decode steps at least
+    mode = training_decision(model, work, machine, choice).mode
     if mode in (STREAM, STREAM_ALL):
-        return NOTHING
-    return SOME if mode == SPLIT or choice.residents else ALL
+        return CPU_NONE
+    return CPU_SOME if mode == SPLIT or choice.residents else CPU_ALL

@@ -1,8 +1,8 @@
-"""The machine that a plan is for: rates and sizes, measured here or taken from a named profile.
+"""The machine that a plan is for: rates and sizes, measured on this machine or read from a named profile.
 
-Rates are bytes and operations a second of bare loops (`_core.Pool.rate`), and `KernelShares` what real layers reach of
-them. A profile is a YAML file in `profiles/`; what in it was measured and what was estimated stands in its `sources`.
-GPUs are rows of `profiles/gpus.yaml`, so that `--gpu` may name one."""
+Rates are bytes and operations per second of bare loops (`_core.Pool.rate`); `KernelEfficiency` is the share of them
+that layers of experts reach. A profile is a YAML file in `profiles/`, whose `sources` say what was measured and what
+was estimated. GPUs are rows of `profiles/gpus.yaml`, so that `--gpu` can name them."""
 
 from __future__ import annotations
 
@@ -17,39 +17,40 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ktransformers.errors import InputError
 
 GB = 10**9
-# Of a training step with a GPU, in which Python launches one layer: forward, again and backward, without its experts;
-# and what handing those to the GPU takes, both directions. As in the profile amx16-h200; others were not measured.
+# Python's launch time per layer in a training step with a GPU: of forward, recompute and backward without the experts,
+# and of the experts in both directions. Measured for the profile amx16-h200 only.
 LAYER_SECONDS, EXPERTS_SECONDS = 14e-3, 5.5e-3
-PYTHON_SECONDS = 0.042  # `system.python_seconds` there: estimated from steps on hosts where it was measured
+PYTHON_SECONDS = 0.042  # `system.python_loop_seconds` there: estimated from steps on hosts where it was measured
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": GB, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 @dataclass(frozen=True)
-class KernelShares:
-    """What a layer of experts reaches of the bare loops; `sum` is how the two add up (1: after each other)."""
+class KernelEfficiency:
+    """Share of the bare loops' rates that a layer of experts reaches; `sum` is the power by which the two add up (1:
+    sequentially)."""
 
     tile: float
     read: float
     sum: float = 1.6
-    call: float = 0.2e-3  # seconds that a call takes besides
+    call: float = 0.2e-3  # seconds of a call besides
 
 
-# Fitted to the 35 cells of bench/results: of the 28 of amx 7 % off on average, 20 % at most (tested). generic was
-# measured on two Neoverse cores, whose panels do not wait for memory.
-SHARES = {
-    "amx": KernelShares(tile=0.70, read=0.86),
-    "avx512_bf16": KernelShares(tile=0.96, read=0.94),
-    "avx512": KernelShares(tile=0.96, read=0.94),
-    "avx2": KernelShares(tile=1.0, read=0.70),
-    "generic": KernelShares(tile=1.0, read=0.70),
+# Fitted to 35 cells of bench/moe.py (bench/results/current/moe*.json, history/2026-11-15-moe-*.json): the 28 of amx are
+# 7 % off on average, 20 % at most (tested). generic was measured on two Neoverse cores, which are not memory-bound.
+EFFICIENCY = {
+    "amx": KernelEfficiency(tile=0.70, read=0.86),
+    "avx512_bf16": KernelEfficiency(tile=0.96, read=0.94),
+    "avx512": KernelEfficiency(tile=0.96, read=0.94),
+    "avx2": KernelEfficiency(tile=1.0, read=0.70),
+    "generic": KernelEfficiency(tile=1.0, read=0.70),
 }
-# Backward runs at this rate of forward's, whatever bounds it: 1.49 to 1.55 times as long in four cells of amx
-# (bench/results/train-step.json).
-BACKWARD = 0.65
-# A weight of a few bits takes the tile loop's time of so many operations to decode: 105 to 126 billion a second beside
-# 12 TFLOPS, from thin batches in int4 (README).
-DECODE = 110
+# Rate of backward over that of forward, whatever bounds it: 1.49 to 1.55 times as long in four cells of amx
+# (bench/results/current/train-step.json).
+BACKWARD_RATE = 0.65
+# Dequantising a weight takes as long as this number of operations of the tile loop: 105 to 126 billion weights a second
+# beside 12 TFLOPS, from small int4 batches.
+DEQUANTISE_OPERATIONS = 110
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,11 @@ class CpuRates:
     isa: str
     threads: int
     nodes: int
-    tile_flops: float  # operations a second of the tile loop over panels, all threads
-    read_bytes: float  # bytes a second from memory
-    dense_flops: float  # of torch's product in bf16
+    tile_flops: float  # operations per second of the tile loop over panels, all threads
+    read_bytes: float  # bytes per second from memory
+    dense_flops: float  # of torch's GEMM in bf16
     dense_flops_f32: float  # and in float32
-    forward_share: float | None = None  # measured here, in place of SHARES[isa].tile
+    forward_share: float | None = None  # measured on this machine, instead of EFFICIENCY[isa].tile
     backward_share: float | None = None
 
     @property
@@ -75,36 +76,36 @@ class CpuRates:
 class GpuRates:
     name: str
     memory: int  # bytes
-    flops: float  # dense bf16, f32 sums
-    bandwidth: float  # bytes a second of its memory
-    link: float  # bytes a second over PCIe, pinned, one direction
-    records: bool = False  # passes of experts (place/gpu/expert_graphs.py): compute capability 9 and 10
+    flops: float  # dense bf16 with float32 accumulation
+    bandwidth: float  # bytes per second of its memory
+    link: float  # bytes per second over PCIe, pinned memory, one direction
+    captures: bool = False  # CUDA graphs of expert passes (place/gpu/expert_graphs.py): compute capability 9 and 10
 
 
 @dataclass(frozen=True)
 class Machine:
     name: str
     cpu: CpuRates
-    memory: int  # bytes of host memory that may be used
+    memory: int  # usable bytes of host memory
     gpus: tuple[GpuRates, ...]
     measured: bool
     sources: tuple[str, ...]
     layer_seconds: float = LAYER_SECONDS
     experts_seconds: float = EXPERTS_SECONDS
 
-    def at_pace(self, python_seconds: float) -> Machine:
-        """With what Python launches at the pace that a loop has there (`system.python_loop_seconds`)."""
-        pace = python_seconds / PYTHON_SECONDS
-        return replace(self, layer_seconds=pace * LAYER_SECONDS, experts_seconds=pace * EXPERTS_SECONDS)
+    def with_python_speed(self, python_seconds: float) -> Machine:
+        """With launch times scaled by the speed of a Python loop there (`system.python_loop_seconds`)."""
+        slowdown = python_seconds / PYTHON_SECONDS
+        return replace(self, layer_seconds=slowdown * LAYER_SECONDS, experts_seconds=slowdown * EXPERTS_SECONDS)
 
 
-def parse_bytes(name: str, word: str) -> int:
+def parse_bytes(name: str, text: str) -> int:
     """`24GB`, `1.3TB`, `16GiB`; a bare number is bytes."""
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", word)
-    unit = UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None:
-        raise InputError(name, word, "a size such as 24GB, 1.5TB or 16GiB")
-    return round(float(found[1]) * unit)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    unit = UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise InputError(name, text, "a size such as 24GB, 1.5TB or 16GiB")
+    return round(float(match[1]) * unit)
 
 
 class _GpuRow(BaseModel):
@@ -162,7 +163,7 @@ def gpu_rows() -> dict[str, GpuRates]:
 def profiles() -> dict[str, Machine]:
     """Name -> machine, of every shipped profile."""
     known = gpu_rows()
-    found = {}
+    match = {}
     for name, document in sorted(_documents().items()):
         if name == "gpus":
             continue
@@ -183,8 +184,8 @@ def profiles() -> dict[str, Machine]:
         gpus = tuple(known[gpu] for gpu in profile.gpus)
         launches = profile.layer_ms / 1e3, profile.experts_ms / 1e3
         memory = parse_bytes(name, profile.memory)
-        found[name] = Machine(name, cpu, memory, gpus, False, tuple(profile.sources), *launches)
-    return found
+        match[name] = Machine(name, cpu, memory, gpus, False, tuple(profile.sources), *launches)
+    return match
 
 
 def profile(name: str) -> Machine:
@@ -198,17 +199,17 @@ def with_gpus(machine: Machine, words: str) -> Machine:
     """`24GB,24GB`, names of GPUs, or `none`. A size alone takes the machine's own GPU, or an RTX 4090's rates."""
     if words.strip().lower() in ("none", "0", ""):
         return replace(machine, gpus=())
-    known, own, found = gpu_rows(), list(machine.gpus), []
-    for place, word in enumerate(word.strip() for word in words.split(",")):
-        if word.lower() in known:
-            found.append(known[word.lower()])
+    known, own, match = gpu_rows(), list(machine.gpus), []
+    for place, text in enumerate(text.strip() for text in words.split(",")):
+        if text.lower() in known:
+            match.append(known[text.lower()])
             continue
         like = own[min(place, len(own) - 1)] if own else known["rtx-4090"]
-        memory = parse_bytes("gpu", word)
-        name = like.name if memory == like.memory else f"{word} like {like.name}"
-        found.append(replace(like, memory=memory, name=name))
-    return replace(machine, gpus=tuple(found))
+        memory = parse_bytes("gpu", text)
+        name = like.name if memory == like.memory else f"{text} like {like.name}"
+        match.append(replace(like, memory=memory, name=name))
+    return replace(machine, gpus=tuple(match))
 
 
-def with_memory(machine: Machine, word: str) -> Machine:
-    return replace(machine, memory=parse_bytes("ram", word))
+def with_memory(machine: Machine, text: str) -> Machine:
+    return replace(machine, memory=parse_bytes("ram", text))

@@ -1,8 +1,8 @@
-"""What a run really took, beside what its plan said: peak memory sampled by a thread, seconds of a step.
+"""Measured memory and speed of a run beside its plan: peak host memory sampled by a thread, seconds of a step.
 
-Host memory is the anonymous part of the process: packed experts, adapters, activations. Pages of the checkpoint that
-are mapped belong to the page cache and are left out, in the plan as well. Samples come every few milliseconds, so a
-peak that is shorter goes unseen.
+Host memory is the anonymous memory of the process: packed experts, adapters, activations. Mapped pages of the
+checkpoint belong to the page cache and are left out, as in the plan. Shorter peaks than the sampling period of a few
+milliseconds are missed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from types import TracebackType
 
 from ktransformers.plan.planner import Candidate
 
-PERIOD = 0.005  # seconds between two samples
+SAMPLE_SECONDS = 0.005  # seconds between two samples
 
 
 def anonymous_bytes() -> int:
-    """Of this process, in RAM."""
+    """Resident anonymous memory of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -26,7 +26,7 @@ def anonymous_bytes() -> int:
 
 
 class Meter:
-    """`with Meter() as meter: ...; meter.peak`."""
+    """Peak of `anonymous_bytes` inside a `with` block."""
 
     def __init__(self) -> None:
         self.peak = 0
@@ -34,7 +34,7 @@ class Meter:
         self._thread = threading.Thread(target=self._watch, name="kt-meter", daemon=True)
 
     def _watch(self) -> None:
-        while not self._stop.wait(PERIOD):
+        while not self._stop.wait(SAMPLE_SECONDS):
             self.peak = max(self.peak, anonymous_bytes())
 
     def __enter__(self) -> Meter:
@@ -66,17 +66,17 @@ class PlanComparison:
         return f"{self.what}: {self.measured:.3g} {self.unit}, predicted {self.predicted:.3g} ({self.error:+.0%})"
 
 
-def compare(
+def compare_with_plan(
     plan: Candidate, *, host: int = 0, gpu: int = 0, tokens_per_second: float | None = None
 ) -> tuple[PlanComparison, ...]:
-    """Predicted beside measured; what was not measured is left out. `gpu`: what torch's allocator reserved, to which
-    the context does not belong."""
-    found = []
+    """Predicted and measured values of what was measured. `gpu`: bytes reserved by torch's allocator, which do not
+    include the CUDA context."""
+    comparisons = []
     if host:
-        found.append(PlanComparison("host memory", plan.memory.host_bytes / 1e9, host / 1e9, "GB"))
+        comparisons.append(PlanComparison("host memory", plan.memory.host_bytes / 1e9, host / 1e9, "GB"))
     if gpu and plan.memory.gpus:
         predicted = plan.memory.gpu_bytes[0] - plan.memory.gpus[0]["context"]
-        found.append(PlanComparison("GPU memory", predicted / 1e9, gpu / 1e9, "GB"))
+        comparisons.append(PlanComparison("GPU memory", predicted / 1e9, gpu / 1e9, "GB"))
     if tokens_per_second:
-        found.append(PlanComparison("speed", plan.time.tokens_per_second, tokens_per_second, "tokens/s"))
-    return tuple(found)
+        comparisons.append(PlanComparison("speed", plan.time.tokens_per_second, tokens_per_second, "tokens/s"))
+    return tuple(comparisons)

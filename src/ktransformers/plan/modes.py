@@ -41,12 +41,14 @@ TRAINING_CALL = 6e-3  # of a CPU share under autograd and PEFT, either direction
 @dataclass(frozen=True)
 class Decision:
     mode: str
-    predicted: Mapping[str, float]  # seconds of a layer by candidate mode, the preferred mode first
+    predicted: Mapping[str, float]  # seconds of a layer by candidate mode, the preferred first; empty: a fixed policy
     timed: Mapping[str, float]  # the same measured when the placement was attached; empty: the prediction decided
 
     @property
     def reason(self) -> str:
         seconds = self.timed or self.predicted
+        if not seconds:
+            return f"{self.mode} (by the policy)"
         others = ", ".join(f"{mode} {1e3 * seconds[mode]:.2f}" for mode in seconds if mode != self.mode)
         how = "timed" if self.timed else "predicted"
         return f"{self.mode} ({how} {1e3 * seconds[self.mode]:.2f} ms a layer{'; ' + others if others else ''})"

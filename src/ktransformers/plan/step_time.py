@@ -1,10 +1,9 @@
-"""Seconds from shapes and rates: a training step, a pass of serving, each as its parts one after another.
+"""Predicted seconds of a training step and of a serving pass from shapes and rates, as a sum of parts.
 
-Routed experts are computed by the CPU, or by both sides with the placement engine (`sides.py`), where the link carries
-them while the rest of the layer runs. Everything else is counted in operations at a share of the GPU's paper rate, or
-at the measured rate of torch's product on a CPU. The surprising part is Python: launching a layer, LoRA and
-checkpointing included, takes longer than computing it until a step has thousands of tokens, and without a GPU nothing
-is computed meanwhile.
+Routed experts are computed by the CPU, or by CPU and GPU with the placement engine (`plan/expert_time.py`), whose
+copies overlap with the rest of the layer. Everything else is counted in operations at a share of the GPU's nominal
+rate, or at the measured rate of torch's GEMM on a CPU. Launching a layer from Python, LoRA and checkpointing included,
+takes longer than computing it until a step has thousands of tokens; without a GPU nothing overlaps with it.
 """
 
 from __future__ import annotations
@@ -12,55 +11,58 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ktransformers.plan.expert_time import (
-    GPU_SHARE,
-    LORA_SHARE,
-    NOTHING,
-    PASSES,
-    asked_of_cpu,
-    experts_touched,
-    layer_seconds,
-    placed_seconds,
-    rest_of_layer,
-    touched_experts,
+    CPU_NONE,
+    INFERENCE_FLOPS_SHARE,
+    LAUNCHES_PER_STEP,
+    TRAINING_FLOPS_SHARE,
+    cpu_layer_seconds,
+    cpu_share,
+    dense_layer_seconds,
+    expected_experts,
+    experts_of_batch,
+    placed_layer_seconds,
+    planned_decision,
+    training_decision,
 )
 from ktransformers.plan.formats import packed_lora_bytes
 from ktransformers.plan.machine import Machine
 from ktransformers.plan.memory import (
     attention_lora_numbers,
+    cached_experts,
+    captures_expert_passes,
     expert_lora_numbers,
     layer_bytes,
-    recorded,
-    slot_count,
 )
 from ktransformers.plan.model_shape import ModelShape
+from ktransformers.plan.modes import Decision
 from ktransformers.plan.workload import Choice, Serving, Training, Work
 
-LAYER = 0.3e-3  # seconds in which Python launches one layer's operators without gradients, about sixty; estimated
-# Of Python's time for a layer in a training step with a GPU, what it takes without one, its experts' calls included:
+INFERENCE_LAYER_SECONDS = 0.3e-3  # Python launching the about sixty operators of a layer without gradients; estimated
+# Share of a layer's launch time in a training step with a GPU that it takes without one, calls of experts included:
 # 12.8 ms in float32 and 15 ms in bf16 on two AMX cores where that is 18 ms, the difference between steps of 4 and of 12
 # layers of next to no size.
-ON_CPU = 0.75
-# Times that a step without a GPU moves what autograd keeps of a layer, at the read rate: norms, casts, residuals and
+CPU_LAUNCH_SHARE = 0.75
+# How often a step without a GPU moves what autograd keeps of a layer, at the read rate: norms, casts, residuals and
 # attention, whose backward costs 20 to 45 us a token whatever it sees. Steps of 16 and of 45 short rows at once were
 # 0.62 ms a token apart, of which products and experts explain 0.18 (6 layers of 512, bf16, two AMX cores).
-MOVED = 150
-HOST_CALL = 50e-6  # a layer's experts start after a copy down and end with one up: two callbacks of 23 us, measured
+ACTIVATION_MOVES = 150
+CALLBACK_SECONDS = 50e-6  # of a layer's experts: two host callbacks of 23 us, measured
 # The same in training, with PEFT and autograd around the kernels: 5 to 6.7 ms in either direction and at every size of
 # bench/train_e2e.py.
-TRAINED_CALL = 6e-3
-LOSS_PASSES = 3  # the head: forward, and in backward once again and its gradient
-ADAM_BYTES = 28  # read and written for a trained number: it, its gradient, two moments
+TRAINING_CALL_SECONDS = 6e-3
+HEAD_PASSES = 3  # the head: forward, recomputed in backward, and its gradient
+ADAM_BYTES = 28  # read and written per trained number: weight, gradient, two moments
 ADAM_SHARE = 0.62  # of the read rate that torch's AdamW reaches with eight threads: 16 ms for 53 million numbers
-PREFETCHED = 4  # rows of an expert on average: from here on the next layer's experts are fetched ahead
+PREFETCH_ROWS = 4  # per expert on average: from here on the next layer's experts are prefetched
 
 
 @dataclass(frozen=True)
-class Time:
-    """Seconds by part. Of training: one optimiser step. Of serving: one token of every sequence."""
+class PredictedTime:
+    """Seconds by part: of one optimiser step in training, of one token of every sequence in serving."""
 
     parts: dict[str, float]
-    tokens: float  # that these seconds are for
-    first_token: float | None = None  # seconds from the prompt to the first answer
+    tokens: float  # computed in these seconds
+    first_token: float | None = None  # seconds from the prompt to the first token
 
     @property
     def seconds(self) -> float:
@@ -71,21 +73,21 @@ class Time:
         return self.tokens / self.seconds
 
 
-def rest_seconds(model: ModelShape, tokens: float, seen: float, machine: Machine, choice: Choice, size: int) -> float:
-    """Products of all layers besides their experts, once forward; `seen` tokens stand before a token on average."""
+def dense_seconds(model: ModelShape, tokens: float, seen: float, machine: Machine, choice: Choice, size: int) -> float:
+    """GEMMs of all layers besides their experts, one forward pass; `seen`: average number of earlier tokens."""
     numbers = model.layers * model.rest_per_layer
     operations = 2 * tokens * (numbers + model.layers * model.scores_width * seen)
     return _products(operations, numbers * size, machine, choice, size)
 
 
 def head_seconds(
-    model: ModelShape, tokens: float, machine: Machine, choice: Choice, size: int, share: float = GPU_SHARE
+    model: ModelShape, tokens: float, machine: Machine, choice: Choice, size: int, share: float = INFERENCE_FLOPS_SHARE
 ) -> float:
     return _products(2 * tokens * model.embedding, model.embedding * size, machine, choice, size, share)
 
 
 def _products(
-    operations: float, weights: float, machine: Machine, choice: Choice, size: int, share: float = GPU_SHARE
+    operations: float, weights: float, machine: Machine, choice: Choice, size: int, share: float = INFERENCE_FLOPS_SHARE
 ) -> float:
     if choice.gpus:
         gpu = machine.gpus[0]
@@ -94,48 +96,51 @@ def _products(
     return max(operations / (cpu.dense_flops_f32 if size == 4 else cpu.dense_flops), weights / cpu.read_bytes)
 
 
-def crossing_seconds(
-    model: ModelShape, tokens: float, machine: Machine, choice: Choice, size: int, call: float = HOST_CALL
+def transfer_seconds(
+    model: ModelShape, tokens: float, machine: Machine, choice: Choice, size: int, call: float = CALLBACK_SECONDS
 ) -> float:
-    """Hidden states down to the CPU and results up, of all layers."""
+    """Copies of hidden states to the CPU and of results back, of all layers."""
     if not choice.gpus:
         return 0.0
-    both = 2 * tokens * model.hidden * size / machine.gpus[0].link
-    return model.expert_layers * (both + call)
+    round_trip = 2 * tokens * model.hidden * size / machine.gpus[0].link
+    return model.expert_layers * (round_trip + call)
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """One way through all layers in a training step."""
+    """One pass through all layers in a training step."""
 
-    launches: int  # of PASSES
-    products: int  # of the rest, as many as forward has
-    experts: bool  # computed, not taken from what was kept
+    launches: int  # of LAUNCHES_PER_STEP
+    products: int  # GEMMs besides the experts, in units of a forward pass
+    experts: bool  # computed, not replayed from kept outputs
     backward: bool = False
-    found: bool = False  # the pass before it left the layer's experts in their slots
+    resident_all: bool = False  # the pass before left all experts of the layer in the cache
 
 
 def _passes(model: ModelShape, work: Training, choice: Choice, machine: Machine) -> list[_Pass]:
-    found = [_Pass(1, 1, True)]
+    passes = [_Pass(1, 1, True)]
     if work.checkpointing:
-        found.append(_Pass(1, 1, not work.retain))
-    held = choice.uses_engine and slot_count(model, work, choice, machine) >= model.experts
-    return [*found, _Pass(2, 1, True, backward=True, found=held and found[-1].experts and work.checkpointing)]
+        passes.append(_Pass(1, 1, not work.retain))
+    fits_cache = choice.uses_engine and cached_experts(model, work, choice, machine) >= model.experts
+    return [
+        *passes,
+        _Pass(2, 1, True, backward=True, resident_all=fits_cache and passes[-1].experts and work.checkpointing),
+    ]
 
 
-def training_time(model: ModelShape, work: Training, choice: Choice, machine: Machine) -> Time:
+def training_time(model: ModelShape, work: Training, choice: Choice, machine: Machine) -> PredictedTime:
     rank, size = work.rank if work.adapts_experts else 0, work.rest_bytes
-    touched, sparse = touched_experts(model, work), model.expert_layers / model.layers
-    replayed = recorded(model, work, choice, machine)
+    touched, sparse = experts_of_batch(model, work), model.expert_layers / model.layers
+    captured = captures_expert_passes(model, work, choice, machine)
     parts = dict.fromkeys(("experts", "rest", "loss", "crossing", "optimiser"), 0.0)
-    for way in _passes(model, work, choice, machine):
-        rest = _training_rest(model, work, machine, choice, way) / model.layers
+    for pass_ in _passes(model, work, choice, machine):
+        rest = _training_rest(model, work, machine, choice, pass_) / model.layers
         parts["rest"] += work.batches * model.layers * rest
-        if not way.experts:
+        if not pass_.experts:
             continue
         if choice.uses_engine:
-            lead = rest / sparse  # what the link has of a layer besides
-            expert = placed_seconds(
+            lead = rest / sparse  # seconds in which the link copies before the experts run
+            expert = placed_layer_seconds(
                 model,
                 work.tokens,
                 touched,
@@ -143,35 +148,39 @@ def training_time(model: ModelShape, work: Training, choice: Choice, machine: Ma
                 choice,
                 lead,
                 rank=rank,
-                backward=way.backward,
-                found=way.found,
-                recorded=replayed,
+                backward=pass_.backward,
+                resident_all=pass_.resident_all,
+                captured=captured,
             )
         else:
-            expert = layer_seconds(
-                model, work.tokens, machine, choice, rank=rank, backward=way.backward, touched=touched
+            expert = cpu_layer_seconds(
+                model, work.tokens, machine, choice, rank=rank, backward=pass_.backward, touched=touched
             )
-            crossing = crossing_seconds(model, work.tokens, machine, choice, size, TRAINED_CALL)
+            crossing = transfer_seconds(model, work.tokens, machine, choice, size, TRAINING_CALL_SECONDS)
             parts["crossing"] += work.batches * crossing
         parts["experts"] += work.batches * model.expert_layers * expert
-    parts["loss"] = work.batches * LOSS_PASSES * head_seconds(model, work.scored, machine, choice, size, LORA_SHARE)
+    parts["loss"] = (
+        work.batches
+        * HEAD_PASSES
+        * head_seconds(model, work.labelled_tokens, machine, choice, size, TRAINING_FLOPS_SHARE)
+    )
     parts["crossing"] += _factor_seconds(model, work, choice, machine)
     parts["optimiser"] = _optimiser_seconds(model, work, choice, machine)
-    return Time(parts, max(work.tokens_per_step, work.tokens))
+    return PredictedTime(parts, max(work.tokens_per_step, work.tokens))
 
 
-def _training_rest(model: ModelShape, work: Training, machine: Machine, choice: Choice, way: _Pass) -> float:
-    """All layers besides their experts; on a CPU also what comes before and after them, about as much as a layer."""
+def _training_rest(model: ModelShape, work: Training, machine: Machine, choice: Choice, pass_: _Pass) -> float:
+    """All layers besides their experts; on a CPU also embedding and head, about as much as one layer."""
     if not choice.gpus:
-        products = rest_seconds(model, work.tokens, work.sequence / 2, machine, choice, work.rest_bytes)
-        launching = ON_CPU * machine.layer_seconds * (model.layers + 1)
-        moving = MOVED * model.layers * layer_bytes(model, work) / machine.cpu.read_bytes
-        return way.products * products + way.launches / PASSES * (launching + moving)
-    return model.layers * rest_of_layer(model, work, machine, choice, way.launches, way.products)
+        products = dense_seconds(model, work.tokens, work.sequence / 2, machine, choice, work.rest_bytes)
+        launching = CPU_LAUNCH_SHARE * machine.layer_seconds * (model.layers + 1)
+        moving = ACTIVATION_MOVES * model.layers * layer_bytes(model, work) / machine.cpu.read_bytes
+        return pass_.products * products + pass_.launches / LAUNCHES_PER_STEP * (launching + moving)
+    return model.layers * dense_layer_seconds(model, work, machine, choice, pass_.launches, pass_.products)
 
 
 def _factor_seconds(model: ModelShape, work: Training, choice: Choice, machine: Machine) -> float:
-    """Factors of experts that a GPU computes, there, of every batch; gradients come back while the next layer runs."""
+    """Uploads of expert LoRA factors for every batch; copies of their gradients overlap with the next layer."""
     if not choice.uses_engine or not work.adapts_experts:
         return 0.0
     return work.batches * expert_lora_numbers(model, work.rank) * work.trained_bytes / machine.gpus[0].link
@@ -180,44 +189,81 @@ def _factor_seconds(model: ModelShape, work: Training, choice: Choice, machine: 
 def _optimiser_seconds(model: ModelShape, work: Training, choice: Choice, machine: Machine) -> float:
     experts = expert_lora_numbers(model, work.rank) if work.adapts_experts else 0
     attention = attention_lora_numbers(model, work.rank) if work.adapts_attention else 0
-    near = machine.gpus[0].bandwidth if choice.gpus else machine.cpu.read_bytes
+    bandwidth = machine.gpus[0].bandwidth if choice.gpus else machine.cpu.read_bytes
     host = machine.cpu.read_bytes * ADAM_SHARE
-    seconds = experts * ADAM_BYTES / host + attention * ADAM_BYTES / (near if choice.gpus else host)
-    if work.adapts_experts and asked_of_cpu(model, work, choice, machine) != NOTHING:  # factors are packed every step
+    seconds = experts * ADAM_BYTES / host + attention * ADAM_BYTES / (bandwidth if choice.gpus else host)
+    if work.adapts_experts and cpu_share(model, work, choice, machine) != CPU_NONE:  # factors are packed every step
         packed = packed_lora_bytes(model.hidden, model.intermediate, model.gated, work.rank)
         seconds += model.expert_layers * model.experts * packed / machine.cpu.read_bytes
     return seconds
 
 
-def pass_parts(model: ModelShape, tokens: float, seen: float, machine: Machine, choice: Choice, size: int) -> Time:
-    """One forward pass without gradients; the head sees one token of each sequence."""
-    rest = rest_seconds(model, tokens, seen, machine, choice, size) + LAYER * model.layers
+def inference_decision(
+    model: ModelShape, tokens: float, seen: float, machine: Machine, choice: Choice, size: int
+) -> Decision:
+    """The mode of one forward pass without gradients."""
+    lead = _inference_lead(model, tokens, inference_rest(model, tokens, seen, machine, choice, size))
+    return planned_decision(model, tokens, expected_experts(model, tokens), machine, choice, lead=lead)
+
+
+def inference_rest(model: ModelShape, tokens: float, seen: float, machine: Machine, choice: Choice, size: int) -> float:
+    """All layers besides their experts, in one forward pass without gradients."""
+    return dense_seconds(model, tokens, seen, machine, choice, size) + INFERENCE_LAYER_SECONDS * model.layers
+
+
+def _inference_lead(model: ModelShape, tokens: float, rest: float) -> float:
+    """Seconds per layer in which the link prefetches experts."""
+    return rest / model.expert_layers if tokens * model.top_k >= PREFETCH_ROWS * model.experts else 0.0
+
+
+def inference_pass(
+    model: ModelShape, tokens: float, seen: float, machine: Machine, choice: Choice, size: int
+) -> PredictedTime:
+    """One forward pass without gradients; the head computes one token per sequence."""
+    rest = inference_rest(model, tokens, seen, machine, choice, size)
     if choice.uses_engine:
-        touched = experts_touched(model, tokens)
-        lead = rest / model.expert_layers if tokens * model.top_k >= PREFETCHED * model.experts else 0.0
-        expert = placed_seconds(model, tokens, touched, machine, choice, lead, learns=False)
+        touched = expected_experts(model, tokens)
+        lead = _inference_lead(model, tokens, rest)
+        expert = placed_layer_seconds(model, tokens, touched, machine, choice, lead, training=False)
         crossing = 0.0
     else:
-        expert = layer_seconds(model, tokens, machine, choice)
-        crossing = crossing_seconds(model, tokens, machine, choice, size)
+        expert = cpu_layer_seconds(model, tokens, machine, choice)
+        crossing = transfer_seconds(model, tokens, machine, choice, size)
     parts = {
         "experts": model.expert_layers * expert,
         "rest": rest,
         "head": head_seconds(model, 1, machine, choice, size),
         "crossing": crossing,
     }
-    return Time(parts, tokens)
+    return PredictedTime(parts, tokens)
 
 
-def serving_time(model: ModelShape, work: Serving, choice: Choice, machine: Machine) -> Time:
-    first = pass_parts(model, work.prompt, work.prompt / 2, machine, choice, work.rest_bytes)
-    decode = pass_parts(model, work.sequences, (work.prompt + work.context) / 2, machine, choice, work.rest_bytes)
+def serving_time(model: ModelShape, work: Serving, choice: Choice, machine: Machine) -> PredictedTime:
+    prefill, decode = (
+        inference_pass(model, tokens, seen, machine, choice, work.rest_bytes)
+        for tokens, seen in _serving_passes(work).values()
+    )
     cache = work.sequences * (work.prompt + work.context) / 2 * model.cache_width * work.rest_bytes
-    near = machine.gpus[0].bandwidth if choice.gpus else machine.cpu.read_bytes
-    return Time(decode.parts | {"cache": cache / near}, work.sequences, first.seconds)
+    bandwidth = machine.gpus[0].bandwidth if choice.gpus else machine.cpu.read_bytes
+    return PredictedTime(decode.parts | {"cache": cache / bandwidth}, work.sequences, prefill.seconds)
 
 
-def time_of(model: ModelShape, work: Work, choice: Choice, machine: Machine) -> Time:
+def predict_time(model: ModelShape, work: Work, choice: Choice, machine: Machine) -> PredictedTime:
     if isinstance(work, Training):
         return training_time(model, work, choice, machine)
     return serving_time(model, work, choice, machine)
+
+
+def _serving_passes(work: Serving) -> dict[str, tuple[int, float]]:
+    """Tokens of a pass, and the average number of earlier tokens of each, of a prompt and of a decode step."""
+    return {"prefill": (work.prompt, work.prompt / 2), "decode": (work.sequences, (work.prompt + work.context) / 2)}
+
+
+def planned_modes(model: ModelShape, work: Work, choice: Choice, machine: Machine) -> dict[str, tuple[int, Decision]]:
+    """The mode of a layer of experts and its reason, by kind of pass, with the tokens of the pass."""
+    if isinstance(work, Training):
+        return {"training": (work.tokens, training_decision(model, work, machine, choice))}
+    return {
+        name: (tokens, inference_decision(model, tokens, seen, machine, choice, work.rest_bytes))
+        for name, (tokens, seen) in _serving_passes(work).items()
+    }

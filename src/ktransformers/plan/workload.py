@@ -1,7 +1,7 @@
-"""What is to be done with a model, as far as memory and time depend on it: one training step, or serving.
+"""A workload as far as memory and time depend on it: a training step of LoRA, or serving.
 
-`Choice` is how it is done: the format of the experts, which of them lie on a GPU, how many GPUs are used. What this
-version cannot execute says so in `missing`, and a plan that needs it is shown only when asked for.
+`Choice` is a configuration to run it with: the format of the experts, the number of GPUs, the placement policy and the
+residents. What this version cannot execute is named in `Choice.missing`; such plans are shown only on request.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from ktransformers.plan.formats import format_of, packed_expert_bytes
 from ktransformers.plan.model_shape import ModelShape
 from ktransformers.plan.modes import MODES
 
-POLICIES = ("auto", *MODES)  # of `kt_place`, `--kt-place` and KT_PLACE: one mode for every pass, or auto
-PLANNED = ("auto", "cpu", "stream", "resident")  # policies that a plan compares by itself
-DEFAULT = "cpu"  # policy of `place.attach` and of a plan where none is given
-REPLAYED_TOKENS, REPLAYED_SEQUENCE, PIECE = 4096, 2048, 1024  # limits of nn/attention_graphs
+POLICIES = ("auto", *MODES)  # values of `kt_place`, `--kt-place` and KT_PLACE: one mode for every pass, or auto
+PLANNED_POLICIES = ("auto", "cpu", "stream", "resident")  # policies that `kt plan` compares
+DEFAULT_POLICY = "cpu"  # policy of `place.attach` and of a plan where none is given
+GRAPH_MAX_TOKENS, GRAPH_MAX_SEQUENCE, GRAPH_PIECE_TOKENS = 4096, 2048, 1024  # limits of nn/attention_graphs
 
 
 @dataclass(frozen=True)
 class Training:
-    """A step of LoRA."""
+    """One optimiser step of LoRA training."""
 
-    tokens: int = 2048  # T, that pass through the model at once
+    tokens: int = 2048  # T, of one pass through the model
     tokens_per_step: int = 2048  # of one optimiser step
-    sequence: int = 2048  # tokens that see each other
+    sequence: int = 2048  # tokens that attend to each other
     rank: int = 8
     adapts_experts: bool = True
     adapts_attention: bool = True
-    checkpointing: bool = True  # activations are computed again in backward
-    retain: bool = False  # but not the experts': gate and up are kept
-    trained_bytes: int = 4  # of a trained number; 2 with pure_bf16
-    rest_bytes: int = 2  # of a number that is not trained and no expert's
-    saves: int = 1  # checkpoints that stay on disk
-    touched: float = 1.0  # share of a layer's experts that one sequence's tokens go to; 1: routes are uniform
-    labelled: float = 1.0  # share of the tokens that meet the vocabulary; 1: all, which is safe where data is not known
-    loss_bytes: int | None = None  # on a GPU, at once; None: TRL's loss in tiles
-    graphs: bool = True  # attention on a GPU is replayed where it can be (nn/attention_graphs/replay.py)
+    checkpointing: bool = True  # activations are recomputed in backward
+    retain: bool = False  # experts are not recomputed: gate and up are kept
+    trained_bytes: int = 4  # per trained number; 2 with pure_bf16
+    rest_bytes: int = 2  # per number that is neither trained nor an expert's
+    saves: int = 1  # training checkpoints kept on disk
+    touched: float = 1.0  # share of a layer's experts that the tokens of one sequence use; 1: uniform routing
+    labelled: float = 1.0  # share of tokens with a label; 1: an upper bound if the data is unknown
+    loss_bytes: int | None = None  # of the loss on a GPU; None: TRL's chunked loss
+    graphs: bool = True  # attention on a GPU uses CUDA graphs where possible (nn/attention_graphs/replay.py)
 
     def __post_init__(self) -> None:
         if not self.adapts_experts and not self.adapts_attention:
@@ -54,23 +54,23 @@ class Training:
         """Passes through the model in one step."""
         return max(1.0, self.tokens_per_step / self.tokens)
 
-    def replays(self, choice: Choice) -> bool:
-        """Whether Python launches attention once, not in every pass."""
-        fits = self.tokens <= REPLAYED_TOKENS and self.sequence <= REPLAYED_SEQUENCE
+    def uses_attention_graphs(self, choice: Choice) -> bool:
+        """Whether attention is replayed from CUDA graphs."""
+        fits = self.tokens <= GRAPH_MAX_TOKENS and self.sequence <= GRAPH_MAX_SEQUENCE
         return self.graphs and self.checkpointing and choice.uses_engine and fits
 
     @property
-    def scored(self) -> int:
-        """Of the tokens at once those that meet the vocabulary."""
+    def labelled_tokens(self) -> int:
+        """Tokens of one pass that have a label."""
         return max(1, round(self.labelled * self.tokens))
 
 
 @dataclass(frozen=True)
 class Serving:
-    """Answers to `sequences` requests at a time."""
+    """Serving `sequences` requests at a time."""
 
-    context: int = 8192  # tokens of one sequence in the cache, at most
-    prompt: int = 1024  # tokens before the first answer
+    context: int = 8192  # maximal tokens of one sequence in the KV cache
+    prompt: int = 1024  # tokens of a request
     sequences: int = 1
     rest_bytes: int = 2
 
@@ -83,7 +83,7 @@ class Serving:
 
     @property
     def tokens(self) -> int:
-        """That pass through the model at once, at most."""
+        """Maximal tokens of one pass."""
         return self.prompt
 
 
@@ -92,10 +92,12 @@ Work = Training | Serving
 
 @dataclass(frozen=True)
 class Choice:
+    """A configuration to run a workload with."""
+
     format: str = "bf16"
-    gpus: int = 0  # that hold everything but the experts; 0: the CPU does
-    residents: int = 0  # experts of each layer that have a copy on a GPU
-    policy: str = "cpu"  # where the others are computed (place/options.py)
+    gpus: int = 0  # that hold everything but the experts; 0: everything is on the CPU
+    residents: int = 0  # experts per layer that are resident on a GPU
+    policy: str = "cpu"  # placement policy of the other experts (place/options.py)
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -105,18 +107,15 @@ class Choice:
 
     @property
     def uses_engine(self) -> bool:
-        """Experts are computed on the GPU, some of them or all."""
+        """Some experts or all are computed on the GPU."""
         return self.policy != "cpu" or self.residents > 0
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """What this version lacks for it."""
-        found = []
-        if not format_of(self.format).executable:
-            found.append(f"experts in {self.format}")
-        return tuple(found)
+        """What this version cannot execute of it."""
+        return () if format_of(self.format).executable else (f"experts in {self.format}",)
 
 
 def expert_bytes(model: ModelShape, choice: Choice) -> int:
-    """One expert, packed."""
+    """Bytes of one packed expert."""
     return packed_expert_bytes(model.hidden, model.intermediate, model.gated, format_of(choice.format))

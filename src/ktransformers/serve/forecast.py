@@ -14,7 +14,7 @@ from pathlib import Path
 from ktransformers.errors import InputError
 from ktransformers.plan import Plan, PlanComparison, Serving, make_plan, open_shape, with_gpus
 from ktransformers.plan.meter import anonymous_bytes
-from ktransformers.plan.workload import DEFAULT
+from ktransformers.plan.workload import DEFAULT_POLICY
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.http.service import Service
 
@@ -36,7 +36,7 @@ def forecast(
     device: str,
     rest_bytes: int,
     max_positions: int,
-    policies: Sequence[str] = (DEFAULT,),
+    policies: Sequence[str] = (DEFAULT_POLICY,),
     needs_gpu: bool = False,
 ) -> tuple[Plan | None, str]:
     """The plan for this machine with the best of `policies`. A model whose config the planner cannot read is served

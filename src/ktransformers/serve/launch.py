@@ -16,7 +16,7 @@ from typing import Any
 
 from ktransformers import env, settings, system
 from ktransformers.errors import InputError
-from ktransformers.plan import Plan, refuse
+from ktransformers.plan import Plan, require_fit
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.target import Target, resolve_target
 
@@ -76,14 +76,14 @@ def make_plan(launch: Launch, target: Target, log: LogLine, show: ShowPlan) -> P
         return forecast(launch, target.model, device, dtype_bytes, max_positions, options.policies, needs_gpu)
 
     plan, note = plan_for(choose_device(launch))
-    if plan is not None and plan.left_out:
-        log(f"everything on the CPU: {plan.left_out}; --device cuda requires it")
+    if plan is not None and plan.gpu_unused_reason:
+        log(f"everything on the CPU: {plan.gpu_unused_reason}; --device cuda requires it")
         plan, note = plan_for("cpu")
     if plan is None:
         log(note)
         return None
     show(plan)
-    refuse(plan, force=launch.force)
+    require_fit(plan, force=launch.force)
     return plan
 
 

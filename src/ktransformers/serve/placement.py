@@ -15,8 +15,8 @@ from torch import nn
 
 from ktransformers.nn.w8a8 import use_w8a8
 from ktransformers.place.apply import ModelPlacement, needs_spreading
-from ktransformers.place.device_map import find_stack
-from ktransformers.place.free_memory import free_bytes, to_come
+from ktransformers.place.device_map import find_decoder_layers
+from ktransformers.place.free_memory import bytes_to_allocate, free_bytes
 from ktransformers.place.options import PlacementOptions, read_options
 from ktransformers.plan import Plan
 from ktransformers.serve.flags import Launch
@@ -47,7 +47,7 @@ def spreads_layers(options: PlacementOptions, launch: Launch, plan: Plan | None)
 
 def cache_tokens(model: nn.Module, launch: Launch, bytes_per_token: int) -> int:
     """Tokens whose keys and values fit into the share of every GPU's free memory; a layer's lie where the layer is."""
-    layers: Any = model.get_submodule(find_stack(model).name)
+    layers: Any = model.get_submodule(find_decoder_layers(model).name)
     counts: dict[torch.device, int] = {}
     for layer in layers:
         device = next((p.device for p in layer.parameters() if p.is_cuda), torch.device("cpu"))
@@ -95,4 +95,4 @@ def _planned_activations(plan: Plan | None, place: int) -> int:
     if plan is None:
         return 0
     tables = plan.nearest.memory.gpus
-    return to_come(plan.nearest, place) - (tables[place].get(KV_CACHE, 0) if place < len(tables) else 0)
+    return bytes_to_allocate(plan.nearest, place) - (tables[place].get(KV_CACHE, 0) if place < len(tables) else 0)

@@ -29,7 +29,7 @@ from ktransformers.nn import ExpertStore
 from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.operator import is_placed
 from ktransformers.nn.peft_lora import expert_adapters
-from ktransformers.plan.calibrate import raise_roofs, this_machine
+from ktransformers.plan.calibrate import remeasure_rates, this_machine
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ class TrainLog(TrainerCallback):
         if self._remeasured:
             self.clock.peak_rates = peak.raised(share)
         else:
-            self._remeasured, rates = True, raise_roofs()
+            self._remeasured, rates = True, remeasure_rates()
             self.clock.peak_rates = PeakRates(max(peak.flops, rates.tile_flops), max(peak.read, rates.read_bytes))
         return 1.0
 

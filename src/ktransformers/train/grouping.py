@@ -149,7 +149,7 @@ def _evaluate_candidate(
     no_residents = replace(candidate.choice, residents=0)  # residents fill the memory that is free when the run starts
     fits = (
         candidate.fits
-        and not plan.left_out
+        and not plan.gpu_unused_reason
         and evaluate(inputs.shape, candidate.work, no_residents, _reduced_machine(plan)).fits
     )
     seconds = evaluate(inputs.shape, work, candidate.choice, inputs.machine).time.seconds

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ktransformers.place.apply import ModelPlacement, needs_spreading
-from ktransformers.place.free_memory import to_come
+from ktransformers.place.free_memory import bytes_to_allocate
 from ktransformers.place.options import PlacementOptions, read_options
 from ktransformers.place.placement import Placement
 from ktransformers.place.rules import summary_of_name
@@ -82,7 +82,7 @@ class TrainPlacement:
         plan = self._plan
 
         def later(place: int, device: torch.device) -> int:
-            return to_come(plan.nearest, place) if plan is not None else 0
+            return bytes_to_allocate(plan.nearest, place) if plan is not None else 0
 
         for line in self._placement.fill(later, sizes):
             note(line)

@@ -276,12 +276,17 @@ def _plan_batching(
     grouping = decide_grouping(settings, checkpoint, inputs, measured)
     chosen = with_tokens_per_batch(settings, grouping.tokens)
     forecast = None if inputs is None else inputs.forecast(chosen, measured.lengths(chosen))
-    if forecast is not None and forecast.left_out:  # planned again: dtypes and losses may differ on a CPU
+    if forecast is not None and forecast.gpu_unused_reason:  # planned again: dtypes and losses may differ on a CPU
         on_cpu = settings.model_copy(update={"trainer": settings.trainer | {"use_cpu": True}})
         trainer_arguments(on_cpu)
         chosen, grouping, cpu_forecast, cpu_notes = _plan_batching(on_cpu, checkpoint, directory, measured)
         insist = "use_cpu: false insists on it"
-        return chosen, grouping, cpu_forecast, [f"everything on the CPU: {forecast.left_out}; {insist}", *cpu_notes]
+        return (
+            chosen,
+            grouping,
+            cpu_forecast,
+            [f"everything on the CPU: {forecast.gpu_unused_reason}; {insist}", *cpu_notes],
+        )
     if grouping.note is not None:
         notes.append(grouping.note)
     return chosen, grouping, forecast, notes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ktransformers.plan import Meter, PlanComparison, compare, refuse
+from ktransformers.plan import Meter, PlanComparison, compare_with_plan, require_fit
 from ktransformers.system import frozen_gc
 from ktransformers.train.arguments import device_of, dtype_of, find_resume_point, trainer_arguments, uses_packing
 from ktransformers.train.callbacks import ExpertClock, GradientCheck, Interrupted, Progress, Stopper, TrainLog
@@ -116,7 +116,7 @@ def train(settings: TrainSettings, watcher: Watcher, *, force: bool = False) -> 
     settings = prepared.plan.settings  # including the plan's choices
     watcher.on_plan(prepared.plan)
     if prepared.plan.forecast is not None:
-        refuse(prepared.plan.forecast, force=force)
+        require_fit(prepared.plan.forecast, force=force)
     directory, output = prepared.directory, Path(settings.output_dir)
     assert directory is not None
     checkpoint, _ = find_resume_point(settings)
@@ -178,7 +178,7 @@ def _compare(plan: TrainPlan, meter: Meter, results: dict[str, Any]) -> tuple[Pl
     gpu = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
     trained_tokens = float(results.get("epoch", 0.0)) * plan.data.tokens
     rate = trained_tokens / max(float(results.get("train_runtime", 0.0)), 1e-9)
-    return compare(plan.forecast.nearest, host=meter.peak, gpu=gpu, tokens_per_second=rate)
+    return compare_with_plan(plan.forecast.nearest, host=meter.peak, gpu=gpu, tokens_per_second=rate)
 
 
 def _last_evaluation(trainer: Any) -> dict[str, Any]:

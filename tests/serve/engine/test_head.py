@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ktransformers.plan import Choice, Serving, make_plan, open_shape, profile, with_gpus
-from ktransformers.plan.memory import SCORED_ROWS, memory_of
+from ktransformers.plan.memory import SCORED_ROWS, predict_memory
 from ktransformers.serve import forecast
 from ktransformers.serve.engine import head
 from ktransformers.serve.engine.forward import Chunk, Forward, make_forward
@@ -89,10 +89,10 @@ def test_failing_body_restores_the_model() -> None:
 def test_plan_counts_score_memory(size: int, score: int) -> None:
     machine, work = profile("desktop-4090"), Serving(context=4096, prompt=512, rest_bytes=size)
     whole = SCORED_ROWS * QWEN.vocabulary * score
-    assert memory_of(QWEN, work, Choice(), machine).host["scores"] == whole
-    assert memory_of(QWEN, work, Choice(gpus=1), machine).gpus[0]["scores"] == whole
+    assert predict_memory(QWEN, work, Choice(), machine).host["scores"] == whole
+    assert predict_memory(QWEN, work, Choice(gpus=1), machine).gpus[0]["scores"] == whole
     short = Serving(prompt=3, rest_bytes=size)
-    assert memory_of(QWEN, short, Choice(), machine).host["scores"] == 3 * QWEN.vocabulary * score
+    assert predict_memory(QWEN, short, Choice(), machine).host["scores"] == 3 * QWEN.vocabulary * score
 
 
 def test_comparison_counts_scores_only_if_requested(harness: EngineHarness, adapters: dict[str, Path]) -> None:

@@ -226,7 +226,7 @@ def test_graph_of_larger_set_is_reused(placed: tuple[EngineHarness, Placement], 
 
 def calls(placement: Placement) -> set[Any]:
     """Adapters of prepared calls and of what is held for graphs, over all layers."""
-    return {key[2] for engine in placement.engines for key in engine.callbacks._ready if key[2]}
+    return {key[2] for engine in placement.engines for key in engine.callbacks._prepared if key[2]}
 
 
 def test_number_of_sets_is_bounded(
@@ -292,7 +292,7 @@ def test_unloaded_adapter_drops_its_graphs(
     engine.step()
     assert recorded.finish == "length" and graphs.replayed == 24 - CAPTURE_AT + 1 and capture.captures == 1
     assert not sets_of(placed_harness) and not calls(placement) and not graphs.graphs.captured
-    assert not any(engine.executor.shelf._held for engine in placement.engines)
+    assert not any(engine.executor.lora_cache._pins for engine in placement.engines)
     alone = harness.alone(random_prompt(1, 9), "one", max_tokens=25)
     assert recorded.tokens[0] == alone.tokens[0] and recorded.logprobs[0] == pytest.approx(alone.logprobs[0], abs=0.05)
     gone = weakref.ref(placed_harness.loaded.pop("short"))
@@ -329,11 +329,11 @@ def test_full_lora_cache_evicts_other_sets(
     placed_harness, placement = placed
     placement.place_residents(count=2)
     (engine,) = placement.engines
-    shelf = engine.executor.shelf
+    shelf = engine.executor.lora_cache
     steps(placed_harness.forward, placed_harness.loaded, [["two"]] * CAPTURE_AT)
-    size = sum(known[2] for at, known in shelf._known.items() if shelf._held[at])
+    size = sum(known[2] for at, known in shelf._entries.items() if shelf._pins[at])
     graphs_of(placed_harness).clear()
-    engine.executor.shelf = LoraCache(torch.device("cpu"), size)
+    engine.executor.lora_cache = LoraCache(torch.device("cpu"), size)
     try:
         with caplog.at_level("WARNING"):
             for name in ("one", "two"):
@@ -345,12 +345,12 @@ def test_full_lora_cache_evicts_other_sets(
         assert apart(found, wanted) < 2 * NEAR, "kernel by kernel gate and up are rounded as well"
         lines = [line for line in caplog.messages if "kernel by kernel" in line]
         assert len(lines) == 1 and "decode steps of 2 rows with one, two" in lines[0] and "beside residents" in lines[0]
-        assert not engine.executor.shelf._held and not calls(placement)
+        assert not engine.executor.lora_cache._pins and not calls(placement)
         graphs_of(placed_harness).forget(("one", 1))
         assert not graphs_of(placed_harness).graphs.refused, "there may be memory now"
     finally:
         graphs_of(placed_harness).clear()
-        engine.executor.shelf = shelf
+        engine.executor.lora_cache = shelf
 
 
 def test_out_of_memory_evicts_other_sets_and_then_refuses_the_set(

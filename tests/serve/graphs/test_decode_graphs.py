@@ -153,7 +153,7 @@ def test_graphs_are_recaptured_when_residents_change(
     assert capture.captures == 1, "in the same memory"
     callbacks = placement.engines[0].callbacks
     callbacks._captured[0] = [
-        (ready, placement.layers[0].store) for ready in callbacks._ready.values()
+        (ready, placement.layers[0].store) for ready in callbacks._prepared.values()
     ]  # as a capture does
     placement.place_residents(count=3)
     placed_harness.run(engine)

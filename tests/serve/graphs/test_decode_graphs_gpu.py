@@ -84,7 +84,7 @@ def uncaptured(
 
     def record(compute: Compute) -> Compute:
         def again() -> torch.Tensor:
-            with placement.rehearsal():
+            with placement.capture_warmup():
                 logits = compute()
             torch.cuda.synchronize()
             return logits
@@ -200,7 +200,7 @@ def test_unloaded_adapter_is_replaced_by_another(
         engine.drop_adapter(("one", version))
         engine.step()
         assert on_gpu.forward.graphs is not None and not on_gpu.forward.graphs.sets
-        assert not any(one.callbacks._terms or one.executor.shelf._held for one in placement.engines)
+        assert not any(one.callbacks._lora_pointers or one.executor.lora_cache._pins for one in placement.engines)
         agree(ask(on_gpu, engine, [(10, 12), (9, 12)]), launched(on_gpu, [(10, 12), (9, 12)]))
     assert replayed(on_gpu) > 3 * 2 * (12 - CAPTURE_AT - 2)
 

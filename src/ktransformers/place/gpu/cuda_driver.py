@@ -1,6 +1,6 @@
-"""The driver's own calls, found in its library when they are first wanted: copies to the device and host functions. A
-layer takes a hundred copies, and torch spends ten times as long on each, in the thread that everything else waits for;
-so the core calls the driver for all of them. Host functions torch does not offer at all."""
+"""Functions of the CUDA driver library, loaded on first use: asynchronous copies to the device and host callbacks.
+Streaming a layer takes about a hundred copies, and torch spends ten times as long as the driver on launching each, in
+the thread that launches everything else; so the core calls the driver for all of them. torch has no host callbacks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ktransformers import _core
 
 
 @functools.cache
-def _copy() -> int:
-    """Its address."""
+def _copy_function() -> int:
+    """Address of cuMemcpyHtoDAsync."""
     address = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2, ctypes.c_void_p).value
     assert address is not None
     return address
@@ -33,27 +33,27 @@ def _host_function() -> Any:
 
 
 def call_on_host(stream: int, function: int, argument: int) -> None:
-    """The C function `void(void*)` at this address is called by a thread of the driver's, behind everything on the
-    stream and before anything queued later; in a stream that is captured, at every replay. The current context must be
-    the stream's. What `argument` points to must live until then."""
+    """Queue a call of the C function `void(void*)` at this address on the stream; a driver thread makes it, at every
+    replay if the stream is captured. The current context must be the stream's. What `argument` points to must outlive
+    the call."""
     code = _host_function()(stream, function, argument)
     if code:
-        raise RuntimeError(f"the driver refused a host function: error {code}")
+        raise RuntimeError(f"cuLaunchHostFunc failed with CUDA error {code}")
 
 
-Run = tuple[int, int, int]  # neighbouring rows: the first one's number here, there, and how many
+Run = tuple[int, int, int]  # contiguous rows: first row of the source, first row of the target, count
 
 
 def rows_of(runs: Sequence[Run], target: Tensor, source: Tensor) -> NDArray[np.uint64]:
-    """As (target, source, bytes), for buffers `[n, bytes]`."""
-    found = np.array(runs, np.uint64)
+    """(target address, source address, bytes) of each run, for buffers `[n, bytes]`."""
+    table = np.array(runs, np.uint64)
     step = np.uint64(target.shape[1])
-    here, there, count = (found[:, column] * step for column in range(3))
-    return np.stack((there + np.uint64(target.data_ptr()), here + np.uint64(source.data_ptr()), count), 1)
+    from_source, from_target, count = (table[:, column] * step for column in range(3))
+    return np.stack((from_target + np.uint64(target.data_ptr()), from_source + np.uint64(source.data_ptr()), count), 1)
 
 
 def copy_to_device(runs: Sequence[Run], pairs: Sequence[tuple[Tensor, Tensor]], stream: int) -> None:
-    """The same rows of every (target, source), behind everything on the stream; sources are known to the driver."""
+    """Queue copies of the same runs of every (target, source) on the stream; sources are registered or pinned."""
     rows = np.concatenate([rows_of(runs, *pair) for pair in pairs])
-    if code := _core.copy_rows(_copy(), rows, stream):
-        raise RuntimeError(f"the driver refused a copy of {int(rows[:, 2].sum())} bytes to the GPU: error {code}")
+    if code := _core.copy_rows(_copy_function(), rows, stream):
+        raise RuntimeError(f"copying {int(rows[:, 2].sum())} bytes to the GPU failed with CUDA error {code}")

@@ -1,12 +1,12 @@
-"""LoRA of one layer on the device: brought there when it has changed, and its gradients back to host memory.
+"""LoRA factors of one layer on the device: uploaded when they have changed, and their gradients back to host memory.
 
-On the device gate and up have one pair of factors, as the native core has them: their A stacked, their B side by side
-with zeros where the other's rank would be, the scale folded into B before rounding, ranks filled up to what products
-want. `seats` says where each of PEFT's tensors sits in there; laying them and reading their gradients follow the same
-table. Factors live in host memory, trained there by the optimiser; PEFT's B `[E, out, r]` is a view whose experts are
-the innermost dimension, so tensors and gradients travel as they lie and are turned on the device. Layers are kept there
-within a few bytes, so that the walk back finds what the walk forward brought; their tensors are held on to, because
-they are known by their addresses.
+On the device gate and up have one stacked pair of factors, as in the native core: their A on top of each other, their B
+side by side with zeros where the other's rank would be, the scale folded into B before rounding, ranks padded to a
+multiple of 8. `factor_slots` says which part of a pair each of PEFT's tensors is; stacking and reading gradients use
+the same table. Factors live in host memory, where the optimiser updates them. PEFT's B `[E, out, r]` is a view whose
+experts are the innermost dimension, so tensors and gradients are copied in memory order and permuted on the device.
+Stacked factors are cached on the device within a byte budget, so that backward finds what forward uploaded; the cache
+holds references to the tensors, because they are identified by address.
 """
 
 from __future__ import annotations
@@ -22,84 +22,86 @@ from ktransformers.nn.lora_factors import LoraFactors
 from ktransformers.nn.transfer import DeviceToHost, start_device_to_host
 from ktransformers.place.gpu.grouped_mlp import ALIGN, GroupLora, StackedLora
 
-KEPT_BYTES = 256 << 20  # of pairs that stay on the device, two layers at least
+CACHED_BYTES = 256 << 20  # of stacked factors that stay on the device, two layers at least
 
 
 @dataclass(frozen=True)
 class FactorSlot:
-    """Where a tensor of PEFT's is in a pair: a [E, r, in] in A, b [E, out, r] in B."""
+    """The part of a stacked pair that one of PEFT's tensors is: a [E, r, in] in A, b [E, out, r] in B."""
 
     pair: str  # first or down
-    side: str  # a or b
+    factor: str  # a or b
     rank: slice
-    rows: slice  # of B
+    rows: slice  # outputs of B
     scale: float
 
 
-def seats(roles: Sequence[str], tensors: Sequence[Tensor], scales: tuple[float, float, float]) -> dict[str, FactorSlot]:
-    """By role. `gate_up_b` has gate's scale for both halves, as `factors_of` makes it."""
+def factor_slots(
+    roles: Sequence[str], tensors: Sequence[Tensor], scales: tuple[float, float, float]
+) -> dict[str, FactorSlot]:
+    """By role. `gate_up_b` has gate's scale for both halves, as `nn.lora_factors.factors_of` builds it."""
     sizes = {role: (t.shape[1] if role.endswith("_a") else t.shape[2]) for role, t in zip(roles, tensors, strict=True)}
     outputs = {role: t.shape[1] for role, t in zip(roles, tensors, strict=True)}
     gate = sizes.get("gate_a", 0)
     up = slice(gate, gate + sizes["up_a"]) if "up_a" in sizes else slice(0, gate)
-    every = slice(None)
-    halved = outputs.get("up_b", outputs.get("gate_b", 0))
-    known = {
-        "gate_a": FactorSlot("first", "a", slice(0, gate), every, 1.0),
-        "gate_b": FactorSlot("first", "b", slice(0, gate), slice(0, halved), scales[0]),
-        "gate_up_b": FactorSlot("first", "b", slice(0, gate), every, scales[0]),
-        "up_a": FactorSlot("first", "a", up, every, 1.0),
-        "up_b": FactorSlot("first", "b", up, slice(-halved, None), scales[1]),
-        "down_a": FactorSlot("down", "a", slice(0, sizes.get("down_a", 0)), every, 1.0),
-        "down_b": FactorSlot("down", "b", slice(0, sizes.get("down_a", 0)), every, scales[2]),
+    all_rows = slice(None)
+    half_rows = outputs.get("up_b", outputs.get("gate_b", 0))
+    slots = {
+        "gate_a": FactorSlot("first", "a", slice(0, gate), all_rows, 1.0),
+        "gate_b": FactorSlot("first", "b", slice(0, gate), slice(0, half_rows), scales[0]),
+        "gate_up_b": FactorSlot("first", "b", slice(0, gate), all_rows, scales[0]),
+        "up_a": FactorSlot("first", "a", up, all_rows, 1.0),
+        "up_b": FactorSlot("first", "b", up, slice(-half_rows, None), scales[1]),
+        "down_a": FactorSlot("down", "a", slice(0, sizes.get("down_a", 0)), all_rows, 1.0),
+        "down_b": FactorSlot("down", "b", slice(0, sizes.get("down_a", 0)), all_rows, scales[2]),
     }
-    return {role: known[role] for role in roles}
+    return {role: slots[role] for role in roles}
 
 
-def lay(factors: LoraFactors, tensors: Sequence[Tensor], wide: int) -> dict[str, StackedLora]:
-    """Tensors in the places of `factors.tensors`, on the device in any float dtype, as pairs; `wide`: outputs of gate
-    and up together."""
-    table = seats(factors.roles, tensors, factors.scales)
-    found = {}
+def stack_factors(factors: LoraFactors, tensors: Sequence[Tensor], gate_up_rows: int) -> dict[str, StackedLora]:
+    """Stacked pairs of `tensors`, which are `factors.tensors` on the device in any float dtype; `gate_up_rows`: outputs
+    of gate and up together."""
+    table = factor_slots(factors.roles, tensors, factors.scales)
+    stacked = {}
     for name in ("first", "down"):
-        mine = [(seat, tensor) for seat, tensor in zip(table.values(), tensors, strict=True) if seat.pair == name]
-        if not mine:
+        members = [(slot, tensor) for slot, tensor in zip(table.values(), tensors, strict=True) if slot.pair == name]
+        if not members:
             continue
-        rank = max(seat.rank.stop for seat, _ in mine)
+        rank = max(slot.rank.stop for slot, _ in members)
         rank += -rank % ALIGN
-        inputs = next(t.shape[2] for seat, t in mine if seat.side == "a")
-        outputs = wide if name == "first" else next(t.shape[1] for seat, t in mine if seat.side == "b")
-        experts, device = mine[0][1].shape[0], mine[0][1].device
+        inputs = next(t.shape[2] for slot, t in members if slot.factor == "a")
+        outputs = gate_up_rows if name == "first" else next(t.shape[1] for slot, t in members if slot.factor == "b")
+        experts, device = members[0][1].shape[0], members[0][1].device
         a = torch.zeros(experts, rank, inputs, dtype=torch.bfloat16, device=device)
         b = torch.zeros(experts, outputs, rank, dtype=torch.bfloat16, device=device)
-        for seat, tensor in mine:
-            if seat.side == "a":
-                a[:, seat.rank].copy_(tensor)
+        for slot, tensor in members:
+            if slot.factor == "a":
+                a[:, slot.rank].copy_(tensor)
             else:
-                b[:, seat.rows, seat.rank].copy_(tensor if seat.scale == 1 else tensor.float() * seat.scale)
-        found[name] = StackedLora(a, b)
-    return found
+                b[:, slot.rows, slot.rank].copy_(tensor if slot.scale == 1 else tensor.float() * slot.scale)
+        stacked[name] = StackedLora(a, b)
+    return stacked
 
 
 def dims_in_memory(tensor: Tensor) -> list[int]:
-    """Dimensions from the outermost to the innermost as they lie in memory."""
+    """Dimensions from the outermost to the innermost in memory."""
     strides = tensor.stride()
     return sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same strides up to gaps."""
+    """A copy with the same order of dimensions in memory, without gaps."""
     order = dims_in_memory(tensor)
-    laid = tensor.detach().permute(order)
-    if not laid.is_contiguous():
-        laid = laid.contiguous()
-    return laid.to(device, non_blocking=True).permute([order.index(dim) for dim in range(tensor.dim())])
+    dense = tensor.detach().permute(order)
+    if not dense.is_contiguous():
+        dense = dense.contiguous()
+    return dense.to(device, non_blocking=True).permute([order.index(dim) for dim in range(tensor.dim())])
 
 
 @dataclass(frozen=True)
-class _OnDevice:
+class _CacheEntry:
     versions: tuple[int, ...]
-    held: tuple[Tensor, ...]
+    source: tuple[Tensor, ...]
     pairs: dict[str, StackedLora]
 
     @property
@@ -108,100 +110,105 @@ class _OnDevice:
 
 
 class DeviceFactors:
+    """LRU cache of stacked factors, refreshed when the optimiser has changed them."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._known: OrderedDict[tuple[object, ...], _OnDevice] = OrderedDict()
+        self._entries: OrderedDict[tuple[object, ...], _CacheEntry] = OrderedDict()
 
-    def of(self, factors: LoraFactors, wide: int) -> dict[str, StackedLora]:
-        """Pairs for all experts of the layer."""
+    def get(self, factors: LoraFactors, gate_up_rows: int) -> dict[str, StackedLora]:
+        """Stacked pairs of all experts of a layer."""
         if any(tensor.is_inference() for tensor in factors.tensors):
-            return self._lay(factors, wide)
+            return self._stack(factors, gate_up_rows)
         key = (factors.scales, *((t.data_ptr(), t.shape, t.stride()) for t in factors.tensors))
         versions = tuple(tensor._version for tensor in factors.tensors)
-        found = self._known.pop(key, None)
-        if found is None or found.versions != versions:
-            held = tuple(tensor.detach() for tensor in factors.tensors)
-            found = _OnDevice(versions, held, self._lay(factors, wide))
-        self._known[key] = found
-        while len(self._known) > 2 and sum(one.bytes for one in self._known.values()) > KEPT_BYTES:
-            self._known.popitem(last=False)
-        return found.pairs
+        cached = self._entries.pop(key, None)
+        if cached is None or cached.versions != versions:
+            source = tuple(tensor.detach() for tensor in factors.tensors)
+            cached = _CacheEntry(versions, source, self._stack(factors, gate_up_rows))
+        self._entries[key] = cached
+        while len(self._entries) > 2 and sum(entry.bytes for entry in self._entries.values()) > CACHED_BYTES:
+            self._entries.popitem(last=False)
+        return cached.pairs
 
-    def _lay(self, factors: LoraFactors, wide: int) -> dict[str, StackedLora]:
-        return lay(factors, [to_device(tensor, self._device) for tensor in factors.tensors], wide)
+    def _stack(self, factors: LoraFactors, gate_up_rows: int) -> dict[str, StackedLora]:
+        return stack_factors(factors, [to_device(tensor, self._device) for tensor in factors.tensors], gate_up_rows)
 
 
-def chosen(pairs: Mapping[str, StackedLora], experts: Tensor, ends: Tensor) -> GroupLora:
-    """Of these experts, in this order."""
-    found = {name: StackedLora(p.a.index_select(0, experts), p.b.index_select(0, experts)) for name, p in pairs.items()}
-    return GroupLora(ends, found.get("first"), found.get("down"))
+def select_experts(pairs: Mapping[str, StackedLora], experts: Tensor, ends: Tensor) -> GroupLora:
+    """The factors of these experts, in this order."""
+    selected = {
+        name: StackedLora(p.a.index_select(0, experts), p.b.index_select(0, experts)) for name, p in pairs.items()
+    }
+    return GroupLora(ends, selected.get("first"), selected.get("down"))
 
 
 def empty_like_factors(factors: LoraFactors | None, device: torch.device) -> list[Tensor]:
-    """Dense, with the strides of PEFT's tensors up to gaps."""
-    found = []
+    """Dense tensors with the memory order of PEFT's."""
+    tensors = []
     for tensor in () if factors is None else factors.tensors:
         order = dims_in_memory(tensor)
         dense = torch.empty([tensor.shape[dim] for dim in order], dtype=tensor.dtype, device=device)
-        found.append(dense.permute([order.index(dim) for dim in range(tensor.dim())]))
-    return found
+        tensors.append(dense.permute([order.index(dim) for dim in range(tensor.dim())]))
+    return tensors
 
 
-def parts_of(factors: LoraFactors, grads: Mapping[str, tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Gradients of pairs, of some experts, as those of `factors.tensors`."""
-    found = []
-    table = seats(factors.roles, factors.tensors, factors.scales)
-    for (role, seat), tensor in zip(table.items(), factors.tensors, strict=True):
-        a, b = grads[seat.pair]
-        part = a[:, seat.rank] if role.endswith("_a") else b[:, seat.rows, seat.rank]
-        found.append(part.to(tensor.dtype) if seat.scale == 1 else (part.float() * seat.scale).to(tensor.dtype))
-    return found
+def split_gradients(factors: LoraFactors, grads: Mapping[str, tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Gradients of stacked pairs, of some experts, as gradients of `factors.tensors`."""
+    parts = []
+    table = factor_slots(factors.roles, factors.tensors, factors.scales)
+    for (role, slot), tensor in zip(table.items(), factors.tensors, strict=True):
+        a, b = grads[slot.pair]
+        part = a[:, slot.rank] if role.endswith("_a") else b[:, slot.rows, slot.rank]
+        parts.append(part.to(tensor.dtype) if slot.scale == 1 else (part.float() * slot.scale).to(tensor.dtype))
+    return parts
 
 
 class FactorGradients:
-    """Gradients of the factors for the experts of a device, in the order of the walk, on their way to host memory."""
+    """Gradients of the factors collected group by group, in the order of the sweep."""
 
     def __init__(self, factors: LoraFactors | None) -> None:
         self._factors = factors
         self._parts: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
 
     def add(self, grads: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Of the next experts in the order given."""
+        """Append the gradients of the next group of experts."""
         for name, pair in grads.items():
             for parts, part in zip(self._parts.setdefault(name, ([], [])), pair, strict=True):
                 parts.append(part)
 
-    def lay(self, experts: Tensor) -> list[Tensor]:
-        """In the places of `factors.tensors`, with their strides, on the device: zero for all but these experts."""
+    def scatter(self, experts: Tensor) -> list[Tensor]:
+        """Gradients of `factors.tensors` on the device, in their memory order: zero for all but these experts."""
         if self._factors is None or not self._parts:
             return []
-        whole = {name: (_joined(a), _joined(b)) for name, (a, b) in self._parts.items()}
-        found = empty_like_factors(self._factors, experts.device)
-        for laid, part in zip(found, parts_of(self._factors, whole), strict=True):
-            laid.zero_().index_copy_(0, experts, part)
-        return found
+        gradients = {name: (_concatenate(a), _concatenate(b)) for name, (a, b) in self._parts.items()}
+        tensors = empty_like_factors(self._factors, experts.device)
+        for dense, part in zip(tensors, split_gradients(self._factors, gradients), strict=True):
+            dense.zero_().index_copy_(0, experts, part)
+        return tensors
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _concatenate(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 @dataclass(frozen=True)
 class PendingCopies:
-    """Tensors on their way into host memory, with the strides that they had."""
+    """Copies of tensors to host memory that are under way, in the memory order of the originals."""
 
-    descent: DeviceToHost
-    tensors: list[Tensor]  # pinned; to be read when `finish` is back
+    copy: DeviceToHost
+    tensors: list[Tensor]  # pinned; complete after `finish`
 
     def finish(self) -> list[Tensor]:
-        self.descent.finish()
+        self.copy.finish()
         return self.tensors
 
 
-def start_to_host(laid: Sequence[Tensor]) -> PendingCopies:
-    orders = [dims_in_memory(tensor) for tensor in laid]
-    descent = start_device_to_host([tensor.permute(order) for order, tensor in zip(orders, laid, strict=True)])
-    found = zip(orders, descent.targets, strict=True)
-    return PendingCopies(
-        descent, [dense.permute([order.index(d) for d in range(dense.dim())]) for order, dense in found]
-    )
+def start_to_host(tensors: Sequence[Tensor]) -> PendingCopies:
+    orders = [dims_in_memory(tensor) for tensor in tensors]
+    copy = start_device_to_host([tensor.permute(order) for order, tensor in zip(orders, tensors, strict=True)])
+    on_host = [
+        target.permute([order.index(dim) for dim in range(target.dim())])
+        for order, target in zip(orders, copy.targets, strict=True)
+    ]
+    return PendingCopies(copy, on_host)

@@ -1,8 +1,9 @@
-"""The GPU's share of a batch: experts in groups, each fetched, decoded into one bf16 buffer, and multiplied.
+"""The GPU's share of a batch: experts in groups, each fetched, dequantised into one bf16 buffer, and multiplied.
 
-Groups are cut by bytes and by rows, so that neither the buffer nor the rows' intermediates grow with the batch. Copies
-are queued a few groups ahead of the products; everything else is in the order of the current stream. Rows are sorted
-once, by the place of their expert in the walk, so a group's rows are a slice.
+Groups are bounded by bytes and by rows, so that neither the buffer nor the intermediates of rows grow with the batch.
+Copies are queued a few groups ahead of the products; everything else runs in the order of the current stream. Rows are
+sorted once, by the position of their expert in the sweep, so the rows of a group are a slice. A pass whose experts all
+fit into one group is captured in a CUDA graph and replayed (`place/gpu/expert_graphs.py`).
 """
 
 from __future__ import annotations
@@ -20,24 +21,26 @@ from ktransformers.nn.lora_factors import LoraFactors
 from ktransformers.nn.store import Dropout
 from ktransformers.place.gpu import grouped_mlp
 from ktransformers.place.gpu.dequantize import decode
-from ktransformers.place.gpu.device_lora import DeviceFactors, FactorGradients, chosen
+from ktransformers.place.gpu.device_lora import DeviceFactors, FactorGradients, select_experts
 from ktransformers.place.gpu.epilogue import DropoutMask
 from ktransformers.place.gpu.expert_cache import ExpertCache, Key, LayerBytes
 from ktransformers.place.gpu.expert_graphs import ExpertGraphs, GraphInputs, PassKey, SlotRefs, can_capture, slot_table
 from ktransformers.place.gpu.grouped_mlp import Decoded, GroupedRows, GroupLora, StackedLora
 from ktransformers.place.gpu.layout import Geometry
-from ktransformers.place.gpu.multi_lora import LoraCache, MultiLora, shelf_bytes
+from ktransformers.place.gpu.multi_lora import LoraCache, MultiLora, lora_cache_bytes
 
-GROUP_BYTES = 576 << 20  # of bf16 weights that are decoded at a time; a whole layer's
-ROOM_BYTES = 2 << 30  # where these, with the packed bytes in the slots, hold it
-GROUP_ROWS = 16384  # closes a group, with two more for each token: intermediates of a row are 20 to 40 kB
-SOON_BYTES = 64 << 20  # that are missing and a group is not worth: Python takes as long for one as they do
-AHEAD = 2  # groups whose copies are queued before the first of them is multiplied
+GROUP_BYTES = 576 << 20  # of dequantised bf16 weights at a time; all of a layer's
+WHOLE_LAYER_BYTES = 2 << 30  # if they and the packed bytes in the cache fit into this
+GROUP_ROWS = 16384  # closes a group, with two more per token: intermediates of a row are 20 to 40 kB
+SMALL_FETCH_BYTES = (
+    64 << 20
+)  # of missing experts that get no group of their own: launching one takes as long as copying them
+PREFETCHED_GROUPS = 2  # groups whose copies are queued ahead of the products
 
 
 @dataclass(frozen=True)
 class LayerOnDevice:
-    """One layer as a device needs it."""
+    """A layer of experts as the device reads it."""
 
     index: int
     geometry: Geometry
@@ -53,26 +56,28 @@ class ExpertBatch:
     weights: Tensor  # [T, k]
     factors: LoraFactors | None
     dropout: Dropout
-    several: MultiLora | None = None  # adapters of a batch whose rows differ in them
-    learns: bool = False  # the CPU's weights are those of a backward pass
+    multi_lora: MultiLora | None = None  # adapters by row, of a batch that mixes requests
+    needs_grad: bool = False  # training: the CPU rounds weights as its backward pass does
 
 
 @dataclass(frozen=True)
 class ExpertGroup:
     experts: tuple[int, ...]
-    begin: int  # of its rows among all
-    ends: tuple[int, ...]  # from `begin` on
-    room: ExpertCache
+    begin: int  # first of its rows in the sorted order
+    ends: tuple[int, ...]  # of each expert's rows, counted from `begin`
+    cache: ExpertCache
 
 
 class GpuExecutor:
+    """All layers of one geometry on one device."""
+
     def __init__(self, device: torch.device, cache: ExpertCache) -> None:
         self.device, self.cache = device, cache
-        self.residents: dict[int, ExpertCache] = {}  # by layer: slots of their own that are filled once
+        self.residents: dict[int, ExpertCache] = {}  # by layer: a cache of its own that is filled once
         self._lora = DeviceFactors(device)
-        self.shelf = LoraCache(device, shelf_bytes(device))
+        self.lora_cache = LoraCache(device, lora_cache_bytes(device))
         self._buffers: dict[tuple[str, int, int], Tensor] = {}
-        self._recorder = ExpertGraphs(device)
+        self._graphs = ExpertGraphs(device)
         self._finished: torch.cuda.Event | None = None
 
     @property
@@ -83,172 +88,185 @@ class GpuExecutor:
         cache = self.residents.get(layer)
         return frozenset() if cache is None else cache.present(layer)
 
-    def _bulk(self, geometry: Geometry) -> int:
-        """Experts that are decoded at a time: Python's time goes by groups, memory by experts."""
-        whole = geometry.experts * geometry.decoded_bytes
-        return max(1, (whole if self.cache.bytes + whole <= ROOM_BYTES else GROUP_BYTES) // geometry.decoded_bytes)
+    def _experts_per_group(self, geometry: Geometry) -> int:
+        """Experts dequantised at a time: launch time grows with the number of groups, memory with their size."""
+        layer_bytes = geometry.experts * geometry.decoded_bytes
+        return max(
+            1,
+            (layer_bytes if self.cache.bytes + layer_bytes <= WHOLE_LAYER_BYTES else GROUP_BYTES)
+            // geometry.decoded_bytes,
+        )
 
     def working_bytes(self, geometry: Geometry) -> int:
-        """That layers of these sizes take when they first compute: decoded weights and rows of a group."""
+        """Bytes that layers of this geometry allocate at their first pass: dequantised weights and rows of a group."""
         rows = GROUP_ROWS * (6 * geometry.hidden + 14 * geometry.intermediate)
-        return self._bulk(geometry) * geometry.decoded_bytes + rows
+        return self._experts_per_group(geometry) * geometry.decoded_bytes + rows
 
     def _groups(
         self, layer: LayerOnDevice, experts: Sequence[int], counts: NDArray[np.int64], tokens: int
     ) -> list[ExpertGroup]:
-        """Residents first, then what is here, then what has to come: in two groups, so that the first is multiplied
-        while the second arrives; a few that are missing come with the others."""
-        rooms = self.residents.get(layer.index)
+        """Residents first, then experts in the cache, then missing ones: in two groups, so that the first is multiplied
+        while the second is copied; a few missing experts join the cached ones."""
+        resident_cache = self.residents.get(layer.index)
         resident = self.resident_experts(layer.index)
-        here = self.cache.present(layer.index) - resident
-        bulk = self._bulk(layer.geometry)
-        coming = sorted(e for e in experts if e not in resident and e not in here)
-        there = [e for e in experts if e not in resident and e in here]
-        fits = len(there) + len(coming) <= self.cache.count
-        most = bulk if fits else max(1, min(bulk, self.cache.count // (AHEAD + 1)))
-        if there and len(coming) * self.cache.expert_bytes <= SOON_BYTES:
-            there, coming = sorted(there + coming), []
-        parts = [(there, self.cache, most), (coming, self.cache, min(most, max(1, -(-len(coming) // 2))))]
-        if rooms is not None:
-            parts.insert(0, ([e for e in experts if e in resident], rooms, bulk))
+        in_cache = self.cache.present(layer.index) - resident
+        per_group = self._experts_per_group(layer.geometry)
+        missing = sorted(e for e in experts if e not in resident and e not in in_cache)
+        cached = [e for e in experts if e not in resident and e in in_cache]
+        fits = len(cached) + len(missing) <= self.cache.count
+        max_experts = per_group if fits else max(1, min(per_group, self.cache.count // (PREFETCHED_GROUPS + 1)))
+        if cached and len(missing) * self.cache.expert_bytes <= SMALL_FETCH_BYTES:
+            cached, missing = sorted(cached + missing), []
+        parts = [
+            (cached, self.cache, max_experts),
+            (missing, self.cache, min(max_experts, max(1, -(-len(missing) // 2)))),
+        ]
+        if resident_cache is not None:
+            parts.insert(0, ([e for e in experts if e in resident], resident_cache, per_group))
         groups, begin, rows = [], 0, GROUP_ROWS + 2 * tokens
-        for wanted, room, most in parts:
-            for part in cut(wanted, counts, most, rows):
+        for wanted, cache, max_experts in parts:
+            for part in cut(wanted, counts, max_experts, rows):
                 ends = np.cumsum(counts[part])
-                groups.append(ExpertGroup(tuple(part), begin, tuple(ends.tolist()), room))
+                groups.append(ExpertGroup(tuple(part), begin, tuple(ends.tolist()), cache))
                 begin += int(ends[-1])
         return groups
 
     def _fetch(self, layer: LayerOnDevice, groups: Sequence[ExpertGroup], at: int) -> list[int]:
-        """Slots of group `at`; those behind it are put on their way."""
-        near: frozenset[Key] = frozenset((layer.index, e) for g in groups[at : at + AHEAD + 1] for e in g.experts)
-        found = groups[at].room.fetch(layer.index, layer.source, groups[at].experts, near)
-        for group in groups[at + 1 : at + AHEAD + 1]:
-            group.room.fetch(layer.index, layer.source, group.experts, near)
-        if len(found) < len(groups[at].experts):
+        """Slots of group `at`; copies for the groups after it are queued."""
+        keep: frozenset[Key] = frozenset(
+            (layer.index, e) for g in groups[at : at + PREFETCHED_GROUPS + 1] for e in g.experts
+        )
+        slots = groups[at].cache.fetch(layer.index, layer.source, groups[at].experts, keep)
+        for group in groups[at + 1 : at + PREFETCHED_GROUPS + 1]:
+            group.cache.fetch(layer.index, layer.source, group.experts, keep)
+        if len(slots) < len(groups[at].experts):
             raise RuntimeError(
-                f"room for {groups[at].room.count} experts, {len(groups[at].experts)} are wanted at once"
+                f"a cache of {groups[at].cache.count} experts cannot hold a group of {len(groups[at].experts)}"
             )
-        return found
+        return slots
 
-    def _buffer(self, name: str, count: int, rows: int, columns: int, bulk: int) -> Tensor:
-        found = self._buffers.get((name, rows, columns))
-        if found is None or found.shape[0] < count:
-            found = torch.empty(max(count, bulk), rows, columns, dtype=torch.bfloat16, device=self.device)
-            self._buffers[name, rows, columns] = found
-        return found[:count]
+    def _buffer(self, name: str, count: int, rows: int, columns: int, per_group: int) -> Tensor:
+        buffer = self._buffers.get((name, rows, columns))
+        if buffer is None or buffer.shape[0] < count:
+            buffer = torch.empty(max(count, per_group), rows, columns, dtype=torch.bfloat16, device=self.device)
+            self._buffers[name, rows, columns] = buffer
+        return buffer[:count]
 
     def _decoded(self, layer: LayerOnDevice, group: ExpertGroup, slots: Sequence[int], experts: Tensor) -> Decoded:
         geometry, count = layer.geometry, len(group.experts)
-        bulk = self._bulk(geometry)
-        first = self._buffer("first", count, geometry.first.out_rows, geometry.hidden, bulk)
-        down = self._buffer("down", count, geometry.hidden, geometry.intermediate, bulk)
-        group.room.await_ready(slots)
-        where = on_device(np.array(slots, np.int32), self.device)
-        decode(group.room.first, slots, where, geometry.first, first)
-        decode(group.room.down, slots, where, geometry.down, down)
-        group.room.done_reading(slots)
+        per_group = self._experts_per_group(geometry)
+        first = self._buffer("first", count, geometry.first.out_rows, geometry.hidden, per_group)
+        down = self._buffer("down", count, geometry.hidden, geometry.intermediate, per_group)
+        group.cache.wait_for_copies(slots)
+        slots_on_device = on_device(np.array(slots, np.int32), self.device)
+        decode(group.cache.first, slots, slots_on_device, geometry.first, first)
+        decode(group.cache.down, slots, slots_on_device, geometry.down, down)
+        group.cache.mark_read(slots)
         if layer.biases == (None, None):
             return Decoded(first, down)
         return Decoded(first, down, *(None if bias is None else bias[experts] for bias in layer.biases))
 
-    def _numbers(self, layer: LayerOnDevice, groups: Sequence[ExpertGroup]) -> tuple[Tensor, Tensor, Tensor]:
-        """In one copy: the place of every expert in the walk (one more: of ids that are none), the experts in that
-        order, and the ends of their rows within their group."""
+    def _index_tables(self, layer: LayerOnDevice, groups: Sequence[ExpertGroup]) -> tuple[Tensor, Tensor, Tensor]:
+        """In one copy: the position of every expert in the sweep (the last entry is for ids out of range), the experts
+        in that order, and the ends of their rows within their group."""
         experts = [expert for group in groups for expert in group.experts]
-        place = np.full(layer.geometry.experts + 1, len(experts), np.int32)
-        place[experts] = np.arange(len(experts))
+        position = np.full(layer.geometry.experts + 1, len(experts), np.int32)
+        position[experts] = np.arange(len(experts))
         ends = [end for group in groups for end in group.ends]
-        whole = on_device(np.concatenate((place, np.array(experts + ends, np.int32))), self.device)
-        found = whole.split((len(place), len(experts), len(ends)))  # type: ignore[no-untyped-call]
-        return found[0], found[1], found[2]
+        joined = on_device(np.concatenate((position, np.array(experts + ends, np.int32))), self.device)
+        tables = joined.split((len(position), len(experts), len(ends)))  # type: ignore[no-untyped-call]
+        return tables[0], tables[1], tables[2]
 
-    def _walk(
+    def _sweep(
         self,
         layer: LayerOnDevice,
         batch: ExpertBatch,
         groups: Sequence[ExpertGroup],
-        numbers: tuple[Tensor, Tensor, Tensor],
+        tables: tuple[Tensor, Tensor, Tensor],
     ) -> Iterator[tuple[GroupedRows, Decoded, GroupLora | None, DropoutMask | None, Tensor]]:
-        """Everything that a group's products need; the last are the places token * k + slot of its rows."""
-        place, experts, ends = numbers
+        """What the products of each group need; the last is token * k + slot of each of its rows."""
+        position, experts, ends = tables
         ids, none = batch.ids.reshape(-1), layer.geometry.experts
-        if groups[-1].begin + groups[-1].ends[-1] < ids.numel():  # otherwise all are somebody's
+        if groups[-1].begin + groups[-1].ends[-1] < ids.numel():  # otherwise every row has an expert of these groups
             ids = torch.where((ids < 0) | (ids >= none), none, ids)
-        several = batch.several
-        keys = place[ids] if several is None else several.keys(place[ids], batch.ids.shape[1])
+        multi_lora = batch.multi_lora
+        keys = position[ids] if multi_lora is None else multi_lora.keys(position[ids], batch.ids.shape[1])
         keys, order = torch.sort(keys, stable=True)
         tokens, weights = order // batch.ids.shape[1], batch.weights.reshape(-1).float()[order]
         share, seed = batch.dropout.rate, batch.dropout.seed
         pairs: dict[str, StackedLora] = {}
         if batch.factors is not None:
-            pairs = self._lora.of(batch.factors, layer.geometry.first.out_rows)
+            pairs = self._lora.get(batch.factors, layer.geometry.first.out_rows)
         first = 0
         for at, group in enumerate(groups):
             slots = self._fetch(layer, groups, at)
-            rows, mine = slice(group.begin, group.begin + group.ends[-1]), slice(first, first + len(group.experts))
-            thin = DropoutMask(share, seed, order[rows]) if share and pairs else None
-            weighed = GroupedRows(tokens[rows], weights[rows], ends[mine])
-            decoded = self._decoded(layer, group, slots, experts[mine])
-            lora = chosen(pairs, experts[mine], ends[mine]) if pairs else None
-            if several is not None:
-                lora = several.chosen(self.shelf, layer.geometry.first.out_rows, experts[mine], keys[rows], first)
-            first = mine.stop
-            yield weighed, decoded, lora, thin, order[rows]
+            rows, span = slice(group.begin, group.begin + group.ends[-1]), slice(first, first + len(group.experts))
+            dropout = DropoutMask(share, seed, order[rows]) if share and pairs else None
+            group_rows = GroupedRows(tokens[rows], weights[rows], ends[span])
+            decoded = self._decoded(layer, group, slots, experts[span])
+            lora = select_experts(pairs, experts[span], ends[span]) if pairs else None
+            if multi_lora is not None:
+                lora = multi_lora.select_experts(
+                    self.lora_cache, layer.geometry.first.out_rows, experts[span], keys[rows], first
+                )
+            first = span.stop
+            yield group_rows, decoded, lora, dropout, order[rows]
 
-    def _kind(self, layer: LayerOnDevice, batch: ExpertBatch, streamed: int, learns: bool | None) -> PassKey | None:
-        """Of a pass with so many streamed experts that may be recorded; None: it has to go group by group. `learns`
-        None: forward."""
-        bulk, most = self._bulk(layer.geometry), GROUP_ROWS + 2 * batch.hidden.shape[0]
-        if bulk < layer.geometry.experts or batch.ids.numel() > most or streamed > self.cache.count:
+    def _pass_key(
+        self, layer: LayerOnDevice, batch: ExpertBatch, streamed: int, needs_grad: bool | None
+    ) -> PassKey | None:
+        """The key of the pass's graph; None: it cannot be captured and runs group by group. `streamed`: number of
+        experts in the cache; `needs_grad` None: a forward pass."""
+        per_group, max_rows = self._experts_per_group(layer.geometry), GROUP_ROWS + 2 * batch.hidden.shape[0]
+        if per_group < layer.geometry.experts or batch.ids.numel() > max_rows or streamed > self.cache.count:
             return None
-        return self._recorder.key(layer, batch, learns) if can_capture(layer, batch) else None
+        return self._graphs.key(layer, batch, needs_grad) if can_capture(layer, batch) else None
 
-    def replays(self, layer: LayerOnDevice, batch: ExpertBatch, learns: bool | None) -> bool:
-        """Whether this pass with all of its experts is recorded: then its `counts` need not be known."""
+    def replays(self, layer: LayerOnDevice, batch: ExpertBatch, needs_grad: bool | None) -> bool:
+        """Whether this pass over all experts is replayed from a graph, which needs no `counts`."""
         streamed = layer.geometry.experts - len(self.resident_experts(layer.index))
-        kind = self._kind(layer, batch, streamed, learns)
-        return kind is not None and self._recorder.is_captured(kind)
+        key = self._pass_key(layer, batch, streamed, needs_grad)
+        return key is not None and self._graphs.is_captured(key)
 
-    def _in_one(
-        self, layer: LayerOnDevice, batch: ExpertBatch, experts: Sequence[int], learns: bool | None
+    def _graph_inputs(
+        self, layer: LayerOnDevice, batch: ExpertBatch, experts: Sequence[int], needs_grad: bool | None
     ) -> tuple[PassKey, GraphInputs] | None:
-        """Everything for a replay; None: group by group."""
-        geometry, bulk = layer.geometry, self._bulk(layer.geometry)
-        rooms = self.residents.get(layer.index)
+        """The pass's key and the inputs of its graph; None: it runs group by group."""
+        geometry, per_group = layer.geometry, self._experts_per_group(layer.geometry)
+        resident_cache = self.residents.get(layer.index)
         resident = self.resident_experts(layer.index)
         streamed = [e for e in experts if e not in resident]
-        kind = self._kind(layer, batch, len(streamed), learns)
-        if kind is None or not self._recorder.is_due(kind, layer.index):
+        key = self._pass_key(layer, batch, len(streamed), needs_grad)
+        if key is None or not self._graphs.is_due(key, layer.index):
             return None
-        seats = []
-        for room, mine in ((rooms, [e for e in experts if e in resident]), (self.cache, streamed)):
-            if room is not None and mine:
-                slots = room.fetch(layer.index, layer.source, mine, frozenset((layer.index, e) for e in mine))
-                room.await_ready(slots)
-                seats.append(SlotRefs(room, mine, slots))
-        first = self._buffer("first", geometry.experts, geometry.first.out_rows, geometry.hidden, bulk)
-        down = self._buffer("down", geometry.experts, geometry.hidden, geometry.intermediate, bulk)
-        pairs = self._lora.of(batch.factors, geometry.first.out_rows) if batch.factors is not None else {}
-        numbers = slot_table(geometry.experts, seats, self.cache)
-        return kind, GraphInputs(layer, batch, self.cache, seats, Decoded(first, down), numbers, pairs)
+        slot_refs = []
+        for cache, wanted in ((resident_cache, [e for e in experts if e in resident]), (self.cache, streamed)):
+            if cache is not None and wanted:
+                slots = cache.fetch(layer.index, layer.source, wanted, frozenset((layer.index, e) for e in wanted))
+                cache.wait_for_copies(slots)
+                slot_refs.append(SlotRefs(cache, wanted, slots))
+        first = self._buffer("first", geometry.experts, geometry.first.out_rows, geometry.hidden, per_group)
+        down = self._buffer("down", geometry.experts, geometry.hidden, geometry.intermediate, per_group)
+        pairs = self._lora.get(batch.factors, geometry.first.out_rows) if batch.factors is not None else {}
+        table = slot_table(geometry.experts, slot_refs, self.cache)
+        return key, GraphInputs(layer, batch, self.cache, slot_refs, Decoded(first, down), table, pairs)
 
     def forward(
         self, layer: LayerOnDevice, batch: ExpertBatch, experts: Sequence[int], counts: NDArray[np.int64] | None
     ) -> Tensor:
-        """float32 [T, H], to be read before the next call. `counts` None: nobody knows them, and `replays` said so."""
-        self._open()
-        if (one := self._in_one(layer, batch, experts, None)) is not None:
-            replayed = self._recorder.forward(*one)
+        """float32 [T, H], to be read before the next call. `counts` [E] may be None only for a pass that `replays`."""
+        self._wait_for_last_call()
+        if (prepared := self._graph_inputs(layer, batch, experts, None)) is not None:
+            replayed = self._graphs.forward(*prepared)
             if replayed is not None:
-                self.close()
+                self.record_finished()
                 return replayed
         assert counts is not None
         out = torch.zeros(batch.hidden.shape, dtype=torch.float32, device=self.device)
         groups = self._groups(layer, experts, counts, batch.hidden.shape[0])
-        for rows, weights, lora, thin, _ in self._walk(layer, batch, groups, self._numbers(layer, groups)):
-            grouped_mlp.forward(batch.hidden, rows, weights, layer.gate, out, lora, thin)
-        self.close()
+        for rows, weights, lora, dropout, _ in self._sweep(layer, batch, groups, self._index_tables(layer, groups)):
+            grouped_mlp.forward(batch.hidden, rows, weights, layer.gate, out, lora, dropout)
+        self.record_finished()
         return out
 
     def backward(
@@ -258,52 +276,52 @@ class GpuExecutor:
         grad_out: Tensor,
         experts: Sequence[int],
         counts: NDArray[np.int64] | None,
-        learns: bool,
+        needs_grad: bool,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """float32 [T, H] and [T, k], zeros where the CPU computes; with `learns` the factors' gradients. To be read, or
-        on their way, before the next call."""
-        self._open()
-        if (one := self._in_one(layer, batch, experts, learns)) is not None:
-            replayed = self._recorder.backward(*one, grad_out)
+        """Gradients of hidden float32 [T, H] and of the routing weights [T, k], zeros for experts of the CPU; with
+        `needs_grad` those of the LoRA factors. To be read, or in copies, before the next call."""
+        self._wait_for_last_call()
+        if (prepared := self._graph_inputs(layer, batch, experts, needs_grad)) is not None:
+            replayed = self._graphs.backward(*prepared, grad_out)
             if replayed is not None:
-                self.close()
+                self.record_finished()
                 return replayed
         assert counts is not None
         grad_hidden = torch.zeros(batch.hidden.shape, dtype=torch.float32, device=self.device)
         grad_weights = torch.zeros(batch.ids.numel(), dtype=torch.float32, device=self.device)
         groups = self._groups(layer, experts, counts, batch.hidden.shape[0])
-        numbers = self._numbers(layer, groups)
+        tables = self._index_tables(layer, groups)
         gradients = FactorGradients(batch.factors)
-        for rows, weights, lora, thin, places in self._walk(layer, batch, groups, numbers):
+        for rows, weights, lora, dropout, positions in self._sweep(layer, batch, groups, tables):
             grad_rows, grads = grouped_mlp.backward(
-                grad_out, batch.hidden, rows, weights, layer.gate, grad_hidden, lora, thin, learns
+                grad_out, batch.hidden, rows, weights, layer.gate, grad_hidden, lora, dropout, needs_grad
             )
-            grad_weights.index_copy_(0, places, grad_rows)
+            grad_weights.index_copy_(0, positions, grad_rows)
             gradients.add(grads)
-        laid = gradients.lay(numbers[1].long()) if learns else []
-        self.close()
-        return grad_hidden, grad_weights.view(batch.ids.shape), laid
+        factor_grads = gradients.scatter(tables[1].long()) if needs_grad else []
+        self.record_finished()
+        return grad_hidden, grad_weights.view(batch.ids.shape), factor_grads
 
-    def _open(self) -> None:
-        """The buffers belong to all calls, whatever stream they come on."""
+    def _wait_for_last_call(self) -> None:
+        """Buffers are shared by all calls, on any stream: the current stream waits for the last call's work."""
         if self._finished is not None:
             torch.cuda.current_stream(self.device).wait_event(self._finished)
 
-    def close(self) -> None:
-        """Whoever calls on another stream waits for what the current one was given so far: the work, and once results
-        have been read, that too."""
+    def record_finished(self) -> None:
+        """The next call waits for what is on the current stream so far. Called after a pass, and again once its results
+        have been read."""
         if self.device.type == "cuda":
             self._finished = torch.cuda.current_stream(self.device).record_event()
 
 
-def cut(experts: Sequence[int], counts: NDArray[np.int64], most: int, enough: int) -> Iterator[list[int]]:
-    """Pieces of at most so many experts, closed when they have rows enough."""
+def cut(experts: Sequence[int], counts: NDArray[np.int64], max_experts: int, max_rows: int) -> Iterator[list[int]]:
+    """Pieces of at most `max_experts` experts, closed when they have `max_rows` rows or more."""
     piece: list[int] = []
     rows = 0
     for expert in experts:
         piece.append(expert)
         rows += int(counts[expert])
-        if len(piece) == most or rows >= enough:
+        if len(piece) == max_experts or rows >= max_rows:
             yield piece
             piece, rows = [], 0
     if piece:
@@ -311,6 +329,6 @@ def cut(experts: Sequence[int], counts: NDArray[np.int64], most: int, enough: in
 
 
 def on_device(numbers: NDArray[np.generic], device: torch.device) -> Tensor:
-    """A few numbers, without waiting for the device: so few go with the commands, past the copy engine and its queue,
-    as long as their memory is not pinned."""
+    """A small array on the device without synchronising: unpinned copies this small travel with the launch commands
+    and do not queue behind the copy engine."""
     return torch.from_numpy(numbers).to(device, non_blocking=True)

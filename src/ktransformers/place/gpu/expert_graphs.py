@@ -31,7 +31,7 @@ from ktransformers.nn.lora_factors import LoraFactors
 from ktransformers.nn.transfer import copy_streams
 from ktransformers.place.gpu import grouped_mlp
 from ktransformers.place.gpu.dequantize import decode
-from ktransformers.place.gpu.device_lora import empty_like_factors, parts_of
+from ktransformers.place.gpu.device_lora import empty_like_factors, split_gradients
 from ktransformers.place.gpu.epilogue import SILU
 from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.gpu.grouped_mlp import ALIGN, Decoded, GroupedRows, GroupLora, StackedLora
@@ -161,7 +161,7 @@ class ExpertGraph:
     def replay(self, inputs: GraphInputs) -> None:
         self.decode()
         for refs in inputs.slot_refs:
-            refs.cache.done_reading(refs.slots)
+            refs.cache.mark_read(refs.slots)
         self.compute()
 
 
@@ -183,7 +183,7 @@ def can_capture(layer: LayerOnDevice, batch: ExpertBatch) -> bool:
         and layer.gate == SILU
         and layer.biases == (None, None)
         and batch.hidden.dtype in (torch.bfloat16, torch.float16)  # results leave by a cast: buffers are used again
-        and batch.several is None
+        and batch.multi_lora is None
         and not batch.dropout.rate
         and kernels.supports(geometry.first)
         and kernels.supports(geometry.down)
@@ -321,12 +321,12 @@ def _compute(buffers: PassBuffers, inputs: GraphInputs, key: PassKey) -> Callabl
         grad_rows, grads = grouped_mlp.backward(
             static.grad_out[:tokens], static.hidden[:tokens], rows, decoded, gate, out, lora, None, key.needs_grad
         )
-        assert rows.live is not None
-        computed = torch.arange(len(grad_rows), device=grad_rows.device) < rows.live
+        assert rows.valid_rows is not None
+        computed = torch.arange(len(grad_rows), device=grad_rows.device) < rows.valid_rows
         static.grad_weights[:tokens].view(-1).index_copy_(0, order, grad_rows.where(computed, 0.0))
         if factors is not None and grads:
             has_rows = rows.ends.diff(prepend=torch.zeros_like(rows.ends[:1])) > 0
-            for target, part in zip(buffers.lora.grads, parts_of(factors, grads), strict=True):
+            for target, part in zip(buffers.lora.grads, split_gradients(factors, grads), strict=True):
                 target.copy_(part.where(has_rows[:, None, None], 0.0))
 
     return run

@@ -1,12 +1,12 @@
-"""Some experts of one layer on a device, over decoded weights: rows forward, and their gradients.
+"""Grouped MLPs of some experts on a device over dequantised weights: forward, and the gradients.
 
-Rows `[R, H]` lie sorted by expert (and adapter, where there are several); `ends` says where each expert's rows end.
-Products are torch's grouped ones in bf16 with f32 sums; the activation, biases and the weighting of rows are in f32, so
-a result differs from the CPU's by the rounding of gate, up and the output row to bf16. Backward takes only the rows'
-inputs and computes gate and up again: the weights have to be there anyway. The gradient of a routing weight is the
-inner product of the activation and its own gradient, so no output row is ever computed twice. The surprising decision:
-the formulas stand here in single steps instead of being left to autograd, because a batch is waited for by Python at
-every step, and what lies between two products is one kernel each (`steps.py`).
+Rows `[R, H]` are sorted by expert (and by adapter, in batches that mix adapters); `ends` holds where the rows of each
+expert end. Products are torch's grouped GEMMs in bf16 with float32 accumulation; the activation, biases and routing
+weights are applied in float32, so results differ from the CPU's by the rounding of gate, up and the output row to bf16.
+Backward takes only the inputs of the rows and recomputes gate and up, because the weights have to be there anyway. The
+gradient of a routing weight is the inner product of the activation and its own gradient, so no output row is computed
+twice. The formulas are written out instead of being left to autograd, because launch time dominates: what lies between
+two products is one kernel (`place/gpu/epilogue.py`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ktransformers.nn.gate import Gate
 from ktransformers.place.gpu import epilogue
 from ktransformers.place.gpu.epilogue import DropoutMask
 
-ALIGN = 8  # bf16 numbers in 16 bytes: what the grouped product wants of strides
+ALIGN = 8  # bf16 numbers in 16 bytes: the stride alignment that grouped GEMMs require
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """Weights of G experts in bf16; biases in float32."""
+    """Dequantised weights of G experts in bf16; biases in float32."""
 
     first: Tensor  # [G, 2I or I, H]: gate's rows before up's
     down: Tensor  # [G, H, I]
@@ -41,7 +41,8 @@ class Decoded:
 
 @dataclass(frozen=True)
 class StackedLora:
-    """LoRA of one matrix in bf16, the scale in B: A [n, r, in], B [n, out, r]; r is a multiple of ALIGN."""
+    """LoRA factors of one matrix in bf16, the scale folded into B: A [n, r, in], B [n, out, r]; r is a multiple of
+    ALIGN."""
 
     a: Tensor
     b: Tensor
@@ -49,7 +50,7 @@ class StackedLora:
 
 @dataclass(frozen=True)
 class GroupLora:
-    """Factors for the same rows: `ends` may cut an expert's rows further, by adapter."""
+    """LoRA factors for the rows of a group; `ends` may cut the rows of an expert further, by adapter."""
 
     ends: Tensor
     first: StackedLora | None
@@ -58,26 +59,26 @@ class GroupLora:
 
 @dataclass(frozen=True)
 class GroupedRows:
-    """Which rows of a batch a group of experts computes, sorted by expert."""
+    """The rows of a batch that a group of experts computes, sorted by expert."""
 
     token: Tensor  # int64 [R]
     weight: Tensor  # float32 [R]
     ends: Tensor  # int32 [G]
-    live: Tensor | None = None  # int32 [1]: rows from there on are nobody's and are added nowhere; None: all are
+    valid_rows: Tensor | None = None  # int32 [1]: number of rows that count; rows from there on are padding. None: all
 
 
-Gradient = tuple[Tensor, Tensor]  # of A and of B, as Pair has them
+Gradient = tuple[Tensor, Tensor]  # of A and of B, as in StackedLora
 
 
 def _grouped(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    if not a.is_cuda and a.dtype == torch.bfloat16:  # for tests: few CPUs multiply bf16, all of them f32
+    if not a.is_cuda and a.dtype == torch.bfloat16:  # tests: not every CPU multiplies bf16
         return _grouped(a.float(), b.float(), ends).to(torch.bfloat16)
     if hasattr(F, "grouped_mm"):
         return F.grouped_mm(a, b, offs=ends)
     return torch._grouped_mm(a, b, offs=ends)
 
 
-def product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """rows of group g times matrices[g]: [R, K], [G, K, N] -> [R, N]."""
     if rows.shape[1] % ALIGN == 0 and matrices.shape[2] % ALIGN == 0:
         return _grouped(rows, matrices, ends)
@@ -86,7 +87,7 @@ def product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """left of group g, transposed, times right of group g: [R, M], [R, N] -> [G, M, N]."""
     if left.shape[1] % ALIGN == 0 and right.shape[1] % ALIGN == 0:
         return _grouped(left.t(), right, ends)
@@ -95,29 +96,29 @@ def outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def _bias(bias: Tensor | None, ends: Tensor, rows: int) -> Tensor | None:
-    """Of each row, float32."""
+    """The bias of each row, float32."""
     if bias is None:
         return None
     expert = torch.searchsorted(ends, torch.arange(rows, device=ends.device, dtype=ends.dtype), right=True)
     return bias[expert]
 
 
-def _thin(thin: DropoutMask | None, rows: Tensor, which: int) -> Tensor:
-    return rows if thin is None else thin(rows, which)
+def _dropout(dropout: DropoutMask | None, rows: Tensor, stage: int) -> Tensor:
+    return rows if dropout is None else dropout(rows, stage)
 
 
-def _wide(
-    x: Tensor, weights: Decoded, ends: Tensor, lora: GroupLora | None, thin: DropoutMask | None
+def _gate_up(
+    x: Tensor, weights: Decoded, ends: Tensor, lora: GroupLora | None, dropout: DropoutMask | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gate and up in bf16, what LoRA and biases add to them, and LoRA's input and what A makes of it."""
-    wide = product(x, weights.first.transpose(1, 2), ends)
+    """Gate and up in bf16, the sum of LoRA and bias to be added, LoRA's input, and its product with A."""
+    gate_up = grouped_product(x, weights.first.transpose(1, 2), ends)
     extra = _bias(weights.first_bias, ends, x.shape[0])
     if lora is None or lora.first is None:
-        return wide, extra, None, None
-    source = _thin(thin, x, 1)
-    inner = product(source, lora.first.a.transpose(1, 2), lora.ends)
-    added = product(inner, lora.first.b.transpose(1, 2), lora.ends)
-    return wide, added if extra is None else extra + added, source, inner
+        return gate_up, extra, None, None
+    lora_input = _dropout(dropout, x, 1)
+    low_rank_rows = grouped_product(lora_input, lora.first.a.transpose(1, 2), lora.ends)
+    lora_out = grouped_product(low_rank_rows, lora.first.b.transpose(1, 2), lora.ends)
+    return gate_up, lora_out if extra is None else extra + lora_out, lora_input, low_rank_rows
 
 
 def forward(
@@ -127,19 +128,19 @@ def forward(
     gate: Gate,
     out: Tensor,
     lora: GroupLora | None = None,
-    thin: DropoutMask | None = None,
+    dropout: DropoutMask | None = None,
 ) -> None:
-    """Adds to `out`, float32 [T, H]."""
+    """Add the experts' weighted outputs to `out`, float32 [T, H]."""
     x = hidden.index_select(0, rows.token).to(torch.bfloat16)
-    wide, extra, _, _ = _wide(x, weights, rows.ends, lora, thin)
-    h = epilogue.activate(wide, extra, gate, weights.gated)
-    y = product(h, weights.down.transpose(1, 2), rows.ends)
+    gate_up, extra, _, _ = _gate_up(x, weights, rows.ends, lora, dropout)
+    h = epilogue.activate(gate_up, extra, gate, weights.gated)
+    y = grouped_product(h, weights.down.transpose(1, 2), rows.ends)
     extra = _bias(weights.down_bias, rows.ends, x.shape[0])
     if lora is not None and lora.down is not None:
-        inner = product(_thin(thin, h, 2), lora.down.a.transpose(1, 2), lora.ends)
-        added = product(inner, lora.down.b.transpose(1, 2), lora.ends)
-        extra = added if extra is None else extra + added
-    epilogue.scatter(y, extra, rows.token, rows.weight, out, rows.live)
+        low_rank_rows = grouped_product(_dropout(dropout, h, 2), lora.down.a.transpose(1, 2), lora.ends)
+        lora_out = grouped_product(low_rank_rows, lora.down.b.transpose(1, 2), lora.ends)
+        extra = lora_out if extra is None else extra + lora_out
+    epilogue.scatter(y, extra, rows.token, rows.weight, out, rows.valid_rows)
 
 
 def backward(
@@ -150,33 +151,43 @@ def backward(
     gate: Gate,
     grad_hidden: Tensor,
     lora: GroupLora | None = None,
-    thin: DropoutMask | None = None,
-    learns: bool = False,
+    dropout: DropoutMask | None = None,
+    needs_grad: bool = False,
 ) -> tuple[Tensor, dict[str, Gradient]]:
-    """Adds to `grad_hidden`, float32 [T, H]; returns the routing weights' gradient, float32 [R], and with `learns` the
-    gradients of LoRA's "first" and "down"."""
+    """Add to `grad_hidden`, float32 [T, H]; returns the gradient of the routing weights, float32 [R], and with
+    `needs_grad` the gradients of the LoRA pairs "first" and "down"."""
     x = hidden.index_select(0, rows.token).to(torch.bfloat16)
-    rising = grad_out.index_select(0, rows.token).to(torch.bfloat16)
-    wide, extra, source, inner = _wide(x, weights, rows.ends, lora, thin)
-    grad_h, more, low = product(rising, weights.down, rows.ends), None, None
+    grad_rows = grad_out.index_select(0, rows.token).to(torch.bfloat16)
+    gate_up, extra, lora_input, low_rank_rows = _gate_up(x, weights, rows.ends, lora, dropout)
+    grad_h, lora_grad, low_rank = grouped_product(grad_rows, weights.down, rows.ends), None, None
     if lora is not None and lora.down is not None:
-        low = product(rising, lora.down.b, lora.ends)
-        more = _thin(thin, product(low, lora.down.a, lora.ends), 2)
-    h, grad_wide, grad_weight = epilogue.activate_back(wide, extra, grad_h, more, rows.weight, gate, weights.gated)
+        low_rank = grouped_product(grad_rows, lora.down.b, lora.ends)
+        lora_grad = _dropout(dropout, grouped_product(low_rank, lora.down.a, lora.ends), 2)
+    h, grad_wide, grad_weight = epilogue.activate_backward(
+        gate_up, extra, grad_h, lora_grad, rows.weight, gate, weights.gated
+    )
     if (bias := _bias(weights.down_bias, rows.ends, x.shape[0])) is not None:
-        grad_weight = grad_weight + torch.linalg.vecdot(rising.float(), bias)
-    grad_x, more = product(grad_wide, weights.first, rows.ends), None
-    found: dict[str, Gradient] = {}
+        grad_weight = grad_weight + torch.linalg.vecdot(grad_rows.float(), bias)
+    grad_x, lora_grad = grouped_product(grad_wide, weights.first, rows.ends), None
+    lora_grads: dict[str, Gradient] = {}
     if lora is not None and lora.first is not None:
-        assert source is not None and inner is not None
-        down = product(grad_wide, lora.first.b, lora.ends)
-        more = _thin(thin, product(down, lora.first.a, lora.ends), 1)
-        if learns:
-            found["first"] = outer(down, source, lora.ends), outer(grad_wide, inner, lora.ends)
-    if lora is not None and lora.down is not None and learns:
-        assert low is not None
-        seen, weight = _thin(thin, h, 2), rows.weight[:, None]
-        raised = (product(seen, lora.down.a.transpose(1, 2), lora.ends) * weight).to(torch.bfloat16)
-        found["down"] = outer((low * weight).to(torch.bfloat16), seen, lora.ends), outer(rising, raised, lora.ends)
-    epilogue.scatter(grad_x, more, rows.token, None, grad_hidden, rows.live)
-    return grad_weight, found
+        assert lora_input is not None and low_rank_rows is not None
+        down = grouped_product(grad_wide, lora.first.b, lora.ends)
+        lora_grad = _dropout(dropout, grouped_product(down, lora.first.a, lora.ends), 1)
+        if needs_grad:
+            lora_grads["first"] = (
+                grouped_outer(down, lora_input, lora.ends),
+                grouped_outer(grad_wide, low_rank_rows, lora.ends),
+            )
+    if lora is not None and lora.down is not None and needs_grad:
+        assert low_rank is not None
+        down_input, weight = _dropout(dropout, h, 2), rows.weight[:, None]
+        weighted_rows = (grouped_product(down_input, lora.down.a.transpose(1, 2), lora.ends) * weight).to(
+            torch.bfloat16
+        )
+        lora_grads["down"] = (
+            grouped_outer((low_rank * weight).to(torch.bfloat16), down_input, lora.ends),
+            grouped_outer(grad_rows, weighted_rows, lora.ends),
+        )
+    epilogue.scatter(grad_x, lora_grad, rows.token, None, grad_hidden, rows.valid_rows)
+    return grad_weight, lora_grads

@@ -1,8 +1,9 @@
-"""Seconds of one layer here: a few calls on the CPU, a few copies, a few groups on the GPU, once a kind of layer.
+"""Measured costs of one layer on this machine: a few calls on the CPU, a few copies, a few groups on the GPU, once per
+geometry.
 
-The CPU's two unknowns, reading an expert and multiplying a row, come from two batches, one that hardly multiplies and
-one that hardly reads; the rest is one measurement each. The result is a JSON file under the XDG cache, by CPU, variant,
-threads, GPU and kind of layer.
+The CPU's two unknowns, reading an expert and multiplying a row, are solved from two batches, one dominated by reading
+and one by multiplying; every other cost is one measurement. The result is cached as JSON under the XDG cache, by CPU,
+ISA variant, threads, GPU and geometry.
 """
 
 from __future__ import annotations
@@ -25,23 +26,25 @@ from ktransformers.plan.calibrate import cache_file
 from ktransformers.plan.split import Costs
 
 VERSION = 4
-SMALL, LARGE = 8, 64  # tokens of the one batch, rows of an expert in the other
+SMALL_TOKENS, LARGE_ROWS = 8, 64  # tokens of the small batch, rows per expert of the large one
 ROUNDS = 3
 CROWDED_TOKENS = 512
 MAX_CROWDING = 4.0
-CROSSING = 800e-6  # hidden states down, a thread woken, results up, besides their bytes
+HOST_ROUND_TRIP = 800e-6  # copying hidden states down, waking a thread, copying results up, besides their bytes
 READ_BYTES = 1 << 30
 
-Measured = tuple[dict[str, Costs], float]  # by direction, and bytes a second of the link
+Measured = tuple[dict[str, Costs], float]  # costs by direction, and bytes per second of the link
 
 
-def costs_of(layer: LayerOnDevice, store: ExpertStore, executor: GpuExecutor, *, anew: bool = False) -> Measured:
-    """From the cache, or measured now; the layer's experts are in `store`."""
+def measured_costs(
+    layer: LayerOnDevice, store: ExpertStore, executor: GpuExecutor, *, remeasure: bool = False
+) -> Measured:
+    """From the cache file, or measured now; the layer's experts are in `store`."""
     file = cache_file(cache_key(layer, store, executor))
-    if not anew:
+    if not remeasure:
         try:
-            found = json.loads(file.read_text())
-            return {name: Costs(**values) for name, values in found["costs"].items()}, float(found["link_rate"])
+            cached = json.loads(file.read_text())
+            return {name: Costs(**values) for name, values in cached["costs"].items()}, float(cached["link_rate"])
         except (OSError, ValueError, TypeError, KeyError):
             pass
     costs, link = _measure(layer, store, executor)
@@ -49,12 +52,12 @@ def costs_of(layer: LayerOnDevice, store: ExpertStore, executor: GpuExecutor, *,
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, {"costs": {name: asdict(value) for name, value in costs.items()}, "link_rate": link})
     except OSError:
-        pass  # measured again the next time, nothing else
+        pass  # the next run measures again
     return costs, link
 
 
 def cache_key(layer: LayerOnDevice, store: ExpertStore, executor: GpuExecutor) -> str:
-    """What measured seconds depend on."""
+    """Everything that measured seconds depend on."""
     cpu = _core.machine()["cpu"]
     return f"place {VERSION} {cpu} {store.isa} {store.threads} {_device(executor)} {layer.geometry}"
 
@@ -86,17 +89,17 @@ def fastest(call: Callable[[], object], device: torch.device | None = None) -> f
 def _measure(layer: LayerOnDevice, store: ExpertStore, executor: GpuExecutor) -> Measured:
     experts = layer.geometry.experts
     top_k = min(8, experts)
-    large = min(4096, max(SMALL, LARGE * experts // top_k))
-    batches = [_batch(layer, tokens, top_k) for tokens in (SMALL, large)]
+    large = min(4096, max(SMALL_TOKENS, LARGE_ROWS * experts // top_k))
+    batches = [_batch(layer, tokens, top_k) for tokens in (SMALL_TOKENS, large)]
     link = link_rate(layer, executor)
     gpu_call, gpu_expert, gpu_row = _gpu(layer, executor, batches[1])
     memory = layer.geometry.expert_bytes / memory_rate()
     token = 2 * 2 * layer.geometry.hidden / link
-    found = {}
+    by_direction = {}
     for direction, times in (("forward", 1), ("backward", 3)):
         reading, row = _cpu(store, batches, direction)
-        found[direction] = Costs(
-            cpu_call=CROSSING,
+        by_direction[direction] = Costs(
+            cpu_call=HOST_ROUND_TRIP,
             cpu_token=token * (1 if direction == "forward" else 2),
             cpu_expert=reading,
             cpu_row=row,
@@ -104,24 +107,23 @@ def _measure(layer: LayerOnDevice, store: ExpertStore, executor: GpuExecutor) ->
             memory_expert=memory,
             gpu_call=gpu_call * (1 if times == 1 else 2),
             gpu_expert=gpu_expert,
-            gpu_row=gpu_row * times,  # gate and up again, and two products back
+            gpu_row=gpu_row * times,  # recomputed gate and up, and two products
         )
-    crowding = _crowding(layer, store, executor, found["forward"])
-    found = {direction: replace(costs, crowding=crowding) for direction, costs in found.items()}
-    return found, link
+    crowding = _crowding(layer, store, executor, by_direction["forward"])
+    return {name: replace(costs, crowding=crowding) for name, costs in by_direction.items()}, link
 
 
 def _cpu(store: ExpertStore, batches: list[tuple[Tensor, Tensor, Tensor]], direction: str) -> tuple[float, float]:
-    """Seconds of an expert and of a row that explain both batches."""
-    seen = []
+    """Seconds per expert and per row that explain both batches."""
+    measurements = []
     for hidden, ids, weights in batches:
         if direction == "forward":
             taken = fastest(lambda h=hidden, i=ids, w=weights: store.forward(h, i, w))  # type: ignore[misc]
         else:
             taken = fastest(lambda h=hidden, i=ids, w=weights: store.backward(h, h, i, w))  # type: ignore[misc]
-        seen.append((len(set(ids.flatten().tolist())), ids.numel(), taken))
+        measurements.append((len(set(ids.flatten().tolist())), ids.numel(), taken))
     power = Costs.sum
-    (few, few_rows, short), (many, many_rows, long) = seen
+    (few, few_rows, short), (many, many_rows, long) = measurements
     expert, row = short / few, long / many_rows
     for _ in range(20):
         expert = max(short**power - (few_rows * row) ** power, (0.1 * short) ** power) ** (1 / power) / few
@@ -143,50 +145,50 @@ def _crowding(layer: LayerOnDevice, store: ExpertStore, executor: GpuExecutor, c
     for _ in range(ROUNDS + 1):
         torch.cuda.synchronize(executor.device)
         for _ in range(2):  # so that copies outlast the CPU
-            cache.forget(layer.index)
+            cache.evict_layer(layer.index)
             cache.fetch(layer.index, layer.source, copied)
         begun = time.perf_counter()
         store.forward(hidden, ids, weights, skip=skip)
         seconds.append(time.perf_counter() - begun)
-    cache.await_ready(range(cache.count))
+    cache.wait_for_copies(range(cache.count))
     torch.cuda.synchronize(executor.device)
-    cache.forget(layer.index)
+    cache.evict_layer(layer.index)
     ratio = min(seconds[1:]) / costs.cpu_work(experts - half, rows, beside_copies=True)
     return min(MAX_CROWDING, max(1 / MAX_CROWDING, ratio))
 
 
 def memory_rate() -> float:
-    """Bytes a second out of memory, far beyond any cache."""
+    """Bytes per second read from DRAM, far beyond any cache."""
     pool = default_pool()
     return pool.rate("read", 0.05, bytes=READ_BYTES // pool.threads)
 
 
 def link_rate(layer: LayerOnDevice, executor: GpuExecutor) -> float:
-    slots = executor.cache
-    count = max(1, min(slots.count, layer.geometry.experts, (256 << 20) // layer.geometry.expert_bytes))
+    cache = executor.cache
+    count = max(1, min(cache.count, layer.geometry.experts, (256 << 20) // layer.geometry.expert_bytes))
 
     def copy() -> None:
-        slots.forget(layer.index)
-        slots.fetch(layer.index, layer.source, list(range(count)))
-        slots.await_ready(range(slots.count))
+        cache.evict_layer(layer.index)
+        cache.fetch(layer.index, layer.source, list(range(count)))
+        cache.wait_for_copies(range(cache.count))
 
     copy()
     taken = fastest(copy, executor.device)
-    slots.forget(layer.index)
+    cache.evict_layer(layer.index)
     return count * layer.geometry.expert_bytes / taken
 
 
 def _gpu(
     layer: LayerOnDevice, executor: GpuExecutor, batch: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[float, float, float]:
-    """A call of one expert, then more experts, then more rows."""
+    """Seconds of a call, per expert and per row: one expert, more experts, more rows."""
     experts = list(range(max(1, min(executor.cache.count, layer.geometry.experts, 16))))
     executor.cache.fetch(layer.index, layer.source, experts)
 
-    def seconds(chosen: list[int], tokens: int) -> float:
-        ids = torch.tensor(chosen, dtype=torch.int64).repeat(-(-tokens // len(chosen)))[:tokens, None]
+    def seconds(wanted: list[int], tokens: int) -> float:
+        ids = torch.tensor(wanted, dtype=torch.int64).repeat(-(-tokens // len(wanted)))[:tokens, None]
         hidden = batch[0][:1].expand(tokens, -1).contiguous()
-        on = ExpertBatch(
+        device_batch = ExpertBatch(
             hidden.to(executor.device),
             ids.to(executor.device),
             torch.ones(tokens, 1).to(executor.device),
@@ -194,12 +196,12 @@ def _gpu(
             NO_DROPOUT,
         )
         counts = np.bincount(ids.numpy().reshape(-1), minlength=layer.geometry.experts)
-        executor.forward(layer, on, chosen, counts)
-        return fastest(lambda: executor.forward(layer, on, chosen, counts), executor.device)
+        executor.forward(layer, device_batch, wanted, counts)
+        return fastest(lambda: executor.forward(layer, device_batch, wanted, counts), executor.device)
 
-    one, several = seconds(experts[:1], 16), seconds(experts, 16 * len(experts))
+    one, many = seconds(experts[:1], 16), seconds(experts, 16 * len(experts))
     rows = 512 * len(experts)
     full = seconds(experts, rows)
-    executor.cache.forget(layer.index)
-    each = max(0.0, several - one) / max(1, len(experts) - 1)
-    return one, each, max(0.0, full - several) / rows
+    executor.cache.evict_layer(layer.index)
+    per_expert = max(0.0, many - one) / max(1, len(experts) - 1)
+    return one, per_expert, max(0.0, full - many) / rows

@@ -1,10 +1,10 @@
-"""Several adapters, and none, in one batch on the device: what a server computes when requests differ.
+"""Several LoRA adapters, and none, in one batch on the device: what a server computes when requests differ.
 
-Rows lie sorted by expert and inside an expert by adapter, those without one last. The base product runs once over all
-rows of an expert; LoRA's products run over the finer pieces, one matrix for each (expert, adapter), zeros for the rows
-without. Ranks are filled up to the largest of the batch. Pairs of every (layer, adapter) that was asked for stay on the
-device as long as a budget of bytes allows; what has gone is brought again when it is wanted. A CUDA graph knows pairs
-by their addresses: what it reads is held, within the same budget, and `LoraPointers` has the addresses (`routes.py`).
+Rows are sorted by expert and within an expert by adapter, those without an adapter last. The base product runs once
+over all rows of an expert; the LoRA products run over the finer pieces, one matrix per (expert, adapter) and zeros for
+rows without one, with ranks padded to the largest of the batch. Stacked factors of each (layer, adapter) stay on the
+device in an LRU cache with a byte budget. A CUDA graph refers to factors by address, so those that it reads are pinned
+in the cache, within the same budget; `LoraPointers` holds the addresses for `place/gpu/resident_decode.py`.
 """
 
 from __future__ import annotations
@@ -22,161 +22,168 @@ from torch import Tensor
 from ktransformers.errors import InputError
 from ktransformers.nn.lora_factors import LoraFactors
 from ktransformers.nn.mixed_lora import MixedLora
-from ktransformers.place.gpu.device_lora import lay, to_device
+from ktransformers.place.gpu.device_lora import stack_factors, to_device
 from ktransformers.place.gpu.grouped_mlp import GroupLora, StackedLora
 
-SHELF_BYTES = 2 << 30
-SHELF_SHARE = 0.05  # of a GPU's memory, where that is less
+CACHE_BYTES = 2 << 30
+CACHE_SHARE = 0.05  # of a GPU's memory, where that is less
 
 Pairs = dict[str, StackedLora]
 
 
 class LoraCacheFull(InputError):
-    """Of adapters that a graph would hold: with fewer of them it may be possible."""
+    """The adapters that a CUDA graph would pin exceed the budget; fewer of them may fit."""
 
 
-def shelf_bytes(device: torch.device) -> int:
+def lora_cache_bytes(device: torch.device) -> int:
     if device.type != "cuda":
-        return SHELF_BYTES
-    return min(SHELF_BYTES, int(SHELF_SHARE * torch.cuda.get_device_properties(device).total_memory))
+        return CACHE_BYTES
+    return min(CACHE_BYTES, int(CACHE_SHARE * torch.cuda.get_device_properties(device).total_memory))
 
 
 class LoraCache:
-    """Pairs of adapters on the device, the longest unused given up first. An adapter never changes."""
+    """LRU cache of stacked factors on the device, by adapter and layer. An adapter never changes."""
 
     def __init__(self, device: torch.device, budget: int) -> None:
-        self._device, self._budget, self._left = device, budget, budget
-        self._known: OrderedDict[int, tuple[LoraFactors, Pairs, int]] = (
-            OrderedDict()
-        )  # factors are kept: ids stay theirs
-        self._held: Counter[int] = Counter()  # how many rely on where they lie
+        self._device, self._budget, self._free_bytes = device, budget, budget
+        # By id of the factors, which are kept so that the id is not reused.
+        self._entries: OrderedDict[int, tuple[LoraFactors, Pairs, int]] = OrderedDict()
+        self._pins: Counter[int] = Counter()  # how many graphs rely on an entry's addresses
 
-    def of(self, factors: LoraFactors, wide: int) -> Pairs:
-        """Of all experts of the layer that the factors belong to; `wide`: outputs of gate and up together."""
-        known = self._known.get(id(factors))
-        if known is not None:
-            self._known.move_to_end(id(factors))
-            return known[1]
-        pairs = lay(factors, [to_device(tensor, self._device) for tensor in factors.tensors], wide)
+    def get(self, factors: LoraFactors, gate_up_rows: int) -> Pairs:
+        """The factors of all experts of a layer, stacked; `gate_up_rows`: outputs of gate and up together."""
+        entry = self._entries.get(id(factors))
+        if entry is not None:
+            self._entries.move_to_end(id(factors))
+            return entry[1]
+        pairs = stack_factors(factors, [to_device(tensor, self._device) for tensor in factors.tensors], gate_up_rows)
         size = sum(tensor.numel() * tensor.element_size() for pair in pairs.values() for tensor in (pair.a, pair.b))
-        self._known[id(factors)] = (factors, pairs, size)
-        self._left -= size
-        for other in list(self._known)[:-1]:
-            if self._left >= 0:
+        self._entries[id(factors)] = (factors, pairs, size)
+        self._free_bytes -= size
+        for oldest in list(self._entries)[:-1]:
+            if self._free_bytes >= 0:
                 break
-            if not self._held[other]:
-                self._left += self._known.pop(other)[2]
+            if not self._pins[oldest]:
+                self._free_bytes += self._entries.pop(oldest)[2]
         return pairs
 
-    def hold(self, factors: LoraFactors, wide: int) -> Pairs:
-        """As `of`; they stay where they are until they are released as often as they were held."""
-        pairs = self.of(factors, wide)
-        self._held[id(factors)] += 1
-        held = sum(size for at, (_, _, size) in self._known.items() if self._held[at])
-        if held > self._budget:
-            self.release(factors)
+    def pin(self, factors: LoraFactors, gate_up_rows: int) -> Pairs:
+        """As `get`; the entry keeps its addresses until it is unpinned as often as it was pinned."""
+        pairs = self.get(factors, gate_up_rows)
+        self._pins[id(factors)] += 1
+        pinned = sum(size for key, (_, _, size) in self._entries.items() if self._pins[key])
+        if pinned > self._budget:
+            self.unpin(factors)
             remedy = "fewer adapters at once, or smaller ranks"
             raise LoraCacheFull(
-                "CUDA graph", f"adapters of {held} bytes beside residents", f"{self._budget} at most", remedy
+                "CUDA graph", f"adapters of {pinned} bytes beside residents", f"{self._budget} at most", remedy
             )
         return pairs
 
-    def release(self, factors: LoraFactors) -> None:
-        self._held[id(factors)] -= 1
-        if not self._held[id(factors)]:
-            del self._held[id(factors)]
+    def unpin(self, factors: LoraFactors) -> None:
+        self._pins[id(factors)] -= 1
+        if not self._pins[id(factors)]:
+            del self._pins[id(factors)]
 
 
 @dataclass(frozen=True)
 class LoraPointers:
-    """LoRA of a layer's experts by several adapters, for whoever looks it up by numbers on the device."""
+    """Addresses of a layer's expert LoRA factors in several adapters, for kernels that look adapters up by index."""
 
-    tables: dict[str, Tensor]  # by "first" and "down": int64 [adapters, 3], where A and B lie and their rank; 0: none
+    tables: dict[
+        str, Tensor
+    ]  # by "first" and "down": int64 [adapters, 3], addresses of A and B and their rank; 0: none
     ranks: dict[str, int]  # the largest
-    pairs: tuple[Pairs, ...]  # of each adapter; held
+    pairs: tuple[Pairs, ...]  # of each adapter; pinned
     factors: tuple[LoraFactors, ...]
 
     @classmethod
-    def hold(cls, shelf: LoraCache, factors: Sequence[LoraFactors], wide: int, device: torch.device) -> LoraPointers:
-        held: list[Pairs] = []
+    def pin(
+        cls, cache: LoraCache, factors: Sequence[LoraFactors], gate_up_rows: int, device: torch.device
+    ) -> LoraPointers:
+        pinned: list[Pairs] = []
         try:
-            for one in factors:
-                held.append(shelf.hold(one, wide))
+            for adapter in factors:
+                pinned.append(cache.pin(adapter, gate_up_rows))
         except BaseException:
-            for one in factors[: len(held)]:
-                shelf.release(one)
+            for adapter in factors[: len(pinned)]:
+                cache.unpin(adapter)
             raise
-        found = {name: [_whereabouts(pairs.get(name)) for pairs in held] for name in ("first", "down")}
-        tables = {name: torch.tensor(rows, dtype=torch.int64, device=device) for name, rows in found.items()}
-        ranks = {name: max(rank for _, _, rank in rows) for name, rows in found.items()}
-        return cls(tables, ranks, tuple(held), tuple(factors))
+        rows_of = {name: [_addresses(pairs.get(name)) for pairs in pinned] for name in ("first", "down")}
+        tables = {name: torch.tensor(rows, dtype=torch.int64, device=device) for name, rows in rows_of.items()}
+        ranks = {name: max(rank for _, _, rank in rows) for name, rows in rows_of.items()}
+        return cls(tables, ranks, tuple(pinned), tuple(factors))
 
-    def told(self, adapters: Tensor, name: str) -> tuple[Tensor, Tensor, int] | None:
-        """As `gemv.py` takes them; None: no adapter has this matrix."""
+    def kernel_arguments(self, adapters: Tensor, name: str) -> tuple[Tensor, Tensor, int] | None:
+        """The arguments of a kernel of `resident_decode_triton.py`; None: no adapter has this matrix."""
         return (adapters, self.tables[name], self.ranks[name]) if self.ranks[name] else None
 
-    def release(self, shelf: LoraCache) -> None:
-        for one in self.factors:
-            shelf.release(one)
+    def unpin(self, cache: LoraCache) -> None:
+        for adapter in self.factors:
+            cache.unpin(adapter)
 
 
-def _whereabouts(pair: StackedLora | None) -> tuple[int, int, int]:
+def _addresses(pair: StackedLora | None) -> tuple[int, int, int]:
     return (0, 0, 0) if pair is None else (pair.a.data_ptr(), pair.b.data_ptr(), pair.a.shape[1])
 
 
 @dataclass(frozen=True)
 class MultiLora:
-    """The adapters of one batch and who wants which."""
+    """The adapters of one batch, and which one each row uses."""
 
     lora: MixedLora
     device: torch.device
 
     @functools.cached_property
     def slots(self) -> Tensor:
-        """int32 [T] on the device: places in `lora`, with -1 as the number behind the last."""
+        """int32 [T] on the device: index into `lora`, with -1 mapped to the number of adapters."""
         slots = torch.where(self.lora.rows < 0, len(self.lora.adapters), self.lora.rows).to(torch.int32)
         return slots.to(self.device, non_blocking=True)
 
     @property
-    def each(self) -> int:
-        """Pieces of an expert's rows."""
+    def pieces(self) -> int:
+        """Number of pieces that an expert's rows are cut into: one per adapter and one without."""
         return len(self.lora.adapters) + 1
 
-    def keys(self, places: Tensor, top_k: int) -> Tensor:
-        """Numbers to sort rows by: the place of a row's expert in the walk, then its adapter."""
-        return places * self.each + self.slots.repeat_interleave(top_k)
+    def keys(self, positions: Tensor, top_k: int) -> Tensor:
+        """Sort keys of rows: the position of the row's expert in the sweep, then its adapter."""
+        return positions * self.pieces + self.slots.repeat_interleave(top_k)
 
-    def chosen(self, shelf: LoraCache, wide: int, experts: Tensor, keys: Tensor, first: int) -> GroupLora:
-        """For a group of experts from place `first` of the walk on, whose rows have these keys, sorted."""
+    def select_experts(
+        self, cache: LoraCache, gate_up_rows: int, experts: Tensor, keys: Tensor, first: int
+    ) -> GroupLora:
+        """LoRA of the group of experts from position `first` of the sweep on, whose rows have these sorted keys."""
         count = experts.shape[0]
-        bounds = torch.arange(1, count * self.each + 1, device=keys.device, dtype=keys.dtype) + first * self.each
+        bounds = torch.arange(1, count * self.pieces + 1, device=keys.device, dtype=keys.dtype) + first * self.pieces
         ends = torch.searchsorted(keys, bounds).to(torch.int32)
-        pairs = [shelf.of(factors, wide) for factors in self.lora.factors]
-        return GroupLora(ends, *(_stacked([found.get(name) for found in pairs], experts) for name in ("first", "down")))
+        pairs = [cache.get(factors, gate_up_rows) for factors in self.lora.factors]
+        return GroupLora(
+            ends, *(_stacked([stacked.get(name) for stacked in pairs], experts) for name in ("first", "down"))
+        )
 
 
 def _stacked(pairs: Sequence[StackedLora | None], experts: Tensor) -> StackedLora | None:
-    """[experts * (adapters + 1)] matrices, those of one expert side by side."""
-    there = [pair for pair in pairs if pair is not None]
-    if not there:
+    """[experts * (adapters + 1)] matrices, those of one expert next to each other."""
+    present = [pair for pair in pairs if pair is not None]
+    if not present:
         return None
-    rank = max(pair.a.shape[1] for pair in there)
-    count, like = experts.shape[0], there[0]
+    rank = max(pair.a.shape[1] for pair in present)
+    count, like = experts.shape[0], present[0]
     none = StackedLora(
         like.a.new_zeros(count, rank, like.a.shape[2]),
         like.b.new_zeros(count, like.b.shape[1], rank),
     )
-    chosen = [none if pair is None else _padded(pair, experts, rank) for pair in (*pairs, None)]
-    a, b = (torch.stack([getattr(pair, side) for pair in chosen], 1).flatten(0, 1) for side in ("a", "b"))
+    padded = [none if pair is None else _padded(pair, experts, rank) for pair in (*pairs, None)]
+    a, b = (torch.stack([getattr(pair, name) for pair in padded], 1).flatten(0, 1) for name in ("a", "b"))
     return StackedLora(a, b)
 
 
 def _padded(pair: StackedLora, experts: Tensor, rank: int) -> StackedLora:
-    more = rank - pair.a.shape[1]
+    padding = rank - pair.a.shape[1]
     a, b = pair.a.index_select(0, experts), pair.b.index_select(0, experts)
-    return StackedLora(F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))) if more else StackedLora(a, b)
+    return StackedLora(F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))) if padding else StackedLora(a, b)
 
 
-def host_options(several: MultiLora | None) -> dict[str, Any]:
-    """For `ExpertStore.forward`: the same adapters as the core has them packed."""
-    return {} if several is None else {"adapter": several.lora.rows, "adapters": several.lora.adapters}
+def host_options(multi_lora: MultiLora | None) -> dict[str, Any]:
+    """Arguments of `ExpertStore.forward`: the same adapters in the core's packed form."""
+    return {} if multi_lora is None else {"adapter": multi_lora.lora.rows, "adapters": multi_lora.lora.adapters}

@@ -1,15 +1,16 @@
-"""A layer's residents for a few tokens, chosen on the device: `place` int32 `[E]` says in which slot an expert lies, or
--1, and the ids of the batch are read where they are. Shapes depend on the batch's alone, never on who was asked for, so
-a CUDA graph can hold it.
+"""The resident experts of a layer for a few tokens, selected on the device: `slot_of` int32 `[E]` holds the slot of
+each resident, or -1, and expert ids are read in device memory. Shapes depend on the batch size alone, never on the
+routing, so a CUDA graph can hold it.
 
-On a GPU `gemv.py` computes from packed bf16, or from what the formats that Triton can decode are decoded into for this
-batch, a matrix for each (token, slot): so much memory that there is a bound. Everywhere else, for tests, torch does,
-with the same address of every bf16 weight: expert, block, pair along K, half, output, number of the pair. Gate and up
-stay in float32 up to the activation, which is rounded to bf16; outputs are weighted and added in float32. That is how
-the CPU rounds too.
+On a GPU `resident_decode_triton.py` computes from packed bf16; other formats are first dequantised for the batch, one
+matrix per (token, slot), which takes so much memory that there is a bound. On a CPU, for tests, torch computes the
+same from the same packed addresses: expert, block, pair along K, half, output, element of the pair. Gate and up stay in
+float32 up to the activation, which is rounded to bf16; outputs are weighted and summed in float32. The CPU rounds in
+the same places.
 
-LoRA joins the same sums before they are rounded: `adapters` int32 `[T]` says which of `LoraPointers`' a token wants, or
--1. What A makes of a row is rounded to bf16, as on the CPU. A token without one has the bits that it would have alone.
+LoRA is added before these roundings: `adapters` int32 `[T]` is the index of each token's adapter in `LoraPointers`, or
+-1. A's product is rounded to bf16, as on the CPU. A token without an adapter gets the same bits as in a batch without
+LoRA.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from ktransformers.triton_modules import import_triton_module
 
 TRITON = "ktransformers.place.gpu.resident_decode_triton"
 
-DECODED_BYTES = 640 << 20  # of matrices at a time
+DECODED_BYTES = 640 << 20  # of dequantised matrices at a time
 
-Lora = tuple[Tensor, LoraPointers]  # adapters int32 [T], and theirs
+Lora = tuple[Tensor, LoraPointers]  # adapters int32 [T], and the factors that they index
 
 
 def runs_on(device: torch.device) -> bool:
     return device.type == "cpu" or (device.type == "cuda" and import_triton_module(TRITON) is not None)
 
 
-def knows(geometry: Geometry, rows: int, device: torch.device) -> bool:
-    """Whether residents of these formats are computed here for so many pairs of token and slot, all of them at once; 0
-    asks for the formats alone."""
+def supports(geometry: Geometry, rows: int, device: torch.device) -> bool:
+    """Whether residents of this geometry's formats can be computed here for `rows` (token, slot) pairs at once; 0 asks
+    for the formats alone."""
     if geometry.first.plain and geometry.down.plain:
         return True
     if rows * geometry.decoded_bytes > DECODED_BYTES:
@@ -52,55 +53,57 @@ def knows(geometry: Geometry, rows: int, device: torch.device) -> bool:
 
 
 def count(ids: Tensor, counts: Tensor) -> None:
-    """Adds the rows of each expert to int32 `[E]`; ids outside count nowhere."""
+    """Add the rows of each expert to `counts` int32 `[E]`; ids out of range are not counted."""
     if ids.is_cuda and (kernels := import_triton_module(TRITON)) is not None:
         kernels.count(ids, counts)
         return
-    inside = ids[(ids >= 0) & (ids < counts.shape[0])]
-    counts += torch.bincount(inside.reshape(-1), minlength=counts.shape[0]).to(counts.dtype)
+    valid = ids[(ids >= 0) & (ids < counts.shape[0])]
+    counts += torch.bincount(valid.reshape(-1), minlength=counts.shape[0]).to(counts.dtype)
 
 
 def forward(
     layer: LayerOnDevice,
-    room: ExpertCache,
-    place: Tensor,
+    cache: ExpertCache,
+    slot_of: Tensor,
     hidden: Tensor,
     ids: Tensor,
     weights: Tensor,
     lora: Lora | None = None,
 ) -> Tensor:
-    """float32 `[T, H]`, what the residents add; contiguous `[T, H]`, `[T, k]`, `[T, k]` on the device of the slots.
-    Tokens whose decoded matrices would take more than the bound come some at a time."""
+    """float32 `[T, H]`: the weighted sum over the resident experts; inputs are contiguous `[T, H]`, `[T, k]`, `[T, k]`
+    on the cache's device. If the dequantised matrices exceed DECODED_BYTES the tokens are computed in pieces."""
     geometry, (first_bias, down_bias) = layer.geometry, layer.biases
     plain = geometry.first.plain and geometry.down.plain
-    most = max(1, DECODED_BYTES // (ids.shape[1] * geometry.decoded_bytes))
-    if not plain and hidden.shape[0] > most:
-        starts = range(0, hidden.shape[0], most)
-        cuts = [slice(at, at + most) for at in starts]
-        loras = [None if lora is None else (lora[0][cut], lora[1]) for cut in cuts]
+    max_tokens = max(1, DECODED_BYTES // (ids.shape[1] * geometry.decoded_bytes))
+    if not plain and hidden.shape[0] > max_tokens:
+        starts = range(0, hidden.shape[0], max_tokens)
+        pieces = [slice(start, start + max_tokens) for start in starts]
+        loras = [None if lora is None else (lora[0][piece], lora[1]) for piece in pieces]
         parts = [
-            forward(layer, room, place, hidden[cut], ids[cut], weights[cut], mine)
-            for cut, mine in zip(cuts, loras, strict=True)
+            forward(layer, cache, slot_of, hidden[piece], ids[piece], weights[piece], part_lora)
+            for piece, part_lora in zip(pieces, loras, strict=True)
         ]
         return torch.cat(parts)
     kernels = import_triton_module(TRITON) if hidden.is_cuda else None
     if kernels is None:
-        return _plain(layer, room, place, hidden, ids, weights, lora)
-    first_lora, down_lora = (None, None) if lora is None else (lora[1].told(lora[0], at) for at in ("first", "down"))
+        return _reference_forward(layer, cache, slot_of, hidden, ids, weights, lora)
+    first_lora, down_lora = (
+        (None, None) if lora is None else (lora[1].kernel_arguments(lora[0], name) for name in ("first", "down"))
+    )
     fused = geometry.gated and layer.gate == SILU
-    h: Tensor = kernels.first(hidden, ids, place, room.first, first_bias, geometry.first, fused, first_lora)
+    h: Tensor = kernels.first(hidden, ids, slot_of, cache.first, first_bias, geometry.first, fused, first_lora)
     if not fused:
         h = _activate(h, layer.gate, geometry.gated)
-    found: Tensor = kernels.down(h, ids, weights, place, room.down, down_bias, geometry.down, down_lora)
-    return found
+    out: Tensor = kernels.down(h, ids, weights, slot_of, cache.down, down_bias, geometry.down, down_lora)
+    return out
 
 
-def _activate(wide: Tensor, gate: Gate, gated: bool) -> Tensor:
-    return (gate(*wide.chunk(2, dim=1)) if gated else ACTIVATIONS[gate.activation](wide)).to(torch.bfloat16)
+def _activate(gate_up: Tensor, gate: Gate, gated: bool) -> Tensor:
+    return (gate(*gate_up.chunk(2, dim=1)) if gated else ACTIVATIONS[gate.activation](gate_up)).to(torch.bfloat16)
 
 
-def address(matrix: PackedMatrix) -> Tensor:
-    """int64 `[out_rows, columns]`: where a weight lies among the bf16 numbers of its expert."""
+def weight_offsets(matrix: PackedMatrix) -> Tensor:
+    """int64 `[out_rows, columns]`: index of each weight among the bf16 numbers of its packed expert."""
     row, k = torch.arange(matrix.out_rows)[:, None], torch.arange(matrix.columns)[None]
     half = row // matrix.rows if matrix.paired else row // 16 % 2
     line = row % matrix.rows if matrix.paired else row
@@ -108,15 +111,15 @@ def address(matrix: PackedMatrix) -> Tensor:
     return block * (matrix.block_bytes // 2) + pair // 16 * 1024 + half * 512 + pair % 16 * 32 + line % 16 * 2 + k % 2
 
 
-def _matrix(packed: Tensor, matrix: PackedMatrix) -> Tensor:
+def _dequantised(packed: Tensor, matrix: PackedMatrix) -> Tensor:
     if matrix.plain:
-        return packed.view(torch.bfloat16)[address(matrix)]
+        return packed.view(torch.bfloat16)[weight_offsets(matrix)]
     out = torch.empty(matrix.out_rows, matrix.columns, dtype=torch.bfloat16)
     decode_plain(packed, matrix, out)
     return out
 
 
-def _term(x: Tensor, pairs: Pairs, name: str, expert: int) -> Tensor | float:
+def _lora_term(x: Tensor, pairs: Pairs, name: str, expert: int) -> Tensor | float:
     pair = pairs.get(name)
     if pair is None:
         return 0.0
@@ -124,10 +127,10 @@ def _term(x: Tensor, pairs: Pairs, name: str, expert: int) -> Tensor | float:
     return inner.float() @ pair.b[expert].float().T
 
 
-def _plain(
+def _reference_forward(
     layer: LayerOnDevice,
-    room: ExpertCache,
-    place: Tensor,
+    cache: ExpertCache,
+    slot_of: Tensor,
     hidden: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -136,18 +139,18 @@ def _plain(
     out = torch.zeros(hidden.shape, dtype=torch.float32)
     for token, choice in torch.cartesian_prod(torch.arange(ids.shape[0]), torch.arange(ids.shape[1])).tolist():
         expert = int(ids[token, choice])
-        slot = int(place[expert]) if 0 <= expert < place.shape[0] else -1
+        slot = int(slot_of[expert]) if 0 <= expert < slot_of.shape[0] else -1
         if slot < 0:
             continue
         first, down = (
-            _matrix(packed[slot], matrix).float()
-            for packed, matrix in ((room.first, layer.geometry.first), (room.down, layer.geometry.down))
+            _dequantised(packed[slot], matrix).float()
+            for packed, matrix in ((cache.first, layer.geometry.first), (cache.down, layer.geometry.down))
         )
         first_bias, down_bias = (0.0 if bias is None else bias[expert] for bias in layer.biases)
         pairs: Pairs = {} if lora is None or lora[0][token] < 0 else lora[1].pairs[int(lora[0][token])]
         x = hidden[token].bfloat16()
-        wide = x.float() @ first.T + first_bias + _term(x, pairs, "first", expert)
-        h = _activate(wide[None], layer.gate, layer.geometry.gated)[0]
-        y = h.float() @ down.T + down_bias + _term(h, pairs, "down", expert)
+        gate_up = x.float() @ first.T + first_bias + _lora_term(x, pairs, "first", expert)
+        h = _activate(gate_up[None], layer.gate, layer.geometry.gated)[0]
+        y = h.float() @ down.T + down_bias + _lora_term(h, pairs, "down", expert)
         out[token] += weights[token, choice].float() * y
     return out

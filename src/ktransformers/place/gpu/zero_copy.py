@@ -1,9 +1,9 @@
-"""The CPU's results to the device, past the copies that are queued.
+"""The CPU's results to the device, read by a kernel from pinned host memory instead of being copied.
 
-The GPU's copy engine takes transfers in the order in which they were queued, whatever their streams: a result of 2 MB
-would wait behind all the experts that are being fetched for the next layer, 20 ms of them. So a kernel reads it from
-pinned host memory over the same link, at once. torch does not know of that, so the memory is held here until the kernel
-is through. Without CUDA or Triton it is an ordinary copy.
+The GPU's copy engine runs transfers in the order in which they were queued, whatever their streams: a result of 2 MB
+would wait behind all experts that are being prefetched for the next layer, 20 ms of them. So a kernel reads the result
+from pinned memory over the same link, at once. torch does not see that read, so the memory is held here until the
+kernel has finished. Without CUDA or Triton it is an ordinary copy.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from ktransformers.place.gpu.epilogue import kernels_for
 
 
 class ZeroCopyReader:
+    """Reads host tensors on one device."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._held: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+        self._in_use: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
     def pull(self, source: Tensor) -> Tensor:
-        """A new tensor on the device with the strides of a dense `source`, in the order of the current stream."""
+        """A new tensor on the device with the strides of a dense `source`, ordered on the current stream."""
         kernels = kernels_for(self.device)
         if kernels is None:
             return start_host_to_device((source,), self.device).finish()[0]
         order = dims_in_memory(source)
         staged = as_pinned(source.detach().permute(order))
         out = torch.empty(staged.shape, dtype=staged.dtype, device=self.device)
-        kernels.pull(staged, out, False)
+        kernels.zero_copy(staged, out, False)
         self._hold(staged)
         return out.permute([order.index(dim) for dim in range(source.dim())])
 
@@ -42,7 +44,7 @@ class ZeroCopyReader:
             out.copy_(source)
             return
         staged = as_pinned(source)
-        kernels.pull(staged, out, False)
+        kernels.zero_copy(staged, out, False)
         self._hold(staged)
 
     def add(self, source: Tensor, out: Tensor) -> None:
@@ -52,10 +54,10 @@ class ZeroCopyReader:
             out.add_(self.pull(source))
             return
         staged = as_pinned(source.detach())
-        kernels.pull(staged, out, True)
+        kernels.zero_copy(staged, out, True)
         self._hold(staged)
 
     def _hold(self, staged: Tensor) -> None:
-        while self._held and self._held[0][0].query():  # type: ignore[no-untyped-call]
-            self._held.popleft()
-        self._held.append((torch.cuda.current_stream(self.device).record_event(), staged))
+        while self._in_use and self._in_use[0][0].query():  # type: ignore[no-untyped-call]
+            self._in_use.popleft()
+        self._in_use.append((torch.cuda.current_stream(self.device).record_event(), staged))

@@ -184,7 +184,7 @@ class DecodeGraphs:
         self.graphs.reset()
         self._drop(list(self.sets))
         if self._placement is not None:
-            self._placement.forget_graphs()
+            self._placement.release_graphs()
 
     def _drop(self, sets: Sequence[Adapters]) -> None:
         """Evict graphs of these sets and what else was made for adapters that are in no set. Every step was waited for,
@@ -194,7 +194,7 @@ class DecodeGraphs:
         self.graphs.evict(lambda key: bool(key.adapters) and key.adapters not in self.sets)
         if self._placement is not None:
             used = {layer.adapters for adapter_set in self.sets.values() for layer in adapter_set.layers.values()}
-            self._placement.retain(used)
+            self._placement.release_unused_adapters(used)
 
     def _evict_sets(self) -> None:
         while len(self.sets) > MAX_ADAPTER_SETS or sum(one.bytes for one in self.sets.values()) > MAX_SET_BYTES:
@@ -228,7 +228,7 @@ class DecodeGraphs:
         compute = functools.partial(self._compute, adapter_set, table, device_table, tokens)
         step = DecodeStep(table, device_table, tokens, adapter_set, compute)
         step.fill(chunks)
-        with nullcontext() if self._placement is None else self._placement.rehearsal():
+        with nullcontext() if self._placement is None else self._placement.capture_warmup():
             step = replace(step, replay=(self._record or self._record_on_device)(compute))
         if key.adapters:
             self.sets[key.adapters] = adapter_set
