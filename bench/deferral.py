@@ -100,7 +100,7 @@ def model_bench(args: argparse.Namespace) -> Any:
 def stock_attention(bench: Any) -> Iterator[None]:
     """The model is called as transformers does it, with a cache of transformers' own."""
     served = bench.model.config._attn_implementation
-    bench.model.set_attn_implementation(bench.forward.stock)
+    bench.model.set_attn_implementation(bench.forward.stock_attention)
     try:
         yield
     finally:
