@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ktransformers.plan import Choice, Serving, Training, open_shape, profile
-from ktransformers.plan.memory import memory_of
+from ktransformers.plan.memory import predict_memory
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 MODELS = {
@@ -30,7 +30,7 @@ def row(title: str) -> str:
         for work in works:
             sizes = []
             for name in ("int4", "bf16"):
-                memory = memory_of(shape, work, Choice(name, 1, policy="stream"), machine)
+                memory = predict_memory(shape, work, Choice(name, 1, policy="stream"), machine)
                 sizes.append((memory.host_bytes if what == "host" else memory.gpu_bytes[0]) / 1e9)
             cells.append(f"{sizes[0]:.0f} ({sizes[1]:.0f})")
     return f"| {title} | " + " | ".join(cells) + " |"
