@@ -132,11 +132,11 @@ def _train_plan(
     return plan if grouping.note is None else replace(plan, notes=(*plan.notes, grouping.note))
 
 
-def _choose_machine(name: str, gpu: str | None, ram: str | None, anew: bool) -> Machine:
+def _choose_machine(name: str, gpu: str | None, ram: str | None, remeasure: bool) -> Machine:
     from ktransformers.plan import profile, with_gpus, with_memory
     from ktransformers.plan.calibrate import this_machine
 
-    machine = this_machine(anew=anew) if name == "this" else profile(name)
+    machine = this_machine(remeasure=remeasure) if name == "this" else profile(name)
     machine = machine if gpu is None else with_gpus(machine, gpu)
     return machine if ram is None else with_memory(machine, ram)
 

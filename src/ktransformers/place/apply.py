@@ -22,8 +22,7 @@ from ktransformers.place.routing_counts import RoutingCounter
 from ktransformers.place.rule_devices import devices_by_rules
 from ktransformers.place.rules import Rule, devices_of, read_rules
 from ktransformers.plan.modes import CPU, RESIDENT
-
-WITH_RESIDENTS = ("auto", "resident")  # policies for which free memory is filled by itself
+from ktransformers.plan.planner import RESIDENT_POLICIES
 
 
 def rules_of(options: PlacementOptions) -> tuple[Rule, ...]:
@@ -33,8 +32,8 @@ def rules_of(options: PlacementOptions) -> tuple[Rule, ...]:
 
 
 def needs_spreading(options: PlacementOptions, gpus: int) -> bool:
-    """Whether a model has to be loaded into host memory first, to be moved from there; GPUs that a rule names and that
-    are not here are refused now."""
+    """Whether a model is loaded into host memory first and moved from there; a rule that names a GPU which torch does
+    not see is refused now."""
     rules = rules_of(options)
     visible_gpus(_wanted(rules, gpus))
     return gpus > 1 or bool(rules)
@@ -85,7 +84,7 @@ def attach_engine(
 
 
 def resident_budget(placement: Placement, later: Mapping[torch.device, int]) -> dict[torch.device, int]:
-    """Bytes by device: what is free, less what is still to come there and what the engines themselves will take."""
+    """Bytes by device that residents may take: free memory, less what the plan and the engines will still allocate."""
     return {
         device: resident_bytes(free_bytes(device), later.get(device, 0) + placement.working_bytes(device))
         for device in placement.devices()
@@ -94,11 +93,16 @@ def resident_budget(placement: Placement, later: Mapping[torch.device, int]) -> 
 
 
 def place_residents(
-    placement: Placement, options: PlacementOptions, device_map: DeviceMap | None, room: Mapping[torch.device, int]
+    placement: Placement,
+    options: PlacementOptions,
+    device_map: DeviceMap | None,
+    free_bytes_by_device: Mapping[torch.device, int],
 ) -> list[tuple[int, ...]]:
     """Residents of each layer as the wish has them: a count, a share, or as many bytes as there is room for."""
     whole = device_map.resident_layers if device_map is not None else []
-    size: Mapping[torch.device, int] = room if options.by_bytes and placement.policy in WITH_RESIDENTS else {}
+    size: Mapping[torch.device, int] = (
+        free_bytes_by_device if options.by_bytes and placement.policy in RESIDENT_POLICIES else {}
+    )
     if device_map is not None and whole and options.policy == "cpu":
         size = {}  # nothing but what the rule says
     return placement.place_residents(

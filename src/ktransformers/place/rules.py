@@ -5,7 +5,7 @@ Taken from a rule: `generate_device` and `out_device` of `replace.kwargs` (of ex
 computed, the second where their layer is; elsewhere the first is the module's own), `prefill_device`, `transfer_map` of
 the whole model (layer -> device from there on), and the CPU `backend`. `match.name` is a regular expression,
 `match.class` a class whose last word is compared; both together must fit. The operators that such files name are
-KTransformers' own and are computed by what is here; a class from elsewhere is refused, because operators cannot be
+KTransformers' own and are computed by this package; any other class is refused, because operators cannot be
 replaced.
 
 Where a recipe names a file that does not exist, its name says the same, as in
@@ -71,7 +71,7 @@ class Rule:
     def fits(self, name: str, module: nn.Module) -> bool:
         if self.name is not None and self.name.search(name) is None:
             return False
-        return self.kind is None or self.kind in {one.__name__ for one in type(module).__mro__}
+        return self.kind is None or self.kind in {item.__name__ for item in type(module).__mro__}
 
 
 def read_rules(path: str | Path) -> tuple[Rule, ...]:
@@ -126,8 +126,8 @@ def _device(where: str, word: Any) -> str:
 
 def devices_of(rules: Sequence[Rule]) -> set[str]:
     """Every GPU that is named with its number."""
-    named = {one for rule in rules for one in (rule.device, rule.prefill, rule.out, *rule.transfers.values()) if one}
-    return {one for one in named if one.startswith("cuda:")}
+    named = {item for rule in rules for item in (rule.device, rule.prefill, rule.out, *rule.transfers.values()) if item}
+    return {item for item in named if item.startswith("cuda:")}
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ class RuleSummary:
 
 def summary_of_name(path: str) -> RuleSummary:
     name = Path(path).stem.lower()
-    several = re.search(r"multi-gpu(?:-(\d+))?", name)
-    gpus = int(several[1] or 2) if several else 1
+    multi_gpu = re.search(r"multi-gpu(?:-(\d+))?", name)
+    gpus = int(multi_gpu[1] or 2) if multi_gpu else 1
     return RuleSummary("name", "amx" if re.search(r"(^|-)amx(-|$)", name) else "any", gpus, "-sft-" in f"-{name}-")
 
 
@@ -162,7 +162,7 @@ def summarise_for_training(path: str) -> tuple[RuleSummary, str]:
     source = "its name, as there is no such file" if summary.source == "name" else "the file"
     cpu = "AMX where the CPU has it" if summary.backend == "amx" else "whatever the CPU has"
     gpus = (
-        f"layers spread over {summary.gpus} GPUs, or as many of them as are here"
+        f"layers spread over {summary.gpus} GPUs, or as many of them as there are"
         if summary.gpus > 1
         else "one GPU, where there is one"
     )

@@ -138,12 +138,12 @@ def _batch(engine: ExpertEngine, tokens: int, seed: int, training: bool) -> Expe
 
 def _factors(engine: ExpertEngine) -> LoraFactors:
     geometry = engine.executor.geometry
-    experts, hidden, wide = geometry.experts, geometry.hidden, geometry.first.out_rows
+    experts, hidden, gate_up_rows = geometry.experts, geometry.hidden, geometry.first.out_rows
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape).div_(shape[-1] ** 0.5)
 
-    gate_up = Factor(random(experts, RANK, hidden), random(experts, wide, RANK), 1.0)
+    gate_up = Factor(random(experts, RANK, hidden), random(experts, gate_up_rows, RANK), 1.0)
     down = Factor(random(experts, RANK, geometry.intermediate), random(experts, hidden, RANK), 1.0)
     factors = factors_of(ExpertLora(gate_up=gate_up, down=down))
     assert factors is not None

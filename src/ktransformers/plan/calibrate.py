@@ -52,7 +52,7 @@ def cache_file(key: str) -> Path:
     return Path(root) / "ktransformers" / f"machine-{digest}.json"
 
 
-def calibrate(*, anew: bool = False) -> Rates:
+def calibrate(*, remeasure: bool = False) -> Rates:
     """From the cache, or measured now, on the cores of this process."""
     from ktransformers import _core
 
@@ -62,7 +62,7 @@ def calibrate(*, anew: bool = False) -> Rates:
         bind_rank_cores()
     machine, pool = _core.machine(), _core.Pool()
     isa, file = _core.isa(), _file_of(pool)
-    if not anew and (cached := _read(file)) is not None:
+    if not remeasure and (cached := _read(file)) is not None:
         return cached
     tile, read = pool.rate("panels", LOOP_SECONDS), pool.rate("read", LOOP_SECONDS)
     forward, backward = _layer_shares(pool, tile)
@@ -141,8 +141,8 @@ def _layer_shares(pool: object, tile: float) -> tuple[float, float]:
     row = 2 * 3 * HIDDEN * INTERMEDIATE * TOP_K
     tokens = max(64, min(16384, int(LAYER_SECONDS * tile / row)))
     store = ExpertStore(EXPERTS, HIDDEN, INTERMEDIATE, pool=pool)  # type: ignore[arg-type]
-    wide = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=generator).mul_(HIDDEN**-0.5).bfloat16()
-    store.pack(gate_up=wide, down=wide.view(EXPERTS, HIDDEN, 2 * INTERMEDIATE)[:, :, :INTERMEDIATE])
+    gate_up = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=generator).mul_(HIDDEN**-0.5).bfloat16()
+    store.pack(gate_up=gate_up, down=gate_up.view(EXPERTS, HIDDEN, 2 * INTERMEDIATE)[:, :, :INTERMEDIATE])
     hidden = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
     ids = torch.rand(tokens, EXPERTS, generator=generator).topk(TOP_K).indices
     weights = torch.full((tokens, TOP_K), 1 / TOP_K)
@@ -174,8 +174,8 @@ def _gpu(gpu: system.Gpu) -> GpuRates:
     return GpuRates(gpu.name, gpu.memory, like.flops, like.bandwidth, like.link, like.captures)
 
 
-def this_machine(*, anew: bool = False) -> Machine:
-    rates = calibrate(anew=anew)
+def this_machine(*, remeasure: bool = False) -> Machine:
+    rates = calibrate(remeasure=remeasure)
     cpu = CpuRates(
         rates.cpu,
         rates.isa,

@@ -100,8 +100,8 @@ def dense_layer_seconds(
 
 
 def _row_operations(model: ModelShape, rank: int, backward: bool) -> float:
-    wide = (2 if model.gated else 1) * model.intermediate
-    lora = TILE_K * tiles(rank) * (2 * model.hidden + wide + model.intermediate)
+    gate_up_rows = (2 if model.gated else 1) * model.intermediate
+    lora = TILE_K * tiles(rank) * (2 * model.hidden + gate_up_rows + model.intermediate)
     return 2 * (model.expert_numbers + (2 if backward else 1) * lora)
 
 

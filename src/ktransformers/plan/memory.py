@@ -73,8 +73,8 @@ def _huge_pages(size: int) -> int:
 
 def expert_lora_numbers(model: ModelShape, rank: int) -> int:
     """r (2 H + 3 I) per expert: gate and up have one A and a B of 2 I rows, down an A and a B."""
-    wide = (2 if model.gated else 1) * model.intermediate
-    return model.expert_layers * model.experts * rank * (2 * model.hidden + wide + model.intermediate)
+    gate_up_rows = (2 if model.gated else 1) * model.intermediate
+    return model.expert_layers * model.experts * rank * (2 * model.hidden + gate_up_rows + model.intermediate)
 
 
 def attention_lora_numbers(model: ModelShape, rank: int) -> int:

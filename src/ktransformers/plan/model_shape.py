@@ -307,17 +307,17 @@ def _experts_of(shards: Shards, tensors: ExpertTensors, shape: ModelShape) -> di
     count = len(tensors.single)
     if tensors.fused:
         count = shards.shape(next(iter(downs.values())))[0] if downs else shape.experts
-    found: dict[str, Any] = {"experts": count, "gated": any(role.startswith("gate") for role in roles)}
+    facts: dict[str, Any] = {"experts": count, "gated": any(role.startswith("gate") for role in roles)}
     if "" not in downs:
         kinds = [kind for ending, kind in FORMAT_BY_ENDING.items() if ending in downs]
-        return found | ({"stored": kinds[0]} if kinds else {})
+        return facts | ({"stored": kinds[0]} if kinds else {})
     inner = math.prod(shards.shape(downs[""])) // shape.hidden // (count if tensors.fused else 1)
     dtype = shards.dtype(downs[""])
     if dtype in FLOAT_DTYPES:
-        return found | {"intermediate": inner, "stored": "bf16"}
+        return facts | {"intermediate": inner, "stored": "bf16"}
     if dtype.startswith("F8"):
-        return found | {"intermediate": inner, "stored": "mxfp8" if shape.stored == "mxfp8" else "fp8"}
-    return found | {"stored": "int8" if inner == shape.intermediate else "mxfp4"}  # two 4-bit codes per byte
+        return facts | {"intermediate": inner, "stored": "mxfp8" if shape.stored == "mxfp8" else "fp8"}
+    return facts | {"stored": "int8" if inner == shape.intermediate else "mxfp4"}  # two 4-bit codes per byte
 
 
 def _counted(folder: Path, shape: ModelShape) -> dict[str, Any]:
@@ -325,13 +325,13 @@ def _counted(folder: Path, shape: ModelShape) -> dict[str, Any]:
     from ktransformers.checkpoint import Shards, find_experts
 
     shards = Shards.of_directory(folder)
-    found = find_experts(shards.names)
+    expert_tensors = find_experts(shards.names)
     expert_names = {
         name
-        for tensors in found
+        for tensors in expert_tensors
         for name in (*tensors.fused.values(), *(name for roles in tensors.single.values() for name in roles.values()))
     }
-    own = [tensors for tensors in found if not _is_extra_layer(f"{tensors.root}.experts", shape.layers)]
+    own = [tensors for tensors in expert_tensors if not _is_extra_layer(f"{tensors.root}.experts", shape.layers)]
     if not own:
         raise InputError(str(folder), "a checkpoint without routed experts", "a Mixture-of-Experts model")
     rest, linears, embedding = 0, [], 0

@@ -73,10 +73,12 @@ class PredictedTime:
         return self.tokens / self.seconds
 
 
-def dense_seconds(model: ModelShape, tokens: float, seen: float, machine: Machine, choice: Choice, size: int) -> float:
-    """GEMMs of all layers besides their experts, one forward pass; `seen`: average number of earlier tokens."""
+def dense_seconds(
+    model: ModelShape, tokens: float, earlier_tokens: float, machine: Machine, choice: Choice, size: int
+) -> float:
+    """GEMMs of all layers besides their experts in one forward pass; `earlier_tokens`: average number per token."""
     numbers = model.layers * model.rest_per_layer
-    operations = 2 * tokens * (numbers + model.layers * model.scores_width * seen)
+    operations = 2 * tokens * (numbers + model.layers * model.scores_width * earlier_tokens)
     return _products(operations, numbers * size, machine, choice, size)
 
 
@@ -199,16 +201,18 @@ def _optimiser_seconds(model: ModelShape, work: Training, choice: Choice, machin
 
 
 def inference_decision(
-    model: ModelShape, tokens: float, seen: float, machine: Machine, choice: Choice, size: int
+    model: ModelShape, tokens: float, earlier_tokens: float, machine: Machine, choice: Choice, size: int
 ) -> Decision:
     """The mode of one forward pass without gradients."""
-    lead = _inference_lead(model, tokens, inference_rest(model, tokens, seen, machine, choice, size))
+    lead = _inference_lead(model, tokens, inference_rest(model, tokens, earlier_tokens, machine, choice, size))
     return planned_decision(model, tokens, expected_experts(model, tokens), machine, choice, lead=lead)
 
 
-def inference_rest(model: ModelShape, tokens: float, seen: float, machine: Machine, choice: Choice, size: int) -> float:
+def inference_rest(
+    model: ModelShape, tokens: float, earlier_tokens: float, machine: Machine, choice: Choice, size: int
+) -> float:
     """All layers besides their experts, in one forward pass without gradients."""
-    return dense_seconds(model, tokens, seen, machine, choice, size) + INFERENCE_LAYER_SECONDS * model.layers
+    return dense_seconds(model, tokens, earlier_tokens, machine, choice, size) + INFERENCE_LAYER_SECONDS * model.layers
 
 
 def _inference_lead(model: ModelShape, tokens: float, rest: float) -> float:
@@ -217,10 +221,10 @@ def _inference_lead(model: ModelShape, tokens: float, rest: float) -> float:
 
 
 def inference_pass(
-    model: ModelShape, tokens: float, seen: float, machine: Machine, choice: Choice, size: int
+    model: ModelShape, tokens: float, earlier_tokens: float, machine: Machine, choice: Choice, size: int
 ) -> PredictedTime:
     """One forward pass without gradients; the head computes one token per sequence."""
-    rest = inference_rest(model, tokens, seen, machine, choice, size)
+    rest = inference_rest(model, tokens, earlier_tokens, machine, choice, size)
     if choice.uses_engine:
         touched = expected_experts(model, tokens)
         lead = _inference_lead(model, tokens, rest)
@@ -240,8 +244,8 @@ def inference_pass(
 
 def serving_time(model: ModelShape, work: Serving, choice: Choice, machine: Machine) -> PredictedTime:
     prefill, decode = (
-        inference_pass(model, tokens, seen, machine, choice, work.rest_bytes)
-        for tokens, seen in _serving_passes(work).values()
+        inference_pass(model, tokens, earlier_tokens, machine, choice, work.rest_bytes)
+        for tokens, earlier_tokens in _serving_passes(work).values()
     )
     cache = work.sequences * (work.prompt + work.context) / 2 * model.cache_width * work.rest_bytes
     bandwidth = machine.gpus[0].bandwidth if choice.gpus else machine.cpu.read_bytes
@@ -264,6 +268,6 @@ def planned_modes(model: ModelShape, work: Work, choice: Choice, machine: Machin
     if isinstance(work, Training):
         return {"training": (work.tokens, training_decision(model, work, machine, choice))}
     return {
-        name: (tokens, inference_decision(model, tokens, seen, machine, choice, work.rest_bytes))
-        for name, (tokens, seen) in _serving_passes(work).items()
+        name: (tokens, inference_decision(model, tokens, earlier_tokens, machine, choice, work.rest_bytes))
+        for name, (tokens, earlier_tokens) in _serving_passes(work).items()
     }

@@ -1,3 +1,3 @@
-"""Device code of the placement engine, behind few functions: `layout` says how packed experts lie, `decode` makes bf16
-matrices of them, `compute` multiplies, `slots` and `pinned` bring bytes to the device. Another vendor's GPU would need
-streams and events under the names that torch gives CUDA's; nothing else here knows whose device it is."""
+"""Device code of the placement engine: `layout` describes packed experts, `dequantize` turns them into bf16 matrices,
+`grouped_mlp` multiplies, `expert_cache` and `pinned` copy experts to the device, `executor` combines them. Another
+vendor's GPU would need streams and events under torch's CUDA names; nothing else depends on the vendor."""
