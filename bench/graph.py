@@ -75,7 +75,7 @@ class Step:
         count = round(share * self.shape.experts)
         for placed in self.layers:
             packed = placed.layer.packed
-            self.engine.callbacks.retire(packed.index)
+            self.engine.callbacks.drop_calls(packed.index)
             self.engine.executor.residents.pop(packed.index, None)
             if count:
                 room = ExpertCache(packed.geometry, count, self.engine.device, None)

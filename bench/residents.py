@@ -107,7 +107,7 @@ def place(layers: list[Any], residents: list[tuple[int, ...]], registered: Any) 
     engine = layers[0].engine
     for placed, experts in zip(layers, residents, strict=True):
         packed = placed.layer.packed
-        engine.callbacks.retire(packed.index)
+        engine.callbacks.drop_calls(packed.index)
         engine.executor.residents.pop(packed.index, None)
         if experts:
             engine.executor.residents[packed.index] = ExpertCache(

@@ -71,7 +71,7 @@ def placed_experts(
                 yield f"{count}/round{at}/{name}/forward", out
                 yield f"{count}/round{at}/{name}/backward", list(found)
     if placement is not None:
-        yield "recordings", [len(engine.executor._recorder.graphs.captured) for engine in placement.engines]
+        yield "recordings", [len(engine.executor._graphs.graphs.captured) for engine in placement.engines]
         placement.detach()
 
 
