@@ -82,7 +82,7 @@ def test_example_computes_on_every_variant(isa: str) -> None:
     plain.pack(**{name: decode(matrix) for name, matrix in matrices.items()})
     x, ids, weights = torch.randn(5, hidden).bfloat16(), torch.tensor([[0, 1]] * 5), torch.rand(5, 2)
     want = plain.forward(x, ids, weights)
-    assert torch.equal(store.forward(x, ids, weights, learns=True), want)
+    assert torch.equal(store.forward(x, ids, weights, needs_grad=True), want)
     assert torch.allclose(store.forward(x, ids, weights), want, rtol=0.02, atol=0.02 * float(want.abs().max()))
     grad = torch.randn(5, hidden).bfloat16()
     for ours, theirs in zip(store.backward(grad, x, ids, weights), plain.backward(grad, x, ids, weights), strict=True):

@@ -17,48 +17,33 @@ from ktransformers.plan import profile
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
-# Document -> (policy, format, tokens) -> the bars that the cell misses. In the first a policy has the host memory that
-# those before it had in the same process; `auto` in bf16 at 8192 tokens had in two of six tried everything on the CPU,
-# out of reach as that was, and kept rows for it; those whose time is missed are of hosts, or minutes, with a slow
-# Python, or of before passes were recorded; the oldest is of a time when a step's tensors lay in fresh memory, whose
-# page faults the model does not know. Where cells of one process went before, graphs of smaller batches are on the GPU
-# still.
+# Document -> (policy, format, tokens) -> the bars that the cell misses. A policy that follows others in one process has
+# their host memory and their graphs on the GPU; times of int4 at 512 tokens follow the speed of Python on the host, which
+# changed within the runs; the oldest document is of a time when tensors of a step were in fresh memory, whose page faults
+# the model does not know.
 HOST, STEP, GPU = {"host_peak_gib"}, {"step_s"}, {"gpu_peak_gib"}
 MISSED: dict[str, dict[tuple[str, str, int], set[str]]] = {
-    "current/train-e2e-policies.json": {
-        (policy, "bf16", tokens): HOST for policy in ("stream", "auto") for tokens in (512, 2048, 8192)
-    },
+    "current/train-e2e-policies.json": {("stream", "bf16", tokens): HOST for tokens in (512, 2048, 8192)},
     "current/train-e2e-formats.json": {},
-    "history/2026-11-15-train-e2e-auto.json": {("auto", "bf16", 8192): HOST, ("auto", "int4:32", 512): STEP},
-    "history/2026-11-16-train-e2e-stream-all.json": {("auto", "bf16", 8192): HOST},
-    "history/2026-11-16-train-e2e-fill-like-fsdp.json": {("auto", "int4:32", 8192): GPU},
-    "history/2026-11-16-train-e2e-stream-by-ids.json": {},
-    "history/2026-11-16-train-e2e-attention-graphs.json": {
-        ("auto", "bf16", 8192): STEP | HOST,
-        ("auto", "int4:32", 8192): STEP | GPU,
-    },
-    "history/2026-11-16-train-e2e-attention-small-chunks.json": {
-        ("auto", "bf16", 512): STEP,
-        ("auto", "int4:32", 512): STEP,
-    },
-    "current/train-e2e.json": {("auto", "int4:32", 512): STEP, ("auto", "int4:32", 8192): GPU},
-    "history/2026-11-16-train-e2e-expert-graphs.json": {("auto", "int4:32", 512): STEP},
-    "history/2026-11-16-train-e2e-expert-graphs-int4.json": {
+    "current/train-e2e.json": {
         ("stream", "int4:32", 512): STEP,
+        ("stream", "int4:32", 8192): GPU,
         ("auto", "int4:32", 512): STEP,
+        ("auto", "int4:32", 2048): GPU,
+        ("auto", "int4:32", 8192): GPU,
     },
-    "history/2026-11-16-train-e2e-slow-host.json": {
-        ("auto", "bf16", 512): STEP,
-        ("auto", "int4:32", 512): STEP,
-        ("auto", "int4:32", 2048): STEP,
-    },
-    "current/train-e2e-48-layers-bf16.json": {},
-    "history/2026-11-15-train-e2e-48-layers.json": {("auto", "int4:32", 2048): STEP},  # of two the slower one
-    "history/2026-11-16-train-e2e-48-layers-other-host.json": {},
-    "current/train-e2e-48-layers.json": {},
-    "current/train-e2e-dsv2-lite.json": {("auto", "bf16", 8192): STEP},  # in 16 pieces; in one it is held
     "history/2026-11-15-train-e2e.json": {("cpu", "bf16", 2048): STEP, ("cpu", "bf16", 8192): STEP},
+    "history/2026-11-16-train-e2e-expert-graphs-int4.json": {("stream", "int4:32", 512): STEP},
 }
+
+
+def by_trials(cell: dict[str, Any]) -> bool:
+    """Measured when `auto` still tried modes while it trained: no prediction of today's `auto`."""
+    return cell.get("policy") == "auto" and not cell.get("modes")
+
+
+def is_ours(cell: dict[str, Any]) -> bool:
+    return cell["variant"] == "kt"
 
 
 @pytest.fixture
@@ -75,7 +60,9 @@ def predicted() -> Iterator[Any]:
 def test_recorded_steps_are_within_the_bars(predicted: Any) -> None:
     machine, held = profile("amx16-h200"), set()
     for name, known in MISSED.items():
-        rows = predicted.rows_of(json.loads((RESULTS / name).read_text()), machine)
+        document = json.loads((RESULTS / name).read_text())
+        document["cells"] = [cell for cell in document["cells"] if not by_trials(cell)]
+        rows = predicted.rows_of(document, machine)
         missed: dict[tuple[str, str, int], set[str]] = {}
         for row in rows:  # of cells that were measured more than once all that was missed
             cell = missed.setdefault((row.policy, row.format, row.tokens), set())
@@ -83,9 +70,13 @@ def test_recorded_steps_are_within_the_bars(predicted: Any) -> None:
         assert {cell: bars for cell, bars in missed.items() if bars} == known, name
         assert all(len(row.within) == 3 for row in rows)  # seconds, GPU and host
         held |= {cell for cell, bars in missed.items() if not bars}
-    recorded = {str(file.relative_to(RESULTS)) for file in RESULTS.glob("*/*train-e2e*.json")}
+    recorded = {
+        str(file.relative_to(RESULTS))
+        for file in RESULTS.glob("*/*train-e2e*.json")
+        if any(is_ours(cell) and not by_trials(cell) for cell in json.loads(file.read_text())["cells"])
+    }
     assert set(MISSED) == recorded, "every document is held to the bars"
-    assert len(held) >= 15 and {policy for policy, *_ in held} == {"cpu", "stream", "auto"}
+    assert len(held) >= 12 and {policy for policy, *_ in held} == {"cpu", "stream", "auto"}
 
 
 def test_the_script_prints_a_table_and_a_document(

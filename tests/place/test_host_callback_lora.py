@@ -103,7 +103,7 @@ def test_which_batches_are_refused(device: str) -> None:
     if device != "cpu":
         assert given.multi_lora is not None
         host = replace(given.multi_lora.lora, rows=given.multi_lora.lora.rows.cpu())
-        with pytest.raises(InputError, match="the host knows"):
+        with pytest.raises(InputError, match="in host memory"):
             path.check(layer, replace(given, multi_lora=MultiLora(host, torch.device(device))), "resident")
 
 
