@@ -17,10 +17,10 @@ from ktransformers.plan import profile
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
-# Document -> (policy, format, tokens) -> the bars that the cell misses. A policy that follows others in one process has
-# their host memory and their graphs on the GPU; times of int4 at 512 tokens follow the speed of Python on the host, which
-# changed within the runs; the oldest document is of a time when tensors of a step were in fresh memory, whose page faults
-# the model does not know.
+# Document -> (policy, format, tokens) -> the bars that the cell misses. A policy that follows others in one process
+# has their host memory and their graphs on the GPU; times of int4 at 512 tokens follow the speed of Python on the host,
+# which changed within the runs; the oldest document is of a time when tensors of a step were in fresh memory, whose
+# page faults the model does not know.
 HOST, STEP, GPU = {"host_peak_gib"}, {"step_s"}, {"gpu_peak_gib"}
 MISSED: dict[str, dict[tuple[str, str, int], set[str]]] = {
     "current/train-e2e-policies.json": {("stream", "bf16", tokens): HOST for tokens in (512, 2048, 8192)},

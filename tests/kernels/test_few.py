@@ -1,5 +1,5 @@
 """Few rows of an expert in inference, whose codes are multiplied as they lie: weights are not rounded then, whoever
-learns sees them rounded, and nothing depends on threads, groups or neighbours as long as an expert has few rows."""
+needs_grad sees them rounded, and nothing depends on threads, groups or neighbours as long as an expert has few rows."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def of_one_expert(given: Rounded, tokens: int) -> Batch:
     return batch
 
 
-def run(store: ExpertStore, batch: Batch, tokens: slice = slice(None), learns: bool = False) -> Tensor:
-    return store.forward(batch.hidden[tokens], batch.ids[tokens], batch.weights[tokens], needs_grad=learns)
+def run(store: ExpertStore, batch: Batch, tokens: slice = slice(None), needs_grad: bool = False) -> Tensor:
+    return store.forward(batch.hidden[tokens], batch.ids[tokens], batch.weights[tokens], needs_grad=needs_grad)
 
 
 @pytest.mark.parametrize("format", OPENED)
@@ -73,7 +73,7 @@ def test_weights_are_not_rounded(isa: str, format: str, pool: _core.Pool) -> Non
         batch = of_one_expert(given, tokens)
         want, few = exact(given, batch), tokens <= ROWS.get(format, ROWS["int4"])
         assert error(run(store, batch), want) < limit(isa, few)
-        assert error(run(store, batch, learns=True), want) < limit(isa, False)
+        assert error(run(store, batch, needs_grad=True), want) < limit(isa, False)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -133,8 +133,8 @@ def test_whoever_learns_sees_rounded_weights(isa: str, format: str, pool: _core.
     """Among any neighbours, with what is kept or without."""
     given = Rounded.of(make_layer(2, 160, 96), format)
     store, batch = given.store(pool, isa), of_one_expert(given, 40)
-    many, one = run(store, batch, learns=True), slice(7, 8)
-    assert torch.equal(run(store, batch, one, learns=True), many[one])
+    many, one = run(store, batch, needs_grad=True), slice(7, 8)
+    assert torch.equal(run(store, batch, one, needs_grad=True), many[one])
     keep = store.new_keep(1, 1)
     kept = store.forward(batch.hidden[one], batch.ids[one], batch.weights[one], keep=keep)
     assert torch.equal(kept, many[one])
