@@ -55,7 +55,7 @@ def test_missing_model_is_reported_and_removed(kt: RunKt, tmp_path: Path) -> Non
     directory = write_model(tmp_path / "m")
     kt("model", "add", str(directory))
     directory.rename(tmp_path / "elsewhere")
-    with pytest.raises(InputError, match=r"m, registered at .*gone.*kt model rm m"):
+    with pytest.raises(InputError, match=r"m, registered at .*does not exist.*kt model rm m"):
         model_registry.resolve("m")
     assert "gone" in kt("model", "list").out
     assert kt("model", "refresh", "--json").json == {"removed": ["m"]}
