@@ -268,7 +268,7 @@ def test_recoding_in_blocks_of_rows_is_exact(target: str, monkeypatch: pytest.Mo
     plain = torch.randn(1, 300, 256)
     source = encode(plain, "fp8:128x128")
     whole = recode(source, target, "a")
-    monkeypatch.setattr("ktransformers.checkpoint.recode.NUMBERS", 1)
+    monkeypatch.setattr("ktransformers.checkpoint.recode.MAX_CHUNK_NUMBERS", 1)
     parts = recode(source, target, "a")
     one, other = whole.matrix, parts.matrix
     if isinstance(one, Encoded):
