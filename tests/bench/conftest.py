@@ -41,7 +41,7 @@ def main_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[list[s
     monkeypatch.syspath_prepend(str(BENCH))
     monkeypatch.delitem(
         sys.modules, "place", raising=False
-    )  # the package of tests/place has the name of bench/place.py
+    )  # tests/place has the name of bench/place.py
     timing = importlib.import_module("timing")
     reader = functools.partialmethod(timing.Yardstick.__init__, seconds=0.001)
     monkeypatch.setattr(timing.Yardstick, "__init__", reader)
