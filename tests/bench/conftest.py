@@ -39,9 +39,7 @@ def run_script() -> Run:
 def main_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[list[str]], int]]:
     """A bench by name: its `main`, with short readings."""
     monkeypatch.syspath_prepend(str(BENCH))
-    monkeypatch.delitem(
-        sys.modules, "place", raising=False
-    )  # tests/place has the name of bench/place.py
+    monkeypatch.delitem(sys.modules, "place", raising=False)  # tests/place has the name of bench/place.py
     timing = importlib.import_module("timing")
     reader = functools.partialmethod(timing.Yardstick.__init__, seconds=0.001)
     monkeypatch.setattr(timing.Yardstick, "__init__", reader)
