@@ -89,3 +89,10 @@ def test_a_decision_says_why() -> None:
     timed = decide(PREFILL, {SPLIT: 1e-3, STREAM: 1.1e-3, CPU: 9e-3}, {SPLIT: 2e-3, STREAM: 1e-3})
     assert timed.mode == STREAM and timed.reason == "stream (timed 1.00 ms a layer; split 2.00)"
     assert decide(TRAINING, {STREAM: 2e-3, CPU: 4e-3}).reason == "stream (predicted 2.00 ms a layer; cpu 4.00)"
+
+
+def test_kt_plan_has_words_for_every_policy() -> None:
+    from ktransformers.cli.plan import POLICY_TEXTS
+    from ktransformers.plan.workload import POLICIES
+
+    assert set(POLICY_TEXTS) == set(POLICIES)

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 POLICY_TEXTS = {
     "cpu": "on the CPU",
     "stream": "streamed to the GPU (KT_PLACE=stream)",
-    "auto": "on the CPU or the GPU, as each batch wants it (KT_PLACE=auto)",
+    "stream_all": "streamed to the GPU regardless of routing (KT_PLACE=stream_all)",
+    "auto": "on the CPU or the GPU, in the modes below (KT_PLACE=auto)",
     "resident": "on the CPU and the GPU (KT_PLACE=resident)",
+    "host_callback": "on the CPU and the GPU, by host callbacks when decoding (KT_PLACE=host_callback)",
+    "split": "split between the CPU and the GPU (KT_PLACE=split)",
 }
 
 
