@@ -20,7 +20,7 @@ from ktransformers.plan.expert_time import (
     predicted_costs,
 )
 from ktransformers.plan.machine import with_gpus
-from ktransformers.plan.memory import ENGINE_LIMITS, cached_experts, captures_expert_passes, predict_memory
+from ktransformers.plan.memory import cached_experts, captures_expert_passes, predict_memory
 from ktransformers.plan.split import split
 from ktransformers.plan.step_time import predict_time
 
@@ -30,20 +30,6 @@ MACHINE = profile("amx16-h200")
 
 def layer(policy: str, tokens: int, lead: float = 0.0, **options: float) -> float:
     return placed_layer_seconds(QWEN, tokens, QWEN.experts, MACHINE, Choice("bf16", 1, policy=policy), lead, **options)  # type: ignore[arg-type]
-
-
-def test_limits_are_the_engines() -> None:
-    from ktransformers.place import placement
-    from ktransformers.place.gpu import device_lora, executor, layer_costs
-    from ktransformers.plan.expert_time import HOST_ROUND_TRIP
-
-    assert (ENGINE_LIMITS.cached_layers, ENGINE_LIMITS.cache_share) == (placement.CACHED_LAYERS, placement.CACHE_SHARE)
-    assert (ENGINE_LIMITS.group_bytes, ENGINE_LIMITS.group_rows) == (executor.GROUP_BYTES, executor.GROUP_ROWS)
-    assert (ENGINE_LIMITS.whole_layer_bytes, HOST_ROUND_TRIP) == (
-        executor.WHOLE_LAYER_BYTES,
-        layer_costs.HOST_ROUND_TRIP,
-    )
-    assert ENGINE_LIMITS.factor_bytes == device_lora.CACHED_BYTES
 
 
 def test_streaming_runs_at_the_speed_of_the_link() -> None:

@@ -39,14 +39,15 @@ from ktransformers.place.gpu.pinned import MODES, RegisteredMemory
 from ktransformers.place.gpu.resident_decode import DECODED_BYTES
 from ktransformers.place.placed_store import Deferral, PlacedStore
 from ktransformers.place.tune import tune
+from ktransformers.plan.memory import ENGINE_LIMITS
 from ktransformers.plan.modes import SPLIT
 from ktransformers.plan.split import Costs
 from ktransformers.plan.workload import DEFAULT_POLICY, POLICIES
 
 _log = log.logger(__name__)
 UNMEASURED = Costs(*[1e-6] * 9)  # for policies that do not use costs
-CACHED_LAYERS = 1.2  # that the expert cache holds: the layer that runs, and the next in what it leaves
-CACHE_SHARE = 0.25  # of the GPU's free memory that the expert cache may take
+CACHED_LAYERS = ENGINE_LIMITS.cached_layers
+CACHE_SHARE = ENGINE_LIMITS.cache_share
 
 
 @functools.cache

@@ -34,14 +34,13 @@ Table = dict[str, int]  # purpose -> bytes
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Limits of the placement engine, as in `place/placement.py` and `place/gpu/executor.py`, which import torch; a
-    test compares them."""
+    """Limits of the placement engine (`place/`), which takes them from here: this module imports no torch."""
 
-    cached_layers: float = 1.2  # of experts in the expert cache
+    cached_layers: float = 1.2  # that the expert cache holds: the layer that runs, and the next in what it leaves
     cache_share: float = 0.25  # of a GPU's free memory that the cache may take
     group_bytes: int = 576 << 20  # of dequantised weights at a time,
     whole_layer_bytes: int = 2 << 30  # or all of a layer's, if they and the cache fit into this
-    group_rows: int = 16384  # of a group,
+    group_rows: int = 16384  # of a group: intermediates of a row are 20 to 40 kB;
     token_rows: int = 2  # and as many more per token
     factor_bytes: int = 256 << 20  # of expert LoRA in bf16 that stays on the device, two layers at least
 

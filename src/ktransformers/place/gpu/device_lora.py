@@ -21,8 +21,9 @@ from torch import Tensor
 from ktransformers.nn.lora_factors import LoraFactors
 from ktransformers.nn.transfer import DeviceToHost, start_device_to_host
 from ktransformers.place.gpu.grouped_mlp import ALIGN, GroupLora, StackedLora
+from ktransformers.plan.memory import ENGINE_LIMITS
 
-CACHED_BYTES = 256 << 20  # of stacked factors that stay on the device, two layers at least
+CACHED_BYTES = ENGINE_LIMITS.factor_bytes
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,11 @@ from ktransformers.place.gpu.expert_graphs import ExpertGraphs, GraphInputs, Pas
 from ktransformers.place.gpu.grouped_mlp import Decoded, GroupedRows, GroupLora, StackedLora
 from ktransformers.place.gpu.layout import Geometry
 from ktransformers.place.gpu.multi_lora import LoraCache, MultiLora, lora_cache_bytes
+from ktransformers.plan.memory import ENGINE_LIMITS
 
-GROUP_BYTES = 576 << 20  # of dequantised bf16 weights at a time; all of a layer's
-WHOLE_LAYER_BYTES = 2 << 30  # if they and the packed bytes in the cache fit into this
-GROUP_ROWS = 16384  # closes a group, with two more per token: intermediates of a row are 20 to 40 kB
+GROUP_BYTES = ENGINE_LIMITS.group_bytes
+WHOLE_LAYER_BYTES = ENGINE_LIMITS.whole_layer_bytes
+GROUP_ROWS, TOKEN_ROWS = ENGINE_LIMITS.group_rows, ENGINE_LIMITS.token_rows
 SMALL_FETCH_BYTES = (
     64 << 20
 )  # of missing experts that get no group of their own: launching one takes as long as copying them
@@ -123,7 +124,7 @@ class GpuExecutor:
         ]
         if resident_cache is not None:
             parts.insert(0, ([e for e in experts if e in resident], resident_cache, per_group))
-        groups, begin, rows = [], 0, GROUP_ROWS + 2 * tokens
+        groups, begin, rows = [], 0, GROUP_ROWS + TOKEN_ROWS * tokens
         for wanted, cache, max_experts in parts:
             for part in cut(wanted, counts, max_experts, rows):
                 ends = np.cumsum(counts[part])
@@ -217,7 +218,7 @@ class GpuExecutor:
     ) -> PassKey | None:
         """The key of the pass's graph; None: it cannot be captured and runs group by group. `streamed`: number of
         experts in the cache; `needs_grad` None: a forward pass."""
-        per_group, max_rows = self._experts_per_group(layer.geometry), GROUP_ROWS + 2 * batch.hidden.shape[0]
+        per_group, max_rows = self._experts_per_group(layer.geometry), GROUP_ROWS + TOKEN_ROWS * batch.hidden.shape[0]
         if per_group < layer.geometry.experts or batch.ids.numel() > max_rows or streamed > self.cache.count:
             return None
         return self._graphs.key(layer, batch, needs_grad) if can_capture(layer, batch) else None

@@ -23,6 +23,7 @@ from ktransformers.nn.pool import default_pool
 from ktransformers.nn.store import NO_DROPOUT, ExpertStore
 from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
 from ktransformers.plan.calibrate import cache_file
+from ktransformers.plan.expert_time import HOST_ROUND_TRIP
 from ktransformers.plan.split import Costs
 
 VERSION = 4
@@ -30,7 +31,6 @@ SMALL_TOKENS, LARGE_ROWS = 8, 64  # tokens of the small batch, rows per expert o
 ROUNDS = 3
 CROWDED_TOKENS = 512
 MAX_CROWDING = 4.0
-HOST_ROUND_TRIP = 800e-6  # copying hidden states down, waking a thread, copying results up, besides their bytes
 READ_BYTES = 1 << 30
 
 Measured = tuple[dict[str, Costs], float]  # costs by direction, and bytes per second of the link
