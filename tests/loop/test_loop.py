@@ -22,7 +22,7 @@ from ktransformers.loop import child, pace
 from ktransformers.loop.record import MAX_HASHED_BYTES, Hashes
 from ktransformers.loop.report import make_report, terminal_lines
 from ktransformers.loop.run import Runner
-from ktransformers.loop.settings import Loop, TrainSettings, read_loop
+from ktransformers.loop.settings import Loop, LoopTraining, read_loop
 from ktransformers.loop.stages import build_stages, run_paths, serve_arguments, to_flags
 
 STAND_IN = [sys.executable, str(Path(__file__).with_name("stand_in.py"))]
@@ -274,7 +274,7 @@ def test_invalid_settings_are_refused(place: Path, words: list[str], said: str) 
 
 
 def test_pace_decides_the_number_of_steps() -> None:
-    train = TrainSettings(minutes=4, least_steps=20)
+    train = LoopTraining(minutes=4, least_steps=20)
     assert pace.decide_steps(train, 800.0, 1000.0, 1000)[0] == 192
     few, said = pace.decide_steps(train, 20.0, 1000.0, 1000)
     assert few == 20 and "more than the 4 min asked for" in said

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ktransformers.errors import KTError
 from ktransformers.files import write_json
-from ktransformers.loop.settings import TrainSettings
+from ktransformers.loop.settings import LoopTraining
 
 
 def measurement_overrides(steps: int, output: Path) -> tuple[str, ...]:
@@ -24,7 +24,7 @@ def measurement_overrides(steps: int, output: Path) -> tuple[str, ...]:
 
 
 def decide_steps(
-    train: TrainSettings, tokens_per_second: float, tokens_per_step: float, max_steps: int
+    train: LoopTraining, tokens_per_second: float, tokens_per_step: float, max_steps: int
 ) -> tuple[int, str]:
     """(steps, a sentence that explains the number)."""
     assert train.minutes is not None
@@ -41,7 +41,7 @@ def decide_steps(
     return steps, reason
 
 
-def read_decision(train: TrainSettings, run: Path) -> tuple[int, str] | None:
+def read_decision(train: LoopTraining, run: Path) -> tuple[int, str] | None:
     """The decision from the measurement; None before it."""
     file = run / "pace.json"
     if not file.is_file():
@@ -50,7 +50,7 @@ def read_decision(train: TrainSettings, run: Path) -> tuple[int, str] | None:
     return decide_steps(train, pace["tokens_per_second"], pace["tokens_per_step"], pace["most"])
 
 
-def write_pace(train: TrainSettings, run: Path) -> str:
+def write_pace(train: LoopTraining, run: Path) -> str:
     """Reads the rate from the measurement's log and the sizes from the plan, writes pace.json, returns the
     explanation."""
     log = run / "pace" / "trainer_log.jsonl"

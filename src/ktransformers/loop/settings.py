@@ -36,7 +36,7 @@ class LoopModel(LoopSection):
         return self
 
 
-class TrainSettings(LoopSection):
+class LoopTraining(LoopSection):
     file: str | None = Field(None, description="a YAML file of `kt train`")
     keys: Options = Field(default_factory=dict, description="keys that override the file's")
     minutes: float | None = Field(None, gt=0, description="train for about this long, by the measured step time")
@@ -44,7 +44,7 @@ class TrainSettings(LoopSection):
     pace_steps: int = Field(3, ge=2, description="with minutes: steps of the measurement, the first not counted")
 
 
-class EvalSettings(LoopSection):
+class LoopEvaluation(LoopSection):
     tasks: tuple[str, ...] = Field((), description="tasks, suites or task files; none: no evaluation")
     limit: int | None = Field(None, ge=1, description="maximum items of each task")
     options: Options = Field(default_factory=dict, description="flags of `kt eval`, the same for base and adapter")
@@ -65,9 +65,9 @@ class Loop(LoopSection):
     quantise: Options | None = Field(
         None, description="flags of `kt quant`; its output is trained, served and evaluated"
     )
-    train: TrainSettings
+    train: LoopTraining
     prove: bool = Field(True, description="check that the served adapter equals the trained one (`kt prove`)")
-    eval: EvalSettings = Field(default_factory=lambda: EvalSettings.model_validate({}))
+    eval: LoopEvaluation = Field(default_factory=lambda: LoopEvaluation.model_validate({}))
     serve: Options = Field(default_factory=dict, description="flags of `kt serve`")
     answers: int = Field(3, ge=0, description="sample answers in the report")
 
