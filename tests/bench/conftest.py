@@ -39,6 +39,8 @@ def run_script() -> Run:
 def main_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[list[str]], int]]:
     """A bench by name: its `main`, with short readings."""
     monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.setenv("KT_PLACE", "cpu")  # a bench may set it for its process: undone after the test,
+    monkeypatch.delenv("KT_PLACE")  # and not set before
     monkeypatch.delitem(sys.modules, "place", raising=False)  # tests/place has the name of bench/place.py
     timing = importlib.import_module("timing")
     reader = functools.partialmethod(timing.Yardstick.__init__, seconds=0.001)
