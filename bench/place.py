@@ -239,6 +239,22 @@ def cell(engines: dict[str, list[PlacedStore]], load: Load, factors: Any, args: 
     return found
 
 
+def columns(policies: list[str]) -> list[str]:
+    return [
+        "format",
+        "tokens",
+        *(f"{policy} ms" for policy in policies),
+        "auto/best",
+        "",
+        "bare ms",
+        "PCIe ms",
+        "DRAM ms",
+        "steps",
+        "mode",
+        "division",
+    ]
+
+
 def main(argv: list[str] | None = None) -> int:
     import torch
 
@@ -262,19 +278,7 @@ def main(argv: list[str] | None = None) -> int:
     policies = [
         policy for policy in POLICIES if policy in args.policies and not (args.backward and policy == "host_callback")
     ]
-    head = [
-        "format",
-        "tokens",
-        *(f"{policy} ms" for policy in policies),
-        "auto/best",
-        "",
-        "bare ms",
-        "PCIe ms",
-        "DRAM ms",
-        "steps",
-        "mode",
-        "division",
-    ]
+    head = columns(policies)
     table = Table(head, [10, 6, *[8] * len(policies), 8, 4, 7, 7, 7, 5, 13, 12])
     factors = lora_of(shape) if args.backward else None
     for spec in args.formats:

@@ -98,7 +98,7 @@ def place_residents(
     device_map: DeviceMap | None,
     free_bytes_by_device: Mapping[torch.device, int],
 ) -> list[tuple[int, ...]]:
-    """Residents of each layer as the wish has them: a count, a share, or as many bytes as there is room for."""
+    """Residents of each layer by the options: a count, a share, or as many bytes as there is room for."""
     whole = device_map.resident_layers if device_map is not None else []
     size: Mapping[torch.device, int] = (
         free_bytes_by_device if options.by_bytes and placement.policy in RESIDENT_POLICIES else {}

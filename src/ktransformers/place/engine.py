@@ -97,9 +97,7 @@ class ExpertEngine:
     ) -> tuple[Tensor, SavedForBackward]:
         """The result in hidden's dtype, and what backward needs; with `retain` the CPU keeps gate and up."""
         with self._lock:
-            mode = self.dispatcher.mode(layer, batch, training=training)
-            if mode == HOST_CALLBACK:  # of a policy that names it: only `infer` has such a path
-                mode = RESIDENT if self.executor.resident_experts(layer.packed.index) else CPU
+            mode = self._without_callbacks(layer, self.dispatcher.mode(layer, batch, training=training))
             return self._forward(layer, batch, retain, mode, training)
 
     def infer(self, layer: PlacedLayer, batch: ExpertBatch) -> Tensor:
@@ -118,10 +116,14 @@ class ExpertEngine:
             self.callbacks.check(layer.packed, batch, self.dispatcher.policy_of(batch.ids.shape[0]))
             return HOST_CALLBACK
         if batch.ids.shape[0] > MAX_DECODE_TOKENS or self.callbacks.refusal(layer.packed, batch, mode):
-            if mode != HOST_CALLBACK:
-                return mode
-            return RESIDENT if self.executor.resident_experts(layer.packed.index) else CPU
+            return self._without_callbacks(layer, mode)
         return mode if self.callbacks.is_prepared(layer.packed, batch) else HOST_CALLBACK
+
+    def _without_callbacks(self, layer: PlacedLayer, mode: str) -> str:
+        """Host callbacks exist for a few tokens without gradients; other passes divide the experts in the same way."""
+        if mode != HOST_CALLBACK:
+            return mode
+        return RESIDENT if self.executor.resident_experts(layer.packed.index) else CPU
 
     def _forward(
         self, layer: PlacedLayer, batch: ExpertBatch, retain: bool, mode: str, training: bool
@@ -178,8 +180,7 @@ class ExpertEngine:
         self, layer: PlacedLayer, batch: ExpertBatch, grad_out: Tensor, saved: SavedForBackward, factor_grads: bool
     ) -> tuple[Tensor, Tensor, list[Tensor], PendingCopies | None]:
         mode, counts = self.dispatcher.mode(layer, batch, training=True, factor_grads=factor_grads), None
-        if mode == HOST_CALLBACK:
-            mode = RESIDENT if self.executor.resident_experts(layer.packed.index) else CPU
+        mode = self._without_callbacks(layer, mode)
         self.count_pending(wait=mode != STREAM_ALL)
         if mode == STREAM_ALL:
             division = self.dispatcher.all_on_gpu(layer)
