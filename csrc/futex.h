@@ -7,6 +7,7 @@
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -20,6 +21,11 @@ static_assert(sizeof(FutexWord) == 4 && FutexWord::is_always_lock_free, "a futex
 
 inline void futex_wait(FutexWord& word, uint32_t seen) {
   syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+}
+
+inline void futex_wait(FutexWord& word, uint32_t seen, std::chrono::milliseconds limit) {
+  const timespec time{limit.count() / 1000, limit.count() % 1000 * 1000000};
+  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, seen, &time, nullptr, 0);
 }
 
 // The kernel uses the address as a key and does not read it, so the word may already be destroyed.

@@ -2,6 +2,8 @@
 // not needed. So no thread leaves before all have arrived or a timeout has passed.
 #include "measure.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -13,6 +15,7 @@ namespace kt {
 namespace {
 
 constexpr std::chrono::seconds kTimeout{10};
+constexpr double kSlice = 0.25;  // seconds
 
 size_t scratch_bytes(const Measurement& m) {
   if (m.bytes) return m.bytes;
@@ -33,8 +36,13 @@ class MeasureJob final : public Job {
       std::memset(scratch_[index].data(), 1, scratch_[index].size());
       arrived_.fetch_add(1);
     }
-    if (all_arrived() && measures)
-      rates_[index] = kernels_.rate(m_.what, m_.seconds, scratch_[index].data(), scratch_[index].size());
+    if (!all_arrived() || !measures) return;
+    // In slices, between which a long measurement can be cancelled.
+    const int slices = std::max(1, (int)std::ceil(m_.seconds / kSlice));
+    double sum = 0;
+    for (int i = 0; i < slices && !cancelled(); i++)
+      sum += kernels_.rate(m_.what, m_.seconds / slices, scratch_[index].data(), scratch_[index].size());
+    rates_[index] = sum / slices;
   }
 
   size_t arrived() const { return arrived_.load(); }
@@ -49,7 +57,7 @@ class MeasureJob final : public Job {
   bool all_arrived() {
     const auto end = std::chrono::steady_clock::now() + kTimeout;
     while (arrived_.load() < rates_.size()) {
-      if (std::chrono::steady_clock::now() > end) return false;
+      if (cancelled() || std::chrono::steady_clock::now() > end) return false;
       sched_yield();
     }
     return true;

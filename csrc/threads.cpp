@@ -25,6 +25,7 @@
 #include <utility>
 
 #include "futex.h"
+#include "interrupt.h"
 #include "kernels/table.h"
 #include "memory.h"
 
@@ -95,7 +96,8 @@ struct Pool::Impl {
   Job* join(bool as_submit_worker);
   void work_and_close(Job& job, const Worker& worker) noexcept;
   void finish(Job& job);
-  void wait_done(Job& job, std::chrono::microseconds spin);
+  template <class Poll>
+  void wait_done(Job& job, std::chrono::microseconds spin, Poll&& poll);
   bool wait_for_work(EventCount& event);
   void worker_loop(const Worker& worker, EventCount& event);
   void stop();
@@ -161,6 +163,7 @@ void Pool::Impl::enqueue(Job& job, bool with_caller) {
   uint32_t before = job.state_.load();
   if (before == kQueued || before == kAwaited || !job.state_.compare_exchange_strong(before, kQueued))
     throw std::logic_error("a job was submitted again before it was done; wait() for it first");
+  job.cancelled_.store(false, std::memory_order_relaxed);
   const std::scoped_lock locked(lock);
   job.active_ = with_caller ? 1 : 0;
   job.has_caller_ = with_caller;
@@ -209,7 +212,9 @@ void Pool::Impl::finish(Job& job) {
   if (word->exchange(kDone) == kAwaited) futex_wake(word, INT_MAX);
 }
 
-void Pool::Impl::wait_done(Job& job, std::chrono::microseconds spin_limit) {
+// Calls poll ten times a second.
+template <class Poll>
+void Pool::Impl::wait_done(Job& job, std::chrono::microseconds spin_limit, Poll&& poll) {
   const auto is_over = [&] {
     const uint32_t state = job.state_.load(std::memory_order_acquire);
     return state == kDone || state == kIdle;
@@ -218,7 +223,8 @@ void Pool::Impl::wait_done(Job& job, std::chrono::microseconds spin_limit) {
   while (!is_over()) {
     uint32_t expected = kQueued;
     job.state_.compare_exchange_strong(expected, kAwaited);
-    futex_wait(job.state_, kAwaited);
+    futex_wait(job.state_, kAwaited, std::chrono::milliseconds(100));
+    poll();
   }
 }
 
@@ -301,7 +307,7 @@ double Pool::rate_on(const std::vector<int>& cpus) {
   pool.enqueue(job, false);
   pool.idle_workers.notify(2);
   pool.idle_submit_worker.notify(1);
-  pool.wait_done(job, {});
+  pool.wait_done(job, {}, [] {});
   return job.sum();
 }
 
@@ -336,12 +342,40 @@ const std::vector<int>& Pool::cpus() const { return impl_->cpus; }
 const std::vector<int>& Pool::group_of() const { return impl_->groups; }
 int Pool::node_of(int group) const { return impl_->placement.node_of.at(static_cast<size_t>(group)); }
 
+namespace {
+
+// The job that this thread runs. A signal handler may run another one meanwhile.
+struct Caller {
+  const Job* job = nullptr;
+  InterruptPoll poll;
+};
+thread_local Caller* caller = nullptr;
+
+}  // namespace
+
+bool Job::cancelled() const {
+  if (cancelled_.load(std::memory_order_relaxed)) return true;
+  if (!caller || caller->job != this || !caller->poll()) return false;
+  cancelled_.store(true, std::memory_order_relaxed);
+  return true;
+}
+
 void Pool::run(Job& job) {
   impl_->check_process("run()");
-  impl_->enqueue(job, true);
+  Caller own{&job, {}};
+  Caller* const outer = std::exchange(caller, &own);
+  try {
+    impl_->enqueue(job, true);
+  } catch (...) {
+    caller = outer;
+    throw;
+  }
   impl_->idle_workers.notify(2);
   impl_->work_and_close(job, {0, 0});
-  impl_->wait_done(job, 4 * impl_->spin);  // units taken by other threads are as short as this thread's
+  // Units taken by other threads are as short as this thread's.
+  impl_->wait_done(job, 4 * impl_->spin, [&] { (void)job.cancelled(); });
+  caller = outer;
+  if (job.cancelled_.load(std::memory_order_relaxed)) throw Interrupted();
 }
 
 void Pool::submit(Job& job) {
@@ -353,7 +387,16 @@ void Pool::submit(Job& job) {
 
 void Pool::wait(Job& job) {
   impl_->check_process("wait()");
-  impl_->wait_done(job, impl_->spin);
+  InterruptPoll interrupted;
+  impl_->wait_done(job, impl_->spin, [&] {
+    if (interrupted()) throw Interrupted();
+  });
+}
+
+void Pool::wait_cancelled(Job& job) {
+  impl_->check_process("wait()");
+  job.cancelled_.store(true, std::memory_order_relaxed);
+  impl_->wait_done(job, impl_->spin, [] {});
 }
 
 bool Pool::done(const Job& job) const { return job.state_.load(std::memory_order_acquire) == kDone; }

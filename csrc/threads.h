@@ -26,8 +26,14 @@ class Job {
   virtual ~Job() = default;
   virtual void work(const Worker& worker) = 0;
 
+ protected:
+  // Asked between units: whether to leave out those that remain, because run() was interrupted. On the thread that
+  // called run() it also asks whether that is so.
+  bool cancelled() const;
+
  private:
   friend class Pool;
+  mutable std::atomic<bool> cancelled_{false};
   std::atomic<uint32_t> state_{0};  // idle, queued, awaited, done; a futex
   int32_t active_ = 0;              // threads inside work(), under the pool's lock
   bool open_ = false;               // in the queue, more threads may join; under the pool's lock
@@ -57,9 +63,10 @@ class Pool {
   const std::vector<int>& group_of() const;  // group of each worker index
   int node_of(int group) const;              // NUMA node to bind memory to; -1 when simulated
 
-  void run(Job& job);               // the caller takes part; returns when the job is done; jobs don't throw
-  void submit(Job& job);            // returns at once, all threads() work; the job must outlive wait()
-  void wait(Job& job);              // from any thread but a worker; returns at once if never queued
+  void run(Job& job);     // the caller takes part; returns when the job is done; jobs don't throw; or Interrupted
+  void submit(Job& job);  // returns at once, all threads() work; the job must outlive wait()
+  void wait(Job& job);    // from any thread but a worker; returns at once if never queued; or Interrupted: it runs on
+  void wait_cancelled(Job& job);    // cancels it, then waits without interruption
   bool done(const Job& job) const;  // finished since it was last submitted
 
   // flop/s of threads pinned to these cpus that multiply at the same time for 10 ms; used by the probe.

@@ -9,10 +9,11 @@ namespace {
 constexpr int64_t kMaxRank = 4096;
 
 // A factor's tensor in the caller's layout; with `rank` 0 there must be none.
-Array factor_of(const char* name, nb::handle tensor, int32_t rank, int64_t experts, int64_t rows, int64_t columns) {
+Array factor_of(const char* name, nb::handle tensor, int32_t rank, int64_t experts, int64_t rows, int64_t columns,
+                Access access = Access::read) {
   if (!rank && !tensor.is_none()) refuse_value(name, "a tensor", "None: this adapter has no such factor");
   if (rank && tensor.is_none()) refuse_type(name, "None", "a tensor");
-  Array a = array_of(name, tensor, 3, kFloats);
+  Array a = array_of({name, 3, kFloats, Strides::any, access}, tensor);
   check_shape(name, a, {experts, rows, columns}, "experts, rows, columns");
   return a;
 }
@@ -64,16 +65,13 @@ void PyAdapter::pack(nb::handle gate_a, nb::handle gate_b, nb::handle up_a, nb::
 LoraTargets PyExperts::bind_targets(nb::handle six, const PyAdapter& of, BoundArguments& bound) const {
   const LayerShape& s = experts->shape();
   const LoraRanks& r = of.adapter->ranks();
-  if (nb::len(six) != 6)
-    refuse_value("factors", std::to_string(nb::len(six)) + " tensors", "6, or None in their place");
+  int64_t given = length_of("factors", six);
+  if (given != 6) refuse_value("factors", std::to_string(given) + " tensors", "6, or None in their place");
   int place = 0;
   auto bind_tensor = [&](const char* name, int32_t rank, int64_t rows, int64_t columns) {
     nb::object tensor = six[place++];
     if (tensor.is_none()) return Target{};
-    const Array& a = bound.tensors.emplace_back(factor_of(name, tensor, rank, s.experts, rows, columns));
-    check_writable(name, tensor);
-    for (int d = 0; d < 3; d++)
-      if (a.shape(d) > 1 && !a.stride(d)) refuse_value(name, "a stride of 0", "elements of its own", "clone it");
+    const Array& a = bound.tensors.emplace_back(factor_of(name, tensor, rank, s.experts, rows, columns, Access::write));
     return Target{const_cast<void*>(a.data()), dtype_of(a), a.stride(1), a.stride(2), a.stride(0)};
   };
   LoraTargets t{};

@@ -1,35 +1,35 @@
 // Decode attention over a KV cache, from Python.
 #include "moe/attention.h"
 
-#include <nanobind/stl/vector.h>
-
 #include "bindings/objects.h"
 
 namespace kt {
 
 namespace {
 
-constexpr const char* kNames[] = {"places: row", "places: start", "places: end"};
-
 int64_t bytes_between(const Array& array, size_t dim) {
   return array.shape(dim) > 1 ? array.stride(dim) * (array.dtype().bits / 8) : 0;
 }
 
-Array of_type(const char* name, nb::handle tensor, const Array& query) {
-  Array array = array_of(name, tensor, 3, {kBFloat16, kFloat32});
-  check_dense(name, array);
-  if (array.dtype() != query.dtype()) refuse_type(name, "another dtype", "that of query");
+Array of_type(const char* name, nb::handle tensor, const Array& query, Access access = Access::read) {
+  Array array = array_of({name, 3, {kBFloat16, kFloat32}, Strides::rows, access}, tensor);
+  check_same_dtype(name, array, "query", query);
   return array;
+}
+
+// Rows of dimension 1 follow each other without a gap.
+void check_rows(const char* name, const Array& array) {
+  if (array.size() && array.shape(1) > 1 && array.stride(1) != (int64_t)array.shape(2))
+    refuse_value(name, "a stride of " + std::to_string(array.stride(1)) + " in dimension 1",
+                 std::to_string(array.shape(2)) + ", a dense one", "pass " + std::string(name) + ".contiguous()");
 }
 
 }  // namespace
 
 void PyPool::attend(nb::handle query, nb::handle key, nb::handle value, nb::handle out, nb::list places,
                     double scale) const {
-  Array q = array_of("query", query, 3, {kBFloat16, kFloat32});
-  check_dense("query", q);
-  Array k = of_type("key", key, q), v = of_type("value", value, q), to = of_type("out", out, q);
-  check_writable("out", out);
+  Array q = array_of({"query", 3, {kBFloat16, kFloat32}}, query);
+  Array k = of_type("key", key, q), v = of_type("value", value, q), to = of_type("out", out, q, Access::write);
   int64_t heads = (int64_t)q.shape(0), rows = (int64_t)q.shape(1), size = (int64_t)q.shape(2),
           groups = (int64_t)k.shape(0), wide = (int64_t)v.shape(2);
   if (groups < 1 || heads % groups)
@@ -40,31 +40,30 @@ void PyPool::attend(nb::handle query, nb::handle key, nb::handle value, nb::hand
   check_shape("key", k, {groups, rows, size}, "its heads, rows of query, size of query's heads");
   check_shape("value", v, {groups, rows, wide}, "heads of key, rows of query, its own size");
   check_shape("out", to, {rows, heads, wide}, "rows and heads of query, size of value's heads");
-  if (to.size() && (bytes_between(to, 1) != wide * to.dtype().bits / 8))
-    refuse_value("out", "heads apart", "a dense tensor", "make it contiguous");
+  check_rows("out", to);
 
   Attention a{{}, (int32_t)heads, (int32_t)groups, (int32_t)size, (int32_t)wide, dtype_of(q), (float)scale};
   std::vector<Array> alive;
   for (nb::handle place : places) {
-    nb::tuple five = nb::cast<nb::tuple>(place);
-    if (five.size() != 5) refuse_value("places", std::to_string(five.size()) + " of a place", "5");
-    Array keys = of_type("keys", five[3], q), values = of_type("values", five[4], q);
+    int64_t given = length_of("places", place);
+    if (given != 5) refuse_value("places", std::to_string(given) + " of a place", "5");
+    Array keys = of_type("keys", place[3], q, Access::write), values = of_type("values", place[4], q, Access::write);
     int64_t capacity = (int64_t)keys.shape(1);
     check_shape("keys", keys, {groups, capacity, size}, "heads of key, its capacity, size of key's heads");
     check_shape("values", values, {groups, capacity, wide}, "heads of value, capacity of keys, size of value's heads");
+    check_rows("keys", keys);
+    check_rows("values", values);
     int64_t elem = q.dtype().bits / 8;
-    if ((capacity > 1 && (bytes_between(keys, 1) != size * elem || bytes_between(values, 1) != wide * elem)))
-      refuse_value("keys", "tokens apart", "dense tensors");
-    int64_t row = in_range(kNames[0], nb::cast<int64_t>(five[0]), 0, rows - 1);
-    int64_t end = in_range(kNames[2], nb::cast<int64_t>(five[2]), 1, capacity);
-    int64_t start = in_range(kNames[1], nb::cast<int64_t>(five[1]), 0, end - 1);
+    int64_t row = in_range("places: row", integer_of("places: row", place[0]), 0, rows - 1);
+    int64_t end = in_range("places: end", integer_of("places: end", place[2]), 1, capacity);
+    int64_t start = in_range("places: start", integer_of("places: start", place[1]), 0, end - 1);
     auto at = [](const Array& array, int64_t index, int64_t stride) {
       return const_cast<char*>((const char*)array.data()) + index * stride;
     };
     a.sequences.push_back({at(keys, start, size * elem), at(values, start, wide * elem), bytes_between(keys, 0),
                            bytes_between(values, 0), (int32_t)(end - start), at(q, row, bytes_between(q, 1)),
                            at(k, row, bytes_between(k, 1)), at(v, row, bytes_between(v, 1)), bytes_between(q, 0),
-                           bytes_between(k, 0), bytes_between(v, 0), at(to, row, heads * wide * elem)});
+                           bytes_between(k, 0), bytes_between(v, 0), at(to, row, bytes_between(to, 0))});
     alive.push_back(std::move(keys));
     alive.push_back(std::move(values));
   }

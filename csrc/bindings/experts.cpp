@@ -66,13 +66,6 @@ PyExperts::PyExperts(const PyPool& pool, int64_t num_experts, int64_t hidden, in
   experts = std::make_shared<Experts>(shape, gate, table, pool.engine, formats);
 }
 
-// The number of experts in the codes of an encoded matrix.
-static int64_t experts_in(nb::handle three) {
-  if (!nb::isinstance<nb::sequence>(three) || nb::len(three) != 3)
-    refuse_type("up", "no encoded matrix", "(codes, scales, tensor scale)");
-  return (int64_t)nb::cast<nb::ndarray<>>(three[0]).shape(0);
-}
-
 void PyExperts::pack(int64_t first, nb::handle gate, nb::handle up, nb::handle down, nb::handle gate_bias,
                      nb::handle up_bias, nb::handle down_bias) {
   const LayerShape& s = experts->shape();
@@ -86,7 +79,7 @@ void PyExperts::pack(int64_t first, nb::handle gate, nb::handle up, nb::handle d
                          const char* meaning) {
     SourceMatrix matrix{};
     if (tensor.is_none()) return matrix;
-    const Array& a = alive.emplace_back(array_of(name, tensor, dims, kFloats));
+    const Array& a = alive.emplace_back(array_of({name, dims, kFloats, Strides::any}, tensor));
     if (!layer.count) layer.count = in_range("first dimension of up", (int64_t)a.shape(0), 1, s.experts);
     if (dims == 3) {
       check_shape(name, a, {layer.count, rows, columns}, meaning);
@@ -98,7 +91,7 @@ void PyExperts::pack(int64_t first, nb::handle gate, nb::handle up, nb::handle d
   auto bind_matrix = [&](const char* name, nb::handle given, const Format& format, int64_t rows, int64_t columns,
                          const char* meaning) {
     if (format.is_tiles() || given.is_none()) return bind_tensor(name, given, 3, rows, columns, meaning);
-    if (!layer.count) layer.count = in_range("number of experts in up", experts_in(given), 1, s.experts);
+    if (!layer.count) layer.count = in_range("number of experts in up", experts_in(name, given, format), 1, s.experts);
     return released_of(name, given, format, layer.count, rows, columns, alive);
   };
   if (up.is_none()) refuse_type("up", "None", "a tensor");
@@ -113,6 +106,7 @@ void PyExperts::pack(int64_t first, nb::handle gate, nb::handle up, nb::handle d
   layer.first = in_range("first_expert", first, 0, s.experts - layer.count);
   nb::gil_scoped_release released;
   experts->weights().pack(layer);
+  for (const Array& a : alive) check_mapping(mapping_at(a.data()));
 }
 
 namespace {
@@ -126,9 +120,7 @@ BoundArguments PyExperts::bind(nb::handle hidden, nb::handle ids, nb::handle wei
   const LayerShape& s = experts->shape();
   BoundArguments bound;
   auto bind_tensor = [&](const char* name, nb::handle tensor, int dims, std::initializer_list<Element> elements) {
-    const Array& a = bound.tensors.emplace_back(array_of(name, tensor, dims, elements));
-    check_dense(name, a);
-    return a;
+    return bound.tensors.emplace_back(array_of({name, dims, elements}, tensor));
   };
   Batch& b = bound.batch;
   Array x = bind_tensor("hidden", hidden, 2, kFloats);
@@ -140,12 +132,8 @@ BoundArguments PyExperts::bind(nb::handle hidden, nb::handle ids, nb::handle wei
   check_shape("ids", i, {tokens, top_k}, "tokens, top k");
   Array w = bind_tensor("weights", weights, 2, kFloats);
   check_shape("weights", w, {tokens, top_k}, "tokens, top k");
-  Array y = bind_tensor("out", out, 2, kFloats);
-  check_writable("out", out);
+  Array y = bound.tensors.emplace_back(array_of({"out", 2, kFloats, Strides::rows, Access::write}, out));
   check_shape("out", y, {tokens, s.hidden}, "tokens, hidden");
-  if (tokens > 1 && std::abs(y.stride(0)) < s.hidden)
-    refuse_value("out", "a row stride of " + std::to_string(y.stride(0)), "rows that do not overlap",
-                 "pass out.contiguous()");
   if (share_memory(x, y))
     refuse_value("out", "memory that overlaps hidden", "memory of its own", "pass another tensor");
   b.tokens = (int32_t)tokens;
@@ -172,13 +160,15 @@ BoundArguments PyExperts::bind(nb::handle hidden, nb::handle ids, nb::handle wei
     check_shape("skip", m, {s.experts}, "experts");
     b.skip = (const uint8_t*)m.data();
   }
-  if (!adapters.is_none())
-    for (nb::handle one : adapters) {
-      const PyAdapter& given = nb::cast<const PyAdapter&>(one);
-      if (given.experts != experts)
-        refuse_value("adapters", "an adapter of another layer", "adapters made for these experts");
-      bound.adapters.push_back(given.adapter);
-    }
+  int64_t count = adapters.is_none() ? 0 : length_of("adapters", adapters);
+  for (int64_t n = 0; n < count; n++) {
+    nb::object one = adapters[n];
+    if (!nb::isinstance<PyAdapter>(one)) refuse_type("adapters", "another object", "an Adapter of these experts");
+    const PyAdapter& given = nb::cast<const PyAdapter&>(one);
+    if (given.experts != experts)
+      refuse_value("adapters", "an adapter of another layer", "adapters made for these experts");
+    bound.adapters.push_back(given.adapter);
+  }
   // One adapter without token ids applies to all tokens.
   if (!b.adapter && bound.adapters.size() == 1) b.every_adapter = 0;
   return bound;
@@ -212,11 +202,10 @@ void PyExperts::set_w8a8(bool w8a8, BoundArguments& bound) const {
 }
 
 // Memory for gate and up of every (token, slot) of a call, or null.
-char* PyExperts::bind_keep(nb::handle keep, BoundArguments& bound) const {
+char* PyExperts::bind_keep(nb::handle keep, BoundArguments& bound, Access access) const {
   if (keep.is_none()) return nullptr;
-  const Array& a = bound.tensors.emplace_back(array_of("keep", keep, 1, {kUint8}));
-  check_dense("keep", a);
-  check_writable("keep", keep);
+  const Array& a =
+      bound.tensors.emplace_back(array_of({"keep", 1, {kUint8}, Strides::dense, access, kAlignment}, keep));
   check_shape("keep", a, {(int64_t)bound.batch.tokens * bound.batch.top_k * experts->keep_row_bytes()},
               "tokens * top k * keep_row_bytes");
   return (char*)const_cast<void*>(a.data());
@@ -231,7 +220,7 @@ void PyExperts::forward(nb::handle hidden, nb::handle ids, nb::handle weights, n
   set_w8a8(w8a8, bound);
   if (w8a8 && (!keep.is_none() || dropout > 0))
     refuse_value("w8a8", "True", "False beside keep and dropout", "training computes with all bits");
-  char* kept = bind_keep(keep, bound);
+  char* kept = bind_keep(keep, bound, Access::write);
   nb::gil_scoped_release released;
   bound.check_adapters();
   Call(*experts, bound.batch, bound.table(), kept).run();
@@ -245,13 +234,11 @@ void PyExperts::backward(nb::handle grad_out, nb::handle hidden, nb::handle ids,
   BoundArguments bound = bind(hidden, ids, weights, grad_hidden, adapter, skip, adapters);
   bound.set_dropout(dropout, seed);
   Gradients gradients;
-  gradients.keep = bind_keep(keep, bound);
-  const Array dy = bound.tensors.emplace_back(array_of("grad_out", grad_out, 2, kFloats));
-  check_dense("grad_out", dy);
+  gradients.keep = bind_keep(keep, bound, Access::read);
+  const Array dy = bound.tensors.emplace_back(array_of({"grad_out", 2, kFloats}, grad_out));
   check_shape("grad_out", dy, {bound.batch.tokens, experts->shape().hidden}, "tokens, hidden");
-  const Array dw = bound.tensors.emplace_back(array_of("grad_weights", grad_weights, 2, {kFloat32, kFloat64}));
-  check_dense("grad_weights", dw);
-  check_writable("grad_weights", grad_weights);
+  const Array dw = bound.tensors.emplace_back(
+      array_of({"grad_weights", 2, {kFloat32, kFloat64}, Strides::rows, Access::write}, grad_weights));
   check_shape("grad_weights", dw, {bound.batch.tokens, bound.batch.top_k}, "tokens, top k");
   gradients.out = dy.data();
   gradients.out_dtype = dtype_of(dy);
@@ -260,8 +247,9 @@ void PyExperts::backward(nb::handle grad_out, nb::handle hidden, nb::handle ids,
   gradients.weights_dtype = dtype_of(dw);
   gradients.weights_stride = row_stride(dw);
   if (!factors.is_none()) {
-    if (nb::len(factors) != bound.adapters.size())
-      refuse_value("factors", std::to_string(nb::len(factors)) + " sets of tensors",
+    int64_t sets = length_of("factors", factors);
+    if (sets != (int64_t)bound.adapters.size())
+      refuse_value("factors", std::to_string(sets) + " sets of tensors",
                    "one for each of the " + std::to_string(bound.adapters.size()) + " adapters");
     for (size_t n = 0; n < bound.adapters.size(); n++)
       gradients.lora.push_back(bind_targets(factors[n], nb::cast<const PyAdapter&>(adapters[n]), bound));
@@ -285,8 +273,11 @@ PyCall* PyExperts::prepare(nb::handle hidden, nb::handle ids, nb::handle weights
 }
 
 PyCall::~PyCall() {
-  nb::gil_scoped_release released;
-  call.reset();
+  {
+    nb::gil_scoped_release released;
+    call.reset();
+  }
+  raise_later();
 }
 
 void PyCall::submit() {

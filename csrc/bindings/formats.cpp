@@ -20,14 +20,8 @@ std::string next_word(std::string& text) {
   return word;
 }
 
-// A tensor whose last dimension lies dense.
-const Array& dense(const char* name, nb::handle tensor, int dims, std::initializer_list<Element> elements,
-                   std::vector<Array>& alive) {
-  const Array& a = alive.emplace_back(array_of(name, tensor, dims, elements));
-  if (a.shape((size_t)dims - 1) > 1 && a.stride((size_t)dims - 1) != 1)
-    refuse_value(name, "a last dimension in steps of " + std::to_string(a.stride((size_t)dims - 1)), "a dense one",
-                 "pass .contiguous()");
-  return a;
+const Array& take(const TensorArgument& argument, nb::handle tensor, std::vector<Array>& alive) {
+  return alive.emplace_back(array_of(argument, tensor));
 }
 
 Element element_of_scales(const Format& f) {
@@ -146,10 +140,21 @@ nb::tuple describe_grid(const std::string& text) {
                         Levels(grid.levels, {16}, nb::handle()));
 }
 
+static void check_three(const char* name, nb::handle three, const Format& f) {
+  const std::string expected = std::string("(codes, scales, tensor scale) of format ") + f.row().name;
+  if (!PyTuple_Check(three.ptr()) && !PyList_Check(three.ptr())) refuse_type(name, "no encoded matrix", expected);
+  if (nb::len(three) != 3) refuse_type(name, std::to_string(nb::len(three)) + " tensors", expected);
+}
+
+int64_t experts_in(const char* name, nb::handle three, const Format& f) {
+  check_three(name, three, f);
+  const std::string codes = std::string("codes of ") + name;
+  return (int64_t)array_of({codes.c_str(), 3, {kUint8, kInt8}}, three[0]).shape(0);
+}
+
 SourceMatrix released_of(const char* name, nb::handle three, const Format& f, int64_t experts, int64_t rows,
                          int64_t columns, std::vector<Array>& alive) {
-  if (!nb::isinstance<nb::sequence>(three) || nb::len(three) != 3)
-    refuse_type(name, "no encoded matrix", std::string("(codes, scales, tensor scale) of format ") + f.row().name);
+  check_three(name, three, f);
   const std::string in_format = std::string(" in format ") + f.row().name;
   const FormatRow& row = f.row();
   int64_t step = row.block ? row.span : row.span ? row.span : 8 / f.bits();
@@ -157,8 +162,10 @@ SourceMatrix released_of(const char* name, nb::handle three, const Format& f, in
     refuse_value(name, std::to_string(columns) + " columns" + in_format, "a multiple of " + std::to_string(step));
   int64_t row_bytes = row.block ? columns / row.span * row.block : columns * f.bits() / 8;
   const std::string codes_name = std::string("codes of ") + name, scales_name = std::string("scales of ") + name;
-  const Array& codes = dense(codes_name.c_str(), three[0], 3, {kUint8, kInt8}, alive);
+  const Array codes = take({codes_name.c_str(), 3, {kUint8, kInt8}}, three[0], alive);
   check_shape(codes_name.c_str(), codes, {experts, rows, row_bytes}, "experts, rows, bytes of a row");
+  if (!row.has_tensor_scale() && !three[2].is_none())
+    refuse_value((std::string("tensor scale of ") + name).c_str(), "a tensor", "None" + in_format);
   SourceMatrix m{};
   m.released.codes = (const uint8_t*)codes.data();
   m.released.row_bytes = codes.stride(1);
@@ -170,7 +177,7 @@ SourceMatrix released_of(const char* name, nb::handle three, const Format& f, in
   }
   const bool flat = has_flat_scales(f);
   Element element = element_of_scales(f);
-  const Array& scales = dense(scales_name.c_str(), three[1], flat ? 2 : 3, {element}, alive);
+  const Array scales = take({scales_name.c_str(), flat ? 2 : 3, {element}}, three[1], alive);
   int64_t bytes = element.bits / 8;
   if (flat) {
     check_shape(scales_name.c_str(), scales, {experts, rows}, "experts, rows");
@@ -186,68 +193,119 @@ SourceMatrix released_of(const char* name, nb::handle three, const Format& f, in
   m.scales_stride = scales.stride(0) * bytes;
   if (row.has_tensor_scale()) {
     const std::string tensor_name = std::string("tensor scale of ") + name;
-    const Array& tensor = dense(tensor_name.c_str(), three[2], 1, {kFloat32}, alive);
+    const Array tensor = take({tensor_name.c_str(), 1, {kFloat32}}, three[2], alive);
     check_shape(tensor_name.c_str(), tensor, {experts}, "experts");
     m.released.tensor = (const float*)tensor.data();
   }
   return m;
 }
 
-void PyExperts::adopt(nb::handle up, nb::handle down, nb::handle up_bias, nb::handle down_bias) {
+namespace {
+
+// Arrays that other memory belongs to; released under the GIL, which nanobind takes.
+std::shared_ptr<const void> keep_alive(std::vector<Array> arrays) {
+  return std::make_shared<std::vector<Array>>(std::move(arrays));
+}
+
+}  // namespace
+
+void PyExperts::adopt(nb::handle up, nb::handle down, nb::handle up_bias, nb::handle down_bias, nb::handle checksums,
+                      const std::string& source) {
   Weights& w = experts->weights();
   std::vector<Array> alive;
-  auto take = [&](const char* name, nb::handle tensor, const BlockStore& store) {
-    const Array& a = dense(name, tensor, 1, {kUint8}, alive);
-    check_shape(name, a, {(int64_t)experts->shape().experts * store.blocks() * (int64_t)store.block_bytes()},
-                "bytes of packed blocks");
+  const int64_t count = experts->shape().experts;
+  auto take_blocks = [&](const char* name, nb::handle tensor, const BlockStore& store) {
+    const Array a = take({name, 1, {kUint8}, Strides::dense, Access::read, kAlignment}, tensor, alive);
+    check_shape(name, a, {count * store.blocks() * (int64_t)store.block_bytes()}, "bytes of packed blocks");
     return (const char*)a.data();
   };
   auto take_bias = [&](const char* name, nb::handle tensor, const BlockStore& store) -> const char* {
     if (tensor.is_none()) return nullptr;
     bool wide = experts->kernels().sum_bytes == 8;
-    const Array& a = dense(name, tensor, 1, {wide ? kFloat64 : kFloat32}, alive);
-    check_shape(name, a, {(int64_t)experts->shape().experts * store.blocks() * kBlockN}, "biases as the blocks lie");
+    const Array a = take({name, 1, {wide ? kFloat64 : kFloat32}, Strides::dense}, tensor, alive);
+    check_shape(name, a, {count * store.blocks() * kBlockN}, "biases as the blocks lie");
     return (const char*)a.data();
   };
-  const char *wide = take("gate_up", up, w.up()), *narrow = take("down", down, w.down());
-  const char *wide_bias = take_bias("gate_up_bias", up_bias, w.up()),
-             *narrow_bias = take_bias("down_bias", down_bias, w.down());
-  {
-    nb::gil_scoped_release released;
-    w.adopt(wide, narrow);
-    w.adopt_biases(wide_bias, narrow_bias);
+  AdoptedLayer layer{};
+  layer.up = take_blocks("gate_up", up, w.up());
+  layer.down = take_blocks("down", down, w.down());
+  layer.up_bias = take_bias("gate_up_bias", up_bias, w.up());
+  layer.down_bias = take_bias("down_bias", down_bias, w.down());
+  layer.source = source;
+  if (!checksums.is_none()) {
+    const Array a = take({"checksums", 1, {kInt64}, Strides::dense}, checksums, alive);
+    check_shape("checksums", a, {count}, "experts");
+    for (int64_t e = 0; e < count; e++) layer.checksums.push_back((uint32_t)((const int64_t*)a.data())[e]);
   }
-  adopted = std::move(alive);
+  layer.owner = keep_alive(std::move(alive));
+  nb::gil_scoped_release released;
+  w.adopt(layer);
 }
 
-nb::dict PyExperts::memory(nb::handle self) const {
+nb::list PyExperts::checksums() const {
+  std::vector<uint32_t> all;
+  {
+    nb::gil_scoped_release released;
+    const Weights& w = experts->weights();
+    const Reading reading(w);
+    for (int32_t e = 0; e < experts->shape().experts; e++) all.push_back(w.checksum(e));
+    w.check_source();
+  }
+  nb::list result;
+  for (uint32_t checksum : all) result.append(checksum);
+  return result;
+}
+
+void PyExperts::verify(nb::handle ids) const {
+  std::vector<int32_t> wanted;
+  const int64_t count = length_of("experts", ids);
+  for (int64_t n = 0; n < count; n++)
+    wanted.push_back(in_range("experts", integer_of("experts", ids[n]), 0, experts->shape().experts - 1));
+  nb::gil_scoped_release released;
+  const Weights& w = experts->weights();
+  const Reading reading(w);
+  w.verify(wanted);
+  w.check_source();
+}
+
+nb::dict PyExperts::memory() const {
   const Weights& w = experts->weights();
   nb::dict all;
+  auto owner_of = [](std::shared_ptr<const void> memory) {
+    return nb::capsule(new std::shared_ptr<const void>(std::move(memory)),
+                       [](void* p) noexcept { delete (std::shared_ptr<const void>*)p; });
+  };
   auto put = [&](const char* name, const BlockStore& store) {
     size_t bytes = (size_t)experts->shape().experts * (size_t)store.blocks() * store.block_bytes();
-    char* at = const_cast<char*>(store.whole());
-    nb::object owner = nb::borrow(self);
-    if (!at) {
-      at = new char[bytes];
-      owner = nb::capsule(at, [](void* p) noexcept { delete[] (char*)p; });
-      store.copy_to(at, experts->shape().experts);
-    }
-    all[name] = nb::cast(nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(at, {bytes}, owner));
-  };
-  auto put_bias = [&](const char* name, const char* at, const BlockStore& store) {
-    if (!at) return;
-    size_t count = (size_t)experts->shape().experts * (size_t)store.blocks() * kBlockN;
-    nb::object owner = nb::borrow(self);
-    if (experts->kernels().sum_bytes == 8) {
-      all[name] = nb::cast(nb::ndarray<nb::numpy, double, nb::ndim<1>>((void*)at, {count}, owner));
+    const char* at = store.whole();
+    nb::object owner;
+    if (at) {
+      owner = owner_of(store.owner());
     } else {
-      all[name] = nb::cast(nb::ndarray<nb::numpy, float, nb::ndim<1>>((void*)at, {count}, owner));
+      char* copy = new char[bytes];
+      owner = nb::capsule(copy, [](void* p) noexcept { delete[] (char*)p; });
+      at = copy;
+      nb::gil_scoped_release released;
+      store.copy_to(copy, experts->shape().experts);
+    }
+    all[name] = nb::cast(nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(at, {bytes}, owner));
+  };
+  auto put_bias = [&](const char* name, std::shared_ptr<const std::vector<char>> biases, const BlockStore& store) {
+    if (biases->empty()) return;
+    size_t count = (size_t)experts->shape().experts * (size_t)store.blocks() * kBlockN;
+    const void* at = biases->data();
+    nb::object owner = owner_of(std::move(biases));
+    if (experts->kernels().sum_bytes == 8) {
+      all[name] = nb::cast(nb::ndarray<nb::numpy, const double, nb::ndim<1>>(at, {count}, owner));
+    } else {
+      all[name] = nb::cast(nb::ndarray<nb::numpy, const float, nb::ndim<1>>(at, {count}, owner));
     }
   };
   put("gate_up", w.up());
   put("down", w.down());
-  put_bias("gate_up_bias", w.up_bias(0), w.up());
-  put_bias("down_bias", w.down_bias(0), w.down());
+  put_bias("gate_up_bias", w.up_biases(), w.up());
+  put_bias("down_bias", w.down_biases(), w.down());
+  w.check_source();
   return all;
 }
 
@@ -257,15 +315,15 @@ void PyExperts::decode(const std::string& matrix, int64_t expert, nb::handle out
   if (which == Weights::Matrix::gate && !experts->shape().gated)
     refuse_value("matrix", "gate", "up or down: these experts have no gate");
   Precision p = experts->kernels().precision;
-  Array a = array_of("out", out, 2, {p == Precision::bf16 ? kBFloat16 : p == Precision::f32 ? kFloat32 : kFloat64});
-  check_writable("out", out);
+  Element element = p == Precision::bf16 ? kBFloat16 : p == Precision::f32 ? kFloat32 : kFloat64;
+  Array a = array_of({"out", 2, {element}, Strides::dense, Access::write}, out);
   check_shape("out", a, {w.rows_of(which), w.columns_of(which)}, "rows, columns");
-  if (a.shape(0) > 1 && a.stride(0) != (int64_t)a.shape(1)) refuse_value("out", "rows apart", "a dense tensor");
   int32_t e = in_range("expert", expert, 0, experts->shape().experts - 1);
   nb::gil_scoped_release released;
-  w.enter();
+  const Reading reading(w);
+  w.verify({e});
   w.decode(which, e, (char*)const_cast<void*>(a.data()));
-  w.leave();
+  w.check_source();
 }
 
 }  // namespace kt

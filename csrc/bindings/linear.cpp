@@ -9,17 +9,11 @@
 namespace kt {
 
 void PyExperts::transpose(nb::handle source, nb::handle target) const {
-  Array from = array_of("source", source, 2, kFloats), to = array_of("target", target, 2, kFloats);
+  Array from = array_of({"source", 2, kFloats, Strides::dense}, source),
+        to = array_of({"target", 2, kFloats, Strides::dense, Access::write}, target);
   int64_t rows = (int64_t)from.shape(0), columns = (int64_t)from.shape(1);
   check_shape("target", to, {columns, rows}, "columns and rows of the source");
-  check_writable("target", target);
-  if (to.dtype() != from.dtype()) refuse_type("target", "another dtype", "that of the source");
-  auto check_contiguous = [](const char* name, const Array& a) {
-    if (a.size() > 1 && (a.stride(1) != 1 || a.stride(0) != (int64_t)a.shape(1)))
-      refuse_value(name, "rows apart", "a dense tensor", "make it contiguous");
-  };
-  check_contiguous("source", from);
-  check_contiguous("target", to);
+  check_same_dtype("target", to, "the source", from);
   nb::gil_scoped_release released;
   kt::transpose(experts->engine().pool, from.data(), const_cast<void*>(to.data()), rows, columns,
                 from.dtype().bits / 8);
@@ -27,26 +21,23 @@ void PyExperts::transpose(nb::handle source, nb::handle target) const {
 
 void PyPool::linear(nb::handle x, nb::list weights, nb::list outs) const {
   const KernelTable& table = kernels();
-  Array rows = array_of("x", x, 2, {kBFloat16, kFloat32});
+  Array rows = array_of({"x", 2, {kBFloat16, kFloat32}}, x);
   int64_t tokens = (int64_t)rows.shape(0), k = (int64_t)rows.shape(1);
   if (tokens < 1 || tokens > table.gemv_max_tokens)
     refuse_value("x", std::to_string(tokens) + " rows", "1 to " + std::to_string(table.gemv_max_tokens));
   if (k % kGemvK || k > (1 << 24))
     refuse_value("x", std::to_string(k) + " columns", "a multiple of " + std::to_string(kGemvK));
-  check_dense("x", rows);
   if (weights.size() != outs.size() || !weights.size())
     refuse_value("outs", std::to_string(outs.size()) + " tensors", "one for each of weights, of which there is one");
   std::vector<Array> arrays;  // keeps the memory alive
   std::vector<Matrix> matrices;
   for (size_t i = 0; i < weights.size(); i++) {
-    Array w = array_of("weight", weights[i], 2, {kBFloat16}), to = array_of("out", outs[i], 2, {kBFloat16, kFloat32});
+    Array w = array_of({"weight", 2, {kBFloat16}}, weights[i]),
+          to = array_of({"out", 2, {kBFloat16, kFloat32}, Strides::rows, Access::write}, outs[i]);
     int64_t n = (int64_t)w.shape(0);
     check_shape("weight", w, {n, k}, "outputs, columns of x");
     check_shape("out", to, {tokens, n}, "rows of x, outputs");
-    check_dense("weight", w);
-    check_dense("out", to);
-    check_writable("out", outs[i]);
-    if (to.dtype() != rows.dtype()) refuse_type("out", "another dtype", "that of x");
+    check_same_dtype("out", to, "x", rows);
     matrices.push_back({(const char*)w.data(), row_stride(w) * 2, n, const_cast<void*>(to.data()), row_stride(to)});
     arrays.push_back(std::move(w));
     arrays.push_back(std::move(to));
@@ -58,10 +49,9 @@ void PyPool::linear(nb::handle x, nb::list weights, nb::list outs) const {
 }
 
 nb::list PyPool::argmax(nb::handle x) const {
-  Array rows = array_of("x", x, 2, {kBFloat16, kFloat32});
+  Array rows = array_of({"x", 2, {kBFloat16, kFloat32}}, x);
   int64_t count = (int64_t)rows.shape(0), columns = (int64_t)rows.shape(1);
   if (!columns) refuse_value("x", "no columns", "one or more");
-  check_dense("x", rows);
   std::vector<int64_t> indices((size_t)count);
   {
     nb::gil_scoped_release released;
@@ -73,21 +63,14 @@ nb::list PyPool::argmax(nb::handle x) const {
 }
 
 void rms_norm(nb::handle x, nb::handle weight, nb::handle out, double epsilon) {
-  Array rows = array_of("x", x, 2, {kBFloat16, kFloat32}), w = array_of("weight", weight, 1, {kBFloat16, kFloat32});
-  Array to = array_of("out", out, 2, {kBFloat16, kFloat32});
+  Array rows = array_of({"x", 2, {kBFloat16, kFloat32}, Strides::dense}, x),
+        w = array_of({"weight", 1, {kBFloat16, kFloat32}, Strides::dense}, weight),
+        to = array_of({"out", 2, {kBFloat16, kFloat32}, Strides::dense, Access::write}, out);
   int64_t count = (int64_t)rows.shape(0), size = (int64_t)rows.shape(1);
   check_shape("weight", w, {size}, "columns of x");
   check_shape("out", to, {count, size}, "like x");
-  check_writable("out", out);
-  auto check_contiguous = [&](const char* name, const Array& a) {
-    check_dense(name, a);
-    if (a.ndim() == 2 && count > 1 && a.stride(0) != size)
-      refuse_value(name, "rows apart", "a dense tensor", "make it contiguous");
-    if (a.dtype() != rows.dtype()) refuse_type(name, "another dtype", "that of x");
-  };
-  check_contiguous("x", rows);
-  check_contiguous("weight", w);
-  check_contiguous("out", to);
+  check_same_dtype("weight", w, "x", rows);
+  check_same_dtype("out", to, "x", rows);
   if (!size) return;
   nb::gil_scoped_release released;
   kernels().norm({(const char*)rows.data(), (const char*)w.data(), (char*)const_cast<void*>(to.data()), dtype_of(rows),
@@ -95,22 +78,16 @@ void rms_norm(nb::handle x, nb::handle weight, nb::handle out, double epsilon) {
 }
 
 void add_lora(nb::handle x, nb::handle a, nb::handle b, nb::handle out, double scale) {
-  Array rows = array_of("x", x, 2, {kBFloat16, kFloat32}), to = array_of("out", out, 2, {kBFloat16, kFloat32});
-  Array factor_a = array_of("a", a, 2, {kFloat32}), factor_b = array_of("b", b, 2, {kFloat32});
+  Array rows = array_of({"x", 2, {kBFloat16, kFloat32}}, x),
+        to = array_of({"out", 2, {kBFloat16, kFloat32}, Strides::rows, Access::write}, out),
+        factor_a = array_of({"a", 2, {kFloat32}, Strides::dense}, a),
+        factor_b = array_of({"b", 2, {kFloat32}, Strides::dense}, b);
   int64_t count = (int64_t)rows.shape(0), k = (int64_t)rows.shape(1), rank = (int64_t)factor_a.shape(0),
           columns = (int64_t)to.shape(1);
   check_shape("a", factor_a, {rank, k}, "rank, columns of x");
   check_shape("b", factor_b, {rank, columns}, "rank, columns of out");
   check_shape("out", to, {count, columns}, "rows of x, its columns");
-  check_writable("out", out);
-  check_dense("x", rows);
-  check_dense("out", to);
-  for (auto [name, factor] : {std::pair{"a", &factor_a}, {"b", &factor_b}}) {
-    check_dense(name, *factor);
-    if (rank > 1 && factor->stride(0) != (int64_t)factor->shape(1))
-      refuse_value(name, "rows apart", "a dense tensor", "make it contiguous");
-  }
-  if (to.dtype() != rows.dtype()) refuse_type("out", "another dtype", "that of x");
+  check_same_dtype("out", to, "x", rows);
   nb::gil_scoped_release released;
   std::vector<float> scratch((size_t)rank);
   kernels().lora_gemv({(const char*)rows.data(), (char*)const_cast<void*>(to.data()), row_stride(rows), row_stride(to),

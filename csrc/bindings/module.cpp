@@ -1,9 +1,15 @@
 // The Python module: its classes and functions, and the host callbacks, which do not call Python.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
+
+#include <optional>
+#include <system_error>
 
 #include "bindings/objects.h"
 #include "cpu.h"
+#include "crc32c.h"
+#include "interrupt.h"
 
 namespace nb = nanobind;
 using nb::literals::operator""_a;
@@ -71,10 +77,11 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> pooled_array(int64_t bytes) {
 
 // Calls a copy function of the device driver, whose address the caller passes, for rows of (target, source, bytes); a
 // call from Python would take as long as a small copy. Stops at the first error.
-int copy_rows(uintptr_t call, nb::ndarray<const uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu> rows,
-              uintptr_t stream) {
-  const uint64_t* row = rows.data();
-  size_t count = rows.shape(0);
+int copy_rows(uintptr_t call, nb::handle rows, uintptr_t stream) {
+  const Array array = array_of({"rows", 2, {kUint64}, Strides::dense}, rows);
+  check_shape("rows", array, {(int64_t)array.shape(0), 3}, "copies; target, source, bytes");
+  const uint64_t* row = (const uint64_t*)array.data();
+  size_t count = array.shape(0);
   nb::gil_scoped_release released;
   auto copy = (int (*)(uint64_t, const void*, size_t, void*))call;
   for (size_t i = 0; i < count; i++, row += 3)
@@ -82,12 +89,64 @@ int copy_rows(uintptr_t call, nb::ndarray<const uint64_t, nb::shape<-1, 3>, nb::
   return 0;
 }
 
+nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>> map_file(const std::string& path) {
+  auto file = std::make_unique<MappedFile>(path);
+  const char* data = file->data();
+  const size_t bytes = file->size();
+  nb::capsule owner(file.release(), [](void* p) noexcept { delete (MappedFile*)p; });
+  return {data, {bytes}, owner};
+}
+
+uint32_t checksum_of(nb::handle data, uint32_t crc) {
+  const Array array = array_of({"data", 1, {kUint8}, Strides::dense}, data);
+  nb::gil_scoped_release released;
+  crc = crc32c(array.data(), array.size(), crc);
+  check_mapping(mapping_at(array.data()));
+  return crc;
+}
+
+// Python's handlers run on its main thread only, which is that of the process.
+thread_local std::optional<nb::python_error> raised;
+
+bool run_signal_handlers() {
+  if (gettid() != getpid()) return false;
+  nb::gil_scoped_acquire acquired;
+  if (!PyErr_CheckSignals()) return false;
+  raised.emplace();  // takes the exception that the handler raised
+  return true;
+}
+
+void set_error(const std::exception_ptr& thrown, void*) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const Interrupted&) {
+    if (!raised) return PyErr_SetNone(PyExc_KeyboardInterrupt);
+    nb::python_error error = std::move(*raised);
+    raised.reset();
+    error.restore();
+  } catch (const DamagedFile& error) {
+    nb::object type = nb::module_::import_("ktransformers.errors").attr("DamagedFileError");
+    PyErr_SetString(type.ptr(), error.what());
+  } catch (const std::system_error& error) {
+    PyErr_SetObject(PyExc_OSError, nb::make_tuple(error.code().value(), error.what()).ptr());
+  }
+}
+
 }  // namespace
+
+void raise_later() {
+  if (!raised) return;
+  raised.reset();
+  PyErr_SetInterrupt();
+}
+
 }  // namespace kt
 
 NB_MODULE(_core, m) {
   using namespace kt;
   m.doc() = "The native core; ktransformers.nn is the interface for users.";
+  nb::register_exception_translator(set_error);
+  set_interrupt_check(run_signal_handlers);
   m.def("variants", &list_variants);
   m.def("isa", [] { return kernels().name; });
   m.def("machine", &describe_machine);
@@ -100,6 +159,8 @@ NB_MODULE(_core, m) {
   m.def("pooled_array", &pooled_array, "bytes"_a);
   m.def("pooled_bytes", [] { return buffer_pool().total_bytes(); });
   m.def("copy_rows", &copy_rows, "call"_a, "rows"_a, "stream"_a);
+  m.def("map_file", &map_file, "path"_a);
+  m.def("crc32c", &checksum_of, "data"_a, "crc"_a = 0);
   m.def("host_callbacks", [] {
     nb::dict d;
     d["submit"] = (uintptr_t)&submit_callback;
@@ -142,8 +203,10 @@ NB_MODULE(_core, m) {
            "limit"_a = 0.0, "alpha"_a = 0.0, "isa"_a = "", "precision"_a = "bf16", "gate_format"_a = "bf16",
            "up_format"_a = "bf16", "down_format"_a = "bf16")
       .def("adopt", &PyExperts::adopt, "gate_up"_a, "down"_a, "gate_up_bias"_a.none() = nb::none(),
-           "down_bias"_a.none() = nb::none())
-      .def("memory", [](nb::handle self) { return nb::cast<const PyExperts&>(self).memory(self); })
+           "down_bias"_a.none() = nb::none(), "checksums"_a.none() = nb::none(), "source"_a = "")
+      .def("memory", &PyExperts::memory)
+      .def("checksums", &PyExperts::checksums)
+      .def("verify", &PyExperts::verify, "experts"_a)
       .def("decode", &PyExperts::decode, "matrix"_a, "expert"_a, "out"_a)
       .def("transpose", &PyExperts::transpose, "source"_a, "target"_a)
       .def("layout",

@@ -29,6 +29,8 @@ struct PyPool {
   double rate(const std::string& what, double seconds, int64_t threads, const std::string& isa, int64_t bytes);
 };
 
+constexpr int kAlignment = 64;  // of memory that holds what the kernels lay out themselves
+
 struct PyExperts;
 
 struct PyAdapter {
@@ -77,8 +79,6 @@ struct PyCall {
 
 struct PyExperts {
   std::shared_ptr<Experts> experts;
-  std::vector<Array> adopted;  // memory that holds adopted experts
-
   PyExperts(const PyPool& pool, int64_t num_experts, int64_t hidden, int64_t intermediate, bool gated,
             const std::string& activation, double limit, double alpha, const std::string& isa,
             const std::string& precision, const std::string& gate_format, const std::string& up_format,
@@ -95,8 +95,11 @@ struct PyExperts {
                 nb::handle grad_weights, nb::handle skip, nb::handle keep, nb::handle adapter, nb::handle adapters,
                 nb::handle factors, double dropout, int64_t seed) const;
   // formats.cpp
-  void adopt(nb::handle up, nb::handle down, nb::handle up_bias, nb::handle down_bias);
-  nb::dict memory(nb::handle self) const;  // packed bytes and biases; views where they are contiguous, else copies
+  void adopt(nb::handle up, nb::handle down, nb::handle up_bias, nb::handle down_bias, nb::handle checksums,
+             const std::string& source);
+  nb::dict memory() const;  // packed bytes and biases, read-only; views where they are contiguous, else copies
+  nb::list checksums() const;
+  void verify(nb::handle ids) const;
   void decode(const std::string& matrix, int64_t expert, nb::handle out) const;
   PyCall* prepare(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
                   nb::handle skip, nb::handle adapters, bool w8a8) const;
@@ -106,7 +109,7 @@ struct PyExperts {
   BoundArguments bind(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
                       nb::handle skip, nb::handle adapters) const;
   void set_w8a8(bool w8a8, BoundArguments& bound) const;
-  char* bind_keep(nb::handle keep, BoundArguments& bound) const;
+  char* bind_keep(nb::handle keep, BoundArguments& bound, Access access) const;
   LoraTargets bind_targets(nb::handle six, const PyAdapter& adapter, BoundArguments& bound) const;
 };
 
@@ -115,8 +118,12 @@ Format format_of(const char* name, const std::string& text);
 nb::dict describe_format(const std::string& format);
 nb::list list_formats();
 nb::tuple describe_grid(const std::string& format);
+int64_t experts_in(const char* name, nb::handle three, const Format& format);  // in the codes of an encoded matrix
 SourceMatrix released_of(const char* name, nb::handle three, const Format& format, int64_t experts, int64_t rows,
                          int64_t columns, std::vector<Array>& alive);
+
+// For a destructor, which cannot throw: what a signal handler raised meanwhile is raised at the next instruction.
+void raise_later();
 
 // out = x / sqrt(mean(x^2) + epsilon), rounded, times weight; on the calling thread.
 void rms_norm(nb::handle x, nb::handle weight, nb::handle out, double epsilon);

@@ -7,6 +7,9 @@
 #include <algorithm>
 #include <cstdlib>
 #include <utility>
+#include <vector>
+
+#include "mapped_file.h"
 
 namespace kt {
 namespace {
@@ -18,7 +21,7 @@ std::string list_of(const int64_t* values, size_t count) {
 }
 
 std::string name_of(const nb::dlpack::dtype& type) {
-  for (const Element& e : {kFloat64, kFloat32, kBFloat16, kFloat16, kInt32, kInt64, kBool, kUint8})
+  for (const Element& e : {kFloat64, kFloat32, kBFloat16, kFloat16, kInt32, kInt64, kBool, kUint8, kUint64})
     if (is(type, e)) return e.name;
   using Code = nb::dlpack::dtype_code;
   const char* kind = type.code == (uint8_t)Code::Float     ? "float"
@@ -95,10 +98,65 @@ bool is(const nb::dlpack::dtype& type, const Element& e) {
   return type.code == (uint8_t)e.code && type.bits == e.bits && type.lanes == 1;
 }
 
-Array array_of(const char* name, nb::handle tensor, int dims, std::initializer_list<Element> elements) {
-  if (nb::cast<bool>(nb::bool_(nb::getattr(tensor, "requires_grad", nb::bool_(false)))))
+namespace {
+
+// torch negates and conjugates lazily: memory holds the number before.
+void check_bits(const char* name, nb::handle tensor) {
+  if (nb::getattr(tensor, "requires_grad", nb::bool_(false)).is(nb::bool_(true)))
     refuse_type(name, kind_of(tensor) + " that requires grad", "one without",
                 "pass " + std::string(name) + ".detach()");
+  for (auto [bit, remedy] : {std::pair{"is_neg", "resolve_neg()"}, {"is_conj", "resolve_conj()"}}) {
+    nb::object method = nb::getattr(tensor, bit, nb::none());
+    if (!method.is_none() && method().is(nb::bool_(true)))
+      refuse_type(name, kind_of(tensor) + " whose memory holds other numbers (" + bit + ")", "the numbers themselves",
+                  "pass " + std::string(name) + "." + remedy);
+  }
+}
+
+void check_strides(const char* name, const Array& array, Strides strides) {
+  if (strides == Strides::any || !array.size()) return;
+  int64_t dense = 1;
+  for (size_t d = array.ndim(); d-- > (strides == Strides::rows ? array.ndim() - 1 : 0);) {
+    if (array.shape(d) > 1 && array.stride(d) != dense)
+      refuse_value(name, "strides " + list_of(array.stride_ptr(), array.ndim()),
+                   strides == Strides::rows ? "1 in the last dimension" : "a dense tensor",
+                   "pass " + std::string(name) + ".contiguous()");
+    dense *= (int64_t)array.shape(d);
+  }
+}
+
+// Whether no element lies at the address of another. Sufficient, not necessary: the dimensions are nested.
+bool has_own_elements(const Array& array) {
+  std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
+  for (size_t d = 0; d < array.ndim(); d++)
+    if (array.shape(d) > 1) dims.emplace_back(std::abs(array.stride(d)), (int64_t)array.shape(d));
+  std::sort(dims.begin(), dims.end());
+  int64_t extent = 1;
+  for (auto [stride, size] : dims) {
+    if (stride < extent) return false;
+    extent = stride * (size - 1) + extent;
+  }
+  return true;
+}
+
+// torch's tensors are never marked as read-only, not even over a read-only mapping.
+void check_writable(const char* name, nb::handle tensor, const Array& array) {
+  nb::ndarray<> writable;
+  if (!nb::hasattr(tensor.type(), kExchange) && !nb::try_cast(tensor, writable))
+    refuse_type(name, kind_of(tensor) + " that is read-only", "one that can be written", "copy it");
+  if (!array.size()) return;
+  if (const Mapping* mapping = mapping_at(array.data()))
+    refuse_value(name, "memory of the file " + path_of(*mapping), "memory that can be written", "copy it");
+  if (!has_own_elements(array))
+    refuse_value(name, "strides " + list_of(array.stride_ptr(), array.ndim()) + ", elements that overlap",
+                 "elements of its own", "clone it");
+}
+
+}  // namespace
+
+Array array_of(const TensorArgument& argument, nb::handle tensor) {
+  const char* name = argument.name;
+  check_bits(name, tensor);
   Array array;
   try {
     array = nb::cast<Array>(dlpack_capsule(tensor));
@@ -114,15 +172,22 @@ Array array_of(const char* name, nb::handle tensor, int dims, std::initializer_l
   if (array.device_type() != nb::device::cpu::value && array.device_type() != nb::device::cuda_host::value)
     refuse_type(name, kind_of(tensor) + " on a device of DLPack type " + std::to_string(array.device_type()),
                 "a tensor in CPU memory", "copy it with .cpu()");
-  if (std::none_of(elements.begin(), elements.end(), [&](const Element& e) { return is(array.dtype(), e); })) {
+  auto matches = [&](const Element& e) { return is(array.dtype(), e); };
+  if (std::none_of(argument.elements.begin(), argument.elements.end(), matches)) {
     std::string expected;
-    for (const Element& e : elements) expected += (expected.empty() ? "" : ", ") + std::string(e.name);
+    for (const Element& e : argument.elements) expected += (expected.empty() ? "" : ", ") + std::string(e.name);
     refuse_type(name, kind_of(tensor) + " of " + name_of(array.dtype()), expected, "convert it with .to()");
   }
-  if ((int)array.ndim() != dims)
-    refuse_value(name, "shape " + list_of(array.shape_ptr(), array.ndim()), std::to_string(dims) + " dimensions");
-  if ((uintptr_t)array.data() % (array.dtype().bits / 8))
-    refuse_value(name, "an address that is no multiple of the element's size", "an aligned tensor", "copy it");
+  if ((int)array.ndim() != argument.dims)
+    refuse_value(name, "shape " + list_of(array.shape_ptr(), array.ndim()),
+                 std::to_string(argument.dims) + " dimensions");
+  if (array.size() && !array.data()) refuse_value(name, "a tensor without memory", "one whose storage was not freed");
+  const int alignment = std::max(array.dtype().bits / 8, argument.alignment);
+  if (array.size() && (uintptr_t)array.data() % (uintptr_t)alignment)
+    refuse_value(name, "an address that is no multiple of " + std::to_string(alignment), "an aligned tensor",
+                 "copy it");
+  check_strides(name, array, argument.strides);
+  if (argument.access == Access::write) check_writable(name, tensor, array);
   return array;
 }
 
@@ -137,18 +202,22 @@ void check_shape(const char* name, const Array& array, std::initializer_list<int
                list_of(shape.begin(), shape.size()) + " (" + meaning + ")");
 }
 
-void check_dense(const char* name, const Array& array) {
-  size_t last = array.ndim() - 1;
-  if (array.shape(last) > 1 && array.stride(last) != 1)
-    refuse_value(name, "stride " + std::to_string(array.stride(last)) + " in the last dimension", "1",
-                 "pass " + std::string(name) + ".contiguous()");
+void check_same_dtype(const char* name, const Array& array, const char* other, const Array& than) {
+  if (array.dtype() != than.dtype())
+    refuse_type(name, name_of(array.dtype()), name_of(than.dtype()) + ", the dtype of " + other,
+                "convert it with .to()");
 }
 
-// torch has no read-only tensors; numpy has.
-void check_writable(const char* name, nb::handle tensor) {
-  nb::ndarray<> writable;
-  if (!nb::hasattr(tensor.type(), kExchange) && !nb::try_cast(tensor, writable))
-    refuse_type(name, kind_of(tensor) + " that is read-only", "one that can be written");
+int64_t length_of(const char* name, nb::handle sequence) {
+  if (!PyList_Check(sequence.ptr()) && !PyTuple_Check(sequence.ptr()))
+    refuse_type(name, kind_of(sequence), "a list or tuple");
+  return (int64_t)nb::len(sequence);
+}
+
+int64_t integer_of(const char* name, nb::handle number) {
+  int64_t value = 0;
+  if (!nb::try_cast(number, value)) refuse_type(name, kind_of(number), "an integer of 64 bits");
+  return value;
 }
 
 int32_t in_range(const char* name, int64_t value, int64_t low, int64_t high) {

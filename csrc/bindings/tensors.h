@@ -1,7 +1,9 @@
 // Checks of single arguments from Python: a tensor as an array, a number in its range, a word of a list.
 //
 // Every error names the argument, what was given, what was expected and what to do. Tensors are taken through DLPack
-// from any library that implements it; neither torch nor numpy is used here.
+// from any library that implements it; neither torch nor numpy is used here. array_of() is the only way to the memory
+// of a tensor, and it takes everything that can be wrong with one as an argument, so that no binding can leave a check
+// out; tests/kernels/test_bindings.py passes every kind of wrong tensor to every binding.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -38,6 +40,7 @@ inline constexpr Element kFloat16{"float16", nb::dlpack::dtype_code::Float, 16};
 inline constexpr Element kInt32{"int32", nb::dlpack::dtype_code::Int, 32};
 inline constexpr Element kInt64{"int64", nb::dlpack::dtype_code::Int, 64};
 inline constexpr Element kBool{"bool", nb::dlpack::dtype_code::Bool, 8};
+inline constexpr Element kUint64{"uint64", nb::dlpack::dtype_code::UInt, 64};
 inline constexpr Element kUint8{"uint8", nb::dlpack::dtype_code::UInt, 8};
 
 bool is(const nb::dlpack::dtype& type, const Element& e);
@@ -47,14 +50,29 @@ inline constexpr std::initializer_list<Element> kFloats = {kBFloat16, kFloat16, 
 
 using Array = nb::ndarray<nb::ro>;
 
-// The tensor as an array in host memory with `dims` dimensions. The array keeps the memory alive.
-Array array_of(const char* name, nb::handle tensor, int dims, std::initializer_list<Element> elements);
+enum class Access : uint8_t { read, write };
+// any: every dimension has its own stride. rows: the last one is 1. dense: all as in a contiguous tensor.
+enum class Strides : uint8_t { any, rows, dense };
+
+// What a binding expects of a tensor.
+struct TensorArgument {
+  const char* name;
+  int dims;
+  std::initializer_list<Element> elements;
+  Strides strides = Strides::rows;
+  Access access = Access::read;
+  int alignment = 1;  // of the address in bytes, beyond that of the element
+};
+
+// The tensor as an array in host memory. The array keeps the memory alive.
+Array array_of(const TensorArgument& argument, nb::handle tensor);
 
 DType dtype_of(const Array& array);  // of one of kFloats
 
 void check_shape(const char* name, const Array& array, std::initializer_list<int64_t> shape, const char* meaning);
-void check_dense(const char* name, const Array& array);
-void check_writable(const char* name, nb::handle tensor);
+void check_same_dtype(const char* name, const Array& array, const char* other, const Array& than);
+int64_t length_of(const char* name, nb::handle sequence);  // of a list or tuple
+int64_t integer_of(const char* name, nb::handle number);
 
 inline int64_t row_stride(const Array& array) { return array.shape(0) > 1 ? array.stride(0) : 0; }
 

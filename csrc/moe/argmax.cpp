@@ -50,7 +50,7 @@ class ArgmaxJob : public Job {
   }
 
   void work(const Worker&) override {
-    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < rows_ * parts_;) {
+    for (int64_t i; !cancelled() && (i = next_.fetch_add(1, std::memory_order_relaxed)) < rows_ * parts_;) {
       const Int* at = x_ + i / parts_ * stride_;
       int64_t first = i % parts_ * kPart, last = std::min(first + kPart, columns_);
       part_max_[(size_t)i] = max_key_of<Int, infinity>(at + first, last - first);

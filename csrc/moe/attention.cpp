@@ -29,7 +29,7 @@ class AttentionJob : public Job {
 
   void work(const Worker&) override {
     std::vector<float> scratch((size_t)per_group_ * (size_t)(a_.key_size + kAttentionSplit));
-    for (size_t at; (at = next_.fetch_add(1)) < units_.size();) {
+    for (size_t at; !cancelled() && (at = next_.fetch_add(1)) < units_.size();) {
       const Unit& unit = units_[at];
       compute(unit, results_.data() + at * (size_t)result_size_, scratch.data());
       if (left_[(size_t)unit.group_index].fetch_sub(1, std::memory_order_acq_rel) == 1) merge_splits(unit);

@@ -24,9 +24,10 @@ void Call::before_units(char*) {
   for (int32_t t; (t = next_tokens_.fetch_add(taken, std::memory_order_relaxed)) < batch_.tokens;) {
     int32_t count = std::min(taken, batch_.tokens - t);
     const char* x = (const char*)batch_.hidden + t * batch_.hidden_stride * (int64_t)size_of(batch_.hidden_dtype);
-    experts_.kernels().quantise({x, batch_.hidden_dtype, batch_.hidden_stride, count, hidden,
-                                 workspace_.data() + plan_.x_int8_at + t * round_up(hidden, kStepK),
-                                 (float*)(workspace_.data() + plan_.x_scales_at) + t});
+    if (!cancelled())
+      experts_.kernels().quantise({x, batch_.hidden_dtype, batch_.hidden_stride, count, hidden,
+                                   workspace_.data() + plan_.x_int8_at + t * round_up(hidden, kStepK),
+                                   (float*)(workspace_.data() + plan_.x_scales_at) + t});
     tokens_left_.fetch_sub(count, std::memory_order_acq_rel);
   }
   // The remaining rows are being quantised by running threads.

@@ -38,7 +38,7 @@ class LinearJob : public Job {
 
   void work(const Worker&) override {
     bool cold = true;
-    for (Piece piece = take(); piece.matrix; cold = false) {
+    for (Piece piece = take(); piece.matrix && !cancelled(); cold = false) {
       Piece next = take();
       const Matrix& m = *piece.matrix;
       kernels_.gemv_rows({m.weights + piece.row * m.weight_stride, m.weight_stride, (int32_t)piece.rows, (int32_t)l_.k,

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <stdexcept>
 #include <utility>
 
 namespace kt {
@@ -89,7 +90,7 @@ class FactorJob : public Job {
          *down = wide + gate_up_size_ * experts_together_;
     // Whole tiles of K are packed faster, so the ranks of B are padded with zeros, once for all experts.
     bool cleared = false;
-    for (int32_t e; (e = next_.fetch_add(experts_together_)) < a_.layer_.experts;) {
+    for (int32_t e; !cancelled() && (e = next_.fetch_add(experts_together_)) < a_.layer_.experts;) {
       int32_t count = std::min(experts_together_, a_.layer_.experts - e);
       if (!cleared) std::fill(wide, down + down_size_ * experts_together_, Real(0));
       cleared = true;
@@ -173,6 +174,13 @@ Adapter::Adapter(const LayerShape& layer, const LoraRanks& ranks, const KernelTa
   }
 }
 
+void Adapter::enter() const {
+  readers_.enter("factors of an adapter");
+  if (complete_) return;
+  leave();
+  throw std::runtime_error("the factors of an adapter are incomplete: pack() was interrupted; pack() them again");
+}
+
 void Adapter::pack(const SourceLora& source) {
   std::lock_guard lock(packing_);
   readers_.lock("factors of an adapter");
@@ -180,10 +188,12 @@ void Adapter::pack(const SourceLora& source) {
     Readers& readers;
     ~Unlock() { readers.unlock(); }
   } unlock{readers_};
+  complete_ = false;  // until the end, also where the packing is interrupted
   with_sums_of(kernels_, [&](auto zero) {
     FactorJob<decltype(zero)> job(*this, source);
     pool_.run(job);
   });
+  complete_ = true;
 }
 
 }  // namespace kt

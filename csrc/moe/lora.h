@@ -34,7 +34,7 @@ class Adapter {
   Adapter(const LayerShape& layer, const LoraRanks& ranks, const KernelTable& kernels, Pool& pool, Arena& arena);
 
   void pack(const SourceLora& source);  // throws std::runtime_error while a call reads the factors
-  void enter() const { readers_.enter("factors of an adapter"); }
+  void enter() const;                   // throws std::runtime_error while they are packed or incomplete
   void leave() const { readers_.leave(); }
 
   const LoraRanks& ranks() const { return ranks_; }
@@ -58,6 +58,7 @@ class Adapter {
   friend class FactorJob;
   std::mutex packing_;
   Readers readers_;
+  bool complete_ = true;  // false after an interrupted pack()
   LayerShape layer_;
   LoraRanks ranks_;
   const KernelTable& kernels_;

@@ -54,8 +54,8 @@ void Backward::before_units(char* slice) {
   if (gathers_full_k_ && wgrad_makes_xa_) return;
   for (int32_t n; (n = next_piece_++) < (int32_t)plan_.pieces.size();) {
     const Piece& piece = plan_.pieces[(size_t)n];
-    if (!wgrad_makes_xa_) lora_shrink_piece(piece, false, slice);
-    if (!gathers_full_k_) lora_shrink_piece(piece, true, slice);
+    if (!wgrad_makes_xa_ && !cancelled()) lora_shrink_piece(piece, false, slice);
+    if (!gathers_full_k_ && !cancelled()) lora_shrink_piece(piece, true, slice);
     ranks_left_[(size_t)piece.segment].fetch_sub(1, std::memory_order_acq_rel);
   }
 }
@@ -212,7 +212,7 @@ void Backward::after_lanes(char* slice) {
   for (int f = 0; f < 4; f++) pieces[f] = (int32_t)ceil_div(blocks[f] * kBlockN, columns_);
   for (int f = 1; f < 4; f++) others += pieces[f];
   int64_t experts = experts_.shape().experts, each = (int64_t)adapters_.size() * experts, first = each * pieces[0];
-  for (int64_t n; (n = next_factor_++) < first + each * others;) {
+  for (int64_t n; !cancelled() && (n = next_factor_++) < first + each * others;) {
     int64_t count = n < first ? pieces[0] : others, number = n < first ? n : n - first, of = number / count;
     int32_t piece = (int32_t)(number % count), factor = n < first ? 0 : 1;
     while (piece >= pieces[factor]) piece -= pieces[factor++];
@@ -261,7 +261,7 @@ void Backward::contract(Factor factor, int32_t n, const WgradRows& wide, int32_t
   const char* panel = workspace_.data() + panels[(size_t)factor] - (ranks.tile0 - 1) * rank_tile;
   int64_t size = (int64_t)size_of(wide.dtype);
   const char *p[kWgradRows], *q[kWgradRows];
-  for (int32_t row0 = begin; row0 < end; row0 += kWgradRows) {
+  for (int32_t row0 = begin; row0 < end && !cancelled(); row0 += kWgradRows) {
     int32_t rows = std::min(kWgradRows, end - row0);
     for (int32_t i = 0; i < rows; i++) {
       int32_t row = row0 + i, tile = row / tile_rows, in_tile = row % tile_rows;
@@ -340,7 +340,12 @@ void Backward::factor_gradient(size_t index, int32_t expert, Factor factor, int3
     contract_gathered(n, to, slice);
   } else {
     const Run& run = routing_.runs[(size_t)n];
-    if (factor == Factor::gate_up_b) wait_for(xa_state_[(size_t)n], PanelState::ready);
+    // A cancelled thread leaves its panels missing.
+    if (factor == Factor::gate_up_b)
+      for (int spins = 0; xa_state_[(size_t)n].load(std::memory_order_acquire) != PanelState::ready; spins++) {
+        if (cancelled()) return;
+        spins < 1000 ? relax() : (void)sched_yield();
+      }
     contract(factor, n, wgrad_rows(factor, run), run.first, run.first + run.count, column, columns, to);
   }
   store_grad(index, expert, factor, column, columns, sums);

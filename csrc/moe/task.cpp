@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "futex.h"
+#include "interrupt.h"
 
 namespace kt {
 
@@ -34,11 +35,21 @@ Task::Task(const Experts& experts, const Batch& batch, Adapters adapters, Direct
 }
 
 void Task::close() {
+  Pool& pool = experts_.engine().pool;
+  std::lock_guard lock(mutex_);
+  if (!in_flight_) return;
   try {
-    wait();
+    if (interrupted_) {
+      pool.wait_cancelled(*this);
+    } else {
+      pool.wait(*this);
+    }
+  } catch (const Interrupted&) {
+    pool.wait_cancelled(*this);
   } catch (...) {
-    // Only after fork(), in the child: the pool has no threads there.
+    return;  // only after fork(), in the child: the pool has no threads there
   }
+  release();
 }
 
 // Zeroes the output of tokens that no local expert takes.
@@ -57,6 +68,7 @@ void Task::prepare() {
   weights_entered_ = true;
   for (const Adapter* adapter : adapters_) adapter->enter(), adapters_entered_++;
   route(batch_, experts_.shape().experts, routing_);
+  verify_experts();
   zero_idle_tokens();
   bool bytes = batch_.w8a8 && direction_ == Direction::forward;
   make_plan(routing_, {experts_.weights(), experts_.kernels(), adapters_, pool.threads(), pool.groups(), bytes},
@@ -71,7 +83,21 @@ void Task::prepare() {
     up_left_[s].store(plan_.units_of[s] + 1, std::memory_order_relaxed);
 }
 
+// Checks the experts that this run reads for the first time.
+void Task::verify_experts() {
+  unverified_.clear();
+  for (const Segment& segment : routing_.segments)
+    if (!experts_.weights().verified(segment.expert)) unverified_.push_back(segment.expert);
+  if (!unverified_.empty()) experts_.weights().verify(unverified_);
+}
+
+// Ends a run whose results are complete, unless pages of the weights were lost meanwhile.
 void Task::finish() {
+  release();
+  experts_.weights().check_source();
+}
+
+void Task::release() {
   experts_.engine().arena.release(std::move(workspace_));
   if (weights_entered_) experts_.weights().leave();
   while (adapters_entered_) adapters_[--adapters_entered_]->leave();
@@ -82,7 +108,13 @@ void Task::finish() {
 // Waits for a run in flight.
 void Task::wait_pending() {
   if (!in_flight_) return;
-  experts_.engine().pool.wait(*this);
+  try {
+    experts_.engine().pool.wait(*this);
+  } catch (const Interrupted&) {
+    interrupted_ = true;
+    throw;
+  }
+  interrupted_ = false;
   finish();
 }
 
@@ -94,7 +126,7 @@ void Task::run() {
     prepare();
     experts_.engine().pool.run(*this);
   } catch (...) {
-    finish();
+    release();
     throw;
   }
   finish();
@@ -109,7 +141,7 @@ void Task::submit() {
     in_flight_.store(true, std::memory_order_release);
     experts_.engine().pool.submit(*this);
   } catch (...) {
-    finish();
+    release();
     throw;
   }
 }
@@ -155,10 +187,10 @@ void Task::take_units(size_t group, char* slice) {
   for (int32_t n = claim(); n < count;) {
     int32_t after = n < tail ? claim() : -1;
     const UpUnit& unit = units[(size_t)n];
-    run_unit(unit, after >= 0 && after < count ? &units[(size_t)after] : nullptr, slice);
+    if (!cancelled()) run_unit(unit, after >= 0 && after < count ? &units[(size_t)after] : nullptr, slice);
     std::atomic<int32_t>& left = up_left_[(size_t)unit.segment];
     if (left.fetch_sub(1, std::memory_order_acq_rel) == 2) {
-      segment_done((size_t)unit.segment, slice);
+      if (!cancelled()) segment_done((size_t)unit.segment, slice);
       left.store(0, std::memory_order_release);
     }
     n = after >= 0 ? after : claim();
@@ -333,7 +365,7 @@ int32_t Task::run_lane(const Lane& lane, int32_t segment, char* slice) {
   int32_t end = (int32_t)routing_.segments.size();
   do {
     wait_for_segment(lane, (size_t)segment);
-    run_lane_segment(lane, (size_t)segment, slice);
+    if (!cancelled()) run_lane_segment(lane, (size_t)segment, slice);
     cost += per_block * block_cost(plan_.tilings[(size_t)segment].tiles);
   } while (++segment < end && cost < kLaneSliceCost);
   return segment;

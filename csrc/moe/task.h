@@ -74,6 +74,9 @@ class Task : private Job {
   // The weights that run_lane_segment reads sequentially, to prefetch while the lane waits; or null.
   virtual const char* lane_weights(const Lane&, size_t) const { return nullptr; }
   void close();  // called first by the derived destructor: waits for the run in flight
+  // Derived classes ask it inside long steps and skip the rest; the counters that threads wait for go on, so that a
+  // cancelled run ends by itself.
+  using Job::cancelled;
 
   // Rows [first, first + live) of a segment that a unit multiplies.
   struct UnitRows {
@@ -142,7 +145,8 @@ class Task : private Job {
     Tiling whole = plan_.tilings[segment];
     int64_t bytes = (int64_t)whole.rows * kTileK * experts_.kernels().elem * plan_.down_chunk / (w8a8() ? 2 : 1);
     int32_t step = (int32_t)std::max<int64_t>(2, plan_.panel_bytes / bytes / 2 * 2);
-    for (int32_t tile = 0; tile < whole.tiles; tile += step) act(tile, std::min(step, whole.tiles - tile));
+    for (int32_t tile = 0; tile < whole.tiles && !cancelled(); tile += step)
+      act(tile, std::min(step, whole.tiles - tile));
   }
   bool w8a8() const { return plan_.w8a8; }
   char* panel_of(size_t segment) const { return workspace_.data() + plan_.panels_at[segment]; }
@@ -157,7 +161,9 @@ class Task : private Job {
  private:
   void work(const Worker& worker) override;
   void prepare();
+  void verify_experts();
   void finish();
+  void release();
   void wait_pending();
   void zero_idle_tokens();
   void wait_for_segment(const Lane& lane, size_t segment);
@@ -168,10 +174,12 @@ class Task : private Job {
   Direction direction_;
   bool weights_entered_ = false;               // between Weights::enter and leave
   size_t adapters_entered_ = 0;                // adapters likewise
+  std::vector<int32_t> unverified_;            // experts
   std::vector<std::atomic<int32_t>> next_up_;  // [groups]
   std::vector<LaneQueue> lanes_;               // [groups]
   std::vector<std::atomic<int32_t>> up_left_;  // [segments] units, and one for segment_done
   std::mutex mutex_;                           // serialises submit and wait
+  bool interrupted_ = false;                   // a wait was: the destructor does not wait for the results
   std::atomic<bool> in_flight_{false};
 };
 

@@ -20,7 +20,7 @@ class TransposeJob : public Job {
       : from_(from), to_(to), rows_(rows), columns_(columns) {}
 
   void work(const Worker&) override {
-    for (int64_t c0; (c0 = next_.fetch_add(kColumns)) < columns_;) {
+    for (int64_t c0; !cancelled() && (c0 = next_.fetch_add(kColumns)) < columns_;) {
       int64_t c1 = std::min(columns_, c0 + kColumns);
       for (int64_t r0 = 0; r0 < rows_; r0 += kRows) {
         int64_t r1 = std::min(rows_, r0 + kRows);

@@ -38,8 +38,9 @@ BlockStore::BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t
       block_bytes_(block_distance(k_tiles, tile_bytes)),
       first_{0, blocks} {
   bytes_ = (size_t)experts * (size_t)blocks * block_bytes_;
-  part_.emplace_back(bytes_);
-  base_.push_back(part_[0].data());
+  auto buffer = std::make_shared<Buffer>(bytes_);
+  base_.push_back(buffer->data());
+  owner_ = std::move(buffer);
 }
 
 BlockStore::BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t tile_bytes, int32_t step,
@@ -53,10 +54,12 @@ BlockStore::BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t
   int groups = pool.groups();
   for (int g = 0; g <= groups; g++) first_.push_back((int32_t)((int64_t)(blocks / step) * g / groups) * step);
   first_.back() = blocks;
+  auto parts = std::make_shared<std::vector<Buffer>>();
   for (int g = 0; g < groups; g++) {
-    part_.emplace_back((size_t)experts * (size_t)(end(g) - begin(g)) * block_bytes_, pool.node_of(g));
-    base_.push_back(part_.back().data());
+    parts->emplace_back((size_t)experts * (size_t)(end(g) - begin(g)) * block_bytes_, pool.node_of(g));
+    base_.push_back(parts->back().data());
   }
+  owner_ = std::move(parts);
 }
 
 int BlockStore::group_of(int32_t block) const {
@@ -89,7 +92,7 @@ class PackJob : public Job {
     for (int i = 0; i < groups; i++) {
       int g = (worker.group + i) % groups;
       int64_t ups = up_.end(g) - up_.begin(g), per_expert = ups + down_.end(g) - down_.begin(g);
-      for (int64_t n; (n = next_[g]++) < per_expert * source_.count;) {
+      for (int64_t n; !cancelled() && (n = next_[g]++) < per_expert * source_.count;) {
         int32_t expert = (int32_t)(n / per_expert), block = (int32_t)(n % per_expert);
         if (block < ups) {
           pack_up(expert, up_.begin(g) + block);
@@ -178,6 +181,11 @@ void Weights::pack(const SourceLayer& source) {
     Readers& readers;
     ~Unlock() { readers.unlock(); }
   } unlock{readers_};
+  if (adopted_)
+    throw std::runtime_error("pack() of experts that use the memory of " + source_ +
+                             ", expected experts with memory of their own; make new ones to pack");
+  // Incomplete until the end, also where the packing is interrupted.
+  std::fill_n(present_.begin() + source.first, source.count, (uint8_t)0);
   PackJob job(source, shape_, kernels_, up_, down_);
   pool_.run(job);
   with_sums_of(kernels_, [&](auto zero) { pack_biases<decltype(zero)>(source); });
@@ -196,20 +204,22 @@ void Weights::enter() const {
 template <class Real>
 void Weights::pack_biases(const SourceLayer& s) {
   // An expert without biases has zeros where others have some.
-  bool up = s.gate_bias.source.data || s.up_bias.source.data || !up_bias_.empty();
-  bool down = s.down_bias.source.data || !down_bias_.empty();
+  bool up = s.gate_bias.source.data || s.up_bias.source.data || !up_bias_->empty();
+  bool down = s.down_bias.source.data || !down_bias_->empty();
   size_t up_row = (size_t)up_.blocks() * kBlockN, down_row = (size_t)down_.blocks() * kBlockN;
-  if (up) up_bias_.resize((size_t)shape_.experts * up_row * sizeof(Real));
-  if (down) down_bias_.resize((size_t)shape_.experts * down_row * sizeof(Real));
+  if (up && up_bias_->empty())
+    up_bias_ = std::make_shared<std::vector<char>>((size_t)shape_.experts * up_row * sizeof(Real));
+  if (down && down_bias_->empty())
+    down_bias_ = std::make_shared<std::vector<char>>((size_t)shape_.experts * down_row * sizeof(Real));
   for (int32_t e = 0; e < s.count; e++) {
     for (int32_t i = 0; up && i < shape_.intermediate; i++) {
-      Real* row = (Real*)up_bias_.data() + (size_t)(s.first + e) * up_row;
+      Real* row = (Real*)up_bias_->data() + (size_t)(s.first + e) * up_row;
       int32_t at = shape_.gated ? (i / kTileN) * kBlockN + i % kTileN : i;
       if (shape_.gated) row[at] = bias_at<Real>(s.gate_bias, e, i);
       row[shape_.gated ? at + kTileN : at] = bias_at<Real>(s.up_bias, e, i);
     }
     for (int32_t h = 0; down && h < shape_.hidden; h++)
-      ((Real*)down_bias_.data())[(size_t)(s.first + e) * down_row + (size_t)h] = bias_at<Real>(s.down_bias, e, h);
+      ((Real*)down_bias_->data())[(size_t)(s.first + e) * down_row + (size_t)h] = bias_at<Real>(s.down_bias, e, h);
   }
 }
 
@@ -220,12 +230,12 @@ int32_t Weights::first_missing() const {
 
 const char* Weights::up_bias(int32_t expert) const {
   size_t row = (size_t)(up_.blocks() * kBlockN * kernels_.sum_bytes);
-  return up_bias_.empty() ? nullptr : up_bias_.data() + (size_t)expert * row;
+  return up_bias_->empty() ? nullptr : up_bias_->data() + (size_t)expert * row;
 }
 
 const char* Weights::down_bias(int32_t expert) const {
   size_t row = (size_t)(down_.blocks() * kBlockN * kernels_.sum_bytes);
-  return down_bias_.empty() ? nullptr : down_bias_.data() + (size_t)expert * row;
+  return down_bias_->empty() ? nullptr : down_bias_->data() + (size_t)expert * row;
 }
 
 }  // namespace kt

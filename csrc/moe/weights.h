@@ -7,12 +7,15 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "kernels/table.h"
+#include "mapped_file.h"
 #include "memory.h"
 #include "threads.h"
 
@@ -61,7 +64,9 @@ class BlockStore {
   const Encoding* encoding() const { return encoding_ ? &*encoding_ : nullptr; }               // null: tiles
   size_t bytes() const { return bytes_; }
   // Uses existing blocks in the order [experts][blocks]: in place if all belong to one group, else copied.
-  void adopt(const char* from, int32_t experts);
+  void adopt(const char* from, int32_t experts, std::shared_ptr<const void> owner);
+  // What keeps the memory at whole() alive, whichever blocks are used later.
+  std::shared_ptr<const void> owner() const { return owner_; }
   void copy_to(char* to, int32_t experts) const;  // in the same order
   const char* whole() const {
     return parts() == 1 ? base_[0] : nullptr;
@@ -75,9 +80,9 @@ class BlockStore {
   int32_t blocks_ = 0, k_tiles_ = 0, tile_bytes_ = 0;
   size_t block_bytes_ = 0, bytes_ = 0;
   std::optional<Encoding> encoding_;
-  std::vector<int32_t> first_;     // [groups + 1]
-  std::vector<Buffer> part_;       // [groups], each [experts][blocks of the group][block_bytes]; empty: adopted
-  std::vector<const char*> base_;  // [groups] addresses of the parts
+  std::vector<int32_t> first_;         // [groups + 1]
+  std::vector<const char*> base_;      // [groups] parts, each [experts][blocks of the group][block_bytes]
+  std::shared_ptr<const void> owner_;  // of the parts' memory
 };
 
 // Experts [first, first + count) in the caller's layout; expert e of the call at data + e * expert_stride elements.
@@ -95,6 +100,15 @@ struct SourceLayer {
   SourceMatrix gate_bias, up_bias, down_bias;  // vectors: n_stride is the stride
 };
 
+// A layer in packed memory, [experts][blocks][block_bytes], and its biases in the layout of up_bias and down_bias, for
+// all experts, or null.
+struct AdoptedLayer {
+  const char *up, *down, *up_bias, *down_bias;
+  std::shared_ptr<const void> owner;  // of up and down
+  std::vector<uint32_t> checksums;    // [experts], or empty: not verified
+  std::string source;                 // for errors: file and layer
+};
+
 // Calls act with a zero of the type of a table's sums, for code outside the kernels that computes with them.
 template <class Act>
 auto with_sums_of(const KernelTable& kernels, Act&& act) {
@@ -110,11 +124,19 @@ class Weights {
   void pack(const SourceLayer& source);
   int32_t first_missing() const;  // -1: every expert is packed
 
-  // Instead of packing: uses the packed gate_up and down of another store of the same shape, which must outlive this
-  // one.
-  void adopt(const char* up, const char* down);
-  void adopt_biases(const char* up,
-                    const char* down);  // in the layout of up_bias and down_bias, for all experts; or null
+  // Instead of packing: uses the packed gate_up and down of another store of the same shape. They may be read-only, so
+  // nothing can be packed afterwards.
+  void adopt(const AdoptedLayer& layer);
+  bool adopted() const { return adopted_; }
+
+  // Experts of an adopted layer with checksums are checked by the first call that reads them. Safe to call from several
+  // threads between enter() and leave(); throws DamagedFile naming the layer and the expert.
+  bool verified(int32_t expert) const {
+    return checksums_.empty() || verified_[(size_t)expert].load(std::memory_order_acquire);
+  }
+  void verify(const std::vector<int32_t>& experts) const;
+  uint32_t checksum(int32_t expert) const;  // CRC-32C of gate_up, down and their biases, as they lie in memory()
+  void check_source() const;                // throws DamagedFile if pages of an adopted file were lost
   // Dequantises one matrix of an expert: [N][K] in bf16, or in the precision's type.
   enum class Matrix : uint8_t { gate, up, down };
   void decode(Matrix matrix, int32_t expert, char* out) const;
@@ -132,12 +154,16 @@ class Weights {
   // In the type of the kernels' sums.
   const char* up_bias(int32_t expert) const;    // [up blocks * 32] in block order, or null
   const char* down_bias(int32_t expert) const;  // [down blocks * 32], or null
+  std::shared_ptr<const std::vector<char>> up_biases() const { return up_bias_; }  // of all experts
+  std::shared_ptr<const std::vector<char>> down_biases() const { return down_bias_; }
   int32_t hidden_k_tiles() const { return down_.k_tiles(); }
-  size_t bytes() const { return up_.bytes() + down_.bytes() + up_bias_.size() + down_bias_.size(); }
+  size_t bytes() const { return up_.bytes() + down_.bytes() + up_bias_->size() + down_bias_->size(); }
 
  private:
   template <class Real>
   void pack_biases(const SourceLayer& source);
+  uint32_t bias_checksum(int32_t expert, uint32_t checksum) const;
+  void compare_checksum(int32_t expert, uint32_t checksum) const;
 
   std::mutex packing_;
   Readers readers_;
@@ -146,8 +172,26 @@ class Weights {
   const KernelTable& kernels_;
   Pool& pool_;
   BlockStore up_, down_;
-  std::vector<char> up_bias_, down_bias_;
+  // Replaced, not resized: views of them stay valid.
+  std::shared_ptr<std::vector<char>> up_bias_ = std::make_shared<std::vector<char>>();
+  std::shared_ptr<std::vector<char>> down_bias_ = std::make_shared<std::vector<char>>();
   std::vector<uint8_t> present_;
+  bool adopted_ = false;
+  std::string source_;                               // the adopted layer in words
+  const Mapping* mappings_[2] = {};                  // files that hold adopted memory, or null
+  std::vector<uint32_t> checksums_;                  // [experts], or empty: not known
+  mutable std::vector<std::atomic<bool>> verified_;  // [experts]
+};
+
+// A reader of the weights, in a scope.
+class Reading {
+ public:
+  explicit Reading(const Weights& weights) : weights_(weights) { weights_.enter(); }
+  ~Reading() { weights_.leave(); }
+  Reading(const Reading&) = delete;
+
+ private:
+  const Weights& weights_;
 };
 
 }  // namespace kt

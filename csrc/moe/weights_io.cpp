@@ -1,51 +1,168 @@
-// Import and export of packed experts: blocks packed by another process are used in place, and any matrix can be
-// dequantised to rows.
+// Import and export of packed experts: blocks packed by another process are used in place and checked by their
+// checksums, and any matrix can be dequantised to rows.
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 
+#include "crc32c.h"
+#include "interrupt.h"
 #include "moe/weights.h"
 
 namespace kt {
 
-void BlockStore::adopt(const char* from, int32_t experts) {
+void BlockStore::adopt(const char* from, int32_t experts, std::shared_ptr<const void> owner) {
   if (parts() == 1) {
-    part_.clear();
     base_[0] = from;
+    owner_ = std::move(owner);
     return;
   }
-  for (int32_t e = 0; e < experts; e++)
+  InterruptPoll interrupted;
+  for (int32_t e = 0; e < experts; e++) {
+    if (interrupted()) throw Interrupted();
     for (int g = 0; g < parts(); g++) {
       size_t count = (size_t)(end(g) - begin(g));
       const char* blocks = from + ((size_t)e * (size_t)blocks_ + (size_t)begin(g)) * block_bytes_;
-      std::memcpy(part_[(size_t)g].data() + (size_t)e * count * block_bytes_, blocks, count * block_bytes_);
+      std::memcpy(const_cast<char*>(base_[(size_t)g]) + (size_t)e * count * block_bytes_, blocks, count * block_bytes_);
     }
+  }
 }
 
 void BlockStore::copy_to(char* to, int32_t experts) const {
-  for (int32_t e = 0; e < experts; e++)
+  InterruptPoll interrupted;
+  for (int32_t e = 0; e < experts; e++) {
+    if (interrupted()) throw Interrupted();
     for (int g = 0; g < parts(); g++) {
       size_t count = (size_t)(end(g) - begin(g));
       std::memcpy(to + ((size_t)e * (size_t)blocks_ + (size_t)begin(g)) * block_bytes_,
                   base_[(size_t)g] + (size_t)e * count * block_bytes_, count * block_bytes_);
     }
+  }
 }
 
-void Weights::adopt(const char* up, const char* down) {
+void Weights::adopt(const AdoptedLayer& layer) {
   std::lock_guard lock(packing_);
   readers_.lock("experts");
-  up_.adopt(up, shape_.experts);
-  down_.adopt(down, shape_.experts);
+  struct Unlock {
+    Readers& readers;
+    ~Unlock() { readers.unlock(); }
+  } unlock{readers_};
+  // Incomplete until the end, also where the copying is interrupted.
+  std::fill(present_.begin(), present_.end(), (uint8_t)0);
+  up_.adopt(layer.up, shape_.experts, layer.owner);
+  down_.adopt(layer.down, shape_.experts, layer.owner);
+  auto take = [&](const char* from, const BlockStore& store) {
+    if (!from) return std::make_shared<std::vector<char>>();
+    size_t bytes = (size_t)shape_.experts * (size_t)store.blocks() * kBlockN * (size_t)kernels_.sum_bytes;
+    return std::make_shared<std::vector<char>>(from, from + bytes);
+  };
+  up_bias_ = take(layer.up_bias, up_);
+  down_bias_ = take(layer.down_bias, down_);
+  mappings_[0] = mapping_at(layer.up);
+  mappings_[1] = mapping_at(layer.down);
+  source_ = layer.source.empty() ? "another store" : layer.source;
+  checksums_ = layer.checksums;
+  verified_ = std::vector<std::atomic<bool>>(checksums_.size());
+  adopted_ = true;
+  check_source();
   std::fill(present_.begin(), present_.end(), (uint8_t)1);
-  readers_.unlock();
 }
 
-void Weights::adopt_biases(const char* up, const char* down) {
-  auto take = [&](const char* from, const BlockStore& store, std::vector<char>& to) {
-    if (from)
-      to.assign(from, from + (size_t)shape_.experts * (size_t)store.blocks() * kBlockN * (size_t)kernels_.sum_bytes);
+void Weights::check_source() const {
+  for (const Mapping* mapping : mappings_) check_mapping(mapping);
+}
+
+namespace {
+
+constexpr size_t kChecksumPiece = 512 << 10;  // bytes that a thread takes at a time
+
+struct ChecksumPiece {
+  const char* data;
+  size_t bytes;
+  uint32_t checksum;
+};
+
+// The bytes of an expert in order, in pieces; blocks are contiguous within a part.
+void add_pieces(const BlockStore& store, int32_t expert, std::vector<ChecksumPiece>& pieces) {
+  for (int g = 0; g < store.parts(); g++) {
+    if (store.begin(g) == store.end(g)) continue;
+    const char* at = store.at(expert, store.begin(g));
+    size_t left = (size_t)(store.end(g) - store.begin(g)) * store.block_bytes();
+    for (size_t bytes; left; at += bytes, left -= bytes) {
+      bytes = std::min(left, kChecksumPiece);
+      pieces.push_back({at, bytes, 0});
+    }
+  }
+}
+
+class ChecksumJob final : public Job {
+ public:
+  explicit ChecksumJob(std::vector<ChecksumPiece>& pieces) : pieces_(pieces) {}
+
+  void work(const Worker&) override {
+    for (size_t i; !cancelled() && (i = next_.fetch_add(1)) < pieces_.size();)
+      pieces_[i].checksum = crc32c(pieces_[i].data, pieces_[i].bytes);
+  }
+
+ private:
+  std::vector<ChecksumPiece>& pieces_;
+  std::atomic<size_t> next_{0};
+};
+
+uint32_t combine(const ChecksumPiece* first, const ChecksumPiece* last) {
+  uint32_t checksum = 0;
+  for (; first != last; first++) checksum = crc32c_combine(checksum, first->checksum, first->bytes);
+  return checksum;
+}
+
+}  // namespace
+
+uint32_t Weights::bias_checksum(int32_t expert, uint32_t checksum) const {
+  size_t sum_bytes = (size_t)kernels_.sum_bytes * kBlockN;
+  if (const char* bias = up_bias(expert)) checksum = crc32c(bias, (size_t)up_.blocks() * sum_bytes, checksum);
+  if (const char* bias = down_bias(expert)) checksum = crc32c(bias, (size_t)down_.blocks() * sum_bytes, checksum);
+  return checksum;
+}
+
+uint32_t Weights::checksum(int32_t expert) const {
+  std::vector<ChecksumPiece> pieces;
+  add_pieces(up_, expert, pieces);
+  add_pieces(down_, expert, pieces);
+  ChecksumJob job(pieces);
+  pool_.run(job);
+  return bias_checksum(expert, combine(pieces.data(), pieces.data() + pieces.size()));
+}
+
+void Weights::compare_checksum(int32_t expert, uint32_t checksum) const {
+  if (checksum == checksums_[(size_t)expert]) return verified_[(size_t)expert].store(true, std::memory_order_release);
+  auto hex = [](uint32_t value) {
+    char text[9];
+    std::snprintf(text, sizeof text, "%08x", value);
+    return std::string(text);
   };
-  take(up, up_, up_bias_);
-  take(down, down_, down_bias_);
+  throw DamagedFile(source_ + ", expert " + std::to_string(expert) + ": given contents with checksum " + hex(checksum) +
+                    ", expected " + hex(checksums_[(size_t)expert]) +
+                    "; the file was changed or has decayed: copy it again, or run kt quant again (--no-verify, or "
+                    "KT_VERIFY=0, computes with it as it is)");
+}
+
+void Weights::verify(const std::vector<int32_t>& experts) const {
+  std::vector<ChecksumPiece> pieces;
+  std::vector<std::pair<int32_t, size_t>> pending;  // expert, end of its pieces
+  for (int32_t expert : experts) {
+    if (verified(expert)) continue;
+    add_pieces(up_, expert, pieces);
+    add_pieces(down_, expert, pieces);
+    pending.emplace_back(expert, pieces.size());
+  }
+  if (pending.empty()) return;
+  ChecksumJob job(pieces);
+  pool_.run(job);
+  check_source();
+  const ChecksumPiece* first = pieces.data();
+  for (auto [expert, end] : pending) {
+    compare_checksum(expert, bias_checksum(expert, combine(first, pieces.data() + end)));
+    first = pieces.data() + end;
+  }
 }
 
 void Weights::decode(Matrix matrix, int32_t expert, char* out) const {

@@ -86,6 +86,12 @@ def copy_rows(call: int, rows: Any, stream: int) -> int:
     """Calls the C function `int(uint64 target, const void* source, size_t bytes, void* stream)` at address `call` for
     every row of uint64 [n, 3] until one returns other than 0; returns the last result. Releases the GIL."""
 
+def map_file(path: str) -> Any:
+    """All bytes of a file as a read-only numpy array of uint8, mapped; OSError if it cannot be mapped, or is empty."""
+
+def crc32c(data: Any, crc: int = 0) -> int:
+    """CRC-32C of uint8 [n]; `crc` is that of the bytes before."""
+
 def host_callbacks() -> HostCallbacks:
     """Addresses of two C functions `void(void* call)` that take `Call.address` and need no GIL."""
 
@@ -163,10 +169,21 @@ class Experts:
         down_bias: Array | None = None,
     ) -> None: ...
     def adopt(
-        self, gate_up: Array, down: Array, gate_up_bias: Array | None = None, down_bias: Array | None = None
-    ) -> None: ...
+        self,
+        gate_up: Array,
+        down: Array,
+        gate_up_bias: Array | None = None,
+        down_bias: Array | None = None,
+        checksums: Array | None = None,
+        source: str = "",
+    ) -> None:
+        """`checksums`: int64 [E], each the CRC-32C of an expert; `source` names the layer in errors."""
     def memory(self) -> dict[str, Any]:
-        """numpy arrays: "gate_up" and "down" in bytes, and the biases that there are."""
+        """Read-only numpy arrays: "gate_up" and "down" in bytes, and the biases that there are."""
+    def checksums(self) -> list[int]:
+        """CRC-32C of every expert's bytes of `memory()`: gate_up, down, gate_up_bias, down_bias."""
+    def verify(self, experts: Sequence[int]) -> None:
+        """Compare these experts with the checksums of `adopt`, where that was not done; DamagedFileError."""
     def transpose(self, source: Any, target: Any) -> None: ...
     def decode(self, matrix: str, expert: int, out: Array) -> None: ...
     def layout(self) -> dict[str, Any]: ...

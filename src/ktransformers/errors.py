@@ -15,3 +15,7 @@ class InputError(KTError, ValueError):
 
     def __init__(self, name: str, given: object, expected: str, remedy: str = "") -> None:
         super().__init__(f"{name}: given {given}, expected {expected}" + (f"; {remedy}" if remedy else ""))
+
+
+class DamagedFileError(KTError, OSError):
+    """A file whose contents are not what was written: truncated, unreadable, or with a wrong checksum."""

@@ -93,7 +93,7 @@ void check_format(const Format& f, const KernelTable& kernels) {
     std::vector<char> gate_up_bytes(experts.weights().up().bytes()), down_bytes(experts.weights().down().bytes());
     experts.weights().up().copy_to(gate_up_bytes.data(), s.experts);
     experts.weights().down().copy_to(down_bytes.data(), s.experts);
-    other.weights().adopt(gate_up_bytes.data(), down_bytes.data());
+    other.weights().adopt({gate_up_bytes.data(), down_bytes.data(), nullptr, nullptr, nullptr, {}, ""});
     BatchOf<Real> batch(s, 5, 2);
     grad = random_reals<Real>((size_t)(5 * s.hidden), 1, random);
     CHECK(forward_and_backward(other, batch, grad) == forward_and_backward(experts, batch, grad));

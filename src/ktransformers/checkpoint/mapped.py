@@ -1,8 +1,9 @@
 """A file as a memory-mapped tensor: pages are read on first access, and all processes share one copy.
 
-The mapping is shared and read-only, so a stray write faults instead of changing the model. `pages` says when pages are
-read: `lazy` on first access, `prefault` all of them now, `lock` all of them now and never swapped out. Tensors keep the
-mapping alive.
+The mapping is shared and read-only: the core refuses to write to it, and so does torch outside of inference mode.
+`pages` says when pages are read: `lazy` on first access, `prefault` all of them now, `lock` all of them now and never
+swapped out. Tensors keep the mapping alive. A file that is truncated while it is mapped is reported by the call that
+reads it (csrc/mapped_file.h).
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import mmap
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ktransformers import _core
 from ktransformers.errors import InputError
 from ktransformers.system import memory
 
@@ -31,25 +34,27 @@ def check_pages(pages: str) -> None:
 def map_file(file: Path, pages: str = "lazy") -> Tensor:
     """All bytes of the file, uint8 [size]."""
     check_pages(pages)
-    with file.open("rb") as stream:
-        mapping = mmap.mmap(stream.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+    tensor = read_only_tensor(_core.map_file(os.fspath(file)))
     if pages != "lazy":
-        _populate(mapping)
+        _populate(tensor)
     if pages == "lock":
         _lock(file, tensor)
     return tensor
 
 
-def _populate(mapping: mmap.mmap) -> None:
-    mapping.madvise(mmap.MADV_WILLNEED)
-    try:
-        mapping.madvise(POPULATE_READ)
-    except OSError:  # an older kernel: touch every page
-        for offset in range(0, len(mapping), mmap.PAGESIZE):
-            mapping[offset]
+def read_only_tensor(array: Any) -> Tensor:
+    """A numpy array as a tensor that torch refuses to change in place: an inference tensor, outside of that mode."""
+    with warnings.catch_warnings(), torch.inference_mode():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)
+
+
+def _populate(tensor: Tensor) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, size = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
+    libc.madvise(address, size, mmap.MADV_WILLNEED)
+    if libc.madvise(address, size, POPULATE_READ) != 0:  # an older kernel: touch every page
+        tensor[:: mmap.PAGESIZE].sum()
 
 
 def _lock(file: Path, tensor: Tensor) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ktransformers import _core
 from ktransformers.checkpoint.encoded import Encoded
+from ktransformers.checkpoint.mapped import read_only_tensor
 from ktransformers.errors import InputError
 from ktransformers.nn import buffer_pool
 from ktransformers.nn.expert_call import ExpertCall
@@ -227,9 +228,19 @@ class ExpertStore:
     def memory(self) -> dict[str, Tensor]:
         """The packed bytes "gate_up" and "down", and the biases if any ("gate_up_bias", "down_bias").
 
-        They are views that keep the store alive; with more than one NUMA node, copies in the layout of one node.
+        They are read-only views that keep the memory alive; with more than one NUMA node, copies in the layout of one
+        node.
         """
-        return {name: torch.from_numpy(array) for name, array in self._experts.memory().items()}
+        return {name: read_only_tensor(array) for name, array in self._experts.memory().items()}
+
+    def checksums(self) -> list[int]:
+        """CRC-32C of every expert: of its bytes in `memory()`, gate_up, down and then the biases."""
+        return self._experts.checksums()
+
+    def verify(self, experts: Sequence[int]) -> None:
+        """Compare experts with their checksums from `adopt`, those that were not compared before; `forward` and the
+        other calls do so for the experts that they compute. Nothing to do without checksums."""
+        self._experts.verify(experts)
 
     def adopt(
         self,
@@ -238,12 +249,16 @@ class ExpertStore:
         down: Tensor,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
+        checksums: Tensor | None = None,
+        source: str = "",
     ) -> None:
         """Instead of `pack`: use what `memory` returned for a store of the same shape, formats and `LAYOUT_VERSION`.
 
-        On one NUMA node the tensors, e.g. of a mapped file, are used without a copy and kept alive.
+        On one NUMA node the tensors, e.g. of a mapped file, are used without a copy and kept alive; nothing can be
+        packed afterwards. `checksums` (int64 [E], of `checksums()`) are compared when an expert is first read; an error
+        names `source`.
         """
-        self._experts.adopt(gate_up, down, gate_up_bias, down_bias)
+        self._experts.adopt(gate_up, down, gate_up_bias, down_bias, checksums, source)
 
     def layout(self) -> dict[str, Any]:
         """The layout of `memory()`: sizes of blocks, and of the strips of encoded ones."""
