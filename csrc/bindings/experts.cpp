@@ -116,7 +116,7 @@ constexpr int64_t kMaxCallRows = INT_MAX - 64;  // (token, slot) pairs of a call
 }  // namespace
 
 BoundArguments PyExperts::bind(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out,
-                               nb::handle adapter, nb::handle skip, nb::handle adapters) const {
+                               nb::handle adapter, nb::handle skip, nb::handle adapters, const char* out_name) const {
   const LayerShape& s = experts->shape();
   BoundArguments bound;
   auto bind_tensor = [&](const char* name, nb::handle tensor, int dims, std::initializer_list<Element> elements) {
@@ -132,10 +132,10 @@ BoundArguments PyExperts::bind(nb::handle hidden, nb::handle ids, nb::handle wei
   check_shape("ids", i, {tokens, top_k}, "tokens, top k");
   Array w = bind_tensor("weights", weights, 2, kFloats);
   check_shape("weights", w, {tokens, top_k}, "tokens, top k");
-  Array y = bound.tensors.emplace_back(array_of({"out", 2, kFloats, Strides::rows, Access::write}, out));
-  check_shape("out", y, {tokens, s.hidden}, "tokens, hidden");
+  Array y = bound.tensors.emplace_back(array_of({out_name, 2, kFloats, Strides::rows, Access::write}, out));
+  check_shape(out_name, y, {tokens, s.hidden}, "tokens, hidden");
   if (share_memory(x, y))
-    refuse_value("out", "memory that overlaps hidden", "memory of its own", "pass another tensor");
+    refuse_value(out_name, "memory that overlaps hidden", "memory of its own", "pass another tensor");
   b.tokens = (int32_t)tokens;
   b.top_k = (int32_t)top_k;
   b.hidden = x.data();
@@ -231,7 +231,7 @@ void PyExperts::backward(nb::handle grad_out, nb::handle hidden, nb::handle ids,
                          nb::handle adapter, nb::handle adapters, nb::handle factors, double dropout,
                          int64_t seed) const {
   // The gradient of the hidden states is this call's output.
-  BoundArguments bound = bind(hidden, ids, weights, grad_hidden, adapter, skip, adapters);
+  BoundArguments bound = bind(hidden, ids, weights, grad_hidden, adapter, skip, adapters, "grad_hidden");
   bound.set_dropout(dropout, seed);
   Gradients gradients;
   gradients.keep = bind_keep(keep, bound, Access::read);

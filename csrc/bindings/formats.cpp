@@ -282,8 +282,9 @@ nb::dict PyExperts::memory() const {
     if (at) {
       owner = owner_of(store.owner());
     } else {
-      char* copy = new char[bytes];
-      owner = nb::capsule(copy, [](void* p) noexcept { delete[] (char*)p; });
+      auto buffer = std::make_shared<Buffer>(bytes);
+      char* copy = buffer->data();
+      owner = owner_of(std::move(buffer));
       at = copy;
       nb::gil_scoped_release released;
       store.copy_to(copy, experts->shape().experts);

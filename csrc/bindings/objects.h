@@ -107,7 +107,7 @@ struct PyExperts {
   void transpose(nb::handle source, nb::handle target) const;  // on the thread pool of these experts
  private:
   BoundArguments bind(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out, nb::handle adapter,
-                      nb::handle skip, nb::handle adapters) const;
+                      nb::handle skip, nb::handle adapters, const char* out_name = "out") const;
   void set_w8a8(bool w8a8, BoundArguments& bound) const;
   char* bind_keep(nb::handle keep, BoundArguments& bound, Access access) const;
   LoraTargets bind_targets(nb::handle six, const PyAdapter& adapter, BoundArguments& bound) const;

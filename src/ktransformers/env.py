@@ -35,6 +35,7 @@ VARIABLES = (
         "map, stage",
         "how packed experts are copied to a GPU: from registered host memory, or through a staging buffer",
     ),
+    Variable("KT_VERIFY", "1, 0", "0: packed experts are not compared with their checksums when they are first read"),
     Variable(
         "KT_GRAPHS",
         "a list of experts, attention, decode; 0 or none",
@@ -67,6 +68,14 @@ def graphs_enabled(name: str) -> bool:
     if not set(words) <= set(GRAPHS):
         raise InputError("KT_GRAPHS", repr(value), f"a list of {', '.join(GRAPHS)}; 0 or none for no graphs at all")
     return name in words
+
+
+def verify_enabled() -> bool:
+    """Whether packed experts are compared with their checksums; KT_VERIFY unset: they are."""
+    value = text("KT_VERIFY")
+    if value not in ("", "0", "1"):
+        raise InputError("KT_VERIFY", repr(value), "1 or 0")
+    return value != "0"
 
 
 def current() -> dict[str, str]:

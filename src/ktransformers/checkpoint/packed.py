@@ -9,7 +9,9 @@
 
 The packed tensors have the names of the parameters that they replace but another shape, so that a program without the
 "kt" method fails on them instead of initialising the experts randomly. Opening checks names, sizes and the hash of
-every header, which contains the id of the conversion; contents are hashed only on request.
+every header, which contains the id of the conversion. Files are hashed only on request, but each packed file also holds
+a CRC-32C of every expert, which is compared when the expert is first read; files of ktransformers 0.2 and earlier do
+not, and are not compared.
 """
 
 from __future__ import annotations
@@ -87,6 +89,11 @@ class Manifest(ManifestModel):
             return by_module[module]
         roots = {layer.module.removesuffix(".experts"): layer for layer in self.layers}
         return roots[locate([ExpertTensors(root, {}, {}) for root in roots], module).root]
+
+
+def checksums_name(module: str) -> str:
+    """Name of the tensor with the CRC-32C of a layer's experts, int64 [E], in the layer's file."""
+    return f"{module}.checksums"
 
 
 def content_hash(document: Mapping[str, Any]) -> str:

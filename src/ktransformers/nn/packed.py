@@ -1,7 +1,8 @@
 """Experts of a packed directory: files are memory-mapped, and stores compute from the mapping without a copy.
 
 Opening reads the headers and the manifest. Pages are read when a token is routed to their expert, and all processes
-share them. With more than one NUMA node a store copies its slices instead. A directory with another layout version than
+share them. With more than one NUMA node a store copies its slices instead. An expert is compared with its checksum when
+it is first computed with or copied to a GPU. A directory with another layout version than
 these kernels, or of another model, is refused before transformers loads anything.
 """
 
@@ -10,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from ktransformers import _core
+from ktransformers import _core, env
 from ktransformers.checkpoint.mapped import check_pages, map_file
 from ktransformers.checkpoint.matrix import DTYPES
 from ktransformers.checkpoint.packed import (
@@ -20,15 +22,19 @@ from ktransformers.checkpoint.packed import (
     REPACK_HINT,
     PackedLayer,
     check_shards,
+    checksums_name,
     is_packed,
     read_manifest,
     read_packed_section,
     verify_packed,
 )
 from ktransformers.errors import InputError
+from ktransformers.log import logger
 from ktransformers.nn.contract import Contract
 from ktransformers.nn.experts import new_store
 from ktransformers.nn.store import LAYOUT_VERSION, ExpertStore
+
+log = logger(__name__)
 
 
 class PackedExperts:
@@ -45,6 +51,7 @@ class PackedExperts:
                 REPACK_HINT,
             )
         self._layouts = check_shards(directory, self._manifest)
+        self._said_unverified = False
 
     @property
     def tensors(self) -> list[str]:
@@ -85,8 +92,24 @@ class PackedExperts:
             slot = slots[tensor]
             data = file[slot.offset : slot.offset + slot.bytes]
             parts[role] = data if slot.dtype == "U8" else data.view(DTYPES[slot.dtype]).view(slot.shape)
-        store.adopt(**parts)  # roles are the names of adopt's arguments
+        checksums = self._checksums(file, layer)
+        source = f"{self.directory / layer.file}, layer {layer.module}"
+        store.adopt(**parts, checksums=checksums, source=source)  # roles are the names of adopt's arguments
         return store
+
+    def _checksums(self, file: Tensor, layer: PackedLayer) -> Tensor | None:
+        """The checksums of the layer's experts; None if there are none or KT_VERIFY is 0."""
+        slot = self._layouts[layer.file].slots.get(checksums_name(layer.module))
+        if slot is None or not env.verify_enabled():
+            if not self._said_unverified:
+                self._said_unverified = True
+                reason = "KT_VERIFY is 0" if slot is not None else "they have no checksums: packed by an older version"
+                log.warning("%s: experts are not verified, %s", self.directory, reason)
+            return None
+        if (slot.dtype, slot.shape) != ("I64", (layer.experts,)):
+            given = f"checksums of {slot.dtype} {list(slot.shape)}"
+            raise InputError(str(self.directory / layer.file), given, f"I64 [{layer.experts}]", REPACK_HINT)
+        return file[slot.offset : slot.offset + slot.bytes].view(torch.int64)
 
 
 def open_packed(files: Sequence[str | Path], *, pages: str = "lazy", verify: bool = False) -> PackedExperts | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -336,7 +336,8 @@ def _add(
 
 def new_layer(engine: ExpertEngine, index: int, store: ExpertStore, gate: Gate, sizes: Geometry) -> PlacedLayer:
     memory = store.memory()
-    source = LayerBytes(_by_expert(memory["gate_up"], sizes.experts), _by_expert(memory["down"], sizes.experts))
+    first, down = _by_expert(memory["gate_up"], sizes.experts), _by_expert(memory["down"], sizes.experts)
+    source = LayerBytes(first, down, functools.partial(_verify, weakref.ref(store)))
     biases = (
         _bias(memory.get("gate_up_bias"), sizes.first, sizes.experts, engine.device),
         _bias(memory.get("down_bias"), sizes.down, sizes.experts, engine.device),
@@ -345,6 +346,11 @@ def new_layer(engine: ExpertEngine, index: int, store: ExpertStore, gate: Gate, 
     costs = engine.dispatcher.costs or dict.fromkeys(("forward", "backward"), UNMEASURED)
     engine.dispatcher.costs = costs
     return PlacedLayer(packed, weakref.ref(store), costs, np.zeros(sizes.experts, np.int64))
+
+
+def _verify(store: weakref.ref[ExpertStore], experts: Sequence[int]) -> None:
+    if (alive := store()) is not None:
+        alive.verify(experts)
 
 
 def _by_expert(packed: Tensor, experts: int) -> Tensor:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ktransformers.checkpoint.matrix import SPELLED
-from ktransformers.checkpoint.packed import PackedLayer
+from ktransformers.checkpoint.packed import PackedLayer, checksums_name
 from ktransformers.checkpoint.tensorfile import FileLayout, TensorFile, plan_layout
 from ktransformers.nn.store import LAYOUT_VERSION, ExpertStore
 from ktransformers.quant.plan import LayerPlan
@@ -25,6 +26,7 @@ class LayerFile:
         self._metadata = {"format": "kt", "conversion": conversion, "layout": str(LAYOUT_VERSION)}
         self._store = store
         self._shape = plan.origin.contract.shape
+        self._checksums = checksums_name(plan.origin.module)
         self._file: TensorFile | None = None
 
     def flush(self, expert: int) -> None:
@@ -36,6 +38,8 @@ class LayerFile:
         tensors = self._store.memory()
         if self._file is None:
             self._file = TensorFile(self._path, self._layout(tensors))
+        checksums = torch.tensor(self._store.checksums()[:count])
+        self._file.write(self._checksums, checksums, checksums.itemsize * (expert + 1 - count))
         for role, tensor in tensors.items():
             packed = tensor.reshape(-1)[: tensor.numel() // capacity * count]
             self._file.write(self._name(role), packed, tensor.nbytes // capacity * (expert + 1 - count))
@@ -46,6 +50,7 @@ class LayerFile:
         for role, tensor in tensors.items():
             shape = (tensor.numel() // capacity * experts,) if tensor.dim() == 1 else (experts, *tensor.shape[1:])
             entries.append((self._name(role), SPELLED[tensor.dtype], shape))
+        entries.append((self._checksums, SPELLED[torch.int64], (experts,)))
         return plan_layout(entries, self._metadata, padding=f"{self._plan.origin.module}.padding")
 
     def _name(self, role: str) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,7 @@ class LayerBytes:
 
     first: Tensor  # uint8 [E, bytes]
     down: Tensor
+    verify: Callable[[Sequence[int]], None] = lambda experts: None  # before experts are read for the first time
 
 
 Key = tuple[int, int]  # layer, expert
@@ -113,6 +114,7 @@ class ExpertCache:
         self._clock += 1
         slots = self._slots.setdefault(layer, {})
         if missing := [expert for expert in experts if expert not in slots]:
+            source.verify(missing)
             self._copy(source, self._assign_slots(layer, slots, missing, frozenset(experts), keep))
         fetched = [slots[expert] for expert in experts if expert in slots]
         for slot in fetched:
