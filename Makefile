@@ -16,6 +16,13 @@ CPP := $(shell find csrc tests/native -name '*.cpp' -o -name '*.h' 2>/dev/null)
 # somebody whose compiler is newer than ours.
 DEFINES := -C cmake.define.KT_TESTS=ON -C cmake.define.KT_EMULATE=ON
 
+# All variants run under the sanitizers; with OFF those of this CPU.
+EMULATE ?= ON
+CXX_LIBRARY = $(shell $(CXX) -print-file-name=$(1))
+# Python itself has no sanitizer, so its runtime is loaded first; the interpreter's own allocations are never all freed.
+ASAN_PYTHON = LD_PRELOAD="$(call CXX_LIBRARY,libasan.so) $(call CXX_LIBRARY,libstdc++.so)" \
+  ASAN_OPTIONS=detect_leaks=0 KT_CORE=$$(ls build/asan/_core*.so) PYTHONPATH=src OMP_NUM_THREADS=1
+
 # Stop a test run that hangs in native code with the traces of all threads.
 export PYTHONFAULTHANDLER := 1
 
@@ -93,14 +100,18 @@ demo: build  ## a small MoE made, tuned, proven, served and judged, with a table
 wheel: $(VENV)/.installed  ## one wheel with all variants, in dist/
 	$(PY) -m build --wheel --no-isolation --outdir dist -C build-dir=build/wheel .
 
-# The native tests under a sanitizer, all variants; no Python involved.
+# The native tests under a sanitizer, all variants; asan also runs the test of all bindings, with a module of its own.
 asan tsan: sanitizer = $(if $(filter asan,$@),address,thread)
-asan:  ## native tests under Address and UndefinedBehavior sanitizers
+asan: python = -DSKBUILD=2 -DPython_EXECUTABLE=$(abspath $(PY))
+asan: $(VENV)/.installed
+asan:  ## native tests and all bindings under Address and UndefinedBehavior sanitizers
 tsan:  ## native tests under ThreadSanitizer
 asan tsan:
-	$(CMAKE) -S . -B build/$@ -DCMAKE_BUILD_TYPE=Debug -DKT_SANITIZE=$(sanitizer) -DKT_TESTS=ON -DKT_EMULATE=ON -DKT_WERROR=ON
-	$(CMAKE) --build build/$@ --parallel $(JOBS) --target kt_tests
+	$(CMAKE) -S . -B build/$@ -DCMAKE_BUILD_TYPE=Debug -DKT_SANITIZE=$(sanitizer) -DKT_TESTS=ON -DKT_EMULATE=$(EMULATE) \
+	  -DKT_WERROR=ON $(python)
+	$(CMAKE) --build build/$@ --parallel $(JOBS) --target kt_tests $(if $(python),_core)
 	build/$@/kt_tests
+	$(if $(python),$(ASAN_PYTHON) $(PY) -m pytest -q --noconftest -p no:cacheprovider tests/kernels/test_bindings.py)
 
 # The x86-64 kernels from another architecture: a cross compiler, and an emulator that knows AVX2.
 x86: CROSS ?= x86_64-linux-gnu-

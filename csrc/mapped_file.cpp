@@ -14,11 +14,14 @@
 
 namespace kt {
 
+enum class Damage : uint8_t { none, lost, written };
+
 // A handler may read an entry at any time, so entries are never freed, only used again.
 struct Mapping {
   std::atomic<uintptr_t> begin{0}, end{0};  // both 0: unused
-  std::atomic<bool> damaged{false};
-  std::string path;  // written while unused
+  std::atomic<Damage> damage{Damage::none};
+  int file = -1;     // open as long as it is mapped
+  std::string path;  // written while unused, as is the file
   Mapping* next = nullptr;
 };
 
@@ -26,7 +29,7 @@ namespace {
 
 std::atomic<Mapping*> mappings{nullptr};
 std::mutex adding;
-struct sigaction previous_action;
+struct sigaction previous_bus, previous_segv;
 
 Mapping* find(uintptr_t address) {
   for (Mapping* m = mappings.load(std::memory_order_acquire); m; m = m->next)
@@ -35,46 +38,61 @@ Mapping* find(uintptr_t address) {
   return nullptr;
 }
 
+// Zeros from the page on to the end of the mapping.
+bool map_zeros(const Mapping& mapping, uintptr_t page) {
+  return mmap((void*)page, mapping.end.load() - page, PROT_READ,
+              MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0) != MAP_FAILED;
+}
+
+// A copy of one page that this process alone sees.
+bool map_private(const Mapping& mapping, uintptr_t page, size_t bytes) {
+  return mmap((void*)page, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, mapping.file,
+              (off_t)(page - mapping.begin.load())) != MAP_FAILED;
+}
+
 // Only calls that are safe in a signal handler: atomics, and mmap, which is a bare system call.
-void on_bus_error(int number, siginfo_t* info, void* context) {
+void on_fault(int number, siginfo_t* info, void* context) {
   // Another handler that saw the fault first (faulthandler) raises the signal again, without the address; the access
   // itself faults once more when this one returns.
   if (info->si_code == SI_TKILL && info->si_pid == getpid()) return;
   const uintptr_t address = (uintptr_t)info->si_addr;
-  Mapping* mapping = info->si_code > 0 ? find(address) : nullptr;
+  const bool lost = number == SIGBUS, written = number == SIGSEGV && info->si_code == SEGV_ACCERR;
+  Mapping* mapping = info->si_code > 0 && (lost || written) ? find(address) : nullptr;
   if (mapping) {
     const int saved = errno;
-    mapping->damaged.store(true);
-    const uintptr_t page = address & ~((uintptr_t)sysconf(_SC_PAGESIZE) - 1), end = mapping->end.load();
-    void* zeros =
-        mmap((void*)page, end - page, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+    const size_t bytes = (size_t)sysconf(_SC_PAGESIZE);
+    const uintptr_t page = address & ~((uintptr_t)bytes - 1);
+    const bool mapped = lost ? map_zeros(*mapping, page) : map_private(*mapping, page, bytes);
+    mapping->damage.store(lost ? Damage::lost : Damage::written);
     errno = saved;
-    if (zeros != MAP_FAILED) return;
+    if (mapped) return;
   }
-  if (previous_action.sa_flags & SA_SIGINFO) return previous_action.sa_sigaction(number, info, context);
-  if (previous_action.sa_handler != SIG_DFL && previous_action.sa_handler != SIG_IGN)
-    return previous_action.sa_handler(number);
-  signal(SIGBUS, SIG_DFL);  // the access faults again and ends the process, as without this handler
+  const struct sigaction& previous = lost ? previous_bus : previous_segv;
+  if (previous.sa_flags & SA_SIGINFO) return previous.sa_sigaction(number, info, context);
+  if (previous.sa_handler != SIG_DFL && previous.sa_handler != SIG_IGN) return previous.sa_handler(number);
+  signal(number, SIG_DFL);  // the access faults again and ends the process, as without this handler
 }
 
-void install_handler() {
+void install_handlers() {
   struct sigaction action = {};
-  action.sa_sigaction = on_bus_error;
+  action.sa_sigaction = on_fault;
   action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
   sigemptyset(&action.sa_mask);
-  sigaction(SIGBUS, &action, &previous_action);
+  sigaction(SIGBUS, &action, &previous_bus);
+  sigaction(SIGSEGV, &action, &previous_segv);
 }
 
-Mapping* add(const char* data, size_t size, const std::string& path) {
+Mapping* add(const char* data, size_t size, int file, const std::string& path) {
   const std::lock_guard lock(adding);
-  static const bool installed = (install_handler(), true);
+  static const bool installed = (install_handlers(), true);
   (void)installed;
   Mapping* m = mappings.load();
   while (m && m->end.load()) m = m->next;
   const bool fresh = !m;
   if (fresh) m = new Mapping;
   m->path = path;
-  m->damaged.store(false);
+  m->file = file;
+  m->damage.store(Damage::none);
   m->begin.store((uintptr_t)data);
   m->end.store((uintptr_t)data + size);
   if (fresh) {
@@ -101,16 +119,19 @@ MappedFile::MappedFile(const std::string& path) {
   }
   size_ = (size_t)status.st_size;
   void* data = size_ ? mmap(nullptr, size_, PROT_READ, MAP_SHARED, file, 0) : MAP_FAILED;
-  const int error = size_ ? errno : ENODATA;
-  close(file);
-  if (data == MAP_FAILED) throw std::system_error(error, std::generic_category(), path);
+  if (data == MAP_FAILED) {
+    const int error = size_ ? errno : ENODATA;
+    close(file);
+    throw std::system_error(error, std::generic_category(), path);
+  }
   data_ = (const char*)data;
-  mapping_ = add(data_, size_, path);
+  mapping_ = add(data_, size_, file, path);
 }
 
 MappedFile::~MappedFile() {
   {
     const std::lock_guard lock(adding);
+    close(mapping_->file);
     mapping_->end.store(0);
     mapping_->begin.store(0);
   }
@@ -122,10 +143,15 @@ const Mapping* mapping_at(const void* address) { return find((uintptr_t)address)
 const std::string& path_of(const Mapping& mapping) { return mapping.path; }
 
 void check_mapping(const Mapping* mapping) {
-  if (mapping && mapping->damaged.load())
+  const Damage damage = mapping ? mapping->damage.load() : Damage::none;
+  if (damage == Damage::lost)
     throw DamagedFile(mapping->path +
                       ": given a file of which pages could not be read, expected it to stay as it was opened; it was "
                       "truncated or its disk fails: restore it and start again");
+  if (damage == Damage::written)
+    throw DamagedFile(mapping->path +
+                      ": given mapped memory that this process has changed, expected the contents of the file; open it "
+                      "again, and copy what is to be changed");
 }
 
 }  // namespace kt

@@ -1,9 +1,11 @@
-// Files mapped read-only, and what happens when their pages are lost.
+// Files mapped read-only, and what happens when their pages are lost or written.
 //
 // A file that another program truncates, or a disk that cannot be read, makes an access to the mapping fault with
 // SIGBUS, which ends the process. The handler here knows our mappings: it marks the mapping as damaged and maps zeros
 // in place of the rest of it, so that the access goes on; the call that read them checks the mark when it has finished
-// and throws, as does every later call. A SIGBUS anywhere else goes to the handler that was there before.
+// and throws, as does every later call. A write to a mapping, which torch cannot refuse, is a SIGSEGV: it goes to a
+// private copy of the page, the file stays as it is, and the next call throws. Signals anywhere else go to the handler
+// that was there before.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +15,7 @@
 
 namespace kt {
 
-// Of a file whose contents are not what was written: shorter, unreadable, or with a wrong checksum.
+// Of a file whose contents are not what was stored: shorter, unreadable, changed in memory, or with a wrong checksum.
 struct DamagedFile : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -39,6 +41,7 @@ class MappedFile {
 // The mapping that holds this address, or null; valid while the MappedFile is.
 const Mapping* mapping_at(const void* address);
 const std::string& path_of(const Mapping& mapping);
-void check_mapping(const Mapping* mapping);  // throws DamagedFile if pages of it were lost; null: nothing to check
+void check_mapping(
+    const Mapping* mapping);  // throws DamagedFile if pages of it were lost or written; null: nothing to check
 
 }  // namespace kt

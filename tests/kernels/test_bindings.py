@@ -424,8 +424,7 @@ def mapped(tensor: Tensor) -> Tensor:
     file = Path(os.environ["KT_TEST_FILE"])
     file.write_bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     array = _core.map_file(str(file))
-    with torch.inference_mode():
-        return torch.frombuffer(memoryview(array), dtype=tensor.dtype).view(tensor.shape)
+    return torch.frombuffer(memoryview(array), dtype=tensor.dtype).view(tensor.shape)
 
 
 def in_numpy(tensor: Tensor) -> Any:

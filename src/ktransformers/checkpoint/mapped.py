@@ -1,9 +1,9 @@
 """A file as a memory-mapped tensor: pages are read on first access, and all processes share one copy.
 
-The mapping is shared and read-only: the core refuses to write to it, and so does torch outside of inference mode.
-`pages` says when pages are read: `lazy` on first access, `prefault` all of them now, `lock` all of them now and never
-swapped out. Tensors keep the mapping alive. A file that is truncated while it is mapped is reported by the call that
-reads it (csrc/mapped_file.h).
+The mapping is shared and read-only. `pages` says when pages are read: `lazy` on first access, `prefault` all of them
+now, `lock` all of them now and never swapped out. Tensors keep the mapping alive. A file that is truncated while it is
+mapped is reported by the call that reads it, and a stray write, which does not reach the file, by the next call
+(csrc/mapped_file.h).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def map_file(file: Path, pages: str = "lazy") -> Tensor:
 
 
 def read_only_tensor(array: Any) -> Tensor:
-    """A numpy array as a tensor that torch refuses to change in place: an inference tensor, outside of that mode."""
-    with warnings.catch_warnings(), torch.inference_mode():
+    """A read-only numpy array as a tensor, without torch's warning that it has no such thing."""
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -45,6 +46,9 @@ def run(
         int | None, typer.Option("--tensor-parallel-size", "--tp", min=1, help="GPUs that layers are distributed over.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Run even if the plan says that it does not fit.")] = False,
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Do not compare packed experts with their checksums on first use.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
 ) -> None:
     """Serve a model on this machine, or answer one prompt and exit."""
@@ -59,11 +63,12 @@ def run(
 
     placement_options = {"kt_place": kt_place, "kt_num_gpu_experts": gpu_experts}
     place = {name: value for name, value in placement_options.items() if value is not None}
+    verify = False if no_verify else None
     if prompt is None:
         if as_json:
             raise InputError("json", "without a prompt", "a prompt", "a server's answers are JSON already: /v1")
         options = Launch(model, host=host, port=port, threads=cpu_threads, force=force, gpus=gpus, place=place)
-        serve(options, log, show_plan)
+        serve(replace(options, verify=verify), log, show_plan)
         return
     target = resolve_target(model)
     adapters = [name for name, _ in target.adapters]
@@ -72,6 +77,7 @@ def run(
             "adapter", adapter, f"one of {', '.join(adapters) or 'none: this is a model without adapters'}"
         )
     launch = Launch(model, max_running_requests=1, threads=cpu_threads, force=force, gpus=gpus, place=place)
+    launch = replace(launch, verify=verify)
     plan = make_plan(launch, target, log, show_plan)
     service = open_service(launch, target, log, plan)
     adapter_name = adapter or (adapters[0] if adapters else None)

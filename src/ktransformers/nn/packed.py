@@ -38,7 +38,7 @@ log = logger(__name__)
 
 
 class PackedExperts:
-    def __init__(self, directory: Path, *, pages: str = "lazy", verify: bool = False) -> None:
+    def __init__(self, directory: Path, *, pages: str = "lazy", verify: bool | None = None) -> None:
         check_pages(pages)
         self.directory = directory
         self._pages = pages
@@ -51,6 +51,7 @@ class PackedExperts:
                 REPACK_HINT,
             )
         self._layouts = check_shards(directory, self._manifest)
+        self._compares = verify is not False and env.verify_enabled()
         self._said_unverified = False
 
     @property
@@ -98,12 +99,12 @@ class PackedExperts:
         return store
 
     def _checksums(self, file: Tensor, layer: PackedLayer) -> Tensor | None:
-        """The checksums of the layer's experts; None if there are none or KT_VERIFY is 0."""
+        """The checksums of the layer's experts; None if there are none or they are not wanted."""
         slot = self._layouts[layer.file].slots.get(checksums_name(layer.module))
-        if slot is None or not env.verify_enabled():
+        if slot is None or not self._compares:
             if not self._said_unverified:
                 self._said_unverified = True
-                reason = "KT_VERIFY is 0" if slot is not None else "they have no checksums: packed by an older version"
+                reason = "as asked for" if slot is not None else "they have no checksums: packed by an older version"
                 log.warning("%s: experts are not verified, %s", self.directory, reason)
             return None
         if (slot.dtype, slot.shape) != ("I64", (layer.experts,)):
@@ -112,7 +113,7 @@ class PackedExperts:
         return file[slot.offset : slot.offset + slot.bytes].view(torch.int64)
 
 
-def open_packed(files: Sequence[str | Path], *, pages: str = "lazy", verify: bool = False) -> PackedExperts | None:
+def open_packed(files: Sequence[str | Path], *, pages: str = "lazy", verify: bool | None = None) -> PackedExperts | None:
     """The packed experts in the directory of these files; None for an ordinary checkpoint."""
     directory = Path(files[0]).parent
     if not is_packed(directory) and not read_packed_section(directory):

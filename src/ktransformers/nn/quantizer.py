@@ -44,8 +44,8 @@ class KTConfig(QuantizationConfigMixin):
 
     `source` is the quantisation of the files themselves, and `experts` the path of the experts if they are not with the
     other weights, both as `prepare` records them; `weights` is either of them, opened. `packed` is the section that
-    `kt quant` writes for a packed directory, to whose files `pages` (lazy, prefault, lock) and `verify` (checksums)
-    apply.
+    `kt quant` writes for a packed directory, to whose files `pages` (lazy, prefault, lock) and `verify` (checksums,
+    as for `load_model`) apply.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class KTConfig(QuantizationConfigMixin):
         weights: Source | None = None,
         packed: dict[str, Any] | None = None,
         pages: str = "lazy",
-        verify: bool = False,
+        verify: bool | None = None,
     ) -> None:
         self.quant_method = quant_method  # type: ignore[assignment]  # stock: one of its own names
         self.isa = isa

@@ -122,6 +122,7 @@ SUPPORTED_FLAGS = (
     Flag(("--kt-method",), "method", "format of the experts; see docs/serve.md"),
     Flag(("--prefault",), "prefault", "read all pages of a packed directory before the first request", bool),
     Flag(("--lock",), "lock", "the same, and lock them in memory; `ulimit -l` must allow it", bool),
+    Flag(("--no-verify",), "no_verify", "do not compare packed experts with their checksums on first use", bool),
     *PLACEMENT_FLAGS,
     Flag(
         ("--tensor-parallel-size", "--tp-size", "--tp"),
@@ -223,6 +224,7 @@ class Launch:
     always_on: Path | None = None
     experts: Path | None = None
     pages: str = "lazy"  # of a packed directory: lazy, prefault or lock
+    verify: bool | None = None  # of `load_model`
     gpus: int | None = None  # that layers are distributed over
     place: dict[str, Any] = field(default_factory=dict)  # fields of `place.options.PlacementOptions` that the line sets
     cuda_graph_max_bs: int = 32
@@ -286,6 +288,7 @@ def parse(words: Sequence[str]) -> Launch:
     placement = {flag.field: options.pop(flag.field) for flag in PLACEMENT_FLAGS}
     options["place"] = {name: value for name, value in placement.items() if value is not None and value is not False}
     prefault, lock = options.pop("prefault"), options.pop("lock")
+    options["verify"] = False if options.pop("no_verify") else None
     options["pages"] = "lock" if lock else "prefault" if prefault else "lazy"
     return Launch(target=targets[0], lora_paths=paths, notes=tuple(notes), **options)
 

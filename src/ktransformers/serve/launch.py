@@ -205,7 +205,8 @@ def _load_model(launch: Launch, target: Target, dtype: Any, device: str, spare: 
             f"--{launch.pages}: without effect: these experts are read into memory; `kt quant` writes some to be mapped"
         )
     gpu = None if device == "cpu" else device
-    return load_model(directory, experts=experts, dtype=dtype, device=gpu, pool=pool, pages=launch.pages)
+    pages, verify = launch.pages, launch.verify
+    return load_model(directory, experts=experts, dtype=dtype, device=gpu, pool=pool, pages=pages, verify=verify)
 
 
 def _max_positions(config: Any) -> int:
