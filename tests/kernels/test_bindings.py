@@ -34,7 +34,7 @@ if (path := os.environ.get("KT_CORE")) and "ktransformers._core" not in sys.modu
 
 from ktransformers import _core
 
-E, H, I, T, K, R = 3, 64, 96, 5, 2, 4
+E, H, I, T, K, R = 3, 64, 96, 5, 2, 4  # noqa: E741
 LIBC = ctypes.CDLL(None, use_errno=True)
 PROT_NONE = 0
 PATTERN = 0x5A  # bytes around the elements of an output
@@ -353,7 +353,9 @@ def guarded(tensor: Tensor) -> Tensor:
     memory = mmap.mmap(-1, (pages + 1) * page)
     begin = np.frombuffer(memory, np.uint8)
     assert LIBC.mprotect(ctypes.c_void_p(begin.ctypes.data + pages * page), ctypes.c_size_t(page), PROT_NONE) == 0
-    offset = pages * page - -(-size // 64) * 64 if size % 64 == 0 or tensor.dtype == torch.uint8 else pages * page - size
+    offset = (
+        pages * page - -(-size // 64) * 64 if size % 64 == 0 or tensor.dtype == torch.uint8 else pages * page - size
+    )
     flat = torch.from_numpy(begin[offset : offset + size])
     copy = flat.view(tensor.dtype).view(tensor.shape) if size else tensor.clone()
     copy.copy_(tensor)
@@ -573,7 +575,9 @@ def test_same_numbers_in_another_layout(binding: str, tmp_path: Path, monkeypatc
             assert_equal(got, want)
             if kind in (rows_apart, columns_apart, first_apart) and name in case.written:
                 assert_pattern(replacement)
-            assert kind not in (negated, imaginary, with_gradient) and (kind is not misaligned or tensor.element_size() == 1)
+            assert kind not in (negated, imaginary, with_gradient) and (
+                kind is not misaligned or tensor.element_size() == 1
+            )
     assert accepted
 
 
@@ -636,7 +640,7 @@ def test_adopted_experts_are_read_only() -> None:
 
 @pytest.mark.parametrize("binding", CASES)
 def test_other_shapes_and_dtypes(binding: str) -> None:
-    """Refused or computed; what the process survives is the test, with pages behind every tensor that it cannot read."""
+    """Refused or computed: the process survives, with a page behind every tensor that cannot be read."""
     case = CASES[binding]()
     for name, tensor in case.tensors.items():
         replacements = [

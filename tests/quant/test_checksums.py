@@ -1,4 +1,4 @@
-"""Checksums of packed experts: a changed byte is found when its expert is first read, on the CPU or on the way to a GPU.
+"""Checksums of packed experts: a changed byte is found when its expert is first read, by the CPU or for a GPU.
 
 Also what becomes of a packed file that is truncated while it is mapped, and of writes to its memory.
 """

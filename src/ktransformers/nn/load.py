@@ -54,8 +54,8 @@ def load_model(
     directory, the output of kt-kernel's converter, another release of the same model. `precision` is that of the
     experts: "bf16", or "f32" and "f64", which compute with the unrounded values of the files. `progress(done, layers)`
     is called after each expert layer. For a packed directory `pages` says when its pages are read ("lazy", "prefault"
-    or "lock"). Its experts are compared with their checksums when they are first read; with `verify` every file is hashed
-    before that, and with `verify=False` nothing is compared.
+    or "lock"). Its experts are compared with their checksums when they are first read; with `verify` every file is
+    hashed before that, and with `verify=False` nothing is compared.
     """
     path = Path(path)
     facts = read_checkpoint_facts(path)

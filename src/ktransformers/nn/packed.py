@@ -113,7 +113,9 @@ class PackedExperts:
         return file[slot.offset : slot.offset + slot.bytes].view(torch.int64)
 
 
-def open_packed(files: Sequence[str | Path], *, pages: str = "lazy", verify: bool | None = None) -> PackedExperts | None:
+def open_packed(
+    files: Sequence[str | Path], *, pages: str = "lazy", verify: bool | None = None
+) -> PackedExperts | None:
     """The packed experts in the directory of these files; None for an ordinary checkpoint."""
     directory = Path(files[0]).parent
     if not is_packed(directory) and not read_packed_section(directory):
