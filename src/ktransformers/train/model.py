@@ -71,7 +71,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def build_meta_model(directory: Path) -> nn.Module:
+def build_meta_model(directory: Path) -> PreTrainedModel:
     """The model on the meta device, to find the modules to train."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -80,7 +80,7 @@ def build_meta_model(directory: Path) -> nn.Module:
     config = load.load_config(directory)  # as load_model does; raises for models that cannot be opened
     auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
     with torch.device("meta"):
-        model: nn.Module = auto.from_config(config)
+        model: PreTrainedModel = auto.from_config(config)
     return model
 
 

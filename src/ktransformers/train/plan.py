@@ -30,6 +30,7 @@ from ktransformers.train.data.templates import find_template, missing_tokens, to
 from ktransformers.train.forecast import try_plan_inputs
 from ktransformers.train.grouping import Grouping, RowLengths, decide_grouping, with_tokens_per_batch
 from ktransformers.train.model import build_meta_model, locate_model, read_config
+from ktransformers.train.packing import require_masked_layers
 from ktransformers.train.resolve import isa_of_backend
 from ktransformers.train.settings import SECTIONS, TrainSettings
 from ktransformers.train.targets import Targets, count_trained_parameters, find_targets
@@ -210,6 +211,10 @@ def make_plan(settings: TrainSettings, *, download: bool = False) -> PreparedRun
     checkpoint, start = find_resume_point(settings)
     if settings.run.plot_loss and importlib.util.find_spec("matplotlib") is None:
         notes.append("plot_loss: there will be no picture without matplotlib; pip install matplotlib")
+    if uses_packing(settings):
+        present = locate_model(settings.model, download=False)
+        if present is not None:
+            require_masked_layers(build_meta_model(present))
     datasets = read_datasets(settings.data.dataset, settings.data)
     held_out = read_datasets(settings.data.eval_dataset, settings.data)
     _check_kinds(datasets + held_out, settings)
@@ -246,7 +251,8 @@ def make_plan(settings: TrainSettings, *, download: bool = False) -> PreparedRun
         numbers = count_trained_parameters(model, targets, settings.lora.lora_rank)
         dtype = str(dtype_of(settings, read_config(directory))).removeprefix("torch.")
         _check_vocabulary(split, model, directory)
-        _check_packing(model, settings)
+        if uses_packing(settings):
+            require_masked_layers(model)
         notes += _precision_notes(settings, read_config(directory))
     plan = TrainPlan(
         settings=settings,
@@ -323,15 +329,6 @@ def _check_packages() -> None:
             f"without {', '.join(missing)}",
             "these packages installed",
             'pip install "ktransformers[train]"',
-        )
-
-
-def _check_packing(model: Any, settings: TrainSettings) -> None:
-    """Packing with linear attention needs causal_conv1d, without which recurrent state leaks into the next row."""
-    recurrent = any({"linear_attn", "mamba"} & set(name.split(".")) for name, _ in model.named_modules())
-    if uses_packing(settings) and recurrent and importlib.util.find_spec("causal_conv1d") is None:
-        raise InputError(
-            "packing", True, "false with linear attention", "kt_tokens_per_batch fills batches without packing"
         )
 
 

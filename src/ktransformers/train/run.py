@@ -27,6 +27,7 @@ from ktransformers.train.manifest import (
 from ktransformers.train.model import build_lora_config, checkpoint_activations, finish_adapter, open_model, read_config
 from ktransformers.train.output import prepare_output, write_output
 from ktransformers.train.packed_attention import restore_sdpa, use_packed_attention
+from ktransformers.train.packing import separate_rows
 from ktransformers.train.placement import TrainPlacement
 from ktransformers.train.plan import PreparedRun, TrainPlan, make_plan, trainer_sequences
 from ktransformers.train.preference import REFERENCE_FREE_LOSSES
@@ -95,8 +96,10 @@ def build_trainer(model: Any, prepared: PreparedRun) -> Any:
     )
     finish_adapter(trainer.model, settings)
     checkpoint_activations(trainer.model, settings)
-    if uses_packing(settings) and device_of(settings).type == "cpu":
-        use_packed_attention(model)
+    if uses_packing(settings):
+        if device_of(settings).type == "cpu":
+            use_packed_attention(model)
+        separate_rows(model)
     trainer.begin_run(settings, GradientCheck(trainer.model))
     return trainer
 
