@@ -31,6 +31,7 @@ from ktransformers.train.packing import separate_rows
 from ktransformers.train.placement import TrainPlacement
 from ktransformers.train.plan import PreparedRun, TrainPlan, make_plan, trainer_sequences
 from ktransformers.train.preference import REFERENCE_FREE_LOSSES
+from ktransformers.train.reachable import drop_untrained, trainable_targets
 from ktransformers.train.settings import TrainSettings
 from ktransformers.train.targets import find_targets
 
@@ -84,7 +85,8 @@ def build_trainer(model: Any, prepared: PreparedRun) -> Any:
 
     settings, split = prepared.plan.settings, prepared.split
     assert split is not None
-    targets = find_targets(model, settings.lora)
+    continued = settings.lora.adapter_name_or_path is not None  # then the adapter names its modules
+    targets, notes = (find_targets(model, settings.lora), []) if continued else trainable_targets(model, settings.lora)
     trainer_class: Any = PreferenceTrainer if settings.data.stage == "dpo" else SupervisedTrainer
     trainer = trainer_class(
         model=model,
@@ -100,7 +102,7 @@ def build_trainer(model: Any, prepared: PreparedRun) -> Any:
         if device_of(settings).type == "cpu":
             use_packed_attention(model)
         separate_rows(model)
-    trainer.begin_run(settings, GradientCheck(trainer.model))
+    trainer.begin_run(settings, GradientCheck(trainer.model), tuple(notes))
     return trainer
 
 
@@ -133,6 +135,8 @@ def train(settings: TrainSettings, watcher: Watcher, *, force: bool = False) -> 
     for line in notes:
         watcher.on_note(line)
     trainer = build_trainer(model, prepared)
+    for line in trainer.target_notes:
+        watcher.on_note(line)
     if settings.data.stage == "dpo" and settings.preference.pref_loss not in REFERENCE_FREE_LOSSES:
         from ktransformers.train.reference import add_reference
 
@@ -158,6 +162,9 @@ def train(settings: TrainSettings, watcher: Watcher, *, force: bool = False) -> 
     if stopper.received is not None and trainer.state.global_step < trainer.state.max_steps:
         raise Interrupted(stopper.received, trainer.state.global_step)
     results = dict(outcome.metrics)
+    if trainer.state.global_step:
+        for line in drop_untrained(trainer.accelerator.unwrap_model(trainer.model), trainer.gradient_check):
+            watcher.on_note(line)
     check_gradients(trainer.gradient_check, trainer.state.global_step)
     if trainer.eval_dataset is not None:
         results |= _last_evaluation(trainer) or trainer.evaluate()

@@ -94,8 +94,10 @@ def _all_modules(model: nn.Module) -> list[str]:
     names = []
     for name, _ in linear_modules(model):
         parts = set(name.split("."))
+        # Experts may lie directly in the layer, beside its attention: then the layer is no MoE block.
         inside = any(
-            name.startswith(f"{block}.") for block in moe_blocks if block.rpartition(".")[2] not in ("", "layers")
+            name.startswith(f"{block}.") and not set(name.removeprefix(f"{block}.").split(".")) & ATTENTION_BLOCKS
+            for block in moe_blocks
         )
         if parts & ATTENTION_BLOCKS and not parts & VISION_BLOCKS and not inside:
             names.append(name)

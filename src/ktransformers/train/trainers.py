@@ -35,9 +35,12 @@ class RunMixin:
     pairs = False
     settings: TrainSettings
     gradient_check: GradientCheck
+    target_notes: tuple[str, ...]  # on modules that were left out of lora_target
 
-    def begin_run(self: Any, settings: TrainSettings, gradient_check: GradientCheck) -> None:
-        self.settings, self.gradient_check = settings, gradient_check
+    def begin_run(
+        self: Any, settings: TrainSettings, gradient_check: GradientCheck, target_notes: tuple[str, ...] = ()
+    ) -> None:
+        self.settings, self.gradient_check, self.target_notes = settings, gradient_check, target_notes
         self._staging: Path | None = None
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

@@ -97,7 +97,7 @@ def read_windows(model: PreTrainedModel) -> dict[str, int | None]:
 def reduced_windows(model: PreTrainedModel) -> Iterator[None]:
     """While this is open, the windows in the model's configuration and modules are a few tokens long."""
     config: Any = model.config
-    places: list[Any] = [config, *(getattr(config, name) for name in getattr(config, "sub_configs", {}))]
+    places: list[Any] = list({id(part): part for part in (config, config.get_text_config(decoder=True))}.values())
     places += [module for module in model.modules() if hasattr(module, "sliding_window")]
     found = [(place, getattr(place, "sliding_window", None)) for place in places]
     long = [(place, window) for place, window in found if type(window) is int and window > MAX_UNREDUCED_WINDOW]
