@@ -16,9 +16,9 @@ from transformers.masking_utils import (
 
 from ktransformers.errors import InputError
 from ktransformers.serve.engine import attention
-from ktransformers.serve.engine.forward import Chunk, Forward, SequentialForward, make_forward
-from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.engine.forward import Forward, make_forward
 from ktransformers.serve.engine.windows import MAX_WINDOW, WINDOW_ATTRIBUTE, read_windows, reduced_windows, rule_window
+from tests.support.family_checks import served_tokens
 from tests.support.tiny_models import build
 
 CPU = torch.device("cpu")
@@ -35,19 +35,6 @@ def build_windowed(family: str) -> Any:
     return build(family, max_position_embeddings=256, **WINDOWED[family])
 
 
-def served_tokens(forward: Forward | SequentialForward, prompt: list[int], count: int = NEW_TOKENS) -> list[int]:
-    slot, chunk_size, tokens = KVSlot(None, capacity=len(prompt) + count), 33, list(prompt)
-    done = 0
-    while len(tokens) < len(prompt) + count:
-        piece = tokens[done : done + chunk_size]
-        (result,) = forward.run([Chunk(slot, piece, done, None, greedy=True)])
-        done += len(piece)
-        if done == len(tokens):
-            assert result is not None and result.token is not None
-            tokens.append(result.token)
-    return tokens[len(prompt) :]
-
-
 @pytest.mark.parametrize("family", WINDOWED)
 def test_tokens_past_the_window_equal_stock(family: str) -> None:
     model = build_windowed(family)
@@ -61,7 +48,7 @@ def test_tokens_past_the_window_equal_stock(family: str) -> None:
     forward = make_forward(model)
     assert isinstance(forward, Forward) and 40 in forward.windows.values()
     forward.check_against_stock()
-    assert served_tokens(forward, prompt) == made[0, 100:].tolist() != wide[0, 100:].tolist()
+    assert served_tokens(forward, prompt, NEW_TOKENS) == made[0, 100:].tolist() != wide[0, 100:].tolist()
 
 
 @pytest.mark.parametrize("family", ["phimoe", "qwen2_moe"])
@@ -92,6 +79,13 @@ def test_window_that_cannot_be_reduced_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(windows, "REDUCED_WINDOW", 40)
     with pytest.raises(InputError, match="phimoe, where model.layers.0.self_attn has a window of 40 tokens"):
         forward.check_against_stock()
+
+
+def test_mask_that_no_layer_uses_does_not_matter() -> None:
+    """qwen2_moe without sliding layers makes a mask for them all the same, with a window of 0."""
+    forward = make_forward(build("qwen2_moe"))
+    assert isinstance(forward, Forward) and set(forward.windows.values()) == {None}
+    assert forward.check_against_stock() > 0
 
 
 def test_rule_of_a_mask() -> None:

@@ -29,6 +29,8 @@ FUTURE_KEYS = 64  # that must be masked
 REDUCED_WINDOW = 8
 MAX_UNREDUCED_WINDOW = 16  # a text of 24 tokens reaches across the edge of these
 
+UNKNOWN_RULE = -1  # in the place of a window: a rule that matters only if a layer uses it
+
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query, key -> allowed
 
 
@@ -53,9 +55,12 @@ def rule_window(rule: MaskRule, device: torch.device) -> int | None:
 def _probe_mask(
     *, batch_size: int, q_length: int, kv_length: int, mask_function: MaskRule, device: Any = "cpu", **_: Any
 ) -> Tensor:
-    window = rule_window(mask_function, torch.device(device))
+    try:
+        window = rule_window(mask_function, torch.device(device)) or 0
+    except ValueError:
+        window = UNKNOWN_RULE
     # float64 holds every window, and models that slice a mask leave the values in it.
-    return torch.full((batch_size, 1, q_length, kv_length), window or 0, dtype=torch.float64, device=device)
+    return torch.full((batch_size, 1, q_length, kv_length), window, dtype=torch.float64, device=device)
 
 
 def _probe_attention(
@@ -69,6 +74,8 @@ def _probe_attention(
         values = attention_mask.unique().tolist()
         if len(values) != 1:
             raise ValueError("a mask that the model changes before it is used")
+        if values[0] == UNKNOWN_RULE:
+            raise ValueError("a mask that is neither causal nor a sliding window")
         window = int(values[0]) or None
     setattr(module, WINDOW_ATTRIBUTE, window)
     return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
