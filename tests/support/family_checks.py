@@ -27,7 +27,16 @@ ALL_FAMILIES = (*FAMILIES, *NESTED_FAMILIES, *OTHER_FAMILIES)
 LOGIT_ERROR = 1e-4  # float32 on both sides
 GRADIENT_ERROR = 1e-3
 PROMPT, NEW_TOKENS = 40, 8
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 TABLE_HEAD = "| family | loads | trains | packing | served |\n|---|---|---|---|---|\n"
+# Folders of transformers with experts that are no text generators of one decoder.
+NOT_LANGUAGE_MODELS = {
+    "nemotron3_5_transcribe": "transcribes audio",
+    "nllb_moe": "an encoder and a decoder",
+    "openai_privacy_filter": "classifies tokens",
+    "switch_transformers": "an encoder and a decoder",
+    "vitpose_backbone": "finds poses in images",
+}
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,13 @@ class FamilyResult:
 
     def row(self) -> str:
         return f"| {' | '.join(asdict(self).values())} |\n"
+
+
+def _refusal(error: InputError) -> str:
+    """What an error of ours says was given, without numbers and long names."""
+    given = str(error).split(", expected")[0].split("given ")[1]
+    given = re.sub(r"^\w+, (which|whose) ", "", given)
+    return "no: " + re.sub(r" by [\d.e+-]+| \(it looks.*\)", "", given)
 
 
 def _relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -90,7 +106,7 @@ def _check_packing(model: Any) -> str:
     try:
         require_masked_layers(model)
     except InputError as error:
-        return "refused: " + re.split(r"which has |, expected", str(error))[1]
+        return "no: " + re.split(r"which has |, expected", str(error))[1]
     separate_rows(model)
     return "yes" if packing_error(model) < LOGIT_ERROR else "rows see each other"
 
@@ -113,7 +129,7 @@ def _check_serving(model: Any, stock: Any) -> str:
         forward = make_forward(model)
         forward.check_against_stock()
     except InputError as error:
-        return "refused: " + re.sub(r"\s+", " ", str(error).split(", expected")[0].split("given ")[1])[:80]
+        return _refusal(error)
     prompt = tokens(1, PROMPT)
     with torch.no_grad():
         made = stock.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)
@@ -128,12 +144,24 @@ def check_family(family: str, directory: Path) -> FamilyResult:
     try:
         model: Any = load_model(directory, dtype=torch.float32)
     except InputError as error:
-        return FamilyResult(family, "refused: " + str(error).split(", expected")[0].split("given ")[1])
+        return FamilyResult(family, _refusal(error))
     loads = _check_load(model, _stock(directory, family))
     packing = _check_packing(model)
     try:
         trains = _check_training(load_model(directory, dtype=torch.float32), _stock(directory, family))
     except InputError as error:
-        trains = "refused: " + str(error).split(", expected")[0].split("given ")[1]
+        trains = _refusal(error)
     served = _check_serving(load_model(directory, dtype=torch.float32), _stock(directory, family))
     return FamilyResult(family, loads, trains, packing, served)
+
+
+def read_table() -> dict[str, str]:
+    """Family -> its row on the page."""
+    rows = PAGE.read_text().partition(TABLE_HEAD)[2].partition("\n\n")[0].splitlines(keepends=True)
+    return {row.split(" | ")[0].removeprefix("| "): row if row.endswith("\n") else f"{row}\n" for row in rows}
+
+
+def write_table(rows: dict[str, str]) -> None:
+    before, _, rest = PAGE.read_text().partition(TABLE_HEAD)
+    after = rest.partition("\n\n")[2]
+    PAGE.write_text(before + TABLE_HEAD + "".join(rows[family] for family in sorted(rows)) + "\n" + after)

@@ -145,7 +145,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 0,
         "global_head_dim": 16,
     },
-    "mistral4": MLA,
 }
 
 # Text models that transformers has only inside a model with vision: family -> (text, other sections).
@@ -197,15 +196,16 @@ NESTED_FAMILIES: dict[str, dict[str, Any]] = {
         n_shared_experts=1,
         mlp_layer_types=["dense", "sparse"],
     ),
-    "qwen3_omni_moe_thinker": _nested(rope=[2, 3, 3], num_experts=4) 
+    "qwen3_omni_moe_thinker": _nested(rope=[2, 3, 3], num_experts=4)
     | {"audio_config": AUDIO, "vision_start_token_id": 3},
     "muse_spark": _nested(num_local_experts=4, moe_hidden_size=64)
     | {"audio_config": {"hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1], "out_hidden_size": 64}},
     "diffusion_gemma": _nested(**FAMILIES["gemma4_text"]),
     "step3p7": _nested(moe_num_experts=4, sliding_window=8),
 }
-# Hybrids, and models that do not dispatch their experts through the experts interface.
+# Under another auto class, hybrids, and models that do not dispatch their experts through the experts interface.
 OTHER_FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral4": MLA,
     "inkling_text": {"n_routed_experts": 4},
     "qwen4_exp_text": {
         "num_experts": 4,

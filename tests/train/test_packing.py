@@ -107,13 +107,11 @@ def test_refused_before_data_is_read(
         raise AssertionError("data was read")
 
     monkeypatch.setattr(planning, "read_datasets", read)
-    with pytest.raises(InputError, match="packing.*lfm2_moe"):
+    with pytest.raises(InputError, match=r"packing.*lfm2_moe"):
         make_plan(read_settings(recipe(model_of("lfm2_moe"), tmp_path / "x", packing=True)))
 
 
-def test_gradients_of_packed_rows_equal_those_of_single_rows(
-    model_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_gradients_of_packed_rows_equal_those_of_single_rows(model_of: Callable[[str], Path], tmp_path: Path) -> None:
     """gpt_oss, whose masks are not told the positions by its own code: the sum over the rows of a step is the same."""
     keys = recipe(model_of("gpt_oss"), tmp_path / "x", max_samples=4, cutoff_len=512, kt_tokens_per_batch="off")
     keys |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}

@@ -249,16 +249,16 @@ def attach(
 
 
 def _check_one_group(model: PreTrainedModel, names: list[str]) -> None:
-    """Refuse layers with several groups of experts: checkpoints number them in one list, whose parts have other sizes."""
+    """Refuse layers with several groups of experts: checkpoints number them in one list, and sizes differ."""
     groups: dict[str, list[str]] = {}
     for name in names:
         layer = LAYER_NAME.match(name)
         groups.setdefault(name if layer is None else layer[0], []).append(name)
-    for layer, found in groups.items():
+    for prefix, found in groups.items():
         if len(found) > 1:
-            listed = ", ".join(name.removeprefix(f"{layer}.") for name in found)
+            listed = ", ".join(name.removeprefix(f"{prefix}.") for name in found)
             given = f"{len(found)} groups of experts in one layer ({listed})"
-            raise InputError(f"{type(model).__name__}: {layer}", given, "one", "load it the stock way")
+            raise InputError(f"{type(model).__name__}: {prefix}", given, "one", "load it the stock way")
 
 
 def _no_experts(model: PreTrainedModel) -> InputError:

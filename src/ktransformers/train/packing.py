@@ -2,32 +2,31 @@
 
 Packing concatenates rows into one sequence `[1, T]` whose positions begin again with each row. Attention needs a mask
 that says so; transformers makes one if the model's code passes the positions to it, which not every family does. So
-while the model runs on packed rows, the mask functions get the rows from its call. Layers that mix tokens without a
-mask (a recurrent state, a convolution, compressed keys) cannot be told: `require_masked_layers` refuses them by the
-model's layer types, without weights. `separate_rows` computes two rows packed and each alone, in the loaded model, and
-refuses if their logits differ.
+while the model runs on packed rows, the mask functions get the rows from its call (`nn/row_masks.py`). Layers that mix
+tokens without a mask (a recurrent state, a convolution, compressed keys) cannot be told: `require_masked_layers` refuses
+them by the model's layer types, without weights. `separate_rows` computes two rows packed and each alone, in the loaded
+model, and refuses if their logits differ.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel, masking_utils
+from torch import nn
+from transformers import PreTrainedModel
 
 from ktransformers.errors import InputError
+from ktransformers.nn.row_masks import tell_masks_the_rows
 from ktransformers.train.packed_attention import PACKED_ROWS, restore_sdpa
 from ktransformers.train.targets import VISION_BLOCKS
 
 MASKED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "attention"}
 TOKENWISE_LAYER_TYPES = {"moe", "mlp", "dense", "sparse"}  # that mix no tokens
 LINEAR_LAYER_TYPES = {"linear_attention"}  # told the rows by the kernels of causal_conv1d, where these are installed
-MASK_FUNCTIONS = ("eager", "sdpa", "flex_attention")  # that evaluate a rule for pairs of tokens
 REMEDY = "kt_tokens_per_batch fills batches without packing"
 ROW_LENGTHS = (13, 17)
 MAX_LOGIT_ERROR = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative, between packed rows and rows alone
@@ -58,34 +57,6 @@ def require_masked_layers(model: PreTrainedModel) -> None:
         raise InputError("packing", f"true for {kind}, which has {found}", "false for such a model", REMEDY)
 
 
-def _mask_within_rows(stock: Any, rows: Tensor, **kwargs: Any) -> Any:
-    if kwargs.get("attention_mask") is not None or not kwargs["q_length"] == kwargs["kv_length"] == rows.shape[1]:
-        return stock(**kwargs)
-    same_row = masking_utils.packed_sequence_mask_function(rows)
-    rule = masking_utils.and_masks(kwargs.pop("mask_function"), same_row)
-    return stock(mask_function=rule, **kwargs | {"allow_is_causal_skip": False})
-
-
-def tell_masks_the_rows(model: PreTrainedModel) -> None:
-    """From now on calls of the model with positions of packed rows mask tokens of other rows."""
-    registry: Any = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
-
-    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        positions = kwargs.get("position_ids")
-        if not isinstance(positions, Tensor) or positions.dim() != 2:
-            return
-        rows = masking_utils.find_packed_sequence_indices(positions)
-        for name in MASK_FUNCTIONS if rows is not None else ():
-            registry[name] = functools.partial(_mask_within_rows, registry[name], rows)
-
-    def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        for name in MASK_FUNCTIONS:
-            registry._local_mapping.pop(name, None)
-
-    model.base_model.register_forward_pre_hook(before, with_kwargs=True)
-    model.base_model.register_forward_hook(after, with_kwargs=True, always_call=True)
-
-
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """Without dropout and gradients."""
@@ -99,8 +70,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _test_rows(model: PreTrainedModel) -> list[list[int]]:
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr, arg-type]
+def _test_rows(model: Any) -> list[list[int]]:
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
     # Which keys an index selects among equal scores depends on their number, so rows must not need a selection.
     longest = getattr(model.config.get_text_config(decoder=True), "index_topk", None) or max(ROW_LENGTHS)
     lengths = [min(length, longest) for length in ROW_LENGTHS]
@@ -114,7 +85,7 @@ def packing_error(model: Any) -> float:
     device = next(model.parameters()).device
     borders = torch.tensor([0, *lengths], device=device, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     packed = {
-        "input_ids": torch.tensor([sum(rows, [])], device=device),
+        "input_ids": torch.tensor([[token for row in rows for token in row]], device=device),
         "position_ids": torch.tensor([[at for length in lengths for at in range(length)]], device=device),
         "cu_seq_lens_q": borders,
         "cu_seq_lens_k": borders,
@@ -140,5 +111,6 @@ def separate_rows(model: PreTrainedModel) -> None:
         given = f"true for {model.config.model_type}, which cannot compute packed rows ({problem})"
         raise InputError("packing", given, "false for such a model", REMEDY) from problem
     if not error <= limit:
-        given = f"true for {model.config.model_type}, where the logits of packed rows differ by {error:.2g} from the rows alone"
+        kind = model.config.model_type
+        given = f"true for {kind}, where the logits of packed rows differ by {error:.2g} from the rows alone"
         raise InputError("packing", given, f"at most {limit:g}", REMEDY)

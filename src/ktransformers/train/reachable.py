@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from ktransformers.errors import InputError
+from ktransformers.nn.peft_lora import refused_modules
 from ktransformers.train.callbacks import GradientCheck
 from ktransformers.train.settings import LoraSettings
 from ktransformers.train.targets import Targets, find_targets
@@ -95,21 +96,6 @@ def _untrainable(model: Any, modules: dict[str, nn.Linear], length: int) -> dict
     return reasons
 
 
-def _refused_by_peft(model: PreTrainedModel, names: tuple[str, ...]) -> dict[str, str]:
-    """Module -> reason, for modules that PEFT does not adapt in this architecture."""
-    from peft import LoraConfig
-    from peft.tuners import tuners_utils
-
-    check: Any = getattr(tuners_utils, "_check_lora_target_modules_mamba", lambda *_: None)
-    found = {}
-    for name in names:
-        try:
-            check(LoraConfig(), model, name.rpartition(".")[2])
-        except ValueError:
-            found[name] = "PEFT refuses them for this architecture"
-    return found
-
-
 def _describe(reasons: dict[str, str]) -> str:
     parts = []
     for reason in dict.fromkeys(reasons.values()):
@@ -130,7 +116,7 @@ def trainable_targets(model: PreTrainedModel, settings: LoraSettings) -> tuple[T
     if silent:
         reasons = {name: reason for name, reason in reasons.items() if name not in silent}
         reasons |= _untrainable(model, silent, LONG_PROBE_TOKENS)
-    reasons |= _refused_by_peft(model, targets.modules)
+    reasons |= dict.fromkeys(refused_modules(model, targets.modules), "PEFT refuses them for this architecture")
     if not reasons:
         return targets, []
     kept = tuple(name for name in targets.modules if name not in reasons)
@@ -151,17 +137,22 @@ def drop_untrained(model: Any, gradient_check: GradientCheck) -> list[str]:
     ]
     if not untrained or not any(trace.b_seen for trace in gradient_check.traces.values()):
         return []
-    prefix = "base_model.model."
     for name in untrained:
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, model.get_submodule(name).base_layer)
         del gradient_check.traces[name], gradient_check.pairs[name]
     config = model.peft_config["default"]
-    suffixes = tuple(config.target_modules)
-    remaining = [name.removeprefix(prefix) for name in gradient_check.traces]
+    remaining = [name.removeprefix("base_model.model.") for name in gradient_check.traces]
     config.target_modules = {
-        name for name in remaining if name in suffixes or name.endswith(tuple(f".{suffix}" for suffix in suffixes))
+        name for target in config.target_modules for name in remaining if f".{name}".endswith(f".{target}")
     }
+    parameters = []
+    for target in config.target_parameters or ():  # linear modules by their weight, and matrices of experts
+        module = f".{target.removesuffix('.weight')}"
+        linear_names = [name for name in remaining if f".{name}".endswith(module)]
+        dropped = any(f".{name}".endswith(module) for name in untrained)
+        parameters += [f"{name}.weight" for name in linear_names] if dropped else [target]
+    config.target_parameters = parameters or None
     counts = Counter(name.rpartition(".")[2] for name in untrained)
     listed = ", ".join(f"{name} ({count})" for name, count in counts.items())
     return [f"not in the adapter, because no row of the data reached them: {listed}"]

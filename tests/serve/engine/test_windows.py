@@ -77,7 +77,7 @@ def test_window_that_cannot_be_reduced_is_refused(monkeypatch: pytest.MonkeyPatc
 
     forward = make_forward(build_windowed("phimoe"))
     monkeypatch.setattr(windows, "REDUCED_WINDOW", 40)
-    with pytest.raises(InputError, match="phimoe, where model.layers.0.self_attn has a window of 40 tokens"):
+    with pytest.raises(InputError, match=r"phimoe, where model\.layers\.0\.self_attn has a window of 40 tokens"):
         forward.check_against_stock()
 
 

@@ -71,12 +71,13 @@ def _probe_attention(
     elif attention_mask.dtype is not torch.float64:
         raise ValueError("a mask that the model changes before it is used")
     else:
-        values = attention_mask.unique().tolist()
+        values = set(attention_mask.flatten().tolist())
         if len(values) != 1:
             raise ValueError("a mask that the model changes before it is used")
-        if values[0] == UNKNOWN_RULE:
+        (value,) = values
+        if value == UNKNOWN_RULE:
             raise ValueError("a mask that is neither causal nor a sliding window")
-        window = int(values[0]) or None
+        window = int(value) or None
     setattr(module, WINDOW_ATTRIBUTE, window)
     return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
