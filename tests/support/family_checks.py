@@ -31,7 +31,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 TABLE_HEAD = "| family | loads | trains | packing | served |\n|---|---|---|---|---|\n"
 # Folders of transformers with experts that are no text generators of one decoder.
 NOT_LANGUAGE_MODELS = {
-    "nemotron3_5_transcribe": "transcribes audio",
     "nllb_moe": "an encoder and a decoder",
     "openai_privacy_filter": "classifies tokens",
     "switch_transformers": "an encoder and a decoder",

@@ -3,9 +3,9 @@
 Packing concatenates rows into one sequence `[1, T]` whose positions begin again with each row. Attention needs a mask
 that says so; transformers makes one if the model's code passes the positions to it, which not every family does. So
 while the model runs on packed rows, the mask functions get the rows from its call (`nn/row_masks.py`). Layers that mix
-tokens without a mask (a recurrent state, a convolution, compressed keys) cannot be told: `require_masked_layers` refuses
-them by the model's layer types, without weights. `separate_rows` computes two rows packed and each alone, in the loaded
-model, and refuses if their logits differ.
+tokens without a mask (a recurrent state, a convolution, compressed keys) cannot be told: `require_masked_layers`
+refuses them by the model's layer types, without weights. `separate_rows` computes two rows packed and each alone, in
+the loaded model, and refuses if their logits differ.
 """
 
 from __future__ import annotations

@@ -71,13 +71,12 @@ def _probe_attention(
     elif attention_mask.dtype is not torch.float64:
         raise ValueError("a mask that the model changes before it is used")
     else:
-        values = set(attention_mask.flatten().tolist())
-        if len(values) != 1:
+        found = set(attention_mask.flatten().tolist())
+        if len(found) != 1:
             raise ValueError("a mask that the model changes before it is used")
-        (value,) = values
-        if value == UNKNOWN_RULE:
+        if UNKNOWN_RULE in found:
             raise ValueError("a mask that is neither causal nor a sliding window")
-        window = int(value) or None
+        window = int(found.pop()) or None
     setattr(module, WINDOW_ATTRIBUTE, window)
     return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
