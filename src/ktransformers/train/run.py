@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 from ktransformers.plan import Meter, PlanComparison, compare_with_plan, require_fit
 from ktransformers.system import frozen_gc
-from ktransformers.train.arguments import device_of, dtype_of, find_resume_point, trainer_arguments, uses_packing
+from ktransformers.train.arguments import device_of, dtype_of, trainer_arguments, uses_packing
 from ktransformers.train.callbacks import ExpertClock, GradientCheck, Interrupted, Progress, Stopper, TrainLog
 from ktransformers.train.data.render import PreferenceRow
+from ktransformers.train.finite import FiniteCheck
 from ktransformers.train.manifest import (
     base_hash,
     check_gradients,
@@ -25,7 +26,8 @@ from ktransformers.train.manifest import (
     text_hash,
 )
 from ktransformers.train.model import build_lora_config, checkpoint_activations, finish_adapter, open_model, read_config
-from ktransformers.train.output import prepare_output, write_output
+from ktransformers.train.out_of_memory import reporting_out_of_memory
+from ktransformers.train.output import locked_output, prepare_output, write_output
 from ktransformers.train.packed_attention import restore_sdpa, use_packed_attention
 from ktransformers.train.placement import TrainPlacement
 from ktransformers.train.plan import PreparedRun, TrainPlan, make_plan, trainer_sequences
@@ -82,7 +84,7 @@ def build_trainer(model: Any, prepared: PreparedRun) -> Any:
     from ktransformers.train.trainers import PreferenceTrainer, SupervisedTrainer
 
     settings, split = prepared.plan.settings, prepared.split
-    assert split is not None
+    assert split is not None and prepared.recipe is not None
     targets = find_targets(model, settings.lora)
     trainer_class: Any = PreferenceTrainer if settings.data.stage == "dpo" else SupervisedTrainer
     trainer = trainer_class(
@@ -97,7 +99,9 @@ def build_trainer(model: Any, prepared: PreparedRun) -> Any:
     checkpoint_activations(trainer.model, settings)
     if uses_packing(settings) and device_of(settings).type == "cpu":
         use_packed_attention(model)
-    trainer.begin_run(settings, GradientCheck(trainer.model))
+    output, pairs = Path(settings.output_dir), settings.data.stage == "dpo"
+    finite_check = FiniteCheck(trainer.model, output, split.train, prepared.tokenizer, pairs)
+    trainer.begin_run(settings, GradientCheck(trainer.model), finite_check, prepared.recipe)
     return trainer
 
 
@@ -112,17 +116,23 @@ def _quiet_stock_callbacks(trainer: Any) -> None:
 def train(settings: TrainSettings, watcher: Watcher, *, force: bool = False) -> Result:
     """`force` continues although the plan predicts that memory is insufficient."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    prepared = make_plan(settings, download=True)
+    with locked_output(Path(settings.output_dir)):
+        prepared = make_plan(settings, download=True)
+        with reporting_out_of_memory(prepared.plan):
+            return _train(prepared, watcher, force)
+
+
+def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
     settings = prepared.plan.settings  # including the plan's choices
     watcher.on_plan(prepared.plan)
     if prepared.plan.forecast is not None:
         require_fit(prepared.plan.forecast, force=force)
     directory, output = prepared.directory, Path(settings.output_dir)
     assert directory is not None
-    checkpoint, _ = find_resume_point(settings)
+    checkpoint = prepared.resume.checkpoint
     is_main = int(os.environ.get("RANK", "0")) == 0
     if is_main:
-        prepare_output(output, fresh=checkpoint is None)
+        prepare_output(output, prepared.resume)
     dtype = dtype_of(settings, read_config(directory))
     placing = TrainPlacement(settings, prepared.plan.forecast)
     model, notes = open_model(directory, settings, dtype, placing.loading_device, watcher.on_load)
@@ -145,7 +155,13 @@ def train(settings: TrainSettings, watcher: Watcher, *, force: bool = False) -> 
         TrainLog(output, clock, watcher.on_step),
         placing.trainer_built(watcher.on_note, (_batch_tokens(settings, trainer.args.per_device_train_batch_size),)),
     )
-    for callback in (trainer.gradient_check, log, stopper, *_early_stopping(settings), *placement_callbacks):
+    for callback in (
+        trainer.gradient_check,
+        log,
+        stopper,
+        *_early_stopping(settings),
+        *placement_callbacks,
+    ):
         trainer.add_callback(callback)
     with frozen_gc(), stopper.listening(), Meter() as meter:
         outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
