@@ -87,8 +87,8 @@ def _changes(plan: TrainPlan, work: Training, choice: Choice, place: str) -> Ite
     if place == "gpu" and choice.uses_engine:
         yield "kt_place: cpu", work, replace(choice, residents=0, policy="cpu")
     if format_of(choice.format).bytes_per_weight > format_of("int8").bytes_per_weight:
-        words = f"int8 experts (kt quant {settings.model.model_name_or_path} -o OUT --format int8, then kt_weight_path: OUT)"
-        yield words, work, replace(choice, format="int8")
+        command = f"kt quant {settings.model.model_name_or_path} -o OUT --format int8"
+        yield f"int8 experts ({command}, kt_weight_path: OUT)", work, replace(choice, format="int8")
 
 
 def remedies(plan: TrainPlan, place: str) -> list[str]:

@@ -155,13 +155,7 @@ def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
         TrainLog(output, clock, watcher.on_step),
         placing.trainer_built(watcher.on_note, (_batch_tokens(settings, trainer.args.per_device_train_batch_size),)),
     )
-    for callback in (
-        trainer.gradient_check,
-        log,
-        stopper,
-        *_early_stopping(settings),
-        *placement_callbacks,
-    ):
+    for callback in (trainer.gradient_check, log, stopper, *_early_stopping(settings), *placement_callbacks):
         trainer.add_callback(callback)
     with frozen_gc(), stopper.listening(), Meter() as meter:
         outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
