@@ -15,7 +15,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -176,21 +176,25 @@ def locked_output(output: Path) -> Iterator[None]:
         return
     check_output(output)
     is_new = not output.exists()
-    with reporting_full_disk(output):
-        output.mkdir(parents=True, exist_ok=True)
-    try:
-        with exclusive_lock(output / LOCK_FILE):
-            yield
-    except LockedError as error:
-        raise InputError(
-            "output_dir",
-            f"{output}, into which another run is training ({error.holder})",
-            "a directory without a run",
-            "wait for it, or name another one",
-        ) from error
-    finally:
-        if is_new and not any(output.iterdir()):
-            output.rmdir()
+    with ExitStack() as stack:
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            stack.callback(_remove_empty, output if is_new else None)
+            stack.enter_context(exclusive_lock(output / LOCK_FILE))
+        except LockedError as error:
+            given = f"{output}, into which another run is training ({error.holder})"
+            raise InputError(
+                "output_dir", given, "a directory without a run", "wait for it, or name another one"
+            ) from error
+        except OSError as error:
+            given = f"{output}, which cannot be written ({error.strerror})"
+            raise InputError("output_dir", given, "a directory of yours on a disk with free space") from error
+        yield
+
+
+def _remove_empty(directory: Path | None) -> None:
+    if directory is not None and not any(directory.iterdir()):
+        directory.rmdir()
 
 
 def prepare_output(output: Path, resume: ResumePoint) -> None:

@@ -69,7 +69,7 @@ def _check_finite(logprobs: dict[str, Tensor]) -> None:
             part, column = name.split(".")
             rows = ", ".join(str(row) for row in bad[:8]) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")
             raise NotFiniteError(
-                f"reference: {column} of {len(bad)} {part} rows is not finite, rows {rows}; the base itself gives NaN or "
+                f"reference: {column} of {len(bad)} {part} rows is not finite, rows {rows}; the base gives NaN or "
                 "infinite log-probabilities for them: look at these rows and at the weights of the base"
             )
 
