@@ -109,7 +109,7 @@ def test_without_a_whole_checkpoint_nothing_is_removed(copied: dict[str, Any]) -
     flip(output / "checkpoint-4" / "optimizer.pt")
     (output / "checkpoint-2" / "optimizer.pt").unlink()
     for more in ({}, {"resume_from_checkpoint": True}):
-        with pytest.raises(InputError, match=r"checkpoint-4: optimizer\.pt has another .*; checkpoint-2: optimizer\.pt"):
+        with pytest.raises(InputError, match=r"checkpoint-4: optimizer\.pt has .*; checkpoint-2: optimizer\.pt"):
             run(copied | more)
     assert (output / "checkpoint-4").is_dir() and (output / "adapter_model.safetensors").is_file()
     assert "starts over; 2 checkpoints" in resume_point(copied | {"overwrite_output_dir": True}).start
@@ -173,7 +173,7 @@ def test_directory_of_another_recipe_is_refused_with_the_difference(saved: dict[
 
 def test_another_recipe_goes_on_if_told_to(saved: dict[str, Any], tmp_path: Path) -> None:
     changed = saved | {"learning_rate": 1e-2, "max_steps": 5}
-    with pytest.raises(InputError, match="overwrite_output_dir: true starts over; resume_from_checkpoint: .*-4 goes on"):
+    with pytest.raises(InputError, match=r"overwrite_output_dir: true .*; resume_from_checkpoint: .*-4 goes on"):
         make_plan(read_settings(changed | {"resume_from_checkpoint": True}))
     anew = make_plan(read_settings(changed | {"overwrite_output_dir": True})).plan
     assert anew.start.startswith("starts over")
@@ -188,7 +188,12 @@ def test_what_does_not_change_results_does_not_change_the_recipe(
     saved: dict[str, Any], data: Path, tmp_path: Path
 ) -> None:
     same = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "kt_num_threads": 1, "max_samples": 99}
-    same |= {"max_steps": 9, "save_steps": 3, "logging_steps": 5, "dataset": str(shutil.copy(data, tmp_path / "y.json"))}
+    same |= {
+        "max_steps": 9,
+        "save_steps": 3,
+        "logging_steps": 5,
+        "dataset": str(shutil.copy(data, tmp_path / "y.json")),
+    }
     assert "checkpoint-4" in make_plan(read_settings(saved | same)).plan.start
     rows = [*ROWS[:-1], ROWS[-1] | {"output": "It is another one."}]
     (tmp_path / "y.json").write_text(json.dumps(rows))

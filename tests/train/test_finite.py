@@ -1,4 +1,4 @@
-"""A loss, gradient or weight that is NaN or infinite ends the run with step, rows and last checkpoint, and is not saved."""
+"""A loss, gradient or weight that is NaN or infinite ends the run with step, rows and last checkpoint."""
 
 from __future__ import annotations
 
