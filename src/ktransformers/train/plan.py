@@ -15,6 +15,7 @@ from typing import Any
 
 from ktransformers import plan as planning
 from ktransformers.errors import InputError
+from ktransformers.nn.pretrained import read_generation_config, read_tokenizer
 from ktransformers.plan.document import candidate_document
 from ktransformers.train.arguments import (
     device_of,
@@ -94,18 +95,13 @@ class PreparedRun:
 
 def load_tokenizer(directory: Path, settings: TrainSettings) -> tuple[Any, list[str]]:
     """The tokenizer with the chat template that is trained; it is saved with the adapter."""
-    from transformers import AutoTokenizer
-
     model, data = settings.model, settings.data
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            directory,
-            trust_remote_code=model.trust_remote_code,
-            use_fast=model.use_fast_tokenizer,
-            padding_side="right",
-        )
-    except (OSError, ValueError) as error:
-        raise InputError(str(directory), str(error).splitlines()[0], "a tokenizer beside the model") from error
+    tokenizer = read_tokenizer(
+        directory,
+        trust_remote_code=model.trust_remote_code,
+        use_fast=model.use_fast_tokenizer,
+        padding_side="right",
+    )
     notes = []
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -225,6 +221,8 @@ def make_plan(settings: TrainSettings, *, download: bool = False) -> PreparedRun
     if directory is None:
         notes.append(f"{settings.model.model_name_or_path} is not on this machine: tokens and targets were not checked")
     else:
+        read_config(directory)  # transformers reads it too, for the tokenizer, and does not name it in its errors
+        read_generation_config(directory)
         tokenizer, extra_notes = load_tokenizer(directory, settings)
         notes += extra_notes
         _check_template(tokenizer, datasets + held_out)
