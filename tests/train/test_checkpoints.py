@@ -13,6 +13,7 @@ import pytest
 from ktransformers.errors import InputError, KTError
 from ktransformers.train.checkpoints import CHECKPOINT_MANIFEST_FILE, ResumePoint, find_problem, find_resume_point
 from ktransformers.train.plan import make_plan
+from ktransformers.train.recipe import make_recipe
 from ktransformers.train.resolve import read_settings
 from tests.support.training import RunRecorder, recipe
 from tests.support.training_runs import adapter, difference, run
@@ -182,6 +183,15 @@ def test_another_recipe_goes_on_if_told_to(saved: dict[str, Any], tmp_path: Path
     run(changed | named, watcher)
     assert [step.step for step in watcher.steps if "loss" in step.values] == [5]
     assert any("goes on with this one: learning_rate: 0.001, now 0.01" in note for note in watcher.plans[0].notes)
+
+
+def test_number_of_processes_is_part_of_the_recipe(saved: dict[str, Any]) -> None:
+    """Another number would read other random states, and would split rows otherwise."""
+    prepared = make_plan(read_settings(saved))
+    assert prepared.directory is not None and prepared.split is not None and prepared.resume.recipe is not None
+    settings = read_settings(saved | {"gradient_accumulation_steps": 1})
+    of_two = make_recipe(settings, prepared.directory, prepared.split, processes=2)
+    assert prepared.resume.recipe.differences(of_two) == ["processes: 1, now 2"]
 
 
 def test_what_does_not_change_results_does_not_change_the_recipe(

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ CHECKPOINT_MANIFEST_FILE = "kt_checkpoint.json"
 CHECKPOINT_MANIFEST_VERSION = 1
 STATE_FILES = ("optimizer.pt", "scheduler.pt")
 REQUIRED_FILES = ("trainer_state.json", "adapter_config.json", "adapter_model.safetensors", *STATE_FILES)
+HASH_THREADS = 4  # adapter and optimizer are most of the bytes; hashlib releases the GIL
 TORCH_SUFFIXES = (".pt", ".pth")  # zip archives with a CRC-32 of every entry
 
 
@@ -65,8 +67,11 @@ def _random_state_files(processes: int) -> list[str]:
 def write_checkpoint_manifest(folder: Path, step: int, recipe: Recipe) -> None:
     """Written last: a folder with a manifest had all its files."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CHECKPOINT_MANIFEST_FILE)
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        hashes = list(pool.map(sha256, paths))
     files = {
-        str(path.relative_to(folder)): CheckpointFile(bytes=path.stat().st_size, sha256=sha256(path)) for path in paths
+        str(path.relative_to(folder)): CheckpointFile(bytes=path.stat().st_size, sha256=digest)
+        for path, digest in zip(paths, hashes, strict=True)
     }
     manifest = CheckpointManifest(
         version=CHECKPOINT_MANIFEST_VERSION,
@@ -130,7 +135,10 @@ def _first_difference(folder: Path, manifest: CheckpointManifest) -> str | None:
         size = file.stat().st_size
         if size != expected.bytes:
             return f"{name} has {size} bytes, {expected.bytes} were written"
-        if sha256(file) != expected.sha256:
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        hashes = list(pool.map(sha256, [folder / name for name in manifest.files]))
+    for (name, expected), digest in zip(manifest.files.items(), hashes, strict=True):
+        if digest != expected.sha256:
             return f"{name} has another checksum than when it was written"
     return None
 
