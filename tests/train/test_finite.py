@@ -135,5 +135,7 @@ def test_scaler_may_skip_some_steps(tmp_path: Path) -> None:
 def test_rows_of_a_batch() -> None:
     packed = {"input_ids": torch.tensor([[1, 2, 3, 4]]), "position_ids": torch.tensor([[0, 1, 0, 1]])}
     assert sequences_of(packed, pairs=False) == [[1, 2], [3, 4]]
+    isolating = {"attention_mask": torch.ones(1, 1, 4, 4)}
+    assert sequences_of(packed | isolating, pairs=False) == [[1, 2], [3, 4]]
     pairs = {"input_ids": torch.tensor([[1, 2], [3, 0]]), "attention_mask": torch.tensor([[1, 1], [1, 0]])}
     assert sequences_of(pairs, pairs=True) == [[1, 2]]

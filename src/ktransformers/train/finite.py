@@ -33,12 +33,14 @@ class NotFiniteError(KTError):
 def sequences_of(inputs: dict[str, Any], pairs: bool) -> list[list[int]]:
     """Token ids of each row of a collated batch; of a pair, those of the prompt with the chosen answer."""
     ids, mask, positions = inputs["input_ids"].cpu(), inputs.get("attention_mask"), inputs.get("position_ids")
-    if mask is None and positions is not None:  # packed rows, whose positions start at 0
-        flat = ids.flatten()
-        starts = [*torch.nonzero(positions.cpu().flatten() == 0).flatten().tolist(), len(flat)]
+    kept = torch.ones_like(ids, dtype=torch.bool)
+    if mask is not None and mask.shape == ids.shape:  # packed rows have none, or one of [1, 1, L, L]
+        kept = mask.cpu().bool()
+    if positions is not None and not pairs:  # packed rows, whose positions start at 0
+        flat, starting = ids[kept], positions.cpu().expand_as(ids)[kept] == 0
+        starts = [*torch.nonzero(starting).flatten().tolist(), len(flat)]
         return [flat[start:end].tolist() for start, end in itertools.pairwise(starts)]
-    mask = torch.ones_like(ids) if mask is None else mask.cpu()
-    rows = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+    rows = [row[row_kept].tolist() for row, row_kept in zip(ids, kept, strict=True)]
     return rows[: len(rows) // 2] if pairs else rows
 
 
