@@ -84,7 +84,7 @@ def build_trainer(model: Any, prepared: PreparedRun) -> Any:
     from ktransformers.train.trainers import PreferenceTrainer, SupervisedTrainer
 
     settings, split = prepared.plan.settings, prepared.split
-    assert split is not None and prepared.recipe is not None
+    assert split is not None
     targets = find_targets(model, settings.lora)
     trainer_class: Any = PreferenceTrainer if settings.data.stage == "dpo" else SupervisedTrainer
     trainer = trainer_class(
@@ -95,14 +95,20 @@ def build_trainer(model: Any, prepared: PreparedRun) -> Any:
         processing_class=prepared.tokenizer,
         peft_config=build_lora_config(model, targets, settings.lora),
     )
+    _guard_trainer(trainer, prepared)
     finish_adapter(trainer.model, settings)
     checkpoint_activations(trainer.model, settings)
     if uses_packing(settings) and device_of(settings).type == "cpu":
         use_packed_attention(model)
-    output, pairs = Path(settings.output_dir), settings.data.stage == "dpo"
-    finite_check = FiniteCheck(trainer.model, output, split.train, prepared.tokenizer, pairs)
-    trainer.begin_run(settings, GradientCheck(trainer.model), finite_check, prepared.recipe)
+    trainer.begin_run(settings, GradientCheck(trainer.model))
     return trainer
+
+
+def _guard_trainer(trainer: Any, prepared: PreparedRun) -> None:
+    settings, split = prepared.plan.settings, prepared.split
+    assert split is not None and prepared.recipe is not None
+    output, pairs = Path(settings.output_dir), settings.data.stage == "dpo"
+    trainer.guard(FiniteCheck(trainer.model, output, split.train, prepared.tokenizer, pairs), prepared.recipe)
 
 
 def _quiet_stock_callbacks(trainer: Any) -> None:

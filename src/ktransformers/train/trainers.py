@@ -40,16 +40,9 @@ class RunMixin:
     pairs = False
     settings: TrainSettings
     gradient_check: GradientCheck
-    finite_check: FiniteCheck
-    recipe: Recipe
 
-    def begin_run(
-        self: Any, settings: TrainSettings, gradient_check: GradientCheck, finite_check: FiniteCheck, recipe: Recipe
-    ) -> None:
+    def begin_run(self: Any, settings: TrainSettings, gradient_check: GradientCheck) -> None:
         self.settings, self.gradient_check = settings, gradient_check
-        self.finite_check, self.recipe = finite_check, recipe
-        finite_check.has_scaler = self.accelerator.scaler is not None
-        self.add_callback(finite_check)
         self._staging: Path | None = None
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -57,6 +50,15 @@ class RunMixin:
 
     def _send_telemetry(self) -> None:
         """Disabled: a run sends nothing to the network."""
+
+    finite_check: FiniteCheck
+    recipe: Recipe
+
+    def guard(self: Any, finite_check: FiniteCheck, recipe: Recipe) -> None:
+        """Checks every step, and records the recipe in every checkpoint; called once after construction."""
+        self.finite_check, self.recipe = finite_check, recipe
+        finite_check.has_scaler = self.accelerator.scaler is not None
+        self.add_callback(finite_check)
 
     def _get_output_dir(self: Any, trial: Any) -> str:
         return str(self._staging or self.args.output_dir)
