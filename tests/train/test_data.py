@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from ktransformers.adapters.chat_templates import TEMPLATES, find_template, missing_tokens, to_jinja
 from ktransformers.errors import InputError
 from ktransformers.train.data.files import DataRow, read_rows
 from ktransformers.train.data.formats import Conversation, PlainText, PreferencePair, read_sample
 from ktransformers.train.data.prepare import mix_datasets, pack_rows, prepare, read_datasets
 from ktransformers.train.data.registry import DEMO_DATA_DIR, DatasetSource, find_source
 from ktransformers.train.data.render import IGNORE_INDEX, Renderer, TrainRow, show_labels
-from ktransformers.train.data.templates import TEMPLATES, find_template, missing_tokens, to_jinja
 from ktransformers.train.settings import DataSettings
 
 TEMPLATE_FILES = Path(__file__).resolve().parent.parent / "data" / "chat_templates"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers import plan as planning
+from ktransformers.adapters.chat_templates import find_template, missing_tokens, to_jinja
 from ktransformers.errors import InputError
 from ktransformers.plan.document import candidate_document
 from ktransformers.train.arguments import (
@@ -26,7 +27,6 @@ from ktransformers.train.arguments import (
 )
 from ktransformers.train.data.prepare import DataSplit, ReadDataset, pack_rows, prepare, read_datasets
 from ktransformers.train.data.render import PreferenceRow, Renderer, TrainRow, show_labels
-from ktransformers.train.data.templates import find_template, missing_tokens, to_jinja
 from ktransformers.train.forecast import try_plan_inputs
 from ktransformers.train.grouping import Grouping, RowLengths, decide_grouping, with_tokens_per_batch
 from ktransformers.train.model import build_meta_model, locate_model, read_config
