@@ -220,6 +220,7 @@ class Launch:
     chat_template: Path | None = None
     threads: int | None = None
     groups: int | None = None
+    isa: str | None = None  # CPU variant of the experts, of `kt_backend` in a YAML file
     always_on: Path | None = None
     experts: Path | None = None
     pages: str = "lazy"  # of a packed directory: lazy, prefault or lock

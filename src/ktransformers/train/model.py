@@ -18,8 +18,8 @@ from ktransformers import model_registry
 from ktransformers.errors import InputError
 from ktransformers.nn.checkpointing import save_expert_outputs
 from ktransformers.nn.peft_lora import expert_adapters, set_lora_dropout
+from ktransformers.place.backends import isa_of_backend
 from ktransformers.place.options import read_options
-from ktransformers.train.resolve import isa_of_backend
 from ktransformers.train.settings import LoraSettings, ModelSettings, TrainSettings
 from ktransformers.train.targets import Targets
 
