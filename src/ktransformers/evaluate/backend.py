@@ -1,8 +1,8 @@
 """The interface of an evaluated model: generate answers, and score given continuations.
 
 Both methods take text. A chat prompt is rendered with the model's own template, for an adapter with the one that it
-carries; a continuation's tokens are those of the full text after the prompt's, so that the split never changes the tokenisation. Decoding is
-greedy only, so that results are deterministic.
+carries; a continuation's tokens are those of the full text after the prompt's, so that the split never changes the
+tokenisation. Decoding is greedy only, so that results are deterministic.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Answers to chat prompts come from /v1/chat/completions, where the server applies its template. Log-probabilities come
 from /v1/completions with `echo`, which returns those of the given text. With a tokenizer (`--tokenizer`) the prompt is
 sent as token ids, after the first one was compared with the tokens that the server itself makes of the messages
-(`return_token_ids`, where it has that): an adapter may be served with a template of its own. Without a tokenizer, plain text is sent and the continuation's tokens are identified by their offsets, and
-chat prompts cannot be scored, because only the server knows its template. One extra token is requested, because not
-every server accepts `max_tokens: 0`.
+(`return_token_ids`, where it has that): an adapter may be served with a template of its own. Without a tokenizer, plain
+text is sent and the continuation's tokens are identified by their offsets, and chat prompts cannot be scored, because
+only the server knows its template. One extra token is requested, because not every server accepts `max_tokens: 0`.
 """
 
 from __future__ import annotations
