@@ -97,10 +97,11 @@ def evaluate(
             )
         runs = _remote(targets[0], served_model, adapters, base, tokenizer, key, batch_size)
     else:
+        from ktransformers.checkpoint.gguf_directory import model_directory
         from ktransformers.model_registry import resolve
 
         options = {"engine": engine, "dtype": dtype, "device": device, "batch_size": batch_size}
-        runs = _local(Path(resolve(targets[0])), adapters, base, experts, options)
+        runs = _local(model_directory(Path(resolve(targets[0]))), adapters, base, experts, options)
     results = _run(runs, tasks, out, judge, quiet=as_json)
     if len(results) > 1:
         _print_comparison(_compare(list(results), out), out, as_json)

@@ -19,6 +19,7 @@ from torch import Tensor
 from ktransformers.adapters.adapter_template import AdapterTemplate, read_adapter_template
 from ktransformers.adapters.manifest import read_manifest
 from ktransformers.checkpoint import Shards, find_experts
+from ktransformers.checkpoint.gguf_directory import is_gguf_directory
 from ktransformers.errors import InputError
 from ktransformers.evaluate.backend import EvalPrompt, Likelihood, PromptTokenizer, Question
 from ktransformers.system import bf16_is_fast
@@ -91,7 +92,8 @@ class LocalModel:
         if experts is not None and engine == "transformers":
             raise InputError("engine", f"transformers, with experts from {experts}", "kt")
         if engine == "auto":
-            engine = "kt" if find_experts(Shards.of_directory(directory).names) else "transformers"
+            experts_inside = is_gguf_directory(directory) or find_experts(Shards.of_directory(directory).names)
+            engine = "kt" if experts_inside else "transformers"
         if engine == "kt":
             from ktransformers.nn import load_model
 

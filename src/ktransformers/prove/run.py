@@ -36,6 +36,7 @@ from ktransformers.adapters.convert import read_adapter
 from ktransformers.adapters.dialects import detect_dialect
 from ktransformers.adapters.manifest import check_manifest, read_manifest
 from ktransformers.adapters.proof_record import ProofRecord, read_record
+from ktransformers.checkpoint.gguf_directory import is_gguf_directory
 from ktransformers.errors import InputError
 from ktransformers.nn.prepare import uses_kt_method
 from ktransformers.prove.checks import ProofCheck, ProofFailed
@@ -382,7 +383,8 @@ def check_stock(
 
     from ktransformers.checkpoint import Shards
 
-    packed = target.choose_experts(None) or (target.model if uses_kt_method(target.model) else None)
+    unreadable = uses_kt_method(target.model) or is_gguf_directory(target.model)
+    packed = target.choose_experts(None) or (target.model if unreadable else None)
     if packed is not None:  # only our patches make transformers read them, so it would not be stock
         return ProofCheck("stock PEFT", None, f"the experts are those of {packed}, which only ktransformers reads")
     shards = Shards.of_directory(target.model)

@@ -189,11 +189,13 @@ def _attach_decode_graphs(forward: Any, placement: Any, launch: Launch) -> str:
 
 def _load_model(launch: Launch, target: Target, dtype: Any, device: str, spare: bool, log: LogLine) -> Any:
     from ktransformers.checkpoint import find_experts
+    from ktransformers.checkpoint.gguf_directory import is_gguf_directory
     from ktransformers.checkpoint.packed import is_packed
     from ktransformers.checkpoint.shards import Shards
 
     directory = target.model
-    if not find_experts(Shards.of_directory(directory).names):  # a dense model is loaded by stock transformers
+    stock_reads_it = not is_gguf_directory(directory)
+    if stock_reads_it and not find_experts(Shards.of_directory(directory).names):  # a dense model
         from transformers import AutoModelForCausalLM
 
         stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)

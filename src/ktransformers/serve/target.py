@@ -19,6 +19,7 @@ from typing import Any
 
 from ktransformers import model_registry
 from ktransformers.adapters.manifest import read_manifest
+from ktransformers.checkpoint.gguf_directory import model_directory
 from ktransformers.errors import InputError
 from ktransformers.serve.yaml_keys import check_keys, flat_keys
 
@@ -64,8 +65,9 @@ def resolve_target(given: str) -> Target:
 
 
 def locate_model(given: str) -> Path:
-    """The directory of a model given by path, registered name or hub id; a hub id is downloaded."""
-    path = Path(model_registry.resolve(given)).expanduser()
+    """The directory of a model given by path (of a directory or a GGUF file), registered name or hub id; a hub id is
+    downloaded."""
+    path = model_directory(Path(model_registry.resolve(given)).expanduser())
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError("model", f"{given}, a folder without config.json", "a model or a training output")
