@@ -1,6 +1,6 @@
 """What is trained is what is served, from messages: adapters that were trained with a template of another family get
-the prompt tokens of training from `kt serve`, `kt run`, `kt eval` and `kt prove`, and the base keeps its own template in
-the same server."""
+the prompt tokens of training from `kt serve`, `kt run`, `kt eval` and `kt prove`, and the base keeps its own template
+in the same server."""
 
 from __future__ import annotations
 
@@ -167,8 +167,8 @@ def test_eval_loss_is_that_of_the_trained_template(trained: TrainedAdapters, tmp
         done = CliRunner().invoke(
             app,
             [
-                "eval", str(trained.base), "--task", str(tmp_path / "own.yaml"), *words, "--no-base", "--dtype", "float32",
-                "--json", "-o", str(tmp_path / f"runs-{kind}"),
+                "eval", str(trained.base), "--task", str(tmp_path / "own.yaml"), *words, "--no-base", "--json",
+                "--dtype", "float32", "-o", str(tmp_path / f"runs-{kind}"),
             ],
         )  # fmt: skip
         assert done.exit_code == 0, done.output
@@ -176,7 +176,6 @@ def test_eval_loss_is_that_of_the_trained_template(trained: TrainedAdapters, tmp
         for name in NAMES:
             result = json.loads((tmp_path / f"runs-{kind}" / name / "own" / "result.json").read_text())
             losses[kind, name] = result["metrics"]["loss"]["value"]
-    print(losses)
     for name in NAMES:
         assert losses["own", name] < losses["base", name] - 0.5, losses
 
@@ -211,3 +210,34 @@ def test_run_answers_with_the_template_of_the_adapter(trained: TrainedAdapters) 
     expected = len(trained.prompt(to_jinja(TEMPLATES["llama3"])))
     assert json.loads(done.stdout)["prompt_tokens"] == expected != len(trained.prompt(None))
     assert "are rendered with the chat template of" in done.stderr
+
+
+def test_merged_model_has_the_template_of_its_adapter(trained: TrainedAdapters, tmp_path: Path) -> None:
+    from ktransformers.adapters import convert, merge
+
+    for name, output in trained.outputs.items():
+        merge(trained.base, output, tmp_path / name, dtype="float32")
+        tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / name)
+        assert tokenizer.chat_template == (output / "chat_template.jinja").read_text()
+    convert(trained.outputs["llama3"], tmp_path / "converted", "kt", dtype="bfloat16")
+    text = (trained.outputs["llama3"] / "chat_template.jinja").read_text()
+    assert (tmp_path / "converted" / "chat_template.jinja").read_text() == text
+
+
+def test_yaml_file_for_inference_names_the_template(trained: TrainedAdapters, tmp_path: Path) -> None:
+    """Of its adapters, or of the base if it names none; an adapter trained with that name keeps its own file."""
+    keys = {"model_name_or_path": str(trained.base), "template": "deepseek", "cpu_infer": 1, "kt_backend": "auto"}
+    asked = [QUESTION, "--max-tokens", "1", "--json"]
+
+    def prompt_tokens(**more: Any) -> int:
+        (tmp_path / "infer.yaml").write_text(json.dumps(keys | more))
+        done = CliRunner().invoke(app, ["run", str(tmp_path / "infer.yaml"), *asked])
+        assert done.exit_code == 0, done.output
+        return int(json.loads(done.stdout)["prompt_tokens"])
+
+    plain = len(trained.prompt(to_jinja(TEMPLATES["deepseek"])))
+    own = len(trained.prompt((trained.outputs["deepseek"] / "chat_template.jinja").read_text()))
+    assert prompt_tokens() == plain != own, "the recipe's default_system is in the adapter's file"
+    assert prompt_tokens(adapter_name_or_path=str(trained.outputs["deepseek"])) == own
+    assert prompt_tokens(adapter_name_or_path=str(trained.outputs["llama3"])) == plain
+    assert prompt_tokens(default_system="Answer briefly.") == own

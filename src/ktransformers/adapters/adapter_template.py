@@ -18,10 +18,12 @@ from typing import Any
 
 from ktransformers.adapters.chat_templates import MAX_TEMPLATE_BYTES, read_template_file
 from ktransformers.errors import InputError
+from ktransformers.files import write_json, write_text
 
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_JSON = "chat_template.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+GENERATION_CONFIG = "generation_config.json"
 MAX_TOKENIZER_CONFIG_BYTES = 2**26  # it lists added tokens
 SPECIAL_TOKENS = ("bos_token", "eos_token")
 ANSWER = "\ue000"  # stands for the content of an answer
@@ -124,6 +126,34 @@ def with_ends(template: AdapterTemplate, tokenizer: Any) -> AdapterTemplate:
     if ids and (len(ids) == 1 or ids[0] in _marker_tokens(tokenizer)):
         return replace(template, stop_tokens=frozenset({*tokens, ids[0]}))
     return replace(template, stop_tokens=frozenset(tokens), stop_strings=(end,) if end else ())
+
+
+def write_adapter_template(adapter: str | Path, merged: Path) -> None:
+    """Gives a merged model the template that its adapter was trained with: the file, the special tokens, and the end of
+    answers among the end tokens of generation_config.json."""
+    from transformers import AutoTokenizer
+
+    template = read_adapter_template(adapter)
+    if template is None:
+        return
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(merged)
+    except (OSError, ValueError, KeyError):  # a model without tokenizer
+        tokenizer = None
+    if tokenizer is not None and not template.differs_from(tokenizer):
+        return
+    write_text(merged / TEMPLATE_FILE, template.text)
+    if tokenizer is None:
+        return
+    config_file = merged / TOKENIZER_CONFIG
+    if template.special_tokens and config_file.is_file():
+        write_json(config_file, _read_object(config_file, MAX_TOKENIZER_CONFIG_BYTES) | dict(template.special_tokens))
+    settings_file = merged / GENERATION_CONFIG
+    settings = _read_object(settings_file, MAX_TEMPLATE_BYTES) if settings_file.is_file() else {}
+    eos = settings.get("eos_token_id", tokenizer.eos_token_id)
+    ends = {*(eos if isinstance(eos, list) else [eos]), *with_ends(template, tokenizer).stop_tokens} - {None}
+    if ends:
+        write_json(settings_file, settings | {"eos_token_id": sorted(ends)})
 
 
 def _marker_tokens(tokenizer: Any) -> set[int]:

@@ -156,9 +156,14 @@ def with_defaults(text: str, default_system: str | None, enable_thinking: bool |
 
 def _llamafactory_template(name: str) -> ChatTemplate | None:
     """LLaMA-Factory's template of that name as ours; its user turn ends with the beginning of the assistant's."""
-    if importlib.util.find_spec("llamafactory") is None:
+    spec = importlib.util.find_spec("llamafactory")
+    if spec is None or spec.origin is None:  # without origin it is a folder of that name, not the package
         return None
-    templates: Any = importlib.import_module("llamafactory.data.template").TEMPLATES
+    try:
+        templates: Any = importlib.import_module("llamafactory.data.template").TEMPLATES
+    except ImportError as error:
+        problem = f"{name}, which is not ours, and a LLaMA-Factory that cannot be imported ({error})"
+        raise InputError("template", problem, f"one of {', '.join(TEMPLATES)}, or a Jinja file") from error
     template = templates.get(name)
     if template is None:
         return None

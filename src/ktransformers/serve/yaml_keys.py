@@ -82,6 +82,9 @@ def check_keys(path: Path, keys: Mapping[str, Any]) -> None:
             matches = difflib.get_close_matches(str(name), KNOWN_KEYS, n=1)
             expected = f"`{matches[0]}`, perhaps" if matches else "a key of inference"
             raise InputError(f"{path}: {name}", value, expected, "docs/serve.md lists the keys")
+    if keys.get("template") is not None and not is_training(keys):
+        template_text(str(keys["template"]))
+    isa_of_backend(flat_keys(keys).get("kt_backend"))
     for name in ("kt_num_threads", "cpu_infer", "kt_threadpool_count", "kt_maxlen", "chunk_size"):
         value = flat_keys(keys).get(name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
