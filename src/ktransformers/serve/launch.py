@@ -203,7 +203,7 @@ def _load_model(launch: Launch, target: Target, dtype: Any, device: str, spare: 
     from ktransformers.nn import load_model
     from ktransformers.nn.pool import set_default_pool
 
-    pool_options = launch.threads or 0, launch.groups or 0, spare
+    pool_options = (*_pool_size(launch, log), spare)
     pool = set_default_pool(*pool_options) if any(pool_options) else None
     experts = target.choose_experts(launch.experts)
     if experts is not None:
@@ -216,6 +216,18 @@ def _load_model(launch: Launch, target: Target, dtype: Any, device: str, spare: 
     return load_model(
         directory, experts=experts, dtype=dtype, device=gpu, pool=pool, pages=launch.pages, isa=launch.isa
     )
+
+
+def _pool_size(launch: Launch, log: LogLine) -> tuple[int, int]:
+    """Threads and groups of the experts, 0 where the pool chooses; a file may come from a larger machine."""
+    from ktransformers import _core
+
+    machine, sizes = _core.machine(), []
+    for asked, here, what in ((launch.threads, "cpus", "threads"), (launch.groups, "nodes", "groups of threads")):
+        if asked is not None and asked > machine[here]:
+            log(f"{asked} {what} of experts are asked for, {machine[here]} {here} are here: the pool chooses")
+        sizes.append(asked if asked is not None and asked <= machine[here] else 0)
+    return sizes[0], sizes[1]
 
 
 def _max_positions(config: Any) -> int:
