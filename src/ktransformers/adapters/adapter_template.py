@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -61,9 +62,9 @@ class AdapterTemplate:
 
 def read_adapter_template(source: str | Path) -> AdapterTemplate | None:
     """None if the adapter carries no template: then the base's is used."""
-    directory = Path(source)
-    if not directory.is_dir():
+    if not os.path.isdir(source):  # False also for a path that the system refuses; the reader of tensors names it
         return None
+    directory = Path(source)
     config_file = directory / TOKENIZER_CONFIG
     config = _read_object(config_file, MAX_TOKENIZER_CONFIG_BYTES) if config_file.is_file() else {}
     special_tokens = {name: text for name in SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None}
@@ -79,10 +80,14 @@ def read_adapter_template(source: str | Path) -> AdapterTemplate | None:
 
 
 def _read_object(file: Path, limit: int) -> dict[str, Any]:
-    if file.stat().st_size > limit:
-        raise InputError(str(file), f"{file.stat().st_size} bytes", f"at most {limit}")
     try:
+        if file.stat().st_size > limit:
+            raise InputError(str(file), f"{file.stat().st_size} bytes", f"at most {limit}")
         document = json.loads(file.read_text(encoding="utf-8"))
+    except InputError:
+        raise
+    except OSError as error:
+        raise InputError(str(file), f"a file that cannot be read ({error.strerror})", "one that can") from error
     except (ValueError, RecursionError) as error:
         raise InputError(str(file), f"no JSON ({error})", "a JSON object, as transformers writes it") from error
     if not isinstance(document, dict):
