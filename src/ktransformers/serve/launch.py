@@ -222,12 +222,15 @@ def _pool_size(launch: Launch, log: LogLine) -> tuple[int, int]:
     """Threads and groups of the experts, 0 where the pool chooses; a file may come from a larger machine."""
     from ktransformers import _core
 
-    machine, sizes = _core.machine(), []
-    for asked, here, what in ((launch.threads, "cpus", "threads"), (launch.groups, "nodes", "groups of threads")):
-        if asked is not None and asked > machine[here]:
-            log(f"{asked} {what} of experts are asked for, {machine[here]} {here} are here: the pool chooses")
-        sizes.append(asked if asked is not None and asked <= machine[here] else 0)
-    return sizes[0], sizes[1]
+    machine = _core.machine()
+    threads, groups = launch.threads or 0, launch.groups or 0
+    if threads > machine["cpus"]:
+        log(f"{threads} threads of experts are asked for, {machine['cpus']} CPUs are here: the pool chooses")
+        threads = 0
+    if groups > machine["nodes"]:
+        log(f"{groups} groups of threads are asked for, {machine['nodes']} NUMA nodes are here: one each")
+        groups = 0
+    return threads, groups
 
 
 def _max_positions(config: Any) -> int:
