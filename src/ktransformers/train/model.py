@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from ktransformers import model_registry
+from ktransformers.checkpoint.gguf_directory import given_file, model_directory
 from ktransformers.errors import InputError
 from ktransformers.nn.checkpointing import save_expert_outputs
 from ktransformers.nn.peft_lora import expert_adapters, set_lora_dropout
+from ktransformers.place.backends import isa_of_backend
 from ktransformers.place.options import read_options
-from ktransformers.train.resolve import isa_of_backend
 from ktransformers.train.settings import LoraSettings, ModelSettings, TrainSettings
 from ktransformers.train.targets import Targets
 
@@ -42,7 +43,7 @@ ATTENTION_IMPLEMENTATIONS = {
 def locate_model(settings: ModelSettings, *, download: bool) -> Path | None:
     """The model's directory; None if it is on the hub and must not be downloaded now."""
     name = settings.model_name_or_path
-    path = Path(model_registry.resolve(name))
+    path = model_directory(Path(model_registry.resolve(name)))
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError("model_name_or_path", f"{name}, a folder without config.json", "a model's folder")
@@ -71,7 +72,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def build_meta_model(directory: Path) -> nn.Module:
+def build_meta_model(directory: Path) -> PreTrainedModel:
     """The model on the meta device, to find the modules to train."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -80,7 +81,7 @@ def build_meta_model(directory: Path) -> nn.Module:
     config = load.load_config(directory)  # as load_model does; raises for models that cannot be opened
     auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
     with torch.device("meta"):
-        model: nn.Module = auto.from_config(config)
+        model: PreTrainedModel = auto.from_config(config)
     return model
 
 
@@ -138,6 +139,7 @@ def open_model(
         precision=settings.experts.precision,
         progress=progress,
     )
+    model.name_or_path = str(given_file(directory))  # PEFT writes it into adapter_config.json
     check_formats(model, settings.experts.kt_expert_weight_format)
     if settings.model.flash_attn != "auto":
         try:
@@ -169,9 +171,22 @@ def build_lora_config(model: nn.Module, targets: Targets, settings: LoraSettings
     )
 
 
+def check_readable(model: Any) -> None:
+    """Raises if stock PEFT would not read this adapter back: it renames tensors as transformers renames those of the
+    model's released files, and a rule for these may also match names that need no renaming."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    result: Any = set_peft_model_state_dict(model, get_peft_model_state_dict(model))
+    if result.unexpected_keys:
+        kind, name = model.config.model_type, result.unexpected_keys[0]
+        given = f"{kind}, whose adapter stock PEFT does not read back (it looks for {name})"
+        raise InputError("model_name_or_path", given, "a family whose adapters PEFT can load", "it cannot be trained")
+
+
 def finish_adapter(model: Any, settings: TrainSettings) -> None:
     """Applies what PEFT's configuration cannot express, after the adapter was created."""
     lora = settings.lora
+    check_readable(model)
     if lora.adapter_name_or_path:
         from peft import load_peft_weights, set_peft_model_state_dict
 
