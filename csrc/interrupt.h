@@ -16,14 +16,18 @@ struct Interrupted : std::exception {
 using InterruptCheck = bool (*)();               // whether the calling thread is to end its call
 void set_interrupt_check(InterruptCheck check);  // null: calls are never interrupted
 
-// Asks the check at most ten times a second, first after a tenth of a second: short calls never do.
+// Asks the check at most ten times a second, first after a tenth of a second: short calls never do. The clock is read
+// once in a few calls, as many as take a few milliseconds, because reading it takes as long as a small unit of work.
 class InterruptPoll {
  public:
-  bool operator()();
+  explicit InterruptPoll(int calls = 2) : calls_left_(calls), calls_(calls) {}
+  bool operator()() { return --calls_left_ <= 0 && read_clock(); }
 
  private:
-  std::chrono::steady_clock::time_point next_ = std::chrono::steady_clock::now() + kInterval;
-  static constexpr std::chrono::milliseconds kInterval{100};
+  bool read_clock();
+
+  int calls_left_, calls_;  // until the clock is read again; between two readings
+  std::chrono::steady_clock::time_point last_{}, next_{};
 };
 
 }  // namespace kt

@@ -15,7 +15,7 @@ namespace kt {
 namespace {
 
 constexpr std::chrono::seconds kTimeout{10};
-constexpr double kSlice = 0.25;  // seconds
+constexpr double kSlice = 0.1;  // seconds
 
 size_t scratch_bytes(const Measurement& m) {
   if (m.bytes) return m.bytes;

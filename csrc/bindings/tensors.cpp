@@ -100,17 +100,25 @@ bool is(const nb::dlpack::dtype& type, const Element& e) {
 
 namespace {
 
-// torch negates and conjugates lazily: memory holds the number before.
+// An attribute by a name that is made once; null: there is none.
+nb::object attribute(nb::handle object, PyObject* name) {
+  PyObject* value = PyObject_GetAttr(object.ptr(), name);
+  if (!value) PyErr_Clear();
+  return nb::steal(value);
+}
+
+// torch negates lazily: memory holds the number before. It does so with complex conjugates too, but no binding takes
+// complex numbers.
 void check_bits(const char* name, nb::handle tensor) {
-  if (nb::getattr(tensor, "requires_grad", nb::bool_(false)).is(nb::bool_(true)))
+  static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
+  static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
+  if (attribute(tensor, requires_grad).ptr() == Py_True)
     refuse_type(name, kind_of(tensor) + " that requires grad", "one without",
                 "pass " + std::string(name) + ".detach()");
-  for (auto [bit, remedy] : {std::pair{"is_neg", "resolve_neg()"}, {"is_conj", "resolve_conj()"}}) {
-    nb::object method = nb::getattr(tensor, bit, nb::none());
-    if (!method.is_none() && method().is(nb::bool_(true)))
-      refuse_type(name, kind_of(tensor) + " whose memory holds other numbers (" + bit + ")", "the numbers themselves",
-                  "pass " + std::string(name) + "." + remedy);
-  }
+  nb::object method = attribute(tensor, is_neg);
+  if (method.is_valid() && method().ptr() == Py_True)
+    refuse_type(name, kind_of(tensor) + " whose memory holds other numbers (is_neg)", "the numbers themselves",
+                "pass " + std::string(name) + ".resolve_neg()");
 }
 
 void check_strides(const char* name, const Array& array, Strides strides) {
