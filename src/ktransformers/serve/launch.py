@@ -110,6 +110,7 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
     from ktransformers.serve.http.limits import RequestLimits
     from ktransformers.serve.http.registry import Registry
     from ktransformers.serve.http.service import PrepareOptions, Service
+    from ktransformers.serve.memory_advice import memory_advice
     from ktransformers.serve.placement import (
         attach_experts,
         cache_tokens,
@@ -150,6 +151,7 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
     )
     log(f"KV cache of {tokens} tokens, {tokens * kv_bytes_per_token / 2**30:.2f} GiB when full")
     engine = ServeEngine(forward, limits)
+    engine.memory_advice = memory_advice(launch, plan, tokens, tokens * kv_bytes_per_token)
     served = launch.served_model_name or target.name
     registry = Registry(served, LoraModules(model), str(target.model), engine.drop_adapter, launch.always_on)
     for name, directory in (*target.adapters, *launch.lora_paths):
