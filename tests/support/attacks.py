@@ -80,7 +80,9 @@ ATTACKS: Sequence[Attack] = (
     Attack(
         "a schema with large counts",
         COMPLETIONS,
-        completion(prompt="a", response_format=schema_form({"type": "string", "pattern": "^(a{1,900}b{1,900}){1,900}$"})),
+        completion(
+            prompt="a", response_format=schema_form({"type": "string", "pattern": "^(a{1,900}b{1,900}){1,900}$"})
+        ),
         (200, 400, 429),
     ),
     Attack(

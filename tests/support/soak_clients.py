@@ -146,4 +146,5 @@ def summary(values: list[float]) -> dict[str, float]:
 
 if __name__ == "__main__":
     _, what, server, length, guest_path = sys.argv
-    print(json.dumps(run_clients(server, float(length), guest_path) if what == "clients" else poll(server, float(length))))
+    found = run_clients(server, float(length), guest_path) if what == "clients" else poll(server, float(length))
+    sys.stdout.write(json.dumps(found))

@@ -87,9 +87,7 @@ PLACEMENT_FLAGS = (
 
 SUPPORTED_FLAGS = (
     Flag(("--model", "--model-path"), "model_flag", "the same as MODEL"),
-    Flag(
-        ("--lora-paths",), "lora_paths", "adapters to load: NAME=DIR, or DIR alone", metavar="NAME=DIR", many=True
-    ),
+    Flag(("--lora-paths",), "lora_paths", "adapters to load: NAME=DIR, or DIR alone", metavar="NAME=DIR", many=True),
     Flag(("--served-model-name",), "served_model_name", "what requests call the base; default: the directory's name"),
     Flag(("--host",), "host", "address to listen on; default: 127.0.0.1, this machine alone"),
     Flag(("--port",), "port", "port to listen on; default: 30000", int),
@@ -133,9 +131,7 @@ SUPPORTED_FLAGS = (
     Flag(("--max-messages",), "max_messages", "messages of one chat", int, 4096),
     Flag(("--max-tools",), "max_tools", "tools of one chat", int, 128),
     Flag(("--max-schema-properties",), "max_schema_properties", "properties of one JSON schema", int, 1000),
-    Flag(
-        ("--max-schema-depth",), "max_schema_depth", "levels of objects and lists of one JSON schema", int, 64
-    ),
+    Flag(("--max-schema-depth",), "max_schema_depth", "levels of objects and lists of one JSON schema", int, 64),
     Flag(("--prepare-workers",), "prepare_workers", "processes that parse and tokenise requests", int, 2),
     Flag(("--prepare-timeout",), "prepare_timeout", "seconds that this may take for one request", float, 10.0),
     Flag(("--request-timeout",), "request_timeout", "seconds until a request is aborted; 0: never", float, 0.0),

@@ -139,7 +139,16 @@ def test_bodies_that_a_form_can_send_are_refused(served: RunningServer, kind: st
 
 
 def test_key_guards_everything_but_health_and_page(guarded: str) -> None:
-    for path in ("/openapi.json", "/metrics", "/v1/models", "/docs", "/redoc", "/training", "/nothing", "/v1/embeddings"):
+    for path in (
+        "/openapi.json",
+        "/metrics",
+        "/v1/models",
+        "/docs",
+        "/redoc",
+        "/training",
+        "/nothing",
+        "/v1/embeddings",
+    ):
         assert ask(guarded, path)[0] == 401, path
     assert ask(guarded, "/openapi.json", Authorization="Bearer k")[0] == 200
     assert ask(guarded, "/health")[0] == ask(guarded, "/")[0] == 200
@@ -217,9 +226,7 @@ def test_slow_headers_are_cut_off(served: RunningServer, monkeypatch: pytest.Mon
         bound.close()
 
 
-def test_client_that_leaves_in_its_body_is_not_logged(
-    served: RunningServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_client_that_leaves_in_its_body_is_not_logged(served: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     host, port = served.url.removeprefix("http://").split(":")
     with caplog.at_level(logging.WARNING), socket.create_connection((host, int(port))) as gone:
         gone.sendall(

@@ -6,8 +6,10 @@ for prompts that are not computed yet up to `chunked_prefill_size` tokens in ord
 when the KV cache has capacity for its prompt. When a decoding sequence cannot grow, the youngest one is preempted: it
 gives up its slot, returns to the head of the queue and is recomputed later, so its stream pauses. The queue is bounded:
 requests that arrive while it is full are refused at once. When memory runs out in a step, the sequence with the most
-tokens in it ends, everything that is only cached is evicted, and the others go on. `submit`, `cancel` and `stop` may be called from any thread;
-events reach callers through each sequence's `deliver`, called in the engine's thread.
+tokens in it ends, everything that is only cached is evicted, and the others go on.
+
+`submit`, `cancel` and `stop` may be called from any thread; events reach callers through each sequence's `deliver`,
+called in the engine's thread.
 """
 
 from __future__ import annotations

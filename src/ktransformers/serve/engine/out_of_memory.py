@@ -1,4 +1,4 @@
-"""Which exceptions mean that memory ran out, on a GPU or on the host, and the one line that says so: what was asked for,
+"""Which exceptions mean that memory ran out, on a GPU or on the host, and the one line that says so: what was asked,
 what was free, and what to change.
 """
 

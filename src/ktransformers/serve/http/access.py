@@ -1,5 +1,5 @@
-"""Which requests are answered at all, decided from their headers: the Host that they were sent to, the Origin of the page
-that sent them, and the API key.
+"""Which requests are answered at all, decided from their headers: the Host that they were sent to, the Origin of the
+page that sent them, and the API key.
 
 A browser sends whatever page is open, with a name that resolves to this machine if the page's author wishes so (DNS
 rebinding), and without asking first if the request looks like a form. So Host must be an address or a name of this

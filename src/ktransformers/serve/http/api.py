@@ -1,8 +1,8 @@
 """HTTP routes: OpenAI's paths, adapters over HTTP, health, metrics and one page; every error in OpenAI's envelope.
 
 A request passes through `RequestBoundary` (its id, access, errors), `BodyReader` (bytes, within limits) and a worker
-process of `PreparePool` (everything that may be slow), then becomes sequences of the engine. The event loop itself only
-moves bytes. A client that disconnects is noticed between tokens of a stream, and within a quarter of a second otherwise.
+process of `PreparePool` (everything that may be slow), then becomes sequences of the engine. The event loop only moves
+bytes. A client that disconnects is noticed between tokens of a stream, and within a quarter of a second otherwise.
 """
 
 from __future__ import annotations
@@ -114,9 +114,7 @@ class Api:
             return Response(status_code=499)
         return Response(document, media_type="application/json")
 
-    def _submit(
-        self, prepared: PreparedRequest, request_id: str, loop: asyncio.AbstractEventLoop
-    ) -> ResponseStream:
+    def _submit(self, prepared: PreparedRequest, request_id: str, loop: asyncio.AbstractEventLoop) -> ResponseStream:
         requests = self.service.generation_requests(prepared, request_id)
         return ResponseStream(self.service.engine, self.service.tokenizer, requests, prepared.n, loop)
 
@@ -219,7 +217,7 @@ def _load_adapter(load: Callable[..., Any], asked: LoadAdapter, request_id: str)
         if not (Path(asked.lora_path) / "adapter_config.json").is_file():
             raise OSError("there is no adapter_config.json")
     except (OSError, ValueError) as error:  # a component is too long, a null byte
-        LOG.warning("request %s: lora_path %.200r: %s", request_id, asked.lora_path, error)
+        LOG.warning("request %s: lora_path %.200r: %.300s", request_id, asked.lora_path, error)
         expected = "expected a directory with an adapter that the server can read"
         raise ApiError(400, f"{given}, {expected}", param="lora_path", code="adapter_not_found") from error
     try:
@@ -273,7 +271,7 @@ def create_app(
             await asyncio.to_thread(service.engine.stop)
         ended()
 
-    # No pages of documentation: FastAPI's load their scripts from another host. /openapi.json needs the key like the API.
+    # No pages of documentation: FastAPI's load their scripts from another host.
     app: Any = FastAPI(
         title="ktransformers", version=ktransformers.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )

@@ -1,5 +1,5 @@
-"""ApiError: what the server refuses or cannot do, as OpenAI's envelope. The message is bounded, whatever the client sent
-and whatever a library says about it.
+"""ApiError: what the server refuses or cannot do, as OpenAI's envelope. The message is bounded, whatever the client
+sent and whatever a library says about it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 MEMORY_BYTES = 4 * 2**30
 RECYCLE_BYTES = 2**29  # resident memory after which a process is replaced
@@ -55,7 +55,7 @@ def serve_frames(source: BinaryIO, output: BinaryIO, directory: str) -> None:
             return
 
 
-def answer(preparer: object, document: dict[str, object], body: bytes) -> tuple[dict[str, object], bytes]:
+def answer(preparer: object, document: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
     from ktransformers.serve.http import prepare_wire
     from ktransformers.serve.http.error import ApiError
     from ktransformers.serve.http.prepare import RequestPreparer
@@ -73,7 +73,7 @@ def answer(preparer: object, document: dict[str, object], body: bytes) -> tuple[
         return prepare_wire.error_frame(given, reason)
 
 
-def read_frame(source: BinaryIO) -> tuple[dict[str, object], bytes]:
+def read_frame(source: BinaryIO) -> tuple[dict[str, Any], bytes]:
     import json
 
     from ktransformers.serve.http.prepare_wire import LENGTHS
@@ -86,7 +86,7 @@ def read_frame(source: BinaryIO) -> tuple[dict[str, object], bytes]:
     return document, source.read(block_bytes)
 
 
-def write_frame(output: BinaryIO, document: dict[str, object], block: bytes) -> None:
+def write_frame(output: BinaryIO, document: dict[str, Any], block: bytes) -> None:
     from ktransformers.serve.http.prepare_wire import frame_head
 
     output.write(frame_head(document, len(block)))
