@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import logging
@@ -124,6 +125,34 @@ def test_one_schema_is_compiled_once_for_all_prompts(served: RunningServer) -> N
     for _ in range(2):
         assert send(served.url, Attack("", "/v1/completions", bytes), json.dumps(body).encode())[0] == 200
     assert source.compilations == before + 1
+
+
+def test_refused_and_answered_requests_leave_no_cycles(served: RunningServer) -> None:
+    """Without the garbage collector: the body of a refused request and the grammar of an answered one are freed."""
+    pytest.importorskip("llguidance")
+    from tests.support.memory import allocated
+
+    refused = ATTACKS[0].make_body()
+    body = {
+        "model": "tiny",
+        "prompt": ["Once"] * 40,
+        "max_tokens": 1,
+        "response_format": schema_form(object_schema(30)),
+    }
+    answered = json.dumps(body).encode()
+    attack = Attack("", "/v1/completions", bytes)
+    for _ in range(3):
+        assert (send(served.url, attack, refused)[0], send(served.url, attack, answered)[0]) == (400, 200)
+    gc.collect()
+    gc.disable()
+    try:
+        before = allocated()
+        for _ in range(15):
+            assert (send(served.url, attack, refused)[0], send(served.url, attack, answered)[0]) == (400, 200)
+        grown = allocated() - before
+    finally:
+        gc.enable()
+    assert grown < 8 * 2**20, grown
 
 
 def test_500_requests_with_schemas_leave_memory_flat(served: RunningServer) -> None:

@@ -75,7 +75,10 @@ class ResponseStream:
             raise ApiError(503, str(error), code="shutting_down") from error
 
     def cancel(self) -> None:
+        """End what has not ended. Sequences and this object refer to each other, so they are let go of here and not by
+        the next full garbage collection."""
         self._engine.cancel(self._sequences)
+        self._sequences = []
 
     def _event_sink(self, loop: asyncio.AbstractEventLoop, choice: int) -> Any:
         def on_event(event: Event) -> None:
@@ -102,8 +105,7 @@ class ResponseStream:
                 unfinished -= event.finish is not None
                 yield choice, event
         finally:
-            if unfinished:
-                self.cancel()
+            self.cancel()
 
     async def complete(self) -> list[Completed]:
         async for _ in self.events():
