@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ktransformers import model_registry
 from ktransformers.adapters.names import PROJ_NAMING, W123_FAMILIES, W123_NAMING, ExpertNaming, split_layer_name
 from ktransformers.checkpoint import find_experts
+from ktransformers.checkpoint.gguf_directory import model_directory
 from ktransformers.checkpoint.shards import INDEX_FILE
 from ktransformers.errors import InputError
 
@@ -150,7 +151,7 @@ def find_facts(name: str | None) -> ModelFacts | None:
     """Facts of a local directory, or of a hub name whose config.json is in the cache; None if neither exists."""
     if not name:
         return None
-    name = model_registry.resolve(name)
+    name = str(model_directory(Path(model_registry.resolve(name))))
     file: Path | str | None = Path(name) / "config.json"
     if Path(name).is_dir() or name.startswith((".", "/", "~")):
         if not Path(file or "").is_file():

@@ -19,6 +19,7 @@ from ktransformers.errors import InputError
 from ktransformers.plan import Plan, require_fit
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.target import Target, resolve_target
+from ktransformers.serve.yaml_keys import with_yaml_keys
 
 MAX_HOST_SHARE = 0.8  # of free host memory for the KV cache: --mem-fraction-static is chosen for GPUs
 SHUTDOWN_SECONDS = 30  # for running requests after SIGTERM or Ctrl-C
@@ -110,6 +111,7 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
     from ktransformers.serve.http.limits import RequestLimits
     from ktransformers.serve.http.registry import Registry
     from ktransformers.serve.http.service import PrepareOptions, Service
+    from ktransformers.serve.http.templates import ServedTemplates
     from ktransformers.serve.memory_advice import memory_advice
     from ktransformers.serve.placement import (
         attach_experts,
@@ -123,7 +125,7 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
     device = choose_device(launch, plan)
     dtype = parse_dtype(launch.dtype, device)
     tokenizer: Any = AutoTokenizer.from_pretrained(target.model)
-    template = launch.chat_template.read_text() if launch.chat_template else ""
+    templates = ServedTemplates(tokenizer, launch, target, log)
     log(f"loading {target.model} ({str(dtype).removeprefix('torch.')}, {device})")
     placement = ModelPlacement(options_of(launch, target).as_planned(plan))
     multi_gpu = device != "cpu" and spreads_layers(placement.options, launch, plan)
@@ -153,16 +155,20 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
     engine = ServeEngine(forward, limits)
     engine.memory_advice = memory_advice(launch, plan, tokens, tokens * kv_bytes_per_token)
     served = launch.served_model_name or target.name
-    registry = Registry(served, LoraModules(model), str(target.model), engine.drop_adapter, launch.always_on)
+    registry = Registry(
+        served, LoraModules(model), str(target.model), engine.drop_adapter, launch.always_on, templates.read
+    )
     for name, directory in (*target.adapters, *launch.lora_paths):
         adapter = registry.load(name, directory)
         log(f"adapter {served}:{name} from {directory}, {adapter.bytes() / 2**20:.1f} MiB")
+        if (note := templates.describe(adapter.template)) is not None:
+            log(f"requests to {served}:{name} are rendered with {note}; those to {served} with the base's own")
     service = Service(
         engine,
         registry,
         tokenizer,
         timeout=launch.request_timeout or None,
-        template=template,
+        template=templates.base,
         kv_bytes_per_token=kv_bytes_per_token,
         request_limits=RequestLimits(
             launch.max_body_bytes,
@@ -195,11 +201,13 @@ def _attach_decode_graphs(forward: Any, placement: Any, launch: Launch) -> str:
 
 def _load_model(launch: Launch, target: Target, dtype: Any, device: str, spare: bool, log: LogLine) -> Any:
     from ktransformers.checkpoint import find_experts
+    from ktransformers.checkpoint.gguf_directory import is_gguf_directory
     from ktransformers.checkpoint.packed import is_packed
     from ktransformers.checkpoint.shards import Shards
 
     directory = target.model
-    if not find_experts(Shards.of_directory(directory).names):  # a dense model is loaded by stock transformers
+    stock_reads_it = not is_gguf_directory(directory)
+    if stock_reads_it and not find_experts(Shards.of_directory(directory).names):  # a dense model
         from transformers import AutoModelForCausalLM
 
         stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
@@ -207,7 +215,7 @@ def _load_model(launch: Launch, target: Target, dtype: Any, device: str, spare: 
     from ktransformers.nn import load_model
     from ktransformers.nn.pool import set_default_pool
 
-    pool_options = launch.threads or 0, launch.groups or 0, spare
+    pool_options = (*_pool_size(launch, log), spare)
     pool = set_default_pool(*pool_options) if any(pool_options) else None
     experts = target.choose_experts(launch.experts)
     if experts is not None:
@@ -217,7 +225,21 @@ def _load_model(launch: Launch, target: Target, dtype: Any, device: str, spare: 
             f"--{launch.pages}: without effect: these experts are read into memory; `kt quant` writes some to be mapped"
         )
     gpu = None if device == "cpu" else device
-    return load_model(directory, experts=experts, dtype=dtype, device=gpu, pool=pool, pages=launch.pages)
+    return load_model(
+        directory, experts=experts, dtype=dtype, device=gpu, pool=pool, pages=launch.pages, isa=launch.isa
+    )
+
+
+def _pool_size(launch: Launch, log: LogLine) -> tuple[int, int]:
+    """Threads and groups of the experts, 0 where the pool chooses; a file may come from a larger machine."""
+    from ktransformers import _core
+
+    machine, sizes = _core.machine(), []
+    for asked, here, what in ((launch.threads, "cpus", "threads"), (launch.groups, "nodes", "groups of threads")):
+        if asked is not None and asked > machine[here]:
+            log(f"{asked} {what} of experts are asked for, {machine[here]} {here} are here: the pool chooses")
+        sizes.append(asked if asked is not None and asked <= machine[here] else 0)
+    return sizes[0], sizes[1]
 
 
 def _max_positions(config: Any) -> int:
@@ -246,6 +268,7 @@ def serve(launch: Launch, log: LogLine, show: ShowPlan) -> None:
         log(f"accepted without effect: {note}")
     launch = with_environment(launch)
     target = resolve_target(launch.target)
+    launch = with_yaml_keys(launch, target.keys)
     assert launch.host is not None and launch.port is not None
     listener = bind_socket(launch.host, launch.port)
     plan = make_plan(launch, target, log, show)

@@ -34,7 +34,10 @@ class ChatCompletion:
         """The whole response, when all choices have ended."""
         head = ResponseHeader("chat.completion", self._prepared.model)
         choices = [self._choice(index, answer) for index, answer in enumerate(self.responses.answers)]
-        return head(choices, usage=self.responses.usage())
+        return head(choices, usage=self.responses.usage(), **self._prompt_tokens())
+
+    def _prompt_tokens(self) -> dict[str, Any]:
+        return {"prompt_token_ids": list(self._prepared.prompts[0].tokens)} if self._prepared.return_token_ids else {}
 
     def _choice(self, index: int, answer: Completed) -> dict[str, Any]:
         content, calls = self._split(answer.text)
@@ -50,12 +53,14 @@ class ChatCompletion:
         usage_field = {"usage": None} if self._prepared.usage_in_stream else {}
         splitters = [ToolCallSplitter() for _ in self.responses.answers]
 
-        def event_of(index: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> str:
+        def event_of(
+            index: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None, **fields: Any
+        ) -> str:
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-            return sse_event(head([choice], **usage_field))
+            return sse_event(head([choice], **usage_field, **fields))
 
         for choice in range(len(splitters)):
-            yield event_of(choice, {"role": "assistant", "content": ""})
+            yield event_of(choice, {"role": "assistant", "content": ""}, **self._prompt_tokens())
         async for choice, event in self.responses.events():
             text = event.text
             if self._prepared.bare_call:

@@ -59,6 +59,14 @@ class PrepareSettings:
 
 
 @dataclass(frozen=True)
+class ModelTemplate:
+    """A chat template, and the special tokens that it is rendered with where they are not the tokenizer's."""
+
+    text: str  # Jinja; empty: the tokenizer's, which may have one for tools beside its own
+    special_tokens: dict[str, str] = field(default_factory=dict)  # bos_token, eos_token
+
+
+@dataclass(frozen=True)
 class TokenizedPrompt:
     text: str | None  # None: the prompt was given as tokens, or is not echoed
     tokens: tuple[int, ...]
@@ -87,6 +95,8 @@ class PreparedRequest:
     parses_calls: bool = False
     bare_call: bool = False  # the response is one tool call in JSON and nothing else
     parameter_types: dict[str, dict[str, str]] = field(default_factory=dict)  # function -> parameter -> JSON type
+    is_chat: bool = False
+    return_token_ids: bool = False
 
 
 def parse_body(body: bytes | bytearray, kind: type[Body]) -> Body:
@@ -114,7 +124,7 @@ class RequestPreparer:
             if token.special or (token.content.startswith("<") and token.content.endswith(">"))
         ]
 
-    def prepare(self, kind: str, body: bytes | bytearray, templates: Mapping[str, str]) -> PreparedRequest:
+    def prepare(self, kind: str, body: bytes | bytearray, templates: Mapping[str, ModelTemplate]) -> PreparedRequest:
         """`kind`: chat or completion; `templates`: chat templates by model name, of adapters that have their own."""
         if kind == "chat":
             return self.chat(parse_body(body, ChatRequest), templates)
@@ -131,14 +141,17 @@ class RequestPreparer:
                 raise ApiError(400, message, param="logprobs")
         return self._prepared(request, prompts, max_tokens, request.logprobs, self._schema(request), echo=echo)
 
-    def chat(self, request: ChatRequest, templates: Mapping[str, str]) -> PreparedRequest:
+    def chat(self, request: ChatRequest, templates: Mapping[str, ModelTemplate]) -> PreparedRequest:
         limits = self._settings.limits
         check_count("messages", len(request.messages), limits.max_messages, "max-messages")
         check_count("tools", len(request.tools or ()), limits.max_tools, "max-tools")
         if request.top_logprobs and not request.logprobs:
             raise ApiError(400, "top_logprobs: given without logprobs, expected logprobs: true", param="top_logprobs")
-        template = templates.get(request.model) or self._settings.template or self._tokenizer.chat_template
-        tools, schema = self._template_tools(request, str(template))
+        template = templates.get(request.model) or ModelTemplate(self._settings.template)
+        text = template.text or str(self._tokenizer.chat_template or "")
+        if not text:
+            raise ApiError(400, "messages: given to a model without a chat template; use /v1/completions")
+        tools, schema = self._template_tools(request, text)
         max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         prompt = self._render_prompt(request, tools, template, max_tokens)
         if max_tokens is None:
@@ -152,7 +165,9 @@ class RequestPreparer:
             logprobs,
             schema if bare_call else self._schema(request),
             bare_call=bare_call,
-            parses_calls=bool(tools) and not bare_call and CALL_OPEN in str(template),
+            parses_calls=bool(tools) and not bare_call and CALL_OPEN in text,
+            is_chat=True,
+            return_token_ids=request.return_token_ids,
             parameter_types=parameter_types(tools),
         )
 
@@ -168,6 +183,8 @@ class RequestPreparer:
         bare_call: bool = False,
         parses_calls: bool = False,
         parameter_types: dict[str, dict[str, str]] | None = None,
+        is_chat: bool = False,
+        return_token_ids: bool = False,
     ) -> PreparedRequest:
         for prompt in prompts:
             self._check_length(len(prompt.tokens), max_tokens)
@@ -194,6 +211,8 @@ class RequestPreparer:
             parses_calls=parses_calls,
             bare_call=bare_call,
             parameter_types=(parameter_types or {}) if parses_calls else {},
+            is_chat=is_chat,
+            return_token_ids=return_token_ids,
         )
 
     def _tokenize_prompts(self, prompt: Any, max_tokens: int, echo: bool) -> list[TokenizedPrompt]:
@@ -308,10 +327,8 @@ class RequestPreparer:
         return tools, call_schema(tools, None) if choice == "required" else None
 
     def _render_prompt(
-        self, request: ChatRequest, tools: list[dict[str, Any]], template: str | None, max_tokens: int | None
+        self, request: ChatRequest, tools: list[dict[str, Any]], template: ModelTemplate, max_tokens: int | None
     ) -> TokenizedPrompt:
-        if not template:
-            raise ApiError(400, "messages: given to a model without a chat template; use /v1/completions")
         template_kwargs = request.chat_template_kwargs or {}
         if self._reserved & set(template_kwargs):
             clash = sorted(self._reserved & set(template_kwargs))[0]
@@ -321,11 +338,11 @@ class RequestPreparer:
             text = self._tokenizer.apply_chat_template(
                 messages,
                 tools=tools or None,
-                chat_template=template,
+                chat_template=template.text or None,
                 add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
                 continue_final_message=request.continue_final_message,
                 tokenize=False,
-                **template_kwargs,
+                **template.special_tokens | template_kwargs,
             )
         except Exception as error:  # a template may raise anything
             message = f"messages: the model's chat template refuses them ({type(error).__name__}: {error})"

@@ -21,7 +21,7 @@ from ktransformers.errors import KTError
 from ktransformers.log import logger
 from ktransformers.serve.http import prepare_wire
 from ktransformers.serve.http.error import ApiError
-from ktransformers.serve.http.prepare import PreparedRequest, PrepareSettings
+from ktransformers.serve.http.prepare import ModelTemplate, PreparedRequest, PrepareSettings
 
 LOG = logger(__name__)
 LARGE_BODY_BYTES = 2**16
@@ -55,9 +55,9 @@ class PrepareWorker:
             raise KTError("a worker process tokenises another way than the server: the tokenizer cannot be saved whole")
 
     async def ask(
-        self, kind: str, body: bytes | bytearray, templates: Mapping[str, str]
+        self, kind: str, body: bytes | bytearray, templates: Mapping[str, ModelTemplate]
     ) -> tuple[dict[str, Any], bytes]:
-        return await self._exchange({"kind": kind, "templates": dict(templates)}, body)
+        return await self._exchange({"kind": kind, "templates": prepare_wire.templates_document(templates)}, body)
 
     async def _exchange(self, document: dict[str, Any], body: bytes | bytearray) -> tuple[dict[str, Any], bytes]:
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
@@ -116,7 +116,9 @@ class PreparePool:
                     task.cancel()
                 await asyncio.gather(*(worker.stop() for worker in self._workers))
 
-    async def prepare(self, kind: str, body: bytes | bytearray, templates: Mapping[str, str]) -> PreparedRequest:
+    async def prepare(
+        self, kind: str, body: bytes | bytearray, templates: Mapping[str, ModelTemplate]
+    ) -> PreparedRequest:
         """Raises ApiError: of the request, or 429 if too many wait."""
         if self._pending >= MAX_PENDING:
             raise ApiError(429, f"the server is full: {MAX_PENDING} requests are being prepared", code="queue_full")
@@ -129,7 +131,9 @@ class PreparePool:
         finally:
             self._pending -= 1
 
-    async def _prepare(self, kind: str, body: bytes | bytearray, templates: Mapping[str, str]) -> PreparedRequest:
+    async def _prepare(
+        self, kind: str, body: bytes | bytearray, templates: Mapping[str, ModelTemplate]
+    ) -> PreparedRequest:
         worker = await self._idle.get()
         while not worker.alive:  # it was killed while idle
             self._start(self._restart(worker))
@@ -144,7 +148,7 @@ class PreparePool:
         return await asyncio.to_thread(prepare_wire.prepared_of, answer["prepared"], block)
 
     async def _ask(
-        self, worker: PrepareWorker, kind: str, body: bytes | bytearray, templates: Mapping[str, str]
+        self, worker: PrepareWorker, kind: str, body: bytes | bytearray, templates: Mapping[str, ModelTemplate]
     ) -> tuple[dict[str, Any], bytes]:
         usable = False
         try:

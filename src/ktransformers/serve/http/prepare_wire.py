@@ -9,12 +9,12 @@ import dataclasses
 import json
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ktransformers.serve.http.error import ApiError
 from ktransformers.serve.http.limits import RequestLimits
-from ktransformers.serve.http.prepare import PreparedRequest, PrepareSettings, TokenizedPrompt
+from ktransformers.serve.http.prepare import ModelTemplate, PreparedRequest, PrepareSettings, TokenizedPrompt
 
 LENGTHS = struct.Struct("<II")  # of the document and of the block
 
@@ -32,6 +32,14 @@ def settings_document(settings: PrepareSettings) -> dict[str, Any]:
 def settings_of(document: dict[str, Any]) -> PrepareSettings:
     fields = dict(document)
     return PrepareSettings(**fields | {"limits": RequestLimits(**fields["limits"]), "eos": tuple(fields["eos"])})
+
+
+def templates_document(templates: Mapping[str, ModelTemplate]) -> dict[str, Any]:
+    return {name: dataclasses.asdict(template) for name, template in templates.items()}
+
+
+def templates_of(document: dict[str, Any]) -> dict[str, ModelTemplate]:
+    return {name: ModelTemplate(**fields) for name, fields in document.items()}
 
 
 def prepared_frame(request: PreparedRequest) -> tuple[dict[str, Any], bytes]:

@@ -61,8 +61,7 @@ def answer(preparer: object, document: dict[str, Any], body: bytes) -> tuple[dic
     from ktransformers.serve.http.prepare import RequestPreparer
 
     assert isinstance(preparer, RequestPreparer)
-    templates = document["templates"]
-    assert isinstance(templates, dict)
+    templates = prepare_wire.templates_of(document["templates"])
     try:
         return prepare_wire.prepared_frame(preparer.prepare(str(document["kind"]), body, templates))
     except ApiError as error:

@@ -22,7 +22,7 @@ from ktransformers.serve.http.error import ApiError
 from ktransformers.serve.http.grammar import SchemaMatcher
 from ktransformers.serve.http.grammar_source import GrammarSource
 from ktransformers.serve.http.limits import RequestLimits
-from ktransformers.serve.http.prepare import PreparedRequest, PrepareSettings, RequestPreparer
+from ktransformers.serve.http.prepare import ModelTemplate, PreparedRequest, PrepareSettings, RequestPreparer
 from ktransformers.serve.http.prepare_pool import PreparePool
 from ktransformers.serve.http.protocol import ChatRequest, CompletionRequest
 from ktransformers.serve.http.registry import Registry, UnknownModel
@@ -95,9 +95,28 @@ class Service:
         """Prepares requests in this process."""
         return RequestPreparer(self.tokenizer, self.prepare_settings)
 
-    def templates(self) -> Mapping[str, str]:
+    def templates(self) -> Mapping[str, ModelTemplate]:
         """Chat templates by model name, of adapters that have their own."""
-        return {}
+        templates = {}
+        for name, entry in self.registry.loaded.items():
+            own = entry.adapter.template
+            if own is not None:
+                template = ModelTemplate(own.text, dict(own.special_tokens))
+                templates |= {name: template, f"{self.registry.served}:{name}": template}
+        return templates
+
+    def template_of(self, adapter: LoadedAdapter | None) -> str | None:
+        """The chat template of requests to this adapter, or to the base."""
+        if adapter is not None and adapter.template is not None:
+            return adapter.template.text
+        return self._template or self.tokenizer.chat_template
+
+    def template_origin(self, adapter: LoadedAdapter) -> str:
+        """`adapter` if it is rendered otherwise than the base is, else `base`."""
+        if adapter.template is None or self._template == adapter.template.text:
+            return "base"
+        differs = self._template != "" or adapter.template.differs_from(self.tokenizer)
+        return "adapter" if differs else "base"
 
     def chat(self, request: ChatRequest) -> GenerationRequest:
         """Prepared in this process."""
@@ -123,13 +142,15 @@ class Service:
             except InputError as error:
                 raise ApiError(400, str(error), param="response_format") from error
             grammar = functools.partial(SchemaMatcher, compiled)
+        own = adapter.template if adapter is not None and prepared.is_chat and not prepared.ignore_eos else None
+        eos = frozenset[int]() if prepared.ignore_eos else self.defaults.eos
         first = GenerationRequest(
             prompt=(),
             max_tokens=prepared.max_tokens,
             sampling=self._sampling(prepared),
             adapter=adapter,
-            stop_strings=prepared.stop_strings,
-            stop_tokens=frozenset(prepared.stop_tokens) | (frozenset() if prepared.ignore_eos else self.defaults.eos),
+            stop_strings=prepared.stop_strings + (() if own is None else own.stop_strings),
+            stop_tokens=eos | frozenset(prepared.stop_tokens) | (frozenset() if own is None else own.stop_tokens),
             keep_special=prepared.keep_special,
             logprobs=prepared.logprobs,
             prompt_logprobs=prepared.echo and prepared.logprobs is not None,
