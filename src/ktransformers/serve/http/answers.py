@@ -146,16 +146,21 @@ JSON_SLICE = 256  # elements of a list that are encoded in one call
 
 
 def encode_json(value: Any) -> str:
-    """JSON in slices: one call of `json.dumps` holds the GIL until it is done, and log-probabilities of a long prompt
-    are tens of megabytes."""
+    """The text of `json.dumps`, in slices: one call holds the GIL until it is done, and log-probabilities of a long
+    prompt are tens of megabytes."""
     if isinstance(value, dict):
-        return "{" + ",".join(f"{json.dumps(key)}:{encode_json(entry)}" for key, entry in value.items()) + "}"
+        fields = (f"{_dumps(key)}: {encode_json(entry)}" for key, entry in value.items())
+        return "{" + ", ".join(fields) + "}"
     if not isinstance(value, list):
-        return json.dumps(value, ensure_ascii=False)
+        return _dumps(value)
     if len(value) <= JSON_SLICE:
-        return "[" + ",".join(encode_json(entry) for entry in value) + "]"
+        return "[" + ", ".join(encode_json(entry) for entry in value) + "]"
     slices = (value[start : start + JSON_SLICE] for start in range(0, len(value), JSON_SLICE))
-    return "[" + ",".join(json.dumps(part, ensure_ascii=False)[1:-1] for part in slices) + "]"
+    return "[" + ", ".join(_dumps(part)[1:-1] for part in slices) + "]"
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 class LogprobFormat:

@@ -46,6 +46,7 @@ from ktransformers.serve.http.training import TrainingLog
 
 LOG = logger(__name__)
 DISCONNECT_POLL_SECONDS = 0.25  # between checks whether the client is still connected
+MAX_WAITING_LOADS = 32  # requests to load an adapter
 MAX_ADAPTER_BODY_BYTES = 2**16  # of a request that loads or unloads an adapter; parsed on the event loop
 COMPLETIONS: dict[str, type[ChatCompletion] | type[Completion]] = {"chat": ChatCompletion, "completion": Completion}
 
@@ -92,6 +93,7 @@ class Api:
         self.pool = service.make_pool()
         self._bodies = BodyReader(service.request_limits.max_body_bytes)
         self._adapter_bodies = BodyReader(MAX_ADAPTER_BODY_BYTES)
+        self._loading, self._waiting_loads = asyncio.Lock(), 0
 
     async def chat(self, request: Request) -> Response:
         return await self._generate(request, "chat")
@@ -162,7 +164,14 @@ class Api:
         async with self._adapter_bodies.read(request) as body:
             asked = parse_body(body, LoadAdapter)
         registry = self.service.registry
-        await asyncio.to_thread(_load_adapter, registry.load, asked, request.scope["request_id"])
+        if self._waiting_loads >= MAX_WAITING_LOADS:
+            raise ApiError(429, f"{MAX_WAITING_LOADS} adapters are being loaded already", code="queue_full")
+        self._waiting_loads += 1
+        try:
+            async with self._loading:  # one at a time: the threads of the pool are there for other requests too
+                await asyncio.to_thread(_load_adapter, registry.load, asked, request.scope["request_id"])
+        finally:
+            self._waiting_loads -= 1
         return self._adapters(f"adapter {asked.lora_name!r} is served as {registry.served}:{asked.lora_name}")
 
     async def unload(self, request: Request) -> dict[str, Any]:

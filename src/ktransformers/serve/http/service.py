@@ -97,7 +97,7 @@ class Service:
 
     def templates(self) -> Mapping[str, ModelTemplate]:
         """Chat templates by model name, of adapters that have their own."""
-        templates = {}
+        templates: dict[str, ModelTemplate] = {}
         for name, entry in self.registry.loaded.items():
             own = entry.adapter.template
             if own is not None:
