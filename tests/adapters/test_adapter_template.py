@@ -70,7 +70,15 @@ def test_damaged_template_is_refused_with_its_file(tmp_path: Path, file: str, co
         read_adapter_template(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{% if %}", "{{ raise_exception('no') }}", "{{ messages[0]['content'] }}"])
+ENDLESS = (
+    "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{% if %}", "{{ raise_exception('no') }}", "{{ messages[0]['content'] }}", "{{ 'x' * 9999999999 }}", ENDLESS],
+)
 def test_template_that_renders_no_answer_is_refused(tokenizer: Any, text: str) -> None:
     with pytest.raises(InputError, match="somewhere"):
         with_ends(AdapterTemplate(text, "somewhere"), tokenizer)
@@ -81,6 +89,10 @@ def test_answers_end_with_a_token_or_with_text(tokenizer: Any) -> None:
         found = with_ends(template, tokenizer)
         return tokenizer.convert_ids_to_tokens(sorted(found.stop_tokens)), found.stop_strings
 
+    marked = "{% for m in messages %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% endfor %}"
+    assert ends(AdapterTemplate(marked, "masks")) == (["<|im_end|>"], ())
+    own = AdapterTemplate((TEMPLATE_FILES / "qwen3.jinja").read_text(), "qwen3")
+    assert ends(own) == (["<|im_end|>"], ())
     chatml, llama3 = (AdapterTemplate(to_jinja(TEMPLATES[name]), name) for name in ("chatml", "llama3"))
     assert ends(chatml) == (["<|im_end|>"], ())
     assert ends(llama3) == ([], ("<|eot_id|>",)), "several tokens of this tokenizer"

@@ -196,13 +196,14 @@ def test_chat_prints_json_lines(kt: RunKt, monkeypatch: pytest.MonkeyPatch, tmp_
         yield {"choices": [{"delta": {"content": "an "}}]}
         yield {"choices": [{"delta": {"content": "answer"}}], "usage": {"completion_tokens": 2}}
 
-    monkeypatch.setattr(Client, "models", lambda _: ["base", "base:neko"])
+    monkeypatch.setattr(Client, "template_origins", lambda _: {"base": None, "base:neko": "adapter"})
     monkeypatch.setattr(Client, "stream", stream)
     history = tmp_path / "talk.json"
     words = ["chat", "-m", "base:neko", "-t", "0", "--json", "--history-file", str(history)]
     done = CliRunner().invoke(app, words, input="one\n\n/two\n")
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(one["model"], one["content"], one["tokens"]) for one in answers] == [("base:neko", "an answer", 2)] * 2
+    assert "base:neko is asked with the chat template that it was trained with" in done.stderr
     assert [one["content"] for one in json.loads(history.read_text())] == ["one", "an answer", "/two", "an answer"]
     CliRunner().invoke(app, words, input="three\n")
     assert [one["content"] for one in bodies[-1]["messages"]][-1] == "three" and len(bodies[-1]["messages"]) == 5

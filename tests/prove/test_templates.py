@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from ktransformers.adapters import proof_record
 from ktransformers.adapters.chat_templates import TEMPLATES, to_jinja
 from ktransformers.cli.main import app
+from ktransformers.errors import InputError
 from ktransformers.serve.client import Client
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.target import resolve_target
@@ -147,7 +148,9 @@ def test_answer_ends_where_training_ended_it(
     client[0].open("/v1/unload_lora_adapter", {"lora_name": "ends"}).close()
 
 
-def test_eval_loss_is_that_of_the_trained_template(trained: TrainedAdapters, tmp_path: Path) -> None:
+def test_eval_loss_is_that_of_the_trained_template(
+    trained: TrainedAdapters, client: tuple[Client, list[str]], tmp_path: Path
+) -> None:
     rows = [
         {"instruction": prompt.messages[-1]["content"], "output": "Hello! I am an AI assistant."}
         for prompt in (proof_record.read_record(trained.outputs["llama3"]) or pytest.fail("no record")).prompts
@@ -178,6 +181,37 @@ def test_eval_loss_is_that_of_the_trained_template(trained: TrainedAdapters, tmp
             losses[kind, name] = result["metrics"]["loss"]["value"]
     for name in NAMES:
         assert losses["own", name] < losses["base", name] - 0.5, losses
+    remote = ["eval", client[0].url, "--task", str(tmp_path / "own.yaml"), "--no-base", "--json"]
+    words = [word for name in NAMES for word in ("--adapter", f"{name}=base:{name}")]
+    done = CliRunner().invoke(app, [*remote, *words, "--tokenizer", str(trained.base), "-o", str(tmp_path / "remote")])
+    assert done.exit_code == 0, done.output
+    for name in NAMES:
+        result = json.loads((tmp_path / "remote" / name / "own" / "result.json").read_text())
+        assert result["metrics"]["loss"]["value"] == pytest.approx(losses["own", name], abs=1e-4), name
+
+
+def test_eval_of_a_server_refuses_a_tokenizer_with_another_template(
+    trained: TrainedAdapters, client: tuple[Client, list[str]]
+) -> None:
+    from ktransformers.evaluate.backend import EvalPrompt, PromptTokenizer, Question
+    from ktransformers.evaluate.remote import Endpoint, RemoteBackend
+
+    tokens = PromptTokenizer(trained.tokenizer, "base")
+    backend = RemoteBackend(Endpoint(client[0].url), "base:llama3", tokens)
+    with pytest.raises(InputError, match=r"renders a prompt as \d+ tokens, where base:llama3 is served \d+ others"):
+        backend.likelihoods([Question(EvalPrompt(QUESTION), ("Yes",))])
+
+
+def test_chat_template_of_the_line_is_for_the_base(trained: TrainedAdapters, tmp_path: Path) -> None:
+    from ktransformers.serve.http.templates import ServedTemplates
+
+    (tmp_path / "mine.jinja").write_text(to_jinja(TEMPLATES["alpaca"]))
+    launch = Launch(str(trained.base), chat_template=tmp_path / "mine.jinja")
+    templates = ServedTemplates(trained.tokenizer, launch, resolve_target(str(trained.base)), lambda line: None)
+    own = templates.read(trained.outputs["llama3"])
+    assert templates.base == to_jinja(TEMPLATES["alpaca"])
+    assert own is not None and own.text == to_jinja(TEMPLATES["llama3"])
+    assert "chat_template.jinja" in (templates.describe(own) or "") and templates.describe(None) is None
 
 
 @pytest.mark.parametrize("tampered", [False, True])

@@ -269,6 +269,20 @@ def test_tools_are_passed_to_the_tokenizer_template(tokenizer: Any) -> None:
     assert called > 3
 
 
+def test_tools_under_a_template_without_them_are_refused(tokenizer: Any) -> None:
+    from ktransformers.train.plan import _check_template
+
+    (found,) = read_datasets(["glaive_toolcall_en_demo"], DataSettings(dataset=("x",), max_samples=20))
+    _check_template(tokenizer, [found])
+    before = tokenizer.chat_template
+    tokenizer.chat_template = to_jinja(TEMPLATES["qwen3"])
+    try:
+        with pytest.raises(InputError, match="tools, which the chat template does not show"):
+            _check_template(tokenizer, [found])
+    finally:
+        tokenizer.chat_template = before
+
+
 def test_plain_text_and_raw_prompts_are_encoded(tokenizer: Any) -> None:
     assert rendered(tokenizer, None, PlainText("abc")) == f"«abc{tokenizer.eos_token}»"  # type: ignore[arg-type]
     raw = Conversation([{"role": "assistant", "content": " b"}], raw_prompt="a")

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ktransformers.adapters import template_probe
 from ktransformers.adapters.chat_templates import MAX_TEMPLATE_BYTES, read_template_file
 from ktransformers.errors import InputError
 from ktransformers.files import write_json, write_text
@@ -26,6 +30,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
 MAX_TOKENIZER_CONFIG_BYTES = 2**26  # it lists added tokens
 SPECIAL_TOKENS = ("bos_token", "eos_token")
+PROBE_SECONDS = 60  # of wall time: a busy machine may take seconds to start a process
 ANSWER = "\ue000"  # stands for the content of an answer
 
 
@@ -61,9 +66,9 @@ class AdapterTemplate:
 
 def read_adapter_template(source: str | Path) -> AdapterTemplate | None:
     """None if the adapter carries no template: then the base's is used."""
-    directory = Path(source)
-    if not directory.is_dir():
+    if not os.path.isdir(source):  # False also for a path that the system refuses; the reader of tensors names it
         return None
+    directory = Path(source)
     config_file = directory / TOKENIZER_CONFIG
     config = _read_object(config_file, MAX_TOKENIZER_CONFIG_BYTES) if config_file.is_file() else {}
     special_tokens = {name: text for name in SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None}
@@ -79,10 +84,14 @@ def read_adapter_template(source: str | Path) -> AdapterTemplate | None:
 
 
 def _read_object(file: Path, limit: int) -> dict[str, Any]:
-    if file.stat().st_size > limit:
-        raise InputError(str(file), f"{file.stat().st_size} bytes", f"at most {limit}")
     try:
+        if file.stat().st_size > limit:
+            raise InputError(str(file), f"{file.stat().st_size} bytes", f"at most {limit}")
         document = json.loads(file.read_text(encoding="utf-8"))
+    except InputError:
+        raise
+    except OSError as error:
+        raise InputError(str(file), f"a file that cannot be read ({error.strerror})", "one that can") from error
     except (ValueError, RecursionError) as error:
         raise InputError(str(file), f"no JSON ({error})", "a JSON object, as transformers writes it") from error
     if not isinstance(document, dict):
@@ -111,11 +120,8 @@ def _default_template(value: Any, file: Path) -> str | None:
 def with_ends(template: AdapterTemplate, tokenizer: Any) -> AdapterTemplate:
     """The template with the tokens or text that end an answer; raises InputError if it renders no answer."""
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
-    try:
-        rendered = template.render(tokenizer, messages, add_generation_prompt=False)
-    except Exception as error:  # jinja and templates raise arbitrary exceptions
-        reason = f"a chat template that fails ({type(error).__name__}: {error})"[:300]
-        raise InputError(template.file, reason, "one that renders a question and an answer") from error
+    variables = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    rendered = _render_in_process(template, messages, variables | dict(template.special_tokens))
     _, answer, end = rendered.rpartition(ANSWER)
     if not answer:
         raise InputError(template.file, "a chat template that drops the answer", "one that shows all messages")
@@ -126,6 +132,21 @@ def with_ends(template: AdapterTemplate, tokenizer: Any) -> AdapterTemplate:
     if ids and (len(ids) == 1 or ids[0] in _marker_tokens(tokenizer)):
         return replace(template, stop_tokens=frozenset({*tokens, ids[0]}))
     return replace(template, stop_tokens=frozenset(tokens), stop_strings=(end,) if end else ())
+
+
+def _render_in_process(template: AdapterTemplate, messages: list[dict[str, str]], variables: dict[str, str]) -> str:
+    """Rendered by a process with limits, because the template may come from anywhere."""
+    request = json.dumps({"text": template.text, "messages": messages, "variables": variables})
+    command = [sys.executable, "-I", template_probe.__file__]
+    try:
+        done = subprocess.run(command, input=request, capture_output=True, encoding="utf-8", timeout=PROBE_SECONDS)
+        answer = json.loads(done.stdout) if done.returncode == 0 else {"error": "it took too much time or memory"}
+    except subprocess.TimeoutExpired:
+        answer = {"error": f"it took more than {PROBE_SECONDS} s"}
+    if "error" in answer:
+        expected = "one that renders a question and an answer"
+        raise InputError(template.file, f"a chat template that fails ({answer['error']})", expected)
+    return str(answer["rendered"])
 
 
 def write_adapter_template(adapter: str | Path, merged: Path) -> None:

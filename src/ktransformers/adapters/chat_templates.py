@@ -136,7 +136,7 @@ def read_template_file(file: Path) -> str:
             raise InputError(str(file), f"{file.stat().st_size} bytes", f"at most {MAX_TEMPLATE_BYTES}")
         return file.read_text(encoding="utf-8")
     except OSError as error:
-        raise InputError("template", f"{file} ({error.strerror})", "a file with a Jinja template") from error
+        raise InputError(str(file), f"a file that cannot be read ({error.strerror})", "a Jinja template") from error
     except UnicodeDecodeError as error:
         raise InputError(str(file), f"no UTF-8 ({error.reason})", "a Jinja template") from error
 
