@@ -98,7 +98,7 @@ def test_health_and_a_stream_answer_during_attacks(served: RunningServer) -> Non
     assert max(gaps) < HEALTH_MAX, sorted(gaps)[-5:]
 
 
-def test_worker_that_dies_or_hangs_is_replaced(harness: Any, adapters: dict[str, Path]) -> None:
+def test_worker_that_hangs_is_replaced(harness: Any, adapters: dict[str, Path]) -> None:
     from ktransformers.serve.http.api import create_app
     from ktransformers.serve.http.service import PrepareOptions, Service
     from tests.support.serving import make_service, run_app
