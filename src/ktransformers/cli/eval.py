@@ -153,9 +153,9 @@ def _remote(
     endpoint = Endpoint(url, key)
     tokens = None
     if tokenizer is not None:
-        from transformers import AutoTokenizer
+        from ktransformers.nn.pretrained import read_tokenizer
 
-        tokens = PromptTokenizer(AutoTokenizer.from_pretrained(tokenizer), str(tokenizer))
+        tokens = PromptTokenizer(read_tokenizer(tokenizer), str(tokenizer))
     roots = endpoint.model_roots()
     listed = list(roots)
     if base:

@@ -20,7 +20,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -32,6 +31,7 @@ from ktransformers.checkpoint.quantisation import accept
 from ktransformers.checkpoint.sources import PlainTensor, Source, open_source
 from ktransformers.errors import InputError
 from ktransformers.nn.prepare import QUANT_METHOD, config_file, read_config, split_quantisation, to_stock_config
+from ktransformers.nn.pretrained import naming_config, read_generation_config, read_pretrained_config
 from ktransformers.nn.quantizer import KTConfig, Progress
 
 
@@ -58,6 +58,7 @@ def load_model(
     """
     path = Path(path)
     facts = read_checkpoint_facts(path)
+    read_generation_config(path if path.is_dir() else path.parent)  # a broken one: from_pretrained would use defaults
     source = open_source(path, facts.rest)  # reports a broken download before anything is built
     experts_path = None if experts is None else Path(experts)
     packed = experts_path is not None and is_packed(experts_path)
@@ -131,9 +132,10 @@ def load_config(path: Path) -> PreTrainedConfig:
     released, _ = split_quantisation(read_config(file.parent))
     stock = to_stock_config(released)
     if stock.get("model_type") != released.get("model_type"):
-        equivalent: PreTrainedConfig = AutoConfig.for_model(stock.pop("model_type"), **stock)
+        with naming_config(file.parent):
+            equivalent: PreTrainedConfig = AutoConfig.for_model(stock.pop("model_type"), **stock)
         return equivalent
-    config: PreTrainedConfig = AutoConfig.from_pretrained(file.parent)
+    config = read_pretrained_config(file.parent)
     for section in (config, config.get_text_config(decoder=True)):
         if getattr(section, "quantization_config", None) is not None:
             del section.quantization_config
@@ -171,7 +173,8 @@ def _from_tensors(
         None, state_dict=tensors, quantization_config=quantizer, **options
     )
     directory = path if path.is_dir() else path.parent
-    if (directory / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory)
+    generation = read_generation_config(directory)
+    if generation is not None:
+        model.generation_config = generation
     model.name_or_path = model.config._name_or_path = str(path)
     return model, info
