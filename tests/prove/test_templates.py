@@ -190,6 +190,22 @@ def test_eval_loss_is_that_of_the_trained_template(
         assert result["metrics"]["loss"]["value"] == pytest.approx(losses["own", name], abs=1e-4), name
 
 
+def test_eval_scores_the_tokens_of_training(trained: TrainedAdapters) -> None:
+    """Also where the text of prompt and answer would be joined by a token, as in `Assistant:` and `//`."""
+    from ktransformers.adapters.adapter_template import read_adapter_template
+    from ktransformers.evaluate.backend import EvalPrompt, PromptTokenizer
+    from ktransformers.train.data.files import DataRow
+    from ktransformers.train.data.formats import Conversation
+    from ktransformers.train.data.render import Renderer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(trained.outputs["deepseek"])
+    answer = {"role": "assistant", "content": "// a comment"}
+    row = Renderer(tokenizer, 512).encode(Conversation([*MESSAGES, answer]), DataRow("f", 1, {}))
+    tokens = PromptTokenizer(trained.tokenizer, "base", read_adapter_template(trained.outputs["deepseek"]))
+    ids, start = tokens.split(EvalPrompt(QUESTION), "// a comment")
+    assert row.prompt is not None and start == row.prompt.tokens and [*ids, tokenizer.eos_token_id] == row.ids
+
+
 def test_eval_of_a_server_refuses_a_tokenizer_with_another_template(
     trained: TrainedAdapters, client: tuple[Client, list[str]]
 ) -> None:

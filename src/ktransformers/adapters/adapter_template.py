@@ -21,6 +21,7 @@ from typing import Any
 
 from ktransformers.adapters import template_probe
 from ktransformers.adapters.chat_templates import MAX_TEMPLATE_BYTES, read_template_file
+from ktransformers.checkpoint.gguf_directory import TOKENIZERS
 from ktransformers.errors import InputError
 from ktransformers.files import write_json, write_text
 
@@ -152,15 +153,12 @@ def _render_in_process(template: AdapterTemplate, messages: list[dict[str, str]]
 def write_adapter_template(adapter: str | Path, merged: Path) -> None:
     """Gives a merged model the template that its adapter was trained with: the file, the special tokens, and the end of
     answers among the end tokens of generation_config.json."""
-    from transformers import AutoTokenizer
+    from ktransformers.nn.pretrained import read_tokenizer
 
     template = read_adapter_template(adapter)
     if template is None:
         return
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(merged)
-    except (OSError, ValueError, KeyError):  # a model without tokenizer
-        tokenizer = None
+    tokenizer = read_tokenizer(merged) if any((merged / name).is_file() for name in TOKENIZERS) else None
     if tokenizer is not None and not template.differs_from(tokenizer):
         return
     write_text(merged / TEMPLATE_FILE, template.text)

@@ -1,8 +1,9 @@
 """The interface of an evaluated model: generate answers, and score given continuations.
 
 Both methods take text. A chat prompt is rendered with the model's own template, for an adapter with the one that it
-carries; a continuation's tokens are those of the full text after the prompt's, so that the split never changes the
-tokenisation. Decoding is greedy only, so that results are deterministic.
+carries. A continuation's tokens are those of the full text after the prompt's, so that the split never changes the
+tokenisation; after the template of an adapter they are those of the continuation alone, as in training. Decoding is
+greedy only, so that results are deterministic.
 """
 
 from __future__ import annotations
@@ -80,6 +81,9 @@ class PromptTokenizer:
     def split(self, prompt: EvalPrompt, continuation: str) -> tuple[list[int], int]:
         """(tokens of prompt and continuation, number of prompt tokens); the first token is never scored."""
         prompt_text = self.render(prompt)
+        if prompt.chat and self.template is not None:  # as in training, where prompt and answer are tokenised apart
+            prompt_ids = self.encode(prompt_text, chat=True)
+            return [*prompt_ids, *self.encode(continuation, chat=True)], len(prompt_ids)
         ids = self.encode(prompt_text + continuation, prompt.chat)
         start = len(self.encode(prompt_text, prompt.chat)) if prompt_text else 0
         return ids, max(1, min(start, len(ids) - 1))

@@ -46,9 +46,9 @@ def ask_prompt(client: Client, name: str, prompt: ProofPrompt) -> ServedPrompt:
 def check_messages(
     client: Client, base: str, adapter: str, target: Target, record: ProofRecord | None
 ) -> list[ProofCheck]:
-    from transformers import AutoTokenizer
+    from ktransformers.nn.pretrained import read_tokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(target.model)
+    tokenizer = read_tokenizer(target.model)
     template = read_adapter_template(target.adapters[0][1])
     trained = record.prompts if record is not None else ()
     origin = "of training" if trained else f"of {Path(template.file).name}" if template is not None else "of the base"
