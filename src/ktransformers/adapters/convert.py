@@ -25,6 +25,7 @@ from ktransformers.adapters.model import ModelFacts, find_facts
 from ktransformers.adapters.parse import ReadContext, check_complete
 from ktransformers.adapters.write import check_disjoint, check_target, finite_sum_of_squares, fresh_directory
 from ktransformers.errors import InputError
+from ktransformers.files import read_json_object
 
 OUTPUT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -93,15 +94,14 @@ def _find_facts(content: Content, model: str | None, document: dict[str, Any] | 
     if model is not None and (facts := find_facts(model)) is not None:
         return facts
     if document is not None and isinstance(document.get("model"), dict):
-        return ModelFacts.from_json(document["model"])
+        return ModelFacts.from_json(document["model"], f"{content.directory / MANIFEST}: model")
     file = content.directory / CONFIG
     if content.metadata is not None or not file.is_file():
         return None
-    import json
-
+    base = read_json_object(file, "PEFT's adapter_config.json, a JSON object").get("base_model_name_or_path")
     try:
-        return find_facts(json.loads(file.read_text()).get("base_model_name_or_path"))
-    except (ValueError, AttributeError):  # read_config reports invalid JSON; a path of another machine has no facts
+        return find_facts(base if isinstance(base, str) else None)
+    except InputError:  # a path of another machine has no facts
         return None
 
 

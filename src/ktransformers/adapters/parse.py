@@ -6,7 +6,6 @@ tensor: a silently skipped tensor is the most common way to lose a fine-tuned ad
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -107,23 +106,16 @@ def build_modules(
 ) -> tuple[Module, ...]:
     """Modules from the tensors that remain after the experts were removed; expert names must not be among them."""
     modules = []
+    config.prefetch(factors_by_module)
     for name, factors in factors_by_module.items():
         if ".experts." in f"{name}." or ".base_layer" in name:
             raise InputError(factors.a.name, "a name that no dialect has", "...experts.0.gate_proj, or ...experts")
-        if not (_targeted(name, config) or _targeted(name_in_model(name), config)):
+        if not (config.targets(name) or config.targets(name_in_model(name))):
             raise InputError(
                 factors.a.name, "LoRA on a module that target_modules does not name", f"{config.target_modules}"
             )
         modules.append(build_module(name_in_model(name, naming), factors, config))
     return tuple(modules)
-
-
-def _targeted(name: str, config: AdapterConfig) -> bool:
-    targets = config.target_modules
-    if isinstance(targets, str):
-        return targets == "all-linear" or re.fullmatch(targets, name) is not None
-    named = [*(targets or []), *(target.removesuffix(".weight") for target in config.target_parameters or [])]
-    return not named or any(name == target or name.endswith(f".{target}") for target in named)
 
 
 def build_extras(tensors: Iterable[StoredTensor], config: AdapterConfig) -> tuple[Extra, ...]:

@@ -19,6 +19,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from ktransformers.checkpoint.model_config import read_model_config
 from ktransformers.checkpoint.shards import Shards
 from ktransformers.errors import InputError
 
@@ -83,11 +84,8 @@ def open_dense(path: str | Path) -> DenseModel:
 
 def _open_directory(path: Path) -> DenseModel:
     file = path / "config.json"
-    try:
-        config = json.loads(file.read_text())
-        model_type = config.get("model_type")
-    except (ValueError, AttributeError) as error:
-        raise InputError(str(file), str(error), "a JSON object") from error
+    config = read_model_config(path)
+    model_type = config.get("model_type")
     if model_type not in QKV_BIAS_BY_TYPE:
         expected = f"a dense model, one of {', '.join(QKV_BIAS_BY_TYPE)}"
         raise InputError(str(file), f"model_type {model_type!r}", expected)

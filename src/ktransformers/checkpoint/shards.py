@@ -7,7 +7,6 @@ are pickles, which run code when opened.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from ktransformers.checkpoint.matrix import TensorRef
 from ktransformers.errors import InputError
+from ktransformers.files import read_json_object, short
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -47,7 +47,7 @@ class Shards:
                     str(directory), f"a directory with neither {INDEX_FILE} nor {SINGLE_FILE}", "one of them"
                 )
             return cls([directory / SINGLE_FILE])
-        weight_map = _weight_map(index)
+        weight_map = read_weight_map(index)
         shards = cls(directory / file for file in sorted(set(weight_map.values())))
         for name, file in weight_map.items():
             actual = shards._files.get(name)
@@ -103,13 +103,12 @@ class Shards:
         return self._handles[file]
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        pairs = {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(str(index), f"{type(error).__name__}: {error}", "JSON with a weight_map") from error
-    for file in pairs.values():
-        if Path(file).name != file:
-            raise InputError(str(index), f"the file name {file!r}", "names of files beside it")
-    return pairs
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> file beside the index."""
+    weight_map = read_json_object(index, "JSON with a weight_map").get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise InputError(f"{index}: weight_map", short(weight_map), "an object: tensor -> file")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+            raise InputError(f"{index}: weight_map.{short(name)}", short(file), "the name of a file beside it")
+    return weight_map

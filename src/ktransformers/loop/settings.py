@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ktransformers.errors import InputError
+from ktransformers.files import parse_yaml, read_yaml_mapping
 
 Options = dict[str, Any]
 
@@ -92,8 +92,8 @@ def read_overrides(arguments: Iterable[str]) -> dict[str, Any]:
         if not sign or not last or not all(path):
             raise InputError("argument", repr(argument), "key=value, as in train.minutes=2")
         try:
-            parsed = yaml.safe_load(value)
-        except yaml.YAMLError:
+            parsed = parse_yaml(value, key)
+        except InputError:  # a text with characters that mean something in YAML
             parsed = value
         inner = overrides
         for part in path:
@@ -114,20 +114,8 @@ def merge_keys(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def read_yaml(file: Path, expected: str) -> dict[str, Any]:
-    if not file.is_file():
-        raise InputError(str(file), "no such file", expected)
-    try:
-        document = yaml.safe_load(file.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(str(file), f"no YAML ({' '.join(str(error).split())})", expected) from error
-    if not isinstance(document, dict):
-        raise InputError(str(file), type(document).__name__, f"{expected}, a mapping")
-    return document
-
-
 def read_loop(file: Path, arguments: Iterable[str] = ()) -> Loop:
-    raw = merge_keys(read_yaml(file, "a YAML file of a loop"), read_overrides(arguments))
+    raw = merge_keys(read_yaml_mapping(file, "a YAML file of a loop"), read_overrides(arguments))
     try:
         return Loop.model_validate(raw)
     except ValidationError as error:

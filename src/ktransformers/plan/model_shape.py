@@ -242,12 +242,11 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
 
 
 def _of_directory(folder: Path) -> ModelShape:
-    from ktransformers.checkpoint.packed import is_packed, read_manifest  # imports torch, which formulas do without
+    # These import torch, which formulas do without.
+    from ktransformers.checkpoint.model_config import read_model_config
+    from ktransformers.checkpoint.packed import is_packed, read_manifest
 
-    try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        raise InputError(str(folder / "config.json"), str(error), "a JSON object") from error
+    config = read_model_config(folder)
     shape = shape_from_config(config, folder.name, stored=_stored(config))
     if not any(folder.glob("*.safetensors")):
         return shape

@@ -10,7 +10,6 @@ below.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import Any
 from ktransformers import model_registry
 from ktransformers.adapters.manifest import read_manifest
 from ktransformers.errors import InputError
+from ktransformers.files import read_json_object, read_yaml_mapping
 
 SHORT_NAMES = {
     "qwen3-30b": "Qwen/Qwen3-30B-A3B-Instruct-2507",
@@ -92,11 +92,7 @@ def _base_name(given: str) -> str:
 
 
 def _target_of_adapter(path: Path) -> Target:
-    try:
-        fields = json.loads((path / "adapter_config.json").read_text())
-        base = fields.get("base_model_name_or_path")
-    except (ValueError, AttributeError) as error:
-        raise InputError(str(path / "adapter_config.json"), f"no JSON object ({error})", "PEFT's") from error
+    base = read_json_object(path / "adapter_config.json", "PEFT's, a JSON object").get("base_model_name_or_path")
     if not base:
         raise InputError(str(path), "an adapter that names no base", "base_model_name_or_path in adapter_config.json")
     document = read_manifest(path) or {}
@@ -108,15 +104,10 @@ def _target_of_adapter(path: Path) -> Target:
 
 
 def _target_of_yaml(path: Path) -> Target:
-    import yaml
-
     if not path.is_file():
         raise InputError("model", f"{path}, which does not exist", "a YAML file of a training or of inference")
-    try:
-        keys: Any = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise InputError(str(path), f"no YAML ({error})", "keys and values") from error
-    base = keys.get("model_name_or_path") if isinstance(keys, dict) else None
+    keys = read_yaml_mapping(path)
+    base = keys.get("model_name_or_path")
     if not base:
         raise InputError(str(path), "no model_name_or_path", "a YAML file of a training or of inference")
     backend = keys.get("infer_backend", "ktransformers")

@@ -60,6 +60,7 @@ def matches(content: Content) -> bool:
 def read(content: Content, context: ReadContext) -> Adapter:
     config, fields = read_config(content.directory, context.lora_alpha)
     factors, non_lora = pair_factors(content.tensors.values())
+    config.prefetch(factors)
     roots: dict[str, dict[int, dict[str, LoraTensors]]] = {}
     naming = context.naming
     for name in list(factors):
