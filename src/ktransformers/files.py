@@ -66,7 +66,7 @@ def parse_json(text: str, where: str, expected: str = "JSON", remedy: str = "") 
         return json.loads(text)
     except json.JSONDecodeError as error:
         place = where if error.lineno == 1 and ", line " in where else f"{where}, line {error.lineno}"
-        raise InputError(place, f"{error.msg} at column {error.colno}", expected, remedy) from None
+        raise InputError(place, f"no JSON ({error.msg} at column {error.colno})", expected, remedy) from None
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits, thousands of levels
         raise InputError(where, f"what JSON does not hold ({error})", expected, remedy) from None
 

@@ -194,7 +194,7 @@ def test_configuration_other_than_lora_is_refused(tmp_path: Path) -> None:
     read_adapter(tmp_path / "a", lora_alpha=4)
     for words in ("{", "[1]"):
         file.write_text(words)
-        with pytest.raises(InputError, match="not a JSON object"):
+        with pytest.raises(InputError, match=r"adapter_config\.json.*a JSON object"):
             read_adapter(tmp_path / "a")
     file.unlink()
     with pytest.raises(InputError, match=r"no adapter_config\.json"):
@@ -269,7 +269,7 @@ def test_describe_adapter_writes_a_manifest(tmp_path: Path) -> None:
     assert set(one) == {"file", "shape", "dtype", "norm", "sha256"}
     read_adapter(tmp_path / "a")
     (tmp_path / "a" / "kt_manifest.json").write_text("{}")
-    with pytest.raises(InputError, match="does not parse"):
+    with pytest.raises(InputError, match=r"kt_manifest\.json.* version None, expected"):
         read_adapter(tmp_path / "a")
 
 

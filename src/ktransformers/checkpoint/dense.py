@@ -19,8 +19,11 @@ import numpy
 import torch
 from torch import Tensor
 
-from ktransformers.checkpoint.model_config import read_model_config
+from ktransformers.checkpoint.model_config import check_model_config, read_model_config
 from ktransformers.checkpoint.shards import Shards
+from ktransformers.checkpoint.sources.gguf_config import Keys, decoder_config, head_size
+from ktransformers.checkpoint.sources.gguf_header import read_header
+from ktransformers.checkpoint.sources.gguf_names import unpermute
 from ktransformers.errors import InputError
 
 # Tokenizer, chat template, generation settings and licence: copied unchanged.
@@ -120,15 +123,10 @@ def _open_gguf(path: Path) -> DenseModel:
         raise InputError("gguf", "no such package", "the package gguf", "pip install 'ktransformers[gguf]'") from error
     from ktransformers.checkpoint.gguf_tokenizer import tokenizer_files
 
-    try:
-        reader = GGUFReader(str(path))
-    except (ValueError, OSError, IndexError) as error:
-        raise InputError(
-            str(path), f"a file that does not open ({error})", "a GGUF file", "download it again"
-        ) from error
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    config = _gguf_config(path, fields, tensors)
+    header = read_header(path)  # before the package opens the file: it reports what is wrong with it
+    fields = header.fields
+    config = _gguf_config(path, fields, {tensor.name: tensor.shape for tensor in header.tensors})
+    tensors = {tensor.name: tensor for tensor in GGUFReader(str(path)).tensors}
     heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
 
     def read(name: str) -> Tensor:
@@ -141,8 +139,9 @@ def _open_gguf(path: Path) -> DenseModel:
         if not match:
             return matrix
         count = heads[match[1]]
-        pairs = matrix.reshape(count, matrix.shape[0] // count // 2, 2, matrix.shape[1])
-        return pairs.transpose(1, 2).reshape(matrix.shape)
+        if matrix.dim() != 2 or matrix.shape[0] % (2 * count):
+            raise InputError(f"{path}: {tensor.name}", f"shape {list(matrix.shape)}", f"rows of {count} heads")
+        return unpermute(matrix, count)
 
     def write_tokenizer(directory: Path) -> None:
         for name, text in tokenizer_files(str(path), fields).items():
@@ -173,23 +172,8 @@ def _gguf_config(path: Path, fields: dict[str, Any], tensors: dict[str, Any]) ->
             raise InputError(
                 str(path), given, "a dense model of architecture 'llama'", "take it as a Hugging Face directory"
             )
-    heads, hidden = int(fields["llama.attention.head_count"]), int(fields["llama.embedding_length"])
-    config: dict[str, Any] = {
-        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
-        "hidden_size": hidden,
-        "intermediate_size": int(fields["llama.feed_forward_length"]),
-        "num_hidden_layers": int(fields["llama.block_count"]),
-        "num_attention_heads": heads,
-        "num_key_value_heads": int(fields.get("llama.attention.head_count_kv", heads)),
-        "head_dim": int(fields.get("llama.attention.key_length", hidden // heads)),
-        "hidden_act": "silu",
-        "max_position_embeddings": int(fields["llama.context_length"]),
-        # A GGUF file stores float32; seven digits restore the decimal number it was rounded from.
-        "rms_norm_eps": float(f"{fields['llama.attention.layer_norm_rms_epsilon']:.7g}"),
-        "rope_theta": float(fields.get("llama.rope.freq_base", 10000.0)),
-        "tie_word_embeddings": "output.weight" not in tensors,
-    }
-    for key, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        number = fields.get(f"tokenizer.ggml.{name}_token_id")
-        config[f"{key}_token_id"] = None if number is None else int(number)
+    keys = Keys(str(path), fields, tensors)
+    config = decoder_config(keys)
+    config |= {"intermediate_size": keys.size("feed_forward_length"), "head_dim": head_size(keys, config)}
+    check_model_config(config, str(path))
     return config
