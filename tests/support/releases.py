@@ -204,6 +204,8 @@ def write_gguf(file: Path, arch: str, fields: dict[str, Any], tensors: dict[str,
             writer.add_uint32(key, value)
         elif isinstance(value, float):
             writer.add_float32(key, value)
+        elif isinstance(value, list):
+            writer.add_array(key, value)
         else:
             writer.add_string(key, value)
     for name, (data, kind) in tensors.items():

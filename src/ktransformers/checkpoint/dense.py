@@ -117,24 +117,32 @@ def _open_directory(path: Path) -> DenseModel:
 
 def _open_gguf(path: Path) -> DenseModel:
     try:
-        from gguf import GGUFReader
+        from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
     except ImportError as error:
         raise InputError("gguf", "no such package", "the package gguf", "pip install 'ktransformers[gguf]'") from error
     from ktransformers.checkpoint.gguf_tokenizer import tokenizer_files
 
-    header = read_header(path)  # before the package opens the file: it reports what is wrong with it
-    fields = header.fields
-    config = _gguf_config(path, fields, {tensor.name: tensor.shape for tensor in header.tensors})
-    tensors = {tensor.name: tensor for tensor in GGUFReader(str(path)).tensors}
+    header = read_header(path)
+    fields, tensors = header.fields, {tensor.name: tensor for tensor in header.tensors}
+    config = _gguf_config(path, fields, {name: tensor.shape for name, tensor in tensors.items()})
+    mapped = numpy.memmap(path, numpy.uint8, "r")
     heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
 
     def read(name: str) -> Tensor:
         tensor = tensors.get(_gguf_name(name))
         if tensor is None:
             raise InputError(name, f"no {_gguf_name(name)} in {path}", "every tensor of a Llama-class model")
-        data = numpy.require(dequantize(tensor.data, tensor.tensor_type), numpy.float32, "W")  # not the mapped file
-        matrix = torch.from_numpy(data)
+        rows = mapped[tensor.offset : tensor.offset + tensor.bytes].reshape(*tensor.shape[:-1], -1)
+        try:
+            data = dequantize(rows, GGMLQuantizationType[tensor.kind.upper()])
+        except (NotImplementedError, KeyError):
+            raise InputError(
+                f"{path}: {tensor.name}", f"type {tensor.kind}", "one that the package gguf decodes"
+            ) from None
+        matrix = torch.from_numpy(numpy.require(data, numpy.float32, "W"))  # not the mapped file
+        if not bool(matrix.isfinite().all()):
+            raise InputError(f"{path}: {tensor.name}", "NaN or infinite numbers", "finite ones", "the file is damaged")
         match = re.search(r"\.([qk])_proj\.weight$", name)
         if not match:
             return matrix

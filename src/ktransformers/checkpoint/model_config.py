@@ -33,6 +33,7 @@ MAY_BE_ZERO = {
     "kv_lora_rank", "v_head_dim", "num_experts_per_tok", "n_shared_experts", "num_shared_experts",
     "n_group", "topk_group", "first_k_dense_replace", "num_nextn_predict_layers", "sliding_window", "moe_layer_freq",
 }  # fmt: skip
+LISTS = {"layer_types": str, "mlp_layer_types": str, "mlp_only_layers": int}
 MAX_NESTED = 8
 
 
@@ -50,6 +51,10 @@ def check_model_config(config: Mapping[str, Any], where: str) -> None:
         for key in LARGEST.keys() & section.keys():
             optional = key in MAY_BE_ZERO or path not in ("", "text_config.")
             _check_size(f"{where}: {path}{key}", section[key], 0 if optional else 1, LARGEST[key])
+        for key, kind in LISTS.items():
+            values = section.get(key)
+            if values is not None and not (isinstance(values, list) and all(type(value) is kind for value in values)):
+                raise InputError(f"{where}: {path}{key}", short(values), f"a list of {kind.__name__}")
     for key, kind, expected in (
         ("model_type", str, "the name of a model family"),
         ("quantization_config", dict, "an object"),

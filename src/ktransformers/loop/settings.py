@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ktransformers.errors import InputError
-from ktransformers.files import parse_yaml, read_yaml_mapping
+from ktransformers.files import parse_yaml, read_yaml_mapping, short
 
 Options = dict[str, Any]
 
@@ -121,7 +121,7 @@ def read_loop(file: Path, arguments: Iterable[str] = ()) -> Loop:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or "loop"
-        value = "nothing" if first["type"] == "missing" else repr(first.get("input"))
+        value = "nothing" if first["type"] == "missing" else short(first.get("input"))
         if first["type"] == "extra_forbidden":
             raise InputError(key, "a key that is not known", "a key of docs/loop.md") from error
         message = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")

@@ -8,6 +8,7 @@ transformers indexes it. A missing tensor, which stock transformers initialises 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,19 +126,26 @@ def load_config(path: Path) -> PreTrainedConfig:
             raise InputError(
                 str(path), "experts alone", "a model", "pass them as `experts` beside the model's directory"
             )
-        from_weights: PreTrainedConfig = AutoConfig.for_model(embedded.pop("model_type"), **embedded)
-        return from_weights
+        return _stock_config(path, lambda: AutoConfig.for_model(embedded.pop("model_type"), **embedded))
     read_checkpoint_facts(path)
     released, _ = split_quantisation(read_config(file.parent))
     stock = to_stock_config(released)
     if stock.get("model_type") != released.get("model_type"):
-        equivalent: PreTrainedConfig = AutoConfig.for_model(stock.pop("model_type"), **stock)
-        return equivalent
-    config: PreTrainedConfig = AutoConfig.from_pretrained(file.parent)
+        return _stock_config(file, lambda: AutoConfig.for_model(stock.pop("model_type"), **stock))
+    config = _stock_config(file, lambda: AutoConfig.from_pretrained(file.parent))
     for section in (config, config.get_text_config(decoder=True)):
         if getattr(section, "quantization_config", None) is not None:
             del section.quantization_config
     return config
+
+
+def _stock_config(file: Path, build: Callable[[], PreTrainedConfig]) -> PreTrainedConfig:
+    try:
+        return build()
+    except Exception as error:  # transformers checks its configurations by many types of exceptions
+        reason = " ".join(str(error).split())[:300]
+        expected = "a configuration that transformers accepts"
+        raise InputError(str(file), f"{type(error).__name__}: {reason}", expected) from error
 
 
 def _is_causal(config: PreTrainedConfig) -> bool:

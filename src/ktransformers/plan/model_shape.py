@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktransformers.errors import InputError
+from ktransformers.files import short as shown
 
 if TYPE_CHECKING:
     from ktransformers.checkpoint import ExpertTensors, Shards
@@ -130,7 +131,9 @@ def open_shape(model: str) -> ModelShape:
 def _number(text_config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
     for key in keys:
         if text_config.get(key) is not None:
-            return int(text_config[key])
+            if isinstance(text_config[key], bool) or not isinstance(text_config[key], int):
+                raise InputError(f"config.json: {key}", shown(text_config[key]), "an integer")
+            return text_config[key]
     if default is None:
         raise InputError("config.json", f"none of {', '.join(keys)}", "the size of a Mixture-of-Experts model")
     return default

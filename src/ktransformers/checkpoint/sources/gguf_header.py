@@ -61,17 +61,17 @@ class _Reader:
         self.at += struct.calcsize("<" + kind)
         return value
 
-    def string(self) -> str:
+    def string(self, errors: str = "strict") -> str:
         size = self.number("Q")
         if size > len(self.data) - self.at:
             raise ValueError(f"a string of {size} bytes")
         text = self.data[self.at : self.at + size]
         self.at += size
-        return text.decode("utf-8", "replace")
+        return text.decode("utf-8", errors)
 
     def value(self, kind: int) -> Any:
         if kind == STRING:
-            return self.string()
+            return self.string("replace")  # a vocabulary may hold halves of characters
         if kind != ARRAY:
             if kind not in NUMBERS:
                 raise ValueError(f"a value of type {kind}")

@@ -69,7 +69,7 @@ class DatasetSource(BaseModel):
     ranking: bool = False
     columns: DatasetColumns = DatasetColumns()
     tags: Tags = Tags()
-    num_samples: int | None = Field(default=None, ge=1)
+    num_samples: int | None = Field(default=None, ge=1, le=1 << 62)
     fill: dict[str, str] = Field(default_factory=dict)  # {{placeholder}} in the rows -> text
 
 
