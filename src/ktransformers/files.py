@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import reprlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 MAX_JSON_BYTES = 256 << 20  # the index of a thousand layers of a thousand experts is smaller
 MAX_YAML_BYTES = 4 << 20  # seconds of parsing
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MAX_YAML_VALUES = 1_000_000  # with aliases followed
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
@@ -63,12 +65,30 @@ def read_text(path: str | Path, expected: str, *, limit: int = MAX_JSON_BYTES, r
 def parse_json(text: str, where: str, expected: str = "JSON", remedy: str = "") -> Any:
     """`where` names the file, or the place in it, that the text is from."""
     try:
-        return json.loads(text)
+        document = json.loads(text)
+        if may_have_surrogates(text):
+            check_text(document, where, remedy)
+        return document
     except json.JSONDecodeError as error:
         place = where if error.lineno == 1 and ", line " in where else f"{where}, line {error.lineno}"
         raise InputError(place, f"no JSON ({error.msg} at column {error.colno})", expected, remedy) from None
+    except InputError:
+        raise
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits, thousands of levels
         raise InputError(where, f"what JSON does not hold ({error})", expected, remedy) from None
+
+
+def may_have_surrogates(text: str) -> bool:
+    """Whether the source has an escape (`\\ud800`) that is text only as half of a pair."""
+    return SURROGATE.search(text) is not None
+
+
+def check_text(document: Any, where: str, remedy: str = "") -> None:
+    """Refuse half of a surrogate pair, which no file and no tokenizer takes as text."""
+    try:
+        json.dumps(document, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        raise InputError(where, "half of a surrogate pair (\\ud800 to \\udfff)", "text", remedy) from None
 
 
 def read_json(path: str | Path, expected: str = "JSON", *, remedy: str = "") -> Any:
@@ -108,6 +128,8 @@ def parse_yaml(text: str, where: str, expected: str = "YAML", remedy: str = "") 
             pending += value.values()
         elif isinstance(value, list):
             pending += value
+    if may_have_surrogates(text):
+        check_text(document, where, remedy)
     return document
 
 

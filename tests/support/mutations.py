@@ -66,13 +66,13 @@ def damage_document(document: Any, rng: random.Random) -> Any:
     for _ in range(rng.choice((1, 1, 1, 2))):
         path = rng.choice(list(_places(changed)))
         if not path:
-            return rng.choice(VALUES)
+            return copy.deepcopy(rng.choice(VALUES))
         parent = changed
         for step in path[:-1]:
             parent = parent[step]
         kind = rng.randrange(5)
         if kind < 3:
-            parent[path[-1]] = rng.choice(VALUES)
+            parent[path[-1]] = copy.deepcopy(rng.choice(VALUES))
         elif kind == 3:
             del parent[path[-1]]
         elif isinstance(parent, dict):

@@ -130,10 +130,11 @@ def open_shape(model: str) -> ModelShape:
 
 def _number(text_config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
     for key in keys:
-        if text_config.get(key) is not None:
-            if isinstance(text_config[key], bool) or not isinstance(text_config[key], int):
-                raise InputError(f"config.json: {key}", shown(text_config[key]), "an integer")
-            return text_config[key]
+        value = text_config.get(key)
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise InputError(f"config.json: {key}", shown(value), "an integer")
+            return value
     if default is None:
         raise InputError("config.json", f"none of {', '.join(keys)}", "the size of a Mixture-of-Experts model")
     return default

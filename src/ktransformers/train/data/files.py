@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ktransformers.errors import InputError
-from ktransformers.files import parse_json, read_text, short
+from ktransformers.files import check_text, may_have_surrogates, parse_json, read_text, short
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
 MAX_DATASET_BYTES = 64 << 30
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escape that is text only as half of a pair
 
 
 @dataclass(frozen=True)
@@ -139,15 +137,12 @@ def read_rows(path: Path) -> Iterator[DataRow]:
         values_by_line = _parquet(path)
     else:
         text = read_text(path, "rows in JSON", limit=MAX_DATASET_BYTES)
-        escaped = SURROGATE.search(text) is not None
+        escaped = may_have_surrogates(text)
         values_by_line = _json(str(path), text)
     for line, values in values_by_line:
         row = DataRow(str(path), line, values)
         if not isinstance(values, dict):
             raise row_error(row, f"a {type(values).__name__}", "an object with named fields")
         if escaped:
-            try:
-                json.dumps(values, ensure_ascii=False).encode()
-            except UnicodeEncodeError:
-                raise row_error(row, "half of a surrogate pair (\\ud800 to \\udfff)", "text") from None
+            check_text(values, row.position)
         yield row
