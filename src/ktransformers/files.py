@@ -41,6 +41,21 @@ def short(value: object) -> str:
         return f"a {type(value).__name__}"
 
 
+def shorten(path: str | Path) -> str:
+    """A path for a message: the end of a long one."""
+    text = str(path)
+    return text if len(text) <= 400 else f"...{text[-400:]}"
+
+
+def path_exists(path: str | Path) -> bool:
+    """Whether there is such a file or directory. A name from a request or a file may be no path at all: a component of
+    more than 255 characters, a NUL, a user's folder (`~name`) that does not exist."""
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
 def read_text(path: str | Path, expected: str, *, limit: int = MAX_JSON_BYTES, remedy: str = "") -> str:
     """A text in UTF-8 of at most `limit` bytes; `expected` says in errors what the file should be."""
     file = Path(path)

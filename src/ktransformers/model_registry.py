@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.errors import InputError
-from ktransformers.files import read_json_object, short, validate, write_json
+from ktransformers.files import path_exists, read_json_object, short, validate, write_json
 
 REGISTRY_VERSION = 1  # of models.json
 NAME_PATTERN = re.compile(r"[\w][\w.+-]*")
@@ -231,7 +231,7 @@ def find(name: str) -> Entry | None:
 
 def resolve(name: str) -> str:
     """The path of a known model; any other string unchanged."""
-    if name and not Path(name).expanduser().exists():
+    if name and not path_exists(name):
         entry = find(name)
         if entry is not None:
             return str(entry.path)
@@ -240,7 +240,7 @@ def resolve(name: str) -> str:
 
 def portable_name(name: str) -> str:
     """How to refer to a model on other machines: its hub id, or its path."""
-    if "/" in name or not name or Path(name).expanduser().exists():
+    if "/" in name or not name or path_exists(name):
         return name
     entry = find(name)
     if entry is None:

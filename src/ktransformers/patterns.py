@@ -7,6 +7,7 @@ in Python's own `re`, whose answers are those of PEFT. Names without operators, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import select
@@ -20,8 +21,9 @@ from typing import Any
 from ktransformers.errors import InputError
 from ktransformers.files import short
 
-MATCH_SECONDS = 2.0  # for one answer of the process; the patterns of one key get FILE_SECONDS together
+MATCH_SECONDS = 3.0  # for one answer of the process; the patterns of one key get FILE_SECONDS together
 FILE_SECONDS = 10.0
+START_SECONDS = 60.0  # for the start of the process on a busy machine, which says nothing about the patterns
 MAX_PATTERN_CHARACTERS = 50_000
 MAX_PLAIN_CHARACTERS = 1000  # of a text that is matched without the process
 PLAIN = re.compile(r"(?:[\w.\-/ ]|\\[^\w\s])*")  # no repetition, group or alternative: matched in linear time
@@ -33,6 +35,7 @@ resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 def answer(value):
     sys.stdout.write(json.dumps(value) + "\\n")
     sys.stdout.flush()
+answer(None)
 patterns, method = json.loads(sys.stdin.readline())
 compiled = []
 for index, pattern in enumerate(patterns):
@@ -130,6 +133,7 @@ class FilePatterns:
             text=True,
             encoding="utf-8",
         )
+        self._wait(START_SECONDS)
         invalid = self._exchange([self._spelled, self._method])
         if invalid is not None:
             index, reason = invalid
@@ -144,19 +148,20 @@ class FilePatterns:
 
     def _exchange(self, message: Any) -> Any:
         """One line to the process and one back, within the time that is left."""
-        child, start = self._child, time.monotonic()
-        assert child is not None and child.stdin is not None and child.stdout is not None
-        answer = ""
-        try:
-            child.stdin.write(json.dumps(message) + "\n")
-            child.stdin.flush()
-            poll = select.poll()  # unlike select, for any number of open files
-            poll.register(child.stdout, select.POLLIN)
-            if poll.poll(1000 * max(0.0, min(MATCH_SECONDS, self._seconds))):
-                answer = child.stdout.readline()
-        except BrokenPipeError:  # it ran out of memory
-            pass
+        assert self._child is not None and self._child.stdin is not None
+        start = time.monotonic()
+        with contextlib.suppress(BrokenPipeError):  # it ran out of memory
+            self._child.stdin.write(json.dumps(message) + "\n")
+            self._child.stdin.flush()
+        answer = self._wait(min(MATCH_SECONDS, self._seconds))
         self._seconds -= time.monotonic() - start
+        return answer
+
+    def _wait(self, seconds: float) -> Any:
+        assert self._child is not None and self._child.stdout is not None
+        poll = select.poll()  # unlike select, for any number of open files
+        poll.register(self._child.stdout, select.POLLIN)
+        answer = self._child.stdout.readline() if poll.poll(1000 * max(0.0, seconds)) else ""
         if not answer:
             self._stop()
             shown = short(self._patterns[0] if len(self._patterns) == 1 else list(self._patterns))

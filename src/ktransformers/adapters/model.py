@@ -17,7 +17,7 @@ from ktransformers.checkpoint import find_experts
 from ktransformers.checkpoint.model_config import LARGEST, read_model_config
 from ktransformers.checkpoint.shards import INDEX_FILE, read_weight_map
 from ktransformers.errors import InputError
-from ktransformers.files import validate
+from ktransformers.files import path_exists, validate
 
 INTERLEAVED_FAMILIES = {"gpt_oss"}
 # Families for which the fields read here decide which layers have experts and which have self_attn. For the others
@@ -159,8 +159,8 @@ def find_facts(name: str | None) -> ModelFacts | None:
         return None
     name = model_registry.resolve(name)
     file: Path | str | None = Path(name) / "config.json"
-    if Path(name).is_dir() or name.startswith((".", "/", "~")):
-        if not Path(file or "").is_file():
+    if (path_exists(name) and Path(name).is_dir()) or name.startswith((".", "/", "~")):
+        if not path_exists(Path(name) / "config.json"):
             raise InputError(name, "a path without config.json", "the directory of the base model")
     else:
         from huggingface_hub import try_to_load_from_cache

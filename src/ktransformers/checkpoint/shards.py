@@ -19,6 +19,7 @@ from ktransformers.errors import InputError
 from ktransformers.files import read_json_object, short
 
 SINGLE_FILE = "model.safetensors"
+MAX_NAME_CHARACTERS = 4000  # of a tensor; names are matched by regular expressions
 INDEX_FILE = "model.safetensors.index.json"
 
 
@@ -31,6 +32,9 @@ class Shards:
             if file.suffix != ".safetensors":
                 raise InputError(str(file), "a file of another format", "a .safetensors file", "convert the checkpoint")
             for name in self._handle(file).keys():  # noqa: SIM118 (not a mapping)
+                if len(name) > MAX_NAME_CHARACTERS:
+                    given = f"a tensor with a name of {len(name)} characters"
+                    raise InputError(str(file), given, f"at most {MAX_NAME_CHARACTERS}")
                 if name in self._files:
                     raise InputError(name, f"it in {self._files[name].name} and in {file.name}", "it in one file")
                 self._files[name] = file
@@ -82,9 +86,16 @@ class Shards:
         return self.ref(name).dtype
 
     def read(self, name: str) -> Tensor:
-        """The tensor in mapped memory, which must not be written to."""
-        tensor: Tensor = self._handle(self._files[name]).get_tensor(name)
-        return tensor
+        """The tensor in mapped memory, which must not be written to; a copy where the file has it at an address that
+        its dtype does not allow, because a header may have any length."""
+        try:
+            tensor: Tensor = self._handle(self._files[name]).get_tensor(name)
+        except (SafetensorError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, InputError):
+                raise
+            given = f"{self.dtype(name)} {list(self.shape(name))} that torch does not open ({error})"
+            raise InputError(f"{self._files[name]}: {name}", given, "a tensor of a dtype that torch has") from None
+        return tensor.clone() if tensor.data_ptr() % tensor.element_size() else tensor
 
     def release(self) -> None:
         """Close the files; the next access opens them again."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from ktransformers.errors import InputError
 from ktransformers.evaluate.task import Task
-from ktransformers.files import parse_json, read_json, read_text, short
+from ktransformers.files import parse_json, path_exists, read_json, read_text, short
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -36,7 +36,7 @@ class Item:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    if not file.is_file():
+    if not path_exists(file):
         raise InputError("data", f"{file}, which does not exist", "a .json, .jsonl or .csv file")
     rows: Any
     try:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ktransformers.errors import InputError
-from ktransformers.files import read_yaml_mapping, short, validate
+from ktransformers.files import path_exists, read_yaml_mapping, short, shorten, validate
 from ktransformers.patterns import FilePatterns
 
 TASK_DIR = Path(__file__).with_name("tasks")
@@ -120,10 +120,10 @@ def load_tasks(name: str, limit: int | None = None, data: Path | None = None, *,
     file = Path(name)
     if file.suffix not in (".yaml", ".yml"):
         file = TASK_DIR / f"{name}.yaml"
-        if not file.is_file():
-            raise InputError("task", repr(name), f"a YAML file or one of {', '.join(task_names())}")
-    if not file.is_file():
-        raise InputError("task", f"{file}, which does not exist", "a YAML file")
+        if not path_exists(file):
+            raise InputError("task", short(name), f"a YAML file or one of {', '.join(task_names())}")
+    if not path_exists(file):
+        raise InputError("task", f"{shorten(file)}, which does not exist", "a YAML file")
     fields = read_yaml_mapping(file, "the keys of a task, or of a suite")
     if set(fields) == {"suite"}:
         if not isinstance(fields["suite"], list) or depth >= MAX_SUITE_DEPTH:
@@ -135,6 +135,8 @@ def load_tasks(name: str, limit: int | None = None, data: Path | None = None, *,
         return [task for part in fields["suite"] for task in load_tasks(str(part), limit, depth=depth + 1)]
     fields.setdefault("name", file.stem)
     task = validate(Task, fields, str(file))
+    if "\0" in str(task.data):
+        raise InputError(f"{file}: data", short(str(task.data)), "the path of a file")
     task.patterns(str(file))  # reports an invalid one before any model is loaded
     changed: dict[str, Any] = {"data": data.resolve() if data is not None else (file.parent / task.data).resolve()}
     if limit is not None:

@@ -19,7 +19,7 @@ from typing import Any
 from ktransformers import model_registry
 from ktransformers.adapters.manifest import read_manifest
 from ktransformers.errors import InputError
-from ktransformers.files import read_json_object, read_yaml_mapping
+from ktransformers.files import path_exists, read_json_object, read_yaml_mapping
 
 SHORT_NAMES = {
     "qwen3-30b": "Qwen/Qwen3-30B-A3B-Instruct-2507",
@@ -65,7 +65,7 @@ def resolve_target(given: str) -> Target:
 def locate_model(given: str) -> Path:
     """The directory of a model given by path, registered name or hub id; a hub id is downloaded."""
     path = Path(model_registry.resolve(given)).expanduser()
-    if path.is_dir():
+    if path_exists(path) and path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError("model", f"{given}, a folder without config.json", "a model or a training output")
         return path
