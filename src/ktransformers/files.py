@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     ModelT = TypeVar("ModelT", bound=BaseModel)
 
 MAX_JSON_BYTES = 256 << 20  # the index of a thousand layers of a thousand experts is smaller
-MAX_YAML_BYTES = 4 << 20  # seconds of parsing
+MAX_YAML_BYTES = 256 << 10  # seconds of parsing; recipes, rules and tasks have a few kilobytes
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MAX_YAML_VALUES = 1_000_000  # with aliases followed
 _SHORT = reprlib.Repr()

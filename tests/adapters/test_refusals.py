@@ -337,3 +337,40 @@ def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     running.mkdir()
     write_adapter(sample(), tmp_path / "a", "kt")
     assert not left.exists() and running.exists()
+
+
+@pytest.mark.parametrize("key", ["shape", "dtype", "sha256", "file", "norm"])
+def test_manifest_without_a_field_is_refused(key: str, tmp_path: Path) -> None:
+    write_adapter(sample(), tmp_path / "a", "peft")
+    file = tmp_path / "a" / "kt_manifest.json"
+    document = json.loads(file.read_text())
+    name = min(document["tensors"])
+    del document["tensors"][name][key]
+    file.write_text(json.dumps(document))
+    with pytest.raises(
+        InputError, match=rf"kt_manifest\.json: tensors\.{name}\.{key}: given .*, expected Field required"
+    ):
+        read_adapter(tmp_path / "a")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a" * 100_000, "a/" + "x" * 300, "a\0b"])
+def test_path_that_is_no_path_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match="given no such file or directory, expected an adapter") as caught:
+        read_adapter(name)
+    assert len(str(caught.value)) < 1000
+
+
+def test_base_that_is_no_path_is_ignored(tmp_path: Path) -> None:
+    """As that of another machine is: the adapter is read without the facts of its base."""
+    write_adapter(sample(), tmp_path / "a", "per-expert")
+    (tmp_path / "a" / "kt_manifest.json").unlink()
+    file = tmp_path / "a" / "adapter_config.json"
+    for base in ("x" * 300, "/" + "x" * 300, "a\0b", "~no-such-user-here/x", 3, ["a"]):
+        fields = json.loads(file.read_text())
+        if not isinstance(base, str):
+            file.write_text(json.dumps(fields | {"base_model_name_or_path": base}))
+            with pytest.raises(InputError, match="base_model_name_or_path"):
+                read_adapter(tmp_path / "a")
+            continue
+        file.write_text(json.dumps(fields | {"base_model_name_or_path": base}))
+        assert read_adapter(tmp_path / "a").model is None
