@@ -18,7 +18,7 @@ from ktransformers.adapters.config import CONFIG_FILE as CONFIG
 from ktransformers.adapters.config import parse_config
 from ktransformers.adapters.content import Content, open_content
 from ktransformers.adapters.dialects import detect_dialect, find_dialect
-from ktransformers.adapters.lora import Adapter, Experts, Extra, LoraPair, Module, PairForm
+from ktransformers.adapters.lora import Adapter, Experts, Extra, Module, PairForm
 from ktransformers.adapters.manifest import MANIFEST_FILE as MANIFEST
 from ktransformers.adapters.manifest import check_manifest, read_manifest, write_manifest, write_manifest_of
 from ktransformers.adapters.model import ModelFacts, find_facts
@@ -188,18 +188,17 @@ def convert(
 
 
 def _cast(adapter: Adapter, dtype: torch.dtype) -> Adapter:
-    def form(value: PairForm) -> PairForm:
-        return replace(value, dtype=dtype)
+    """The adapter as it will be written in `dtype`. The factors stay as they are until then, because a dialect may fold
+    a scaling into them, by the square root of a rank for instance, and they should be rounded once."""
 
-    def pair(value: LoraPair) -> LoraPair:
-        return LoraPair(value.a.to(dtype), value.b.to(dtype), value.scaling)
+    def form(value: PairForm) -> PairForm:
+        return replace(value, dtype=dtype, rounds=True)
 
     def layer(value: Experts) -> Experts:
-        forms = {role: form(form_) for role, form_ in value.forms.items()}
-        return replace(value, forms=forms, read=lambda: {role: pair(read) for role, read in value.read().items()})
+        return replace(value, forms={role: form(form_) for role, form_ in value.forms.items()})
 
     def module(value: Module) -> Module:
-        return replace(value, form=form(value.form), read=lambda: pair(value.read()))
+        return replace(value, form=form(value.form))
 
     def extra(value: Extra) -> Extra:
         return replace(value, dtype=dtype, read=lambda: value.read().to(dtype))

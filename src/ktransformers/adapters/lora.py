@@ -46,6 +46,7 @@ class PairForm:
     outputs: int
     dtype: torch.dtype
     scaling: float
+    rounds: bool = False  # the factors are rounded to `dtype` when they are written, after a change of scaling
 
     @property
     def alpha(self) -> float:
