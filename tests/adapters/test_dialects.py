@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
+import re
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -213,3 +215,28 @@ def test_rslora_is_folded_before_it_is_rounded(to: str, tmp_path: Path) -> None:
             exact = scaling[layer.layer].read()[role]
             b = (exact.b.double() * (exact.scaling / pair.scaling)).bfloat16()
             assert torch.equal(pair.b[..., : b.shape[-1]], b), "rounded twice"
+
+
+@pytest.mark.parametrize("dialect", NAMES)
+def test_every_tensor_is_logged_under_both_names(dialect: str, tmp_path: Path) -> None:
+    recipe = Recipe(family="mixtral")
+    model = write_model_config(recipe, tmp_path / "model")
+    write_adapter(sample(recipe), tmp_path / "a", dialect)
+    lines: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("ktransformers.adapters.convert")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        adapter = read_adapter(tmp_path / "a", model=model)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+    pairs = [line.removeprefix("Loaded adapter weight: ").split(" -> ") for line in lines]
+    assert {theirs for theirs, _ in pairs} == set(open_content(tmp_path / "a").tensors)
+    assert len(pairs) == len(lines) == len({ours for _, ours in pairs})
+    modules = {module.name for module in adapter.modules} | {f"{layer.root}.experts" for layer in adapter.experts}
+    for _, ours in pairs:
+        module = re.sub(r"(\.experts)\..*", r"\1", ours.removesuffix(".lora_A").removesuffix(".lora_B"))
+        assert module in modules, ours

@@ -26,7 +26,9 @@ from ktransformers.adapters.parse import ReadContext, check_complete
 from ktransformers.adapters.write import check_disjoint, check_target, finite_sum_of_squares, fresh_directory
 from ktransformers.errors import InputError
 from ktransformers.files import read_json_object
+from ktransformers.log import logger
 
+LOG = logger(__name__)
 OUTPUT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -86,6 +88,8 @@ def _read(content: Content, model: str | None, lora_alpha: float | None, verify:
     check_complete(raw.experts, raw.modules, context.facts, partial)
     adapter = canonicalize(replace(raw, experts=tuple(sorted(raw.experts, key=lambda layer: layer.layer))))
     content.release()
+    for theirs, ours in adapter.stored():
+        LOG.info("Loaded adapter weight: %s -> %s", theirs, ours)
     return adapter, source.name
 
 

@@ -56,6 +56,10 @@ class LoraTensors:
     def dtype(self) -> torch.dtype:
         return torch.promote_types(self.a.dtype, self.b.dtype)
 
+    def spell(self, module: str) -> dict[str, str]:
+        """Tensor of the file -> its name in the model."""
+        return {self.a.name: f"{module}.lora_A", self.b.name: f"{module}.lora_B"}
+
 
 def pair_factors(tensors: Iterable[StoredTensor]) -> tuple[dict[str, LoraTensors], list[StoredTensor]]:
     """(module -> its two factors, tensors that are not LoRA factors). A factor without its partner is an error."""
@@ -98,6 +102,7 @@ def build_module(name: str, factors: LoraTensors, config: AdapterConfig) -> Modu
         name,
         PairForm(rank, inputs, outputs, factors.dtype, scaling),
         lambda: LoraPair(factors.a.read(), factors.b.read(), scaling),
+        factors.spell(name),
     )
 
 
@@ -131,7 +136,7 @@ def build_extras(tensors: Iterable[StoredTensor], config: AdapterConfig) -> tupl
             raise InputError(stored.name, "LoRA on an embedding", "on linear layers and experts", "it is not converted")
         if not (saved_module or bias):
             raise InputError(stored.name, "a tensor that is no LoRA factor", "one that modules_to_save names")
-        extras.append(Extra(name, stored.shape, stored.dtype, stored.read))
+        extras.append(Extra(name, stored.shape, stored.dtype, stored.read, {stored.name: name}))
     return tuple(extras)
 
 

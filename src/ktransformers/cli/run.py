@@ -12,6 +12,7 @@ import typer
 from ktransformers.cli import ask
 from ktransformers.cli.model import complete_names
 from ktransformers.cli.progress import log
+from ktransformers.cli.verbose import Verbose
 from ktransformers.errors import InputError, KTError
 
 
@@ -46,6 +47,7 @@ def run(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Run even if the plan says that it does not fit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Serve a model on this machine, or answer one prompt and exit."""
     model = ask.for_model(model, as_json)

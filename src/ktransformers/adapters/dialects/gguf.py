@@ -30,7 +30,7 @@ from ktransformers.adapters.fit import refit_adapter, refit_form
 from ktransformers.adapters.gguf_file import import_gguf
 from ktransformers.adapters.lora import ROLES, Adapter, Experts, LoraPair, Module, PairForm
 from ktransformers.adapters.model import ModelFacts
-from ktransformers.adapters.names import PROJ_NAMING, layers_prefix, order_targets, split_layer_name
+from ktransformers.adapters.names import PROJ_NAMING, layers_prefix, merge_names, order_targets, split_layer_name
 from ktransformers.adapters.parse import ReadContext
 from ktransformers.adapters.stored_tensor import StoredTensor
 from ktransformers.adapters.write import WrittenTensor, raw_bytes, record_tensor
@@ -210,7 +210,7 @@ def _module(
             raise InputError(b.name, f"{rows.shape[0]} rows", f"rows of {heads} heads")
         return LoraPair(a.read(), _unpermute_rows(rows, heads) if heads else rows, form.scaling)
 
-    return Module(module, form, read_module)
+    return Module(module, form, read_module, {a.name: f"{module}.lora_A", b.name: f"{module}.lora_B"})
 
 
 def _experts(
@@ -223,7 +223,11 @@ def _experts(
     def read_layer() -> dict[str, LoraPair]:
         return {role: LoraPair(a.read(), b.read(), forms[role].scaling) for role, (a, b) in pairs.items()}
 
-    return Experts(root, layer, next(iter(counts.values())), forms, read_layer)
+    spelled = [
+        {a.name: f"{root}.experts.{role}_proj.lora_A", b.name: f"{root}.experts.{role}_proj.lora_B"}
+        for role, (a, b) in pairs.items()
+    ]
+    return Experts(root, layer, next(iter(counts.values())), forms, read_layer, merge_names(spelled))
 
 
 def _permuted_heads(arch: Arch, leaf: str, facts: ModelFacts | None) -> int:

@@ -25,7 +25,7 @@ from ktransformers.adapters.dialects.dialect import MODEL_FILE, Dialect, module_
 from ktransformers.adapters.dialects.peft import leaf_name
 from ktransformers.adapters.fit import make_uniform, refit_adapter, survives_dtype
 from ktransformers.adapters.lora import ROLES, Adapter, Experts, LoraPair, PairForm
-from ktransformers.adapters.names import KT_KERNEL_KEY, layers_prefix, order_targets, split_layer_name
+from ktransformers.adapters.names import KT_KERNEL_KEY, layers_prefix, merge_names, order_targets, split_layer_name
 from ktransformers.adapters.parse import ReadContext, add_prefix, build_extras, build_modules, pair_factors
 from ktransformers.adapters.stored_tensor import StoredTensor
 from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor, write_safetensors
@@ -118,7 +118,11 @@ def _layer(root: str, layer: int, tensors: Mapping[str, StoredTensor], config: A
             for role in ROLES
         }
 
-    return Experts(root, layer, next(iter(counts)), forms, read_layer)
+    spelled = [
+        {tensors[f"{role}_{factor}"].name: f"{root}.experts.{role}_proj.lora_{factor.upper()}" for factor in "ab"}
+        for role in ROLES
+    ]
+    return Experts(root, layer, next(iter(counts)), forms, read_layer, merge_names(spelled))
 
 
 def _check_manifest(content: Content) -> None:
