@@ -100,6 +100,7 @@ def test_training_goes_on_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["train", "recipe.yaml"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
+    assert "checkpoint-2 has no kt_checkpoint.json: its files and its recipe are not verified" in done.output
     before, after = (
         [
             (line["step"], line["loss"], line["learning_rate"])

@@ -32,6 +32,8 @@ MISSED: dict[str, dict[tuple[str, str, int], set[str]]] = {
         ("auto", "int4:32", 2048): GPU,
         ("auto", "int4:32", 8192): GPU,
     },
+    "current/train-e2e-decided.json": {("stream", "bf16", 2048): STEP, ("stream", "int4:32", 8192): STEP | GPU},
+    "current/train-e2e-decided-int4.json": {("stream", "int4:32", 512): STEP},
     "history/2026-11-15-train-e2e.json": {("cpu", "bf16", 2048): STEP, ("cpu", "bf16", 8192): STEP},
     "history/2026-11-16-train-e2e-expert-graphs-int4.json": {("stream", "int4:32", 512): STEP},
 }

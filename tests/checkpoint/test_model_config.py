@@ -53,10 +53,10 @@ def test_every_reader_refuses_an_absurd_value(key: str, value: Any, tmp_path: Pa
 
 def test_error_of_transformers_names_the_file(tmp_path: Path) -> None:
     write(tmp_path, model_type="no_such_model")
-    with pytest.raises(InputError, match=r"config\.json: given ValueError: .*no_such_model"):
+    with pytest.raises(InputError, match=r"config\.json: given .*no_such_model"):
         load_config(tmp_path)
     write(tmp_path, rope_parameters=3)
-    with pytest.raises(InputError, match=r"config\.json: given \w+: "):
+    with pytest.raises(InputError, match=r"config\.json: given "):
         load_config(tmp_path)
 
 

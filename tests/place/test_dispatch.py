@@ -38,12 +38,12 @@ def test_a_size_and_kind_has_one_decision() -> None:
 
 def test_timed_modes_overrule_predictions() -> None:
     dispatcher = auto().engine.dispatcher
-    predicted = dispatcher.decision(512, True)
+    predicted = dispatcher.decision(512, False)
     other = next(mode for mode in predicted.predicted if mode != predicted.mode)
-    dispatcher.set_timed(512, True, {predicted.mode: 2.0, other: 1.0})
-    assert dispatcher.decision(512, True).mode == other
+    dispatcher.set_timed(512, {predicted.mode: 2.0, other: 1.0})
+    assert dispatcher.decision(512, False).mode == other
     dispatcher.forget()
-    assert dispatcher.decision(512, True).mode == predicted.mode, "residents have changed: the times are of others"
+    assert dispatcher.decision(512, False).mode == predicted.mode, "residents have changed: the times are of others"
 
 
 @pytest.mark.parametrize("policy", MODES)
@@ -89,7 +89,7 @@ def test_tuning_times_inseparable_modes_once_and_caches_them(monkeypatch: pytest
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     calls: list[tuple[str, int]] = []
 
-    def time_mode(engine: object, mode: str, tokens: int, training: bool) -> float:
+    def time_mode(engine: object, mode: str, tokens: int) -> float:
         calls.append((mode, tokens))
         return {CPU: 1.0, SPLIT: 3.0, STREAM: 2.0, HOST_CALLBACK: 4.0}[mode]
 
@@ -99,7 +99,7 @@ def test_tuning_times_inseparable_modes_once_and_caches_them(monkeypatch: pytest
     for _ in range(2):
         engine = auto().engine
         engine.device = torch.device("cuda")
-        tuning.tune(engine, (4, 4), False)
+        tuning.tune(engine, (4, 4))
         modes.append(engine.dispatcher.decision(4, False).mode)
     assert modes == [CPU, CPU] and sorted(calls) == [(CPU, 4), (HOST_CALLBACK, 4), (STREAM, 4)]
 
@@ -110,9 +110,8 @@ def test_a_timed_sweep_leaves_no_trace_in_the_routing_counts(monkeypatch: pytest
     monkeypatch.setattr(tuning, "TIMED_SECONDS", 0.0)
     place = auto((1, 2))
     place.engine.dispatcher.top_k = 2
-    for training in (False, True):
-        for mode in (CPU, RESIDENT, STREAM, SPLIT):
-            assert tuning.time_mode(place.engine, mode, 40, training) > 0
+    for mode in (CPU, RESIDENT, STREAM, SPLIT):
+        assert tuning.time_mode(place.engine, mode, 40) > 0
     assert not place.engine.counts(place.layer).any() and not place.layer.last_counts
     assert place.engine.dispatcher.forced is None
     given = make_inputs(SMALL, "cpu")

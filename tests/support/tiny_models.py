@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 VOCABULARY = 96
 
@@ -128,14 +134,114 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "flint": {"num_experts": 4, "mlp_only_layers": [0], "shared_expert_intermediate_size": 32},
     "beam": {"num_experts": 4, "n_group": 2, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"]},
     "zaya": {"num_experts": 4, "num_experts_per_tok": 1},
+    "granitemoe_swa": {"num_local_experts": 4, "sliding_window": 8},
+    "gemma4_text": {
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "enable_moe_block": True,
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "num_kv_shared_layers": 0,
+        "global_head_dim": 16,
+    },
+}
+
+# Text models that transformers has only inside a model with vision: family -> (text, other sections).
+VISION: dict[str, Any] = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+VISION |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_position_embeddings": 16}
+VISION |= {"deepstack_visual_indexes": [0]}
+SAM: dict[str, Any] = {"hidden_size": 32, "output_channels": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SAM |= {"image_size": 64, "mlp_dim": 32, "global_attn_indexes": [0], "downsample_channels": [16, 32]}
+ENCODER: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+ENCODER |= {"num_key_value_heads": 2, "image_size": 28}
+AUDIO: dict[str, Any] = {"encoder_layers": 1, "d_model": 32, "encoder_ffn_dim": 32, "encoder_attention_heads": 2}
+AUDIO |= {"output_dim": 64, "out_hidden_size": 64, "num_mel_bins": 16, "downsample_hidden_size": 16}
+INDEX: dict[str, Any] = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
+SECTIONED_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+
+def _nested(vision: dict[str, Any] | None = None, rope: list[int] | None = None, **text: Any) -> dict[str, Any]:
+    if rope is not None:
+        text["rope_parameters"] = SECTIONED_ROPE | {"mrope_section": rope}
+    return {"text_config": COMMON | text, "vision_config": VISION if vision is None else vision}
+
+
+NESTED_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_vl_moe": _nested(rope=[2, 3, 3], num_experts=6),
+    "qwen3_5_moe": _nested(**FAMILIES["qwen3_5_moe_text"]),
+    "gemma4": _nested(**FAMILIES["gemma4_text"]),
+    "mistral_large4": _nested(**MLA | INDEX),
+    "glm4v_moe": _nested(rope=[1, 1, 2], **FAMILIES["glm4_moe"]),
+    "glm5_next": _nested(
+        **MLA
+        | INDEX
+        | {
+            "qk_rope_head_dim": 0,
+            "index_topk": 16,
+            "layer_types": ["linear_attention", "indexed_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+        }
+    ),
+    "minimax_m3_vl": _nested(num_local_experts=4),
+    "ernie4_5_vl_moe": _nested(rope=[3, 3, 2], moe_num_experts=4, moe_k=2, moe_intermediate_size=[40, 24]),
+    "unlimited_ocr": _nested(
+        {"sam_config": SAM, "encoder_config": ENCODER}, n_routed_experts=4, n_shared_experts=1, sliding_window=8
+    ),
+    "deepseek_ocr2": _nested(
+        {"sam_config": SAM, "encoder_config": ENCODER},
+        n_routed_experts=4,
+        n_shared_experts=1,
+        mlp_layer_types=["dense", "sparse"],
+    ),
+    "qwen3_omni_moe_thinker": _nested(rope=[2, 3, 3], num_experts=4)
+    | {"audio_config": AUDIO, "vision_start_token_id": 3},
+    "muse_spark": _nested(num_local_experts=4, moe_hidden_size=64)
+    | {"audio_config": {"hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1], "out_hidden_size": 64}},
+    "diffusion_gemma": _nested(**FAMILIES["gemma4_text"]),
+    "step3p7": _nested(moe_num_experts=4, sliding_window=8),
+}
+# Under another auto class, hybrids, and models that do not dispatch their experts through the experts interface.
+OTHER_FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral4": MLA,
+    "inkling_text": {"n_routed_experts": 4},
+    "qwen4_exp_text": {
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 56,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+        **LINEAR,
+    },
+    "dbrx": {
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 2,
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"moe_num_experts": 4, "ffn_hidden_size": 48},
+    },
+    "doge": {"num_experts": 4, "is_moe": True},
+    "jetmoe": {"num_local_experts": 4},
+    "llama4_text": {"num_local_experts": 4, "layer_types": ["full_attention", "full_attention"]},
+    "longcat_flash": MLA,
 }
 
 
 def build(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """The stock model in float32, its numbers bf16."""
-    config = AutoConfig.for_model(family, **(COMMON | FAMILIES[family] | changes))
+    """The stock model in float32, its numbers bf16. Changes are to the text model."""
+    if family in NESTED_FAMILIES:
+        sections = NESTED_FAMILIES[family]
+        config = AutoConfig.for_model(family, **sections | {"text_config": sections["text_config"] | changes})
+    else:
+        own = FAMILIES[family] if family in FAMILIES else OTHER_FAMILIES[family]
+        config = AutoConfig.for_model(family, **(COMMON | own | changes))
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
+    auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+    model = auto.from_config(config, dtype=torch.float32, experts_implementation="eager")
     return round_weights(model)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,18 +38,21 @@ FILES = {
 }
 
 
-@pytest.fixture(scope="module")
-def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result, RunRecorder]:
-    output, watcher = tmp_path_factory.mktemp("runs") / "sft", RunRecorder()
-    keys = recipe(tiny, output, val_size=2, plot_loss=True, max_steps=8, save_strategy="steps", save_steps=4)
-    keys |= {
+def finished_keys(model: Path, output: Path) -> dict[str, Any]:
+    keys = recipe(model, output, val_size=2, plot_loss=True, max_steps=8, save_strategy="steps", save_steps=4)
+    return keys | {
         "save_total_limit": 1,
         "learning_rate": 2e-2,
         "lora_dropout": 0.05,
         "eval_strategy": "steps",
         "eval_steps": 8,
     }
-    return output, run(keys, watcher), watcher
+
+
+@pytest.fixture(scope="module")
+def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result, RunRecorder]:
+    output, watcher = tmp_path_factory.mktemp("runs") / "sft", RunRecorder()
+    return output, run(finished_keys(tiny, output), watcher), watcher
 
 
 def test_run_reduces_loss_and_writes_expected_files(finished: tuple[Path, Result, RunRecorder]) -> None:
@@ -212,10 +216,10 @@ def test_bf16_training_runs(tiny: Path, tmp_path: Path) -> None:
 
 def test_existing_output_is_not_overwritten(finished: tuple[Path, Result, RunRecorder], tiny: Path) -> None:
     output, _, _ = finished
-    keys = recipe(tiny, output, resume_from_checkpoint=False)
+    keys = finished_keys(tiny, output)
     with pytest.raises(InputError, match="overwrite_output_dir: true"):
-        make_plan(read_settings(keys))
-    assert "resumes from" in make_plan(read_settings(recipe(tiny, output))).plan.start
+        make_plan(read_settings(keys | {"resume_from_checkpoint": False}))
+    assert "resumes from" in make_plan(read_settings(keys)).plan.start
     anew = make_plan(read_settings(recipe(tiny, output, overwrite_output_dir=True))).plan.start
     assert "1 checkpoints" in anew and "removed" in anew
     nowhere = recipe(tiny, output.parent / "new", resume_from_checkpoint=True)

@@ -67,17 +67,16 @@ def measure_divergence(
     base: Path, adapter: Path, merged: Path, text: Path, *, tokens: int = CALIBRATION_TOKENS, base_bytes: int = 0
 ) -> Divergence:
     """Raises InputError if the base does not fit in memory or has no tokenizer."""
-    from transformers import AutoTokenizer
+    from ktransformers.nn.pretrained import read_tokenizer
 
     free = memory().available
     if base_bytes + RESERVE_BYTES > free:
         available = f"{free / 1e9:.1f} GB of free memory"
         raise InputError("calib", available, f"about {(base_bytes + RESERVE_BYTES) / 1e9:.1f} GB to load the base")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(merged)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError("calib", f"no tokenizer in {base} ({reason})", "one beside the model") from error
+        tokenizer = read_tokenizer(merged)
+    except InputError as error:
+        raise InputError("calib", f"no tokenizer in {base} ({error})", "one beside the model") from error
     ids: Tensor = tokenizer(read_text(text), return_tensors="pt", add_special_tokens=True).input_ids[0]
     pieces = split_windows(ids, tokens)
     if not pieces:

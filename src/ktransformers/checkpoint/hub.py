@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import fnmatch
 import hashlib
 import json
@@ -24,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ktransformers.errors import InputError, KTError
-from ktransformers.files import sync, write_json
+from ktransformers.files import sync, try_lock, write_json
 from ktransformers.model_registry import FileFacts
 
 PARTIAL_DIRECTORY = ".kt-partial"
@@ -155,11 +154,10 @@ def _exclusive_lock(target: Path) -> Iterator[None]:
     """Excludes a second download into the same folder, which would overwrite the incomplete files."""
     lock = os.open(target, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not try_lock(lock):
+            given, expected = f"{target}, into which another download is running", "a folder without a running download"
+            raise InputError("directory", given, expected, "wait for it, or pass another --local-dir")
         yield
-    except BlockingIOError as error:
-        given, expected = f"{target}, into which another download is running", "a folder without a running download"
-        raise InputError("directory", given, expected, "wait for it, or pass another --local-dir") from error
     finally:
         os.close(lock)
 

@@ -8,7 +8,6 @@ name last. A lock on the journal excludes a second process; the system releases 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, TextIO
 
 from ktransformers.checkpoint.packed import ShardRecord, find_damaged
 from ktransformers.errors import InputError
-from ktransformers.files import sync
+from ktransformers.files import sync, try_lock
 
 JOURNAL_FILE = "journal.jsonl"
 
@@ -51,13 +50,11 @@ class ConversionJournal:
 
     def _open_locked(self) -> TextIO:
         stream = (self.directory / JOURNAL_FILE).open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not try_lock(stream.fileno()):
             stream.close()
             raise InputError(
                 str(self.directory), "a conversion that is running", "no other conversion into it", "wait for it"
-            ) from None
+            )
         return stream
 
     def _read_lines(self) -> list[dict[str, Any]]:

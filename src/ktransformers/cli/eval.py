@@ -150,11 +150,10 @@ def _remote(
     endpoint = Endpoint(url, key)
     tokens = None
     if tokenizer is not None:
-        from transformers import AutoTokenizer
-
         from ktransformers.evaluate.backend import PromptTokenizer
+        from ktransformers.nn.pretrained import read_tokenizer
 
-        tokens = PromptTokenizer(AutoTokenizer.from_pretrained(tokenizer), str(tokenizer))
+        tokens = PromptTokenizer(read_tokenizer(tokenizer), str(tokenizer))
     listed = endpoint.models()
     if base:
         yield BASE, RemoteBackend(endpoint, served or listed[0], tokens, parallel)

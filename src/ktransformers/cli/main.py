@@ -84,7 +84,11 @@ sft.command("export")(merge)
 
 
 # Errors of the file system, not of the program: reported in one line, without a traceback.
-FILE_SYSTEM_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+FILE_SYSTEM_ERRORS = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO),
+    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
+)
 
 
 def main() -> None:

@@ -76,7 +76,9 @@ class LocalModel:
         experts: Path | None = None,
     ) -> LocalModel:
         """`experts` is their path if they do not come from the model directory."""
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
+
+        from ktransformers.nn.pretrained import read_pretrained_config, read_tokenizer
 
         if engine not in ENGINES:
             raise InputError("engine", repr(engine), f"one of {', '.join(ENGINES)}")
@@ -88,6 +90,7 @@ class LocalModel:
             raise InputError("model", str(directory), "a Hugging Face directory, or a URL that starts with http")
         if experts is not None and engine == "transformers":
             raise InputError("engine", f"transformers, with experts from {experts}", "kt")
+        tokenizer = read_tokenizer(directory)
         if engine == "auto":
             engine = "kt" if find_experts(Shards.of_directory(directory).names) else "transformers"
         if engine == "kt":
@@ -96,11 +99,12 @@ class LocalModel:
             load_device = None if device == "cpu" else device
             model: Any = load_model(directory, experts=experts, dtype=DTYPES[dtype], device=load_device)
         else:
+            read_pretrained_config(directory)  # raises if it is broken, and names it
             stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype])
             model = stock.to(device)
         settings = f"{engine}, {dtype}, {_digest(directory, 'config.json')}"
         name = f"{directory} ({settings}{f', experts of {experts}' if experts is not None else ''})"
-        return cls(model, AutoTokenizer.from_pretrained(directory), name, batch_size)
+        return cls(model, tokenizer, name, batch_size)
 
     def add_adapters(self, adapters: Mapping[str, Path]) -> None:
         from peft import PeftModel

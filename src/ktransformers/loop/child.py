@@ -8,7 +8,6 @@ killed loop does not keep training.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import json
 import os
 import shlex
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from ktransformers.errors import InputError, KTError
+from ktransformers.files import try_lock
 
 PROGRAM = [sys.executable, "-c", "from ktransformers.cli.main import main; main()"]
 PR_SET_PDEATHSIG = 1
@@ -47,13 +47,11 @@ class StageFailed(KTError):
 def locked(run: Path) -> Iterator[int]:
     """Locks the run's directory for this loop; yields the descriptor for children to inherit."""
     handle = os.open(run / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    if not try_lock(handle):
         os.close(handle)
         raise InputError(
             "run", f"{run}, which another loop is using", "another directory", "or wait for that loop to end"
-        ) from error
+        )
     try:
         yield handle
     finally:

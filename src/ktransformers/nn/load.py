@@ -8,7 +8,6 @@ transformers indexes it. A missing tensor, which stock transformers initialises 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -33,6 +31,7 @@ from ktransformers.checkpoint.quantisation import accept
 from ktransformers.checkpoint.sources import PlainTensor, Source, open_source
 from ktransformers.errors import InputError
 from ktransformers.nn.prepare import QUANT_METHOD, config_file, read_config, split_quantisation, to_stock_config
+from ktransformers.nn.pretrained import naming_config, read_generation_config, read_pretrained_config
 from ktransformers.nn.quantizer import KTConfig, Progress
 
 
@@ -59,6 +58,7 @@ def load_model(
     """
     path = Path(path)
     facts = read_checkpoint_facts(path)
+    read_generation_config(path if path.is_dir() else path.parent)  # a broken one: from_pretrained would use defaults
     source = open_source(path, facts.rest)  # reports a broken download before anything is built
     experts_path = None if experts is None else Path(experts)
     packed = experts_path is not None and is_packed(experts_path)
@@ -126,26 +126,30 @@ def load_config(path: Path) -> PreTrainedConfig:
             raise InputError(
                 str(path), "experts alone", "a model", "pass them as `experts` beside the model's directory"
             )
-        return _stock_config(path, lambda: AutoConfig.for_model(embedded.pop("model_type"), **embedded))
+        return _embedded_config(path, embedded)
     read_checkpoint_facts(path)
     released, _ = split_quantisation(read_config(file.parent))
     stock = to_stock_config(released)
     if stock.get("model_type") != released.get("model_type"):
-        return _stock_config(file, lambda: AutoConfig.for_model(stock.pop("model_type"), **stock))
-    config = _stock_config(file, lambda: AutoConfig.from_pretrained(file.parent))
+        with naming_config(file.parent):
+            equivalent: PreTrainedConfig = AutoConfig.for_model(stock.pop("model_type"), **stock)
+        return equivalent
+    config = read_pretrained_config(file.parent)
     for section in (config, config.get_text_config(decoder=True)):
         if getattr(section, "quantization_config", None) is not None:
             del section.quantization_config
     return config
 
 
-def _stock_config(file: Path, build: Callable[[], PreTrainedConfig]) -> PreTrainedConfig:
+def _embedded_config(path: Path, fields: dict[str, Any]) -> PreTrainedConfig:
+    """Of weights that carry their configuration."""
     try:
-        return build()
+        config: PreTrainedConfig = AutoConfig.for_model(fields.pop("model_type"), **fields)
     except Exception as error:  # transformers checks its configurations by many types of exceptions
         reason = " ".join(str(error).split())[:300]
         expected = "a configuration that transformers accepts"
-        raise InputError(str(file), f"{type(error).__name__}: {reason}", expected) from error
+        raise InputError(str(path), f"{type(error).__name__}: {reason}", expected) from error
+    return config
 
 
 def _is_causal(config: PreTrainedConfig) -> bool:
@@ -179,7 +183,8 @@ def _from_tensors(
         None, state_dict=tensors, quantization_config=quantizer, **options
     )
     directory = path if path.is_dir() else path.parent
-    if (directory / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory)
+    generation = read_generation_config(directory)
+    if generation is not None:
+        model.generation_config = generation
     model.name_or_path = model.config._name_or_path = str(path)
     return model, info

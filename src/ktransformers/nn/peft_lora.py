@@ -16,7 +16,7 @@ wrappers past the stock model to `experts_forward`. It is per thread, so that tw
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -186,3 +186,18 @@ def _install() -> None:
 
 
 _install()
+
+
+def refused_modules(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Those of the linear modules that PEFT does not adapt in this architecture; it would raise when it meets them."""
+    from peft import LoraConfig
+    from peft.tuners import tuners_utils
+
+    check: Any = getattr(tuners_utils, "_check_lora_target_modules_mamba", None)
+    refused = []
+    for name in names if check is not None else ():
+        try:
+            check(LoraConfig(), model, name.rpartition(".")[2])
+        except ValueError:
+            refused.append(name)
+    return refused

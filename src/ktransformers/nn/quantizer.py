@@ -9,6 +9,7 @@ quantizer transformers does not compare shapes, so this module does.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ from ktransformers.nn.packed import PackedExperts, open_packed
 from ktransformers.nn.store import ExpertStore
 
 Progress = Callable[[int, int], None]  # layers done, layers in all
+
+LAYER_NAME = re.compile(r".*?\.layers\.\d+(?=\.)")
 
 log = logger(__name__)
 
@@ -124,6 +127,7 @@ class KTQuantizer(HfQuantizer):
         modules = expert_modules(model)
         if not modules:
             raise _no_experts(model)
+        _check_one_group(model, list(modules))
         for name, module in modules.items():
             contract = read_contract(name, module)
             if self._packed is not None:
@@ -132,7 +136,9 @@ class KTQuantizer(HfQuantizer):
             if experts is not None:
                 check_computable(name, experts.formats, self._config)
             self._layers.append(PendingLayer(name, module, contract, experts, remove_parameters(module, contract)))
-            module._is_hf_initialized = True  # type: ignore[assignment]
+            # Some families initialise experts in the block around them, which would miss the removed parameters.
+            for initialised in (module, model.get_submodule(name.rpartition(".")[0])):
+                initialised._is_hf_initialized = True  # type: ignore[assignment]
         names = [tensor.name for tensor in source.rest()]
         self._text_only = not hasattr(model, "language_model") and any(
             name.startswith("language_model.") for name in names
@@ -240,6 +246,19 @@ def attach(
     if free:
         model.hf_quantizer = KTQuantizer(KTConfig(isa=isa, precision=precision))  # type: ignore[assignment]
         select_implementation(model)
+
+
+def _check_one_group(model: PreTrainedModel, names: list[str]) -> None:
+    """Refuse layers with several groups of experts: checkpoints number them in one list, and sizes differ."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        layer = LAYER_NAME.match(name)
+        groups.setdefault(name if layer is None else layer[0], []).append(name)
+    for prefix, found in groups.items():
+        if len(found) > 1:
+            listed = ", ".join(name.removeprefix(f"{prefix}.") for name in found)
+            given = f"{len(found)} groups of experts in one layer ({listed})"
+            raise InputError(f"{type(model).__name__}: {prefix}", given, "one", "load it the stock way")
 
 
 def _no_experts(model: PreTrainedModel) -> InputError:

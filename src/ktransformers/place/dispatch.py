@@ -1,11 +1,11 @@
 """Which mode a layer runs a batch in, and which experts each side then computes.
 
 The mode is decided once for each kind of pass (decode, prefill, training) and batch size, by the rule of
-`plan/modes.py`: from costs measured on this machine, and between modes that these cannot tell apart from one timed
-sweep over a few layers (`place/tune.py`). Nothing is tried while a model runs, so two runs go the same way. A fixed
-policy is the same mode for every pass. Two refinements depend on the batch: `stream` copies every expert without
-waiting for ids (`stream_all`) once the last batch of this size used nearly all of them and the pass is a captured CUDA
-graph, and a layer whose experts are all resident does likewise."""
+`plan/modes.py`: from costs measured on this machine, and in passes without gradients, between modes that these cannot
+tell apart, from one timed sweep over a few layers (`place/tune.py`). Nothing is tried while a model runs, so two runs
+go the same way. A fixed policy is the same mode for every pass. Two refinements depend on the batch: `stream` copies
+every expert without waiting for ids (`stream_all`) once the last batch of this size used nearly all of them and the
+pass is a captured CUDA graph, and a layer whose experts are all resident does likewise."""
 
 from __future__ import annotations
 
@@ -97,13 +97,13 @@ class Dispatcher:
         """The smallest number of any layer that has some: a mode must do for all of them."""
         return min((cache.count for cache in self._executor.residents.values()), default=0)
 
-    def modes_to_time(self, tokens: int, training: bool) -> tuple[str, ...]:
-        """Candidates that the cost model cannot tell apart; one or none: nothing to time."""
-        kind = pass_kind(tokens, training)
+    def modes_to_time(self, tokens: int) -> tuple[str, ...]:
+        """Candidates of a pass without gradients that the cost model cannot tell apart; one: nothing to time."""
+        kind = pass_kind(tokens, training=False)
         return inseparable(kind, self._predicted(kind, tokens))
 
-    def set_timed(self, tokens: int, training: bool, seconds: dict[str, float]) -> None:
-        key = pass_kind(tokens, training), size_bucket(tokens)
+    def set_timed(self, tokens: int, seconds: dict[str, float]) -> None:
+        key = pass_kind(tokens, training=False), size_bucket(tokens)
         self._timed[key] = seconds
         self._decisions.pop(key, None)
 

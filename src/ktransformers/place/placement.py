@@ -182,7 +182,8 @@ class Placement:
         line per size. To be called once, after residents are placed."""
         lines = []
         for engine in self.engines:
-            tune(engine, tuple(sizes), training)
+            if not training:
+                tune(engine, tuple(sizes))
             if self.policy == "auto":
                 lines += [f"{n} tokens: {engine.dispatcher.decision(n, training).reason}" for n in sorted(set(sizes))]
         return list(dict.fromkeys(lines))

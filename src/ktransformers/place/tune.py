@@ -1,9 +1,9 @@
-"""Seconds of a layer in each mode, timed when a placement is attached, for modes that the cost model cannot tell apart.
+"""Seconds of a layer in each mode, timed when a placement is attached, for modes of passes without gradients that the
+cost model cannot tell apart. Training is not timed: layers of experts alone say little about a step (`plan/modes.py`).
 
-A sweep passes a random batch with even routing through a few layers, as a model does: without gradients forward, in
-training forward and then backward in reverse order with LoRA of rank 8. The first sweeps allocate buffers and capture
-CUDA graphs; the median of the others counts. Results are cached beside the calibrated costs, by machine, geometry,
-residents, batch size and mode, so that the next run decides the same without timing anything.
+A sweep passes a random batch with even routing forward through a few layers. The first sweeps allocate buffers and
+capture CUDA graphs; the median of the others counts. Results are cached beside the calibrated costs, by machine,
+geometry, residents, batch size and mode, so that the next run decides the same without timing anything.
 """
 
 from __future__ import annotations
@@ -15,12 +15,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ktransformers import log
 from ktransformers.files import write_json
-from ktransformers.nn.lora import ExpertLora, Factor
-from ktransformers.nn.lora_factors import LoraFactors, factors_of
 from ktransformers.nn.store import NO_DROPOUT
 from ktransformers.place.engine import ExpertEngine
 from ktransformers.place.gpu.executor import ExpertBatch
@@ -33,12 +30,11 @@ ROUTINGS = 6  # of a few tokens: a model routes each step differently, so no exp
 WARM_SWEEPS, TIMED_SWEEPS = 4, 3  # at least; graphs are captured in the third
 WARM_SECONDS, TIMED_SECONDS = 0.15, 0.05  # at least: the shorter a layer, the more sweeps, up to MAX_SWEEPS
 MAX_SWEEPS = 60
-RANK = 8
 
 _log = log.logger(__name__)
 
 
-def tune(engine: ExpertEngine, sizes: Sequence[int], training: bool) -> None:
+def tune(engine: ExpertEngine, sizes: Sequence[int]) -> None:
     """Decide the modes of these batch sizes; nothing happens for a policy other than `auto`, or without a GPU."""
     dispatcher = engine.dispatcher
     if dispatcher.policy != "auto" or engine.device.type != "cuda" or not engine.layers:
@@ -48,18 +44,16 @@ def tune(engine: ExpertEngine, sizes: Sequence[int], training: bool) -> None:
     file = cache_file(f"modes {key}")
     timed = _read(file)
     for tokens in {size_bucket(tokens): tokens for tokens in sorted(sizes)}.values():
-        modes = dispatcher.modes_to_time(tokens, training)
+        modes = dispatcher.modes_to_time(tokens)
         if len(modes) < 2:
             continue
-        name = f"{pass_kind(tokens, training)} {size_bucket(tokens)}"
+        name = f"{pass_kind(tokens, training=False)} {size_bucket(tokens)}"
         seconds = timed.setdefault(name, {})
         for mode in modes:
             if mode not in seconds:
-                seconds[mode] = time_mode(engine, mode, tokens, training)
-        dispatcher.set_timed(tokens, training, {mode: seconds[mode] for mode in modes})
-        _log.debug(
-            "%s, %d tokens: %s", pass_kind(tokens, training), tokens, dispatcher.decision(tokens, training).reason
-        )
+                seconds[mode] = time_mode(engine, mode, tokens)
+        dispatcher.set_timed(tokens, {mode: seconds[mode] for mode in modes})
+        _log.debug("%d tokens: %s", tokens, dispatcher.decision(tokens, training=False).reason)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, timed)
@@ -75,26 +69,18 @@ def _read(file: Path) -> dict[str, dict[str, float]]:
         return {}
 
 
-def time_mode(engine: ExpertEngine, mode: str, tokens: int, training: bool) -> float:
+def time_mode(engine: ExpertEngine, mode: str, tokens: int) -> float:
     """Seconds of a layer."""
     layers = [engine.layers[index] for index in sorted(engine.layers)[:LAYERS]]
     counts = [layer.counts.copy() for layer in layers]
-    batches = [_batch(engine, tokens, seed, training) for seed in range(ROUTINGS if tokens <= MAX_DECODE_TOKENS else 1)]
-    grad_out = torch.randn_like(batches[0].hidden)
+    batches = [_batch(engine, tokens, seed) for seed in range(ROUTINGS if tokens <= MAX_DECODE_TOKENS else 1)]
 
     def sweep(number: int) -> None:
         batch = batches[number % len(batches)]
-        if not training:
-            for layer in layers:
-                if tokens <= MAX_DECODE_TOKENS:
-                    engine.cache.evict_layer(layer.packed.index)
-                engine.infer(layer, batch)
-            return
-        saved = [engine.forward(layer, batch, True)[1] for layer in layers]
-        for layer, one in zip(reversed(layers), reversed(saved), strict=True):
-            pending = engine.backward(layer, batch, grad_out, one, True)[3]
-            if pending is not None:
-                pending.finish()
+        for layer in layers:
+            if tokens <= MAX_DECODE_TOKENS:
+                engine.cache.evict_layer(layer.packed.index)
+            engine.infer(layer, batch)
 
     engine.dispatcher.forced = mode
     try:
@@ -125,26 +111,11 @@ def _timed_sweeps(
     return seconds
 
 
-def _batch(engine: ExpertEngine, tokens: int, seed: int, training: bool) -> ExpertBatch:
+def _batch(engine: ExpertEngine, tokens: int, seed: int) -> ExpertBatch:
     geometry, top_k = engine.executor.geometry, engine.dispatcher.top_k
     generator = torch.Generator().manual_seed(seed)
     ids = torch.rand(tokens, geometry.experts, generator=generator).topk(top_k).indices
     hidden = torch.randn(tokens, geometry.hidden, generator=generator).bfloat16()
     weights = torch.full((tokens, top_k), 1 / top_k)
-    factors = _factors(engine) if training else None
     device = engine.device
-    return ExpertBatch(hidden.to(device), ids.to(device), weights.to(device), factors, NO_DROPOUT, needs_grad=training)
-
-
-def _factors(engine: ExpertEngine) -> LoraFactors:
-    geometry = engine.executor.geometry
-    experts, hidden, gate_up_rows = geometry.experts, geometry.hidden, geometry.first.out_rows
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape).div_(shape[-1] ** 0.5)
-
-    gate_up = Factor(random(experts, RANK, hidden), random(experts, gate_up_rows, RANK), 1.0)
-    down = Factor(random(experts, RANK, geometry.intermediate), random(experts, hidden, RANK), 1.0)
-    factors = factors_of(ExpertLora(gate_up=gate_up, down=down))
-    assert factors is not None
-    return factors
+    return ExpertBatch(hidden.to(device), ids.to(device), weights.to(device), None, NO_DROPOUT)

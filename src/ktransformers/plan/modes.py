@@ -4,9 +4,10 @@ machine, by the same rule.
 
 Each pass is of one kind, and each kind has its candidate modes in order of preference. The chosen mode is the first in
 that order whose seconds are within the margin of the fastest. Predictions have a margin of the cost model's own error,
-so a prediction overrules the preference only when it can tell two modes apart. In training streaming is preferred: it
-overlaps with attention, which no prediction of a single layer contains. In decoding the host callback is preferred,
-because a CUDA graph can hold it."""
+so a prediction overrules the preference only when it can tell two modes apart. In decoding the host callback is
+preferred, because a CUDA graph can hold it. In training streaming is preferred, by a wide margin and without timing
+anything: copies overlap with attention, recomputation and the optimizer, which neither a prediction nor a timing of
+expert layers alone contains. A CPU that was 14 % faster over such layers made whole steps 49 % slower (docs/log.md)."""
 
 from __future__ import annotations
 
@@ -34,8 +35,9 @@ NEARLY_ALL = 0.9  # share of a layer's experts that the last batch used: from he
 MAX_DECODE_TOKENS = 32  # of a batch without gradients that a host callback takes
 
 COST_MODEL_ERROR = 0.2  # 7 to 20 % over the recorded cells of bench/
-TIMED_MARGIN = {DECODE: 0.03, PREFILL: 0.03, TRAINING: 0.15}  # a timed training layer has no attention to overlap with
-TRAINING_CALL = 6e-3  # of a CPU share under autograd and PEFT, either direction: bench/train_e2e.py
+TIMED_MARGIN = 0.03
+TRAINING_MARGIN = 1.0  # streamed layers take about half of their prediction within a step: bench/train_e2e.py
+TRAINING_CALL_SECONDS = 6e-3  # of a CPU share under autograd and PEFT, either direction: 5 to 6.7 ms at every size
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ def predict(
     """Seconds of a layer by candidate mode, the preferred first; training sums both directions. `counts` [E]: rows of
     each expert; `lead`: seconds that the link has before the layer begins."""
     resident = frozenset(range(residents))
+    call = TRAINING_CALL_SECONDS if kind == TRAINING else 0.0
     directions = ("forward", "backward") if kind == TRAINING else ("forward",)
     seconds: dict[str, float] = {}
     for mode in candidate_modes(kind, residents > 0, host_callback):
@@ -113,13 +116,13 @@ def predict(
         ]
         if mode == SPLIT and not (parts[0].streamed and parts[0].cpu):
             continue  # no division is predicted to gain
-        seconds[mode] = sum(part.seconds + (TRAINING_CALL if kind == TRAINING and part.cpu else 0.0) for part in parts)
+        seconds[mode] = sum(part.seconds + call * bool(part.cpu) for part in parts)
     return seconds
 
 
 def inseparable(kind: str, predicted: Mapping[str, float]) -> tuple[str, ...]:
-    """Modes that the cost model cannot tell from the fastest. Layers of a few tokens take about a millisecond, most of
-    it launching and waking threads, which is in no formula: all of their modes."""
+    """Modes of a pass without gradients that the cost model cannot tell from the fastest. Layers of a few tokens take
+    about a millisecond, most of it launching and waking threads, which is in no formula: all of their modes."""
     if kind == DECODE:
         return tuple(predicted)
     fastest = min(predicted.values())
@@ -128,10 +131,11 @@ def inseparable(kind: str, predicted: Mapping[str, float]) -> tuple[str, ...]:
 
 def decide(kind: str, predicted: Mapping[str, float], timed: Mapping[str, float] | None = None) -> Decision:
     if timed:
-        return Decision(_first_within(timed, predicted, TIMED_MARGIN[kind]), predicted, timed)
+        return Decision(_first_within(timed, predicted, TIMED_MARGIN), predicted, timed)
     if kind == DECODE and RESIDENT not in predicted:
         return Decision(CPU, predicted, {})  # without residents a call from Python is the shorter way to the CPU
-    return Decision(_first_within(predicted, predicted, COST_MODEL_ERROR), predicted, {})
+    margin = TRAINING_MARGIN if kind == TRAINING else COST_MODEL_ERROR
+    return Decision(_first_within(predicted, predicted, margin), predicted, {})
 
 
 def _first_within(seconds: Mapping[str, float], order: Mapping[str, float], margin: float) -> str:

@@ -34,7 +34,7 @@ from ktransformers.plan.memory import (
     layer_bytes,
 )
 from ktransformers.plan.model_shape import ModelShape
-from ktransformers.plan.modes import Decision
+from ktransformers.plan.modes import TRAINING_CALL_SECONDS, Decision
 from ktransformers.plan.workload import Choice, Serving, Training, Work
 
 INFERENCE_LAYER_SECONDS = 0.3e-3  # Python launching the about sixty operators of a layer without gradients; estimated
@@ -47,9 +47,6 @@ CPU_LAUNCH_SHARE = 0.75
 # 0.62 ms a token apart, of which products and experts explain 0.18 (6 layers of 512, bf16, two AMX cores).
 ACTIVATION_MOVES = 150
 CALLBACK_SECONDS = 50e-6  # of a layer's experts: two host callbacks of 23 us, measured
-# The same in training, with PEFT and autograd around the kernels: 5 to 6.7 ms in either direction and at every size of
-# bench/train_e2e.py.
-TRAINING_CALL_SECONDS = 6e-3
 HEAD_PASSES = 3  # the head: forward, recomputed in backward, and its gradient
 ADAM_BYTES = 28  # read and written per trained number: weight, gradient, two moments
 ADAM_SHARE = 0.62  # of the read rate that torch's AdamW reaches with eight threads: 16 ms for 53 million numbers

@@ -186,9 +186,9 @@ def _sample_rows(record: ProofRecord | None, target: Target) -> tuple[list[list[
     if record is not None:
         kind = "held-out rows" if record.held_out else "rows (none were held out)"
         return [list(row) for row in record.rows], f"{kind} of the training"
-    from transformers import AutoTokenizer
+    from ktransformers.nn.pretrained import read_tokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(target.model)
+    tokenizer = read_tokenizer(target.model)
     return [tokenizer(text)["input_ids"] for text in SAMPLE_TEXTS], "sentences of our own: training recorded none"
 
 

@@ -31,6 +31,7 @@ from ktransformers.errors import InputError
 from ktransformers.nn import load
 from ktransformers.nn.contract import Contract, expert_modules, read_contract
 from ktransformers.nn.prepare import read_config, split_quantisation, to_stock_config
+from ktransformers.nn.pretrained import require_json
 
 HASHED_PREFIX_BYTES = 1 << 20  # of a file without a safetensors header
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
@@ -144,6 +145,7 @@ class Origin:
 def build_meta_model(directory: Path) -> nn.Module:
     """The model on the meta device."""
     config = load.load_config(directory)
+    require_json(directory)  # tokenizer and generation_config.json, which are copied
     auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
     with torch.device("meta"):
         model: nn.Module = auto.from_config(config)

@@ -160,13 +160,13 @@ def calibrate(
     source_bytes: int = 0,
 ) -> Calibration:
     """Evaluate both models on the text; InputError if there is not enough memory to load the source."""
-    from transformers import AutoTokenizer
+    from ktransformers.nn.pretrained import read_tokenizer
 
     free = memory().available
     if source_bytes + RESERVE_BYTES > free:
         given = f"{free / 1e9:.1f} GB of free memory"
         raise InputError("calib", given, f"about {(source_bytes + RESERVE_BYTES) / 1e9:.1f} GB to load the source")
-    tokenizer = AutoTokenizer.from_pretrained(packed)
+    tokenizer = read_tokenizer(packed)
     ids: Tensor = tokenizer(read_text(text), return_tensors="pt", add_special_tokens=True).input_ids[0]
     windows = split_windows(ids, tokens)
     if not windows:

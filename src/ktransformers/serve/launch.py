@@ -62,12 +62,11 @@ def parse_dtype(name: str, device: str) -> Any:
 def make_plan(launch: Launch, target: Target, log: LogLine, show: ShowPlan) -> Plan | None:
     """Make and show the plan; one that does not fit is refused without --force. If nothing fits with the GPU, and the
     line does not require it, everything is on the CPU (`choose_device`)."""
-    from transformers import AutoConfig
-
+    from ktransformers.nn.pretrained import read_pretrained_config
     from ktransformers.place.options import read_options
     from ktransformers.serve.forecast import forecast
 
-    max_positions = _max_positions(AutoConfig.from_pretrained(target.model))
+    max_positions = _max_positions(read_pretrained_config(target.model))
     options = read_options(launch.place, target.keys)
     needs_gpu = options.needs_gpu or launch.device is not None or (launch.gpus or 1) > 1
 
@@ -101,8 +100,7 @@ def host_cache_tokens(launch: Launch, kv_bytes_per_token: int) -> int:
 
 def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None = None) -> Any:
     """Load the model and assemble the service; its engine is not started yet."""
-    from transformers import AutoTokenizer
-
+    from ktransformers.nn.pretrained import read_tokenizer
     from ktransformers.place.apply import ModelPlacement
     from ktransformers.serve.engine.engine import Limits, ServeEngine
     from ktransformers.serve.engine.forward import make_forward
@@ -120,7 +118,7 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
 
     device = choose_device(launch, plan)
     dtype = parse_dtype(launch.dtype, device)
-    tokenizer: Any = AutoTokenizer.from_pretrained(target.model)
+    tokenizer = read_tokenizer(target.model)
     template = launch.chat_template.read_text() if launch.chat_template else ""
     log(f"loading {target.model} ({str(dtype).removeprefix('torch.')}, {device})")
     placement = ModelPlacement(options_of(launch, target).as_planned(plan))

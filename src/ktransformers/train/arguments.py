@@ -8,7 +8,6 @@ results needs a function, which a configuration file cannot hold.
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,34 +94,3 @@ def trainer_arguments(settings: TrainSettings) -> SFTConfig | DPOConfig:
         raise InputError("Trainer keys", " ".join(str(error).split()), "values that transformers takes") from error
     arguments._n_gpu = min(arguments.n_gpu, 1)  # one process per GPU, never DataParallel
     return arguments
-
-
-def complete_checkpoints(output: Path) -> list[Path]:
-    """checkpoint-N folders, oldest first. They appear by a rename, so every existing one is complete."""
-    folders = [path for path in output.glob("checkpoint-*") if path.is_dir() and path.name[11:].isdigit()]
-    return sorted(folders, key=lambda path: int(path.name[11:]))
-
-
-def find_resume_point(settings: TrainSettings) -> tuple[Path | None, str]:
-    """(checkpoint to resume from or None, a line that says so)."""
-    output, requested = Path(settings.output_dir), settings.run.resume_from_checkpoint
-    if isinstance(requested, str):
-        if not (Path(requested) / "trainer_state.json").is_file():
-            raise InputError("resume_from_checkpoint", requested, "a checkpoint-N folder, or true")
-        return Path(requested), f"resumes from {requested}"
-    checkpoints = complete_checkpoints(output)
-    if requested:
-        return (
-            (checkpoints[-1], f"resumes from {checkpoints[-1]}")
-            if checkpoints
-            else (None, f"starts: no checkpoint in {output} yet")
-        )
-    if settings.run.overwrite_output_dir:
-        return None, f"starts over; {len(checkpoints)} checkpoints in {output} are removed" if checkpoints else "starts"
-    if checkpoints and requested is None:
-        return checkpoints[-1], f"resumes from {checkpoints[-1]}; overwrite_output_dir: true starts over"
-    if (output / "adapter_model.safetensors").exists():
-        raise InputError(
-            "output_dir", f"{output}, which holds an adapter", "a new folder", "or overwrite_output_dir: true"
-        )
-    return None, "starts"

@@ -30,6 +30,7 @@ from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.operator import is_placed
 from ktransformers.nn.peft_lora import expert_adapters
 from ktransformers.plan.calibrate import remeasure_rates, this_machine
+from ktransformers.train.files import reporting_full_disk
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,8 @@ class TrainLog(TrainerCallback):
             except (ValueError, KeyError):
                 continue  # a line truncated by a kill
         self.output.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(f"{line}\n" for line in entries))
+        with reporting_full_disk(self.output):
+            file.write_text("".join(f"{line}\n" for line in entries))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs or "train_runtime" in logs:
@@ -339,7 +341,7 @@ class TrainLog(TrainerCallback):
         }
         if rate is not None:
             line |= {"throughput": round(rate, 2), "total_tokens": int(values["num_tokens"])}
-        with (self.output / "trainer_log.jsonl").open("a") as stream:
+        with reporting_full_disk(self.output), (self.output / "trainer_log.jsonl").open("a") as stream:
             stream.write(json.dumps(line) + "\n")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,16 +34,38 @@ def write_json(path: Path, value: Any) -> None:
         files.write_json(path, value)
 
 
+OS_ERROR_NUMBER = re.compile(r"\(os error (\d+)\)")  # in messages of safetensors
+TORCH_WRITERS = ("PytorchStreamWriter", "inline_container")  # in messages of torch.save, which tell no reason
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+WRITE_ERRORS = (*FULL_DISK, errno.EFBIG, errno.EIO, errno.EROFS)
+
+
+def _write_error(error: Exception) -> str | None:
+    """Why a file could not be written, None if the error is another one."""
+    number = error.errno if isinstance(error, OSError) else None
+    if type(error).__name__ == "SafetensorError" and (match := OS_ERROR_NUMBER.search(str(error))):
+        number = int(match[1])
+    if number in FULL_DISK:
+        return "no space left"
+    if number in WRITE_ERRORS:
+        return f"a file could not be written ({os.strerror(number)})"
+    if isinstance(error, RuntimeError) and any(writer in str(error) for writer in TORCH_WRITERS):
+        return "a file could not be written completely; is the disk full?"
+    return None
+
+
 @contextmanager
 def reporting_full_disk(folder: Path) -> Iterator[None]:
-    """Turns a full disk or an exceeded quota into a KTError with what to do."""
+    """Turns a full disk, an exceeded quota or another failed write into a KTError with what to do. safetensors and
+    torch.save raise exceptions of their own for them."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+        reason = _write_error(error)
+        if reason is None:
             raise
         raise KTError(
-            f"{folder}: no space left; earlier checkpoints are complete, resume with resume_from_checkpoint=true"
+            f"{folder}: {reason}; earlier checkpoints are complete, resume with resume_from_checkpoint=true"
         ) from error
 
 

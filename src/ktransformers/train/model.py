@@ -67,7 +67,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     return read_model_config(directory)
 
 
-def build_meta_model(directory: Path) -> nn.Module:
+def build_meta_model(directory: Path) -> PreTrainedModel:
     """The model on the meta device, to find the modules to train."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -76,7 +76,7 @@ def build_meta_model(directory: Path) -> nn.Module:
     config = load.load_config(directory)  # as load_model does; raises for models that cannot be opened
     auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
     with torch.device("meta"):
-        model: nn.Module = auto.from_config(config)
+        model: PreTrainedModel = auto.from_config(config)
     return model
 
 
@@ -165,9 +165,22 @@ def build_lora_config(model: nn.Module, targets: Targets, settings: LoraSettings
     )
 
 
+def check_readable(model: Any) -> None:
+    """Raises if stock PEFT would not read this adapter back: it renames tensors as transformers renames those of the
+    model's released files, and a rule for these may also match names that need no renaming."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    result: Any = set_peft_model_state_dict(model, get_peft_model_state_dict(model))
+    if result.unexpected_keys:
+        kind, name = model.config.model_type, result.unexpected_keys[0]
+        given = f"{kind}, whose adapter stock PEFT does not read back (it looks for {name})"
+        raise InputError("model_name_or_path", given, "a family whose adapters PEFT can load", "it cannot be trained")
+
+
 def finish_adapter(model: Any, settings: TrainSettings) -> None:
     """Applies what PEFT's configuration cannot express, after the adapter was created."""
     lora = settings.lora
+    check_readable(model)
     if lora.adapter_name_or_path:
         from peft import load_peft_weights, set_peft_model_state_dict
 

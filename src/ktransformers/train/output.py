@@ -1,4 +1,7 @@
-"""Writes the output directory of a run: the files that LLaMA-Factory and the HF Trainer write, plus the manifest.
+"""The output directory of a run: its lock, the files that LLaMA-Factory and the HF Trainer write, and the manifest.
+
+A run locks its directory, because the checkpoints of two runs would replace each other. What can be known of the
+directory before a run (a file in its place, no permission, too little space) is checked before the model is loaded.
 
 Everything but checkpoints is written at the end: first to a staging directory, then each file by one rename, the
 manifest last, so that a directory with a manifest is complete. Before the rename the adapter is read back into the
@@ -9,18 +12,26 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from ktransformers.adapters import proof_record
 from ktransformers.adapters.manifest import MANIFEST_FILE
 from ktransformers.adapters.proof_record import ReloadCheck, check_reload, write_record
+from ktransformers.errors import InputError
+from ktransformers.files import LockedError, exclusive_lock
+from ktransformers.train.checkpoints import ResumePoint, set_aside
 from ktransformers.train.data.prepare import DataSplit
 from ktransformers.train.data.render import PreferenceRow
 from ktransformers.train.files import STAGING_DIR, move_files, reporting_full_disk, write_json, write_text
 from ktransformers.train.manifest import add_saved_tensors, check_saved_tensors
 from ktransformers.train.settings import TrainSettings
+
+LOCK_FILE = ".kt_lock"  # in the output directory, while a run uses it
 
 MODEL_CARD = """---
 base_model: {base}
@@ -119,13 +130,80 @@ def _write_results(output: Path, results: dict[str, Any]) -> None:
     write_json(output / "all_results.json", results)
 
 
-def prepare_output(output: Path, *, fresh: bool) -> None:
-    """Removes leftovers of an interrupted save, and with `fresh` the checkpoints and the adapter of an earlier run."""
-    with reporting_full_disk(output):
-        output.mkdir(parents=True, exist_ok=True)
+def _nearest_directory(path: Path) -> Path:
+    """The path, or its first parent that exists."""
+    path = path.absolute()
+    while not os.path.lexists(path) and path != path.parent:
+        path = path.parent
+    return path
+
+
+def check_output(output: Path) -> None:
+    """Raises if the directory cannot be created or written; creates nothing."""
+    nearest = _nearest_directory(output)
+    if not nearest.is_dir():
+        raise InputError("output_dir", f"{output}, where {nearest} is a file", "a directory", "name another one")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise InputError("output_dir", f"{output}, where {nearest} cannot be written", "a directory of yours")
+
+
+def check_disk_space(settings: TrainSettings, trained_numbers: int) -> None:
+    """Raises if the disk has no room for the adapter and, if checkpoints are saved, one of them beside it. Adam keeps
+    two numbers for each that is trained; other optimizers keep fewer."""
+    width = 2 if settings.model.pure_bf16 else 4
+    needed = trained_numbers * width
+    if str(settings.trainer.get("save_strategy", "steps")) != "no":
+        adam = str(settings.trainer.get("optim", "adamw")).startswith("adam")
+        state = 2 if adam and not settings.trainer.get("save_only_model") else 0
+        needed += trained_numbers * width * (1 + state)
+    nearest = _nearest_directory(Path(settings.output_dir))
+    free = shutil.disk_usage(nearest).free
+    if free < needed:
+        raise InputError(
+            "output_dir",
+            f"{settings.output_dir} with {free / 1e9:.2f} GB free on its disk",
+            f"{needed / 1e9:.2f} GB for an adapter of {trained_numbers} numbers and a checkpoint",
+            "free space, name another directory, or give save_only_model: true or save_strategy: no",
+        )
+
+
+@contextmanager
+def locked_output(output: Path) -> Iterator[None]:
+    """Creates the directory and locks it for this run; the first of several processes does it for all. A directory that
+    was created for a run which failed before it wrote anything is removed."""
+    if int(os.environ.get("RANK", "0")) != 0:
+        yield
+        return
+    check_output(output)
+    is_new = not output.exists()
+    with ExitStack() as stack:
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            stack.callback(_remove_empty, output if is_new else None)
+            stack.enter_context(exclusive_lock(output / LOCK_FILE))
+        except LockedError as error:
+            given = f"{output}, into which another run is training ({error.holder})"
+            raise InputError(
+                "output_dir", given, "a directory without a run", "wait for it, or name another one"
+            ) from error
+        except OSError as error:
+            given = f"{output}, which cannot be written ({error.strerror})"
+            raise InputError("output_dir", given, "a directory of yours on a disk with free space") from error
+        yield
+
+
+def _remove_empty(directory: Path | None) -> None:
+    if directory is not None and not any(directory.iterdir()):
+        directory.rmdir()
+
+
+def prepare_output(output: Path, resume: ResumePoint) -> None:
+    """Removes leftovers of an interrupted save, sets damaged checkpoints aside, and if the run starts from the
+    beginning, removes the checkpoints and the adapter of an earlier run."""
     shutil.rmtree(output / STAGING_DIR, ignore_errors=True)
     (output / MANIFEST_FILE).unlink(missing_ok=True)
-    if fresh:
+    set_aside(resume.damaged)
+    if resume.checkpoint is None:
         for path in output.glob("checkpoint-*"):
             if path.is_dir() and (path / "trainer_state.json").is_file():
                 shutil.rmtree(path)
@@ -142,6 +220,7 @@ def write_output(
 ) -> ReloadCheck:
     output = Path(settings.output_dir)
     staging = output / STAGING_DIR
+    trainer.finite_check.require_finite_weights(trainer.state.global_step)
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     rows = [_token_ids(row) for row in split.evaluation or split.train]
     proof = proof_record.record(model, rows, held_out=bool(split.evaluation))

@@ -15,21 +15,25 @@ from typing import Any
 
 from ktransformers import plan as planning
 from ktransformers.errors import InputError
+from ktransformers.nn.pretrained import read_generation_config, read_tokenizer
 from ktransformers.plan.document import candidate_document
 from ktransformers.train.arguments import (
     device_of,
     dtype_of,
-    find_resume_point,
     step_shape,
     trainer_arguments,
     uses_packing,
 )
+from ktransformers.train.checkpoints import ResumePoint, check_recipe, find_resume_point, process_count
 from ktransformers.train.data.prepare import DataSplit, ReadDataset, pack_rows, prepare, read_datasets
 from ktransformers.train.data.render import PreferenceRow, Renderer, TrainRow, show_labels
 from ktransformers.train.data.templates import find_template, missing_tokens, to_jinja
 from ktransformers.train.forecast import try_plan_inputs
 from ktransformers.train.grouping import Grouping, RowLengths, decide_grouping, with_tokens_per_batch
 from ktransformers.train.model import build_meta_model, locate_model, read_config
+from ktransformers.train.output import check_disk_space, check_output
+from ktransformers.train.packing import require_masked_layers
+from ktransformers.train.recipe import Recipe, make_recipe
 from ktransformers.train.resolve import isa_of_backend
 from ktransformers.train.settings import SECTIONS, TrainSettings
 from ktransformers.train.targets import Targets, count_trained_parameters, find_targets
@@ -86,22 +90,19 @@ class PreparedRun:
     directory: Path | None
     tokenizer: Any
     split: DataSplit | None
+    resume: ResumePoint
+    recipe: Recipe | None
 
 
 def load_tokenizer(directory: Path, settings: TrainSettings) -> tuple[Any, list[str]]:
     """The tokenizer with the chat template that is trained; it is saved with the adapter."""
-    from transformers import AutoTokenizer
-
     model, data = settings.model, settings.data
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            directory,
-            trust_remote_code=model.trust_remote_code,
-            use_fast=model.use_fast_tokenizer,
-            padding_side="right",
-        )
-    except (OSError, ValueError) as error:
-        raise InputError(str(directory), str(error).splitlines()[0], "a tokenizer beside the model") from error
+    tokenizer = read_tokenizer(
+        directory,
+        trust_remote_code=model.trust_remote_code,
+        use_fast=model.use_fast_tokenizer,
+        padding_side="right",
+    )
     notes = []
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -207,18 +208,26 @@ def make_plan(settings: TrainSettings, *, download: bool = False) -> PreparedRun
     trainer_arguments(settings)
     if settings.data.template is not None:
         find_template(settings.data.template)
-    checkpoint, start = find_resume_point(settings)
+    check_output(Path(settings.output_dir))
+    resume = find_resume_point(settings)
+    notes += resume.notes
     if settings.run.plot_loss and importlib.util.find_spec("matplotlib") is None:
         notes.append("plot_loss: there will be no picture without matplotlib; pip install matplotlib")
+    if uses_packing(settings):
+        present = locate_model(settings.model, download=False)
+        if present is not None:
+            require_masked_layers(build_meta_model(present))
     datasets = read_datasets(settings.data.dataset, settings.data)
     held_out = read_datasets(settings.data.eval_dataset, settings.data)
     _check_kinds(datasets + held_out, settings)
     directory = locate_model(settings.model, download=download)
     seed = int(settings.trainer.get("seed", 42))
-    tokenizer, split, data, targets, numbers, dtype, forecast, grouping = (None,) * 8
+    tokenizer, split, data, targets, numbers, dtype, forecast, grouping, recipe = (None,) * 9
     if directory is None:
         notes.append(f"{settings.model.model_name_or_path} is not on this machine: tokens and targets were not checked")
     else:
+        read_config(directory)  # transformers reads it too, for the tokenizer, and does not name it in its errors
+        read_generation_config(directory)
         tokenizer, extra_notes = load_tokenizer(directory, settings)
         notes += extra_notes
         _check_template(tokenizer, datasets + held_out)
@@ -232,8 +241,10 @@ def make_plan(settings: TrainSettings, *, download: bool = False) -> PreparedRun
             options.enable_thinking,
         )
         split = prepare(datasets, held_out, renderer, options, seed)
+        recipe = make_recipe(settings, directory, split, process_count())
+        notes += check_recipe(resume, settings.output_dir, recipe)
         measured = _measure_rows(split, settings, seed)
-        settings, grouping, forecast, extra_notes = _plan_batching(settings, checkpoint, directory, measured)
+        settings, grouping, forecast, extra_notes = _plan_batching(settings, resume.checkpoint, directory, measured)
         notes += extra_notes
         data = _summarise_data(split, measured, settings, tokenizer)
         evaluates = settings.trainer.get("eval_strategy", "no")
@@ -244,16 +255,18 @@ def make_plan(settings: TrainSettings, *, download: bool = False) -> PreparedRun
         model = build_meta_model(directory)
         targets = find_targets(model, settings.lora)
         numbers = count_trained_parameters(model, targets, settings.lora.lora_rank)
+        check_disk_space(settings, numbers)
         dtype = str(dtype_of(settings, read_config(directory))).removeprefix("torch.")
         _check_vocabulary(split, model, directory)
-        _check_packing(model, settings)
+        if uses_packing(settings):
+            require_masked_layers(model)
         notes += _precision_notes(settings, read_config(directory))
     plan = TrainPlan(
         settings=settings,
         model=None if directory is None else str(directory),
         device=device_of(settings).type,
         dtype=dtype,
-        start=start,
+        start=resume.start,
         datasets=tuple(
             DatasetPlan(dataset.source.name, str(dataset.source.path), len(dataset.samples))
             for dataset in datasets + held_out
@@ -265,7 +278,7 @@ def make_plan(settings: TrainSettings, *, download: bool = False) -> PreparedRun
         grouping=grouping,
         notes=tuple(notes),
     )
-    return PreparedRun(plan, directory, tokenizer, split)
+    return PreparedRun(plan, directory, tokenizer, split, resume, recipe)
 
 
 def _plan_batching(
@@ -323,15 +336,6 @@ def _check_packages() -> None:
             f"without {', '.join(missing)}",
             "these packages installed",
             'pip install "ktransformers[train]"',
-        )
-
-
-def _check_packing(model: Any, settings: TrainSettings) -> None:
-    """Packing with linear attention needs causal_conv1d, without which recurrent state leaks into the next row."""
-    recurrent = any({"linear_attn", "mamba"} & set(name.split(".")) for name, _ in model.named_modules())
-    if uses_packing(settings) and recurrent and importlib.util.find_spec("causal_conv1d") is None:
-        raise InputError(
-            "packing", True, "false with linear attention", "kt_tokens_per_batch fills batches without packing"
         )
 
 

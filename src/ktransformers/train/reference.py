@@ -19,6 +19,8 @@ from torch import Tensor
 
 from ktransformers.files import sync
 from ktransformers.train.batches import split_by_budget
+from ktransformers.train.files import reporting_full_disk
+from ktransformers.train.finite import NotFiniteError
 from ktransformers.train.trainers import reference_logprobs
 
 REFERENCE_FILE = "kt_reference.safetensors"
@@ -59,6 +61,19 @@ def _compute(trainer: Any, dataset: Any, budget: int, report: Callable[[int, int
     return columns
 
 
+def _check_finite(logprobs: dict[str, Tensor]) -> None:
+    """Raises before a reference that is not finite is cached: the loss of its pairs would be NaN in every run."""
+    for name, values in logprobs.items():
+        bad = torch.nonzero(~torch.isfinite(values)).flatten().tolist()
+        if bad:
+            part, column = name.split(".")
+            rows = ", ".join(str(row) for row in bad[:8]) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")
+            raise NotFiniteError(
+                f"reference: {column} of {len(bad)} {part} rows is not finite, rows {rows}; the base gives NaN or "
+                "infinite log-probabilities for them: look at these rows and at the weights of the base"
+            )
+
+
 def add_reference(trainer: Any, base: str, budget: int, report: Callable[[int, int], None]) -> bool:
     """Adds the reference columns to the trainer's datasets; True if they had to be computed."""
     datasets = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
@@ -76,12 +91,14 @@ def add_reference(trainer: Any, base: str, budget: int, report: Callable[[int, i
             for column, values in zip(REFERENCE_COLUMNS, _compute(trainer, dataset, budget, report), strict=True)
         }
         trainer.model.train(was_training)
+        _check_finite(logprobs)
         if trainer.args.should_save:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(f".{path.name}.tmp")
-            save_file(logprobs, temporary, metadata={"key": key})
-            sync(temporary)
-            temporary.replace(path)
+            with reporting_full_disk(path.parent):
+                save_file(logprobs, temporary, metadata={"key": key})
+                sync(temporary)
+                temporary.replace(path)
         trainer.accelerator.wait_for_everyone()
     for name, dataset in datasets.items():
         for column in REFERENCE_COLUMNS:

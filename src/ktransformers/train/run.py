@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 from ktransformers.plan import Meter, PlanComparison, compare_with_plan, require_fit
 from ktransformers.system import frozen_gc
-from ktransformers.train.arguments import device_of, dtype_of, find_resume_point, trainer_arguments, uses_packing
+from ktransformers.train.arguments import device_of, dtype_of, trainer_arguments, uses_packing
 from ktransformers.train.callbacks import ExpertClock, GradientCheck, Interrupted, Progress, Stopper, TrainLog
 from ktransformers.train.data.render import PreferenceRow
+from ktransformers.train.finite import FiniteCheck
 from ktransformers.train.manifest import (
     base_hash,
     check_gradients,
@@ -25,11 +26,14 @@ from ktransformers.train.manifest import (
     text_hash,
 )
 from ktransformers.train.model import build_lora_config, checkpoint_activations, finish_adapter, open_model, read_config
-from ktransformers.train.output import prepare_output, write_output
+from ktransformers.train.out_of_memory import reporting_out_of_memory
+from ktransformers.train.output import locked_output, prepare_output, write_output
 from ktransformers.train.packed_attention import restore_sdpa, use_packed_attention
+from ktransformers.train.packing import separate_rows
 from ktransformers.train.placement import TrainPlacement
 from ktransformers.train.plan import PreparedRun, TrainPlan, make_plan, trainer_sequences
 from ktransformers.train.preference import REFERENCE_FREE_LOSSES
+from ktransformers.train.reachable import drop_untrained, trainable_targets
 from ktransformers.train.settings import TrainSettings
 from ktransformers.train.targets import find_targets
 
@@ -83,7 +87,8 @@ def build_trainer(model: Any, prepared: PreparedRun) -> Any:
 
     settings, split = prepared.plan.settings, prepared.split
     assert split is not None
-    targets = find_targets(model, settings.lora)
+    continued = settings.lora.adapter_name_or_path is not None  # then the adapter names its modules
+    targets, notes = (find_targets(model, settings.lora), []) if continued else trainable_targets(model, settings.lora)
     trainer_class: Any = PreferenceTrainer if settings.data.stage == "dpo" else SupervisedTrainer
     trainer = trainer_class(
         model=model,
@@ -93,12 +98,22 @@ def build_trainer(model: Any, prepared: PreparedRun) -> Any:
         processing_class=prepared.tokenizer,
         peft_config=build_lora_config(model, targets, settings.lora),
     )
+    _guard_trainer(trainer, prepared)
     finish_adapter(trainer.model, settings)
     checkpoint_activations(trainer.model, settings)
-    if uses_packing(settings) and device_of(settings).type == "cpu":
-        use_packed_attention(model)
-    trainer.begin_run(settings, GradientCheck(trainer.model))
+    if uses_packing(settings):
+        if device_of(settings).type == "cpu":
+            use_packed_attention(model)
+        separate_rows(model)
+    trainer.begin_run(settings, GradientCheck(trainer.model), tuple(notes))
     return trainer
+
+
+def _guard_trainer(trainer: Any, prepared: PreparedRun) -> None:
+    settings, split = prepared.plan.settings, prepared.split
+    assert split is not None and prepared.recipe is not None
+    output, pairs = Path(settings.output_dir), settings.data.stage == "dpo"
+    trainer.guard(FiniteCheck(trainer.model, output, split.train, prepared.tokenizer, pairs), prepared.recipe)
 
 
 def _quiet_stock_callbacks(trainer: Any) -> None:
@@ -112,17 +127,23 @@ def _quiet_stock_callbacks(trainer: Any) -> None:
 def train(settings: TrainSettings, watcher: Watcher, *, force: bool = False) -> Result:
     """`force` continues although the plan predicts that memory is insufficient."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    prepared = make_plan(settings, download=True)
+    with locked_output(Path(settings.output_dir)):
+        prepared = make_plan(settings, download=True)
+        with reporting_out_of_memory(prepared.plan):
+            return _train(prepared, watcher, force)
+
+
+def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
     settings = prepared.plan.settings  # including the plan's choices
     watcher.on_plan(prepared.plan)
     if prepared.plan.forecast is not None:
         require_fit(prepared.plan.forecast, force=force)
     directory, output = prepared.directory, Path(settings.output_dir)
     assert directory is not None
-    checkpoint, _ = find_resume_point(settings)
+    checkpoint = prepared.resume.checkpoint
     is_main = int(os.environ.get("RANK", "0")) == 0
     if is_main:
-        prepare_output(output, fresh=checkpoint is None)
+        prepare_output(output, prepared.resume)
     dtype = dtype_of(settings, read_config(directory))
     placing = TrainPlacement(settings, prepared.plan.forecast)
     model, notes = open_model(directory, settings, dtype, placing.loading_device, watcher.on_load)
@@ -130,6 +151,8 @@ def train(settings: TrainSettings, watcher: Watcher, *, force: bool = False) -> 
     for line in notes:
         watcher.on_note(line)
     trainer = build_trainer(model, prepared)
+    for line in trainer.target_notes:
+        watcher.on_note(line)
     if settings.data.stage == "dpo" and settings.preference.pref_loss not in REFERENCE_FREE_LOSSES:
         from ktransformers.train.reference import add_reference
 
@@ -155,6 +178,9 @@ def train(settings: TrainSettings, watcher: Watcher, *, force: bool = False) -> 
     if stopper.received is not None and trainer.state.global_step < trainer.state.max_steps:
         raise Interrupted(stopper.received, trainer.state.global_step)
     results = dict(outcome.metrics)
+    if trainer.state.global_step:
+        for line in drop_untrained(trainer.accelerator.unwrap_model(trainer.model), trainer.gradient_check):
+            watcher.on_note(line)
     check_gradients(trainer.gradient_check, trainer.state.global_step)
     if trainer.eval_dataset is not None:
         results |= _last_evaluation(trainer) or trainer.evaluate()

@@ -46,7 +46,8 @@ class Targets:
         """Suffixes if they match exactly the selected modules, else full names."""
         selected = {name for name in self.modules if name.rpartition(".")[2] not in PEFT_EXPERT_NAMES}
         suffixes = sorted({name.rpartition(".")[2] for name in selected})
-        matched = {name for name, _ in linear_modules(model) if name.rpartition(".")[2] in suffixes}
+        # Of any kind: a vision tower may have the names of the text model, on modules that PEFT cannot adapt.
+        matched = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in suffixes}
         return suffixes if matched == selected else sorted(selected)
 
     def parameter_names(self, model: nn.Module) -> list[str]:
@@ -94,8 +95,10 @@ def _all_modules(model: nn.Module) -> list[str]:
     names = []
     for name, _ in linear_modules(model):
         parts = set(name.split("."))
+        # Experts may lie directly in the layer, beside its attention: then the layer is no MoE block.
         inside = any(
-            name.startswith(f"{block}.") for block in moe_blocks if block.rpartition(".")[2] not in ("", "layers")
+            name.startswith(f"{block}.") and not set(name.removeprefix(f"{block}.").split(".")) & ATTENTION_BLOCKS
+            for block in moe_blocks
         )
         if parts & ATTENTION_BLOCKS and not parts & VISION_BLOCKS and not inside:
             names.append(name)

@@ -1,6 +1,7 @@
 """TRL's SFT and DPO trainers, with each addition in one overridden method.
 
-Checkpoints are written to a staging directory and renamed, so that every existing one is complete. A step may be split
+Checkpoints are written to a staging directory and renamed, with a manifest of their files (`checkpoints.py`). A loss,
+gradient or weight that is not finite ends the run before it is used or saved (`finite.py`). A step may be split
 by tokens (`batches.py`). B may have a higher learning rate than A (LoRA+). Pairs get LLaMA-Factory's losses
 (`preference.py`), with the reference log-probabilities stored in the rows. TRL would copy an adapter that it is given
 as the reference, so it gets a configuration and creates the adapter itself; the reference is the base. On a CPU the LM
@@ -18,14 +19,18 @@ import torch
 from torch import Tensor
 from trl import DPOTrainer, SFTTrainer  # type: ignore[attr-defined]
 
+from ktransformers.errors import KTError
 from ktransformers.train import grouping
-from ktransformers.train.arguments import complete_checkpoints, step_shape
+from ktransformers.train.arguments import step_shape
 from ktransformers.train.batches import split_pairs, split_step
 from ktransformers.train.callbacks import GradientCheck
+from ktransformers.train.checkpoints import find_problem, list_checkpoints, write_checkpoint_manifest
 from ktransformers.train.data.render import IGNORE_INDEX
 from ktransformers.train.files import STAGING_DIR, reporting_full_disk, sync_tree, write_json
+from ktransformers.train.finite import FiniteCheck
 from ktransformers.train.labelled_rows import labelled_rows_only
 from ktransformers.train.preference import REFERENCE_FREE_LOSSES, AnswerLogprobs, implicit_rewards, pair_losses
+from ktransformers.train.recipe import Recipe
 from ktransformers.train.settings import TrainSettings
 
 
@@ -35,9 +40,12 @@ class RunMixin:
     pairs = False
     settings: TrainSettings
     gradient_check: GradientCheck
+    target_notes: tuple[str, ...]  # on modules that were left out of lora_target
 
-    def begin_run(self: Any, settings: TrainSettings, gradient_check: GradientCheck) -> None:
-        self.settings, self.gradient_check = settings, gradient_check
+    def begin_run(
+        self: Any, settings: TrainSettings, gradient_check: GradientCheck, target_notes: tuple[str, ...] = ()
+    ) -> None:
+        self.settings, self.gradient_check, self.target_notes = settings, gradient_check, target_notes
         self._staging: Path | None = None
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -46,10 +54,32 @@ class RunMixin:
     def _send_telemetry(self) -> None:
         """Disabled: a run sends nothing to the network."""
 
+    finite_check: FiniteCheck
+    recipe: Recipe
+
+    def guard(self: Any, finite_check: FiniteCheck, recipe: Recipe) -> None:
+        """Checks every step, and records the recipe in every checkpoint; called once after construction."""
+        self.finite_check, self.recipe = finite_check, recipe
+        finite_check.has_scaler = self.accelerator.scaler is not None
+        self.add_callback(finite_check)
+
     def _get_output_dir(self: Any, trial: Any) -> str:
         return str(self._staging or self.args.output_dir)
 
+    def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
+        self.finite_check.record_norm(norm)
+        return norm
+
+    def _load_best_model(self: Any) -> None:
+        best = Path(self.state.best_model_checkpoint)
+        problem = find_problem(best, resumed=False)
+        if problem is not None:
+            raise KTError(f"{best}, the best checkpoint: {problem}; load_best_model_at_end cannot load it")
+        super()._load_best_model()  # type: ignore[misc]
+
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
+        self.finite_check.require_finite_weights(self.state.global_step)
         output = Path(self.args.output_dir)
         staging = output / STAGING_DIR
         name = f"checkpoint-{self.state.global_step}"
@@ -76,13 +106,14 @@ class RunMixin:
             self.state.save_to_json(str(staged / "trainer_state.json"))
         write_json(staged / "kt_gradients.json", self.gradient_check.state())
         write_json(staged / grouping.GROUPING_FILE, {"kt_tokens_per_batch": self.settings.experts.tokens_per_pass})
+        write_checkpoint_manifest(staged, self.state.global_step, self.recipe)
         sync_tree(staged)
         shutil.rmtree(final, ignore_errors=True)
         staged.rename(final)
         limit = self.args.save_total_limit
         if limit and limit > 0:
             protected = {str(final), str(self.state.best_model_checkpoint)}
-            removable = [path for path in complete_checkpoints(final.parent) if str(path) not in protected]
+            removable = [path for path in list_checkpoints(final.parent) if str(path) not in protected]
             for path in removable[: max(0, len(removable) + len(protected - {"None"}) - limit)]:
                 shutil.rmtree(path)
 
@@ -112,8 +143,11 @@ class RunMixin:
 
     def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         budget = self.settings.experts.tokens_per_pass
+        step = self.state.global_step + 1
         if budget is None:
-            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+            loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+            self.finite_check.record_loss(loss, inputs, step)
+            return loss
         if num_items_in_batch is None and not self.pairs:
             num_items_in_batch = inputs["labels"][:, 1:].ne(IGNORE_INDEX).sum()
         total: Tensor | float = 0.0
@@ -121,7 +155,9 @@ class RunMixin:
         for number, part in enumerate(parts, 1):
             sync = self.accelerator.no_sync(model) if number < len(parts) else contextlib.nullcontext()
             with sync:
-                total = total + super().training_step(model, part, num_items_in_batch)  # type: ignore[misc]
+                loss = super().training_step(model, part, num_items_in_batch)  # type: ignore[misc]
+            self.finite_check.record_loss(loss, part, step)
+            total = total + loss
         return total
 
 

@@ -31,6 +31,7 @@ from transformers import AttentionInterface
 from ktransformers.errors import InputError, KTError
 from ktransformers.nn.pool import default_pool
 from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.engine.windows import WINDOW_ATTRIBUTE
 
 ATTENTION_NAME = "kt_slots"
 CORE_DTYPES = (torch.bfloat16, torch.float32)  # of keys and values that the core supports
@@ -117,7 +118,8 @@ def attention_forward(
         name = type(module).__name__
         raise InputError(name, f"attention with {unsupported or ['a mask']}", "causal attention", "it cannot be served")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    spec = AttentionSpec(_layer_index(module), scale, sliding_window, softcap, s_aux)
+    window = getattr(module, WINDOW_ATTRIBUTE, sliding_window)  # that of the stock mask, where it was read
+    spec = AttentionSpec(_layer_index(module), scale, window, softcap, s_aux)
     return attention(spec, query[0], key[0], value[0])[None], None
 
 

@@ -6,8 +6,8 @@ every row are passed to a reader some rows at a time (`head.py`). `Forward` supp
 values. `SequentialForward` computes the others (recurrent state, position embeddings that depend on the longest
 sequence of the batch) one sequence at a time, each with transformers' own cache. On a GPU, steps of new tokens only may
 be replayed from CUDA graphs (`graphs/decode_graphs.py`), which are tried first. `check_against_stock` computes two
-sequences in chunks and compares the logits with the stock model: a family for which they differ is refused by name
-before the server starts.
+sequences in chunks, across the edge of every sliding window, and compares the logits with the stock model: a family for
+which they differ is refused by name before the server starts.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ktransformers.serve.engine.attention import ATTENTION_NAME, Span, attend_to
 from ktransformers.serve.engine.head import LogitsHead, LogitsReader, ScoredRows, collect_rows
 from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.lora import AdapterRows, LoadedAdapter, apply_linear_lora, expert_lora
+from ktransformers.serve.engine.windows import read_windows, reduced_windows, require_reduced
 
 if TYPE_CHECKING:
     from ktransformers.serve.graphs.decode_graphs import DecodeGraphs
@@ -66,6 +67,7 @@ class Forward:
         self.stock_attention = model.config._attn_implementation
         self._head = LogitsHead(model)
         self.graphs: DecodeGraphs | None = None  # replays steps of new tokens only
+        self.windows = read_windows(model)  # by attention module; the model's masks are never made again
         model.set_attn_implementation(ATTENTION_NAME)
         if model.config.get_text_config(decoder=True)._attn_implementation != ATTENTION_NAME:
             raise InputError(
@@ -139,12 +141,17 @@ class Forward:
 
     def check_against_stock(self) -> int:
         """Compare with the stock model; returns the bytes of keys and values per token."""
-        self.model.set_attn_implementation(self.stock_attention)
         try:
-            expected = _stock_logits(self.model, self.device)
+            with reduced_windows(self.model):
+                require_reduced(self.model.config.model_type, read_windows(self.model))
+                self.model.set_attn_implementation(self.stock_attention)
+                try:
+                    expected = _stock_logits(self.model, self.device)
+                finally:
+                    self.model.set_attn_implementation(ATTENTION_NAME)
+                slot = _check_chunks(self, expected)
         finally:
-            self.model.set_attn_implementation(ATTENTION_NAME)
-        slot = _check_chunks(self, expected)
+            read_windows(self.model)
         return slot.bytes() // slot.capacity
 
 
@@ -190,7 +197,8 @@ class SequentialForward:
         )
 
     def check_against_stock(self) -> int:
-        slot = _check_chunks(self, _stock_logits(self.model, self.device))
+        with reduced_windows(self.model):
+            slot = _check_chunks(self, _stock_logits(self.model, self.device))
         tensors = [getattr(layer, name, None) for layer in slot.hf_cache.layers for name in ("keys", "values")]
         size = sum(int(tensor.numel() * tensor.element_size()) for tensor in tensors if tensor is not None)
         return max(1, size // slot.length)

@@ -1,0 +1,126 @@
+"""Reads config.json, generation_config.json and the tokenizer of a directory with transformers, and names the file that
+is broken.
+
+transformers raises whatever its parsers raise (`OSError`, `KeyError`, a bare `Exception` of tokenizers, validation
+errors of its own) and mostly does not say of which file; a broken generation_config.json it replaces by defaults
+without a word. Files are parsed again only after an error, so that a file is judged by what transformers makes of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
+
+from ktransformers.errors import InputError, KTError
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of generation_config.json
+MAX_REASON = 200  # characters of a message of transformers
+
+
+def _reason(error: object) -> str:
+    """An error or a value in one line of bounded length."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    return words if len(words) <= MAX_REASON else f"{words[:MAX_REASON]}..."
+
+
+def find_broken_json(directory: Path, names: tuple[str, ...]) -> tuple[Path, str] | None:
+    """The first of these files that exists and is not a JSON object, and why."""
+    for name in names:
+        file = directory / name
+        if not file.is_file():
+            continue
+        try:
+            document = json.loads(file.read_bytes().decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            return file, f"no JSON ({_reason(error)})"
+        if not isinstance(document, dict):
+            return file, f"a JSON {type(document).__name__}"
+    return None
+
+
+def require_json(directory: Path, names: tuple[str, ...] = (*TOKENIZER_FILES, GENERATION_FILE)) -> None:
+    """Raises if one of these files exists and is not a JSON object; for files that are copied and not used."""
+    broken = find_broken_json(directory, names)
+    if broken is not None:
+        raise InputError(str(broken[0]), broken[1], "a JSON object", "download it again")
+
+
+def _find_broken_tokenizer(directory: Path) -> tuple[Path, str] | None:
+    """The file because of which transformers could not open the tokenizer, None if it cannot be told."""
+    broken = find_broken_json(directory, TOKENIZER_FILES)
+    if broken is not None:
+        return broken
+    if (directory / "tokenizer.json").is_file():
+        from tokenizers import Tokenizer
+
+        try:
+            Tokenizer.from_file(str(directory / "tokenizer.json"))
+        except Exception as error:  # tokenizers raises `Exception`
+            return directory / "tokenizer.json", _reason(error)
+    return None
+
+
+def read_tokenizer(directory: str | Path, **options: Any) -> Any:
+    """The tokenizer of a directory; `options` are those of `AutoTokenizer.from_pretrained`."""
+    folder = Path(directory)
+    try:
+        return AutoTokenizer.from_pretrained(folder, **options)
+    except KTError:
+        raise
+    except Exception as error:  # see above
+        if not folder.is_dir():
+            raise InputError("tokenizer", f"{directory} ({_reason(error)})", "a directory, or a hub id") from error
+        broken = _find_broken_tokenizer(folder)
+        if broken is not None:
+            raise InputError(str(broken[0]), broken[1], "a file of a tokenizer", "download it again") from error
+        with naming_config(folder):
+            AutoConfig.from_pretrained(folder)
+        file = folder / "tokenizer_config.json"
+        blamed = file if file.is_file() else folder
+        raise InputError(str(blamed), _reason(error), "a tokenizer that transformers opens") from error
+
+
+@contextmanager
+def naming_config(directory: Path) -> Iterator[None]:
+    """Turns an error of transformers about a configuration into an InputError that names config.json."""
+    try:
+        yield
+    except KTError:
+        raise
+    except Exception as error:  # see above
+        file, reason = find_broken_json(directory, (CONFIG_FILE,)) or (directory / CONFIG_FILE, _reason(error))
+        raise InputError(str(file), reason, "a configuration that transformers opens") from error
+
+
+def read_pretrained_config(directory: str | Path) -> PreTrainedConfig:
+    folder = Path(directory)
+    with naming_config(folder):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder)
+    return config
+
+
+def read_generation_config(directory: Path) -> GenerationConfig | None:
+    """None if the directory has none."""
+    file = directory / GENERATION_FILE
+    if not file.is_file():
+        return None
+    try:
+        config = GenerationConfig.from_pretrained(directory)
+    except Exception as error:  # see above
+        broken = find_broken_json(directory, (GENERATION_FILE,))
+        reason = _reason(error) if broken is None else broken[1]
+        raise InputError(str(file), reason, "a generation_config.json that transformers opens", "or none") from error
+    for name in TOKEN_KEYS:
+        value = getattr(config, name, None)
+        tokens = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token, int) for token in tokens):
+            raise InputError(f"{file}: {name}", _reason(value), "a token id, or a list of them")
+    return config

@@ -1,0 +1,130 @@
+"""The sliding window of every attention layer, read from the masks that the stock model makes.
+
+The server calls a model without masks, so it must know the window of each layer. Some families pass it to their
+attention function, others have it in the mask only, and configurations name it in several ways. So the model itself is
+asked: it is called once with two tokens and a mask function that evaluates the mask's rule far beyond any real length
+and returns the window it finds in the place of a mask; the attention function of each layer receives what that layer
+would be masked with. A rule that is neither causal nor a causal window is refused.
+
+`reduced_windows` makes long windows short for a while, so that a text of a few tokens reaches across their edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from ktransformers.errors import InputError
+
+PROBE_NAME = "kt_window_probe"
+WINDOW_ATTRIBUTE = "kt_mask_window"  # of an attention module: int, or None without a window
+MAX_WINDOW = 2**21  # a rule that allows so many keys is no window
+PROBED_QUERIES = (2**22, 2**22 + 12_345)  # far apart, so that windows at fixed borders are not taken for sliding ones
+FUTURE_KEYS = 64  # that must be masked
+REDUCED_WINDOW = 8
+MAX_UNREDUCED_WINDOW = 16  # a text of 24 tokens reaches across the edge of these
+
+UNKNOWN_RULE = -1  # in the place of a window: a rule that matters only if a layer uses it
+
+MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query, key -> allowed
+
+
+def rule_window(rule: MaskRule, device: torch.device) -> int | None:
+    """The window of a mask's rule; None: every earlier key is allowed. Raises ValueError for another rule."""
+    zero = torch.zeros((), dtype=torch.long, device=device)
+    distance = torch.arange(-FUTURE_KEYS, MAX_WINDOW, device=device)
+    windows = []
+    for position in PROBED_QUERIES:
+        query = torch.tensor(position, device=device)
+        allowed = rule(zero, zero, query, query - distance).expand(distance.shape)
+        past = allowed[FUTURE_KEYS:]
+        window = int(past.sum())
+        if bool(allowed[:FUTURE_KEYS].any()) or not bool(past[:window].all()) or not window:
+            raise ValueError("a mask that is neither causal nor a sliding window")
+        windows.append(None if window == MAX_WINDOW else window)
+    if windows[0] != windows[1]:
+        raise ValueError("a mask whose window does not slide")
+    return windows[0]
+
+
+def _probe_mask(
+    *, batch_size: int, q_length: int, kv_length: int, mask_function: MaskRule, device: Any = "cpu", **_: Any
+) -> Tensor:
+    try:
+        window = rule_window(mask_function, torch.device(device)) or 0
+    except ValueError:
+        window = UNKNOWN_RULE
+    # float64 holds every window, and models that slice a mask leave the values in it.
+    return torch.full((batch_size, 1, q_length, kv_length), window, dtype=torch.float64, device=device)
+
+
+def _probe_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
+) -> tuple[Tensor, None]:
+    if attention_mask is None:
+        window = None
+    elif attention_mask.dtype is not torch.float64:
+        raise ValueError("a mask that the model changes before it is used")
+    else:
+        found = set(attention_mask.flatten().tolist())
+        if len(found) != 1:
+            raise ValueError("a mask that the model changes before it is used")
+        if UNKNOWN_RULE in found:
+            raise ValueError("a mask that is neither causal nor a sliding window")
+        window = int(found.pop()) or None
+    setattr(module, WINDOW_ATTRIBUTE, window)
+    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def read_windows(model: PreTrainedModel) -> dict[str, int | None]:
+    """Sets the window of every attention module, and returns it by the module's name."""
+    stock, device = model.config._attn_implementation, next(model.parameters()).device
+    model.set_attn_implementation(PROBE_NAME)
+    try:
+        with torch.inference_mode():
+            model(input_ids=torch.tensor([[0, 1]], device=device), use_cache=False)
+    except (RuntimeError, ValueError, AttributeError, TypeError) as error:
+        kind = model.config.model_type
+        raise InputError("model", f"{kind} ({error})", "causal attention, with or without a sliding window") from error
+    finally:
+        model.set_attn_implementation(stock)
+    return {
+        name: getattr(module, WINDOW_ATTRIBUTE)
+        for name, module in model.named_modules()
+        if hasattr(module, WINDOW_ATTRIBUTE)
+    }
+
+
+@contextmanager
+def reduced_windows(model: PreTrainedModel) -> Iterator[None]:
+    """While this is open, the windows in the model's configuration and modules are a few tokens long."""
+    config: Any = model.config
+    places: list[Any] = list({id(part): part for part in (config, config.get_text_config(decoder=True))}.values())
+    places += [module for module in model.modules() if hasattr(module, "sliding_window")]
+    found = [(place, getattr(place, "sliding_window", None)) for place in places]
+    long = [(place, window) for place, window in found if type(window) is int and window > MAX_UNREDUCED_WINDOW]
+    for place, _ in long:
+        place.sliding_window = REDUCED_WINDOW
+    try:
+        yield
+    finally:
+        for place, window in long:
+            place.sliding_window = window
+
+
+def require_reduced(kind: str, windows: dict[str, int | None]) -> None:
+    """Raises unless the check, whose texts are short, reaches across the edge of every window."""
+    long = {name: window for name, window in windows.items() if window and window > MAX_UNREDUCED_WINDOW}
+    if long:
+        name, window = next(iter(long.items()))
+        given = f"{kind}, where {name} has a window of {window} tokens that its configuration does not name"
+        raise InputError("model", given, "`sliding_window`", "this family cannot be served")
+
+
+AttentionInterface.register(PROBE_NAME, _probe_attention)
+AttentionMaskInterface.register(PROBE_NAME, _probe_mask)
