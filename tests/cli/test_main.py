@@ -147,9 +147,10 @@ def test_full_disk_is_reported_without_traceback(
         monkeypatch.setattr(main, "app", refuse)
         main.main()
 
-    with pytest.raises(SystemExit) as ended:
-        fail(errno.ENOSPC)
-    assert ended.value.code == 1 and capsys.readouterr().err == "kt: /models/x: No space left on device\n"
+    for number in (errno.ENOSPC, errno.EFBIG, errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
+        with pytest.raises(SystemExit) as ended:
+            fail(number)
+        assert ended.value.code == 1 and capsys.readouterr().err == f"kt: /models/x: {os.strerror(number)}\n"
     with pytest.raises(OSError, match="Invalid"):  # this one is
         fail(errno.EINVAL)
 
@@ -196,13 +197,14 @@ def test_chat_prints_json_lines(kt: RunKt, monkeypatch: pytest.MonkeyPatch, tmp_
         yield {"choices": [{"delta": {"content": "an "}}]}
         yield {"choices": [{"delta": {"content": "answer"}}], "usage": {"completion_tokens": 2}}
 
-    monkeypatch.setattr(Client, "models", lambda _: ["base", "base:neko"])
+    monkeypatch.setattr(Client, "template_origins", lambda _: {"base": None, "base:neko": "adapter"})
     monkeypatch.setattr(Client, "stream", stream)
     history = tmp_path / "talk.json"
     words = ["chat", "-m", "base:neko", "-t", "0", "--json", "--history-file", str(history)]
     done = CliRunner().invoke(app, words, input="one\n\n/two\n")
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(one["model"], one["content"], one["tokens"]) for one in answers] == [("base:neko", "an answer", 2)] * 2
+    assert "base:neko is asked with the chat template that it was trained with" in done.stderr
     assert [one["content"] for one in json.loads(history.read_text())] == ["one", "an answer", "/two", "an answer"]
     CliRunner().invoke(app, words, input="three\n")
     assert [one["content"] for one in bodies[-1]["messages"]][-1] == "three" and len(bodies[-1]["messages"]) == 5

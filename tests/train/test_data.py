@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from ktransformers.adapters.chat_templates import TEMPLATES, find_template, missing_tokens, to_jinja, with_defaults
 from ktransformers.errors import InputError
 from ktransformers.train.data.files import DataRow, read_rows
 from ktransformers.train.data.formats import Conversation, PlainText, PreferencePair, read_sample
 from ktransformers.train.data.prepare import mix_datasets, pack_rows, prepare, read_datasets
 from ktransformers.train.data.registry import DEMO_DATA_DIR, DatasetSource, find_source
 from ktransformers.train.data.render import IGNORE_INDEX, Renderer, TrainRow, show_labels
-from ktransformers.train.data.templates import TEMPLATES, find_template, missing_tokens, to_jinja
 from ktransformers.train.settings import DataSettings
 
 TEMPLATE_FILES = Path(__file__).resolve().parent.parent / "data" / "chat_templates"
@@ -183,7 +183,8 @@ def test_user_dataset_info_takes_precedence(tmp_path: Path) -> None:
 
 def rendered(tokenizer: Any, template: str | None, conversation: Conversation = FOUND, **options: Any) -> str:
     before = tokenizer.chat_template
-    tokenizer.chat_template = before if template is None else template
+    defaults = options.pop("default_system", None), options.pop("enable_thinking", None)
+    tokenizer.chat_template = with_defaults(before if template is None else template, *defaults)
     try:
         renderer = Renderer(tokenizer, options.pop("cutoff_len", 500), **options)
         return show_labels(renderer.encode(conversation, DataRow("f", 1, {})), tokenizer)
@@ -266,6 +267,20 @@ def test_tools_are_passed_to_the_tokenizer_template(tokenizer: Any) -> None:
         called += "<tool_call>" in learned
         assert "<tool_response>" not in learned
     assert called > 3
+
+
+def test_tools_under_a_template_without_them_are_refused(tokenizer: Any) -> None:
+    from ktransformers.train.plan import _check_template
+
+    (found,) = read_datasets(["glaive_toolcall_en_demo"], DataSettings(dataset=("x",), max_samples=20))
+    _check_template(tokenizer, [found])
+    before = tokenizer.chat_template
+    tokenizer.chat_template = to_jinja(TEMPLATES["qwen3"])
+    try:
+        with pytest.raises(InputError, match="tools, which the chat template does not show"):
+            _check_template(tokenizer, [found])
+    finally:
+        tokenizer.chat_template = before
 
 
 def test_plain_text_and_raw_prompts_are_encoded(tokenizer: Any) -> None:

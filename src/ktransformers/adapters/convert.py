@@ -24,6 +24,8 @@ from ktransformers.adapters.manifest import check_manifest, read_manifest, write
 from ktransformers.adapters.model import ModelFacts, find_facts
 from ktransformers.adapters.parse import ReadContext, check_complete
 from ktransformers.adapters.write import check_disjoint, check_target, finite_sum_of_squares, fresh_directory
+from ktransformers.checkpoint.dense import TOKENIZER_FILES
+from ktransformers.checkpoint.rest import copy_small_files
 from ktransformers.errors import InputError
 from ktransformers.files import read_json_object
 from ktransformers.log import logger
@@ -174,11 +176,13 @@ def convert(
     if dtype != "keep":
         adapter = _cast(adapter, OUTPUT_DTYPES[dtype])
     parts = {"merged": adapter, "expert_only": adapter.only_experts(), "nonexpert_only": adapter.without_experts()}
+    written = {}
     with contextlib.ExitStack() as stack:
-        written = {
-            name: _write(parts[name], stack.enter_context(fresh_directory(path, overwrite)), path, to)
-            for name, path in targets.items()
-        }
+        for name, path in targets.items():
+            directory = stack.enter_context(fresh_directory(path, overwrite))
+            written[name] = _write(parts[name], directory, path, to)
+            if Path(source).is_dir():  # the adapter stays with the chat template that it was trained with
+                copy_small_files(Path(source), directory, only=TOKENIZER_FILES)
     return Conversion(
         source=source_dialect,
         dialect=to,

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ktransformers.adapters.adapter_template import write_adapter_template
 from ktransformers.adapters.content import open_content
 from ktransformers.adapters.convert import read_adapter
 from ktransformers.adapters.divergence import MAX_KL, Divergence, check_divergence
@@ -122,6 +123,7 @@ def merge(
         plan.shards.release()
         progress(done + 1, len(files))
     _copy_other_files(model, partial, config, dtype, plan)
+    write_adapter_template(adapter, partial)
     check = _verify(plan, partial)
     _finish(plan, partial, files)
     plan.shards.release()

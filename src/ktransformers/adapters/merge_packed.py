@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ktransformers.adapters.adapter_template import write_adapter_template
 from ktransformers.adapters.config import CONFIG_FILE as CONFIG
 from ktransformers.adapters.content import open_content
 from ktransformers.adapters.convert import read_adapter
@@ -108,6 +109,7 @@ def merge_packed(
         write_receipt(partial, receipt)
     for stale in (MANIFEST, CONFIG):  # copied from an adapter or an earlier merge in the base's directory
         (partial / stale).unlink(missing_ok=True)
+    write_adapter_template(adapter, partial)
     assert isinstance(plan.origin, FoldedOrigin)
     result = PackedMerge(
         str(out), plan.origin.changed, conversion.kept_layers, conversion.seconds, receipt, max_kl, divergence

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ktransformers import model_registry
 from ktransformers.adapters.names import PROJ_NAMING, W123_FAMILIES, W123_NAMING, ExpertNaming, split_layer_name
 from ktransformers.checkpoint import find_experts
+from ktransformers.checkpoint.gguf_directory import model_directory
 from ktransformers.checkpoint.model_config import LARGEST, read_model_config
 from ktransformers.checkpoint.shards import INDEX_FILE, read_weight_map
 from ktransformers.errors import InputError
@@ -157,7 +158,7 @@ def find_facts(name: str | None) -> ModelFacts | None:
     """Facts of a local directory, or of a hub name whose config.json is in the cache; None if neither exists."""
     if not name:
         return None
-    name = model_registry.resolve(name)
+    name = str(model_directory(Path(model_registry.resolve(name))))
     file: Path | str | None = Path(name) / "config.json"
     if (path_exists(name) and Path(name).is_dir()) or name.startswith((".", "/", "~")):
         if not path_exists(Path(name) / "config.json"):

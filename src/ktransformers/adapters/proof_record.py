@@ -2,13 +2,15 @@
 prove` to compare with, and a reload check that runs before the file is relied on.
 
 Per row: `rows.N.tokens` int64 `[T]`, `rows.N.base` and `rows.N.adapter` float32 `[T - 1]`, and `marks.N.MODULE` `[T,
-4]`, projections of module outputs with the adapter active. The reload check fills every trained parameter with NaN and
-reads the saved file back, so that a tensor that is missing in the file, or that matches no parameter, cannot be masked
-by the value in memory.
+4]`, projections of module outputs with the adapter active. `prompts.N` int64 are the tokens before the first answer,
+with the messages that they were rendered from in the metadata, so that `kt prove` can ask a server as a client does.
+The reload check fills every trained parameter with NaN and reads the saved file back, so that a tensor that is missing
+in the file, or that matches no parameter, cannot be masked by the value in memory.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,30 +35,39 @@ PROOF_FORMAT = "ktransformers-proof"
 
 
 @dataclass(frozen=True)
+class ProofPrompt:
+    """The messages before a row's first answer, and the tokens that training made of them."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: list[Any] | None
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class ProofRecord:
     rows: tuple[tuple[int, ...], ...]
     base: LogprobsAndNorms
     adapter: LogprobsAndNorms
     dtype: str  # of all weights but experts and adapter, at the time of recording
     held_out: bool  # the rows were not trained on
+    prompts: tuple[ProofPrompt, ...] = ()  # none in files of version 0.1 and 0.2
 
 
-def sample_rows(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The last few rows, truncated; a run that ends early has trained on those least."""
-    cut = [list(row[:TOKENS]) for row in rows if len(row) > 1]
-    return cut[-MAX_PROOF_ROWS:]
-
-
-def record(model: Any, rows: Sequence[Sequence[int]], *, held_out: bool) -> ProofRecord:
-    """Records PEFT's model in its current state; `rows` are token ids."""
-    samples = sample_rows(rows)
+def record(
+    model: Any, rows: Sequence[Sequence[int]], *, held_out: bool, prompts: Sequence[ProofPrompt | None] = ()
+) -> ProofRecord:
+    """Records PEFT's model in its current state, on the last few rows of token ids, truncated: a run that ends early
+    has trained on those least. `prompts` has one entry for each row."""
+    chosen = [index for index, row in enumerate(rows) if len(row) > 1][-MAX_PROOF_ROWS:]
+    samples = [list(rows[index][:TOKENS]) for index in chosen]
     if not samples:
         raise InputError("rows", "none of two tokens or more", "rows to prove the adapter with")
     with model.disable_adapter():
         base = measure(model, samples)
     adapter = measure(model, samples, adapted_modules(model))
     dtype = str(model.get_input_embeddings().weight.dtype).removeprefix("torch.")
-    return ProofRecord(tuple(tuple(row) for row in samples), base, adapter, dtype, held_out)
+    kept = tuple(prompt for index in chosen if prompts and (prompt := prompts[index]) is not None)
+    return ProofRecord(tuple(tuple(row) for row in samples), base, adapter, dtype, held_out, kept)
 
 
 def write_record(path: Path, proof: ProofRecord) -> None:
@@ -69,9 +80,12 @@ def write_record(path: Path, proof: ProofRecord) -> None:
         tensors[f"rows.{index}.adapter"] = proof.adapter.logprobs[index].contiguous()
         for name, projections in proof.adapter.projections.items():
             tensors[f"marks.{index}.{name}"] = projections[index].contiguous()
+    for index, prompt in enumerate(proof.prompts):
+        tensors[f"prompts.{index}"] = torch.tensor(prompt.tokens)
+    messages = json.dumps([{"messages": prompt.messages, "tools": prompt.tools} for prompt in proof.prompts])
     modules = "\n".join(proof.adapter.projections)  # safetensors does not preserve order
     metadata = {"format": PROOF_FORMAT, "dtype": proof.dtype, "held_out": str(int(proof.held_out)), "modules": modules}
-    save_file(tensors, path, metadata=metadata)
+    save_file(tensors, path, metadata={**metadata, "prompts": messages})
 
 
 def read_record(directory: Path) -> ProofRecord | None:
@@ -97,8 +111,12 @@ def read_record(directory: Path) -> ProofRecord | None:
             LogprobsAndNorms(tuple(tensors[f"rows.{index}.adapter"] for index in indices), projections),
             metadata["dtype"],
             metadata["held_out"] == "1",
+            tuple(
+                ProofPrompt(tuple(entry["messages"]), entry["tools"], tuple(tensors[f"prompts.{index}"].tolist()))
+                for index, entry in enumerate(json.loads(metadata.get("prompts", "[]")))
+            ),
         )
-    except (SafetensorError, KeyError, ValueError) as error:
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise InputError(str(file), f"what does not read ({error})", "what `kt train` wrote", "delete it") from error
 
 

@@ -108,6 +108,7 @@ def _measure(
     from ktransformers.serve.flags import Launch
     from ktransformers.serve.launch import open_service
     from ktransformers.serve.target import resolve_target
+    from ktransformers.serve.yaml_keys import with_yaml_keys
 
     target = resolve_target(model)
     max_tokens = max(test.max_tokens for test in tests)
@@ -121,7 +122,7 @@ def _measure(
         device=device,
         dtype=dtype,
     )
-    service = open_service(launch, target, log)
+    service = open_service(with_yaml_keys(launch, target.keys), target, log)
     files = verify(target.model, hashes=False)
     config = service.engine.forward.model.config
     used = threads or _core.Pool().threads

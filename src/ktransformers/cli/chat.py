@@ -115,9 +115,11 @@ class ChatHistory:
         return True
 
     def _choose(self, name: str) -> None:
-        models = self.client.models()
+        models = self.client.template_origins()
         if name in models:
             self.model = name
+            if (note := template_note(name, models[name])) is not None:
+                print(note)
         for model_name in models:
             print(f"{'*' if model_name == self.model else ' '} {model_name}")
         if name and name not in models:
@@ -147,16 +149,24 @@ def chat(
         raise InputError("host, port", "given beside URL", "one of them")
     url = url or _server_url(host, port)
     client = Client(url if "://" in url else f"http://{url}", os.environ.get(key_variable))
-    models = client.models()
+    origins = client.template_origins()
+    models = list(origins)
     if model is not None and model not in models:
         raise InputError("model", model, f"one of {', '.join(models)}")
     settings = {"max_tokens": max_tokens, "temperature": temperature}
     options = {name: value for name, value in settings.items() if value is not None}
     history = ChatHistory(client, model or models[0], options, quiet=as_json)
+    if (note := template_note(history.model, origins[history.model])) is not None:
+        print(f"kt: {note}", file=sys.stderr)
     history.system = system
     if history_file is not None:
         history.remember(history_file)
     _run_chat(history)
+
+
+def template_note(model: str, origin: str | None) -> str | None:
+    """The line to show if the server renders messages to this model otherwise than those to its base."""
+    return f"{model} is asked with the chat template that it was trained with" if origin == "adapter" else None
 
 
 def _server_url(host: str | None, port: int | None) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ktransformers.cli.progress import progress_bar
+from ktransformers.cli.progress import log, progress_bar
 from ktransformers.errors import InputError
 
 if TYPE_CHECKING:
@@ -97,10 +97,11 @@ def evaluate(
             )
         runs = _remote(targets[0], served_model, adapters, base, tokenizer, key, batch_size)
     else:
+        from ktransformers.checkpoint.gguf_directory import model_directory
         from ktransformers.model_registry import resolve
 
         options = {"engine": engine, "dtype": dtype, "device": device, "batch_size": batch_size}
-        runs = _local(Path(resolve(targets[0])), adapters, base, experts, options)
+        runs = _local(model_directory(Path(resolve(targets[0]))), adapters, base, experts, options)
     results = _run(runs, tasks, out, judge, quiet=as_json)
     if len(results) > 1:
         _print_comparison(_compare(list(results), out), out, as_json)
@@ -145,22 +146,26 @@ def _remote(
     key: str | None,
     parallel: int,
 ) -> Iterator[tuple[str, Backend]]:
+    from ktransformers.adapters.adapter_template import read_adapter_template
+    from ktransformers.evaluate.backend import PromptTokenizer
     from ktransformers.evaluate.remote import Endpoint, RemoteBackend
 
     endpoint = Endpoint(url, key)
     tokens = None
     if tokenizer is not None:
-        from ktransformers.evaluate.backend import PromptTokenizer
         from ktransformers.nn.pretrained import read_tokenizer
 
         tokens = PromptTokenizer(read_tokenizer(tokenizer), str(tokenizer))
-    listed = endpoint.models()
+    roots = endpoint.model_roots()
+    listed = list(roots)
     if base:
         yield BASE, RemoteBackend(endpoint, served or listed[0], tokens, parallel)
     for name, served_name in adapters.items():
         if served_name not in listed:
             raise InputError("adapter", repr(served_name), f"one of those at {url}: {', '.join(listed)}")
-        yield name, RemoteBackend(endpoint, served_name, tokens, parallel)
+        template = read_adapter_template(roots[served_name]) if roots[served_name] else None
+        own = tokens if tokens is None else PromptTokenizer(tokens.tokenizer, str(tokenizer), template)
+        yield name, RemoteBackend(endpoint, served_name, own, parallel)
 
 
 def _local(
@@ -177,6 +182,8 @@ def _local(
         yield BASE, model.backend()
     model.add_adapters(directories)
     for name in adapters:
+        if (note := model.template_note(name)) is not None:
+            log(note)
         yield name, model.backend(name)
 
 

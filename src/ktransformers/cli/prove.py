@@ -13,7 +13,8 @@ from ktransformers.cli.progress import log
 from ktransformers.cli.verbose import Verbose
 
 if TYPE_CHECKING:
-    from ktransformers.prove.run import Proof, ProofCheck
+    from ktransformers.prove.checks import ProofCheck
+    from ktransformers.prove.run import Proof
 
 STATUS_WORDS = {True: "same", False: "DIFFERENT", None: "left out"}
 
@@ -51,7 +52,7 @@ def prove(
     """Prove that the served adapter computes what was trained, and that the base is unchanged."""
     import transformers
 
-    from ktransformers.prove.run import ProofFailed
+    from ktransformers.prove.checks import ProofFailed
     from ktransformers.prove.run import prove as run
 
     transformers_logging: Any = transformers.logging

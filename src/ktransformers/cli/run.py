@@ -58,6 +58,7 @@ def run(
     limit_spinning()  # before torch is imported, with what follows
     from ktransformers.serve.launch import make_plan, open_service, serve
     from ktransformers.serve.target import resolve_target
+    from ktransformers.serve.yaml_keys import with_yaml_keys
 
     placement_options = {"kt_place": kt_place, "kt_num_gpu_experts": gpu_experts}
     place = {name: value for name, value in placement_options.items() if value is not None}
@@ -73,7 +74,8 @@ def run(
         raise InputError(
             "adapter", adapter, f"one of {', '.join(adapters) or 'none: this is a model without adapters'}"
         )
-    launch = Launch(model, max_running_requests=1, threads=cpu_threads, force=force, gpus=gpus, place=place)
+    line = Launch(model, max_running_requests=1, threads=cpu_threads, force=force, gpus=gpus, place=place)
+    launch = with_yaml_keys(line, target.keys)
     plan = make_plan(launch, target, log, show_plan)
     service = open_service(launch, target, log, plan)
     adapter_name = adapter or (adapters[0] if adapters else None)
@@ -96,7 +98,7 @@ def _answer(
 
     assert isinstance(service, Service)
     common = {"model": name, "max_tokens": max_tokens, "temperature": temperature}
-    if service.tokenizer.chat_template:
+    if service.template_of(service.find(name)):
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
         generation = service.chat(ChatRequest.model_validate({**common, "messages": messages})).request

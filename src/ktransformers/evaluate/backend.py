@@ -1,8 +1,9 @@
 """The interface of an evaluated model: generate answers, and score given continuations.
 
-Both methods take text. A chat prompt is rendered with the model's own template; a continuation's tokens are those of
-the full text after the prompt's, so that the split never changes the tokenisation. Decoding is greedy only, so that
-results are deterministic.
+Both methods take text. A chat prompt is rendered with the model's own template, for an adapter with the one that it
+carries. A continuation's tokens are those of the full text after the prompt's, so that the split never changes the
+tokenisation; after the template of an adapter they are those of the continuation alone, as in training. Decoding is
+greedy only, so that results are deterministic.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ktransformers.adapters.adapter_template import AdapterTemplate, with_ends
 from ktransformers.errors import InputError
 
 
@@ -52,12 +54,15 @@ class Backend(Protocol):
 class PromptTokenizer:
     """A transformers tokenizer as both backends use it."""
 
-    def __init__(self, tokenizer: Any, source: str) -> None:
+    def __init__(self, tokenizer: Any, source: str, template: AdapterTemplate | None = None) -> None:
         self.tokenizer, self._source = tokenizer, source
+        self.template = None if template is None else with_ends(template, tokenizer)
 
     def render(self, prompt: EvalPrompt) -> str:
         if not prompt.chat:
             return prompt.text if prompt.system is None else f"{prompt.system}\n{prompt.text}"
+        if self.template is not None:
+            return self.template.render(self.tokenizer, prompt.messages())
         if not getattr(self.tokenizer, "chat_template", None):
             raise InputError(
                 self._source,
@@ -76,6 +81,9 @@ class PromptTokenizer:
     def split(self, prompt: EvalPrompt, continuation: str) -> tuple[list[int], int]:
         """(tokens of prompt and continuation, number of prompt tokens); the first token is never scored."""
         prompt_text = self.render(prompt)
+        if prompt.chat and self.template is not None:  # as in training, where prompt and answer are tokenised apart
+            prompt_ids = self.encode(prompt_text, chat=True)
+            return [*prompt_ids, *self.encode(continuation, chat=True)], len(prompt_ids)
         ids = self.encode(prompt_text + continuation, prompt.chat)
         start = len(self.encode(prompt_text, prompt.chat)) if prompt_text else 0
         return ids, max(1, min(start, len(ids) - 1))

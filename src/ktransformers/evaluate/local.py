@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ktransformers.adapters.adapter_template import AdapterTemplate, read_adapter_template
 from ktransformers.adapters.manifest import read_manifest
 from ktransformers.checkpoint import Shards, find_experts
+from ktransformers.checkpoint.gguf_directory import is_gguf_directory
 from ktransformers.errors import InputError
 from ktransformers.evaluate.backend import EvalPrompt, Likelihood, PromptTokenizer, Question
 from ktransformers.system import bf16_is_fast
@@ -61,6 +63,7 @@ class LocalModel:
             batch_size,
         )
         self._adapters: dict[str, str] = {}
+        self._adapter_tokens: dict[str, PromptTokenizer] = {}
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
 
@@ -92,7 +95,8 @@ class LocalModel:
             raise InputError("engine", f"transformers, with experts from {experts}", "kt")
         tokenizer = read_tokenizer(directory)
         if engine == "auto":
-            engine = "kt" if find_experts(Shards.of_directory(directory).names) else "transformers"
+            experts_inside = is_gguf_directory(directory) or find_experts(Shards.of_directory(directory).names)
+            engine = "kt" if experts_inside else "transformers"
         if engine == "kt":
             from ktransformers.nn import load_model
 
@@ -119,7 +123,22 @@ class LocalModel:
                 self.model.load_adapter(str(directory), adapter_name=name)
             else:
                 self.model = PeftModel.from_pretrained(self.model, str(directory), adapter_name=name).eval()
-            self._adapters[name] = f"{directory} ({_digest(directory, 'adapter_*')})"
+            template = read_adapter_template(directory)
+            tokenizer = self.tokens.tokenizer
+            own = template is not None and template.differs_from(tokenizer)
+            template_note = f", chat template {template.sha256[:12]}" if own and template is not None else ""
+            self._adapter_tokens[name] = PromptTokenizer(tokenizer, str(directory), template)
+            self._adapters[name] = f"{directory} ({_digest(directory, 'adapter_*')}{template_note})"
+
+    def tokens_of(self, adapter: str | None) -> PromptTokenizer:
+        return self.tokens if adapter is None else self._adapter_tokens[adapter]
+
+    def template_note(self, adapter: str) -> str | None:
+        """The line to log if the adapter is asked with another template than the base."""
+        template = self._adapter_tokens[adapter].template
+        if template is None or not template.differs_from(self.tokens.tokenizer):
+            return None
+        return f"{adapter} is asked with the chat template of {template.file}, the base with its own"
 
     def backend(self, adapter: str | None = None) -> LocalBackend:
         if adapter is not None and adapter not in self._adapters:
@@ -147,7 +166,9 @@ class LocalBackend:
         return self._local.describe(self._adapter)
 
     def generate(self, prompts: Sequence[EvalPrompt], max_new_tokens: int) -> list[str]:
-        tokens = self._local.tokens
+        tokens = self._local.tokens_of(self._adapter)
+        ends = tokens.template if any(prompt.chat for prompt in prompts) else None
+        stops = {} if ends is None else self._stop_options(ends)
         encoded = [tokens.encode(tokens.render(prompt), prompt.chat) for prompt in prompts]
         answers = [""] * len(prompts)
         with self._local.with_adapter(self._adapter) as model:
@@ -162,10 +183,23 @@ class LocalBackend:
                     top_p=None,
                     top_k=None,
                     pad_token_id=tokens.tokenizer.pad_token_id,
+                    **stops,
                 )
                 for index, row in zip(indices, out[:, ids.shape[1] :], strict=True):
-                    answers[index] = tokens.tokenizer.decode(row, skip_special_tokens=True).strip()
+                    text = tokens.tokenizer.decode(row, skip_special_tokens=True)
+                    for stop in () if ends is None else ends.stop_strings:
+                        text = text.partition(stop)[0]
+                    answers[index] = text.strip()
         return answers
+
+    def _stop_options(self, template: AdapterTemplate) -> dict[str, Any]:
+        """The ends of answers under an adapter's template, beside those of the model."""
+        eos = self._local.model.generation_config.eos_token_id
+        model_ends = set(eos if isinstance(eos, list) else [eos]) - {None}
+        options: dict[str, Any] = {"eos_token_id": sorted(model_ends | template.stop_tokens) or None}
+        if template.stop_strings:
+            options |= {"stop_strings": list(template.stop_strings), "tokenizer": self._local.tokens.tokenizer}
+        return options
 
     def likelihoods(self, questions: Sequence[Question]) -> list[list[Likelihood]]:
         """One row for a question whose continuations are single tokens after the same prompt, else one per
@@ -174,7 +208,8 @@ class LocalBackend:
         scorers: list[Callable[[Tensor], list[Likelihood]]] = []  # applied to logits [tokens, vocabulary]
         question_of_row: list[int] = []
         for number, question in enumerate(questions):
-            splits = [self._local.tokens.split(question.prompt, text) for text in question.continuations]
+            tokens = self._local.tokens_of(self._adapter)
+            splits = [tokens.split(question.prompt, text) for text in question.continuations]
             prefixes = {tuple(ids[:start]) for ids, start in splits}
             if len(prefixes) == 1 and all(len(ids) == start + 1 for ids, start in splits):
                 rows.append(list(prefixes.pop()))

@@ -2,9 +2,10 @@
 
 Answers to chat prompts come from /v1/chat/completions, where the server applies its template. Log-probabilities come
 from /v1/completions with `echo`, which returns those of the given text. With a tokenizer (`--tokenizer`) the prompt is
-sent as token ids; without one, plain text is sent and the continuation's tokens are identified by their offsets, and
-chat prompts cannot be scored, because only the server knows its template. One extra token is requested, because not
-every server accepts `max_tokens: 0`.
+sent as token ids, after the first one was compared with the tokens that the server itself makes of the messages
+(`return_token_ids`, where it has that): an adapter may be served with a template of its own. Without a tokenizer, plain
+text is sent and the continuation's tokens are identified by their offsets, and chat prompts cannot be scored, because
+only the server knows its template. One extra token is requested, because not every server accepts `max_tokens: 0`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ class Endpoint:
         raise AssertionError("every path above returns or raises")
 
     def models(self) -> list[str]:
-        return [str(entry["id"]) for entry in self.request("/v1/models")["data"]]
+        return list(self.model_roots())
+
+    def model_roots(self) -> dict[str, str]:
+        """Served names with the directory that each comes from, "" where the server does not say."""
+        return {str(entry["id"]): str(entry.get("root") or "") for entry in self.request("/v1/models")["data"]}
 
 
 class RemoteBackend:
@@ -60,6 +65,7 @@ class RemoteBackend:
         self, endpoint: Endpoint, model: str, tokens: PromptTokenizer | None = None, parallel: int = 8
     ) -> None:
         self._endpoint, self._model, self._tokens, self._parallel = endpoint, model, tokens, parallel
+        self._prompts_compared = False
 
     @property
     def name(self) -> str:
@@ -81,6 +87,10 @@ class RemoteBackend:
 
     def likelihoods(self, questions: Sequence[Question]) -> list[list[Likelihood]]:
         # One continuation of every prompt first, so that a server with a prefix cache has the prompts for the others.
+        chat = next((question.prompt for question in questions if question.prompt.chat), None)
+        if self._tokens is not None and chat is not None and not self._prompts_compared:
+            self._compare_prompt(self._tokens, chat)
+            self._prompts_compared = True
         pairs = [
             (question_index, index)
             for question_index, question in enumerate(questions)
@@ -99,6 +109,19 @@ class RemoteBackend:
             [scores[question_index, index] for index in range(len(question.continuations))]
             for question_index, question in enumerate(questions)
         ]
+
+    def _compare_prompt(self, tokens: PromptTokenizer, prompt: EvalPrompt) -> None:
+        """Raises InputError if the server renders the messages otherwise than the tokenizer that was given."""
+        body = {"model": self._model, "messages": prompt.messages(), "max_tokens": 1, "temperature": 0}
+        reply = self._endpoint.request("/v1/chat/completions", {**body, "return_token_ids": True})
+        served, ours = reply.get("prompt_token_ids"), tokens.encode(tokens.render(prompt), chat=True)
+        if served is not None and list(served) != ours:
+            raise InputError(
+                "tokenizer",
+                f"one that renders a prompt as {len(ours)} tokens, where {self._model} is served {len(served)} others",
+                "the tokenizer and template that the server uses",
+                "pass --tokenizer with the directory of the adapter, and evaluate it alone",
+            )
 
     def _likelihood(self, prompt: EvalPrompt, continuation: str) -> Likelihood:
         body: dict[str, Any] = {"model": self._model, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}

@@ -20,7 +20,7 @@ from ktransformers.errors import InputError, KTError
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+TOKENIZER_JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of generation_config.json
 MAX_REASON = 200  # characters of a message of transformers
 
@@ -46,7 +46,7 @@ def find_broken_json(directory: Path, names: tuple[str, ...]) -> tuple[Path, str
     return None
 
 
-def require_json(directory: Path, names: tuple[str, ...] = (*TOKENIZER_FILES, GENERATION_FILE)) -> None:
+def require_json(directory: Path, names: tuple[str, ...] = (*TOKENIZER_JSON_FILES, GENERATION_FILE)) -> None:
     """Raises if one of these files exists and is not a JSON object; for files that are copied and not used."""
     broken = find_broken_json(directory, names)
     if broken is not None:
@@ -55,7 +55,7 @@ def require_json(directory: Path, names: tuple[str, ...] = (*TOKENIZER_FILES, GE
 
 def _find_broken_tokenizer(directory: Path) -> tuple[Path, str] | None:
     """The file because of which transformers could not open the tokenizer, None if it cannot be told."""
-    broken = find_broken_json(directory, TOKENIZER_FILES)
+    broken = find_broken_json(directory, TOKENIZER_JSON_FILES)
     if broken is not None:
         return broken
     if (directory / "tokenizer.json").is_file():

@@ -110,6 +110,10 @@ def shipped_shapes() -> dict[str, dict[str, Any]]:
 def open_shape(model: str) -> ModelShape:
     """A directory with config.json, a hub id whose config is shipped, or a shipped short name."""
     path = Path(model)
+    if path.suffix == ".gguf" and path.is_file():
+        from ktransformers.checkpoint.gguf_directory import model_directory  # imports torch
+
+        return _of_directory(model_directory(path))
     if (path / "config.json").is_file():
         return _of_directory(path)
     if path.is_dir():
@@ -247,11 +251,14 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
 
 def _of_directory(folder: Path) -> ModelShape:
     # These import torch, which formulas do without.
+    from ktransformers.checkpoint.gguf_directory import is_gguf_directory
     from ktransformers.checkpoint.model_config import read_model_config
     from ktransformers.checkpoint.packed import is_packed, read_manifest
 
     config = read_model_config(folder)
     shape = shape_from_config(config, folder.name, stored=_stored(config))
+    if is_gguf_directory(folder):
+        return replace(shape, **_counted_gguf(folder, shape))
     if not any(folder.glob("*.safetensors")):
         return shape
     shape = replace(shape, **_counted(folder, shape))
@@ -268,6 +275,17 @@ def _of_directory(folder: Path) -> ModelShape:
         gated=first.gated,
         stored=first.formats["up"].partition(":")[0],
     )
+
+
+def _counted_gguf(folder: Path, shape: ModelShape) -> dict[str, Any]:
+    """Size on disk and type of the experts from the headers; types may differ between matrices, `up` stands for all."""
+    from ktransformers.checkpoint.sources.gguf import gguf_files
+    from ktransformers.checkpoint.sources.gguf_header import read_header
+
+    files = gguf_files(folder)
+    kinds = [tensor.kind for file in files for tensor in read_header(file).tensors if "ffn_up_exps" in tensor.name]
+    stored = {} if not kinds else {"stored": "bf16" if kinds[0] in ("f32", "f16", "bf16") else kinds[0]}
+    return {"checkpoint_bytes": sum(file.stat().st_size for file in files), **stored}
 
 
 def _stored(config: Mapping[str, Any]) -> str:

@@ -2,7 +2,8 @@
 
 The rows are those that training recorded (`adapters/proof_record.py`), otherwise a few sentences. One model is in
 memory at a time: first the trainer's model (loaded as `kt train` does, the adapter attached by PEFT) with its noise
-floor, then the server over HTTP, base and adapter mixed in one batch, then stock transformers and PEFT if they fit.
+floor, then the server over HTTP, base and adapter mixed in one batch, and asked with messages too
+(`prove/messages.py`), then stock transformers and PEFT if they fit.
 Each comparison is a `ProofCheck`; one that fails names the tensor or layer at fault. This module prints nothing.
 """
 
@@ -36,8 +37,11 @@ from ktransformers.adapters.convert import read_adapter
 from ktransformers.adapters.dialects import detect_dialect
 from ktransformers.adapters.manifest import check_manifest, read_manifest
 from ktransformers.adapters.proof_record import ProofRecord, read_record
-from ktransformers.errors import InputError, KTError
+from ktransformers.checkpoint.gguf_directory import is_gguf_directory
+from ktransformers.errors import InputError
 from ktransformers.nn.prepare import uses_kt_method
+from ktransformers.prove.checks import ProofCheck, ProofFailed
+from ktransformers.prove.messages import check_messages
 from ktransformers.prove.server import bound_matrices, find_names, measure_served_layers, score_row, start_server
 from ktransformers.serve.client import Client
 from ktransformers.serve.flags import Launch
@@ -53,15 +57,6 @@ SAMPLE_TEXTS = (
 SERVED_PRECISION = "bf16"  # in which a server computes experts
 STOCK_MEMORY_FACTOR = 1.25  # of the weights' size: stock PEFT materialises the delta of a layer
 MAX_MEMORY_SHARE = 0.9  # of the free memory for the stock model
-
-
-@dataclass(frozen=True)
-class ProofCheck:
-    what: str
-    passed: bool | None  # None: not possible on this machine
-    detail: str
-    difference: LogprobDifference | None = None
-    culprit: str = ""  # tensor or layer at fault
 
 
 @dataclass(frozen=True)
@@ -103,14 +98,6 @@ class Proof:
                 for check in self.checks
             ],
         }
-
-
-class ProofFailed(KTError):
-    """A tensor is wrong, found before anything was computed."""
-
-    def __init__(self, check: ProofCheck) -> None:
-        super().__init__(f"{check.culprit}: {check.detail}")
-        self.check = check
 
 
 @dataclass(frozen=True)
@@ -167,7 +154,7 @@ def prove(
         max_total_tokens=8192,
     )
     log(f"our server: {server}" if server else "our server, on a free port of this machine")
-    served = check_server(server, api_key, launch, target, rows, rounded, counts["matrices"], log)
+    served = check_server(server, api_key, launch, target, rows, rounded, counts["matrices"], log, record)
     checks += [_with_rounding(check, target, rounded, trainer) for check in served]
     gc.collect()
     log("stock transformers and PEFT")
@@ -323,9 +310,10 @@ def check_server(
     trainer: TrainerRun,
     matrices: int,
     log: LogLine,
+    record: ProofRecord | None = None,
 ) -> list[ProofCheck]:
     if url is not None:
-        return _check_served(Client(url, key), target, rows, trainer, matrices, lambda name: "")
+        return _check_served(Client(url, key), target, rows, trainer, matrices, lambda name: "", record)
     with start_server(launch, target, log) as (address, service):
 
         def find_culprit(name: str) -> str:
@@ -335,7 +323,7 @@ def check_server(
                 or "the output"
             )
 
-        return _check_served(Client(address, None), target, rows, trainer, matrices, find_culprit)
+        return _check_served(Client(address, None), target, rows, trainer, matrices, find_culprit, record)
 
 
 def _with_rounding(check: ProofCheck, target: Target, rounded: TrainerRun, trainer: TrainerRun) -> ProofCheck:
@@ -356,6 +344,7 @@ def _check_served(
     trainer: TrainerRun,
     matrices: int,
     find_culprit: Callable[[str], str],
+    record: ProofRecord | None,
 ) -> list[ProofCheck]:
     base, adapter, loaded = find_names(client, target)
     try:
@@ -372,7 +361,8 @@ def _check_served(
             adapter_check = replace(
                 adapter_check, detail=f"{adapter_check.detail}; it answers as the base does: the adapter is not applied"
             )
-        return [_check_bound_matrices(client, adapter, matrices), adapter_check, base_check]
+        by_messages = check_messages(client, base, adapter, target, record)
+        return [_check_bound_matrices(client, adapter, matrices), adapter_check, base_check, *by_messages]
     finally:
         if loaded:
             client.open("/v1/unload_lora_adapter", {"lora_name": loaded}).close()
@@ -395,7 +385,8 @@ def check_stock(
 
     from ktransformers.checkpoint import Shards
 
-    packed = target.choose_experts(None) or (target.model if uses_kt_method(target.model) else None)
+    unreadable = uses_kt_method(target.model) or is_gguf_directory(target.model)
+    packed = target.choose_experts(None) or (target.model if unreadable else None)
     if packed is not None:  # only our patches make transformers read them, so it would not be stock
         return ProofCheck("stock PEFT", None, f"the experts are those of {packed}, which only ktransformers reads")
     shards = Shards.of_directory(target.model)

@@ -34,8 +34,12 @@ class Client:
             raise InputError("url", f"{self.url} ({error})", "a server that is running", "start `kt serve`") from error
 
     def models(self) -> list[str]:
+        return list(self.template_origins())
+
+    def template_origins(self) -> dict[str, str | None]:
+        """Served names with the origin of the chat template: `adapter` if it is another than the base's."""
         with self.open("/v1/models") as reply:
-            return [str(model["id"]) for model in json.loads(reply.read())["data"]]
+            return {str(model["id"]): model.get("chat_template") for model in json.loads(reply.read())["data"]}
 
     def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         request = {**body, "stream": True, "stream_options": {"include_usage": True}}

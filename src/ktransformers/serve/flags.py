@@ -114,7 +114,7 @@ SUPPORTED_FLAGS = (
     Flag(("--request-timeout",), "request_timeout", "seconds until a request is aborted; 0: never", float, 0.0),
     Flag(("--dtype",), "dtype", "auto, bfloat16, float16 or float32: everything but the experts", str, "auto"),
     Flag(("--device",), "device", "cpu or cuda: everything but the experts; default: cuda where there is one"),
-    Flag(("--chat-template",), "chat_template", "a file with a Jinja template in place of the model's"),
+    Flag(("--chat-template",), "chat_template", "a file with a Jinja template in place of the base model's"),
     Flag(("--kt-cpuinfer",), "threads", "threads of the experts; default: chosen by the machine", int),
     Flag(("--kt-threadpool-count",), "groups", "groups of threads, one per NUMA node; default: all nodes", int),
     Flag(("--kt-expert-lora-path", "--kt-lora-path"), "always_on", "an adapter whose experts apply to every request"),
@@ -220,6 +220,7 @@ class Launch:
     chat_template: Path | None = None
     threads: int | None = None
     groups: int | None = None
+    isa: str | None = None  # CPU variant of the experts, of `kt_backend` in a YAML file
     always_on: Path | None = None
     experts: Path | None = None
     pages: str = "lazy"  # of a packed directory: lazy, prefault or lock

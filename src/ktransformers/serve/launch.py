@@ -19,6 +19,7 @@ from ktransformers.errors import InputError
 from ktransformers.plan import Plan, require_fit
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.target import Target, resolve_target
+from ktransformers.serve.yaml_keys import with_yaml_keys
 
 MAX_HOST_SHARE = 0.8  # of free host memory for the KV cache: --mem-fraction-static is chosen for GPUs
 SHUTDOWN_SECONDS = 30  # for running requests after SIGTERM or Ctrl-C
@@ -107,6 +108,7 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
     from ktransformers.serve.engine.lora import LoraModules
     from ktransformers.serve.http.registry import Registry
     from ktransformers.serve.http.service import Service
+    from ktransformers.serve.http.templates import ServedTemplates
     from ktransformers.serve.placement import (
         attach_experts,
         cache_tokens,
@@ -119,7 +121,7 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
     device = choose_device(launch, plan)
     dtype = parse_dtype(launch.dtype, device)
     tokenizer = read_tokenizer(target.model)
-    template = launch.chat_template.read_text() if launch.chat_template else ""
+    templates = ServedTemplates(tokenizer, launch, target, log)
     log(f"loading {target.model} ({str(dtype).removeprefix('torch.')}, {device})")
     placement = ModelPlacement(options_of(launch, target).as_planned(plan))
     multi_gpu = device != "cpu" and spreads_layers(placement.options, launch, plan)
@@ -148,16 +150,20 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
     log(f"KV cache of {tokens} tokens, {tokens * kv_bytes_per_token / 2**30:.2f} GiB when full")
     engine = ServeEngine(forward, limits)
     served = launch.served_model_name or target.name
-    registry = Registry(served, LoraModules(model), str(target.model), engine.drop_adapter, launch.always_on)
+    registry = Registry(
+        served, LoraModules(model), str(target.model), engine.drop_adapter, launch.always_on, templates.read
+    )
     for name, directory in (*target.adapters, *launch.lora_paths):
         adapter = registry.load(name, directory)
         log(f"adapter {served}:{name} from {directory}, {adapter.bytes() / 2**20:.1f} MiB")
+        if (note := templates.describe(adapter.template)) is not None:
+            log(f"requests to {served}:{name} are rendered with {note}; those to {served} with the base's own")
     service = Service(
         engine,
         registry,
         tokenizer,
         timeout=launch.request_timeout or None,
-        template=template,
+        template=templates.base,
         kv_bytes_per_token=kv_bytes_per_token,
     )
     cache_bytes, prefill = tokens * kv_bytes_per_token, launch.chunked_prefill_size
@@ -181,11 +187,13 @@ def _attach_decode_graphs(forward: Any, placement: Any, launch: Launch) -> str:
 
 def _load_model(launch: Launch, target: Target, dtype: Any, device: str, spare: bool, log: LogLine) -> Any:
     from ktransformers.checkpoint import find_experts
+    from ktransformers.checkpoint.gguf_directory import is_gguf_directory
     from ktransformers.checkpoint.packed import is_packed
     from ktransformers.checkpoint.shards import Shards
 
     directory = target.model
-    if not find_experts(Shards.of_directory(directory).names):  # a dense model is loaded by stock transformers
+    stock_reads_it = not is_gguf_directory(directory)
+    if stock_reads_it and not find_experts(Shards.of_directory(directory).names):  # a dense model
         from transformers import AutoModelForCausalLM
 
         stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
@@ -193,7 +201,7 @@ def _load_model(launch: Launch, target: Target, dtype: Any, device: str, spare: 
     from ktransformers.nn import load_model
     from ktransformers.nn.pool import set_default_pool
 
-    pool_options = launch.threads or 0, launch.groups or 0, spare
+    pool_options = (*_pool_size(launch, log), spare)
     pool = set_default_pool(*pool_options) if any(pool_options) else None
     experts = target.choose_experts(launch.experts)
     if experts is not None:
@@ -203,7 +211,24 @@ def _load_model(launch: Launch, target: Target, dtype: Any, device: str, spare: 
             f"--{launch.pages}: without effect: these experts are read into memory; `kt quant` writes some to be mapped"
         )
     gpu = None if device == "cpu" else device
-    return load_model(directory, experts=experts, dtype=dtype, device=gpu, pool=pool, pages=launch.pages)
+    return load_model(
+        directory, experts=experts, dtype=dtype, device=gpu, pool=pool, pages=launch.pages, isa=launch.isa
+    )
+
+
+def _pool_size(launch: Launch, log: LogLine) -> tuple[int, int]:
+    """Threads and groups of the experts, 0 where the pool chooses; a file may come from a larger machine."""
+    from ktransformers import _core
+
+    machine = _core.machine()
+    threads, groups = launch.threads or 0, launch.groups or 0
+    if threads > machine["cpus"]:
+        log(f"{threads} threads of experts are asked for, {machine['cpus']} CPUs are here: the pool chooses")
+        threads = 0
+    if groups > machine["nodes"]:
+        log(f"{groups} groups of threads are asked for, {machine['nodes']} NUMA nodes are here: one each")
+        groups = 0
+    return threads, groups
 
 
 def _max_positions(config: Any) -> int:
@@ -232,6 +257,7 @@ def serve(launch: Launch, log: LogLine, show: ShowPlan) -> None:
         log(f"accepted without effect: {note}")
     launch = with_environment(launch)
     target = resolve_target(launch.target)
+    launch = with_yaml_keys(launch, target.keys)
     assert launch.host is not None and launch.port is not None
     listener = bind_socket(launch.host, launch.port)
     plan = make_plan(launch, target, log, show)

@@ -18,8 +18,10 @@ from typing import Any
 
 from ktransformers import model_registry
 from ktransformers.adapters.manifest import read_manifest
+from ktransformers.checkpoint.gguf_directory import model_directory
 from ktransformers.errors import InputError
 from ktransformers.files import path_exists, read_json_object, read_yaml_mapping
+from ktransformers.serve.yaml_keys import check_keys, flat_keys
 
 SHORT_NAMES = {
     "qwen3-30b": "Qwen/Qwen3-30B-A3B-Instruct-2507",
@@ -63,8 +65,9 @@ def resolve_target(given: str) -> Target:
 
 
 def locate_model(given: str) -> Path:
-    """The directory of a model given by path, registered name or hub id; a hub id is downloaded."""
-    path = Path(model_registry.resolve(given)).expanduser()
+    """The directory of a model given by path (of a directory or a GGUF file), registered name or hub id; a hub id is
+    downloaded."""
+    path = model_directory(Path(model_registry.resolve(given)).expanduser())
     if path_exists(path) and path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError("model", f"{given}, a folder without config.json", "a model or a training output")
@@ -108,6 +111,8 @@ def _target_of_yaml(path: Path) -> Target:
         raise InputError("model", f"{path}, which does not exist", "a YAML file of a training or of inference")
     keys = read_yaml_mapping(path)
     base = keys.get("model_name_or_path")
+    if base:
+        check_keys(path, keys)
     if not base:
         raise InputError(str(path), "no model_name_or_path", "a YAML file of a training or of inference")
     backend = keys.get("infer_backend", "ktransformers")
@@ -121,8 +126,7 @@ def _target_of_yaml(path: Path) -> Target:
     if not directories and keys.get("do_train"):
         raise InputError(f"{path}: output_dir", output, "a finished training", f"run `kt train {path}` first")
     adapters = tuple((_adapter_name(Path(directory).name), directory) for directory in directories)
-    kt_config = keys.get("kt_config")
-    experts = keys.get("kt_weight_path") or (kt_config.get("kt_weight_path") if isinstance(kt_config, dict) else None)
+    experts = flat_keys(keys).get("kt_weight_path")
     return Target(locate_model(str(base)), adapters, _base_name(str(base)), keys, Path(experts) if experts else None)
 
 

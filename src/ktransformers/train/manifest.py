@@ -31,7 +31,7 @@ def base_hash(directory: Path) -> str:
     """Hash of config.json and of every shard's name, size, header and some pages, which differ between two tunings of
     one model."""
     digest = hashlib.sha256((directory / "config.json").read_bytes())
-    for shard in sorted(directory.glob("*.safetensors")):
+    for shard in sorted([*directory.glob("*.safetensors"), *directory.glob("*.gguf")]):
         size = shard.stat().st_size
         digest.update(f"{shard.name} {size}".encode())
         with shard.open("rb") as stream:

@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from ktransformers import model_registry
+from ktransformers.checkpoint.gguf_directory import given_file, model_directory
 from ktransformers.checkpoint.model_config import read_model_config
 from ktransformers.errors import InputError
 from ktransformers.nn.checkpointing import save_expert_outputs
 from ktransformers.nn.peft_lora import expert_adapters, set_lora_dropout
+from ktransformers.place.backends import isa_of_backend
 from ktransformers.place.options import read_options
-from ktransformers.train.resolve import isa_of_backend
 from ktransformers.train.settings import LoraSettings, ModelSettings, TrainSettings
 from ktransformers.train.targets import Targets
 
@@ -42,7 +43,7 @@ ATTENTION_IMPLEMENTATIONS = {
 def locate_model(settings: ModelSettings, *, download: bool) -> Path | None:
     """The model's directory; None if it is on the hub and must not be downloaded now."""
     name = settings.model_name_or_path
-    path = Path(model_registry.resolve(name))
+    path = model_directory(Path(model_registry.resolve(name)))
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError("model_name_or_path", f"{name}, a folder without config.json", "a model's folder")
@@ -134,6 +135,7 @@ def open_model(
         precision=settings.experts.precision,
         progress=progress,
     )
+    model.name_or_path = str(given_file(directory))  # PEFT writes it into adapter_config.json
     check_formats(model, settings.experts.kt_expert_weight_format)
     if settings.model.flash_attn != "auto":
         try:

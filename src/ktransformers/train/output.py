@@ -21,7 +21,7 @@ from typing import Any
 
 from ktransformers.adapters import proof_record
 from ktransformers.adapters.manifest import MANIFEST_FILE
-from ktransformers.adapters.proof_record import ReloadCheck, check_reload, write_record
+from ktransformers.adapters.proof_record import ProofPrompt, ReloadCheck, check_reload, write_record
 from ktransformers.errors import InputError
 from ktransformers.files import LockedError, exclusive_lock
 from ktransformers.train.checkpoints import ResumePoint, set_aside
@@ -215,6 +215,13 @@ def _token_ids(row: Any) -> list[int]:
     return [*row.prompt, *row.chosen] if isinstance(row, PreferenceRow) else row.ids
 
 
+def _prompt(row: Any) -> ProofPrompt | None:
+    prompt = row.messages if isinstance(row, PreferenceRow) else row.prompt
+    if prompt is None:
+        return None
+    return ProofPrompt(tuple(prompt.messages), prompt.tools, tuple(_token_ids(row)[: prompt.tokens]))
+
+
 def write_output(
     trainer: Any, settings: TrainSettings, results: dict[str, Any], manifest: dict[str, Any], split: DataSplit
 ) -> ReloadCheck:
@@ -222,8 +229,9 @@ def write_output(
     staging = output / STAGING_DIR
     trainer.finite_check.require_finite_weights(trainer.state.global_step)
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
-    rows = [_token_ids(row) for row in split.evaluation or split.train]
-    proof = proof_record.record(model, rows, held_out=bool(split.evaluation))
+    rows = [row for row in split.evaluation or split.train if len(_token_ids(row)) > 1][-proof_record.MAX_PROOF_ROWS :]
+    token_rows, prompts = [_token_ids(row) for row in rows], [_prompt(row) for row in rows]
+    proof = proof_record.record(model, token_rows, held_out=bool(split.evaluation), prompts=prompts)
     with reporting_full_disk(output):
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)

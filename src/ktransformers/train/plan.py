@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers import plan as planning
+from ktransformers.adapters.chat_templates import TEMPLATES, missing_tokens, template_text, with_defaults
 from ktransformers.errors import InputError
 from ktransformers.nn.pretrained import read_generation_config, read_tokenizer
+from ktransformers.place.backends import isa_of_backend
 from ktransformers.plan.document import candidate_document
 from ktransformers.train.arguments import (
     device_of,
@@ -25,16 +27,15 @@ from ktransformers.train.arguments import (
     uses_packing,
 )
 from ktransformers.train.checkpoints import ResumePoint, check_recipe, find_resume_point, process_count
+from ktransformers.train.data.files import row_error
 from ktransformers.train.data.prepare import DataSplit, ReadDataset, pack_rows, prepare, read_datasets
 from ktransformers.train.data.render import PreferenceRow, Renderer, TrainRow, show_labels
-from ktransformers.train.data.templates import find_template, missing_tokens, to_jinja
 from ktransformers.train.forecast import try_plan_inputs
 from ktransformers.train.grouping import Grouping, RowLengths, decide_grouping, with_tokens_per_batch
 from ktransformers.train.model import build_meta_model, locate_model, read_config
 from ktransformers.train.output import check_disk_space, check_output
 from ktransformers.train.packing import require_masked_layers
 from ktransformers.train.recipe import Recipe, make_recipe
-from ktransformers.train.resolve import isa_of_backend
 from ktransformers.train.settings import SECTIONS, TrainSettings
 from ktransformers.train.targets import Targets, count_trained_parameters, find_targets
 
@@ -107,12 +108,18 @@ def load_tokenizer(directory: Path, settings: TrainSettings) -> tuple[Any, list[
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if data.template is not None:
-        template = find_template(data.template)
-        missing = missing_tokens(template, tokenizer)
+        missing = missing_tokens(TEMPLATES[data.template], tokenizer) if data.template in TEMPLATES else []
         if missing:
             listed = ", ".join(missing)
             notes.append(f"template {data.template}: {listed} are not tokens of this model and are split into several")
-        tokenizer.chat_template = to_jinja(template)
+        tokenizer.chat_template = template_text(data.template)
+    templates = tokenizer.chat_template
+    if isinstance(templates, dict):  # several by name, one of them for tools
+        tokenizer.chat_template = {
+            name: with_defaults(text, data.default_system, data.enable_thinking) for name, text in templates.items()
+        }
+    elif templates is not None:
+        tokenizer.chat_template = with_defaults(templates, data.default_system, data.enable_thinking)
     return tokenizer, notes
 
 
@@ -179,18 +186,19 @@ def _summarise_data(split: DataSplit, measured: RowLengths, settings: TrainSetti
 
 
 def _check_template(tokenizer: Any, datasets: list[ReadDataset]) -> None:
-    if tokenizer.chat_template is not None:
-        return
+    template = tokenizer.chat_template
     for dataset in datasets:
         for row, sample in dataset.samples:
-            if sample.needs_template:
+            if template is not None and sample.tools and "tools" not in str(template):
+                problem, expected = "tools, which the chat template does not show", "a template with a form for tools"
+                raise row_error(row, problem, expected, "leave `template` out to use the tokenizer's own")
+            if template is None and sample.needs_template:
                 problem = f"nothing, the tokenizer has none, and {row.position} is a conversation"
                 raise InputError("template", problem, "a name", "docs/train.md lists them")
 
 
 def _check_kinds(datasets: list[ReadDataset], settings: TrainSettings) -> None:
     """Checks without a tokenizer that rows are pairs exactly if the stage needs pairs."""
-    from ktransformers.train.data.files import row_error
     from ktransformers.train.data.formats import PreferencePair
 
     needs_pairs = settings.data.stage == "dpo"
@@ -207,7 +215,7 @@ def make_plan(settings: TrainSettings, *, download: bool = False) -> PreparedRun
     _check_packages()
     trainer_arguments(settings)
     if settings.data.template is not None:
-        find_template(settings.data.template)
+        template_text(settings.data.template)
     check_output(Path(settings.output_dir))
     resume = find_resume_point(settings)
     notes += resume.notes
@@ -232,14 +240,7 @@ def make_plan(settings: TrainSettings, *, download: bool = False) -> PreparedRun
         notes += extra_notes
         _check_template(tokenizer, datasets + held_out)
         options = settings.data
-        renderer = Renderer(
-            tokenizer,
-            options.cutoff_len,
-            options.train_on_prompt,
-            options.mask_history,
-            options.default_system,
-            options.enable_thinking,
-        )
+        renderer = Renderer(tokenizer, options.cutoff_len, options.train_on_prompt, options.mask_history)
         split = prepare(datasets, held_out, renderer, options, seed)
         recipe = make_recipe(settings, directory, split, process_count())
         notes += check_recipe(resume, settings.output_dir, recipe)

@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from ktransformers import model_registry
 from ktransformers.errors import InputError
 from ktransformers.files import parse_yaml, read_yaml_mapping
+from ktransformers.place.backends import isa_of_backend
 from ktransformers.place.rules import summarise_for_training
 from ktransformers.train.keys import DERIVED_KEYS, NO_EFFECT_KEYS, RENAMED_KEYS, UNSUPPORTED_KEYS
 from ktransformers.train.settings import SECTION_OF_KEY, SECTIONS, TrainSettings
@@ -250,20 +251,3 @@ def _check(settings: TrainSettings) -> TrainSettings:
     if tokens_per_batch and tokens_per_batch < data.cutoff_len:
         raise InputError("kt_tokens_per_batch", tokens_per_batch, f"at least cutoff_len, {data.cutoff_len}")
     return settings
-
-
-ISAS = {"AMX": "amx", "AVX512": "avx512", "AVX512_BF16": "avx512_bf16", "AVX2": "avx2"}
-
-
-def isa_of_backend(backend: str | None) -> str | None:
-    """The CPU variant that `kt_backend` names; None lets the core choose.
-
-    AMXBF16 requests bf16 training on AMX machines; without AMX the best available variant is used.
-    """
-    name = (backend or "auto").upper()
-    if name in ("AUTO", "BF16", "LLAMAFILE", "AMXBF16", "AMXBF16_SFT"):
-        return None
-    isa = name.removesuffix("_SFT").removesuffix("BF16").rstrip("_") if not name.startswith("AVX512_BF16") else name
-    if isa in ISAS and "INT" not in name:
-        return ISAS[isa]
-    raise InputError("kt_backend", backend, "auto, AMXBF16, AVX512BF16 or AVX2BF16", "experts train in bf16")

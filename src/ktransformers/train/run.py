@@ -187,7 +187,8 @@ def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
     facts = {
         "rows": len(trainer.train_dataset),
         "steps": trainer.state.global_step,
-        "chat_template": text_hash(prepared.tokenizer.chat_template),
+        "template": settings.data.template,
+        "chat_template": text_hash(prepared.tokenizer.chat_template and str(prepared.tokenizer.chat_template)),
     }
     manifest = make_manifest(trainer.model, settings, trainer.gradient_check, directory, facts)
     if is_main:

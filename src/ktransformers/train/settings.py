@@ -64,7 +64,7 @@ class DataSettings(TrainSection):
     dataset: Names = Field((), description="names of dataset_info.json, or files; several are mixed")
     eval_dataset: Names = Field((), description="the same, for evaluation")
     dataset_dir: str | None = Field(None, description="folder with dataset_info.json; `data`, then the shipped one")
-    template: str | None = Field(None, description="name of a chat template; default the tokenizer's own")
+    template: str | None = Field(None, description="chat template: a name or a Jinja file; default the tokenizer's own")
     default_system: str | None = Field(None, description="system message for rows that have none")
     enable_thinking: bool | None = Field(None, description="passed to the chat template")
     cutoff_len: int = Field(2048, ge=8, description="maximum tokens of a row; longer rows are truncated")

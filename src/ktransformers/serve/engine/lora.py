@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ktransformers import _core
 from ktransformers.adapters import Adapter, LoraPair, read_adapter
+from ktransformers.adapters.adapter_template import AdapterTemplate
 from ktransformers.adapters.names import split_layer_name
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
@@ -56,6 +57,7 @@ class LoadedAdapter:
     experts: Mapping[nn.Module, _core.Adapter]
     matrices: int = 0  # with factors: each linear layer, and gate, up and down of each expert layer
     factors: Mapping[nn.Module, LoraFactors] = field(default_factory=dict)  # of expert layers that a GPU may compute
+    template: AdapterTemplate | None = None  # that it was trained with; None: the base's
 
     @property
     def owner(self) -> Owner:

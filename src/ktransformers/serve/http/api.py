@@ -130,6 +130,7 @@ class Api:
                 "root": entry.adapter.source,
                 "parent": registry.served,
                 "matrices": entry.adapter.matrices,
+                "chat_template": self.service.template_origin(entry.adapter),
                 **shared,
             }
             for name, entry in registry.loaded.items()

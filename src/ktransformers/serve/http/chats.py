@@ -43,7 +43,10 @@ class ChatCompletion:
         answers = await self.responses.complete()
         head = ResponseHeader("chat.completion", self._request.model)
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
-        return head(choices, usage=self.responses.usage())
+        return head(choices, usage=self.responses.usage(), **self._prompt_tokens())
+
+    def _prompt_tokens(self) -> dict[str, Any]:
+        return {"prompt_token_ids": list(self._chat.request.prompt)} if self._request.return_token_ids else {}
 
     def _choice(self, index: int, answer: Completed) -> dict[str, Any]:
         content, calls = self._split(answer.text)
@@ -59,13 +62,15 @@ class ChatCompletion:
         usage_field = {"usage": None} if self._request.usage_in_stream else {}
         splitters = [ToolCallSplitter() for _ in self.responses.answers]
 
-        def event_of(index: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> str:
+        def event_of(
+            index: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None, **fields: Any
+        ) -> str:
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-            return sse_event(head([choice], **usage_field))
+            return sse_event(head([choice], **usage_field, **fields))
 
         try:
             for choice in range(len(splitters)):
-                yield event_of(choice, {"role": "assistant", "content": ""})
+                yield event_of(choice, {"role": "assistant", "content": ""}, **self._prompt_tokens())
             async for choice, event in self.responses.events():
                 text = event.text
                 if self._chat.bare_call:

@@ -135,6 +135,7 @@ class ChatRequest(CommonRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    return_token_ids: bool = False  # vLLM's: the rendered prompt as `prompt_token_ids`
     # OpenAI's, accepted and ignored
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ktransformers.adapters.adapter_template import AdapterTemplate, read_adapter_template
 from ktransformers.errors import InputError, KTError
 from ktransformers.serve.engine.kv_cache import Owner
 from ktransformers.serve.engine.lora import LoadedAdapter, LoraModules
@@ -37,8 +38,9 @@ class Registry:
         model: str,
         on_unload: Callable[[Owner], None],
         always_on: Path | None = None,
+        read_template: Callable[[str | Path], AdapterTemplate | None] = read_adapter_template,
     ) -> None:
-        self.served, self.model = served, model
+        self.served, self.model, self._read_template = served, model, read_template
         self._modules, self._on_unload = modules, on_unload
         self._versions = itertools.count(1)
         self._loaded: dict[str, RegisteredAdapter] = {}
@@ -92,7 +94,9 @@ class Registry:
         self._on_unload(entry.adapter.owner)
 
     def _open(self, name: str, source: str | Path) -> LoadedAdapter:
-        adapter = self._modules.open(source, name, next(self._versions), self.model)
+        template = self._read_template(source)
+        opened = self._modules.open(source, name, next(self._versions), self.model)
+        adapter = replace(opened, template=template)
         if self._always_on is None:
             return adapter
         if adapter.experts:

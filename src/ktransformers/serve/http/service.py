@@ -10,7 +10,7 @@ import inspect
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ktransformers.errors import InputError, KTError
@@ -104,6 +104,19 @@ class Service:
         except UnknownModel as error:
             raise ApiError(404, str(error), param="model", code="model_not_found") from error
 
+    def template_of(self, adapter: LoadedAdapter | None) -> str | None:
+        """The chat template of requests to this adapter, or to the base."""
+        if adapter is not None and adapter.template is not None:
+            return adapter.template.text
+        return self._template or self.tokenizer.chat_template
+
+    def template_origin(self, adapter: LoadedAdapter) -> str:
+        """`adapter` if it is rendered otherwise than the base is, else `base`."""
+        if adapter.template is None or self._template == adapter.template.text:
+            return "base"
+        differs = self._template is not None or adapter.template.differs_from(self.tokenizer)
+        return "adapter" if differs else "base"
+
     def tokenize_prompts(self, prompt: str | list[str] | list[int] | list[list[int]]) -> list[TokenizedPrompt]:
         if isinstance(prompt, str):
             return [self.encode(prompt)]
@@ -151,8 +164,9 @@ class Service:
         )
 
     def chat(self, request: ChatRequest) -> PreparedChat:
-        tools, schema = self._template_tools(request)
-        prompt = self._render_prompt(request, tools)
+        adapter = self.find(request.model)
+        tools, schema = self._template_tools(request, adapter)
+        prompt = self._render_prompt(request, tools, adapter)
         max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         if max_tokens is None:
             max_tokens = max(1, self.max_sequence_tokens - len(prompt))
@@ -162,6 +176,12 @@ class Service:
         generation = self._generation_request(
             request, prompt, max_tokens, logprobs, prompt_logprobs=False, schema=schema
         )
+        if adapter is not None and adapter.template is not None and not request.ignore_eos:
+            generation = replace(
+                generation,
+                stop_tokens=generation.stop_tokens | adapter.template.stop_tokens,
+                stop_strings=generation.stop_strings + adapter.template.stop_strings,
+            )
         return PreparedChat(generation, tuple(tools), schema is not None)
 
     def _generation_request(
@@ -236,7 +256,7 @@ class Service:
             seed=request.seed,
         )
 
-    def _template_tools(self, request: ChatRequest) -> tuple[list[dict[str, Any]], Any]:
+    def _template_tools(self, request: ChatRequest, adapter: LoadedAdapter | None) -> tuple[list[dict[str, Any]], Any]:
         """(tools for the chat template, JSON schema of the response if it has to be a tool call)."""
         choice = request.tool_choice
         if not request.tools:
@@ -245,8 +265,7 @@ class Service:
             return [], None
         if choice == "none":
             return [], None
-        template = self._template or self.tokenizer.chat_template
-        if "tools" not in str(template):
+        if "tools" not in str(self.template_of(adapter)):
             raise ApiError(400, "tools: given to a model whose chat template does not support them", param="tools")
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
         if isinstance(choice, ToolChoice):
@@ -257,12 +276,13 @@ class Service:
         return tools, call_schema(tools, None) if choice == "required" else None
 
     def parses_calls(self, chat: PreparedChat) -> bool:
-        return (
-            bool(chat.tools) and not chat.bare_call and CALL_OPEN in str(self._template or self.tokenizer.chat_template)
-        )
+        return bool(chat.tools) and not chat.bare_call and CALL_OPEN in str(self.template_of(chat.request.adapter))
 
-    def _render_prompt(self, request: ChatRequest, tools: list[dict[str, Any]]) -> tuple[int, ...]:
-        if not (self._template or self.tokenizer.chat_template):
+    def _render_prompt(
+        self, request: ChatRequest, tools: list[dict[str, Any]], adapter: LoadedAdapter | None
+    ) -> tuple[int, ...]:
+        own = None if adapter is None else adapter.template
+        if not self.template_of(adapter):
             raise ApiError(400, "messages: given to a model without a chat template; use /v1/completions")
         template_kwargs = request.chat_template_kwargs or {}
         reserved = set(inspect.signature(type(self.tokenizer).apply_chat_template).parameters)
@@ -273,11 +293,11 @@ class Service:
             text = self.tokenizer.apply_chat_template(
                 [_template_message(message) for message in request.messages],
                 tools=tools or None,
-                chat_template=self._template,
+                chat_template=self._template if own is None else own.text,
                 add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
                 continue_final_message=request.continue_final_message,
                 tokenize=False,
-                **template_kwargs,
+                **{**({} if own is None else own.special_tokens), **template_kwargs},
             )
         except Exception as error:  # a template may raise anything
             message = f"messages: the model's chat template refuses them ({type(error).__name__}: {error})"

@@ -33,6 +33,7 @@ class Conversation:
 @dataclass(frozen=True)
 class PlainText:
     text: str
+    tools: ClassVar[None] = None
     needs_template: ClassVar[bool] = False
 
 

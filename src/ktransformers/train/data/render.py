@@ -9,7 +9,7 @@ or IGNORE_INDEX.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ktransformers.train.data.files import DataRow, row_error
@@ -19,9 +19,19 @@ IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
+class RowPrompt:
+    """The messages before the first answer, and how many tokens of the row they are."""
+
+    messages: list[Message]
+    tools: list[Any] | None
+    tokens: int
+
+
+@dataclass(frozen=True)
 class TrainRow:
     ids: list[int]
     labels: list[int]
+    prompt: RowPrompt | None = None  # None: the row begins with an answer, or has no chat template
 
     @property
     def labelled(self) -> int:
@@ -33,6 +43,7 @@ class PreferenceRow:
     prompt: list[int]
     chosen: list[int]
     rejected: list[int]
+    messages: RowPrompt | None = None
 
 
 @dataclass(frozen=True)
@@ -41,8 +52,6 @@ class Renderer:
     cutoff_len: int
     train_on_prompt: bool = False
     mask_history: bool = False
-    default_system: str | None = None
-    enable_thinking: bool | None = None
 
     def encode(self, sample: Sample, row: DataRow) -> TrainRow:
         """A row for stage sft, truncated to cutoff_len; it may have no label left."""
@@ -52,12 +61,14 @@ class Renderer:
             text = self._special(sample.text)
             text = text if text and text[-1] == self.tokenizer.eos_token_id else [*text, self.tokenizer.eos_token_id]
             return self._cut(text, list(text))
+        prompt_of_row = None
         if sample.raw_prompt is not None:
             prompt = self._special(sample.raw_prompt)
             answer = [*self._ids(sample.messages[0]["content"]), self.tokenizer.eos_token_id]
             pieces = [(prompt, False), (answer, True)]
         else:
             pieces = [(self._ids(text), labelled) for text, labelled in self.pieces(sample, row)]
+            prompt_of_row = _row_prompt(sample, pieces)
         last = max(index for index, (_, labelled) in enumerate(pieces) if labelled)
         ids: list[int] = []
         labels: list[int] = []
@@ -65,12 +76,13 @@ class Renderer:
             keep = self.train_on_prompt or (labelled and not (self.mask_history and index != last))
             ids += piece
             labels += piece if keep else [IGNORE_INDEX] * len(piece)
-        return self._cut(ids, labels)
+        return replace(self._cut(ids, labels), prompt=prompt_of_row)
 
     def encode_pair(self, sample: Sample, row: DataRow) -> PreferenceRow | None:
         """A row for stage dpo; None if the prompt alone fills cutoff_len."""
         if not isinstance(sample, PreferencePair):
             raise row_error(row, "a row with one answer", "chosen and rejected", "stage: sft takes single answers")
+        messages = None
         if sample.raw is not None:
             end = [self.tokenizer.eos_token_id]
             prompt = self._special(sample.raw[0])
@@ -85,14 +97,16 @@ class Renderer:
             (prompt, chosen), (other_prompt, rejected) = encoded
             if prompt != other_prompt:
                 raise row_error(row, "a template that shows the prompt differently for each answer", "the same prompt")
+            if all(message["role"] != "assistant" for message in sample.prompt):
+                messages = RowPrompt(sample.prompt, sample.tools, len(prompt))
         answer_tokens = self.cutoff_len - len(prompt)
-        return PreferenceRow(prompt, chosen[:answer_tokens], rejected[:answer_tokens]) if answer_tokens > 0 else None
+        if answer_tokens <= 0:
+            return None
+        return PreferenceRow(prompt, chosen[:answer_tokens], rejected[:answer_tokens], messages)
 
     def pieces(self, sample: Conversation, row: DataRow) -> list[tuple[str, bool]]:
         """The rendered text in pieces: (text, whether it is the assistant's)."""
         messages = sample.messages
-        if self.default_system is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.default_system}, *messages]
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         full = self._template(messages, sample, row)
         placeholders = {index: f"\ue000{index}\ue001" for index in answers}
@@ -130,10 +144,9 @@ class Renderer:
         return [piece for piece in pieces if piece[0]]
 
     def _template(self, messages: list[Message], sample: Conversation, row: DataRow, prompt: bool = False) -> str:
-        options = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, tools=sample.tools, tokenize=False, add_generation_prompt=prompt, **options
+                messages, tools=sample.tools, tokenize=False, add_generation_prompt=prompt
             )
         except Exception as error:  # jinja and templates raise arbitrary exceptions
             raise row_error(row, f"a row that the chat template refuses ({error})", "a row that it takes") from error
@@ -163,6 +176,13 @@ class Renderer:
 
     def _cut(self, ids: list[int], labels: list[int]) -> TrainRow:
         return TrainRow(ids[: self.cutoff_len], labels[: self.cutoff_len])
+
+
+def _row_prompt(sample: Conversation, pieces: list[tuple[list[int], bool]]) -> RowPrompt | None:
+    first_answer = next(index for index, message in enumerate(sample.messages) if message["role"] == "assistant")
+    first_piece = next(index for index, (_, labelled) in enumerate(pieces) if labelled)
+    tokens = sum(len(ids) for ids, _ in pieces[:first_piece])
+    return RowPrompt(sample.messages[:first_answer], sample.tools, tokens) if first_answer else None
 
 
 def show_labels(tokens: TrainRow, tokenizer: Any) -> str:

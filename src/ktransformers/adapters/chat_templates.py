@@ -1,18 +1,25 @@
 """Chat templates by name, as data: the text before and after each kind of message.
 
-The text matches LLaMA-Factory's templates of the same name, so an adapter works with both. A template is converted to
-jinja for the tokenizer, which is saved with the adapter. Tool calls are not covered: the tokenizer's own template
-defines them for the model, and a run without `template` uses that.
+The text matches LLaMA-Factory's templates of the same name, so an adapter works with both; a name that is not here is
+looked up in an installed LLaMA-Factory. A template is converted to jinja for the tokenizer, which is saved with the
+adapter. Tool calls are not covered: the tokenizer's own template defines them for the model, and a run without
+`template` uses that.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib
+import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ktransformers.errors import InputError
 
+JINJA_SUFFIXES = (".jinja", ".jinja2", ".j2")
+MAX_TEMPLATE_BYTES = 2**20
+_BOS_SLOT, _EOS_SLOT = "\ue002", "\ue003"  # private-use characters that no template contains
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 
 
@@ -102,23 +109,109 @@ TEMPLATES: dict[str, ChatTemplate] = {
 
 
 def find_template(name: str) -> ChatTemplate:
-    if name not in TEMPLATES:
-        matches = difflib.get_close_matches(name, TEMPLATES, n=1)
+    """The template of that name: ours, else that of an installed LLaMA-Factory."""
+    template = TEMPLATES.get(name) or _llamafactory_template(name)
+    if template is not None:
+        return template
+    matches = difflib.get_close_matches(name, TEMPLATES, n=1)
+    perhaps = f"`{matches[0]}`, perhaps; " if matches else ""
+    raise InputError(
+        "template",
+        name,
+        f"{perhaps}one of {', '.join(TEMPLATES)}, or a file with a Jinja template",
+        "leave it out to use the tokenizer's own; other names are looked up in LLaMA-Factory where it is installed",
+    )
+
+
+def template_text(name: str) -> str:
+    """The Jinja template that `template:` names: the content of a file, or a named template."""
+    if name.endswith(JINJA_SUFFIXES) or "/" in name:
+        return read_template_file(Path(name).expanduser())
+    return to_jinja(find_template(name))
+
+
+def read_template_file(file: Path) -> str:
+    try:
+        if file.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise InputError(str(file), f"{file.stat().st_size} bytes", f"at most {MAX_TEMPLATE_BYTES}")
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(str(file), f"a file that cannot be read ({error.strerror})", "a Jinja template") from error
+    except UnicodeDecodeError as error:
+        raise InputError(str(file), f"no UTF-8 ({error.reason})", "a Jinja template") from error
+
+
+def with_defaults(text: str, default_system: str | None, enable_thinking: bool | None) -> str:
+    """The template with the recipe's system message and thinking switch as defaults that a request may override, so
+    that every server which renders it gives the tokens of training."""
+    if enable_thinking is not None:
+        switch = "true" if enable_thinking else "false"
+        text = f"{{%- if enable_thinking is not defined %}}{{% set enable_thinking = {switch} %}}{{% endif %}}\n{text}"
+    if default_system is not None:
+        message = f"{{'role': 'system', 'content': {_literal(default_system)}}}"
+        first = "{%- if messages[0]['role'] != 'system' %}"
+        text = f"{first}{{% set messages = [{message}] + messages %}}{{% endif %}}\n{text}"
+    return text
+
+
+def _llamafactory_template(name: str) -> ChatTemplate | None:
+    """LLaMA-Factory's template of that name as ours; its user turn ends with the beginning of the assistant's."""
+    spec = importlib.util.find_spec("llamafactory")
+    if spec is None or spec.origin is None:  # without origin it is a folder of that name, not the package
+        return None
+    try:
+        templates: Any = importlib.import_module("llamafactory.data.template").TEMPLATES
+    except ImportError as error:
+        problem = f"{name}, which is not ours, and a LLaMA-Factory that cannot be imported ({error})"
+        raise InputError("template", problem, f"one of {', '.join(TEMPLATES)}, or a Jinja file") from error
+    template = templates.get(name)
+    if template is None:
+        return None
+    kind, thinks = type(template).__name__, type(template).__name__ == "ReasoningTemplate"
+    other_thought = thinks and "".join(template.thought_words) != EMPTY_THOUGHT
+    if kind not in ("Template", "ReasoningTemplate") or other_thought:
         raise InputError(
             "template",
-            name,
-            f"`{matches[0]}`, perhaps" if matches else "one of " + ", ".join(TEMPLATES),
-            "leave it out to use the tokenizer's own",
+            f"{name}, which LLaMA-Factory renders by code of its own ({kind})",
+            "a template of turns",
+            "write it as a Jinja file and name that file",
         )
-    return TEMPLATES[name]
+    prefix, _ = _slot_texts(template.format_prefix.slots)
+    assistant = _slot_texts(template.format_assistant.slots)
+    end = assistant[1].replace(_EOS_SLOT, "", 1)
+    return ChatTemplate(
+        user=_slot_texts(template.format_user.slots),
+        assistant=(assistant[0], end),
+        system=_slot_texts(template.format_system.slots),
+        prefix=prefix.replace(_BOS_SLOT, ""),
+        default_system=template.default_system,
+        bos=_BOS_SLOT in prefix,
+        eos=_EOS_SLOT in assistant[1],
+        thinks=thinks,
+        tokens=tuple(template.stop_words),
+    )
+
+
+def _slot_texts(slots: Any) -> tuple[str, str]:
+    """The text before and after the content; LLaMA-Factory writes special tokens as a set, other tokens as a dict."""
+    text = ""
+    for slot in slots:
+        if isinstance(slot, set):
+            text += _BOS_SLOT if "bos_token" in slot else _EOS_SLOT
+        else:
+            text += slot if isinstance(slot, str) else slot["token"]
+    before, _, after = text.partition("{{content}}")
+    return before, after
+
+
+def _literal(text: str) -> str:
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
 
 
 def to_jinja(template: ChatTemplate) -> str:
     """The template in jinja: system, then user and assistant in any order, then the generation prompt."""
 
-    def text(literal: str) -> str:
-        return "'" + literal.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
-
+    text = _literal
     bos = "(bos_token or '')" if template.bos else "''"
     end = f"eos_token + {text(template.assistant[1])}" if template.eos else text(template.assistant[1])
     system = f"{text(template.system[0])} + system + {text(template.system[1])}"
