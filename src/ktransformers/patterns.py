@@ -161,7 +161,7 @@ class FilePatterns:
         assert self._child is not None and self._child.stdout is not None
         poll = select.poll()  # unlike select, for any number of open files
         poll.register(self._child.stdout, select.POLLIN)
-        answer = self._child.stdout.readline() if poll.poll(1000 * max(0.0, seconds)) else ""
+        answer = self._child.stdout.readline() if seconds > 0 and poll.poll(1000 * seconds) else ""
         if not answer:
             self._stop()
             shown = short(self._patterns[0] if len(self._patterns) == 1 else list(self._patterns))
