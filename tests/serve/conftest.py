@@ -58,6 +58,6 @@ def served(harness: EngineHarness, adapters: dict[str, Path]) -> Iterator[Runnin
     pytest.importorskip("uvicorn")
     from ktransformers.serve.http.api import create_app
 
-    service = make_service(harness, adapters)
+    service = make_service(harness, adapters, workers=2)
     with run_app(create_app(service)) as url:
         yield RunningServer(url, service)

@@ -153,7 +153,7 @@ def run_app(app: Any) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while not server.started and time.monotonic() < end:
         time.sleep(0.01)
     assert server.started
@@ -162,15 +162,19 @@ def run_app(app: Any) -> Iterator[str]:
     thread.join()
 
 
-def make_service(harness: EngineHarness, adapters: dict[str, Path], timeout: float | None = 120, **limits: int) -> Any:
+def make_service(
+    harness: EngineHarness, adapters: dict[str, Path], timeout: float | None = 120, workers: int = 1, **limits: int
+) -> Any:
+    """`workers`: processes that prepare requests; each takes seconds to start on a small machine."""
     from ktransformers.serve.http.registry import Registry
-    from ktransformers.serve.http.service import Service
+    from ktransformers.serve.http.service import PrepareOptions, Service
 
     engine = harness.engine(**limits)
     registry = Registry("tiny", harness.lora_modules, str(harness.directory), engine.drop_adapter)
     for name in ("one", "attention"):
         registry.load(name, adapters[name])
-    return Service(engine, registry, harness.tokenizer, timeout=timeout)
+    options = PrepareOptions(workers=workers)
+    return Service(engine, registry, harness.tokenizer, timeout=timeout, prepare=options)
 
 
 def random_prompt(seed: int, length: int) -> list[int]:

@@ -58,7 +58,8 @@ def test_named_target_without_a_gradient_is_an_error() -> None:
 
 
 def test_modules_that_peft_refuses_are_left_out() -> None:
-    model = build("nemotron_h", layers_block_type=["mamba", "moe", "attention"], num_hidden_layers=3)
+    mamba = {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8}
+    model = build("nemotron_h", layers_block_type=["mamba", "moe", "attention"], num_hidden_layers=3, **mamba)
     targets, notes = trainable_targets(model, LoraSettings())
     assert {"q_proj", "in_proj"} <= last_names(targets.modules) and "out_proj" not in last_names(targets.modules)
     assert notes == ["left out of lora_target: out_proj (1): PEFT refuses them for this architecture"]

@@ -165,7 +165,7 @@ def test_missing_packages_are_named(tiny: Path, tmp_path: Path, monkeypatch: pyt
 
 
 def test_packing_with_linear_attention_is_refused(model_of: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="packing: given True, expected false with linear attention"):
+    with pytest.raises(InputError, match="given true for qwen3_5_moe_text, which has layers of type linear_attention"):
         make_plan(read_settings(recipe(model_of("qwen3_5_moe_text"), tmp_path / "out", packing=True)))
 
 

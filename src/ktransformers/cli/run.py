@@ -101,10 +101,10 @@ def _answer(
     if service.template_of(service.find(name)):
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
-        generation = service.chat(ChatRequest.model_validate({**common, "messages": messages})).request
+        generation = service.chat(ChatRequest.model_validate({**common, "messages": messages}))
     else:
         request = CompletionRequest.model_validate({**common, "prompt": f"{system or ''}{prompt}"})
-        generation = service.completion(request, service.tokenize_prompts(request.prompt)[0])
+        generation = service.completion(request)
     finished = threading.Event()
     events: list[Event] = []
 

@@ -25,6 +25,7 @@ class Flag:
     kind: type = str
     default: Any = None
     many: bool = False
+    metavar: str = ""  # of what --help shows; default: the field's name
 
 
 # The fields of `place.options.PlacementOptions` by the same names; that module needs torch, so it is not imported.
@@ -86,11 +87,25 @@ PLACEMENT_FLAGS = (
 
 SUPPORTED_FLAGS = (
     Flag(("--model", "--model-path"), "model_flag", "the same as MODEL"),
-    Flag(("--lora-paths",), "lora_paths", "adapters to load: NAME=DIR, or DIR alone", many=True),
+    Flag(("--lora-paths",), "lora_paths", "adapters to load: NAME=DIR, or DIR alone", metavar="NAME=DIR", many=True),
     Flag(("--served-model-name",), "served_model_name", "what requests call the base; default: the directory's name"),
     Flag(("--host",), "host", "address to listen on; default: 127.0.0.1, this machine alone"),
     Flag(("--port",), "port", "port to listen on; default: 30000", int),
     Flag(("--api-key",), "api_key", "requests must send this key"),
+    Flag(
+        ("--allowed-hosts",),
+        "allowed_hosts",
+        "names that requests may be sent to besides the address of --host; *: any",
+        metavar="NAME",
+        many=True,
+    ),
+    Flag(
+        ("--cors-origins",),
+        "cors_origins",
+        "origins of web pages that may send requests, such as https://example.org; *: any; default: none",
+        metavar="ORIGIN",
+        many=True,
+    ),
     Flag(("--watch",), "watch", "a training output directory: serve its checkpoints as they are saved"),
     Flag(("--max-running-requests",), "max_running_requests", "sequences in a batch", int, 16),
     Flag(("--max-queued-requests",), "max_queued_requests", "sequences in the queue; more are answered 429", int, 128),
@@ -111,6 +126,14 @@ SUPPORTED_FLAGS = (
         float,
         0.5,
     ),
+    Flag(("--max-body-bytes",), "max_body_bytes", "bytes of one request", int, 16 * 2**20),
+    Flag(("--max-prompts",), "max_prompts", "prompts of one /v1/completions", int, 128),
+    Flag(("--max-messages",), "max_messages", "messages of one chat", int, 4096),
+    Flag(("--max-tools",), "max_tools", "tools of one chat", int, 128),
+    Flag(("--max-schema-properties",), "max_schema_properties", "properties of one JSON schema", int, 1000),
+    Flag(("--max-schema-depth",), "max_schema_depth", "levels of objects and lists of one JSON schema", int, 64),
+    Flag(("--prepare-workers",), "prepare_workers", "processes that parse and tokenise requests", int, 2),
+    Flag(("--prepare-timeout",), "prepare_timeout", "seconds that this may take for one request", float, 10.0),
     Flag(("--request-timeout",), "request_timeout", "seconds until a request is aborted; 0: never", float, 0.0),
     Flag(("--dtype",), "dtype", "auto, bfloat16, float16 or float32: everything but the experts", str, "auto"),
     Flag(("--device",), "device", "cpu or cuda: everything but the experts; default: cuda where there is one"),
@@ -207,6 +230,8 @@ class Launch:
     host: str | None = None
     port: int | None = None
     api_key: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
     watch: Path | None = None
     max_running_requests: int = 16
     max_queued_requests: int = 128
@@ -214,6 +239,14 @@ class Launch:
     max_total_tokens: int | None = None
     context_length: int | None = None
     memory: float = 0.5
+    max_body_bytes: int = 16 * 2**20
+    max_prompts: int = 128
+    max_messages: int = 4096
+    max_tools: int = 128
+    max_schema_properties: int = 1000
+    max_schema_depth: int = 64
+    prepare_workers: int = 2
+    prepare_timeout: float = 10.0
     request_timeout: float = 0.0
     dtype: str = "auto"
     device: str | None = None
@@ -245,14 +278,14 @@ def make_parser() -> argparse.ArgumentParser:
         if flag.kind is bool:
             parser.add_argument(*flag.names, dest=flag.field, action="store_true", help=flag.help)
             continue
-        metavar = flag.field.removesuffix("_flag").upper()
+        metavar = flag.metavar or flag.field.removesuffix("_flag").upper()
         parser.add_argument(
             *flag.names,
             dest=flag.field,
             type=flag.kind,
             default=flag.default,
             help=flag.help + (f"; default: {flag.default}" if flag.default is not None else ""),
-            metavar="NAME=DIR" if flag.many else metavar,
+            metavar=metavar,
             **({"nargs": "+", "action": "extend"} if flag.many else {}),  # type: ignore[arg-type]
         )
     for name in IGNORED_SWITCHES:
@@ -284,6 +317,8 @@ def parse(words: Sequence[str]) -> Launch:
         raise InputError("lora-paths", ", ".join(names), "every name once")
     for name in ("watch", "chat_template", "always_on", "experts"):
         options[name] = None if options[name] is None else Path(options[name])
+    for name in ("allowed_hosts", "cors_origins"):
+        options[name] = tuple(options[name] or ())
     placement = {flag.field: options.pop(flag.field) for flag in PLACEMENT_FLAGS}
     options["place"] = {name: value for name, value in placement.items() if value is not None and value is not False}
     prefault, lock = options.pop("prefault"), options.pop("lock")
@@ -310,9 +345,19 @@ def _check_ranges(options: dict[str, Any]) -> None:
         ("port", 0),
         ("gpus", 1),
         ("cuda_graph_max_bs", 1),
+        ("max_body_bytes", 1024),
+        ("max_prompts", 1),
+        ("max_messages", 1),
+        ("max_tools", 1),
+        ("max_schema_properties", 1),
+        ("max_schema_depth", 4),
+        ("prepare_workers", 1),
+        ("prepare_timeout", 0.1),
     ):
         if options[name] is not None and options[name] < minimum:
             raise InputError(name, options[name], f"{minimum} or more")
+    if options["api_key"] is not None and not options["api_key"].strip():
+        raise InputError("api-key", "an empty key", "a key", "without --api-key requests need none")
     if options["chunked_prefill_size"] == -1:
         options["chunked_prefill_size"] = 2**31
     if options["chunked_prefill_size"] < 1:

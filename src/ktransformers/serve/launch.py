@@ -106,9 +106,11 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
     from ktransformers.serve.engine.engine import Limits, ServeEngine
     from ktransformers.serve.engine.forward import make_forward
     from ktransformers.serve.engine.lora import LoraModules
+    from ktransformers.serve.http.limits import RequestLimits
     from ktransformers.serve.http.registry import Registry
-    from ktransformers.serve.http.service import Service
+    from ktransformers.serve.http.service import PrepareOptions, Service
     from ktransformers.serve.http.templates import ServedTemplates
+    from ktransformers.serve.memory_advice import memory_advice
     from ktransformers.serve.placement import (
         attach_experts,
         cache_tokens,
@@ -149,6 +151,7 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
     )
     log(f"KV cache of {tokens} tokens, {tokens * kv_bytes_per_token / 2**30:.2f} GiB when full")
     engine = ServeEngine(forward, limits)
+    engine.memory_advice = memory_advice(launch, plan, tokens, tokens * kv_bytes_per_token)
     served = launch.served_model_name or target.name
     registry = Registry(
         served, LoraModules(model), str(target.model), engine.drop_adapter, launch.always_on, templates.read
@@ -165,6 +168,15 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
         timeout=launch.request_timeout or None,
         template=templates.base,
         kv_bytes_per_token=kv_bytes_per_token,
+        request_limits=RequestLimits(
+            launch.max_body_bytes,
+            launch.max_prompts,
+            launch.max_messages,
+            launch.max_tools,
+            launch.max_schema_properties,
+            launch.max_schema_depth,
+        ),
+        prepare=PrepareOptions(launch.prepare_workers, launch.prepare_timeout),
     )
     cache_bytes, prefill = tokens * kv_bytes_per_token, launch.chunked_prefill_size
     service.approximations = fill_gpus(placement, cache_bytes, prefill, plan, graphs, log)
@@ -264,7 +276,9 @@ def serve(launch: Launch, log: LogLine, show: ShowPlan) -> None:
     import uvicorn  # type: ignore[import-not-found,unused-ignore]
 
     from ktransformers.serve import forecast
+    from ktransformers.serve.http.access import rules_for
     from ktransformers.serve.http.api import create_app
+    from ktransformers.serve.http.listener import make_config
     from ktransformers.serve.http.training import CheckpointWatch, TrainingLog
 
     service = open_service(launch, target, log, plan)
@@ -277,15 +291,19 @@ def serve(launch: Launch, log: LogLine, show: ShowPlan) -> None:
         if (line := service.placement.save_counts()) is not None:
             log(line)
 
-    app = create_app(service, api_key=launch.api_key, training=training, ended=ended)
-    config = uvicorn.Config(app, log_level=launch.log_level, timeout_graceful_shutdown=SHUTDOWN_SECONDS)
+    def ready() -> None:
+        if plan is not None:
+            log(str(forecast.compare_at_start(plan, service)))
+        log(f"{service.registry.served} is served at http://{launch.host}:{listener.getsockname()[1]}/v1")
+
+    rules = rules_for(
+        launch.host, api_key=launch.api_key, allowed_hosts=launch.allowed_hosts, origins=launch.cors_origins
+    )
+    app = create_app(service, rules=rules, training=training, ready=ready, ended=ended)
+    config = make_config(app, log_level=launch.log_level, timeout_graceful_shutdown=SHUTDOWN_SECONDS)
     server = uvicorn.Server(config)
     if watch is not None:
         watch.start()
-    port = listener.getsockname()[1]
-    if plan is not None:
-        log(str(forecast.compare_at_start(plan, service)))
-    log(f"{service.registry.served} is served at http://{launch.host}:{port}/v1")
     try:
         with system.frozen_gc():
             server.run(sockets=[listener])

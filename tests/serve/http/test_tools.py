@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ktransformers.serve.http.tools import ToolCall, ToolCallSplitter, parse_calls
+from ktransformers.serve.http.tools import ToolCall, ToolCallSplitter, parameter_types, parse_calls
 from tests.support.serving import RunningServer
 
 TOOL = {
@@ -29,24 +29,25 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+TYPES = parameter_types([TOOL])
 ACTIVE = [{"role": "user", "content": "How is the weather?"}]
 
 
 def test_json_and_tagged_calls_are_parsed() -> None:
     text = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"town": "Bonn"}}\n</tool_call>'
-    assert parse_calls(text, [TOOL]) == ("Let me see.", [ToolCall("weather", '{"town": "Bonn"}')])
+    assert parse_calls(text, TYPES) == ("Let me see.", [ToolCall("weather", '{"town": "Bonn"}')])
     tagged = (
         "<tool_call>\n<function=weather>\n<parameter=town>\n12\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
         "</function>\n</tool_call>"
     )
-    before, calls = parse_calls(tagged, [TOOL])
+    before, calls = parse_calls(tagged, TYPES)
     assert before == "" and json.loads(calls[0].arguments) == {"town": "12", "days": 3}
-    assert len(parse_calls(text + text, [TOOL])[1]) == 2
+    assert len(parse_calls(text + text, TYPES)[1]) == 2
 
 
 @pytest.mark.parametrize("text", ["no call", "<tool_call>\nnot JSON\n</tool_call>", '<tool_call>{"a": 1}</tool_call>'])
 def test_text_without_a_call_stays_text(text: str) -> None:
-    assert parse_calls(text, [TOOL]) == (text, [])
+    assert parse_calls(text, TYPES) == (text, [])
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
@@ -60,11 +61,11 @@ def test_text_before_a_call_is_emitted_and_the_call_is_held(size: int) -> None:
 
 
 def test_json_without_llguidance_is_refused(served: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ktransformers.serve.http import grammar
+    from ktransformers.serve.http import grammar_source
+    from ktransformers.serve.http.error import ApiError
     from ktransformers.serve.http.protocol import ChatRequest
-    from ktransformers.serve.http.service import ApiError
 
-    monkeypatch.setattr(grammar, "PACKAGE", "no_such_package")
+    monkeypatch.setattr(grammar_source, "PACKAGE", "no_such_package")
     requested = {"model": "tiny", "messages": ACTIVE, "response_format": {"type": "json_object"}}
     with pytest.raises(ApiError, match="pip install"):
         served.service.chat(ChatRequest.model_validate(requested))
@@ -133,14 +134,18 @@ def test_chat_template_receives_tools(served: RunningServer) -> None:
     from ktransformers.serve.http.protocol import ChatRequest
 
     requested = {"model": "tiny", "messages": ACTIVE, "max_tokens": 4}
-    service = served.service
-    plain = service.chat(ChatRequest.model_validate(requested))
-    offered = service.chat(ChatRequest.model_validate({**requested, "tools": [TOOL]}))
-    refused = service.chat(ChatRequest.model_validate({**requested, "tools": [TOOL], "tool_choice": "none"}))
-    text = service.tokenizer.decode(offered.request.prompt)
+    service, preparer = served.service, served.service.preparer
+
+    def prepare(request: dict[str, Any]) -> Any:
+        return preparer.chat(ChatRequest.model_validate(request), {})
+
+    plain = prepare(requested)
+    offered = prepare({**requested, "tools": [TOOL]})
+    refused = prepare({**requested, "tools": [TOOL], "tool_choice": "none"})
+    text = service.tokenizer.decode(offered.prompts[0].tokens)
     assert "weather" in text and "<tool_call>" in text
-    assert plain.request.prompt == refused.request.prompt
-    assert service.parses_calls(offered) and not service.parses_calls(refused)
+    assert plain.prompts == refused.prompts
+    assert offered.parses_calls and not refused.parses_calls
     history = [
         *ACTIVE,
         {
@@ -152,6 +157,6 @@ def test_chat_template_receives_tools(served: RunningServer) -> None:
         },
         {"role": "tool", "tool_call_id": "a", "content": "rain"},
     ]
-    again = service.chat(ChatRequest.model_validate({**requested, "messages": history, "tools": [TOOL]}))
-    text = service.tokenizer.decode(again.request.prompt)
+    again = prepare({**requested, "messages": history, "tools": [TOOL]})
+    text = service.tokenizer.decode(again.prompts[0].tokens)
     assert '{"town": "Bonn"}' in text and "rain" in text

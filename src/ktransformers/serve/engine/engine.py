@@ -5,14 +5,18 @@ Every step computes one chunk of each running sequence in one forward pass: the 
 for prompts that are not computed yet up to `chunked_prefill_size` tokens in order of arrival. A sequence is admitted
 when the KV cache has capacity for its prompt. When a decoding sequence cannot grow, the youngest one is preempted: it
 gives up its slot, returns to the head of the queue and is recomputed later, so its stream pauses. The queue is bounded:
-requests that arrive while it is full are refused at once. `submit`, `cancel` and `stop` may be called from any thread;
-events reach callers through each sequence's `deliver`, called in the engine's thread.
+requests that arrive while it is full are refused at once. When memory runs out in a step, the sequence with the most
+tokens in it ends, everything that is only cached is evicted, and the others go on.
+
+`submit`, `cancel` and `stop` may be called from any thread; events reach callers through each sequence's `deliver`,
+called in the engine's thread.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -24,6 +28,7 @@ from ktransformers.log import logger
 from ktransformers.serve.engine.forward import Chunk, Forward, ForwardResult, SequentialForward
 from ktransformers.serve.engine.head import LogitsReader
 from ktransformers.serve.engine.kv_cache import KVCache, Owner
+from ktransformers.serve.engine.out_of_memory import describe, is_out_of_memory, release_unused
 from ktransformers.serve.engine.sampling import Score, sample_token, score_tokens
 from ktransformers.serve.engine.sequence import Event, Sequence
 
@@ -67,6 +72,7 @@ class ServeEngine:
     def __init__(self, forward: Forward | SequentialForward, limits: Limits) -> None:
         self.forward, self.limits, self.counts = forward, limits, Counts()
         self.kv_cache = KVCache(limits.max_total_tokens, forward.append_only)
+        self.memory_advice = ""  # what to change when memory runs out
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._submitted: deque[Sequence] = deque()
@@ -147,7 +153,7 @@ class ServeEngine:
                     with self._wakeup:
                         self._wakeup.wait(DEADLINE_POLL_SECONDS)
             except Exception as error:  # one failed batch must not end the server
-                LOG.exception("a step failed")
+                LOG.exception("a step failed; it ends %s", ", ".join(sorted(self._request_ids())) or "no request")
                 self._fail_all(f"{type(error).__name__}: {error}")
         self._fail_all("the server was stopped")
 
@@ -159,16 +165,54 @@ class ServeEngine:
         batch = self._build_batch()
         if not batch:
             return False
-        results = self.forward.run([chunk for _, chunk in batch])
+        results = self._run(batch)
+        if results is None:
+            return True
         for (sequence, chunk), result in zip(batch, results, strict=True):
             try:
                 self._process_result(sequence, chunk, result)
             except Exception as error:  # of this sequence only: its grammar, its tokens
-                LOG.exception("a sequence failed")
+                LOG.exception("a sequence of request %s failed", sequence.request.request_id)
                 self._close(sequence, "error", error=f"{type(error).__name__}: {error}")
         self.counts.steps += 1
         self.counts.busy_seconds += time.monotonic() - started
         return True
+
+    def _run(self, batch: list[tuple[Sequence, Chunk]]) -> list[ForwardResult | None] | None:
+        """The forward pass; None: memory ran out, and one sequence was ended for it."""
+        try:
+            return self.forward.run([chunk for _, chunk in batch])
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            largest, chunk = max(reversed(batch), key=lambda entry: len(entry[1].tokens))
+            self._end_for_memory(largest, len(chunk.tokens), error)
+        if self.forward.append_only:  # a recurrent state may have advanced by tokens that the slot does not know of
+            for sequence, chunk in batch:
+                self.kv_cache.discard(chunk.slot)
+                if sequence.slot is chunk.slot:
+                    self._requeue(sequence)
+        return None
+
+    def _end_for_memory(self, sequence: Sequence, tokens: int, error: Exception) -> None:
+        line = describe(error, tokens, self.memory_advice)
+        LOG.error("request %s ended: %s", sequence.request.request_id, line)
+        if sequence.slot is not None:
+            self.kv_cache.discard(sequence.slot)
+            sequence.slot = None
+        self._close(sequence, "out_of_memory", error=line)
+        self.kv_cache.evict_idle()
+        traceback.clear_frames(error.__traceback__)  # which hold tensors of the failed step
+        release_unused()
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """Back to the head of the queue, without its slot; it is computed again."""
+        self.running.remove(sequence)
+        sequence.slot = None
+        self.waiting.appendleft(sequence)
+
+    def _request_ids(self) -> set[str]:
+        return {sequence.request.request_id for sequence in [*self.running, *self.waiting]} - {""}
 
     def _receive(self) -> None:
         """Queue what was submitted, end cancelled and timed-out sequences, drop what unloaded adapters left."""
@@ -201,7 +245,13 @@ class ServeEngine:
                 deferred.append(sequence)
                 continue
             top_logprobs = (sequence.request.logprobs or 0) if sequence.request.prompt_logprobs else None
-            slot = self.kv_cache.allocate(sequence.owner, sequence.tokens, top_logprobs)
+            try:
+                slot = self.kv_cache.allocate(sequence.owner, sequence.tokens, top_logprobs)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._end_for_memory(sequence, len(sequence.tokens), error)
+                continue
             if slot is None:
                 deferred.append(sequence)
                 break
@@ -220,7 +270,7 @@ class ServeEngine:
                 continue
             uncomputed = len(sequence.tokens) - sequence.computed
             token_count = uncomputed if uncomputed == 1 else min(uncomputed, prompt_budget)
-            if not token_count or not self._reserve(sequence):
+            if not token_count or not self._try_reserve(sequence):
                 continue
             prompt_budget -= token_count if uncomputed > 1 else 0
             position, end = sequence.computed, sequence.computed + token_count
@@ -231,15 +281,23 @@ class ServeEngine:
             batch.append((sequence, chunk))
         return [(sequence, chunk) for sequence, chunk in batch if sequence.slot is chunk.slot]
 
+    def _try_reserve(self, sequence: Sequence) -> bool:
+        """`_reserve`; False also if memory ran out, which ends the sequence."""
+        try:
+            return self._reserve(sequence)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._end_for_memory(sequence, len(sequence.tokens), error)
+            return False
+
     def _reserve(self, sequence: Sequence) -> bool:
         """Grow the slot to the sequence's tokens, preempting the youngest sequences; False: it was preempted itself."""
         while sequence.slot is not None and not self.kv_cache.grow(sequence.slot, len(sequence.tokens)):
             youngest = self.running[-1]
-            self.running.remove(youngest)
             assert youngest.slot is not None
             self.kv_cache.release(youngest.slot)
-            youngest.slot = None
-            self.waiting.appendleft(youngest)
+            self._requeue(youngest)
             self.counts.preempted += 1
         return sequence.slot is not None
 

@@ -126,8 +126,12 @@ class KVCache:
             return None
         if prefix is not None:
             source = prefix.slot
-            for layer, keys in source.keys.items():
-                slot.write(layer, 0, keys[:, :shared], source.values[layer][:, :shared])
+            try:
+                for layer, keys in source.keys.items():
+                    slot.write(layer, 0, keys[:, :shared], source.values[layer][:, :shared])
+            except Exception:  # no memory
+                self.discard(slot)
+                raise
             slot.tokens, slot.scores = list(tokens[:shared]), source.scores[:scored]
             slot.top_logprobs = source.top_logprobs
             self.reused_tokens += shared
@@ -142,10 +146,14 @@ class KVCache:
             capacity = -(-tokens // CAPACITY_BLOCK) * CAPACITY_BLOCK
             if not self._evict_idle(capacity - slot.capacity):
                 return False
-        for buffers in (slot.keys, slot.values):
-            for layer, old in buffers.items():
-                buffers[layer] = old.new_empty(old.shape[0], capacity, old.shape[2])
-                buffers[layer][:, : slot.length] = old[:, : slot.length]
+        try:
+            for buffers in (slot.keys, slot.values):
+                for layer, old in buffers.items():
+                    buffers[layer] = old.new_empty(old.shape[0], capacity, old.shape[2])
+                    buffers[layer][:, : slot.length] = old[:, : slot.length]
+        except Exception:  # no memory: some layers have grown and others have not
+            self.discard(slot)
+            raise
         slot.capacity = capacity
         self.peak_tokens = max(self.peak_tokens, self.allocated_tokens)
         return True
@@ -156,6 +164,15 @@ class KVCache:
         slot.busy, slot.last_use = False, self._clock
         if not slot.length:
             self.slots.remove(slot)
+
+    def discard(self, slot: KVSlot) -> None:
+        """Remove a slot whose contents are undefined."""
+        if slot in self.slots:
+            self.slots.remove(slot)
+
+    def evict_idle(self) -> None:
+        """Evict all slots without a sequence."""
+        self.slots = [slot for slot in self.slots if slot.busy]
 
     def evict_owner(self, owner: Owner) -> None:
         """Evict the idle slots of an adapter that was unloaded."""

@@ -30,7 +30,8 @@ class Grammar(Protocol):
 
 @dataclass(frozen=True)
 class Event:
-    """Progress of a sequence; the last event has `finish`: stop, length, timeout, cancelled or error."""
+    """Progress of a sequence; the last event has `finish`: stop, length, timeout, cancelled,
+    out_of_memory or error."""
 
     text: str = ""
     scores: tuple[Score, ...] = ()
@@ -56,6 +57,7 @@ class GenerationRequest:
     prompt_logprobs: bool = False
     grammar: Callable[[], Grammar] | None = None
     deadline: float | None = None  # time.monotonic()
+    request_id: str = ""  # of the HTTP request, for the log
 
 
 @dataclass(eq=False)

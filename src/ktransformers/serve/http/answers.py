@@ -19,7 +19,8 @@ from ktransformers.serve.engine.engine import QueueFull, ServeEngine, Stopped
 from ktransformers.serve.engine.sampling import Score
 from ktransformers.serve.engine.sequence import Event, GenerationRequest
 from ktransformers.serve.engine.sequence import Sequence as EngineSequence
-from ktransformers.serve.http.service import ApiError, TokenizedPrompt
+from ktransformers.serve.http.error import ApiError
+from ktransformers.serve.http.prepare import TokenizedPrompt
 
 
 @dataclass
@@ -42,10 +43,17 @@ class Completed:
 
 
 class ResponseStream:
-    """Submits the sequences of one request and receives their events."""
+    """Submits the sequences of one request and receives their events on `loop`. It may be made in any thread: a request
+    of many long prompts takes a while to copy."""
 
-    def __init__(self, engine: ServeEngine, tokenizer: Any, requests: Sequence[GenerationRequest], n: int) -> None:
-        loop = asyncio.get_running_loop()
+    def __init__(
+        self,
+        engine: ServeEngine,
+        tokenizer: Any,
+        requests: Sequence[GenerationRequest],
+        n: int,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
         self._engine = engine
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self.answers = [Completed() for _ in range(len(requests) * n)]
@@ -66,6 +74,12 @@ class ResponseStream:
         except Stopped as error:
             raise ApiError(503, str(error), code="shutting_down") from error
 
+    def cancel(self) -> None:
+        """End what has not ended. Sequences and this object refer to each other, so they are let go of here and not by
+        the next full garbage collection."""
+        self._engine.cancel(self._sequences)
+        self._sequences = []
+
     def _event_sink(self, loop: asyncio.AbstractEventLoop, choice: int) -> Any:
         def on_event(event: Event) -> None:
             with contextlib.suppress(RuntimeError):  # the event loop ended before the engine
@@ -82,6 +96,8 @@ class ResponseStream:
                 self.answers[choice].add(event)
                 if event.finish == "error":
                     raise ApiError(500, f"the answer could not be computed: {event.error}", code="engine_error")
+                if event.finish == "out_of_memory":
+                    raise ApiError(503, event.error, code="out_of_memory")
                 if event.finish == "timeout":
                     raise ApiError(
                         504, "the answer was not complete in the time that the server allows", code="timeout"
@@ -89,8 +105,7 @@ class ResponseStream:
                 unfinished -= event.finish is not None
                 yield choice, event
         finally:
-            if unfinished:
-                self._engine.cancel(self._sequences)
+            self.cancel()
 
     async def complete(self) -> list[Completed]:
         async for _ in self.events():
@@ -123,10 +138,29 @@ class ResponseHeader:
 
 
 def sse_event(document: dict[str, Any]) -> str:
-    return f"data: {json.dumps(document, ensure_ascii=False)}\n\n"
+    return f"data: {encode_json(document)}\n\n"
 
 
 SSE_DONE = "data: [DONE]\n\n"
+JSON_SLICE = 256  # elements of a list that are encoded in one call
+
+
+def encode_json(value: Any) -> str:
+    """The text of `json.dumps`, in slices: one call holds the GIL until it is done, and log-probabilities of a long
+    prompt are tens of megabytes."""
+    if isinstance(value, dict):
+        fields = (f"{_dumps(key)}: {encode_json(entry)}" for key, entry in value.items())
+        return "{" + ", ".join(fields) + "}"
+    if not isinstance(value, list):
+        return _dumps(value)
+    if len(value) <= JSON_SLICE:
+        return "[" + ", ".join(encode_json(entry) for entry in value) + "]"
+    slices = (value[start : start + JSON_SLICE] for start in range(0, len(value), JSON_SLICE))
+    return "[" + ", ".join(_dumps(part)[1:-1] for part in slices) + "]"
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 class LogprobFormat:

@@ -1,22 +1,23 @@
 """HTTP routes: OpenAI's paths, adapters over HTTP, health, metrics and one page; every error in OpenAI's envelope.
 
-Bodies are read completely and validated by pydantic from the bytes, so that malformed JSON, deep nesting and invalid
-numbers are answered with 400 like any other invalid field. A client that disconnects is noticed between tokens of a
-stream, and within a quarter of a second otherwise.
+A request passes through `RequestBoundary` (its id, access, errors), `BodyReader` (bytes, within limits) and a worker
+process of `PreparePool` (everything that may be slow), then becomes sequences of the engine. The event loop only moves
+bytes. A client that disconnects is noticed between tokens of a stream, and within a quarter of a second otherwise.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
+import functools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request  # type: ignore[import-not-found,unused-ignore]
 from fastapi.exceptions import RequestValidationError  # type: ignore[import-not-found,unused-ignore]
+from fastapi.middleware.cors import CORSMiddleware  # type: ignore[import-not-found,unused-ignore]
 from fastapi.responses import (  # type: ignore[import-not-found,unused-ignore]
     HTMLResponse,
     JSONResponse,
@@ -24,41 +25,30 @@ from fastapi.responses import (  # type: ignore[import-not-found,unused-ignore]
     Response,
     StreamingResponse,
 )
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 import ktransformers
 from ktransformers.errors import KTError
 from ktransformers.log import logger
 from ktransformers.serve.http import metrics, openapi
+from ktransformers.serve.http.access import AccessRules
+from ktransformers.serve.http.answers import SSE_DONE, ResponseStream, encode_json, sse_event
+from ktransformers.serve.http.body import BodyReader
+from ktransformers.serve.http.boundary import RequestBoundary, api_error
 from ktransformers.serve.http.chats import ChatCompletion
 from ktransformers.serve.http.completions import Completion
+from ktransformers.serve.http.error import ApiError
+from ktransformers.serve.http.prepare import PreparedRequest, parse_body
 from ktransformers.serve.http.protocol import ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
 from ktransformers.serve.http.registry import UnknownModel
-from ktransformers.serve.http.service import ApiError, Service
+from ktransformers.serve.http.service import Service
 from ktransformers.serve.http.training import TrainingLog
 
 LOG = logger(__name__)
-MAX_BODY_BYTES = 64 * 2**20  # of a request
 DISCONNECT_POLL_SECONDS = 0.25  # between checks whether the client is still connected
-PATHS_WITHOUT_KEY = {"/", "/health"}
-
-Body = TypeVar("Body", bound=BaseModel)
-
-
-async def read_body(request: Any, kind: type[Body]) -> Body:
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        field = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            raise ApiError(400, f"{field}: given an unknown field", param=field) from error
-        raise ApiError(400, f"{field or 'body'}: {first['msg']}", param=field or None) from error
+MAX_WAITING_LOADS = 32  # requests to load an adapter
+MAX_ADAPTER_BODY_BYTES = 2**16  # of a request that loads or unloads an adapter; parsed on the event loop
+COMPLETIONS: dict[str, type[ChatCompletion] | type[Completion]] = {"chat": ChatCompletion, "completion": Completion}
 
 
 class RequestCounter:
@@ -81,39 +71,65 @@ class RequestCounter:
         await self._app(scope, receive, counted)
 
 
-class Api:
-    def __init__(self, service: Service, api_key: str | None, training: TrainingLog | None) -> None:
-        self.service, self._key, self._training = service, api_key, training
-        self.requests: Counter[tuple[str, int]] = Counter()
+class CancellingStream(StreamingResponse):  # type: ignore[misc,unused-ignore]
+    """A stream whose sequences end with it, also if the client disconnects before the first event."""
 
-    def check_key(self, request: Request) -> None:
-        if self._key is None or request.url.path in PATHS_WITHOUT_KEY:
-            return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        matches = hmac.compare_digest(given.strip().encode(errors="replace"), self._key.encode())
-        if scheme.lower() != "bearer" or not matches:
-            raise ApiError(401, "no valid API key was given; send `Authorization: Bearer KEY`", code="invalid_api_key")
+    def __init__(self, events: AsyncIterator[str], responses: ResponseStream) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._responses = responses
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._responses.cancel()
+
+
+class Api:
+    def __init__(self, service: Service, training: TrainingLog | None) -> None:
+        self.service, self._training = service, training
+        self.requests: Counter[tuple[str, int]] = Counter()
+        self.pool = service.make_pool()
+        self._bodies = BodyReader(service.request_limits.max_body_bytes)
+        self._adapter_bodies = BodyReader(MAX_ADAPTER_BODY_BYTES)
+        self._loading, self._waiting_loads = asyncio.Lock(), 0
 
     async def chat(self, request: Request) -> Response:
-        body = await read_body(request, ChatRequest)
-        return await self._answer(request, ChatCompletion(self.service, body), bool(body.stream))
+        return await self._generate(request, "chat")
 
     async def completion(self, request: Request) -> Response:
-        body = await read_body(request, CompletionRequest)
-        return await self._answer(request, Completion(self.service, body), bool(body.stream))
+        return await self._generate(request, "completion")
 
-    async def _answer(self, request: Request, completion: ChatCompletion | Completion, stream: bool) -> Response:
-        if stream:
-            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            return StreamingResponse(completion.stream(), media_type="text/event-stream", headers=headers)
-        task = asyncio.ensure_future(completion.complete())
+    async def _generate(self, request: Request, kind: str) -> Response:
+        request_id = request.scope["request_id"]
+        async with self._bodies.read(request) as body:
+            prepared = await self._while_connected(request, self.pool.prepare(kind, body, self.service.templates()))
+        if prepared is None:
+            return Response(status_code=499)
+        responses = await asyncio.to_thread(self._submit, prepared, request_id, asyncio.get_running_loop())
+        completion = COMPLETIONS[kind](self.service, prepared, responses)
+        if prepared.stream:
+            return CancellingStream(_stream(completion, request_id), responses)
+        document = await self._while_connected(request, _complete(completion))
+        if document is None:
+            return Response(status_code=499)
+        return Response(document, media_type="application/json")
+
+    def _submit(self, prepared: PreparedRequest, request_id: str, loop: asyncio.AbstractEventLoop) -> ResponseStream:
+        requests = self.service.generation_requests(prepared, request_id)
+        return ResponseStream(self.service.engine, self.service.tokenizer, requests, prepared.n, loop)
+
+    async def _while_connected(self, request: Request, result: Any) -> Any:
+        """The result; None if the client disconnects first, which cancels it."""
+        task = asyncio.ensure_future(result)
         try:
             while True:
                 done, _ = await asyncio.wait({task}, timeout=DISCONNECT_POLL_SECONDS)
                 if done:
-                    return JSONResponse(task.result())
+                    return task.result()
                 if await request.is_disconnected():
-                    return Response(status_code=499)
+                    return None
         finally:
             task.cancel()
 
@@ -145,18 +161,27 @@ class Api:
         raise ApiError(404, f"model {name!r} is not served", param="model", code="model_not_found")
 
     async def load(self, request: Request) -> dict[str, Any]:
-        body = await read_body(request, LoadAdapter)
+        async with self._adapter_bodies.read(request) as body:
+            asked = parse_body(body, LoadAdapter)
         registry = self.service.registry
-        await asyncio.to_thread(_load_adapter, registry.load, body.lora_name, body.lora_path, body.load_inplace)
-        return self._adapters(f"adapter {body.lora_name!r} is served as {registry.served}:{body.lora_name}")
+        if self._waiting_loads >= MAX_WAITING_LOADS:
+            raise ApiError(429, f"{MAX_WAITING_LOADS} adapters are being loaded already", code="queue_full")
+        self._waiting_loads += 1
+        try:
+            async with self._loading:  # one at a time: the threads of the pool are there for other requests too
+                await asyncio.to_thread(_load_adapter, registry.load, asked, request.scope["request_id"])
+        finally:
+            self._waiting_loads -= 1
+        return self._adapters(f"adapter {asked.lora_name!r} is served as {registry.served}:{asked.lora_name}")
 
     async def unload(self, request: Request) -> dict[str, Any]:
-        body = await read_body(request, UnloadAdapter)
+        async with self._adapter_bodies.read(request) as body:
+            asked = parse_body(body, UnloadAdapter)
         try:
-            self.service.registry.unload(body.lora_name)
+            self.service.registry.unload(asked.lora_name)
         except UnknownModel as error:
             raise ApiError(404, str(error), param="lora_name", code="model_not_found") from error
-        return self._adapters(f"adapter {body.lora_name!r} is no longer served")
+        return self._adapters(f"adapter {asked.lora_name!r} is no longer served")
 
     def _adapters(self, message: str) -> dict[str, Any]:
         loaded = {name: entry.adapter.source for name, entry in self.service.registry.loaded.items()}
@@ -179,57 +204,87 @@ class Api:
         return await asyncio.to_thread(self._training.lines_after, after)
 
 
-def _load_adapter(load: Callable[..., Any], name: str, path: str, replacing: bool) -> None:
-    if not Path(path).exists():
-        raise ApiError(404, f"lora_path: {path} does not exist on the server", param="lora_path", code="not_found")
+async def _complete(completion: ChatCompletion | Completion) -> str:
+    await completion.responses.complete()
+    return await asyncio.to_thread(lambda: encode_json(completion.document()))
+
+
+async def _stream(completion: ChatCompletion | Completion, request_id: str) -> AsyncIterator[str]:
+    """Status 200 is sent before the first event, so an error is an event as well."""
     try:
-        load(name, path, replacing=replacing)
+        async for event in completion.stream():
+            yield event
+    except Exception as error:
+        yield sse_event(api_error(error, request_id).to_json())
+    yield SSE_DONE
+
+
+def _load_adapter(load: Callable[..., Any], asked: LoadAdapter, request_id: str) -> None:
+    """A path without an adapter is refused in the same words whether it exists or not; the log has the reason. What is
+    wrong with an adapter is told."""
+    given = f"lora_path: given {asked.lora_path!r}"
+    try:
+        if not (Path(asked.lora_path) / "adapter_config.json").is_file():
+            raise OSError("there is no adapter_config.json")
+    except (OSError, ValueError) as error:  # a component is too long, a null byte
+        LOG.warning("request %s: lora_path %.200r: %.300s", request_id, asked.lora_path, error)
+        expected = "expected a directory with an adapter that the server can read"
+        raise ApiError(400, f"{given}, {expected}", param="lora_path", code="adapter_not_found") from error
+    try:
+        load(asked.lora_name, asked.lora_path, replacing=asked.load_inplace)
     except (KTError, OSError) as error:
         raise ApiError(400, str(error), param="lora_path") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # of a file that was made by others: whatever fails, the file is the reason
+        LOG.warning("request %s: an adapter could not be read", request_id, exc_info=error)
+        reason = f"the adapter cannot be read ({type(error).__name__}: {error})"
+        raise ApiError(400, f"{given}: {reason}", param="lora_path") from error
 
 
-def _envelope(status: int, message: str) -> JSONResponse:
-    return JSONResponse(ApiError(status, message).to_json(), status_code=status)
-
-
-async def _api_error(_: Request, error: Any) -> Response:
-    headers = {"Retry-After": "1"} if error.status in (429, 503) else None
-    return JSONResponse(error.to_json(), status_code=error.status, headers=headers)
-
-
-async def _http_error(_: Request, error: Any) -> Response:
-    document = ApiError(error.status_code, str(error.detail)).to_json()
+async def _http_error(request: Request, error: Any) -> Response:
+    """What the router refuses: paths and methods that do not exist."""
+    where = f"{request.method} {request.url.path[:200]}"
+    message, code = f"{where}: {error.detail}", None
+    if error.status_code == 404:
+        served = "/v1/chat/completions, /v1/completions and /v1/models"
+        message, code = f"{where} does not exist on this server, which has {served}", "unknown_url"
+    document = ApiError(error.status_code, message, code=code).to_json()
     return JSONResponse(document, status_code=error.status_code, headers=error.headers)
 
 
 async def _query_error(_: Request, error: Any) -> Response:
     first = error.errors()[0]
-    return _envelope(400, f"{first['loc'][-1]}: {first['msg']}")
-
-
-async def _internal_error(_: Request, error: Any) -> Response:
-    LOG.error("a request failed", exc_info=error)
-    return _envelope(500, f"{type(error).__name__}: {error}")
+    document = ApiError(400, f"{first['loc'][-1]}: {first['msg']}").to_json()
+    return JSONResponse(document, status_code=400)
 
 
 def create_app(
     service: Service,
     *,
-    api_key: str | None = None,
+    rules: AccessRules | None = None,
     training: TrainingLog | None = None,
+    ready: Callable[[], None] = lambda: None,
     ended: Callable[[], None] = lambda: None,
 ) -> Any:
-    """The ASGI application. Its engine starts and stops with it; `ended` is called after that."""
-    api = Api(service, api_key, training)
+    """The ASGI application. Its engine and worker processes start and stop with it; `ready` is called when they have
+    started, `ended` after they have stopped. Without `rules` it answers loopback addresses only, without a key."""
+    rules = rules or AccessRules()
+    api = Api(service, training)
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
-        service.engine.start()
-        yield
-        await asyncio.to_thread(service.engine.stop)
+        async with api.pool.running():
+            service.engine.start()
+            ready()
+            yield
+            await asyncio.to_thread(service.engine.stop)
         ended()
 
-    app: Any = FastAPI(title="ktransformers", version=ktransformers.__version__, lifespan=lifespan, docs_url=None)
+    # No pages of documentation: FastAPI's load their scripts from another host.
+    app: Any = FastAPI(
+        title="ktransformers", version=ktransformers.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+    )
     json_media = ("application/json",)
     for path, handler, request_model, media in (
         ("/v1/chat/completions", api.chat, ChatRequest, (*json_media, "text/event-stream")),
@@ -240,7 +295,7 @@ def create_app(
         ("/unload_lora_adapter", api.unload, UnloadAdapter, json_media),
     ):
         route = {"openapi_extra": openapi.request_body(request_model), "responses": openapi.responses(*media)}
-        app.add_api_route(path, _post_handler(api, handler), methods=["POST"], response_model=None, **route)
+        app.add_api_route(path, _post_handler(handler), methods=["POST"], response_model=None, **route)
     for path, get_handler, media_type, response in (
         ("/v1/models", api.models, "application/json", JSONResponse),
         ("/health", api.health, "application/json", JSONResponse),
@@ -248,45 +303,38 @@ def create_app(
         ("/", api.page, "text/html", HTMLResponse),
     ):
         route = {"responses": openapi.responses(media_type), "response_class": response}
-        app.add_api_route(path, _get_handler(api, get_handler), methods=["GET"], response_model=None, **route)
-
-    async def model(request: Request, name: str) -> Any:
-        api.check_key(request)
-        return await api.model(name)
-
-    async def log(request: Request, after: int = 0) -> Any:
-        api.check_key(request)
-        return await api.training(after)
+        app.add_api_route(path, _get_handler(get_handler), methods=["GET"], response_model=None, **route)
 
     route_options = {"methods": ["GET"], "response_model": None, "responses": openapi.responses(*json_media)}
-    app.add_api_route("/v1/models/{name:path}", model, **route_options)
-    app.add_api_route("/training", log, **route_options)
+    app.add_api_route("/v1/models/{name:path}", api.model, **route_options)
+    app.add_api_route("/training", api.training, **route_options)
     fastapi_openapi = app.openapi
     kinds: list[type[BaseModel]] = [ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter]
-    app.openapi = lambda: openapi.add_schemas(fastapi_openapi(), kinds, service.registry.served)
-    app.add_exception_handler(ApiError, _api_error)
+    app.openapi = functools.cache(lambda: openapi.add_schemas(fastapi_openapi(), kinds, service.registry.served))
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _query_error)
     app.add_exception_handler(404, _http_error)
     app.add_exception_handler(405, _http_error)
-    app.add_exception_handler(Exception, _internal_error)
     paths = {route.path for route in app.routes if "{" not in route.path}
+    app.add_middleware(RequestBoundary, rules=rules)
+    if rules.origins:
+        methods, headers = ["GET", "POST"], ["Authorization", "Content-Type"]
+        origins = sorted(rules.origins)
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=headers)
     app.add_middleware(RequestCounter, counts=api.requests, paths=paths)
     return app
 
 
-def _post_handler(api: Api, handler: Callable[[Any], Any]) -> Callable[..., Any]:
+def _post_handler(handler: Callable[[Any], Any]) -> Callable[..., Any]:
     async def answer(request: Request) -> Any:
-        api.check_key(request)
         return await handler(request)
 
     answer.__name__ = handler.__name__
     return answer
 
 
-def _get_handler(api: Api, handler: Callable[[], Any]) -> Callable[..., Any]:
-    async def answer(request: Request) -> Any:
-        api.check_key(request)
+def _get_handler(handler: Callable[[], Any]) -> Callable[..., Any]:
+    async def answer() -> Any:
         return await handler()
 
     answer.__name__ = handler.__name__

@@ -13,12 +13,15 @@ REFERENCE = "#/components/schemas/{model}"
 ERROR_STATUSES = {
     400: "the request is invalid",
     401: "the API key is missing or wrong",
+    403: "the Host or the Origin is not allowed",
     404: "no such model",
     405: "no such method",
+    408: "the body did not arrive in time",
     413: "the body is too large",
+    415: "the body is not application/json",
     429: "the queue is full",
     500: "the answer could not be computed",
-    503: "the server is shutting down",
+    503: "the server is shutting down, or has no memory for this request",
     504: "not complete within the request timeout",
 }
 ERROR_SCHEMA: dict[str, Any] = {

@@ -11,10 +11,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_TOP_LOGPROBS = 20  # alternatives that a request may ask for
+MAX_LOGIT_BIAS = 1024  # tokens with a bias
+MAX_STOP_TOKENS = 1024
 
 Count = Annotated[int, Field(ge=0, le=2**31)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31)]
+ModelName = Annotated[str, Field(max_length=1024)]
+StopString = Annotated[str, Field(max_length=1024)]
+# Lists end at their first error: a list of a million wrong entries is one error, not a million.
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Tokens = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class StrictModel(BaseModel):
@@ -43,7 +50,7 @@ class ResponseFormat(StrictModel):
 
 
 class CommonRequest(StrictModel):
-    model: str
+    model: ModelName
     max_tokens: Count | None = None
     temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
@@ -52,10 +59,12 @@ class CommonRequest(StrictModel):
     repetition_penalty: Annotated[Finite, Field(ge=0.01, le=10)] | None = None
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[Finite, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIAS)] | None
+    ) = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -77,7 +86,7 @@ class CommonRequest(StrictModel):
 
 
 class CompletionRequest(CommonRequest):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Literal[1] | None = None  # as many candidates as are returned
@@ -105,7 +114,7 @@ class Message(OpenModel):
 
 
 class Function(OpenModel):
-    name: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -126,11 +135,11 @@ class ToolChoice(OpenModel):
 
 
 class ChatRequest(CommonRequest):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
@@ -146,7 +155,7 @@ class ChatRequest(CommonRequest):
 
 
 class LoadAdapter(StrictModel):
-    lora_name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    lora_name: Annotated[str, Field(pattern=r"^[\w.-]+$", max_length=256)]
     lora_path: Annotated[str, Field(min_length=1)]
     load_inplace: bool = False  # replace a loaded adapter of the same name
     pinned: bool | None = None  # SGLang's, ignored

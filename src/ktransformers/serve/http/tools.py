@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,26 @@ class ToolCall:
         return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
-def parse_calls(text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[ToolCall]]:
-    """(text before the calls, calls); no calls if one of them cannot be parsed."""
+def parameter_types(tools: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """function -> parameter -> JSON type, where the tool's schema gives one."""
+    types: dict[str, dict[str, str]] = {}
+    for tool in tools:
+        parameters = tool["function"].get("parameters") or {}
+        properties = parameters.get("properties")
+        named = properties if isinstance(properties, dict) else {}
+        types[tool["function"]["name"]] = {
+            name: schema["type"]
+            for name, schema in named.items()
+            if isinstance(schema, dict) and isinstance(schema.get("type"), str)
+        }
+    return types
+
+
+def parse_calls(text: str, types: Mapping[str, Mapping[str, str]]) -> tuple[str, list[ToolCall]]:
+    """(text before the calls, calls); no calls if one of them cannot be parsed. `types`: of `parameter_types`."""
     calls = []
     for block in CALL_BLOCK.findall(text):
-        call = _parse_json_call(block) or _parse_tagged_call(block, tools)
+        call = _parse_json_call(block) or _parse_tagged_call(block, types)
         if call is None:
             return text, []
         calls.append(call)
@@ -49,7 +64,7 @@ def parse_bare_call(text: str) -> list[ToolCall]:
 def _parse_json_call(text: str) -> ToolCall | None:
     try:
         document = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(document, dict) or not isinstance(document.get("name"), str):
         return None
@@ -58,24 +73,21 @@ def _parse_json_call(text: str) -> ToolCall | None:
     return ToolCall(document["name"], text_arguments)
 
 
-def _parse_tagged_call(text: str, tools: Sequence[dict[str, Any]]) -> ToolCall | None:
+def _parse_tagged_call(text: str, types: Mapping[str, Mapping[str, str]]) -> ToolCall | None:
     match = FUNCTION.search(text)
     if match is None:
         return None
     name = match[1]
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-    properties = schemas.get(name, {}).get("properties", {})
     arguments = {}
     for key, value in PARAMETER.findall(match[2]):
-        value_type = properties.get(key, {}).get("type") if isinstance(properties.get(key), dict) else None
-        arguments[key] = value if value_type == "string" else _parse_value(value)
+        arguments[key] = value if types.get(name, {}).get(key) == "string" else _parse_value(value)
     return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
 def _parse_value(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -1,0 +1,191 @@
+"""Worker processes that prepare requests (`serve/http/prepare.py`), so that no body occupies the event loop: parsing,
+templates and tokenising hold the GIL, which threads would share with the loop.
+
+A worker has one request at a time and a deadline; one that passes it, dies or grows too large is replaced, and only
+its request is refused. Bodies over `LARGE_BODY_BYTES` never occupy the last worker, so that short requests do not wait
+behind them. The number of requests that wait is bounded as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from ktransformers.errors import KTError
+from ktransformers.log import logger
+from ktransformers.serve.http import prepare_wire
+from ktransformers.serve.http.error import ApiError
+from ktransformers.serve.http.prepare import ModelTemplate, PreparedRequest, PrepareSettings
+
+LOG = logger(__name__)
+LARGE_BODY_BYTES = 2**16
+MAX_PENDING = 256  # requests that wait for a worker
+START_SECONDS = 120.0
+RESTART_SECONDS = 1.0  # before a worker that could not be started is tried again
+PROBE = "Hello, world! 你好 1234 <tool_call>\n"
+
+
+class WorkerFailed(KTError):
+    """A worker ended without an answer."""
+
+
+class PrepareWorker:
+    """One process and its two pipes."""
+
+    def __init__(self, directory: str, settings: PrepareSettings, probe_tokens: list[int]) -> None:
+        self._directory, self._settings, self._probe_tokens = directory, settings, probe_tokens
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+        environment |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        command = [sys.executable, "-P", "-m", "ktransformers.serve.http.prepare_worker", self._directory]
+        pipe = asyncio.subprocess.PIPE
+        self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=environment)
+        first = {"settings": prepare_wire.settings_document(self._settings), "probe": PROBE}
+        async with asyncio.timeout(START_SECONDS):
+            answer, _ = await self._exchange(first, b"")
+        if answer["tokens"] != self._probe_tokens:
+            raise KTError("a worker process tokenises another way than the server: the tokenizer cannot be saved whole")
+
+    async def ask(
+        self, kind: str, body: bytes | bytearray, templates: Mapping[str, ModelTemplate]
+    ) -> tuple[dict[str, Any], bytes]:
+        return await self._exchange({"kind": kind, "templates": prepare_wire.templates_document(templates)}, body)
+
+    async def _exchange(self, document: dict[str, Any], body: bytes | bytearray) -> tuple[dict[str, Any], bytes]:
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(prepare_wire.frame_head(document, len(body)))
+            self._process.stdin.write(body)
+            await self._process.stdin.drain()
+            lengths = await self._process.stdout.readexactly(prepare_wire.LENGTHS.size)
+            document_bytes, block_bytes = prepare_wire.LENGTHS.unpack(lengths)
+            answer = json.loads(await self._process.stdout.readexactly(document_bytes))
+            return answer, await self._process.stdout.readexactly(block_bytes)
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise WorkerFailed("the worker ended without an answer") from error
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def stop(self) -> None:
+        if self._process is None:
+            return
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+
+
+class PreparePool:
+    def __init__(self, tokenizer: Any, settings: PrepareSettings, *, workers: int = 2, seconds: float = 10.0) -> None:
+        self._tokenizer, self._settings, self._count, self._seconds = tokenizer, settings, workers, seconds
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._idle: asyncio.Queue[PrepareWorker] = asyncio.Queue()
+        self._large = asyncio.Semaphore(max(1, workers - 1))
+        self._workers: list[PrepareWorker] = []
+        self._pending = 0
+        self._stopped = False
+        self.restarts = 0
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Start all workers, and end them with the block. The tokenizer as it is in memory is theirs, saved to a
+        temporary directory."""
+        with tempfile.TemporaryDirectory(prefix="kt-tokenizer-") as directory:
+            await asyncio.to_thread(self._tokenizer.save_pretrained, directory)
+            probe_tokens = list(self._tokenizer(PROBE)["input_ids"])
+            self._workers = [PrepareWorker(directory, self._settings, probe_tokens) for _ in range(self._count)]
+            try:
+                await asyncio.gather(*(worker.start() for worker in self._workers))
+                for worker in self._workers:
+                    self._idle.put_nowait(worker)
+                yield
+            finally:
+                self._stopped = True
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.gather(*(worker.stop() for worker in self._workers))
+
+    async def prepare(
+        self, kind: str, body: bytes | bytearray, templates: Mapping[str, ModelTemplate]
+    ) -> PreparedRequest:
+        """Raises ApiError: of the request, or 429 if too many wait."""
+        if self._pending >= MAX_PENDING:
+            raise ApiError(429, f"the server is full: {MAX_PENDING} requests are being prepared", code="queue_full")
+        self._pending += 1
+        try:
+            if len(body) <= LARGE_BODY_BYTES:
+                return await self._prepare(kind, body, templates)
+            async with self._large:
+                return await self._prepare(kind, body, templates)
+        finally:
+            self._pending -= 1
+
+    async def _prepare(
+        self, kind: str, body: bytes | bytearray, templates: Mapping[str, ModelTemplate]
+    ) -> PreparedRequest:
+        worker = await self._idle.get()
+        while not worker.alive:  # it was killed while idle
+            self._start(self._restart(worker))
+            worker = await self._idle.get()
+        # A task of its own: when the client disconnects, the worker still has to be read from before its next request.
+        task = self._start(self._ask(worker, kind, body, templates))
+        answer, block = await asyncio.shield(task)
+        if "error" in answer:
+            if answer["unexpected"]:
+                LOG.warning("a request could not be prepared:\n%s", answer["unexpected"])
+            raise prepare_wire.error_of(answer["error"])
+        return await asyncio.to_thread(prepare_wire.prepared_of, answer["prepared"], block)
+
+    async def _ask(
+        self, worker: PrepareWorker, kind: str, body: bytes | bytearray, templates: Mapping[str, ModelTemplate]
+    ) -> tuple[dict[str, Any], bytes]:
+        usable = False
+        try:
+            async with asyncio.timeout(self._seconds):
+                answer = await worker.ask(kind, body, templates)
+            usable = not answer[0]["last"]
+            return answer
+        except TimeoutError as error:
+            message = f"the request took longer than {self._seconds:g} seconds to prepare (--prepare-timeout)"
+            raise ApiError(400, message, code="prepare_timeout") from error
+        except WorkerFailed as error:
+            raise ApiError(400, "the request takes more memory than a worker has, or ended it") from error
+        finally:
+            if usable:
+                self._idle.put_nowait(worker)
+            elif not self._stopped:
+                self._start(self._restart(worker))
+
+    async def _restart(self, worker: PrepareWorker) -> None:
+        self.restarts += 1
+        while not self._stopped:
+            try:
+                await worker.stop()
+                await worker.start()
+                self._idle.put_nowait(worker)
+                return
+            except (KTError, OSError, TimeoutError) as error:
+                LOG.error("a worker process cannot be started: %s", error)
+                await asyncio.sleep(RESTART_SECONDS)
+
+    def _start(self, coroutine: Any) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+        return task
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen, also where the client has disconnected and the request awaits nothing any more
