@@ -25,12 +25,19 @@ def level() -> int | None:
 
 def logger(name: str) -> logging.Logger:
     """The logger of a module; call with `__name__`."""
-    root = logging.getLogger("ktransformers")
     requested = level()
-    if requested is not None and not root.handlers:
+    if requested is not None and not logging.getLogger("ktransformers").handlers:
+        show(requested)
+    return logging.getLogger(name)
+
+
+def show(lowest: int) -> None:
+    """Write records from this level up to stderr, and still those that the environment asks for."""
+    root = logging.getLogger("ktransformers")
+    if not root.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("kt: %(message)s"))
         root.addHandler(handler)
-        root.setLevel(requested)
         root.propagate = False
-    return logging.getLogger(name)
+    requested = level()
+    root.setLevel(lowest if requested is None else min(lowest, requested))

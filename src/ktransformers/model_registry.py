@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
-import json
+import functools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.errors import InputError
-from ktransformers.files import write_json
+from ktransformers.files import path_exists, read_json_object, short, validate, write_json
 
 REGISTRY_VERSION = 1  # of models.json
 NAME_PATTERN = re.compile(r"[\w][\w.+-]*")
@@ -78,27 +78,23 @@ def registry_file() -> Path:
 def entries() -> list[Entry]:
     """Registered models, sorted by name."""
     file = registry_file()
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-        if document["version"] != REGISTRY_VERSION:
-            raise InputError(
-                str(file), f"version {document['version']}", f"version {REGISTRY_VERSION}", "update ktransformers"
-            )
-        registered = [_entry(fields) for fields in document["models"]]
-    except FileNotFoundError:
+    if not file.exists():
         return []
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(
-            str(file), f"a damaged registry ({error})", "JSON", "delete it; `kt model scan` fills a new one"
-        ) from error
-    return sorted(registered, key=lambda entry: entry.name.lower())
+    remedy = "delete it; `kt model scan` fills a new one"
+    document = read_json_object(file, "the registry of models", remedy=remedy)
+    if document.get("version") != REGISTRY_VERSION:
+        given = f"version {short(document.get('version'))}"
+        raise InputError(str(file), given, f"version {REGISTRY_VERSION}", "update ktransformers, or " + remedy)
+    stored = validate(_stored_registry(), document, str(file), remedy)
+    return sorted(stored.models, key=lambda entry: entry.name.lower())
 
 
-def _entry(fields: Mapping[str, Any]) -> Entry:
-    files = {name: FileFacts(**file_facts) for name, file_facts in fields.get("files", {}).items()}
-    return Entry(**{**fields, "path": Path(fields["path"]), "files": files})
+@functools.cache
+def _stored_registry() -> Any:
+    """The form of models.json; built on first use, because pydantic takes a while to import."""
+    from pydantic import create_model
+
+    return create_model("_StoredRegistry", models=(list[Entry], ...))
 
 
 @contextlib.contextmanager
@@ -235,7 +231,7 @@ def find(name: str) -> Entry | None:
 
 def resolve(name: str) -> str:
     """The path of a known model; any other string unchanged."""
-    if name and not Path(name).expanduser().exists():
+    if name and not path_exists(name):
         entry = find(name)
         if entry is not None:
             return str(entry.path)
@@ -244,7 +240,7 @@ def resolve(name: str) -> str:
 
 def portable_name(name: str) -> str:
     """How to refer to a model on other machines: its hub id, or its path."""
-    if "/" in name or not name or Path(name).expanduser().exists():
+    if "/" in name or not name or path_exists(name):
         return name
     entry = find(name)
     if entry is None:
@@ -264,10 +260,9 @@ def complete(incomplete: str) -> list[str]:
 def read_config(path: Path) -> dict[str, Any]:
     """config.json of a folder, empty if missing or unreadable."""
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json_object(path / "config.json")
+    except InputError:
         return {}
-    return config if isinstance(config, dict) else {}
 
 
 def read_facts(path: Path) -> Facts:
@@ -281,11 +276,19 @@ def read_facts(path: Path) -> Facts:
     return Facts(
         "safetensors" if shards else "none",
         sum(shard.stat().st_size for shard in shards),
-        config.get("model_type"),
-        next((int(text_config[key]) for key in EXPERT_COUNT_KEYS if text_config.get(key)), None),
-        next((int(text_config[key]) for key in TOP_K_KEYS if text_config.get(key)), None),
-        quantised.get("quant_method") if isinstance(quantised, dict) else None,
+        _text(config.get("model_type")),
+        next((text_config[key] for key in EXPERT_COUNT_KEYS if _is_count(text_config.get(key))), None),
+        next((text_config[key] for key in TOP_K_KEYS if _is_count(text_config.get(key))), None),
+        _text(quantised.get("quant_method")) if isinstance(quantised, dict) else None,
     )
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value > 0
 
 
 def split_parts(path: Path) -> list[Path]:

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ktransformers.errors import InputError
-from ktransformers.files import write_text
+from ktransformers.files import read_yaml, write_text
 
 
 class Section(BaseModel):
@@ -82,12 +82,9 @@ def keys() -> dict[str, str]:
 def read_config_file() -> dict[str, dict[str, Any]]:
     """The contents of the file, section by section; empty without a file."""
     file = config_file()
-    try:
-        document = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not file.exists():
         return {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(str(file), f"no YAML ({' '.join(str(error).split())})", "sections of `key: value`") from error
+    document = read_yaml(file, "sections of `key: value`")
     if document is None:
         return {}
     if not isinstance(document, dict) or not all(isinstance(section, dict) for section in document.values()):

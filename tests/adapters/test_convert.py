@@ -175,3 +175,16 @@ def test_merge_command_writes_the_model(tmp_path: Path) -> None:
     ]
     done = kt("merge", tmp_path / "model", tmp_path / "adapter", "-o", tmp_path / "out", "--dtype", "int8")
     assert done.returncode == 1 and "kt merge --format" in done.stderr
+
+
+def test_verbose_prints_a_line_for_each_tensor(tmp_path: Path) -> None:
+    write_adapter(sample(), tmp_path / "a", "per-expert")
+    code = "import sys; from ktransformers.cli.main import main; sys.argv[0] = 'kt'; main()"
+    quiet = python(code, "convert", tmp_path / "a", tmp_path / "b", "--to", "kt")
+    loud = python(code, "convert", tmp_path / "a", tmp_path / "c", "--to", "kt", "-v")
+    assert quiet.returncode == loud.returncode == 0, loud.stderr
+    assert "Loaded adapter weight" not in quiet.stderr + quiet.stdout
+    theirs = "base_model.model.model.layers.0.mlp.experts.1.up_proj.lora_A.weight"
+    assert f"kt: Loaded adapter weight: {theirs} -> model.layers.0.mlp.experts.1.up_proj.lora_A\n" in loud.stderr
+    assert loud.stderr.count("Loaded adapter weight: ") == len(keys(tmp_path / "a"))
+    assert quiet.stdout.splitlines()[0] == loud.stdout.splitlines()[0]

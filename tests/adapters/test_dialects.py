@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
+import re
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from ktransformers.adapters import DIALECTS, convert, read_adapter, write_adapter
 from ktransformers.adapters.content import open_content
 from ktransformers.adapters.dialects import detect_dialect
+from ktransformers.errors import InputError
 from tests.support.adapter_samples import Recipe, ranks, same_deltas, sample, write_model_config
 
 NAMES = [dialect.name for dialect in DIALECTS]
@@ -185,3 +188,55 @@ def test_gguf_matches_llama_cpp_reader(tmp_path: Path) -> None:
 def _torch(one: object) -> torch.Tensor:
     shape = [int(n) for n in one.shape[::-1]]  # type: ignore[attr-defined]
     return torch.from_numpy(one.data.copy().reshape(-1)).view(torch.bfloat16).reshape(shape)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("to", NAMES)
+def test_rslora_is_folded_before_it_is_rounded(to: str, tmp_path: Path) -> None:
+    """In PEFT's own names gate and up have twice the rank of down, so rsLoRA scales them by another square root."""
+    recipe = Recipe(ranks=(3, 3, 3), rank=2, dtype=torch.float32)
+    model = write_model_config(recipe, tmp_path / "model")
+    write_adapter(sample(recipe), tmp_path / "a", "peft")
+    (tmp_path / "a" / "kt_manifest.json").unlink()
+    file = tmp_path / "a" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_rslora": True}))
+    start = read_adapter(tmp_path / "a", model=model)
+    scalings = {form.scaling for form in start.forms()}
+    assert len(scalings) == 3
+    if to == "kt":
+        with pytest.raises(InputError, match="--dtype bfloat16 rounds them"):
+            convert(tmp_path / "a", tmp_path / "refused", to, base_model_name_or_path=model)
+    convert(tmp_path / "a", tmp_path / "b", to, base_model_name_or_path=model, dtype="bfloat16")
+    written = read_adapter(tmp_path / "b", model=model)
+    same_deltas(start, written, tolerance=3 * 2.0**-8)  # A and B are rounded once each
+    assert {form.dtype for form in written.forms()} == {torch.bfloat16}
+    scaling = {layer.layer: layer for layer in start.experts}
+    for layer in written.experts:
+        for role, pair in layer.read().items():
+            exact = scaling[layer.layer].read()[role]
+            b = (exact.b.double() * (exact.scaling / pair.scaling)).bfloat16()
+            assert torch.equal(pair.b[..., : b.shape[-1]], b), "rounded twice"
+
+
+@pytest.mark.parametrize("dialect", NAMES)
+def test_every_tensor_is_logged_under_both_names(dialect: str, tmp_path: Path) -> None:
+    recipe = Recipe(family="mixtral")
+    model = write_model_config(recipe, tmp_path / "model")
+    write_adapter(sample(recipe), tmp_path / "a", dialect)
+    lines: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("ktransformers.adapters.convert")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        adapter = read_adapter(tmp_path / "a", model=model)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+    pairs = [line.removeprefix("Loaded adapter weight: ").split(" -> ") for line in lines]
+    assert {theirs for theirs, _ in pairs} == set(open_content(tmp_path / "a").tensors)
+    assert len(pairs) == len(lines) == len({ours for _, ours in pairs})
+    modules = {module.name for module in adapter.modules} | {f"{layer.root}.experts" for layer in adapter.experts}
+    for _, ours in pairs:
+        module = re.sub(r"(\.experts)\..*", r"\1", ours.removesuffix(".lora_A").removesuffix(".lora_B"))
+        assert module in modules, ours

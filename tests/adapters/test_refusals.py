@@ -194,7 +194,7 @@ def test_configuration_other_than_lora_is_refused(tmp_path: Path) -> None:
     read_adapter(tmp_path / "a", lora_alpha=4)
     for words in ("{", "[1]"):
         file.write_text(words)
-        with pytest.raises(InputError, match="not a JSON object"):
+        with pytest.raises(InputError, match=r"adapter_config\.json.*a JSON object"):
             read_adapter(tmp_path / "a")
     file.unlink()
     with pytest.raises(InputError, match=r"no adapter_config\.json"):
@@ -269,7 +269,7 @@ def test_describe_adapter_writes_a_manifest(tmp_path: Path) -> None:
     assert set(one) == {"file", "shape", "dtype", "norm", "sha256"}
     read_adapter(tmp_path / "a")
     (tmp_path / "a" / "kt_manifest.json").write_text("{}")
-    with pytest.raises(InputError, match="does not parse"):
+    with pytest.raises(InputError, match=r"kt_manifest\.json.* version None, expected"):
         read_adapter(tmp_path / "a")
 
 
@@ -337,3 +337,40 @@ def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     running.mkdir()
     write_adapter(sample(), tmp_path / "a", "kt")
     assert not left.exists() and running.exists()
+
+
+@pytest.mark.parametrize("key", ["shape", "dtype", "sha256", "file", "norm"])
+def test_manifest_without_a_field_is_refused(key: str, tmp_path: Path) -> None:
+    write_adapter(sample(), tmp_path / "a", "peft")
+    file = tmp_path / "a" / "kt_manifest.json"
+    document = json.loads(file.read_text())
+    name = min(document["tensors"])
+    del document["tensors"][name][key]
+    file.write_text(json.dumps(document))
+    with pytest.raises(
+        InputError, match=rf"kt_manifest\.json: tensors\.{name}\.{key}: given .*, expected Field required"
+    ):
+        read_adapter(tmp_path / "a")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a" * 100_000, "a/" + "x" * 300, "a\0b"])
+def test_path_that_is_no_path_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match="given no such file or directory, expected an adapter") as caught:
+        read_adapter(name)
+    assert len(str(caught.value)) < 1000
+
+
+def test_base_that_is_no_path_is_ignored(tmp_path: Path) -> None:
+    """As that of another machine is: the adapter is read without the facts of its base."""
+    write_adapter(sample(), tmp_path / "a", "per-expert")
+    (tmp_path / "a" / "kt_manifest.json").unlink()
+    file = tmp_path / "a" / "adapter_config.json"
+    for base in ("x" * 300, "/" + "x" * 300, "a\0b", "~no-such-user-here/x", 3, ["a"]):
+        fields = json.loads(file.read_text())
+        if not isinstance(base, str):
+            file.write_text(json.dumps(fields | {"base_model_name_or_path": base}))
+            with pytest.raises(InputError, match="base_model_name_or_path"):
+                read_adapter(tmp_path / "a")
+            continue
+        file.write_text(json.dumps(fields | {"base_model_name_or_path": base}))
+        assert read_adapter(tmp_path / "a").model is None

@@ -107,7 +107,7 @@ def test_broken_directories_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"lm_head\.weight: given no such tensor in .*part-0\.safetensors"):
         Shards.of_directory(tmp_path)
     index.write_text(json.dumps({"weight_map": {"x": "../secret.safetensors"}}))
-    with pytest.raises(InputError, match="names of files beside it"):
+    with pytest.raises(InputError, match="the name of a file beside it"):
         Shards.of_directory(tmp_path)
     for words in ("{", "[]", '{"weight_map": 3}', "{}"):
         index.write_text(words)
@@ -131,3 +131,24 @@ def test_pickles_are_not_read(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(1)}, tmp_path / "b.safetensors")
     with pytest.raises(InputError, match=r"x: given it in a\.safetensors and in b\.safetensors"):
         Shards([tmp_path / "a.safetensors", tmp_path / "b.safetensors"])
+
+
+@pytest.mark.parametrize("spaces", range(8))
+def test_header_of_any_length_is_read(spaces: int, tmp_path: Path) -> None:
+    """Stock safetensors opens a file whose data begins at an odd address; kernels cannot compute from there."""
+    tensors = {"a": torch.arange(6, dtype=torch.float32), "b": torch.arange(5, dtype=torch.bfloat16)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    data = (tmp_path / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + length].rstrip() + b" " * spaces
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+    shards = Shards.of_directory(tmp_path)
+    for name, expected in tensors.items():
+        read = shards.read(name)
+        assert torch.equal(read, expected) and read.data_ptr() % read.element_size() == 0
+
+
+def test_tensor_with_an_endless_name_is_refused(tmp_path: Path) -> None:
+    save_file({"x" * 5000: torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"model\.safetensors: given a tensor with a name of 5000 characters"):
+        Shards.of_directory(tmp_path)

@@ -99,7 +99,7 @@ def test_unsupported_gguf_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"layers\.7\.mlp\.experts: given neither blk\.7\.ffn_gate_exps\.weight nor"):
         open_source(file).layer("model.layers.7.mlp.experts", GGUF_SHAPE)
     file.write_bytes(intact[:-1000])
-    with pytest.raises(InputError, match=r"ffn_down_exps\.weight: given .* bytes in a\.gguf, .* not complete"):
+    with pytest.raises(InputError, match=r"ffn_down_exps\.weight: given .* bytes in .*/a\.gguf, .* not complete"):
         open_source(file)
     for end in (3, 20, 90, 200):
         file.write_bytes(intact[:end])

@@ -118,7 +118,7 @@ def test_unreadable_registry_is_reported(kt: RunKt, tmp_path: Path) -> None:
     file = model_registry.registry_file()
     file.parent.mkdir(parents=True)
     file.write_text("{")
-    assert "damaged" in kt("model", "list").error and model_registry.complete("m") == []
+    assert "models.json, line 1: given no JSON" in kt("model", "list").error and model_registry.complete("m") == []
     file.write_text(json.dumps({"version": 99, "models": []}))
     assert "version 99" in kt("model", "list").error
 

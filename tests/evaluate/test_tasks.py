@@ -82,7 +82,7 @@ def test_limit_draws_the_same_sample() -> None:
         ("kind: text\ndata: d.jsonl\nmax_tokens: 3", "max_tokens"),
         ("kind: text", "data"),
         ("[1", "YAML"),
-        ("- 1", "table"),
+        ("- 1", "mapping"),
     ],
 )
 def test_invalid_task_is_refused(text: str, word: str, tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_existing_target_and_prepared_source_are_refused(tmp_path: Path, monkeyp
         prepare.prepare(out, tmp_path / "again")
     (tmp_path / "words").mkdir()
     (tmp_path / "words" / "config.json").write_text("[1]")
-    with pytest.raises(InputError, match="given a JSON list, expected a JSON object"):
+    with pytest.raises(InputError, match=r"given a JSON list, expected the model's config\.json, a JSON object"):
         prepare.prepare(tmp_path / "words", tmp_path / "again")
 
     def fail(*args: object) -> None:

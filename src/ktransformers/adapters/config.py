@@ -1,35 +1,45 @@
 """Reads adapter_config.json with its rank and alpha patterns, and writes it for another dialect.
 
 A rank or alpha is the value of the first pattern that matches the end of a name, else the default. That is PEFT's rule,
-so a delta has the same value here and in PEFT. Unknown fields are kept.
+so a delta has the same value here and in PEFT. Unknown fields are kept. Patterns are regular expressions of a
+downloaded file, so they run under the limits of `patterns.py`, and `check_for_peft` runs those that PEFT will run
+before it does.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from ktransformers.adapters.lora import Adapter, PairForm
 from ktransformers.adapters.names import split_layer_name
 from ktransformers.errors import InputError
+from ktransformers.files import read_json_object, validate
+from ktransformers.patterns import FilePatterns
 
 CONFIG_FILE = "adapter_config.json"
+MAX_RANK = 1 << 20
+ALL_LINEAR = "all-linear"  # target_modules: a word of PEFT, not a pattern
+SUFFIX_RULE = r"(.*\.)?({})$"  # how PEFT applies rank_pattern and alpha_pattern
+PEFT_PATTERNS = {  # key -> how PEFT applies its regular expressions
+    "target_modules": "{}", "exclude_modules": "{}", "rank_pattern": SUFFIX_RULE, "alpha_pattern": SUFFIX_RULE,
+    "modules_to_save": r"(^|.*\.){}($|\..*)", "layers_pattern": r"(?:^|.*?\.){}\.(\d+)\.",
+}  # fmt: skip
 
 
 class AdapterConfig(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     peft_type: str = "LORA"
-    r: int = Field(gt=0)
-    lora_alpha: float
-    rank_pattern: dict[str, int] = {}
-    alpha_pattern: dict[str, float] = {}
+    r: int = Field(gt=0, le=MAX_RANK)
+    lora_alpha: float = Field(allow_inf_nan=False)
+    rank_pattern: dict[str, Annotated[int, Field(gt=0, le=MAX_RANK)]] = {}
+    alpha_pattern: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
     use_rslora: bool = False
     use_dora: bool = False
     lora_bias: bool = False
@@ -38,14 +48,39 @@ class AdapterConfig(BaseModel):
     target_modules: list[str] | str | None = None
     target_parameters: list[str] | None = None
     modules_to_save: list[str] | None = None
+    exclude_modules: list[str] | str | None = None
     layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
     base_model_name_or_path: str | None = None
+    _matchers: dict[str, FilePatterns] = PrivateAttr(default_factory=dict)
+
+    def compile_patterns(self, source: str) -> None:
+        """Compile the regular expressions of the file `source`; an invalid one is an error that names its key."""
+        for key, patterns in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
+            self._matchers[key] = FilePatterns(f"{source}: {key}", list(patterns), "match", SUFFIX_RULE)
+        for key, listed in (("target_modules", self.target_modules), ("exclude_modules", self.exclude_modules)):
+            if isinstance(listed, str) and listed != ALL_LINEAR:
+                self._matchers[key] = FilePatterns(f"{source}: {key}", [listed])
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Match all names at once rather than one by one."""
+        listed = list(names)
+        for matcher in self._matchers.values():
+            matcher.prefetch(listed)
+
+    def targets(self, name: str) -> bool:
+        """Whether target_modules or target_parameters name the module, as PEFT decides it."""
+        if isinstance(self.target_modules, str):
+            return self.target_modules == ALL_LINEAR or self._matchers["target_modules"].fits(name)
+        parameters = (target.removesuffix(".weight") for target in self.target_parameters or [])
+        named = [*(self.target_modules or []), *parameters]
+        return not named or any(name == target or name.endswith(f".{target}") for target in named)
 
     def rank(self, *names: str) -> int:
-        return int(_match_pattern(self.rank_pattern, names, self.r))
+        return int(self._match("rank_pattern", self.rank_pattern, names, self.r))
 
     def scaling(self, rank: int, *names: str) -> float:
-        alpha = float(_match_pattern(self.alpha_pattern, names, self.lora_alpha))
+        alpha = float(self._match("alpha_pattern", self.alpha_pattern, names, self.lora_alpha))
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     @property
@@ -57,13 +92,12 @@ class AdapterConfig(BaseModel):
         ]
         return self.layers_to_transform is not None or any(split_layer_name(name)[1] >= 0 for name in names)
 
-
-def _match_pattern(patterns: Mapping[str, float], names: Iterable[str], default: float) -> float:
-    for name in names:
-        for pattern, value in patterns.items():
-            if re.match(rf"(.*\.)?({pattern})$", name):
-                return value
-    return default
+    def _match(self, key: str, patterns: Mapping[str, float], names: Iterable[str], default: float) -> float:
+        if not patterns:
+            return default
+        values = list(patterns.values())
+        indices = (self._matchers[key].first(name) for name in names)
+        return next((values[index] for index in indices if index is not None), default)
 
 
 def read_config(directory: Path, lora_alpha: float | None = None) -> tuple[AdapterConfig, dict[str, Any]]:
@@ -71,13 +105,7 @@ def read_config(directory: Path, lora_alpha: float | None = None) -> tuple[Adapt
     file = directory / CONFIG_FILE
     if not file.is_file():
         raise InputError(str(directory), f"no {CONFIG_FILE}", "one beside the tensors: rank and alpha are in it")
-    try:
-        fields = json.loads(file.read_text())
-        fields = dict(fields)
-    except (ValueError, TypeError) as error:
-        raise InputError(
-            str(file), f"a file that is not a JSON object ({error})", "PEFT's adapter_config.json"
-        ) from error
+    fields = read_json_object(file, "PEFT's adapter_config.json, a JSON object")
     return parse_config(fields, str(file), lora_alpha), fields
 
 
@@ -85,19 +113,32 @@ def parse_config(fields: dict[str, Any], source: str, lora_alpha: float | None =
     if fields.get("lora_alpha") is None and lora_alpha is not None:
         fields["lora_alpha"] = lora_alpha
     present = {key: value for key, value in fields.items() if value is not None}
-    try:
-        config = AdapterConfig.model_validate(present)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"]))
-        remedy = "give --lora-alpha" if field == "lora_alpha" else ""
-        raise InputError(f"{source}: {field}", first["msg"], "a PEFT LoRA configuration", remedy) from error
+    if "lora_alpha" not in present:
+        raise InputError(f"{source}: lora_alpha", "nothing", "a number", "give --lora-alpha")
+    config = validate(AdapterConfig, present, source)
     if config.peft_type.upper() != "LORA":
         raise InputError(f"{source}: peft_type", config.peft_type, "LORA", "other kinds of adapter are not converted")
     for field in ("use_dora", "lora_bias", "fan_in_fan_out"):
         if getattr(config, field):
             raise InputError(f"{source}: {field}", True, "false", "its delta is not a product of two factors")
+    config.compile_patterns(source)
     return config
+
+
+def check_for_peft(directory: str | Path, model: Any) -> None:
+    """Check the patterns of an adapter of any kind before PEFT opens it for `model`: PEFT runs them without a limit."""
+    file = Path(directory) / CONFIG_FILE
+    fields = read_json_object(file, "PEFT's adapter_config.json, a JSON object")
+    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    for key, template in PEFT_PATTERNS.items():
+        listed = fields.get(key) or []
+        if isinstance(listed, str):
+            patterns = [] if listed == ALL_LINEAR else [listed]
+        else:
+            patterns = [] if template == "{}" else [str(pattern) for pattern in listed]  # a list of names, not patterns
+        if patterns:
+            method = "fullmatch" if template == "{}" else "match"
+            FilePatterns(f"{file}: {key}", patterns, method, template).prefetch(names)
 
 
 def compact_number(value: float) -> int | float:

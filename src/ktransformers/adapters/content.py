@@ -16,6 +16,7 @@ from ktransformers.adapters.names import KT_KERNEL_KEY, parse_factor
 from ktransformers.adapters.stored_tensor import LORA_DTYPES, StoredTensor
 from ktransformers.checkpoint import Shards
 from ktransformers.errors import InputError
+from ktransformers.files import path_exists, shorten
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,13 @@ class Content:
 
 def open_content(path: str | Path) -> Content:
     path = Path(path)
-    if not path.exists():
-        raise InputError(str(path), "no such file or directory", "an adapter")
-    candidates = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
-    ggufs = [file for file in candidates if is_gguf(file)]
+    if not path_exists(path):
+        raise InputError(shorten(path), "no such file or directory", "an adapter")
+    try:
+        candidates = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+        ggufs = [file for file in candidates if is_gguf(file)]
+    except OSError as error:
+        raise InputError(str(path), f"what does not open ({error.strerror or error})", "an adapter") from None
     files = [file for file in candidates if file.suffix == ".safetensors"]
     loras = {file: shards for file in files if _has_lora(shards := Shards([file]))}
     if (ggufs and loras) or len(ggufs) > 1:

@@ -18,7 +18,7 @@ from ktransformers.adapters.config import CONFIG_FILE as CONFIG
 from ktransformers.adapters.config import parse_config
 from ktransformers.adapters.content import Content, open_content
 from ktransformers.adapters.dialects import detect_dialect, find_dialect
-from ktransformers.adapters.lora import Adapter, Experts, Extra, LoraPair, Module, PairForm
+from ktransformers.adapters.lora import Adapter, Experts, Extra, Module, PairForm
 from ktransformers.adapters.manifest import MANIFEST_FILE as MANIFEST
 from ktransformers.adapters.manifest import check_manifest, read_manifest, write_manifest, write_manifest_of
 from ktransformers.adapters.model import ModelFacts, find_facts
@@ -27,7 +27,10 @@ from ktransformers.adapters.write import check_disjoint, check_target, finite_su
 from ktransformers.checkpoint.dense import TOKENIZER_FILES
 from ktransformers.checkpoint.rest import copy_small_files
 from ktransformers.errors import InputError
+from ktransformers.files import read_json_object
+from ktransformers.log import logger
 
+LOG = logger(__name__)
 OUTPUT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -87,6 +90,8 @@ def _read(content: Content, model: str | None, lora_alpha: float | None, verify:
     check_complete(raw.experts, raw.modules, context.facts, partial)
     adapter = canonicalize(replace(raw, experts=tuple(sorted(raw.experts, key=lambda layer: layer.layer))))
     content.release()
+    for theirs, ours in adapter.stored():
+        LOG.info("Loaded adapter weight: %s -> %s", theirs, ours)
     return adapter, source.name
 
 
@@ -95,15 +100,14 @@ def _find_facts(content: Content, model: str | None, document: dict[str, Any] | 
     if model is not None and (facts := find_facts(model)) is not None:
         return facts
     if document is not None and isinstance(document.get("model"), dict):
-        return ModelFacts.from_json(document["model"])
+        return ModelFacts.from_json(document["model"], f"{content.directory / MANIFEST}: model")
     file = content.directory / CONFIG
     if content.metadata is not None or not file.is_file():
         return None
-    import json
-
+    base = read_json_object(file, "PEFT's adapter_config.json, a JSON object").get("base_model_name_or_path")
     try:
-        return find_facts(json.loads(file.read_text()).get("base_model_name_or_path"))
-    except (ValueError, AttributeError):  # read_config reports invalid JSON; a path of another machine has no facts
+        return find_facts(base if isinstance(base, str) else None)
+    except InputError:  # a path of another machine has no facts
         return None
 
 
@@ -192,18 +196,17 @@ def convert(
 
 
 def _cast(adapter: Adapter, dtype: torch.dtype) -> Adapter:
-    def form(value: PairForm) -> PairForm:
-        return replace(value, dtype=dtype)
+    """The adapter as it will be written in `dtype`. The factors stay as they are until then, because a dialect may fold
+    a scaling into them, by the square root of a rank for instance, and they should be rounded once."""
 
-    def pair(value: LoraPair) -> LoraPair:
-        return LoraPair(value.a.to(dtype), value.b.to(dtype), value.scaling)
+    def form(value: PairForm) -> PairForm:
+        return replace(value, dtype=dtype, rounds=True)
 
     def layer(value: Experts) -> Experts:
-        forms = {role: form(form_) for role, form_ in value.forms.items()}
-        return replace(value, forms=forms, read=lambda: {role: pair(read) for role, read in value.read().items()})
+        return replace(value, forms={role: form(form_) for role, form_ in value.forms.items()})
 
     def module(value: Module) -> Module:
-        return replace(value, form=form(value.form), read=lambda: pair(value.read()))
+        return replace(value, form=form(value.form))
 
     def extra(value: Extra) -> Extra:
         return replace(value, dtype=dtype, read=lambda: value.read().to(dtype))

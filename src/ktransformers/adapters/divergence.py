@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ktransformers.adapters.config import check_for_peft
 from ktransformers.adapters.content import open_content
 from ktransformers.adapters.convert import read_adapter, write_adapter
 from ktransformers.adapters.dialects import detect_dialect
@@ -111,7 +112,9 @@ def _compare(base: Path, folder: Path, merged: Path, name: str, pieces: list[Ten
     count = sum(piece.shape[1] - 1 for piece in pieces)
     effect = kl = same = 0.0
     losses = [0.0, 0.0, 0.0]  # merged, reference, base
-    model: Any = PeftModel.from_pretrained(_load(base), str(folder)).eval()
+    stock = _load(base)
+    check_for_peft(folder, stock)
+    model: Any = PeftModel.from_pretrained(stock, str(folder)).eval()
     for number, piece in enumerate(pieces):
         reference = _logprobs(model, piece)
         with model.disable_adapter():

@@ -1,7 +1,8 @@
 """Changes ranks and scalings to what a dialect supports, with the delta unchanged.
 
 A rank grows by zero padding. A change of scaling is compensated in B: exact for powers of two, otherwise in f32, whose
-rounding (one part in 2^24) is the only one that a conversion makes.
+rounding (one part in 2^24) is the only one that a conversion makes. If a dtype was asked for (`PairForm.rounds`), B is
+scaled in float64 and rounded to it once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def is_power_of_two(ratio: float) -> bool:
 
 def refit_form(form: PairForm, rank: int, scaling: float) -> PairForm:
     exact = scaling == form.scaling or is_power_of_two(form.scaling / scaling)
-    dtype = form.dtype if exact else torch.promote_types(form.dtype, torch.float32)
+    dtype = form.dtype if exact or form.rounds else torch.promote_types(form.dtype, torch.float32)
     return replace(form, rank=rank, scaling=scaling, dtype=dtype)
 
 

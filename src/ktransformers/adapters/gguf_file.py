@@ -1,11 +1,13 @@
 """Reads a GGUF file that holds a LoRA adapter: its metadata and its tensors, data memory-mapped.
 
-The `gguf` package is optional; a missing one is reported with the command that installs it. Shapes are in numpy's
-order, the reverse of the order in the file.
+The header is read by `checkpoint/sources/gguf_header.py`, which needs no package; the optional `gguf` package is for
+writing, and a missing one is reported with the command that installs it. Shapes are in numpy's order, the reverse of
+the order in the file.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,12 @@ import torch
 from torch import Tensor
 
 from ktransformers.adapters.stored_tensor import StoredTensor
+from ktransformers.checkpoint.mapped import map_file
+from ktransformers.checkpoint.sources.gguf_header import GGUFTensor, read_header
 from ktransformers.errors import InputError
+from ktransformers.files import short
+
+GGUF_FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64}
 
 
 def is_gguf(file: Path) -> bool:
@@ -24,34 +31,28 @@ def is_gguf(file: Path) -> bool:
 
 def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     """(metadata, tensors) of a GGUF file; the data stays memory-mapped."""
-    gguf = import_gguf()
-    try:
-        reader = gguf.GGUFReader(str(file))
-    except (ValueError, IndexError, KeyError, OSError) as error:
-        raise InputError(str(file), f"a file that does not open ({error})", "GGUF", "download it again") from error
-    metadata = {name: field.contents() for name, field in reader.fields.items()}
-    if metadata.get("general.type") != "adapter" or metadata.get("adapter.type") != "lora":
-        raise InputError(str(file), f"general.type {metadata.get('general.type')!r}", "a LoRA adapter, not a model")
-    quant_types = gguf.GGMLQuantizationType
-    dtypes = {
-        quant_types.F32: torch.float32,
-        quant_types.F16: torch.float16,
-        quant_types.BF16: torch.bfloat16,
-        quant_types.F64: torch.float64,
-    }
-    tensors = {}
-    for tensor in reader.tensors:
-        if tensor.tensor_type not in dtypes:
-            raise InputError(tensor.name, f"type {tensor.tensor_type.name}", "F32, F16, BF16 or F64")
-        shape, dtype = tuple(int(n) for n in tensor.shape[::-1]), dtypes[tensor.tensor_type]
-        tensors[tensor.name] = StoredTensor(tensor.name, file.name, shape, dtype, _reader(tensor.data, shape, dtype))
-    return metadata, tensors
+    header = read_header(file)
+    kind = header.fields.get("general.type")
+    if kind != "adapter" or header.fields.get("adapter.type") != "lora":
+        raise InputError(str(file), f"general.type {short(kind)}", "a LoRA adapter, not a model")
+    if not header.tensors:
+        raise InputError(str(file), "no tensors in it", "a LoRA adapter")
+    data = map_file(file)
+    tensors: dict[str, StoredTensor] = {}
+    for tensor in header.tensors:
+        if tensor.kind not in GGUF_FLOATS:
+            raise InputError(f"{file}: {tensor.name}", f"type {tensor.kind}", "F32, F16, BF16 or F64")
+        if tensor.name in tensors:
+            raise InputError(f"{file}: {tensor.name}", "two tensors of this name", "one")
+        dtype = GGUF_FLOATS[tensor.kind]
+        tensors[tensor.name] = StoredTensor(tensor.name, file.name, tensor.shape, dtype, _reader(data, tensor, dtype))
+    return header.fields, tensors
 
 
-def _reader(data: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+def _reader(data: Tensor, tensor: GGUFTensor, dtype: torch.dtype) -> Callable[[], Tensor]:
     def read_tensor() -> Tensor:
-        array = data.copy().reshape(-1).view("uint8")  # torch needs writable memory
-        return torch.from_numpy(array).view(dtype).reshape(shape)
+        stored = data[tensor.offset : tensor.offset + tensor.bytes]
+        return stored.clone().view(dtype).reshape(tensor.shape)  # a copy: the mapped file is read-only
 
     return read_tensor
 

@@ -46,6 +46,7 @@ class PairForm:
     outputs: int
     dtype: torch.dtype
     scaling: float
+    rounds: bool = False  # the factors are rounded to `dtype` when they are written, after a change of scaling
 
     @property
     def alpha(self) -> float:
@@ -61,6 +62,7 @@ class Module:
     name: str
     form: PairForm
     read: Callable[[], LoraPair]
+    stored: Mapping[str, str] = field(default_factory=dict)  # tensor of the file -> its name in the model
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Experts:
     experts: int
     forms: Mapping[str, PairForm]  # keys: the adapted ones of gate, up, down
     read: Callable[[], Mapping[str, LoraPair]]
+    stored: Mapping[str, str] = field(default_factory=dict)  # tensor of the file -> its name in the model
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Extra:
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
+    stored: Mapping[str, str] = field(default_factory=dict)  # tensor of the file -> its name in the model
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,12 @@ class Adapter:
     naming: ExpertNaming = PROJ_NAMING  # names of the expert matrices in per-expert files of this model
     config: Mapping[str, Any] = field(default_factory=dict)  # adapter_config.json as it was read
     model: ModelFacts | None = None
+
+    def stored(self) -> Iterator[tuple[str, str]]:
+        """(tensor of the file, its name in the model), of every tensor that was read."""
+        names = [part.stored for part in self.experts] + [part.stored for part in self.modules]
+        for stored in (*names, *(part.stored for part in self.extras)):
+            yield from stored.items()
 
     def forms(self) -> Iterator[PairForm]:
         for layer in self.experts:

@@ -10,18 +10,44 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from ktransformers.adapters.content import Content
 from ktransformers.adapters.stored_tensor import SAFETENSORS_DTYPES
 from ktransformers.adapters.write import WrittenTensor, record_tensor
 from ktransformers.errors import InputError
-from ktransformers.files import write_text
+from ktransformers.files import read_json_object, short, validate, write_text
 
 MANIFEST_FILE = "kt_manifest.json"
 MANIFEST_FORMAT = "ktransformers-tensors"
 MANIFEST_VERSION = 1
 STALE_REMEDY = "restore the file, or delete kt_manifest.json if the change was meant"
+
+
+class _StoredRecord(BaseModel):
+    """A tensor in the file; a manifest of `kt train` says more about it."""
+
+    model_config = ConfigDict(strict=True)
+
+    file: str
+    shape: list[int]
+    dtype: str
+    norm: float
+    sha256: str
+
+
+class _StoredManifest(BaseModel):
+    """What is read of a manifest; everything else is for people and for later versions."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    tensors: dict[str, _StoredRecord]
+    roots: list[str] = []
+    model: dict[str, Any] | None = None
+    experts: dict[str, Any] | None = None
+    lora_dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
 def write_manifest(directory: Path, records: Iterable[WrittenTensor], **fields: Any) -> None:
@@ -54,21 +80,14 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     file = directory / MANIFEST_FILE
     if not file.is_file():
         return None
-    try:
-        document: dict[str, Any] = json.loads(file.read_text())
-        if document["format"] != MANIFEST_FORMAT or document["version"] != MANIFEST_VERSION:
-            raise InputError(
-                str(file),
-                f"{document['format']} version {document['version']}",
-                f"{MANIFEST_FORMAT} version {MANIFEST_VERSION}",
-            )
-        dict(document["tensors"])
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, InputError):
-            raise
+    document = read_json_object(file, "the manifest of an adapter", remedy=STALE_REMEDY)
+    if document.get("format") != MANIFEST_FORMAT or document.get("version") != MANIFEST_VERSION:
         raise InputError(
-            str(file), f"a manifest that does not parse ({error!r})", "what was written", STALE_REMEDY
-        ) from error
+            str(file),
+            f"{short(document.get('format'))} version {short(document.get('version'))}",
+            f"{MANIFEST_FORMAT} version {MANIFEST_VERSION}",
+        )
+    validate(_StoredManifest, document, str(file), STALE_REMEDY)
     return document
 
 

@@ -43,9 +43,10 @@ from ktransformers.adapters.write import (
     write_at,
 )
 from ktransformers.checkpoint import Shards
+from ktransformers.checkpoint.model_config import read_model_config
 from ktransformers.checkpoint.shards import INDEX_FILE
 from ktransformers.errors import InputError
-from ktransformers.files import write_json
+from ktransformers.files import read_json_object, write_json
 
 MERGE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
@@ -147,7 +148,7 @@ def _model_config(model: Path) -> dict[str, Any]:
     file = model / "config.json"
     if not file.is_file():
         raise InputError(str(model), "no config.json", "a local Hugging Face model directory")
-    config: dict[str, Any] = json.loads(file.read_text())
+    config = read_model_config(model)
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method")
         raise InputError(
@@ -272,9 +273,10 @@ def _copy_other_files(model: Path, partial: Path, config: dict[str, Any], dtype:
         key = "dtype" if "dtype" in config or "torch_dtype" not in config else "torch_dtype"
         write_json(partial / "config.json", {**config, key: dtype})
     if (model / INDEX_FILE).is_file():
-        index = json.loads((model / INDEX_FILE).read_text())
+        index = read_json_object(model / INDEX_FILE)
         sizes = (TensorSpec(n, plan.shards.shape(n), TORCH_DTYPES[plan.dtypes[n]]).size for n in plan.shards.names)
-        index["metadata"] = {**index.get("metadata", {}), "total_size": sum(sizes)}
+        metadata = index.get("metadata")
+        index["metadata"] = {**(metadata if isinstance(metadata, dict) else {}), "total_size": sum(sizes)}
         write_json(partial / INDEX_FILE, index)
 
 

@@ -4,20 +4,21 @@ family, and whether gate and up are interleaved in its fused tensors (no adapter
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from ktransformers import model_registry
 from ktransformers.adapters.names import PROJ_NAMING, W123_FAMILIES, W123_NAMING, ExpertNaming, split_layer_name
 from ktransformers.checkpoint import find_experts
 from ktransformers.checkpoint.gguf_directory import model_directory
-from ktransformers.checkpoint.shards import INDEX_FILE
+from ktransformers.checkpoint.model_config import LARGEST, read_model_config
+from ktransformers.checkpoint.shards import INDEX_FILE, read_weight_map
 from ktransformers.errors import InputError
+from ktransformers.files import path_exists, validate
 
 INTERLEAVED_FAMILIES = {"gpt_oss"}
 # Families for which the fields read here decide which layers have experts and which have self_attn. For the others
@@ -66,6 +67,22 @@ class _Config(BaseModel):
     layer_types: list[str] | None = None
 
 
+class _StoredFacts(BaseModel):
+    """The fields of ModelFacts as a manifest holds them."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    model_type: str
+    hidden: int | None = None
+    intermediates: tuple[int, ...] = ()
+    layers: int | None = Field(None, ge=0, le=LARGEST["num_hidden_layers"])
+    experts: int | None = Field(None, ge=0, le=LARGEST["num_experts"])
+    heads: int | None = None
+    kv_heads: int | None = None
+    sparse_layers: tuple[int, ...] | None = None
+    layer_types: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     model_type: str
@@ -98,26 +115,16 @@ class ModelFacts:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> ModelFacts:
-        sparse = stored.get("sparse_layers")
-        return cls(
-            **{
-                **stored,
-                "intermediates": tuple(stored.get("intermediates", ())),
-                "sparse_layers": None if sparse is None else tuple(sparse),
-                "layer_types": tuple(stored.get("layer_types", ())),
-            }
-        )
+    def from_json(cls, stored: Mapping[str, Any], where: str) -> ModelFacts:
+        """From what `to_json` wrote; `where` names the file and the key."""
+        return cls(**validate(_StoredFacts, stored, where).model_dump())
 
 
-def facts_from_config(config: Mapping[str, Any]) -> ModelFacts:
+def facts_from_config(config: Mapping[str, Any], where: str = "config.json") -> ModelFacts:
     """Facts from a parsed config.json; a multimodal model's text_config takes precedence."""
     text = config.get("text_config")
     merged = {**config, **(text if isinstance(text, dict) else {})}
-    try:
-        parsed = _Config.model_validate(merged)
-    except ValidationError as error:
-        raise InputError("config.json", str(error.errors()[0]["msg"]), "the configuration of a model") from error
+    parsed = validate(_Config, merged, where)
     experts = parsed.num_experts or parsed.num_local_experts or parsed.n_routed_experts or parsed.moe_num_experts
     intermediates = [size for size in (parsed.moe_intermediate_size, parsed.intermediate_size) if isinstance(size, int)]
     return ModelFacts(
@@ -138,7 +145,7 @@ def _sparse_layers(config: _Config) -> tuple[int, ...] | None:
         return None
     layers = range(config.num_hidden_layers)
     if config.mlp_layer_types:
-        return tuple(i for i in layers if config.mlp_layer_types[i] == "sparse")
+        return tuple(i for i, kind in zip(layers, config.mlp_layer_types, strict=False) if kind == "sparse")
     first, step, dense = (
         config.first_k_dense_replace or 0,
         config.decoder_sparse_step or 1,
@@ -153,8 +160,8 @@ def find_facts(name: str | None) -> ModelFacts | None:
         return None
     name = str(model_directory(Path(model_registry.resolve(name))))
     file: Path | str | None = Path(name) / "config.json"
-    if Path(name).is_dir() or name.startswith((".", "/", "~")):
-        if not Path(file or "").is_file():
+    if (path_exists(name) and Path(name).is_dir()) or name.startswith((".", "/", "~")):
+        if not path_exists(Path(name) / "config.json"):
             raise InputError(name, "a path without config.json", "the directory of the base model")
     else:
         from huggingface_hub import try_to_load_from_cache
@@ -167,11 +174,7 @@ def find_facts(name: str | None) -> ModelFacts | None:
         file = cached if isinstance(cached, str) else None
     if file is None or not Path(file).is_file():
         return None
-    try:
-        parsed = json.loads(Path(file).read_text())
-    except ValueError as error:
-        raise InputError(str(file), f"a file that is not JSON ({error})", "the model's config.json") from error
-    facts = facts_from_config(parsed)
+    facts = facts_from_config(read_model_config(Path(file).parent), str(file))
     sparse = _sparse_layers_in_index(Path(file).parent)
     return facts if sparse is None else replace(facts, sparse_layers=sparse)
 
@@ -181,9 +184,6 @@ def _sparse_layers_in_index(directory: Path) -> tuple[int, ...] | None:
     index = directory / INDEX_FILE
     if not index.is_file():
         return None
-    try:
-        names = list(json.loads(index.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError):
-        return None  # the reader of the weights reports this error
+    names = list(read_weight_map(index))
     positions = [split_layer_name(tensors.root) for tensors in find_experts(names)]
     return tuple(sorted(layer for outer, layer, _ in positions if not outer and layer >= 0)) or None

@@ -9,6 +9,7 @@ transformers says `mlp`. The code uses one spelling, that of the model: `model.l
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ktransformers.checkpoint.layout import MATRICES, PLACE, WRAPPERS
@@ -86,6 +87,11 @@ def layers_prefix(name: str) -> str | None:
     """What precedes the layer number, wrappers included: "model.language_model.layers"."""
     match = PLACE.fullmatch(name)
     return None if not match else f"{match['outer']}.layers" if match["outer"] else "layers"
+
+
+def merge_names(spelled: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Tensors of several pairs -> their names in the model."""
+    return {theirs: ours for names in spelled for theirs, ours in names.items()}
 
 
 def order_targets(leaves: set[str]) -> list[str]:

@@ -6,7 +6,6 @@ tensor: a silently skipped tensor is the most common way to lose a fine-tuned ad
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +56,10 @@ class LoraTensors:
     def dtype(self) -> torch.dtype:
         return torch.promote_types(self.a.dtype, self.b.dtype)
 
+    def spell(self, module: str) -> dict[str, str]:
+        """Tensor of the file -> its name in the model."""
+        return {self.a.name: f"{module}.lora_A", self.b.name: f"{module}.lora_B"}
+
 
 def pair_factors(tensors: Iterable[StoredTensor]) -> tuple[dict[str, LoraTensors], list[StoredTensor]]:
     """(module -> its two factors, tensors that are not LoRA factors). A factor without its partner is an error."""
@@ -99,6 +102,7 @@ def build_module(name: str, factors: LoraTensors, config: AdapterConfig) -> Modu
         name,
         PairForm(rank, inputs, outputs, factors.dtype, scaling),
         lambda: LoraPair(factors.a.read(), factors.b.read(), scaling),
+        factors.spell(name),
     )
 
 
@@ -107,23 +111,16 @@ def build_modules(
 ) -> tuple[Module, ...]:
     """Modules from the tensors that remain after the experts were removed; expert names must not be among them."""
     modules = []
+    config.prefetch(factors_by_module)
     for name, factors in factors_by_module.items():
         if ".experts." in f"{name}." or ".base_layer" in name:
             raise InputError(factors.a.name, "a name that no dialect has", "...experts.0.gate_proj, or ...experts")
-        if not (_targeted(name, config) or _targeted(name_in_model(name), config)):
+        if not (config.targets(name) or config.targets(name_in_model(name))):
             raise InputError(
                 factors.a.name, "LoRA on a module that target_modules does not name", f"{config.target_modules}"
             )
         modules.append(build_module(name_in_model(name, naming), factors, config))
     return tuple(modules)
-
-
-def _targeted(name: str, config: AdapterConfig) -> bool:
-    targets = config.target_modules
-    if isinstance(targets, str):
-        return targets == "all-linear" or re.fullmatch(targets, name) is not None
-    named = [*(targets or []), *(target.removesuffix(".weight") for target in config.target_parameters or [])]
-    return not named or any(name == target or name.endswith(f".{target}") for target in named)
 
 
 def build_extras(tensors: Iterable[StoredTensor], config: AdapterConfig) -> tuple[Extra, ...]:
@@ -139,7 +136,7 @@ def build_extras(tensors: Iterable[StoredTensor], config: AdapterConfig) -> tupl
             raise InputError(stored.name, "LoRA on an embedding", "on linear layers and experts", "it is not converted")
         if not (saved_module or bias):
             raise InputError(stored.name, "a tensor that is no LoRA factor", "one that modules_to_save names")
-        extras.append(Extra(name, stored.shape, stored.dtype, stored.read))
+        extras.append(Extra(name, stored.shape, stored.dtype, stored.read, {stored.name: name}))
     return tuple(extras)
 
 

@@ -19,7 +19,11 @@ import numpy
 import torch
 from torch import Tensor
 
+from ktransformers.checkpoint.model_config import check_model_config, read_model_config
 from ktransformers.checkpoint.shards import Shards
+from ktransformers.checkpoint.sources.gguf_config import Keys, decoder_config, head_size
+from ktransformers.checkpoint.sources.gguf_header import read_header
+from ktransformers.checkpoint.sources.gguf_names import unpermute
 from ktransformers.errors import InputError
 
 # Tokenizer, chat template, generation settings and licence: copied unchanged.
@@ -83,11 +87,8 @@ def open_dense(path: str | Path) -> DenseModel:
 
 def _open_directory(path: Path) -> DenseModel:
     file = path / "config.json"
-    try:
-        config = json.loads(file.read_text())
-        model_type = config.get("model_type")
-    except (ValueError, AttributeError) as error:
-        raise InputError(str(file), str(error), "a JSON object") from error
+    config = read_model_config(path)
+    model_type = config.get("model_type")
     if model_type not in QKV_BIAS_BY_TYPE:
         expected = f"a dense model, one of {', '.join(QKV_BIAS_BY_TYPE)}"
         raise InputError(str(file), f"model_type {model_type!r}", expected)
@@ -116,35 +117,39 @@ def _open_directory(path: Path) -> DenseModel:
 
 def _open_gguf(path: Path) -> DenseModel:
     try:
-        from gguf import GGUFReader
+        from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
     except ImportError as error:
         raise InputError("gguf", "no such package", "the package gguf", "pip install 'ktransformers[gguf]'") from error
     from ktransformers.checkpoint.gguf_tokenizer import tokenizer_files
 
-    try:
-        reader = GGUFReader(str(path))
-    except (ValueError, OSError, IndexError) as error:
-        raise InputError(
-            str(path), f"a file that does not open ({error})", "a GGUF file", "download it again"
-        ) from error
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    config = _gguf_config(path, fields, tensors)
+    header = read_header(path)
+    fields, tensors = header.fields, {tensor.name: tensor for tensor in header.tensors}
+    config = _gguf_config(path, fields, {name: tensor.shape for name, tensor in tensors.items()})
+    mapped = numpy.memmap(path, numpy.uint8, "r")
     heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
 
     def read(name: str) -> Tensor:
         tensor = tensors.get(_gguf_name(name))
         if tensor is None:
             raise InputError(name, f"no {_gguf_name(name)} in {path}", "every tensor of a Llama-class model")
-        data = numpy.require(dequantize(tensor.data, tensor.tensor_type), numpy.float32, "W")  # not the mapped file
-        matrix = torch.from_numpy(data)
+        rows = mapped[tensor.offset : tensor.offset + tensor.bytes].reshape(*tensor.shape[:-1], -1)
+        try:
+            data = dequantize(rows, GGMLQuantizationType[tensor.kind.upper()])
+        except (NotImplementedError, KeyError):
+            raise InputError(
+                f"{path}: {tensor.name}", f"type {tensor.kind}", "one that the package gguf decodes"
+            ) from None
+        matrix = torch.from_numpy(numpy.require(data, numpy.float32, "W"))  # not the mapped file
+        if not bool(matrix.isfinite().all()):
+            raise InputError(f"{path}: {tensor.name}", "NaN or infinite numbers", "finite ones", "the file is damaged")
         match = re.search(r"\.([qk])_proj\.weight$", name)
         if not match:
             return matrix
         count = heads[match[1]]
-        pairs = matrix.reshape(count, matrix.shape[0] // count // 2, 2, matrix.shape[1])
-        return pairs.transpose(1, 2).reshape(matrix.shape)
+        if matrix.dim() != 2 or matrix.shape[0] % (2 * count):
+            raise InputError(f"{path}: {tensor.name}", f"shape {list(matrix.shape)}", f"rows of {count} heads")
+        return unpermute(matrix, count)
 
     def write_tokenizer(directory: Path) -> None:
         for name, text in tokenizer_files(str(path), fields).items():
@@ -175,23 +180,8 @@ def _gguf_config(path: Path, fields: dict[str, Any], tensors: dict[str, Any]) ->
             raise InputError(
                 str(path), given, "a dense model of architecture 'llama'", "take it as a Hugging Face directory"
             )
-    heads, hidden = int(fields["llama.attention.head_count"]), int(fields["llama.embedding_length"])
-    config: dict[str, Any] = {
-        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
-        "hidden_size": hidden,
-        "intermediate_size": int(fields["llama.feed_forward_length"]),
-        "num_hidden_layers": int(fields["llama.block_count"]),
-        "num_attention_heads": heads,
-        "num_key_value_heads": int(fields.get("llama.attention.head_count_kv", heads)),
-        "head_dim": int(fields.get("llama.attention.key_length", hidden // heads)),
-        "hidden_act": "silu",
-        "max_position_embeddings": int(fields["llama.context_length"]),
-        # A GGUF file stores float32; seven digits restore the decimal number it was rounded from.
-        "rms_norm_eps": float(f"{fields['llama.attention.layer_norm_rms_epsilon']:.7g}"),
-        "rope_theta": float(fields.get("llama.rope.freq_base", 10000.0)),
-        "tie_word_embeddings": "output.weight" not in tensors,
-    }
-    for key, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        number = fields.get(f"tokenizer.ggml.{name}_token_id")
-        config[f"{key}_token_id"] = None if number is None else int(number)
+    keys = Keys(str(path), fields, tensors)
+    config = decoder_config(keys)
+    config |= {"intermediate_size": keys.size("feed_forward_length"), "head_dim": head_size(keys, config)}
+    check_model_config(config, str(path))
     return config

@@ -24,6 +24,7 @@ from ktransformers.checkpoint.sources import open_source
 from ktransformers.checkpoint.sources.gguf import gguf_files
 from ktransformers.checkpoint.sources.gguf_header import read_header
 from ktransformers.errors import InputError
+from ktransformers.files import path_exists
 from ktransformers.settings import data_folder
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
@@ -31,7 +32,7 @@ ORIGIN_FILE = "kt_gguf.json"  # names the file that a directory was made for
 
 
 def is_gguf_file(path: Path) -> bool:
-    return path.suffix == ".gguf" and path.is_file()
+    return path.suffix == ".gguf" and path_exists(path) and path.is_file()
 
 
 def is_gguf_directory(directory: Path) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from ktransformers.errors import InputError
+from ktransformers.files import short
 
 CONTROL, USER_DEFINED = 3, 4  # token types: special tokens, and text that is always one token
 
@@ -51,19 +52,34 @@ PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
 NFC_NORMALISED = {"qwen2"}  # pre-tokenizers whose text is normalised to NFC first
 
 
+def _listed(file: str, fields: Mapping[str, Any], key: str, kind: type) -> list[Any]:
+    values = fields.get(f"tokenizer.ggml.{key}")
+    if not isinstance(values, list) or not all(type(value) is kind for value in values):
+        given = "nothing" if values is None else short(values)
+        raise InputError(f"{file}: tokenizer.ggml.{key}", given, f"a list of {kind.__name__}")
+    return values
+
+
 def tokenizer_files(file: str, fields: Mapping[str, Any]) -> dict[str, str]:
     """File name -> text. `fields` are the metadata of `file`, whose name appears in errors."""
     model_name, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
-    if model_name != "gpt2" or pre not in PRE_TOKENIZERS:
+    if model_name != "gpt2" or not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         raise InputError(
             file,
-            f"a tokenizer of model {model_name!r} and pre-tokenizer {pre!r}",
+            f"a tokenizer of model {short(model_name)} and pre-tokenizer {short(pre)}",
             f"model 'gpt2' (byte-level BPE) with a pre-tokenizer of {', '.join(PRE_TOKENIZERS)}",
             "take the model as a Hugging Face directory, which brings its tokenizer",
         )
-    tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
-    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
-    model = models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=merges)
+    tokens, types = _listed(file, fields, "tokens", str), _listed(file, fields, "token_type", int)
+    if len(types) != len(tokens):
+        raise InputError(
+            f"{file}: tokenizer.ggml.token_type", f"{len(types)} types", f"one for each of {len(tokens)} tokens"
+        )
+    merges = [tuple(merge.split(" ", 1)) for merge in _listed(file, fields, "merges", str)]
+    try:
+        model = models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=merges)
+    except Exception as error:  # the library raises plain exceptions for merges of unknown tokens
+        raise InputError(f"{file}: tokenizer.ggml.merges", str(error)[:200], "merges of its tokens") from None
     tokenizer = Tokenizer(model)
     if pre in NFC_NORMALISED:
         tokenizer.normalizer = normalizers.NFC()
@@ -88,6 +104,10 @@ def tokenizer_files(file: str, fields: Mapping[str, Any]) -> dict[str, str]:
     for key, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         number = fields.get(f"tokenizer.ggml.{name}_token_id")
         if number is not None:
+            if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(tokens):
+                raise InputError(
+                    f"{file}: tokenizer.ggml.{name}_token_id", short(number), f"one of {len(tokens)} tokens"
+                )
             special[f"{key}_token"] = tokens[number]
     if fields.get("tokenizer.ggml.add_bos_token") and "bos_token" in special:
         bos = special["bos_token"]
@@ -99,10 +119,11 @@ def tokenizer_files(file: str, fields: Mapping[str, Any]) -> dict[str, str]:
         "clean_up_tokenization_spaces": False,
         **special,
     }
-    length = fields.get(f"{fields['general.architecture']}.context_length")
-    if length:
-        config["model_max_length"] = int(length)
-    if template := fields.get("tokenizer.chat_template"):
+    length = fields.get(f"{fields.get('general.architecture')}.context_length")
+    if isinstance(length, int) and length > 0:
+        config["model_max_length"] = length
+    template = fields.get("tokenizer.chat_template")
+    if isinstance(template, str) and template:
         config["chat_template"] = template
     return {
         "tokenizer.json": tokenizer.to_str(pretty=False),

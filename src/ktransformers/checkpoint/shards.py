@@ -7,7 +7,6 @@ are pickles, which run code when opened.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,10 @@ from torch import Tensor
 
 from ktransformers.checkpoint.matrix import TensorRef
 from ktransformers.errors import InputError
+from ktransformers.files import read_json_object, short
 
 SINGLE_FILE = "model.safetensors"
+MAX_NAME_CHARACTERS = 4000  # of a tensor; names are matched by regular expressions
 INDEX_FILE = "model.safetensors.index.json"
 
 
@@ -31,6 +32,9 @@ class Shards:
             if file.suffix != ".safetensors":
                 raise InputError(str(file), "a file of another format", "a .safetensors file", "convert the checkpoint")
             for name in self._handle(file).keys():  # noqa: SIM118 (not a mapping)
+                if len(name) > MAX_NAME_CHARACTERS:
+                    given = f"a tensor with a name of {len(name)} characters"
+                    raise InputError(str(file), given, f"at most {MAX_NAME_CHARACTERS}")
                 if name in self._files:
                     raise InputError(name, f"it in {self._files[name].name} and in {file.name}", "it in one file")
                 self._files[name] = file
@@ -47,7 +51,7 @@ class Shards:
                     str(directory), f"a directory with neither {INDEX_FILE} nor {SINGLE_FILE}", "one of them"
                 )
             return cls([directory / SINGLE_FILE])
-        weight_map = _weight_map(index)
+        weight_map = read_weight_map(index)
         shards = cls(directory / file for file in sorted(set(weight_map.values())))
         for name, file in weight_map.items():
             actual = shards._files.get(name)
@@ -82,9 +86,16 @@ class Shards:
         return self.ref(name).dtype
 
     def read(self, name: str) -> Tensor:
-        """The tensor in mapped memory, which must not be written to."""
-        tensor: Tensor = self._handle(self._files[name]).get_tensor(name)
-        return tensor
+        """The tensor in mapped memory, which must not be written to; a copy where the file has it at an address that
+        its dtype does not allow, because a header may have any length."""
+        try:
+            tensor: Tensor = self._handle(self._files[name]).get_tensor(name)
+        except (SafetensorError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, InputError):
+                raise
+            given = f"{self.dtype(name)} {list(self.shape(name))} that torch does not open ({error})"
+            raise InputError(f"{self._files[name]}: {name}", given, "a tensor of a dtype that torch has") from None
+        return tensor.clone() if tensor.data_ptr() % tensor.element_size() else tensor
 
     def release(self) -> None:
         """Close the files; the next access opens them again."""
@@ -103,13 +114,12 @@ class Shards:
         return self._handles[file]
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        pairs = {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(str(index), f"{type(error).__name__}: {error}", "JSON with a weight_map") from error
-    for file in pairs.values():
-        if Path(file).name != file:
-            raise InputError(str(index), f"the file name {file!r}", "names of files beside it")
-    return pairs
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> file beside the index."""
+    weight_map = read_json_object(index, "JSON with a weight_map").get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise InputError(f"{index}: weight_map", short(weight_map), "an object: tensor -> file")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+            raise InputError(f"{index}: weight_map.{short(name)}", short(file), "the name of a file beside it")
+    return weight_map

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from ktransformers.cli.verbose import Verbose
+
 
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="The adapter: a directory, or a GGUF file.")],
@@ -22,6 +24,7 @@ def convert(
     dtype: Annotated[str, typer.Option(help="keep, bfloat16, float16 or float32.")] = "keep",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace outputs that exist.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Convert an adapter into another dialect, without losing anything."""
     from ktransformers import adapters

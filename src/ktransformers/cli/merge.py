@@ -18,6 +18,7 @@ import typer
 from ktransformers.cli.model import complete_names
 from ktransformers.cli.quant import conversion_progress, normalise_format, receipt_lines
 from ktransformers.cli.sizes import gigabytes
+from ktransformers.cli.verbose import Verbose
 from ktransformers.errors import InputError
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def merge(
     unchecked: Annotated[bool, typer.Option("--unchecked", help="Write it without comparing.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Merge an adapter into its model and write a complete model directory."""
     from ktransformers.adapters.divergence import CALIBRATION_TOKENS, MAX_KL, calibration_text, measure_divergence

@@ -119,6 +119,7 @@ def _train_plan(
     policies: tuple[str, ...],
 ) -> Plan:
     """The plan of a file of `kt train`, with the tokens per step that it would choose if all rows had full length."""
+    from ktransformers.checkpoint.model_config import read_model_config
     from ktransformers.plan import make_plan
     from ktransformers.train.arguments import dtype_of
     from ktransformers.train.forecast import PlanInputs, training_workload
@@ -127,7 +128,7 @@ def _train_plan(
 
     config = Path(model) / "config.json"
     settings = read_settings(file, [*words, f"model_name_or_path={model}"])
-    config_fields = json.loads(config.read_text()) if config.is_file() else {}
+    config_fields = read_model_config(model) if config.is_file() else {}
     size = dtype_of(settings, config_fields).itemsize
     grouping = decide_grouping(settings, None, PlanInputs(shape, machine, policies, size), None)
     work = training_workload(with_tokens_per_batch(settings, grouping.tokens), size)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ktransformers.cli.progress import log
+from ktransformers.cli.verbose import Verbose
 
 if TYPE_CHECKING:
     from ktransformers.prove.checks import ProofCheck
@@ -46,6 +47,7 @@ def prove(
     dtype: Annotated[str, typer.Option(help="Of everything but experts; auto: as recorded by training.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda where there is one]")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Prove that the served adapter computes what was trained, and that the base is unchanged."""
     import transformers

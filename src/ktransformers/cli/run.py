@@ -13,6 +13,7 @@ import typer
 from ktransformers.cli import ask
 from ktransformers.cli.model import complete_names
 from ktransformers.cli.progress import log
+from ktransformers.cli.verbose import Verbose
 from ktransformers.errors import InputError, KTError
 
 
@@ -50,6 +51,7 @@ def run(
         bool, typer.Option("--no-verify", help="Do not compare packed experts with their checksums on first use.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Serve a model on this machine, or answer one prompt and exit."""
     model = ask.for_model(model, as_json)

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from ktransformers.cli.progress import log
+from ktransformers.cli.verbose import show_log
 
 if TYPE_CHECKING:
     from ktransformers.plan import Plan
 
+VERBOSE_FLAGS = ("-v", "--verbose")
 SERVE_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -27,7 +29,8 @@ def serve(context: typer.Context) -> None:
     limit_spinning()  # before torch is imported, with what follows
     from ktransformers.serve.launch import serve as run_server
 
-    run_server(parse(context.args), log, show_plan)
+    show_log(any(word in VERBOSE_FLAGS for word in context.args))
+    run_server(parse([word for word in context.args if word not in VERBOSE_FLAGS]), log, show_plan)
 
 
 def show_plan(plan: Plan) -> None:

@@ -7,7 +7,6 @@ choice may have AfriMed-QA's form: an object `{"option1": ...}` as JSON text, wi
 from __future__ import annotations
 
 import csv
-import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from ktransformers.errors import InputError
 from ktransformers.evaluate.task import Task
+from ktransformers.files import parse_json, path_exists, read_json, read_text, short
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -36,21 +36,22 @@ class Item:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    if not file.is_file():
+    if not path_exists(file):
         raise InputError("data", f"{file}, which does not exist", "a .json, .jsonl or .csv file")
     rows: Any
     try:
         if file.suffix == ".csv":
-            with file.open(newline="") as handle:
+            with file.open(newline="", encoding="utf-8-sig") as handle:
                 rows = list(csv.DictReader(handle))
         elif file.suffix == ".jsonl":
-            rows = [json.loads(line) for line in file.read_text().split("\n") if line.strip()]
+            lines = enumerate(read_text(file, "JSON lines").split("\n"), 1)
+            rows = [parse_json(line, f"{file}, line {number}") for number, line in lines if line.strip()]
         elif file.suffix == ".json":
-            rows = json.loads(file.read_text())
+            rows = read_json(file)
         else:
             raise InputError("data", str(file), "a .json, .jsonl or .csv file")
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(str(file), str(error), "JSON") from error
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise InputError(str(file), f"no CSV ({error})", "rows of comma-separated values") from None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise InputError(str(file), "something else", "a list of at least one object")
     return rows
@@ -66,7 +67,7 @@ def read_items(task: Task) -> list[Item]:
             continue
         try:
             item = build(task, row, str(row.get(task.columns.id or "", number)))
-        except (KeyError, ValueError) as error:
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise InputError(
                 f"{task.data}, row {number}", f"{type(error).__name__}: {error}", _expected_columns(task)
             ) from error
@@ -108,7 +109,9 @@ def _generate_item(task: Task, row: dict[str, Any], name: str) -> Item:
 def _choice_item(task: Task, row: dict[str, Any], name: str) -> Item:
     columns = task.columns
     raw_options = row[columns.choices]
-    options = json.loads(raw_options) if isinstance(raw_options, str) else raw_options
+    options = parse_json(raw_options, columns.choices) if isinstance(raw_options, str) else raw_options
+    if not isinstance(options, (dict, list)):
+        raise ValueError(f"{columns.choices}: {short(options)}, expected a list or an object")
     by_key = options if isinstance(options, dict) else dict(zip(LETTERS, options, strict=False))
     choices = [str(text) for text in by_key.values()]
     if not 2 <= len(choices) <= len(LETTERS):

@@ -113,9 +113,12 @@ class LocalModel:
     def add_adapters(self, adapters: Mapping[str, Path]) -> None:
         from peft import PeftModel
 
+        from ktransformers.adapters.config import check_for_peft
+
         for name, directory in adapters.items():
             if not (directory / "adapter_config.json").is_file():
                 raise InputError(f"adapter {name}", str(directory), "a directory with an adapter_config.json")
+            check_for_peft(directory, self.model)
             if self._adapters:
                 self.model.load_adapter(str(directory), adapter_name=name)
             else:

@@ -17,6 +17,7 @@ import numpy
 from ktransformers.evaluate import text_metrics
 from ktransformers.evaluate.statistic import Statistic, bleu, chrf, mean, perplexity, ratio
 from ktransformers.evaluate.task import Task
+from ktransformers.patterns import FilePatterns
 
 Record = dict[str, Any]
 # A letter after the word "answer" or "option", or at the start; the last such phrase counts.
@@ -84,20 +85,18 @@ def _chrf(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
     }
 
 
-def _extract(pattern: str | None, text: str) -> str:
-    if pattern is None:
-        return text
-    matches = list(re.finditer(pattern, text))
-    if not matches:
-        return ""
-    last = matches[-1]
-    return (last[1] if last.re.groups else last[0]).replace(",", "")
+def _extract(pattern: FilePatterns | None, text: str) -> str:
+    return text if pattern is None else (pattern.last(text) or "").replace(",", "")
 
 
 def _exact(task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
+    _, pattern = task.patterns(f"task {task.name}")
+    if pattern is not None:
+        pattern.prefetch(record[key] for record in records for key in ("reference", "prediction"))
+
     def same(record: Record) -> bool:
-        expected = text_metrics.normalise(_extract(task.extract, record["reference"]))
-        return bool(expected) and text_metrics.normalise(_extract(task.extract, record["prediction"])) == expected
+        expected = text_metrics.normalise(_extract(pattern, record["reference"]))
+        return bool(expected) and text_metrics.normalise(_extract(pattern, record["prediction"])) == expected
 
     return {"exact": _mean_of([same(record) for record in records])}
 
@@ -112,10 +111,10 @@ def _contains(_task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
 
 def _style(task: Task, records: Sequence[Record]) -> dict[str, Statistic]:
     """Each pattern on its own, and `style`: the share of answers that match all of them."""
-    hits = {
-        name: [bool(re.search(pattern, record["prediction"])) for record in records]
-        for name, pattern in task.style.items()
-    }
+    style, _ = task.patterns(f"task {task.name}")
+    for pattern in style.values():
+        pattern.prefetch(record["prediction"] for record in records)
+    hits = {name: [pattern.fits(record["prediction"]) for record in records] for name, pattern in style.items()}
     result = {"style": _mean_of([all(column) for column in zip(*hits.values(), strict=True)])}
     return result | {f"style.{name}": _mean_of(values) for name, values in hits.items()}
 

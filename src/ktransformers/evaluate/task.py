@@ -8,16 +8,17 @@ is asked without options) and `text` (likelihood of running text). A *suite* is 
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ktransformers.errors import InputError
+from ktransformers.files import path_exists, read_yaml_mapping, short, shorten, validate
+from ktransformers.patterns import FilePatterns
 
 TASK_DIR = Path(__file__).with_name("tasks")
+MAX_SUITE_DEPTH = 8  # a suite may list suites
 
 Kind = Literal["generate", "choice", "text"]
 METRICS_OF_KIND: dict[str, tuple[str, ...]] = {
@@ -77,16 +78,6 @@ class Task(BaseModel):
     copy_input: bool = False  # also report what copying the input would score
     judge: Rubric | None = None
 
-    @field_validator("style")
-    @classmethod
-    def _compiles(cls, patterns: dict[str, str]) -> dict[str, str]:
-        for name, pattern in patterns.items():
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{name}: {pattern!r} is no regular expression ({error})") from error
-        return patterns
-
     @model_validator(mode="after")
     def _check_metrics(self) -> Task:
         available = METRICS_OF_KIND[self.kind]
@@ -105,6 +96,12 @@ class Task(BaseModel):
         defaults = {"generate": ("bleu", "rouge", "chrf"), "choice": ("letter",), "text": ("loss",)}
         return self.metrics or defaults[self.kind]
 
+    def patterns(self, where: str) -> tuple[dict[str, FilePatterns], FilePatterns | None]:
+        """The regular expressions of `style`, by name, and of `extract`; `where` names the task's file in errors."""
+        style = {key: FilePatterns(f"{where}: style.{key}", [text], "search") for key, text in self.style.items()}
+        extract = self.extract
+        return style, None if extract is None else FilePatterns(f"{where}: extract", [extract], "last")
+
     @property
     def scores_chats(self) -> bool:
         """Whether log-probabilities after a chat prompt are needed."""
@@ -118,32 +115,29 @@ def task_names() -> list[str]:
     return sorted(file.stem for file in TASK_DIR.glob("*.yaml"))
 
 
-def load_tasks(name: str, limit: int | None = None, data: Path | None = None) -> list[Task]:
+def load_tasks(name: str, limit: int | None = None, data: Path | None = None, *, depth: int = 0) -> list[Task]:
     """The task, or the tasks of a suite, of a name or a YAML file; `limit` and `data` override the file."""
     file = Path(name)
     if file.suffix not in (".yaml", ".yml"):
         file = TASK_DIR / f"{name}.yaml"
-        if not file.is_file():
-            raise InputError("task", repr(name), f"a YAML file or one of {', '.join(task_names())}")
-    if not file.is_file():
-        raise InputError("task", f"{file}, which does not exist", "a YAML file")
-    try:
-        fields: Any = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
-        raise InputError(str(file), " ".join(str(error).split()), "YAML") from error
-    if not isinstance(fields, dict):
-        raise InputError(str(file), type(fields).__name__, "a table of a task or of a suite")
+        if not path_exists(file):
+            raise InputError("task", short(name), f"a YAML file or one of {', '.join(task_names())}")
+    if not path_exists(file):
+        raise InputError("task", f"{shorten(file)}, which does not exist", "a YAML file")
+    fields = read_yaml_mapping(file, "the keys of a task, or of a suite")
     if set(fields) == {"suite"}:
+        if not isinstance(fields["suite"], list) or depth >= MAX_SUITE_DEPTH:
+            raise InputError(
+                f"{file}: suite", short(fields["suite"]), f"a list of tasks, at most {MAX_SUITE_DEPTH} deep"
+            )
         if data is not None:
             raise InputError("data", f"{data} for the suite {name}", "one task", "name a task instead")
-        return [task for part in fields["suite"] for task in load_tasks(str(part), limit)]
+        return [task for part in fields["suite"] for task in load_tasks(str(part), limit, depth=depth + 1)]
     fields.setdefault("name", file.stem)
-    try:
-        task = Task.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        location = ".".join(str(part) for part in first["loc"]) or "the task"
-        raise InputError(f"{file}: {location}", repr(first.get("input"))[:80], first["msg"]) from error
+    task = validate(Task, fields, str(file))
+    if "\0" in str(task.data):
+        raise InputError(f"{file}: data", short(str(task.data)), "the path of a file")
+    task.patterns(str(file))  # reports an invalid one before any model is loaded
     changed: dict[str, Any] = {"data": data.resolve() if data is not None else (file.parent / task.data).resolve()}
     if limit is not None:
         changed["limit"] = limit

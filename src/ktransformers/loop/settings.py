@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ktransformers.errors import InputError
+from ktransformers.files import parse_yaml, read_yaml_mapping, short
 
 Options = dict[str, Any]
 
@@ -92,8 +92,8 @@ def read_overrides(arguments: Iterable[str]) -> dict[str, Any]:
         if not sign or not last or not all(path):
             raise InputError("argument", repr(argument), "key=value, as in train.minutes=2")
         try:
-            parsed = yaml.safe_load(value)
-        except yaml.YAMLError:
+            parsed = parse_yaml(value, key)
+        except InputError:  # a text with characters that mean something in YAML
             parsed = value
         inner = overrides
         for part in path:
@@ -114,26 +114,14 @@ def merge_keys(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def read_yaml(file: Path, expected: str) -> dict[str, Any]:
-    if not file.is_file():
-        raise InputError(str(file), "no such file", expected)
-    try:
-        document = yaml.safe_load(file.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(str(file), f"no YAML ({' '.join(str(error).split())})", expected) from error
-    if not isinstance(document, dict):
-        raise InputError(str(file), type(document).__name__, f"{expected}, a mapping")
-    return document
-
-
 def read_loop(file: Path, arguments: Iterable[str] = ()) -> Loop:
-    raw = merge_keys(read_yaml(file, "a YAML file of a loop"), read_overrides(arguments))
+    raw = merge_keys(read_yaml_mapping(file, "a YAML file of a loop"), read_overrides(arguments))
     try:
         return Loop.model_validate(raw)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or "loop"
-        value = "nothing" if first["type"] == "missing" else repr(first.get("input"))
+        value = "nothing" if first["type"] == "missing" else short(first.get("input"))
         if first["type"] == "extra_forbidden":
             raise InputError(key, "a key that is not known", "a key of docs/loop.md") from error
         message = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")

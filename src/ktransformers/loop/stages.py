@@ -19,9 +19,9 @@ import yaml
 
 from ktransformers import model_registry
 from ktransformers.errors import InputError
-from ktransformers.files import write_text
+from ktransformers.files import read_yaml_mapping, write_text
 from ktransformers.loop import pace
-from ktransformers.loop.settings import Loop, Options, merge_keys, read_yaml
+from ktransformers.loop.settings import Loop, Options, merge_keys
 
 SERVER = "SERVER"
 BASE_NAME = "base"  # model name of the base in requests
@@ -97,7 +97,7 @@ def _source(loop: Loop, run: Path) -> str:
 
 def build_recipe(loop: Loop, paths: RunPaths) -> dict[str, Any]:
     """The keys of `kt train`: the file's, the loop's, and those that follow from the run."""
-    file = read_yaml(Path(loop.train.file), "a YAML file of `kt train`") if loop.train.file else {}
+    file = read_yaml_mapping(Path(loop.train.file), "a YAML file of `kt train`") if loop.train.file else {}
     keys = merge_keys(file, loop.train.keys)
     for key, value in (("model_name_or_path", paths.model), ("output_dir", str(paths.adapter))):
         if loop.train.keys.get(key, value) != value:

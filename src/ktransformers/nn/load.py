@@ -127,8 +127,7 @@ def load_config(path: Path) -> PreTrainedConfig:
             raise InputError(
                 str(path), "experts alone", "a model", "pass them as `experts` beside the model's directory"
             )
-        from_weights: PreTrainedConfig = AutoConfig.for_model(embedded.pop("model_type"), **embedded)
-        return from_weights
+        return _embedded_config(path, embedded)
     read_checkpoint_facts(path)
     released, _ = split_quantisation(read_config(file.parent))
     stock = to_stock_config(released)
@@ -140,6 +139,17 @@ def load_config(path: Path) -> PreTrainedConfig:
     for section in (config, config.get_text_config(decoder=True)):
         if getattr(section, "quantization_config", None) is not None:
             del section.quantization_config
+    return config
+
+
+def _embedded_config(path: Path, fields: dict[str, Any]) -> PreTrainedConfig:
+    """Of weights that carry their configuration."""
+    try:
+        config: PreTrainedConfig = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    except Exception as error:  # transformers checks its configurations by many types of exceptions
+        reason = " ".join(str(error).split())[:300]
+        expected = "a configuration that transformers accepts"
+        raise InputError(str(path), f"{type(error).__name__}: {reason}", expected) from error
     return config
 
 

@@ -11,7 +11,6 @@ checkpoint itself is not changed.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ktransformers.checkpoint.model_config import read_model_config
 from ktransformers.checkpoint.quantisation import describe
 from ktransformers.checkpoint.rest import WEIGHT_SUFFIXES, split_into_shards
 from ktransformers.checkpoint.shards import INDEX_FILE
@@ -56,13 +56,7 @@ def read_config(directory: Path) -> dict[str, Any]:
             "a local Hugging Face directory",
             "`hf download` makes one",
         )
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise InputError(str(file), str(error), "a JSON object") from error
-    if not isinstance(config, dict):
-        raise InputError(str(file), f"a JSON {type(config).__name__}", "a JSON object")
-    return config
+    return read_model_config(directory)
 
 
 def config_file(path: Path) -> Path | None:

@@ -17,6 +17,10 @@ def first_rules(model: nn.Module, rules: Sequence[Rule]) -> dict[str, Rule]:
     """Module -> the rule that it has: the first that fits, or its parent's; under one that is not recursive, that."""
     rule_of: dict[str, Rule] = {}
     closed: set[str] = set()
+    names = [name for name, _ in model.named_modules()]
+    for rule in rules:
+        if rule.name is not None:
+            rule.name.prefetch(names)
     for name, module in model.named_modules():
         parent = name.rpartition(".")[0]
         inherited = rule_of.get(parent) if name else None

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from ktransformers.errors import InputError
+from ktransformers.files import read_yaml, short, validate
+from ktransformers.patterns import FilePatterns
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,7 +60,7 @@ class _Entry(BaseModel):
 
 @dataclass(frozen=True)
 class Rule:
-    name: re.Pattern[str] | None
+    name: FilePatterns | None
     kind: str | None  # last word of the class
     device: str | None  # generate_device
     prefill: str | None
@@ -69,16 +70,13 @@ class Rule:
     backend: str | None = None  # of the CPU, as the file writes it
 
     def fits(self, name: str, module: nn.Module) -> bool:
-        if self.name is not None and self.name.search(name) is None:
+        if self.name is not None and not self.name.fits(name):
             return False
         return self.kind is None or self.kind in {item.__name__ for item in type(module).__mro__}
 
 
 def read_rules(path: str | Path) -> tuple[Rule, ...]:
-    try:
-        entries: Any = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(NAME, f"{path} ({' '.join(str(error).split())})", "a YAML list of match/replace") from error
+    entries = read_yaml(path, f"{NAME}: a YAML list of match/replace")
     if not isinstance(entries, list) or not entries:
         raise InputError(NAME, f"{path}, which holds no list", "a list of match/replace entries")
     return tuple(_rule(path, at, entry) for at, entry in enumerate(entries))
@@ -86,19 +84,17 @@ def read_rules(path: str | Path) -> tuple[Rule, ...]:
 
 def _rule(path: str | Path, at: int, entry: Any) -> Rule:
     where = f"{path}, entry {at + 1}"
-    try:
-        read = _Entry.model_validate(entry)
-        pattern = None if read.match.name is None else re.compile(read.match.name)
-    except (ValidationError, re.error) as error:
-        first = str(error).splitlines()
-        raise InputError(NAME, f"{where}: {' '.join(first[:3])}", "match with name or class, and replace") from error
+    read = validate(_Entry, entry, f"{NAME}: {where}", "an entry has match, with name or class, and replace")
     if read.match.name is None and read.match.kind is None:
         raise InputError(NAME, f"{where}: an empty match", "a name, a class, or both")
     if read.replace.kind != "default" and not read.replace.kind.startswith("ktransformers."):
         given = f"{where}: class {read.replace.kind}"
         raise InputError(NAME, given, "default, or an operator of KTransformers", "operators cannot be replaced")
     kwargs = read.replace.kwargs or {}
-    transfers = {_layer(where, key): _device(where, value) for key, value in (kwargs.get("transfer_map") or {}).items()}
+    layers = kwargs.get("transfer_map") or {}
+    if not isinstance(layers, dict):
+        raise InputError(NAME, f"{where}: transfer_map {short(layers)}", "numbers of layers with their devices")
+    transfers = {_layer(where, key): _device(where, value) for key, value in layers.items()}
     devices = {
         word: None if kwargs.get(word) is None else _device(where, kwargs[word])
         for word in ("generate_device", "prefill_device", "out_device")
@@ -109,6 +105,7 @@ def _rule(path: str | Path, at: int, entry: Any) -> Rule:
     backend = None if kwargs.get("backend") is None else str(kwargs["backend"])
     if backend is not None and backend.lower() not in BACKENDS:
         raise InputError(NAME, f"{where}: backend {backend}", "one of " + ", ".join(BACKENDS))
+    pattern = None if read.match.name is None else FilePatterns(f"{where}: match.name", [read.match.name], "search")
     return Rule(pattern, kind, *given_devices, transfers, recursive, backend)
 
 

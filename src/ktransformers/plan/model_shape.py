@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktransformers.errors import InputError
+from ktransformers.files import short as shown
 
 if TYPE_CHECKING:
     from ktransformers.checkpoint import ExpertTensors, Shards
@@ -133,8 +134,11 @@ def open_shape(model: str) -> ModelShape:
 
 def _number(text_config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
     for key in keys:
-        if text_config.get(key) is not None:
-            return int(text_config[key])
+        value = text_config.get(key)
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise InputError(f"config.json: {key}", shown(value), "an integer")
+            return value
     if default is None:
         raise InputError("config.json", f"none of {', '.join(keys)}", "the size of a Mixture-of-Experts model")
     return default
@@ -246,13 +250,12 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
 
 
 def _of_directory(folder: Path) -> ModelShape:
+    # These import torch, which formulas do without.
     from ktransformers.checkpoint.gguf_directory import is_gguf_directory
-    from ktransformers.checkpoint.packed import is_packed, read_manifest  # imports torch, which formulas do without
+    from ktransformers.checkpoint.model_config import read_model_config
+    from ktransformers.checkpoint.packed import is_packed, read_manifest
 
-    try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        raise InputError(str(folder / "config.json"), str(error), "a JSON object") from error
+    config = read_model_config(folder)
     shape = shape_from_config(config, folder.name, stored=_stored(config))
     if is_gguf_directory(folder):
         return replace(shape, **_counted_gguf(folder, shape))

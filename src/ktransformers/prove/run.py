@@ -31,6 +31,7 @@ from ktransformers.adapters.comparison import (
     measure,
     measure_noise_floor,
 )
+from ktransformers.adapters.config import check_for_peft
 from ktransformers.adapters.content import Content, open_content
 from ktransformers.adapters.convert import read_adapter
 from ktransformers.adapters.dialects import detect_dialect
@@ -222,6 +223,7 @@ def run_trainer_model(
     experts = target.choose_experts(None)
     stock = load_model(target.model, experts=experts, dtype=dtype, device=gpu, precision=precision)
     base = measure(stock, rows)
+    check_for_peft(target.adapters[0][1], stock)
     model: Any = PeftModel.from_pretrained(stock, target.adapters[0][1])
     consumed = _compare_loaded_tensors(model, content)
     modules = adapted_modules(model)
@@ -397,6 +399,7 @@ def check_stock(
     stock: Any = AutoModelForCausalLM.from_pretrained(target.model, dtype=dtype)
     stock = stock.to(device)
     base = measure(stock, rows)
+    check_for_peft(target.adapters[0][1], stock)
     model: Any = PeftModel.from_pretrained(stock, target.adapters[0][1])
     adapter = measure(model, rows, trainer.modules)
     if target.precision == SERVED_PRECISION:

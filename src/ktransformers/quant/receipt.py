@@ -8,7 +8,6 @@ the source's log-probabilities are kept in a file, so that peak memory is that o
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from collections.abc import Mapping
@@ -17,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from ktransformers.errors import InputError
-from ktransformers.files import write_json
+from ktransformers.files import parse_json, read_json_object, validate, write_json
+from ktransformers.files import read_text as read_document
 from ktransformers.system import memory
 
 QUALITY_FILE = "quality.json"
@@ -86,6 +87,16 @@ class Receipt:
         return {"version": VERSION, **asdict(self), "summary": self.summary()}
 
 
+class _StoredReceipt(BaseModel):
+    """The fields of a Receipt as its file holds them, beside the version and the summary."""
+
+    conversion: str
+    formats: dict[str, str]
+    layers: list[LayerQuality]
+    calibration: Calibration | None
+    skipped: str | None
+
+
 def build_receipt(conversion: str, formats: dict[str, str], details: Mapping[str, Mapping[str, Any]]) -> Receipt:
     """The receipt of the layers in the journal; `details` is file -> what the journal records of it."""
     layers = [
@@ -102,20 +113,8 @@ def build_receipt(conversion: str, formats: dict[str, str], details: Mapping[str
 
 def read_receipt(directory: Path) -> Receipt:
     file = directory / QUALITY_FILE
-    try:
-        document = json.loads(file.read_text())
-        layers = [
-            LayerQuality(
-                layer["module"],
-                layer["number"],
-                {role: MatrixQuality(**matrix) for role, matrix in layer["matrices"].items()},
-            )
-            for layer in document["layers"]
-        ]
-        calibration = None if document["calibration"] is None else Calibration(**document["calibration"])
-        return Receipt(document["conversion"], document["formats"], layers, calibration, document["skipped"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(str(file), f"{type(error).__name__}: {error}", "the receipt of a conversion") from error
+    stored = validate(_StoredReceipt, read_json_object(file, "the receipt of a conversion"), str(file))
+    return Receipt(stored.conversion, stored.formats, stored.layers, stored.calibration, stored.skipped)
 
 
 def write_receipt(directory: Path, receipt: Receipt) -> None:
@@ -124,10 +123,7 @@ def write_receipt(directory: Path, receipt: Receipt) -> None:
 
 def read_text(file: Path) -> str:
     """A text file, or JSON lines with `text`, `content` or `prompt`."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError("calib", f"{file} ({error})", "a text file or JSON lines") from error
+    text = read_document(file, "calib: a text file or JSON lines")
     if file.suffix == ".jsonl":
         lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         text = "\n\n".join(_line(file, number, line) for number, line in lines)
@@ -137,10 +133,7 @@ def read_text(file: Path) -> str:
 
 
 def _line(file: Path, number: int, line: str) -> str:
-    try:
-        entry = json.loads(line)
-    except ValueError as error:
-        raise InputError("calib", f"line {number} of {file} ({error})", "a JSON object") from error
+    entry = parse_json(line, f"{file}, line {number}", "a JSON object")
     for key in ("text", "content", "prompt"):
         if isinstance(entry, dict) and isinstance(entry.get(key), str):
             return str(entry[key])

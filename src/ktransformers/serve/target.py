@@ -10,7 +10,6 @@ below.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from ktransformers import model_registry
 from ktransformers.adapters.manifest import read_manifest
 from ktransformers.checkpoint.gguf_directory import model_directory
 from ktransformers.errors import InputError
+from ktransformers.files import path_exists, read_json_object, read_yaml_mapping
 from ktransformers.serve.yaml_keys import check_keys, flat_keys
 
 SHORT_NAMES = {
@@ -68,7 +68,7 @@ def locate_model(given: str) -> Path:
     """The directory of a model given by path (of a directory or a GGUF file), registered name or hub id; a hub id is
     downloaded."""
     path = model_directory(Path(model_registry.resolve(given)).expanduser())
-    if path.is_dir():
+    if path_exists(path) and path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError("model", f"{given}, a folder without config.json", "a model or a training output")
         return path
@@ -95,11 +95,7 @@ def _base_name(given: str) -> str:
 
 
 def _target_of_adapter(path: Path) -> Target:
-    try:
-        fields = json.loads((path / "adapter_config.json").read_text())
-        base = fields.get("base_model_name_or_path")
-    except (ValueError, AttributeError) as error:
-        raise InputError(str(path / "adapter_config.json"), f"no JSON object ({error})", "PEFT's") from error
+    base = read_json_object(path / "adapter_config.json", "PEFT's, a JSON object").get("base_model_name_or_path")
     if not base:
         raise InputError(str(path), "an adapter that names no base", "base_model_name_or_path in adapter_config.json")
     document = read_manifest(path) or {}
@@ -111,15 +107,10 @@ def _target_of_adapter(path: Path) -> Target:
 
 
 def _target_of_yaml(path: Path) -> Target:
-    import yaml
-
     if not path.is_file():
         raise InputError("model", f"{path}, which does not exist", "a YAML file of a training or of inference")
-    try:
-        keys: Any = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise InputError(str(path), f"no YAML ({error})", "keys and values") from error
-    base = keys.get("model_name_or_path") if isinstance(keys, dict) else None
+    keys = read_yaml_mapping(path)
+    base = keys.get("model_name_or_path")
     if base:
         check_keys(path, keys)
     if not base:

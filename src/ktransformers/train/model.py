@@ -7,7 +7,6 @@ and the dropout of the layers is set afterwards.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from torch import nn
 
 from ktransformers import model_registry
 from ktransformers.checkpoint.gguf_directory import given_file, model_directory
+from ktransformers.checkpoint.model_config import read_model_config
 from ktransformers.errors import InputError
 from ktransformers.nn.checkpointing import save_expert_outputs
 from ktransformers.nn.peft_lora import expert_adapters, set_lora_dropout
@@ -65,11 +65,7 @@ def locate_model(settings: ModelSettings, *, download: bool) -> Path | None:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    try:
-        config: dict[str, Any] = json.loads((directory / "config.json").read_text())
-    except ValueError as error:
-        raise InputError(str(directory / "config.json"), str(error), "a JSON object") from error
-    return config
+    return read_model_config(directory)
 
 
 def build_meta_model(directory: Path) -> PreTrainedModel:

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from ktransformers import model_registry
 from ktransformers.errors import InputError
+from ktransformers.files import parse_yaml, read_yaml_mapping
 from ktransformers.place.backends import isa_of_backend
 from ktransformers.place.rules import summarise_for_training
 from ktransformers.train.keys import DERIVED_KEYS, NO_EFFECT_KEYS, RENAMED_KEYS, UNSUPPORTED_KEYS
@@ -73,13 +73,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     file = Path(path)
     if not file.is_file():
         raise InputError(str(file), "no such file", "a YAML file with training keys", "examples/ holds some")
-    try:
-        keys = yaml.safe_load(file.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(str(file), f"no YAML ({' '.join(str(error).split())})", "lines of `key: value`") from error
-    if not isinstance(keys, dict) or not all(isinstance(key, str) for key in keys):
-        raise InputError(str(file), type(keys).__name__, "a mapping, lines of `key: value`")
-    return keys
+    return read_yaml_mapping(file)
 
 
 def read_overrides(arguments: Iterable[str]) -> dict[str, Any]:
@@ -90,8 +84,8 @@ def read_overrides(arguments: Iterable[str]) -> dict[str, Any]:
         if not sign or not key.strip():
             raise InputError("argument", repr(argument), "key=value")
         try:
-            parsed = yaml.safe_load(value)
-        except yaml.YAMLError:
+            parsed = parse_yaml(value, key)
+        except InputError:  # a text with characters that mean something in YAML
             parsed = value
         outer, _, inner = key.strip().removeprefix("--").partition(".")
         if inner:

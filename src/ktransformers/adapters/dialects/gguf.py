@@ -12,6 +12,7 @@ ignores.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from ktransformers.adapters.config import compact_number
@@ -28,11 +30,12 @@ from ktransformers.adapters.fit import refit_adapter, refit_form
 from ktransformers.adapters.gguf_file import import_gguf
 from ktransformers.adapters.lora import ROLES, Adapter, Experts, LoraPair, Module, PairForm
 from ktransformers.adapters.model import ModelFacts
-from ktransformers.adapters.names import PROJ_NAMING, layers_prefix, order_targets, split_layer_name
+from ktransformers.adapters.names import PROJ_NAMING, layers_prefix, merge_names, order_targets, split_layer_name
 from ktransformers.adapters.parse import ReadContext
 from ktransformers.adapters.stored_tensor import StoredTensor
 from ktransformers.adapters.write import WrittenTensor, raw_bytes, record_tensor
 from ktransformers.errors import InputError
+from ktransformers.files import parse_json, short, validate
 
 GGUF_FILE = "adapter.gguf"
 METADATA_KEY = "ktransformers.adapter"  # one JSON document: config, roots, stem, model
@@ -78,29 +81,53 @@ def matches(content: Content) -> bool:
 
 def read(content: Content, context: ReadContext) -> Adapter:
     assert content.metadata is not None
-    own_metadata = json.loads(content.metadata.get(METADATA_KEY, "{}"))
-    facts = context.facts or (ModelFacts.from_json(own_metadata["model"]) if own_metadata.get("model") else None)
+    own_metadata = _own_metadata(content)
+    facts = context.facts
+    if facts is None and own_metadata.model is not None:
+        facts = ModelFacts.from_json(own_metadata.model, f"{content.path}: {METADATA_KEY}, model")
     arch = _find_architecture(content, facts)
-    alpha = float(content.metadata.get("adapter.lora.alpha", 0.0))
+    alpha = content.metadata.get("adapter.lora.alpha", 0.0)
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+        raise InputError(f"{content.path}: adapter.lora.alpha", short(alpha), "a number")
+    alpha = float(alpha)
     experts: dict[int, dict[str, tuple[StoredTensor, StoredTensor]]] = {}
     forms: dict[int, dict[str, PairForm]] = {}
     modules: list[Module] = []
-    prefix = own_metadata.get("stem", "model.layers")
+    prefix = own_metadata.stem
     for name, (a, b) in _pairs(content).items():
         form = _form(a, b, alpha)
         layer, leaf = _split_tensor_name(name)
+        if (leaf in EXPERT_TENSORS) != (len(a.shape) == 3):
+            raise InputError(a.name, f"shape {list(a.shape)}", "one matrix, or one for each expert of ffn_*_exps")
         if leaf in EXPERT_TENSORS:
             experts.setdefault(layer, {})[EXPERT_TENSORS[leaf]] = (a, b)
             forms.setdefault(layer, {})[EXPERT_TENSORS[leaf]] = form
         else:
             modules.append(_module(name, layer, leaf, a, b, form, arch, prefix, facts))
     layers = tuple(
-        _experts(f"{prefix}.{layer}.{own_metadata.get('block', 'mlp')}", layer, forms[layer], pairs)
+        _experts(f"{prefix}.{layer}.{own_metadata.block}", layer, forms[layer], pairs)
         for layer, pairs in experts.items()
     )
     naming = facts.naming if facts else PROJ_NAMING
-    config = own_metadata.get("config") or _config(layers, modules, alpha)
+    config = own_metadata.config or _config(layers, modules, alpha)
     return Adapter(layers, tuple(modules), config=config, naming=naming, model=facts)
+
+
+class _OwnMetadata(BaseModel):
+    """What this package writes beside llama.cpp's own metadata."""
+
+    config: dict[str, Any] = {}
+    stem: str = "model.layers"
+    block: str = "mlp"
+    model: dict[str, Any] | None = None
+
+
+def _own_metadata(content: Content) -> _OwnMetadata:
+    assert content.metadata is not None
+    where, text = f"{content.path}: {METADATA_KEY}", content.metadata.get(METADATA_KEY, "{}")
+    if not isinstance(text, str):
+        raise InputError(where, short(text), "a JSON object")
+    return validate(_OwnMetadata, parse_json(text, where), where)
 
 
 def _config(layers: tuple[Experts, ...], modules: list[Module], alpha: float) -> dict[str, Any]:
@@ -138,7 +165,12 @@ def _pairs(content: Content) -> dict[str, tuple[StoredTensor, StoredTensor]]:
 
 
 def _form(a: StoredTensor, b: StoredTensor, alpha: float) -> PairForm:
-    if len(a.shape) != len(b.shape) or a.shape[:-2] != b.shape[:-2] or a.shape[-2] != b.shape[-1]:
+    if (
+        len(a.shape) not in (2, 3)
+        or len(a.shape) != len(b.shape)
+        or a.shape[:-2] != b.shape[:-2]
+        or a.shape[-2] != b.shape[-1]
+    ):
         raise InputError(b.name, f"shape {list(b.shape)} beside a {list(a.shape)}", "b [.., out, r] and a [.., r, in]")
     rank = a.shape[-2]
     scaling = alpha / rank if alpha else 1.0
@@ -174,9 +206,11 @@ def _module(
 
     def read_module() -> LoraPair:
         rows = b.read()
+        if heads and rows.shape[0] % (2 * heads):
+            raise InputError(b.name, f"{rows.shape[0]} rows", f"rows of {heads} heads")
         return LoraPair(a.read(), _unpermute_rows(rows, heads) if heads else rows, form.scaling)
 
-    return Module(module, form, read_module)
+    return Module(module, form, read_module, {a.name: f"{module}.lora_A", b.name: f"{module}.lora_B"})
 
 
 def _experts(
@@ -189,7 +223,11 @@ def _experts(
     def read_layer() -> dict[str, LoraPair]:
         return {role: LoraPair(a.read(), b.read(), forms[role].scaling) for role, (a, b) in pairs.items()}
 
-    return Experts(root, layer, next(iter(counts.values())), forms, read_layer)
+    spelled = [
+        {a.name: f"{root}.experts.{role}_proj.lora_A", b.name: f"{root}.experts.{role}_proj.lora_B"}
+        for role, (a, b) in pairs.items()
+    ]
+    return Experts(root, layer, next(iter(counts.values())), forms, read_layer, merge_names(spelled))
 
 
 def _permuted_heads(arch: Arch, leaf: str, facts: ModelFacts | None) -> int:

@@ -10,13 +10,13 @@ apply to everything.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from ktransformers.adapters.config import AdapterConfig, build_config, compact_number, read_config
@@ -25,15 +25,27 @@ from ktransformers.adapters.dialects.dialect import MODEL_FILE, Dialect, module_
 from ktransformers.adapters.dialects.peft import leaf_name
 from ktransformers.adapters.fit import make_uniform, refit_adapter, survives_dtype
 from ktransformers.adapters.lora import ROLES, Adapter, Experts, LoraPair, PairForm
-from ktransformers.adapters.names import KT_KERNEL_KEY, layers_prefix, order_targets, split_layer_name
+from ktransformers.adapters.names import KT_KERNEL_KEY, layers_prefix, merge_names, order_targets, split_layer_name
 from ktransformers.adapters.parse import ReadContext, add_prefix, build_extras, build_modules, pair_factors
 from ktransformers.adapters.stored_tensor import StoredTensor
 from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor, write_safetensors
 from ktransformers.errors import InputError
-from ktransformers.files import write_json
+from ktransformers.files import read_json_object, short, validate, write_json
 
 EXPERT_FILE = "fused_expert_lora.safetensors"
 MANIFEST_FILE = "kt_adapter_manifest.json"
+
+
+class _StoredArtifact(BaseModel):
+    size: int | None = None
+    sha256: str | None = None
+
+
+class _StoredArtifacts(BaseModel):
+    """What is read of kt-kernel's manifest."""
+
+    status: Any = None
+    artifacts: dict[str, _StoredArtifact] = {}
 
 
 def matches(content: Content) -> bool:
@@ -106,7 +118,11 @@ def _layer(root: str, layer: int, tensors: Mapping[str, StoredTensor], config: A
             for role in ROLES
         }
 
-    return Experts(root, layer, next(iter(counts)), forms, read_layer)
+    spelled = [
+        {tensors[f"{role}_{factor}"].name: f"{root}.experts.{role}_proj.lora_{factor.upper()}" for factor in "ab"}
+        for role in ROLES
+    ]
+    return Experts(root, layer, next(iter(counts)), forms, read_layer, merge_names(spelled))
 
 
 def _check_manifest(content: Content) -> None:
@@ -114,21 +130,17 @@ def _check_manifest(content: Content) -> None:
     file = content.directory / MANIFEST_FILE
     if not file.is_file():
         return
-    try:
-        document = json.loads(file.read_text())
-        artifacts = {str(name): dict(artifact) for name, artifact in document.get("artifacts", {}).items()}
-    except (ValueError, TypeError, AttributeError) as error:
-        raise InputError(str(file), f"a manifest that does not parse ({error})", "what kt-kernel wrote") from error
-    if document.get("status") != "ready":
-        raise InputError(str(file), f"status {document.get('status')!r}", "'ready'", "the save was not finished")
-    for name, artifact in artifacts.items():
+    document = validate(_StoredArtifacts, read_json_object(file, "what kt-kernel wrote"), str(file))
+    if document.status != "ready":
+        raise InputError(str(file), f"status {short(document.status)}", "'ready'", "the save was not finished")
+    for name, artifact in document.artifacts.items():
         artifact_path = content.directory / name
         if Path(name).name != name or not artifact_path.is_file():
             raise InputError(str(artifact_path), "no such file", f"what {MANIFEST_FILE} lists")
-        size, digest = artifact_path.stat().st_size, artifact.get("sha256")
-        if artifact.get("size", size) != size:
-            raise InputError(str(artifact_path), f"{size} bytes", f"{artifact['size']}, as {MANIFEST_FILE} says")
-        if digest is not None and _sha256(artifact_path) != digest:
+        size = artifact_path.stat().st_size
+        if artifact.size is not None and artifact.size != size:
+            raise InputError(str(artifact_path), f"{size} bytes", f"{artifact.size}, as {MANIFEST_FILE} says")
+        if artifact.sha256 is not None and _sha256(artifact_path) != artifact.sha256:
             raise InputError(
                 str(artifact_path), "other bytes", f"the sha256 of {MANIFEST_FILE}", "the file was changed"
             )

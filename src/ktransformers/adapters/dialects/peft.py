@@ -22,7 +22,7 @@ from ktransformers.adapters.content import Content
 from ktransformers.adapters.dialects.dialect import Dialect, module_batches, save_adapter
 from ktransformers.adapters.fit import most_common_scaling, refit_adapter, refit_form
 from ktransformers.adapters.lora import Adapter, Experts, LoraPair, Module, PairForm
-from ktransformers.adapters.names import FUSED_EXPERTS, order_targets, parse_factor, split_layer_name
+from ktransformers.adapters.names import FUSED_EXPERTS, merge_names, order_targets, parse_factor, split_layer_name
 from ktransformers.adapters.parse import LoraTensors, ReadContext, add_prefix, build_extras, build_modules, pair_factors
 from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor
 from ktransformers.errors import InputError
@@ -110,7 +110,8 @@ def _layer(root: str, wrapped: Mapping[str, LoraTensors], config: AdapterConfig,
                 pairs[role] = LoraPair(a, b, forms[role].scaling)
         return pairs
 
-    return Experts(root, split_layer_name(root)[1], parts[0].experts, forms, read_layer)
+    spelled = [part.factors.spell(f"{root}.experts.{part.parameter}") for part in parts]
+    return Experts(root, split_layer_name(root)[1], parts[0].experts, forms, read_layer, merge_names(spelled))
 
 
 def _fused(root: str, parameter: str, factors: LoraTensors, config: AdapterConfig) -> _Fused:

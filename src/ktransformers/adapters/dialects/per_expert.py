@@ -27,6 +27,7 @@ from ktransformers.adapters.names import (
     PROJ_NAMING,
     W123_NAMING,
     ExpertNaming,
+    merge_names,
     name_in_checkpoint,
     name_in_model,
     order_targets,
@@ -60,6 +61,7 @@ def matches(content: Content) -> bool:
 def read(content: Content, context: ReadContext) -> Adapter:
     config, fields = read_config(content.directory, context.lora_alpha)
     factors, non_lora = pair_factors(content.tensors.values())
+    config.prefetch(factors)
     roots: dict[str, dict[int, dict[str, LoraTensors]]] = {}
     naming = context.naming
     for name in list(factors):
@@ -112,7 +114,13 @@ def _layer(
         a = torch.stack([matrices.a.read() for matrices in factors])
         return LoraPair(a, torch.stack([matrices.b.read() for matrices in factors]), forms[role].scaling)
 
-    return Experts(root, split_layer_name(root)[1], count, forms, lambda: {role: stacked(role) for role in roles})
+    spelled = [
+        factors.spell(f"{root}.experts.{expert}.{PROJ_NAMING.matrix(role)}")
+        for expert, matrices in experts.items()
+        for role, factors in matrices.items()
+    ]
+    layer = split_layer_name(root)[1]
+    return Experts(root, layer, count, forms, lambda: {role: stacked(role) for role in roles}, merge_names(spelled))
 
 
 def _form(name: str, factors: LoraTensors, config: AdapterConfig) -> PairForm:

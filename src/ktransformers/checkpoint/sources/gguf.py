@@ -8,6 +8,7 @@ decoded by the `gguf` package when they are read, under their Hugging Face names
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, pair_nibbles
 from ktransformers.checkpoint.experts import ExpertChunk, ExpertShape, Formats
 from ktransformers.checkpoint.layout import PLACE
-from ktransformers.checkpoint.sources.gguf_config import config_of
+from ktransformers.checkpoint.sources.gguf_config import Keys, config_of
 from ktransformers.checkpoint.sources.gguf_header import BLOCKS, FORMATS, GGUFTensor, read_header
 from ktransformers.checkpoint.sources.gguf_names import (
     NAME,
@@ -33,10 +34,24 @@ from ktransformers.checkpoint.sources.gguf_names import (
 from ktransformers.checkpoint.sources.safetensors import dequantise
 from ktransformers.checkpoint.sources.source import LayerSource, PlainTensor
 from ktransformers.errors import InputError
+from ktransformers.files import short
 
 SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
 # Formats whose blocks hold a header and nibbles, which are separate tensors in `Encoded`.
 SEPARATE = {row["name"]: row for row in FORMATS.values() if not row["block_bytes"]}
+# Where in a block the half floats are that scale it: docs of GGUF's block types. Those of iq1_m and mxfp4 are apart.
+HALF_SCALES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("q8_0", "q4_0", "q5_0", "iq4_nl", "iq4_xs", "iq1_s"), (0,)),
+    **dict.fromkeys(("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"), (0,)),
+    **dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2)),
+    "q2_k": (80, 82),
+    "q3_k": (108,),
+    "q6_k": (208,),
+    "tq2_0": (64,),
+    "tq1_0": (52,),
+    "iq1_m": (),
+    "mxfp4": (),
+}
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64}
 
 
@@ -78,9 +93,11 @@ class GGUFSource:
                     first = self._tensors[tensor.name].file.name
                     raise InputError(tensor.name, f"it in {first} and in {file.name}", "it in one file")
                 self._tensors[tensor.name] = tensor
-        expected = int(self._fields.get("split.tensors.count", len(self._tensors)))
+        if not self._tensors:
+            raise InputError(str(path), "no tensors in it", "a model")
+        expected = self._fields.get("split.tensors.count", len(self._tensors))
         if expected != len(self._tensors):
-            raise InputError(str(path), f"{len(self._tensors)} tensors", f"{expected}, as the first part says")
+            raise InputError(str(path), f"{len(self._tensors)} tensors", f"{short(expected)}, as the first part says")
 
     @property
     def files(self) -> list[Path]:
@@ -172,18 +189,22 @@ class GGUFSource:
         self._maps.clear()
 
     def _heads(self, key: str) -> int:
-        architecture = self._fields["general.architecture"]
-        heads = self._fields.get(f"{architecture}.attention.{key}") or self._fields.get(
-            f"{architecture}.attention.head_count"
-        )
-        return int(heads) if heads else 1
+        keys = Keys(str(self.path), self._fields, {})
+        return keys.size(f"attention.{key}", keys.size("attention.head_count"))
 
     def _plain(self, name: str, tensor: GGUFTensor, leaf: str, heads: int | None) -> PlainTensor:
         dtype, shape = FLOATS.get(tensor.kind, torch.bfloat16), tensor.shape
         values = self._tensors.get(tensor.name.replace("attn_k_b", "attn_v_b")) if leaf == "attn_k_b" else None
         if leaf == "ffn_gate_inp_shexp" and len(shape) == 1:
             shape = (1, *shape)
+        if heads is not None and (len(shape) not in (1, 2) or shape[0] % (2 * heads)):
+            raise InputError(f"{tensor.file}: {tensor.name}", f"shape {list(shape)}", f"rows of {heads} heads")
+        if leaf == "attn_k_b" and values is None:
+            raise InputError(f"{tensor.file}: {tensor.name}", "no attn_v_b beside it", "keys and values")
         if values is not None:
+            if len(shape) != 3 or len(values.shape) != 3 or (shape[0], shape[1]) != (values.shape[0], values.shape[2]):
+                given = f"shape {list(shape)} beside {list(values.shape)} of {values.name}"
+                raise InputError(f"{tensor.file}: {tensor.name}", given, "[heads, rank, nope] and [heads, v, rank]")
             shape = (tensor.shape[0] * (tensor.shape[2] + values.shape[1]), tensor.shape[1])
 
         def read() -> Tensor:
@@ -200,7 +221,10 @@ class GGUFSource:
         """Floats as they are, everything else in bf16."""
         data = self._bytes(tensor)
         if tensor.kind in FLOATS:
-            return data.view(FLOATS[tensor.kind]).reshape(tensor.shape)
+            numbers = data.view(FLOATS[tensor.kind]).reshape(tensor.shape)
+            if not math.isfinite(float(numbers.sum(dtype=torch.float64))):
+                raise _not_finite(tensor, "numbers")
+            return numbers
         columns = tensor.shape[-1]
         rows = torch.Size(tensor.shape[:-1]).numel()
         return dequantise(_encoded(tensor, data.reshape(1, rows, -1), columns)).reshape(tensor.shape)
@@ -212,12 +236,34 @@ class GGUFSource:
         return self._maps[tensor.file][tensor.offset : tensor.offset + tensor.bytes]
 
 
+def _not_finite(tensor: GGUFTensor, what: str) -> InputError:
+    given = f"{tensor.kind} with {what} that are NaN or infinite"
+    return InputError(f"{tensor.file}: {tensor.name}", given, "finite numbers", "the file is damaged")
+
+
+def _check_scales(tensor: GGUFTensor, data: Tensor) -> None:
+    if tensor.kind not in BLOCKS or tensor.kind not in HALF_SCALES:
+        return
+    blocks = data.reshape(-1, BLOCKS[tensor.kind][1])
+    if tensor.kind == "mxfp4":
+        bad = blocks[:, 0] == 255  # e8m0: 255 is NaN
+    elif tensor.kind == "iq1_m":  # the exponent of its half float: a nibble of the last scale, a bit of the one before
+        bad = (blocks[:, 55] & 0x70 == 0x70) & (blocks[:, 53] & 0xC0 == 0xC0)
+    else:
+        bad = torch.zeros(len(blocks), dtype=torch.bool)
+        for offset in HALF_SCALES[tensor.kind]:
+            bad |= blocks[:, offset + 1] & 0x7C == 0x7C  # all bits of the exponent of a half float
+    if bool(bad.any()):
+        raise _not_finite(tensor, "scales")
+
+
 def _spec(tensor: GGUFTensor) -> str:
     return "bf16" if tensor.kind in FLOATS else tensor.kind
 
 
 def _encoded(tensor: GGUFTensor, data: Tensor, columns: int) -> Encoded:
-    """`[E, N, bytes]` of blocks."""
+    """`[E, N, bytes]` of blocks. Scales that are no numbers are refused: one of them makes every answer NaN."""
+    _check_scales(tensor, data)
     if tensor.kind in GGUF_BLOCKS:
         return Encoded(tensor.kind, data, None, columns=columns, name=tensor.name)
     if tensor.kind not in SEPARATE:

@@ -2,7 +2,9 @@
 
 It is read without the `gguf` package, which builds an object for every word of the vocabulary: opening takes
 milliseconds, and a truncated file is recognised by its size before any tensor is read. Numbers and block sizes of types
-are those of the native core's table of formats.
+are those of the native core's table of formats. As in llama.cpp, tensors lie in the order of the header without gaps,
+each padded to `general.alignment`; this tells a tensor whose type is not that of its bytes by the place of the next
+one. An error names the key or the tensor, or the byte where the header ends to make sense.
 """
 
 from __future__ import annotations
@@ -16,8 +18,12 @@ from typing import Any
 
 from ktransformers import _core
 from ktransformers.errors import InputError
+from ktransformers.files import short
 
 MAGIC = b"GGUF"
+MAX_DIMENSIONS = 4
+MAX_NAME_CHARACTERS = 255
+MAX_ALIGNMENT = 1 << 20
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 # Types by number, and values and bytes of a block of each: plain numbers, and the formats of the core's table.
@@ -55,21 +61,26 @@ class _Reader:
         self.at += struct.calcsize("<" + kind)
         return value
 
-    def string(self) -> str:
+    def string(self, errors: str = "strict") -> str:
         size = self.number("Q")
         if size > len(self.data) - self.at:
             raise ValueError(f"a string of {size} bytes")
         text = self.data[self.at : self.at + size]
         self.at += size
-        return text.decode("utf-8", "replace")
+        return text.decode("utf-8", errors)
 
     def value(self, kind: int) -> Any:
         if kind == STRING:
-            return self.string()
+            return self.string("replace")  # a vocabulary may hold halves of characters
         if kind != ARRAY:
+            if kind not in NUMBERS:
+                raise ValueError(f"a value of type {kind}")
             return self.number(NUMBERS[kind])
         inner, count = self.number("I"), self.number("Q")
-        if count > len(self.data) - self.at:
+        smallest = struct.calcsize(f"<{NUMBERS[inner]}") if inner in NUMBERS else 8
+        if inner not in NUMBERS and inner != STRING:
+            raise ValueError(f"an array of values of type {inner}")
+        if count > (len(self.data) - self.at) // smallest:
             raise ValueError(f"an array of {count}")
         if inner in NUMBERS:
             values = struct.unpack_from(f"<{count}{NUMBERS[inner]}", self.data, self.at)
@@ -84,10 +95,12 @@ def read_header(file: Path) -> Header:
             return _parse(file, data)
     except FileNotFoundError:
         raise InputError(str(file), "no such file", "a GGUF file") from None
-    except (ValueError, KeyError, struct.error, OSError) as error:
+    except (ValueError, struct.error, OSError) as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(
             str(file), f"a file that does not open ({error})", "a GGUF file", "download it again"
-        ) from error
+        ) from None
 
 
 def _parse(file: Path, data: mmap.mmap) -> Header:
@@ -98,29 +111,50 @@ def _parse(file: Path, data: mmap.mmap) -> Header:
     version, count, keys = reader.number("I"), reader.number("Q"), reader.number("Q")
     if version not in (2, 3):
         raise ValueError(f"version {version}")
-    fields = {}
-    for _ in range(keys):
-        name = reader.string()
-        fields[name] = reader.value(reader.number("I"))
+    fields: dict[str, Any] = {}
     entries = []
-    for _ in range(count):
-        name = reader.string()
-        shape = tuple(reader.number("Q") for _ in range(reader.number("I")))
-        entries.append((name, shape, reader.number("I"), reader.number("Q")))
-    alignment = int(fields.get("general.alignment", 32))
+    try:
+        for _ in range(keys):
+            name = reader.string()
+            fields[name] = reader.value(reader.number("I"))
+        for _ in range(count):
+            name, dimensions = reader.string(), reader.number("I")
+            if len(name) > MAX_NAME_CHARACTERS:
+                raise ValueError(f"a name of {len(name)} characters")
+            if not 1 <= dimensions <= MAX_DIMENSIONS:
+                raise ValueError(f"{dimensions} dimensions of {name!r}")
+            shape = tuple(reader.number("Q") for _ in range(dimensions))
+            entries.append((name, shape, reader.number("I"), reader.number("Q")))
+    except (ValueError, struct.error) as error:
+        entry = f"key {len(fields) + 1} of {keys}" if len(fields) < keys else f"tensor {len(entries) + 1} of {count}"
+        raise ValueError(f"{entry}, byte {reader.at}: {error}") from None
+    alignment = fields.get("general.alignment", 32)
+    if not isinstance(alignment, int) or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+        given = f"{short(alignment)} in {file}"
+        raise InputError("general.alignment", given, f"a power of two from 8 to {MAX_ALIGNMENT}")
     start = -(-reader.at // alignment) * alignment
-    return Header(fields, [_tensor(file, len(data), start, *entry) for entry in entries])
+    tensors, expected = [], 0
+    for row in entries:
+        tensor = _tensor(file, len(data), start, *row)
+        if tensor.offset != start + expected:
+            given = f"offset {tensor.offset - start} in {file}"
+            place = f"{expected}, where the tensor before it ends"
+            raise InputError(tensor.name, given, place, "the file is damaged, or a type is not that of its bytes")
+        expected += -(-tensor.bytes // alignment) * alignment
+        tensors.append(tensor)
+    return Header(fields, tensors)
 
 
 def _tensor(file: Path, size: int, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GGUFTensor:
     word = TYPES.get(kind)
     if word is None:
-        raise InputError(name, f"type {kind} in {file.name}", "one of " + ", ".join(TYPES.values()))
+        raise InputError(name, f"type {kind} in {file}", "one of " + ", ".join(TYPES.values()))
     values, block = BLOCKS[word]
-    if not shape or shape[0] % values:
-        raise InputError(name, f"{word} of shape {list(shape[::-1])}", f"rows of a multiple of {values}")
+    if shape[0] % values or min(shape) < 1:
+        given = f"{word} of shape {list(shape[::-1])} in {file}"
+        raise InputError(name, given, f"sizes from 1, and rows of a multiple of {values}")
     length = math.prod(shape) // values * block
     if start + offset + length > size:
-        given = f"{size} bytes in {file.name}"
+        given = f"{size} bytes in {file}"
         raise InputError(name, given, f"{start + offset + length} up to its end", "the download is not complete")
     return GGUFTensor(name, word, shape[::-1], file, start + offset, length)

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.errors import InputError
+from ktransformers.files import check_text, may_have_surrogates, parse_json, read_text, short
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
+MAX_DATASET_BYTES = 64 << 30
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ def _elements(file: str, text: str) -> Iterator[tuple[int, Any]]:
     """(line, element) of a JSON list, decoded one by one."""
     decoder = json.JSONDecoder()
     line, counted_to = 1, 0
+    separated = True
 
     def skip(position: int) -> int:
         while position < len(text) and text[position] in " \t\r\n":
@@ -52,13 +55,18 @@ def _elements(file: str, text: str) -> Iterator[tuple[int, Any]]:
         counted_to = position
         if text[position] == "]":
             return
+        if not separated:
+            raise InputError(f"{file}, line {line}", f"{text[position]!r} between two rows", "a comma")
         try:
             element, end = decoder.raw_decode(text, position)
         except json.JSONDecodeError as error:
-            raise InputError(f"{file}, line {error.lineno}", error.msg, "JSON") from error
+            raise InputError(f"{file}, line {error.lineno}", error.msg, "JSON") from None
+        except (ValueError, RecursionError) as error:  # an integer of thousands of digits, thousands of levels
+            raise InputError(f"{file}, line {line}", f"what JSON does not hold ({error})", "JSON") from None
         yield line, element
         position = skip(end)
-        if position < len(text) and text[position] == ",":
+        separated = position < len(text) and text[position] == ","
+        if separated:
             position += 1
 
 
@@ -67,40 +75,54 @@ def _json(file: str, text: str) -> Iterator[tuple[int, Any]]:
     if first == "[":
         yield from _elements(file, text.lstrip("\ufeff"))
         return
+    text = text.lstrip("\ufeff")
     try:  # a single object, possibly over several lines
-        yield 1, json.loads(text)
-        return
-    except json.JSONDecodeError:
-        pass
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            yield number, json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{file}, line {number}", error.msg, "one JSON object on each line") from error
+        single = json.loads(text)
+    except (ValueError, RecursionError):
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                yield number, parse_json(line, f"{file}, line {number}", "one JSON object on each line")
+    else:
+        yield 1, single
 
 
 def _csv(path: Path) -> Iterator[tuple[int, Any]]:
     csv.field_size_limit(2**30)
     with path.open(newline="", encoding="utf-8-sig") as stream:
         reader = csv.DictReader(stream)
-        line = 2
-        for values in reader:
-            if None in values or None in values.values():
-                raise InputError(f"{path}, line {line}", "too many or too few columns", f"{reader.fieldnames}")
-            yield line, values
+        line = 1
+        try:
+            columns = list(reader.fieldnames or ())
+            if len(set(columns)) < len(columns):
+                raise InputError(f"{path}, line 1", f"columns {short(columns)}", "each name once")
             line = reader.line_num + 1
+            for values in reader:
+                if None in values or None in values.values():
+                    given = f"{len(values) + len(values.get(None) or ()) - (None in values)} values or fewer"
+                    raise InputError(f"{path}, line {line}", given, f"the columns {short(columns)}")
+                yield line, values
+                line = reader.line_num + 1
+        except csv.Error as error:
+            raise InputError(f"{path}, line {line}", f"no CSV ({error})", "rows of comma-separated values") from None
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path}, after line {line - 1}", f"no UTF-8 ({error.reason})", "UTF-8") from None
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    import pyarrow  # type: ignore[import-untyped]
     import pyarrow.parquet as parquet  # type: ignore[import-untyped]
 
     number = 0
-    for batch in parquet.ParquetFile(path).iter_batches():
-        for values in batch.to_pylist():
-            number += 1
-            yield number, values
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for values in batch.to_pylist():
+                    number += 1
+                    yield number, values
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
+        # Arrow's reader reports damaged pages by any of these; a text that is not UTF-8 is a ValueError.
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"{path}, row {number + 1}", f"no Parquet ({reason})", "Parquet", "write it again") from None
 
 
 def read_rows(path: Path) -> Iterator[DataRow]:
@@ -108,17 +130,19 @@ def read_rows(path: Path) -> Iterator[DataRow]:
         raise InputError(str(path), "no such file", "a data file")
     if path.suffix not in SUFFIXES:
         raise InputError(str(path), f"a file of type {path.suffix or 'unknown'}", ", ".join(SUFFIXES))
+    escaped = False
     if path.suffix == ".csv":
         values_by_line = _csv(path)
     elif path.suffix == ".parquet":
         values_by_line = _parquet(path)
     else:
-        try:
-            values_by_line = _json(str(path), path.read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise InputError(str(path), str(error), "UTF-8") from error
+        text = read_text(path, "rows in JSON", limit=MAX_DATASET_BYTES)
+        escaped = may_have_surrogates(text)
+        values_by_line = _json(str(path), text)
     for line, values in values_by_line:
         row = DataRow(str(path), line, values)
         if not isinstance(values, dict):
             raise row_error(row, f"a {type(values).__name__}", "an object with named fields")
+        if escaped:
+            check_text(values, row.position)
         yield row

@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ktransformers.files import parse_json, short
 from ktransformers.train.data.files import DataRow, row_error
 from ktransformers.train.data.registry import DatasetSource
 
@@ -69,28 +70,23 @@ def _text(row: DataRow, field: str, *, optional: bool = False) -> str:
 def _tools(row: DataRow, field: str) -> list[Any] | None:
     value = row.values.get(field)
     if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise row_error(row, f"{field}: {error.msg}", "a JSON list of functions") from error
+        value = parse_json(value, f"{row.position}: {field}", "a JSON list of functions")
     if not value:
         return None
     if not isinstance(value, list):
         raise row_error(row, f"{field}: {type(value).__name__}", "a JSON list of functions")
+    for tool in value:
+        if not isinstance(tool, dict):
+            raise row_error(row, f"{field}: {short(tool)}", "a JSON list of functions")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
 
 
 def _tool_calls(row: DataRow, text: str) -> list[dict[str, Any]]:
-    try:
-        parsed = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise row_error(
-            row, f"a function call that is no JSON ({error.msg})", '{"name": ..., "arguments": ...}'
-        ) from error
+    parsed = parse_json(text, f"{row.position}: a function call", '{"name": ..., "arguments": ...}')
     calls = parsed if isinstance(parsed, list) else [parsed]
     for call in calls:
         if not isinstance(call, dict) or "name" not in call:
-            raise row_error(row, f"a function call {call!r}", '{"name": ..., "arguments": ...}')
+            raise row_error(row, f"a function call {short(call)}", '{"name": ..., "arguments": ...}')
     return [
         {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
         for call in calls
@@ -111,8 +107,8 @@ def _sharegpt_message(row: DataRow, turn: Any, source: DatasetSource) -> Message
         tags.function_tag: "function",
         tags.system_tag: "system",
     }
-    if role not in names:
-        raise row_error(row, f"a turn from {role!r}", f"one of {', '.join(names)}")
+    if not isinstance(role, str) or role not in names:
+        raise row_error(row, f"a turn from {short(role)}", f"one of {', '.join(names)}")
     if names[role] == "function":
         if not isinstance(content, str):
             content = json.dumps(content)
@@ -125,8 +121,10 @@ def _sharegpt_message(row: DataRow, turn: Any, source: DatasetSource) -> Message
 def _openai_message(row: DataRow, turn: Any) -> Message:
     if not isinstance(turn, dict) or turn.get("role") not in ROLES:
         given = turn.get("role") if isinstance(turn, dict) else turn
-        raise row_error(row, f"a message with role {given!r}", f"one of {', '.join(ROLES)}")
+        raise row_error(row, f"a message with role {short(given)}", f"one of {', '.join(ROLES)}")
     content, calls = turn.get("content"), turn.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise row_error(row, f"tool_calls: {short(calls)}", "a list of calls")
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
@@ -160,9 +158,12 @@ def _alpaca_prompt(row: DataRow, source: DatasetSource) -> list[Message]:
     system = _text(row, columns.system, optional=True)
     if system:
         messages.append({"role": "system", "content": system})
-    for turn in row.values.get(columns.history) or []:
+    history = row.values.get(columns.history) or []
+    if not isinstance(history, list):
+        raise row_error(row, f"{columns.history}: {short(history)}", "a list of pairs of texts")
+    for turn in history:
         if not isinstance(turn, (list, tuple)) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
-            raise row_error(row, f"{columns.history}: {turn!r}", "pairs of texts")
+            raise row_error(row, f"{columns.history}: {short(turn)}", "pairs of texts")
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     return [*messages, {"role": "user", "content": "\n".join(part for part in prompt if part)}]
 

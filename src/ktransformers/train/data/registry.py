@@ -8,13 +8,13 @@ is refused with its address, because training should not start with an unexpecte
 from __future__ import annotations
 
 import difflib
-import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from ktransformers.errors import InputError
+from ktransformers.files import read_json_object, short, validate
 from ktransformers.train.data.files import SUFFIXES
 
 DEMO_DATA_DIR = Path(__file__).resolve().parent.parent / "demo_data"
@@ -69,23 +69,22 @@ class DatasetSource(BaseModel):
     ranking: bool = False
     columns: DatasetColumns = DatasetColumns()
     tags: Tags = Tags()
-    num_samples: int | None = Field(default=None, ge=1)
+    num_samples: int | None = Field(default=None, ge=1, le=1 << 62)
     fill: dict[str, str] = Field(default_factory=dict)  # {{placeholder}} in the rows -> text
 
 
 def _read_info(folder: Path) -> dict[str, Any]:
     file = folder / INFO_FILE
-    try:
-        entries = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(str(file), str(error), "a readable JSON object") from error
-    if not isinstance(entries, dict):
-        raise InputError(str(file), type(entries).__name__, "an object: name -> entry")
-    return entries
+    return read_json_object(file, "an object: name -> entry")
 
 
-def _source(name: str, entry: dict[str, Any], folder: Path) -> DatasetSource:
+def _source(name: str, entry: Any, folder: Path) -> DatasetSource:
     entry_name = f"{folder / INFO_FILE}, entry {name}"
+    if not isinstance(entry, dict):
+        raise InputError(entry_name, short(entry), "an object with file_name")
+    for key in ("columns", "tags"):
+        if not isinstance(entry.get(key) or {}, dict):
+            raise InputError(f"{entry_name}: {key}", short(entry[key]), "an object")
     for key in ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"):
         if entry.get(key) and not entry.get("file_name"):
             raise InputError(entry_name, f"{key}: {entry[key]}", "file_name", "download the data and name its file")
@@ -98,26 +97,21 @@ def _source(name: str, entry: dict[str, Any], folder: Path) -> DatasetSource:
         raise InputError(entry_name, "columns.kto_tag", "chosen and rejected", "stage is sft or dpo")
     values = {key: value for key, value in entry.items() if key not in ignored}
     file = values.pop("file_name", None)
-    if not isinstance(file, str):
-        raise InputError(entry_name, "no file_name", "the name of a file beside it")
+    if not isinstance(file, str) or not file or "\0" in file:
+        raise InputError(f"{entry_name}: file_name", short(file), "the name of a file beside it")
     tags = values.pop("tags", None) or {}
     formatting = values.pop("formatting", "alpaca" if entry.get("columns") else "auto")
     openai = formatting == "openai"
     defaults = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
-    try:
-        return DatasetSource(
-            name=name,
-            path=folder / file,
-            formatting=formatting,
-            columns=DatasetColumns(**({"messages": "messages"} | columns if openai else columns)),
-            tags=Tags(**((defaults | {"observation_tag": "tool"}) | tags if openai else tags)),
-            **{key: value for key, value in values.items() if key != "columns"},
-        )
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise InputError(
-            entry_name, f"{'.'.join(map(str, first['loc']))}: {first.get('input')!r}", first["msg"]
-        ) from error
+    fields = {
+        **{key: value for key, value in values.items() if key != "columns"},
+        "name": name,
+        "path": folder / file,
+        "formatting": formatting,
+        "columns": {"messages": "messages"} | columns if openai else columns,
+        "tags": (defaults | {"observation_tag": "tool"}) | tags if openai else tags,
+    }
+    return validate(DatasetSource, fields, entry_name)
 
 
 def dataset_folders(dataset_dir: str | None) -> list[Path]:
