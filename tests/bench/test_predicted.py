@@ -34,6 +34,7 @@ MISSED: dict[str, dict[tuple[str, str, int], set[str]]] = {
     },
     "current/train-e2e-decided.json": {("stream", "bf16", 2048): STEP, ("stream", "int4:32", 8192): STEP | GPU},
     "current/train-e2e-decided-int4.json": {("stream", "int4:32", 512): STEP},
+    "current/train-e2e-no-graphs.json": {("stream", "int4:32", 512): STEP},
     "history/2026-11-15-train-e2e.json": {("cpu", "bf16", 2048): STEP, ("cpu", "bf16", 8192): STEP},
     "history/2026-11-16-train-e2e-expert-graphs-int4.json": {("stream", "int4:32", 512): STEP},
 }

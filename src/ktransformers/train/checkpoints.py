@@ -24,7 +24,7 @@ from ktransformers import __version__
 from ktransformers.checkpoint.tensorfile import read_layout, sha256
 from ktransformers.errors import InputError
 from ktransformers.train.files import write_json
-from ktransformers.train.recipe import Recipe
+from ktransformers.train.recipe import TrainRecipe
 from ktransformers.train.settings import TrainSettings
 
 CHECKPOINT_MANIFEST_FILE = "kt_checkpoint.json"
@@ -51,7 +51,7 @@ class CheckpointManifest(BaseModel):
     made_by: str
     step: int
     processes: int
-    recipe: Recipe
+    recipe: TrainRecipe
     files: dict[str, CheckpointFile]
 
 
@@ -64,7 +64,7 @@ def _random_state_files(processes: int) -> list[str]:
     return ["rng_state.pth"] if processes == 1 else [f"rng_state_{rank}.pth" for rank in range(processes)]
 
 
-def write_checkpoint_manifest(folder: Path, step: int, recipe: Recipe) -> None:
+def write_checkpoint_manifest(folder: Path, step: int, recipe: TrainRecipe) -> None:
     """Written last: a folder with a manifest had all its files."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CHECKPOINT_MANIFEST_FILE)
     with ThreadPoolExecutor(HASH_THREADS) as pool:
@@ -167,7 +167,7 @@ class ResumePoint:
     checkpoint: Path | None  # None: from the beginning
     start: str  # a line that says so
     named: bool = False  # the settings name this checkpoint by its path
-    recipe: Recipe | None = None  # of the checkpoint
+    recipe: TrainRecipe | None = None  # of the checkpoint
     damaged: tuple[Path, ...] = ()  # newer checkpoints that are not used
     notes: tuple[str, ...] = ()
 
@@ -228,7 +228,7 @@ def find_resume_point(settings: TrainSettings) -> ResumePoint:
     return ResumePoint(None, removal)
 
 
-def check_recipe(point: ResumePoint, output: str, recipe: Recipe) -> list[str]:
+def check_recipe(point: ResumePoint, output: str, recipe: TrainRecipe) -> list[str]:
     """Raises if the checkpoint was trained with another recipe. A checkpoint that is named by its path is resumed all
     the same, with a note."""
     differences = [] if point.recipe is None else point.recipe.differences(recipe)

@@ -35,7 +35,7 @@ from ktransformers.train.grouping import Grouping, RowLengths, decide_grouping, 
 from ktransformers.train.model import build_meta_model, locate_model, read_config
 from ktransformers.train.output import check_disk_space, check_output
 from ktransformers.train.packing import require_masked_layers
-from ktransformers.train.recipe import Recipe, make_recipe
+from ktransformers.train.recipe import TrainRecipe, make_recipe
 from ktransformers.train.settings import SECTIONS, TrainSettings
 from ktransformers.train.targets import Targets, count_trained_parameters, find_targets
 
@@ -92,7 +92,7 @@ class PreparedRun:
     tokenizer: Any
     split: DataSplit | None
     resume: ResumePoint
-    recipe: Recipe | None
+    recipe: TrainRecipe | None
 
 
 def load_tokenizer(directory: Path, settings: TrainSettings) -> tuple[Any, list[str]]:

@@ -63,7 +63,7 @@ ROW_KEYS = (
 SHOWN_CHARACTERS = 60  # of a value in a message
 
 
-class Recipe(BaseModel):
+class TrainRecipe(BaseModel):
     model_config = ConfigDict(frozen=True, protected_namespaces=())
 
     settings: dict[str, Any]  # key -> value, compared one by one
@@ -72,7 +72,7 @@ class Recipe(BaseModel):
     rows: str  # number and hash of the tokenised rows
     row_settings: dict[str, Any]  # explain a difference of `rows`
 
-    def differences(self, now: Recipe) -> list[str]:
+    def differences(self, now: TrainRecipe) -> list[str]:
         """`key: before, now after` of each difference; empty for the same recipe."""
         found = _compare(self.settings, now.settings)
         if self.base != now.base:
@@ -104,7 +104,7 @@ def _rows_hash(rows: list[Any]) -> str:
     return f"{len(rows)} (sha256 {digest.hexdigest()[:16]})"
 
 
-def make_recipe(settings: TrainSettings, directory: Path, split: DataSplit, processes: int) -> Recipe:
+def make_recipe(settings: TrainSettings, directory: Path, split: DataSplit, processes: int) -> TrainRecipe:
     trainer = {key: settings.trainer.get(key, trainer_fields().get(key)) for key in TRAINER_KEYS}
     rows, batches = step_shape(settings)
     lora = settings.lora.model_dump(mode="json", exclude={"finetuning_type"})
@@ -125,7 +125,7 @@ def make_recipe(settings: TrainSettings, directory: Path, split: DataSplit, proc
     if settings.data.stage == "dpo":
         compared |= settings.preference.model_dump(mode="json")
     row_settings = {key: getattr(settings.data, key) for key in ROW_KEYS} | {"seed": trainer["seed"]}
-    return Recipe(
+    return TrainRecipe(
         settings=_as_json(compared),
         base=base_hash(directory),
         base_settings={"model_name_or_path": settings.model.model_name_or_path},

@@ -30,7 +30,7 @@ from ktransformers.train.files import STAGING_DIR, reporting_full_disk, sync_tre
 from ktransformers.train.finite import FiniteCheck
 from ktransformers.train.labelled_rows import labelled_rows_only
 from ktransformers.train.preference import REFERENCE_FREE_LOSSES, AnswerLogprobs, implicit_rewards, pair_losses
-from ktransformers.train.recipe import Recipe
+from ktransformers.train.recipe import TrainRecipe
 from ktransformers.train.settings import TrainSettings
 
 
@@ -55,9 +55,9 @@ class RunMixin:
         """Disabled: a run sends nothing to the network."""
 
     finite_check: FiniteCheck
-    recipe: Recipe
+    recipe: TrainRecipe
 
-    def guard(self: Any, finite_check: FiniteCheck, recipe: Recipe) -> None:
+    def guard(self: Any, finite_check: FiniteCheck, recipe: TrainRecipe) -> None:
         """Checks every step, and records the recipe in every checkpoint; called once after construction."""
         self.finite_check, self.recipe = finite_check, recipe
         finite_check.has_scaler = self.accelerator.scaler is not None
