@@ -143,6 +143,12 @@ SUPPORTED_FLAGS = (
     Flag(("--kt-expert-lora-path", "--kt-lora-path"), "always_on", "an adapter whose experts apply to every request"),
     Flag(("--kt-weight-path",), "experts", "where the experts come from: packed, GGUF or kt-kernel's files"),
     Flag(("--kt-method",), "method", "format of the experts; see docs/serve.md"),
+    Flag(
+        ("--deterministic", "--enable-deterministic-inference"),
+        "deterministic",
+        "the same request has the same answer whatever else is served, in 16 bits too; slower; on the CPU",
+        bool,
+    ),
     Flag(("--prefault",), "prefault", "read all pages of a packed directory before the first request", bool),
     Flag(("--lock",), "lock", "the same, and lock them in memory; `ulimit -l` must allow it", bool),
     Flag(("--no-verify",), "no_verify", "do not compare packed experts with their checksums on first use", bool),
@@ -259,6 +265,7 @@ class Launch:
     experts: Path | None = None
     pages: str = "lazy"  # of a packed directory: lazy, prefault or lock
     verify: bool | None = None  # of `load_model`
+    deterministic: bool = False
     gpus: int | None = None  # that layers are distributed over
     place: dict[str, Any] = field(default_factory=dict)  # fields of `place.options.PlacementOptions` that the line sets
     cuda_graph_max_bs: int = 32

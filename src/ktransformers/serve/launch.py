@@ -121,6 +121,7 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
     )
 
     device = choose_device(launch, plan)
+    _check_deterministic(launch, device)
     dtype = parse_dtype(launch.dtype, device)
     tokenizer = read_tokenizer(target.model)
     templates = ServedTemplates(tokenizer, launch, target, log)
@@ -148,6 +149,7 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
         launch.chunked_prefill_size,
         tokens,
         min(context, tokens),
+        launch.deterministic,
     )
     log(f"KV cache of {tokens} tokens, {tokens * kv_bytes_per_token / 2**30:.2f} GiB when full")
     engine = ServeEngine(forward, limits)
@@ -184,6 +186,12 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
     if device != "cpu":
         log(_attach_decode_graphs(forward, placement.placement, launch))
     return service
+
+
+def _check_deterministic(launch: Launch, device: str) -> None:
+    if launch.deterministic and device != "cpu":
+        expected = "--device cpu: kernels of the GPU add in no fixed order"
+        raise InputError("--deterministic", f"device {device}", expected)
 
 
 def _attach_decode_graphs(forward: Any, placement: Any, launch: Launch) -> str:

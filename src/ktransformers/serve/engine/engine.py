@@ -8,6 +8,10 @@ gives up its slot, returns to the head of the queue and is recomputed later, so 
 requests that arrive while it is full are refused at once. When memory runs out in a step, the sequence with the most
 tokens in it ends, everything that is only cached is evicted, and the others go on.
 
+In 16 bits a product of other shape rounds otherwise, so a near-tie between two tokens may fall the other way beside
+other requests. With `deterministic` every chunk is a forward pass of its own, its borders depend on the position in the
+sequence alone, and no cached prefix is reused: the same request then has the same bits whatever else is served.
+
 `submit`, `cancel` and `stop` may be called from any thread; events reach callers through each sequence's `deliver`,
 called in the engine's thread.
 """
@@ -51,6 +55,7 @@ class Limits:
     chunked_prefill_size: int = 512  # prompt tokens in a step
     max_total_tokens: int = 32768  # capacity of the KV cache
     context_length: int = 4096  # prompt and new tokens of one sequence
+    deterministic: bool = False  # results are independent of other requests, in 16 bits too
 
 
 @dataclass
@@ -71,7 +76,7 @@ class Counts:
 class ServeEngine:
     def __init__(self, forward: Forward | SequentialForward, limits: Limits) -> None:
         self.forward, self.limits, self.counts = forward, limits, Counts()
-        self.kv_cache = KVCache(limits.max_total_tokens, forward.append_only)
+        self.kv_cache = KVCache(limits.max_total_tokens, forward.append_only, reuse=not limits.deterministic)
         self.memory_advice = ""  # what to change when memory runs out
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
@@ -181,7 +186,7 @@ class ServeEngine:
     def _run(self, batch: list[tuple[Sequence, Chunk]]) -> list[ForwardResult | None] | None:
         """The forward pass; None: memory ran out, and one sequence was ended for it."""
         try:
-            return self.forward.run([chunk for _, chunk in batch])
+            return self._forward([chunk for _, chunk in batch])
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -193,6 +198,15 @@ class ServeEngine:
                 if sequence.slot is chunk.slot:
                     self._requeue(sequence)
         return None
+
+    def _forward(self, chunks: list[Chunk]) -> list[ForwardResult | None]:
+        if not self.limits.deterministic:
+            return self.forward.run(chunks)
+        results = []
+        for chunk in chunks:
+            (result,) = self.forward.run([chunk])  # its logits are valid until the next call
+            results.append(None if result is None else ForwardResult(result.logits.clone(), result.token))
+        return results
 
     def _end_for_memory(self, sequence: Sequence, tokens: int, error: Exception) -> None:
         line = describe(error, tokens, self.memory_advice)
@@ -269,7 +283,11 @@ class ServeEngine:
             if sequence.slot is None:  # preempted for a sequence before it
                 continue
             uncomputed = len(sequence.tokens) - sequence.computed
-            token_count = uncomputed if uncomputed == 1 else min(uncomputed, prompt_budget)
+            if self.limits.deterministic:
+                token_count = self._deterministic_count(sequence)
+                token_count = token_count if token_count <= max(1, prompt_budget) else 0
+            else:
+                token_count = uncomputed if uncomputed == 1 else min(uncomputed, prompt_budget)
             if not token_count or not self._try_reserve(sequence):
                 continue
             prompt_budget -= token_count if uncomputed > 1 else 0
@@ -280,6 +298,12 @@ class ServeEngine:
             chunk = Chunk(sequence.slot, tokens, position, sequence.request.adapter, reader, last, last and greedy)
             batch.append((sequence, chunk))
         return [(sequence, chunk) for sequence, chunk in batch if sequence.slot is chunk.slot]
+
+    def _deterministic_count(self, sequence: Sequence) -> int:
+        """Tokens of the next chunk by position alone: the prompt in pieces of `chunked_prefill_size`, then one at a
+        time, also where a preempted sequence is computed again."""
+        left = len(sequence.request.prompt) - sequence.computed
+        return min(left, self.limits.chunked_prefill_size) if left > 0 else 1
 
     def _try_reserve(self, sequence: Sequence) -> bool:
         """`_reserve`; False also if memory ran out, which ends the sequence."""

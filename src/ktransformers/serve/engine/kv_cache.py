@@ -83,10 +83,10 @@ class CachedPrefix:
 
 class KVCache:
     """Allocates slots within `tokens` tokens. `append_only`: a slot can be continued at its end, but neither truncated
-    nor copied, because its state is recurrent."""
+    nor copied, because its state is recurrent. Without `reuse` every slot starts empty."""
 
-    def __init__(self, tokens: int, append_only: bool = False) -> None:
-        self._append_only = append_only
+    def __init__(self, tokens: int, append_only: bool = False, *, reuse: bool = True) -> None:
+        self._append_only, self._reuse = append_only, reuse
         self.limit = -(-tokens // CAPACITY_BLOCK) * CAPACITY_BLOCK
         self.slots: list[KVSlot] = []
         self.peak_tokens = 0  # largest sum of capacities so far
@@ -192,7 +192,7 @@ class KVCache:
 
     def _find_prefix(self, owner: Owner, tokens: Sequence[int], top_logprobs: int | None) -> CachedPrefix | None:
         best, longest = None, 0
-        for slot in self.slots:
+        for slot in self.slots if self._reuse else ():
             if slot.owner != owner:
                 continue
             shared = _shared_prefix(slot.tokens, tokens[:-1])
