@@ -11,14 +11,13 @@ the loaded model, and refuses if their logits differ.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ktransformers.adapters.comparison import evaluating
 from ktransformers.errors import InputError
 from ktransformers.nn.row_masks import tell_masks_the_rows
 from ktransformers.train.packed_attention import PACKED_ROWS, restore_sdpa
@@ -57,19 +56,6 @@ def require_masked_layers(model: PreTrainedModel) -> None:
         raise InputError("packing", f"true for {kind}, which has {found}", "false for such a model", REMEDY)
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout and gradients."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 def _test_rows(model: Any) -> list[list[int]]:
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     # Which keys an index selects among equal scores depends on their number, so rows must not need a selection.
@@ -92,7 +78,7 @@ def packing_error(model: Any) -> float:
         "max_length_q": max(lengths),
         "max_length_k": max(lengths),
     }
-    with _evaluating(model):
+    with evaluating(model):
         together = model(**packed, use_cache=False).logits[0].float().split(lengths)
         alone = [model(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0].float() for row in rows]
     return max(float((one - other).norm() / other.norm()) for one, other in zip(together, alone, strict=True))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from ktransformers.adapters.comparison import evaluating
 from ktransformers.errors import InputError
 from ktransformers.nn.peft_lora import refused_modules
 from ktransformers.train.callbacks import GradientCheck
@@ -40,17 +41,14 @@ NOT_LINEAR = "their forward is not a product with their weight"
 def _frozen(model: nn.Module) -> Iterator[None]:
     """In evaluation mode, without gradients of the model's own parameters."""
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    training = [module for module in model.modules() if module.training]
     for parameter in learning:
         parameter.requires_grad_(False)
-    model.eval()
     try:
-        yield
+        with evaluating(model), torch.enable_grad():
+            yield
     finally:
         for parameter in learning:
             parameter.requires_grad_(True)
-        for module in training:
-            module.training = True
 
 
 def _is_product(module: nn.Linear, given: Tensor, output: Tensor) -> bool:
@@ -83,7 +81,7 @@ def _untrainable(model: Any, modules: dict[str, nn.Linear], length: int) -> dict
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     tokens = torch.tensor([[(7 * at + 3) % vocabulary for at in range(length)]])
     try:
-        with _frozen(model), torch.enable_grad():
+        with _frozen(model):
             logits = model(input_ids=tokens.to(next(model.parameters()).device), use_cache=False).logits
             if logits.requires_grad:
                 logits.float().log_softmax(-1)[..., 0].sum().backward()
