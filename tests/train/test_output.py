@@ -15,12 +15,13 @@ import torch
 
 from ktransformers.errors import InputError
 from ktransformers.files import LockedError, exclusive_lock
+from ktransformers.nn.out_of_memory import asked_bytes, exhausted_memory
 from ktransformers.plan import Choice, Training, profile
 from ktransformers.plan.planner import evaluate
 from ktransformers.train import output as output_module
 from ktransformers.train import trainers
 from ktransformers.train.checkpoints import find_problem, list_checkpoints
-from ktransformers.train.out_of_memory import TrainingMemoryError, asked_bytes, exhausted_place, remedies
+from ktransformers.train.out_of_memory import TrainingMemoryError, remedies
 from ktransformers.train.output import LOCK_FILE, check_output, locked_output
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
@@ -166,7 +167,7 @@ def test_out_of_host_memory_is_one_line(tiny: Path, tmp_path: Path, monkeypatch:
     ],
 )
 def test_errors_of_memory(error: Exception, place: str | None, size: int | None) -> None:
-    assert exhausted_place(error) == place
+    assert exhausted_memory(error) == place
     if place is not None:
         assert asked_bytes(error) == size
 

@@ -25,14 +25,15 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from ktransformers.errors import InputError, KTError
 from ktransformers.log import logger
+from ktransformers.nn.out_of_memory import HOST, describe_shortage, exhausted_memory
 from ktransformers.serve.engine.forward import Chunk, Forward, ForwardResult, SequentialForward
 from ktransformers.serve.engine.head import LogitsReader
 from ktransformers.serve.engine.kv_cache import KVCache, Owner
-from ktransformers.serve.engine.out_of_memory import describe, is_out_of_memory, release_unused
 from ktransformers.serve.engine.sampling import Score, sample_token, score_tokens
 from ktransformers.serve.engine.sequence import Event, Sequence
 
@@ -188,7 +189,7 @@ class ServeEngine:
         try:
             return self._forward([chunk for _, chunk in batch])
         except Exception as error:
-            if not is_out_of_memory(error):
+            if exhausted_memory(error) is None:
                 raise
             largest, chunk = max(reversed(batch), key=lambda entry: len(entry[1].tokens))
             self._end_for_memory(largest, len(chunk.tokens), error)
@@ -209,7 +210,9 @@ class ServeEngine:
         return results
 
     def _end_for_memory(self, sequence: Sequence, tokens: int, error: Exception) -> None:
-        line = describe(error, tokens, self.memory_advice)
+        shortage = describe_shortage(error, exhausted_memory(error) or HOST)
+        line = f"out of memory: {shortage}, in a step with {tokens} tokens of this request"
+        line += f"; in this order: {self.memory_advice}" if self.memory_advice else ""
         LOG.error("request %s ended: %s", sequence.request.request_id, line)
         if sequence.slot is not None:
             self.kv_cache.discard(sequence.slot)
@@ -217,7 +220,8 @@ class ServeEngine:
         self._close(sequence, "out_of_memory", error=line)
         self.kv_cache.evict_idle()
         traceback.clear_frames(error.__traceback__)  # which hold tensors of the failed step
-        release_unused()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def _requeue(self, sequence: Sequence) -> None:
         """Back to the head of the queue, without its slot; it is computed again."""
@@ -262,7 +266,7 @@ class ServeEngine:
             try:
                 slot = self.kv_cache.allocate(sequence.owner, sequence.tokens, top_logprobs)
             except Exception as error:
-                if not is_out_of_memory(error):
+                if exhausted_memory(error) is None:
                     raise
                 self._end_for_memory(sequence, len(sequence.tokens), error)
                 continue
@@ -310,7 +314,7 @@ class ServeEngine:
         try:
             return self._reserve(sequence)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if exhausted_memory(error) is None:
                 raise
             self._end_for_memory(sequence, len(sequence.tokens), error)
             return False
