@@ -97,11 +97,8 @@ def evaluate(
             )
         runs = _remote(targets[0], served_model, adapters, base, tokenizer, key, batch_size)
     else:
-        from ktransformers.checkpoint.gguf_directory import model_directory
-        from ktransformers.model_registry import resolve
-
         options = {"engine": engine, "dtype": dtype, "device": device, "batch_size": batch_size}
-        runs = _local(model_directory(Path(resolve(targets[0]))), adapters, base, experts, options)
+        runs = _local(targets[0], adapters, base, experts, options)
     results = _run(runs, tasks, out, judge, quiet=as_json)
     if len(results) > 1:
         _print_comparison(_compare(list(results), out), out, as_json)
@@ -169,15 +166,19 @@ def _remote(
 
 
 def _local(
-    directory: Path, adapters: dict[str, str], base: bool, experts: Path | None, options: dict[str, Any]
+    target: str, adapters: dict[str, str], base: bool, experts: Path | None, options: dict[str, Any]
 ) -> Iterator[tuple[str, Backend]]:
     for name, path in adapters.items():
         if not (Path(path) / "adapter_config.json").is_file():
             raise InputError(f"adapter {name}", path, "a directory with an adapter_config.json")
+    from ktransformers.checkpoint.gguf_directory import model_directory
     from ktransformers.evaluate.local import LocalModel, trained_experts
+    from ktransformers.model_registry import resolve
 
     directories = {name: Path(path) for name, path in adapters.items()}
-    model = LocalModel.open(directory, experts=experts or trained_experts(directories), **options)
+    model = LocalModel.open(
+        model_directory(Path(resolve(target))), experts=experts or trained_experts(directories), **options
+    )
     if base:
         yield BASE, model.backend()
     model.add_adapters(directories)

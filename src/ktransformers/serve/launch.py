@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -106,7 +106,6 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
     from ktransformers.serve.engine.engine import Limits, ServeEngine
     from ktransformers.serve.engine.forward import make_forward
     from ktransformers.serve.engine.lora import LoraModules
-    from ktransformers.serve.http.limits import RequestLimits
     from ktransformers.serve.http.registry import Registry
     from ktransformers.serve.http.service import PrepareOptions, Service
     from ktransformers.serve.http.templates import ServedTemplates
@@ -158,11 +157,7 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
     registry = Registry(
         served, LoraModules(model), str(target.model), engine.drop_adapter, launch.always_on, templates.read
     )
-    for name, directory in (*target.adapters, *launch.lora_paths):
-        adapter = registry.load(name, directory)
-        log(f"adapter {served}:{name} from {directory}, {adapter.bytes() / 2**20:.1f} MiB")
-        if (note := templates.describe(adapter.template)) is not None:
-            log(f"requests to {served}:{name} are rendered with {note}; those to {served} with the base's own")
+    _load_adapters(registry, templates, (*target.adapters, *launch.lora_paths), served, log)
     service = Service(
         engine,
         registry,
@@ -170,14 +165,7 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
         timeout=launch.request_timeout or None,
         template=templates.base,
         kv_bytes_per_token=kv_bytes_per_token,
-        request_limits=RequestLimits(
-            launch.max_body_bytes,
-            launch.max_prompts,
-            launch.max_messages,
-            launch.max_tools,
-            launch.max_schema_properties,
-            launch.max_schema_depth,
-        ),
+        request_limits=_request_limits(launch),
         prepare=PrepareOptions(launch.prepare_workers, launch.prepare_timeout),
     )
     cache_bytes, prefill = tokens * kv_bytes_per_token, launch.chunked_prefill_size
@@ -186,6 +174,29 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
     if device != "cpu":
         log(_attach_decode_graphs(forward, placement.placement, launch))
     return service
+
+
+def _load_adapters(
+    registry: Any, templates: Any, adapters: Iterable[tuple[str, Any]], served: str, log: LogLine
+) -> None:
+    for name, directory in adapters:
+        adapter = registry.load(name, directory)
+        log(f"adapter {served}:{name} from {directory}, {adapter.bytes() / 2**20:.1f} MiB")
+        if (note := templates.describe(adapter.template)) is not None:
+            log(f"requests to {served}:{name} are rendered with {note}; those to {served} with the base's own")
+
+
+def _request_limits(launch: Launch) -> Any:
+    from ktransformers.serve.http.limits import RequestLimits
+
+    return RequestLimits(
+        launch.max_body_bytes,
+        launch.max_prompts,
+        launch.max_messages,
+        launch.max_tools,
+        launch.max_schema_properties,
+        launch.max_schema_depth,
+    )
 
 
 def _check_deterministic(launch: Launch, device: str) -> None:
