@@ -117,9 +117,12 @@ def poll(address: str, seconds: float) -> dict[str, Any]:
             reply, last = connection.getresponse(), None
             if reply.status == 429:
                 time.sleep(0.2)
-            while reply.readline() and time.monotonic() < end:
+            while (line := reply.readline()) and time.monotonic() < end:
+                if not line.startswith(b"data:"):
+                    continue
                 now = time.monotonic()
-                gaps.append(0.0 if last is None else now - last)
+                if last is not None:
+                    gaps.append(now - last)
                 last = now
             connection.close()
 
