@@ -192,6 +192,11 @@ class BaseMoEWrapper:
             store.w8a8 = True
         self._batches.clear()
         self.moe = store
+        if torch.cuda.is_available():  # pinned memory cannot be allocated while a stream is captured
+            device = torch.device("cuda", torch.cuda.current_device())
+            for deferred in {False, self.max_deferred_experts_per_token > 0}:
+                key = BufferKey(device, self.hidden_size, self.num_experts_per_tok, deferred=deferred)
+                KExpertsCPUBuffer.reserve(key, self.chunked_prefill_size)
 
     def _loaded(self) -> ExpertStore:
         if self.moe is None:
@@ -295,7 +300,7 @@ class BaseMoEWrapper:
         capturing = hidden.is_cuda and torch.cuda.is_current_stream_capturing()
         batch = self._batches.get(key)
         if batch is None:
-            batch = self._batches[key] = self._new_batch(hidden, ids, weights, deferred)
+            batch = self._batches[key] = self._new_batch(hidden, ids, weights, deferred, capturing)
             self._drop_idle()
         elif not capturing:
             batch.raise_error()
@@ -303,8 +308,14 @@ class BaseMoEWrapper:
         batch.captured = batch.captured or capturing
         return batch
 
-    def _new_batch(self, hidden: Tensor, ids: Tensor, weights: Tensor, deferred: bool) -> PreparedBatch:
+    def _new_batch(
+        self, hidden: Tensor, ids: Tensor, weights: Tensor, deferred: bool, capturing: bool
+    ) -> PreparedBatch:
         key = BufferKey(hidden.device, self.hidden_size, ids.shape[1], hidden.element_size(), deferred)
+        if capturing and not KExpertsCPUBuffer.holds(key, self.chunked_prefill_size):
+            given = f"hidden states in {hidden.dtype} with {ids.shape[1]} experts per token on {hidden.device}"
+            expected = "what was computed once outside of a capture"
+            raise InputError("CUDA graph", given, expected, "call forward once, then capture it")
         both = KExpertsCPUBuffer.reserve(key, self.chunked_prefill_size)
         views = both[self.layer_idx % len(both)].views(hidden, ids, weights)
         store = self._loaded()
