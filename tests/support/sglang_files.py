@@ -14,7 +14,7 @@ import sys
 import types
 from collections import namedtuple
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def module(name: str, **attributes: Any) -> types.ModuleType:
     return made
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunnerConfig:
     activation: str = "silu"
     num_local_experts: int = EXPERTS
@@ -47,10 +47,6 @@ class RunnerConfig:
     swiglu_limit: float | None = None
     gemm1_alpha: float | None = None
     gemm1_clamp_limit: float | None = None
-
-
-class MutableRunnerConfig(types.SimpleNamespace):
-    """Mainline assigns `num_local_experts`; sglang-kt replaces a dataclass."""
 
 
 @dataclass
@@ -74,6 +70,8 @@ class ServerArgs:
     num_hidden_layers: int = LAYERS
     model_path: str = ""
 
+
+class ForkServerArgs(ServerArgs):
     def get_hf_config(self) -> types.SimpleNamespace:
         return types.SimpleNamespace(num_hidden_layers=self.num_hidden_layers, num_experts=EXPERTS)
 
@@ -229,7 +227,8 @@ class Release:
         monkeypatch.setattr(torch, "compile", lambda *args, **words: lambda function: function)
         if not torch.cuda.is_available():
             self._replace_cuda(monkeypatch)
-        source = files / name / WRAPPER
+        self.files = files / name
+        source = self.files / WRAPPER
         self.module = types.ModuleType("sglang.srt.layers.moe.kt_ep_wrapper")
         monkeypatch.setitem(sys.modules, self.module.__name__, self.module)
         exec(compile(source.read_text(), str(source), "exec"), self.module.__dict__)
@@ -288,14 +287,13 @@ class Release:
         self, checkpoint: Checkpoint, args: ServerArgs, device: torch.device, count: int = LAYERS
     ) -> list[tuple[Any, Layer]]:
         """(method, layer) of every layer, constructed and loaded as FusedMoE does it."""
-        self.args = args
+        self.args = args = ForkServerArgs(**vars(args)) if self.is_fork else args
         made = []
         for index in range(count):
             layer = Layer(index, device)
             config = self.module.create_kt_config_from_server_args(args, index)
             method = self.module.KTEPWrapperMethod(GpuExperts(), config)
-            runner = RunnerConfig() if self.is_fork else MutableRunnerConfig(**vars_of(RunnerConfig()))
-            layer.moe_runner_config = runner
+            layer.moe_runner_config = runner = RunnerConfig()
             method.create_weights(
                 layer=layer,
                 num_experts=EXPERTS,
@@ -310,10 +308,11 @@ class Release:
         return made
 
     def load_gpu_experts(self, checkpoint: Checkpoint, method: Any, layer: Layer) -> None:
-        """FusedMoE's weight loader: mainline has the first experts on the GPU, sglang-kt those of the mask."""
+        """FusedMoE's weight loader: mainline has the first experts on the GPU, sglang-kt and our plugin those of a mask."""
         order = list(range(EXPERTS)) if self.order is None else self.order.tolist()
+        slots = method.logical_to_gpu_index.tolist() if self.is_fork else getattr(method, "slot_of", range(EXPERTS))
         for physical in range(EXPERTS):
-            slot = int(method.logical_to_gpu_index[physical]) if self.is_fork else physical
+            slot = slots[physical]
             if 0 <= slot < method.num_gpu_experts:
                 gate, up, down = checkpoint.experts[layer.layer_id][order[physical]]
                 layer.w13_weight.data[slot].copy_(torch.cat([gate, up]))
@@ -329,7 +328,3 @@ class _Rows:
     def __getitem__(self, layer: int) -> Tensor:
         order = self._release.order
         return torch.arange(EXPERTS, dtype=torch.int64) if order is None else order
-
-
-def vars_of(config: RunnerConfig) -> dict[str, Any]:
-    return dict(vars(replace(config)))

@@ -10,7 +10,7 @@ The class has to be named as mainline's: FusedMoE compares the name.
 
 from __future__ import annotations
 
-from contextvars import ContextVar
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +24,15 @@ from ktransformers.sglang.options import ServerOptions
 from ktransformers.sglang.placement import ExpertPlacement, place_experts
 
 DEFAULT_CHUNK = 8192  # tokens of a piece where SGLang's chunked prefill is off
-# Set while FusedMoE's loader is given a slot instead of an expert; model loaders use several threads.
-_slot_given: ContextVar[bool] = ContextVar("slot_given", default=False)
+
+
+class _Loading(threading.local):
+    """Model loaders use several threads."""
+
+    slot_given = False  # FusedMoE's loader is being given a slot instead of an expert's number
+
+
+_loading = _Loading()
 
 
 def masked_method(stock: type[Any], options: ServerOptions) -> type[Any]:
@@ -183,11 +190,11 @@ def load_into_slot(
     if slots is None:
         original(layer, param, loaded_weight, weight_name, shard_id, expert_id)
     elif slots[expert_id] >= 0:
-        token = _slot_given.set(True)
+        _loading.slot_given = True
         try:
             original(layer, param, loaded_weight, weight_name, shard_id, slots[expert_id])
         finally:
-            _slot_given.reset(token)
+            _loading.slot_given = False
 
 
 def load_unmapped(
@@ -195,7 +202,7 @@ def load_unmapped(
 ) -> None:
     """Around FusedMoE._weight_loader_impl, which mainline also calls with an expert's number, without asking whether it
     is on the GPU, for models that have no expert parallelism."""
-    slots = None if _slot_given.get() else getattr(layer.quant_method, "slot_of", None)
+    slots = None if _loading.slot_given else getattr(layer.quant_method, "slot_of", None)
     if slots is None:
         original(layer, param, loaded_weight, weight_name, shard_id, expert_id)
     elif slots[expert_id] >= 0:

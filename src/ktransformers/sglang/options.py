@@ -14,6 +14,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ktransformers import env
 from ktransformers.errors import InputError
 from ktransformers.sglang.plugin import OPTIONS_VARIABLE
 
@@ -40,7 +41,7 @@ class ServerOptions:
 
     @classmethod
     def from_environment(cls) -> ServerOptions:
-        fields: dict[str, Any] = json.loads(os.environ[OPTIONS_VARIABLE])
+        fields: dict[str, Any] = json.loads(env.text(OPTIONS_VARIABLE))
         if fields.get("numa_nodes") is not None:
             fields["numa_nodes"] = tuple(fields["numa_nodes"])
         return cls(**fields)

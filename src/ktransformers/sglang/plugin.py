@@ -10,9 +10,10 @@ every failure here ends the process.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
+
+from ktransformers import env
 
 OPTIONS_VARIABLE = "KT_SGLANG_OPTIONS"
 
@@ -23,7 +24,7 @@ def may_have_kt_flags(words: Sequence[str]) -> bool:
 
 
 def register() -> None:
-    has_options = bool(os.environ.get(OPTIONS_VARIABLE))
+    has_options = bool(env.text(OPTIONS_VARIABLE))
     if not has_options and not may_have_kt_flags(sys.argv):
         return
     from ktransformers.errors import KTError
