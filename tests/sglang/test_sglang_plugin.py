@@ -193,7 +193,7 @@ class Server:
     fused: type[StubFusedMoE] = StubFusedMoE
     loader: types.ModuleType = field(default_factory=lambda: types.ModuleType("none"))
 
-    def start(self) -> None:
+    def start(self, scheduler: bool = False) -> None:
         """Execute the loader anew, as every process does, and load plugins."""
         patch = self.monkeypatch
         patch.setitem(sys.modules, "sglang.srt.environ", module("sglang.srt.environ", envs=Environment()))
@@ -209,6 +209,8 @@ class Server:
             module(f"{own}lora"),
             module(f"{own}lora.lora_manager", LoRAManager=self.manager),
         ]
+        if scheduler:
+            stubs += [module(f"{own}managers"), module(f"{own}managers.scheduler", Scheduler=None)]
         for stub in stubs:
             patch.setitem(sys.modules, stub.__name__, stub)
         for name, file in (("plugins.hook_registry", "hook_registry.py"), ("plugins", "__init__.py")):
@@ -259,7 +261,7 @@ def launch(server: Server, checkpoint: Checkpoint, *words: str) -> None:
     server.monkeypatch.setattr(sys, "argv", ["launch_server", *given])
     server.start()
     server.parse(*given)
-    server.start()
+    server.start(scheduler=True)
 
 
 def build(server: Server, checkpoint: Checkpoint, gpu_experts: int | None, **fields: Any) -> list[tuple[Any, Any]]:

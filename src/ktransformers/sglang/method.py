@@ -10,6 +10,7 @@ The class has to be named as mainline's: FusedMoE compares the name.
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import replace
 from typing import Any
@@ -111,7 +112,7 @@ def masked_method(stock: type[Any], options: ServerOptions) -> type[Any]:
                 hidden_size=hidden_size,
                 moe_intermediate_size=layer.intermediate_size_per_partition * layer.moe_tp_size,
                 gpu_experts_mask=torch.tensor([slot >= 0 for slot in self.slot_of]),
-                cpuinfer_threads=config.cpuinfer_threads,
+                cpuinfer_threads=config.cpuinfer_threads or os.cpu_count() or 1,
                 threadpool_count=config.threadpool_count,
                 numa_nodes=None if options.numa_nodes is None else list(options.numa_nodes),
                 weight_path=config.weight_path,

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from ktransformers import env
 
 OPTIONS_VARIABLE = "KT_SGLANG_OPTIONS"
+SCHEDULER = "sglang.srt.managers.scheduler"  # imported in processes that build a model, before plugins are loaded
 
 
 def may_have_kt_flags(words: Sequence[str]) -> bool:
@@ -24,13 +25,13 @@ def may_have_kt_flags(words: Sequence[str]) -> bool:
 
 
 def register() -> None:
-    has_options = bool(env.text(OPTIONS_VARIABLE))
-    if not has_options and not may_have_kt_flags(sys.argv):
+    builds_model = bool(env.text(OPTIONS_VARIABLE)) and SCHEDULER in sys.modules
+    if not builds_model and not may_have_kt_flags(sys.argv):
         return
     from ktransformers.errors import KTError
 
     try:
-        if has_options:
+        if builds_model:
             from ktransformers.sglang import hooks
 
             hooks.register_model_hooks()
