@@ -9,8 +9,6 @@
 namespace kt {
 namespace {
 
-struct PyTaskQueue;
-
 // What a host callback does: it submits a task, or, without a function, waits for the queue.
 struct StreamStep {
   std::shared_ptr<TaskQueue> queue;
@@ -22,6 +20,9 @@ struct StreamStep {
 struct PyTaskQueue {
   std::shared_ptr<TaskQueue> queue = std::make_shared<TaskQueue>();
   std::vector<std::unique_ptr<StreamStep>> kept;
+
+  PyTaskQueue() = default;
+  PyTaskQueue(const PyTaskQueue&) = delete;
 
   void submit(uintptr_t function, uintptr_t argument) const { queue->submit(task_of(function, argument)); }
 
