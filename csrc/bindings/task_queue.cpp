@@ -34,8 +34,8 @@ struct PyTaskQueue {
 
   uintptr_t step(uintptr_t function, uintptr_t argument, int64_t pending, bool once) {
     if (pending < 0) refuse_value("pending", std::to_string(pending), "0 or more");
-    auto made = std::make_unique<StreamStep>(
-        StreamStep{queue, {(void (*)(void*))function, (void*)argument}, pending, once});
+    auto made =
+        std::make_unique<StreamStep>(StreamStep{queue, {(void (*)(void*))function, (void*)argument}, pending, once});
     StreamStep* address = made.get();
     if (once) {
       made.release();  // the callback frees it
