@@ -25,7 +25,13 @@ HERE = Path(__file__).resolve().parent
 KERNEL = "sglang-kernel==0.4.5"
 PEER = ("kt-kernel==0.7.2", "typer", "rich", "pyyaml", "shellingham", "markdown-it-py", "mdurl", "pygments")
 GLIBC = ("2_35", "2_34", "2_31", "2_28", "2_27", "2_26", "2_24", "2_17", "2_5")
-PLATFORMS = ("any", "linux_x86_64", "manylinux1_x86_64", "manylinux2014_x86_64", *(f"manylinux_{v}_x86_64" for v in GLIBC))
+PLATFORMS = (
+    "any",
+    "linux_x86_64",
+    "manylinux1_x86_64",
+    "manylinux2014_x86_64",
+    *(f"manylinux_{v}_x86_64" for v in GLIBC),
+)
 # Path prefixes that a server of text models never opens: image and video generation, tests, the Rust servers behind
 # --grpc-port and SGLANG_RUST_SERVER, headers for kernels that are compiled for MLA and fp8 alone.
 UNUSED = (
@@ -38,6 +44,9 @@ UNUSED = (
     "pillow.libs/libavif",
     "flashinfer/data/cutlass",
     "flashinfer/data/csrc",
+    "flashinfer/data/cccl",
+    "flashinfer/data/spdlog",
+    "xgrammar/lib/",
 )
 
 
@@ -80,7 +89,7 @@ def strip(directory: Path) -> None:
 
 
 def add_stand_ins(site: Path) -> None:
-    """SGLang imports IPython for notebooks; transformers refuses the machine's newer tokenizers by its version alone."""
+    """SGLang imports IPython for notebooks; transformers refuses the newer tokenizers there by its version alone."""
     package = site / "IPython"
     package.mkdir()
     (package / "__init__.py").write_text("")

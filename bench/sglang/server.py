@@ -218,8 +218,8 @@ def prefill_rate(server: Server, tokens: int, rounds: int = 2) -> float:
 
 
 def load(server: Server, seconds: float, streams: int, adapters: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Requests of mixed lengths from `streams` clients, and memory in between. The slope is fitted over the second half,
-    when buffers of all sizes exist."""
+    """Requests of mixed lengths from `streams` clients, and memory in between. The slope is fitted over the second
+    half, when buffers of all sizes exist."""
     until, lock = time.monotonic() + seconds, threading.Lock()
     counts = {"answered": 0, "failed": 0, "prompt_tokens": 0, "new_tokens": 0}
     failures: list[str] = []

@@ -202,8 +202,8 @@ class BaseMoEWrapper:
                 KExpertsCPUBuffer.reserve(key, self.chunked_prefill_size)
 
     def use_adapters(self, adapters: Sequence[_core.Adapter], adapter_of_row: Tensor) -> None:
-        """Compute with LoRA: row t of a batch has `adapters[adapter_of_row[t]]`, or none for -1. The table, int32 on the
-        device of the hidden states, is read at every call and at every replay, as ids are; it belongs to the caller.
+        """Compute with LoRA: row t of a batch has `adapters[adapter_of_row[t]]`, or none for -1. The table, int32 on
+        the device of the hidden states, is read at every call and replay, as ids are; it belongs to the caller.
         Packed adapters come from `ExpertStore.new_adapter` of `self.moe`. No captured graph is replayed afterwards."""
         if adapter_of_row.dtype != torch.int32 or adapter_of_row.dim() != 1:
             given = f"{adapter_of_row.dtype} {list(adapter_of_row.shape)}"
@@ -345,9 +345,7 @@ class BaseMoEWrapper:
         )
         if deferred:
             bound = (views.hidden, views.deferred_ids, views.weights)
-            later = store.prepare(
-                *bound, out=views.deferred_out, skip=skip, adapter=adapter, adapters=self.adapters
-            )
+            later = store.prepare(*bound, out=views.deferred_out, skip=skip, adapter=adapter, adapters=self.adapters)
         return PreparedBatch(views, now, later, hidden.is_cuda)
 
     def _drop_idle(self) -> None:

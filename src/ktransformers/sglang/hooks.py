@@ -26,7 +26,9 @@ def register_hook(target: str, hook: Callable[..., Any], kind: str) -> None:
         pkgutil.resolve_name(target)
     except (AttributeError, ImportError, ValueError) as error:
         expected = "SGLang 0.5.17 to 0.5.23"
-        raise InputError("SGLang", f"no {target} ({error})", expected, "or set SGLANG_PLUGINS to leave it out") from error
+        raise InputError(
+            "SGLang", f"no {target} ({error})", expected, "or set SGLANG_PLUGINS to leave it out"
+        ) from error
     HookRegistry.register(target, hook, HookType[kind])
 
 

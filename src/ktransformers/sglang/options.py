@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kt-expert-placement-strategy",
         choices=STRATEGIES,
         default="uniform",
-        help="Which experts are on the GPU. frequency takes those with most tokens in the file of --init-expert-location.",
+        help="Which experts are on the GPU; frequency: those with most tokens in the file of --init-expert-location.",
     )
     group.add_argument(
         "--kt-gpu-prefill-token-threshold",
