@@ -301,7 +301,8 @@ class BaseMoEWrapper:
         batch = self._batches.get(key)
         if batch is None:
             batch = self._batches[key] = self._new_batch(hidden, ids, weights, deferred, capturing)
-            self._drop_idle()
+            if not capturing:  # events cannot be asked while a stream is captured
+                self._drop_idle()
         elif not capturing:
             batch.raise_error()
         self._batches.move_to_end(key)

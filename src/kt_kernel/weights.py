@@ -59,6 +59,8 @@ def _open(path: Path) -> Source | PackedExperts:
     """A model has as many wrappers as layers, and all of them read the same headers."""
     if is_packed(path):
         return PackedExperts(path)
+    if path.is_dir() and not (path / "config.json").is_file():  # experts alone, as kt-kernel reads them
+        return open_source(path)
     facts = read_checkpoint_facts(path)
     return open_expert_source(facts, None) or open_source(path, facts.rest)
 
