@@ -132,7 +132,9 @@ def __getattr__(name: str) -> object:
     if name in _MODULE_OF:
         return getattr(importlib.import_module(_MODULE_OF[name]), name)
     if name in _INSTEAD:
-        raise KTAMXNotAvailableError(f"kt_kernel.sft.{name}", "a name of kt-kernel", "one that exists here", _INSTEAD[name])
+        raise KTAMXNotAvailableError(
+            f"kt_kernel.sft.{name}", "a name of kt-kernel", "one that exists here", _INSTEAD[name]
+        )
     raise AttributeError(f"module 'kt_kernel.sft' has no attribute {name!r}; docs/kt_kernel_sft.md lists its names")
 
 

@@ -49,7 +49,9 @@ DEEPSEEK = _Family(("n_routed_experts", "num_local_experts"), shared="n_shared_e
 QWEN = _Family(shared="shared_expert_intermediate_size")
 # Part of the architecture's or of the model type's name, without case and underscores -> family; the first that occurs.
 FAMILIES = {
-    "deepseekv4": _Family(("n_routed_experts", "num_local_experts"), shared="n_shared_experts", router_type="precomputed"),
+    "deepseekv4": _Family(
+        ("n_routed_experts", "num_local_experts"), shared="n_shared_experts", router_type="precomputed"
+    ),
     "deepseekv2": DEEPSEEK,
     "deepseekv3": DEEPSEEK,
     "kimik2": DEEPSEEK,
@@ -73,7 +75,9 @@ def get_moe_arch_config(config: Any) -> MOEArchConfig:
         if family is not None:
             return _describe(text, family)
     remedy = "wrap_moe_layers_with_kt_wrapper needs no table: it takes every family of transformers' experts interface"
-    raise KTAMXModelNotSupportedError(str(described[0]), "a family that is not in the table", ", ".join(FAMILIES), remedy)
+    raise KTAMXModelNotSupportedError(
+        str(described[0]), "a family that is not in the table", ", ".join(FAMILIES), remedy
+    )
 
 
 def _describe(text: Any, family: _Family) -> MOEArchConfig:

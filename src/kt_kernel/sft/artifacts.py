@@ -134,7 +134,9 @@ def load_kt_adapter_artifacts(model: nn.Module, path: str | Path) -> None:
         try:
             check_manifest(directory)
         except InputError as error:
-            raise KTArtifactError(str(directory), f"files that their manifest contradicts ({error})", "what it lists") from None
+            raise KTArtifactError(
+                str(directory), f"files that their manifest contradicts ({error})", "what it lists"
+            ) from None
     if (directory / EXPERT_FILE).is_file():
         load_kt_moe_from_adapter(model, directory)
 
@@ -160,7 +162,9 @@ def load_kt_moe_from_adapter(model: nn.Module, path: str | Path) -> None:
         rank, alpha = _lora_form(layer)
         if (rank, alpha) != (config.r, config.lora_alpha):
             given = f"rank {config.r} and alpha {config.lora_alpha:g}"
-            raise KTArtifactError(str(file), given, f"rank {rank} and alpha {alpha:g}, those of the model's expert LoRA")
+            raise KTArtifactError(
+                str(file), given, f"rank {rank} and alpha {alpha:g}, those of the model's expert LoRA"
+            )
     with torch.no_grad():
         for layer in layers:
             for name in LORA_NAMES:
@@ -237,7 +241,7 @@ def is_kt_supported_moe_model(model: nn.Module) -> bool:
 
 
 def is_kt_routed_expert_parameter_name(name: str) -> bool:
-    """Whether a parameter's name is that of routed experts: `...experts.gate_up_proj`, `...experts.7.up_proj.weight`."""
+    """Whether a parameter's name is that of routed experts, fused or separate (`...experts.7.up_proj.weight`)."""
     path = name.split(".")
     return "experts" in path[:-1] and "shared_experts" not in path and "lora_" not in name
 

@@ -3,8 +3,8 @@
 Shapes: E experts, K per token, H hidden, I intermediate, T tokens, r rank; hidden states bf16 `[T, H]`, ids int64 and
 routing weights float32 `[T, K]`, other dtypes are cast. The computing is `ExpertStore`'s (`ktransformers.nn.store`).
 The six LoRA tensors belong to the caller: A `[E, r, H]` of gate and up and `[E, r, I]` of down, B `[E, I, r]` and
-`[E, H, r]`; backward writes their gradients into buffers of the same shapes. Tensors on a GPU are copied to the host and
-results back.
+`[E, H, r]`; backward writes their gradients into buffers of the same shapes. Tensors on a GPU are copied to the host
+and results back.
 
 A forward pass with `save_for_backward` pushes what backward needs on a stack of `max_cache_depth` entries, and a
 backward pass pops the last one. LoRA's dropout acts in saving passes, and in passes that do not save but lie inside a
@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from kt_kernel.experts_base import BaseMoEWrapper
+from kt_kernel.kt_kernel_ext import CPUInfer
 from kt_kernel.sft.checkpoint_cache import CheckpointCacheState, CheckpointOutputCache
 from kt_kernel.sft.errors import KTAMXNotAvailableError
 from kt_kernel.sft.optimizer_grads import OptimizerGrads
@@ -90,9 +92,9 @@ class BaseSFTMoEWrapper:
         *,
         num_gpu_experts: int = 0,
         cpuinfer_threads: int = 0,
-        threadpool_count: int = 0,
+        threadpool_count: int = 1,
         weight_path: str = "",
-        chunked_prefill_size: int = 0,
+        chunked_prefill_size: int = 512,
         lora_rank: int = 16,
         lora_alpha: float = 32.0,
         lora_dropout: float = 0.0,
@@ -122,11 +124,14 @@ class BaseSFTMoEWrapper:
         self.lora_scaling = lora_alpha / lora_rank
         self.full_weight_grad, self.swiglu_limit = full_weight_grad, swiglu_limit
         self.share_backward_bb = False  # of no effect: backward reads the packed weights of forward
+        self.cpu_infer = CPUInfer.shared(cpuinfer_threads, threadpool_count)
         self.store: ExpertStore | None = None
         self._trains_lora = trains_lora
         self._skip = torch.arange(num_experts) < num_gpu_experts if num_gpu_experts else None
         self._lora: LoraBuffers | None = None
         self._saved: list[SavedForward] = []
+        self._inference: BaseMoEWrapper | None = None
+        self._inference_hidden: Tensor | None = None
         self._forward: PendingPass | None = None
         self._backward: PendingPass | None = None
         self._checkpoint_output = CheckpointOutputCache()
@@ -165,7 +170,9 @@ class BaseSFTMoEWrapper:
                     raise InputError(label, f"strides {list(tensor.stride())}", "a contiguous tensor")
         weights = tuple(tensor.detach() for tensor in weights)  # type: ignore[assignment]
         scales = (self.lora_scaling,) * 3
-        self._lora = LoraBuffers(weights, tuple(grad.detach() for grad in grads), LoraFactors(CORE_ROLES, weights, scales))
+        self._lora = LoraBuffers(
+            weights, tuple(grad.detach() for grad in grads), LoraFactors(CORE_ROLES, weights, scales)
+        )
         self.update_lora_weights()
 
     def _lora_shapes(self) -> list[tuple[int, int, int]]:
@@ -274,6 +281,43 @@ class BaseSFTMoEWrapper:
         if keep is not None:
             self._saved.append(SavedForward(hidden, ids, weights, keep, dropout, shape))
         return out.view(shape)
+
+    def submit_forward_inference(
+        self, hidden_states: Tensor, expert_ids: Tensor, weights: Tensor, cuda_stream: int | None = None
+    ) -> None:
+        """Start a forward pass with LoRA for serving, in the order of the stream, as the inference wrapper does: it can
+        be captured in a CUDA graph, nothing is saved and nothing dropped."""
+        inference = self._inference_wrapper()
+        inference.use_adapter(next(iter(self._adapters()), None))
+        inference.submit_forward(hidden_states, expert_ids, weights, cuda_stream)
+        self._inference_hidden = hidden_states
+
+    def sync_forward_inference(self, cuda_stream: int | None = None) -> Tensor:
+        """The output of the last submission, in the shape, dtype and device of its hidden states."""
+        hidden, self._inference_hidden = self._inference_hidden, None
+        if hidden is None:
+            raise RuntimeError("no inference pass was submitted: call submit_forward_inference first")
+        return self._inference_wrapper().sync_forward(hidden, cuda_stream)
+
+    def _inference_wrapper(self) -> BaseMoEWrapper:
+        if self._inference is None:
+            mask = torch.arange(self.num_experts) < self.num_gpu_experts
+            self._inference = BaseMoEWrapper(
+                self.layer_idx,
+                self.num_experts,
+                self.num_experts_per_tok,
+                self.hidden_size,
+                self.moe_intermediate_size,
+                mask,
+                self.cpuinfer_threads,
+                self.threadpool_count,
+                self.weight_path,
+                self.chunked_prefill_size,
+                method="LLAMAFILE",  # the one that takes every format and computes it exactly
+                swiglu_limit=self.swiglu_limit,
+            )
+            self._inference.use_store(self._loaded())
+        return self._inference
 
     # Backward.
 

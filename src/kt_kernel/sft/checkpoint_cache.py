@@ -1,5 +1,5 @@
-"""One saved output of an expert layer, for programs that checkpoint activations themselves: the first pass saves it, the
-recomputation takes it instead of computing the experts again.
+"""One saved output of an expert layer, for programs that checkpoint activations themselves: the first pass saves it,
+the recomputation takes it instead of computing the experts again.
 
 A failed pass poisons the cache, so that a recomputation that comes all the same raises instead of returning the output
 of another batch.
@@ -49,7 +49,9 @@ class CheckpointOutputCache:
 
     def require_empty(self) -> None:
         if self.state is not CheckpointCacheState.EMPTY:
-            raise RuntimeError(f"the checkpoint cache is {self.state.value}, expected empty: a recomputation is missing")
+            raise RuntimeError(
+                f"the checkpoint cache is {self.state.value}, expected empty: a recomputation is missing"
+            )
 
     def clear(self) -> None:
         self._output, self._reason, self.state = None, "", CheckpointCacheState.EMPTY

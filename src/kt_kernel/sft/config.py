@@ -6,13 +6,13 @@ kinds: a default of kt-kernel that would slow this library down (one thread) is 
 
 Fields that size or share buffers of kt-kernel's kernels have no effect here: activations belong to autograd, backward
 reads the one packed copy of the weights, and the number of tokens is not bounded. A format has none of kt-kernel's
-restrictions on ranks, dropout, NUMA parts or token counts. What cannot be done is refused when the object is made, so
-that no run starts with a wish that it will not fulfil: trained base weights of experts, extra experts on the GPU, weight
-trees in /dev/shm.
+restrictions on ranks, dropout, NUMA parts or token counts. What cannot be done is refused when the object is made,
+before a run begins: training of the experts' base weights, extra experts on the GPU, weight trees in /dev/shm.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import warnings
@@ -67,10 +67,8 @@ class KTActivationPolicy:
         if isinstance(value, KTActivationPolicy):
             return value
         if isinstance(value, str):
-            try:
+            with contextlib.suppress(ValueError):  # what is no JSON is refused below
                 value = json.loads(value)
-            except ValueError:
-                pass
         if not isinstance(value, Mapping) or not set(value) <= {"cpu", "gpu"}:
             expected = 'a mapping such as {"cpu": "retain", "gpu": "recompute"}'
             raise KTAMXConfigError("kt_activation_policy", repr(value), expected)

@@ -2,9 +2,9 @@
 
 The modules of the model stay: its own router routes, names in state dicts and for PEFT are the stock ones, and each
 experts module gets an `ExpertStore` and placeholders for its matrices (`ktransformers.nn.experts`). `KTMoELayerWrapper`
-is a record of one such layer, not a module. Weights come from `kt_weight_path` or `kt_expert_checkpoint_path` (any source
-that `ktransformers.nn.load_model` takes as `experts`), from `kt_checkpoint_files`, or from the model's own parameters.
-Layers that are packed already, by `load_model` or by a prepared directory, are recorded as they are.
+is a record of one such layer, not a module. Weights come from `kt_weight_path` or `kt_expert_checkpoint_path` (any
+source that `ktransformers.nn.load_model` takes as `experts`), from `kt_checkpoint_files`, or from the model's own
+parameters. Layers that are packed already, by `load_model` or by a prepared directory, are recorded as they are.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Any
 
 from torch import nn
 
+from kt_kernel.methods import METHODS
 from kt_kernel.sft.checkpointing import set_activation_policy
-from kt_kernel.sft.config import KTConfig
+from kt_kernel.sft.config import SKIP_LORA, KTConfig
 from kt_kernel.sft.errors import KTAMXConfigError, KTAMXModelNotSupportedError
+from kt_kernel.weights import LayerPlace, store_from_tensors
 from ktransformers import _core
 from ktransformers.adapters.names import split_layer_name
 from ktransformers.checkpoint.packed import is_packed
@@ -27,11 +29,13 @@ from ktransformers.nn.contract import Contract, expert_modules, read_contract
 from ktransformers.nn.distributed import exclude_from_ddp
 from ktransformers.nn.experts import attach_store, pack_layer, pack_module, remove_parameters, select_implementation
 from ktransformers.nn.load import open_expert_source, read_checkpoint_facts
+from ktransformers.nn.pack_inputs import as_matrices, split_fused
 from ktransformers.nn.packed import PackedExperts
 from ktransformers.nn.pool import default_pool, set_default_pool
 from ktransformers.nn.store import ExpertStore
 
-FORMAT_FAMILIES = {"rawint4": "int4"}  # kt-kernel's word -> the part before ":" of a format here
+# kt_expert_weight_format -> the method that takes it.
+FORMAT_METHODS = {"bf16": "BF16", "int8": "AMXINT8", "fp8": "FP8", "rawint4": "RAWINT4", "mxfp4": "MXFP4"}
 
 
 @dataclass(eq=False)
@@ -130,9 +134,7 @@ def _packer(config: KTConfig, pool: _core.Pool) -> Callable[[str, nn.Module], No
         raise KTAMXConfigError("kt_weight_path", f"{path}, which does not exist", "a directory or a GGUF file")
     if path is not None and is_packed(Path(path)):
         packed = PackedExperts(Path(path))
-        return lambda name, module: _attach(
-            name, module, lambda contract: packed.store(name, contract, pool=pool)
-        )
+        return lambda name, module: _attach(name, module, lambda contract: packed.store(name, contract, pool=pool))
     if path is not None:
         facts = read_checkpoint_facts(Path(path))
         source = open_expert_source(facts, None) or open_source(path, facts.rest)
@@ -141,7 +143,7 @@ def _packer(config: KTConfig, pool: _core.Pool) -> Callable[[str, nn.Module], No
         facts = read_checkpoint_facts(directory)
         source = open_source(directory, facts.rest, files=list(config.kt_checkpoint_files))
     else:
-        return lambda name, module: _pack_parameters(name, module, pool)
+        return lambda name, module: _pack_parameters(name, module, pool, requested_method(config))
 
     def pack(name: str, module: nn.Module) -> None:
         def store(contract: Contract) -> ExpertStore:
@@ -159,24 +161,48 @@ def _attach(name: str, module: nn.Module, make_store: Callable[[Contract], Exper
     attach_store(module, contract, store, remove_parameters(module, contract))
 
 
-def _pack_parameters(name: str, module: nn.Module, pool: _core.Pool) -> None:
+def _pack_parameters(name: str, module: nn.Module, pool: _core.Pool, method: str | None) -> None:
+    """From the model's own parameters, encoded if a format was asked for that is not bf16."""
     if any(parameter.is_meta for parameter in module.parameters()):
         remedy = "name their files in kt_weight_path, or load the model with ktransformers.nn.load_model"
         raise KTAMXConfigError(name, "experts on the meta device, which were not loaded", "weights", remedy)
-    pack_module(module, name=name, free=True, pool=pool)
+    if method in (None, "BF16"):
+        pack_module(module, name=name, free=True, pool=pool)
+    else:
+        _attach(name, module, lambda contract: _encode_parameters(name, module, contract, str(method)))
+
+
+def _encode_parameters(name: str, module: nn.Module, contract: Contract, method: str) -> ExpertStore:
+    shape, gate = contract.shape, contract.gate
+    if not shape.gated or shape.biased or gate.activation not in ("silu", "swiglu_oai"):
+        remedy = "`kt quant` writes the experts of every family for kt_weight_path"
+        raise KTAMXConfigError(name, f"method {method} for these experts", "gated ones without biases", remedy)
+    fused: Any = module.get_parameter("gate_up_proj")
+    rows = as_matrices("gate_up_proj", fused.detach().cpu(), 2 * shape.intermediate, shape.hidden, shape.transposed)
+    gate_proj, up_proj = split_fused(rows, contract.interleaved)
+    down: Any = module.get_parameter("down_proj")
+    down_proj = as_matrices("down_proj", down.detach().cpu(), shape.hidden, shape.intermediate, shape.transposed)
+    sizes = (shape.num_experts, shape.hidden, shape.intermediate)
+    place = LayerPlace(split_layer_name(name)[1], *sizes, gate.limit, gate.alpha)
+    return store_from_tensors(gate_proj, up_proj, down_proj, place, method)
+
+
+def requested_method(config: KTConfig) -> str | None:
+    """The method whose formats were asked for by name; None: whatever the source has."""
+    backend = str(config.kt_backend).removesuffix(SKIP_LORA)
+    if "kt_backend" in config.given and backend == "AMXINT4":
+        return "AMXINT4"
+    if "kt_expert_weight_format" in config.given or ("kt_backend" in config.given and backend != "auto"):
+        return FORMAT_METHODS[str(config.kt_expert_weight_format)]
+    return None
 
 
 def _check_formats(config: KTConfig, modules: dict[str, nn.Module]) -> None:
-    """Raise if a format was asked for by name and the experts have another; nothing is converted here."""
-    named_by_backend = "kt_backend" in config.given and not str(config.kt_backend).startswith("auto")
-    if "kt_expert_weight_format" not in config.given and not named_by_backend:
-        return
-    word = str(config.kt_expert_weight_format)
-    family = FORMAT_FAMILIES.get(word, word)
-    for name, module in modules.items():
+    """Raise if a format was asked for by name and the experts have another; files are never converted here."""
+    method = requested_method(config)
+    for name, module in modules.items() if method is not None else ():
         store: Any = module.kt_store
-        for matrix, stored in store.formats.items():
-            if stored.partition(":")[0] != family:
-                given = f"{word}, where {name} has {matrix} in {stored}"
-                remedy = "`kt quant` writes the experts in another format for kt_weight_path"
-                raise KTAMXConfigError("kt_expert_weight_format", given, "the format of the experts, or auto", remedy)
+        if not METHODS[str(method)].takes(store.formats):
+            given = f"{config.kt_expert_weight_format} ({config.kt_backend}), where {name} has {store.formats}"
+            remedy = "`kt quant` writes the experts in another format for kt_weight_path"
+            raise KTAMXConfigError("kt_expert_weight_format", given, "the format of the experts, or auto", remedy)

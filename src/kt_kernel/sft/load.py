@@ -1,8 +1,9 @@
 """Loads models with packed experts under kt-kernel's names of functions.
 
-`load_kt_model` is `ktransformers.nn.load_model` with `KTConfig`: experts go from the files into stores and never exist as
-tensors, everything else is loaded by stock transformers. Device maps and loading arguments are for programs that call
-`from_pretrained` themselves and wrap the model afterwards; those hold the experts twice while a layer is packed.
+`load_kt_model` is `ktransformers.nn.load_model` with `KTConfig`: experts go from the files into stores and never exist
+as tensors, everything else is loaded by stock transformers. Device maps and loading arguments are for programs that
+call `from_pretrained` themselves and wrap the model afterwards; those hold all experts as tensors until they are
+packed.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def load_kt_model(
     if TRAIN_MODES.get(finetuning) != "lora":
         raise KTAMXConfigError("finetuning_type", finetuning, "lora: packed experts are frozen", LORA_INSTEAD)
     kt_config = KTConfig.from_object({} if kt_plugin is None else kt_plugin)
-    name = model_name_or_path or getattr(model_args, "model_name_or_path", None) or getattr(config, "_name_or_path", None)
+    name = (
+        model_name_or_path or getattr(model_args, "model_name_or_path", None) or getattr(config, "_name_or_path", None)
+    )
     if not name:
         raise KTAMXConfigError("model_name_or_path", name, "a model's directory, or a hub id")
     if kt_config.kt_checkpoint_files:
@@ -70,7 +73,9 @@ def _directory(name: str, token: str | None) -> Path:
     if path.exists():
         return path
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
-        raise KTAMXConfigError("model_name_or_path", f"{name}, which does not exist", "a model's directory, or a hub id")
+        raise KTAMXConfigError(
+            "model_name_or_path", f"{name}, which does not exist", "a model's directory, or a hub id"
+        )
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, token=token))

@@ -132,7 +132,9 @@ def create_fused_lora(model: nn.Module, rank: int, alpha: float) -> None:
 
 def _expert_lora(layer: KTMoELayerWrapper, scale: float, dropout: float) -> ExpertLora:
     tensors = layer.fused_expert_lora_params
-    factors = {role: Factor(tensors[f"{role}_lora_a"], tensors[f"{role}_lora_b"], scale) for role in ("gate", "up", "down")}
+    factors = {
+        role: Factor(tensors[f"{role}_lora_a"], tensors[f"{role}_lora_b"], scale) for role in ("gate", "up", "down")
+    }
     return ExpertLora(gate=factors["gate"], up=factors["up"], down=factors["down"], dropout=dropout)
 
 

@@ -47,8 +47,8 @@ def get_mxfp4_runtime() -> KTRuntime:
 
 
 def get_rawint4_checkpoint_contract(model_config: Any) -> RAWINT4CheckpointContract:
-    """Of a model's configuration, an object or the contents of config.json; raises unless its experts are 4-bit integers
-    in groups of 32 with symmetric scales."""
+    """Of a model's configuration, an object or the contents of config.json; raises unless its experts are 4-bit
+    integers in groups of 32 with symmetric scales."""
     fields = model_config if isinstance(model_config, dict) else model_config.to_dict()
     _, quantisation = split_quantisation(fields)
     quantisation = quantisation or {}
