@@ -255,3 +255,10 @@ def read_adapter_manifest(path: str | Path) -> KTAdapterManifest | None:
     """kt_adapter_manifest.json of a directory, None if it has none."""
     file = Path(path) / MANIFEST_FILE
     return KTAdapterManifest(file, read_json_object(file)) if file.is_file() else None
+
+
+def __getattr__(name: str) -> object:
+    """kt-kernel has other names of the package in this module too; those without a counterpart say what to use."""
+    from kt_kernel import sft
+
+    return getattr(sft, name)
