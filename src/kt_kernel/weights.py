@@ -88,6 +88,17 @@ def load_store(weight_path: str | Path, place: LayerPlace, method: str, order: T
         source.release()
 
 
+def open_layer(weight_path: str | Path, place: LayerPlace) -> LayerSource:
+    """The layer in its files, from which single experts can be read in the bytes of the release."""
+    source = _open(Path(weight_path).expanduser())
+    if not isinstance(source, PackedExperts):
+        layer = _read_layer(source, place)[1]
+        if layer.expert is not None:
+            return layer
+    given = f"{weight_path}, whose files hold no single experts in a released format"
+    raise InputError("weight_path", given, "a released directory of safetensors")
+
+
 def store_from_tensors(
     gate: Tensor, up: Tensor, down: Tensor, place: LayerPlace, method: str, order: Tensor | None = None
 ) -> ExpertStore:

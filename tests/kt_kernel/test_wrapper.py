@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 import kt_kernel
 from kt_kernel import KTMoEWrapper, generate_gpu_experts_masks
 from kt_kernel.methods import METHODS
+from ktransformers.checkpoint import encode
 from ktransformers.errors import InputError
 from tests.support.kt_layers import CLOSE, INNER, E, H, K, batch, error, layer, loaded, reference, weights
 
@@ -268,3 +270,58 @@ def test_announced_sizes_are_remembered() -> None:
     assert KTMoEWrapper.get_capture_batch_sizes() == [1, 2, 4]
     KTMoEWrapper.clear_buffer_cache()
     assert KTMoEWrapper.get_capture_batch_sizes() == []
+
+
+RELEASED = {  # method -> format, endings of codes and scales, their dtypes in the file
+    "FP8": ("fp8:128x128", ("weight", torch.float8_e4m3fn), ("weight_scale_inv", torch.float32)),
+    "RAWINT4": ("int4:32", ("weight_packed", torch.int32), ("weight_scale", torch.bfloat16)),
+    "MXFP4": ("mxfp4", ("weight", torch.uint8), ("weight_scale", torch.uint8)),
+    "MXFP8": ("mxfp8", ("weight", torch.float8_e4m3fn), ("weight_scale_inv", torch.uint8)),
+}
+
+
+@pytest.mark.parametrize("method", RELEASED)
+def test_released_formats_are_read_and_written_back(tmp_path: Path, method: str) -> None:
+    spec, (codes_ending, codes_dtype), (scales_ending, scales_dtype) = RELEASED[method]
+    tensors, encoded = {}, {}
+    for role, matrices in zip(("gate", "up", "down"), weights(), strict=True):
+        encoded[role] = encode(matrices, spec)
+        for expert in range(E):
+            name = f"model.layers.0.mlp.experts.{expert}.{role}_proj"
+            scales = encoded[role].scales
+            assert scales is not None
+            tensors[f"{name}.{codes_ending}"] = encoded[role].codes[expert].view(codes_dtype).clone()
+            tensors[f"{name}.{scales_ending}"] = scales[expert].to(scales_dtype).clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    order = torch.arange(E).flip(0)
+    wrapper = layer(weight_path=str(tmp_path), method=method)
+    wrapper.load_weights(order)
+    given = batch(5)
+    assert error(wrapper.forward(*given, None), reference(wrapper, *given)) < CLOSE
+    expert, half = 2, INNER // 2
+    w13 = [torch.zeros(INNER, encoded["gate"].codes.shape[-1], dtype=torch.uint8) for _ in range(2)]
+    per_row = encoded["down"].codes.shape[-1] // 2
+    w2 = [torch.zeros(H, per_row, dtype=torch.uint8) for _ in range(2)]
+    scale_dtype = {"FP8": torch.float32, "MXFP8": torch.uint8}.get(method, torch.bfloat16)
+    scales = encoded["gate"].scales
+    assert scales is not None
+    s13 = [torch.zeros(scales.shape[1], scales.shape[2], dtype=scale_dtype) for _ in range(2)]
+    down_scales = encoded["down"].scales
+    assert down_scales is not None
+    s2 = [torch.zeros(down_scales.shape[1], down_scales.shape[2] // 2, dtype=scale_dtype) for _ in range(2)]
+    addresses = [[tensor.data_ptr() for tensor in group] for group in (w13, s13, w2, s2)]
+    wrapper.submit_write_weight_scale_to_buffer(2, expert, *addresses)
+    wrapper.sync_write_weight_scale_to_buffer()
+    logical = int(order[expert])
+
+    def numbers(stored: Tensor) -> Tensor:
+        return torch.ldexp(torch.ones(()), stored.float() - 127) if spec == "mxfp4" else stored
+
+    for rank in range(2):
+        rows = slice(rank * half, (rank + 1) * half)
+        gate, up, down = (encoded[role].codes[logical] for role in ("gate", "up", "down"))
+        assert torch.equal(w13[rank].view(gate.dtype), torch.cat((gate[rows], up[rows])))
+        assert torch.equal(w2[rank].view(down.dtype), down[:, rank * per_row : (rank + 1) * per_row])
+        halves = [encoded[role].scales[logical].chunk(2)[rank] for role in ("gate", "up")]
+        assert torch.equal(s13[rank].float(), numbers(torch.cat(halves)).float())
+        assert torch.equal(s2[rank].float(), numbers(down_scales[logical].chunk(2, dim=1)[rank]).float())
