@@ -107,8 +107,9 @@ def build_kt_device_map(config: Any, kt_plugin: Any, device: str = "cuda:0") -> 
     from transformers import AutoModelForCausalLM
 
     KTConfig.from_object(kt_plugin)
+    auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto.from_config(config)
     experts = set(expert_modules(model))
     device_map: dict[str, str] = {}
     _map_modules(model, "", experts, device, device_map)
