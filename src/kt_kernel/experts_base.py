@@ -160,6 +160,7 @@ class BaseMoEWrapper:
         self._place = LayerPlace(
             layer_idx, num_experts, hidden_size, moe_intermediate_size, self.swiglu_limit, self.swiglu_alpha
         )
+        self._adapters: tuple[_core.Adapter, ...] = ()  # LoRA of every token, see `use_adapter`
         self._batches: OrderedDict[tuple[Any, ...], PreparedBatch] = OrderedDict()
         self._submitted: Submitted | None = None
 
@@ -167,7 +168,7 @@ class BaseMoEWrapper:
 
     def load_weights(self, physical_to_logical_map_cpu: Tensor | None = None) -> None:
         """All experts from `weight_path`; runtime expert i is the checkpoint's `physical_to_logical_map_cpu[i]`."""
-        self._use(load_store(self.weight_path, self._place, self.method, physical_to_logical_map_cpu))
+        self.use_store(load_store(self.weight_path, self._place, self.method, physical_to_logical_map_cpu))
 
     def load_weights_from_tensors(
         self,
@@ -181,13 +182,14 @@ class BaseMoEWrapper:
         tensors = (gate_proj, up_proj, down_proj)
         if self.cpu_save:
             self._save(*tensors)
-        self._use(store_from_tensors(*tensors, self._place, self.method, physical_to_logical_map_cpu))
+        self.use_store(store_from_tensors(*tensors, self._place, self.method, physical_to_logical_map_cpu))
 
     def _save(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
         given = f"cpu_save with method {self.method}"
         raise InputError("cpu_save", given, "False", "kt quant writes kt-kernel's files")
 
-    def _use(self, store: ExpertStore) -> None:
+    def use_store(self, store: ExpertStore) -> None:
+        """Compute with these experts."""
         if self._method.w8a8:
             store.w8a8 = True
         self._batches.clear()
@@ -197,6 +199,14 @@ class BaseMoEWrapper:
             for deferred in {False, self.max_deferred_experts_per_token > 0}:
                 key = BufferKey(device, self.hidden_size, self.num_experts_per_tok, deferred=deferred)
                 KExpertsCPUBuffer.reserve(key, self.chunked_prefill_size)
+
+    def use_adapter(self, adapter: _core.Adapter | None) -> None:
+        """Compute with this LoRA, for every token; None: without. What is packed into it later acts on the next
+        call."""
+        adapters = () if adapter is None else (adapter,)
+        if adapters != self._adapters:
+            self._batches.clear()
+            self._adapters = adapters
 
     def _loaded(self) -> ExpertStore:
         if self.moe is None:
@@ -321,10 +331,10 @@ class BaseMoEWrapper:
         views = both[self.layer_idx % len(both)].views(hidden, ids, weights)
         store = self._loaded()
         skip, later = self.gpu_experts_mask, None
-        now = store.prepare(views.hidden, views.ids, views.weights, out=views.out, skip=skip)
+        now = store.prepare(views.hidden, views.ids, views.weights, out=views.out, skip=skip, adapters=self._adapters)
         if deferred:
             bound = (views.hidden, views.deferred_ids, views.weights)
-            later = store.prepare(*bound, out=views.deferred_out, skip=skip)
+            later = store.prepare(*bound, out=views.deferred_out, skip=skip, adapters=self._adapters)
         return PreparedBatch(views, now, later, hidden.is_cuda)
 
     def _drop_idle(self) -> None:
