@@ -72,7 +72,7 @@ def quantize_rows(matrix: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     codes = torch.empty(rows, columns, dtype=torch.int8)
     scales = torch.empty(rows, dtype=torch.float32)
     for first, last in _row_ranges(rows, columns):
-        numbers = matrix[first:last].to(torch.float32, copy=True)
+        numbers = matrix[first:last].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         low, high = numbers.aminmax(dim=1)
         largest = torch.maximum(high, low.neg_())
         if not torch.isfinite(largest).all():  # aminmax propagates NaN
