@@ -133,4 +133,6 @@ void add_lora(nb::handle x, nb::handle a, nb::handle b, nb::handle out, double s
 
 const KernelTable& table_for(const std::string& isa, Precision precision = Precision::bf16);
 
+void bind_task_queue(nb::module_& m);
+
 }  // namespace kt

@@ -26,11 +26,11 @@ from ktransformers.nn.attention_graphs.replay import GraphedAttention, record_at
 from ktransformers.nn.contract import Contract, expert_modules
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.operator import place_store
+from ktransformers.nn.out_of_memory import free_bytes
 from ktransformers.nn.store import ExpertStore
 from ktransformers.place import residents
 from ktransformers.place.dispatch import PlacedLayer
 from ktransformers.place.engine import ExpertEngine
-from ktransformers.place.free_memory import free_bytes
 from ktransformers.place.gpu.executor import PREFETCHED_GROUPS, LayerOnDevice
 from ktransformers.place.gpu.expert_cache import ExpertCache, LayerBytes
 from ktransformers.place.gpu.layer_costs import measured_costs
@@ -233,6 +233,12 @@ class Placement:
         """Raise errors of the CPU in replayed batches of `tokens` tokens."""
         for engine in self.engines:
             engine.callbacks.raise_pending(tokens)
+
+    def raise_launched(self) -> None:
+        """Raise errors of the CPU in batches that were launched without waiting for it; to be called before their
+        results are used, in the thread that launched them."""
+        for engine in self.engines:
+            engine.callbacks.raise_launched()
 
     def release_unused_adapters(self, used: Collection[tuple[_core.Adapter, ...]]) -> None:
         """Free what is kept for graphs with adapters outside of `used`: for each layer the adapters of a graph."""

@@ -69,7 +69,10 @@ class SafetensorsSource:
         def chunks() -> Iterator[ExpertChunk]:
             return read_experts(shards, tensors, shape, self._quantisation, interleaved)
 
-        return LayerSource(formats, size, chunks)
+        def expert(index: int) -> ExpertChunk:
+            return next(read_experts(shards, tensors, shape, self._quantisation, interleaved, [index]))
+
+        return LayerSource(formats, size, chunks, expert)
 
     def rest(self) -> list[PlainTensor]:
         parts = {name for endings in self._quantised.values() for name in endings.values()}

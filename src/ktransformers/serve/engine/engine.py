@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -79,6 +79,7 @@ class ServeEngine:
         self.forward, self.limits, self.counts = forward, limits, Counts()
         self.kv_cache = KVCache(limits.max_total_tokens, forward.append_only, reuse=not limits.deterministic)
         self.memory_advice = ""  # what to change when memory runs out
+        self.raise_launched: Callable[[], None] = lambda: None  # errors of experts that a step did not wait for
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._submitted: deque[Sequence] = deque()
@@ -187,7 +188,9 @@ class ServeEngine:
     def _run(self, batch: list[tuple[Sequence, Chunk]]) -> list[ForwardResult | None] | None:
         """The forward pass; None: memory ran out, and one sequence was ended for it."""
         try:
-            return self._forward([chunk for _, chunk in batch])
+            results = self._forward([chunk for _, chunk in batch])
+            self.raise_launched()
+            return results
         except Exception as error:
             if exhausted_memory(error) is None:
                 raise
