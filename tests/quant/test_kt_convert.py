@@ -33,6 +33,7 @@ from ktransformers.errors import InputError
 from ktransformers.nn import load_model
 from ktransformers.quant import kt_convert
 from ktransformers.quant.kt_convert import KTConverted, convert_kt, estimate_kt, plan_kt
+from ktransformers.quant.kt_layers import write_tree_layer
 from ktransformers.quant.origin import Origin
 from tests.support.expert_sources import numbers
 from tests.support.kt_reference import reference_files, reference_rows, reference_tensors
@@ -167,6 +168,25 @@ def numbers_of_model(model: Any) -> list[Tensor]:
     return [
         store.decode(role, expert).float() for store in stores for role in ("gate", "up", "down") for expert in range(2)
     ]
+
+
+def test_layer_from_tensors(source: Path, tmp_path: Path) -> None:
+    plain = matrices(source)
+    experts = {
+        role: torch.stack([plain[1, expert, role] for expert in range(2)]).float() for role in ("gate", "up", "down")
+    }
+    for _ in range(2):  # the second call replaces the first one's
+        files = write_tree_layer(tmp_path, 5, experts, 8, 2, backward=True)
+    want: dict[str, bytes] = {}
+    for (layer, expert, role), matrix in plain.items():
+        if layer == 1:
+            want |= reference_files(matrix, 5, expert, role, 8, 2, backward=True)
+    assert {file.path for file in files} == want.keys()
+    assert all((tmp_path / name).read_bytes() == data for name, data in want.items())
+    with pytest.raises(InputError, match=r"down: given shape \[2, 768, 128\], expected \[2, 128, 768\]"):
+        write_tree_layer(tmp_path, 5, experts | {"down": experts["gate"]}, 8, 2)
+    with pytest.raises(InputError, match="layer 5: given gate of 768 x 128 in 5 NUMA parts"):
+        write_tree_layer(tmp_path, 5, experts, 8, 5)
 
 
 def test_codes_of_a_tree_are_kept(source: Path, tmp_path: Path) -> None:

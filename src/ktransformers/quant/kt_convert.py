@@ -14,7 +14,6 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,13 +22,11 @@ from typing import Any
 import torch
 
 from ktransformers import __version__
-from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.checkpoint.journal import ConversionJournal
-from ktransformers.checkpoint.kt_codes import check_size, kept_codes, part_of, quantize_rows, tile, tile_format
+from ktransformers.checkpoint.kt_codes import check_size, tile_format
 from ktransformers.checkpoint.kt_files import (
     KTHeader,
     KTManifestFile,
-    StoredPart,
     build_manifest,
     merged_name,
     names_to_restore,
@@ -37,11 +34,10 @@ from ktransformers.checkpoint.kt_files import (
 )
 from ktransformers.checkpoint.matrix import SPELLED
 from ktransformers.checkpoint.packed import ShardRecord
-from ktransformers.checkpoint.recode import Weight, experts_of
+from ktransformers.checkpoint.recode import experts_of
 from ktransformers.checkpoint.rest import RestShard, tensor_bytes
 from ktransformers.checkpoint.shards import INDEX_FILE
 from ktransformers.checkpoint.sources import PlainTensor
-from ktransformers.checkpoint.sources.safetensors import dequantise
 from ktransformers.checkpoint.tensorfile import plan_layout, read_layout
 from ktransformers.errors import InputError
 from ktransformers.files import write_json
@@ -53,10 +49,9 @@ from ktransformers.quant.kt_layers import (
     drop_damaged_layers,
     layer_bytes,
     shard_record,
+    store_matrix,
 )
 from ktransformers.quant.origin import Origin, OriginLayer
-
-Write = Callable[[StoredPart, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -146,35 +141,6 @@ def plan_kt(
     return KTPlan(origin, bits, parts, merged, backward, threads or cores, origin.rest() if merged else [])
 
 
-def store_matrix(
-    weight: Weight, role: str, expert: int, plan: KTPlan, write: Write, name: str
-) -> None:
-    """Quantise one expert's matrix `[1, N, K]` and write its NUMA parts."""
-    columns_in = plan.parts if role == "down" else 1
-    kept = kept_codes(weight, plan.bits, columns_in) if isinstance(weight, Encoded) else None
-    numbers = None
-    if kept is None or plan.backward:
-        numbers = dequantise(weight) if isinstance(weight, Encoded) else weight[0].bfloat16()
-    try:
-        if kept is None:
-            assert numbers is not None
-            pieces = [quantize_rows(piece, plan.bits) for piece in numbers.chunk(columns_in, dim=1)]
-            codes, scales = torch.cat([codes for codes, _ in pieces], 1), torch.stack([scale for _, scale in pieces], 1)
-        else:
-            codes, scales = kept
-        for part in range(plan.parts):
-            piece = part_of(codes, role, part, plan.parts)
-            rows = scales[part * len(piece) : (part + 1) * len(piece), 0] if role != "down" else scales[:, part]
-            stored = StoredPart(role, False, expert, part, *piece.shape)
-            write(stored, tile(piece, plan.bits), rows.contiguous())
-            if plan.backward and numbers is not None:
-                transposed, rows = quantize_rows(part_of(numbers, role, part, plan.parts).T, plan.bits)
-                back = replace(stored, backward=True, rows=stored.columns, columns=stored.rows)
-                write(back, tile(transposed, plan.bits), rows)
-    except InputError as error:
-        raise InputError(name, str(error), f"what {tile_format(plan.bits).method} can hold") from error
-
-
 def estimate_kt(plan: KTPlan) -> float:
     """Seconds, extrapolated from quantising one expert in one thread; disk time is not included."""
     layer = plan.origin.layers[0]
@@ -184,7 +150,7 @@ def estimate_kt(plan: KTPlan) -> float:
     try:
         start = time.perf_counter()
         for role in layer.formats:
-            store_matrix(experts_of(matrices[role], 0, 1), role, 0, plan, lambda *_: None, role)
+            store_matrix(experts_of(matrices[role], 0, 1), role, 0, plan.header, lambda *_: None, plan.backward)
         seconds = time.perf_counter() - start
     finally:
         torch.set_num_threads(threads)
@@ -348,8 +314,8 @@ class _KTConversion:
                 for index in range(expert_count(stacked["down"])):
                     expert = first + index
                     for role, matrix in stacked.items():
-                        arguments = (role, expert, self._plan, writer.write, f"{layer.module}.{expert}.{role}")
-                        weight = experts_of(matrix, index, index + 1)
+                        weight, name = experts_of(matrix, index, index + 1), f"{layer.module}.{expert}.{role}"
+                        arguments = (role, expert, self._header, writer.write, self._plan.backward, name)
                         in_flight.append(workers.submit(store_matrix, weight, *arguments))
                         if len(in_flight) > self._plan.threads + MAX_QUEUED_MATRICES:
                             in_flight.popleft().result()
