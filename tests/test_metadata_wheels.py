@@ -132,7 +132,9 @@ def test_wheels_in_a_fresh_environment(tmp_path: Path) -> None:
     )
     facts = json.loads(done.stdout)
     assert facts["kt_kernel"][0] == "0.7.2" and str(tmp_path / "venv") in facts["kt_kernel"][1]
-    assert facts["ktransformers"][0] == ktransformers.__version__ and str(tmp_path / "venv") in facts["ktransformers"][1]
+    assert (
+        facts["ktransformers"][0] == ktransformers.__version__ and str(tmp_path / "venv") in facts["ktransformers"][1]
+    )
     for name in NAMES:
         version, requires = facts["installed"][name]
         assert version == "0.7.2" and requires

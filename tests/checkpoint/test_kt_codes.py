@@ -83,7 +83,9 @@ def test_encoded_rows_lose_no_bit(bits: int, parts: int) -> None:
     for expert in range(2):
         for part in range(parts):
             codes, scales = reference_rows(matrices[expert, :, part * width : (part + 1) * width], bits)
-            numbers[expert, :, part * width : (part + 1) * width] = codes.float() * (1 if bits == 8 else 16) * scales[:, None]
+            numbers[expert, :, part * width : (part + 1) * width] = (
+                codes.float() * (1 if bits == 8 else 16) * scales[:, None]
+            )
     if bits == 8 and parts > 1:
         assert isinstance(made, Tensor) and torch.equal(made, numbers)
         return
@@ -108,7 +110,9 @@ def test_codes_are_kept_where_they_fit() -> None:
     groups = encode_rows(matrix, 4, 2)
     assert isinstance(groups, Encoded)
     kept = kept_codes(groups, 4, 6)
-    assert kept is not None and torch.equal(kept[1][:, 0], kept[1][:, 2]) and not torch.equal(kept[1][:, 2], kept[1][:, 3])
+    assert (
+        kept is not None and torch.equal(kept[1][:, 0], kept[1][:, 2]) and not torch.equal(kept[1][:, 2], kept[1][:, 3])
+    )
     assert kept_codes(groups, 4, 3) is None  # a part with two scales
     assert kept_codes(encode(matrix, "int4:32"), 4, 1) is None
     assert kept_codes(encode(matrix, "fp8:128x128"), 8, 1) is None

@@ -131,9 +131,7 @@ def write_ours(tensors: dict[str, Tensor], directory: Path, bits: int, parts: in
     header = KTHeader(bits, parts, EXPERTS, HIDDEN, INTERMEDIATE, "0" * 32, "a test")
     directory.mkdir()
     shard = "model-00001-of-00001.safetensors"
-    writer: LayerWriter = (
-        MergedLayer(directory, shard, 0, header, False) if merged else TreeLayer(directory, 0, header)
-    )
+    writer: LayerWriter = MergedLayer(directory, shard, 0, header, False) if merged else TreeLayer(directory, 0, header)
     for part in stored_parts(EXPERTS, layer_sizes(header), parts):
         codes, scales = quantize_rows(part_of(tensors[part.role][part.expert], part.role, part.part, parts), bits)
         writer.write(part, tile(codes, bits), scales)

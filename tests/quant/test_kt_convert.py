@@ -126,7 +126,9 @@ def test_written_files_are_read_back(bits: int, parts: int, merged: bool, source
                 want = [codes.float() * (1 if bits == 8 else 16) * scales[:, None] for codes, scales in coded]
                 assert torch.equal(values[expert], torch.cat(want, 1)), (layer, role, expert)
     names = {tensor.name for tensor in opened.rest()}
-    assert names == ({name for name in load_file(source / "model.safetensors") if ".experts." not in name} if merged else set())
+    assert names == (
+        {name for name in load_file(source / "model.safetensors") if ".experts." not in name} if merged else set()
+    )
 
 
 def test_result_is_a_model(source: Path, tmp_path: Path) -> None:
@@ -249,9 +251,7 @@ def test_damaged_layer_is_written_again(merged: bool, source: Path, tmp_path: Pa
     assert open_source(again.directory).layer("model.layers.0.mlp.experts", SHAPE)
 
 
-def test_impossible_conversions_are_refused(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_impossible_conversions_are_refused(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for directory, bits, parts, message in (
         (tiny(tmp_path / "small"), 4, 1, r"gate of 64 x 64 in 1 NUMA parts, expected .* 128 columns for INT4"),
         (source, 8, 0, "threadpool-count: given 0"),
@@ -300,9 +300,7 @@ def rewrite(file: Path, changes: dict[str, str]) -> None:
         ({"kt_method": "AMXINT4", "kt_layout": "kt-int4-n32-k128-v1"}, r"given INT8, expected INT4, as recorded"),
     ],
 )
-def test_files_are_held_to_their_header(
-    changes: dict[str, str], message: str, source: Path, tmp_path: Path
-) -> None:
+def test_files_are_held_to_their_header(changes: dict[str, str], message: str, source: Path, tmp_path: Path) -> None:
     done = write(source, tmp_path / "out", 8, 1)
     for number in (1, 2):
         rewrite(done.directory / f"model-{number:05}-of-00003.safetensors", changes)

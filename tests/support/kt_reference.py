@@ -1,5 +1,5 @@
-"""kt-kernel's converter written a second time from its description, in numpy and without speed in mind: codes and scales
-of a matrix, NUMA parts, names of tensors and files. Nothing of the package is used."""
+"""kt-kernel's converter written a second time from its description, in numpy: codes and scales of a matrix, NUMA parts,
+names of tensors and files. Nothing of the package is used."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ def reference_rows(matrix: Tensor, bits: int, *, reciprocal: bool = False) -> tu
     numbers: Any = matrix.float().numpy()
     codes, scales = numpy.zeros(numbers.shape, numpy.int8), numpy.zeros(len(numbers), numpy.float32)
     for index, row in enumerate(numbers):
-        largest = numpy.float32(max(abs(float(number)) for number in row))
+        largest = numpy.abs(row).max()
         scale = numpy.float32(largest / numpy.float32(127 if bits == 8 else 112))
         scales[index] = scale
         if scale == 0:
             continue
         divided = row * (numpy.float32(1) / scale) if reciprocal else row / scale
-        whole = [int(number) for number in numpy.rint(divided)]
-        if bits == 4:
-            whole = [(1 if number >= 0 else -1) * ((abs(number) + 8) >> 4) for number in whole]
-        codes[index] = whole
+        whole = numpy.rint(divided).astype(numpy.int64)
+        codes[index] = whole if bits == 8 else numpy.sign(whole) * ((numpy.abs(whole) + 8) >> 4)
     return torch.from_numpy(codes), torch.from_numpy(scales)
 
 

@@ -161,7 +161,8 @@ def divided(role: str, rows: int, columns: int, parts: int) -> tuple[int, int]:
 
 def part_of(matrix: Tensor, role: str, part: int, parts: int) -> Tensor:
     """A view of a NUMA part of a matrix `[N, K]`."""
-    n, k = divided(role, *matrix.shape, parts)
+    rows, columns = matrix.shape
+    n, k = divided(role, rows, columns, parts)
     return matrix[part * n : (part + 1) * n] if role != "down" else matrix[:, part * k : (part + 1) * k]
 
 

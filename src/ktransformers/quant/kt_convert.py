@@ -356,4 +356,3 @@ class _KTConversion:
         if "dtype" not in config and "torch_dtype" not in config:
             config["dtype"] = "bfloat16"
         write_json(directory / "config.json", config)
-

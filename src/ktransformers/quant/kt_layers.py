@@ -141,9 +141,7 @@ class MergedLayer:
 
 def shard_record(file: Path) -> ShardRecord:
     header = read_layout(file).header
-    return ShardRecord(
-        bytes=file.stat().st_size, header_sha256=hashlib.sha256(header).hexdigest(), sha256=sha256(file)
-    )
+    return ShardRecord(bytes=file.stat().st_size, header_sha256=hashlib.sha256(header).hexdigest(), sha256=sha256(file))
 
 
 class TreeLayer:
