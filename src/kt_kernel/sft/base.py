@@ -288,7 +288,7 @@ class BaseSFTMoEWrapper:
         """Start a forward pass with LoRA for serving, in the order of the stream, as the inference wrapper does: it can
         be captured in a CUDA graph, nothing is saved and nothing dropped."""
         inference = self._inference_wrapper()
-        inference.use_adapter(next(iter(self._adapters()), None))
+        inference.use_adapters(self._adapters())
         inference.submit_forward(hidden_states, expert_ids, weights, cuda_stream)
         self._inference_hidden = hidden_states
 
