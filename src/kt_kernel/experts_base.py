@@ -57,7 +57,7 @@ class PreparedBatch:
     def is_idle(self) -> bool:
         if self.captured or not self.now.done or (self.later is not None and not self.later.done):
             return False
-        return self.passed is None or self.passed.query()
+        return self.passed is None or bool(self.passed.query())  # type: ignore[no-untyped-call]
 
     def submit(self) -> None:
         """In the order of the current stream, or at once for host tensors."""
@@ -353,9 +353,7 @@ class BaseMoEWrapper:
         )
         if deferred:
             bound = (views.hidden, views.deferred_ids, views.weights)
-            later = store.prepare(
-                *bound, out=views.deferred_out, skip=skip, adapter=adapter, adapters=self.adapters
-            )
+            later = store.prepare(*bound, out=views.deferred_out, skip=skip, adapter=adapter, adapters=self.adapters)
         return PreparedBatch(views, now, later, hidden.is_cuda)
 
     def _drop_idle(self) -> None:
@@ -400,7 +398,7 @@ def _on_stream(device: torch.device, stream: int | None) -> Iterator[None]:
         if stream is None or stream == torch.cuda.current_stream(device).cuda_stream:
             yield
         else:
-            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device)):
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device)):  # type: ignore[no-untyped-call]
                 yield
 
 

@@ -112,7 +112,7 @@ class CPUInfer:
         from ktransformers.place.gpu.cuda_driver import call_on_host
 
         queue = self._queue()
-        given = torch.cuda.ExternalStream(stream) if stream else torch.cuda.default_stream()
+        given: Any = torch.cuda.ExternalStream(stream) if stream else torch.cuda.default_stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(given):
             once = not torch.cuda.is_current_stream_capturing()
         call_on_host(stream, queue.callback, queue.step(function, argument, pending, once))
