@@ -102,8 +102,9 @@ bench: build  ## speed against the roof of this machine
 demo: build  ## a small MoE made, tuned, proven, served and judged, with a table at the end
 	$(VENV)/bin/kt loop examples/demo.yaml $(WORDS)
 
-wheel: $(VENV)/.installed  ## one wheel with all variants, in dist/
+wheel: $(VENV)/.installed  ## one wheel with all variants, and the names kt-kernel and kt-kernel-cuda for it, in dist/
 	$(PY) -m build --wheel --no-isolation --outdir dist -C build-dir=build/wheel .
+	$(PY) scripts/metadata_wheels.py --out dist
 
 # The native tests under a sanitizer, all variants; asan also runs the test of all bindings, with a module of its own.
 asan tsan: sanitizer = $(if $(filter asan,$@),address,thread)

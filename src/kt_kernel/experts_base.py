@@ -57,7 +57,7 @@ class PreparedBatch:
     def is_idle(self) -> bool:
         if self.captured or not self.now.done or (self.later is not None and not self.later.done):
             return False
-        return self.passed is None or self.passed.query()
+        return self.passed is None or bool(self.passed.query())  # type: ignore[no-untyped-call]
 
     def submit(self) -> None:
         """In the order of the current stream, or at once for host tensors."""
@@ -170,7 +170,7 @@ class BaseMoEWrapper:
 
     def load_weights(self, physical_to_logical_map_cpu: Tensor | None = None) -> None:
         """All experts from `weight_path`; runtime expert i is the checkpoint's `physical_to_logical_map_cpu[i]`."""
-        self._use(load_store(self.weight_path, self._place, self.method, physical_to_logical_map_cpu))
+        self.use_store(load_store(self.weight_path, self._place, self.method, physical_to_logical_map_cpu))
 
     def load_weights_from_tensors(
         self,
@@ -184,13 +184,14 @@ class BaseMoEWrapper:
         tensors = (gate_proj, up_proj, down_proj)
         if self.cpu_save:
             self._save(*tensors)
-        self._use(store_from_tensors(*tensors, self._place, self.method, physical_to_logical_map_cpu))
+        self.use_store(store_from_tensors(*tensors, self._place, self.method, physical_to_logical_map_cpu))
 
     def _save(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
         given = f"cpu_save with method {self.method}"
         raise InputError("cpu_save", given, "False", "kt quant writes kt-kernel's files")
 
-    def _use(self, store: ExpertStore) -> None:
+    def use_store(self, store: ExpertStore) -> None:
+        """Compute with these experts."""
         if self._method.w8a8:
             store.w8a8 = True
         self._batches.clear()
@@ -201,18 +202,24 @@ class BaseMoEWrapper:
                 key = BufferKey(device, self.hidden_size, self.num_experts_per_tok, deferred=deferred)
                 KExpertsCPUBuffer.reserve(key, self.chunked_prefill_size)
 
-    def use_adapters(self, adapters: Sequence[_core.Adapter], adapter_of_row: Tensor) -> None:
-        """Compute with LoRA: row t of a batch has `adapters[adapter_of_row[t]]`, or none for -1. The table, int32 on
-        the device of the hidden states, is read at every call and replay, as ids are; it belongs to the caller.
-        Packed adapters come from `ExpertStore.new_adapter` of `self.moe`. No captured graph is replayed afterwards."""
-        if adapter_of_row.dtype != torch.int32 or adapter_of_row.dim() != 1:
+    def use_adapters(self, adapters: Sequence[_core.Adapter], adapter_of_row: Tensor | None = None) -> None:
+        """Compute with LoRA: row t of a batch has `adapters[adapter_of_row[t]]`, or none for -1; without a table one
+        adapter is that of every row. The table, int32 on the device of the hidden states, is read at every call and at
+        every replay, as ids are; it belongs to the caller. Packed adapters come from `ExpertStore.new_adapter` of
+        `self.moe`; what is packed into them later acts on the next call. No captured graph is replayed afterwards."""
+        if adapter_of_row is None and len(adapters) > 1:
+            raise InputError("adapters", f"{len(adapters)} without adapter_of_row", "at most one, or the table")
+        if adapter_of_row is not None and (adapter_of_row.dtype != torch.int32 or adapter_of_row.dim() != 1):
             given = f"{adapter_of_row.dtype} {list(adapter_of_row.shape)}"
             raise InputError("adapter_of_row", given, "torch.int32 [tokens]")
+        if tuple(adapters) == self.adapters and adapter_of_row is self._adapter_of_row:
+            return
         self._batches.clear()
-        self.adapters, self._adapter_of_row = tuple(adapters), adapter_of_row
-        with torch.inference_mode(False):
-            pinned = adapter_of_row.is_cuda
-            self._adapter_rows = torch.full((self.chunked_prefill_size,), -1, dtype=torch.int32, pin_memory=pinned)
+        self.adapters, self._adapter_of_row, self._adapter_rows = tuple(adapters), adapter_of_row, None
+        if adapter_of_row is not None:
+            with torch.inference_mode(False):
+                pinned = adapter_of_row.is_cuda
+                self._adapter_rows = torch.full((self.chunked_prefill_size,), -1, dtype=torch.int32, pin_memory=pinned)
 
     def _loaded(self) -> ExpertStore:
         if self.moe is None:
@@ -320,7 +327,8 @@ class BaseMoEWrapper:
         batch = self._batches.get(key)
         if batch is None:
             batch = self._batches[key] = self._new_batch(hidden, ids, weights, deferred, capturing)
-            self._drop_idle()
+            if not capturing:  # events cannot be asked while a stream is captured
+                self._drop_idle()
         elif not capturing:
             batch.raise_error()
         self._batches.move_to_end(key)
@@ -390,7 +398,7 @@ def _on_stream(device: torch.device, stream: int | None) -> Iterator[None]:
         if stream is None or stream == torch.cuda.current_stream(device).cuda_stream:
             yield
         else:
-            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device)):
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device)):  # type: ignore[no-untyped-call]
                 yield
 
 
