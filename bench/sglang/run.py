@@ -124,6 +124,9 @@ class Run:
         site, peer = self.work / "site", self.work / "peer"
         if not (site / "sglang").exists():
             join(self.args.parts, site)
+            sources = self.args.parts / "flashinfer-sources.tar.xz"
+            if sources.exists():
+                extract_archive(sources, site)
         archive = self.args.parts / "kt-kernel.tar.xz"
         if archive.exists() and not (peer / "kt_kernel").exists():
             extract_archive(archive, peer)
