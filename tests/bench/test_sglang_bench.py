@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "sglang"
-SERVER = '''
+SERVER = """
 import argparse, http.server, json, os, sys
 
 parser = argparse.ArgumentParser()
@@ -59,7 +59,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 http.server.ThreadingHTTPServer(("127.0.0.1", args.port), Handler).serve_forever()
-'''
+"""
 
 
 def load_module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
