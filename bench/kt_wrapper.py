@@ -60,6 +60,7 @@ class Worker:
         sizes = [int(word) for word in args.tokens.split(",")]
         KTMoEWrapper.set_capture_batch_sizes([size for size in sizes if size <= 64])
         self.gate, self.up, self.down = self.tensors(0)
+        self.kept: list[list[Any]] = []  # LoRA of each layer
         start = time.perf_counter()
         self.layers = [self.layer(KTMoEWrapper, index, max(sizes)) for index in range(args.layers)]
         self.load_seconds = time.perf_counter() - start
@@ -112,8 +113,8 @@ class Worker:
         for columns, rows in ((hidden, inner), (hidden, inner), (inner, hidden)):
             factors.append((torch.randn(experts, RANK, columns) * 0.02).bfloat16())
             factors.append((torch.randn(experts, rows, RANK) * 0.02).bfloat16())
-        self.kept = [*factors, *(torch.zeros_like(factor) for factor in factors)]
-        wrapper.init_lora_weights(*self.kept)
+        self.kept.append([*factors, *(torch.zeros_like(factor) for factor in factors)])
+        wrapper.init_lora_weights(*self.kept[-1])
 
     def batch(self, tokens: int, seed: int) -> Any:
         torch = self.torch
@@ -190,7 +191,7 @@ class Worker:
             rows, slots = (ids == expert).nonzero(as_tuple=True)
             gate, up, down = (matrix[expert].float() for matrix in (self.gate, self.up, self.down))
             if self.sft:
-                a = [factor[expert].float() for factor in self.kept[:6]]
+                a = [factor[expert].float() for factor in self.kept[0][:6]]
                 gate, up, down = gate + scale * a[1] @ a[0], up + scale * a[3] @ a[2], down + scale * a[5] @ a[4]
             inner = functional.silu(x[rows] @ gate.T) * (x[rows] @ up.T)
             expected.index_add_(0, rows, (inner @ down.T) * weights[rows, slots, None])

@@ -32,6 +32,7 @@ RANK = {
     "serve": 5,
     "evaluate": 5,
     "loop": 5,
+    "sglang": 5,
     "prove": 6,
     "cli": 7,
 }

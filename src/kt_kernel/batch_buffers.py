@@ -73,7 +73,7 @@ class BufferSet:
 
         def rows(buffer: Tensor, like: Tensor) -> Tensor:
             used = buffer[: like.numel() * like.element_size()].view(like.dtype)
-            return used.view(like.shape) if len(used) else used
+            return used.view(like.shape) if len(used) == like.numel() else used
 
         return BatchViews(
             hidden=rows(self.hidden, hidden),

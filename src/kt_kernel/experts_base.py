@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -57,7 +57,7 @@ class PreparedBatch:
     def is_idle(self) -> bool:
         if self.captured or not self.now.done or (self.later is not None and not self.later.done):
             return False
-        return self.passed is None or self.passed.query()
+        return self.passed is None or bool(self.passed.query())  # type: ignore[no-untyped-call]
 
     def submit(self) -> None:
         """In the order of the current stream, or at once for host tensors."""
@@ -162,12 +162,15 @@ class BaseMoEWrapper:
         )
         self._batches: OrderedDict[tuple[Any, ...], PreparedBatch] = OrderedDict()
         self._submitted: Submitted | None = None
+        self.adapters: tuple[_core.Adapter, ...] = ()  # LoRA of these experts
+        self._adapter_of_row: Tensor | None = None  # the caller's, on the device of the hidden states
+        self._adapter_rows: Tensor | None = None  # int32 [chunked_prefill_size], in host memory
 
     # Weights.
 
     def load_weights(self, physical_to_logical_map_cpu: Tensor | None = None) -> None:
         """All experts from `weight_path`; runtime expert i is the checkpoint's `physical_to_logical_map_cpu[i]`."""
-        self._use(load_store(self.weight_path, self._place, self.method, physical_to_logical_map_cpu))
+        self.use_store(load_store(self.weight_path, self._place, self.method, physical_to_logical_map_cpu))
 
     def load_weights_from_tensors(
         self,
@@ -181,13 +184,14 @@ class BaseMoEWrapper:
         tensors = (gate_proj, up_proj, down_proj)
         if self.cpu_save:
             self._save(*tensors)
-        self._use(store_from_tensors(*tensors, self._place, self.method, physical_to_logical_map_cpu))
+        self.use_store(store_from_tensors(*tensors, self._place, self.method, physical_to_logical_map_cpu))
 
     def _save(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
         given = f"cpu_save with method {self.method}"
         raise InputError("cpu_save", given, "False", "kt quant writes kt-kernel's files")
 
-    def _use(self, store: ExpertStore) -> None:
+    def use_store(self, store: ExpertStore) -> None:
+        """Compute with these experts."""
         if self._method.w8a8:
             store.w8a8 = True
         self._batches.clear()
@@ -197,6 +201,25 @@ class BaseMoEWrapper:
             for deferred in {False, self.max_deferred_experts_per_token > 0}:
                 key = BufferKey(device, self.hidden_size, self.num_experts_per_tok, deferred=deferred)
                 KExpertsCPUBuffer.reserve(key, self.chunked_prefill_size)
+
+    def use_adapters(self, adapters: Sequence[_core.Adapter], adapter_of_row: Tensor | None = None) -> None:
+        """Compute with LoRA: row t of a batch has `adapters[adapter_of_row[t]]`, or none for -1; without a table one
+        adapter is that of every row. The table, int32 on the device of the hidden states, is read at every call and at
+        every replay, as ids are; it belongs to the caller. Packed adapters come from `ExpertStore.new_adapter` of
+        `self.moe`; what is packed into them later acts on the next call. No captured graph is replayed afterwards."""
+        if adapter_of_row is None and len(adapters) > 1:
+            raise InputError("adapters", f"{len(adapters)} without adapter_of_row", "at most one, or the table")
+        if adapter_of_row is not None and (adapter_of_row.dtype != torch.int32 or adapter_of_row.dim() != 1):
+            given = f"{adapter_of_row.dtype} {list(adapter_of_row.shape)}"
+            raise InputError("adapter_of_row", given, "torch.int32 [tokens]")
+        if tuple(adapters) == self.adapters and adapter_of_row is self._adapter_of_row:
+            return
+        self._batches.clear()
+        self.adapters, self._adapter_of_row, self._adapter_rows = tuple(adapters), adapter_of_row, None
+        if adapter_of_row is not None:
+            with torch.inference_mode(False):
+                pinned = adapter_of_row.is_cuda
+                self._adapter_rows = torch.full((self.chunked_prefill_size,), -1, dtype=torch.int32, pin_memory=pinned)
 
     def _loaded(self) -> ExpertStore:
         if self.moe is None:
@@ -248,7 +271,7 @@ class BaseMoEWrapper:
             out[:size].copy_(submitted.piece.wait(), non_blocking=True)
             for first in range(size, out.shape[0], size):
                 rows = slice(first, first + size)
-                piece = self._start(hidden[rows], submitted.ids[rows], submitted.weights[rows], defers=False)
+                piece = self._start(hidden[rows], submitted.ids[rows], submitted.weights[rows], False, first)
                 out[rows].copy_(piece.wait(), non_blocking=True)
                 self._mark_passed(hidden.device, piece)
             if submitted.earlier is not None:
@@ -281,8 +304,8 @@ class BaseMoEWrapper:
 
     # One piece.
 
-    def _start(self, hidden: Tensor, ids: Tensor, weights: Tensor, defers: bool) -> PreparedBatch:
-        """Queue the copies of a batch into host memory, and the start of its experts."""
+    def _start(self, hidden: Tensor, ids: Tensor, weights: Tensor, defers: bool, first: int = 0) -> PreparedBatch:
+        """Queue the copies of a batch into host memory, and the start of its experts; `first`: its first row."""
         batch = self._prepare(hidden, ids, weights, defers)
         views = batch.views
         if defers:
@@ -292,6 +315,9 @@ class BaseMoEWrapper:
         views.hidden.copy_(hidden, non_blocking=True)
         views.ids.copy_(ids, non_blocking=True)
         views.weights.copy_(weights, non_blocking=True)
+        if self._adapter_rows is not None and self._adapter_of_row is not None:
+            rows = self._adapter_of_row[first : first + hidden.shape[0]]
+            self._adapter_rows[: hidden.shape[0]].copy_(rows, non_blocking=True)
         batch.submit()
         return batch
 
@@ -301,7 +327,8 @@ class BaseMoEWrapper:
         batch = self._batches.get(key)
         if batch is None:
             batch = self._batches[key] = self._new_batch(hidden, ids, weights, deferred, capturing)
-            self._drop_idle()
+            if not capturing:  # events cannot be asked while a stream is captured
+                self._drop_idle()
         elif not capturing:
             batch.raise_error()
         self._batches.move_to_end(key)
@@ -320,10 +347,13 @@ class BaseMoEWrapper:
         views = both[self.layer_idx % len(both)].views(hidden, ids, weights)
         store = self._loaded()
         skip, later = self.gpu_experts_mask, None
-        now = store.prepare(views.hidden, views.ids, views.weights, out=views.out, skip=skip)
+        adapter = None if self._adapter_rows is None else self._adapter_rows[: hidden.shape[0]]
+        now = store.prepare(
+            views.hidden, views.ids, views.weights, out=views.out, skip=skip, adapter=adapter, adapters=self.adapters
+        )
         if deferred:
             bound = (views.hidden, views.deferred_ids, views.weights)
-            later = store.prepare(*bound, out=views.deferred_out, skip=skip)
+            later = store.prepare(*bound, out=views.deferred_out, skip=skip, adapter=adapter, adapters=self.adapters)
         return PreparedBatch(views, now, later, hidden.is_cuda)
 
     def _drop_idle(self) -> None:
@@ -368,7 +398,7 @@ def _on_stream(device: torch.device, stream: int | None) -> Iterator[None]:
         if stream is None or stream == torch.cuda.current_stream(device).cuda_stream:
             yield
         else:
-            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device)):
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device)):  # type: ignore[no-untyped-call]
                 yield
 
 

@@ -127,16 +127,16 @@ def test_a_flipped_bit_is_found_wherever_its_expert_is_computed(policy: str, cop
     """The placement engine on torch's CPU device copies experts into a cache before it computes with them."""
     flip(copy, 0, "down", 1)
     model = load_model(copy, dtype=torch.float32)
-    placement = attach(model, policy=policy, device="cpu")
-    assert placement is not None and len(placement.layers) == 2
-    if policy == "resident":
-        with pytest.raises(DamagedFileError, match="expert 1"):
+    placement = None
+    with pytest.raises(DamagedFileError, match="layers.0.mlp.experts, expert 1"):
+        placement = attach(model, policy=policy, device="cpu")  # `split` may measure copies of the first layer
+        assert placement is not None and len(placement.layers) == 2
+        if policy == "resident":
             placement.place_residents(count=2)  # experts 0 and 1 of every layer
-    else:
-        with pytest.raises(DamagedFileError, match="expert 1"):
-            logits(model)
+        logits(model)
+    if placement is not None:
         assert 1 not in placement.engines[0].cache.present(0)
-    placement.detach()
+        placement.detach()
 
 
 def test_no_verify(copy: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
