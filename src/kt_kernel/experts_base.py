@@ -17,6 +17,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -32,6 +33,7 @@ from ktransformers.errors import InputError
 from ktransformers.nn.expert_call import ExpertCall
 from ktransformers.nn.store import ExpertStore
 from ktransformers.place.gpu.cuda_driver import call_on_host
+from ktransformers.quant.kt_layers import add_tree_layer
 
 __all__ = ["BaseMoEWrapper", "KExpertsCPUBuffer"]
 
@@ -187,8 +189,12 @@ class BaseMoEWrapper:
         self.use_store(store_from_tensors(*tensors, self._place, self.method, physical_to_logical_map_cpu))
 
     def _save(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
-        given = f"cpu_save with method {self.method}"
-        raise InputError("cpu_save", given, "False", "kt quant writes kt-kernel's files")
+        if not self.method.startswith("AMXINT") or not self.weight_path:
+            given = f"cpu_save with method {self.method} and weight_path {self.weight_path!r}"
+            raise InputError("cpu_save", given, "AMXINT4 or AMXINT8, and a directory to write to")
+        experts = {"gate": gate, "up": up, "down": down}
+        cpu = {role: tensor.detach().cpu() for role, tensor in experts.items()}
+        add_tree_layer(Path(self.weight_path), self.layer_idx, cpu, self._method.bits, self.threadpool_count)
 
     def use_store(self, store: ExpertStore) -> None:
         """Compute with these experts."""
