@@ -49,6 +49,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "load_experts_from_checkpoint_files",
         "load_experts_from_kt_weight_path",
         "load_rawint4_experts_from_checkpoint_files",
+        "validate_persistent_int8_weights",
     ),
     "kt_kernel.sft.checkpointing": ("get_activation_checkpoint_context_fn", "set_activation_policy"),
     "kt_kernel.sft.config": ("KTActivationPolicy", "KTConfig", "configure_omp_threads"),
@@ -89,7 +90,6 @@ _FROM_PRETRAINED = "stock from_pretrained needs no hook: use ktransformers.nn.lo
 _DEVICE_MAP = "packed experts stay in host memory whatever moves the model: use a stock device_map, or model.to()"
 _GPU_EXPERTS = "no experts are added to a model: train LoRA on its own (kt_adapt_peft_lora)"
 _PROFILE = "use torch.profiler, or KT_LOG=info"
-_INT8_TREE = "experts are checked when they are read; `kt quant` writes packed directories with checksums"
 # kt-kernel's name -> what to use instead.
 _INSTEAD = {
     "KTMoEFunction": "ktransformers.nn.operator.apply_experts is the operator with autograd",
@@ -107,7 +107,6 @@ _INSTEAD = {
     "project_kt_routed_experts_out_of_device_map": _DEVICE_MAP,
     "prepare_kt_non_expert_device_map": _DEVICE_MAP,
     "hide_kt_routed_experts_from_dispatch": _DEVICE_MAP,
-    "validate_persistent_int8_weights": _INT8_TREE,
     "collect_kt_sft_profile": _PROFILE,
     "format_kt_sft_profile": _PROFILE,
     "reset_kt_sft_profile": _PROFILE,

@@ -21,12 +21,16 @@ from kt_kernel.sft.arch import MOEArchConfig
 from kt_kernel.sft.errors import KTArtifactError
 from ktransformers.checkpoint import Encoded, ExpertShape, decode
 from ktransformers.checkpoint.experts import ExpertChunk
+from ktransformers.checkpoint.kt_files import validate_int8_tree
 from ktransformers.checkpoint.sources import LayerSource, open_source
 from ktransformers.errors import InputError
 from ktransformers.nn.load import read_checkpoint_facts
 from ktransformers.nn.pack_inputs import split_fused
 
 ROLES = ("gate", "up", "down")
+
+# A tree that kt-kernel 0.7 trains on: its manifest, layers, shapes and files, with `verify_hashes` their contents too.
+validate_persistent_int8_weights = validate_int8_tree
 
 
 @dataclass(frozen=True)
