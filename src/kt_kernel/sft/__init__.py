@@ -26,7 +26,6 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "kt_kernel.sft.arch": (
         "MOEArchConfig",
         "detect_fused_experts",
-        "extract_moe_weights",
         "get_moe_arch_config",
         "get_moe_module",
     ),
@@ -41,10 +40,11 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "save_kt_moe_to_adapter",
     ),
     "kt_kernel.sft.base": ("BaseSFTMoEWrapper",),
-    "kt_kernel.sft.checkpoint_experts": (
+    "kt_kernel.sft.weights": (
         "BlockFP8ExpertWeights",
         "INT8ExpertWeights",
         "RAWINT4ExpertWeights",
+        "extract_moe_weights",
         "load_block_fp8_experts_from_checkpoint_files",
         "load_experts_from_checkpoint_files",
         "load_experts_from_kt_weight_path",
@@ -53,14 +53,15 @@ _MODULES: dict[str, tuple[str, ...]] = {
     ),
     "kt_kernel.sft.checkpointing": ("get_activation_checkpoint_context_fn", "set_activation_policy"),
     "kt_kernel.sft.config": ("KTActivationPolicy", "KTConfig", "configure_omp_threads"),
-    "kt_kernel.sft.layers": ("KTMoELayerWrapper", "wrap_moe_layers_with_kt_wrapper"),
-    "kt_kernel.sft.load": (
+    "kt_kernel.sft.layer": ("KTMoELayerWrapper",),
+    "kt_kernel.sft.wrapper": (
         "build_kt_device_map",
         "build_kt_device_map_simplified",
         "get_expert_device",
         "get_kt_loading_kwargs",
         "load_kt_model",
         "move_non_experts_to_gpu",
+        "wrap_moe_layers_with_kt_wrapper",
     ),
     "kt_kernel.sft.lora": (
         "KTAdaptationResult",

@@ -1,7 +1,7 @@
 """`AMXSFTMoEWrapper`, the object of `KTMoEWrapper(mode="sft")`: `BaseSFTMoEWrapper` with weights by method.
 
 Each method loads from any source in its format (`kt_kernel.weights`), from tensors, and from the native forms of
-`kt_kernel.sft.checkpoint_experts`; codes are kept, never requantised for backward. The name stays kt-kernel's: the
+`kt_kernel.sft.weights`; codes are kept, never requantised for backward. The name stays kt-kernel's: the
 kernels are those of the CPU at hand, AMX or not.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kt_kernel.methods import SKIP_LORA, method_of
 from kt_kernel.sft.base import BaseSFTMoEWrapper
-from kt_kernel.sft.checkpoint_experts import ROLES, BlockFP8ExpertWeights, RAWINT4ExpertWeights
+from kt_kernel.sft.weights import ROLES, BlockFP8ExpertWeights, RAWINT4ExpertWeights
 from kt_kernel.weights import LayerPlace, check_order, load_store, store_from_encoded, store_from_tensors
 from ktransformers.checkpoint import Encoded
 from ktransformers.errors import InputError
