@@ -17,6 +17,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -26,12 +27,13 @@ from kt_kernel.batch_buffers import BatchViews, BufferKey, KExpertsCPUBuffer
 from kt_kernel.deferral import select_deferred
 from kt_kernel.kt_kernel_ext import CPUInfer
 from kt_kernel.methods import method_of
-from kt_kernel.weights import LayerPlace, load_store, release_sources, store_from_tensors
+from kt_kernel.weights import LayerPlace, check_order, load_store, release_sources, store_from_tensors
 from ktransformers import _core
 from ktransformers.errors import InputError
 from ktransformers.nn.expert_call import ExpertCall
 from ktransformers.nn.store import ExpertStore
 from ktransformers.place.gpu.cuda_driver import call_on_host
+from ktransformers.quant.kt_layers import write_tree_layer
 
 __all__ = ["BaseMoEWrapper", "KExpertsCPUBuffer"]
 
@@ -179,16 +181,21 @@ class BaseMoEWrapper:
         down_proj: Tensor,
         physical_to_logical_map_cpu: Tensor | None = None,
     ) -> None:
-        """From gate and up `[E, I, H]` and down `[E, H, I]`. With `cpu_save` the quantised experts of the INT methods
-        are also written below `weight_path`, as kt-kernel's `.kt` files."""
-        tensors = (gate_proj, up_proj, down_proj)
+        """From gate and up `[E, I, H]` and down `[E, H, I]` in the order of the wrapper's experts: as in kt-kernel the
+        map is not applied here. With `cpu_save` the quantised experts are also written below `weight_path`, as `.kt`
+        files for `threadpool_count` NUMA nodes."""
+        check_order(physical_to_logical_map_cpu, self.num_experts)
+        store = store_from_tensors(gate_proj, up_proj, down_proj, self._place, self.method)
         if self.cpu_save:
-            self._save(*tensors)
-        self.use_store(store_from_tensors(*tensors, self._place, self.method, physical_to_logical_map_cpu))
-
-    def _save(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
-        given = f"cpu_save with method {self.method}"
-        raise InputError("cpu_save", given, "False", "kt quant writes kt-kernel's files")
+            if not self._method.bits or not self.weight_path:
+                given = f"True with method {self.method} and weight_path {self.weight_path!r}"
+                raise InputError(
+                    "cpu_save", given, "a method that quantises, and a directory", "kt quant writes others"
+                )
+            experts = {"gate": gate_proj, "up": up_proj, "down": down_proj}
+            parts = max(1, self.threadpool_count)
+            write_tree_layer(Path(self.weight_path), self.layer_idx, experts, self._method.bits, parts)
+        self.use_store(store)
 
     def use_store(self, store: ExpertStore) -> None:
         """Compute with these experts."""
