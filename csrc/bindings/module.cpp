@@ -168,6 +168,8 @@ NB_MODULE(_core, m) {
     return d;
   });
 
+  bind_task_queue(m);
+
   nb::class_<PyPool>(m, "Pool")
       .def(nb::init<int64_t, int64_t, int64_t, bool>(), "threads"_a = 0, "groups"_a = 0, "spin_us"_a = 50,
            "pin"_a = true)

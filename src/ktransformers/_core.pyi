@@ -95,6 +95,22 @@ def crc32c(data: Any, crc: int = 0) -> int:
 def host_callbacks() -> HostCallbacks:
     """Addresses of two C functions `void(void* call)` that take `Call.address` and need no GIL."""
 
+class TaskQueue:
+    """C functions that run one after another on a thread of their own. Addresses are Python integers."""
+
+    callback: int  # a host callback `void(void*)` that takes what `step` returned
+
+    def __init__(self) -> None: ...
+    def submit(self, function: int, argument: int) -> None:
+        """Queue `void function(void* argument)`."""
+
+    def wait(self, pending: int = 0) -> None:
+        """Wait until at most `pending` tasks are queued or running; raises the first error of a task."""
+
+    def step(self, function: int, argument: int, pending: int = 0, once: bool = True) -> int:
+        """The argument of `callback` that submits a task, or, if `function` is 0, waits as `wait(pending)` does. With
+        `once` the callback frees it, so it must be called exactly once; otherwise it lives as long as the queue."""
+
 # Codes, scales or None, tensor scale or None.
 Released = tuple[Array, Array | None, Array | None]
 

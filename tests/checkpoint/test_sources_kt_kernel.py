@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ktransformers.checkpoint import ExpertShape
+from ktransformers.checkpoint.kt_codes import untile
 from ktransformers.checkpoint.sources import open_source
 from ktransformers.errors import InputError
 from tests.support.expert_sources import MODULE, numbers, same, save
@@ -21,11 +22,9 @@ KT_SIZES = {"gate": (512, 256), "up": (512, 256), "down": (256, 512)}
 @pytest.mark.parametrize("method", ["INT8", "INT4"])
 @pytest.mark.parametrize(("n", "k"), [(64, 128), (160, 256), (96, 3840)])
 def test_untile_inverts_tiling(method: str, n: int, k: int) -> None:
-    from ktransformers.checkpoint.sources.kt_kernel import untile
-
     limit = 127 if method == "INT8" else 7
     codes = torch.randint(-limit, limit + 1, (n, k), generator=torch.Generator().manual_seed(0)).to(torch.int8)
-    assert torch.equal(untile(kt_tiles(codes, method), n, k, method.lower()), codes)
+    assert torch.equal(untile(kt_tiles(codes, method), n, k, int(method[3:])), codes)
 
 
 @pytest.mark.parametrize("form", ["tree", "merged"])

@@ -9,7 +9,7 @@ always output-major and with gate and up separate. Numbers that are NaN or infin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -107,12 +107,15 @@ def read_experts(
     shape: ExpertShape,
     quantisation: Quantisation = NONE,
     interleaved: bool = False,
+    experts: Iterable[int] | None = None,
 ) -> Iterator[ExpertChunk]:
-    """The layer in chunks, in the order of experts; release each before taking the next."""
+    """The layer in chunks, in the order of experts; release each before taking the next. Only these `experts`, if any
+    are named; fused tensors that are not quantised are one chunk all the same."""
+    wanted = range(shape.num_experts) if experts is None else experts
     if tensors.fused:
-        yield from _read_fused(shards, tensors, shape, interleaved)
+        yield from _read_fused(shards, tensors, shape, interleaved, wanted)
         return
-    for expert in range(shape.num_experts):
+    for expert in wanted:
         names = tensors.single[expert]
         by_role: dict[str, Tensor | Encoded] = {
             role: matrix.build(shards.read_finite)
@@ -209,13 +212,15 @@ def _fused_spec(shards: Shards, endings: Mapping[str, str], size: tuple[int, ...
     return "fp8:128x128"
 
 
-def _read_fused(shards: Shards, tensors: ExpertTensors, shape: ExpertShape, interleaved: bool) -> Iterator[ExpertChunk]:
+def _read_fused(
+    shards: Shards, tensors: ExpertTensors, shape: ExpertShape, interleaved: bool, experts: Iterable[int]
+) -> Iterator[ExpertChunk]:
     formats = _check_fused(shards, tensors, shape, interleaved)
     shapes = shape.fused()
     if set(formats.values()) == {"bf16"}:
         yield ExpertChunk(0, True, {role: shards.read_finite(tensors.fused[role]) for role in shapes})
         return
-    for expert in range(shape.num_experts):
+    for expert in experts:
         by_role: dict[str, Tensor | Encoded] = {}
         for role, endings in parts(tensors.fused).items():
             matrix = _fused_matrix(shards, endings, expert, shape.transposed)

@@ -80,6 +80,10 @@ class Shards:
             self._refs[name] = TensorRef(name, str(header.get_dtype()), tuple(header.get_shape()))
         return self._refs[name]
 
+    def metadata(self, file: Path) -> dict[str, str]:
+        """What the header of a file says beside its tensors."""
+        return dict(self._handle(file).metadata() or {})
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self.ref(name).shape
 

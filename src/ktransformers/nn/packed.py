@@ -30,8 +30,7 @@ from ktransformers.checkpoint.packed import (
 )
 from ktransformers.errors import InputError
 from ktransformers.log import logger
-from ktransformers.nn.contract import Contract
-from ktransformers.nn.experts import new_store
+from ktransformers.nn.contract import Contract, new_store
 from ktransformers.nn.store import LAYOUT_VERSION, ExpertStore
 
 log = logger(__name__)
@@ -78,8 +77,10 @@ class PackedExperts:
         pool: _core.Pool | None = None,
         isa: str | None = None,
         precision: str = "bf16",
+        order: Sequence[int] | None = None,
     ) -> ExpertStore:
-        """A store over the mapped experts of the module `name`."""
+        """A store over the mapped experts of the module `name`. In another `order`, expert i is the file's `order[i]`,
+        and the experts are copied."""
         layer = self.check(name, contract)
         if precision != "bf16" and "bf16" in layer.formats.values():
             raise InputError(
@@ -94,6 +95,9 @@ class PackedExperts:
             data = file[slot.offset : slot.offset + slot.bytes]
             parts[role] = data if slot.dtype == "U8" else data.view(DTYPES[slot.dtype]).view(slot.shape)
         checksums = self._checksums(file, layer)
+        if order is not None and list(order) != list(range(layer.experts)):
+            parts = {role: part.view(layer.experts, -1)[list(order)].view(part.shape) for role, part in parts.items()}
+            checksums = None if checksums is None else checksums[list(order)]
         source = f"{self.directory / layer.file}, layer {layer.module}"
         store.adopt(**parts, checksums=checksums, source=source)  # roles are the names of adopt's arguments
         return store

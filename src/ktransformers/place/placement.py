@@ -313,7 +313,7 @@ def attach(
             continue
         engine = engines.get((layer_device, sizes))
         if engine is None:
-            count = _cache_size(sizes, layer_device, buffer_bytes) if streams else PREFETCHED_GROUPS + 1
+            count = cache_size(sizes, layer_device, buffer_bytes) if streams else PREFETCHED_GROUPS + 1
             engine = ExpertEngine(layer_device, policy_name, ExpertCache(sizes, count, layer_device, registered))
             engine.dispatcher.top_k = min(_top_k(model), sizes.experts)
             engines[layer_device, sizes] = engine
@@ -412,7 +412,7 @@ def device_of(model: nn.Module, name: str) -> torch.device | None:
     return None
 
 
-def _cache_size(sizes: Geometry, device: torch.device, budget: int | None) -> int:
+def cache_size(sizes: Geometry, device: torch.device, budget: int | None) -> int:
     """Number of experts in the cache."""
     wanted = int(CACHED_LAYERS * sizes.experts)
     if budget is None and device.type == "cuda":

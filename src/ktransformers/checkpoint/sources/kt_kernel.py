@@ -1,11 +1,10 @@
 """The source for experts of kt-kernel's converter: INT8 and INT4, as a tree of `.kt` files or merged into safetensors.
 
-The bytes are AMX tiles, partitioned for P NUMA nodes: gate and up by rows, down by columns. The files carry no
-metadata, so every size is checked against the model's shape, which also distinguishes INT4 from INT8. Blocks of 64
-(INT8) or 128 (INT4) rows by 3584 columns hold steps of 32 rows by 64 bytes, two tiles of 16 rows each, in which 32-bit
-words are transposed; a byte of INT4 has the columns j and j + 64 of a step. Values are q s for INT8 and 16 q s for
-INT4, q from -7 to 7. Each row of a part has one scale, so with P > 1 a row of down has P scales: INT4 then has groups
-of I/P columns, and INT8, for which no such format exists, is dequantised, at twice the bytes and without loss.
+The bytes are AMX tiles (`checkpoint/kt_codes.py`), partitioned for P NUMA nodes: gate and up by rows, down by columns.
+kt-kernel's own files carry no metadata, so every size is checked against the model's shape, which also distinguishes
+INT4 from INT8; files of `kt quant --layout kt-kernel` do (`checkpoint/kt_files.py`) and are held to it. Each row of a
+part has one scale, so with P > 1 a row of down has P scales: INT4 then has groups of I/P columns, and INT8, for which
+no such format exists, is dequantised, at twice the bytes and without loss. Matrices for backward are passed over.
 """
 
 from __future__ import annotations
@@ -20,23 +19,22 @@ import numpy
 import torch
 from torch import Tensor
 
-from ktransformers.checkpoint.encoded import Encoded, pair_nibbles
+from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.checkpoint.experts import ExpertChunk, ExpertShape
+from ktransformers.checkpoint.kt_codes import ROWS, TILE_FORMATS, TileFormat, divided, encoded_of, spec_of, untile
+from ktransformers.checkpoint.kt_files import (
+    MANIFEST_FILE,
+    REMEDY,
+    TREE_FILE_NAME,
+    KTHeader,
+    check_tree,
+    read_kt_header,
+    read_kt_manifest,
+)
 from ktransformers.checkpoint.layout import PLACE
 from ktransformers.checkpoint.shards import Shards
 from ktransformers.checkpoint.sources.source import LayerSource, PlainTensor
 from ktransformers.errors import InputError
-
-MERGED_NAME = re.compile(
-    r"blk\.(?P<layer>\d+)\.ffn_(?P<role>gate|up|down)_exps\.(?P<expert>\d+)\.numa\.(?P<part>\d+)\.(?P<kind>weight|scale)"
-)
-TREE_FILE_NAME = re.compile(
-    r"(?P<method>MOE_INT4|MOE_INT8|INT4|INT8|BF16)_(?P<role>gate|up|down)(?P<back>_bwd)?_(?P<expert>\d+)_(?P<bytes>\d+)Byte_"
-    r"(?P<kind>quant|scale)_\.kt"
-)
-ROWS, BYTES, K_BLOCK = 32, 64, 3584  # of a step; columns of a block
-N_BLOCK = {"int8": 64, "int4": 128}
-K_STEP = {"int8": 64, "int4": 128}
 
 
 @dataclass(frozen=True)
@@ -57,11 +55,14 @@ class KTLayers:
 
     path: str
     parts: Mapping[int, Parts]
+    recorded: KTHeader | None = None  # by the files of kt quant
 
     @classmethod
     def of_merged(cls, shards: Shards, names: Mapping[str, re.Match[str]]) -> KTLayers:
         layers: dict[int, Parts] = {}
         for name, match in names.items():
+            if match["back"]:
+                continue
             kind = "quant" if match["kind"] == "weight" else "scale"
             ref = shards.ref(name)
             if len(ref.shape) != 1 or ref.dtype not in {"quant": ("I8", "U8"), "scale": ("F32",)}[kind]:
@@ -73,10 +74,13 @@ class KTLayers:
                 return shards.read(name).view(torch.uint8)
 
             layers.setdefault(int(match["layer"]), {})[key] = StoredMatrix(name, size, read)
-        return cls(str(shards.file(next(iter(names))).parent), layers)
+        return cls(str(shards.file(next(iter(names))).parent), layers, _recorded(shards, names))
 
     @classmethod
     def of_tree(cls, directory: Path) -> KTLayers:
+        manifest = read_kt_manifest(directory)
+        if manifest is not None:
+            check_tree(directory, manifest)
         layers: dict[int, Parts] = {}
         for folder in directory.glob("_layer_*/_numa_*"):
             layer, numa = int(folder.parent.name.removeprefix("_layer_")), int(folder.name.removeprefix("_numa_"))
@@ -99,7 +103,11 @@ class KTLayers:
                 layers.setdefault(layer, {})[key] = StoredMatrix(str(file), size, read)
         if not layers:
             raise InputError(str(directory), "no _layer_N/_numa_P/*.kt in it", "a directory of kt-kernel's converter")
-        return cls(str(directory), layers)
+        if manifest is None:
+            return cls(str(directory), layers)
+        sizes = (manifest.expert_num, manifest.hidden_size, manifest.intermediate_size)
+        header = KTHeader(manifest.form.bits, manifest.threadpool_count, *sizes, conversion="", made_by=MANIFEST_FILE)
+        return cls(str(directory), layers, header)
 
     @property
     def roots(self) -> list[str]:
@@ -117,89 +125,90 @@ class KTLayers:
         beyond = [key for key in parts if key[1] >= shape.num_experts]
         if beyond:
             raise InputError(parts[beyond[0]].name, f"expert {beyond[0][1]}", f"{shape.num_experts} experts")
-        formats = {role: self._check(parts, module, role, count, shape) for role in shape.matrices()}
+        self._check_recorded(module, count, shape)
+        forms = {role: self._check(parts, module, role, count, shape) for role in shape.matrices()}
+        formats = {
+            role: spec_of(forms[role].bits, columns, count if role == "down" else 1)
+            for role, (_, columns) in shape.matrices().items()
+        }
         size = sum(part.bytes for part in parts.values())
 
         def chunks() -> Iterator[ExpertChunk]:
             for expert in range(shape.num_experts):
                 tensors: dict[str, Tensor | Encoded] = {
-                    role: _matrix(parts, role, expert, count, *shape.matrices()[role], formats[role])
+                    role: _matrix(parts, role, expert, count, *shape.matrices()[role], forms[role].bits)
                     for role in shape.matrices()
                 }
                 yield ExpertChunk(expert, False, tensors)
 
         return LayerSource(formats, size, chunks)
 
-    def _check(self, parts: Parts, module: str, role: str, count: int, shape: ExpertShape) -> str:
+    def _check_recorded(self, module: str, count: int, shape: ExpertShape) -> None:
+        """Hold the files to what they record of themselves."""
+        if self.recorded is None:
+            return
+        wanted = (count, shape.num_experts, shape.hidden, shape.intermediate)
+        given = (self.recorded.parts, self.recorded.experts, self.recorded.hidden, self.recorded.intermediate)
+        for name, number, expected in zip(
+            ("threadpool_count", "expert_num", "hidden_size", "intermediate_size"), given, wanted, strict=True
+        ):
+            if number != expected:
+                raise InputError(f"{self.path}: {name}", f"{number} recorded", f"{expected} for {module}", REMEDY)
+
+    def _check(self, parts: Parts, module: str, role: str, count: int, shape: ExpertShape) -> TileFormat:
         """Check the sizes of all experts' parts and return their format."""
         rows, columns = shape.matrices()[role]
-        divided = rows if role != "down" else columns
-        if divided % count:
-            given = f"{role} in {count} NUMA parts of {divided}"
+        cut = rows if role != "down" else columns
+        if cut % count:
+            given = f"{role} in {count} NUMA parts of {cut}"
             raise InputError(module, given, "equal parts", "the files are of another model")
-        n, k = (rows // count, columns) if role != "down" else (rows, columns // count)
-        methods = {"int8": n * k, "int4": n * k // 2}
+        n, k = divided(role, rows, columns, count)
         first = parts.get((role, 0, 0, "quant"))
-        method = next((name for name, size in methods.items() if first and first.bytes == size), None)
-        if first is None or method is None:
+        form = next((form for form in TILE_FORMATS.values() if first and first.bytes == form.bytes(n, k)), None)
+        if first is None or form is None:
             given = "no such part" if first is None else f"{first.bytes} bytes"
             where = f"{module}: {role} of expert 0, part 0" if first is None else first.name
-            expected = f"{methods['int8']} (INT8) or {methods['int4']} (INT4) for {n} x {k} in {count} NUMA parts"
+            sizes = " or ".join(f"{form.bytes(n, k)} ({form.name})" for form in TILE_FORMATS.values())
+            expected = f"{sizes} for {n} x {k} in {count} NUMA parts"
             raise InputError(where, given, expected, "the files are of another model or cut short")
-        if n % ROWS or k % K_STEP[method]:
-            raise InputError(first.name, f"{n} x {k}", f"multiples of {ROWS} x {K_STEP[method]}")
+        if self.recorded is not None and self.recorded.bits != form.bits:
+            raise InputError(first.name, form.name, f"{TILE_FORMATS[self.recorded.bits].name}, as recorded", REMEDY)
+        if n % ROWS or k % form.k_step:
+            raise InputError(first.name, f"{n} x {k}", f"multiples of {ROWS} x {form.k_step}")
         for expert in range(shape.num_experts):
             for part in range(count):
-                for kind, size in (("quant", methods[method]), ("scale", 4 * n)):
+                for kind, size in (("quant", form.bytes(n, k)), ("scale", 4 * n)):
                     stored = parts.get((role, expert, part, kind))
                     if stored is None:
                         where = f"{module}: {role} of expert {expert}, NUMA part {part}, {kind}"
                         raise InputError(where, f"nothing in {self.path}", f"{size} bytes")
                     if stored.bytes != size:
                         raise InputError(stored.name, f"{stored.bytes} bytes", f"{size} for {n} x {k}")
-        one_scale_per_row = role != "down" or count == 1
-        if method == "int8":
-            return "int8" if one_scale_per_row else "bf16"
-        return "int4:0:f32" if one_scale_per_row else f"int4:{k}:f32"
+        return form
 
 
-def untile(data: Tensor, n: int, k: int, method: str) -> Tensor:
-    """Codes int8 `[n, k]` from the converter's tiles."""
-    block, step = N_BLOCK[method], K_STEP[method]
-    per_byte = step // BYTES
-    result = torch.empty(n, k, dtype=torch.int8)
-    source = data.view(torch.int8)
-    for nb in range(0, n, block):
-        nbs = min(block, n - nb)
-        for kb in range(0, k, K_BLOCK):
-            kbs = min(K_BLOCK, k - kb)
-            start = (nb * k + kb * nbs) // per_byte
-            tiles = source[start : start + nbs * kbs // per_byte]
-            # [row steps, column steps, 2 tiles, 16 words, 16 rows, 4 bytes] -> rows, then columns in bytes
-            steps = tiles.view(nbs // ROWS, kbs // step, 2, 16, 16, 4).permute(0, 2, 4, 1, 3, 5)
-            rows = steps.reshape(nbs, kbs // step, BYTES)
-            if per_byte == 2:
-                rows = torch.cat([(rows << 4) >> 4, rows >> 4], dim=-1)
-            result[nb : nb + nbs, kb : kb + kbs] = rows.reshape(nbs, kbs)
-    return result
+def _recorded(shards: Shards, names: Mapping[str, re.Match[str]]) -> KTHeader | None:
+    """What the headers of the shards say, which is the same in all of them or in none."""
+    files = {shards.file(name) for name in names}
+    headers = {file: read_kt_header(file, shards.metadata(file)) for file in sorted(files)}
+    different = {header: file for file, header in headers.items()}
+    if len(different) > 1:
+        first, second, *_ = different.values()
+        raise InputError(str(second), f"it beside {first.name}", "shards of one conversion", REMEDY)
+    return next(iter(different))
 
 
-def _matrix(parts: Parts, role: str, expert: int, count: int, rows: int, columns: int, spec: str) -> Tensor | Encoded:
-    n, k = (rows // count, columns) if role != "down" else (rows, columns // count)
-    method = "int4" if spec.startswith("int4") else "int8"
+def _matrix(parts: Parts, role: str, expert: int, count: int, rows: int, columns: int, bits: int) -> Tensor | Encoded:
+    n, k = divided(role, rows, columns, count)
     stored = [(parts[(role, expert, part, "quant")], parts[(role, expert, part, "scale")]) for part in range(count)]
-    codes = [untile(quant.read(), n, k, method) for quant, _ in stored]
+    codes = [untile(quant.read(), n, k, bits) for quant, _ in stored]
     scales = [scale.read().view(torch.float32) for _, scale in stored]
-    dim = 0 if role != "down" else 1
     name = stored[0][0].name
-    joined = torch.cat(codes, dim)
-    if method == "int4":
-        grouped = torch.cat(scales)[:, None] if dim == 0 else torch.stack(scales, 1)
-        nibbles = joined.add_(8).view(torch.uint8)
-        return Encoded(spec, pair_nibbles(nibbles)[None], (grouped * 16)[None], columns=columns, name=name)
-    if spec == "bf16":
-        return joined.float() * torch.stack(scales, 1).repeat_interleave(k, 1)
-    return Encoded("int8", joined[None], torch.cat(scales)[None], columns=columns, name=name)
+    if role == "down":
+        joined = encoded_of(torch.cat(codes, 1)[None], torch.stack(scales, 1)[None], bits, name)
+    else:
+        joined = encoded_of(torch.cat(codes)[None], torch.cat(scales)[None, :, None], bits, name)
+    return joined if isinstance(joined, Encoded) else joined[0]
 
 
 class TreeSource:

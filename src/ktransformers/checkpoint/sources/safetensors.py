@@ -7,7 +7,6 @@ leading `model.`); the Hugging Face names are restored.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,13 @@ from torch import Tensor
 
 from ktransformers.checkpoint.encoded import Encoded, decode
 from ktransformers.checkpoint.experts import ExpertChunk, ExpertShape, check_experts, read_experts
+from ktransformers.checkpoint.kt_files import MERGED_NAME, plain_name, restored_names
 from ktransformers.checkpoint.layout import ExpertTensors, find_experts, locate
 from ktransformers.checkpoint.matrix import DTYPES, ENDINGS, FLOATS, TensorRef, dimensions, recognise
 from ktransformers.checkpoint.quantisation import NONE, Quantisation
 from ktransformers.checkpoint.recode import blocks, rows_of
 from ktransformers.checkpoint.shards import Shards
-from ktransformers.checkpoint.sources.kt_kernel import MERGED_NAME, KTLayers
+from ktransformers.checkpoint.sources.kt_kernel import KTLayers
 from ktransformers.checkpoint.sources.source import LayerSource, PlainTensor
 from ktransformers.errors import InputError
 
@@ -37,6 +37,7 @@ class SafetensorsSource:
         self._quantisation = quantisation
         merged = {name: match for name in self._shards.names if (match := MERGED_NAME.fullmatch(name))}
         self._converted = KTLayers.of_merged(self._shards, merged) if merged else None
+        self._renamed = self._names_of_converter() if merged else {}
         self._layers = find_experts(self._shards.names)
         self._experts = {name for tensors in self._layers for name in tensor_names(tensors)} | set(merged)
         self._quantised = _quantised(self._shards, (name for name in self._shards.names if name not in self._experts))
@@ -68,7 +69,10 @@ class SafetensorsSource:
         def chunks() -> Iterator[ExpertChunk]:
             return read_experts(shards, tensors, shape, self._quantisation, interleaved)
 
-        return LayerSource(formats, size, chunks)
+        def expert(index: int) -> ExpertChunk:
+            return next(read_experts(shards, tensors, shape, self._quantisation, interleaved, [index]))
+
+        return LayerSource(formats, size, chunks, expert)
 
     def rest(self) -> list[PlainTensor]:
         parts = {name for endings in self._quantised.values() for name in endings.values()}
@@ -78,11 +82,16 @@ class SafetensorsSource:
     def release(self) -> None:
         self._shards.release()
 
+    def _names_of_converter(self) -> dict[str, str]:
+        """Name in the file -> Hugging Face name, of those that `plain_name` does not restore."""
+        renamed: dict[str, str] = {}
+        for file in self.files:
+            renamed |= restored_names(file, self._shards.metadata(file))
+        return renamed
+
     def _name(self, name: str) -> str:
         """The Hugging Face name."""
-        if self._converted is None or name.startswith("lm_head."):
-            return name
-        return re.sub(r"^blk\.", "model.layers.", name) if name.startswith("blk.") else f"model.{name}"
+        return name if self._converted is None else self._renamed.get(name) or plain_name(name)
 
     def _plain(self, name: str) -> PlainTensor:
         ref = self._shards.ref(name)

@@ -1,0 +1,125 @@
+"""`KTMoEWrapper`: the factory by which programs written for kt-kernel make the experts of a layer.
+
+It takes the arguments of kt-kernel 0.7.2 and of 0.5.0 and earlier, by position or by name: where 0.5.1 put
+`gpu_experts_mask`, earlier versions and stock SGLang give `num_gpu_experts`, the number of experts from 0 on that the
+GPU computes. If both are given, the mask counts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kt_kernel.batch_buffers import KExpertsCPUBuffer
+from kt_kernel.experts_base import BaseMoEWrapper
+from kt_kernel.methods import METHODS, SFT_METHODS, SKIP_LORA
+from kt_kernel.utils.amx import AMXMoEWrapper, NativeMoEWrapper
+from ktransformers.errors import InputError
+
+
+class KTMoEWrapper:
+    def __new__(  # a factory: the object is one of the wrappers
+        cls,
+        layer_idx: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        hidden_size: int,
+        moe_intermediate_size: int,
+        gpu_experts_mask: Tensor | int | None = None,
+        cpuinfer_threads: int = 0,
+        threadpool_count: int = 1,
+        weight_path: str = "",
+        chunked_prefill_size: int = 512,
+        cpu_save: bool = False,
+        max_deferred_experts_per_token: int | None = None,
+        method: str = "AMXINT4",
+        numa_nodes: list[int] | None = None,
+        mode: str = "inference",
+        num_gpu_experts: int | None = None,
+        lora_rank: int = 16,
+        lora_alpha: float = 32.0,
+        lora_dropout: float = 0.0,
+        max_cache_depth: int = 1,
+        group_size: int = 128,
+        zero_point: bool = True,
+        full_weight_grad: bool = False,
+        swiglu_limit: float = 0.0,
+        swiglu_alpha: float = 0.0,
+    ) -> Any:
+        layer: dict[str, Any] = {
+            "layer_idx": layer_idx,
+            "num_experts": num_experts,
+            "num_experts_per_tok": num_experts_per_tok,
+            "hidden_size": hidden_size,
+            "moe_intermediate_size": moe_intermediate_size,
+            "cpuinfer_threads": cpuinfer_threads,
+            "threadpool_count": threadpool_count,
+            "weight_path": weight_path,
+            "chunked_prefill_size": chunked_prefill_size,
+            "method": method,
+            "swiglu_limit": swiglu_limit,
+        }
+        if mode == "sft":
+            from kt_kernel.sft.amx import AMXSFTMoEWrapper
+
+            _check_method(method, mode, SFT_METHODS)
+            return AMXSFTMoEWrapper(
+                **layer,
+                num_gpu_experts=num_gpu_experts or 0,
+                lora_rank=lora_rank,
+                lora_alpha=lora_alpha,
+                lora_dropout=lora_dropout,
+                max_cache_depth=max_cache_depth,
+                group_size=group_size,
+                zero_point=zero_point,
+                full_weight_grad=full_weight_grad,
+            )
+        if mode != "inference":
+            raise InputError("mode", repr(mode), "'inference' or 'sft'")
+        _check_method(method, mode, METHODS)
+        wrapper: type[BaseMoEWrapper] = NativeMoEWrapper if METHODS[method].native else AMXMoEWrapper
+        return wrapper(
+            **layer,
+            gpu_experts_mask=_mask(gpu_experts_mask, num_gpu_experts, num_experts),
+            cpu_save=cpu_save,
+            max_deferred_experts_per_token=max_deferred_experts_per_token,
+            numa_nodes=numa_nodes,
+            swiglu_alpha=swiglu_alpha,
+        )
+
+    @staticmethod
+    def set_capture_batch_sizes(capture_bs: list[int]) -> None:
+        """Announce batch sizes that will be captured. Addresses are stable without it: buffers are not by size."""
+        KExpertsCPUBuffer.capture_bs = list(capture_bs)
+
+    @staticmethod
+    def get_capture_batch_sizes() -> list[int]:
+        return list(KExpertsCPUBuffer.capture_bs)
+
+    @staticmethod
+    def clear_buffer_cache() -> None:
+        """Free the buffers of batches; captured graphs must not be replayed afterwards."""
+        KExpertsCPUBuffer.clear_cache()
+
+    @staticmethod
+    def clear_sft_buffer_cache() -> None:
+        """Nothing to free: buffers of training return to a pool with their last reference."""
+
+
+def _check_method(method: str, mode: str, known: dict[str, Any]) -> None:
+    if method.removesuffix(SKIP_LORA if mode == "sft" else "") not in known:
+        raise InputError("method", repr(method), f"for mode {mode!r} one of {', '.join(known)}")
+
+
+def _mask(mask: Tensor | int | None, first: int | None, experts: int) -> Tensor | None:
+    """A number in the mask's place is that of kt-kernel 0.5.0 and earlier, which had `num_gpu_experts` there."""
+    if isinstance(mask, Tensor):
+        return mask
+    count = mask if mask is not None else first
+    if count is None:
+        return None
+    if not 0 <= count <= experts:
+        raise InputError("num_gpu_experts", count, f"0 to {experts}")
+    return torch.arange(experts) < count

@@ -1,0 +1,34 @@
+"""The thread pool of the wrappers: that of ktransformers, with the number of threads that the first wrapper asks for.
+
+Threads are pinned, one per core. A server has processes of its own (scheduler, tokeniser, detokeniser, the CUDA
+driver's callback thread), and a thread of the pool that has to share its core with one of them holds up the whole
+layer: so `RESERVED_CPUS` are left to them even where all were asked for.
+"""
+
+from __future__ import annotations
+
+import os
+
+from ktransformers.log import logger
+from ktransformers.nn.pool import set_default_pool
+
+RESERVED_CPUS = 2
+SPIN_US = 50
+
+log = logger(__name__)
+
+
+def use_threads(threads: int, pools: int, numa_nodes: list[int] | None = None) -> int:
+    """Make the process's pool; the number of threads that it got. Experts are divided over all NUMA nodes of the
+    process, whatever `pools` and `numa_nodes` say: `numactl` restricts a process to some of them."""
+    cpus = len(os.sched_getaffinity(0))
+    allowed = max(1, cpus - RESERVED_CPUS) if cpus > 2 * RESERVED_CPUS else cpus
+    used = min(max(1, threads), allowed)
+    if used < threads:
+        log.info("%d threads asked for, %d used: %d of %d CPUs are left to other processes", threads, used,
+                 cpus - used, cpus)  # fmt: skip
+    pool = set_default_pool(used, spin_us=SPIN_US)
+    if numa_nodes is not None and len(numa_nodes) != pool.groups:
+        log.warning("numa_nodes %s: experts are divided over the %d NUMA nodes of this process instead; restrict it "
+                    "with numactl", numa_nodes, pool.groups)  # fmt: skip
+    return pool.threads

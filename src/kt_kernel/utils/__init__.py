@@ -1,0 +1,1 @@
+"""Wrappers under the names that kt-kernel has for them."""

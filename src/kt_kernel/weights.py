@@ -1,0 +1,200 @@
+"""The experts of one layer from a path or from tensors, packed into an `ExpertStore`.
+
+A path may be anything that ktransformers opens: a released directory (bf16, FP8, INT4, MXFP4, ...), GGUF files, a
+directory packed by `kt quant`, and the two outputs of kt-kernel's converter. The layer is found by its number whatever
+precedes it in the names. Runtime expert i is the checkpoint's expert `order[i]`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from kt_kernel.methods import Method, method_for, method_of
+from ktransformers.checkpoint import Encoded, ExpertChunk, ExpertShape, encode
+from ktransformers.checkpoint.kt_codes import encode_rows, spec_of
+from ktransformers.checkpoint.packed import is_packed
+from ktransformers.checkpoint.recode import experts_of, numbers, split
+from ktransformers.checkpoint.sources import LayerSource, Source, open_source
+from ktransformers.errors import InputError
+from ktransformers.nn.checkpoint_facts import open_expert_source, read_checkpoint_facts
+from ktransformers.nn.contract import Contract, new_store
+from ktransformers.nn.gate import Gate
+from ktransformers.nn.packed import PackedExperts
+from ktransformers.nn.store import ExpertStore
+
+Weight = Tensor | Encoded
+# Beginnings of formats -> the one in which tensors are encoded: what releases have.
+ENCODED_AS = {"fp8": "fp8:128x128", "int4": "int4:32"}
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """One layer of experts, as the arguments of `KTMoEWrapper` describe it."""
+
+    index: int
+    experts: int
+    hidden: int
+    intermediate: int
+    limit: float = 0.0  # swiglu_limit
+    alpha: float = 0.0  # swiglu_alpha
+
+    @property
+    def module(self) -> str:
+        return f"model.layers.{self.index}.mlp.experts"
+
+    def contract(self, transposed: bool = False) -> Contract:
+        gate = Gate("swiglu_oai" if self.alpha else "silu", self.limit, self.alpha)
+        shape = ExpertShape(self.experts, self.hidden, self.intermediate, transposed=transposed)
+        return Contract(shape, False, gate)
+
+
+@functools.lru_cache(maxsize=2)
+def _open(path: Path) -> Source | PackedExperts:
+    """A model has as many wrappers as layers, and all of them read the same headers."""
+    if is_packed(path):
+        return PackedExperts(path)
+    if path.is_dir() and not (path / "config.json").is_file():  # experts alone, as kt-kernel reads them
+        return open_source(path)
+    facts = read_checkpoint_facts(path)
+    return open_expert_source(facts, None) or open_source(path, facts.rest)
+
+
+def release_sources() -> None:
+    """Close the files that were opened; a later load opens them again."""
+    _open.cache_clear()
+
+
+def load_store(weight_path: str | Path, place: LayerPlace, method: str, order: Tensor | None = None) -> ExpertStore:
+    """The layer's experts from files."""
+    if not str(weight_path):
+        raise InputError("weight_path", "''", "a directory or GGUF file", "or call load_weights_from_tensors")
+    path = Path(weight_path).expanduser()
+    experts = check_order(order, place.experts)
+    source, chosen = _open(path), method_of(method)
+    if isinstance(source, PackedExperts):
+        _check_formats(path, source.check(place.module, place.contract()).formats, chosen, method)
+        return source.store(place.module, place.contract(), order=experts)
+    contract, layer = _read_layer(source, place)
+    try:
+        if chosen.bits and not chosen.takes(layer.formats):
+            return _quantise(contract, layer.chunks(), chosen.bits, experts)
+        _check_formats(path, layer.formats, chosen, method)
+        return _pack(new_store(contract, formats=layer.formats), contract, layer.chunks(), experts)
+    finally:
+        source.release()
+
+
+def open_layer(weight_path: str | Path, place: LayerPlace) -> LayerSource:
+    """The layer in its files, from which single experts can be read in the bytes of the release."""
+    source = _open(Path(weight_path).expanduser())
+    if not isinstance(source, PackedExperts):
+        layer = _read_layer(source, place)[1]
+        if layer.expert is not None:
+            return layer
+    given = f"{weight_path}, whose files hold no single experts in a released format"
+    raise InputError("weight_path", given, "a released directory of safetensors")
+
+
+def store_from_tensors(
+    gate: Tensor, up: Tensor, down: Tensor, place: LayerPlace, method: str, order: Tensor | None = None
+) -> ExpertStore:
+    """From gate and up `[E, I, H]` and down `[E, H, I]` in any float dtype, quantised where the method says so."""
+    experts, chosen, contract = check_order(order, place.experts), method_of(method), place.contract()
+    tensors: dict[str, Weight] = {}
+    for role, given in (("gate", gate), ("up", up), ("down", down)):
+        shape = (place.experts, *contract.shape.matrices()[role])
+        if tuple(given.shape) != shape:
+            raise InputError(f"{role}_proj", f"shape {list(given.shape)}", str(list(shape)))
+        tensors[role] = given.detach().cpu()
+    chunk = ExpertChunk(0, False, tensors)
+    if chosen.bits:
+        return _quantise(contract, [chunk], chosen.bits, experts)
+    target = ENCODED_AS.get(chosen.formats[0], chosen.formats[0]) if chosen.formats else "bf16"
+    store = new_store(contract, formats=dict.fromkeys(tensors, target))
+    if target == "bf16":
+        return _pack(store, contract, [chunk], experts)
+    return _pack(store, contract, [chunk], experts, lambda matrix: encode(numbers(matrix), target))
+
+
+def store_from_encoded(matrices: Mapping[str, Encoded], place: LayerPlace, order: Tensor | None = None) -> ExpertStore:
+    """From gate, up and down of all experts in codes of a format, which are kept."""
+    experts, contract = check_order(order, place.experts), place.contract()
+    store = new_store(contract, formats={role: matrix.format for role, matrix in matrices.items()})
+    return _pack(store, contract, [ExpertChunk(0, False, dict(matrices))], experts)
+
+
+def check_order(order: Tensor | None, experts: int) -> list[int]:
+    """The checkpoint's expert of each runtime expert."""
+    if order is None:
+        return list(range(experts))
+    given: list[int] = order.flatten().tolist()
+    if len(given) != experts or not all(0 <= expert < experts for expert in given):
+        expected = f"[{experts}] of numbers from 0 to {experts - 1}"
+        raise InputError("physical_to_logical_map", f"{list(order.shape)} that begins with {given[:8]}", expected)
+    return given
+
+
+def _read_layer(source: Source, place: LayerPlace) -> tuple[Contract, LayerSource]:
+    """Fused tensors are output-major or input-major: their shapes tell which."""
+    contract = place.contract()
+    try:
+        return contract, source.layer(place.module, contract.shape)
+    except InputError as refused:
+        transposed = place.contract(transposed=True)
+        try:
+            return transposed, source.layer(place.module, transposed.shape)
+        except InputError:
+            raise refused from None
+
+
+def _check_formats(path: Path, formats: dict[str, str], method: Method, name: str) -> None:
+    if not method.takes(formats):
+        given = f"experts in {', '.join(sorted(set(formats.values())))}"
+        expected = f"{' or '.join(method.formats)}, for method {name}"
+        raise InputError(str(path), given, expected, f"use method {method_for(formats)}")
+
+
+def _as_it_is(matrix: Weight) -> Weight:
+    return matrix
+
+
+def _pack(
+    store: ExpertStore,
+    contract: Contract,
+    chunks: Iterable[ExpertChunk],
+    order: list[int],
+    convert: Callable[[Weight], Weight] = _as_it_is,
+) -> ExpertStore:
+    """Every expert of the chunks at its places in `order`, each matrix `[1, N, K]` through `convert`."""
+    places: dict[int, list[int]] = {}
+    for runtime, expert in enumerate(order):
+        places.setdefault(expert, []).append(runtime)
+    for chunk in chunks:
+        for expert, matrices in _single_experts(chunk, contract.shape.transposed):
+            if expert in places:
+                converted = {role: convert(matrix) for role, matrix in matrices.items()}
+                for runtime in places[expert]:
+                    store.pack(**converted, first_expert=runtime)  # type: ignore[arg-type]  # roles are arguments
+    return store
+
+
+def _single_experts(chunk: ExpertChunk, transposed: bool) -> Iterator[tuple[int, dict[str, Weight]]]:
+    """(expert, its gate, up and down `[1, N, K]`)."""
+    matrices = split(chunk, transposed=transposed, interleaved=False)
+    up = matrices["up"]
+    for offset in range(up.experts if isinstance(up, Encoded) else len(up)):
+        one = {role: experts_of(matrix, offset, offset + 1) for role, matrix in matrices.items()}
+        yield chunk.first_expert + offset, one
+
+
+def _quantise(contract: Contract, chunks: Iterable[ExpertChunk], bits: int, order: list[int]) -> ExpertStore:
+    """By the rule of kt-kernel's converter for one NUMA node: one scale for each row."""
+    formats = {role: spec_of(bits, columns, 1) for role, (_, columns) in contract.shape.matrices().items()}
+    store = new_store(contract, formats=formats)
+    # Its converter reads bf16, whatever the checkpoint has.
+    return _pack(store, contract, chunks, order, lambda matrix: encode_rows(numbers(matrix).bfloat16(), bits))

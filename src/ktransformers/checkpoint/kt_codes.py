@@ -1,0 +1,221 @@
+"""kt-kernel's INT8 and INT4 (methods AMXINT8 and AMXINT4): rows quantised as its converter does it, and AMX tiles.
+
+A row of a matrix `[N, K]` has one float32 scale. INT8: s = amax/127, q = x/s rounded half to even, value q s. INT4: the
+row is quantised to -112 ... 112 in the same way, d = amax/112, and every code to a sixteenth of it, half away from
+zero, -7 ... 7; value 16 q d. The codes of a matrix are tiles: blocks of 64 (INT8) or 128 (INT4) rows by 3584 columns
+hold steps of 32 rows by 64 bytes, two tiles of 16 rows each, in which 32-bit words are transposed; a byte of INT4 has
+the columns j (low half) and j + 64 of a step. A matrix is divided among P NUMA nodes: gate and up by rows, down by
+columns, so with P > 1 a row of down has P scales. `encode_rows` gives the same numbers in the form that `ExpertStore`
+packs, without a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ktransformers.checkpoint.encoded import Encoded, format_of, nibbles, pair_nibbles
+from ktransformers.errors import InputError
+
+ROWS, BYTES, K_BLOCK = 32, 64, 3584  # of a step; columns of a block
+MAX_CHUNK_NUMBERS = 1 << 18  # of a matrix at a time, so that they stay in a core's cache
+
+
+@dataclass(frozen=True)
+class TileFormat:
+    """One of kt-kernel's two integer methods."""
+
+    bits: int
+    method: str  # of KTMoEWrapper
+    name: str  # in names of .kt files
+    layout: str  # of the bytes, as kt-kernel 0.7 names it in manifests; INT4 has no name there, this one is ours
+    n_block: int  # rows of a block
+    k_step: int  # columns of a step
+    limit: int  # the largest code before INT4 is shifted
+
+    @property
+    def per_byte(self) -> int:
+        return 8 // self.bits
+
+    def bytes(self, rows: int, columns: int) -> int:
+        """Of the codes of a matrix."""
+        return rows * columns // self.per_byte
+
+
+TILE_FORMATS = {
+    8: TileFormat(8, "AMXINT8", "INT8", "kt-int8-n32-k64-vnni-v1", 64, 64, 127),
+    4: TileFormat(4, "AMXINT4", "INT4", "kt-int4-n32-k128-v1", 128, 128, 112),
+}
+
+
+def tile_format(bits: int) -> TileFormat:
+    if bits not in TILE_FORMATS:
+        raise InputError("bits", bits, "4 or 8")
+    return TILE_FORMATS[bits]
+
+
+def quantize_rows(matrix: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes int8 `[N, K]` and scales float32 `[N]` of floats `[N, K]`: the bits that kt-kernel 0.7.2 computes from the
+    same numbers. A value is the code (8 bits), or 16 times the code (4 bits), times its row's scale.
+
+    kt-kernel gets bf16: a caller that wants its codes from another dtype rounds to bf16 before. It quantises each NUMA
+    part by itself, which matters to down alone: give its parts of columns one by one, or use `encode_rows`. A row of
+    zeros has scale 0. Numbers that are not finite are refused.
+    """
+    form = tile_format(bits)
+    if matrix.dim() != 2 or not matrix.is_floating_point():
+        raise InputError("matrix", f"{matrix.dtype} of shape {list(matrix.shape)}", "floats of shape [rows, columns]")
+    rows, columns = matrix.shape
+    codes = torch.empty(rows, columns, dtype=torch.int8)
+    scales = torch.empty(rows, dtype=torch.float32)
+    for first, last in _row_ranges(rows, columns):
+        numbers = matrix[first:last].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        largest = torch.maximum(numbers.amax(1), numbers.amin(1).neg_())  # four times as fast as aminmax
+        if not torch.isfinite(largest).all():  # both propagate NaN
+            raise InputError("matrix", "numbers that are not finite", "finite ones", "the source is damaged")
+        scale = largest / form.limit
+        scales[first:last] = scale
+        numbers.div_(torch.where(scale == 0, 1.0, scale)[:, None])
+        # The limits matter to scales that are subnormal numbers, which have few bits.
+        code = numbers.round_().clamp_(-form.limit, form.limit).to(torch.int8)
+        if bits == 4:
+            code = (code + 8).add_(code >> 7).bitwise_right_shift_(4)
+        codes[first:last] = code
+    return codes, scales
+
+
+def _row_ranges(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    step = max(1, MAX_CHUNK_NUMBERS // max(1, columns))
+    for first in range(0, rows, step):
+        yield first, min(first + step, rows)
+
+
+def encode_rows(matrix: Tensor, bits: int, parts: int = 1, name: str = "") -> Encoded | Tensor:
+    """`[N, K]` or `[E, N, K]` with the codes and scales of `quantize_rows`, for `ExpertStore.pack`; no bit is lost.
+
+    `parts` is the number of NUMA parts of the *columns*: P for down. Gate and up are divided by rows, each of which
+    keeps its scale, so theirs is 1. What comes back is `int8` or `int4:0:f32`, for several parts `int4:G:f32` with G =
+    K/P. INT8 in several parts has no such format: its numbers q s come back as float32 (packed as bf16, at twice the
+    bytes; products with `precision="bf16"` are those of the codes).
+    """
+    stacked = matrix if matrix.dim() == 3 else matrix[None]
+    experts, rows, columns = stacked.shape
+    if columns % parts:
+        raise InputError(name or "matrix", f"{columns} columns", f"a multiple of {parts}, the NUMA parts")
+    pieces = [
+        quantize_rows(part.reshape(experts * rows, columns // parts), bits) for part in stacked.chunk(parts, dim=2)
+    ]
+    codes = torch.cat([piece for piece, _ in pieces], 1).view(experts, rows, columns)
+    scales = torch.stack([scale for _, scale in pieces], 1).view(experts, rows, parts)
+    return encoded_of(codes, scales, bits, name)
+
+
+def encoded_of(codes: Tensor, scales: Tensor, bits: int, name: str = "") -> Encoded | Tensor:
+    """Codes int8 `[E, N, K]` and scales float32 `[E, N, parts]` of equal parts of columns; see `encode_rows`."""
+    _, _, columns = codes.shape
+    parts = scales.shape[2]
+    spec = spec_of(bits, columns, parts)
+    if bits == 4:
+        stored = pair_nibbles((codes + 8).view(torch.uint8))
+        return Encoded(spec, stored, scales * 16, columns=columns, name=name)
+    if parts == 1:
+        return Encoded(spec, codes, scales[:, :, 0].contiguous(), columns=columns, name=name)
+    return codes.float() * scales.repeat_interleave(columns // parts, 2)
+
+
+def spec_of(bits: int, columns: int, parts: int) -> str:
+    """The format of what `encoded_of` makes of K columns in so many parts."""
+    if bits == 4:
+        return "int4:0:f32" if parts == 1 else f"int4:{columns // parts}:f32"
+    return "int8" if parts == 1 else "bf16"
+
+
+def kept_codes(matrix: Encoded, bits: int, parts: int) -> tuple[Tensor, Tensor] | None:
+    """Codes int8 `[N, K]` and scales `[N, parts]` of a matrix `[1, N, K]` whose own codes and scales can be stored as
+    they are; None: it has to be quantised."""
+    form = format_of(matrix.format)
+    if matrix.scales is None or matrix.experts != 1 or matrix.columns % parts or form.scales != "floats":
+        return None
+    width = matrix.columns // parts
+    if bits == 8 and form.element == "int8":
+        codes, scale = matrix.codes[0], matrix.scales[0].float()
+        return None if bool((codes == -128).any()) else (codes, scale[:, None].expand(-1, parts).contiguous())
+    if bits == 4 and form.element == "uint" and (form.span or matrix.columns) % width == 0:
+        values = nibbles(matrix.codes[0])
+        if bool((values == 0).any()):  # -8
+            return None
+        groups = [part * width // (form.span or matrix.columns) for part in range(parts)]
+        scale = matrix.scales[0].float().reshape(matrix.rows, -1)[:, groups] / 16
+        return values.view(torch.int8) - 8, scale
+    return None
+
+
+def divided(role: str, rows: int, columns: int, parts: int) -> tuple[int, int]:
+    """Rows and columns of a NUMA part of gate, up or down."""
+    return (rows // parts, columns) if role != "down" else (rows, columns // parts)
+
+
+def part_of(matrix: Tensor, role: str, part: int, parts: int) -> Tensor:
+    """A view of a NUMA part of a matrix `[N, K]`."""
+    rows, columns = matrix.shape
+    n, k = divided(role, rows, columns, parts)
+    return matrix[part * n : (part + 1) * n] if role != "down" else matrix[:, part * k : (part + 1) * k]
+
+
+def check_size(name: str, role: str, rows: int, columns: int, bits: int, parts: int) -> None:
+    """Refuse a matrix that kt-kernel's tiles cannot hold in so many NUMA parts."""
+    form, cut = tile_format(bits), columns if role == "down" else rows
+    n, k = divided(role, rows, columns, parts)
+    if cut % parts or n % ROWS or k % form.k_step:
+        given = f"{role} of {rows} x {columns} in {parts} NUMA parts"
+        expected = f"equal parts, each a multiple of {ROWS} rows and {form.k_step} columns for {form.name}"
+        raise InputError(name, given, expected, "fewer NUMA parts, or --layout packed, which takes any size")
+
+
+def tile(codes: Tensor, bits: int) -> Tensor:
+    """Codes int8 `[n, k]` as the bytes of kt-kernel's tiles, uint8 `[n k bits / 8]`."""
+    form = tile_format(bits)
+    n, k = codes.shape
+    if n % ROWS or k % form.k_step:
+        raise InputError("codes", f"shape {[n, k]}", f"multiples of {ROWS} and {form.k_step}")
+    result = torch.empty(form.bytes(n, k) // 4, dtype=torch.int32)
+    for nb, nbs, kb, kbs, start in _blocks(form, n, k):
+        rows = codes[nb : nb + nbs, kb : kb + kbs]
+        if bits == 4:
+            halves = rows.reshape(nbs, kbs // form.k_step, 2, BYTES)
+            rows = (halves[:, :, 0] & 15).bitwise_or_(halves[:, :, 1] << 4)
+        words = rows.reshape(nbs, -1).view(torch.int32).view(nbs // ROWS, 2, 16, kbs // form.k_step, 16)
+        size = nbs * kbs // form.per_byte // 4
+        result[start // 4 : start // 4 + size].view(nbs // ROWS, kbs // form.k_step, 2, 16, 16).copy_(
+            words.permute(0, 3, 1, 4, 2)
+        )
+    return result.view(torch.uint8)
+
+
+def untile(data: Tensor, n: int, k: int, bits: int) -> Tensor:
+    """The inverse of `tile`."""
+    form = tile_format(bits)
+    result = torch.empty(n, k, dtype=torch.int8)
+    source = data.view(torch.uint8)
+    if source.storage_offset() % 4 or source.data_ptr() % 4:  # a safetensors header may have any length
+        source = source.clone()
+    for nb, nbs, kb, kbs, start in _blocks(form, n, k):
+        tiles = source[start : start + nbs * kbs // form.per_byte].view(torch.int32)
+        # [row steps, column steps, 2 tiles, 16 words, 16 rows] -> rows, then columns in words of four bytes
+        words = tiles.view(nbs // ROWS, kbs // form.k_step, 2, 16, 16).permute(0, 2, 4, 1, 3).contiguous()
+        rows = words.view(torch.int8).view(nbs, kbs // form.k_step, BYTES)
+        if bits == 4:
+            rows = torch.cat([(rows << 4) >> 4, rows >> 4], dim=-1)
+        result[nb : nb + nbs, kb : kb + kbs] = rows.reshape(nbs, kbs)
+    return result
+
+
+def _blocks(form: TileFormat, n: int, k: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """(first row, rows, first column, columns, first byte) of every block."""
+    for nb in range(0, n, form.n_block):
+        nbs = min(form.n_block, n - nb)
+        for kb in range(0, k, K_BLOCK):
+            yield nb, nbs, kb, min(K_BLOCK, k - kb), (nb * k + kb * nbs) // form.per_byte
