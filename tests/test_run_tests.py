@@ -40,7 +40,7 @@ def test_failures_are_shown_and_counted(
     monkeypatch.setattr(script, "ROOT", tmp_path)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # which takes seconds
     monkeypatch.setattr(script, "make_groups", lambda: (groups, script.Group((tmp_path / "three",))))
-    assert script.main(["--jobs", "2"])) == 1
+    assert script.main(["--jobs", "2"]) == 1
     shown = capsys.readouterr().out
     assert "assert 2 == 3" in shown and "two: exit code 1" in shown and "one: 1 passed in" in shown
     assert "2 passed, 1 failed in" in shown and shown.strip().endswith("1 folders failed")
