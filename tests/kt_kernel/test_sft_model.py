@@ -21,6 +21,7 @@ from kt_kernel.sft.base import LORA_NAMES
 from kt_kernel.sft.convert_kt_to_sglang_adapter import convert_kt_to_sglang_adapter
 from ktransformers.adapters import convert, read_adapter
 from ktransformers.errors import InputError
+from ktransformers.nn import load_model
 from tests.support.tiny_models import build, save, tokens
 
 RANK, ALPHA = 4, 8
@@ -406,6 +407,8 @@ def test_models_are_loaded_with_packed_experts(tmp_path: Path) -> None:
         sft.load_kt_model(
             stock.config, None, type("Args", (), {"finetuning_type": "full"}), {}, str(tmp_path / "model")
         )
+    packed = get_peft_model(load_model(tmp_path / "model"), lora_config(ATTENTION))
+    assert sft.kt_adapt_peft_lora(packed).adapted_layers == 2
     device_map = sft.build_kt_device_map(stock.config, {}, "cuda:0")
     assert device_map["model.layers.0.mlp.experts"] == "cpu" and device_map["lm_head"] == "cuda:0"
     assert device_map["model.layers.1.mlp.gate"] == "cuda:0"

@@ -24,10 +24,9 @@ from torch import nn
 
 from kt_kernel.methods import METHODS
 from kt_kernel.sft.arch import MOEArchConfig
-from kt_kernel.sft.checkpointing import set_activation_policy
 from kt_kernel.sft.config import LORA_INSTEAD, SKIP_LORA, KTConfig
 from kt_kernel.sft.errors import KTAMXConfigError, KTAMXModelNotSupportedError
-from kt_kernel.sft.layer import KTMoELayerWrapper, record_layer
+from kt_kernel.sft.layer import KTMoELayerWrapper, record_layers
 from kt_kernel.weights import LayerPlace, store_from_tensors
 from ktransformers import _core, model_registry
 from ktransformers.adapters.names import split_layer_name
@@ -70,14 +69,7 @@ def wrap_moe_layers_with_kt_wrapper(model: Any, kt_plugin: Any) -> list[KTMoELay
     _check_formats(config, modules)
     select_implementation(model)
     exclude_from_ddp(model)
-    wrappers = [record_layer(name, module) for name, module in modules.items()]
-    model._kt_wrappers, model._kt_config = wrappers, config
-    model._kt_tp_enabled, model._kt_use_lora_experts = config.kt_tp_enabled, False
-    model._kt_train_mode, model._kt_full_weight_grad = "lora", False
-    model._kt_expert_weight_format = config.kt_expert_weight_format
-    assert config.kt_activation_policy is not None
-    set_activation_policy(model, config.kt_activation_policy)
-    return wrappers
+    return record_layers(model, config)
 
 
 def expert_pool(config: KTConfig) -> _core.Pool:
