@@ -364,6 +364,10 @@ def test_damaged_adapter_directories_are_refused(tmp_path: Path) -> None:
             sft.load_kt_adapter_artifacts(model, tmp_path)
     after = sft.get_kt_lora_params(model)
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    added = {"base_model.model.model.layers.0.mlp.lora_experts.0.le_gate.weight": torch.ones(2)}
+    save_file(added, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(KTArtifactError, match="kt_use_lora_experts"):
+        sft.load_kt_adapter_artifacts(model, tmp_path)
     with pytest.raises(KTArtifactError, match="no such directory"):
         sft.load_kt_adapter_artifacts(model, tmp_path / "none")
 
@@ -383,6 +387,32 @@ def test_experts_come_from_the_path_that_is_named(tmp_path: Path) -> None:
     assert torch.equal(logits_of(again), logits_of(model))
     with pytest.raises(KTAMXConfigError, match="does not exist"):
         wrapped(kt_weight_path=str(tmp_path / "nowhere"))
+
+
+def test_experts_that_kt_kernel_trained_fully_are_a_source_of_weights(tmp_path: Path) -> None:
+    trained = build("qwen3_moe", seed=5)
+    arch, layers = sft.get_moe_arch_config(trained.config), {}
+    for index, layer in enumerate(trained.model.layers):
+        gate, up, down = sft.extract_moe_weights(layer.mlp, arch)
+        tensors = {"gate_proj": gate.bfloat16(), "up_proj": up.bfloat16(), "down_proj": down.bfloat16()}
+        file = tmp_path / f"kt_full_experts-7-layer-{index:05d}.safetensors"
+        save_file(tensors, file)
+        layers[str(index)] = {"file": file.name, "size_bytes": file.stat().st_size, "shapes": {}}
+    index_file = tmp_path / "kt_full_experts.index.json"
+    document = {"format": "kt_full_experts", "version": 1, "dtype": "BF16", "generation": 7, "layers": layers}
+    index_file.write_text(json.dumps(document))
+    model = build("qwen3_moe", seed=5)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.experts.down_proj.zero_()
+    sft.wrap_moe_layers_with_kt_wrapper(model, {"kt_weight_path": str(tmp_path)})
+    close(logits_of(model), logits_of(trained))
+    with pytest.raises(KTArtifactError, match="kt_weight_path"):
+        sft.load_kt_adapter_artifacts(model, tmp_path)
+    del layers["1"]
+    index_file.write_text(json.dumps(document))
+    with pytest.raises(KTArtifactError, match="no layer 1"):
+        wrapped(kt_weight_path=str(tmp_path))
 
 
 def test_formats_that_are_asked_for_are_encoded_from_parameters_and_never_from_files(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from kt_kernel.methods import METHODS
 from kt_kernel.sft.arch import MOEArchConfig
 from kt_kernel.sft.config import LORA_INSTEAD, SKIP_LORA, KTConfig
 from kt_kernel.sft.errors import KTAMXConfigError, KTAMXModelNotSupportedError
+from kt_kernel.sft.full_experts import has_full_experts, read_full_experts
 from kt_kernel.sft.layer import KTMoELayerWrapper, record_layers
 from kt_kernel.weights import LayerPlace, store_from_tensors
 from ktransformers import _core, model_registry
@@ -34,7 +35,15 @@ from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.sources import open_source
 from ktransformers.nn.contract import Contract, expert_modules, read_contract
 from ktransformers.nn.distributed import exclude_from_ddp
-from ktransformers.nn.experts import attach_store, pack_layer, pack_module, remove_parameters, select_implementation
+from ktransformers.nn.experts import (
+    attach_store,
+    new_store,
+    pack_chunk,
+    pack_layer,
+    pack_module,
+    remove_parameters,
+    select_implementation,
+)
 from ktransformers.nn.load import open_expert_source, read_checkpoint_facts
 from ktransformers.nn.pack_inputs import as_matrices, split_fused
 from ktransformers.nn.packed import PackedExperts
@@ -91,6 +100,10 @@ def _packer(config: KTConfig, pool: _core.Pool) -> Callable[[str, nn.Module], No
         raise KTAMXConfigError("kt_expert_checkpoint_path", given, "one source of the experts")
     if path is not None and not Path(path).exists():
         raise KTAMXConfigError("kt_weight_path", f"{path}, which does not exist", "a directory or a GGUF file")
+    if path is not None and has_full_experts(Path(path)):
+        return lambda name, module: _attach(
+            name, module, lambda contract: _full_store(Path(path), name, contract, pool)
+        )
     if path is not None and is_packed(Path(path)):
         packed = PackedExperts(Path(path))
         return lambda name, module: _attach(name, module, lambda contract: packed.store(name, contract, pool=pool))
@@ -112,6 +125,12 @@ def _packer(config: KTConfig, pool: _core.Pool) -> Callable[[str, nn.Module], No
         source.release()
 
     return pack
+
+
+def _full_store(directory: Path, name: str, contract: Contract, pool: _core.Pool) -> ExpertStore:
+    store = new_store(contract, pool=pool)
+    pack_chunk(store, contract, read_full_experts(directory, split_layer_name(name)[1], contract.shape))
+    return store
 
 
 def _attach(name: str, module: nn.Module, make_store: Callable[[Contract], ExpertStore]) -> None:
