@@ -33,7 +33,7 @@ from ktransformers.errors import InputError
 from ktransformers.nn.expert_call import ExpertCall
 from ktransformers.nn.store import ExpertStore
 from ktransformers.place.gpu.cuda_driver import call_on_host
-from ktransformers.quant.kt_layers import write_tree_layer
+from ktransformers.quant.kt_layers import add_tree_layer
 
 __all__ = ["BaseMoEWrapper", "KExpertsCPUBuffer"]
 
@@ -187,14 +187,13 @@ class BaseMoEWrapper:
         check_order(physical_to_logical_map_cpu, self.num_experts)
         store = store_from_tensors(gate_proj, up_proj, down_proj, self._place, self.method)
         if self.cpu_save:
-            if not self._method.bits or not self.weight_path:
+            if not self.method.startswith("AMXINT") or not self.weight_path:
                 given = f"True with method {self.method} and weight_path {self.weight_path!r}"
-                raise InputError(
-                    "cpu_save", given, "a method that quantises, and a directory", "kt quant writes others"
-                )
-            experts = {"gate": gate_proj, "up": up_proj, "down": down_proj}
+                raise InputError("cpu_save", given, "AMXINT4 or AMXINT8, and a directory to write to")
+            given_tensors = {"gate": gate_proj, "up": up_proj, "down": down_proj}
+            experts = {role: tensor.detach().cpu() for role, tensor in given_tensors.items()}
             parts = max(1, self.threadpool_count)
-            write_tree_layer(Path(self.weight_path), self.layer_idx, experts, self._method.bits, parts)
+            add_tree_layer(Path(self.weight_path), self.layer_idx, experts, self._method.bits, parts)
         self.use_store(store)
 
     def use_store(self, store: ExpertStore) -> None:

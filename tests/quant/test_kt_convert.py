@@ -371,12 +371,19 @@ def test_tree_is_held_to_its_manifest(source: Path, tmp_path: Path) -> None:
     extra.unlink()
     with pytest.raises(InputError, match="intermediate_size: given 768 recorded"):
         open_source(root).layer("model.layers.0.mlp.experts", ExpertShape(2, 128, 1536))
+    for changes, message in (
+        ({"state": "writing"}, "state: given 'writing', expected 'ready'"),
+        ({"layout": "rows"}, "layout: given rows, expected kt-int8-n32-k64-vnni-v1"),
+        ({"expert_num": 10**9}, "24 files, expected 12000000000 by its shapes"),
+        ({"hidden_size": 256}, "the files by its shapes"),
+        ({"schema_version": 1}, "schema_version: given 1, expected 2"),
+    ):
+        (root / MANIFEST_FILE).write_text(json.dumps(document | changes))
+        with pytest.raises(InputError, match=message):
+            open_source(root)
     document["layers"][0]["files"].pop()
     (root / MANIFEST_FILE).write_text(json.dumps(document))
-    with pytest.raises(InputError, match="missing, expected 24 files by its shapes"):
-        open_source(root)
-    (root / MANIFEST_FILE).write_text(json.dumps(document | {"state": "writing"}))
-    with pytest.raises(InputError, match="state: given 'writing', expected 'ready'"):
+    with pytest.raises(InputError, match="23 files, expected 24 by its shapes"):
         open_source(root)
 
 
