@@ -19,6 +19,7 @@ from kt_kernel import sft
 from kt_kernel.sft import KTAMXConfigError, KTArtifactError, KTConfig
 from kt_kernel.sft.base import LORA_NAMES
 from kt_kernel.sft.convert_kt_to_sglang_adapter import convert_kt_to_sglang_adapter
+from kt_kernel.sft.wrapper import place_gpu_experts
 from ktransformers.adapters import convert, read_adapter
 from ktransformers.errors import InputError
 from ktransformers.nn import load_model
@@ -229,8 +230,25 @@ def test_sizes_that_contradict_each_other_are_refused() -> None:
     assert sft.kt_adapt_peft_lora(alone).adapted_layers == 2
     with pytest.raises(InputError, match="wrap_moe_layers_with_kt_wrapper"):
         sft.kt_adapt_peft_lora(build("qwen3_moe"))
-    with pytest.raises(KTAMXConfigError, match="KT_PLACE"):
-        wrapped(kt_num_gpu_experts=2)
+
+
+def test_experts_that_stay_on_the_gpu_change_no_result() -> None:
+    """With the CPU in the place of the GPU, which the placement engine accepts for tests."""
+    results = []
+    for count in (0, 2):
+        model = adapted(kt_num_gpu_experts=count)
+        inner = model.get_base_model()
+        if count:
+            place_gpu_experts(inner, count, device="cpu")
+            caches = inner._kt_placement.engines[0].executor.residents
+            assert {layer: cache.present(layer) for layer, cache in caches.items()} == {0: {0, 1}, 1: {0, 1}}
+        loss_of(model).backward()
+        results.append([parameter.grad for parameter in sft.get_kt_lora_params(model)])
+    for one, other in zip(*results, strict=True):
+        close(other, one, 2e-2)  # the engine multiplies bf16 activations
+    if not torch.cuda.is_available():
+        with pytest.raises(KTAMXConfigError, match="move_non_experts_to_gpu"):
+            place_gpu_experts(model.get_base_model(), 2)
 
 
 def test_dropout_acts_in_training_alone() -> None:

@@ -27,12 +27,13 @@ from kt_kernel.sft.arch import MOEArchConfig
 from kt_kernel.sft.config import LORA_INSTEAD, SKIP_LORA, KTConfig
 from kt_kernel.sft.errors import KTAMXConfigError, KTAMXModelNotSupportedError
 from kt_kernel.sft.full_experts import has_full_experts, read_full_experts
-from kt_kernel.sft.layer import KTMoELayerWrapper, record_layers
+from kt_kernel.sft.layer import KTMoELayerWrapper, record_layers, wrapped_model
 from kt_kernel.weights import LayerPlace, store_from_tensors
 from ktransformers import _core, model_registry
 from ktransformers.adapters.names import split_layer_name
 from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.sources import open_source
+from ktransformers.log import logger
 from ktransformers.nn.contract import Contract, expert_modules, read_contract
 from ktransformers.nn.distributed import exclude_from_ddp
 from ktransformers.nn.experts import (
@@ -49,6 +50,9 @@ from ktransformers.nn.pack_inputs import as_matrices, split_fused
 from ktransformers.nn.packed import PackedExperts
 from ktransformers.nn.pool import default_pool, set_default_pool
 from ktransformers.nn.store import ExpertStore
+from ktransformers.place.placement import attach
+
+log = logger(__name__)
 
 # finetuning_type -> kt_train_mode.
 TRAIN_MODES = {"lora": "lora", "full": "full", "freeze": "hybrid", "galore": "full", "badam": "full"}
@@ -62,9 +66,6 @@ def wrap_moe_layers_with_kt_wrapper(model: Any, kt_plugin: Any) -> list[KTMoELay
     if config.kt_wrap_fn is not None:
         wrapped: list[KTMoELayerWrapper] = config.kt_wrap_fn(model, config, **(config.kt_wrap_kwargs or {}))
         return wrapped
-    if config.kt_num_gpu_experts:
-        remedy = "KT_PLACE=auto and ktransformers.place.attach put experts on the GPU; `kt train` does it by itself"
-        raise KTAMXConfigError("kt_num_gpu_experts", config.kt_num_gpu_experts, "0", remedy)
     modules = expert_modules(model)
     if not modules:
         given = "no expert layers behind transformers' experts interface"
@@ -78,7 +79,24 @@ def wrap_moe_layers_with_kt_wrapper(model: Any, kt_plugin: Any) -> list[KTMoELay
     _check_formats(config, modules)
     select_implementation(model)
     exclude_from_ddp(model)
-    return record_layers(model, config)
+    wrappers = record_layers(model, config)
+    if config.kt_num_gpu_experts and next(model.parameters()).is_cuda:
+        place_gpu_experts(model, config.kt_num_gpu_experts)
+    elif config.kt_num_gpu_experts:
+        log.warning("kt_num_gpu_experts: all experts are computed on the CPU until move_non_experts_to_gpu(model)")
+    return wrappers
+
+
+def place_gpu_experts(model: Any, count: int, device: torch.device | str | None = None) -> None:
+    """Keep experts 0 to `count` - 1 of every layer on the GPU of its router, forward and backward; the CPU computes the
+    others at the same time (`ktransformers.place`)."""
+    placement = attach(model, policy="resident", device=device, streams=False)
+    if placement is None or placement.left:
+        given = "no CUDA device" if placement is None else "; ".join(placement.left.values())
+        remedy = "move everything else to a GPU first: move_non_experts_to_gpu(model)"
+        raise KTAMXConfigError("kt_num_gpu_experts", f"{count}, with {given}", "a model on a GPU", remedy)
+    placement.place_residents(count=count)
+    model._kt_placement = placement
 
 
 def expert_pool(config: KTConfig) -> _core.Pool:
@@ -300,6 +318,9 @@ def move_non_experts_to_gpu(model: nn.Module, moe_config: MOEArchConfig | None =
             remedy = "call wrap_moe_layers_with_kt_wrapper first"
             raise KTAMXConfigError(name, "experts that are not packed", "packed ones, which stay on the host", remedy)
     model.to(device)
+    inner = wrapped_model(model)
+    if inner._kt_config.kt_num_gpu_experts and torch.device(device).type == "cuda":
+        place_gpu_experts(inner, inner._kt_config.kt_num_gpu_experts)
 
 
 def get_expert_device(model: nn.Module, moe_config: MOEArchConfig | None = None) -> str:
