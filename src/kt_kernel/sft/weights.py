@@ -24,7 +24,7 @@ from ktransformers.checkpoint.experts import ExpertChunk
 from ktransformers.checkpoint.kt_files import validate_int8_tree
 from ktransformers.checkpoint.sources import LayerSource, open_source
 from ktransformers.errors import InputError
-from ktransformers.nn.load import read_checkpoint_facts
+from ktransformers.nn.checkpoint_facts import read_checkpoint_facts
 from ktransformers.nn.pack_inputs import split_fused
 
 ROLES = ("gate", "up", "down")

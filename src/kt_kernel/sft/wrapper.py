@@ -34,18 +34,17 @@ from ktransformers.adapters.names import split_layer_name
 from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.sources import open_source
 from ktransformers.log import logger
-from ktransformers.nn.contract import Contract, expert_modules, read_contract
+from ktransformers.nn.checkpoint_facts import open_expert_source, read_checkpoint_facts
+from ktransformers.nn.contract import Contract, expert_modules, new_store, read_contract
 from ktransformers.nn.distributed import exclude_from_ddp
 from ktransformers.nn.experts import (
     attach_store,
-    new_store,
     pack_chunk,
     pack_layer,
     pack_module,
     remove_parameters,
     select_implementation,
 )
-from ktransformers.nn.load import open_expert_source, read_checkpoint_facts
 from ktransformers.nn.pack_inputs import as_matrices, split_fused
 from ktransformers.nn.packed import PackedExperts
 from ktransformers.nn.pool import default_pool, set_default_pool
