@@ -27,7 +27,7 @@ from kt_kernel.batch_buffers import BatchViews, BufferKey, KExpertsCPUBuffer
 from kt_kernel.deferral import select_deferred
 from kt_kernel.kt_kernel_ext import CPUInfer
 from kt_kernel.methods import method_of
-from kt_kernel.weights import LayerPlace, load_store, release_sources, store_from_tensors
+from kt_kernel.weights import LayerPlace, check_order, load_store, release_sources, store_from_tensors
 from ktransformers import _core
 from ktransformers.errors import InputError
 from ktransformers.nn.expert_call import ExpertCall
@@ -181,20 +181,20 @@ class BaseMoEWrapper:
         down_proj: Tensor,
         physical_to_logical_map_cpu: Tensor | None = None,
     ) -> None:
-        """From gate and up `[E, I, H]` and down `[E, H, I]`. With `cpu_save` the quantised experts of the INT methods
-        are also written below `weight_path`, as kt-kernel's `.kt` files."""
-        tensors = (gate_proj, up_proj, down_proj)
+        """From gate and up `[E, I, H]` and down `[E, H, I]` in the order of the wrapper's experts: as in kt-kernel the
+        map is not applied here. With `cpu_save` the quantised experts are also written below `weight_path`, as `.kt`
+        files for `threadpool_count` NUMA nodes."""
+        check_order(physical_to_logical_map_cpu, self.num_experts)
+        store = store_from_tensors(gate_proj, up_proj, down_proj, self._place, self.method)
         if self.cpu_save:
-            self._save(*tensors)
-        self.use_store(store_from_tensors(*tensors, self._place, self.method, physical_to_logical_map_cpu))
-
-    def _save(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
-        if not self.method.startswith("AMXINT") or not self.weight_path:
-            given = f"cpu_save with method {self.method} and weight_path {self.weight_path!r}"
-            raise InputError("cpu_save", given, "AMXINT4 or AMXINT8, and a directory to write to")
-        experts = {"gate": gate, "up": up, "down": down}
-        cpu = {role: tensor.detach().cpu() for role, tensor in experts.items()}
-        add_tree_layer(Path(self.weight_path), self.layer_idx, cpu, self._method.bits, self.threadpool_count)
+            if not self.method.startswith("AMXINT") or not self.weight_path:
+                given = f"True with method {self.method} and weight_path {self.weight_path!r}"
+                raise InputError("cpu_save", given, "AMXINT4 or AMXINT8, and a directory to write to")
+            given_tensors = {"gate": gate_proj, "up": up_proj, "down": down_proj}
+            experts = {role: tensor.detach().cpu() for role, tensor in given_tensors.items()}
+            parts = max(1, self.threadpool_count)
+            add_tree_layer(Path(self.weight_path), self.layer_idx, experts, self._method.bits, parts)
+        self.use_store(store)
 
     def use_store(self, store: ExpertStore) -> None:
         """Compute with these experts."""

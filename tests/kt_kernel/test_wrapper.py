@@ -202,6 +202,20 @@ def test_a_method_refuses_files_in_another_format(tmp_path: Path) -> None:
         layer().load_weights(torch.arange(E))
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("method", ["AMXINT8", "AMXINT4"])
+def test_experts_are_saved_as_kt_files(tmp_path: Path, method: str, parts: int) -> None:
+    saved = layer(method=method, weight_path=str(tmp_path), threadpool_count=parts, cpu_save=True, layer_idx=3)
+    saved.load_weights_from_tensors(*weights(), torch.arange(E))
+    opened = layer(method=method, weight_path=str(tmp_path), layer_idx=3)
+    opened.load_weights(torch.arange(E))
+    given = batch(5)
+    limit = 1e-6 if parts == 1 else 0.25  # with more parts down has more scales
+    assert error(opened.forward(*given, None), saved.forward(*given, None)) < limit
+    with pytest.raises(InputError, match="cpu_save"):
+        layer(method="BF16", weight_path=str(tmp_path), cpu_save=True).load_weights_from_tensors(*weights())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 
 from kt_kernel.sft.base import LORA_NAMES
 from kt_kernel.sft.errors import KTArtifactError
-from kt_kernel.sft.layers import KTMoELayerWrapper, wrapped_model
+from kt_kernel.sft.layer import KTMoELayerWrapper, wrapped_model
 from kt_kernel.sft.lora import create_fused_lora
 from ktransformers.adapters.config import CONFIG_FILE, compact_number, read_config
 from ktransformers.adapters.dialects.dialect import MODEL_FILE

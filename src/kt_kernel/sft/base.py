@@ -33,6 +33,7 @@ from kt_kernel.sft.errors import KTAMXNotAvailableError
 from kt_kernel.sft.optimizer_grads import OptimizerGrads
 from ktransformers import _core
 from ktransformers.errors import InputError
+from ktransformers.nn import buffer_pool
 from ktransformers.nn.checkpointing import inside_checkpointed_block
 from ktransformers.nn.lora_factors import CORE_ROLES, LoraFactors, packed_adapter
 from ktransformers.nn.pool import avoid_pool_cpus
@@ -191,6 +192,14 @@ class BaseSFTMoEWrapper:
 
     def _adapters(self) -> Sequence[_core.Adapter]:
         return () if self._lora is None else (packed_adapter(self._loaded(), self._lora.factors),)
+
+    def use_store(self, store: ExpertStore) -> None:
+        """Compute with these experts."""
+        self.store, self._inference = store, None
+        if self._lora is not None:
+            self.update_lora_weights()
+        if torch.cuda.is_available():  # its pinned memory cannot be allocated while a stream is captured
+            self._inference_wrapper()
 
     def _loaded(self) -> ExpertStore:
         if self.store is None:
@@ -373,7 +382,7 @@ class BaseSFTMoEWrapper:
         buffers: tuple[Tensor, ...] = () if lora is None else lora.grads
         direct = not accumulate and scale == 1.0
         # One rounding: the sum, or the scaled gradient, is rounded to the buffer's dtype, not its addends.
-        targets = buffers if direct else tuple(torch.empty_like(grad, dtype=torch.float32) for grad in buffers)
+        targets = buffers if direct else tuple(buffer_pool.empty(grad.shape, torch.float32) for grad in buffers)
         with torch.no_grad():
             grad_hidden, grad_weights = self._loaded().backward(
                 grad_output.reshape(saved.hidden.shape),
@@ -458,10 +467,6 @@ class BaseSFTMoEWrapper:
 
     def update_base_weights(self) -> None:
         raise KTAMXNotAvailableError("update_base_weights", "a call", "no training of base weights", FROZEN)
-
-    def save_backward_weights_from_tensors(self, *_: Any, **__: Any) -> None:
-        remedy = "leave it out: backward reads the weights of forward, and `kt quant` writes those"
-        raise KTAMXNotAvailableError("save_backward_weights_from_tensors", "a call", "no files for backward", remedy)
 
 
 def _to_device(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -24,7 +24,7 @@ from torch.autograd.graph import increment_version
 
 from kt_kernel.sft.base import LORA_NAMES
 from kt_kernel.sft.errors import KTAMXConfigError, KTAMXModelNotSupportedError
-from kt_kernel.sft.layers import KTMoELayerWrapper, is_wrapped, wrapped_model
+from kt_kernel.sft.layer import KTMoELayerWrapper, is_wrapped, wrapped_model
 from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.lora import ExpertLora, Factor
 from ktransformers.nn.peft_lora import expert_adapters, lora_parameters, set_lora_dropout

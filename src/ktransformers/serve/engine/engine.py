@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ktransformers.errors import InputError, KTError
+from ktransformers.errors import InputError, KTError, is_panic
 from ktransformers.log import logger
 from ktransformers.nn.out_of_memory import HOST, describe_shortage, exhausted_memory
 from ktransformers.serve.engine.forward import Chunk, Forward, ForwardResult, SequentialForward
@@ -159,7 +159,9 @@ class ServeEngine:
                 if not self.step():
                     with self._wakeup:
                         self._wakeup.wait(DEADLINE_POLL_SECONDS)
-            except Exception as error:  # one failed batch must not end the server
+            except BaseException as error:  # one failed batch must not end the server
+                if not (isinstance(error, Exception) or is_panic(error)):
+                    raise
                 LOG.exception("a step failed; it ends %s", ", ".join(sorted(self._request_ids())) or "no request")
                 self._fail_all(f"{type(error).__name__}: {error}")
         self._fail_all("the server was stopped")
@@ -178,7 +180,9 @@ class ServeEngine:
         for (sequence, chunk), result in zip(batch, results, strict=True):
             try:
                 self._process_result(sequence, chunk, result)
-            except Exception as error:  # of this sequence only: its grammar, its tokens
+            except BaseException as error:  # of this sequence only: its grammar, its tokens
+                if not (isinstance(error, Exception) or is_panic(error)):
+                    raise
                 LOG.exception("a sequence of request %s failed", sequence.request.request_id)
                 self._close(sequence, "error", error=f"{type(error).__name__}: {error}")
         self.counts.steps += 1

@@ -1,67 +1,51 @@
-"""`wrap_moe_layers_with_kt_wrapper`: packs the experts of a stock transformers model and records its expert layers.
+"""Packs the experts of stock transformers models, and loads models with packed experts, under kt-kernel's names.
 
-The modules of the model stay: its own router routes, names in state dicts and for PEFT are the stock ones, and each
-experts module gets an `ExpertStore` and placeholders for its matrices (`ktransformers.nn.experts`). `KTMoELayerWrapper`
-is a record of one such layer, not a module. Weights come from `kt_weight_path` or `kt_expert_checkpoint_path` (any
-source that `ktransformers.nn.load_model` takes as `experts`), from `kt_checkpoint_files`, or from the model's own
-parameters. Layers that are packed already, by `load_model` or by a prepared directory, are recorded as they are.
+`wrap_moe_layers_with_kt_wrapper` takes a model that exists. Its modules stay: its own router routes, names in state
+dicts and for PEFT are the stock ones, and each experts module gets an `ExpertStore` and placeholders for its matrices
+(`ktransformers.nn.experts`). Weights come from `kt_weight_path` or `kt_expert_checkpoint_path` (any source that
+`ktransformers.nn.load_model` takes as `experts`), from `kt_checkpoint_files`, or from the model's own parameters.
+Layers that are packed already, by `load_model` or by a prepared directory, are recorded as they are.
+
+`load_kt_model` is `ktransformers.nn.load_model` with `KTConfig`: experts go from the files into stores and never exist
+as tensors, everything else is loaded by stock transformers. Device maps and loading arguments are for programs that
+call `from_pretrained` themselves and wrap the model afterwards; those hold all experts as tensors until they are
+packed.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from kt_kernel.methods import METHODS
+from kt_kernel.sft.arch import MOEArchConfig
 from kt_kernel.sft.checkpointing import set_activation_policy
-from kt_kernel.sft.config import SKIP_LORA, KTConfig
+from kt_kernel.sft.config import LORA_INSTEAD, SKIP_LORA, KTConfig
 from kt_kernel.sft.errors import KTAMXConfigError, KTAMXModelNotSupportedError
+from kt_kernel.sft.layer import KTMoELayerWrapper, record_layer
 from kt_kernel.weights import LayerPlace, store_from_tensors
-from ktransformers import _core
+from ktransformers import _core, model_registry
 from ktransformers.adapters.names import split_layer_name
 from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.sources import open_source
+from ktransformers.nn.checkpoint_facts import open_expert_source, read_checkpoint_facts
 from ktransformers.nn.contract import Contract, expert_modules, read_contract
 from ktransformers.nn.distributed import exclude_from_ddp
 from ktransformers.nn.experts import attach_store, pack_layer, pack_module, remove_parameters, select_implementation
-from ktransformers.nn.load import open_expert_source, read_checkpoint_facts
 from ktransformers.nn.pack_inputs import as_matrices, split_fused
 from ktransformers.nn.packed import PackedExperts
 from ktransformers.nn.pool import default_pool, set_default_pool
 from ktransformers.nn.store import ExpertStore
 
+# finetuning_type -> kt_train_mode.
+TRAIN_MODES = {"lora": "lora", "full": "full", "freeze": "hybrid", "galore": "full", "badam": "full"}
 # kt_expert_weight_format -> the method that takes it.
 FORMAT_METHODS = {"bf16": "BF16", "int8": "AMXINT8", "fp8": "FP8", "rawint4": "RAWINT4", "mxfp4": "MXFP4"}
-
-
-@dataclass(eq=False)
-class KTMoELayerWrapper:
-    """One expert layer of a wrapped model."""
-
-    name: str  # of the experts module
-    layer_idx: int
-    experts: nn.Module
-    hidden_size: int
-    # Six tensors by name if this library owns the layer's LoRA; empty if PEFT does, or if there is none.
-    fused_expert_lora_params: dict[str, nn.Parameter] = field(default_factory=dict)
-    _is_kt_moe_wrapper = True
-
-    @property
-    def wrapper(self) -> ExpertStore:
-        """The packed experts."""
-        store = self.experts.kt_store
-        assert isinstance(store, ExpertStore)
-        return store
-
-    @property
-    def contract(self) -> Contract:
-        contract = self.experts.kt_contract
-        assert isinstance(contract, Contract)
-        return contract
 
 
 def wrap_moe_layers_with_kt_wrapper(model: Any, kt_plugin: Any) -> list[KTMoELayerWrapper]:
@@ -86,7 +70,7 @@ def wrap_moe_layers_with_kt_wrapper(model: Any, kt_plugin: Any) -> list[KTMoELay
     _check_formats(config, modules)
     select_implementation(model)
     exclude_from_ddp(model)
-    wrappers = [_record(name, module) for name, module in modules.items()]
+    wrappers = [record_layer(name, module) for name, module in modules.items()]
     model._kt_wrappers, model._kt_config = wrappers, config
     model._kt_tp_enabled, model._kt_use_lora_experts = config.kt_tp_enabled, False
     model._kt_train_mode, model._kt_full_weight_grad = "lora", False
@@ -94,23 +78,6 @@ def wrap_moe_layers_with_kt_wrapper(model: Any, kt_plugin: Any) -> list[KTMoELay
     assert config.kt_activation_policy is not None
     set_activation_policy(model, config.kt_activation_policy)
     return wrappers
-
-
-def _record(name: str, module: Any) -> KTMoELayerWrapper:
-    return KTMoELayerWrapper(name, split_layer_name(name)[1], module, module.kt_store.hidden_size)
-
-
-def wrapped_model(model: nn.Module) -> Any:
-    """The module inside `model` (PEFT, DDP and others may be around it) that was wrapped."""
-    for module in model.modules():
-        if "_kt_wrappers" in module.__dict__:
-            return module
-    remedy = "call wrap_moe_layers_with_kt_wrapper(model, kt_config) first"
-    raise KTAMXModelNotSupportedError(type(model).__name__, "a model that was not wrapped", "a wrapped one", remedy)
-
-
-def is_wrapped(model: nn.Module) -> bool:
-    return any("_kt_wrappers" in module.__dict__ for module in model.modules())
 
 
 def expert_pool(config: KTConfig) -> _core.Pool:
@@ -206,3 +173,126 @@ def _check_formats(config: KTConfig, modules: dict[str, nn.Module]) -> None:
             given = f"{config.kt_expert_weight_format} ({config.kt_backend}), where {name} has {store.formats}"
             remedy = "`kt quant` writes the experts in another format for kt_weight_path"
             raise KTAMXConfigError("kt_expert_weight_format", given, "the format of the experts, or auto", remedy)
+
+
+def load_kt_model(
+    config: Any,
+    model_args: Any = None,
+    finetuning_args: Any = None,
+    kt_plugin: Any = None,
+    model_name_or_path: str | None = None,
+    trust_remote_code: bool | None = None,
+    token: str | None = None,
+    torch_dtype: torch.dtype = torch.bfloat16,
+    **kwargs: Any,
+) -> nn.Module:
+    """The model in a directory or on the hub, its experts packed, everything else on `cuda:LOCAL_RANK` or the CPU.
+
+    `trust_remote_code` has no effect: models are built by the classes of transformers alone.
+    """
+    from ktransformers.nn import load_model
+
+    if kwargs:
+        expected = "the arguments of load_kt_model"
+        raise KTAMXConfigError("load_kt_model", f"the argument {sorted(kwargs)[0]}", expected, "leave it out")
+    finetuning = getattr(finetuning_args, "finetuning_type", "lora")
+    if TRAIN_MODES.get(finetuning) != "lora":
+        raise KTAMXConfigError("finetuning_type", finetuning, "lora: packed experts are frozen", LORA_INSTEAD)
+    kt_config = KTConfig.from_object({} if kt_plugin is None else kt_plugin)
+    name = (
+        model_name_or_path or getattr(model_args, "model_name_or_path", None) or getattr(config, "_name_or_path", None)
+    )
+    if not name:
+        raise KTAMXConfigError("model_name_or_path", name, "a model's directory, or a hub id")
+    if kt_config.kt_checkpoint_files:
+        remedy = "they are found in the model's directory"
+        raise KTAMXConfigError("kt_checkpoint_files", "a list", "None for load_kt_model", remedy)
+    model = load_model(
+        _directory(name, token),
+        experts=kt_config.kt_weight_path or kt_config.kt_expert_checkpoint_path,
+        dtype=torch_dtype,
+        device=_default_device(),
+        pool=expert_pool(kt_config),
+    )
+    wrap_moe_layers_with_kt_wrapper(model, kt_config)
+    return model
+
+
+def _directory(name: str, token: str | None) -> Path:
+    path = Path(model_registry.resolve(name))
+    if path.exists():
+        return path
+    if name.startswith(("/", ".", "~")) or name.count("/") != 1:
+        raise KTAMXConfigError(
+            "model_name_or_path", f"{name}, which does not exist", "a model's directory, or a hub id"
+        )
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, token=token))
+
+
+def _default_device() -> torch.device | None:
+    if not torch.cuda.is_available():
+        return None
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK") or 0))
+
+
+def get_kt_loading_kwargs(
+    config: Any,
+    kt_plugin: Any,
+    torch_dtype: torch.dtype = torch.bfloat16,
+    trust_remote_code: bool | None = None,
+    token: str | None = None,
+) -> dict[str, Any]:
+    """Arguments for stock `from_pretrained` before `wrap_moe_layers_with_kt_wrapper`."""
+    KTConfig.from_object(kt_plugin)
+    options = {"config": config, "torch_dtype": torch_dtype, "device_map": "cpu", "low_cpu_mem_usage": True}
+    optional = {"trust_remote_code": trust_remote_code, "token": token}
+    return options | {name: value for name, value in optional.items() if value is not None}
+
+
+def build_kt_device_map(config: Any, kt_plugin: Any, device: str = "cuda:0") -> dict[str, str]:
+    """A device map for `from_pretrained`: every module on `device`, the experts on the CPU. One entry for a layer's
+    experts, which transformers 5 holds in one module."""
+    from transformers import AutoModelForCausalLM
+
+    KTConfig.from_object(kt_plugin)
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    experts = set(expert_modules(model))
+    device_map: dict[str, str] = {}
+    _map_modules(model, "", experts, device, device_map)
+    return device_map
+
+
+build_kt_device_map_simplified = build_kt_device_map
+
+
+def _map_modules(module: nn.Module, name: str, experts: set[str], device: str, device_map: dict[str, str]) -> None:
+    """Entries for the largest modules that lie on one device."""
+    if name in experts:
+        device_map[name] = "cpu"
+    elif name and not any(expert.startswith(f"{name}.") for expert in experts):
+        device_map[name] = device
+    else:
+        for parameter, _ in module.named_parameters(recurse=False):
+            device_map[f"{name}.{parameter}" if name else parameter] = device
+        for child, inner in module.named_children():
+            _map_modules(inner, f"{name}.{child}" if name else child, experts, device, device_map)
+
+
+def move_non_experts_to_gpu(model: nn.Module, moe_config: MOEArchConfig | None = None, device: str = "cuda:0") -> None:
+    """Move everything but the experts; packed experts and their LoRA stay in host memory whatever moves the model."""
+    for name, module in expert_modules(model).items():
+        if not hasattr(module, "kt_store"):
+            remedy = "call wrap_moe_layers_with_kt_wrapper first"
+            raise KTAMXConfigError(name, "experts that are not packed", "packed ones, which stay on the host", remedy)
+    model.to(device)
+
+
+def get_expert_device(model: nn.Module, moe_config: MOEArchConfig | None = None) -> str:
+    """The device of the first expert layer's parameters; "cpu" for packed experts."""
+    for module in expert_modules(model).values():
+        return str(next(module.parameters()).device)
+    raise KTAMXConfigError(type(model).__name__, "no expert layers", "a model with experts")
