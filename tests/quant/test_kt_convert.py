@@ -304,7 +304,7 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     tensors = load_file(broken / "model.safetensors")
     tensors["model.layers.0.mlp.experts.1.up_proj.weight"][5, 5] = float("inf")
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"model\.layers\.0\.mlp\.experts\.1\.up_proj\.weight: given NaN or infinite numbers"):
+    with pytest.raises(InputError, match=r"experts\.1\.up_proj\.weight: given NaN or infinite numbers"):
         write(broken, tmp_path / "out", 8, 1)
     assert not (tmp_path / "out").exists()
 
