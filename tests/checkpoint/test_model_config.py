@@ -65,3 +65,10 @@ def test_configurations_of_the_families_pass(family: str) -> None:
     config = AutoConfig.for_model(family, **(COMMON | FAMILIES[family]))
     check_model_config(json.loads(config.to_json_string(use_diff=False)), "config.json")
     assert set(LARGEST) >= MAY_BE_ZERO
+
+
+def test_heads_without_rotary_dimensions_are_no_absurd_value(tmp_path: Path) -> None:
+    """glm5_next: `head_dim` is the number of rotary dimensions, of which it has none."""
+    read_model_config(write(tmp_path, head_dim=0, qk_rope_head_dim=0))
+    with pytest.raises(InputError, match="head_dim: given 0"):
+        read_model_config(write(tmp_path, head_dim=0))

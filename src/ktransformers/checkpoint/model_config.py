@@ -50,6 +50,7 @@ def check_model_config(config: Mapping[str, Any], where: str) -> None:
     for path, section in _sections(config, "", 0):
         for key in LARGEST.keys() & section.keys():
             optional = key in MAY_BE_ZERO or path not in ("", "text_config.")
+            optional |= key == "head_dim" and section.get("qk_rope_head_dim") == 0  # the same number in MLA
             _check_size(f"{where}: {path}{key}", section[key], 0 if optional else 1, LARGEST[key])
         for key, kind in LISTS.items():
             values = section.get(key)
