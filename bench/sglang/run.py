@@ -58,8 +58,8 @@ class Variant:
     method: str = "BF16"
     peer: bool = False
     extra: tuple[str, ...] = ()
-    adapters: bool = False
-    threshold: int = 0
+    adapters: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 VARIANTS = {
@@ -72,14 +72,16 @@ VARIANTS = {
     "int8": Variant(1, "AMXINT8"),
     "int4": Variant(1, "AMXINT4"),
     "deferred2": Variant(0, extra=("--kt-max-deferred-experts-per-token", "2")),
-    "lora": Variant(0, adapters=True),
-    "lora_plain": Variant(adapters=True),
-    "layerwise": Variant(0, extra=("--kt-gpu-prefill-token-threshold", "1024"), threshold=1024),
+    "stock32": Variant(32, environment=(("SGLANG_PLUGINS", "none"),)),  # mainline's own class, without our plugin
+    "lora": Variant(0, adapters=("a", "b")),
+    "lora_experts": Variant(0, adapters=("c",)),  # LoRA on experts alone
+    "lora_plain": Variant(adapters=("a", "b", "c")),
+    "layerwise": Variant(0, extra=("--kt-gpu-prefill-token-threshold", "1024")),
     # Without prefill graphs: the release ends with a segmentation fault at the first request otherwise.
     "peer1": Variant(1, peer=True, extra=("--disable-prefill-cuda-graph",)),
     "peer32": Variant(32, peer=True, extra=("--disable-prefill-cuda-graph",)),
 }
-UNTIMED = {"random32", "int8", "int4", "deferred2", "kt1", "kt128", "lora", "lora_plain"}
+UNTIMED = {"random32", "stock32", "int8", "int4", "deferred2", "kt1", "kt128", "lora", "lora_experts", "lora_plain"}
 
 
 class Run:
@@ -143,7 +145,8 @@ class Run:
 
     def make_model(self) -> dict[str, Any]:
         words = [sys.executable, str(HERE / "make_model.py"), str(self.model), "--layers", str(self.args.layers)]
-        words += ["--adapter", "a", "--adapter", "b", *(["--tiny"] if self.args.tiny else [])]
+        words += ["--adapter", "a", "--adapter", "b", "--adapter", "c", "--experts-only", "c"]
+        words += ["--tiny"] if self.args.tiny else []
         subprocess.run(words, check=True, timeout=240)
         return {"layers": self.args.layers}
 
@@ -165,7 +168,7 @@ class Run:
         variant, work = VARIANTS[name], self.work
         arguments = ["--model-path", str(self.model), *SMALL, *variant.extra]
         paths = [work / "site"]
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **dict(variant.environment)}
         if variant.gpu_experts is not None:
             experts = 8 if self.args.tiny and variant.gpu_experts == 128 else variant.gpu_experts
             arguments += ["--kt-weight-path", str(self.model), "--kt-method", variant.method]
@@ -175,8 +178,8 @@ class Run:
             if variant.peer:
                 environment["KT_KERNEL_CPU_VARIANT"] = "amx"
         if variant.adapters:
-            adapters = [f"{name}={self.model.with_name(self.model.name + '-' + name)}" for name in ("a", "b")]
-            arguments += ["--enable-lora", "--lora-backend", "triton", "--max-loras-per-batch", "3"]
+            adapters = [f"{name}={self.model.with_name(self.model.name + '-' + name)}" for name in variant.adapters]
+            arguments += ["--enable-lora", "--lora-backend", "triton", "--max-loras-per-batch", "4"]
             arguments += ["--lora-paths", *adapters]
         environment["PYTHONPATH"] = os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]).rstrip(":")
         with self._lock:
@@ -207,7 +210,7 @@ class Run:
         """Greedy answers beside those of `plain`; of variants with adapters those of every adapter beside `lora_plain`,
         the server that computes the same adapters on the GPU."""
         result: dict[str, Any] = {"start_seconds": server.started}
-        for adapter in ("", "a", "b") if VARIANTS[name].adapters else ("",):
+        for adapter in ("", *VARIANTS[name].adapters):
             fields = {"lora_path": adapter} if adapter else {}
             label = f"/{adapter}" if adapter else ""
             single = answers(server, together=False, **fields)
@@ -230,8 +233,7 @@ class Run:
 
     def load_test(self) -> dict[str, Any]:
         with self.running(self.args.load_variant) as server:
-            adapters = ("a", "b") if VARIANTS[self.args.load_variant].adapters else ()
-            result = load(server, self.args.load_seconds, 16, adapters)
+            result = load(server, self.args.load_seconds, 16, VARIANTS[self.args.load_variant].adapters)
             result["after"] = self.check(self.args.load_variant, server)
         return {"variant": self.args.load_variant, **result}
 
