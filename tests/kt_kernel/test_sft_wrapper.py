@@ -78,6 +78,8 @@ def test_dtypes_are_cast_and_leading_dimensions_kept() -> None:
     layer = sft_layer()
     hidden, ids, scores = batch(6)
     out = layer.wrapper.forward(hidden, ids, scores, save_for_backward=False)
+    strided = (hidden.T.contiguous().T, ids.T.contiguous().T, scores.T.contiguous().T)
+    assert torch.equal(layer.wrapper.forward(*strided, save_for_backward=False), out)
     shaped = (hidden.float().view(2, 3, H), ids.int().view(2, 3, K), scores.double().view(2, 3, K))
     assert torch.equal(layer.wrapper.forward(*shaped, save_for_backward=False), out.view(2, 3, H))
     for given, name in (((hidden[:, 1:], ids, scores), "hidden_states"), ((hidden, ids[:, :2], scores), "expert_ids")):
@@ -103,13 +105,18 @@ def test_submitted_passes_return_what_the_direct_ones_do() -> None:
     out = layer.wrapper.forward(*given)
     grads = layer.wrapper.backward(grad_out)
     lora_grads = {name: grad.clone() for name, grad in layer.grads.items()}
-    layer.wrapper.submit_forward(*given)
+    changed = [tensor.clone() for tensor in given]
+    layer.wrapper.submit_forward(*changed)
+    for tensor in changed:  # it was read when the call returned
+        tensor.zero_()
     with pytest.raises(RuntimeError, match="sync_forward"):
         layer.wrapper.submit_forward(*given)
     assert torch.equal(layer.wrapper.sync_forward(), out)
     layer.wrapper.submit_backward_repack()
     layer.wrapper.wait_backward_repack()
-    layer.wrapper.submit_backward_async(grad_out)
+    overwritten = grad_out.clone()
+    layer.wrapper.submit_backward_async(overwritten)
+    overwritten.zero_()
     submitted = layer.wrapper.sync_backward()
     assert all(torch.equal(one, other) for one, other in zip(submitted, grads, strict=True))
     assert all(torch.equal(layer.grads[name], grad) for name, grad in lora_grads.items())

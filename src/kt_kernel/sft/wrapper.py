@@ -24,23 +24,34 @@ from torch import nn
 
 from kt_kernel.methods import METHODS
 from kt_kernel.sft.arch import MOEArchConfig
-from kt_kernel.sft.checkpointing import set_activation_policy
 from kt_kernel.sft.config import LORA_INSTEAD, SKIP_LORA, KTConfig
 from kt_kernel.sft.errors import KTAMXConfigError, KTAMXModelNotSupportedError
-from kt_kernel.sft.layer import KTMoELayerWrapper, record_layer
+from kt_kernel.sft.full_experts import has_full_experts, read_full_experts
+from kt_kernel.sft.layer import KTMoELayerWrapper, record_layers, wrapped_model
 from kt_kernel.weights import LayerPlace, store_from_tensors
 from ktransformers import _core, model_registry
 from ktransformers.adapters.names import split_layer_name
 from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.sources import open_source
+from ktransformers.log import logger
 from ktransformers.nn.checkpoint_facts import open_expert_source, read_checkpoint_facts
-from ktransformers.nn.contract import Contract, expert_modules, read_contract
+from ktransformers.nn.contract import Contract, expert_modules, new_store, read_contract
 from ktransformers.nn.distributed import exclude_from_ddp
-from ktransformers.nn.experts import attach_store, pack_layer, pack_module, remove_parameters, select_implementation
+from ktransformers.nn.experts import (
+    attach_store,
+    pack_chunk,
+    pack_layer,
+    pack_module,
+    remove_parameters,
+    select_implementation,
+)
 from ktransformers.nn.pack_inputs import as_matrices, split_fused
 from ktransformers.nn.packed import PackedExperts
 from ktransformers.nn.pool import default_pool, set_default_pool
 from ktransformers.nn.store import ExpertStore
+from ktransformers.place.placement import attach
+
+log = logger(__name__)
 
 # finetuning_type -> kt_train_mode.
 TRAIN_MODES = {"lora": "lora", "full": "full", "freeze": "hybrid", "galore": "full", "badam": "full"}
@@ -54,9 +65,6 @@ def wrap_moe_layers_with_kt_wrapper(model: Any, kt_plugin: Any) -> list[KTMoELay
     if config.kt_wrap_fn is not None:
         wrapped: list[KTMoELayerWrapper] = config.kt_wrap_fn(model, config, **(config.kt_wrap_kwargs or {}))
         return wrapped
-    if config.kt_num_gpu_experts:
-        remedy = "KT_PLACE=auto and ktransformers.place.attach put experts on the GPU; `kt train` does it by itself"
-        raise KTAMXConfigError("kt_num_gpu_experts", config.kt_num_gpu_experts, "0", remedy)
     modules = expert_modules(model)
     if not modules:
         given = "no expert layers behind transformers' experts interface"
@@ -70,14 +78,24 @@ def wrap_moe_layers_with_kt_wrapper(model: Any, kt_plugin: Any) -> list[KTMoELay
     _check_formats(config, modules)
     select_implementation(model)
     exclude_from_ddp(model)
-    wrappers = [record_layer(name, module) for name, module in modules.items()]
-    model._kt_wrappers, model._kt_config = wrappers, config
-    model._kt_tp_enabled, model._kt_use_lora_experts = config.kt_tp_enabled, False
-    model._kt_train_mode, model._kt_full_weight_grad = "lora", False
-    model._kt_expert_weight_format = config.kt_expert_weight_format
-    assert config.kt_activation_policy is not None
-    set_activation_policy(model, config.kt_activation_policy)
+    wrappers = record_layers(model, config)
+    if config.kt_num_gpu_experts and next(model.parameters()).is_cuda:
+        place_gpu_experts(model, config.kt_num_gpu_experts)
+    elif config.kt_num_gpu_experts:
+        log.warning("kt_num_gpu_experts: all experts are computed on the CPU until move_non_experts_to_gpu(model)")
     return wrappers
+
+
+def place_gpu_experts(model: Any, count: int, device: torch.device | str | None = None) -> None:
+    """Keep experts 0 to `count` - 1 of every layer on the GPU of its router, forward and backward; the CPU computes the
+    others at the same time (`ktransformers.place`)."""
+    placement = attach(model, policy="resident", device=device, streams=False)
+    if placement is None or placement.left:
+        given = "no CUDA device" if placement is None else "; ".join(placement.left.values())
+        remedy = "move everything else to a GPU first: move_non_experts_to_gpu(model)"
+        raise KTAMXConfigError("kt_num_gpu_experts", f"{count}, with {given}", "a model on a GPU", remedy)
+    placement.place_residents(count=count)
+    model._kt_placement = placement
 
 
 def expert_pool(config: KTConfig) -> _core.Pool:
@@ -99,6 +117,10 @@ def _packer(config: KTConfig, pool: _core.Pool) -> Callable[[str, nn.Module], No
         raise KTAMXConfigError("kt_expert_checkpoint_path", given, "one source of the experts")
     if path is not None and not Path(path).exists():
         raise KTAMXConfigError("kt_weight_path", f"{path}, which does not exist", "a directory or a GGUF file")
+    if path is not None and has_full_experts(Path(path)):
+        return lambda name, module: _attach(
+            name, module, lambda contract: _full_store(Path(path), name, contract, pool)
+        )
     if path is not None and is_packed(Path(path)):
         packed = PackedExperts(Path(path))
         return lambda name, module: _attach(name, module, lambda contract: packed.store(name, contract, pool=pool))
@@ -120,6 +142,12 @@ def _packer(config: KTConfig, pool: _core.Pool) -> Callable[[str, nn.Module], No
         source.release()
 
     return pack
+
+
+def _full_store(directory: Path, name: str, contract: Contract, pool: _core.Pool) -> ExpertStore:
+    store = new_store(contract, pool=pool)
+    pack_chunk(store, contract, read_full_experts(directory, split_layer_name(name)[1], contract.shape))
+    return store
 
 
 def _attach(name: str, module: nn.Module, make_store: Callable[[Contract], ExpertStore]) -> None:
@@ -289,6 +317,9 @@ def move_non_experts_to_gpu(model: nn.Module, moe_config: MOEArchConfig | None =
             remedy = "call wrap_moe_layers_with_kt_wrapper first"
             raise KTAMXConfigError(name, "experts that are not packed", "packed ones, which stay on the host", remedy)
     model.to(device)
+    inner = wrapped_model(model)
+    if inner._kt_config.kt_num_gpu_experts and torch.device(device).type == "cuda":
+        place_gpu_experts(inner, inner._kt_config.kt_num_gpu_experts)
 
 
 def get_expert_device(model: nn.Module, moe_config: MOEArchConfig | None = None) -> str:
