@@ -92,6 +92,7 @@ class Run:
             self.document = json.loads(args.json.read_text())
         self._answers = self.work / "answers.json"
         self._lock = threading.Lock()
+        self.server_ready = threading.Event()  # of the first of steps side by side
         self._port = 30000 + os.getpid() % 500
         self.steps: dict[str, Callable[[], dict[str, Any]]] = {
             "unpack": self.unpack,
@@ -191,6 +192,7 @@ class Run:
         server = self.server(name, threads)
         try:
             server.start(self.args.start_timeout)
+            self.server_ready.set()
             yield server
         finally:
             server.stop()
@@ -270,7 +272,14 @@ class Run:
             "bf16",
         ]
         words += ["--shares", "0,0.25", "--streams", "1,16", "--prompt", "32", "--vocabulary", "32000"]
-        environment = {**os.environ, "PYTHONPATH": f"{self.args.source}:{os.environ.get('PYTHONPATH', '')}"}
+        # pydantic alone: the other packages of SGLang would replace the machine's newer ones.
+        packages = self.work / "own"
+        packages.mkdir(exist_ok=True)
+        for name in ("pydantic", "pydantic_core", "annotated_types", "typing_inspection", "typing_extensions.py"):
+            if not (packages / name).exists():
+                (packages / name).symlink_to(self.work / "site" / name)
+        paths = f"{self.args.source}:{os.environ.get('PYTHONPATH', '')}:{packages}"
+        environment = {**os.environ, "PYTHONPATH": paths}
         subprocess.run([*words, "--json", str(target)], check=True, timeout=240, env=environment)
         return {"document": json.loads(target.read_text())}
 
@@ -312,7 +321,11 @@ def main(argv: list[str] | None = None) -> int:
     for word in args.steps:
         first, *beside = word.split("+")
         main_thread = threading.Thread(target=run.step, args=(first,))
+        run.server_ready.clear()
         main_thread.start()
+        # SGLang sizes its KV cache by the memory that is free before and after it loads, so starts must not overlap.
+        while beside and main_thread.is_alive() and not run.server_ready.wait(1):
+            pass
         for name in beside:  # one after the other beside the first
             run.step(name)
         main_thread.join()

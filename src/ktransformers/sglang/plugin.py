@@ -35,4 +35,5 @@ def register() -> None:
         else:
             hooks.register_parser_hooks()
     except Exception as error:  # SGLang's loader would catch it
-        raise SystemExit(f"ktransformers: the plugin for SGLang cannot be used: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise SystemExit(f"ktransformers: the plugin for SGLang cannot be used: {reason}") from error
