@@ -102,7 +102,7 @@ class Server:
         return {name: round(size / 1024, 1) for name, size in totals.items()}
 
     def stop(self) -> float:
-        """SIGTERM to the launcher, which ends the others, then SIGKILL to all after 15 s; seconds until the last process
+        """SIGTERM to the launcher, which ends the others; SIGKILL to all after 15 s; seconds until the last one
         has gone."""
         return self._end(signal.SIGTERM, 15)
 
