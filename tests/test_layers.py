@@ -32,6 +32,7 @@ RANK = {
     "serve": 5,
     "evaluate": 5,
     "loop": 5,
+    "llamafactory": 6,
     "prove": 6,
     "cli": 7,
 }
