@@ -15,7 +15,6 @@ import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ktransformers.errors import InputError
@@ -65,7 +64,7 @@ def select_targets(model: nn.Module, names: Iterable[str], *, experts: bool) -> 
     return Targets(modules, tuple(selected))
 
 
-def adapt_experts(module: ModuleType | Any) -> None:
+def adapt_experts(module: Any) -> None:
     """In `llamafactory.model.adapter`."""
     stock_setup, stock_get_peft_model = module._setup_lora_tuning, module.get_peft_model
     requested: dict[str, bool] = {"all": False}  # from one function of LLaMA-Factory to another

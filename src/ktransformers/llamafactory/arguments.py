@@ -65,7 +65,7 @@ def _subclass(stock: type, added: tuple[AddedField, ...], members: dict[str, Any
     return extended
 
 
-def extend_model_arguments(module: types.ModuleType | Any) -> None:
+def extend_model_arguments(module: Any) -> None:
     """In `llamafactory.hparams.model_args`."""
     stock = module.ModelArguments
     present = {item.name for item in dataclasses.fields(stock)}
@@ -111,7 +111,7 @@ def _read_mapping(value: Any) -> dict[str, Any] | None:
     return parsed
 
 
-def extend_training_arguments(module: types.ModuleType | Any) -> None:
+def extend_training_arguments(module: Any) -> None:
     """In `llamafactory.hparams.training_args`."""
     stock = module.TrainingArguments
     mapping_here = Version(llamafactory_version()) >= MAPPING_IN_TRAINING_ARGUMENTS

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from ktransformers.errors import InputError
@@ -24,8 +23,9 @@ AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoMode
 REQUEST = "kt_request"  # keyword argument of from_pretrained that carries model_args from `patch_config`
 SAVING = "`llamafactory-cli export` merges an adapter and writes the model"
 # Arguments of LLaMA-Factory that load or compute the model in another way.
-EXCLUDED_ARGUMENTS = ("use_unsloth", "use_unsloth_gc", "mixture_of_depths", "train_from_scratch", "quantization_bit")
-EXCLUDED_ARGUMENTS += ("resize_vocab",)
+EXCLUDED_ARGUMENTS = (
+    *("use_unsloth", "use_unsloth_gc", "mixture_of_depths", "train_from_scratch", "quantization_bit", "resize_vocab"),
+)
 
 
 def checkpoint_directory(model_args: Any) -> Path:
@@ -33,17 +33,13 @@ def checkpoint_directory(model_args: Any) -> Path:
     from ktransformers.train.model import locate_model
     from ktransformers.train.settings import ModelSettings
 
-    settings = ModelSettings(
-        model_name_or_path=str(model_args.model_name_or_path),
-        model_revision=model_args.model_revision,
-        cache_dir=model_args.cache_dir,
-    )
-    directory = locate_model(settings, download=True)
+    keys = {name: getattr(model_args, name) for name in ("model_name_or_path", "model_revision", "cache_dir")}
+    directory = locate_model(ModelSettings.model_validate(keys), download=True)
     assert directory is not None
     return directory
 
 
-def load_packed_experts(module: ModuleType | Any) -> None:
+def load_packed_experts(module: Any) -> None:
     """In `llamafactory.model.loader`."""
     stock_load_config, stock_load_model, stock_patch_config = module.load_config, module.load_model, module.patch_config
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from transformers import TrainerCallback
@@ -25,7 +24,7 @@ log = logger(__name__)
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 
 
-def use_checkpoint_context(module: ModuleType | Any) -> None:
+def use_checkpoint_context(module: Any) -> None:
     """In `llamafactory.model.model_utils.checkpointing`."""
     stock_prepare = module.prepare_model_for_training
 
@@ -95,7 +94,7 @@ def require_trained_experts(gradient_check: Any, steps: int) -> None:
         log.info("all %d LoRA pairs on experts received gradients in %d steps", len(experts), steps)
 
 
-def check_runs(module: ModuleType | Any) -> None:
+def check_runs(module: Any) -> None:
     """In `llamafactory.train.tuner`."""
     stock_train, stock_train_args, stock_infer_args = (
         module._training_function,

@@ -76,7 +76,7 @@ def check_window(llamafactory: str, version_of: Callable[[str], str | None] = in
     raise InputError("use_kt", f"LLaMA-Factory {llamafactory}", " or ".join(map(str, WINDOWS)))
 
 
-def answer_checks(misc: ModuleType | Any) -> None:
+def answer_checks(misc: Any) -> None:
     """Replace `check_version` and `check_dependencies` in `llamafactory.extras.misc`."""
     stock_check_version, stock_check_dependencies = misc.check_version, misc.check_dependencies
 
