@@ -66,7 +66,7 @@ test-slow: build  ## the tests marked slow
 
 # Stock LLaMA-Factory in venvs of its own, because it wants older packages: the last release with transformers 5.6, and
 # in `next` the one to come, as it is published under another name, with 5.8; `next` sees the other's packages behind its
-# own. transformers 5.7 lies apart. An empty torchaudio stands where LLaMA-Factory imports one that no text needs.
+# own. transformers 5.7 and PEFT 0.19 lie apart. An empty torchaudio stands where LLaMA-Factory imports one that no text needs.
 FACTORY := build/llamafactory
 FACTORY_PY := $(FACTORY)/bin/python
 FACTORY_PIP := $(FACTORY_PY) -m pip install --quiet --disable-pip-version-check
@@ -85,6 +85,7 @@ $(FACTORY)/.installed: constraints.txt tests/llamafactory/requirements.txt $(wil
 	  "$$(grep '^transformers==' requirements/ktransformers.txt)" llamafactory-kt==0.9.6.dev0
 	echo "import site; site.addsitedir('$(call SITE,$(FACTORY_PY))')" > "$(call SITE,$(NEXT_PY))/a_packages.pth"
 	$(FACTORY_PIP) --no-deps --upgrade --target $(FACTORY)/transformers-5.7 transformers==5.7.0
+	$(FACTORY_PIP) --no-deps --upgrade --target $(FACTORY)/peft-0.19 peft==0.19.1
 	@touch $@
 
 $(FACTORY)/.built: $(FACTORY)/.installed pyproject.toml CMakeLists.txt src/ktransformers/__init__.py $(NATIVE)

@@ -40,7 +40,7 @@ from tests.support.training_files import SEEDS
 ROOT = Path(__file__).resolve().parents[2]
 VENV = Path(sys.executable).parent.parent
 RELEASES = {"0.9.5": VENV, "next": VENV / "next"}
-TRANSFORMERS_5_7 = VENV / "transformers-5.7"
+TRANSFORMERS_5_7, PEFT_0_19 = VENV / "transformers-5.7", VENV / "peft-0.19"
 TOKENIZER = ROOT / "tests" / "data" / "minimind_6400"
 RECIPES = sorted((ROOT / "examples" / "ktransformers" / "train_lora").glob("*.yaml"))
 EXPERTS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
@@ -178,9 +178,10 @@ def test_training_with_use_kt_equals_expert_lora_of_the_stock_model(release: str
     require_equal_runs(train(release, use_kt=True), train(release, use_kt=False))
 
 
-def test_training_with_transformers_5_7(model: Path, train: Train, tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", [TRANSFORMERS_5_7, PEFT_0_19], ids=lambda folder: folder.name)
+def test_training_with_the_oldest_packages(folder: Path, model: Path, train: Train, tmp_path: Path) -> None:
     keys = {**TRAINING, "model_name_or_path": str(model), "output_dir": str(tmp_path / "out"), "use_kt": True}
-    llamafactory("train", write(tmp_path, keys), release="next", PYTHONPATH=str(TRANSFORMERS_5_7))
+    llamafactory("train", write(tmp_path, keys), release="next", PYTHONPATH=str(folder))
     require_equal_runs(tmp_path / "out", train("next", use_kt=False))
 
 

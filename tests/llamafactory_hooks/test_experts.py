@@ -281,6 +281,16 @@ def test_kt_form_and_back(directory: Path, saved: Path) -> None:
     torch.testing.assert_close(logits(directory, again), expected, rtol=1e-3, atol=1e-3)
 
 
+def test_gguf_adapter_is_converted(directory: Path, saved: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from ktransformers.adapters import convert
+
+    convert(saved, tmp_path / "gguf", "gguf", base_model_name_or_path=str(directory))
+    (file,) = (tmp_path / "gguf").glob("*.gguf")
+    again = adapter.stored_as_peft(str(file))
+    torch.testing.assert_close(logits(directory, again), logits(directory, saved), rtol=1e-3, atol=1e-3)
+
+
 class FakeTuner(types.SimpleNamespace):
     """`llamafactory.train.tuner`."""
 

@@ -20,8 +20,9 @@ def check(llamafactory: str, **packages: str) -> None:
     ("llamafactory", "transformers"),
     [("0.9.5", "5.6.0"), ("0.9.6.dev0", "5.7.0"), ("0.9.6.dev0", "5.8.0"), ("0.9.6", "5.8.1")],
 )
-def test_tested_versions_are_accepted(llamafactory: str, transformers: str) -> None:
-    check(llamafactory, transformers=transformers, peft="0.20.0")
+@pytest.mark.parametrize("peft", ["0.19.1", "0.20.0"])
+def test_tested_versions_are_accepted(llamafactory: str, transformers: str, peft: str) -> None:
+    check(llamafactory, transformers=transformers, peft=peft)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ def test_tested_versions_are_accepted(llamafactory: str, transformers: str) -> N
         ("0.9.6.dev0", "5.6.0", "0.20.0", "transformers 5.6.0"),
         ("0.9.6.dev0", "5.17.0", "0.20.0", "transformers 5.17.0"),
         ("0.9.5", "5.6.0", "0.18.1", "peft 0.18.1"),
-        ("0.9.5", "5.6.0", "0.19.1", "peft 0.19.1"),
+        ("0.9.5", "5.6.0", "0.19.0", "peft 0.19.0"),
         ("0.9.6.dev0", "5.8.0", "0.21.2", "peft 0.21.2"),
         ("0.9.4", "5.6.0", "0.20.0", r"LLaMA-Factory 0\.9\.4"),
         ("0.9.7", "5.8.0", "0.20.0", r"LLaMA-Factory 0\.9\.7"),

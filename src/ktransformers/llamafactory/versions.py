@@ -4,8 +4,8 @@ own version checks.
 With `use_kt: true` both releases ask `importlib.metadata` for distributions of kt-kernel and of forks, and 0.9.6
 refuses the stock packages. These lookups are answered here, in LLaMA-Factory's process and for these names only; every
 other requirement is still checked by LLaMA-Factory. In place of the pins of the forks stands `WINDOWS`, the
-combinations that `make test-llamafactory` runs. DISABLE_VERSION_CHECK does not widen them: PEFT 0.19 and older give
-expert LoRA other shapes, and other releases have other internals.
+combinations that `make test-llamafactory` runs. DISABLE_VERSION_CHECK does not widen them: older versions of PEFT give
+expert LoRA other shapes or leave experts out, and other releases have other internals.
 """
 
 from __future__ import annotations
@@ -36,12 +36,10 @@ class Window:
         return f"LLaMA-Factory {self.llamafactory} with {listed}"
 
 
+PEFT = SpecifierSet(">=0.19.1,<0.21")  # 0.19.0 exchanges inputs and outputs of expert LoRA
 WINDOWS = (
-    Window(SpecifierSet("==0.9.5"), {"transformers": SpecifierSet("==5.6.0"), "peft": SpecifierSet(">=0.20.0,<0.21")}),
-    Window(
-        SpecifierSet(">=0.9.6.dev0,<0.9.7"),
-        {"transformers": SpecifierSet(">=5.7.0,<5.9"), "peft": SpecifierSet(">=0.20.0,<0.21")},
-    ),
+    Window(SpecifierSet("==0.9.5"), {"transformers": SpecifierSet("==5.6.0"), "peft": PEFT}),
+    Window(SpecifierSet(">=0.9.6.dev0,<0.9.7"), {"transformers": SpecifierSet(">=5.7.0,<5.9"), "peft": PEFT}),
 )
 
 
