@@ -27,7 +27,7 @@ ASAN_PYTHON = LD_PRELOAD="$(call CXX_LIBRARY,libasan.so) $(call CXX_LIBRARY,libs
 export PYTHONFAULTHANDLER := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help build check format test test-slow test-llamafactory soak bench demo wheel asan tsan x86 clean
+.PHONY: help build check format test test-slow test-llamafactory test-sglang soak bench demo wheel asan tsan x86 clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -92,6 +92,11 @@ $(FACTORY)/.built: $(FACTORY)/.installed pyproject.toml CMakeLists.txt src/ktran
 	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(FACTORY_PIP) --no-build-isolation --no-deps -C build-dir=$(FACTORY)/native -e .
 	@touch $@
 
+# Files of SGLang releases are taken from their wheels when the tests run. SGLang itself is not installed: it needs CUDA.
+test-sglang: build  ## stock SGLang's and sglang-kt's own wrapper around our kt_kernel, and the plugin
+	$(PY) tests/sglang/fetch.py build/sglang
+	KT_SGLANG_FILES=$(CURDIR)/build/sglang $(PY) -m pytest -q tests/sglang
+
 test-llamafactory: build $(FACTORY)/.built  ## stock LLaMA-Factory with use_kt on packed experts, in venvs of its own
 	$(FACTORY_PY) -m pytest -q tests/llamafactory
 
@@ -105,8 +110,9 @@ bench: build  ## speed against the roof of this machine
 demo: build  ## a small MoE made, tuned, proven, served and judged, with a table at the end
 	$(VENV)/bin/kt loop examples/demo.yaml $(WORDS)
 
-wheel: $(VENV)/.installed  ## one wheel with all variants, in dist/
+wheel: $(VENV)/.installed  ## one wheel with all variants, and the names kt-kernel and kt-kernel-cuda for it, in dist/
 	$(PY) -m build --wheel --no-isolation --outdir dist -C build-dir=build/wheel .
+	$(PY) scripts/metadata_wheels.py --out dist
 
 # The native tests under a sanitizer, all variants; asan also runs the test of all bindings, with a module of its own.
 asan tsan: sanitizer = $(if $(filter asan,$@),address,thread)

@@ -1,8 +1,9 @@
-"""Converts a checkpoint for experts on the CPU, with the command line of earlier guides.
+"""Converts the experts of a checkpoint to kt-kernel's files, with the command line of its converter.
 
-Equivalent to `kt quant`; writes a packed directory. int4 has a scale per 32 columns, where the old files had one per
-row. The quantisation of the source is read from its files, so `--input-type` is ignored, as are the flags for NUMA
-parts, GPUs, merging and backward weights.
+Equivalent to `kt quant --layout kt-kernel`: INT4 or INT8, merged safetensors or a tree of `.kt` files, for
+`--threadpool-count` NUMA nodes; `--layout packed` writes the directory that ktransformers maps instead. The
+quantisation of the source is read from its files, so `--input-type` is ignored, and so is `--gpu`: neither CUDA nor
+Triton is needed for FP8. `--resume-layer` is checked, not trusted: an interrupted conversion resumes by its journal.
 """
 
 from __future__ import annotations
@@ -11,43 +12,46 @@ import argparse
 import sys
 from pathlib import Path
 
-from ktransformers.cli.quant import run_quant, warn_ignored
+from ktransformers.cli.quant import LAYOUTS, run_quant, run_quant_kt, warn_ignored
 from ktransformers.errors import KTError
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(description="Convert a checkpoint for experts on the CPU.")
+    result = argparse.ArgumentParser(description="Convert the experts of a checkpoint to kt-kernel's files.")
     result.add_argument("--input-path", "-i", type=Path, required=True)
     result.add_argument(
         "--input-type", choices=["awq", "fp8", "fp16", "bf16", "fp4"], help="ignored, read from the files"
     )
     result.add_argument("--output", "-o", type=Path, required=True)
-    result.add_argument(
-        "--quant-method", default="int4", help="int4, int8, moe_int4, moe_int8, or a format of kt quant"
-    )
+    result.add_argument("--quant-method", default="int4", help="int4 or int8; with --layout packed any of kt quant")
     result.add_argument("--cpuinfer-threads", type=int, help="default: all cores")
-    result.add_argument("--threadpool-count", type=int)
-    result.add_argument("--resume-layer", type=int, default=0, help="ignored, conversions resume automatically")
-    result.add_argument("--gpu", action="store_true")
-    result.add_argument("--no-merge-safetensor", action="store_true")
-    result.add_argument("--save-backward-weights", action="store_true")
-    result.add_argument("--profile", action="store_true")
+    result.add_argument("--threadpool-count", type=int, default=2, help="NUMA nodes of the target machine")
+    result.add_argument("--resume-layer", type=int, default=0, help="refuse if a layer below it is missing")
+    result.add_argument("--gpu", action="store_true", help="ignored, none is needed")
+    result.add_argument("--no-merge-safetensor", action="store_true", help="a tree of .kt files")
+    result.add_argument("--save-backward-weights", action="store_true", help="the transposed matrices too")
+    result.add_argument("--profile", action="store_true", help="print the time of each layer")
+    result.add_argument("--layout", choices=LAYOUTS, default="kt-kernel")
     return result
 
 
 def main() -> None:
-    arguments = parser().parse_args()
-    warn_ignored(
-        threadpool_count=arguments.threadpool_count,
-        resume_layer=arguments.resume_layer,
-        gpu=arguments.gpu,
-        no_merge_safetensor=arguments.no_merge_safetensor,
-        save_backward_weights=arguments.save_backward_weights,
-        profile=arguments.profile,
-    )
+    given = parser().parse_args()
+    warn_ignored(gpu=given.gpu)
     try:
-        run_quant(
-            arguments.input_path, arguments.output, word=arguments.quant_method, threads=arguments.cpuinfer_threads
+        if given.layout == "packed":
+            run_quant(given.input_path, given.output, word=given.quant_method, threads=given.cpuinfer_threads)
+            return
+        run_quant_kt(
+            given.input_path,
+            given.output,
+            word=given.quant_method,
+            numa_nodes=given.threadpool_count,
+            merged=not given.no_merge_safetensor,
+            backward=given.save_backward_weights,
+            threads=given.cpuinfer_threads,
+            resume_layer=given.resume_layer,
+            profile=given.profile,
         )
     except KTError as error:
         sys.exit(f"convert_cpu_weights: {error}")

@@ -32,12 +32,15 @@ RANK = {
     "serve": 5,
     "evaluate": 5,
     "loop": 5,
+    "sglang": 5,
     "llamafactory": 6,
     "prove": 6,
     "cli": 7,
 }
 APART = {"train", "serve", "evaluate"}  # do not import each other
 ALONE = {"loop"}  # runs the verbs as commands and imports no other part
+# The second package, an interface to what lies at or below this rank; of ours only these parts may import it.
+DOOR, DOOR_RANK, DOOR_USERS = "kt_kernel", RANK["place"], {"cli", "llamafactory", "sglang"}
 # Cycles of files that are tolerated, each with its reason.
 TOLERATED_CYCLES = [
     {"serve.graphs.decode_attention", "serve.graphs.decode_attention_triton"},  # kernels and the types of their caller
@@ -145,6 +148,8 @@ def python_violations(path: str, source: str) -> list[str]:
         top, _, rest = module.partition(".")
         target = rest.split(".")[0]
         where = f"{path}:{line}: imports {module}"
+        if top == DOOR and part not in DOOR_USERS:
+            violations.append(f"{where}, which only {', '.join(sorted(DOOR_USERS))} may know")
         if top != "ktransformers":
             if ONLY.get(top, part) != part or (rest and INSIDES.get(top, part) != part):
                 violations.append(f"{where}, which only {ONLY.get(top) or INSIDES[top]} may know")
@@ -158,6 +163,18 @@ def python_violations(path: str, source: str) -> list[str]:
             violations.append(f"{where}, but {part} runs commands and imports no other part")
         elif {part, target} <= APART:
             violations.append(f"{where}, but {', '.join(sorted(APART))} stay apart")
+    return violations
+
+
+def door_violations(path: str, source: str) -> list[str]:
+    """`path` is relative to src/: "kt_kernel/weights.py"."""
+    violations = []
+    package = ".".join(path.split("/")[:-1])
+    for line, module in imported(ast.parse(source), package):
+        top, _, rest = module.partition(".")
+        target = rest.split(".")[0]
+        if top == "ktransformers" and RANK.get(target, 0) > DOOR_RANK:
+            violations.append(f"{path}:{line}: imports {module}, which lies above {DOOR}")
     return violations
 
 
@@ -225,6 +242,17 @@ def test_python_layers() -> None:
     assert not violations, "\n".join(violations)
 
 
+def test_the_second_package() -> None:
+    files = sorted((ROOT / "src" / DOOR).rglob("*.py"))
+    assert files
+    violations = [
+        c for file in files for c in door_violations(file.relative_to(ROOT / "src").as_posix(), file.read_text())
+    ]
+    assert not violations, "\n".join(violations)
+    assert door_violations("kt_kernel/a.py", "from ktransformers.serve.http import api")
+    assert not door_violations("kt_kernel/a.py", "from ktransformers.nn import ExpertStore\nimport kt_kernel.weights")
+
+
 def test_no_import_cycles() -> None:
     found = [{name.removeprefix("ktransformers.") for name in group} for group in cycles(package_sources())]
     assert [group for group in found if group not in TOLERATED_CYCLES] == []
@@ -255,6 +283,7 @@ def test_python_rule_catches() -> None:
         "evaluate/score.py": "import trl",
         "loop/stages.py": "from ktransformers.checkpoint import find_experts",
         "misc.py": "",
+        "nn/doors.py": "from kt_kernel import KTMoEWrapper",
         "nn/lazy.py": 'import importlib\nimportlib.import_module("ktransformers.place.placement")',
         "place/kernels.py": 'TRITON = "ktransformers.serve.graphs.decode_attention_triton"',
         "checkpoint/__init__.py": '_HOME = {"ExpertStore": "ktransformers.nn"}',

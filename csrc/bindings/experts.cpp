@@ -5,6 +5,7 @@
 
 #include "bindings/objects.h"
 #include "cpu.h"
+#include "mapped_file.h"
 #include "measure.h"
 
 namespace kt {
@@ -286,11 +287,19 @@ void PyCall::submit() {
 }
 
 void PyCall::raise_error() {
-  std::lock_guard lock(error_mutex);
-  if (error.empty()) return;
-  std::string text;
-  std::swap(text, error);
-  throw std::runtime_error("in a host callback: " + text);
+  std::exception_ptr thrown;
+  {
+    std::lock_guard lock(error_mutex);
+    std::swap(thrown, error);
+  }
+  if (!thrown) return;
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const DamagedFile&) {
+    throw;  // Python has a class of its own for it
+  } catch (const std::exception& e) {
+    throw std::runtime_error("in a host callback: " + std::string(e.what()));
+  }
 }
 
 }  // namespace kt

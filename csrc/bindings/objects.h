@@ -4,6 +4,7 @@
 
 #include <nanobind/stl/string.h>
 
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -57,7 +58,7 @@ struct BoundArguments {
 struct PyCall {
   BoundArguments bound;
   std::shared_ptr<const Experts> experts;
-  std::string error;  // of a callback, which cannot throw to its caller
+  std::exception_ptr error;  // of a callback, which cannot throw to its caller
   std::mutex error_mutex;
   std::optional<Call> call;
 
@@ -70,9 +71,9 @@ struct PyCall {
   void store_error(Act&& act) noexcept {
     try {
       act();
-    } catch (const std::exception& e) {
+    } catch (...) {
       std::lock_guard lock(error_mutex);
-      error = e.what();
+      error = std::current_exception();
     }
   }
 };

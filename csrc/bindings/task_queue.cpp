@@ -9,8 +9,6 @@
 namespace kt {
 namespace {
 
-struct PyTaskQueue;
-
 // What a host callback does: it submits a task, or, without a function, waits for the queue.
 struct StreamStep {
   std::shared_ptr<TaskQueue> queue;
@@ -23,6 +21,9 @@ struct PyTaskQueue {
   std::shared_ptr<TaskQueue> queue = std::make_shared<TaskQueue>();
   std::vector<std::unique_ptr<StreamStep>> kept;
 
+  PyTaskQueue() = default;
+  PyTaskQueue(const PyTaskQueue&) = delete;
+
   void submit(uintptr_t function, uintptr_t argument) const { queue->submit(task_of(function, argument)); }
 
   void wait(int64_t pending) const {
@@ -33,8 +34,8 @@ struct PyTaskQueue {
 
   uintptr_t step(uintptr_t function, uintptr_t argument, int64_t pending, bool once) {
     if (pending < 0) refuse_value("pending", std::to_string(pending), "0 or more");
-    auto made = std::make_unique<StreamStep>(
-        StreamStep{queue, {(void (*)(void*))function, (void*)argument}, pending, once});
+    auto made =
+        std::make_unique<StreamStep>(StreamStep{queue, {(void (*)(void*))function, (void*)argument}, pending, once});
     StreamStep* address = made.get();
     if (once) {
       made.release();  // the callback frees it

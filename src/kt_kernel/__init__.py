@@ -7,13 +7,14 @@ names are resolved when they are first used. `__version__` is the version of the
 
 from __future__ import annotations
 
-import importlib
 import sys
-from typing import TYPE_CHECKING, Any
 
 from kt_kernel import kt_kernel_ext
 
+TYPE_CHECKING = False  # as typing has it, which takes longer to import than all of this
 if TYPE_CHECKING:
+    from typing import Any
+
     from kt_kernel.experts import KTMoEWrapper
     from kt_kernel.masks import generate_gpu_experts_masks
     from kt_kernel.sft.amx import AMXSFTMoEWrapper
@@ -36,6 +37,8 @@ def __getattr__(name: str) -> Any:
         return getattr(kt_kernel_ext, name)
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'kt_kernel' has no attribute {name!r}")
+    import importlib
+
     return getattr(importlib.import_module(_MODULE_OF[name]), name)
 
 

@@ -73,7 +73,7 @@ class BufferSet:
 
         def rows(buffer: Tensor, like: Tensor) -> Tensor:
             used = buffer[: like.numel() * like.element_size()].view(like.dtype)
-            return used.view(like.shape) if len(used) else used
+            return used.view(like.shape) if len(used) == like.numel() else used
 
         return BatchViews(
             hidden=rows(self.hidden, hidden),
@@ -94,13 +94,16 @@ class KExpertsCPUBuffer:
     _replaced: ClassVar[list[list[BufferSet]]] = []  # smaller ones, to which captured graphs may still refer
 
     @classmethod
+    def holds(cls, key: BufferKey, capacity: int) -> bool:
+        return key in cls._sets and cls._sets[key][0].capacity >= capacity
+
+    @classmethod
     def reserve(cls, key: BufferKey, capacity: int) -> list[BufferSet]:
         """Both sets, for at least `capacity` tokens."""
-        held = cls._sets.get(key)
-        if held is not None and held[0].capacity >= capacity:
-            return held
-        if held is not None:
-            cls._replaced.append(held)
+        if cls.holds(key, capacity):
+            return cls._sets[key]
+        if key in cls._sets:
+            cls._replaced.append(cls._sets[key])
         with torch.inference_mode(False):  # they are also written outside of inference mode
             grown = [BufferSet.allocate(key, capacity) for _ in range(DEPTH)]
         cls._sets[key] = grown

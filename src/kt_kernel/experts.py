@@ -20,7 +20,7 @@ from ktransformers.errors import InputError
 
 
 class KTMoEWrapper:
-    def __new__(  # type: ignore[misc]  # a factory: the object is one of the wrappers
+    def __new__(  # a factory: the object is one of the wrappers
         cls,
         layer_idx: int,
         num_experts: int,

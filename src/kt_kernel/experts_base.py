@@ -15,8 +15,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -26,12 +27,13 @@ from kt_kernel.batch_buffers import BatchViews, BufferKey, KExpertsCPUBuffer
 from kt_kernel.deferral import select_deferred
 from kt_kernel.kt_kernel_ext import CPUInfer
 from kt_kernel.methods import method_of
-from kt_kernel.weights import LayerPlace, load_store, release_sources, store_from_tensors
+from kt_kernel.weights import LayerPlace, check_order, load_store, release_sources, store_from_tensors
 from ktransformers import _core
 from ktransformers.errors import InputError
 from ktransformers.nn.expert_call import ExpertCall
 from ktransformers.nn.store import ExpertStore
 from ktransformers.place.gpu.cuda_driver import call_on_host
+from ktransformers.quant.kt_layers import write_tree_layer
 
 __all__ = ["BaseMoEWrapper", "KExpertsCPUBuffer"]
 
@@ -57,7 +59,7 @@ class PreparedBatch:
     def is_idle(self) -> bool:
         if self.captured or not self.now.done or (self.later is not None and not self.later.done):
             return False
-        return self.passed is None or self.passed.query()
+        return self.passed is None or bool(self.passed.query())  # type: ignore[no-untyped-call]
 
     def submit(self) -> None:
         """In the order of the current stream, or at once for host tensors."""
@@ -162,12 +164,15 @@ class BaseMoEWrapper:
         )
         self._batches: OrderedDict[tuple[Any, ...], PreparedBatch] = OrderedDict()
         self._submitted: Submitted | None = None
+        self.adapters: tuple[_core.Adapter, ...] = ()  # LoRA of these experts
+        self._adapter_of_row: Tensor | None = None  # the caller's, on the device of the hidden states
+        self._adapter_rows: Tensor | None = None  # int32 [chunked_prefill_size], in host memory
 
     # Weights.
 
     def load_weights(self, physical_to_logical_map_cpu: Tensor | None = None) -> None:
         """All experts from `weight_path`; runtime expert i is the checkpoint's `physical_to_logical_map_cpu[i]`."""
-        self._use(load_store(self.weight_path, self._place, self.method, physical_to_logical_map_cpu))
+        self.use_store(load_store(self.weight_path, self._place, self.method, physical_to_logical_map_cpu))
 
     def load_weights_from_tensors(
         self,
@@ -176,22 +181,52 @@ class BaseMoEWrapper:
         down_proj: Tensor,
         physical_to_logical_map_cpu: Tensor | None = None,
     ) -> None:
-        """From gate and up `[E, I, H]` and down `[E, H, I]`. With `cpu_save` the quantised experts of the INT methods
-        are also written below `weight_path`, as kt-kernel's `.kt` files."""
-        tensors = (gate_proj, up_proj, down_proj)
+        """From gate and up `[E, I, H]` and down `[E, H, I]` in the order of the wrapper's experts: as in kt-kernel the
+        map is not applied here. With `cpu_save` the quantised experts are also written below `weight_path`, as `.kt`
+        files for `threadpool_count` NUMA nodes."""
+        check_order(physical_to_logical_map_cpu, self.num_experts)
+        store = store_from_tensors(gate_proj, up_proj, down_proj, self._place, self.method)
         if self.cpu_save:
-            self._save(*tensors)
-        self._use(store_from_tensors(*tensors, self._place, self.method, physical_to_logical_map_cpu))
+            if not self._method.bits or not self.weight_path:
+                given = f"True with method {self.method} and weight_path {self.weight_path!r}"
+                raise InputError(
+                    "cpu_save", given, "a method that quantises, and a directory", "kt quant writes others"
+                )
+            experts = {"gate": gate_proj, "up": up_proj, "down": down_proj}
+            parts = max(1, self.threadpool_count)
+            write_tree_layer(Path(self.weight_path), self.layer_idx, experts, self._method.bits, parts)
+        self.use_store(store)
 
-    def _save(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
-        given = f"cpu_save with method {self.method}"
-        raise InputError("cpu_save", given, "False", "kt quant writes kt-kernel's files")
-
-    def _use(self, store: ExpertStore) -> None:
+    def use_store(self, store: ExpertStore) -> None:
+        """Compute with these experts."""
         if self._method.w8a8:
             store.w8a8 = True
         self._batches.clear()
         self.moe = store
+        if torch.cuda.is_available():  # pinned memory cannot be allocated while a stream is captured
+            device = torch.device("cuda", torch.cuda.current_device())
+            for deferred in {False, self.max_deferred_experts_per_token > 0}:
+                key = BufferKey(device, self.hidden_size, self.num_experts_per_tok, deferred=deferred)
+                KExpertsCPUBuffer.reserve(key, self.chunked_prefill_size)
+
+    def use_adapters(self, adapters: Sequence[_core.Adapter], adapter_of_row: Tensor | None = None) -> None:
+        """Compute with LoRA: row t of a batch has `adapters[adapter_of_row[t]]`, or none for -1; without a table one
+        adapter is that of every row. The table, int32 on the device of the hidden states, is read at every call and at
+        every replay, as ids are; it belongs to the caller. Packed adapters come from `ExpertStore.new_adapter` of
+        `self.moe`; what is packed into them later acts on the next call. No captured graph is replayed afterwards."""
+        if adapter_of_row is None and len(adapters) > 1:
+            raise InputError("adapters", f"{len(adapters)} without adapter_of_row", "at most one, or the table")
+        if adapter_of_row is not None and (adapter_of_row.dtype != torch.int32 or adapter_of_row.dim() != 1):
+            given = f"{adapter_of_row.dtype} {list(adapter_of_row.shape)}"
+            raise InputError("adapter_of_row", given, "torch.int32 [tokens]")
+        if tuple(adapters) == self.adapters and adapter_of_row is self._adapter_of_row:
+            return
+        self._batches.clear()
+        self.adapters, self._adapter_of_row, self._adapter_rows = tuple(adapters), adapter_of_row, None
+        if adapter_of_row is not None:
+            with torch.inference_mode(False):
+                pinned = adapter_of_row.is_cuda
+                self._adapter_rows = torch.full((self.chunked_prefill_size,), -1, dtype=torch.int32, pin_memory=pinned)
 
     def _loaded(self) -> ExpertStore:
         if self.moe is None:
@@ -243,7 +278,7 @@ class BaseMoEWrapper:
             out[:size].copy_(submitted.piece.wait(), non_blocking=True)
             for first in range(size, out.shape[0], size):
                 rows = slice(first, first + size)
-                piece = self._start(hidden[rows], submitted.ids[rows], submitted.weights[rows], defers=False)
+                piece = self._start(hidden[rows], submitted.ids[rows], submitted.weights[rows], False, first)
                 out[rows].copy_(piece.wait(), non_blocking=True)
                 self._mark_passed(hidden.device, piece)
             if submitted.earlier is not None:
@@ -276,8 +311,8 @@ class BaseMoEWrapper:
 
     # One piece.
 
-    def _start(self, hidden: Tensor, ids: Tensor, weights: Tensor, defers: bool) -> PreparedBatch:
-        """Queue the copies of a batch into host memory, and the start of its experts."""
+    def _start(self, hidden: Tensor, ids: Tensor, weights: Tensor, defers: bool, first: int = 0) -> PreparedBatch:
+        """Queue the copies of a batch into host memory, and the start of its experts; `first`: its first row."""
         batch = self._prepare(hidden, ids, weights, defers)
         views = batch.views
         if defers:
@@ -287,6 +322,9 @@ class BaseMoEWrapper:
         views.hidden.copy_(hidden, non_blocking=True)
         views.ids.copy_(ids, non_blocking=True)
         views.weights.copy_(weights, non_blocking=True)
+        if self._adapter_rows is not None and self._adapter_of_row is not None:
+            rows = self._adapter_of_row[first : first + hidden.shape[0]]
+            self._adapter_rows[: hidden.shape[0]].copy_(rows, non_blocking=True)
         batch.submit()
         return batch
 
@@ -295,24 +333,34 @@ class BaseMoEWrapper:
         capturing = hidden.is_cuda and torch.cuda.is_current_stream_capturing()
         batch = self._batches.get(key)
         if batch is None:
-            batch = self._batches[key] = self._new_batch(hidden, ids, weights, deferred)
-            self._drop_idle()
+            batch = self._batches[key] = self._new_batch(hidden, ids, weights, deferred, capturing)
+            if not capturing:  # events cannot be asked while a stream is captured
+                self._drop_idle()
         elif not capturing:
             batch.raise_error()
         self._batches.move_to_end(key)
         batch.captured = batch.captured or capturing
         return batch
 
-    def _new_batch(self, hidden: Tensor, ids: Tensor, weights: Tensor, deferred: bool) -> PreparedBatch:
+    def _new_batch(
+        self, hidden: Tensor, ids: Tensor, weights: Tensor, deferred: bool, capturing: bool
+    ) -> PreparedBatch:
         key = BufferKey(hidden.device, self.hidden_size, ids.shape[1], hidden.element_size(), deferred)
+        if capturing and not KExpertsCPUBuffer.holds(key, self.chunked_prefill_size):
+            given = f"hidden states in {hidden.dtype} with {ids.shape[1]} experts per token on {hidden.device}"
+            expected = "what was computed once outside of a capture"
+            raise InputError("CUDA graph", given, expected, "call forward once, then capture it")
         both = KExpertsCPUBuffer.reserve(key, self.chunked_prefill_size)
         views = both[self.layer_idx % len(both)].views(hidden, ids, weights)
         store = self._loaded()
         skip, later = self.gpu_experts_mask, None
-        now = store.prepare(views.hidden, views.ids, views.weights, out=views.out, skip=skip)
+        adapter = None if self._adapter_rows is None else self._adapter_rows[: hidden.shape[0]]
+        now = store.prepare(
+            views.hidden, views.ids, views.weights, out=views.out, skip=skip, adapter=adapter, adapters=self.adapters
+        )
         if deferred:
             bound = (views.hidden, views.deferred_ids, views.weights)
-            later = store.prepare(*bound, out=views.deferred_out, skip=skip)
+            later = store.prepare(*bound, out=views.deferred_out, skip=skip, adapter=adapter, adapters=self.adapters)
         return PreparedBatch(views, now, later, hidden.is_cuda)
 
     def _drop_idle(self) -> None:
@@ -357,7 +405,7 @@ def _on_stream(device: torch.device, stream: int | None) -> Iterator[None]:
         if stream is None or stream == torch.cuda.current_stream(device).cuda_stream:
             yield
         else:
-            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device)):
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device)):  # type: ignore[no-untyped-call]
                 yield
 
 

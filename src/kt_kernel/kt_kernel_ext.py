@@ -9,14 +9,14 @@ neither torch nor the native core.
 from __future__ import annotations
 
 import os
-import threading
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
 
+TYPE_CHECKING = False  # as typing has it; typing and dataclasses take longer to import than all of this
 if TYPE_CHECKING:
+    from typing import Any, ClassVar
+
     from ktransformers import _core
 
-Task = tuple[int, int]  # addresses: function, argument
+    Task = tuple[int, int]  # addresses: function, argument
 
 VARIANTS = {  # of kt-kernel, and the CPU flags that each one requires
     "amx": ("amx_tile", "amx_int8", "amx_bf16", "avx512f", "avx512bw", "avx512_vnni", "avx512_vbmi", "avx512_bf16"),
@@ -41,32 +41,36 @@ USE_INSTEAD = {
 }
 
 
-@dataclass
 class WorkerPoolConfig:
-    subpool_count: int = 1
-    subpool_numa_map: list[int] = field(default_factory=lambda: [0])
-    subpool_thread_count: list[int] = field(default_factory=lambda: [1])
+    def __init__(
+        self,
+        subpool_count: int = 1,
+        subpool_numa_map: list[int] | None = None,
+        subpool_thread_count: list[int] | None = None,
+    ) -> None:
+        self.subpool_count = subpool_count
+        self.subpool_numa_map = subpool_numa_map or [0]
+        self.subpool_thread_count = subpool_thread_count or [1]
 
 
-@dataclass
 class QuantConfig:
-    quant_method: str = ""
-    bits: int = 0
-    group_size: int = 0
-    zero_point: bool = False
-    per_channel: bool = False
+    def __init__(self) -> None:
+        self.quant_method = ""
+        self.bits = 0
+        self.group_size = 0
+        self.zero_point = False
+        self.per_channel = False
 
 
-@dataclass(frozen=True)
 class WorkerPool:
     """The threads of a `CPUInfer`."""
 
-    threads: int
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
 
 
 class CPUInfer:
     _shared: ClassVar[CPUInfer | None] = None
-    _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, threads: int | WorkerPoolConfig) -> None:
         config = WorkerPoolConfig(1, [0], [threads]) if isinstance(threads, int) else threads
@@ -81,10 +85,9 @@ class CPUInfer:
         """The one of this process, which the first wrapper creates; later arguments are ignored, as by kt-kernel."""
         from kt_kernel.thread_pool import use_threads
 
-        with cls._lock:
-            if CPUInfer._shared is None:
-                CPUInfer._shared = CPUInfer(use_threads(threads, pools, numa_nodes))
-            return CPUInfer._shared
+        if CPUInfer._shared is None:
+            CPUInfer._shared = CPUInfer(use_threads(threads, pools, numa_nodes))
+        return CPUInfer._shared
 
     def submit(self, task: Task) -> None:
         """Queue a task; returns at once."""
@@ -109,7 +112,7 @@ class CPUInfer:
         from ktransformers.place.gpu.cuda_driver import call_on_host
 
         queue = self._queue()
-        given = torch.cuda.ExternalStream(stream) if stream else torch.cuda.default_stream()
+        given: Any = torch.cuda.ExternalStream(stream) if stream else torch.cuda.default_stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(given):
             once = not torch.cuda.is_current_stream_capturing()
         call_on_host(stream, queue.callback, queue.step(function, argument, pending, once))

@@ -13,6 +13,7 @@ from ktransformers.log import logger
 from ktransformers.nn.pool import set_default_pool
 
 RESERVED_CPUS = 2
+SPIN_US = 50
 
 log = logger(__name__)
 
@@ -26,7 +27,7 @@ def use_threads(threads: int, pools: int, numa_nodes: list[int] | None = None) -
     if used < threads:
         log.info("%d threads asked for, %d used: %d of %d CPUs are left to other processes", threads, used,
                  cpus - used, cpus)  # fmt: skip
-    pool = set_default_pool(used)
+    pool = set_default_pool(used, spin_us=SPIN_US)
     if numa_nodes is not None and len(numa_nodes) != pool.groups:
         log.warning("numa_nodes %s: experts are divided over the %d NUMA nodes of this process instead; restrict it "
                     "with numactl", numa_nodes, pool.groups)  # fmt: skip

@@ -8,7 +8,7 @@ precedes it in the names. Runtime expert i is the checkpoint's expert `order[i]`
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +59,8 @@ def _open(path: Path) -> Source | PackedExperts:
     """A model has as many wrappers as layers, and all of them read the same headers."""
     if is_packed(path):
         return PackedExperts(path)
+    if path.is_dir() and not (path / "config.json").is_file():  # experts alone, as kt-kernel reads them
+        return open_source(path)
     facts = read_checkpoint_facts(path)
     return open_expert_source(facts, None) or open_source(path, facts.rest)
 
@@ -88,6 +90,17 @@ def load_store(weight_path: str | Path, place: LayerPlace, method: str, order: T
         source.release()
 
 
+def open_layer(weight_path: str | Path, place: LayerPlace) -> LayerSource:
+    """The layer in its files, from which single experts can be read in the bytes of the release."""
+    source = _open(Path(weight_path).expanduser())
+    if not isinstance(source, PackedExperts):
+        layer = _read_layer(source, place)[1]
+        if layer.expert is not None:
+            return layer
+    given = f"{weight_path}, whose files hold no single experts in a released format"
+    raise InputError("weight_path", given, "a released directory of safetensors")
+
+
 def store_from_tensors(
     gate: Tensor, up: Tensor, down: Tensor, place: LayerPlace, method: str, order: Tensor | None = None
 ) -> ExpertStore:
@@ -107,6 +120,13 @@ def store_from_tensors(
     if target == "bf16":
         return _pack(store, contract, [chunk], experts)
     return _pack(store, contract, [chunk], experts, lambda matrix: encode(numbers(matrix), target))
+
+
+def store_from_encoded(matrices: Mapping[str, Encoded], place: LayerPlace, order: Tensor | None = None) -> ExpertStore:
+    """From gate, up and down of all experts in codes of a format, which are kept."""
+    experts, contract = check_order(order, place.experts), place.contract()
+    store = new_store(contract, formats={role: matrix.format for role, matrix in matrices.items()})
+    return _pack(store, contract, [ExpertChunk(0, False, dict(matrices))], experts)
 
 
 def check_order(order: Tensor | None, experts: int) -> list[int]:

@@ -46,6 +46,9 @@ VARIABLES = (
         "KT_LOG", "debug, info, warning, error", "log to stderr from this level up; debug includes the choices made"
     ),
     Variable("KT_KERNEL_DEBUG", "1", "the same as KT_LOG=debug"),
+    Variable(
+        "KT_SGLANG_OPTIONS", "JSON", "options of our plugin for SGLang, which its launcher passes to its other processes"
+    ),
     Variable("API_HOST", "an address", "listening address of `kt serve` without --host"),
     Variable("API_PORT", "a port's number", "port of `kt serve` without --port"),
     Variable("API_KEY", "a key", "API key that `kt serve` without --api-key requires"),

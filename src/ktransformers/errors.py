@@ -19,3 +19,8 @@ class InputError(KTError, ValueError):
 
 class DamagedFileError(KTError, OSError):
     """A file whose contents are not what was written: truncated, unreadable, or with a wrong checksum."""
+
+
+def is_panic(error: BaseException) -> bool:
+    """A panic in a library in Rust, tokenizers for example, which Python sees as a `BaseException`."""
+    return type(error).__name__ == "PanicException"

@@ -106,3 +106,21 @@ def test_work_leaves_nothing_in_caches(monkeypatch: pytest.MonkeyPatch) -> None:
             for start in range(len(dealt) - shape.experts):
                 assert len(set(dealt[start : start + shape.experts])) == shape.experts
     assert SHAPES["qwen3-30b"].layers() * SHAPES["qwen3-30b"].layer_bytes > 2e9
+
+
+def test_checksums_of_a_first_copy(run_bench: Run) -> None:
+    options = ["--device", "cpu", "--shape", "tiny", "--formats", "int4:32", "--experts", "1,8", "--rounds", "1"]
+    table, document = run_bench("checksums", *options)
+    assert [cell["experts"] for cell in document["cells"]] == [1, 8] and document["bench"] == "checksums"
+    for cell in document["cells"]:
+        assert all(cell[f"{name}_s"] > 0 for name in ("copy", "first", "again", "check"))
+        assert cell["ratio"] == pytest.approx(cell["first_s"] / cell["copy_s"], rel=1e-4)
+    assert any(line.startswith("format") for line in table)
+
+
+def test_request_path_with_and_without_workers(run_bench: Run) -> None:
+    options = ["--workers", "1", "--requests", "4", "--parallel", "2", "--rounds", "1"]
+    _, document = run_bench("request_path", *options)
+    assert len(document["cells"]) == 3 and document["bench"] == "request_path"
+    for cell in document["cells"]:
+        assert cell["tokens"] > 5 and all(cell[key] > 0 for key in ("here_s", "worker_s", "workers_rate", "loop_s"))

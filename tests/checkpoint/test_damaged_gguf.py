@@ -13,8 +13,8 @@ import torch
 
 from ktransformers.checkpoint.encoded import GGUF_BLOCKS
 from ktransformers.checkpoint.sources import open_source
-from ktransformers.checkpoint.sources.gguf import HALF_SCALES, SEPARATE
-from ktransformers.checkpoint.sources.gguf_header import BLOCKS, FORMATS, read_header
+from ktransformers.checkpoint.sources.gguf import HALF_SCALES, SEPARATE, _check_scales
+from ktransformers.checkpoint.sources.gguf_header import BLOCKS, FORMATS, GGUFTensor, read_header
 from ktransformers.errors import InputError
 from ktransformers.quant.origin import Origin
 from tests.support.releases import write_gguf
@@ -102,6 +102,27 @@ def test_bytes_of_another_type_are_refused(tmp_path: Path) -> None:
     patch(file, entry(name, shape, 8, offset), entry(name, shape, 2, offset))  # q8_0 as q4_0
     with pytest.raises(InputError, match=r"ffn_up_exps\.weight: given offset .* a type is not that of its bytes"):
         open_source(file)
+
+
+SAME_SIZE = [
+    (one, other) for one in HALF_SCALES for other in HALF_SCALES if one != other and BLOCKS[one] == BLOCKS[other]
+]
+
+
+@pytest.mark.parametrize(("written", "read"), SAME_SIZE)
+def test_bytes_of_another_type_of_the_same_size_are_refused(written: str, read: str) -> None:
+    """Sizes do not tell them apart, but the scale of one lies where the other has codes, one in 32 of which is no
+    number as a half float. q4_0 and iq4_nl have the same layout, so that only the header tells them apart."""
+    generator = torch.Generator().manual_seed(1)
+    blocks = torch.randint(256, (2000, BLOCKS[written][1]), dtype=torch.uint8, generator=generator)
+    for offset in HALF_SCALES[written]:
+        blocks[:, offset + 1] = 0x1C  # a small finite number
+    tensor = GGUFTensor("blk.0.ffn_up_exps.weight", read, (2000, BLOCKS[read][0]), Path("m.gguf"), 0, blocks.numel())
+    if {written, read} == {"q4_0", "iq4_nl"}:
+        _check_scales(tensor, blocks)
+        return
+    with pytest.raises(InputError, match=rf"ffn_up_exps\.weight: given {read} with scales that are NaN or infinite"):
+        _check_scales(tensor, blocks)
 
 
 @pytest.mark.parametrize("alignment", [0, 3, 1, 2**31])

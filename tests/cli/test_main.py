@@ -212,3 +212,15 @@ def test_chat_prints_json_lines(kt: RunKt, monkeypatch: pytest.MonkeyPatch, tmp_
     assert "an answer\n[2 tokens" in plain.stdout and bodies[-1]["messages"][0]["role"] == "system"
     history.write_text("[1]")
     assert "history-file" in str(CliRunner().invoke(app, words, input="").exception)
+
+
+@pytest.mark.parametrize("verb", ["run", "train", "eval", "prove"])
+def test_no_verify_reaches_every_model_of_the_command(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from ktransformers import env
+
+    monkeypatch.setenv("KT_VERIFY", "1")
+    arguments = {"run": ["a prompt"], "eval": ["--task", "arithmetic"]}.get(verb, [])
+    failed = CliRunner().invoke(app, [verb, "/nothing/here", *arguments, "--no-verify"])
+    assert failed.exit_code and not env.verify_enabled(), failed.output

@@ -4,6 +4,7 @@ batch."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
-from ktransformers.errors import InputError
+from ktransformers.errors import DamagedFileError, InputError
+from ktransformers.nn import ExpertStore
 from ktransformers.place import attach
 from ktransformers.place.gpu.executor import ExpertBatch
 from ktransformers.place.gpu.expert_cache import ExpertCache
@@ -74,6 +76,37 @@ def test_replays_match_the_cpu(share: float, size: Size, tokens: int) -> None:
     ids = torch.cat([small_batch(size, tokens, "cpu", seed=seed).ids for seed in (0, *[1, 2, 3, 4] * 3)])
     ids = ids[(ids >= 0) & (ids < size.experts)]
     assert np.array_equal(counts, torch.bincount(ids, minlength=size.experts)), "replays are counted too"
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("residents", [(), (0, 3)])
+def test_a_damaged_expert_is_an_error_before_its_result_is_used(residents: tuple[int, ...], captured: bool) -> None:
+    """The CPU compares it with its checksum in a host callback, which cannot raise."""
+    packed = make_store(SMALL)
+    checksums = torch.tensor(packed.checksums())
+    checksums[5] += 1
+    store = ExpertStore(SMALL.experts, SMALL.hidden, SMALL.intermediate)
+    store.adopt(**packed.memory(), checksums=checksums, source="packed-00000.safetensors")
+    place = placed_for_inference(store, GPU, "host_callback", residents=residents)
+    whole = small_batch(SMALL, 1, GPU)
+    whole.ids.copy_(torch.tensor([[1, 2]]))
+    damaged = replace(whole, ids=torch.tensor([[1, 5]], device=GPU))
+    if captured:
+        graph, _ = capture(place, whole)
+        replay(graph, whole, damaged)
+        torch.cuda.synchronize()
+        raises = functools.partial(place.engine.callbacks.raise_pending, 1)
+    else:
+        raises = place.engine.callbacks.raise_launched
+        place.engine.infer(place.layer, whole)
+        raises()
+        place.engine.infer(place.layer, damaged)
+    with pytest.raises(DamagedFileError, match=r"packed-00000\.safetensors, expert 5"):
+        raises()
+    again = small_batch(SMALL, 1, GPU)
+    again.ids.copy_(torch.tensor([[1, 2]]))
+    assert relative_error(place.engine.infer(place.layer, again).cpu(), cpu_output(packed, again)) < CLOSE
+    place.engine.callbacks.raise_launched()
 
 
 @pytest.mark.parametrize("spec", ["bf16", "int4:32"])

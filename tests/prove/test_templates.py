@@ -49,6 +49,13 @@ class TrainedAdapters:
         return list(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
 
+def talk(number: int) -> list[dict[str, str]]:
+    """A conversation of two turns."""
+    answer = "Hello! I am an AI assistant."
+    texts = (f"Who are you, {number}?", answer, "Really?", answer)
+    return [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedAdapters:
     from tests.support.training import recipe
@@ -59,9 +66,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedAdapters:
     for file in TOKENIZER.glob("*.json"):
         shutil.copyfile(file, root / "base" / file.name)
     outputs = {name: root / name for name in NAMES}
-    system = {"deepseek": "Answer briefly.", "llama3": None}
+    (root / "talks.json").write_text(json.dumps([{"messages": talk(number)} for number in range(16)]))
+    own: dict[str, dict[str, Any]] = {
+        "deepseek": {"default_system": "Answer briefly.", "dataset": str(root / "talks.json")},
+        "llama3": {},
+    }
     for name, output in outputs.items():
-        keys = {"template": name, "default_system": system[name], "val_size": 3, "learning_rate": 3e-2, "max_steps": 8}
+        keys = {"template": name, "val_size": 3, "learning_rate": 3e-2, "max_steps": 8, **own[name]}
         run(recipe(root / "base", output, **keys))
     return TrainedAdapters(root / "base", outputs, AutoTokenizer.from_pretrained(root / "base"))
 
@@ -87,9 +98,11 @@ def ask(client: Client, name: str, **fields: Any) -> Any:
 def test_adapter_carries_template_with_the_recipe_in_it(trained: TrainedAdapters) -> None:
     for name, output in trained.outputs.items():
         record = proof_record.read_record(output)
-        assert record is not None and len(record.prompts) == 3
+        turns = 2 if name == "deepseek" else 1
+        assert record is not None and len(record.prompts) == 3 * turns and record.other_turns == 0
+        assert sum(prompt.follows_answers for prompt in record.prompts) == 3 * (turns - 1)
         text = (output / "chat_template.jinja").read_text()
-        for prompt, row in zip(record.prompts, record.rows, strict=True):
+        for prompt, row in zip(record.prompts, [row for row in record.rows for _ in range(turns)], strict=True):
             assert prompt.tokens == row[: len(prompt.tokens)] and prompt.messages[-1]["role"] == "user"
             rendered = trained.tokenizer.apply_chat_template(
                 list(prompt.messages), chat_template=text, tokenize=False, add_generation_prompt=True
@@ -203,7 +216,7 @@ def test_eval_scores_the_tokens_of_training(trained: TrainedAdapters) -> None:
     row = Renderer(tokenizer, 512).encode(Conversation([*MESSAGES, answer]), DataRow("f", 1, {}))
     tokens = PromptTokenizer(trained.tokenizer, "base", read_adapter_template(trained.outputs["deepseek"]))
     ids, start = tokens.split(EvalPrompt(QUESTION), "// a comment")
-    assert row.prompt is not None and start == row.prompt.tokens and [*ids, tokenizer.eos_token_id] == row.ids
+    assert start == row.prompts[0].tokens and [*ids, tokenizer.eos_token_id] == row.ids
 
 
 def test_eval_of_a_server_refuses_a_tokenizer_with_another_template(
@@ -248,7 +261,7 @@ def test_prove_asks_with_messages(
     if tampered:
         assert "chat template of base:" in proof["culprit"]
     else:
-        assert "3 prompts are those of training" in checks["server, messages"]["said"]
+        assert "6 prompts, 3 of them later turns, are those of training" in checks["server, messages"]["said"]
         assert checks["server, end"]["passed"]
 
 

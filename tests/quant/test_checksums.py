@@ -23,7 +23,7 @@ from ktransformers.checkpoint.tensorfile import read_layout
 from ktransformers.errors import DamagedFileError
 from ktransformers.nn import ExpertStore, load_model
 from ktransformers.place.gpu.expert_cache import ExpertCache
-from ktransformers.place.placement import geometry_of, new_layer
+from ktransformers.place.placement import attach, geometry_of, new_layer
 from tests.support.packing import expert_modules_with_stores, pack, tiny
 from tests.support.tiny_models import logits
 
@@ -120,6 +120,23 @@ def test_a_flipped_bit_does_not_reach_a_gpu(copy: Path) -> None:
     with pytest.raises(DamagedFileError, match="expert 1"):
         cache.fetch(0, source, [1])
     assert cache.present(0) == {0, 2}
+
+
+@pytest.mark.parametrize("policy", ["stream", "stream_all", "split", "resident"])
+def test_a_flipped_bit_is_found_wherever_its_expert_is_computed(policy: str, copy: Path) -> None:
+    """The placement engine on torch's CPU device copies experts into a cache before it computes with them."""
+    flip(copy, 0, "down", 1)
+    model = load_model(copy, dtype=torch.float32)
+    placement = None
+    with pytest.raises(DamagedFileError, match="layers.0.mlp.experts, expert 1"):
+        placement = attach(model, policy=policy, device="cpu")  # `split` may measure copies of the first layer
+        assert placement is not None and len(placement.layers) == 2
+        if policy == "resident":
+            placement.place_residents(count=2)  # experts 0 and 1 of every layer
+        logits(model)
+    if placement is not None:
+        assert 1 not in placement.engines[0].cache.present(0)
+        placement.detach()
 
 
 def test_no_verify(copy: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

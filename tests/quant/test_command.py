@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,6 @@ from ktransformers.nn import load_model
 from ktransformers.quant.receipt import WINDOW_TOKENS, read_receipt, read_text, split_windows
 from tests.support.packing import tiny
 from tests.support.tiny_models import logits
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -80,23 +76,6 @@ def test_older_option_names_are_accepted(source: Path, tmp_path: Path) -> None:
     kt(source, "-m", "int8", "-o", tmp_path / "b")
     one, other = (load_model(tmp_path / name, dtype=torch.float32) for name in "ab")
     assert torch.equal(logits(one), logits(other))
-
-
-def test_old_script_name_is_accepted(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spec = importlib.util.spec_from_file_location("convert_cpu_weights", ROOT / "scripts" / "convert_cpu_weights.py")
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    words = ["-i", source, "--input-type", "bf16", "-o", tmp_path / "out", "--quant-method", "int4", "--gpu"]
-    monkeypatch.setattr(sys, "argv", ["convert_cpu_weights.py", *map(str, words)])
-    script.main()
-    assert "--gpu has no effect here" in capsys.readouterr().err
-    assert read_receipt(tmp_path / "out").formats["down"] == "int4:32"
-    monkeypatch.setattr(sys, "argv", [*sys.argv[:-3], "--quant-method", "awq"])
-    with pytest.raises(SystemExit, match="convert_cpu_weights: quant-method: given awq"):
-        script.main()
 
 
 def test_receipt_of_a_calibration_text(source: Path, tmp_path: Path) -> None:

@@ -3,9 +3,10 @@ every attack of tests/support/attacks.py. KT_SOAK_SECONDS sets its length (`make
 KT_SOAK_RECORD names a file for the results.
 
 Expected: no status but 200 and 4xx, every request answered, /health and the next event of a stream within a quarter of
-a second at the 99th percentile and never later than a second, nothing left in the engine, flat memory, and the same greedy completion at the end as at
-the beginning. The clients are processes of their own, so that only the server's GIL and loop are measured. Memory is
-the resident size of the server and the bytes that malloc has allocated: fragmentation of the heap grows only the first.
+a second at the 99th percentile and never later than a second, nothing left in the engine, flat memory, and the same
+greedy completion at the end as at the beginning. The clients are processes of their own, so that only the server's GIL
+and loop are measured. Memory is the resident size of the server and the bytes that malloc has allocated: fragmentation
+of the heap grows only the first.
 """
 
 from __future__ import annotations

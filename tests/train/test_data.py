@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from ktransformers.adapters.chat_templates import TEMPLATES, find_template, missing_tokens, to_jinja, with_defaults
+from ktransformers.adapters.chat_templates import (
+    EMPTY_THOUGHT,
+    TEMPLATES,
+    find_template,
+    missing_tokens,
+    templates_with_tools,
+    to_jinja,
+    with_defaults,
+)
 from ktransformers.errors import InputError
 from ktransformers.train.data.files import DataRow, read_rows
 from ktransformers.train.data.formats import Conversation, PlainText, PreferencePair, read_sample
@@ -251,10 +259,49 @@ def test_unknown_template_and_missing_tokens_are_reported(tokenizer: Any) -> Non
         find_template("qwen33")
     assert missing_tokens(TEMPLATES["llama3"], tokenizer) == ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     assert missing_tokens(TEMPLATES["qwen3"], tokenizer) == []
-    with pytest.raises(InputError, match="no form for tool"):
-        rendered(
-            tokenizer, to_jinja(TEMPLATES["qwen3"]), Conversation([*TALK, {"role": "tool", "content": "x"}, *TALK[1:2]])
-        )
+    result = Conversation([*TALK, {"role": "tool", "content": "x"}, *TALK[1:2]])
+    call = Conversation([*TALK[:1], {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}])
+    for conversation, message in ((result, "no form for tool"), (call, "no form for calls")):
+        with pytest.raises(InputError, match=message):
+            rendered(tokenizer, to_jinja(TEMPLATES["chatml"]), conversation)
+
+
+@pytest.mark.parametrize("name", templates_with_tools())
+def test_named_templates_show_tools_as_released_templates_do(tokenizer: Any, name: str) -> None:
+    add = {"name": "add", "description": 'Zählt "a" und b', "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": add}, {"type": "function", "function": add | {"name": "sub"}}]
+
+    def call(function: str, arguments: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": function, "arguments": arguments}}
+
+    several = [call("add", {"a": 1, "b": "ü"}), call("sub", '{"a": 2}')]
+    talk = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "1 + ü?"},
+        {"role": "assistant", "content": "", "tool_calls": several},
+        {"role": "tool", "content": "3"},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "Once more.", "tool_calls": several[:1]},
+        {"role": "tool", "content": "5"},
+    ]
+    answer = {"role": "assistant", "content": "Five."}
+    released = (TEMPLATE_FILES / "qwen3.jinja").read_text()
+
+    def text(template: str, messages: list[dict[str, Any]], prompt: bool) -> str:
+        options = {"tokenize": False, "add_generation_prompt": prompt, "chat_template": template}
+        return str(tokenizer.apply_chat_template(messages, tools=tools, **options)).replace(EMPTY_THOUGHT, "")
+
+    ours = to_jinja(TEMPLATES[name])
+    beginnings = (0,) if TEMPLATES[name].default_system else (0, 1)  # with a system message, and without
+    for first in beginnings:
+        assert text(ours, talk[first:], True) == text(released, talk[first:], True)
+        assert text(ours, [*talk[first:], answer], False) == text(released, [*talk[first:], answer], False)
+    learned = rendered(tokenizer, ours, Conversation([*talk, answer], tools))
+    assert learned.count("«") == 3 and "Five.<|im_end|>»" in learned
+    assert '"arguments": {"a": 1, "b": "ü"}}\n</tool_call>\n<tool_call>' in learned.split("»")[0].split("«")[1]
+    system = TEMPLATES[name].default_system
+    beginning = f"{system}\n\n# Tools" if system else "# Tools"
+    assert text(ours, talk[1:2], True).startswith(f"<|im_start|>system\n{beginning}")
 
 
 def test_tools_are_passed_to_the_tokenizer_template(tokenizer: Any) -> None:
@@ -275,9 +322,12 @@ def test_tools_under_a_template_without_them_are_refused(tokenizer: Any) -> None
     (found,) = read_datasets(["glaive_toolcall_en_demo"], DataSettings(dataset=("x",), max_samples=20))
     _check_template(tokenizer, [found])
     before = tokenizer.chat_template
-    tokenizer.chat_template = to_jinja(TEMPLATES["qwen3"])
     try:
-        with pytest.raises(InputError, match="tools, which the chat template does not show"):
+        tokenizer.chat_template = to_jinja(TEMPLATES["qwen3"])
+        _check_template(tokenizer, [found])
+        tokenizer.chat_template = to_jinja(TEMPLATES["llama3"])
+        message = "tools, which the chat template does not show, expected a template .* qwen, qwen3, qwen3_nothink"
+        with pytest.raises(InputError, match=message):
             _check_template(tokenizer, [found])
     finally:
         tokenizer.chat_template = before

@@ -13,8 +13,10 @@ import torch
 
 from ktransformers.errors import InputError
 from ktransformers.nn import attach
-from ktransformers.train.model import build_lora_config, check_readable
-from ktransformers.train.reachable import trainable_targets
+from ktransformers.train.model import build_fake_model, build_lora_config, check_readable
+from ktransformers.train.plan import make_plan
+from ktransformers.train.reachable import predict_targets, trainable_targets
+from ktransformers.train.resolve import read_settings
 from ktransformers.train.settings import LoraSettings
 from ktransformers.train.targets import find_targets
 from tests.support.tiny_models import build
@@ -49,6 +51,32 @@ def test_modules_without_a_gradient_are_left_out(family: str) -> None:
     assert after == before and not any(
         module._forward_hooks for module in model.modules() if "Linear" in repr(type(module))
     )
+
+
+@pytest.mark.parametrize(
+    "family",  # without zaya, whose gradients are zeros
+    ["qwen3_moe", "deepseek_v32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hy_v4", "deepseek_v4"))],
+)
+def test_dry_run_leaves_out_the_same_modules(family: str, model_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """Without weights; the plan counts what is left."""
+    expected, reason = LEFT_OUT[family]
+    settings = read_settings(recipe(model_of(family), tmp_path / "x", max_samples=2))
+    counted, everything = make_plan(settings, predict=True).plan, make_plan(settings).plan
+    assert counted.targets is not None and everything.targets is not None
+    assert last_names(everything.targets.modules) - last_names(counted.targets.modules) == expected
+    assert counted.targets.parameters == everything.targets.parameters
+    assert counted.trained_numbers is not None and everything.trained_numbers is not None
+    assert (counted.trained_numbers < everything.trained_numbers) == bool(expected)
+    notes = [note for note in counted.notes if note.startswith("left out of lora_target")]
+    assert len(notes) == bool(expected) and (not notes or reason in notes[0])
+
+
+def test_dry_run_of_a_model_that_needs_numbers_says_so(model_of: Callable[[str], Path]) -> None:
+    model = build_fake_model(model_of("qwen3_moe"))
+    model.model.norm.forward = lambda hidden: hidden * float(hidden.detach().sum())
+    targets, notes = predict_targets(model, LoraSettings())
+    assert targets == find_targets(model, LoraSettings())
+    assert len(notes) == 1 and "are found when the run starts" in notes[0]
 
 
 def test_named_target_without_a_gradient_is_an_error() -> None:

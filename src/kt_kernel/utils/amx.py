@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from kt_kernel.experts_base import BaseMoEWrapper
-from ktransformers.errors import InputError
+from kt_kernel.weights import check_order, open_layer
+from kt_kernel.write_back import split_for_ranks, write
+from ktransformers.checkpoint import Encoded
+from ktransformers.checkpoint.sources import LayerSource
 
 
 class AMXMoEWrapper(BaseMoEWrapper):
@@ -17,6 +20,15 @@ class AMXMoEWrapper(BaseMoEWrapper):
 
 class NativeMoEWrapper(BaseMoEWrapper):
     """Methods that keep a released format, in which single experts can be written back for a GPU."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._order = list(range(self.num_experts))
+        self._files: LayerSource | None = None
+
+    def load_weights(self, physical_to_logical_map_cpu: Tensor | None = None) -> None:
+        self._order = check_order(physical_to_logical_map_cpu, self.num_experts)
+        super().load_weights(physical_to_logical_map_cpu)
 
     def submit_write_weight_scale_to_buffer(
         self,
@@ -27,28 +39,25 @@ class NativeMoEWrapper(BaseMoEWrapper):
         w2_weight_ptrs: Sequence[int],
         w2_scale_ptrs: Sequence[int],
     ) -> None:
-        """Write an expert in the release's layout to host memory at these addresses, one for each of `gpu_tp_count`
-        ranks: a rank's rows of gate, then those of up, and its columns of down."""
-        if self.method != "BF16":
-            remedy = "BF16, or let `kt serve` stream experts in any format"
-            raise InputError("submit_write_weight_scale_to_buffer", f"method {self.method}", "BF16", remedy)
-        store = self._loaded()
-        if self.moe_intermediate_size % gpu_tp_count or len(w13_weight_ptrs) < gpu_tp_count:
-            given = f"{gpu_tp_count} ranks for {self.moe_intermediate_size} rows and {len(w13_weight_ptrs)} addresses"
-            raise InputError("gpu_tp_count", given, "a divisor of the intermediate size, with an address for each rank")
-        gate, up, down = (store.decode(role, expert_id) for role in ("gate", "up", "down"))
-        rows = self.moe_intermediate_size // gpu_tp_count
-        for rank in range(gpu_tp_count):
-            part = slice(rank * rows, (rank + 1) * rows)
-            size = _write(w13_weight_ptrs[rank], gate[part])
-            _write(w13_weight_ptrs[rank] + size, up[part])
-            _write(w2_weight_ptrs[rank], down[:, part].contiguous())
+        """Write an expert to host memory at these addresses, one for each of `gpu_tp_count` ranks, in the layout of
+        `write_back.py`."""
+        for rank, part in enumerate(split_for_ranks(self._released(expert_id), gpu_tp_count)):
+            write(w13_weight_ptrs[rank], part.w13)
+            write(w2_weight_ptrs[rank], part.w2)
+            if part.w13_scale is not None:
+                write(w13_scale_ptrs[rank], part.w13_scale)
+                write(w2_scale_ptrs[rank], part.w2_scale)
 
     def sync_write_weight_scale_to_buffer(self) -> None:
         """Nothing to wait for: the expert was written when the call above returned."""
 
-
-def _write(address: int, tensor: Tensor) -> int:
-    size = tensor.numel() * tensor.element_size()
-    ctypes.memmove(address, tensor.data_ptr(), size)
-    return size
+    def _released(self, expert: int) -> dict[str, Tensor | Encoded]:
+        """Gate, up and down of an expert, in the bytes of the release: bf16 from the packed experts, anything else from
+        the files, whose pages the system keeps as long as memory allows."""
+        store = self._loaded()
+        if set(store.formats.values()) == {"bf16"}:
+            return {role: store.decode(role, expert)[None] for role in ("gate", "up", "down")}
+        if self._files is None:
+            self._files = open_layer(self.weight_path, self._place)
+        assert self._files.expert is not None
+        return self._files.expert(self._order[expert]).tensors

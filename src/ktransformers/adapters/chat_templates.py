@@ -2,8 +2,8 @@
 
 The text matches LLaMA-Factory's templates of the same name, so an adapter works with both; a name that is not here is
 looked up in an installed LLaMA-Factory. A template is converted to jinja for the tokenizer, which is saved with the
-adapter. Tool calls are not covered: the tokenizer's own template defines them for the model, and a run without
-`template` uses that.
+adapter. Functions, calls and their results have a form in the templates whose released Jinja shows one (`ToolFormat`);
+for the others the tokenizer's own template defines it, and a run without `template` uses that.
 """
 
 from __future__ import annotations
@@ -24,6 +24,16 @@ EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 
 
 @dataclass(frozen=True)
+class ToolFormat:
+    """Functions as JSON at the end of the system message, calls after the content of an answer, results in a turn."""
+
+    functions: tuple[str, str]  # before the first, each of which begins a line, and after the last
+    call: tuple[str, str, str]  # before its name, between name and arguments, after them
+    result: tuple[str, str]
+    turn: tuple[str, str]  # around results that follow each other
+
+
+@dataclass(frozen=True)
 class ChatTemplate:
     user: tuple[str, str]  # before and after the content
     assistant: tuple[str, str]
@@ -34,12 +44,26 @@ class ChatTemplate:
     eos: bool = False  # the assistant's turn ends with the tokenizer's eos token
     thinks: bool = False  # an answer without reasoning gets an empty think block
     tokens: tuple[str, ...] = ()  # must be single tokens of the tokenizer
+    tools: ToolFormat | None = None
 
 
+# Of Qwen2.5 and Qwen3.
+_QWEN_TOOLS = ToolFormat(
+    functions=(
+        "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        "You are provided with function signatures within <tools></tools> XML tags:\n<tools>",
+        "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
+        "<tool_call></tool_call> XML tags:\n<tool_call>\n"
+        '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>',
+    ),
+    call=('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
+    result=("\n<tool_response>\n", "\n</tool_response>"),
+    turn=("<|im_start|>user", "<|im_end|>\n"),
+)
 _CHATML = ("<|im_start|>", "<|im_end|>")
 
 
-def _chatml(default_system: str = "", thinks: bool = False) -> ChatTemplate:
+def _chatml(default_system: str = "", thinks: bool = False, tools: ToolFormat | None = None) -> ChatTemplate:
     return ChatTemplate(
         user=("<|im_start|>user\n", "<|im_end|>\n"),
         assistant=("<|im_start|>assistant\n", "<|im_end|>\n"),
@@ -47,6 +71,7 @@ def _chatml(default_system: str = "", thinks: bool = False) -> ChatTemplate:
         default_system=default_system,
         thinks=thinks,
         tokens=_CHATML,
+        tools=tools,
     )
 
 
@@ -74,9 +99,9 @@ def _deepseek3(thinks: bool = False) -> ChatTemplate:
 
 TEMPLATES: dict[str, ChatTemplate] = {
     "chatml": _chatml(),
-    "qwen": _chatml("You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
-    "qwen3": _chatml(thinks=True),
-    "qwen3_nothink": _chatml(),
+    "qwen": _chatml("You are Qwen, created by Alibaba Cloud. You are a helpful assistant.", tools=_QWEN_TOOLS),
+    "qwen3": _chatml(thinks=True, tools=_QWEN_TOOLS),
+    "qwen3_nothink": _chatml(tools=_QWEN_TOOLS),
     "qwen3_5": _chatml(thinks=True),
     "qwen3_5_nothink": _chatml(),
     "deepseek": ChatTemplate(user=("User: ", "\n\n"), assistant=("Assistant:", ""), bos=True, eos=True),
@@ -106,6 +131,11 @@ TEMPLATES: dict[str, ChatTemplate] = {
     ),
     "empty": ChatTemplate(user=("", ""), assistant=("", ""), system=("", ""), eos=True),
 }
+
+
+def templates_with_tools() -> list[str]:
+    """Names of templates that show functions, calls and results."""
+    return [name for name, template in TEMPLATES.items() if template.tools is not None]
 
 
 def find_template(name: str) -> ChatTemplate:
@@ -209,31 +239,70 @@ def _literal(text: str) -> str:
 
 
 def to_jinja(template: ChatTemplate) -> str:
-    """The template in jinja: system, then user and assistant in any order, then the generation prompt."""
+    """The template in jinja: system, then the other messages in any order, then the generation prompt."""
 
     text = _literal
     bos = "(bos_token or '')" if template.bos else "''"
     end = f"eos_token + {text(template.assistant[1])}" if template.eos else text(template.assistant[1])
     system = f"{text(template.system[0])} + system + {text(template.system[1])}"
-    thought = f"({text(EMPTY_THOUGHT)} if '<think>' not in message['content'] else '')" if template.thinks else "''"
+    thought = f"({text(EMPTY_THOUGHT)} if '<think>' not in content else '')" if template.thinks else "''"
     begin = text(template.assistant[0])
     if template.thinks:
         begin += f" + ({text(EMPTY_THOUGHT)} if enable_thinking is defined and enable_thinking is false else '')"
+    refused = (
+        "{%- if message['tool_calls'] -%}{{- raise_exception('this template has no form for calls') -}}{%- endif -%}"
+    )
+    functions, calls, results = ("", refused, "") if template.tools is None else _tools_in_jinja(template.tools)
     return (
         "{%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else "
         f"{text(template.default_system)} -%}}"
+        f"{functions}"
         f"{{{{- {bos} + {text(template.prefix)} -}}}}"
         f"{{%- if system -%}}{{{{- {system} -}}}}{{%- endif -%}}"
         "{%- for message in messages -%}"
+        "{%- set content = message['content'] or '' -%}"
         "{%- if message['role'] == 'user' -%}"
-        f"{{{{- {text(template.user[0])} + message['content'] + {text(template.user[1])} -}}}}"
+        f"{{{{- {text(template.user[0])} + content + {text(template.user[1])} -}}}}"
         "{%- elif message['role'] == 'assistant' -%}"
-        f"{{{{- {text(template.assistant[0])} + {thought} + message['content'] + {end} -}}}}"
+        f"{{{{- {text(template.assistant[0])} + {thought} + content -}}}}"
+        f"{calls}"
+        f"{{{{- {end} -}}}}"
+        f"{results}"
         "{%- elif message['role'] != 'system' -%}"
         "{{- raise_exception('this template has no form for ' + message['role']) -}}"
         "{%- endif -%}{%- endfor -%}"
         f"{{%- if add_generation_prompt -%}}{{{{- {begin} -}}}}{{%- endif -%}}"
     )
+
+
+def _tools_in_jinja(tools: ToolFormat) -> tuple[str, str, str]:
+    """Functions added to `system`; calls of `message`; the branch of its role for results."""
+    text = _literal
+    name, arguments, end = (text(part) for part in tools.call)
+    functions = (
+        "{%- if tools -%}"
+        "{%- set shown = namespace(text='') -%}"
+        "{%- for tool in tools -%}{%- set shown.text = shown.text + '\\n' + (tool | tojson) -%}{%- endfor -%}"
+        f"{{%- set functions = {text(tools.functions[0])} + shown.text + {text(tools.functions[1])} -%}}"
+        "{%- set system = (system + '\\n\\n' if system else '') + functions -%}"
+        "{%- endif -%}"
+    )
+    calls = (
+        "{%- for call in message['tool_calls'] or [] -%}"
+        "{%- set call = call['function'] or call -%}"
+        "{{- '\\n' if content or not loop.first else '' -}}"
+        f"{{{{- {name} + call['name'] + {arguments} -}}}}"
+        "{{- call['arguments'] if call['arguments'] is string else call['arguments'] | tojson -}}"
+        f"{{{{- {end} -}}}}"
+        "{%- endfor -%}"
+    )
+    results = (
+        "{%- elif message['role'] == 'tool' -%}"
+        f"{{{{- {text(tools.turn[0])} if loop.first or loop.previtem['role'] != 'tool' else '' -}}}}"
+        f"{{{{- {text(tools.result[0])} + content + {text(tools.result[1])} -}}}}"
+        f"{{{{- {text(tools.turn[1])} if loop.last or loop.nextitem['role'] != 'tool' else '' -}}}}"
+    )
+    return functions, calls, results
 
 
 def missing_tokens(template: ChatTemplate, tokenizer: Any) -> list[str]:

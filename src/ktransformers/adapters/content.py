@@ -72,7 +72,7 @@ def _stored_tensor(shards: Shards, name: str, file: str) -> StoredTensor:
     dtype_name = shards.dtype(name)
     if dtype_name not in LORA_DTYPES:
         raise InputError(name, f"dtype {dtype_name}", "one of " + ", ".join(LORA_DTYPES))
-    return StoredTensor(name, file, shards.shape(name), LORA_DTYPES[dtype_name], lambda: shards.read(name))
+    return StoredTensor(name, file, shards.shape(name), LORA_DTYPES[dtype_name], lambda: shards.read_finite(name))
 
 
 def _has_lora(shards: Shards) -> bool:

@@ -23,7 +23,7 @@ from ktransformers.adapters.manifest import MANIFEST_FILE as MANIFEST
 from ktransformers.adapters.manifest import check_manifest, read_manifest, write_manifest, write_manifest_of
 from ktransformers.adapters.model import ModelFacts, find_facts
 from ktransformers.adapters.parse import ReadContext, check_complete
-from ktransformers.adapters.write import check_disjoint, check_target, finite_sum_of_squares, fresh_directory
+from ktransformers.adapters.write import check_disjoint, check_target, fresh_directory
 from ktransformers.checkpoint.dense import TOKENIZER_FILES
 from ktransformers.checkpoint.rest import copy_small_files
 from ktransformers.errors import InputError
@@ -79,8 +79,8 @@ def _read(content: Content, model: str | None, lora_alpha: float | None, verify:
         if document is not None:
             check_manifest(content, document)
         else:
-            for name, stored in content.tensors.items():
-                finite_sum_of_squares(name, stored.read())
+            for stored in content.tensors.values():
+                stored.read()  # which refuses NaN and infinite numbers
     context = ReadContext(_find_facts(content, model, document), lora_alpha, document)
     source = detect_dialect(content)
     raw = source.read(content, context)

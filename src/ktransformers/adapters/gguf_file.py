@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.adapters.stored_tensor import StoredTensor
+from ktransformers.checkpoint.finite import all_finite
 from ktransformers.checkpoint.mapped import map_file
 from ktransformers.checkpoint.sources.gguf_header import GGUFTensor, read_header
 from ktransformers.errors import InputError
@@ -45,14 +46,19 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         if tensor.name in tensors:
             raise InputError(f"{file}: {tensor.name}", "two tensors of this name", "one")
         dtype = GGUF_FLOATS[tensor.kind]
-        tensors[tensor.name] = StoredTensor(tensor.name, file.name, tensor.shape, dtype, _reader(data, tensor, dtype))
+        tensors[tensor.name] = StoredTensor(
+            tensor.name, file.name, tensor.shape, dtype, _reader(file, data, tensor, dtype)
+        )
     return header.fields, tensors
 
 
-def _reader(data: Tensor, tensor: GGUFTensor, dtype: torch.dtype) -> Callable[[], Tensor]:
+def _reader(file: Path, data: Tensor, tensor: GGUFTensor, dtype: torch.dtype) -> Callable[[], Tensor]:
     def read_tensor() -> Tensor:
         stored = data[tensor.offset : tensor.offset + tensor.bytes]
-        return stored.clone().view(dtype).reshape(tensor.shape)  # a copy: the mapped file is read-only
+        numbers = stored.clone().view(dtype).reshape(tensor.shape)  # a copy: the mapped file is read-only
+        if not all_finite(numbers):
+            raise InputError(f"{file}: {tensor.name}", "NaN or infinite numbers", "finite ones", "the file is damaged")
+        return numbers
 
     return read_tensor
 

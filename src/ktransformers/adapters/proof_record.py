@@ -2,8 +2,9 @@
 prove` to compare with, and a reload check that runs before the file is relied on.
 
 Per row: `rows.N.tokens` int64 `[T]`, `rows.N.base` and `rows.N.adapter` float32 `[T - 1]`, and `marks.N.MODULE` `[T,
-4]`, projections of module outputs with the adapter active. `prompts.N` int64 are the tokens before the first answer,
-with the messages that they were rendered from in the metadata, so that `kt prove` can ask a server as a client does.
+4]`, projections of module outputs with the adapter active. `prompts.N` int64 are the tokens before an answer, the first
+of a row and later ones, with the messages that they were rendered from in the metadata, so that `kt prove` can ask a
+server as a client does.
 The reload check fills every trained parameter with NaN and reads the saved file back, so that a tensor that is missing
 in the file, or that matches no parameter, cannot be masked by the value in memory.
 """
@@ -36,11 +37,15 @@ PROOF_FORMAT = "ktransformers-proof"
 
 @dataclass(frozen=True)
 class ProofPrompt:
-    """The messages before a row's first answer, and the tokens that training made of them."""
+    """The messages before an answer, and the tokens that training made of them."""
 
     messages: tuple[dict[str, Any], ...]
     tools: list[Any] | None
     tokens: tuple[int, ...]
+
+    @property
+    def follows_answers(self) -> bool:
+        return any(message["role"] == "assistant" for message in self.messages)
 
 
 @dataclass(frozen=True)
@@ -50,14 +55,20 @@ class ProofRecord:
     adapter: LogprobsAndNorms
     dtype: str  # of all weights but experts and adapter, at the time of recording
     held_out: bool  # the rows were not trained on
-    prompts: tuple[ProofPrompt, ...] = ()  # none in files of version 0.1 and 0.2
+    prompts: tuple[ProofPrompt, ...] = ()  # none in files of version 0.1
+    other_turns: int = 0  # later turns whose prompt the template renders otherwise than the row was trained
 
 
 def record(
-    model: Any, rows: Sequence[Sequence[int]], *, held_out: bool, prompts: Sequence[ProofPrompt | None] = ()
+    model: Any,
+    rows: Sequence[Sequence[int]],
+    *,
+    held_out: bool,
+    prompts: Sequence[ProofPrompt] = (),
+    other_turns: int = 0,
 ) -> ProofRecord:
     """Records PEFT's model in its current state, on the last few rows of token ids, truncated: a run that ends early
-    has trained on those least. `prompts` has one entry for each row."""
+    has trained on those least. `prompts` are of any rows."""
     chosen = [index for index, row in enumerate(rows) if len(row) > 1][-MAX_PROOF_ROWS:]
     samples = [list(rows[index][:TOKENS]) for index in chosen]
     if not samples:
@@ -66,8 +77,8 @@ def record(
         base = measure(model, samples)
     adapter = measure(model, samples, adapted_modules(model))
     dtype = str(model.get_input_embeddings().weight.dtype).removeprefix("torch.")
-    kept = tuple(prompt for index in chosen if prompts and (prompt := prompts[index]) is not None)
-    return ProofRecord(tuple(tuple(row) for row in samples), base, adapter, dtype, held_out, kept)
+    token_rows = tuple(tuple(row) for row in samples)
+    return ProofRecord(token_rows, base, adapter, dtype, held_out, tuple(prompts), other_turns)
 
 
 def write_record(path: Path, proof: ProofRecord) -> None:
@@ -85,7 +96,7 @@ def write_record(path: Path, proof: ProofRecord) -> None:
     messages = json.dumps([{"messages": prompt.messages, "tools": prompt.tools} for prompt in proof.prompts])
     modules = "\n".join(proof.adapter.projections)  # safetensors does not preserve order
     metadata = {"format": PROOF_FORMAT, "dtype": proof.dtype, "held_out": str(int(proof.held_out)), "modules": modules}
-    save_file(tensors, path, metadata={**metadata, "prompts": messages})
+    save_file(tensors, path, metadata={**metadata, "prompts": messages, "other_turns": str(proof.other_turns)})
 
 
 def read_record(directory: Path) -> ProofRecord | None:
@@ -115,6 +126,7 @@ def read_record(directory: Path) -> ProofRecord | None:
                 ProofPrompt(tuple(entry["messages"]), entry["tools"], tuple(tensors[f"prompts.{index}"].tolist()))
                 for index, entry in enumerate(json.loads(metadata.get("prompts", "[]")))
             ),
+            int(metadata.get("other_turns", "0")),
         )
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise InputError(str(file), f"what does not read ({error})", "what `kt train` wrote", "delete it") from error

@@ -31,4 +31,4 @@ class StoredTensor:
     file: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[[], Tensor]
+    read: Callable[[], Tensor]  # refuses NaN and infinite numbers

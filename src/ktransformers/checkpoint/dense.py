@@ -102,7 +102,7 @@ def _open_directory(path: Path) -> DenseModel:
     def read(name: str) -> Tensor:
         if name not in shards:
             raise InputError(name, f"no such tensor in {path}", "every tensor of a Llama-class model")
-        tensor = shards.read(name)
+        tensor = shards.read_finite(name)
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise InputError(name, f"dtype {shards.dtype(name)}", "BF16, F16 or F32", "take an unquantised checkpoint")
         return tensor

@@ -3,13 +3,13 @@
 A chunk of the per-expert layout is one expert, of the fused layout the whole layer. Both are views of mapped files, so
 only the bytes being packed are read. Fused tensors have the layout of the model's own parameters (transposed or not,
 interleaved or not); per-expert tensors are ordinary linear layers, output-major. Quantised matrices are `Encoded`,
-always output-major and with gate and up separate.
+always output-major and with gate and up separate. Numbers that are NaN or infinite are refused.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -107,18 +107,21 @@ def read_experts(
     shape: ExpertShape,
     quantisation: Quantisation = NONE,
     interleaved: bool = False,
+    experts: Iterable[int] | None = None,
 ) -> Iterator[ExpertChunk]:
-    """The layer in chunks, in the order of experts; release each before taking the next."""
+    """The layer in chunks, in the order of experts; release each before taking the next. Only these `experts`, if any
+    are named; fused tensors that are not quantised are one chunk all the same."""
+    wanted = range(shape.num_experts) if experts is None else experts
     if tensors.fused:
-        yield from _read_fused(shards, tensors, shape, interleaved)
+        yield from _read_fused(shards, tensors, shape, interleaved, wanted)
         return
-    for expert in range(shape.num_experts):
+    for expert in wanted:
         names = tensors.single[expert]
         by_role: dict[str, Tensor | Encoded] = {
-            role: matrix.build(shards.read)
+            role: matrix.build(shards.read_finite)
             for role, matrix in _single(shards, tensors, shape, expert, quantisation).items()
         }
-        by_role |= {role: shards.read(names[role]) for role in shape.single() if role.endswith("_bias")}
+        by_role |= {role: shards.read_finite(names[role]) for role in shape.single() if role.endswith("_bias")}
         yield ExpertChunk(expert, False, by_role)
 
 
@@ -209,17 +212,19 @@ def _fused_spec(shards: Shards, endings: Mapping[str, str], size: tuple[int, ...
     return "fp8:128x128"
 
 
-def _read_fused(shards: Shards, tensors: ExpertTensors, shape: ExpertShape, interleaved: bool) -> Iterator[ExpertChunk]:
+def _read_fused(
+    shards: Shards, tensors: ExpertTensors, shape: ExpertShape, interleaved: bool, experts: Iterable[int]
+) -> Iterator[ExpertChunk]:
     formats = _check_fused(shards, tensors, shape, interleaved)
     shapes = shape.fused()
     if set(formats.values()) == {"bf16"}:
-        yield ExpertChunk(0, True, {role: shards.read(tensors.fused[role]) for role in shapes})
+        yield ExpertChunk(0, True, {role: shards.read_finite(tensors.fused[role]) for role in shapes})
         return
-    for expert in range(shape.num_experts):
+    for expert in experts:
         by_role: dict[str, Tensor | Encoded] = {}
         for role, endings in parts(tensors.fused).items():
             matrix = _fused_matrix(shards, endings, expert, shape.transposed)
-            bias = shards.read(endings["bias"])[expert] if "bias" in endings else None
+            bias = shards.read_finite(endings["bias"])[expert] if "bias" in endings else None
             if role == "gate_up":
                 by_role |= _split_matrix(matrix, formats["gate"], interleaved)
                 if bias is not None:
@@ -237,13 +242,13 @@ def _fused_matrix(shards: Shards, endings: Mapping[str, str], expert: int, trans
     if "blocks" in endings:
         name = endings["blocks"]
         codes = shards.read(name)[expert].flatten(1)
-        scales = shards.read(endings["scales"])[expert]
+        scales = shards.read_finite(endings["scales"], e8m0=True)[expert]
         return Encoded(format_with("e2m1", "e8m0"), codes[None], scales[None], columns=2 * codes.shape[1], name=name)
     name = endings["weight"]
-    weight = shards.read(name)[expert]
+    weight = shards.read_finite(name)[expert]
     if weight.is_floating_point() and weight.element_size() > 1:
         return weight.T if transposed else weight
-    scales = shards.read(endings.get("scale_inv") or endings["scale"])[expert].float()
+    scales = shards.read_finite(endings.get("scale_inv") or endings["scale"])[expert].float()
     codes = weight.view(torch.uint8)
     codes, scales = (codes.T.contiguous(), scales.T.contiguous()) if transposed else (codes, scales)
     return Encoded("fp8:128x128", codes[None], scales[None], columns=codes.shape[1], name=name)

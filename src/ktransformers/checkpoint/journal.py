@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -88,11 +90,18 @@ class ConversionJournal:
     def drop_damaged(self, threads: int = 4) -> list[str]:
         """Forget files that are missing or have a wrong checksum; returns their names."""
         damaged = find_damaged(self.directory, self.shards, threads)
-        for name in damaged:
+        self.forget(damaged)
+        return damaged
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Forget these files, and remove drafts of unfinished ones."""
+        for name in names:
             del self.shards[name], self.details[name]
         for entry in self.directory.glob(".*.partial"):
-            entry.unlink()
-        return damaged
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
 
     def record(self, file: str, record: ShardRecord, details: dict[str, Any]) -> None:
         """Record a file that is complete, has its final name and is synced to disk."""

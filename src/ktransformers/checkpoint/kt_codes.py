@@ -72,7 +72,7 @@ def quantize_rows(matrix: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     codes = torch.empty(rows, columns, dtype=torch.int8)
     scales = torch.empty(rows, dtype=torch.float32)
     for first, last in _row_ranges(rows, columns):
-        numbers = matrix[first:last].to(torch.float32, copy=True)
+        numbers = matrix[first:last].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         low, high = numbers.aminmax(dim=1)
         largest = torch.maximum(high, low.neg_())
         if not torch.isfinite(largest).all():  # aminmax propagates NaN
@@ -161,7 +161,8 @@ def divided(role: str, rows: int, columns: int, parts: int) -> tuple[int, int]:
 
 def part_of(matrix: Tensor, role: str, part: int, parts: int) -> Tensor:
     """A view of a NUMA part of a matrix `[N, K]`."""
-    n, k = divided(role, *matrix.shape, parts)
+    rows, columns = matrix.shape
+    n, k = divided(role, rows, columns, parts)
     return matrix[part * n : (part + 1) * n] if role != "down" else matrix[:, part * k : (part + 1) * k]
 
 

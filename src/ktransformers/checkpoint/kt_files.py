@@ -119,7 +119,9 @@ def read_kt_header(file: Path, metadata: Mapping[str, str]) -> KTHeader | None:
         if not re.fullmatch(r"[1-9]\d{0,8}", text):
             raise InputError(f"{file}: kt_{key}", repr(text), "a number", REMEDY)
         numbers.append(int(text))
-    return KTHeader(form.bits, *numbers, metadata.get("kt_conversion", ""), metadata.get("kt_made_by", ""))
+    parts, experts, hidden, intermediate = numbers
+    sizes = (parts, experts, hidden, intermediate)
+    return KTHeader(form.bits, *sizes, metadata.get("kt_conversion", ""), metadata.get("kt_made_by", ""))
 
 
 def merged_name(name: str) -> str:

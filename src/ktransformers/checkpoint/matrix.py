@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -39,7 +40,12 @@ COMPANIONS = (
     "weight_g_idx", "scale", "scales", "qzeros", "g_idx", "scale_inv",
 )  # fmt: skip
 ENDINGS = frozenset({*CODES, *COMPANIONS, *ACTIVATIONS})
-Read = Callable[[str], Tensor]
+
+
+class Read(Protocol):
+    """Reads a tensor of the file by name; `e8m0`: bytes that are exponents."""
+
+    def __call__(self, name: str, e8m0: bool = False) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -173,10 +179,11 @@ def _mx_nibbles(weight: TensorRef, scale: TensorRef, rows: int, columns: int) ->
 
 
 def _in_bytes(spec: str, weight: TensorRef, scale: TensorRef, columns: int) -> Matrix:
-    """Codes and scales as the format has them, byte by byte."""
+    """Codes and e8m0 scales as the format has them, byte by byte."""
 
     def build(read: Read) -> Encoded:
-        return Encoded(spec, _bytes(read(weight.name)), _bytes(read(scale.name)), columns=columns, name=weight.name)
+        scales = _bytes(read(scale.name, e8m0=True))
+        return Encoded(spec, _bytes(read(weight.name)), scales, columns=columns, name=weight.name)
 
     return Matrix(spec, build)
 
@@ -194,6 +201,8 @@ def _nested_nibbles(
 
     def build(read: Read) -> Encoded:
         factor = read(outer.name).reshape(1)
+        if divides and not factor:
+            raise InputError(outer.name, "0, by which scales are divided", "another number")
         factor = 1 / factor if divides else factor
         return Encoded(
             spec, _bytes(read(weight.name)), _bytes(read(scale.name)), factor, columns=columns, name=weight.name

@@ -14,6 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ktransformers.checkpoint.finite import all_finite
 from ktransformers.checkpoint.matrix import TensorRef
 from ktransformers.errors import InputError
 from ktransformers.files import read_json_object, short
@@ -28,6 +29,7 @@ class Shards:
         self._handles: dict[Path, Any] = {}  # safe_open, whose methods are not annotated
         self._files: dict[str, Path] = {}  # by tensor name
         self._refs: dict[str, TensorRef] = {}
+        self._finite: set[str] = set()  # tensors that were looked at
         for file in map(Path, files):
             if file.suffix != ".safetensors":
                 raise InputError(str(file), "a file of another format", "a .safetensors file", "convert the checkpoint")
@@ -100,6 +102,16 @@ class Shards:
             given = f"{self.dtype(name)} {list(self.shape(name))} that torch does not open ({error})"
             raise InputError(f"{self._files[name]}: {name}", given, "a tensor of a dtype that torch has") from None
         return tensor.clone() if tensor.data_ptr() % tensor.element_size() else tensor
+
+    def read_finite(self, name: str, e8m0: bool = False) -> Tensor:
+        """As `read`; a NaN or an infinite number in it is an error. `e8m0`: its bytes are exponents."""
+        tensor = self.read(name)
+        if name not in self._finite:
+            if not all_finite(tensor, e8m0=e8m0):
+                where = f"{self._files[name]}: {name}"
+                raise InputError(where, "NaN or infinite numbers", "finite ones", "the file is damaged")
+            self._finite.add(name)
+        return tensor
 
     def release(self) -> None:
         """Close the files; the next access opens them again."""

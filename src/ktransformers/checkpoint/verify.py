@@ -79,19 +79,43 @@ def verify(
 ) -> Verified:
     """`known`: expected sizes and hashes beyond those stored with the files."""
     report = Verified(str(path))
+    of_tree: dict[str, FileFacts] = {}
     if path.is_file():
         _gguf(path, report)
         directory, weights = path.parent, [part for part in split_parts(path) if part.is_file()]
+    elif any(path.glob("_layer_*/_numa_*")):
+        directory, weights = path, sorted(path.glob("_layer_*/_numa_*/*.kt"))
+        of_tree = _tree(path, weights, report)
     elif path.is_dir():
         directory, weights = path, _safetensors(path, report)
     else:
         raise InputError("model", f"{path}, which does not exist", "a model's folder, or a .gguf file")
-    expected = {**local_hashes(directory), **_packed(directory, report), **(known or {})}
+    expected = {**local_hashes(directory), **_packed(directory, report), **of_tree, **(known or {})}
     names = expected if path.is_dir() else [part.name for part in weights if part.name in expected]
     for name in names:
         _compare(directory, name, expected[name], report, hashes, progress)
-    report.unknown = sum(not (expected.get(part.name, FileFacts())).sha256 for part in weights)
+    names_of_weights = [part.relative_to(directory).as_posix() for part in weights]
+    report.unknown = sum(not (expected.get(name, FileFacts())).sha256 for name in names_of_weights)
     return report
+
+
+def _tree(directory: Path, files: list[Path], report: Verified) -> dict[str, FileFacts]:
+    """Sizes and hashes in the manifest of a tree of .kt files, after checking that it lists exactly these."""
+    from ktransformers.checkpoint.kt_files import MANIFEST_FILE as TREE_MANIFEST  # imports torch
+    from ktransformers.checkpoint.kt_files import REMEDY, check_tree, read_kt_manifest
+
+    report.files, report.bytes = len(files), sum(file.stat().st_size for file in files)
+    try:
+        manifest = read_kt_manifest(directory)
+        if manifest is None:
+            report.warn(TREE_MANIFEST, "there is none, so nothing is known of the files but their names")
+            return {}
+        check_tree(directory, manifest)
+    except InputError as error:
+        report.error(TREE_MANIFEST, str(error), REMEDY)
+        return {}
+    entries = [entry for layer in manifest.layers for entry in layer.files]
+    return {entry.path: FileFacts(entry.size_bytes, entry.sha256) for entry in entries}
 
 
 def _packed(directory: Path, report: Verified) -> dict[str, FileFacts]:

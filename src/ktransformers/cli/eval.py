@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ktransformers.cli.no_verify import NoVerify
 from ktransformers.cli.progress import log, progress_bar
 from ktransformers.errors import InputError
 
@@ -51,6 +52,7 @@ def evaluate(
     experts: Annotated[
         Path | None, typer.Option(help="Experts from elsewhere. [default: those that the adapters were trained on]")
     ] = None,
+    no_verify: NoVerify = False,
     served_model: Annotated[str | None, typer.Option(help="URL: the name of the base. [default: the first]")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="URL: the served model's tokenizer, to score chats.")] = None,
     judge_url: Annotated[str | None, typer.Option(help="OpenAI-compatible URL of a judge.")] = None,

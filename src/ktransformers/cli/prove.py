@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ktransformers.cli.no_verify import NoVerify
 from ktransformers.cli.progress import log
 from ktransformers.cli.verbose import Verbose
 
@@ -46,6 +47,7 @@ def prove(
     api_key: Annotated[str | None, typer.Option(help="Key of that server.")] = None,
     dtype: Annotated[str, typer.Option(help="Of everything but experts; auto: as recorded by training.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda where there is one]")] = None,
+    no_verify: NoVerify = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     verbose: Verbose = False,
 ) -> None:

@@ -1,7 +1,8 @@
-"""`kt quant`: converts a checkpoint to a packed directory, with progress, a receipt, and the flags of older guides.
+"""`kt quant`: converts a checkpoint to a packed directory, or with `--layout kt-kernel` to kt-kernel's files.
 
-Flags of kt-kernel's converter are accepted under their names. Those about its file layout or its requirements (NUMA
-parts, a GPU, merging) have no effect here, which is printed, not refused.
+Flags of kt-kernel's converter are accepted under their names. Those about its file layout (NUMA parts, merging,
+backward weights) mean what they mean there with that layout; without it, and in any case those about its requirements
+(a GPU), they have no effect, which is printed, not refused.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ from ktransformers.errors import InputError
 
 if TYPE_CHECKING:
     from ktransformers.quant.convert import Converted
+    from ktransformers.quant.kt_convert import KTPlan
     from ktransformers.quant.plan import ConversionPlan
     from ktransformers.quant.receipt import Receipt
 
+LAYOUTS = ("packed", "kt-kernel")
+KT_BITS = {"int4": 4, "amxint4": 4, "int8": 8, "amxint8": 8}
 OLD_FORMATS = {"moe_int8": "int8", "moe_int4": "int4"}
 
 
@@ -34,7 +38,17 @@ def normalise_format(word: str) -> str:
     """The format behind an older name."""
     if word.lower() == "awq":
         raise InputError("quant-method", word, "int4, int8 or another format", "`kt quant --help` lists them")
+    if word.lower() in KT_BITS and word.lower().startswith("amx"):
+        raise InputError("format", word, "int4 or int8", f"--layout kt-kernel --format {word.lower()[3:]}")
     return OLD_FORMATS.get(word.lower(), word.lower())
+
+
+def kt_bits(word: str) -> int:
+    """The bits of a method that kt-kernel's files can hold."""
+    if word.lower() in KT_BITS:
+        return KT_BITS[word.lower()]
+    remedy = "its bytes depend on the library of the build" if word.lower() in OLD_FORMATS else ""
+    raise InputError("format", word, "int4 or int8 with --layout kt-kernel", remedy or "--layout packed has the others")
 
 
 def parse_layers(text: str) -> set[int]:
@@ -202,6 +216,86 @@ def run_quant(
     print("\n".join(receipt_lines(receipt)))
 
 
+def show_kt_plan(plan: KTPlan, seconds: float, as_json: bool) -> None:
+    from ktransformers.checkpoint.kt_codes import tile_format
+
+    form, layers = tile_format(plan.bits), len(plan.origin.layers)
+    if as_json:
+        document: dict[str, Any] = {"layout": "kt-kernel", "method": form.method, "threadpool_count": plan.parts}
+        document |= {"layers": layers, "source_bytes": plan.source_bytes, "rest_bytes": plan.rest_bytes}
+        document |= {"out_bytes": plan.out_bytes, "seconds": round(seconds, 1), "threads": plan.threads}
+        print(json.dumps(document, indent=2))
+        return
+    what = "merged safetensors" if plan.merged else "a tree of .kt files"
+    print(f"layout   kt-kernel, {form.method}, {what} for {plan.parts} NUMA nodes")
+    print(f"source   {gigabytes(plan.source_bytes)}, {layers} layers of experts")
+    print(f"result   {gigabytes(plan.out_bytes)}: {gigabytes(plan.layer_bytes)} a layer")
+    print(f"time     {format_duration(seconds)} with {plan.threads} threads, measured on one expert")
+
+
+def run_quant_kt(
+    source: Path,
+    out: Path | None,
+    *,
+    word: str,
+    experts: Path | None = None,
+    numa_nodes: int | None = None,
+    merged: bool = True,
+    backward: bool = False,
+    threads: int | None = None,
+    layers: str | None = None,
+    resume_layer: int = 0,
+    dry_run: bool = False,
+    profile: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Runs `kt quant --layout kt-kernel` and scripts/convert_cpu_weights.py."""
+    bits = kt_bits(word)
+    selected = None if layers is None else parse_layers(layers)
+    if threads is not None and threads < 1:
+        raise InputError("threads", threads, "1 or more")
+    from ktransformers import _core
+    from ktransformers.checkpoint.kt_codes import tile_format
+    from ktransformers.quant.kt_convert import convert_kt, estimate_kt, plan_kt
+    from ktransformers.quant.origin import Origin
+
+    parts = _core.machine()["nodes"] if numa_nodes is None else numa_nodes
+    plan = plan_kt(Origin(source, experts), bits, parts, merged=merged, backward=backward, threads=threads)
+    for note in plan.origin.notes:
+        log(note)
+    if dry_run:
+        show_kt_plan(plan, estimate_kt(plan), as_json)
+        return
+    method = tile_format(bits).method
+    stem = source.stem if source.suffix == ".gguf" else source.name
+    target = out or source.absolute().with_name(f"{stem}-{method}-NUMA{parts}")
+    with conversion_progress(quiet=as_json) as progress:
+        done = convert_kt(plan, target, layers=selected, resume_layer=resume_layer, progress=progress)
+    if as_json:
+        document = {"directory": str(done.directory), "whole": done.whole, "seconds": round(done.seconds, 2)}
+        document |= {"layout": "kt-kernel", "method": method, "threadpool_count": parts, "redone": done.redone}
+        document |= {"source_bytes": done.source_bytes, "out_bytes": plan.out_bytes, "kept_layers": done.kept_layers}
+        document["layer_seconds"] = {str(layer): round(value, 3) for layer, value in done.layer_seconds.items()}
+        print(json.dumps(document, indent=2))
+        return
+    if done.redone:
+        print(f"written again, because their checksums did not fit: {', '.join(done.redone)}")
+    for layer, value in done.layer_seconds.items() if profile else ():
+        print(f"layer {layer}: {format_duration(value)}")
+    count = done.kept_layers + len(done.layer_seconds)
+    state = "" if done.whole else f": {count} of {len(plan.origin.layers)} layers; the same command continues"
+    rate = f", {done.source_bytes / done.seconds / 1e6:.0f} MB/s" if done.source_bytes else ""
+    print(f"{done.directory}{state} ({gigabytes(plan.out_bytes)} in all, {format_duration(done.seconds)}{rate})")
+    if done.whole:
+        print(f"{method} for kt-kernel with threadpool_count {parts}")
+
+
+def refuse_with_kt_layout(**options: object) -> None:
+    for name, value in options.items():
+        if value:
+            raise InputError(name.replace("_", "-"), f"{value} with --layout kt-kernel", "it with --layout packed")
+
+
 def warn_ignored(**options: object) -> None:
     for name, value in options.items():
         if value:
@@ -229,6 +323,27 @@ def quant(
     experts: Annotated[
         Path | None, typer.Option(help="Take the experts from here: GGUF or kt-kernel files of the same model.")
     ] = None,
+    layout: Annotated[
+        str, typer.Option(help="packed, which ktransformers maps, or kt-kernel: files that kt-kernel 0.7 reads.")
+    ] = "packed",
+    numa_nodes: Annotated[
+        int | None,
+        typer.Option(
+            "--numa-nodes",
+            "--threadpool-count",
+            help="kt-kernel's layout: parts of each expert, its threadpool_count. [default: this machine's]",
+        ),
+    ] = None,
+    no_merge: Annotated[
+        bool, typer.Option("--no-merge", "--no-merge-safetensor", help="kt-kernel's layout: a tree of .kt files.")
+    ] = False,
+    backward: Annotated[
+        bool,
+        typer.Option("--backward", "--save-backward-weights", help="kt-kernel's layout: transposed matrices too."),
+    ] = False,
+    resume_layer: Annotated[
+        int, typer.Option("--resume-layer", help="kt-kernel's layout: refuse if a layer below is missing.", hidden=True)
+    ] = 0,
     layers: Annotated[str | None, typer.Option(help="Only these now, as 0-3,7; the rest with a later call.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes and time, write nothing.")] = False,
     calib: Annotated[
@@ -239,18 +354,38 @@ def quant(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     input_path: Annotated[str | None, typer.Option("--input-path", help="The same as MODEL.", hidden=True)] = None,
     input_type: Annotated[str | None, typer.Option("--input-type", "-i", hidden=True)] = None,
-    threadpool_count: Annotated[int | None, typer.Option("--threadpool-count", "--numa-nodes", hidden=True)] = None,
-    no_merge: Annotated[bool, typer.Option("--no-merge", "--no-merge-safetensor", hidden=True)] = False,
     gpu: Annotated[bool, typer.Option("--gpu", hidden=True)] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", hidden=True)] = False,
 ) -> None:
-    """Convert a checkpoint into a packed directory: experts in kernel layout, opened without reading."""
+    """Convert a checkpoint into a packed directory, opened without reading, or into kt-kernel's files."""
     from ktransformers.model_registry import resolve
 
     source = model or input_path
     if not source or (model and input_path):
         raise InputError("MODEL", "two" if source else "nothing", "the model to convert")
-    warn_ignored(threadpool_count=threadpool_count, no_merge=no_merge, gpu=gpu)
+    if layout not in LAYOUTS:
+        raise InputError("layout", layout, " or ".join(LAYOUTS))
+    if layout == "kt-kernel":
+        refuse_with_kt_layout(
+            group=group, down_format=down_format, calib=calib, calib_tokens=calib_tokens, hash_source=hash_source
+        )
+        warn_ignored(gpu=gpu)
+        run_quant_kt(
+            Path(resolve(source)),
+            out,
+            word=word,
+            experts=experts,
+            numa_nodes=numa_nodes,
+            merged=not no_merge,
+            backward=backward,
+            threads=threads,
+            layers=layers,
+            resume_layer=resume_layer,
+            dry_run=dry_run,
+            as_json=as_json,
+        )
+        return
+    warn_ignored(numa_nodes=numa_nodes, no_merge=no_merge, backward=backward, resume_layer=resume_layer, gpu=gpu)
     run_quant(
         Path(resolve(source)),
         out,

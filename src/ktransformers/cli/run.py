@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import threading
 import time
-from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from ktransformers.cli import ask
 from ktransformers.cli.model import complete_names
+from ktransformers.cli.no_verify import NoVerify
 from ktransformers.cli.progress import log
 from ktransformers.cli.verbose import Verbose
 from ktransformers.errors import InputError, KTError
@@ -47,9 +47,7 @@ def run(
         int | None, typer.Option("--tensor-parallel-size", "--tp", min=1, help="GPUs that layers are distributed over.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Run even if the plan says that it does not fit.")] = False,
-    no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Do not compare packed experts with their checksums on first use.")
-    ] = False,
+    no_verify: NoVerify = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
     verbose: Verbose = False,
 ) -> None:
@@ -66,12 +64,11 @@ def run(
 
     placement_options = {"kt_place": kt_place, "kt_num_gpu_experts": gpu_experts}
     place = {name: value for name, value in placement_options.items() if value is not None}
-    verify = False if no_verify else None
     if prompt is None:
         if as_json:
             raise InputError("json", "without a prompt", "a prompt", "a server's answers are JSON already: /v1")
         options = Launch(model, host=host, port=port, threads=cpu_threads, force=force, gpus=gpus, place=place)
-        serve(replace(options, verify=verify), log, show_plan)
+        serve(options, log, show_plan)
         return
     target = resolve_target(model)
     adapters = [name for name, _ in target.adapters]
@@ -80,7 +77,7 @@ def run(
             "adapter", adapter, f"one of {', '.join(adapters) or 'none: this is a model without adapters'}"
         )
     line = Launch(model, max_running_requests=1, threads=cpu_threads, force=force, gpus=gpus, place=place)
-    launch = with_yaml_keys(replace(line, verify=verify), target.keys)
+    launch = with_yaml_keys(line, target.keys)
     plan = make_plan(launch, target, log, show_plan)
     service = open_service(launch, target, log, plan)
     adapter_name = adapter or (adapters[0] if adapters else None)

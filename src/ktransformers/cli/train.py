@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ktransformers.cli.no_verify import NoVerify
+
 if TYPE_CHECKING:
     from ktransformers.train.callbacks import Progress
     from ktransformers.train.plan import TrainPlan
@@ -162,6 +164,7 @@ def train(
         bool, typer.Option("--dry-run", help="Check everything, print the plan, train nothing.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Run even if the plan says that it does not fit.")] = False,
+    no_verify: NoVerify = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the plan, or the results, as one JSON document.")
     ] = False,
@@ -175,7 +178,7 @@ def train(
     if dry_run:
         from ktransformers.train.plan import make_plan, plan_document
 
-        plan = make_plan(settings).plan
+        plan = make_plan(settings, predict=True).plan
         print(json.dumps(plan_document(plan), indent=2, ensure_ascii=False) if as_json else "\n".join(plan_lines(plan)))
         return
     from ktransformers.train import run

@@ -108,8 +108,9 @@ def experts(
     dropout: float,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
+    layer = _store_of(store)
+
     def compute() -> tuple[Tensor, Tensor]:
-        layer = _store_of(store)
         keep = layer.new_keep(*ids.shape) if retain else hidden.new_empty(0, dtype=torch.uint8)
         adapters = [packed_adapter(layer, _factors(lora, roles, scales))] if lora else []
         out = layer.forward(
@@ -123,7 +124,7 @@ def experts(
         )
         return out, keep
 
-    out, keep = compute_or_replay(compute)
+    out, keep = compute_or_replay(compute, layer)
     return out, keep
 
 

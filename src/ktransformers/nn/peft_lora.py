@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,8 +35,15 @@ _active_factors: ContextVar[tuple[tuple[nn.Module, str, Factor], ...]] = Context
 
 
 def read_lora(module: nn.Module, contract: Contract) -> ExpertLora | None:
-    """The LoRA that PEFT has active on these experts in the running forward pass; None: none."""
+    """The LoRA of these experts in the running forward pass: what PEFT has active on them, or the module's `kt_lora`,
+    factors that a program trains without PEFT; None: none."""
     factors = {name: factor for owner, name, factor in _active_factors.get() if owner is module}
+    own: ExpertLora | None = getattr(module, "kt_lora", None)
+    if own is not None:
+        if factors:
+            two = f"LoRA of PEFT on {', '.join(factors)} beside `kt_lora`"
+            raise InputError(type(module).__name__, two, "one of them", "leave the experts out of PEFT's targets")
+        return own if module.training and torch.is_grad_enabled() else replace(own, dropout=0.0)
     if not factors:
         return None
     shape = contract.shape

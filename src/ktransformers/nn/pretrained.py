@@ -17,6 +17,7 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from ktransformers.errors import InputError, KTError
+from ktransformers.nn.tokenizer_patterns import check_patterns
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -72,7 +73,9 @@ def read_tokenizer(directory: str | Path, **options: Any) -> Any:
     """The tokenizer of a directory; `options` are those of `AutoTokenizer.from_pretrained`."""
     folder = Path(directory)
     try:
-        return AutoTokenizer.from_pretrained(folder, **options)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        check_patterns(tokenizer, folder)
+        return tokenizer
     except KTError:
         raise
     except Exception as error:  # see above

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from ktransformers.errors import InputError
+from ktransformers.nn.out_of_memory import free_bytes
 from ktransformers.place.device_map import DeviceMap, find_decoder_layers, move_to_devices, spread_layers, visible_gpus
-from ktransformers.place.free_memory import free_bytes, resident_bytes
+from ktransformers.place.free_memory import resident_bytes
 from ktransformers.place.options import PlacementOptions
 from ktransformers.place.placement import Placement, attach
 from ktransformers.place.routing_counts import RoutingCounter

@@ -109,15 +109,16 @@ def placed_experts(
     seed: int,
     awaited: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    placed = _placed(store)
+
     def compute() -> tuple[Tensor, ...]:
-        placed = _placed(store)
         batch = ExpertBatch(
             hidden, ids, weights, _factors(lora, roles, scales), Dropout(dropout, seed), needs_grad=True
         )
         out, saved = placed.engine.forward(placed.layer, batch, retain)
         return out, saved.ids, saved.keep, saved.cpu
 
-    out, ids_host, keep, cpu = compute_or_replay(compute)
+    out, ids_host, keep, cpu = compute_or_replay(compute, placed.layer.store)
     return out, ids_host, keep, cpu
 
 

@@ -99,6 +99,7 @@ class HostCallbackPath:
         self._captured: dict[int, list[tuple[PreparedCall, ExpertStore]]] = {}
         self._stream: torch.cuda.Stream | None = None
         self._last_stream = -1
+        self._launched = False  # calls outside of graphs whose errors were not looked for
         _paths.add(self)
 
     # Which batches.
@@ -155,6 +156,8 @@ class HostCallbackPath:
             prepared = self._prepare(layer, store, inputs, batch.multi_lora)
             if self._stream_captures():
                 self._captured.setdefault(layer.index, []).append((prepared, store))
+            else:
+                self._launched = True
             return self._forward(layer, prepared, inputs)
 
     def _forward(self, layer: LayerOnDevice, prepared: PreparedCall, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -348,10 +351,20 @@ class HostCallbackPath:
             _synchronize(self.device)
 
     def raise_pending(self, tokens: int) -> None:
-        """Raise errors of host callbacks in finished replays of batches of `tokens` tokens. Outside of graphs the next
-        call of the layer raises them."""
+        """Raise errors of host callbacks in finished replays of batches of `tokens` tokens."""
         for (_, size, _), prepared in self._prepared.items():
             if size[0][0] == tokens and prepared.call.done:
+                prepared.call.wait()
+
+    def raise_launched(self) -> None:
+        """Wait for calls outside of graphs on the current stream and raise their errors. Without it the next call of
+        the layer raises them, when results of a damaged expert may have been used."""
+        if not self._launched:
+            return
+        self._launched = False
+        torch.cuda.current_stream(self.device).synchronize()
+        for prepared in self._prepared.values():
+            if prepared.call.done:
                 prepared.call.wait()
 
     def drop_counts(self) -> None:

@@ -26,11 +26,11 @@ from ktransformers.nn.attention_graphs.replay import GraphedAttention, record_at
 from ktransformers.nn.contract import Contract, expert_modules
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.operator import place_store
+from ktransformers.nn.out_of_memory import free_bytes
 from ktransformers.nn.store import ExpertStore
 from ktransformers.place import residents
 from ktransformers.place.dispatch import PlacedLayer
 from ktransformers.place.engine import ExpertEngine
-from ktransformers.place.free_memory import free_bytes
 from ktransformers.place.gpu.executor import PREFETCHED_GROUPS, LayerOnDevice
 from ktransformers.place.gpu.expert_cache import ExpertCache, LayerBytes
 from ktransformers.place.gpu.layer_costs import measured_costs
@@ -234,6 +234,12 @@ class Placement:
         for engine in self.engines:
             engine.callbacks.raise_pending(tokens)
 
+    def raise_launched(self) -> None:
+        """Raise errors of the CPU in batches that were launched without waiting for it; to be called before their
+        results are used, in the thread that launched them."""
+        for engine in self.engines:
+            engine.callbacks.raise_launched()
+
     def release_unused_adapters(self, used: Collection[tuple[_core.Adapter, ...]]) -> None:
         """Free what is kept for graphs with adapters outside of `used`: for each layer the adapters of a graph."""
         for engine in self.engines:
@@ -307,7 +313,7 @@ def attach(
             continue
         engine = engines.get((layer_device, sizes))
         if engine is None:
-            count = _cache_size(sizes, layer_device, buffer_bytes) if streams else PREFETCHED_GROUPS + 1
+            count = cache_size(sizes, layer_device, buffer_bytes) if streams else PREFETCHED_GROUPS + 1
             engine = ExpertEngine(layer_device, policy_name, ExpertCache(sizes, count, layer_device, registered))
             engine.dispatcher.top_k = min(_top_k(model), sizes.experts)
             engines[layer_device, sizes] = engine
@@ -406,7 +412,7 @@ def device_of(model: nn.Module, name: str) -> torch.device | None:
     return None
 
 
-def _cache_size(sizes: Geometry, device: torch.device, budget: int | None) -> int:
+def cache_size(sizes: Geometry, device: torch.device, budget: int | None) -> int:
     """Number of experts in the cache."""
     wanted = int(CACHED_LAYERS * sizes.experts)
     if budget is None and device.type == "cuda":

@@ -1,8 +1,9 @@
 """The part of `kt prove` that asks as a client does, with messages: the tokens that the server makes of them must be
 those of training.
 
-Training recorded the messages before the first answer of a few rows with their tokens; without a record, sample
-questions are rendered by stock transformers with the template in the adapter's directory. The base gets the same
+Training recorded the messages before the first answer of a few rows and before later ones, earlier answers included,
+with their tokens; without a record, sample questions are rendered by stock transformers with the template in the
+adapter's directory. The base gets the same
 messages and must render them as its own tokenizer does. The tokens come back as `prompt_token_ids`
 (`return_token_ids`, which vLLM knows too); from a server without that field only their number can be compared. The end
 of an answer is tested by making its token certain (`logit_bias`): the answer must stop there.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,9 @@ def check_messages(
     origin = "of training" if trained else f"of {Path(template.file).name}" if template is not None else "of the base"
     sampled = trained or tuple(_stock_prompts(tokenizer, SAMPLE_QUESTIONS, template))
     checks = [_check_prompts("server, messages", client, adapter, sampled, origin)]
+    if record is not None and record.other_turns and checks[0].passed:
+        rest = f"; {record.other_turns} later turns are rendered otherwise than in training, and left out"
+        checks = [replace(checks[0], detail=checks[0].detail + rest)]
     if template is not None:
         checks.append(_check_end(client, adapter, with_ends(template, tokenizer), sampled, tokenizer))
     base_prompts = [prompt for entry in sampled if (prompt := _with_base_tokens(tokenizer, entry)) is not None]
@@ -109,7 +113,9 @@ def _check_prompts(what: str, client: Client, name: str, prompts: Sequence[Proof
     total = sum(len(prompt.tokens) for prompt in prompts)
     if served.tokens is None:
         return ProofCheck(what, True, f"{total} tokens, as many as those {origin}; the server does not show them")
-    return ProofCheck(what, True, f"{total} tokens of {len(prompts)} prompts are those {origin}")
+    later = sum(prompt.follows_answers for prompt in prompts)
+    turns = f", {later} of them later turns," if later else ""
+    return ProofCheck(what, True, f"{total} tokens of {len(prompts)} prompts{turns} are those {origin}")
 
 
 def _check_end(

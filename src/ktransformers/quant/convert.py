@@ -118,7 +118,7 @@ class _Conversion:
         rest = split_into_shards(plan.origin.rest(), {"format": "pt", "conversion": self._conversion})
         self._check_disk_space(rest)
         threads = torch.get_num_threads()
-        workers = ThreadPoolExecutor(plan.threads, "kt-quant", initializer=_use_one_thread)
+        workers = ThreadPoolExecutor(plan.threads, "kt-quant", initializer=use_one_thread)
         background = ThreadPoolExecutor(1, "kt-quant-files")
         pool = _core.Pool(threads=plan.threads, groups=1)
         try:
@@ -235,7 +235,7 @@ class _Conversion:
             return expert, {role: future.result() for role, future in futures.items()}, biases
 
         for first, stacked in layer.origin.experts():
-            for index in range(_expert_count(stacked["down"])):
+            for index in range(expert_count(stacked["down"])):
                 weights = {role: experts_of(matrix, index, index + 1) for role, matrix in stacked.items()}
                 name = f"{layer.origin.module}.{first + index}"
                 futures = {
@@ -249,9 +249,9 @@ class _Conversion:
             yield wait_for_oldest()
 
 
-def _expert_count(matrix: Weight) -> int:
+def expert_count(matrix: Weight) -> int:
     return matrix.shape[0] if isinstance(matrix, Tensor) else matrix.experts
 
 
-def _use_one_thread() -> None:
+def use_one_thread() -> None:
     torch.set_num_threads(1)  # torch's own threads would oversubscribe the CPUs: the workers run in parallel

@@ -171,6 +171,8 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
     cache_bytes, prefill = tokens * kv_bytes_per_token, launch.chunked_prefill_size
     service.approximations = fill_gpus(placement, cache_bytes, prefill, plan, graphs, log)
     service.placement = placement
+    if placement.placement is not None:
+        engine.raise_launched = placement.placement.raise_launched
     if device != "cpu":
         log(_attach_decode_graphs(forward, placement.placement, launch))
     return service

@@ -27,5 +27,8 @@ def memory_advice(launch: Launch, plan: Plan | None, cache_tokens: int, cache_by
         experts = f"{plan.nearest.choice.format}{planned('experts')}"
         steps.append(f"int8 experts by `kt quant --format int8` (now {experts})")
     cache = f"{cache_tokens} tokens, {cache_bytes / 2**30:.2f} GiB when full"
-    steps.append(f"a smaller --mem-fraction-static (now {launch.memory:g}: a KV cache of {cache})")
+    if launch.max_total_tokens is None:
+        steps.append(f"a smaller --mem-fraction-static (now {launch.memory:g}: a KV cache of {cache})")
+    else:
+        steps.append(f"fewer --max-total-tokens (now a KV cache of {cache})")
     return ", ".join(steps)

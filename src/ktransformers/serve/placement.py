@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ktransformers.nn.out_of_memory import free_bytes
 from ktransformers.nn.w8a8 import use_w8a8
 from ktransformers.place.apply import ModelPlacement, needs_spreading
 from ktransformers.place.device_map import find_decoder_layers
-from ktransformers.place.free_memory import bytes_to_allocate, free_bytes
+from ktransformers.place.free_memory import bytes_to_allocate
 from ktransformers.place.options import PlacementOptions, read_options
 from ktransformers.plan import Plan
 from ktransformers.serve.flags import Launch

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ktransformers import model_registry
+from ktransformers.checkpoint.finite import all_finite
 from ktransformers.checkpoint.gguf_directory import given_file, model_directory
 from ktransformers.checkpoint.model_config import read_model_config
 from ktransformers.errors import InputError
@@ -70,14 +71,27 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def build_meta_model(directory: Path) -> PreTrainedModel:
     """The model on the meta device, to find the modules to train."""
+    with torch.device("meta"):
+        return _from_config(directory)
+
+
+def build_fake_model(directory: Path) -> PreTrainedModel:
+    """The model of tensors that have shapes and gradients and no numbers: it can be called without its weights, inside
+    of their `fake_mode`."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return _from_config(directory)
+
+
+def _from_config(directory: Path) -> PreTrainedModel:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
     from ktransformers.nn import load
 
     config = load.load_config(directory)  # as load_model does; raises for models that cannot be opened
     auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
-    with torch.device("meta"):
-        model: PreTrainedModel = auto.from_config(config)
+    model: PreTrainedModel = auto.from_config(config)
     return model
 
 
@@ -196,7 +210,11 @@ def finish_adapter(model: Any, settings: TrainSettings) -> None:
     if lora.adapter_name_or_path:
         from peft import load_peft_weights, set_peft_model_state_dict
 
-        result: Any = set_peft_model_state_dict(model, load_peft_weights(lora.adapter_name_or_path, device="cpu"))
+        weights = load_peft_weights(lora.adapter_name_or_path, device="cpu")
+        for name, tensor in weights.items():
+            if not all_finite(tensor):
+                raise InputError(f"{lora.adapter_name_or_path}: {name}", "NaN or infinite numbers", "finite ones")
+        result: Any = set_peft_model_state_dict(model, weights)
         missing = [name for name in result.missing_keys if "lora_" in name]
         if result.unexpected_keys or missing:
             first = (result.unexpected_keys or missing)[0]

@@ -7,6 +7,7 @@ weights. A process that the kernel kills for its memory (SIGKILL) ends without a
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -89,4 +90,8 @@ def reporting_out_of_memory(plan: TrainPlan) -> Iterator[None]:
             raise
         shown = remedies(plan, memory)
         order = f"; in this order: {'; '.join(shown)}" if shown else "; nothing that the plan knows would need less"
-        raise TrainingMemoryError(f"out of memory: {describe_shortage(error, memory)}{order}") from error
+        told = f"out of memory: {describe_shortage(error, memory)}{order}"
+        # The frames of the failed step hold its activations. In torch before 2.13 they also hold a generator of its
+        # checkpointing, whose hooks would take the tensors that the next step saves for those of the failed one.
+        traceback.clear_frames(error.__traceback__)
+        raise TrainingMemoryError(told) from error

@@ -32,6 +32,7 @@ from ktransformers.train.manifest import add_saved_tensors, check_saved_tensors
 from ktransformers.train.settings import TrainSettings
 
 LOCK_FILE = ".kt_lock"  # in the output directory, while a run uses it
+MAX_LATER_TURNS, MAX_TURN_TOKENS = 3, 4096  # of a row, whose prompts are recorded beside that of its first answer
 
 MODEL_CARD = """---
 base_model: {base}
@@ -215,11 +216,25 @@ def _token_ids(row: Any) -> list[int]:
     return [*row.prompt, *row.chosen] if isinstance(row, PreferenceRow) else row.ids
 
 
-def _prompt(row: Any) -> ProofPrompt | None:
-    prompt = row.messages if isinstance(row, PreferenceRow) else row.prompt
-    if prompt is None:
-        return None
-    return ProofPrompt(tuple(prompt.messages), prompt.tools, tuple(_token_ids(row)[: prompt.tokens]))
+def _prompts(row: Any, tokenizer: Any) -> tuple[list[ProofPrompt], int]:
+    """Prompts of the row's first answer and of its last ones, and how many turns were left out because a server would
+    render them otherwise: a template may show earlier answers in another way once they are history, or the end of an
+    answer may merge with what follows into other tokens."""
+    ids, prompts, others = _token_ids(row), [], 0
+    first, later = row.prompts[:1], row.prompts[1:][-MAX_LATER_TURNS:]
+    for turn in (*first, *later):
+        prompt = ProofPrompt(tuple(turn.messages), turn.tools, tuple(ids[: turn.tokens]))
+        if not prompt.follows_answers:
+            prompts.append(prompt)
+        elif turn.tokens <= min(len(ids), MAX_TURN_TOKENS):
+            text = tokenizer.apply_chat_template(
+                turn.messages, tools=turn.tools, tokenize=False, add_generation_prompt=True
+            )
+            if tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) == prompt.tokens:
+                prompts.append(prompt)
+            else:
+                others += 1
+    return prompts, others
 
 
 def write_output(
@@ -230,8 +245,14 @@ def write_output(
     trainer.finite_check.require_finite_weights(trainer.state.global_step)
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     rows = [row for row in split.evaluation or split.train if len(_token_ids(row)) > 1][-proof_record.MAX_PROOF_ROWS :]
-    token_rows, prompts = [_token_ids(row) for row in rows], [_prompt(row) for row in rows]
-    proof = proof_record.record(model, token_rows, held_out=bool(split.evaluation), prompts=prompts)
+    by_row = [_prompts(row, trainer.processing_class) for row in rows]
+    proof = proof_record.record(
+        model,
+        [_token_ids(row) for row in rows],
+        held_out=bool(split.evaluation),
+        prompts=[prompt for prompts, _ in by_row for prompt in prompts],
+        other_turns=sum(others for _, others in by_row),
+    )
     with reporting_full_disk(output):
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)

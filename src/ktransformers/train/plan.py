@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers import plan as planning
-from ktransformers.adapters.chat_templates import TEMPLATES, missing_tokens, template_text, with_defaults
+from ktransformers.adapters.chat_templates import (
+    TEMPLATES,
+    missing_tokens,
+    template_text,
+    templates_with_tools,
+    with_defaults,
+)
 from ktransformers.errors import InputError
 from ktransformers.nn.pretrained import read_generation_config, read_tokenizer
 from ktransformers.place.backends import isa_of_backend
@@ -32,9 +38,10 @@ from ktransformers.train.data.prepare import DataSplit, ReadDataset, pack_rows, 
 from ktransformers.train.data.render import PreferenceRow, Renderer, TrainRow, show_labels
 from ktransformers.train.forecast import try_plan_inputs
 from ktransformers.train.grouping import Grouping, RowLengths, decide_grouping, with_tokens_per_batch
-from ktransformers.train.model import build_meta_model, locate_model, read_config
+from ktransformers.train.model import build_fake_model, build_meta_model, locate_model, read_config
 from ktransformers.train.output import check_disk_space, check_output
 from ktransformers.train.packing import require_masked_layers
+from ktransformers.train.reachable import predict_targets
 from ktransformers.train.recipe import TrainRecipe, make_recipe
 from ktransformers.train.settings import SECTIONS, TrainSettings
 from ktransformers.train.targets import Targets, count_trained_parameters, find_targets
@@ -191,7 +198,8 @@ def _check_template(tokenizer: Any, datasets: list[ReadDataset]) -> None:
         for row, sample in dataset.samples:
             if template is not None and sample.tools and "tools" not in str(template):
                 problem, expected = "tools, which the chat template does not show", "a template with a form for tools"
-                raise row_error(row, problem, expected, "leave `template` out to use the tokenizer's own")
+                named = ", ".join(templates_with_tools())
+                raise row_error(row, problem, f"{expected}: {named}", "or leave `template` out: the tokenizer's own")
             if template is None and sample.needs_template:
                 problem = f"nothing, the tokenizer has none, and {row.position} is a conversation"
                 raise InputError("template", problem, "a name", "docs/train.md lists them")
@@ -209,8 +217,9 @@ def _check_kinds(datasets: list[ReadDataset], settings: TrainSettings) -> None:
                 raise row_error(row, problem, f"a row for stage {settings.data.stage}")
 
 
-def make_plan(settings: TrainSettings, *, download: bool = False) -> PreparedRun:
-    """Raises InputError for whatever would stop the run."""
+def make_plan(settings: TrainSettings, *, download: bool = False, predict: bool = False) -> PreparedRun:
+    """Raises InputError for whatever would stop the run. `predict`: targets are those that can be trained, as far as
+    that can be told without weights; a run finds them once its model is loaded."""
     notes = list(settings.notes)
     _check_packages()
     trainer_arguments(settings)
@@ -255,6 +264,9 @@ def make_plan(settings: TrainSettings, *, download: bool = False) -> PreparedRun
             notes.append(f"{split.dropped} rows have no answer within cutoff_len {options.cutoff_len} and are left out")
         model = build_meta_model(directory)
         targets = find_targets(model, settings.lora)
+        if predict and settings.lora.adapter_name_or_path is None:
+            targets, left_out = predict_targets(build_fake_model(directory), settings.lora)
+            notes += left_out
         numbers = count_trained_parameters(model, targets, settings.lora.lora_rank)
         check_disk_space(settings, numbers)
         dtype = str(dtype_of(settings, read_config(directory))).removeprefix("torch.")

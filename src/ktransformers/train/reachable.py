@@ -6,6 +6,10 @@ weight (grouped projections), or PEFT refuses it for this architecture. Such mod
 after the last one for want of a gradient. They are left out of `all` and of names that also match other modules; a name
 that matches only such modules is an error. What the data did not reach in a whole run (keys that are compressed by the
 hundred, in shorter rows) is removed from the adapter when it is saved, because it would claim more than was trained.
+
+A dry run has no weights. It passes tensors without numbers through the model (`predict_targets`), which tells what the
+loss depends on; a gradient that is always zero, or a forward that has the shape of a product and is none, is found when
+the run starts.
 """
 
 from __future__ import annotations
@@ -18,11 +22,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from ktransformers.adapters.comparison import evaluating
 from ktransformers.errors import InputError
+from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.peft_lora import refused_modules
 from ktransformers.train.callbacks import GradientCheck
 from ktransformers.train.settings import LoraSettings
@@ -54,6 +60,8 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 def _is_product(module: nn.Linear, given: Tensor, output: Tensor) -> bool:
     if given.shape[-1] != module.in_features or output.shape != (*given.shape[:-1], module.out_features):
         return False
+    if isinstance(output, FakeTensor):
+        return True
     with torch.no_grad():
         expected = linear(given, module.weight, module.bias).float()
         error = (output.float() - expected).norm() / expected.norm().clamp(min=1e-12)
@@ -89,9 +97,13 @@ def _untrainable(model: Any, modules: dict[str, nn.Linear], length: int) -> dict
         for handle in handles:
             handle.remove()
     for name, probe in probes.items():
-        if reasons[name] == NO_GRADIENT and probe.grad is not None and bool(probe.grad.ne(0).any()):
+        if reasons[name] == NO_GRADIENT and probe.grad is not None and _is_nonzero(probe.grad):
             del reasons[name]
     return reasons
+
+
+def _is_nonzero(gradient: Tensor) -> bool:
+    return isinstance(gradient, FakeTensor) or bool(gradient.ne(0).any())
 
 
 def _describe(reasons: dict[str, str]) -> str:
@@ -100,6 +112,37 @@ def _describe(reasons: dict[str, str]) -> str:
         counts = Counter(name.rpartition(".")[2] for name, given in reasons.items() if given == reason)
         parts.append(f"{', '.join(f'{name} ({count})' for name, count in counts.items())}: {reason}")
     return "; ".join(parts)
+
+
+@contextmanager
+def _experts_without_routing(model: nn.Module) -> Iterator[None]:
+    """Experts that depend on the same tensors as before, and not on which expert a token goes to."""
+    modules = list(expert_modules(model).values())
+
+    def forward(hidden: Tensor, ids: Tensor, weights: Tensor, *others: Any, **options: Any) -> Tensor:
+        return hidden * weights.sum(-1, keepdim=True).to(hidden.dtype)
+
+    for module in modules:
+        module.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
+
+
+def predict_targets(model: PreTrainedModel, settings: LoraSettings) -> tuple[Targets, list[str]]:
+    """As `trainable_targets`, of a model without numbers (`build_fake_model` in `train/model.py`). A family that cannot
+    be called without numbers keeps all its targets, with a note."""
+    parameter: Any = next(model.parameters())
+    try:
+        with parameter.fake_mode, _experts_without_routing(model):
+            return trainable_targets(model, settings)
+    except InputError:
+        raise
+    except Exception as error:  # models compute anything, and some need numbers for it
+        note = f"modules that cannot be trained are found when the run starts ({type(error).__name__} without weights)"
+        return find_targets(model, settings), [note]
 
 
 def trainable_targets(model: PreTrainedModel, settings: LoraSettings) -> tuple[Targets, list[str]]:

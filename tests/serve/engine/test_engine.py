@@ -229,19 +229,24 @@ def test_cancel_timeout_and_stop(harness: EngineHarness) -> None:
     assert long_heard.finish == "length" and not engine.alive
 
 
+@pytest.mark.parametrize("where", ["forward", "raise_launched"])
 def test_failed_step_ends_its_requests_and_not_the_engine(
-    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
+    where: str, harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The forward pass fails, or experts that it launched without waiting for them: no token of that step is sent."""
     engine = harness.engine()
     run, calls = engine.forward.run, []
 
-    def fail_once(pieces: object) -> object:
+    def fail_once(*pieces: object) -> object:
         calls.append(pieces)
         if len(calls) == 1:
             raise RuntimeError("no memory")
-        return run(pieces)
+        return run(*pieces) if pieces else None
 
-    monkeypatch.setattr(engine.forward, "run", fail_once)
+    if where == "forward":
+        monkeypatch.setattr(engine.forward, "run", fail_once)
+    else:
+        engine.raise_launched = fail_once
     engine.start()
     broken, broken_heard = harness.sequence(random_prompt(1, 20))
     engine.submit([broken])
@@ -249,6 +254,7 @@ def test_failed_step_ends_its_requests_and_not_the_engine(
     while not broken.finished and time.monotonic() < end:
         time.sleep(0.01)
     assert broken_heard.finish == "error" and "no memory" in broken_heard.events[-1].error
+    assert not broken_heard.tokens and not engine.kv_cache.slots
     fine, fine_heard = harness.sequence(random_prompt(1, 20))
     engine.submit([fine])
     while not fine.finished and time.monotonic() < end:

@@ -125,3 +125,5 @@ def test_advice_has_the_guides_order_and_the_plans_numbers() -> None:
     words = ["--chunked-prefill-size (now 512", "--max-running-requests (now 16)", "--mem-fraction-static (now 0.7"]
     places = [text.index(word) for word in words]
     assert places == sorted(places) and "planned" in text and "1.00 GiB when full" in text
+    text = memory_advice(Launch("m", max_total_tokens=4096), plan, 4096, 2**30)
+    assert "fewer --max-total-tokens (now a KV cache of 4096 tokens" in text and "--mem-fraction-static" not in text

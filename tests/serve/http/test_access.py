@@ -184,7 +184,7 @@ def test_paths_of_openai_that_do_not_exist_here(served: RunningServer, method: s
     assert f"{method} {path} does not exist" in error["message"] and "/v1/chat/completions" in error["message"]
 
 
-def test_slow_headers_are_cut_off(served: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_headers_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     import uvicorn
 
     from ktransformers.serve.http import listener
@@ -220,6 +220,12 @@ def test_slow_headers_are_cut_off(served: RunningServer, monkeypatch: pytest.Mon
             assert 0.3 < time.monotonic() - started < 8
         with socket.create_connection(address, timeout=20) as silent:
             assert silent.recv(100) == b""
+        for garbage in (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a\x00b\r\n\r\n"):
+            with socket.create_connection(address, timeout=20) as other:  # no HTTP
+                other.sendall(garbage)
+                head, _, body = b"".join(iter(lambda: other.recv(4096), b"")).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 400 ") and b"\r\nx-request-id: req_" in head
+            assert error_of(body)["code"] == "invalid_http"
     finally:
         server.should_exit = True
         thread.join()

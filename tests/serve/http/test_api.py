@@ -291,6 +291,7 @@ def test_full_queue_missing_key_and_timeout_are_refused(harness: EngineHarness, 
         assert code == 504 and response["error"]["code"] == "timeout"
         text = get(url, "/metrics", **key)[1]
         assert 'kt_requests_total{path="/v1/completions",status="429"} 1' in text
+        assert "\nkt_worker_restarts_total 0\n" in text
         assert 'kt_finished_total{finish="timeout"} 1' in text
 
 

@@ -10,6 +10,7 @@ apply to everything.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +54,7 @@ def matches(content: Content) -> bool:
 
 
 def read(content: Content, context: ReadContext) -> Adapter:
-    _check_manifest(content)
+    check_manifest(content.directory)
     config, fields = read_config(content.directory, context.lora_alpha)
     fused = {stored.file for name, stored in content.tensors.items() if KT_KERNEL_KEY.fullmatch(name)}
     layers: dict[int, dict[str, StoredTensor]] = {}
@@ -125,16 +126,16 @@ def _layer(root: str, layer: int, tensors: Mapping[str, StoredTensor], config: A
     return Experts(root, layer, next(iter(counts)), forms, read_layer, merge_names(spelled))
 
 
-def _check_manifest(content: Content) -> None:
+def check_manifest(directory: Path) -> None:
     """Checks files against kt-kernel's own manifest, if there is one."""
-    file = content.directory / MANIFEST_FILE
+    file = directory / MANIFEST_FILE
     if not file.is_file():
         return
     document = validate(_StoredArtifacts, read_json_object(file, "what kt-kernel wrote"), str(file))
     if document.status != "ready":
         raise InputError(str(file), f"status {short(document.status)}", "'ready'", "the save was not finished")
     for name, artifact in document.artifacts.items():
-        artifact_path = content.directory / name
+        artifact_path = directory / name
         if Path(name).name != name or not artifact_path.is_file():
             raise InputError(str(artifact_path), "no such file", f"what {MANIFEST_FILE} lists")
         size = artifact_path.stat().st_size
@@ -170,7 +171,10 @@ def write(adapter: Adapter, directory: Path) -> list[WrittenTensor]:
     config = build_config(adapter, default, {}, target_modules=order_targets(leaves), target_parameters=None)
     config["lora_dropout"] = adapter.config.get("lora_dropout", 0.0)
     write_json(directory / "adapter_config.json", config)
-    write_json(directory / MANIFEST_FILE, _manifest(adapter, directory, records, default))
+    counts = {"adapter_config.json": 0} | Counter(record.file for record in records)
+    base = adapter.config.get("base_model_name_or_path")
+    options: Any = {"base": base, "rank": default.rank, "alpha": default.alpha, "weight_format": "bf16"}
+    write_json(directory / MANIFEST_FILE, build_manifest(directory, counts, **options))
     return records
 
 
@@ -203,21 +207,23 @@ def _experts(layer: Experts) -> TensorBatch:
     return TensorBatch(tuple(entries), read_layer)
 
 
-def _manifest(adapter: Adapter, directory: Path, records: list[WrittenTensor], form: PairForm) -> dict[str, Any]:
-    files = sorted({record.file for record in records} | {"adapter_config.json"})
+def build_manifest(
+    directory: Path, counts: Mapping[str, int], *, base: str | None, rank: int, alpha: float, weight_format: str
+) -> dict[str, Any]:
+    """kt-kernel's manifest of the files in `counts`, file -> tensors in it."""
     return {
         "version": 1,
         "status": "ready",
-        "expert_weight_format": "bf16",
-        "base": {"model_name_or_path": adapter.config.get("base_model_name_or_path")},
-        "lora": {"rank": form.rank, "alpha": compact_number(form.alpha)},
+        "expert_weight_format": weight_format,
+        "base": {"model_name_or_path": base},
+        "lora": {"rank": rank, "alpha": compact_number(alpha)},
         "artifacts": {
             name: {
                 "size": (directory / name).stat().st_size,
                 "sha256": _sha256(directory / name),
-                "tensor_count": sum(record.file == name for record in records),
+                "tensor_count": counts[name],
             }
-            for name in files
+            for name in sorted(counts)
         },
     }
 

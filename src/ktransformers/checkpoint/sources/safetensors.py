@@ -69,7 +69,10 @@ class SafetensorsSource:
         def chunks() -> Iterator[ExpertChunk]:
             return read_experts(shards, tensors, shape, self._quantisation, interleaved)
 
-        return LayerSource(formats, size, chunks)
+        def expert(index: int) -> ExpertChunk:
+            return next(read_experts(shards, tensors, shape, self._quantisation, interleaved, [index]))
+
+        return LayerSource(formats, size, chunks, expert)
 
     def rest(self) -> list[PlainTensor]:
         parts = {name for endings in self._quantised.values() for name in endings.values()}
@@ -94,7 +97,7 @@ class SafetensorsSource:
         ref = self._shards.ref(name)
         if ref.dtype not in DTYPES:
             raise InputError(name, f"dtype {ref.dtype}", ", ".join(DTYPES))
-        return PlainTensor(self._name(name), DTYPES[ref.dtype], ref.shape, lambda: self._shards.read(name))
+        return PlainTensor(self._name(name), DTYPES[ref.dtype], ref.shape, lambda: self._shards.read_finite(name))
 
     def _dequantised(self, base: str) -> PlainTensor:
         refs = {ending: self._shards.ref(name) for ending, name in self._quantised[base].items()}
@@ -105,7 +108,7 @@ class SafetensorsSource:
             self._name(f"{base}.weight"),
             torch.bfloat16,
             (rows, columns),
-            lambda: dequantise(matrix.build(self._shards.read)),
+            lambda: dequantise(matrix.build(self._shards.read_finite)),
         )
 
 

@@ -33,6 +33,7 @@ class LayerSource:
     formats: Formats  # of gate, up and down
     bytes: int  # in the files
     chunks: Callable[[], Iterator[ExpertChunk]]
+    expert: Callable[[int], ExpertChunk] | None = None  # one of them, if the files can be read at any place
 
 
 class Source(Protocol):

@@ -115,7 +115,14 @@ class ExpertCache:
         slots = self._slots.setdefault(layer, {})
         if missing := [expert for expert in experts if expert not in slots]:
             source.verify(missing)
-            self._copy(source, self._assign_slots(layer, slots, missing, frozenset(experts), keep))
+            assigned = self._assign_slots(layer, slots, missing, frozenset(experts), keep)
+            try:
+                self._copy(source, assigned)
+            except BaseException:  # no memory for staging buffers, for example: a slot must not claim what it lacks
+                for expert, slot in assigned:
+                    self._owner[slot] = None
+                    del slots[expert]
+                raise
         fetched = [slots[expert] for expert in experts if expert in slots]
         for slot in fetched:
             self._last_used[slot] = self._clock

@@ -22,13 +22,13 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ktransformers.errors import InputError, KTError
+from ktransformers.errors import InputError, KTError, is_panic
 from ktransformers.log import logger
 from ktransformers.nn.out_of_memory import HOST, describe_shortage, exhausted_memory
 from ktransformers.serve.engine.forward import Chunk, Forward, ForwardResult, SequentialForward
@@ -79,6 +79,7 @@ class ServeEngine:
         self.forward, self.limits, self.counts = forward, limits, Counts()
         self.kv_cache = KVCache(limits.max_total_tokens, forward.append_only, reuse=not limits.deterministic)
         self.memory_advice = ""  # what to change when memory runs out
+        self.raise_launched: Callable[[], None] = lambda: None  # errors of experts that a step did not wait for
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._submitted: deque[Sequence] = deque()
@@ -158,7 +159,9 @@ class ServeEngine:
                 if not self.step():
                     with self._wakeup:
                         self._wakeup.wait(DEADLINE_POLL_SECONDS)
-            except Exception as error:  # one failed batch must not end the server
+            except BaseException as error:  # one failed batch must not end the server
+                if not (isinstance(error, Exception) or is_panic(error)):
+                    raise
                 LOG.exception("a step failed; it ends %s", ", ".join(sorted(self._request_ids())) or "no request")
                 self._fail_all(f"{type(error).__name__}: {error}")
         self._fail_all("the server was stopped")
@@ -177,7 +180,9 @@ class ServeEngine:
         for (sequence, chunk), result in zip(batch, results, strict=True):
             try:
                 self._process_result(sequence, chunk, result)
-            except Exception as error:  # of this sequence only: its grammar, its tokens
+            except BaseException as error:  # of this sequence only: its grammar, its tokens
+                if not (isinstance(error, Exception) or is_panic(error)):
+                    raise
                 LOG.exception("a sequence of request %s failed", sequence.request.request_id)
                 self._close(sequence, "error", error=f"{type(error).__name__}: {error}")
         self.counts.steps += 1
@@ -187,7 +192,9 @@ class ServeEngine:
     def _run(self, batch: list[tuple[Sequence, Chunk]]) -> list[ForwardResult | None] | None:
         """The forward pass; None: memory ran out, and one sequence was ended for it."""
         try:
-            return self._forward([chunk for _, chunk in batch])
+            results = self._forward([chunk for _, chunk in batch])
+            self.raise_launched()
+            return results
         except Exception as error:
             if exhausted_memory(error) is None:
                 raise

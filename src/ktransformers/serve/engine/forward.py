@@ -232,7 +232,12 @@ def _check_prompts(model: Any) -> list[list[int]]:
 def _stock_logits(model: Any, device: torch.device) -> list[Tensor]:
     with torch.inference_mode():
         prompts = [torch.tensor([tokens], device=device) for tokens in _check_prompts(model)]
-        return [model(input_ids=prompt, use_cache=False).logits[0].float() for prompt in prompts]
+        logits = [model(input_ids=prompt, use_cache=False).logits[0].float() for prompt in prompts]
+    if not all(bool(rows.isfinite().all()) for rows in logits):
+        given = f"{model.config.model_type}, whose logits are NaN or infinite"
+        remedy = "its files are damaged (`kt model verify` compares their hashes), or --dtype overflows"
+        raise InputError("model", given, "finite ones", remedy)
+    return logits
 
 
 def _check_chunks(forward: Forward | SequentialForward, expected: list[Tensor]) -> KVSlot:

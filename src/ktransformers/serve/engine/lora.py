@@ -26,6 +26,7 @@ from ktransformers import _core
 from ktransformers.adapters import Adapter, LoraPair, read_adapter
 from ktransformers.adapters.adapter_template import AdapterTemplate
 from ktransformers.adapters.names import split_layer_name
+from ktransformers.adapters.pack import pack_expert_pairs
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.contract import IMPLEMENTATION, is_experts
@@ -206,29 +207,7 @@ def _gpu_factors(pairs: Mapping[str, LoraPair]) -> LoraFactors:
 def _pack_experts(what: str, module: nn.Module, pairs: Mapping[str, LoraPair]) -> _core.Adapter:
     store = module.kt_store
     assert isinstance(store, ExpertStore)
-    sizes = dict.fromkeys(("gate", "up"), (store.hidden_size, store.intermediate_size))
-    sizes["down"] = (store.intermediate_size, store.hidden_size)
-    for role, pair in pairs.items():
-        given = (pair.a.shape[0], pair.a.shape[2], pair.b.shape[1])
-        if given != (store.num_experts, *sizes[role]) or (role == "gate" and not store.gated):
-            raise InputError(
-                f"{what}: {role}", f"experts, inputs, outputs {given}", f"{(store.num_experts, *sizes[role])}"
-            )
-    gate, up, down = (pairs.get(role) for role in ("gate", "up", "down"))
-    shared = gate is not None and up is not None and gate.a is up.a
-    packed = store.new_adapter(*(0 if pair is None else pair.rank for pair in (gate, up, down)), shared=shared)
-    packed.pack(
-        None if gate is None else gate.a,
-        None if gate is None else gate.b,
-        None if up is None or shared else up.a,
-        None if up is None else up.b,
-        None if down is None else down.a,
-        None if down is None else down.b,
-        gate_scale=1.0 if gate is None else gate.scaling,
-        up_scale=1.0 if up is None else up.scaling,
-        down_scale=1.0 if down is None else down.scaling,
-    )
-    return packed
+    return pack_expert_pairs(what, store, pairs)
 
 
 def _add_linear_lora(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -192,7 +192,7 @@ class Api:
         return JSONResponse({"status": "ok" if alive else "stopped"}, status_code=200 if alive else 503)
 
     async def metrics(self) -> Response:
-        text = metrics.render(self.service, self.requests)
+        text = metrics.render(self.service, self.requests, self.pool.restarts)
         return PlainTextResponse(text, media_type=metrics.CONTENT_TYPE)
 
     async def page(self) -> Response:

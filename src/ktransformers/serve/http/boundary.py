@@ -22,6 +22,10 @@ LOG = logger(__name__)
 RETRY_STATUSES = (429, 503)
 
 
+def new_request_id() -> str:
+    return f"req_{uuid.uuid4().hex}"
+
+
 class RequestBoundary:
     """ASGI middleware. It wraps only `send`, so streams are not buffered."""
 
@@ -32,7 +36,7 @@ class RequestBoundary:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = f"req_{uuid.uuid4().hex}"
+        request_id = new_request_id()
         scope["request_id"] = request_id
         started = False
 

@@ -10,11 +10,12 @@ from ktransformers.serve.http.service import Service
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def render(service: Service, requests: Counter[tuple[str, int]]) -> str:
-    return "".join(_lines(service, requests))
+def render(service: Service, requests: Counter[tuple[str, int]], restarts: int) -> str:
+    """`restarts`: of worker processes."""
+    return "".join(_lines(service, requests, restarts))
 
 
-def _lines(service: Service, requests: Counter[tuple[str, int]]) -> Iterator[str]:
+def _lines(service: Service, requests: Counter[tuple[str, int]], restarts: int) -> Iterator[str]:
     engine = service.engine
     counts, kv_cache = engine.counts, engine.kv_cache
     single: tuple[tuple[str, str, str, float], ...] = (
@@ -35,6 +36,7 @@ def _lines(service: Service, requests: Counter[tuple[str, int]]) -> Iterator[str
         ("kt_prompt_tokens_reused_total", "counter", "Prompt tokens found in the KV cache.", kv_cache.reused_tokens),
         ("kt_new_tokens_total", "counter", "Tokens generated.", counts.new_tokens),
         ("kt_preempted_total", "counter", "Sequences that were preempted.", counts.preempted),
+        ("kt_worker_restarts_total", "counter", "Processes preparing requests that were replaced.", restarts),
         ("kt_busy_seconds_total", "counter", "Seconds spent in forward passes.", counts.busy_seconds),
     )
     for name, kind, meaning, value in single:

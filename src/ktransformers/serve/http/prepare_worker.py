@@ -56,6 +56,7 @@ def serve_frames(source: BinaryIO, output: BinaryIO, directory: str) -> None:
 
 
 def answer(preparer: object, document: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+    from ktransformers.errors import is_panic
     from ktransformers.serve.http import prepare_wire
     from ktransformers.serve.http.error import ApiError
     from ktransformers.serve.http.prepare import RequestPreparer
@@ -66,7 +67,9 @@ def answer(preparer: object, document: dict[str, Any], body: bytes) -> tuple[dic
         return prepare_wire.prepared_frame(preparer.prepare(str(document["kind"]), body, templates))
     except ApiError as error:
         return prepare_wire.error_frame(error)
-    except Exception as error:  # a function of the request alone: whatever fails, the request is the reason
+    except BaseException as error:  # a function of the request alone: whatever fails, the request is the reason
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         reason = traceback.format_exc()[-MAX_TRACEBACK_CHARACTERS:]
         given = ApiError(400, f"the request cannot be prepared ({type(error).__name__}: {error})")
         return prepare_wire.error_frame(given, reason)

@@ -20,7 +20,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class RowPrompt:
-    """The messages before the first answer, and how many tokens of the row they are."""
+    """The messages before an answer, and how many tokens of the row they are."""
 
     messages: list[Message]
     tools: list[Any] | None
@@ -31,7 +31,7 @@ class RowPrompt:
 class TrainRow:
     ids: list[int]
     labels: list[int]
-    prompt: RowPrompt | None = None  # None: the row begins with an answer, or has no chat template
+    prompts: tuple[RowPrompt, ...] = ()  # before each answer that follows a message; none without a chat template
 
     @property
     def labelled(self) -> int:
@@ -43,7 +43,7 @@ class PreferenceRow:
     prompt: list[int]
     chosen: list[int]
     rejected: list[int]
-    messages: RowPrompt | None = None
+    prompts: tuple[RowPrompt, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class Renderer:
             text = self._special(sample.text)
             text = text if text and text[-1] == self.tokenizer.eos_token_id else [*text, self.tokenizer.eos_token_id]
             return self._cut(text, list(text))
-        prompt_of_row = None
+        prompts: tuple[RowPrompt, ...] = ()
         if sample.raw_prompt is not None:
             prompt = self._special(sample.raw_prompt)
             answer = [*self._ids(sample.messages[0]["content"]), self.tokenizer.eos_token_id]
             pieces = [(prompt, False), (answer, True)]
         else:
             pieces = [(self._ids(text), labelled) for text, labelled in self.pieces(sample, row)]
-            prompt_of_row = _row_prompt(sample, pieces)
+            prompts = _row_prompts(sample, pieces)
         last = max(index for index, (_, labelled) in enumerate(pieces) if labelled)
         ids: list[int] = []
         labels: list[int] = []
@@ -76,13 +76,13 @@ class Renderer:
             keep = self.train_on_prompt or (labelled and not (self.mask_history and index != last))
             ids += piece
             labels += piece if keep else [IGNORE_INDEX] * len(piece)
-        return replace(self._cut(ids, labels), prompt=prompt_of_row)
+        return replace(self._cut(ids, labels), prompts=prompts)
 
     def encode_pair(self, sample: Sample, row: DataRow) -> PreferenceRow | None:
         """A row for stage dpo; None if the prompt alone fills cutoff_len."""
         if not isinstance(sample, PreferencePair):
             raise row_error(row, "a row with one answer", "chosen and rejected", "stage: sft takes single answers")
-        messages = None
+        prompts: tuple[RowPrompt, ...] = ()
         if sample.raw is not None:
             end = [self.tokenizer.eos_token_id]
             prompt = self._special(sample.raw[0])
@@ -97,12 +97,11 @@ class Renderer:
             (prompt, chosen), (other_prompt, rejected) = encoded
             if prompt != other_prompt:
                 raise row_error(row, "a template that shows the prompt differently for each answer", "the same prompt")
-            if all(message["role"] != "assistant" for message in sample.prompt):
-                messages = RowPrompt(sample.prompt, sample.tools, len(prompt))
+            prompts = (RowPrompt(sample.prompt, sample.tools, len(prompt)),)
         answer_tokens = self.cutoff_len - len(prompt)
         if answer_tokens <= 0:
             return None
-        return PreferenceRow(prompt, chosen[:answer_tokens], rejected[:answer_tokens], messages)
+        return PreferenceRow(prompt, chosen[:answer_tokens], rejected[:answer_tokens], prompts)
 
     def pieces(self, sample: Conversation, row: DataRow) -> list[tuple[str, bool]]:
         """The rendered text in pieces: (text, whether it is the assistant's)."""
@@ -178,11 +177,13 @@ class Renderer:
         return TrainRow(ids[: self.cutoff_len], labels[: self.cutoff_len])
 
 
-def _row_prompt(sample: Conversation, pieces: list[tuple[list[int], bool]]) -> RowPrompt | None:
-    first_answer = next(index for index, message in enumerate(sample.messages) if message["role"] == "assistant")
-    first_piece = next(index for index, (_, labelled) in enumerate(pieces) if labelled)
-    tokens = sum(len(ids) for ids, _ in pieces[:first_piece])
-    return RowPrompt(sample.messages[:first_answer], sample.tools, tokens) if first_answer else None
+def _row_prompts(sample: Conversation, pieces: list[tuple[list[int], bool]]) -> tuple[RowPrompt, ...]:
+    answers = [index for index, message in enumerate(sample.messages) if message["role"] == "assistant"]
+    before = [sum(len(ids) for ids, _ in pieces[:index]) for index, (_, labelled) in enumerate(pieces) if labelled]
+    if len(answers) != len(before):  # an answer without any text
+        answers, before = answers[:1], before[:1]
+    pairs = zip(answers, before, strict=True)
+    return tuple(RowPrompt(sample.messages[:index], sample.tools, tokens) for index, tokens in pairs if index)
 
 
 def show_labels(tokens: TrainRow, tokenizer: Any) -> str:

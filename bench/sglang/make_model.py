@@ -1,0 +1,156 @@
+"""A checkpoint of random numbers with the shapes of Qwen3-30B-A3B and fewer layers, in the released layout.
+
+    python bench/sglang/make_model.py DIRECTORY --layers 8
+
+Every layer file holds attention, router, norms and per-expert gate_proj, up_proj and down_proj in bf16. 8 layers take
+9.6 GB. `--adapter NAME` also writes a LoRA adapter in the form that SGLang reads, on attention and on all experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+SIZES = {"hidden": 2048, "intermediate": 768, "experts": 128, "vocabulary": 32000}
+TINY = {"hidden": 256, "intermediate": 128, "experts": 8, "vocabulary": 512}
+
+
+def config(sizes: dict[str, int], layers: int) -> dict[str, object]:
+    heads = sizes["hidden"] // 64
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": sizes["hidden"],
+        "intermediate_size": 3 * sizes["hidden"],
+        "moe_intermediate_size": sizes["intermediate"],
+        "num_experts": sizes["experts"],
+        "num_experts_per_tok": min(8, sizes["experts"] // 2),
+        "norm_topk_prob": True,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(1, heads // 8),
+        "head_dim": 128,
+        "vocab_size": sizes["vocabulary"],
+        "hidden_act": "silu",
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "rope_scaling": None,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+class Writer:
+    """Tensors of random numbers, made on the GPU where there is one, and the index of the files that hold them."""
+
+    def __init__(self, directory: Path, seed: int = 0) -> None:
+        self.directory, self.index = directory, {}
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._generator = torch.Generator(self.device).manual_seed(seed)
+
+    def normal(self, *shape: int, scale: float = 0.02) -> torch.Tensor:
+        numbers = torch.randn(*shape, device=self.device, generator=self._generator) * scale
+        return numbers.to(torch.bfloat16).cpu()
+
+    def save(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        save_file(tensors, str(self.directory / name))
+        self.index.update(dict.fromkeys(tensors, name))
+
+
+def make(directory: Path, layers: int, sizes: dict[str, int] = SIZES) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    fields = config(sizes, layers)
+    (directory / "config.json").write_text(json.dumps(fields))
+    writer = Writer(directory)
+    hidden, intermediate = sizes["hidden"], sizes["intermediate"]
+    attention, keys = int(fields["num_attention_heads"]) * 128, int(fields["num_key_value_heads"]) * 128  # type: ignore[call-overload]
+    ones = torch.ones(hidden, dtype=torch.bfloat16)
+    outer = {
+        "model.embed_tokens.weight": writer.normal(sizes["vocabulary"], hidden),
+        "lm_head.weight": writer.normal(sizes["vocabulary"], hidden),
+        "model.norm.weight": ones,
+    }
+    writer.save("model-outer.safetensors", outer)
+    for layer in range(layers):
+        stem = f"model.layers.{layer}."
+        shapes = {"q_proj": (attention, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
+        shapes["o_proj"] = (hidden, attention)
+        tensors = {f"{stem}self_attn.{name}.weight": writer.normal(*shape) for name, shape in shapes.items()}
+        for name in ("q_norm", "k_norm"):
+            tensors[f"{stem}self_attn.{name}.weight"] = torch.ones(128, dtype=torch.bfloat16)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{stem}{name}.weight"] = ones.clone()
+        tensors[f"{stem}mlp.gate.weight"] = writer.normal(sizes["experts"], hidden)
+        gate_up = writer.normal(sizes["experts"], 2 * intermediate, hidden)
+        down = writer.normal(sizes["experts"], hidden, intermediate)
+        for expert in range(sizes["experts"]):
+            experts = f"{stem}mlp.experts.{expert}."
+            tensors[f"{experts}gate_proj.weight"] = gate_up[expert, :intermediate].contiguous()
+            tensors[f"{experts}up_proj.weight"] = gate_up[expert, intermediate:].contiguous()
+            tensors[f"{experts}down_proj.weight"] = down[expert].contiguous()
+        writer.save(f"model-{layer:03d}.safetensors", tensors)
+    document = {"metadata": {}, "weight_map": writer.index}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(document))
+
+
+def make_adapter(directory: Path, base: Path, seed: int, rank: int = 8) -> None:
+    """LoRA of rank `rank` on o_proj and every expert; large enough to change greedy tokens."""
+    directory.mkdir(parents=True, exist_ok=True)
+    model = json.loads((base / "config.json").read_text())
+    hidden, intermediate = model["hidden_size"], model["moe_intermediate_size"]
+    writer = Writer(directory, seed)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def pair(name: str, inputs: int, outputs: int) -> None:
+        tensors[f"{name}.lora_A.weight"] = writer.normal(rank, inputs, scale=0.05)
+        tensors[f"{name}.lora_B.weight"] = writer.normal(outputs, rank, scale=0.05)
+
+    for layer in range(model["num_hidden_layers"]):
+        stem = f"model.layers.{layer}."
+        pair(f"{stem}self_attn.o_proj", model["num_attention_heads"] * model["head_dim"], hidden)
+        for expert in range(model["num_experts"]):
+            for name in ("gate_proj", "up_proj"):
+                pair(f"{stem}mlp.experts.{expert}.{name}", hidden, intermediate)
+            pair(f"{stem}mlp.experts.{expert}.down_proj", intermediate, hidden)
+    save_file(tensors, str(directory / "adapter_model.safetensors"))
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": ["o_proj", "gate_proj", "up_proj", "down_proj"],
+        "base_model_name_or_path": str(base),
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(fields))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--tiny", action="store_true", help="small sizes, for tests of these scripts")
+    parser.add_argument("--adapter", action="append", default=[], metavar="NAME", help="also DIRECTORY-NAME, a LoRA")
+    args = parser.parse_args()
+    if not (args.directory / "model.safetensors.index.json").exists():
+        make(args.directory, args.layers, TINY if args.tiny else SIZES)
+    for number, name in enumerate(args.adapter, 1):
+        make_adapter(args.directory.with_name(f"{args.directory.name}-{name}"), args.directory, number)
+    print(f"made {args.directory}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,154 @@
+"""`AMXSFTMoEWrapper`, the object of `KTMoEWrapper(mode="sft")`: `BaseSFTMoEWrapper` with weights by method.
+
+Each method loads from any source in its format (`kt_kernel.weights`), from tensors, and from the native forms of
+`kt_kernel.sft.checkpoint_experts`; codes are kept, never requantised for backward. The name stays kt-kernel's: the
+kernels are those of the CPU at hand, AMX or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kt_kernel.methods import SKIP_LORA, method_of
+from kt_kernel.sft.base import BaseSFTMoEWrapper
+from kt_kernel.sft.checkpoint_experts import ROLES, BlockFP8ExpertWeights, RAWINT4ExpertWeights
+from kt_kernel.weights import LayerPlace, load_store, store_from_encoded, store_from_tensors
+from ktransformers.checkpoint import Encoded
+from ktransformers.errors import InputError
+from ktransformers.nn.store import ExpertStore
+
+BF16_MANTISSA = 7  # bits
+
+
+class AMXSFTMoEWrapper(BaseSFTMoEWrapper):
+    def __init__(
+        self,
+        layer_idx: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        hidden_size: int,
+        moe_intermediate_size: int,
+        *,
+        num_gpu_experts: int = 0,
+        cpuinfer_threads: int = 0,
+        threadpool_count: int = 1,
+        weight_path: str = "",
+        chunked_prefill_size: int = 512,
+        method: str = "AMXBF16_SFT",
+        lora_rank: int = 16,
+        lora_alpha: float = 32.0,
+        lora_dropout: float = 0.0,
+        max_cache_depth: int = 1,
+        group_size: int = 128,
+        zero_point: bool = True,
+        full_weight_grad: bool = False,
+        swiglu_limit: float = 0.0,
+    ) -> None:
+        """`group_size` and `zero_point` have no effect: the files say how their codes are grouped. The clamp
+        `swiglu_limit` works with every method."""
+        method_of(method)
+        super().__init__(
+            layer_idx,
+            num_experts,
+            num_experts_per_tok,
+            hidden_size,
+            moe_intermediate_size,
+            num_gpu_experts=num_gpu_experts,
+            cpuinfer_threads=cpuinfer_threads,
+            threadpool_count=threadpool_count,
+            weight_path=weight_path,
+            chunked_prefill_size=chunked_prefill_size,
+            lora_rank=lora_rank,
+            lora_alpha=lora_alpha,
+            lora_dropout=lora_dropout,
+            max_cache_depth=max_cache_depth,
+            full_weight_grad=full_weight_grad,
+            swiglu_limit=swiglu_limit,
+            trains_lora=not method.endswith(SKIP_LORA),
+        )
+        self.method, self.group_size, self.zero_point = method, group_size, zero_point
+        self._place = LayerPlace(layer_idx, num_experts, hidden_size, moe_intermediate_size, swiglu_limit)
+
+    def load_weights(self, physical_to_logical_map_cpu: Tensor | None = None) -> None:
+        """All experts from `weight_path`; runtime expert i is the checkpoint's `physical_to_logical_map_cpu[i]`."""
+        self._use(load_store(self.weight_path, self._place, self.method, physical_to_logical_map_cpu))
+
+    def load_weights_from_tensors(
+        self, gate_proj: Tensor, up_proj: Tensor, down_proj: Tensor, physical_to_logical_map_cpu: Tensor | None = None
+    ) -> None:
+        """From gate and up `[E, I, H]` and down `[E, H, I]` in any float dtype, encoded in the method's format."""
+        tensors = (gate_proj, up_proj, down_proj)
+        self._use(store_from_tensors(*tensors, self._place, self.method, physical_to_logical_map_cpu))
+
+    def load_block_fp8_weights(
+        self, weights: BlockFP8ExpertWeights, physical_to_logical_map_cpu: Tensor | None = None
+    ) -> None:
+        """From e4m3 matrices and float32 scales of 128 x 128 blocks."""
+        self._load_native("FP8", weights, "fp8:128x128", torch.float32, physical_to_logical_map_cpu)
+
+    def load_rawint4_weights(
+        self, weights: RAWINT4ExpertWeights, physical_to_logical_map_cpu: Tensor | None = None
+    ) -> None:
+        """From 4-bit codes and bf16 scales of 32 columns."""
+        self._load_native("RAWINT4", weights, "int4:32", torch.bfloat16, physical_to_logical_map_cpu)
+
+    def load_mxfp4_weights(self, weights: Mapping[str, Any], physical_to_logical_map_cpu: Tensor | None = None) -> None:
+        """From e2m1 codes and scales of 32 columns under `gate`, `up`, `down` and `gate_scale` and so on; scales are
+        powers of two in bf16, or e8m0."""
+        self._load_native("MXFP4", _ByRole(weights), "mxfp4", torch.uint8, physical_to_logical_map_cpu)
+
+    def _load_native(
+        self, method: str, weights: Any, spec: str, scale_dtype: torch.dtype, order: Tensor | None
+    ) -> None:
+        if method_of(self.method) is not method_of(method):
+            raise InputError("method", self.method, f"{method}'s", "load_weights_from_tensors takes bf16")
+        matrices = {}
+        for role in ROLES:
+            codes = _stacked(getattr(weights, role)).contiguous().view(torch.uint8)
+            scales = _stacked(getattr(weights, f"{role}_scale"))
+            if scale_dtype == torch.uint8 and scales.dtype != torch.uint8:
+                scales = _to_e8m0(f"{role}_scale", scales)
+            columns = self.moe_intermediate_size if role == "down" else self.hidden_size
+            encoded = Encoded(spec, codes, scales.to(scale_dtype).contiguous(), columns=columns, name=role)
+            matrices[role] = encoded
+        self._use(store_from_encoded(matrices, self._place, order))
+
+    def _use(self, store: ExpertStore) -> None:
+        self.store = store
+        self._inference = None
+        if self.lora_initialized:
+            self.update_lora_weights()
+
+
+class _ByRole:
+    """The entries of a mapping as attributes `gate`, `gate_scale` and so on, under the spellings that occur."""
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        for role in ROLES:
+            setattr(self, role, _entry(entries, (role, f"{role}_proj", f"{role}_weight")))
+            spellings = (f"{role}_scale", f"{role}_scales", f"{role}_proj_scale", f"{role}_weight_scale")
+            setattr(self, f"{role}_scale", _entry(entries, spellings))
+
+
+def _entry(entries: Mapping[str, Any], spellings: Sequence[str]) -> Any:
+    for name in spellings:
+        if name in entries:
+            return entries[name]
+    raise InputError(spellings[0], f"no such key among {', '.join(entries)}", f"one of {', '.join(spellings)}")
+
+
+def _stacked(matrices: Tensor | Sequence[Tensor]) -> Tensor:
+    return matrices if isinstance(matrices, Tensor) else torch.stack([matrix.detach().cpu() for matrix in matrices])
+
+
+def _to_e8m0(name: str, scales: Tensor) -> Tensor:
+    """Exponents of powers of two, exactly; other numbers are refused."""
+    bits = scales.to(torch.bfloat16).contiguous().view(torch.int16).to(torch.int32) & 0xFFFF
+    exact = (bits & ((1 << BF16_MANTISSA) - 1) == 0) & (bits >> 15 == 0) & (bits != 0)
+    if not bool(exact.all()):
+        raise InputError(name, "scales that are not powers of two", "those of an MXFP4 checkpoint")
+    return (bits >> BF16_MANTISSA).to(torch.uint8)  # bf16 and e8m0 have the same bias

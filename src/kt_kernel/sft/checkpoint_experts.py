@@ -1,0 +1,198 @@
+"""Experts of one layer read from checkpoint files in the forms that kt-kernel's loaders return.
+
+Reading is that of `ktransformers.checkpoint.sources`: files are mapped, tensors are found under all spellings of names,
+fused and separate, and checked against the shape. bf16 sources come as three stacked tensors; native formats keep their
+codes: block fp8 as lists of one expert each, 4-bit integers stacked. `load_block_fp8_weights` and its relatives of the
+SFT object take these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kt_kernel.sft.arch import MOEArchConfig
+from kt_kernel.sft.errors import KTArtifactError
+from ktransformers.checkpoint import Encoded, ExpertShape, decode
+from ktransformers.checkpoint.experts import ExpertChunk
+from ktransformers.checkpoint.sources import LayerSource, open_source
+from ktransformers.errors import InputError
+from ktransformers.nn.load import read_checkpoint_facts
+from ktransformers.nn.pack_inputs import split_fused
+
+ROLES = ("gate", "up", "down")
+
+
+@dataclass(frozen=True)
+class BlockFP8ExpertWeights:
+    """E matrices each: `float8_e4m3fn` gate and up `[I, H]`, down `[H, I]`, and float32 scales of 128 x 128 blocks."""
+
+    gate: list[Tensor]
+    up: list[Tensor]
+    down: list[Tensor]
+    gate_scale: list[Tensor]
+    up_scale: list[Tensor]
+    down_scale: list[Tensor]
+
+
+@dataclass(frozen=True)
+class RAWINT4ExpertWeights:
+    """uint8 gate and up `[E, I, H/2]`, down `[E, H, I/2]`, two codes in a byte, the even column low, stored plus 8;
+    bf16 scales `[E, I, H/32]` and `[E, H, I/32]`."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    gate_scale: Tensor
+    up_scale: Tensor
+    down_scale: Tensor
+
+
+@dataclass(frozen=True)
+class INT8ExpertWeights:
+    """int8 gate and up `[E, I, H]`, down `[E, H, I]`, row-major, and one float32 scale for each row."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    gate_scale: Tensor
+    up_scale: Tensor
+    down_scale: Tensor
+
+
+def load_experts_from_checkpoint_files(
+    files: Sequence[str | Path],
+    sharded_metadata: Mapping[str, Any] | None,
+    layers_prefix: str,
+    moe_config: MOEArchConfig,
+    layer_idx: int,
+    block_size: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gate and up `[E, I, H]` and down `[E, H, I]` in bf16; quantised matrices are dequantised. `sharded_metadata` is
+    not needed: the headers of the files say where a tensor is."""
+    hidden = _hidden_size(files)
+    layer = _open_layer(files, layers_prefix, moe_config, layer_idx, hidden)
+    by_role = _stack(layer, moe_config)
+    gate, up, down = (
+        (decode(matrix) if isinstance(matrix, Encoded) else matrix).to(torch.bfloat16) for matrix in by_role
+    )
+    return gate, up, down
+
+
+def load_block_fp8_experts_from_checkpoint_files(
+    files: Sequence[str | Path],
+    sharded_metadata: Mapping[str, Any] | None,
+    layers_prefix: str,
+    moe_config: MOEArchConfig,
+    layer_idx: int,
+    hidden_size: int,
+    block_size: tuple[int, int] = (128, 128),
+) -> BlockFP8ExpertWeights:
+    """The experts of an fp8 checkpoint with scales of 128 x 128 blocks, as they are stored."""
+    if tuple(block_size) != (128, 128):
+        raise KTArtifactError("block_size", tuple(block_size), "(128, 128)")
+    layer = _open_layer(files, layers_prefix, moe_config, layer_idx, hidden_size)
+    codes, scales = _native(layer, moe_config, "fp8:128x128")
+    matrices = [list(matrix.view(torch.float8_e4m3fn).unbind(0)) for matrix in codes]
+    return BlockFP8ExpertWeights(*matrices, *(list(scale.unbind(0)) for scale in scales))
+
+
+def load_rawint4_experts_from_checkpoint_files(
+    files: Sequence[str | Path],
+    sharded_metadata: Mapping[str, Any] | None,
+    layers_prefix: str,
+    moe_config: MOEArchConfig,
+    layer_idx: int,
+    hidden_size: int,
+    group_size: int = 32,
+) -> RAWINT4ExpertWeights:
+    """The experts of a compressed-tensors checkpoint in groups of 32, as they are stored."""
+    layer = _open_layer(files, layers_prefix, moe_config, layer_idx, hidden_size)
+    codes, scales = _native(layer, moe_config, f"int4:{group_size}")
+    return RAWINT4ExpertWeights(*codes, *scales)
+
+
+def load_experts_from_kt_weight_path(
+    path: str | Path, layer_idx: int, num_experts: int, hidden_size: int, intermediate_size: int
+) -> INT8ExpertWeights:
+    """The int8 experts of kt-kernel's converter, tiles undone; a row of down with several scales (more than one NUMA
+    part) has no such form."""
+    shape = ExpertShape(num_experts, hidden_size, intermediate_size)
+    layer = open_source(path).layer(f"model.layers.{layer_idx}.mlp.experts", shape)
+    sizes = MOEArchConfig("mlp", "gate", "experts", ROLES, num_experts, intermediate_size, 0)
+    codes, scales = _native(layer, sizes, "int8")
+    return INT8ExpertWeights(*codes, *scales)
+
+
+def _hidden_size(files: Sequence[str | Path]) -> int:
+    from ktransformers.nn.load import load_config
+
+    text: Any = load_config(Path(files[0]).parent).get_text_config(decoder=True)
+    return int(text.hidden_size)
+
+
+def _open_layer(
+    files: Sequence[str | Path], layers_prefix: str, moe_config: MOEArchConfig, layer_idx: int, hidden: int
+) -> LayerSource:
+    if not files:
+        raise KTArtifactError("files", "an empty list", "the safetensors files of a checkpoint")
+    directory = Path(files[0]).parent
+    source = open_source(directory, read_checkpoint_facts(directory).rest, files=[str(file) for file in files])
+    shape = ExpertShape(moe_config.expert_num, hidden, moe_config.intermediate_size)
+    module = f"{layers_prefix}.{layer_idx}.{moe_config.moe_layer_attr}.{moe_config.experts_attr}"
+    try:
+        return source.layer(module, shape)
+    except InputError:
+        # Fused tensors of some families are input-major, [E, H, 2I]; anything else that is wrong is raised again.
+        with contextlib.suppress(InputError):
+            return source.layer(module, replace(shape, transposed=True))
+        raise
+
+
+def _stack(layer: LayerSource, moe_config: MOEArchConfig) -> list[Tensor | Encoded]:
+    """Gate, up and down of all experts, each stacked."""
+    parts: dict[str, list[Tensor | Encoded]] = {role: [] for role in ROLES}
+    for chunk in layer.chunks():
+        for role, matrix in _split(chunk, moe_config.intermediate_size).items():
+            parts[role].append(matrix)
+    return [_join(parts[role]) for role in ROLES]
+
+
+def _split(chunk: ExpertChunk, intermediate: int) -> dict[str, Tensor | Encoded]:
+    """The matrices of a chunk by role, output-major."""
+    tensors = dict(chunk.tensors)
+    fused, down = tensors.pop("gate_up", None), tensors["down"]
+    if isinstance(fused, Tensor) and isinstance(down, Tensor):
+        if down.shape[-1] != intermediate or fused.shape[-2] != 2 * intermediate:
+            fused, tensors["down"] = fused.transpose(-1, -2), down.transpose(-1, -2)
+        tensors["gate"], tensors["up"] = split_fused(fused, False)
+    return tensors
+
+
+def _join(parts: list[Tensor | Encoded]) -> Tensor | Encoded:
+    encoded = [part for part in parts if isinstance(part, Encoded)]
+    if encoded:
+        codes = torch.cat([part.codes for part in encoded])
+        scales = torch.cat([part.scales for part in encoded if part.scales is not None])
+        return Encoded(encoded[0].format, codes, scales, columns=encoded[0].columns, name=encoded[0].name)
+    tensors = [part if part.dim() == 3 else part[None] for part in parts if isinstance(part, Tensor)]
+    return torch.cat(tensors)
+
+
+def _native(layer: LayerSource, moe_config: MOEArchConfig, spec: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Codes and scales of gate, up and down, all of one format."""
+    for role in ROLES:
+        if layer.formats[role] != spec:
+            raise KTArtifactError(role, f"experts in {layer.formats[role]}", spec, "load_weights takes every format")
+    codes, scales = [], []
+    for matrix in _stack(layer, moe_config):
+        assert isinstance(matrix, Encoded) and matrix.scales is not None
+        codes.append(matrix.codes)
+        scales.append(matrix.scales)
+    return codes, scales

@@ -1,0 +1,63 @@
+"""What kt-kernel's programs ask before they train on a weight format: the kernel that computes it and the layout that
+it reads. Every CPU variant here computes every format, so the answer is always there; it names the variant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kt_kernel.sft.errors import KTAMXModelNotSupportedError
+from ktransformers import _core
+from ktransformers.nn.prepare import split_quantisation
+
+RAWINT4_LAYOUT = "compressed-tensors-rawint4-g32-v1"
+
+
+@dataclass(frozen=True)
+class KTRuntime:
+    expert_weight_format: str
+    kernel: str  # the CPU variant
+    weight_layout: str  # kt-kernel's name of the layout in the files
+
+
+@dataclass(frozen=True)
+class RAWINT4CheckpointContract:
+    """How compressed-tensors stores 4-bit experts that can be read as they are."""
+
+    num_bits: int
+    group_size: int
+    symmetric: bool
+    weight_layout: str = RAWINT4_LAYOUT
+
+
+def get_int8_runtime() -> KTRuntime:
+    return KTRuntime("int8", _core.isa(), "kt-int8-n32-k64-vnni-v1")
+
+
+def get_fp8_runtime() -> KTRuntime:
+    return KTRuntime("fp8", _core.isa(), "block-e4m3-128x128")
+
+
+def get_rawint4_runtime() -> KTRuntime:
+    return KTRuntime("rawint4", _core.isa(), RAWINT4_LAYOUT)
+
+
+def get_mxfp4_runtime() -> KTRuntime:
+    return KTRuntime("mxfp4", _core.isa(), "mxfp4-e2m1-e8m0-g32")
+
+
+def get_rawint4_checkpoint_contract(model_config: Any) -> RAWINT4CheckpointContract:
+    """Of a model's configuration, an object or the contents of config.json; raises unless its experts are 4-bit
+    integers in groups of 32 with symmetric scales."""
+    fields = model_config if isinstance(model_config, dict) else model_config.to_dict()
+    _, quantisation = split_quantisation(fields)
+    quantisation = quantisation or {}
+    groups = quantisation.get("config_groups") or {}
+    weights = next((group.get("weights") or {} for group in groups.values()), {})
+    given = {key: weights.get(key) for key in ("num_bits", "type", "symmetric", "group_size")}
+    expected = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": 32}
+    if quantisation.get("quant_method") != "compressed-tensors" or given != expected:
+        found = f"{quantisation.get('quant_method')} with {given}"
+        remedy = "load_weights reads every format of docs/formats.md"
+        raise KTAMXModelNotSupportedError("quantization_config", found, f"compressed-tensors with {expected}", remedy)
+    return RAWINT4CheckpointContract(4, 32, True)

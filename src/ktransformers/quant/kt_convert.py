@@ -1,0 +1,358 @@
+"""`kt quant --layout kt-kernel`: the experts of a checkpoint as INT8 or INT4 in the files of kt-kernel's converter.
+
+The result has the codes that kt-kernel 0.7.2 computes itself, for the same number of NUMA parts: matrices are rounded
+to bf16 (decoded first, if they are quantised), then quantised by rows (`checkpoint/kt_codes.py`). Experts that have
+such codes already keep them. The output is either merged safetensors, one shard for each layer and one for all other
+tensors, or a tree of `.kt` files with experts alone. A thread quantises one matrix of one expert and writes its bytes;
+a background thread finishes the layer before. Everything goes to `OUT.partial`, and an interrupted conversion resumes
+by its journal.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ktransformers import __version__
+from ktransformers.checkpoint.journal import ConversionJournal
+from ktransformers.checkpoint.kt_codes import check_size, tile_format
+from ktransformers.checkpoint.kt_files import (
+    KTHeader,
+    KTManifestFile,
+    build_manifest,
+    merged_name,
+    names_to_restore,
+    write_manifest,
+)
+from ktransformers.checkpoint.matrix import SPELLED
+from ktransformers.checkpoint.packed import ShardRecord
+from ktransformers.checkpoint.recode import experts_of
+from ktransformers.checkpoint.rest import RestShard, tensor_bytes
+from ktransformers.checkpoint.shards import INDEX_FILE
+from ktransformers.checkpoint.sources import PlainTensor
+from ktransformers.checkpoint.tensorfile import plan_layout, read_layout
+from ktransformers.errors import InputError
+from ktransformers.files import write_json
+from ktransformers.quant.convert import MAX_QUEUED_MATRICES, Progress, expert_count, use_one_thread
+from ktransformers.quant.kt_layers import (
+    LayerWriter,
+    MergedLayer,
+    TreeLayer,
+    drop_damaged_layers,
+    layer_bytes,
+    shard_record,
+    store_matrix,
+)
+from ktransformers.quant.origin import Origin, OriginLayer
+
+
+@dataclass(frozen=True)
+class KTPlan:
+    origin: Origin
+    bits: int
+    parts: int  # NUMA parts
+    merged: bool  # safetensors, or a tree of .kt files
+    backward: bool  # the transposed matrices too
+    threads: int
+    rest: list[PlainTensor]  # what is written beside the experts: nothing in a tree
+
+    @property
+    def header(self) -> KTHeader:
+        """For a conversion that has no id yet."""
+        shape = self.origin.layers[0].contract.shape
+        sizes = (shape.num_experts, shape.hidden, shape.intermediate)
+        return KTHeader(self.bits, self.parts, *sizes, conversion="", made_by=f"ktransformers {__version__}")
+
+    @property
+    def layer_bytes(self) -> int:
+        return layer_bytes(self.header, self.backward)
+
+    @property
+    def rest_bytes(self) -> int:
+        return sum(tensor_bytes(tensor) for tensor in self.rest)
+
+    @property
+    def source_bytes(self) -> int:
+        return self.rest_bytes + sum(layer.bytes for layer in self.origin.layers)
+
+    @property
+    def out_bytes(self) -> int:
+        return self.rest_bytes + self.layer_bytes * len(self.origin.layers)
+
+    def file(self, layer: OriginLayer) -> str:
+        """The name of a layer's shard or folder."""
+        if not self.merged:
+            return f"_layer_{layer.number}"
+        return self._shard(1 + self.origin.layers.index(layer))
+
+    @property
+    def rest_file(self) -> str:
+        return self._shard(1 + len(self.origin.layers))
+
+    def _shard(self, number: int) -> str:
+        return f"model-{number:05}-of-{1 + len(self.origin.layers):05}.safetensors"
+
+
+@dataclass(frozen=True)
+class KTConverted:
+    directory: Path
+    whole: bool  # False: layers are missing, and `directory` is the unfinished `.partial` one
+    seconds: float
+    source_bytes: int  # read by this call
+    kept_layers: int  # converted by an earlier call
+    layer_seconds: dict[int, float]  # of the layers that this call converted
+    redone: list[str] = field(default_factory=list)  # files in the journal with a wrong checksum, converted again
+
+
+def plan_kt(
+    origin: Origin,
+    bits: int,
+    parts: int,
+    *,
+    merged: bool = True,
+    backward: bool = False,
+    threads: int | None = None,
+) -> KTPlan:
+    """Refuses a model that kt-kernel's files cannot hold, or its kernels cannot compute."""
+    if not 1 <= parts <= 64:
+        raise InputError("threadpool-count", parts, "the number of NUMA parts, 1 to 64")
+    first = origin.layers[0]
+    for layer in origin.layers:
+        shape, gate = layer.contract.shape, layer.contract.gate
+        if shape.biased or not shape.gated or gate.activation != "silu" or gate.limit:
+            given = "biases" if shape.biased else f"{gate.activation} with limit {gate.limit:g}, gated: {shape.gated}"
+            raise InputError(layer.module, given, "experts with silu gates and without biases", "--layout packed")
+        if shape.matrices() != first.contract.shape.matrices() or shape.num_experts != first.contract.shape.num_experts:
+            raise InputError(layer.module, "experts of another shape", f"those of {first.module}", "--layout packed")
+        if layer is not first and any(layer.number == other.number for other in origin.layers if other is not layer):
+            given = f"two blocks of experts in layer {layer.number}"
+            raise InputError(layer.module, given, "one for each layer", "--layout packed")
+    for role, (rows, columns) in first.contract.shape.matrices().items():
+        check_size(first.module, role, rows, columns, bits, parts)
+    cores = len(os.sched_getaffinity(0))
+    return KTPlan(origin, bits, parts, merged, backward, threads or cores, origin.rest() if merged else [])
+
+
+def estimate_kt(plan: KTPlan) -> float:
+    """Seconds, extrapolated from quantising one expert in one thread; disk time is not included."""
+    layer = plan.origin.layers[0]
+    _, matrices = next(iter(layer.experts()))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        start = time.perf_counter()
+        for role in layer.formats:
+            store_matrix(experts_of(matrices[role], 0, 1), role, 0, plan.header, lambda *_: None, plan.backward)
+        seconds = time.perf_counter() - start
+    finally:
+        torch.set_num_threads(threads)
+    return seconds * plan.header.experts * len(plan.origin.layers) / plan.threads
+
+
+def convert_kt(
+    plan: KTPlan,
+    out: str | Path,
+    *,
+    layers: set[int] | None = None,
+    resume_layer: int = 0,
+    progress: Progress | None = None,
+) -> KTConverted:
+    """Write the directory `out`, or resume writing it. `layers` restricts this call to some layers; `resume_layer`
+    asserts that those below it are done. The directory gets its name when all layers are converted."""
+    target = Path(out).absolute()
+    numbers = [layer.number for layer in plan.origin.layers]
+    if unknown := sorted((layers or set()) - set(numbers)):
+        raise InputError("layers", unknown[0], f"layers with experts, {min(numbers)} to {max(numbers)}")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise InputError(str(target), "something that exists", "a new directory", "remove it or name another")
+    journal = ConversionJournal(target, _journal_plan(plan))
+    try:
+        return _KTConversion(plan, journal, progress).run(layers, resume_layer)
+    finally:
+        journal.close()
+
+
+def _journal_plan(plan: KTPlan) -> dict[str, Any]:
+    """The facts that a resumed conversion must share with the interrupted one."""
+    stats = [(path.name, path.stat()) for path in plan.origin.paths]
+    return {
+        "conversion": os.urandom(16).hex(),
+        "made_by": __version__,
+        "layout": tile_format(plan.bits).layout,
+        "threadpool_count": plan.parts,
+        "merged": plan.merged,
+        "backward": plan.backward,
+        "source": str(plan.origin.path.absolute()),
+        "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
+    }
+
+
+class _KTConversion:
+    """One call of `convert_kt`."""
+
+    def __init__(self, plan: KTPlan, journal: ConversionJournal, progress: Progress | None) -> None:
+        self._plan = plan
+        self._journal = journal
+        self._progress = progress
+        self._header = replace(plan.header, conversion=journal.plan["conversion"])
+        self._bytes_done = self._bytes_read = 0
+        self._total = plan.source_bytes
+        self._layer_seconds: dict[int, float] = {}
+        self._pending_file: Future[None] | None = None
+
+    def run(self, layers: set[int] | None, resume_layer: int) -> KTConverted:
+        start = time.perf_counter()
+        plan, journal = self._plan, self._journal
+        redone = drop_damaged_layers(journal, plan.threads)
+        kept = [layer for layer in plan.origin.layers if plan.file(layer) in journal.shards]
+        missing = [layer.number for layer in plan.origin.layers if layer not in kept]
+        if missing and min(missing) < resume_layer:
+            given = f"{resume_layer}, and layer {min(missing)} is not in {journal.directory}"
+            raise InputError("resume-layer", given, f"at most {min(missing)}", "leave it out: finished layers are kept")
+        self._bytes_done = sum(layer.bytes for layer in kept)
+        rest = self._rest_shard() if plan.merged else None
+        self._check_disk_space(len(missing), rest)
+        background = ThreadPoolExecutor(1, "kt-quant-files")
+        workers = ThreadPoolExecutor(plan.threads, "kt-quant", initializer=use_one_thread)
+        threads = torch.get_num_threads()
+        try:
+            for layer in plan.origin.layers:
+                selected = layers is None or layer.number in layers
+                if selected and plan.file(layer) not in journal.shards:
+                    self._convert_layer(layer, workers, background)
+                    plan.origin.release()
+            if rest is not None:
+                self._write_rest(rest)
+            self._wait_for_file()
+        finally:
+            workers.shutdown(cancel_futures=True)
+            background.shutdown()
+            torch.set_num_threads(threads)
+        complete = all(plan.file(layer) in journal.shards for layer in plan.origin.layers)
+        if complete:
+            self._write_directory()
+        seconds = time.perf_counter() - start
+        directory = journal.out if complete else journal.directory
+        done = (seconds, self._bytes_read, len(kept), self._layer_seconds, redone)
+        return KTConverted(directory, complete, *done)
+
+    def _rest_shard(self) -> RestShard:
+        """All other tensors, under kt-kernel's names."""
+        tensors = sorted(self._plan.rest, key=lambda tensor: -tensor.dtype.itemsize)
+        names = names_to_restore([tensor.name for tensor in tensors])
+        renamed = [replace(tensor, name=merged_name(tensor.name)) for tensor in tensors]
+        entries = [(tensor.name, SPELLED[tensor.dtype], tensor.shape) for tensor in renamed]
+        return RestShard(
+            self._plan.rest_file, renamed, plan_layout(entries, self._header.metadata() | {"kt_names": names})
+        )
+
+    def _check_disk_space(self, layers: int, rest: RestShard | None) -> None:
+        missing = layers * self._plan.layer_bytes
+        missing += rest.layout.size if rest is not None and rest.file not in self._journal.shards else 0
+        free = shutil.disk_usage(self._journal.directory).free
+        if missing > free:
+            raise InputError(
+                str(self._journal.out), f"{free / 1e9:.1f} GB free on its disk", f"{missing / 1e9:.1f} GB to be written"
+            )
+
+    def _report(self, count: int, word: str) -> None:
+        self._bytes_done += count
+        self._bytes_read += count
+        if self._progress is not None:
+            self._progress(self._bytes_done, self._total, word)
+
+    def _write_rest(self, shard: RestShard) -> None:
+        if shard.file in self._journal.shards:
+            self._bytes_done += shard.bytes
+            return
+        shard.write(self._journal.directory, lambda count: self._report(count, "non-expert weights"))
+        self._wait_for_file()
+        self._journal.record(shard.file, shard_record(self._journal.directory / shard.file), {})
+
+    def _wait_for_file(self) -> None:
+        if self._pending_file is not None:
+            self._pending_file.result()
+            self._pending_file = None
+
+    def _writer(self, layer: OriginLayer) -> LayerWriter:
+        if not self._plan.merged:
+            return TreeLayer(self._journal.directory, layer.number, self._header)
+        file = self._plan.file(layer)
+        return MergedLayer(self._journal.directory, file, layer.number, self._header, self._plan.backward)
+
+    def _convert_layer(self, layer: OriginLayer, workers: ThreadPoolExecutor, background: ThreadPoolExecutor) -> None:
+        start = time.perf_counter()
+        writer = self._writer(layer)
+        try:
+            self._store_experts(layer, workers, writer)
+        except BaseException:
+            writer.close()
+            raise
+        self._layer_seconds[layer.number] = time.perf_counter() - start
+
+        def finish() -> None:
+            record: ShardRecord
+            record, details = writer.finish()
+            self._journal.record(self._plan.file(layer), record, details)
+
+        self._wait_for_file()
+        self._pending_file = background.submit(finish)
+
+    def _store_experts(self, layer: OriginLayer, workers: ThreadPoolExecutor, writer: LayerWriter) -> None:
+        """The number of matrices in flight is bounded by the number of threads."""
+        in_flight: deque[Future[None]] = deque()
+        try:
+            for first, stacked in layer.experts():
+                for index in range(expert_count(stacked["down"])):
+                    expert = first + index
+                    for role, matrix in stacked.items():
+                        weight, name = experts_of(matrix, index, index + 1), f"{layer.module}.{expert}.{role}"
+                        arguments = (role, expert, self._header, writer.write, self._plan.backward, name)
+                        in_flight.append(workers.submit(store_matrix, weight, *arguments))
+                        if len(in_flight) > self._plan.threads + MAX_QUEUED_MATRICES:
+                            in_flight.popleft().result()
+                    self._report(layer.bytes // self._header.experts, layer.module)
+            while in_flight:
+                in_flight.popleft().result()
+        except BaseException:
+            for future in in_flight:
+                future.cancel()
+            wait(in_flight)  # the writer is not closed under a thread that writes
+            raise
+
+    def _write_directory(self) -> None:
+        plan, journal = self._plan, self._journal
+        directory = journal.directory
+        if plan.merged:
+            names = {name: file for file in sorted(journal.shards) for name in read_layout(directory / file).slots}
+            plan.origin.write_small_files(directory)
+            self._write_config(directory)
+            write_json(directory / INDEX_FILE, {"metadata": {"total_size": 0}, "weight_map": names})
+        else:
+            layers = {
+                layer.number: [
+                    KTManifestFile.model_validate(entry) for entry in journal.details[plan.file(layer)]["files"]
+                ]
+                for layer in plan.origin.layers
+            }
+            write_manifest(directory, build_manifest(self._header, layers))
+        journal.publish()
+
+    def _write_config(self, directory: Path) -> None:
+        """config.json as it is; without the source's quantisation, which no tensor here has any more."""
+        file = self._plan.origin.directory / "config.json"
+        if self._plan.origin.quantisation is None and file.is_file():
+            shutil.copyfile(file, directory / "config.json")
+            return
+        config = dict(self._plan.origin.config)
+        if "dtype" not in config and "torch_dtype" not in config:
+            config["dtype"] = "bfloat16"
+        write_json(directory / "config.json", config)

@@ -1,0 +1,48 @@
+"""The functions and classes of SGLang that the plugin hooks, through SGLang's own registry.
+
+SGLang resolves targets when all plugins have run and only logs one that it does not find, so `register_hook` resolves
+it first and raises. `KTEPWrapperMethod` is replaced by a subclass with a mask of experts; FusedMoE's weight loader puts
+experts into the slots of that mask; the LoRA manager leaves experts to the CPU.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+from ktransformers.errors import InputError
+
+METHOD = "sglang.srt.layers.moe.kt_ep_wrapper.KTEPWrapperMethod"
+FUSED_MOE = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE"
+LORA_MANAGER = "sglang.srt.lora.lora_manager.LoRAManager"
+
+
+def register_hook(target: str, hook: Callable[..., Any], kind: str) -> None:
+    """`kind`: BEFORE, AFTER, AROUND or REPLACE."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # type: ignore[import-not-found]
+
+    try:
+        pkgutil.resolve_name(target)
+    except (AttributeError, ImportError, ValueError) as error:
+        expected = "SGLang 0.5.17 to 0.5.23"
+        raise InputError("SGLang", f"no {target} ({error})", expected, "or set SGLANG_PLUGINS to leave it out") from error
+    HookRegistry.register(target, hook, HookType[kind])
+
+
+def register_model_hooks() -> None:
+    """In scheduler processes."""
+    import importlib
+
+    from ktransformers.sglang import adapters, method
+    from ktransformers.sglang.options import ServerOptions
+
+    options = ServerOptions.from_environment()
+    stock = importlib.import_module(METHOD.rpartition(".")[0])
+    register_hook(METHOD, method.masked_method(stock.KTEPWrapperMethod, options), "REPLACE")
+    register_hook(f"{FUSED_MOE}._weight_loader_physical", method.load_into_slot, "AROUND")
+    register_hook(f"{FUSED_MOE}._weight_loader_impl", method.load_unmapped, "AROUND")
+    lora = adapters.ExpertAdapters(options)
+    register_hook(f"{LORA_MANAGER}._load_lora_adapter", lora.load, "AROUND")
+    register_hook(f"{LORA_MANAGER}.init_lora_adapters", lora.pack_after_start, "AFTER")
+    register_hook(f"{LORA_MANAGER}.prepare_lora_batch", lora.write_rows, "AFTER")
