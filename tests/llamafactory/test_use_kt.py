@@ -142,12 +142,14 @@ def train(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
     """The output directory of a run; each is made once."""
 
     @functools.cache
-    def run_once(release: str, *, use_kt: bool) -> Path:
+    def run_once(release: str, *, use_kt: bool, processes: int = 1) -> Path:
         folder = tmp_path_factory.mktemp("run")
         keys = {**TRAINING, "model_name_or_path": str(model), "output_dir": str(folder / "out")}
         keys |= {"use_kt": True} if use_kt else {"lora_target": EXPERTS}
-        printed = llamafactory("train", write(folder, keys), release=release, use_kt=use_kt)
-        assert printed.count("bytes packed") == (LAYERS if use_kt else 0)
+        keys |= {"ddp_backend": "gloo"} if processes > 1 else {}
+        variables = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(processes)} if processes > 1 else {}
+        printed = llamafactory("train", write(folder, keys), release=release, use_kt=use_kt, **variables)
+        assert printed.count("bytes packed") == (processes * LAYERS if use_kt else 0)
         return folder / "out"
 
     return run_once
@@ -176,6 +178,11 @@ def require_equal_runs(ours: Path, stock: Path) -> None:
 def test_training_with_use_kt_equals_expert_lora_of_the_stock_model(release: str, train: Train) -> None:
     """`lora_target: all` here, the names of the experts there."""
     require_equal_runs(train(release, use_kt=True), train(release, use_kt=False))
+
+
+def test_training_in_two_processes_equals_that_of_the_stock_model(train: Train) -> None:
+    """DDP; the processes that torchrun starts have the hooks too."""
+    require_equal_runs(*(train("0.9.5", use_kt=use_kt, processes=2) for use_kt in (True, False)))
 
 
 @pytest.mark.parametrize("folder", [TRANSFORMERS_5_7, PEFT_0_19], ids=lambda folder: folder.name)
