@@ -67,7 +67,16 @@ TRAINING: dict[str, Any] = {
     "report_to": "none",
     "use_cpu": True,
 }
-SHORT = ("max_steps=2", "max_samples=24", "use_cpu=true", "logging_steps=1")  # of a published recipe
+SHORT = (
+    "max_steps=2",
+    "max_samples=24",
+    "use_cpu=true",
+    "logging_steps=1",
+    "gradient_accumulation_steps=2",
+    "cutoff_len=256",
+    "preprocessing_num_workers=1",
+    "dataloader_num_workers=0",
+)
 TOKENS = 8  # of an answer
 
 Train = Callable[..., Path]
@@ -324,57 +333,6 @@ def test_export_merges_the_adapter(release: str, model: Path, train: Train, tmp_
     assert (adapted - plain).abs().max() > 0.05, "the adapter does something"
 
 
-@pytest.fixture(scope="module")
-def datasets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped data, and rows under the name of a dataset that the recipes want and that is not shipped."""
-    folder = tmp_path_factory.mktemp("data")
-    shutil.copytree(DATASETS, folder, dirs_exist_ok=True)
-    rows = [{"instruction": f"Say {number}.", "input": "", "output": f"{number}, gladly."} for number in range(24)]
-    (folder / "alpaca_en_demo.json").write_text(json.dumps(rows))
-    info = json.loads((folder / "dataset_info.json").read_text()) | {
-        "alpaca_en_demo": {"file_name": "alpaca_en_demo.json"}
-    }
-    (folder / "dataset_info.json").write_text(json.dumps(info))
-    return folder
-
-
-FAMILY_OF = {
-    "deepseek3": "deepseek_v3",
-    "deepseek2": "deepseek_v2",
-    "qwen3moe": "qwen3_moe",
-    "qwen3_5moe": "qwen3_5_moe_text",
-}
-
-
-def run_recipe(file: str, name: str, release: str, models: Any, datasets: Path, tmp_path: Path, *words: str) -> None:
-    """The file as it is, with model, data and output named on the command line."""
-    model = models(FAMILY_OF[name.split("_lora_")[0].removesuffix("_int8")])
-    paths = (f"model_name_or_path={model}", f"dataset_dir={datasets}", f"output_dir={tmp_path / 'out'}")
-    printed = llamafactory("train", file, *paths, *SHORT, *words, release=release)
-    assert "bytes packed" in printed and "received gradients in 2 steps" in printed
-    assert any("experts" in key for key in adapter(tmp_path / "out"))
-    assert len(losses(tmp_path / "out")) == 2
-
-
-@pytest.mark.parametrize("release", RELEASES)
-@pytest.mark.parametrize("name", SEEDS)
-def test_recipes_of_the_guides_run(name: str, release: str, models: Any, datasets: Path, tmp_path: Path) -> None:
-    run_recipe(write(tmp_path, SEEDS[name]), name, release, models, datasets, tmp_path)
-
-
-@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
-def test_recipes_in_examples_run(file: Path, models: Any, datasets: Path, tmp_path: Path) -> None:
-    words = []
-    if "int8" in file.stem:
-        folder = tmp_path / "int8"
-        run(
-            [str(ROOT / ".venv" / "bin" / "kt"), "quant", str(models("deepseek_v3")), "-o", str(folder), "-m", "int8"],
-            dict(os.environ),
-        )
-        words.append(f"kt_weight_path={folder}")
-    run_recipe(str(file), file.stem, "next", models, datasets, tmp_path, *words)
-
-
 @pytest.mark.parametrize("release", RELEASES)
 def test_run_without_gradients_of_expert_lora_fails(release: str, models: Any, tmp_path: Path) -> None:
     """Experts of zeros pass no gradient to their LoRA."""
@@ -445,3 +403,54 @@ def test_prepared_directory_trains_under_kt_with(model: Path, train: Train, tmp_
     printed = run(program, environment("0.9.5", use_kt=False, KT_LOG="info"))
     assert printed.count("bytes packed") == LAYERS
     require_equal_runs(tmp_path / "out", train("0.9.5", use_kt=False))
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped data, and rows under the name of a dataset that the recipes want and that is not shipped."""
+    folder = tmp_path_factory.mktemp("data")
+    shutil.copytree(DATASETS, folder, dirs_exist_ok=True)
+    rows = [{"instruction": f"Say {number}.", "input": "", "output": f"{number}, gladly."} for number in range(24)]
+    (folder / "alpaca_en_demo.json").write_text(json.dumps(rows))
+    info = json.loads((folder / "dataset_info.json").read_text()) | {
+        "alpaca_en_demo": {"file_name": "alpaca_en_demo.json"}
+    }
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    return folder
+
+
+FAMILY_OF = {
+    "deepseek3": "deepseek_v3",
+    "deepseek2": "deepseek_v2",
+    "qwen3moe": "qwen3_moe",
+    "qwen3_5moe": "qwen3_5_moe_text",
+}
+
+
+def run_recipe(file: str, name: str, release: str, models: Any, datasets: Path, tmp_path: Path, *words: str) -> None:
+    """The file as it is, with model, data and output named on the command line."""
+    model = models(FAMILY_OF[name.split("_lora_")[0].removesuffix("_int8")])
+    paths = (f"model_name_or_path={model}", f"dataset_dir={datasets}", f"output_dir={tmp_path / 'out'}")
+    printed = llamafactory("train", file, *paths, *SHORT, *words, release=release)
+    assert "bytes packed" in printed and "received gradients in 2 steps" in printed
+    assert any("experts" in key for key in adapter(tmp_path / "out"))
+    assert len(losses(tmp_path / "out")) == 2
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("name", SEEDS)
+def test_recipes_of_the_guides_run(name: str, release: str, models: Any, datasets: Path, tmp_path: Path) -> None:
+    run_recipe(write(tmp_path, SEEDS[name]), name, release, models, datasets, tmp_path)
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_recipes_in_examples_run(file: Path, models: Any, datasets: Path, tmp_path: Path) -> None:
+    words = []
+    if "int8" in file.stem:
+        folder = tmp_path / "int8"
+        run(
+            [str(ROOT / ".venv" / "bin" / "kt"), "quant", str(models("deepseek_v3")), "-o", str(folder), "-m", "int8"],
+            dict(os.environ),
+        )
+        words.append(f"kt_weight_path={folder}")
+    run_recipe(str(file), file.stem, "next", models, datasets, tmp_path, *words)
