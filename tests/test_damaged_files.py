@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 import yaml
 
 from ktransformers import model_registry, settings
@@ -28,6 +29,8 @@ from ktransformers.adapters.proof_record import PROOF_FILE, read_record
 from ktransformers.checkpoint import ExpertShape, Shards
 from ktransformers.checkpoint.dense import open_dense
 from ktransformers.checkpoint.gguf_tokenizer import tokenizer_files
+from ktransformers.checkpoint.kt_files import MANIFEST_FILE as TREE_MANIFEST
+from ktransformers.checkpoint.kt_files import KTHeader
 from ktransformers.checkpoint.sources import open_source
 from ktransformers.checkpoint.sources.gguf_header import read_header
 from ktransformers.errors import KTError
@@ -38,6 +41,7 @@ from ktransformers.nn.load import load_config
 from ktransformers.nn.prepare import read_config
 from ktransformers.place.rules import read_rules
 from ktransformers.plan.model_shape import open_shape
+from ktransformers.quant.kt_layers import MergedLayer, add_tree_layer, store_matrix
 from ktransformers.quant.receipt import QUALITY_FILE, read_receipt
 from ktransformers.serve.target import resolve_target
 from ktransformers.train.data.prepare import read_dataset
@@ -185,6 +189,29 @@ def _index(folder: Path) -> Path:
     return folder / "model.safetensors.index.json"
 
 
+KT_EXPERTS = {role: torch.ones(2, 64, 64) for role in ("gate", "up", "down")}
+
+
+def _kt_tree(folder: Path) -> Path:
+    add_tree_layer(folder, 0, KT_EXPERTS, 8, 1)
+    return folder / TREE_MANIFEST
+
+
+def _kt_shard(folder: Path) -> Path:
+    header = KTHeader(8, 1, 2, 64, 64, "id", "a test")
+    layer = MergedLayer(folder, "model.safetensors", 0, header, False)
+    for role, matrices in KT_EXPERTS.items():
+        for expert in range(2):
+            store_matrix(matrices[expert : expert + 1], role, expert, header, layer.write)
+    layer.finish()
+    return folder / "model.safetensors"
+
+
+def _read_kt_experts(folder: Path) -> None:
+    for _ in open_source(folder).layer("model.layers.0.mlp.experts", ExpertShape(2, 64, 64)).chunks():
+        pass
+
+
 ALPACA = [
     {"instruction": "a", "input": "b", "output": "c", "history": [["d", "e"]], "system": "s", "tools": "[]"},
     {"instruction": "f", "output": "g"},
@@ -299,6 +326,8 @@ CASES = {
     "kt-kernel's manifest": Case(
         _adapter("kt", "kt_adapter_manifest.json"), damage_json, read_sample_adapter, named=False
     ),
+    "kt-kernel's manifest of experts": Case(_kt_tree, damage_json, _read_kt_experts, named=False),
+    "kt-kernel's merged experts": Case(_kt_shard, damage_safetensors, _read_kt_experts, named=False),
     "served adapter": Case(_run, damage_json, lambda f: resolve_target(str(f)), named=False),
     "proof": Case(_copy(OLD / "run", PROOF_FILE), damage_safetensors, read_record),
     "receipt": Case(_copy(OLD / "packed", QUALITY_FILE), damage_json, lambda f: read_receipt(f).summary()),

@@ -4,9 +4,10 @@ copied one after the other.
     python bench/sglang/pack.py build/carry_sglang
 
 takes wheels by name from the package index for that platform (any processor can run this), leaves out what a text model
-with Triton attention does not need, strips shared objects and writes `sglang.part.NN` of at most `--part-mb` each, and
-`kt-kernel.tar.xz` with the PyPI release of kt-kernel to measure beside. SGLang 0.5.17 is the last release that pins
-torch 2.11. Its kernel wheel is 380 MB because of one FlashAttention library; `--attention-backend triton` runs without.
+with Triton attention does not need, strips shared objects and writes `sglang.part.NN` of at most `--part-mb` each. Two
+archives lie beside them: `kt-kernel.tar.xz`, the release of kt-kernel to measure beside, and sources that FlashInfer may
+compile. SGLang 0.5.17 is the last release that pins torch 2.11. Its kernel wheel is 380 MB because of one
+FlashAttention library; `--attention-backend triton` runs without.
 """
 
 from __future__ import annotations
@@ -25,9 +26,15 @@ HERE = Path(__file__).resolve().parent
 KERNEL = "sglang-kernel==0.4.5"
 PEER = ("kt-kernel==0.7.2", "typer", "rich", "pyyaml", "shellingham", "markdown-it-py", "mdurl", "pygments")
 GLIBC = ("2_35", "2_34", "2_31", "2_28", "2_27", "2_26", "2_24", "2_17", "2_5")
-PLATFORMS = ("any", "linux_x86_64", "manylinux1_x86_64", "manylinux2014_x86_64", *(f"manylinux_{v}_x86_64" for v in GLIBC))
+PLATFORMS = (
+    "any",
+    "linux_x86_64",
+    "manylinux1_x86_64",
+    "manylinux2014_x86_64",
+    *(f"manylinux_{v}_x86_64" for v in GLIBC),
+)
 # Path prefixes that a server of text models never opens: image and video generation, tests, the Rust servers behind
-# --grpc-port and SGLANG_RUST_SERVER, headers for kernels that are compiled for MLA and fp8 alone.
+# --grpc-port and SGLANG_RUST_SERVER, static libraries.
 UNUSED = (
     "sglang/multimodal_gen",
     "sglang/test",
@@ -36,9 +43,11 @@ UNUSED = (
     "sglang/srt/grpc/_core",
     "cuda/bindings/_v2",
     "pillow.libs/libavif",
-    "flashinfer/data/cutlass",
-    "flashinfer/data/csrc",
+    "xgrammar/lib/",
 )
+# Sources that FlashInfer compiles its kernels from. The bench asks for none of these kernels; they are an archive of
+# their own, because nothing but a running server can show that.
+SOURCES = ("flashinfer/data/cutlass", "flashinfer/data/csrc", "flashinfer/data/cccl", "flashinfer/data/spdlog")
 
 
 def download(target: Path, *requirements: str) -> None:
@@ -55,7 +64,7 @@ def extract(wheel: Path, target: Path, wanted: Callable[[str], bool]) -> None:
 
 
 def is_used(name: str) -> bool:
-    return not name.startswith(UNUSED)
+    return not name.startswith((*UNUSED, *SOURCES))
 
 
 def is_kernel_used(name: str) -> bool:
@@ -80,7 +89,7 @@ def strip(directory: Path) -> None:
 
 
 def add_stand_ins(site: Path) -> None:
-    """SGLang imports IPython for notebooks; transformers refuses the machine's newer tokenizers by its version alone."""
+    """SGLang imports IPython for notebooks; transformers refuses the newer tokenizers there by its version alone."""
     package = site / "IPython"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -125,9 +134,10 @@ def main(argv: list[str] | None = None) -> int:
             if not list((wheels / group).glob("*.whl")):
                 print(f"downloading {group}", flush=True)
                 download(wheels / group, *requirements)
-        site, peer = scratch / "site", scratch / "peer"
+        site, sources, peer = scratch / "site", scratch / "sources", scratch / "peer"
         for wheel in sorted((wheels / "site").glob("*.whl")):
             extract(wheel, site, is_used)
+            extract(wheel, sources, lambda name: name.startswith(SOURCES))
         for wheel in (wheels / "kernel").glob("*.whl"):
             extract(wheel, site, is_kernel_used)
         for wheel in sorted((wheels / "peer").glob("*.whl")):
@@ -140,6 +150,7 @@ def main(argv: list[str] | None = None) -> int:
         whole = scratch / "sglang.tar.xz"
         write_archive(site, whole, args.level)
         split(whole, args.out, round(args.part_mb * 1e6))
+        write_archive(sources, args.out / "flashinfer-sources.tar.xz", args.level)
         write_archive(peer, args.out / "kt-kernel.tar.xz", args.level)
     for file in sorted(args.out.iterdir()):
         print(f"{file.stat().st_size / 1e6:8.1f} MB  {file.name}")

@@ -36,7 +36,7 @@ SOURCE = HERE.parents[1] / "src"
 ENTRY_POINTS = "[sglang.srt.plugins]\nktransformers = ktransformers.sglang.plugin:register\n"
 SMALL = ("--chunked-prefill-size", "2048", "--cuda-graph-max-bs", "16")
 # The release takes a mask where mainline SGLang passes a number; without these lines it raises TypeError.
-PEER_MASK = '''
+PEER_MASK = """
 _Wrapper = KTMoEWrapper
 
 
@@ -47,7 +47,7 @@ class KTMoEWrapper(_Wrapper):
 
             words["gpu_experts_mask"] = torch.arange(words["num_experts"]) < num_gpu_experts
         return _Wrapper.__new__(_Wrapper, *args, **words)
-'''
+"""
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,9 @@ class Run:
         site, peer = self.work / "site", self.work / "peer"
         if not (site / "sglang").exists():
             join(self.args.parts, site)
+            sources = self.args.parts / "flashinfer-sources.tar.xz"
+            if sources.exists():
+                extract_archive(sources, site)
         archive = self.args.parts / "kt-kernel.tar.xz"
         if archive.exists() and not (peer / "kt_kernel").exists():
             extract_archive(archive, peer)
@@ -245,12 +248,25 @@ class Run:
         left = server.processes()
         with self.running(name) as again:
             result = self.check(name, again)
-        return {"variant": name, "seconds_until_gone": gone, "processes_left": len(left), "gpu_mib": gpu_mib(), **result}
+        return {
+            "variant": name,
+            "seconds_until_gone": gone,
+            "processes_left": len(left),
+            "gpu_mib": gpu_mib(),
+            **result,
+        }
 
     def own_server(self) -> dict[str, Any]:
         """Our own engine on the same shapes, for the distance between the two doors."""
         target = self.out / "serve_graphs.json"
-        words = [sys.executable, str(HERE.parent / "serve_graphs.py"), "--layers", str(self.args.layers), "--format", "bf16"]
+        words = [
+            sys.executable,
+            str(HERE.parent / "serve_graphs.py"),
+            "--layers",
+            str(self.args.layers),
+            "--format",
+            "bf16",
+        ]
         words += ["--shares", "0,0.25", "--streams", "1,16", "--prompt", "32", "--vocabulary", "32000"]
         environment = {**os.environ, "PYTHONPATH": f"{self.args.source}:{os.environ.get('PYTHONPATH', '')}"}
         subprocess.run([*words, "--json", str(target)], check=True, timeout=240, env=environment)

@@ -218,10 +218,10 @@ def prefill_rate(server: Server, tokens: int, rounds: int = 2) -> float:
 
 
 def load(server: Server, seconds: float, streams: int, adapters: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Requests of mixed lengths from `streams` clients, and memory in between. The slope is fitted over the second half,
-    when buffers of all sizes exist."""
+    """Requests of mixed lengths from `streams` clients, and memory in between. The slope is fitted over the second
+    half, when buffers of all sizes exist."""
     until, lock = time.monotonic() + seconds, threading.Lock()
-    counts = {"answered": 0, "failed": 0, "prompt_tokens": 0, "new_tokens": 0}
+    counts = {"answered": 0, "errors": 0, "prompt_tokens": 0, "new_tokens": 0}
     failures: list[str] = []
 
     def client(number: int) -> None:
@@ -233,7 +233,7 @@ def load(server: Server, seconds: float, streams: int, adapters: tuple[str, ...]
                 server.ask(prompt(length, draw.randrange(1 << 30)), new, **fields)
             except Exception as error:  # the count and the first few texts are the result
                 with lock:
-                    counts["failed"] += 1
+                    counts["errors"] += 1
                     failures.append(repr(error)[:200])
                 time.sleep(0.5)
             else:

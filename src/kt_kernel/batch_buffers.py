@@ -56,7 +56,7 @@ class BufferSet:
         pinned = key.device.type == "cuda"
 
         def empty(columns: int, width: int) -> Tensor:
-            return torch.empty(capacity * columns * width, dtype=torch.uint8, pin_memory=pinned)
+            return torch.empty(capacity * columns * width, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
         return cls(
             capacity,
@@ -121,7 +121,7 @@ class KExpertsCPUBuffer:
         both = [one.views(hidden, ids, weights) for one in cls.reserve(key, tokens)]
         for views in both:
             views.deferred_ids.fill_(-1)
-        size = [torch.tensor([tokens], dtype=torch.int32) for _ in both]
+        size = [torch.tensor([tokens], dtype=torch.int32, device="cpu") for _ in both]
         on_device = [torch.empty_like(hidden) for _ in both]
         names = ("hidden", "ids", "deferred_ids", "weights", "out")
         return (*([getattr(views, name) for views in both] for name in names), size, on_device)

@@ -122,4 +122,4 @@ def _mask(mask: Tensor | int | None, first: int | None, experts: int) -> Tensor 
         return None
     if not 0 <= count <= experts:
         raise InputError("num_gpu_experts", count, f"0 to {experts}")
-    return torch.arange(experts) < count
+    return torch.arange(experts, device="cpu") < count

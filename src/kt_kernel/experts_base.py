@@ -33,7 +33,7 @@ from ktransformers.errors import InputError
 from ktransformers.nn.expert_call import ExpertCall
 from ktransformers.nn.store import ExpertStore
 from ktransformers.place.gpu.cuda_driver import call_on_host
-from ktransformers.quant.kt_layers import write_tree_layer
+from ktransformers.quant.kt_layers import add_tree_layer
 
 __all__ = ["BaseMoEWrapper", "KExpertsCPUBuffer"]
 
@@ -97,6 +97,7 @@ class Deferred:
     """Experts of an earlier layer whose result is added to the next output."""
 
     layer: int
+    model: str  # its weight_path: layers of two models may take turns
     batch: PreparedBatch
 
 
@@ -172,7 +173,8 @@ class BaseMoEWrapper:
 
     def load_weights(self, physical_to_logical_map_cpu: Tensor | None = None) -> None:
         """All experts from `weight_path`; runtime expert i is the checkpoint's `physical_to_logical_map_cpu[i]`."""
-        self.use_store(load_store(self.weight_path, self._place, self.method, physical_to_logical_map_cpu))
+        with torch.device("cpu"):  # SGLang builds its models with a GPU as the default device
+            self.use_store(load_store(self.weight_path, self._place, self.method, physical_to_logical_map_cpu))
 
     def load_weights_from_tensors(
         self,
@@ -185,16 +187,16 @@ class BaseMoEWrapper:
         map is not applied here. With `cpu_save` the quantised experts are also written below `weight_path`, as `.kt`
         files for `threadpool_count` NUMA nodes."""
         check_order(physical_to_logical_map_cpu, self.num_experts)
-        store = store_from_tensors(gate_proj, up_proj, down_proj, self._place, self.method)
+        with torch.device("cpu"):
+            store = store_from_tensors(gate_proj, up_proj, down_proj, self._place, self.method)
         if self.cpu_save:
-            if not self._method.bits or not self.weight_path:
+            if not self.method.startswith("AMXINT") or not self.weight_path:
                 given = f"True with method {self.method} and weight_path {self.weight_path!r}"
-                raise InputError(
-                    "cpu_save", given, "a method that quantises, and a directory", "kt quant writes others"
-                )
-            experts = {"gate": gate_proj, "up": up_proj, "down": down_proj}
+                raise InputError("cpu_save", given, "AMXINT4 or AMXINT8, and a directory to write to")
+            given_tensors = {"gate": gate_proj, "up": up_proj, "down": down_proj}
+            experts = {role: tensor.detach().cpu() for role, tensor in given_tensors.items()}
             parts = max(1, self.threadpool_count)
-            write_tree_layer(Path(self.weight_path), self.layer_idx, experts, self._method.bits, parts)
+            add_tree_layer(Path(self.weight_path), self.layer_idx, experts, self._method.bits, parts)
         self.use_store(store)
 
     def use_store(self, store: ExpertStore) -> None:
@@ -226,7 +228,8 @@ class BaseMoEWrapper:
         if adapter_of_row is not None:
             with torch.inference_mode(False):
                 pinned = adapter_of_row.is_cuda
-                self._adapter_rows = torch.full((self.chunked_prefill_size,), -1, dtype=torch.int32, pin_memory=pinned)
+                rows = self.chunked_prefill_size
+                self._adapter_rows = torch.full((rows,), -1, dtype=torch.int32, device="cpu", pin_memory=pinned)
 
     def _loaded(self) -> ExpertStore:
         if self.moe is None:
@@ -263,7 +266,7 @@ class BaseMoEWrapper:
             defers = self.max_deferred_experts_per_token > 0 and hidden.shape[0] <= size
             piece = self._start(hidden[:size], ids[:size], weights[:size], defers)
             if defers:
-                state.deferred = Deferred(self.layer_idx, piece)
+                state.deferred = Deferred(self.layer_idx, self.weight_path, piece)
         self._submitted = Submitted(hidden, ids, weights, piece, earlier)
 
     def sync_forward(self, hidden_states: Tensor, cuda_stream: int | None = None) -> Tensor:
@@ -375,9 +378,9 @@ class BaseMoEWrapper:
         """What an earlier layer of the same pass deferred. A pass that ended with deferred experts, because its last
         layer was not told to compute all of them, leaves them to nobody."""
         deferred, state.deferred = state.deferred, None
-        if deferred is None or deferred.layer >= self.layer_idx or len(deferred.batch.views.out) != tokens:
+        if deferred is None or deferred.layer >= self.layer_idx or deferred.model != self.weight_path:
             return None
-        return deferred
+        return deferred if deferred.batch.views.out.shape == (tokens, self.hidden_size) else None
 
     def _wait_for_other_stream(self, state: DeviceState, device: torch.device) -> None:
         """Buffers are ordered by one stream; the first call on another one waits for it, on the device."""
@@ -411,7 +414,7 @@ def _on_stream(device: torch.device, stream: int | None) -> Iterator[None]:
 
 def _owned_mask(given: Tensor | None, experts: int) -> Tensor:
     """A copy of the mask in host memory. Calls read it when they start, so what is written into it acts on the next."""
-    mask = torch.zeros(experts, dtype=torch.bool, pin_memory=torch.cuda.is_available())
+    mask = torch.zeros(experts, dtype=torch.bool, device="cpu", pin_memory=torch.cuda.is_available())
     if given is not None:
         if given.dtype != torch.bool or tuple(given.shape) != (experts,):
             raise InputError("gpu_experts_mask", f"{given.dtype} {list(given.shape)}", f"torch.bool [{experts}]")

@@ -21,10 +21,9 @@ from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.recode import experts_of, numbers, split
 from ktransformers.checkpoint.sources import LayerSource, Source, open_source
 from ktransformers.errors import InputError
-from ktransformers.nn.contract import Contract
-from ktransformers.nn.experts import new_store
+from ktransformers.nn.checkpoint_facts import open_expert_source, read_checkpoint_facts
+from ktransformers.nn.contract import Contract, new_store
 from ktransformers.nn.gate import Gate
-from ktransformers.nn.load import open_expert_source, read_checkpoint_facts
 from ktransformers.nn.packed import PackedExperts
 from ktransformers.nn.store import ExpertStore
 

@@ -7,15 +7,21 @@ that needs them, so that `kt --help` and tools that only read the version stay f
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ktransformers.nn import ExpertStore
 
 __version__ = "0.2.0"
-__all__ = ["ExpertStore", "__version__"]
+__all__ = ["ExpertStore", "__version__", "has_sft_support"]
 
 _MODULE_OF = {"ExpertStore": "ktransformers.nn"}
+
+
+def has_sft_support() -> bool:
+    """Whether `kt_kernel.sft` is installed with this package; programs of kt-kernel ask it before they train."""
+    return importlib.util.find_spec("kt_kernel.sft") is not None
 
 
 def __getattr__(name: str) -> object:

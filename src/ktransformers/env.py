@@ -47,7 +47,9 @@ VARIABLES = (
     ),
     Variable("KT_KERNEL_DEBUG", "1", "the same as KT_LOG=debug"),
     Variable(
-        "KT_SGLANG_OPTIONS", "JSON", "options of our plugin for SGLang, which its launcher passes to its other processes"
+        "KT_SGLANG_OPTIONS",
+        "JSON",
+        "options of our plugin for SGLang, which its launcher passes to its other processes",
     ),
     Variable("API_HOST", "an address", "listening address of `kt serve` without --host"),
     Variable("API_PORT", "a port's number", "port of `kt serve` without --port"),

@@ -85,14 +85,17 @@ def test_inference_with_lora_is_captured_in_a_graph() -> None:
     assert error(captured.cpu(), expected) < CLOSE, "a replay uses changed LoRA"
 
 
-def test_wrapped_model_trains_with_everything_else_on_the_gpu() -> None:
+@pytest.mark.parametrize("gpu_experts", [0, 3])
+def test_wrapped_model_trains_with_everything_else_on_the_gpu(gpu_experts: int) -> None:
     losses: list[list[float]] = []
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
         model: Any = build("qwen3_moe")
-        sft.wrap_moe_layers_with_kt_wrapper(model, KTConfig(kt_activation_policy={"cpu": "retain"}))
+        settings = KTConfig(kt_activation_policy={"cpu": "retain"}, kt_num_gpu_experts=gpu_experts)
+        sft.wrap_moe_layers_with_kt_wrapper(model, settings)
         if device == "cuda":
             sft.move_non_experts_to_gpu(model, device="cuda:0")
+            assert hasattr(model, "_kt_placement") == bool(gpu_experts)
         model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]))
         torch.manual_seed(1)
         sft.kt_adapt_peft_lora(model)

@@ -48,7 +48,7 @@ request = json.loads(request)
 import torch
 from safetensors.torch import load_file
 import kt_kernel
-assert kt_kernel.__version__ == "0.7.2" and kt_kernel.__file__.startswith(site), kt_kernel.__file__
+assert kt_kernel.__file__.startswith(site), kt_kernel.__file__
 tensors = load_file(inputs)
 experts, parts = tensors["gate"].shape[0], request["parts"]
 hidden, inner = tensors["gate"].shape[2], tensors["gate"].shape[1]

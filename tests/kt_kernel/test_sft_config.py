@@ -143,5 +143,8 @@ def test_every_exported_name_exists_and_others_say_what_to_use() -> None:
 
 
 def test_importing_sft_imports_no_torch() -> None:
-    program = "import sys; import kt_kernel.sft; kt_kernel.sft.KTConfig(); sys.exit('torch' in sys.modules)"
+    program = (
+        "import sys, ktransformers, kt_kernel.sft; kt_kernel.sft.KTConfig(); assert ktransformers.has_sft_support()"
+    )
+    program += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -19,8 +19,10 @@ from kt_kernel import sft
 from kt_kernel.sft import KTAMXConfigError, KTArtifactError, KTConfig
 from kt_kernel.sft.base import LORA_NAMES
 from kt_kernel.sft.convert_kt_to_sglang_adapter import convert_kt_to_sglang_adapter
+from kt_kernel.sft.wrapper import place_gpu_experts
 from ktransformers.adapters import convert, read_adapter
 from ktransformers.errors import InputError
+from ktransformers.nn import load_model
 from tests.support.tiny_models import build, save, tokens
 
 RANK, ALPHA = 4, 8
@@ -228,8 +230,25 @@ def test_sizes_that_contradict_each_other_are_refused() -> None:
     assert sft.kt_adapt_peft_lora(alone).adapted_layers == 2
     with pytest.raises(InputError, match="wrap_moe_layers_with_kt_wrapper"):
         sft.kt_adapt_peft_lora(build("qwen3_moe"))
-    with pytest.raises(KTAMXConfigError, match="KT_PLACE"):
-        wrapped(kt_num_gpu_experts=2)
+
+
+def test_experts_that_stay_on_the_gpu_change_no_result() -> None:
+    """With the CPU in the place of the GPU, which the placement engine accepts for tests."""
+    results = []
+    for count in (0, 2):
+        model = adapted(kt_num_gpu_experts=count)
+        inner = model.get_base_model()
+        if count:
+            place_gpu_experts(inner, count, device="cpu")
+            caches = inner._kt_placement.engines[0].executor.residents
+            assert {layer: cache.present(layer) for layer, cache in caches.items()} == {0: {0, 1}, 1: {0, 1}}
+        loss_of(model).backward()
+        results.append([parameter.grad for parameter in sft.get_kt_lora_params(model)])
+    for one, other in zip(*results, strict=True):
+        close(other, one, 2e-2)  # the engine multiplies bf16 activations
+    if not torch.cuda.is_available():
+        with pytest.raises(KTAMXConfigError, match="move_non_experts_to_gpu"):
+            place_gpu_experts(model.get_base_model(), 2)
 
 
 def test_dropout_acts_in_training_alone() -> None:
@@ -363,6 +382,10 @@ def test_damaged_adapter_directories_are_refused(tmp_path: Path) -> None:
             sft.load_kt_adapter_artifacts(model, tmp_path)
     after = sft.get_kt_lora_params(model)
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    added = {"base_model.model.model.layers.0.mlp.lora_experts.0.le_gate.weight": torch.ones(2)}
+    save_file(added, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(KTArtifactError, match="kt_use_lora_experts"):
+        sft.load_kt_adapter_artifacts(model, tmp_path)
     with pytest.raises(KTArtifactError, match="no such directory"):
         sft.load_kt_adapter_artifacts(model, tmp_path / "none")
 
@@ -382,6 +405,32 @@ def test_experts_come_from_the_path_that_is_named(tmp_path: Path) -> None:
     assert torch.equal(logits_of(again), logits_of(model))
     with pytest.raises(KTAMXConfigError, match="does not exist"):
         wrapped(kt_weight_path=str(tmp_path / "nowhere"))
+
+
+def test_experts_that_kt_kernel_trained_fully_are_a_source_of_weights(tmp_path: Path) -> None:
+    trained = build("qwen3_moe", seed=5)
+    arch, layers = sft.get_moe_arch_config(trained.config), {}
+    for index, layer in enumerate(trained.model.layers):
+        gate, up, down = sft.extract_moe_weights(layer.mlp, arch)
+        tensors = {"gate_proj": gate.bfloat16(), "up_proj": up.bfloat16(), "down_proj": down.bfloat16()}
+        file = tmp_path / f"kt_full_experts-7-layer-{index:05d}.safetensors"
+        save_file(tensors, file)
+        layers[str(index)] = {"file": file.name, "size_bytes": file.stat().st_size, "shapes": {}}
+    index_file = tmp_path / "kt_full_experts.index.json"
+    document = {"format": "kt_full_experts", "version": 1, "dtype": "BF16", "generation": 7, "layers": layers}
+    index_file.write_text(json.dumps(document))
+    model = build("qwen3_moe", seed=5)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.experts.down_proj.zero_()
+    sft.wrap_moe_layers_with_kt_wrapper(model, {"kt_weight_path": str(tmp_path)})
+    close(logits_of(model), logits_of(trained))
+    with pytest.raises(KTArtifactError, match="kt_weight_path"):
+        sft.load_kt_adapter_artifacts(model, tmp_path)
+    del layers["1"]
+    index_file.write_text(json.dumps(document))
+    with pytest.raises(KTArtifactError, match="no layer 1"):
+        wrapped(kt_weight_path=str(tmp_path))
 
 
 def test_formats_that_are_asked_for_are_encoded_from_parameters_and_never_from_files(tmp_path: Path) -> None:
@@ -406,6 +455,8 @@ def test_models_are_loaded_with_packed_experts(tmp_path: Path) -> None:
         sft.load_kt_model(
             stock.config, None, type("Args", (), {"finetuning_type": "full"}), {}, str(tmp_path / "model")
         )
+    packed = get_peft_model(load_model(tmp_path / "model"), lora_config(ATTENTION))
+    assert sft.kt_adapt_peft_lora(packed).adapted_layers == 2
     device_map = sft.build_kt_device_map(stock.config, {}, "cuda:0")
     assert device_map["model.layers.0.mlp.experts"] == "cpu" and device_map["lm_head"] == "cuda:0"
     assert device_map["model.layers.1.mlp.gate"] == "cuda:0"

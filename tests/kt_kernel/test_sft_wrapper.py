@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,8 +15,13 @@ from kt_kernel.methods import SFT_METHODS, SKIP_LORA
 from kt_kernel.sft import KTAMXNotAvailableError, get_activation_checkpoint_context_fn
 from kt_kernel.sft.amx import AMXSFTMoEWrapper
 from kt_kernel.sft.base import BaseSFTMoEWrapper
-from kt_kernel.sft.checkpoint_experts import BlockFP8ExpertWeights, RAWINT4ExpertWeights
-from ktransformers.checkpoint import encode
+from kt_kernel.sft.weights import (
+    BlockFP8ExpertWeights,
+    RAWINT4ExpertWeights,
+    load_experts_from_kt_weight_path,
+)
+from ktransformers.checkpoint import Encoded, encode
+from ktransformers.checkpoint.kt_codes import encode_rows
 from ktransformers.errors import InputError
 from tests.support.kt_layers import INNER, E, H, K, batch, error, weights
 from tests.support.kt_sft_layers import CLOSE, RANK, SftLayer, reference_pass, sft_layer, sft_wrapper
@@ -71,6 +78,8 @@ def test_dtypes_are_cast_and_leading_dimensions_kept() -> None:
     layer = sft_layer()
     hidden, ids, scores = batch(6)
     out = layer.wrapper.forward(hidden, ids, scores, save_for_backward=False)
+    strided = (hidden.T.contiguous().T, ids.T.contiguous().T, scores.T.contiguous().T)
+    assert torch.equal(layer.wrapper.forward(*strided, save_for_backward=False), out)
     shaped = (hidden.float().view(2, 3, H), ids.int().view(2, 3, K), scores.double().view(2, 3, K))
     assert torch.equal(layer.wrapper.forward(*shaped, save_for_backward=False), out.view(2, 3, H))
     for given, name in (((hidden[:, 1:], ids, scores), "hidden_states"), ((hidden, ids[:, :2], scores), "expert_ids")):
@@ -96,13 +105,18 @@ def test_submitted_passes_return_what_the_direct_ones_do() -> None:
     out = layer.wrapper.forward(*given)
     grads = layer.wrapper.backward(grad_out)
     lora_grads = {name: grad.clone() for name, grad in layer.grads.items()}
-    layer.wrapper.submit_forward(*given)
+    changed = [tensor.clone() for tensor in given]
+    layer.wrapper.submit_forward(*changed)
+    for tensor in changed:  # it was read when the call returned
+        tensor.zero_()
     with pytest.raises(RuntimeError, match="sync_forward"):
         layer.wrapper.submit_forward(*given)
     assert torch.equal(layer.wrapper.sync_forward(), out)
     layer.wrapper.submit_backward_repack()
     layer.wrapper.wait_backward_repack()
-    layer.wrapper.submit_backward_async(grad_out)
+    overwritten = grad_out.clone()
+    layer.wrapper.submit_backward_async(overwritten)
+    overwritten.zero_()
     submitted = layer.wrapper.sync_backward()
     assert all(torch.equal(one, other) for one, other in zip(submitted, grads, strict=True))
     assert all(torch.equal(layer.grads[name], grad) for name, grad in lora_grads.items())
@@ -312,6 +326,34 @@ def test_checkpoint_output_is_saved_once_and_poisoned_by_failure() -> None:
     wrapper.validate_checkpoint_cache_empty()
 
 
+@pytest.mark.parametrize(("method", "spec"), [("AMXBF16_SFT", "bf16"), ("INT8_SFT", "int8"), ("AMXINT4_SFT", "int4")])
+def test_weights_come_from_files_with_a_map(method: str, spec: str, tmp_path: Path) -> None:
+    """bf16 from a release, the others from kt-kernel's files, which the wrapper itself writes."""
+    order = torch.arange(E).flip(0)
+    tensors = dict(zip(("gate", "up", "down"), weights(), strict=True))
+    if spec == "bf16":
+        prefix = "model.layers.0.mlp.experts"
+        single = {f"{prefix}.{e}.{role}_proj.weight": tensors[role][e].clone() for role in tensors for e in range(E)}
+        save_file(single, tmp_path / "model.safetensors")
+        with pytest.raises(InputError, match="INT8_SFT"):
+            sft_wrapper(method).save_backward_weights_from_tensors(*tensors.values(), None, str(tmp_path))
+    else:
+        sft_wrapper(method).save_backward_weights_from_tensors(*tensors.values(), None, str(tmp_path))
+        assert any("_bwd_" in file.name for file in tmp_path.glob("_layer_0/_numa_0/*.kt"))
+    wrapper = sft_wrapper(method, weight_path=str(tmp_path))
+    wrapper.load_weights(order)
+    assert {stored.partition(":")[0] for stored in wrapper.store.formats.values()} == {spec}
+    expected = sft_wrapper(method)
+    expected.load_weights_from_tensors(*tensors.values(), order)
+    for role in tensors:
+        assert torch.equal(wrapper.store.decode(role, 2), expected.store.decode(role, 2))
+    if spec == "int8":
+        read = load_experts_from_kt_weight_path(tmp_path, 0, E, H, INNER)
+        up = encode_rows(tensors["up"], 8)
+        assert isinstance(up, Encoded) and torch.equal(read.up, up.codes)
+        assert torch.equal(read.up_scale, up.scales)  # type: ignore[arg-type]
+
+
 def test_native_formats_are_loaded_as_they_are_with_a_map() -> None:
     order = torch.arange(E).flip(0)
     by_role = dict(zip(("gate", "up", "down"), weights(), strict=True))
@@ -362,8 +404,6 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
     for call in (wrapper.init_full_weight_grad_buffers, wrapper.update_base_weights):
         with pytest.raises(KTAMXNotAvailableError, match="train LoRA"):
             call()
-    with pytest.raises(KTAMXNotAvailableError, match="leave it out"):
-        wrapper.save_backward_weights_from_tensors()
     layer = sft_layer()
     wrong = list(layer.lora.values())
     wrong[2] = wrong[2][:, :4]

@@ -82,6 +82,22 @@ def test_older_arguments_count_experts_of_the_gpu() -> None:
     assert error(outputs[0], reference(masked, *given)) < CLOSE
 
 
+@pytest.mark.parametrize("method", ["BF16", "AMXINT8", "AMXINT4"])
+def test_another_default_device_changes_nothing(tmp_path: Path, method: str) -> None:
+    """SGLang builds its models with the GPU as the default device."""
+    write_checkpoint(tmp_path / "model", "model.layers")
+    given, order = batch(5), torch.arange(E)
+    with torch.device("meta"):
+        wrapper = layer(method=method, weight_path=str(tmp_path / "model"), num_gpu_experts=2, layer_idx=1)
+        wrapper.load_weights(order)
+        wrapper.use_adapters((), torch.full((16,), -1, dtype=torch.int32, device="cpu"))
+        out = wrapper.forward(*given, None)
+        deferring = layer(method=method, weight_path=str(tmp_path / "model"), max_deferred_experts_per_token=1)
+        deferring.load_weights(order)
+        assert deferring.forward(*given, None).device.type == "cpu"
+    assert error(out, reference(wrapper, *given)) < CLOSE
+
+
 def test_a_mask_written_in_place_acts_on_the_next_call() -> None:
     wrapper, given = loaded(), batch(4)
     before = wrapper.forward(*given, None)

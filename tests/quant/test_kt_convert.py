@@ -38,6 +38,7 @@ from ktransformers.quant.origin import Origin
 from tests.support.expert_sources import numbers
 from tests.support.kt_reference import reference_files, reference_rows, reference_tensors
 from tests.support.packing import as_fp8, contents, tiny
+from tests.support.releases import write_gguf
 from tests.support.tiny_models import logits
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,9 +142,8 @@ def test_result_is_a_model(source: Path, tmp_path: Path) -> None:
     assert 0.01 < (logits(one) - want).norm() / want.norm() < 0.6
 
 
-def test_quantised_and_fused_sources(tmp_path: Path) -> None:
-    """FP8 is decoded to bf16 first, as kt-kernel's converter does it; fused experts are told by their shapes, and names
-    of a text model inside a larger one come back."""
+def test_fp8_is_decoded_to_bf16_first(tmp_path: Path) -> None:
+    """As kt-kernel's converter does it."""
     fp8 = as_fp8(tiny(tmp_path / "fp8", num_hidden_layers=1, **SIZES))
     done = write(fp8, tmp_path / "fp8-int8", 8, 1)
     stored = load_file(done.directory / "model-00001-of-00002.safetensors")
@@ -155,21 +155,48 @@ def test_quantised_and_fused_sources(tmp_path: Path) -> None:
     assert "quantization_config" not in json.loads((done.directory / "config.json").read_text())
     assert torch.isfinite(logits(load_model(done.directory, dtype=torch.float32))).all()
 
-    nested = tiny(tmp_path / "nested", "qwen3_vl_moe", **SIZES)
-    done = write(nested, tmp_path / "nested-int8", 8, 2)
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe"])  # fused: [E, H, 2I] and [E, 2I, H]
+def test_fused_experts_inside_a_larger_model(family: str, tmp_path: Path) -> None:
+    """Fused experts are told by their shapes, and names of a text model inside a larger one come back."""
+    nested = tiny(tmp_path / "nested", family, **SIZES)
+    done = write(nested, tmp_path / "out", 8, 2)
     names = {tensor.name for tensor in open_source(done.directory).rest()}
     assert names == {tensor.name for tensor in open_source(nested).rest()}
+    assert any(name.startswith("model.language_model.layers.") for name in names) == (family == "qwen3_vl_moe")
+    stored = load_file(done.directory / "model-00002-of-00003.safetensors")
     want = numbers_of_model(load_model(nested, dtype=torch.float32))
+    for index, (expert, role) in enumerate((expert, role) for role in ("gate", "up", "down") for expert in range(2)):
+        for name, tensor in reference_tensors(want[6 + index].bfloat16(), 1, expert, role, 8, 2).items():
+            assert torch.equal(stored[name], tensor), name
     got = numbers_of_model(load_model(done.directory, dtype=torch.float32))
     assert len(want) == 12
     assert all(0 < (actual - value).norm() / value.norm() < 0.015 for actual, value in zip(got, want, strict=True))
 
 
+def test_experts_of_a_gguf_file(source: Path, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    tensors: dict[str, tuple[Any, str]] = {}
+    decoded: dict[tuple[int, str], Tensor] = {}
+    for layer in range(2):
+        for seed, (role, size) in enumerate((("gate", (2, 768, 128)), ("up", (2, 768, 128)), ("down", (2, 128, 768)))):
+            plain = torch.randn(size, generator=torch.Generator().manual_seed(9 * layer + seed)).numpy()
+            data = gguf.quants.quantize(plain, gguf.GGMLQuantizationType.Q8_0)
+            tensors[f"blk.{layer}.ffn_{role}_exps.weight"] = (data, "Q8_0")
+            decoded[layer, role] = torch.from_numpy(gguf.quants.dequantize(data, gguf.GGMLQuantizationType.Q8_0))
+    write_gguf(tmp_path / "experts.gguf", "qwen3moe", {}, tensors)
+    done = write(source, tmp_path / "out", 4, 2, experts=tmp_path / "experts.gguf")
+    for (layer, role), matrices_of_layer in decoded.items():
+        stored = load_file(done.directory / f"model-{layer + 1:05}-of-00003.safetensors")
+        for expert in range(2):
+            want = reference_tensors(matrices_of_layer[expert].bfloat16(), layer, expert, role, 4, 2)
+            assert all(torch.equal(stored[name], tensor) for name, tensor in want.items())
+
+
 def numbers_of_model(model: Any) -> list[Tensor]:
     stores = [module.kt_store for module in model.modules() if hasattr(module, "kt_store")]
-    return [
-        store.decode(role, expert).float() for store in stores for role in ("gate", "up", "down") for expert in range(2)
-    ]
+    roles = ("gate", "up", "down")
+    return [store.decode(role, expert).float() for store in stores for role in roles for expert in range(2)]
 
 
 def test_layer_from_tensors(source: Path, tmp_path: Path) -> None:
@@ -277,7 +304,7 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     tensors = load_file(broken / "model.safetensors")
     tensors["model.layers.0.mlp.experts.1.up_proj.weight"][5, 5] = float("inf")
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"model\.layers\.0\.mlp\.experts\.1\.up: .*not finite"):
+    with pytest.raises(InputError, match=r"experts\.1\.up_proj\.weight: given NaN or infinite numbers"):
         write(broken, tmp_path / "out", 8, 1)
     assert not (tmp_path / "out").exists()
 
@@ -371,12 +398,19 @@ def test_tree_is_held_to_its_manifest(source: Path, tmp_path: Path) -> None:
     extra.unlink()
     with pytest.raises(InputError, match="intermediate_size: given 768 recorded"):
         open_source(root).layer("model.layers.0.mlp.experts", ExpertShape(2, 128, 1536))
+    for changes, message in (
+        ({"state": "writing"}, "state: given 'writing', expected 'ready'"),
+        ({"layout": "rows"}, "layout: given rows, expected kt-int8-n32-k64-vnni-v1"),
+        ({"expert_num": 10**9}, "24 files, expected 12000000000 by its shapes"),
+        ({"hidden_size": 256}, "the files by its shapes"),
+        ({"schema_version": 1}, "schema_version: given 1, expected 2"),
+    ):
+        (root / MANIFEST_FILE).write_text(json.dumps(document | changes))
+        with pytest.raises(InputError, match=message):
+            open_source(root)
     document["layers"][0]["files"].pop()
     (root / MANIFEST_FILE).write_text(json.dumps(document))
-    with pytest.raises(InputError, match="missing, expected 24 files by its shapes"):
-        open_source(root)
-    (root / MANIFEST_FILE).write_text(json.dumps(document | {"state": "writing"}))
-    with pytest.raises(InputError, match="state: given 'writing', expected 'ready'"):
+    with pytest.raises(InputError, match="23 files, expected 24 by its shapes"):
         open_source(root)
 
 

@@ -50,7 +50,7 @@ def fetch(release: str, requirement: str, target: Path) -> None:
                 raise SystemExit(f"{wheel.name}: no {WRAPPER}")
             archive.extractall(target, [name for name in FILES if name in present])
     done.touch()
-    print(f"{release}: {target}")
+    sys.stdout.write(f"{release}: {target}\n")
 
 
 def main() -> int:

@@ -171,8 +171,8 @@ def test_the_forks_placement_strategies(fork: Release, checkpoint: Checkpoint, t
 
 
 def test_deferred_experts_are_added_one_layer_later(release: Release, checkpoint: Checkpoint) -> None:
-    """At one token exactly the experts of lowest weight are late; the last layer defers nothing, except in 0.5.17, which
-    asks its arguments for the number of layers by a name that they no longer have."""
+    """At one token exactly the experts of lowest weight are late; the last layer defers nothing, except in 0.5.17,
+    which asks its arguments for the number of layers by a name that they no longer have."""
     layers = release.layers(checkpoint, arguments(checkpoint, 1, kt_max_deferred_experts_per_token=2), DEVICE)
     knows_last = release.name != "sglang-0.5.17"
     assert layers[-1][0].wrapper.max_deferred_experts_per_token == (0 if knows_last else 2)

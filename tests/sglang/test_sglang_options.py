@@ -14,9 +14,9 @@ import torch
 
 from ktransformers import env
 from ktransformers.errors import InputError
-from ktransformers.sglang.options import ServerOptions, add_arguments, read_options
+from ktransformers.sglang.options import OPTIONS_VARIABLE, ServerOptions, add_arguments, read_options
 from ktransformers.sglang.placement import place_experts
-from ktransformers.sglang.plugin import OPTIONS_VARIABLE, may_have_kt_flags
+from ktransformers.sglang.plugin import may_have_kt_flags
 
 LAYERS, EXPERTS = 4, 6
 
@@ -53,6 +53,17 @@ def test_process_without_kt_flags_imports_nothing_more() -> None:
         "from ktransformers.sglang.plugin import register; register()\n"
         "heavy = {'torch', 'numpy', 'sglang', 'argparse', 'ktransformers.sglang.options'} & set(sys.modules)\n"
         "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_kt_kernel_and_the_plugin_do_without_transformers_and_peft() -> None:
+    """SGLang pins its own transformers and has no PEFT; where `import kt_kernel` fails it says that it is missing."""
+    code = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(('transformers', 'peft', 'accelerate', 'trl')))\n"
+        "from kt_kernel import KTMoEWrapper\n"
+        "from ktransformers.sglang import method, options"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

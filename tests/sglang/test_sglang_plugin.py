@@ -436,9 +436,7 @@ class ForwardBatch:
         return torch.zeros(sum(self.lengths) if self.lengths is not None else len(self.lora_ids))
 
 
-def expected_by_row(
-    checkpoint: Checkpoint, index: int, batch: Batch, rows: list[Factors | None]
-) -> Tensor:
+def expected_by_row(checkpoint: Checkpoint, index: int, batch: Batch, rows: list[Factors | None]) -> Tensor:
     """Each row with the experts of its adapter."""
     outs = []
     for row, factors in enumerate(rows):
@@ -493,12 +491,12 @@ def test_one_adapter_for_every_request(server: Server, checkpoint: Checkpoint, t
     launch(server, checkpoint, "--kt-num-gpu-experts", "0", "--kt-expert-lora-path", str(tmp_path / "expert"))
     for index, (method, layer) in enumerate(build(server, checkpoint, None)):
         batch = random_batch(6, DEVICE, seed=index)
-        assert distance(apply(method, layer, batch), expected_by_row(checkpoint, index, batch, [factors] * 6)) < TOLERANCE
+        assert (
+            distance(apply(method, layer, batch), expected_by_row(checkpoint, index, batch, [factors] * 6)) < TOLERANCE
+        )
 
 
-def test_expert_half_by_name_beside_the_other_half(
-    server: Server, checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_expert_half_by_name_beside_the_other_half(server: Server, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """`--lora-paths mine=NONEXPERT --kt-expert-lora-path mine=EXPERT`, the two directories of `kt convert`."""
     factors = write_expert_adapter(tmp_path / "expert", LAYERS, seed=4)
     write_expert_adapter(tmp_path / "rest", LAYERS, seed=5, attention=True, experts=False)
@@ -584,5 +582,3 @@ def test_masked_layers_in_a_graph(server: Server, checkpoint: Checkpoint) -> Non
         torch.cuda.synchronize()
         for index, out in enumerate(outs):
             assert distance(out, checkpoint.forward(index, fresh)) < TOLERANCE
-
-

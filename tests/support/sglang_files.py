@@ -308,7 +308,8 @@ class Release:
         return made
 
     def load_gpu_experts(self, checkpoint: Checkpoint, method: Any, layer: Layer) -> None:
-        """FusedMoE's weight loader: mainline has the first experts on the GPU, sglang-kt and our plugin those of a mask."""
+        """FusedMoE's weight loader: mainline has the first experts on the GPU, sglang-kt and our plugin a mask of
+        them."""
         order = list(range(EXPERTS)) if self.order is None else self.order.tolist()
         slots = method.logical_to_gpu_index.tolist() if self.is_fork else getattr(method, "slot_of", range(EXPERTS))
         for physical in range(EXPERTS):

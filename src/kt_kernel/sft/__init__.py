@@ -26,7 +26,6 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "kt_kernel.sft.arch": (
         "MOEArchConfig",
         "detect_fused_experts",
-        "extract_moe_weights",
         "get_moe_arch_config",
         "get_moe_module",
     ),
@@ -41,25 +40,28 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "save_kt_moe_to_adapter",
     ),
     "kt_kernel.sft.base": ("BaseSFTMoEWrapper",),
-    "kt_kernel.sft.checkpoint_experts": (
+    "kt_kernel.sft.weights": (
         "BlockFP8ExpertWeights",
         "INT8ExpertWeights",
         "RAWINT4ExpertWeights",
+        "extract_moe_weights",
         "load_block_fp8_experts_from_checkpoint_files",
         "load_experts_from_checkpoint_files",
         "load_experts_from_kt_weight_path",
         "load_rawint4_experts_from_checkpoint_files",
+        "validate_persistent_int8_weights",
     ),
     "kt_kernel.sft.checkpointing": ("get_activation_checkpoint_context_fn", "set_activation_policy"),
     "kt_kernel.sft.config": ("KTActivationPolicy", "KTConfig", "configure_omp_threads"),
-    "kt_kernel.sft.layers": ("KTMoELayerWrapper", "wrap_moe_layers_with_kt_wrapper"),
-    "kt_kernel.sft.load": (
+    "kt_kernel.sft.layer": ("KTMoELayerWrapper",),
+    "kt_kernel.sft.wrapper": (
         "build_kt_device_map",
         "build_kt_device_map_simplified",
         "get_expert_device",
         "get_kt_loading_kwargs",
         "load_kt_model",
         "move_non_experts_to_gpu",
+        "wrap_moe_layers_with_kt_wrapper",
     ),
     "kt_kernel.sft.lora": (
         "KTAdaptationResult",
@@ -89,7 +91,6 @@ _FROM_PRETRAINED = "stock from_pretrained needs no hook: use ktransformers.nn.lo
 _DEVICE_MAP = "packed experts stay in host memory whatever moves the model: use a stock device_map, or model.to()"
 _GPU_EXPERTS = "no experts are added to a model: train LoRA on its own (kt_adapt_peft_lora)"
 _PROFILE = "use torch.profiler, or KT_LOG=info"
-_INT8_TREE = "experts are checked when they are read; `kt quant` writes packed directories with checksums"
 # kt-kernel's name -> what to use instead.
 _INSTEAD = {
     "KTMoEFunction": "ktransformers.nn.operator.apply_experts is the operator with autograd",
@@ -107,7 +108,6 @@ _INSTEAD = {
     "project_kt_routed_experts_out_of_device_map": _DEVICE_MAP,
     "prepare_kt_non_expert_device_map": _DEVICE_MAP,
     "hide_kt_routed_experts_from_dispatch": _DEVICE_MAP,
-    "validate_persistent_int8_weights": _INT8_TREE,
     "collect_kt_sft_profile": _PROFILE,
     "format_kt_sft_profile": _PROFILE,
     "reset_kt_sft_profile": _PROFILE,

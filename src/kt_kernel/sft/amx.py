@@ -1,13 +1,14 @@
 """`AMXSFTMoEWrapper`, the object of `KTMoEWrapper(mode="sft")`: `BaseSFTMoEWrapper` with weights by method.
 
 Each method loads from any source in its format (`kt_kernel.weights`), from tensors, and from the native forms of
-`kt_kernel.sft.checkpoint_experts`; codes are kept, never requantised for backward. The name stays kt-kernel's: the
+`kt_kernel.sft.weights`; codes are kept, never requantised for backward. The name stays kt-kernel's: the
 kernels are those of the CPU at hand, AMX or not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ from torch import Tensor
 
 from kt_kernel.methods import SKIP_LORA, method_of
 from kt_kernel.sft.base import BaseSFTMoEWrapper
-from kt_kernel.sft.checkpoint_experts import ROLES, BlockFP8ExpertWeights, RAWINT4ExpertWeights
-from kt_kernel.weights import LayerPlace, load_store, store_from_encoded, store_from_tensors
+from kt_kernel.sft.weights import ROLES, BlockFP8ExpertWeights, RAWINT4ExpertWeights
+from kt_kernel.weights import LayerPlace, check_order, load_store, store_from_encoded, store_from_tensors
 from ktransformers.checkpoint import Encoded
 from ktransformers.errors import InputError
-from ktransformers.nn.store import ExpertStore
+from ktransformers.quant.kt_layers import write_tree_layer
 
 BF16_MANTISSA = 7  # bits
 
@@ -75,14 +76,14 @@ class AMXSFTMoEWrapper(BaseSFTMoEWrapper):
 
     def load_weights(self, physical_to_logical_map_cpu: Tensor | None = None) -> None:
         """All experts from `weight_path`; runtime expert i is the checkpoint's `physical_to_logical_map_cpu[i]`."""
-        self._use(load_store(self.weight_path, self._place, self.method, physical_to_logical_map_cpu))
+        self.use_store(load_store(self.weight_path, self._place, self.method, physical_to_logical_map_cpu))
 
     def load_weights_from_tensors(
         self, gate_proj: Tensor, up_proj: Tensor, down_proj: Tensor, physical_to_logical_map_cpu: Tensor | None = None
     ) -> None:
         """From gate and up `[E, I, H]` and down `[E, H, I]` in any float dtype, encoded in the method's format."""
         tensors = (gate_proj, up_proj, down_proj)
-        self._use(store_from_tensors(*tensors, self._place, self.method, physical_to_logical_map_cpu))
+        self.use_store(store_from_tensors(*tensors, self._place, self.method, physical_to_logical_map_cpu))
 
     def load_block_fp8_weights(
         self, weights: BlockFP8ExpertWeights, physical_to_logical_map_cpu: Tensor | None = None
@@ -101,6 +102,25 @@ class AMXSFTMoEWrapper(BaseSFTMoEWrapper):
         powers of two in bf16, or e8m0."""
         self._load_native("MXFP4", _ByRole(weights), "mxfp4", torch.uint8, physical_to_logical_map_cpu)
 
+    def save_backward_weights_from_tensors(
+        self,
+        gate_proj: Tensor,
+        up_proj: Tensor,
+        down_proj: Tensor,
+        physical_to_logical_map_cpu: Tensor | None,
+        output_path: str,
+    ) -> None:
+        """Write the layer as kt-kernel's `.kt` files, those for its backward pass included, for `threadpool_count` NUMA
+        parts: for kt-kernel, because backward here reads the weights of forward."""
+        bits = method_of(self.method).bits
+        if not bits:
+            remedy = "construct the wrapper with INT8_SFT or AMXINT4_SFT"
+            raise InputError("save_backward_weights_from_tensors", f"method {self.method}", "INT8 or INT4", remedy)
+        order = check_order(physical_to_logical_map_cpu, self.num_experts)
+        tensors = {"gate": gate_proj, "up": up_proj, "down": down_proj}
+        experts = {role: tensor.detach().cpu()[order] for role, tensor in tensors.items()}
+        write_tree_layer(Path(output_path), self.layer_idx, experts, bits, self.threadpool_count, backward=True)
+
     def _load_native(
         self, method: str, weights: Any, spec: str, scale_dtype: torch.dtype, order: Tensor | None
     ) -> None:
@@ -115,13 +135,7 @@ class AMXSFTMoEWrapper(BaseSFTMoEWrapper):
             columns = self.moe_intermediate_size if role == "down" else self.hidden_size
             encoded = Encoded(spec, codes, scales.to(scale_dtype).contiguous(), columns=columns, name=role)
             matrices[role] = encoded
-        self._use(store_from_encoded(matrices, self._place, order))
-
-    def _use(self, store: ExpertStore) -> None:
-        self.store = store
-        self._inference = None
-        if self.lora_initialized:
-            self.update_lora_weights()
+        self.use_store(store_from_encoded(matrices, self._place, order))
 
 
 class _ByRole:

@@ -10,11 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from kt_kernel.sft.errors import KTAMXModelNotSupportedError
-from ktransformers.errors import InputError
 
 PROJ_NAMES = ("gate_proj", "up_proj", "down_proj")
 FUSED_NAMES = ("gate_up_proj", "gate_up_proj", "down_proj")
@@ -112,25 +110,3 @@ def detect_fused_experts(experts: nn.Module) -> bool:
         isinstance(tensor := getattr(experts, name, None), Tensor) and tensor.dim() == 3
         for name in ("gate_up_proj", "down_proj")
     )
-
-
-def extract_moe_weights(moe_module: nn.Module, moe_config: MOEArchConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Gate and up `[E, I, H]` and down `[E, H, I]` of a block that still has its parameters, in their dtype."""
-    experts: Any = getattr(moe_module, moe_config.experts_attr)
-    if getattr(experts, "kt_store", None) is not None:
-        remedy = "experts.kt_store.decode(matrix, expert) returns one matrix"
-        raise InputError(type(experts).__name__, "packed experts", "experts that have their parameters", remedy)
-    inner = moe_config.intermediate_size
-    if not detect_fused_experts(experts):
-        gate, up, down = (
-            torch.stack([getattr(expert, name).weight.detach() for expert in experts])
-            for name in moe_config.weight_names
-        )
-        return gate, up, down
-    gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
-    if getattr(experts, "is_transposed", gate_up.shape[1] != 2 * inner):
-        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    if not getattr(experts, "is_concatenated", True):
-        return gate_up[:, 0::2].contiguous(), gate_up[:, 1::2].contiguous(), down.contiguous()
-    gate, up = gate_up[:, :inner], gate_up[:, inner:]
-    return gate.contiguous(), up.contiguous(), down.contiguous()

@@ -21,7 +21,8 @@ from torch.autograd.graph import increment_version
 
 from kt_kernel.sft.base import LORA_NAMES
 from kt_kernel.sft.errors import KTArtifactError
-from kt_kernel.sft.layers import KTMoELayerWrapper, wrapped_model
+from kt_kernel.sft.full_experts import has_full_experts
+from kt_kernel.sft.layer import KTMoELayerWrapper, wrapped_model
 from kt_kernel.sft.lora import create_fused_lora
 from ktransformers.adapters.config import CONFIG_FILE, compact_number, read_config
 from ktransformers.adapters.dialects.dialect import MODEL_FILE
@@ -34,6 +35,7 @@ from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.peft_lora import expert_adapters
 from ktransformers.nn.placeholder import Placeholder
 
+ADDED_EXPERTS = ".lora_experts."  # part of the names of kt-kernel's GPU LoRA-experts
 CONVERT = "`kt convert DIR OUT --to peft` writes it for PEFT"
 
 
@@ -137,6 +139,15 @@ def load_kt_adapter_artifacts(model: nn.Module, path: str | Path) -> None:
             raise KTArtifactError(
                 str(directory), f"files that their manifest contradicts ({error})", "what it lists"
             ) from None
+    if has_full_experts(directory):
+        given = "experts whose base weights were trained"
+        remedy = "give the directory as kt_weight_path when the model is wrapped"
+        raise KTArtifactError(str(directory), given, "LoRA of the experts", remedy)
+    if (directory / MODEL_FILE).is_file():
+        added = [name for name in Shards([directory / MODEL_FILE]).names if ADDED_EXPERTS in name]
+        if added:
+            given = f"{added[0]}, experts that were added to the model"
+            raise KTArtifactError(str(directory / MODEL_FILE), given, "LoRA alone", "train without kt_use_lora_experts")
     if (directory / EXPERT_FILE).is_file():
         load_kt_moe_from_adapter(model, directory)
 

@@ -33,6 +33,7 @@ from kt_kernel.sft.errors import KTAMXNotAvailableError
 from kt_kernel.sft.optimizer_grads import OptimizerGrads
 from ktransformers import _core
 from ktransformers.errors import InputError
+from ktransformers.nn import buffer_pool
 from ktransformers.nn.checkpointing import inside_checkpointed_block
 from ktransformers.nn.lora_factors import CORE_ROLES, LoraFactors, packed_adapter
 from ktransformers.nn.pool import avoid_pool_cpus
@@ -129,6 +130,8 @@ class BaseSFTMoEWrapper:
         self._trains_lora = trains_lora
         self._skip = torch.arange(num_experts) < num_gpu_experts if num_gpu_experts else None
         self._lora: LoraBuffers | None = None
+        self._packed: tuple[_core.Adapter, ...] = ()
+        self._packed_versions: tuple[int, ...] | None = None  # of the LoRA tensors when they were packed
         self._saved: list[SavedForward] = []
         self._inference: BaseMoEWrapper | None = None
         self._inference_hidden: Tensor | None = None
@@ -170,6 +173,7 @@ class BaseSFTMoEWrapper:
                     raise InputError(label, f"strides {list(tensor.stride())}", "a contiguous tensor")
         weights = tuple(tensor.detach() for tensor in weights)  # type: ignore[assignment]
         scales = (self.lora_scaling,) * 3
+        self._packed_versions = None
         self._lora = LoraBuffers(
             weights, tuple(grad.detach() for grad in grads), LoraFactors(CORE_ROLES, weights, scales)
         )
@@ -190,7 +194,23 @@ class BaseSFTMoEWrapper:
             self._adapters()
 
     def _adapters(self) -> Sequence[_core.Adapter]:
-        return () if self._lora is None else (packed_adapter(self._loaded(), self._lora.factors),)
+        """The LoRA tensors as the core has them, packed again if a version counter has changed."""
+        if self._lora is None:
+            return ()
+        weights = self._lora.weights
+        versions = None if weights[0].is_inference() else tuple(tensor._version for tensor in weights)
+        if versions is None or versions != self._packed_versions:
+            self._packed = (packed_adapter(self._loaded(), self._lora.factors),)
+            self._packed_versions = versions
+        return self._packed
+
+    def use_store(self, store: ExpertStore) -> None:
+        """Compute with these experts."""
+        self.store, self._inference, self._packed_versions = store, None, None
+        if self._lora is not None:
+            self.update_lora_weights()
+        if torch.cuda.is_available():  # its pinned memory cannot be allocated while a stream is captured
+            self._inference_wrapper()
 
     def _loaded(self) -> ExpertStore:
         if self.store is None:
@@ -209,7 +229,7 @@ class BaseSFTMoEWrapper:
     ) -> Tensor:
         """Sum over K of weight * expert(hidden) in bf16, in the shape of the hidden states. Ids outside [0, E) and
         experts below `num_gpu_experts` contribute nothing."""
-        copy, dropout = self._begin(hidden_states, expert_ids, weights, save_for_backward)
+        copy, dropout = self._begin(hidden_states, expert_ids, weights, save_for_backward, submitted=False)
         out = self._compute(copy, save_for_backward, dropout, hidden_states.shape)
         return _to_device(out, output_device or hidden_states.device)
 
@@ -219,7 +239,7 @@ class BaseSFTMoEWrapper:
         """Start a forward pass; `sync_forward` returns its output."""
         if self._forward is not None:
             raise RuntimeError("a forward pass was submitted before: call sync_forward first")
-        copy, dropout = self._begin(hidden_states, expert_ids, weights, save_for_backward)
+        copy, dropout = self._begin(hidden_states, expert_ids, weights, save_for_backward, submitted=True)
         shape = hidden_states.shape
         result = _worker().submit(self._compute, copy, save_for_backward, dropout, shape)
         self._forward = PendingPass(result, hidden_states.device)
@@ -232,7 +252,7 @@ class BaseSFTMoEWrapper:
         return _to_device(out, output_device or pending.device)
 
     def _begin(
-        self, hidden_states: Tensor, expert_ids: Tensor, weights: Tensor, save_for_backward: bool
+        self, hidden_states: Tensor, expert_ids: Tensor, weights: Tensor, save_for_backward: bool, submitted: bool
     ) -> tuple[DeviceToHost, Dropout]:
         self._loaded()
         self._check_batch(hidden_states, expert_ids, weights)
@@ -241,18 +261,20 @@ class BaseSFTMoEWrapper:
                 f"{len(self._saved)} forward passes are saved for backward, max_cache_depth is {self.max_cache_depth}: "
                 "run their backward passes, pass save_for_backward=False, or construct with a greater depth"
             )
-        rows, top_k = hidden_states.detach().reshape(-1, self.hidden_size), self.num_experts_per_tok
+        device, top_k = hidden_states.device, self.num_experts_per_tok
         batch = (
-            rows.to(torch.bfloat16),
-            expert_ids.detach().reshape(-1, top_k).to(rows.device, torch.int64),
-            weights.detach().reshape(-1, top_k).to(rows.device, torch.float32),
+            _as_rows(hidden_states, self.hidden_size, torch.bfloat16, device),
+            _as_rows(expert_ids, top_k, torch.int64, device),
+            _as_rows(weights, top_k, torch.float32, device),
         )
         dropout = NO_DROPOUT
         if self.lora_dropout and (save_for_backward or inside_checkpointed_block()):
             dropout = Dropout(self.lora_dropout, int(torch.randint(2**62, ())))
-        if rows.device.type == "cpu" and not save_for_backward:
-            return DeviceToHost((), batch, None), dropout
-        return start_device_to_host(batch), dropout
+        if device.type != "cpu":
+            return start_device_to_host(batch), dropout
+        # The caller may write into its tensors before the worker or a backward pass reads them.
+        copies = tuple(map(torch.clone, batch)) if save_for_backward or submitted else batch
+        return DeviceToHost((), copies, None), dropout
 
     def _check_batch(self, hidden_states: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
         if not hidden_states.dim() or hidden_states.shape[-1] != self.hidden_size:
@@ -330,8 +352,7 @@ class BaseSFTMoEWrapper:
         """Gradients of the hidden states (bf16) and of the routing weights (float32) of the last saved forward pass;
         the LoRA gradients, times `optimizer_grad_scale`, go into the registered buffers."""
         saved, accumulate = self._begin_backward(grad_output)
-        copy = start_device_to_host((grad_output.detach().to(torch.bfloat16),))
-        grads = self._compute_backward(copy, saved, accumulate, optimizer_grad_scale)
+        grads = self._compute_backward(_to_host(grad_output), saved, accumulate, optimizer_grad_scale)
         return self._finish_backward(grads, torch.device(output_device or grad_output.device))
 
     def submit_backward_async(
@@ -344,8 +365,9 @@ class BaseSFTMoEWrapper:
         if self._backward is not None:
             raise RuntimeError("a backward pass was submitted before: call sync_backward first")
         saved, accumulate = self._begin_backward(grad_output)
-        copy = start_device_to_host((grad_output.detach().to(torch.bfloat16),))
-        result = _worker().submit(self._compute_backward, copy, saved, accumulate, optimizer_grad_scale)
+        result = _worker().submit(
+            self._compute_backward, _to_host(grad_output, submitted=True), saved, accumulate, optimizer_grad_scale
+        )
         self._backward = PendingPass(result, torch.device(output_device or grad_output.device))
 
     def sync_backward(self) -> tuple[Tensor, Tensor]:
@@ -373,7 +395,7 @@ class BaseSFTMoEWrapper:
         buffers: tuple[Tensor, ...] = () if lora is None else lora.grads
         direct = not accumulate and scale == 1.0
         # One rounding: the sum, or the scaled gradient, is rounded to the buffer's dtype, not its addends.
-        targets = buffers if direct else tuple(torch.empty_like(grad, dtype=torch.float32) for grad in buffers)
+        targets = buffers if direct else tuple(buffer_pool.empty(grad.shape, torch.float32) for grad in buffers)
         with torch.no_grad():
             grad_hidden, grad_weights = self._loaded().backward(
                 grad_output.reshape(saved.hidden.shape),
@@ -459,9 +481,22 @@ class BaseSFTMoEWrapper:
     def update_base_weights(self) -> None:
         raise KTAMXNotAvailableError("update_base_weights", "a call", "no training of base weights", FROZEN)
 
-    def save_backward_weights_from_tensors(self, *_: Any, **__: Any) -> None:
-        remedy = "leave it out: backward reads the weights of forward, and `kt quant` writes those"
-        raise KTAMXNotAvailableError("save_backward_weights_from_tensors", "a call", "no files for backward", remedy)
+
+def _as_rows(tensor: Tensor, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`[..., columns]` as `[T, columns]` without gradients."""
+    rows = tensor.detach()
+    if rows.dim() != 2:
+        rows = rows.reshape(-1, columns)
+    if rows.dtype != dtype or rows.device != device:
+        rows = rows.to(device, dtype)
+    return rows.contiguous()
+
+
+def _to_host(grad_output: Tensor, submitted: bool = False) -> DeviceToHost:
+    grad = grad_output.detach().to(torch.bfloat16).contiguous()
+    if grad.device.type != "cpu":
+        return start_device_to_host((grad,))
+    return DeviceToHost((), (grad.clone() if submitted else grad,), None)
 
 
 def _to_device(tensor: Tensor, device: torch.device | str) -> Tensor:

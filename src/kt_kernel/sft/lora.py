@@ -7,7 +7,8 @@ under the names `kt.layers.{L}.experts.fused_lora.{gate_lora_a, ...}`. Rank and 
 `kt_lora_alpha`, else PEFT's r and lora_alpha: an adapter directory has one of each for everything.
 
 Gradients are autograd's in both cases: `parameter.grad` accumulates until it is cleared, and no call copies anything
-between a parameter and the kernels.
+between a parameter and the kernels. Every process computes its own experts; DistributedDataParallel around the model
+averages the gradients of both kinds (`ktransformers.nn.distributed`).
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from torch.autograd.graph import increment_version
 
 from kt_kernel.sft.base import LORA_NAMES
 from kt_kernel.sft.errors import KTAMXConfigError, KTAMXModelNotSupportedError
-from kt_kernel.sft.layers import KTMoELayerWrapper, is_wrapped, wrapped_model
+from kt_kernel.sft.layer import KTMoELayerWrapper, is_wrapped, wrapped_model
 from ktransformers.nn.contract import expert_modules
+from ktransformers.nn.distributed import average_expert_gradients, broadcast_own_lora
 from ktransformers.nn.lora import ExpertLora, Factor
 from ktransformers.nn.peft_lora import expert_adapters, lora_parameters, set_lora_dropout
 from ktransformers.nn.placeholder import Placeholder
@@ -105,10 +107,6 @@ def _peft_config(model: nn.Module) -> Any | None:
 
 def create_fused_lora(model: nn.Module, rank: int, alpha: float) -> None:
     """Six parameters for every layer that has none: A uniform as `nn.Linear` is initialised, B zero."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        given = f"{dist.get_world_size()} processes"
-        remedy = f"{TARGET_EXPERTS}: LoRA in the module tree is averaged by DistributedDataParallel"
-        raise KTAMXConfigError("expert LoRA outside of the model", given, "one process", remedy)
     inner = wrapped_model(model)
     for layer in inner._kt_wrappers:
         if layer.fused_expert_lora_params:
@@ -128,6 +126,12 @@ def create_fused_lora(model: nn.Module, rank: int, alpha: float) -> None:
             )
         layer.fused_expert_lora_params.update(parameters)
         layer.experts.kt_lora = _expert_lora(layer, alpha / rank, inner._kt_config.kt_lora_dropout)
+    if _processes() > 1:
+        broadcast_own_lora(inner)
+
+
+def _processes() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _expert_lora(layer: KTMoELayerWrapper, scale: float, dropout: float) -> ExpertLora:
@@ -184,8 +188,10 @@ def update_kt_lora_pointers(model: nn.Module) -> None:
 
 
 def sync_kt_lora_gradients(model: nn.Module) -> None:
-    """Check the gradients of the expert LoRA before an optimiser step; nothing is communicated, because parameters
-    outside of the model exist in one process only and DDP averages those of PEFT."""
+    """Check the gradients of the expert LoRA before an optimiser step, and average them over the processes: what DDP
+    averaged stays as it is, and a program without DDP needs no other call. With several processes a collective call."""
+    if _processes() > 1:
+        average_expert_gradients(wrapped_model(model))
     for name, parameter in get_kt_lora_named_params(model):
         grad = parameter.grad
         if grad is not None and (grad.shape != parameter.shape or grad.device != parameter.device):

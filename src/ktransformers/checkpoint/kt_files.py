@@ -253,12 +253,15 @@ def check_tree(root: Path, manifest: KTManifest, *, hashes: bool = False, thread
                 f"{file}: layer {layer.index}", f"{layer.numa_count} NUMA parts", f"{manifest.threadpool_count}", REMEDY
             )
         backward = any("_bwd_" in path for path in listed)
+        count = manifest.expert_num * manifest.threadpool_count * len(ROLES) * (4 if backward else 2)
+        if len(listed) != count:
+            raise InputError(f"{file}: layer {layer.index}", f"{len(listed)} files", f"{count} by its shapes", REMEDY)
         parts = stored_parts(manifest.expert_num, manifest.sizes(), manifest.threadpool_count, backward)
         expected = {folder + part.file(manifest.form, kind) for part in parts for kind in ("quant", "scale")}
         if listed.keys() != expected:
             differing = sorted(listed.keys() ^ expected)[0]
             given = f"{differing} " + ("missing" if differing in expected else "in it")
-            raise InputError(f"{file}: layer {layer.index}", given, f"{len(expected)} files by its shapes", REMEDY)
+            raise InputError(f"{file}: layer {layer.index}", given, "the files by its shapes", REMEDY)
         sizes |= listed
     present = {path.relative_to(root).as_posix(): path for path in root.glob("_layer_*/**/*") if not path.is_dir()}
     for path in sorted(present.keys() ^ sizes.keys()):

@@ -9,14 +9,17 @@ it would silently be computed wrongly.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from ktransformers import _core
 from ktransformers.checkpoint import ExpertShape
 from ktransformers.errors import InputError
 from ktransformers.nn.gate import Gate, probe_activation, probe_gate
+from ktransformers.nn.store import ExpertStore
 
 IMPLEMENTATION = "kt"  # name in transformers' registry of experts implementations
 
@@ -81,3 +84,28 @@ def read_contract(name: str, module: nn.Module) -> Contract:
     with contextlib.suppress(InputError):
         return Contract(shape, True, probe_gate(label, stock._apply_gate, True))
     return Contract(shape, False, probe_gate(label, stock._apply_gate, False))
+
+
+def new_store(
+    contract: Contract,
+    *,
+    pool: _core.Pool | None = None,
+    isa: str | None = None,
+    precision: str = "bf16",
+    formats: str | Mapping[str, str] = "bf16",
+) -> ExpertStore:
+    """An empty store for experts of this shape and gate."""
+    shape, gate = contract.shape, contract.gate
+    return ExpertStore(
+        shape.num_experts,
+        shape.hidden,
+        shape.intermediate,
+        gated=shape.gated,
+        activation=gate.activation,
+        limit=gate.limit,
+        alpha=gate.alpha,
+        pool=pool,
+        isa=isa,
+        precision=precision,
+        formats=formats,
+    )

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.nn.parallel import DistributedDataParallel
 
-from ktransformers.nn.peft_lora import lora_parameters
+from ktransformers.nn.peft_lora import lora_parameters, own_lora_parameters
 from ktransformers.nn.placeholder import Placeholder
 
 # Prefixes of parameter names that DDP sees: of the model itself, and of the model inside a PeftModel.
@@ -60,7 +60,7 @@ class GradientAverager:
     """Averages the gradients of one DDP module's expert LoRA after its backward passes. `parameters` has the same order
     on all ranks."""
 
-    def __init__(self, parameters: list[nn.Parameter], ddp: DistributedDataParallel) -> None:
+    def __init__(self, parameters: list[Tensor], ddp: DistributedDataParallel) -> None:
         self._parameters = parameters
         self._ddp = weakref.ref(ddp)
         self._group = _host_group(ddp.process_group)
@@ -92,11 +92,12 @@ def attach_to_ddp(ddp: DistributedDataParallel) -> None:
     first call is collective (a broadcast), and all ranks reach it in the same forward pass."""
     if ddp in _averagers:
         return
-    trained = [
+    trained: list[Tensor] = [
         parameter
         for name, parameter in lora_parameters(ddp.module).items()
         if parameter.requires_grad and name in ddp.parameters_to_ignore
     ]
+    trained += own_lora_parameters(ddp.module).values()
     if trained:
         _averagers[ddp] = GradientAverager(trained, ddp)
 
@@ -107,14 +108,25 @@ def active_ddp() -> DistributedDataParallel | None:
     return ddp
 
 
+def broadcast_own_lora(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Give all ranks the values of rank 0 for LoRA that is not PEFT's, which no other program broadcasts. A collective
+    call."""
+    host_group = _host_group(group or dist.group.WORLD)
+    tensors = list(own_lora_parameters(model).values())
+    for tensor in tensors:
+        dist.broadcast(tensor.data, dist.get_global_rank(host_group, 0), group=host_group)
+    increment_version(tensors)
+
+
 def average_expert_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """For training loops without DDP: average the expert LoRA's gradients over all ranks. A collective call."""
-    parameters = [parameter for parameter in lora_parameters(model).values() if parameter.requires_grad]
+    parameters: list[Tensor] = [parameter for parameter in lora_parameters(model).values() if parameter.requires_grad]
+    parameters += own_lora_parameters(model).values()
     with_grad = {index for index, parameter in enumerate(parameters) if parameter.grad is not None}
     _average(parameters, with_grad, _host_group(group or dist.group.WORLD))
 
 
-def _average(parameters: list[nn.Parameter], with_grad: set[int], group: dist.ProcessGroup) -> None:
+def _average(parameters: list[Tensor], with_grad: set[int], group: dist.ProcessGroup) -> None:
     """All-reduce the gradients that at least one rank has; a rank without one contributes zeros."""
     size = dist.get_world_size(group)
     if size == 1:

@@ -11,7 +11,6 @@ the store.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from ktransformers import _core
 from ktransformers.checkpoint import Encoded, ExpertChunk
 from ktransformers.checkpoint.sources import LayerSource
 from ktransformers.errors import InputError
-from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, read_contract
+from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, new_store, read_contract
 from ktransformers.nn.distributed import active_ddp, attach_to_ddp
 from ktransformers.nn.mixed_lora import current_mixed_lora
 from ktransformers.nn.operator import apply_experts, placed_for
@@ -57,31 +56,6 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
 def register() -> None:
     """Register "kt" with transformers; importing this module does it."""
     ExpertsInterface.register(IMPLEMENTATION, experts_forward)
-
-
-def new_store(
-    contract: Contract,
-    *,
-    pool: _core.Pool | None = None,
-    isa: str | None = None,
-    precision: str = "bf16",
-    formats: str | Mapping[str, str] = "bf16",
-) -> ExpertStore:
-    """An empty store for experts of this shape and gate."""
-    shape, gate = contract.shape, contract.gate
-    return ExpertStore(
-        shape.num_experts,
-        shape.hidden,
-        shape.intermediate,
-        gated=shape.gated,
-        activation=gate.activation,
-        limit=gate.limit,
-        alpha=gate.alpha,
-        pool=pool,
-        isa=isa,
-        precision=precision,
-        formats=formats,
-    )
 
 
 def pack_layer(

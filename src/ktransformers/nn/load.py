@@ -28,10 +28,10 @@ from transformers import (
 from ktransformers import _core
 from ktransformers.checkpoint.matrix import SPELLED
 from ktransformers.checkpoint.packed import is_packed
-from ktransformers.checkpoint.quantisation import accept
 from ktransformers.checkpoint.sources import PlainTensor, Source, open_source
 from ktransformers.errors import InputError
-from ktransformers.nn.prepare import QUANT_METHOD, config_file, read_config, split_quantisation, to_stock_config
+from ktransformers.nn.checkpoint_facts import open_expert_source, read_checkpoint_facts
+from ktransformers.nn.prepare import config_file, read_config, split_quantisation, to_stock_config
 from ktransformers.nn.pretrained import naming_config, read_generation_config, read_pretrained_config
 from ktransformers.nn.quantizer import KTConfig, Progress
 
@@ -94,39 +94,6 @@ def load_pretrained(
         raise InputError(missing[0], f"{len(missing)} tensors missing in {path}", "every tensor of the model")
     loaded: PreTrainedModel = model
     return loaded
-
-
-@dataclass(frozen=True)
-class CheckpointFacts:
-    """How config.json describes the weights."""
-
-    rest: dict[str, Any] | None = None  # quantisation of the weights in its directory
-    experts: Path | None = None  # path of the experts, if they are elsewhere
-    experts_quantised: dict[str, Any] | None = None  # quantisation of those
-
-
-def read_checkpoint_facts(path: Path) -> CheckpointFacts:
-    """From config.json; empty if there is none. A quantisation method that cannot be read is refused."""
-    file = config_file(path)
-    if file is None:
-        return CheckpointFacts()
-    _, quantisation = split_quantisation(read_config(file.parent))
-    if quantisation is None or quantisation.get("quant_method") != QUANT_METHOD:
-        accept(str(file), quantisation)
-        return CheckpointFacts(quantisation)
-    if quantisation.get("experts") is None:  # a directory that was prepared without copies, or a packed one
-        accept(str(file), quantisation.get("source"))
-        return CheckpointFacts(quantisation.get("source"))
-    return CheckpointFacts(None, Path(quantisation["experts"]), quantisation.get("source"))
-
-
-def open_expert_source(facts: CheckpointFacts, experts: Path | None) -> Source | None:
-    """The source of the experts: `experts` if the caller names one, else the path in config.json; None: they are in the
-    model's own directory."""
-    if experts is not None:
-        expert_facts = read_checkpoint_facts(experts)
-        return open_expert_source(expert_facts, None) or open_source(experts, expert_facts.rest)
-    return None if facts.experts is None else open_source(facts.experts, facts.experts_quantised)
 
 
 def load_config(path: Path) -> PreTrainedConfig:

@@ -30,8 +30,7 @@ from ktransformers.checkpoint.packed import (
 )
 from ktransformers.errors import InputError
 from ktransformers.log import logger
-from ktransformers.nn.contract import Contract
-from ktransformers.nn.experts import new_store
+from ktransformers.nn.contract import Contract, new_store
 from ktransformers.nn.store import LAYOUT_VERSION, ExpertStore
 
 log = logger(__name__)

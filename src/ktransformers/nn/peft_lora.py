@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, is_experts
 from ktransformers.nn.lora import ExpertLora, Factor
+from ktransformers.nn.lora_factors import factors_of
 
 _active_factors: ContextVar[tuple[tuple[nn.Module, str, Factor], ...]] = ContextVar("active_factors", default=())
 
@@ -88,6 +89,17 @@ def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
             for inner, parameter in getattr(layer, part).named_parameters():
                 parameters[".".join(word for word in (name, part, inner) if word)] = parameter
     return parameters
+
+
+def own_lora_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Name -> tensor of the LoRA that expert modules have as `kt_lora`; it is no parameter of the model."""
+    tensors: dict[str, Tensor] = {}
+    for name, module in expert_modules(model).items():
+        if (lora := getattr(module, "kt_lora", None)) is not None:
+            factors = factors_of(lora)
+            named = zip(factors.roles, factors.tensors, strict=True)
+            tensors |= {f"{name}.kt_lora.{role}": tensor for role, tensor in named}
+    return tensors
 
 
 def _wraps_kt_experts(layer: Any) -> bool:

@@ -23,7 +23,16 @@ from torch import Tensor
 from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.checkpoint.journal import ConversionJournal
 from ktransformers.checkpoint.kt_codes import check_size, kept_codes, part_of, quantize_rows, tile, tile_format
-from ktransformers.checkpoint.kt_files import ROLES, KTHeader, KTManifestFile, StoredPart, stored_parts
+from ktransformers.checkpoint.kt_files import (
+    ROLES,
+    KTHeader,
+    KTManifestFile,
+    StoredPart,
+    build_manifest,
+    read_kt_manifest,
+    stored_parts,
+    write_manifest,
+)
 from ktransformers.checkpoint.packed import ShardRecord, content_hash, find_damaged
 from ktransformers.checkpoint.recode import Weight
 from ktransformers.checkpoint.sources.safetensors import dequantise
@@ -116,6 +125,25 @@ def write_tree_layer(
             store_matrix(experts[role][expert : expert + 1], role, expert, header, writer.write, backward)
     _, details = writer.finish()
     return [KTManifestFile.model_validate(entry) for entry in details["files"]]
+
+
+def add_tree_layer(root: Path, layer: int, experts: Mapping[str, Tensor], bits: int, parts: int) -> None:
+    """Write a layer as `write_tree_layer` does, and list it in the tree's manifest, which a new tree gets. A tree of
+    kt-kernel has none, and stays without."""
+    root.mkdir(parents=True, exist_ok=True)
+    manifest = read_kt_manifest(root)
+    layers = {entry.index: entry.files for entry in manifest.layers} if manifest is not None else {}
+    unlisted = manifest is None and any(entry.name != f"_layer_{layer}" for entry in root.glob("_layer_*"))
+    count, intermediate, hidden = experts["gate"].shape
+    header = KTHeader(bits, parts, count, hidden, intermediate, conversion="", made_by="")
+    changed = build_manifest(header, {})
+    for key in ("expert_weight_format", "threadpool_count", "expert_num", "hidden_size", "intermediate_size"):
+        if manifest is not None and getattr(manifest, key) != getattr(changed, key):
+            given = f"{getattr(changed, key)}, and {getattr(manifest, key)} in the layers that are there"
+            raise InputError(f"{root}: {key}", given, "one tree of one model", "write into an empty directory")
+    layers[layer] = write_tree_layer(root, layer, experts, bits, parts)
+    if not unlisted:
+        write_manifest(root, build_manifest(header, layers))
 
 
 class MergedLayer:

@@ -28,7 +28,7 @@ from ktransformers.checkpoint.sources import LayerSource, PlainTensor, open_sour
 from ktransformers.checkpoint.sources.gguf_header import read_header
 from ktransformers.checkpoint.tensorfile import sha256
 from ktransformers.errors import InputError
-from ktransformers.nn import load
+from ktransformers.nn import checkpoint_facts, load
 from ktransformers.nn.contract import Contract, expert_modules, read_contract
 from ktransformers.nn.prepare import read_config, split_quantisation, to_stock_config
 from ktransformers.nn.pretrained import require_json
@@ -69,9 +69,9 @@ class Origin:
         for checkpoint in (self.path, self.experts):
             if checkpoint is not None and is_packed(checkpoint):
                 raise InputError(str(checkpoint), "a packed directory", "the checkpoint that it was made from")
-        facts = load.read_checkpoint_facts(self.path)
+        facts = checkpoint_facts.read_checkpoint_facts(self.path)
         self._source = open_source(self.path, facts.rest)
-        self._experts = load.open_expert_source(facts, self.experts) or self._source
+        self._experts = checkpoint_facts.open_expert_source(facts, self.experts) or self._source
         self.quantisation = facts.rest
         self.config = self._configuration()
         self.notes: list[str] = []  # what the result will lack

@@ -18,8 +18,7 @@ from ktransformers.checkpoint.encoded import format_of
 from ktransformers.checkpoint.recode import KEEP, check_target, experts_of, recode
 from ktransformers.checkpoint.rest import tensor_bytes
 from ktransformers.errors import InputError
-from ktransformers.nn.contract import Contract
-from ktransformers.nn.experts import new_store
+from ktransformers.nn.contract import Contract, new_store
 from ktransformers.nn.store import ExpertStore
 from ktransformers.quant.origin import Origin, OriginLayer
 

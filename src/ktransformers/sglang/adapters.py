@@ -139,7 +139,9 @@ def pack(sources: list[str], model_path: str, layers: Mapping[int, Any], default
             rows = torch.full((MAX_TOKENS,), default, dtype=torch.int32, device=device)
         store: ExpertStore = method.wrapper.moe
         packed = [
-            pack_expert_pairs(f"{source}: layer {index}", store, parts[index].read() if index in parts else zeros(store))
+            pack_expert_pairs(
+                f"{source}: layer {index}", store, parts[index].read() if index in parts else zeros(store)
+            )
             for source, parts in zip(sources, by_layer, strict=True)
         ]
         method.wrapper.use_adapters(packed, rows)
@@ -188,4 +190,3 @@ def write_rest(adapter: Adapter, name: str) -> Path:
     (target / "adapter_config.json").write_text(json.dumps(fields))
     save_file({}, str(target / "adapter_model.safetensors"))
     return target
-

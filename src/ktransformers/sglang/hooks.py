@@ -7,12 +7,16 @@ experts into the slots of that mask; the LoRA manager leaves experts to the CPU.
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import pkgutil
 from collections.abc import Callable
 from typing import Any
 
 from ktransformers.errors import InputError
+from ktransformers.sglang.options import ServerOptions, add_arguments, read_options
 
+SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 METHOD = "sglang.srt.layers.moe.kt_ep_wrapper.KTEPWrapperMethod"
 FUSED_MOE = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE"
 LORA_MANAGER = "sglang.srt.lora.lora_manager.LoRAManager"
@@ -26,16 +30,34 @@ def register_hook(target: str, hook: Callable[..., Any], kind: str) -> None:
         pkgutil.resolve_name(target)
     except (AttributeError, ImportError, ValueError) as error:
         expected = "SGLang 0.5.17 to 0.5.23"
-        raise InputError("SGLang", f"no {target} ({error})", expected, "or set SGLANG_PLUGINS to leave it out") from error
+        raise InputError(
+            "SGLang", f"no {target} ({error})", expected, "or set SGLANG_PLUGINS to leave it out"
+        ) from error
     HookRegistry.register(target, hook, HookType[kind])
+
+
+def register_parser_hooks() -> None:
+    """In the launching process: extend SGLang's parser, and take our options from what it has parsed."""
+
+    def add(result: Any, parser: argparse.ArgumentParser) -> None:
+        add_arguments(parser)
+
+    def parse(original: Any, cls: type, args: argparse.Namespace) -> Any:
+        try:
+            options = read_options(args)
+        except InputError as error:
+            raise SystemExit(f"ktransformers: {error}") from error
+        if options is not None:
+            options.to_environment()
+        return original(cls, args)
+
+    register_hook(f"{SERVER_ARGS}.add_cli_args", add, "AFTER")
+    register_hook(f"{SERVER_ARGS}.from_cli_args", parse, "AROUND")
 
 
 def register_model_hooks() -> None:
     """In scheduler processes."""
-    import importlib
-
     from ktransformers.sglang import adapters, method
-    from ktransformers.sglang.options import ServerOptions
 
     options = ServerOptions.from_environment()
     stock = importlib.import_module(METHOD.rpartition(".")[0])

@@ -148,9 +148,7 @@ def masked_method(stock: type[Any], options: ServerOptions) -> type[Any]:
         def create_moe_runner(self, layer: nn.Module, moe_runner_config: Any) -> None:
             self.moe_runner_config = moe_runner_config
             # The model multiplies the sum of both shares by routed_scaling_factor.
-            config = replace(
-                moe_runner_config, num_local_experts=self.num_gpu_experts, routed_scaling_factor=None
-            )
+            config = replace(moe_runner_config, num_local_experts=self.num_gpu_experts, routed_scaling_factor=None)
             self.gpu_method.create_moe_runner(layer, config)
 
         def apply(self, layer: nn.Module, dispatch_output: Any) -> Any:

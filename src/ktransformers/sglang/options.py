@@ -16,10 +16,9 @@ from typing import Any
 
 from ktransformers import env
 from ktransformers.errors import InputError
-from ktransformers.sglang.plugin import OPTIONS_VARIABLE
 
 STRATEGIES = ("uniform", "frequency", "front-loading", "random")
-SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
+OPTIONS_VARIABLE = "KT_SGLANG_OPTIONS"
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kt-expert-placement-strategy",
         choices=STRATEGIES,
         default="uniform",
-        help="Which experts are on the GPU. frequency takes those with most tokens in the file of --init-expert-location.",
+        help="Which experts are on the GPU; frequency: those with most tokens in the file of --init-expert-location.",
     )
     group.add_argument(
         "--kt-gpu-prefill-token-threshold",
@@ -140,23 +139,3 @@ def _expert_adapters(args: argparse.Namespace) -> tuple[str, dict[str, str]]:
         else:
             static = word
     return static, by_name
-
-
-def register_parser_hooks() -> None:
-    """Extend `ServerArgs.add_cli_args` and take our options in `ServerArgs.from_cli_args`."""
-    from ktransformers.sglang.hooks import register_hook
-
-    def add(result: Any, parser: argparse.ArgumentParser) -> None:
-        add_arguments(parser)
-
-    def parse(original: Any, cls: type, args: argparse.Namespace) -> Any:
-        try:
-            options = read_options(args)
-        except InputError as error:
-            raise SystemExit(f"ktransformers: {error}") from error
-        if options is not None:
-            options.to_environment()
-        return original(cls, args)
-
-    register_hook(f"{SERVER_ARGS}.add_cli_args", add, "AFTER")
-    register_hook(f"{SERVER_ARGS}.from_cli_args", parse, "AROUND")

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from ktransformers.adapters.model import ModelFacts, find_facts
 from ktransformers.errors import InputError
 from ktransformers.place import residents
@@ -49,7 +51,7 @@ def place_experts(options: ServerOptions) -> ExpertPlacement:
     counts = None
     if options.placement_strategy == "frequency":
         names = [f"model.layers.{layer}.mlp.experts" for layer in sparse]
-        counts = residents.np.stack(residents.load_counts(Path(options.activation_counts), names, experts))
+        counts = np.stack(residents.load_counts(Path(options.activation_counts), names, experts))
     chosen = residents.choose(options.placement_strategy, total, len(sparse), experts, counts)
     return ExpertPlacement(facts.layers, experts, dict(zip(sparse, chosen, strict=True)))
 

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 from ktransformers import env
 
-OPTIONS_VARIABLE = "KT_SGLANG_OPTIONS"
 SCHEDULER = "sglang.srt.managers.scheduler"  # imported in processes that build a model, before plugins are loaded
 
 
@@ -25,19 +24,16 @@ def may_have_kt_flags(words: Sequence[str]) -> bool:
 
 
 def register() -> None:
-    builds_model = bool(env.text(OPTIONS_VARIABLE)) and SCHEDULER in sys.modules
+    builds_model = bool(env.text("KT_SGLANG_OPTIONS")) and SCHEDULER in sys.modules
     if not builds_model and not may_have_kt_flags(sys.argv):
         return
     from ktransformers.errors import KTError
+    from ktransformers.sglang import hooks
 
     try:
         if builds_model:
-            from ktransformers.sglang import hooks
-
             hooks.register_model_hooks()
         else:
-            from ktransformers.sglang import options
-
-            options.register_parser_hooks()
+            hooks.register_parser_hooks()
     except (KTError, ImportError, AttributeError) as error:
         raise SystemExit(f"ktransformers: the plugin for SGLang cannot be used: {error}") from error

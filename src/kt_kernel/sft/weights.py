@@ -1,4 +1,4 @@
-"""Experts of one layer read from checkpoint files in the forms that kt-kernel's loaders return.
+"""Experts of one layer, read from a module or from checkpoint files, in the forms that kt-kernel's functions return.
 
 Reading is that of `ktransformers.checkpoint.sources`: files are mapped, tensors are found under all spellings of names,
 fused and separate, and checked against the shape. bf16 sources come as three stacked tensors; native formats keep their
@@ -15,18 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kt_kernel.sft.arch import MOEArchConfig
+from kt_kernel.sft.arch import MOEArchConfig, detect_fused_experts
 from kt_kernel.sft.errors import KTArtifactError
 from ktransformers.checkpoint import Encoded, ExpertShape, decode
 from ktransformers.checkpoint.experts import ExpertChunk
+from ktransformers.checkpoint.kt_files import validate_int8_tree
 from ktransformers.checkpoint.sources import LayerSource, open_source
 from ktransformers.errors import InputError
-from ktransformers.nn.load import read_checkpoint_facts
+from ktransformers.nn.checkpoint_facts import read_checkpoint_facts
 from ktransformers.nn.pack_inputs import split_fused
 
 ROLES = ("gate", "up", "down")
+
+# A tree that kt-kernel 0.7 trains on: its manifest, layers, shapes and files, with `verify_hashes` their contents too.
+validate_persistent_int8_weights = validate_int8_tree
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,28 @@ class INT8ExpertWeights:
     gate_scale: Tensor
     up_scale: Tensor
     down_scale: Tensor
+
+
+def extract_moe_weights(moe_module: nn.Module, moe_config: MOEArchConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Gate and up `[E, I, H]` and down `[E, H, I]` of a block that still has its parameters, in their dtype."""
+    experts: Any = getattr(moe_module, moe_config.experts_attr)
+    if getattr(experts, "kt_store", None) is not None:
+        remedy = "experts.kt_store.decode(matrix, expert) returns one matrix"
+        raise InputError(type(experts).__name__, "packed experts", "experts that have their parameters", remedy)
+    inner = moe_config.intermediate_size
+    if not detect_fused_experts(experts):
+        gate, up, down = (
+            torch.stack([getattr(expert, name).weight.detach() for expert in experts])
+            for name in moe_config.weight_names
+        )
+        return gate, up, down
+    gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
+    if getattr(experts, "is_transposed", gate_up.shape[1] != 2 * inner):
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    if not getattr(experts, "is_concatenated", True):
+        return gate_up[:, 0::2].contiguous(), gate_up[:, 1::2].contiguous(), down.contiguous()
+    gate, up = gate_up[:, :inner], gate_up[:, inner:]
+    return gate.contiguous(), up.contiguous(), down.contiguous()
 
 
 def load_experts_from_checkpoint_files(
