@@ -59,25 +59,33 @@ format: $(VENV)/.installed  ## rewrite the sources as `make check` wants them
 
 test: check  ## check, then everything but the slow tests: native, then Python
 	$(BUILD)/kt_tests
-	$(PY) -m pytest -q
+	$(PY) scripts/run_tests.py
 
 test-slow: build  ## the tests marked slow
 	$(PY) -m pytest -q -m slow
 
-# Stock LLaMA-Factory in a venv of its own, because it wants older packages: the last release, and beside it the one to
-# come as it is published under another name. An empty torchaudio stands where it imports one that no text needs.
+# Stock LLaMA-Factory in venvs of its own, because it wants older packages: the last release with transformers 5.6, and
+# in `next` the one to come, as it is published under another name, with 5.8; `next` sees the other's packages behind its
+# own. transformers 5.7 and PEFT 0.19 lie apart. An empty torchaudio stands where LLaMA-Factory imports one that no text needs.
 FACTORY := build/llamafactory
 FACTORY_PY := $(FACTORY)/bin/python
 FACTORY_PIP := $(FACTORY_PY) -m pip install --quiet --disable-pip-version-check
+NEXT_PY := $(FACTORY)/next/bin/python
+SITE = $$($(1) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
-$(FACTORY)/.installed: constraints.txt tests/llamafactory/requirements.txt
+$(FACTORY)/.installed: constraints.txt tests/llamafactory/requirements.txt $(wildcard requirements/*.txt)
 	test -x $(FACTORY_PY) || $(PYTHON) -m venv $(FACTORY)
 	$(FACTORY_PIP) "$$(grep '^torch==' constraints.txt)"
-	$(FACTORY_PIP) -r tests/llamafactory/requirements.txt
+	$(FACTORY_PIP) -r requirements/ktransformers-0.9.5.txt -r tests/llamafactory/requirements.txt
 	$(FACTORY_PIP) --no-deps llamafactory==0.9.5
-	$(FACTORY_PIP) --no-deps --upgrade --target $(FACTORY)/next llamafactory-kt==0.9.6.dev0
 	mkdir -p $(FACTORY)/site && touch $(FACTORY)/site/torchaudio.py
-	echo "$(CURDIR)/$(FACTORY)/site" > "$$($(FACTORY_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchaudio.pth"
+	echo "$(CURDIR)/$(FACTORY)/site" > "$(call SITE,$(FACTORY_PY))/torchaudio.pth"
+	test -x $(NEXT_PY) || $(PYTHON) -m venv $(FACTORY)/next
+	$(NEXT_PY) -m pip install --quiet --disable-pip-version-check --no-deps \
+	  "$$(grep '^transformers==' requirements/ktransformers.txt)" llamafactory-kt==0.9.6.dev0
+	echo "import site; site.addsitedir('$(call SITE,$(FACTORY_PY))')" > "$(call SITE,$(NEXT_PY))/a_packages.pth"
+	$(FACTORY_PIP) --no-deps --upgrade --target $(FACTORY)/transformers-5.7 transformers==5.7.0
+	$(FACTORY_PIP) --no-deps --upgrade --target $(FACTORY)/peft-0.19 peft==0.19.1
 	@touch $@
 
 $(FACTORY)/.built: $(FACTORY)/.installed pyproject.toml CMakeLists.txt src/ktransformers/__init__.py $(NATIVE)
@@ -89,7 +97,7 @@ test-sglang: build  ## stock SGLang's and sglang-kt's own wrapper around our kt_
 	$(PY) tests/sglang/fetch.py build/sglang
 	KT_SGLANG_FILES=$(CURDIR)/build/sglang $(PY) -m pytest -q tests/sglang
 
-test-llamafactory: build $(FACTORY)/.built  ## stock LLaMA-Factory on packed experts, in a venv of its own
+test-llamafactory: build $(FACTORY)/.built  ## stock LLaMA-Factory with use_kt on packed experts, in venvs of its own
 	$(FACTORY_PY) -m pytest -q tests/llamafactory
 
 soak: build  ## the tests marked soak

@@ -33,6 +33,7 @@ RANK = {
     "evaluate": 5,
     "loop": 5,
     "sglang": 5,
+    "llamafactory": 6,
     "prove": 6,
     "cli": 7,
 }

@@ -19,6 +19,7 @@ from ktransformers.cli.convert import convert
 from ktransformers.cli.doctor import doctor
 from ktransformers.cli.download import download, verify
 from ktransformers.cli.eval import evaluate
+from ktransformers.cli.llamafactory import llamafactory
 from ktransformers.cli.loop import loop
 from ktransformers.cli.make import make, upcycle
 from ktransformers.cli.merge import merge
@@ -78,6 +79,7 @@ model.command()(download)
 model.command()(verify)
 model.command("remove", hidden=True)(rm)
 app.add_typer(config)
+app.add_typer(llamafactory)
 app.add_typer(sft)
 sft.command("chat")(chat)
 sft.command("export")(merge)

@@ -8,6 +8,7 @@ transformers indexes it. A missing tensor, which stock transformers initialises 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,26 +59,36 @@ def load_model(
     hashed before that, and with `verify=False` nothing is compared.
     """
     path = Path(path)
+    quantizer = KTConfig(isa=isa, pool=pool, progress=progress, precision=precision, pages=pages, verify=verify)
+    options = {"dtype": dtype, "device_map": None if device is None else {"": torch.device(device)}}
+    return load_pretrained(path, load_config(path), quantizer, options, experts)
+
+
+def load_pretrained(
+    path: Path,
+    config: PreTrainedConfig,
+    quantizer: KTConfig,
+    options: Mapping[str, Any],
+    experts: str | Path | None = None,
+) -> PreTrainedModel:
+    """`load_model` for callers that have changed the configuration or pass options of `from_pretrained` themselves:
+    `dtype` (a torch dtype or "auto"), `device_map` and any other. `quantizer` gets the source of the experts."""
     facts = read_checkpoint_facts(path)
     read_generation_config(path if path.is_dir() else path.parent)  # a broken one: from_pretrained would use defaults
     source = open_source(path, facts.rest)  # reports a broken download before anything is built
     experts_path = None if experts is None else Path(experts)
     packed = experts_path is not None and is_packed(experts_path)
-    weights = open_expert_source(facts, None if packed else experts_path)
-    quantizer = KTConfig(isa=isa, pool=pool, progress=progress, precision=precision, source=facts.rest, weights=weights)
-    quantizer.pages, quantizer.verify, quantizer.packed_directory = pages, verify, experts_path if packed else None
-    options: dict[str, Any] = {
-        "config": load_config(path),
-        "dtype": dtype,
-        "device_map": None if device is None else {"": torch.device(device)},
-        "output_loading_info": True,
-    }
+    quantizer.source, quantizer.weights = facts.rest, open_expert_source(facts, None if packed else experts_path)
+    quantizer.packed_directory = experts_path if packed else None
+    arguments = {**options, "config": config, "output_loading_info": True}
     if source.quantised:
-        quantizer.weights = weights or source
-        model, info = _from_tensors(path, source, quantizer, options)
+        quantizer.weights = quantizer.weights or source
+        if arguments["dtype"] == "auto":  # from_pretrained would read it from a tensor of the files
+            arguments["dtype"] = getattr(config, "dtype", None) or torch.bfloat16
+        model, info = _from_tensors(path, source, quantizer, arguments)
     else:
-        auto: Any = AutoModelForCausalLM if _is_causal(options["config"]) else AutoModelForImageTextToText
-        model, info = auto.from_pretrained(path, quantization_config=quantizer, **options)
+        auto: Any = AutoModelForCausalLM if _is_causal(config) else AutoModelForImageTextToText
+        model, info = auto.from_pretrained(path, quantization_config=quantizer, **arguments)
     missing = sorted(info["missing_keys"])
     if missing:
         raise InputError(missing[0], f"{len(missing)} tensors missing in {path}", "every tensor of the model")

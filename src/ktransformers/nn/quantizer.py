@@ -248,6 +248,22 @@ def attach(
         select_implementation(model)
 
 
+def hide_quantisation(model: PreTrainedModel, saving: str) -> None:
+    """Remove the marks of a quantised model, for programs that refuse one although packed experts train and run like
+    any others. `save_pretrained`, which transformers then would no longer refuse, raises an error that names `saving`
+    as the way to write the model."""
+    for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+        model.__dict__.pop(name, None)
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        if getattr(config, "quantization_config", None) is not None:
+            del config.quantization_config
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise InputError("save_pretrained", "a model with packed experts", "its adapter, or the stock model", saving)
+
+    model.save_pretrained = refuse  # type: ignore[method-assign]
+
+
 def _check_one_group(model: PreTrainedModel, names: list[str]) -> None:
     """Refuse layers with several groups of experts: checkpoints number them in one list, and sizes differ."""
     groups: dict[str, list[str]] = {}

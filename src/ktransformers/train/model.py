@@ -193,6 +193,16 @@ def check_readable(model: Any) -> None:
         raise InputError("model_name_or_path", given, "a family whose adapters PEFT can load", "it cannot be trained")
 
 
+def set_adapter_dropout(model: Any, rate: float) -> None:
+    """Dropout before every adapter of a PEFT model, whose configuration says 0 because experts are adapted."""
+    set_lora_dropout(model, rate)
+    expert_layers = set(expert_adapters(model).values())
+    for layer in model.modules():
+        if layer not in expert_layers and isinstance(getattr(layer, "lora_dropout", None), nn.ModuleDict):
+            for name in layer.lora_dropout:
+                layer.lora_dropout[name] = nn.Dropout(rate)
+
+
 def finish_adapter(model: Any, settings: TrainSettings) -> None:
     """Applies what PEFT's configuration cannot express, after the adapter was created."""
     lora = settings.lora
@@ -210,12 +220,7 @@ def finish_adapter(model: Any, settings: TrainSettings) -> None:
             first = (result.unexpected_keys or missing)[0]
             raise InputError(lora.adapter_name_or_path, f"{first}, which does not fit", "an adapter of this very model")
     if lora.lora_dropout and not model.peft_config["default"].lora_dropout:
-        set_lora_dropout(model, lora.lora_dropout)
-        expert_layers = set(expert_adapters(model).values())
-        for layer in model.modules():
-            if layer not in expert_layers and isinstance(getattr(layer, "lora_dropout", None), nn.ModuleDict):
-                for name in layer.lora_dropout:
-                    layer.lora_dropout[name] = nn.Dropout(lora.lora_dropout)
+        set_adapter_dropout(model, lora.lora_dropout)
     if settings.model.pure_bf16:
         for parameter in model.parameters():
             if parameter.requires_grad:

@@ -1,0 +1,59 @@
+"""`kt llamafactory`: USE_KT=1 for the LLaMA-Factory of this environment, switched on and off."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ktransformers.llamafactory.switch import SwitchState
+
+llamafactory = typer.Typer(
+    name="llamafactory", help="`use_kt: true` in the LLaMA-Factory of this environment.", no_args_is_help=True
+)
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+@llamafactory.callback()
+def llamafactory_group() -> None:
+    """`use_kt: true` in the LLaMA-Factory of this environment."""
+
+
+def print_state(state: SwitchState, as_json: bool) -> None:
+    if as_json:
+        document = {"on": state.on, "file": str(state.file), "packages": state.packages, "problem": state.problem}
+        print(json.dumps(document, indent=2))
+        return
+    print(f"{'on' if state.on else 'off'}: {state.file}")
+    for name, version in state.packages.items():
+        if version is not None:
+            print(f"{name} {version}")
+    print(state.problem or "these versions work with use_kt")
+
+
+@llamafactory.command()
+def on(as_json: Json = False) -> None:
+    """Let `USE_KT=1 llamafactory-cli` use packed experts: one .pth file in site-packages."""
+    from ktransformers.llamafactory.switch import read_state, turn_on
+
+    turn_on()
+    print_state(read_state(), as_json)
+
+
+@llamafactory.command()
+def off(as_json: Json = False) -> None:
+    """Remove that file."""
+    from ktransformers.llamafactory.switch import read_state, turn_off
+
+    turn_off()
+    print_state(read_state(), as_json)
+
+
+@llamafactory.command()
+def status(as_json: Json = False) -> None:
+    """Whether it is on, and whether the installed versions work together."""
+    from ktransformers.llamafactory.switch import read_state
+
+    print_state(read_state(), as_json)

@@ -1,0 +1,90 @@
+"""Import hooks for LLaMA-Factory, installed at the start of Python by the `.pth` file of `kt llamafactory on`.
+
+A hooked module is executed by its own loader and then passed to one of our functions, before any module that imports
+from it continues: `from .misc import check_version` elsewhere already gets ours. Two modules of the fork of
+transformers, which stock transformers lacks, are provided. This file imports nothing but the standard library, because
+every Python process with USE_KT=1 runs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+# Module of LLaMA-Factory -> our module and its function that changes it.
+HOOKED_MODULES = {
+    "llamafactory.extras.misc": ("ktransformers.llamafactory.versions", "answer_checks"),
+    "llamafactory.hparams.model_args": ("ktransformers.llamafactory.arguments", "extend_model_arguments"),
+    "llamafactory.hparams.training_args": ("ktransformers.llamafactory.arguments", "extend_training_arguments"),
+    "llamafactory.model.model_utils.checkpointing": ("ktransformers.llamafactory.training", "use_checkpoint_context"),
+    "llamafactory.model.adapter": ("ktransformers.llamafactory.adapter", "adapt_experts"),
+    "llamafactory.model.loader": ("ktransformers.llamafactory.loading", "load_packed_experts"),
+    "llamafactory.train.tuner": ("ktransformers.llamafactory.training", "check_runs"),
+    "llamafactory.v1.launcher": ("ktransformers.llamafactory.versions", "refuse_v1"),
+}
+# Module of the fork of transformers -> our module and its function that it offers.
+PROVIDED_MODULES = {
+    "transformers.integrations.kt": ("ktransformers.llamafactory.configuration", "configure_kt"),
+    "transformers.integrations.kt_artifacts": (
+        "ktransformers.llamafactory.configuration",
+        "prepare_kt_pretrained_config",
+    ),
+}
+
+
+class HookedLoader:
+    """The loader of a hooked module, which passes the executed module on."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        name, function = HOOKED_MODULES[module.__name__]
+        getattr(importlib.import_module(name), function)(module)
+
+    def __getattr__(self, name: str) -> Any:  # optional methods of loaders, such as get_source
+        return getattr(self._loader, name)
+
+
+class ProvidedLoader:
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name, function = PROVIDED_MODULES[module.__name__]
+        setattr(module, function, getattr(importlib.import_module(name), function))
+
+
+class ImportHook:
+    """A meta path finder for the hooked and provided modules."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name in PROVIDED_MODULES:
+            return ModuleSpec(name, ProvidedLoader())  # type: ignore[arg-type]
+        if name not in HOOKED_MODULES:
+            return None
+        for finder in sys.meta_path:
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = find(name, path, target) if find is not None else None
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = HookedLoader(spec.loader)  # type: ignore[assignment]
+                return spec
+        return None
+
+
+def install() -> None:
+    if not any(isinstance(finder, ImportHook) for finder in sys.meta_path):
+        sys.meta_path.insert(0, ImportHook())
+
+
+install()
