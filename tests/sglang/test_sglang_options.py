@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -178,31 +177,3 @@ def test_deferral_needs_a_next_layer_on_the_cpu(model: Path) -> None:
 def test_slots_of_experts(model: Path) -> None:
     placement = place_experts(read(model, "--kt-num-gpu-experts", "2"))
     assert placement.slots(0) == [0, 1, -1, -1, -1, -1]
-
-
-def test_other_threads_leave_the_cpus_of_the_pool() -> None:
-    """In a process of its own, because affinity stays."""
-    code = """
-import os, threading
-from ktransformers.nn.pool import move_threads_off_pool_cpus, set_default_pool
-
-cpus = os.sched_getaffinity(0)
-pool = set_default_pool(2)
-before = {int(name) for name in os.listdir("/proc/self/task")}
-waiting, done = threading.Event(), threading.Event()
-thread = threading.Thread(target=lambda: (waiting.set(), done.wait()), daemon=True)
-thread.start()
-waiting.wait()
-move_threads_off_pool_cpus()
-pool_cpus = {cpu for cpu in pool.cpus if cpu >= 0}
-assert pool_cpus < cpus
-free = cpus - pool_cpus
-assert os.sched_getaffinity(0) == free == os.sched_getaffinity(thread.native_id), pool.cpus
-pinned = [os.sched_getaffinity(task) for task in before if task != os.getpid()]
-assert pool_cpus in pinned, pinned
-move_threads_off_pool_cpus()
-done.set()
-"""
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("one CPU")
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -250,8 +250,6 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
     import ktransformers.sglang.adapters as adapters
 
     monkeypatch.setattr(adapters, "EXPERT_LAYERS", {})
-    # Affinity would stay for the tests after this one.
-    monkeypatch.setattr("ktransformers.sglang.method.move_threads_off_pool_cpus", lambda: None)
     return Server(Release(FILES, request.param, monkeypatch), monkeypatch)
 
 

@@ -7,7 +7,6 @@ There is one pool, because the threads of two would compete for the same CPUs. A
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import threading
 
@@ -54,16 +53,3 @@ def avoid_pool_cpus() -> None:
     free = os.sched_getaffinity(0) - set(default_pool().cpus)
     if free:
         os.sched_setaffinity(0, free)
-
-
-def move_threads_off_pool_cpus() -> None:
-    """`avoid_pool_cpus` for every thread of this process but those of the pool that are pinned to a CPU. Threads that
-    are created later inherit it, such as the one in which CUDA runs host callbacks. For a process that launches
-    GPU work and computes nothing else on the CPU."""
-    cpus = set(default_pool().cpus)
-    for name in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):
-            affinity = os.sched_getaffinity(int(name))
-            pinned = len(affinity) == 1 and affinity <= cpus
-            if not pinned and affinity - cpus:
-                os.sched_setaffinity(int(name), affinity - cpus)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from kt_kernel import KTMoEWrapper
 from ktransformers.errors import InputError
-from ktransformers.nn.pool import move_threads_off_pool_cpus
 from ktransformers.sglang import adapters, streaming
 from ktransformers.sglang.options import ServerOptions
 from ktransformers.sglang.placement import ExpertPlacement, place_experts
@@ -130,7 +129,6 @@ def masked_method(stock: type[Any], options: ServerOptions) -> type[Any]:
             if self.wrapper is None:
                 return
             self.wrapper.load_weights(self._physical_to_logical())
-            move_threads_off_pool_cpus()  # the scheduler's loop would hold up a layer on a CPU of the pool
             device = self._slots.device
             self._stream = streams.add(self.wrapper, device)
             adapters.pack_for_every_request(options, self)
