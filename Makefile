@@ -59,7 +59,7 @@ format: $(VENV)/.installed  ## rewrite the sources as `make check` wants them
 
 test: check  ## check, then everything but the slow tests: native, then Python
 	$(BUILD)/kt_tests
-	$(PY) -m pytest -q
+	$(PY) scripts/run_tests.py
 
 test-slow: build  ## the tests marked slow
 	$(PY) -m pytest -q -m slow

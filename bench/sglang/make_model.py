@@ -104,8 +104,8 @@ def make(directory: Path, layers: int, sizes: dict[str, int] = SIZES) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(document))
 
 
-def make_adapter(directory: Path, base: Path, seed: int, rank: int = 8) -> None:
-    """LoRA of rank `rank` on o_proj and every expert; large enough to change greedy tokens."""
+def make_adapter(directory: Path, base: Path, seed: int, attention: bool, rank: int = 8) -> None:
+    """LoRA of rank `rank` on every expert, with `attention` on o_proj too; large enough to change greedy tokens."""
     directory.mkdir(parents=True, exist_ok=True)
     model = json.loads((base / "config.json").read_text())
     hidden, intermediate = model["hidden_size"], model["moe_intermediate_size"]
@@ -118,7 +118,8 @@ def make_adapter(directory: Path, base: Path, seed: int, rank: int = 8) -> None:
 
     for layer in range(model["num_hidden_layers"]):
         stem = f"model.layers.{layer}."
-        pair(f"{stem}self_attn.o_proj", model["num_attention_heads"] * model["head_dim"], hidden)
+        if attention:
+            pair(f"{stem}self_attn.o_proj", model["num_attention_heads"] * model["head_dim"], hidden)
         for expert in range(model["num_experts"]):
             for name in ("gate_proj", "up_proj"):
                 pair(f"{stem}mlp.experts.{expert}.{name}", hidden, intermediate)
@@ -131,7 +132,7 @@ def make_adapter(directory: Path, base: Path, seed: int, rank: int = 8) -> None:
         "lora_alpha": 2 * rank,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": ["o_proj", "gate_proj", "up_proj", "down_proj"],
+        "target_modules": [*(["o_proj"] if attention else []), "gate_proj", "up_proj", "down_proj"],
         "base_model_name_or_path": str(base),
     }
     (directory / "adapter_config.json").write_text(json.dumps(fields))
@@ -143,11 +144,13 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tiny", action="store_true", help="small sizes, for tests of these scripts")
     parser.add_argument("--adapter", action="append", default=[], metavar="NAME", help="also DIRECTORY-NAME, a LoRA")
+    parser.add_argument("--experts-only", nargs="+", default=[], metavar="NAME", help="adapters without attention")
     args = parser.parse_args()
     if not (args.directory / "model.safetensors.index.json").exists():
         make(args.directory, args.layers, TINY if args.tiny else SIZES)
     for number, name in enumerate(args.adapter, 1):
-        make_adapter(args.directory.with_name(f"{args.directory.name}-{name}"), args.directory, number)
+        target = args.directory.with_name(f"{args.directory.name}-{name}")
+        make_adapter(target, args.directory, number, attention=name not in args.experts_only)
     print(f"made {args.directory}")
     return 0
 

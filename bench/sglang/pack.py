@@ -5,7 +5,7 @@ copied one after the other.
 
 takes wheels by name from the package index for that platform (any processor can run this), leaves out what a text model
 with Triton attention does not need, strips shared objects and writes `sglang.part.NN` of at most `--part-mb` each. Two
-archives lie beside them: `kt-kernel.tar.xz`, the release of kt-kernel to measure beside, and sources that FlashInfer may
+archives lie beside them: `kt-kernel.tar.xz`, the release of kt-kernel to measure beside, and what FlashInfer may
 compile. SGLang 0.5.17 is the last release that pins torch 2.11. Its kernel wheel is 380 MB because of one
 FlashAttention library; `--attention-backend triton` runs without.
 """

@@ -58,8 +58,8 @@ class Variant:
     method: str = "BF16"
     peer: bool = False
     extra: tuple[str, ...] = ()
-    adapters: bool = False
-    threshold: int = 0
+    adapters: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 VARIANTS = {
@@ -72,14 +72,16 @@ VARIANTS = {
     "int8": Variant(1, "AMXINT8"),
     "int4": Variant(1, "AMXINT4"),
     "deferred2": Variant(0, extra=("--kt-max-deferred-experts-per-token", "2")),
-    "lora": Variant(0, adapters=True),
-    "lora_plain": Variant(adapters=True),
-    "layerwise": Variant(0, extra=("--kt-gpu-prefill-token-threshold", "1024"), threshold=1024),
+    "stock32": Variant(32, environment=(("SGLANG_PLUGINS", "none"),)),  # mainline's own class, without our plugin
+    "lora": Variant(0, adapters=("a", "b")),
+    "lora_experts": Variant(0, adapters=("c",)),  # LoRA on experts alone
+    "lora_plain": Variant(adapters=("a", "b", "c")),
+    "layerwise": Variant(0, extra=("--kt-gpu-prefill-token-threshold", "1024")),
     # Without prefill graphs: the release ends with a segmentation fault at the first request otherwise.
     "peer1": Variant(1, peer=True, extra=("--disable-prefill-cuda-graph",)),
     "peer32": Variant(32, peer=True, extra=("--disable-prefill-cuda-graph",)),
 }
-UNTIMED = {"random32", "int8", "int4", "deferred2", "kt1", "kt128", "lora", "lora_plain"}
+UNTIMED = {"random32", "stock32", "int8", "int4", "deferred2", "kt1", "kt128", "lora", "lora_experts", "lora_plain"}
 
 
 class Run:
@@ -90,6 +92,7 @@ class Run:
             self.document = json.loads(args.json.read_text())
         self._answers = self.work / "answers.json"
         self._lock = threading.Lock()
+        self.server_ready = threading.Event()  # of the first of steps side by side
         self._port = 30000 + os.getpid() % 500
         self.steps: dict[str, Callable[[], dict[str, Any]]] = {
             "unpack": self.unpack,
@@ -143,7 +146,8 @@ class Run:
 
     def make_model(self) -> dict[str, Any]:
         words = [sys.executable, str(HERE / "make_model.py"), str(self.model), "--layers", str(self.args.layers)]
-        words += ["--adapter", "a", "--adapter", "b", *(["--tiny"] if self.args.tiny else [])]
+        words += ["--adapter", "a", "--adapter", "b", "--adapter", "c", "--experts-only", "c"]
+        words += ["--tiny"] if self.args.tiny else []
         subprocess.run(words, check=True, timeout=240)
         return {"layers": self.args.layers}
 
@@ -165,7 +169,7 @@ class Run:
         variant, work = VARIANTS[name], self.work
         arguments = ["--model-path", str(self.model), *SMALL, *variant.extra]
         paths = [work / "site"]
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **dict(variant.environment)}
         if variant.gpu_experts is not None:
             experts = 8 if self.args.tiny and variant.gpu_experts == 128 else variant.gpu_experts
             arguments += ["--kt-weight-path", str(self.model), "--kt-method", variant.method]
@@ -175,8 +179,8 @@ class Run:
             if variant.peer:
                 environment["KT_KERNEL_CPU_VARIANT"] = "amx"
         if variant.adapters:
-            adapters = [f"{name}={self.model.with_name(self.model.name + '-' + name)}" for name in ("a", "b")]
-            arguments += ["--enable-lora", "--lora-backend", "triton", "--max-loras-per-batch", "3"]
+            adapters = [f"{name}={self.model.with_name(self.model.name + '-' + name)}" for name in variant.adapters]
+            arguments += ["--enable-lora", "--lora-backend", "triton", "--max-loras-per-batch", "4"]
             arguments += ["--lora-paths", *adapters]
         environment["PYTHONPATH"] = os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]).rstrip(":")
         with self._lock:
@@ -188,6 +192,7 @@ class Run:
         server = self.server(name, threads)
         try:
             server.start(self.args.start_timeout)
+            self.server_ready.set()
             yield server
         finally:
             server.stop()
@@ -207,7 +212,7 @@ class Run:
         """Greedy answers beside those of `plain`; of variants with adapters those of every adapter beside `lora_plain`,
         the server that computes the same adapters on the GPU."""
         result: dict[str, Any] = {"start_seconds": server.started}
-        for adapter in ("", "a", "b") if VARIANTS[name].adapters else ("",):
+        for adapter in ("", *VARIANTS[name].adapters):
             fields = {"lora_path": adapter} if adapter else {}
             label = f"/{adapter}" if adapter else ""
             single = answers(server, together=False, **fields)
@@ -230,8 +235,7 @@ class Run:
 
     def load_test(self) -> dict[str, Any]:
         with self.running(self.args.load_variant) as server:
-            adapters = ("a", "b") if VARIANTS[self.args.load_variant].adapters else ()
-            result = load(server, self.args.load_seconds, 16, adapters)
+            result = load(server, self.args.load_seconds, 16, VARIANTS[self.args.load_variant].adapters)
             result["after"] = self.check(self.args.load_variant, server)
         return {"variant": self.args.load_variant, **result}
 
@@ -268,7 +272,14 @@ class Run:
             "bf16",
         ]
         words += ["--shares", "0,0.25", "--streams", "1,16", "--prompt", "32", "--vocabulary", "32000"]
-        environment = {**os.environ, "PYTHONPATH": f"{self.args.source}:{os.environ.get('PYTHONPATH', '')}"}
+        # pydantic alone: the other packages of SGLang would replace the machine's newer ones.
+        packages = self.work / "own"
+        packages.mkdir(exist_ok=True)
+        for name in ("pydantic", "pydantic_core", "annotated_types", "typing_inspection", "typing_extensions.py"):
+            if not (packages / name).exists():
+                (packages / name).symlink_to(self.work / "site" / name)
+        paths = f"{self.args.source}:{os.environ.get('PYTHONPATH', '')}:{packages}"
+        environment = {**os.environ, "PYTHONPATH": paths}
         subprocess.run([*words, "--json", str(target)], check=True, timeout=240, env=environment)
         return {"document": json.loads(target.read_text())}
 
@@ -310,7 +321,11 @@ def main(argv: list[str] | None = None) -> int:
     for word in args.steps:
         first, *beside = word.split("+")
         main_thread = threading.Thread(target=run.step, args=(first,))
+        run.server_ready.clear()
         main_thread.start()
+        # SGLang sizes its KV cache by the memory that is free before and after it loads, so starts must not overlap.
+        while beside and main_thread.is_alive() and not run.server_ready.wait(1):
+            pass
         for name in beside:  # one after the other beside the first
             run.step(name)
         main_thread.join()

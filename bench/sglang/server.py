@@ -102,7 +102,8 @@ class Server:
         return {name: round(size / 1024, 1) for name, size in totals.items()}
 
     def stop(self) -> float:
-        """SIGTERM, then SIGKILL after 15 s; seconds until the last process has gone."""
+        """SIGTERM to the launcher, which ends the others; SIGKILL to all after 15 s; seconds until the last one
+        has gone."""
         return self._end(signal.SIGTERM, 15)
 
     def kill(self) -> float:
@@ -122,7 +123,8 @@ class Server:
         return round(time.monotonic() - begin, 1)
 
     def _signal(self, number: signal.Signals) -> None:
-        for process in self.processes():
+        launcher = [] if self.process is None else [self.process.pid]
+        for process in launcher if number == signal.SIGTERM else self.processes():
             try:
                 os.kill(process, number)
             except ProcessLookupError:

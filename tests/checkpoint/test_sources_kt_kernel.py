@@ -58,6 +58,25 @@ def test_tree_and_merged_files_are_read(method: str, parts: int, form: str, tmp_
         open_source(tmp_path / form).layer("model.layers.5.mlp.experts", KT_SHAPE)
 
 
+@pytest.mark.parametrize("form", ["tree", "merged"])
+def test_scales_that_are_no_numbers_are_refused(form: str, tmp_path: Path) -> None:
+    merged = {}
+    for role, (n, k) in KT_SIZES.items():
+        for expert in range(2):
+            cut, _ = kt_parts(n, k, role, "INT8", 1, expert + n)
+            codes, scale = cut[0]
+            if (role, expert) == ("up", 1):
+                scale = scale.clone()
+                scale[3] = float("nan")
+            write_kt_tree(tmp_path / "tree", 0, expert, role, "INT8", [(codes, scale)])
+            name = f"blk.0.ffn_{role}_exps.{expert}.numa.0"
+            merged |= {f"{name}.weight": codes.view(torch.int8), f"{name}.scale": scale}
+    save(tmp_path / "merged", merged)
+    where = r"INT8_up_1_\d+Byte_scale_\.kt" if form == "tree" else r"ffn_up_exps\.1\.numa\.0\.scale"
+    with pytest.raises(InputError, match=rf"{tmp_path}.*{where}: given NaN or infinite numbers"):
+        numbers(open_source(tmp_path / form).layer(MODULE, KT_SHAPE))
+
+
 def test_incomplete_tree_is_refused(tmp_path: Path) -> None:
     for role, (n, k) in KT_SIZES.items():
         for expert in range(2):

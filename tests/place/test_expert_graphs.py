@@ -275,7 +275,7 @@ def test_failed_capture_is_logged_once_and_passes_go_on(
     place = place_store_on(store, "cuda:0", "stream", LARGER.experts)
 
     def fail(*_: object) -> None:
-        raise error
+        raise type(error)(*error.args)  # a new one: its traceback holds the store
 
     monkeypatch.setattr(GraphPool, "record", fail)
     for _ in range(2):

@@ -128,7 +128,7 @@ def test_a_flipped_bit_is_found_wherever_its_expert_is_computed(policy: str, cop
     flip(copy, 0, "down", 1)
     model = load_model(copy, dtype=torch.float32)
     placement = None
-    with pytest.raises(DamagedFileError, match="layers.0.mlp.experts, expert 1"):
+    with pytest.raises(DamagedFileError, match=r"layers\.0\.mlp\.experts, expert 1"):
         placement = attach(model, policy=policy, device="cpu")  # `split` may measure copies of the first layer
         assert placement is not None and len(placement.layers) == 2
         if policy == "resident":

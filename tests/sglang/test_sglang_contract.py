@@ -8,11 +8,14 @@ capture and replay CUDA graphs.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.sglang.fetch import RELEASES
@@ -29,10 +32,9 @@ from tests.support.sglang_files import (
     random_batch,
 )
 
-FILES = Path(os.environ.get("KT_SGLANG_FILES", Path(__file__).resolve().parents[2] / "build" / "sglang"))
-MISSING = [name for name in RELEASES if not (FILES / name / ".complete").exists()]
-if MISSING:
-    pytest.skip(f"no files of {', '.join(MISSING)}: make test-sglang", allow_module_level=True)
+FILES = Path(os.environ.get("KT_SGLANG_FILES", ""))
+if not all((FILES / name / ".complete").exists() for name in RELEASES):
+    pytest.skip("KT_SGLANG_FILES names no files of SGLang: make test-sglang", allow_module_level=True)
 pytest.importorskip("kt_kernel")
 
 TOLERANCE = 0.01  # of bf16 outputs and activations against float64
@@ -288,6 +290,28 @@ def test_deferred_experts_in_a_graph(mainline: Release, checkpoint: Checkpoint) 
         expected = [apply(method, layer, batch) for method, layer in same]
         for out, eager in zip(graph.replay(batch), expected, strict=True):
             assert distance(out, eager.double().cpu()) < TOLERANCE
+
+
+@pytest.mark.gpu
+def test_outputs_beside_kt_kernel(tmp_path: Path) -> None:
+    """The same layers in two processes, ours and with the release of kt-kernel in KT_PEER_KERNEL: not further from the
+    definition than it is."""
+    peer = os.environ.get("KT_PEER_KERNEL")
+    if not peer:
+        pytest.skip("KT_PEER_KERNEL names no directory with kt-kernel")
+    root = Path(__file__).resolve().parents[2]
+    outs = {}
+    for name, first in (("ours", str(root / "src")), ("peer", peer)):
+        paths = [first, str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")]
+        words = [str(root / "tests/support/sglang_peer.py"), str(FILES), str(tmp_path / "model"), str(tmp_path / name)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "KT_KERNEL_CPU_VARIANT": "amx"}
+        subprocess.run([sys.executable, *words], check=True, env=environment, timeout=200)
+        outs[name] = load_file(tmp_path / name)
+    checkpoint = Checkpoint.make(tmp_path / "model")
+    for key, ours in outs["ours"].items():
+        index, tokens = map(int, key.split("."))
+        expected = checkpoint.forward(index, random_batch(tokens, DEVICE, seed=tokens + index))
+        assert distance(ours, expected) <= max(1.1 * distance(outs["peer"][key], expected), 0.003)
 
 
 class Captured:

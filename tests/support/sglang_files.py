@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 WRAPPER = "sglang/srt/layers/moe/kt_ep_wrapper.py"
-LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 3, 8, 3, 128, 64
+LAYERS, EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 3, 8, 3, 256, 128
 
 TopKOutput = namedtuple("TopKOutput", "topk_weights topk_ids router_logits")
 DispatchOutput = namedtuple("DispatchOutput", "hidden_states topk_output")

@@ -32,5 +32,6 @@ def all_finite(tensor: Tensor, *, e8m0: bool = False) -> bool:
         return True
     integer, infinity = BITS[tensor.dtype]
     unsigned = torch.iinfo(integer).max
-    pieces = tensor.contiguous().view(integer).reshape(-1).split(PIECE)
+    flat = tensor.contiguous().view(integer).reshape(-1)
+    pieces = (flat[begin : begin + PIECE] for begin in range(0, len(flat), PIECE))
     return all(int(piece.bitwise_and(unsigned).amax()) < infinity for piece in pieces)

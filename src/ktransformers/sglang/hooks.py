@@ -26,7 +26,9 @@ def register_hook(target: str, hook: Callable[..., Any], kind: str) -> None:
     """`kind`: BEFORE, AFTER, AROUND or REPLACE."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # type: ignore[import-not-found]
 
+    owner = target.rpartition(".")[0]
     try:
+        importlib.import_module(owner if owner.islower() else owner.rpartition(".")[0])  # says what it lacks, if so
         pkgutil.resolve_name(target)
     except (AttributeError, ImportError, ValueError) as error:
         expected = "SGLang 0.5.17 to 0.5.23"

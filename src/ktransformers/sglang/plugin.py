@@ -27,7 +27,6 @@ def register() -> None:
     builds_model = bool(env.text("KT_SGLANG_OPTIONS")) and SCHEDULER in sys.modules
     if not builds_model and not may_have_kt_flags(sys.argv):
         return
-    from ktransformers.errors import KTError
     from ktransformers.sglang import hooks
 
     try:
@@ -35,5 +34,6 @@ def register() -> None:
             hooks.register_model_hooks()
         else:
             hooks.register_parser_hooks()
-    except (KTError, ImportError, AttributeError) as error:
-        raise SystemExit(f"ktransformers: the plugin for SGLang cannot be used: {error}") from error
+    except Exception as error:  # SGLang's loader would catch it
+        reason = f"{type(error).__name__}: {error}"
+        raise SystemExit(f"ktransformers: the plugin for SGLang cannot be used: {reason}") from error

@@ -123,7 +123,7 @@ def _experts_without_routing(model: nn.Module) -> Iterator[None]:
         return hidden * weights.sum(-1, keepdim=True).to(hidden.dtype)
 
     for module in modules:
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
     try:
         yield
     finally:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.checkpoint.experts import ExpertChunk, ExpertShape
+from ktransformers.checkpoint.finite import all_finite
 from ktransformers.checkpoint.kt_codes import ROWS, TILE_FORMATS, TileFormat, divided, encoded_of, spec_of, untile
 from ktransformers.checkpoint.kt_files import (
     MANIFEST_FILE,
@@ -71,7 +72,7 @@ class KTLayers:
             key = (match["role"], int(match["expert"]), int(match["part"]), kind)
 
             def read(name: str = name) -> Tensor:
-                return shards.read(name).view(torch.uint8)
+                return shards.read_finite(name).view(torch.uint8)
 
             layers.setdefault(int(match["layer"]), {})[key] = StoredMatrix(name, size, read)
         return cls(str(shards.file(next(iter(names))).parent), layers, _recorded(shards, names))
@@ -96,8 +97,11 @@ class KTLayers:
                 if size != int(match["bytes"]):
                     raise InputError(str(file), f"{size} bytes", f"{match['bytes']}, as its name says", "convert again")
 
-                def read(file: Path = file) -> Tensor:
-                    return torch.from_numpy(numpy.fromfile(file, dtype=numpy.uint8))
+                def read(file: Path = file, scales: bool = match["kind"] == "scale") -> Tensor:
+                    data = torch.from_numpy(numpy.fromfile(file, dtype=numpy.uint8))
+                    if scales and len(data) % 4 == 0 and not all_finite(data.view(torch.float32)):
+                        raise InputError(str(file), "NaN or infinite numbers", "finite scales", "convert again")
+                    return data
 
                 key = (match["role"], int(match["expert"]), numa, match["kind"])
                 layers.setdefault(layer, {})[key] = StoredMatrix(str(file), size, read)

@@ -145,6 +145,8 @@ class PreparePool:
             if answer["unexpected"]:
                 LOG.warning("a request could not be prepared:\n%s", answer["unexpected"])
             raise prepare_wire.error_of(answer["error"])
+        if len(block) <= LARGE_BODY_BYTES:
+            return prepare_wire.prepared_of(answer["prepared"], block)
         return await asyncio.to_thread(prepare_wire.prepared_of, answer["prepared"], block)
 
     async def _ask(
