@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -59,7 +60,7 @@ def test_alternation(run_bench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_peers_do_the_same_work(run_bench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The stand-in shadows no installed package: the peer finds it by PYTHONPATH alone.
+    # By PYTHONPATH alone; its sitecustomize.py lets it win over our own kt_kernel.
     monkeypatch.setenv("KT_PEER_PYTHONPATH", str(STAND_IN))
     _, document = run_bench("moe", *SHORT, "--tokens", "1,3", "--peers", f"kt={sys.executable}", "torch")
     check(document, [(0, "pack"), (1, "forward"), (3, "forward")])
@@ -72,6 +73,7 @@ def test_peers_do_the_same_work(run_bench: Run, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_peer_that_fails_is_named(run_bench: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "kt_kernel.py").write_text("raise ImportError('no wheel for this CPU')")
+    shutil.copy(STAND_IN / "sitecustomize.py", tmp_path)
     monkeypatch.setenv("KT_PEER_PYTHONPATH", str(tmp_path))
     _, document = run_bench("moe", *SHORT, "--tokens", "1", "--peers", f"kt={sys.executable}", status=1)
     check(document, [(0, "pack"), (1, "forward")])
