@@ -37,6 +37,7 @@ from ktransformers.quant.kt_layers import add_tree_layer
 
 __all__ = ["BaseMoEWrapper", "KExpertsCPUBuffer"]
 
+DEFAULT_CHUNK = 8192  # tokens
 MAX_IDLE_CALLS = 8  # of sizes that no graph refers to, for each layer
 
 
@@ -132,10 +133,10 @@ class BaseMoEWrapper:
         hidden_size: int,
         moe_intermediate_size: int,
         gpu_experts_mask: Tensor | None,
-        cpuinfer_threads: int,
+        cpuinfer_threads: int | None,
         threadpool_count: int,
         weight_path: str,
-        chunked_prefill_size: int,
+        chunked_prefill_size: int | None,
         cpu_save: bool = False,
         max_deferred_experts_per_token: int | None = None,
         method: str = "AMXINT4",
@@ -148,7 +149,7 @@ class BaseMoEWrapper:
         self.gpu_experts_mask = _owned_mask(gpu_experts_mask, num_experts)
         self.num_gpu_experts = int(self.gpu_experts_mask.sum())
         self.weight_path, self.method, self.cpu_save = str(weight_path or ""), method, cpu_save
-        self.chunked_prefill_size = _positive("chunked_prefill_size", chunked_prefill_size)
+        self.chunked_prefill_size = _chunk(chunked_prefill_size)
         self.max_deferred_experts_per_token = int(max_deferred_experts_per_token or 0)
         if not 0 <= self.max_deferred_experts_per_token <= num_experts_per_tok:
             given = self.max_deferred_experts_per_token
@@ -422,7 +423,8 @@ def _owned_mask(given: Tensor | None, experts: int) -> Tensor:
     return mask
 
 
-def _positive(name: str, given: int) -> int:
-    if int(given) <= 0:
-        raise InputError(name, given, "a positive number of tokens")
-    return int(given)
+def _chunk(given: int | None) -> int:
+    """Stock SGLang passes -1 where its chunked prefill is off; batches are still computed in pieces then."""
+    if given == 0:
+        raise InputError("chunked_prefill_size", given, "a positive number of tokens, or -1 for any")
+    return int(given) if given is not None and given > 0 else DEFAULT_CHUNK

@@ -81,7 +81,7 @@ class CPUInfer:
         self._tasks: _core.TaskQueue | None = None
 
     @classmethod
-    def shared(cls, threads: int, pools: int, numa_nodes: list[int] | None = None) -> CPUInfer:
+    def shared(cls, threads: int | None, pools: int, numa_nodes: list[int] | None = None) -> CPUInfer:
         """The one of this process, which the first wrapper creates; later arguments are ignored, as by kt-kernel."""
         from kt_kernel.thread_pool import use_threads
 

@@ -13,21 +13,21 @@ from ktransformers.log import logger
 from ktransformers.nn.pool import set_default_pool
 
 RESERVED_CPUS = 2
-SPIN_US = 50
 
 log = logger(__name__)
 
 
-def use_threads(threads: int, pools: int, numa_nodes: list[int] | None = None) -> int:
-    """Make the process's pool; the number of threads that it got. Experts are divided over all NUMA nodes of the
+def use_threads(threads: int | None, pools: int, numa_nodes: list[int] | None = None) -> int:
+    """Make the process's pool; the number of threads that it got. 0 and None, as stock SGLang passes it without
+    --kt-cpuinfer, are as many as there may be. Experts are divided over all NUMA nodes of the
     process, whatever `pools` and `numa_nodes` say: `numactl` restricts a process to some of them."""
     cpus = len(os.sched_getaffinity(0))
     allowed = max(1, cpus - RESERVED_CPUS) if cpus > 2 * RESERVED_CPUS else cpus
-    used = min(max(1, threads), allowed)
-    if used < threads:
+    used = min(threads or allowed, allowed)
+    if threads and used < threads:
         log.info("%d threads asked for, %d used: %d of %d CPUs are left to other processes", threads, used,
                  cpus - used, cpus)  # fmt: skip
-    pool = set_default_pool(used, spin_us=SPIN_US)
+    pool = set_default_pool(used)
     if numa_nodes is not None and len(numa_nodes) != pool.groups:
         log.warning("numa_nodes %s: experts are divided over the %d NUMA nodes of this process instead; restrict it "
                     "with numactl", numa_nodes, pool.groups)  # fmt: skip

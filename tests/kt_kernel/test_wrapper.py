@@ -3,6 +3,7 @@ with the weights that the store itself decodes."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import kt_kernel
 from kt_kernel import KTMoEWrapper, generate_gpu_experts_masks
+from kt_kernel.kt_kernel_ext import CPUInfer
 from kt_kernel.methods import METHODS
 from ktransformers.checkpoint import encode
 from ktransformers.errors import InputError
@@ -259,6 +261,15 @@ def test_calls_out_of_order_are_errors() -> None:
         loaded().forward(hidden, ids[:1], scores, None)
     with pytest.raises(InputError, match="hidden_states"):
         loaded().forward(hidden[:, 1:], ids, scores, None)
+
+
+def test_arguments_that_stock_sglang_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CPUInfer, "_shared", None)
+    wrapper = loaded(cpuinfer_threads=None, chunked_prefill_size=-1)
+    cpus = len(os.sched_getaffinity(0))
+    assert wrapper.cpu_infer.backend_.threads == (cpus - 2 if cpus > 4 else cpus)
+    given = batch(20)
+    assert error(wrapper.forward(*given, None), reference(wrapper, *given)) < CLOSE
 
 
 def test_clamped_activations() -> None:

@@ -13,7 +13,6 @@ import threading
 from ktransformers import _core, env
 from ktransformers.nn.rank_cores import bind_rank_cores
 
-SPIN_US = 50
 _lock = threading.Lock()
 _default: list[_core.Pool] = []  # at most one
 
@@ -30,20 +29,19 @@ def default_pool() -> _core.Pool:
         return _default[0]
 
 
-def set_default_pool(threads: int = 0, groups: int = 0, spare: bool = False, spin_us: int = SPIN_US) -> _core.Pool:
+def set_default_pool(threads: int = 0, groups: int = 0, spare: bool = False) -> _core.Pool:
     """Replace the default pool by one with `threads` threads (0: the core chooses). `spare` leaves one CPU to the
-    thread that launches GPU work, unless the number of threads was given. Idle threads spin for `spin_us` before they
-    sleep."""
+    thread that launches GPU work, unless the number of threads was given."""
     with _lock:
-        _default[:] = [_new_pool(threads, groups, spare, spin_us)]
+        _default[:] = [_new_pool(threads, groups, spare)]
         return _default[0]
 
 
-def _new_pool(threads: int, groups: int, spare: bool, spin_us: int = SPIN_US) -> _core.Pool:
+def _new_pool(threads: int, groups: int, spare: bool) -> _core.Pool:
     bind_rank_cores()
-    pool = _core.Pool(threads, groups, spin_us)
+    pool = _core.Pool(threads, groups)
     if spare and not threads and not env.text("KT_THREADS") and pool.threads > 2:
-        return _core.Pool(pool.threads - 1, groups, spin_us)
+        return _core.Pool(pool.threads - 1, groups)
     return pool
 
 

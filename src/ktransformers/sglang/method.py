@@ -10,7 +10,6 @@ The class has to be named as mainline's: FusedMoE compares the name.
 
 from __future__ import annotations
 
-import os
 import threading
 from dataclasses import replace
 from typing import Any
@@ -23,8 +22,6 @@ from ktransformers.errors import InputError
 from ktransformers.sglang import adapters, streaming
 from ktransformers.sglang.options import ServerOptions
 from ktransformers.sglang.placement import ExpertPlacement, place_experts
-
-DEFAULT_CHUNK = 8192  # tokens of a piece where SGLang's chunked prefill is off
 
 
 class _Loading(threading.local):
@@ -104,7 +101,6 @@ def masked_method(stock: type[Any], options: ServerOptions) -> type[Any]:
             config, runner = self.kt_config, layer.moe_runner_config
             limit = getattr(runner, "gemm1_clamp_limit", None) or getattr(runner, "swiglu_limit", None)
             deferred = config.max_deferred_experts_per_token or 0
-            chunk = config.chunked_prefill_size
             return KTMoEWrapper(
                 layer_idx=config.layer_idx,
                 num_experts=num_experts,
@@ -112,11 +108,11 @@ def masked_method(stock: type[Any], options: ServerOptions) -> type[Any]:
                 hidden_size=hidden_size,
                 moe_intermediate_size=layer.intermediate_size_per_partition * layer.moe_tp_size,
                 gpu_experts_mask=torch.tensor([slot >= 0 for slot in self.slot_of]),
-                cpuinfer_threads=config.cpuinfer_threads or os.cpu_count() or 1,
+                cpuinfer_threads=config.cpuinfer_threads,
                 threadpool_count=config.threadpool_count,
                 numa_nodes=None if options.numa_nodes is None else list(options.numa_nodes),
                 weight_path=config.weight_path,
-                chunked_prefill_size=chunk if chunk and chunk > 0 else DEFAULT_CHUNK,
+                chunked_prefill_size=config.chunked_prefill_size,
                 method=config.method,
                 max_deferred_experts_per_token=deferred if self._placement.may_defer(config.layer_idx) else 0,
                 swiglu_limit=float(limit or 0.0),
