@@ -39,10 +39,13 @@ def stop(*_: Any) -> None:
 
 
 def assert_stops(call: Callable[[], Any]) -> None:
-    start = time.monotonic()
-    with alarm(stop), pytest.raises(StopTest):
-        call()
-    assert DELAY <= time.monotonic() - start < DELAY + LIMIT
+    seconds = []
+    while not seconds or (seconds[-1] >= DELAY + LIMIT and len(seconds) < 3):  # again, if others kept the CPUs busy
+        start = time.monotonic()
+        with alarm(stop), pytest.raises(StopTest):
+            call()
+        seconds.append(time.monotonic() - start)
+    assert DELAY <= seconds[-1] < DELAY + LIMIT, seconds
 
 
 @pytest.fixture(scope="module")
