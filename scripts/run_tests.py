@@ -36,7 +36,7 @@ LONGEST_FIRST = (
     "prove",
     "adapters",
 )
-ALONE = ("serve", "kernels/test_interrupt.py", "test_import.py")
+ALONE = ("kernels/test_interrupt.py", "test_import.py", "serve")  # servers leave threads behind: they come last
 NO_TESTS = 5  # pytest's exit code where all are deselected
 COUNTED = re.compile(r"(\d+) (passed|failed|skipped|deselected|errors?|xfailed)")
 

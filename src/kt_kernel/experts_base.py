@@ -174,8 +174,7 @@ class BaseMoEWrapper:
 
     def load_weights(self, physical_to_logical_map_cpu: Tensor | None = None) -> None:
         """All experts from `weight_path`; runtime expert i is the checkpoint's `physical_to_logical_map_cpu[i]`."""
-        with torch.device("cpu"):  # SGLang builds its models with a GPU as the default device
-            self.use_store(load_store(self.weight_path, self._place, self.method, physical_to_logical_map_cpu))
+        self.use_store(load_store(self.weight_path, self._place, self.method, physical_to_logical_map_cpu))
 
     def load_weights_from_tensors(
         self,
@@ -188,8 +187,7 @@ class BaseMoEWrapper:
         map is not applied here. With `cpu_save` the quantised experts are also written below `weight_path`, as `.kt`
         files for `threadpool_count` NUMA nodes."""
         check_order(physical_to_logical_map_cpu, self.num_experts)
-        with torch.device("cpu"):
-            store = store_from_tensors(gate_proj, up_proj, down_proj, self._place, self.method)
+        store = store_from_tensors(gate_proj, up_proj, down_proj, self._place, self.method)
         if self.cpu_save:
             if not self.method.startswith("AMXINT") or not self.weight_path:
                 given = f"True with method {self.method} and weight_path {self.weight_path!r}"
@@ -376,8 +374,8 @@ class BaseMoEWrapper:
     # The order of calls.
 
     def _take_deferred(self, state: DeviceState, tokens: int) -> Deferred | None:
-        """What an earlier layer of the same pass deferred. A pass that ended with deferred experts, because its last
-        layer was not told to compute all of them, leaves them to nobody."""
+        """What an earlier layer of the same pass deferred. A pass whose last layer defers experts loses them: the next
+        pass begins with a lower layer, and its output must not contain them."""
         deferred, state.deferred = state.deferred, None
         if deferred is None or deferred.layer >= self.layer_idx or deferred.model != self.weight_path:
             return None

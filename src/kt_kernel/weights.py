@@ -11,7 +11,9 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 from kt_kernel.methods import Method, method_for, method_of
@@ -69,6 +71,23 @@ def release_sources() -> None:
     _open.cache_clear()
 
 
+Made = TypeVar("Made")
+Arguments = ParamSpec("Arguments")
+
+
+def _on_host(function: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
+    """Experts are read and packed in host memory, whatever the default device is: SGLang builds its models with a GPU
+    as the default."""
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
+        with torch.device("cpu"):
+            return function(*args, **kwargs)
+
+    return call
+
+
+@_on_host
 def load_store(weight_path: str | Path, place: LayerPlace, method: str, order: Tensor | None = None) -> ExpertStore:
     """The layer's experts from files."""
     if not str(weight_path):
@@ -89,6 +108,7 @@ def load_store(weight_path: str | Path, place: LayerPlace, method: str, order: T
         source.release()
 
 
+@_on_host
 def open_layer(weight_path: str | Path, place: LayerPlace) -> LayerSource:
     """The layer in its files, from which single experts can be read in the bytes of the release."""
     source = _open(Path(weight_path).expanduser())
@@ -100,6 +120,7 @@ def open_layer(weight_path: str | Path, place: LayerPlace) -> LayerSource:
     raise InputError("weight_path", given, "a released directory of safetensors")
 
 
+@_on_host
 def store_from_tensors(
     gate: Tensor, up: Tensor, down: Tensor, place: LayerPlace, method: str, order: Tensor | None = None
 ) -> ExpertStore:
@@ -121,6 +142,7 @@ def store_from_tensors(
     return _pack(store, contract, [chunk], experts, lambda matrix: encode(numbers(matrix), target))
 
 
+@_on_host
 def store_from_encoded(matrices: Mapping[str, Encoded], place: LayerPlace, order: Tensor | None = None) -> ExpertStore:
     """From gate, up and down of all experts in codes of a format, which are kept."""
     experts, contract = check_order(order, place.experts), place.contract()

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kt_kernel import KTMoEWrapper
 from kt_kernel.sft.base import LORA_NAMES
-from tests.support.kt_layers import INNER, E, H, K, weights
+from tests.support.kt_layers import INNER, E, H, layer, weights
 
 RANK, ALPHA = 8, 16.0
 CLOSE = 6e-3  # relative, bf16 activations; kt-kernel's own measured 3 to 5e-3
@@ -26,23 +25,7 @@ class SftLayer:
 
 
 def sft_wrapper(method: str = "AMXBF16_SFT", **changes: Any) -> Any:
-    given: dict[str, Any] = {
-        "mode": "sft",
-        "method": method,
-        "layer_idx": 0,
-        "num_experts": E,
-        "num_experts_per_tok": K,
-        "hidden_size": H,
-        "moe_intermediate_size": INNER,
-        "gpu_experts_mask": None,
-        "cpuinfer_threads": 2,
-        "threadpool_count": 1,
-        "weight_path": "",
-        "chunked_prefill_size": 16,
-        "lora_rank": RANK,
-        "lora_alpha": ALPHA,
-    }
-    return KTMoEWrapper(**(given | changes))
+    return layer(**({"mode": "sft", "method": method, "lora_rank": RANK, "lora_alpha": ALPHA} | changes))
 
 
 def lora_tensors(seed: int = 5) -> dict[str, Tensor]:

@@ -27,52 +27,15 @@ BF16_MANTISSA = 7  # bits
 
 class AMXSFTMoEWrapper(BaseSFTMoEWrapper):
     def __init__(
-        self,
-        layer_idx: int,
-        num_experts: int,
-        num_experts_per_tok: int,
-        hidden_size: int,
-        moe_intermediate_size: int,
-        *,
-        num_gpu_experts: int = 0,
-        cpuinfer_threads: int = 0,
-        threadpool_count: int = 1,
-        weight_path: str = "",
-        chunked_prefill_size: int = 512,
-        method: str = "AMXBF16_SFT",
-        lora_rank: int = 16,
-        lora_alpha: float = 32.0,
-        lora_dropout: float = 0.0,
-        max_cache_depth: int = 1,
-        group_size: int = 128,
-        zero_point: bool = True,
-        full_weight_grad: bool = False,
-        swiglu_limit: float = 0.0,
+        self, *, method: str = "AMXBF16_SFT", group_size: int = 128, zero_point: bool = True, **layer: Any
     ) -> None:
-        """`group_size` and `zero_point` have no effect: the files say how their codes are grouped. The clamp
-        `swiglu_limit` works with every method."""
+        """`layer` has the arguments of `BaseSFTMoEWrapper`. `group_size` and `zero_point` have no effect: the files
+        say how their codes are grouped. The clamp `swiglu_limit` works with every method."""
         method_of(method)
-        super().__init__(
-            layer_idx,
-            num_experts,
-            num_experts_per_tok,
-            hidden_size,
-            moe_intermediate_size,
-            num_gpu_experts=num_gpu_experts,
-            cpuinfer_threads=cpuinfer_threads,
-            threadpool_count=threadpool_count,
-            weight_path=weight_path,
-            chunked_prefill_size=chunked_prefill_size,
-            lora_rank=lora_rank,
-            lora_alpha=lora_alpha,
-            lora_dropout=lora_dropout,
-            max_cache_depth=max_cache_depth,
-            full_weight_grad=full_weight_grad,
-            swiglu_limit=swiglu_limit,
-            trains_lora=not method.endswith(SKIP_LORA),
-        )
+        super().__init__(**layer, trains_lora=not method.endswith(SKIP_LORA))
         self.method, self.group_size, self.zero_point = method, group_size, zero_point
-        self._place = LayerPlace(layer_idx, num_experts, hidden_size, moe_intermediate_size, swiglu_limit)
+        sizes = (self.num_experts, self.hidden_size, self.moe_intermediate_size)
+        self._place = LayerPlace(self.layer_idx, *sizes, self.swiglu_limit)
 
     def load_weights(self, physical_to_logical_map_cpu: Tensor | None = None) -> None:
         """All experts from `weight_path`; runtime expert i is the checkpoint's `physical_to_logical_map_cpu[i]`."""
