@@ -88,7 +88,7 @@ def test_older_arguments_count_experts_of_the_gpu() -> None:
 def test_another_default_device_changes_nothing(tmp_path: Path, method: str) -> None:
     """SGLang builds its models with the GPU as the default device."""
     write_checkpoint(tmp_path / "model", "model.layers")
-    given, order = batch(5), torch.arange(E)
+    given, order, tensors = batch(5), torch.arange(E), weights(1)
     with torch.device("meta"):
         wrapper = layer(method=method, weight_path=str(tmp_path / "model"), num_gpu_experts=2, layer_idx=1)
         wrapper.load_weights(order)
@@ -97,6 +97,9 @@ def test_another_default_device_changes_nothing(tmp_path: Path, method: str) -> 
         deferring = layer(method=method, weight_path=str(tmp_path / "model"), max_deferred_experts_per_token=1)
         deferring.load_weights(order)
         assert deferring.forward(*given, None).device.type == "cpu"
+        trained = layer(mode="sft", method=f"{'AMX' if method == 'BF16' else ''}{method}_SFT", layer_idx=1)
+        trained.load_weights_from_tensors(*tensors, order)
+        assert trained.forward(*given, False).device.type == "cpu"
     assert error(out, reference(wrapper, *given)) < CLOSE
 
 

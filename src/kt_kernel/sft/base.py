@@ -128,7 +128,7 @@ class BaseSFTMoEWrapper:
         self.cpu_infer = CPUInfer.shared(cpuinfer_threads, threadpool_count)
         self.store: ExpertStore | None = None
         self._trains_lora = trains_lora
-        self._skip = torch.arange(num_experts) < num_gpu_experts if num_gpu_experts else None
+        self._skip = torch.arange(num_experts, device="cpu") < num_gpu_experts if num_gpu_experts else None
         self._lora: LoraBuffers | None = None
         self._packed: tuple[_core.Adapter, ...] = ()
         self._packed_versions: tuple[int, ...] | None = None  # of the LoRA tensors when they were packed
@@ -323,7 +323,7 @@ class BaseSFTMoEWrapper:
 
     def _inference_wrapper(self) -> BaseMoEWrapper:
         if self._inference is None:
-            mask = torch.arange(self.num_experts) < self.num_gpu_experts
+            mask = torch.arange(self.num_experts, device="cpu") < self.num_gpu_experts
             self._inference = BaseMoEWrapper(
                 self.layer_idx,
                 self.num_experts,

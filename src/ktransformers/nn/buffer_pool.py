@@ -22,7 +22,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Like `torch.empty` on the CPU."""
     size = math.prod(shape) * dtype.itemsize
     if size < MIN_POOLED_BYTES:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.from_numpy(_core.pooled_array(size)).view(dtype).view(tuple(shape))
 
 
@@ -30,5 +30,5 @@ def empty_output_like(hidden: Tensor) -> Tensor:
     """A contiguous tensor for the experts' output; pinned if `hidden` is, because the output is then copied to the GPU
     that `hidden` came from."""
     if torch.cuda.is_initialized() and hidden.is_pinned():  # type: ignore[no-untyped-call]
-        return torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
+        return torch.empty(hidden.shape, dtype=hidden.dtype, device="cpu", pin_memory=True)
     return empty(hidden.shape, hidden.dtype)
