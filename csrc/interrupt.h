@@ -16,18 +16,15 @@ struct Interrupted : std::exception {
 using InterruptCheck = bool (*)();               // whether the calling thread is to end its call
 void set_interrupt_check(InterruptCheck check);  // null: calls are never interrupted
 
-// Asks the check at most ten times a second, first after a tenth of a second: short calls never do. The clock is read
-// once in a few calls, as many as take a few milliseconds, because reading it takes as long as a small unit of work.
+// Asks the check at most ten times a second, first after a tenth of a second: short calls never do. Every call reads
+// the clock of the kernel's ticks: 9 ns, a few milliseconds coarse, where the fine clock takes as long as a small unit.
 class InterruptPoll {
  public:
-  explicit InterruptPoll(int calls = 2) : calls_left_(calls), calls_(calls) {}
-  bool operator()() { return --calls_left_ <= 0 && read_clock(); }
+  InterruptPoll();
+  bool operator()();
 
  private:
-  bool read_clock();
-
-  int calls_left_, calls_;  // until the clock is read again; between two readings
-  std::chrono::steady_clock::time_point last_{}, next_{};
+  std::chrono::nanoseconds next_;  // when the check is asked again
 };
 
 }  // namespace kt

@@ -28,7 +28,7 @@ void TaskQueue::submit(QueuedTask task) {
 }
 
 void TaskQueue::wait(int64_t pending) {
-  InterruptPoll interrupted(1);
+  InterruptPoll interrupted;
   std::unique_lock lock(mutex_);
   while (!finished_.wait_for(lock, std::chrono::milliseconds(50), [&] { return pending_ <= pending; })) {
     lock.unlock();

@@ -362,7 +362,7 @@ bool Job::cancelled() const {
 
 void Pool::run(Job& job) {
   impl_->check_process("run()");
-  Caller own{&job, InterruptPoll()};
+  Caller own{&job, {}};
   Caller* const outer = std::exchange(caller, &own);
   try {
     impl_->enqueue(job, true);
@@ -387,7 +387,7 @@ void Pool::submit(Job& job) {
 
 void Pool::wait(Job& job) {
   impl_->check_process("wait()");
-  InterruptPoll interrupted(1);
+  InterruptPoll interrupted;
   impl_->wait_done(job, impl_->spin, [&] {
     if (interrupted()) throw Interrupted();
   });

@@ -92,6 +92,18 @@ TEST(interrupted_wait_leaves_the_job_running) {
   CHECK(seconds_since(start) < 1);
 }
 
+TEST(a_long_unit_after_many_short_ones_is_interrupted) {
+  CheckSet set([] { return true; });
+  InterruptPoll interrupted;
+  const auto start = std::chrono::steady_clock::now();
+  while (seconds_since(start) < 0.05) CHECK(!interrupted());
+  std::this_thread::sleep_for(std::chrono::milliseconds(60));
+  CHECK(interrupted());
+  CHECK(!interrupted());
+  std::this_thread::sleep_for(std::chrono::milliseconds(110));
+  CHECK(interrupted());
+}
+
 TEST(crc32c_of_known_bytes) {
   CHECK(crc32c("123456789", 9) == 0xe3069283);
   CHECK(crc32c("", 0) == 0);
