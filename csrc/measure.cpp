@@ -41,7 +41,9 @@ class MeasureJob final : public Job {
     const int slices = std::max(1, (int)std::ceil(m_.seconds / kSlice));
     double sum = 0;
     for (int i = 0; i < slices && !cancelled(); i++)
-      sum += kernels_.rate(m_.what, m_.seconds / slices, scratch_[index].data(), scratch_[index].size());
+      sum += m_.codes ? kernels_.codes_rate(*m_.codes, m_.rows, m_.seconds / slices, scratch_[index].data(),
+                                            scratch_[index].size())
+                      : kernels_.rate(m_.what, m_.seconds / slices, scratch_[index].data(), scratch_[index].size());
     rates_[index] = sum / slices;
   }
 
@@ -79,6 +81,9 @@ double measure(Pool& pool, const KernelTable& kernels, const Measurement& m) {
   if (job.arrived() < (size_t)threads)
     throw std::runtime_error("only " + std::to_string(job.arrived()) + " of " + std::to_string(threads) +
                              " threads were free within 10 s; measure while nothing else runs on this pool");
+  if (job.sum() <= 0 && m.codes)
+    throw std::invalid_argument(std::string("packed GEMV of variant ") + kernels.name + " does not take " +
+                                std::to_string(m.rows) + " rows of " + m.codes->row().name);
   if (job.sum() <= 0)
     throw std::invalid_argument(std::to_string(scratch_bytes(m)) + " bytes are too few for one block of this variant");
   return job.sum();

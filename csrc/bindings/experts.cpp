@@ -43,6 +43,19 @@ double PyPool::rate(const std::string& what, double seconds, int64_t threads, co
   return measure(engine->pool, table, m);
 }
 
+double PyPool::codes_rate(const std::string& format, int64_t rows, double seconds, int64_t threads,
+                          const std::string& isa) {
+  const Format codes = format_of("format", format);
+  Measurement m{.what = Rate::panels, .seconds = seconds, .codes = &codes};
+  if (!(seconds > 0 && seconds <= 60)) refuse_value("seconds", std::to_string(seconds), "more than 0 and at most 60");
+  m.threads = in_range("threads", threads, 0, engine->pool.threads());
+  m.rows = in_range("rows", rows, 1, kMaxRows);
+  const KernelTable& table = table_for(isa);
+  nb::gil_scoped_release released;
+  std::lock_guard lock(measuring);
+  return measure(engine->pool, table, m);
+}
+
 PyExperts::PyExperts(const PyPool& pool, int64_t num_experts, int64_t hidden, int64_t intermediate, bool gated,
                      const std::string& activation, double limit, double alpha, const std::string& isa,
                      const std::string& precision, const std::string& gate_format, const std::string& up_format,

@@ -179,7 +179,9 @@ NB_MODULE(_core, m) {
       .def("linear", &PyPool::linear, "x"_a, "weights"_a, "outs"_a)
       .def("argmax", &PyPool::argmax, "x"_a)
       .def("attend", &PyPool::attend, "query"_a, "key"_a, "value"_a, "out"_a, "places"_a, "scale"_a)
-      .def("rate", &PyPool::rate, "what"_a, "seconds"_a = 0.1, "threads"_a = 0, "isa"_a = "", "bytes"_a = 0);
+      .def("rate", &PyPool::rate, "what"_a, "seconds"_a = 0.1, "threads"_a = 0, "isa"_a = "", "bytes"_a = 0)
+      .def("codes_rate", &PyPool::codes_rate, "format"_a, "rows"_a = 1, "seconds"_a = 0.1, "threads"_a = 0,
+           "isa"_a = "");
 
   nb::class_<PyCall>(m, "Call")
       .def("submit",

@@ -28,6 +28,7 @@ struct PyPool {
   // capacity, d] and values [groups, capacity, dv], then its query attends to [start, end).
   void attend(nb::handle query, nb::handle key, nb::handle value, nb::handle out, nb::list places, double scale) const;
   double rate(const std::string& what, double seconds, int64_t threads, const std::string& isa, int64_t bytes);
+  double codes_rate(const std::string& format, int64_t rows, double seconds, int64_t threads, const std::string& isa);
 };
 
 constexpr int kAlignment = 64;  // of memory that holds what the kernels lay out themselves

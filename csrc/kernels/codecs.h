@@ -6,6 +6,8 @@
 // tiles.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/elementwise.h"
 #include "kernels/format.h"
 
@@ -47,6 +49,11 @@ inline F32<W> to_floats(U32<W> v) {
 template <int W>
 inline void halves_to_floats(const char* from, float* out) {
   for (int n = 0; n < kTileN; n += W) store(out + n, from_f16<W>(from + n * 2));
+}
+
+template <int W>
+inline void negate(float* rows) {
+  for (int n = 0; n < kTileN; n += W) store(rows + n, -load<F32<W>>(rows + n));
 }
 
 template <int W>
@@ -159,7 +166,11 @@ template <>
 struct ScaleReader<ScaleKind::floats, FieldType::by_name> : OneScale {
   template <int W>
   static void scales(const Format& f, Header h, int, const char*, RowScales& r) {
-    for (int n = 0; n < kTileN; n += W) store(r.s[0] + n, load_as<F32<W>>(h.at, n, f.scale));
+    if (f.scale == DType::bf16) {
+      for (int n = 0; n < kTileN; n += W) store(r.s[0] + n, from_bf16<W>(h.at + 2 * n));
+    } else {
+      for (int n = 0; n < kTileN; n += W) store(r.s[0] + n, load_as<F32<W>>(h.at, n, f.scale));
+    }
   }
 };
 
@@ -202,19 +213,33 @@ struct ScaleReader<ScaleKind::scale_and_min, type> {
   }
 };
 
+// A byte of each of the 16 rows.
+typedef uint8_t RowBytes __attribute__((vector_size(kTileN)));
+
+// out[n] = d[n] * bytes[n], of f16 d; `Byte` is uint8_t or int8_t.
+template <int W, class Byte = uint8_t>
+inline void scaled_bytes(const char* d, const RowBytes& bytes, float* out) {
+  typedef Byte Bytes __attribute__((vector_size(W)));
+  typedef std::conditional_t<(Byte)-1 < 0, int16_t, uint16_t> Wide __attribute__((vector_size(2 * W)));
+  alignas(16) char stored[kTileN];
+  store(stored, bytes);
+  for (int n = 0; n < kTileN; n += W) {
+    auto wider = __builtin_convertvector(__builtin_convertvector(load<Bytes>(stored + n), Wide), I32<W>);
+    store(out + n, from_f16<W>(d + 2 * n) * __builtin_convertvector(wider, F32<W>));
+  }
+}
+
 template <FieldType type>
 struct ScaleReader<ScaleKind::q2_k, type> {
   static constexpr int halves = 2;
   static constexpr bool offset = true;
   template <int W>
   static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
-    for (int n = 0; n < kTileN; n += W) {
-      F32<W> d = from_f16<W>(h.at + 16 * kTileN + 2 * n), least = from_f16<W>(h.at + 18 * kTileN + 2 * n);
-      for (int half = 0; half < 2; half++) {
-        U32<W> both = bytes_of<W>(h.bytes(2 * tile + half), n);
-        store(r.s[half] + n, d * to_floats<W>(both & 15u));
-        store(r.m[half] + n, -(least * to_floats<W>(both >> 4)));
-      }
+    for (int half = 0; half < 2; half++) {
+      const auto both = load<RowBytes>(h.bytes(2 * tile + half));
+      scaled_bytes<W>(h.at + 16 * kTileN, both & 15, r.s[half]);
+      scaled_bytes<W>(h.at + 18 * kTileN, both >> 4, r.m[half]);
+      negate<W>(r.m[half]);
     }
   }
 };
@@ -225,14 +250,11 @@ struct ScaleReader<ScaleKind::q3_k, type> {
   static constexpr bool offset = false;
   template <int W>
   static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
-    for (int n = 0; n < kTileN; n += W) {
-      F32<W> d = from_f16<W>(h.at + 12 * kTileN + 2 * n);
-      for (int half = 0; half < 2; half++) {
-        int i = 2 * tile + half;
-        U32<W> low = bytes_of<W>(h.bytes(i % 8), n) >> (uint32_t)(i / 8 * 4);
-        U32<W> high = bytes_of<W>(h.bytes(8 + i % 4), n) >> (uint32_t)(i / 4 * 2);
-        store(r.s[half] + n, d * to_floats<W>(((low & 15u) | (high & 3u) << 4) - 32u));
-      }
+    for (int half = 0; half < 2; half++) {
+      const int i = 2 * tile + half;
+      const RowBytes low = load<RowBytes>(h.bytes(i % 8)) >> (i / 8 * 4);
+      const RowBytes high = load<RowBytes>(h.bytes(8 + i % 4)) >> (i / 4 * 2);
+      scaled_bytes<W, int8_t>(h.at + 12 * kTileN, ((low & 15) | (high & 3) << 4) - 32, r.s[half]);
     }
   }
 };
@@ -244,21 +266,18 @@ struct ScaleReader<ScaleKind::q4_k, type> {
   template <int W>
   static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
     // Eight scales and eight minima of six bits in twelve bytes, the last four of each in pieces.
-    const uint8_t *a = h.bytes(4 + tile), *b = h.bytes(8 + tile), *c = h.bytes(tile);
-    for (int n = 0; n < kTileN; n += W) {
-      F32<W> d = from_f16<W>(h.at + 2 * n), least = from_f16<W>(h.at + 2 * kTileN + 2 * n);
-      U32<W> scale = bytes_of<W>(a, n), minimum = bytes_of<W>(b, n);
-      if (tile < 4) {
-        scale &= 63u;
-        minimum &= 63u;
-      } else {
-        U32<W> low = minimum;
-        minimum = (low >> 4) | (scale >> 6) << 4;
-        scale = (low & 15u) | (bytes_of<W>(c, n) >> 6) << 4;
-      }
-      store(r.s[0] + n, d * to_floats<W>(scale));
-      store(r.m[0] + n, -(least * to_floats<W>(minimum)));
+    RowBytes scale = load<RowBytes>(h.bytes(4 + tile)), minimum = load<RowBytes>(h.bytes(8 + tile));
+    if (tile < 4) {
+      scale &= 63;
+      minimum &= 63;
+    } else {
+      const RowBytes low = minimum;
+      minimum = (low >> 4) | (scale >> 6) << 4;
+      scale = (low & 15) | (load<RowBytes>(h.bytes(tile)) >> 6) << 4;
     }
+    scaled_bytes<W>(h.at, scale, r.s[0]);
+    scaled_bytes<W>(h.at + 2 * kTileN, minimum, r.m[0]);
+    negate<W>(r.m[0]);
   }
 };
 
@@ -268,11 +287,8 @@ struct ScaleReader<ScaleKind::q6_k, type> {
   static constexpr bool offset = false;
   template <int W>
   static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
-    for (int n = 0; n < kTileN; n += W) {
-      F32<W> d = from_f16<W>(h.at + 16 * kTileN + 2 * n);
-      for (int half = 0; half < 2; half++)
-        store(r.s[half] + n, d * signed8<W>(bytes_of<W>(h.bytes(2 * tile + half), n) << 24));
-    }
+    for (int half = 0; half < 2; half++)
+      scaled_bytes<W, int8_t>(h.at + 16 * kTileN, load<RowBytes>(h.bytes(2 * tile + half)), r.s[half]);
   }
 };
 
@@ -282,14 +298,10 @@ struct ScaleReader<ScaleKind::iq4_xs, type> {
   static constexpr bool offset = false;
   template <int W>
   static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
-    const uint8_t* low = h.bytes(4 + tile / 2);
-    for (int n = 0; n < kTileN; n += W) {
-      F32<W> d = from_f16<W>(h.at + 2 * n);
-      auto high = __builtin_convertvector(load<typename Vec<W>::u16>(h.at + 2 * kTileN + 2 * n), U32<W>);
-      U32<W> scale = ((bytes_of<W>(low, n) >> (uint32_t)(tile % 2 * 4)) & 15u) | ((high >> (uint32_t)(2 * tile)) & 3u)
-                                                                                     << 4;
-      store(r.s[0] + n, d * to_floats<W>(scale - 32u));
-    }
+    typedef uint16_t RowPairs __attribute__((vector_size(2 * kTileN)));
+    const RowBytes low = load<RowBytes>(h.bytes(4 + tile / 2)) >> (tile % 2 * 4);
+    const RowPairs high = load<RowPairs>(h.at + 2 * kTileN) >> (2 * tile);
+    scaled_bytes<W, int8_t>(h.at, ((low & 15) | (__builtin_convertvector(high, RowBytes) & 3) << 4) - 32, r.s[0]);
   }
 };
 

@@ -62,7 +62,7 @@ constexpr bool kDouble = sizeof(Lane<V>) == 8;
 
 template <class V>
 inline V splat(Lane<V> x) {
-  return V{} + x;
+  return x - V{};  // x + 0 would not be x where x is -0, and the compiler would add
 }
 
 template <class V>
@@ -113,6 +113,10 @@ inline F32<W> from_f16(const void* p) {
 #endif
 #ifdef __F16C__
   if constexpr (W == 8) return (F32<W>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#endif
+#ifdef __ARM_FP16_FORMAT_IEEE
+  typedef __fp16 Half __attribute__((vector_size(8)));
+  if constexpr (W == 4) return __builtin_convertvector(load<Half>(p), F32<W>);
 #endif
   U32<W> h = __builtin_convertvector(load<typename Vec<W>::u16>(p), U32<W>);
   U32<W> sign = (h & 0x8000u) << 16;

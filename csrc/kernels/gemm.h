@@ -12,6 +12,7 @@
 
 #include "kernels/pack.h"
 #include "kernels/packed_gemv_f32.h"
+#include "kernels/packed_gemv_int16.h"
 #include "kernels/packed_gemv_int8.h"
 
 namespace kt {
@@ -275,6 +276,8 @@ void run_up(const Up& u) {
   }
   if constexpr (kHasPackedGemvF32<Isa>)
     if (u.packed_gemv.step) return run_up_with<Isa, PackedGemvF32<Isa>>(u);
+  if constexpr (kHasPackedGemvInt16<Isa>)
+    if (u.packed_gemv.step) return run_up_with<Isa, PackedGemvInt16<Isa>>(u);
   run_up_with<Isa, Isa>(u);
 }
 
@@ -373,7 +376,40 @@ void run_down(const Down& d) {
   }
   if constexpr (kHasPackedGemvF32<Isa>)
     if (d.packed_gemv.step) return run_down_with<Isa, PackedGemvF32<Isa>>(d);
+  if constexpr (kHasPackedGemvInt16<Isa>)
+    if (d.packed_gemv.step) return run_down_with<Isa, PackedGemvInt16<Isa>>(d);
   run_down_with<Isa, Isa>(d);
+}
+
+// The packed GEMV of an ISA, or void: with f32 activations where panels are bf16, else with int16.
+template <class Isa, bool f32 = kHasPackedGemvF32<Isa>, bool int16 = kHasPackedGemvInt16<Isa>>
+struct PackedGemvOf {
+  using type = void;
+};
+template <class Isa, bool int16>
+struct PackedGemvOf<Isa, true, int16> {
+  using type = PackedGemvF32<Isa>;
+};
+template <class Isa>
+struct PackedGemvOf<Isa, false, true> {
+  using type = PackedGemvInt16<Isa>;
+};
+
+template <class Isa>
+constexpr auto packed_gemv_rows_of() -> int32_t (*)(const Encoding&) {
+  using Gemv = typename PackedGemvOf<Isa>::type;
+  if constexpr (requires { Gemv::max_rows; })
+    return [](const Encoding& e) {
+      int32_t a = Gemv::rows_of(e.format[0]), b = Gemv::rows_of(e.format[1]);
+      return a < b ? a : b;
+    };
+  return nullptr;
+}
+
+template <class Isa>
+constexpr int32_t packed_gemv_row_bytes_of() {
+  if constexpr (requires { PackedGemvOf<Isa>::type::row_bytes; }) return PackedGemvOf<Isa>::type::row_bytes;
+  return 0;
 }
 
 }  // namespace

@@ -215,20 +215,37 @@ __attribute__((noinline)) void multiply_codes(const EncodedBlocks& encoded,
 // Multiplies every block of a unit with its rows, as for_each_product does for panels. `Isa` multiplies the LoRA terms.
 template <class Isa, class Multiplier, class Unit, class PlaceSums, class Epilogue>
 inline void for_each_packed_gemv(const Unit& u, const PlaceSums& place_sums, const Epilogue& epilogue) {
-  static_assert(Isa::max_rows >= Multiplier::max_rows);
-  const PackedGemvPanel panel =
-      Multiplier::write_rows(u.packed_gemv, u.live, *u.encoded.encoding, u.base.k_tiles, u.encoded.decoded);
+  const PackedGemvPanel panel = Multiplier::write_rows(u);
+  const int rows_of_pass = kPassTiles * u.tiling.rows;
   if (u.lora_terms) Isa::enter(u.tiling.rows);
   for (int block = u.block0; block < u.block1; block++) {
     const int64_t at = (int64_t)(block - u.block0);
-    ProductOf<typename Multiplier::Real> p{u.base, block,       0,       1,           u.tiling.rows, u.live,
-                                           false,  kNoPrefetch, nullptr, u.lora_term, u.lora_terms,  u.block0};
-    p.contraction.b += at * (int64_t)u.block_bytes;
-    const int64_t next = block + 1 < u.block1 ? (int64_t)u.block_bytes : u.next ? u.next - p.contraction.b : 0;
-    place_sums(p);
-    multiply_codes<Multiplier>(u.encoded, p, panel, next,
-                               Multiplier::int8_rows ? u.encoded.channel + at * kBlockN : nullptr);
-    epilogue(p, 0, u.live);
+    const char* b = u.base.b + at * (int64_t)u.block_bytes;
+    const int64_t next = block + 1 < u.block1 ? (int64_t)u.block_bytes : u.next ? u.next - b : 0;
+    for (int row = 0; row < u.live; row += rows_of_pass) {
+      const int live = u.live - row < rows_of_pass ? u.live - row : rows_of_pass;
+      ProductOf<typename Multiplier::Real> p{u.base,
+                                             block,
+                                             row / u.tiling.rows,
+                                             (live - 1) / u.tiling.rows + 1,
+                                             u.tiling.rows,
+                                             live,
+                                             false,
+                                             kNoPrefetch,
+                                             nullptr,
+                                             u.lora_term,
+                                             u.lora_terms,
+                                             u.block0};
+      p.contraction.b = b;
+      place_sums(p);
+      if constexpr (requires { Multiplier::multiply_block(u.encoded, p, panel, next); }) {
+        Multiplier::multiply_block(u.encoded, p, panel, row ? 0 : next);
+      } else {
+        multiply_codes<Multiplier>(u.encoded, p, panel, next,
+                                   Multiplier::int8_rows ? u.encoded.channel + at * kBlockN : nullptr);
+      }
+      epilogue(p, 0, live);
+    }
   }
   if (u.lora_terms) Isa::leave();
 }

@@ -98,6 +98,10 @@ struct PackedGemvF32 {
   }
 
   // Widens bf16 rows to f32 in the scratch of dequantised tiles.
+  template <class Unit>
+  static PackedGemvPanel write_rows(const Unit& u) {
+    return write_rows(u.packed_gemv, u.live, *u.encoded.encoding, u.base.k_tiles, u.encoded.decoded);
+  }
   __attribute__((noinline)) static PackedGemvPanel write_rows(const PackedGemvRows& input, int rows, const Encoding&,
                                                               int k_tiles, char* scratch) {
     for (int r = 0; r < rows; r++)
@@ -127,16 +131,6 @@ struct PackedGemvF32 {
 // Only ISAs whose panels are bf16 have it, so that both paths see the same x.
 template <class Isa>
 constexpr bool kHasPackedGemvF32 = Isa::panel == DType::bf16;
-
-template <class Isa>
-constexpr auto packed_gemv_rows_of() -> int32_t (*)(const Encoding&) {
-  if constexpr (kHasPackedGemvF32<Isa>)
-    return [](const Encoding& e) {
-      int32_t a = PackedGemvF32<Isa>::rows_of(e.format[0]), b = PackedGemvF32<Isa>::rows_of(e.format[1]);
-      return a < b ? a : b;
-    };
-  return nullptr;
-}
 
 }  // namespace
 }  // namespace kt

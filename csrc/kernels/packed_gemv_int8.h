@@ -108,6 +108,10 @@ struct PackedGemvInt8 {
   static constexpr int max_rows = kPackedGemvInt8Rows;
 
   // Writes all rows into the scratch of dequantised tiles.
+  template <class Unit>
+  static PackedGemvPanel write_rows(const Unit& u) {
+    return write_rows(u.packed_gemv, u.live, *u.encoded.encoding, u.base.k_tiles, u.encoded.decoded);
+  }
   __attribute__((noinline)) static PackedGemvPanel write_rows(const PackedGemvRows& input, int rows, const Encoding& e,
                                                               int k_tiles, char* scratch) {
     const bool is_int8[2] = {e.format[0].codec == Codec::int8, e.format[1].codec == Codec::int8};

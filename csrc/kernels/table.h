@@ -40,7 +40,8 @@ struct EncodedBlocks {
 };
 
 // Small batches: codes are multiplied straight from the packed weights (packed_gemv.h), without dequantised tiles;
-// `decoded` then holds the reordered activation rows. A row comes in steps of 64 bytes: 64 of K in W8A8 (Quantise),
+// `decoded` then holds the reordered activation rows, for which it may be larger (KernelTable::packed_gemv_row_bytes).
+// int16 activations are taken from the panel, any number of rows; for the others, a row comes in steps of 64 bytes: 64 of K in W8A8 (Quantise),
 // where there is no panel and all of K is taken at once, or one k tile of a bf16 panel.
 constexpr int kPackedGemvRows = 6;      // at most; `packed_gemv_rows` gives the limit per encoding
 constexpr int kPackedGemvInt8Rows = 4;  // in W8A8
@@ -336,9 +337,13 @@ struct KernelTable {
   void (*quantise_panel)(const QuantisePanel&);    // likewise
   void (*gather_int8)(const GatherInt8&);          // likewise
   int32_t (*packed_gemv_rows)(const Encoding&);    // most rows for which packed GEMV takes this encoding; null: none
+  int32_t packed_gemv_row_bytes;  // scratch for a k tile of a row in packed GEMV; 0: that of dequantised tiles suffices
   // Units (flop, or bytes for `read`) per second. `panels` multiplies with K = 2048 over `bytes` of scratch, and so
   // does `bytes` in W8A8.
   double (*rate)(Rate what, double seconds, char* scratch, size_t bytes);
+  // Weights per second of packed GEMV times `rows` rows, over one block that stays in L1; 0 where it does not take
+  // them.
+  double (*codes_rate)(const Format& format, int32_t rows, double seconds, char* scratch, size_t bytes);
 };
 
 // What a variant exports: a table for each precision that it has, null for the others.

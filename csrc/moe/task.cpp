@@ -289,7 +289,7 @@ bool Task::uses_packed_gemv(size_t segment, const BlockStore& store) const {
 PackedGemvRows Task::panel_rows(const Contraction& panel, const Tiling& tiling, int32_t live) const {
   int64_t row_bytes = (int64_t)kTileK * experts_.kernels().elem;
   PackedGemvRows rows{};
-  for (int32_t r = 0; r < live; r++) rows.row[r] = panel.a + r * row_bytes;
+  for (int32_t r = 0; r < std::min(live, kPackedGemvRows); r++) rows.row[r] = panel.a + r * row_bytes;
   rows.step = tiling.rows * row_bytes;
   return rows;
 }

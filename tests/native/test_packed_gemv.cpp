@@ -80,10 +80,10 @@ int32_t packed_gemv_rows_of(const Experts& experts, const BlockStore& store) {
   return max_rows && store.encoding() ? max_rows(*store.encoding()) : 0;
 }
 
-std::vector<const KernelTable*> bf16_kernels() {
+std::vector<const KernelTable*> packed_gemv_kernels() {
   std::vector<const KernelTable*> list;
   for (const KernelTable* kernels : all_kernels())
-    if (kernels->panel == DType::bf16) list.push_back(kernels);
+    if (kernels->packed_gemv_rows) list.push_back(kernels);
   return list;
 }
 
@@ -95,15 +95,17 @@ bool same(const std::vector<float>& a, const std::vector<float>& b) {
 // square by twice that.
 constexpr double kUnrounded = 3e-4, kRounded = 1e-2;
 
-void check_packed_gemv(const CodedLayer& layer) {
-  for (const KernelTable* kernels : bf16_kernels()) {
+// `int16`: only with int16 activations.
+void check_packed_gemv(const CodedLayer& layer, bool int16 = false) {
+  for (const KernelTable* kernels : packed_gemv_kernels()) {
+    if (int16 && kernels->panel == DType::bf16) continue;
     auto experts = layer.packed(*kernels, engine_of(2));
     const int32_t up = packed_gemv_rows_of(*experts, experts->weights().up()),
                   down = packed_gemv_rows_of(*experts, experts->weights().down());
     CHECK(up > 0 && down > 0);
     for (int32_t rows = 1; rows <= kPackedGemvRows + 1; rows++) {
       RandomBatch batch = rows_of_one(layer.shape, rows);
-      std::vector<double> want = expected(layer.numbers, layer.gating, batch, true);
+      std::vector<double> want = expected(layer.numbers, layer.gating, batch, kernels->panel == DType::bf16);
       double error = error_of(run(*experts, batch), want), limit = rows <= up && rows <= down ? kUnrounded : kRounded;
       CHECK(error < limit);
       if (error >= limit) std::fprintf(stderr, "%s, %d rows: %g\n", kernels->name, rows, error);
@@ -127,6 +129,17 @@ TEST(packed_gemv_unrounded_weights) {
   check_packed_gemv({{2, 64, 160, true}, {q8_0, kInt4, q4_0}});
 }
 
+// Codes of any number of bits, with scales for 16 and for 32 of K, and with minima.
+TEST(packed_gemv_int16_of_every_format) {
+  const auto of = [](Codec codec) { return format_of(codec); };
+  check_packed_gemv({{1, 512, 512, true}, {of(Codec::q4_k), of(Codec::q5_k), of(Codec::q6_k)}}, true);
+  check_packed_gemv({{1, 512, 256, true}, {of(Codec::q2_k), of(Codec::q3_k), of(Codec::q4_k)}}, true);
+  check_packed_gemv({{1, 256, 768, true}, {of(Codec::iq4_xs), of(Codec::tq2_0), of(Codec::q3_k)}}, true);
+  check_packed_gemv({{1, 96, 160, true}, {of(Codec::q4_1), of(Codec::q5_0), of(Codec::q5_1)}}, true);
+  check_packed_gemv({{1, 160, 96, true}, {of(Codec::nvfp4), of(Codec::nvfp4), of(Codec::mxfp4)}}, true);
+  check_packed_gemv({{1, 256, 256, false}, {kInt4, of(Codec::q2_k), of(Codec::tq2_0)}}, true);
+}
+
 // K so long that it is taken in chunks, none of which begins at a group.
 TEST(packed_gemv_of_a_long_k) {
   const Format wide = format_of(Codec::int4, 4096, DType::bf16);
@@ -137,12 +150,13 @@ TEST(packed_gemv_of_a_long_k) {
 // One half of a block has a codec without packed GEMV: the whole block is dequantised to tiles, while down is not.
 TEST(packed_gemv_with_other_formats_in_the_block) {
   const CodedLayer layer({1, 96, 64, true}, {kInt4, format_of(Codec::mxfp8), kInt4});
-  for (const KernelTable* kernels : bf16_kernels()) {
+  for (const KernelTable* kernels : packed_gemv_kernels()) {
     auto experts = layer.packed(*kernels, engine_of(1));
     CHECK_EQ(packed_gemv_rows_of(*experts, experts->weights().up()), 0);
     CHECK(packed_gemv_rows_of(*experts, experts->weights().down()) > 0);
     RandomBatch batch = rows_of_one(layer.shape, 2);
-    CHECK(error_of(run(*experts, batch), expected(layer.numbers, layer.gating, batch, true)) < kRounded);
+    CHECK(error_of(run(*experts, batch), expected(layer.numbers, layer.gating, batch, kernels->panel == DType::bf16)) <
+          kRounded);
   }
 }
 
@@ -150,7 +164,7 @@ TEST(packed_gemv_with_other_formats_in_the_block) {
 // expert has few enough rows for packed GEMV.
 TEST(packed_gemv_bits_do_not_depend_on_neighbours) {
   const CodedLayer layer({2, 224, 96, true}, {kInt4, kInt8, kInt8});
-  for (const KernelTable* kernels : bf16_kernels()) {
+  for (const KernelTable* kernels : packed_gemv_kernels()) {
     auto experts = layer.packed(*kernels, engine_of(2));
     const int32_t max_rows = std::min(packed_gemv_rows_of(*experts, experts->weights().up()),
                                       packed_gemv_rows_of(*experts, experts->weights().down()));
@@ -173,7 +187,7 @@ TEST(packed_gemv_non_finite_values) {
   CodedLayer layer({1, 96, 64, false}, {kInt4, kInt4, kInt4});
   set_element(layer.down.scales.data(), 2 * 5 + 1, DType::bf16, NAN);
   set_element(layer.down.scales.data(), 2 * 40, DType::bf16, INFINITY);
-  for (const KernelTable* kernels : bf16_kernels()) {
+  for (const KernelTable* kernels : packed_gemv_kernels()) {
     RandomBatch batch = rows_of_one(layer.shape, 4);
     batch.hidden[2 * 96 + 7] = NAN;
     batch.hidden[3 * 96 + 79] = INFINITY;
@@ -184,7 +198,7 @@ TEST(packed_gemv_non_finite_values) {
 
 TEST(packed_gemv_bits_do_not_depend_on_threads_or_groups) {
   const CodedLayer layer({4, 1000, 70, true}, {kInt8, kInt4, kInt4});
-  for (const KernelTable* kernels : bf16_kernels()) {
+  for (const KernelTable* kernels : packed_gemv_kernels()) {
     RandomBatch batch(layer.shape, 5, 2);
     std::vector<float> one = run(*layer.packed(*kernels, engine_of(1)), batch);
     CHECK(same(one, run(*layer.packed(*kernels, engine_of(3)), batch)));
@@ -196,7 +210,7 @@ TEST(packed_gemv_bits_do_not_depend_on_threads_or_groups) {
 TEST(packed_gemv_with_lora) {
   for (const LayerShape& s : {LayerShape{2, 288, 160, true}, LayerShape{1, 36000, 16, true}}) {
     const CodedLayer layer(s, {kInt4, kInt4, kInt8});
-    for (const KernelTable* kernels : bf16_kernels()) {
+    for (const KernelTable* kernels : packed_gemv_kernels()) {
       auto experts = layer.packed(*kernels, engine_of(2));
       const LoraRanks ranks{8, 20, 33, false};
       Adapter adapter(s, ranks, *kernels, experts->engine().pool, experts->engine().arena);

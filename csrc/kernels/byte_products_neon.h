@@ -1,0 +1,62 @@
+// Products of code bytes by SDOT: four signed bytes of every lane.
+#pragma once
+
+#include <arm_neon.h>
+
+#include "kernels/byte_products.h"
+
+namespace kt {
+namespace {
+
+// Converting integers to floats takes as long as four other instructions here. Sums are below 2^22, so they start from
+// the bits of 1.5 * 2^23 instead: they are then the bits of that float plus themselves.
+constexpr int32_t kFloatBits = 0x4b400000;
+
+struct SdotSums {
+  static constexpr bool pairs = false;
+  using Factor = Bytes<4>;
+  I32<4> high, low;  // of the two bytes of x
+
+  static Factor factor(const char* x) { return load<Bytes<4>>(x); }
+  static Bytes<4> widen(const Bytes<4>& codes) { return codes; }
+  void begin(const char* start_high, const char* start_low) {
+    high = loaded(start_high);
+    low = loaded(start_low);
+  }
+  void add(const Bytes<4>& codes, const Factor& x_high, const Factor& x_low) {
+    high = (I32<4>)vdotq_s32((int32x4_t)high, (int8x16_t)codes, (int8x16_t)x_high);
+    low = (I32<4>)vdotq_s32((int32x4_t)low, (int8x16_t)codes, (int8x16_t)x_low);
+  }
+  // Sums of the two lanes of every output.
+  static F32<4> joined(const SdotSums& a, const SdotSums& b) {
+    const F32<4> highs = (F32<4>)vpaddq_s32((int32x4_t)a.high, (int32x4_t)b.high) - splat<F32<4>>(kRounding);
+    const F32<4> lows = (F32<4>)vpaddq_s32((int32x4_t)a.low, (int32x4_t)b.low) - splat<F32<4>>(kRounding);
+    return lows + highs * splat<F32<4>>(256.0f);
+  }
+
+ private:
+  // A load for every use: a copy of a register would take the place of a product.
+  static I32<4> loaded(const char* from) {
+#if defined(__aarch64__)
+    I32<4> v;
+    asm("ldr %q0, %1" : "=w"(v) : "m"(*(const I32<4>*)from));
+    return v;
+#else
+    return load<I32<4>>(from);
+#endif
+  }
+};
+
+struct SdotProduct {
+  static constexpr int width = 4, copies = 2, byte_offset = 0, start = kFloatBits, accumulators = 16;
+  static constexpr bool joins = true;
+  template <int bits>
+  using Sums = SdotSums;
+
+  static Bytes<4> look_up(const Bytes<4>& table, const Bytes<4>& codes) {
+    return (Bytes<4>)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)codes);
+  }
+};
+
+}  // namespace
+}  // namespace kt

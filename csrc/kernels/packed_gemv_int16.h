@@ -1,0 +1,447 @@
+// Packed GEMV with int16 activations, for CPUs without bf16 products: integer dot products of codes and x.
+//
+// A k tile of a row of x becomes int16 numbers times a power of two. That is exact for bf16 values down to 2^-7 of the
+// tile's largest, and f32 values are off by at most 2^-16 of it: less than 1 % of what rounding the weights to bf16
+// costs. Bytes are what CPUs multiply fastest, so where codes have few bits x is split into two signed bytes, 256 times
+// the first plus the second, and each is multiplied with the codes; codes of 8 bits are widened and multiplied with the
+// int16 numbers themselves. `Product` of the ISA says how (byte_products.h). A row's bits do not depend on the others.
+#pragma once
+
+#include "kernels/byte_products.h"
+#include "kernels/packed_gemv.h"
+
+namespace kt {
+namespace {
+
+constexpr int kSegmentTiles = 16;   // k tiles whose scales are read at a time
+constexpr int kInt16GroupRows = 4;  // rows that are multiplied at a time
+
+// One k tile of one row of x, for the codes of one format: for every quad the two operands of its products, eight bytes
+// of even and of odd k, `copies` times; for each half of the k tile (the first alone where it has one scale) the
+// initial sums of both operands in the same form, and the sum of x.
+template <int copies>
+struct Int16Tile {
+  char operand[kQuads][2][copies * kPartBytes];
+  char start[2][2][copies * kPartBytes];
+  float sum[2], scale;
+};
+
+// What the rows must know about the codes of a format.
+struct QuadLayout {
+  uint8_t code[kQuads][4];  // code_of
+  int halves, zero;         // scales of a k tile; by how much codes are too large
+  float unit;               // value of a code of one
+  bool pairs;               // operands are int16: codes at bytes 0 and 2, codes at bytes 1 and 3
+  bool operator==(const QuadLayout&) const = default;
+};
+
+// 32 values as int16, in order of k, and the power of two that they are to be multiplied with.
+template <int W>
+inline float to_int16(const char* row, int16_t (&out)[kTileK]) {
+  F32<W> v[kTileK / W];
+  I32<W> largest = {};
+  for (int i = 0; i < kTileK / W; i++) {
+    v[i] = load<F32<W>>(row + i * W * 4);
+    const I32<W> magnitude = (I32<W>)v[i] & 0x7fffffff;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  int32_t bits = 0;
+  for (int i = 0; i < W; i++) bits = largest[i] > bits ? largest[i] : bits;
+  // The first signed byte reaches 127, so numbers reach 32,639.
+  float most;
+  __builtin_memcpy(&most, &bits, 4);
+  const bool finite = bits < 0x7f800000;
+  float above = most * (32768.0f / 32639.0f), scale, inverse;
+  __builtin_memcpy(&bits, &above, 4);
+  int32_t exponent = bits >> 23 > 27 ? bits >> 23 : 27;  // tiny values count as zero
+  uint32_t scale_bits = (uint32_t)(exponent - 14) << 23, inverse_bits = (uint32_t)(268 - exponent) << 23;
+  __builtin_memcpy(&scale, &scale_bits, 4);
+  __builtin_memcpy(&inverse, &inverse_bits, 4);
+  for (int i = 0; i < kTileK / W; i++) {
+    const U32<W> rounded = (U32<W>)(v[i] * splat<F32<W>>(inverse) + splat<F32<W>>(kRounding));
+    store(out + i * W, __builtin_convertvector(rounded, typename Vec<W>::u16));
+  }
+  return finite ? scale : most;  // what is not finite makes the whole tile's results not finite
+}
+
+typedef int16_t EightOf16 __attribute__((vector_size(16)));
+
+// Sums of even and of odd k of a vector in order of k.
+struct ParitySums {
+  int32_t even, odd;
+};
+inline ParitySums by_parity(const EightOf16& v) { return {v[0] + v[2] + v[4] + v[6], v[1] + v[3] + v[5] + v[7]}; }
+
+template <class Product>
+inline void put_start(char* to, const ParitySums& sums, int zero) {
+  const int32_t start[2] = {Product::start - zero * sums.even, -zero * sums.odd};
+  for (int copy = 0; copy < Product::copies; copy++) __builtin_memcpy(to + copy * kPartBytes, start, kPartBytes);
+}
+
+// x as int16 pairs.
+template <class Product>
+inline void write_pairs(const int16_t (&x)[kTileK], const QuadLayout& layout, Int16Tile<Product::copies>& out) {
+  for (int quad = 0; quad < kQuads; quad++)
+    for (int f = 0; f < 2; f++) {
+      int16_t operand[4];
+      for (int i = 0; i < 4; i++) operand[i] = x[2 * layout.code[quad][f + i % 2 * 2] + i / 2];
+      for (int copy = 0; copy < Product::copies; copy++)
+        __builtin_memcpy(out.operand[quad][f] + copy * kPartBytes, operand, kPartBytes);
+    }
+}
+
+// x as two signed bytes.
+template <class Product>
+inline void write_bytes(const int16_t (&x)[kTileK], const QuadLayout& layout, Int16Tile<Product::copies>& out) {
+  alignas(16) int8_t bytes[2][kTileK];
+  for (int k = 0; k < kTileK; k++) {
+    bytes[0][k] = (int8_t)((x[k] + 128) >> 8);
+    bytes[1][k] = (int8_t)x[k];
+  }
+  for (int quad = 0; quad < kQuads; quad++) {
+    RowBytes from;
+    for (int i = 0; i < 16; i++) from[i] = (uint8_t)(2 * layout.code[quad][i % 4] + i / 4 % 2);
+    for (int f = 0; f < 2; f++) {
+      const RowBytes operand = __builtin_shuffle(load<RowBytes>(bytes[f]), load<RowBytes>(bytes[f] + 16), from);
+      __builtin_memcpy(out.operand[quad][f], &operand, Product::copies * kPartBytes);
+    }
+  }
+}
+
+template <class Product>
+inline void write_tile(const int16_t (&x)[kTileK], float scale, const QuadLayout& layout,
+                       Int16Tile<Product::copies>& out) {
+  layout.pairs ? write_pairs<Product>(x, layout, out) : write_bytes<Product>(x, layout, out);
+  EightOf16 high[2], low[2];
+  for (int half = 0; half < 2; half++) {
+    const EightOf16 a = load<EightOf16>(x + 16 * half), b = load<EightOf16>(x + 16 * half + 8);
+    const EightOf16 a_high = (a + 128) >> 8, b_high = (b + 128) >> 8;
+    high[half] = a_high + b_high;
+    low[half] = (a - (a_high << 8)) + (b - (b_high << 8));
+  }
+  if (layout.halves == 1) high[0] += high[1], low[0] += low[1];
+  out.scale = scale * layout.unit;
+  for (int half = 0; half < layout.halves; half++) {
+    const ParitySums h = by_parity(high[half]), l = by_parity(low[half]);
+    const ParitySums all{256 * h.even + l.even, 256 * h.odd + l.odd};
+    out.sum[half] = (float)(all.even + all.odd) * scale;
+    put_start<Product>(out.start[half][0], layout.pairs ? all : h, layout.zero);
+    put_start<Product>(out.start[half][1], layout.pairs ? ParitySums{} : l, layout.zero);
+  }
+}
+
+// Scales of `count` k tiles from `k0` on, and the numbers that are added, as [tile][half][row].
+struct SegmentScales {
+  alignas(64) float s[kSegmentTiles * 2 * kTileN], m[kSegmentTiles * 2 * kTileN];
+};
+
+template <int W, Codec C>
+__attribute__((noinline)) void read_scales_as(const Format& f, const Strip& s, const char* strip, int k0, int count,
+                                              SegmentScales& out) {
+  using D = Decoder<C>;
+  constexpr ScaleKind kind = kFormats[(int)C].scales;
+  constexpr bool one_for_span =
+      kind == ScaleKind::floats || kind == ScaleKind::e8m0 || kind == ScaleKind::scale_and_min;
+  const int span = k0 / s.span_tiles;
+  Header header{strip + s.headers + (int64_t)span * s.span_bytes};
+  for (int k = 0, in_span = k0 - span * s.span_tiles; k < count; k++, in_span++) {
+    if (in_span == s.span_tiles) {
+      in_span = 0;
+      header.at += s.span_bytes;
+    }
+    if (one_for_span && k > 0 && in_span > 0) {
+      __builtin_memcpy(out.s + k * kTileN, out.s + (k - 1) * kTileN, kTileN * sizeof(float));
+      if constexpr (D::offset) __builtin_memcpy(out.m + k * kTileN, out.m + (k - 1) * kTileN, kTileN * sizeof(float));
+      continue;
+    }
+    RowScales scales;
+    D::template scales<W>(f, header, in_span, strip, scales);
+    __builtin_memcpy(out.s + k * D::halves * kTileN, scales.s, D::halves * kTileN * sizeof(float));
+    if constexpr (D::offset)
+      __builtin_memcpy(out.m + k * D::halves * kTileN, scales.m, D::halves * kTileN * sizeof(float));
+  }
+}
+
+// The codec whose instantiation reads the scales of another: kinds of scales are fewer than formats.
+constexpr Codec reads_scales_as(Codec codec) {
+  for (int c = 1; c < kCodecs; c++)
+    if (kFormats[c].scales == kFormats[(int)codec].scales &&
+        kFormats[c].header[0].type == kFormats[(int)codec].header[0].type)
+      return (Codec)c;
+  return codec;
+}
+
+template <int W>
+inline void read_scales(const Format& f, const Strip& s, const char* strip, int k0, int count, SegmentScales& out) {
+  switch (f.codec) {
+#define KT_FORMAT(name, ...)                                                               \
+  case Codec::name:                                                                        \
+    if constexpr (!kFormats[(int)Codec::name].in_grid() && Codec::name != Codec::bf16)     \
+      return read_scales_as<W, reads_scales_as(Codec::name)>(f, s, strip, k0, count, out); \
+    return;
+#include "kernels/format_table.h"
+  }
+}
+
+// Codes of one format: quads, the number of scales of a k tile, and the table that codes are looked up in, if any.
+template <class Product, class Quads, int scales_of_tile, int bits, bool looks_up = false>
+struct Int16Codes {
+  static constexpr int W = Product::width, halves = scales_of_tile;
+  static constexpr bool may_have_offset = !looks_up && (bits == 2 || bits == 4 || bits == 5);
+  using Sum = typename Product::template Sums<bits>;
+  Bytes<W> table = {};
+
+  template <int quad>
+  Bytes<W> at(const char* tile, int lane) const {
+    if constexpr (looks_up) return Product::look_up(table, Quads::template at<quad>(tile, lane));
+    return Quads::template at<quad>(tile, lane);
+  }
+};
+
+// Vectors of lanes that one sweep over a strip accumulates: few, since x is loaded for free beside the products.
+template <class Product, int rows>
+constexpr int kInt16Vectors = Product::joins                          ? (rows == 1 ? 8 : 2)
+                              : rows * 2 * 2 <= Product::accumulators ? 2
+                                                                      : 1;
+
+// Multiply-adds one half of a k tile, or all of it, into the sums of `rows` rows by NV vectors.
+template <class Codes, class Tile, int rows, int NV, int quad, int end>
+inline void add_quads(const Codes& kind, const char* tile, int lane, const Tile* x,
+                      typename Codes::Sum (&sums)[rows][NV]) {
+  if constexpr (quad < end) {
+    constexpr int W = Codes::W;
+    typename Codes::Sum::Factor factor[rows][2];
+    for (int r = 0; r < rows; r++)
+      for (int f = 0; f < 2; f++) factor[r][f] = Codes::Sum::factor(x[r].operand[quad][f]);
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; v++) {
+      const auto codes = Codes::Sum::widen(kind.template at<quad>(tile, lane + v * W));
+      for (int r = 0; r < rows; r++) sums[r][v].add(codes, factor[r][0], factor[r][1]);
+    }
+    add_quads<Codes, Tile, rows, NV, quad + 1, end>(kind, tile, lane, x, sums);
+  }
+}
+
+// Lanes whose sums a vector of numbers holds.
+template <class Product>
+constexpr int kLanesOfNumbers = Product::joins ? 2 * Product::width : Product::width;
+
+// Scales of the sums of a sweep: of outputs where lanes are joined, else twice in the two lanes of an output.
+template <class Product>
+inline F32<Product::width> scales_of_sums(const float* scales, int lane) {
+  constexpr int W = Product::width;
+  if constexpr (Product::joins) return load<F32<W>>(scales + lane / 2);
+  I32<W> twice;
+  for (int i = 0; i < W; i++) twice[i] = (W < 16 ? 0 : lane / 2) + i / 2;
+  if constexpr (W == 16) return __builtin_shuffle(load<F32<W>>(scales), twice);
+  F32<W> own = {};
+  __builtin_memcpy(&own, scales + lane / 2, W / 2 * sizeof(float));
+  return __builtin_shuffle(own, twice);
+}
+
+// Adds the products of `count` k tiles to numbers [rows][32]: of 16 outputs where the product joins lanes, else of
+// lanes.
+template <class Product, class Codes, bool offset, int rows>
+__attribute__((noinline)) void multiply_segment(const Codes& given, const char* codes, int tile_bytes, int count,
+                                                const SegmentScales& scales, const Int16Tile<Product::copies>* x,
+                                                int64_t next, float* numbers) {
+  constexpr int W = Codes::W, NV = kInt16Vectors<Product, rows>, NO = Product::joins ? NV / 2 : NV,
+                halves = Codes::halves;
+  const Codes kind = given;
+  for (int lane = 0; lane < kLanesOfTile; lane += NV * W) {
+    const int column = Product::joins ? lane / 2 : lane;
+    F32<W> total[rows][NO];
+    for (int r = 0; r < rows; r++)
+      for (int o = 0; o < NO; o++) total[r][o] = load<F32<W>>(numbers + r * kLanesOfTile + column + o * W);
+    for (int k = 0; k < count; k++) {
+      const char* tile = codes + (int64_t)k * tile_bytes;
+      const Int16Tile<Product::copies>* at = x + k * rows;
+      if (lane == 0)
+        for (int line = 0; line < tile_bytes; line += 64) {
+          __builtin_prefetch(tile + kPackedGemvAhead * tile_bytes + line, 0, 3);
+          __builtin_prefetch(tile + next + line, 0, 2);
+        }
+#pragma GCC unroll 2
+      for (int half = 0; half < halves; half++) {
+        typename Codes::Sum sums[rows][NV];
+        for (int r = 0; r < rows; r++)
+          for (int v = 0; v < NV; v++) sums[r][v].begin(at[r].start[half][0], at[r].start[half][1]);
+        if constexpr (halves == 1) {
+          add_quads<Codes, Int16Tile<Product::copies>, rows, NV, 0, kQuads>(kind, tile, lane, at, sums);
+        } else if (half == 0) {
+          add_quads<Codes, Int16Tile<Product::copies>, rows, NV, 0, kQuads / 2>(kind, tile, lane, at, sums);
+        } else {
+          add_quads<Codes, Int16Tile<Product::copies>, rows, NV, kQuads / 2, kQuads>(kind, tile, lane, at, sums);
+        }
+        const float *s = scales.s + (k * halves + half) * kTileN, *m = scales.m + (k * halves + half) * kTileN;
+#pragma GCC unroll 4
+        for (int o = 0; o < NO; o++) {
+          const F32<W> scale = scales_of_sums<Product>(s, lane + o * kLanesOfNumbers<Product>);
+          F32<W> minimum = {};
+          if constexpr (offset) minimum = scales_of_sums<Product>(m, lane + o * kLanesOfNumbers<Product>);
+          for (int r = 0; r < rows; r++) {
+            F32<W> sum;
+            if constexpr (Product::joins) {
+              sum = Codes::Sum::joined(sums[r][2 * o], sums[r][2 * o + 1]);
+            } else {
+              sum = sums[r][o].total();
+            }
+            total[r][o] += sum * (scale * splat<F32<W>>(at[r].scale));
+            if constexpr (offset)
+              total[r][o] += minimum * splat<F32<W>>(at[r].sum[half] * (Product::joins ? 1.0f : 0.5f));
+          }
+        }
+      }
+    }
+    for (int r = 0; r < rows; r++)
+      for (int o = 0; o < NO; o++) store(numbers + r * kLanesOfTile + column + o * W, total[r][o]);
+  }
+}
+
+constexpr uint8_t kE2m1Doubled[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};  // plus 12
+constexpr int8_t kIq4Bytes[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+template <class Isa>
+struct PackedGemvInt16 {
+  using Real = float;
+  using Product = typename Isa::CodeProduct;
+  using Tile = Int16Tile<Product::copies>;
+  static constexpr bool int8_rows = false;
+  static constexpr int W = Product::width, max_rows = 1 << 20, row_bytes = 2 * sizeof(Tile);
+
+  static int32_t rows_of(const Format& f) {
+    const ElementKind element = f.row().element;
+    return element == ElementKind::bf16 || element == ElementKind::grid || element == ElementKind::e4m3 ? 0 : max_rows;
+  }
+
+  // Calls act with the Int16Codes of a format and what the rows must know about it.
+  template <class Act>
+  static void with_codes(const Format& f, const Act& act) {
+    const FormatRow& row = f.row();
+    const bool halves = row.scales == ScaleKind::e4m3 || row.scales == ScaleKind::q2_k ||
+                        row.scales == ScaleKind::q3_k || row.scales == ScaleKind::q6_k;
+    if (row.element == ElementKind::int8) return with_quads<ByteQuads<W>, 1>(Product::byte_offset, 1, act);
+    if (row.element == ElementKind::iq4)
+      return with_table<NibbleQuads<W>, 1, 8>((const uint8_t (&)[16])kIq4Bytes, Product::byte_offset, 1, act);
+    if (row.element == ElementKind::e2m1)
+      return halves ? with_table<NibbleQuads<W>, 2, 5>(kE2m1Doubled, 12, 0.5f, act)
+                    : with_table<NibbleQuads<W>, 1, 5>(kE2m1Doubled, 12, 0.5f, act);
+    const int low = row.plane[0], high = row.plane[1], zero = row.zero_point;
+    if (low == 2 && high == 1) return with_quads<HalfQuads<W, ThreeBitQuads<W>>, 2>(zero, 1, act);
+    if (low == 2 && halves) return with_quads<HalfQuads<W, CrumbQuads<W>>, 2>(zero, 1, act);
+    if (low == 2) return with_quads<CrumbQuads<W>, 1>(zero, 1, act);
+    if (high == 2) return with_quads<SixBitQuads<W>, 2>(zero, 1, act);
+    if (high == 1) return with_quads<FiveBitQuads<W>, 1>(zero, 1, act);
+    with_quads<NibbleQuads<W>, 1>(zero, 1, act);
+  }
+
+  // Writes all rows into the scratch of dequantised tiles: groups of rows, in each [k_tiles][rows].
+  template <class Unit>
+  static PackedGemvPanel write_rows(const Unit& u) {
+    return write_panel(u.base, u.tiling.rows, u.live, *u.encoded.encoding, (Tile*)u.encoded.decoded);
+  }
+
+  // One block times the rows, into p.c. `next`: bytes from this block to the next one.
+  __attribute__((noinline)) static void multiply_block(const EncodedBlocks& encoded, const ProductOf<float>& p,
+                                                       const PackedGemvPanel& panel, int64_t next) {
+    const Encoding& e = *encoded.encoding;
+    const int k_tiles = p.contraction.k_tiles;
+    for (int half = 0; half < 2; half++) {
+      const Format& f = e.format[half];
+      const Strip& s = e.strip[half];
+      const char* strip = p.contraction.b + half * e.strip[0].bytes;
+      alignas(64) float numbers[kPassTiles * kMaxRows * kLanesOfTile];
+      __builtin_memset(numbers, 0, (size_t)p.live * kLanesOfTile * sizeof(float));
+      with_codes(f, [&]<class Codes>(const Codes& kind, const QuadLayout&) {
+        for (int k = 0; k < k_tiles; k += kSegmentTiles) {
+          const int first_row = p.tile * p.rows;
+          const int count = k_tiles - k < kSegmentTiles ? k_tiles - k : kSegmentTiles;
+          const char* codes = strip + s.codes + (int64_t)(encoded.k0 + k) * s.tile_bytes;
+          SegmentScales scales;
+          read_scales<W>(f, s, strip, encoded.k0 + k, count, scales);
+          for (int row = 0; row < p.live; row += kInt16GroupRows) {
+            const int rows = p.live - row < kInt16GroupRows ? p.live - row : kInt16GroupRows;
+            const Tile* x = (const Tile*)panel.x[half] + (int64_t)(first_row + row) * k_tiles + (int64_t)k * rows;
+            with_rows<kInt16GroupRows>(rows, [&]<int count_of_rows>() {
+              auto* multiply = &multiply_segment<Product, Codes, false, count_of_rows>;
+              if constexpr (Codes::may_have_offset)
+                if (has_offset(f)) multiply = &multiply_segment<Product, Codes, true, count_of_rows>;
+              multiply(kind, codes, s.tile_bytes, count, scales, x, row ? 0 : next, numbers + row * kLanesOfTile);
+            });
+          }
+        }
+      });
+      if constexpr (Product::joins) {
+        for (int r = 0; r < p.live; r++)
+          for (int n = 0; n < kTileN; n += W) {
+            float* to = p.c + r * kBlockN + half * kTileN + n;
+            const F32<W> sum = load<F32<W>>(numbers + r * kLanesOfTile + n);
+            store(to, p.accumulate ? load<F32<W>>(to) + sum : sum);
+          }
+      } else {
+        join_lanes<W>(numbers, p.live, p.accumulate, p.c + half * kTileN);
+      }
+    }
+  }
+
+ private:
+  __attribute__((noinline)) static PackedGemvPanel write_panel(const Contraction& panel, int tile_rows, int rows,
+                                                               const Encoding& e, Tile* to) {
+    const QuadLayout first = layout_of(e.format[0]), second = layout_of(e.format[1]);
+    const bool same = first == second;
+    const int k_tiles = panel.k_tiles;
+    Tile* other = same ? to : to + (int64_t)rows * k_tiles;
+    for (int row = 0; row < rows; row++) {
+      const int group = row / kInt16GroupRows * kInt16GroupRows,
+                count = rows - group < kInt16GroupRows ? rows - group : kInt16GroupRows;
+      const char* from = panel.a + row / tile_rows * (int64_t)panel.a_tile + row % tile_rows * (kTileK * 4);
+      for (int k = 0; k < k_tiles; k++) {
+        alignas(64) int16_t x[kTileK];
+        const float scale = to_int16<W>(from + (int64_t)k * tile_rows * (kTileK * 4), x);
+        const int64_t at = (int64_t)group * k_tiles + (int64_t)k * count + row - group;
+        write_tile<Product>(x, scale, first, to[at]);
+        if (!same) write_tile<Product>(x, scale, second, other[at]);
+      }
+    }
+    return {{(const char*)to, (const char*)other}};
+  }
+
+  static bool has_offset(const Format& f) {
+    const ScaleKind kind = f.row().scales;
+    return kind == ScaleKind::scale_and_min || kind == ScaleKind::q2_k || kind == ScaleKind::q4_k;
+  }
+
+  static QuadLayout layout_of(const Format& f) {
+    QuadLayout layout;
+    with_codes(f, [&](const auto&, const QuadLayout& of_format) { layout = of_format; });
+    return layout;
+  }
+
+  template <class Quads, int halves, class Act>
+  static void with_quads(int zero, float unit, const Act& act) {
+    using Codes = Int16Codes<Product, Quads, halves, Quads::bits>;
+    act(Codes{}, layout_for<Quads, typename Codes::Sum>(halves, zero, unit));
+  }
+
+  template <class Quads, int halves, int bits, class Act>
+  static void with_table(const uint8_t (&table)[16], int zero, float unit, const Act& act) {
+    using Codes = Int16Codes<Product, Quads, halves, bits, true>;
+    Codes codes;
+    for (int i = 0; i < 4 * W; i++) codes.table[i] = table[i % 16];
+    act(codes, layout_for<Quads, typename Codes::Sum>(halves, zero, unit));
+  }
+
+  template <class Quads, class Sum>
+  static QuadLayout layout_for(int halves, int zero, float unit) {
+    QuadLayout layout{{}, halves, zero, unit, Sum::pairs};
+    for (int quad = 0; quad < kQuads; quad++)
+      for (int b = 0; b < 4; b++) layout.code[quad][b] = (uint8_t)Quads::code_of(quad, b);
+    return layout;
+  }
+};
+
+template <class Isa>
+constexpr bool kHasPackedGemvInt16 = requires { typename Isa::CodeProduct; };
+
+}  // namespace
+}  // namespace kt
