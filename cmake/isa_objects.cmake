@@ -1,10 +1,11 @@
-# kt_isa(name source flags...) compiles one CPU variant into objects of its own and checks what they export.
+# kt_isa(name architecture source flags...) compiles one CPU variant into objects of its own and checks what they export.
 #
 # How a variant is built:
-#   x86-64              built with its flags
-#   elsewhere           only `generic` is built
-#   KT_EMULATE=ON       all are built; those that this machine cannot run are compiled for the baseline against
-#                       csrc/emulate/immintrin.h, which implements the intrinsics in C++, so tests cover every variant
+#   its architecture, or `any`   built with its flags
+#   another architecture         not built
+#   KT_EMULATE=ON                all are built; those that this machine cannot run are compiled for the baseline against
+#                                the headers in csrc/emulate, which implement the intrinsics in C++, so tests cover every
+#                                variant
 #
 # The check: an object may export its table, kt::kernels_<name>, and nothing else. An inline function or a template
 # compiled with -mavx512f that another file instantiates too is one symbol to the linker, which may keep the AVX-512
@@ -16,43 +17,48 @@ set(KT_ISA_CHECKS "")
 
 string(TOLOWER "${CMAKE_SYSTEM_PROCESSOR}" kt_processor)
 if(kt_processor MATCHES "^(x86_64|amd64)$")
-  set(KT_X86 ON)
+  set(KT_ARCHITECTURE x86_64)
+elseif(kt_processor MATCHES "^(aarch64|arm64)$")
+  set(KT_ARCHITECTURE aarch64)
 else()
-  set(KT_X86 OFF)
+  set(KT_ARCHITECTURE other)
 endif()
 
 set(kt_host_flags " ")
 if(EXISTS /proc/cpuinfo AND NOT CMAKE_CROSSCOMPILING)
-  file(STRINGS /proc/cpuinfo kt_cpuinfo REGEX "^flags" LIMIT_COUNT 1)
-  string(REGEX REPLACE "^flags[^:]*:(.*)$" "\\1 " kt_host_flags "${kt_cpuinfo}")
+  file(STRINGS /proc/cpuinfo kt_cpuinfo REGEX "^(flags|Features)" LIMIT_COUNT 1)
+  string(REGEX REPLACE "^[A-Za-z]+[^:]*:(.*)$" "\\1 " kt_host_flags "${kt_cpuinfo}")
 endif()
 
-# Does the machine that builds also run code compiled with these flags? -mamx-tile is amx_tile in /proc/cpuinfo.
+# Does the machine that builds also run code compiled with these flags? The names of /proc/cpuinfo: -mamx-tile is
+# amx_tile, and -march=...+dotprod+fp16 is asimddp and asimdhp.
 function(kt_host_runs result)
-  set(runs ${KT_X86})
-  foreach(flag IN LISTS ARGN)
-    string(REGEX REPLACE "^-m" "" feature "${flag}")
+  set(runs ON)
+  string(REGEX REPLACE "-march=[^+;]*[+]" "+" features "${ARGN}")
+  string(REPLACE "+" ";" features "${features}")
+  foreach(feature IN LISTS features)
+    string(REGEX REPLACE "^-m" "" feature "${feature}")
     string(REPLACE "-" "_" feature "${feature}")
     string(REGEX REPLACE "avx512(bf16|vnni)" "avx512_\\1" feature "${feature}")
-    if(NOT kt_host_flags MATCHES " ${feature} ")
+    string(REGEX REPLACE "^dotprod$" "asimddp" feature "${feature}")
+    string(REGEX REPLACE "^fp16$" "asimdhp" feature "${feature}")
+    if(feature AND NOT kt_host_flags MATCHES " ${feature} ")
       set(runs OFF)
     endif()
   endforeach()
   set(${result} ${runs} PARENT_SCOPE)
 endfunction()
 
-function(kt_isa name source)
+function(kt_isa name architecture source)
   set(flags ${ARGN})
   set(emulated OFF)
-  if(flags)
-    if(KT_EMULATE)
-      kt_host_runs(native ${flags})
-      if(NOT native)
-        set(emulated ON)
-      endif()
-    elseif(NOT KT_X86)
-      return()
+  if(KT_EMULATE AND flags)
+    kt_host_runs(native ${flags})
+    if(NOT native OR NOT architecture STREQUAL KT_ARCHITECTURE)
+      set(emulated ON)
     endif()
+  elseif(NOT architecture STREQUAL "any" AND NOT architecture STREQUAL KT_ARCHITECTURE)
+    return()
   endif()
 
   set(target kt_isa_${name})

@@ -1,10 +1,13 @@
-# The one list of CPU variants: name, source file under csrc/kernels/, compiler flags; ascending preference.
+# The one list of CPU variants: name, architecture, source file under csrc/kernels/, compiler flags; ascending preference.
 #
 # A new variant is one file and two rows: this one, and its features in csrc/cpu.cpp.
 set(avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c)
 
-kt_isa(generic     isa_generic.cpp)
-kt_isa(avx2        isa_avx2.cpp        -mavx2 -mfma -mf16c)
-kt_isa(avx512      isa_avx512.cpp      ${avx512})
-kt_isa(avx512_bf16 isa_avx512_bf16.cpp ${avx512} -mavx512bf16 -mavx512vnni)
-kt_isa(amx         isa_amx.cpp         ${avx512} -mavx512bf16 -mavx512vnni -mamx-tile -mamx-bf16 -mamx-int8)
+kt_isa(generic     any     isa_generic.cpp)
+kt_isa(avx2        x86_64  isa_avx2.cpp        -mavx2 -mfma -mf16c)
+kt_isa(avx512      x86_64  isa_avx512.cpp      ${avx512})
+kt_isa(avx512_vnni x86_64  isa_avx512_vnni.cpp ${avx512} -mavx512vnni)
+kt_isa(avx512_bf16 x86_64  isa_avx512_bf16.cpp ${avx512} -mavx512vnni -mavx512bf16)
+kt_isa(amx         x86_64  isa_amx.cpp         ${avx512} -mavx512vnni -mavx512bf16 -mamx-tile -mamx-bf16 -mamx-int8)
+kt_isa(neon        aarch64 isa_neon.cpp        -march=armv8.2-a+fp16+dotprod)
+kt_isa(neon_bf16   aarch64 isa_neon_bf16.cpp   -march=armv8.2-a+fp16+dotprod+bf16+i8mm)

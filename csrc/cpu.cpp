@@ -1,10 +1,11 @@
-// Reads CPUID, XCR0 and the AMX permission, and holds the one table that maps features to variants.
+// Reads the CPU's features and holds the two tables of variants: which one extends which, and which needs what.
 //
 // Everything here is compiled for the baseline, XGETBV included (inline assembly behind the OSXSAVE bit), so detection
-// never executes an instruction that the CPU lacks. The table is data: the features of a variant are the rows that
-// carry its name.
+// never executes an instruction that the CPU lacks. The tables are data: the features of a variant are the rows that
+// carry its name or the name of a variant that it extends.
 #include "cpu.h"
 
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <sys/utsname.h>
 #include <unistd.h>
@@ -25,10 +26,30 @@ constexpr uint64_t kYmm = 0x6;          // SSE and the upper halves of YMM
 constexpr uint64_t kZmm = kYmm | 0xe0;  // opmask, upper halves of ZMM 0-15, ZMM 16-31
 constexpr uint64_t kTiles = 0x60000;    // tile configuration, tile data
 
-struct Feature {
+struct VariantRow {
   const char* name;
+  Architecture architecture;
+  const char* extends;
+};
+
+constexpr Architecture kX86 = Architecture::x86_64, kArm = Architecture::aarch64;
+
+// Ascending preference within an architecture.
+constexpr VariantRow kVariants[] = {
+    {"generic", Architecture::other, ""},
+    {"avx2", kX86, "generic"},
+    {"avx512", kX86, "avx2"},
+    {"avx512_vnni", kX86, "avx512"},
+    {"avx512_bf16", kX86, "avx512_vnni"},
+    {"amx", kX86, "avx512_bf16"},
+    {"neon", kArm, "generic"},
+    {"neon_bf16", kArm, "neon"},
+};
+
+struct Feature {
+  const char* name;     // as in /proc/cpuinfo, where the OS lists it
   const char* variant;  // the lowest variant that needs it
-  uint32_t CpuState::* word;
+  uint64_t CpuState::* word;
   int bit;
   uint64_t registers;  // XCR0 bits without which it faults
 };
@@ -41,11 +62,16 @@ constexpr Feature kFeatures[] = {
     {"avx512bw", "avx512", &CpuState::leaf7_ebx, 30, kZmm},
     {"avx512vl", "avx512", &CpuState::leaf7_ebx, 31, kZmm},
     {"avx512dq", "avx512", &CpuState::leaf7_ebx, 17, kZmm},
+    {"avx512_vnni", "avx512_vnni", &CpuState::leaf7_ecx, 11, kZmm},
     {"avx512_bf16", "avx512_bf16", &CpuState::leaf7_1_eax, 5, kZmm},
-    {"avx512_vnni", "avx512_bf16", &CpuState::leaf7_ecx, 11, kZmm},
     {"amx_tile", "amx", &CpuState::leaf7_edx, 24, kTiles},
     {"amx_bf16", "amx", &CpuState::leaf7_edx, 22, kTiles},
     {"amx_int8", "amx", &CpuState::leaf7_edx, 25, kTiles},
+    {"asimd", "neon", &CpuState::hwcap, 1, 0},
+    {"asimdhp", "neon", &CpuState::hwcap, 10, 0},
+    {"asimddp", "neon", &CpuState::hwcap, 20, 0},
+    {"bf16", "neon_bf16", &CpuState::hwcap2, 14, 0},
+    {"i8mm", "neon_bf16", &CpuState::hwcap2, 13, 0},
 };
 
 struct Alias {
@@ -53,13 +79,12 @@ struct Alias {
   const char* name;
 };
 
-// kt-kernel has six variants; its three AVX-512 ones without bf16 differ only in features that we use together with
-// bf16.
+// kt-kernel has six variants, all for x86-64; VBMI alone gives us nothing.
 constexpr Alias kAliases[] = {
     {"amx", "amx"},
     {"avx512_bf16", "avx512_bf16"},
-    {"avx512_vbmi", "avx512"},
-    {"avx512_vnni", "avx512"},
+    {"avx512_vbmi", "avx512_vnni"},
+    {"avx512_vnni", "avx512_vnni"},
     {"avx512_base", "avx512"},
     {"avx2", "avx2"},
 };
@@ -73,12 +98,20 @@ Presence presence(const Feature& feature, const CpuState& cpu) {
   return saved && granted ? Presence::usable : Presence::disabled_by_os;
 }
 
-int level_of(const std::string& variant) {
-  const auto& names = variant_names();
-  for (size_t i = 0; i < names.size(); ++i)
-    if (names[i] == variant) return static_cast<int>(i);
-  return -1;
+const VariantRow* row_of(const std::string& variant) {
+  for (const VariantRow& row : kVariants)
+    if (variant == row.name) return &row;
+  return nullptr;
 }
+
+// Whether `row` is `variant` or extends it.
+bool includes(const VariantRow* row, const std::string& variant) {
+  for (; row; row = row_of(row->extends))
+    if (variant == row->name) return true;
+  return false;
+}
+
+const char* name_of(Architecture architecture) { return architecture == kX86 ? "x86-64" : "aarch64"; }
 
 std::string joined(const std::vector<std::string>& words) {
   std::string text;
@@ -112,7 +145,7 @@ bool request_tiles() {
 CpuState read_cpu() {
   constexpr uint32_t kOsXsave = 1u << 27, kAmxTile = 1u << 24;
   CpuState cpu;
-  cpu.x86_64 = true;
+  cpu.architecture = Architecture::x86_64;
   uint32_t a, b, c, d;
   if (__get_cpuid(1, &a, &b, &c, &d)) cpu.leaf1_ecx = c;
   if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
@@ -124,6 +157,14 @@ CpuState read_cpu() {
   }
   if (cpu.leaf1_ecx & kOsXsave) cpu.xcr0 = read_xcr0();
   if ((cpu.leaf7_edx & kAmxTile) && (cpu.xcr0 & kTiles) == kTiles) cpu.tiles_granted = request_tiles();
+  return cpu;
+}
+#elif defined(__aarch64__)
+CpuState read_cpu() {
+  CpuState cpu;
+  cpu.architecture = Architecture::aarch64;
+  cpu.hwcap = getauxval(AT_HWCAP);
+  cpu.hwcap2 = getauxval(AT_HWCAP2);
   return cpu;
 }
 #else
@@ -138,20 +179,24 @@ const CpuState& cpu_state() {
 }
 
 const std::vector<std::string>& variant_names() {
-  static const std::vector<std::string> names{"generic", "avx2", "avx512", "avx512_bf16", "amx"};
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> list;
+    for (const VariantRow& row : kVariants) list.push_back(row.name);
+    return list;
+  }();
   return names;
 }
 
 std::string missing_features(const std::string& variant, const CpuState& cpu) {
-  const int level = level_of(variant);
-  if (level < 0)
+  const VariantRow* row = row_of(variant);
+  if (!row)
     throw std::runtime_error("no CPU variant is called \"" + variant + "\"; expected one of " +
                              joined(variant_names()));
-  if (level == 0) return {};
-  if (!cpu.x86_64) return "x86-64";
+  if (row->architecture == Architecture::other) return {};
+  if (row->architecture != cpu.architecture) return name_of(row->architecture);
   std::vector<std::string> missing;
   for (const Feature& feature : kFeatures) {
-    if (level_of(feature.variant) > level) continue;
+    if (!includes(row, feature.variant)) continue;
     const Presence status = presence(feature, cpu);
     if (status == Presence::absent) missing.push_back(feature.name);
     if (status == Presence::disabled_by_os) missing.push_back(std::string(feature.name) + " (OS)");
@@ -162,7 +207,7 @@ std::string missing_features(const std::string& variant, const CpuState& cpu) {
 std::string requested_variant() {
   const std::string name = environment("KT_ISA");
   if (!name.empty()) {
-    if (level_of(name) < 0) refuse("KT_ISA", name, variant_names());
+    if (!row_of(name)) refuse("KT_ISA", name, variant_names());
     return name;
   }
   const std::string kt_kernel_name = environment("KT_KERNEL_CPU_VARIANT");
@@ -176,15 +221,16 @@ std::string requested_variant() {
 }
 
 std::vector<std::string> feature_report(const CpuState& cpu) {
-  if (!cpu.x86_64) return {"x86-64: no"};
   std::vector<std::string> lines;
   for (const Feature& feature : kFeatures) {
+    if (row_of(feature.variant)->architecture != cpu.architecture) continue;
     const Presence status = presence(feature, cpu);
     lines.push_back(std::string(feature.name) + ": " +
                     (status == Presence::usable           ? "yes"
                      : status == Presence::disabled_by_os ? "in the CPU, not enabled by the operating system"
                                                           : "no"));
   }
+  if (lines.empty()) lines.push_back("x86-64 or aarch64: no");
   return lines;
 }
 

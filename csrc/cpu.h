@@ -1,8 +1,10 @@
-// Which CPU variants this machine can run, by CPUID and by the features that the operating system has enabled.
+// Which CPU variants this machine can run, by the features of the CPU that the operating system has enabled.
 //
-// A feature counts only if the OS saves its registers (XCR0) and, for AMX, grants the tile permission (arch_prctl);
-// detection requests that permission. The names are the rows of cmake/isas.cmake. Each variant needs all features of
-// the ones before it: generic, avx2, avx512, avx512_bf16, amx.
+// x86-64: CPUID; a feature counts only if the OS saves its registers (XCR0) and, for AMX, grants the tile permission
+// (arch_prctl), which detection requests. aarch64: the feature words that the kernel passes to every process (AT_HWCAP,
+// AT_HWCAP2), which hold what both CPU and kernel support. The names are the rows of cmake/isas.cmake. A variant has an
+// architecture and extends another variant, whose features it needs too: generic, avx2, avx512, avx512_vnni,
+// avx512_bf16, amx is one chain, generic, neon, neon_bf16 the other.
 #pragma once
 
 #include <cstdint>
@@ -11,19 +13,23 @@
 
 namespace kt {
 
-// Results of CPUID, XGETBV and arch_prctl. Tests construct their own.
+enum class Architecture : uint8_t { other, x86_64, aarch64 };
+
+// What detection reads: CPUID, XGETBV and arch_prctl on x86-64, the auxiliary vector on aarch64. Tests construct their
+// own.
 struct CpuState {
-  bool x86_64 = false;
-  uint32_t leaf1_ecx = 0;
-  uint32_t leaf7_ebx = 0, leaf7_ecx = 0, leaf7_edx = 0;  // subleaf 0
-  uint32_t leaf7_1_eax = 0;                              // subleaf 1
+  Architecture architecture = Architecture::other;
+  uint64_t leaf1_ecx = 0;
+  uint64_t leaf7_ebx = 0, leaf7_ecx = 0, leaf7_edx = 0;  // subleaf 0
+  uint64_t leaf7_1_eax = 0;                              // subleaf 1
   uint64_t xcr0 = 0;                                     // 0 where the OS does not use XSAVE
   bool tiles_granted = false;
+  uint64_t hwcap = 0, hwcap2 = 0;
 };
 
 const CpuState& cpu_state();  // of this process, read once
 
-// The variants that exist, in ascending order of preference.
+// The variants that exist, those of an architecture in ascending order of preference.
 const std::vector<std::string>& variant_names();
 
 // Comma-separated features that `variant` needs and the machine lacks ("avx512_bf16, amx_tile (OS)"); empty: it runs.

@@ -7,15 +7,20 @@ import os
 
 import pytest
 
-ROUNDING = ("avx512_bf16", "amx")  # variants that hold activations in bf16
+from tests.support.variants import FLOATS_OF_ANOTHER, ROUNDING, TESTS_OF_ALL
 
 
 @functools.cache
-def runnable_isas() -> list[str]:
-    """Every variant of this build that runs here, natively or emulated."""
+def runnable_isas(module: str) -> list[str]:
+    """Every variant of this build that runs here, natively or emulated, and that tests of `module` are about."""
     from ktransformers import _core
 
-    return [variant["name"] for variant in _core.variants() if variant["native"] or variant["emulated"]]
+    left_out = () if module in TESTS_OF_ALL else FLOATS_OF_ANOTHER
+    return [
+        variant["name"]
+        for variant in _core.variants()
+        if variant["native"] or (variant["emulated"] and variant["name"] not in left_out)
+    ]
 
 
 @functools.cache
@@ -29,22 +34,24 @@ def exact_kinds() -> list[tuple[str, str]]:
 
 def pytest_configure() -> None:
     """Tests hold experts against stock models in float32, to 1e-4. So where nobody says otherwise, and the best variant
-    here rounds activations, AVX2 computes. Tests with an argument `isa` have every variant all the same. With
-    `KT_ISA=amx` everything is on tiles, and some 120 tests miss their 1e-4 by that rounding."""
+    here rounds activations, the best one computes that has float32 kernels. Tests with an argument `isa` have every
+    variant all the same. With `KT_ISA=amx` everything is on tiles, and some 120 tests miss their 1e-4 by that
+    rounding."""
     if "KT_ISA" in os.environ or "KT_KERNEL_CPU_VARIANT" in os.environ:
         return
     from ktransformers import _core
 
-    native = [variant["name"] for variant in _core.variants() if variant["native"]]
-    if native[-1] in ROUNDING:
-        os.environ["KT_ISA"] = "avx2"
+    native = [variant for variant in _core.variants() if variant["native"]]
+    if native[-1]["name"] in ROUNDING:
+        exact = [variant["name"] for variant in native if "f32" in variant["precisions"]]
+        os.environ["KT_ISA"] = exact[-1]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test with an argument `isa` runs once for each variant, one with `exact` for each (isa, precision) of those
     that compute unrounded."""
     if "isa" in metafunc.fixturenames:
-        metafunc.parametrize("isa", runnable_isas())
+        metafunc.parametrize("isa", runnable_isas(metafunc.module.__name__.rpartition(".")[2]))
     if "exact" in metafunc.fixturenames:
         metafunc.parametrize("exact", exact_kinds(), ids="-".join)
 

@@ -19,28 +19,6 @@ struct Bf16PairProduct {
   }
 };
 
-// Weights are 128 too large for VPDPBUSD, so the sums of a row start from -128 times the sum of its activations.
-struct VnniProduct {
-  using Vector = I32<16>;
-  static constexpr int elem = 2, step_k = 2, step_bytes = 4, tile_bytes = kTileBytes;
-  static constexpr DType panel = DType::bf16;
-  using Dp4a = VnniDp4a;
-  static U32<16> unpack(const char* w) { return Dp4a::unpack(load<U32<16>>(w)); }
-  static I32<16> step(I32<16> acc, const char* x, const U32<16>& w) {
-    return Dp4a::add(acc, w, U32<16>{} + load<uint32_t>(x));
-  }
-  static void begin(const char* a, int live, int tile_rows, int steps, bool accumulate, int32_t* c) {
-    for (int m = 0; m < live; m++, a += kStepK, c += kBlockN) {
-      I32<16> sums = {};
-      for (int s = 0; s < steps; s++)
-        sums = Dp4a::add(sums, U32<16>{} + 0x80808080u, load<U32<16>>(a + s * (int64_t)tile_rows * kStepK));
-      int32_t sum = 0;
-      for (int i = 0; i < 16; i++) sum += sums[i];
-      for (int i = 0; i < kBlockN; i += 16) store(c + i, (accumulate ? load<I32<16>>(c + i) : I32<16>{}) - sum);
-    }
-  }
-};
-
 struct Avx512Bf16 : RowIsa<Bf16PairProduct, 2, 12> {
   static double registers(double seconds) {
     constexpr int chains = 24;
@@ -83,7 +61,8 @@ struct GemvBf16Pairs {
   }
 };
 
-constexpr KernelTable kBf16 = table_of<Avx512Bf16, RowIsa<VnniProduct, 2, 12>, GemvBf16Pairs>("avx512_bf16");
+using Int8Isa = RowIsa<Int8Product<VnniDp4a, DType::bf16>, 2, 12>;
+constexpr KernelTable kBf16 = table_of<Avx512Bf16, Int8Isa, GemvBf16Pairs>("avx512_bf16");
 
 }  // namespace
 

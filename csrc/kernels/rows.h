@@ -41,20 +41,41 @@ struct Exact {
   static V step(V acc, const char* x, const V& w) { return acc + load<Lane<V>>(x) * w; }
 };
 
-// acc[m] += four int8 products, both sides widened to pairs of 16 bits. A row of an int8 tile is as long as one of bf16
-// pairs, and the panel's row stride is that of floats, 4 bytes an element here.
-template <int W>
-struct WidenInt8 {
+// acc[m] += four int8 products by a dp4a. A row of an int8 tile is as long as one of bf16 pairs, and the panel's row
+// stride is that of the variant's floats. Weights that are too large for the dp4a by `offset` are compensated: the sums
+// of a row start from -offset times the sum of its activations.
+template <class Dot, DType panel_type = DType::f32>
+struct Int8Product {
+  static constexpr int W = Dot::width, elem = (int)size_of(panel_type), step_k = 2, step_bytes = 4;
+  static constexpr int tile_bytes = kTileBytes;
+  static constexpr DType panel = panel_type;
   using Vector = I32<W>;
-  static constexpr int elem = 4, step_k = 2, step_bytes = 4, tile_bytes = kTileBytes;
-  static constexpr DType panel = DType::f32;
-  using Dp4a = WideningDp4a<W>;
+  using Dp4a = Dot;
   static auto unpack(const char* w) { return Dp4a::unpack(load<U32<W>>(w)); }
   template <class Unpacked>
   static I32<W> step(I32<W> acc, const char* x, const Unpacked& w) {
     return Dp4a::add(acc, w, Dp4a::unpack_x(U32<W>{} + load<uint32_t>(x)));
   }
+  static void begin(const char* a, int live, int tile_rows, int steps, bool accumulate, int32_t* c)
+    requires(Dot::offset > 0)
+  {
+    constexpr int row = kTileK * elem;
+    for (int m = 0; m < live; m++, a += row, c += kBlockN) {
+      I32<W> sums = {};
+      for (int s = 0; s < steps; s++)
+        for (int i = 0; i < kStepK; i += 4 * W)
+          sums =
+              Dp4a::add(sums, U32<W>{} + Dot::offset * 0x01010101u, load<U32<W>>(a + s * (int64_t)tile_rows * row + i));
+      int32_t sum = 0;
+      for (int i = 0; i < W; i++) sum += sums[i];
+      for (int i = 0; i < kBlockN; i += W) store(c + i, (accumulate ? load<I32<W>>(c + i) : I32<W>{}) - sum);
+    }
+  }
 };
+
+// Both sides widened to pairs of 16 bits.
+template <int W>
+using WidenInt8 = Int8Product<WideningDp4a<W>>;
 
 // The same with one lane per byte, for CPUs without a product of 16-bit pairs.
 template <int W>

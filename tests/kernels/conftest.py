@@ -12,6 +12,7 @@ from torch import Tensor
 from ktransformers import _core
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.reference import ReferenceLayer
+from tests.support.variants import ROUNDING
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -20,9 +21,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 #   Arithmetic. f32 activations: only sums are rounded, about 2^-24 * sqrt(K), and gelu's erf is good to 1.5e-7. bf16
 #   activations (p = 8): what lies between the two products is rounded, 1.3e-3 on average; single rows, where little
 #   averages out and down's sum may cancel, reach 2^-8 and a half.
-ARITHMETIC = {"generic": 2e-6, "avx2": 2e-6, "avx512": 2e-6, "avx512_bf16": 1.5 * 2**-8, "amx": 1.5 * 2**-8}
+ROUNDED = 1.5 * 2**-8
+ARITHMETIC = dict.fromkeys(("generic", "avx2", "avx512", "avx512_vnni", "neon", "neon_bf16"), 2e-6)
+ARITHMETIC |= dict.fromkeys(ROUNDING, ROUNDED)
 #   Hidden states finer than bf16 are rounded to it by the variants that multiply bf16; gate and up share that error.
-FINE_INPUT = {"generic": 0.0, "avx2": 0.0, "avx512": 0.0, "avx512_bf16": 2**-8, "amx": 2**-8}
+FINE_INPUT = {isa: 2**-8 if isa in ROUNDING else 0.0 for isa in ARITHMETIC}
 #   Output, over many values: half of 2^-8 for bf16, of 2^-11 for f16; f32 and f64 are not rounded again.
 OUTPUT = {torch.bfloat16: 2**-9, torch.float16: 2**-12, torch.float32: 0.0, torch.float64: 0.0}
 

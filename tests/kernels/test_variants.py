@@ -30,7 +30,13 @@ def test_forced(isa: str) -> None:
 
 def test_kt_kernels_names() -> None:
     usable = {variant["name"] for variant in _core.variants() if variant["native"] or variant["emulated"]}
-    for theirs, ours in (("avx2", "avx2"), ("avx512_vnni", "avx512"), ("amx", "amx")):
+    for theirs, ours in (
+        ("avx2", "avx2"),
+        ("avx512_vnni", "avx512_vnni"),
+        ("avx512_vbmi", "avx512_vnni"),
+        ("avx512_base", "avx512"),
+        ("amx", "amx"),
+    ):
         if ours in usable:
             assert python(CODE, KT_KERNEL_CPU_VARIANT=theirs).stdout.split()[0] == ours
 

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <iterator>
 #include <string>
 
 #include "check.h"
@@ -43,7 +44,7 @@ constexpr uint64_t kYmm = 0x7, kZmm = 0xe7, kTiles = 0x600e7;
 // Sapphire Rapids under a Linux that granted everything.
 CpuState sapphire_rapids() {
   CpuState cpu;
-  cpu.x86_64 = true;
+  cpu.architecture = Architecture::x86_64;
   cpu.leaf1_ecx = 1u << 12 | 1u << 27 | 1u << 28 | 1u << 29;
   cpu.leaf7_ebx = 1u << 5 | 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
   cpu.leaf7_ecx = 1u << 11;
@@ -54,6 +55,18 @@ CpuState sapphire_rapids() {
   return cpu;
 }
 
+// Neoverse-V1: NEON with dot products, bf16 and i8mm.
+CpuState neoverse_v1() {
+  CpuState cpu;
+  cpu.architecture = Architecture::aarch64;
+  cpu.hwcap = 1u << 1 | 1u << 10 | 1u << 20;
+  cpu.hwcap2 = 1u << 13 | 1u << 14;
+  return cpu;
+}
+
+const char* const kX86Names[] = {"avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"};
+const char* const kArmNames[] = {"neon", "neon_bf16"};
+
 const Variant* variant_called(const std::string& name) {
   for (int i = 0; i < variant_count(); ++i)
     if (name == variant(i).name) return &variant(i);
@@ -63,7 +76,9 @@ const Variant* variant_called(const std::string& name) {
 }  // namespace
 
 TEST(cpu_full_machine_lacks_nothing) {
-  for (const std::string& name : variant_names()) CHECK_EQ(missing_features(name, sapphire_rapids()), "");
+  for (const char* name : kX86Names) CHECK_EQ(missing_features(name, sapphire_rapids()), "");
+  for (const char* name : kArmNames) CHECK_EQ(missing_features(name, neoverse_v1()), "");
+  CHECK_EQ(variant_names().size(), 1 + std::size(kX86Names) + std::size(kArmNames));
 }
 
 TEST(cpu_names_what_is_missing) {
@@ -74,6 +89,8 @@ TEST(cpu_names_what_is_missing) {
   CHECK_EQ(missing_features("amx", cpu), "avx512_bf16");
   cpu = sapphire_rapids();
   cpu.leaf7_ecx = 0;
+  CHECK_EQ(missing_features("avx512", cpu), "");
+  CHECK_EQ(missing_features("avx512_vnni", cpu), "avx512_vnni");
   CHECK_EQ(missing_features("avx512_bf16", cpu), "avx512_vnni");
 
   cpu = sapphire_rapids();
@@ -83,6 +100,14 @@ TEST(cpu_names_what_is_missing) {
 
   cpu.leaf1_ecx &= ~(1u << 29);
   CHECK_EQ(missing_features("avx2", cpu), "f16c");
+  CHECK_EQ(missing_features("generic", cpu), "");
+
+  cpu = neoverse_v1();
+  cpu.hwcap2 = 0;  // Neoverse-N1
+  CHECK_EQ(missing_features("neon", cpu), "");
+  CHECK_EQ(missing_features("neon_bf16", cpu), "bf16, i8mm");
+  cpu.hwcap &= ~(1u << 20);  // Cortex-A72
+  CHECK_EQ(missing_features("neon", cpu), "asimddp");
   CHECK_EQ(missing_features("generic", cpu), "");
 }
 
@@ -103,18 +128,27 @@ TEST(cpu_registers_must_be_saved_by_the_os) {
   CHECK_EQ(missing_features("avx512_bf16", cpu), "");
 }
 
-TEST(cpu_other_architectures_have_generic_only) {
-  for (const std::string& name : variant_names())
-    CHECK_EQ(missing_features(name, CpuState{}), name == "generic" ? "" : "x86-64");
+TEST(cpu_variants_of_other_architectures_are_missing_the_architecture) {
+  for (const CpuState& cpu : {sapphire_rapids(), neoverse_v1(), CpuState{}}) {
+    CHECK_EQ(missing_features("generic", cpu), "");
+    if (cpu.architecture != Architecture::x86_64)
+      for (const char* name : kX86Names) CHECK_EQ(missing_features(name, cpu), "x86-64");
+    if (cpu.architecture != Architecture::aarch64)
+      for (const char* name : kArmNames) CHECK_EQ(missing_features(name, cpu), "aarch64");
+  }
   CHECK_EQ(feature_report(CpuState{}).size(), 1u);
   CHECK_EQ(feature_report(sapphire_rapids()).size(), 12u);
+  CHECK_EQ(feature_report(neoverse_v1()).size(), 5u);
 }
 
 TEST(cpu_of_this_machine) {
 #if defined(__x86_64__)
-  CHECK(cpu_state().x86_64);
+  CHECK(cpu_state().architecture == Architecture::x86_64);
+#elif defined(__aarch64__)
+  CHECK(cpu_state().architecture == Architecture::aarch64);
+  CHECK(!contains(missing_features("neon"), "asimd,"));  // part of the architecture
 #else
-  CHECK(!cpu_state().x86_64);
+  CHECK(cpu_state().architecture == Architecture::other);
 #endif
   CHECK_EQ(missing_features("generic"), "");
   CHECK(!cpu_name().empty());
@@ -132,8 +166,8 @@ TEST(cpu_environment_asks_for_a_variant) {
   CHECK_EQ(requested_variant(), "amx");
   const char* const mapped[][2] = {{"amx", "amx"},
                                    {"avx512_bf16", "avx512_bf16"},
-                                   {"avx512_vbmi", "avx512"},
-                                   {"avx512_vnni", "avx512"},
+                                   {"avx512_vbmi", "avx512_vnni"},
+                                   {"avx512_vnni", "avx512_vnni"},
                                    {"avx512_base", "avx512"},
                                    {"avx2", "avx2"}};
   for (const auto& [given, expected] : mapped) {
@@ -151,7 +185,7 @@ TEST(cpu_unknown_names_are_refused) {
   setenv("KT_ISA", "AVX2", 1);
   const std::string isa_error = thrown([] { requested_variant(); });
   CHECK(contains(isa_error, "KT_ISA=AVX2"));
-  CHECK(contains(isa_error, "generic, avx2, avx512, avx512_bf16, amx"));
+  CHECK(contains(isa_error, "generic, avx2, avx512, avx512_vnni, avx512_bf16, amx, neon, neon_bf16"));
   CHECK(contains(thrown([] { choose_kernels(); }), "KT_ISA=AVX2"));
 }
 

@@ -197,6 +197,8 @@ def test_kt_backend_names_a_cpu_variant() -> None:
         isa_of_backend("AVX512BF16") == "avx512"
         and isa_of_backend("AVX2") == "avx2"
         and isa_of_backend("AVX512_BF16") == "avx512_bf16"
+        and isa_of_backend("AVX512_VNNI") == "avx512_vnni"
+        and isa_of_backend("NEON") == "neon"
     )
 
 

@@ -92,10 +92,9 @@ def cpu(
     if isa is not None and best is not None and isa != best:
         findings.append(Finding("note", "cpu", f"{isa} is in use where {best} would run", "unset KT_ISA"))
     elif isa == "generic":
-        text = "plain C++ is in use: correct, and many times slower than AVX2"
-        findings.append(
-            Finding("warning", "cpu", text, "an x86-64 CPU with AVX2 (2013 or later) runs the fast kernels")
-        )
+        text = "plain C++ is in use: correct, and many times slower than the kernels for AVX2 or NEON"
+        fix = "x86-64 with AVX2 (2013 or later) and ARM with dot products (2018 or later) run the fast kernels"
+        findings.append(Finding("warning", "cpu", text, fix))
     for variant in variants:
         disabled = re.findall(r"(\w+) \(OS\)", variant["missing"])
         if disabled and len(disabled) == len(variant["missing"].split(",")):

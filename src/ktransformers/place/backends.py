@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from ktransformers.errors import InputError
 
-ISAS = {"AMX": "amx", "AVX512": "avx512", "AVX512_BF16": "avx512_bf16", "AVX2": "avx2"}
+ISAS = {
+    "AMX": "amx",
+    "AVX512": "avx512",
+    "AVX512_VNNI": "avx512_vnni",
+    "AVX512_BF16": "avx512_bf16",
+    "AVX2": "avx2",
+    "NEON": "neon",
+}
 
 
 def isa_of_backend(backend: str | None) -> str | None:

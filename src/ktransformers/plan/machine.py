@@ -40,11 +40,15 @@ class KernelEfficiency:
 
 # Fitted to 35 cells of bench/moe.py (bench/results/current/moe*.json, history/2026-11-15-moe-*.json): the 28 of amx are
 # 7 % off on average, 20 % at most (tested). generic was measured on two Neoverse cores, which are not memory-bound.
+# avx512_vnni and neon_bf16 have not been measured; they are taken for avx512 and avx512_bf16.
 EFFICIENCY = {
     "amx": KernelEfficiency(tile=0.70, read=0.86),
     "avx512_bf16": KernelEfficiency(tile=0.96, read=0.94),
+    "avx512_vnni": KernelEfficiency(tile=0.96, read=0.94),
     "avx512": KernelEfficiency(tile=0.96, read=0.94),
     "avx2": KernelEfficiency(tile=1.0, read=0.70),
+    "neon_bf16": KernelEfficiency(tile=0.96, read=0.94),
+    "neon": KernelEfficiency(tile=1.0, read=0.70),
     "generic": KernelEfficiency(tile=1.0, read=0.70),
 }
 # Rate of backward over that of forward, whatever bounds it: 1.49 to 1.55 times as long in four cells of amx
@@ -71,7 +75,7 @@ class CpuRates:
     @property
     def element(self) -> int:
         """Bytes of an activation in a panel: bf16 where the CPU multiplies bf16 (csrc/kernels/table.h)."""
-        return 2 if self.isa in ("amx", "avx512_bf16") else 4
+        return 2 if self.isa in ("amx", "avx512_bf16", "neon_bf16") else 4
 
 
 @dataclass(frozen=True)

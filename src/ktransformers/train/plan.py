@@ -47,7 +47,7 @@ from ktransformers.train.settings import SECTIONS, TrainSettings
 from ktransformers.train.targets import Targets, count_trained_parameters, find_targets
 
 REQUIRED_PACKAGES = ("trl", "datasets", "accelerate")
-EXACT_ISAS = ("generic", "avx2")  # variants with f32 expert kernels
+EXACT_ISAS = ("generic", "avx2", "neon")  # variants with f32 expert kernels
 
 
 @dataclass(frozen=True)
