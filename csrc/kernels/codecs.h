@@ -6,6 +6,10 @@
 // tiles.
 #pragma once
 
+#ifdef __aarch64__
+#include <arm_neon.h>
+#endif
+
 #include "kernels/elementwise.h"
 #include "kernels/format.h"
 
@@ -44,9 +48,18 @@ inline F32<W> to_floats(U32<W> v) {
   return __builtin_convertvector((I32<W>)v, F32<W>);
 }
 
+// W scales in f16.
+template <int W>
+inline F32<W> half_scales(const void* from) {
+#ifdef __aarch64__
+  if constexpr (W == 4) return (F32<W>)vcvt_f32_f16((float16x4_t)load<uint16x4_t>(from));
+#endif
+  return from_f16<W>(from);
+}
+
 template <int W>
 inline void halves_to_floats(const char* from, float* out) {
-  for (int n = 0; n < kTileN; n += W) store(out + n, from_f16<W>(from + n * 2));
+  for (int n = 0; n < kTileN; n += W) store(out + n, half_scales<W>(from + n * 2));
 }
 
 template <int W>
@@ -66,6 +79,20 @@ inline F32<W> e4m3(U32<W> code) {
   F32<W> value = select<F32<W>>((I32<W>)magnitude < (8 << 20), tiny, normal);
   U32<W> nan = (U32<W>)((I32<W>)magnitude == (0x7f << 20)) & 0x7fc00000u;
   return (F32<W>)((U32<W>)value | sign | nan);
+}
+
+// The same for codes that are not NaN.
+template <int W>
+inline F32<W> finite_e4m3(U32<W> code) {
+#ifdef __aarch64__
+  // A product with 2^120 moves the bias and normalises. Elsewhere subnormal operands may be a hundred times as slow.
+  return (F32<W>)((U32<W>)((I32<W>)code >> 4) & 0x87f00000u) * splat<F32<W>>(0x1p120f);
+#else
+  F32<W> normal = (F32<W>)(((code >> 4) & (0x7fu << 20)) + (120u << 23));
+  // Below 2^-6 the exponent is that of subnormals, and twice the number less 2^-6 is smaller than the number.
+  F32<W> value = vmin<F32<W>>(normal, normal + normal - splat<F32<W>>(0x1p-6f));
+  return (F32<W>)((U32<W>)value | (code & 0x80000000u));
+#endif
 }
 
 template <int W>
@@ -119,6 +146,8 @@ inline F32<W> number_of(U32<W> code) {
     return look_up<W>(kE2m1, code);
   } else if constexpr (row.element == ElementKind::iq4) {
     return look_up<W>(kIq4, code);
+  } else if constexpr (row.element == ElementKind::grid) {
+    return signed8<W>(code);
   } else {
     static_assert(row.element == ElementKind::uint);
     // A look-up is one instruction there, a conversion two.
@@ -209,7 +238,7 @@ struct ScaleReader<ScaleKind::q2_k, type> {
   template <int W>
   static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
     for (int n = 0; n < kTileN; n += W) {
-      F32<W> d = from_f16<W>(h.at + 16 * kTileN + 2 * n), least = from_f16<W>(h.at + 18 * kTileN + 2 * n);
+      F32<W> d = half_scales<W>(h.at + 16 * kTileN + 2 * n), least = half_scales<W>(h.at + 18 * kTileN + 2 * n);
       for (int half = 0; half < 2; half++) {
         U32<W> both = bytes_of<W>(h.bytes(2 * tile + half), n);
         store(r.s[half] + n, d * to_floats<W>(both & 15u));
@@ -226,7 +255,7 @@ struct ScaleReader<ScaleKind::q3_k, type> {
   template <int W>
   static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
     for (int n = 0; n < kTileN; n += W) {
-      F32<W> d = from_f16<W>(h.at + 12 * kTileN + 2 * n);
+      F32<W> d = half_scales<W>(h.at + 12 * kTileN + 2 * n);
       for (int half = 0; half < 2; half++) {
         int i = 2 * tile + half;
         U32<W> low = bytes_of<W>(h.bytes(i % 8), n) >> (uint32_t)(i / 8 * 4);
@@ -246,7 +275,7 @@ struct ScaleReader<ScaleKind::q4_k, type> {
     // Eight scales and eight minima of six bits in twelve bytes, the last four of each in pieces.
     const uint8_t *a = h.bytes(4 + tile), *b = h.bytes(8 + tile), *c = h.bytes(tile);
     for (int n = 0; n < kTileN; n += W) {
-      F32<W> d = from_f16<W>(h.at + 2 * n), least = from_f16<W>(h.at + 2 * kTileN + 2 * n);
+      F32<W> d = half_scales<W>(h.at + 2 * n), least = half_scales<W>(h.at + 2 * kTileN + 2 * n);
       U32<W> scale = bytes_of<W>(a, n), minimum = bytes_of<W>(b, n);
       if (tile < 4) {
         scale &= 63u;
@@ -269,7 +298,7 @@ struct ScaleReader<ScaleKind::q6_k, type> {
   template <int W>
   static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
     for (int n = 0; n < kTileN; n += W) {
-      F32<W> d = from_f16<W>(h.at + 16 * kTileN + 2 * n);
+      F32<W> d = half_scales<W>(h.at + 16 * kTileN + 2 * n);
       for (int half = 0; half < 2; half++)
         store(r.s[half] + n, d * signed8<W>(bytes_of<W>(h.bytes(2 * tile + half), n) << 24));
     }
@@ -284,7 +313,7 @@ struct ScaleReader<ScaleKind::iq4_xs, type> {
   static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
     const uint8_t* low = h.bytes(4 + tile / 2);
     for (int n = 0; n < kTileN; n += W) {
-      F32<W> d = from_f16<W>(h.at + 2 * n);
+      F32<W> d = half_scales<W>(h.at + 2 * n);
       auto high = __builtin_convertvector(load<typename Vec<W>::u16>(h.at + 2 * kTileN + 2 * n), U32<W>);
       U32<W> scale = ((bytes_of<W>(low, n) >> (uint32_t)(tile % 2 * 4)) & 15u) | ((high >> (uint32_t)(2 * tile)) & 3u)
                                                                                      << 4;
