@@ -70,14 +70,6 @@ inline U8<W> to_lanes() {
 // Byte At::of(i) of lane i's quarter, at bits 8 * to of the lane; `base` in the other bits.
 template <int W, class At, int to>
 inline U32<W> bytes_in_lanes(U8<W> v, uint32_t base) {
-#ifdef __aarch64__
-  if constexpr (W == 4) {
-    uint8x16x2_t both = {{(uint8x16_t)v, (uint8x16_t)(U32<W>{} + base)}};
-    U8<W> at;
-    for (int i = 0; i < 16; i++) at[i] = (uint8_t)(i % 4 == to ? At::of(i / 4) : 16 + i);
-    return (U32<W>)vqtbl2q_u8(both, (uint8x16_t)at);
-  }
-#endif
   if constexpr (kShufflesBytes<W>) return (U32<W>)shuffle_bytes<W>(v, to_lanes<W, At, to>()) | base;
   U32<W> lanes;
   if constexpr (At::byte >= 0) {
@@ -90,6 +82,21 @@ inline U32<W> bytes_in_lanes(U8<W> v, uint32_t base) {
   return lanes | base;
 }
 
+#ifdef __aarch64__
+// Four selections from two vectors. In registers of fixed numbers, and four at a time: gcc 12 moves the pairs of
+// vqtbl2q_u8 through memory, and would move `a` before every selection.
+inline void shuffle_two(U8<4> a, U8<4> b, const U8<4> (&at)[4], F32<4> (&out)[4]) {
+  register U8<4> first asm("v30") = a;
+  register U8<4> second asm("v31") = b;
+  asm("tbl %0.16b, {v30.16b, v31.16b}, %4.16b\n"
+      "tbl %1.16b, {v30.16b, v31.16b}, %5.16b\n"
+      "tbl %2.16b, {v30.16b, v31.16b}, %6.16b\n"
+      "tbl %3.16b, {v30.16b, v31.16b}, %7.16b"
+      : "=&w"(out[0]), "=&w"(out[1]), "=&w"(out[2]), "=&w"(out[3])
+      : "w"(at[0]), "w"(at[1]), "w"(at[2]), "w"(at[3]), "w"(first), "w"(second));
+}
+#endif
+
 // Byte b of each lane. `byte`: the same, or -1 where lanes differ.
 template <int b>
 struct SameByte {
@@ -97,12 +104,17 @@ struct SameByte {
   static constexpr int of(int lane) { return lane % 4 * 4 + b; }
 };
 
-// The numbers of a tile's code bytes: `at<At>()` selects one byte for every lane.
+// The numbers of code bytes.
 template <int W, Codec C>
 struct Numbers {
   static constexpr const FormatRow& row = kFormats[(int)C];
   static constexpr ElementKind element = row.element;
+  // Formats with a table of 16 levels. On NEON, two look-ups of 16 codes replace four subtractions.
+#ifdef __aarch64__
+  static constexpr bool levels = row.plane[0] == 4 && row.plane[1] == 0;
+#else
   static constexpr bool levels = element == ElementKind::e2m1 || element == ElementKind::iq4;
+#endif
   // Signed bytes have their sign bit flipped.
   static constexpr bool is_signed = element == ElementKind::int8 || element == ElementKind::grid;
   static constexpr int zero = is_signed ? 128 : row.zero_point;
@@ -111,8 +123,7 @@ struct Numbers {
 
   static Numbers of(U8<W> codes) {
     if constexpr (levels) {
-      constexpr const float(&table)[16] = element == ElementKind::e2m1 ? kE2m1 : kIq4;
-      return {look_up_bytes(table, 2, codes), look_up_bytes(table, 3, codes)};
+      return {look_up_bytes(2, codes), look_up_bytes(3, codes)};
     } else if constexpr (is_signed) {
       return {codes ^ (uint8_t)128, U8<W>{}};
     } else {
@@ -120,31 +131,62 @@ struct Numbers {
     }
   }
 
-  template <class At>
-  F32<W> at() const {
-    if constexpr (levels) {
+  // Numbers of four bytes for every lane: byte At::of(i) for lane i.
+  template <class... At>
+  void select(F32<W> (&out)[4]) const {
+    static_assert(sizeof...(At) == 4);
 #ifdef __aarch64__
-      if constexpr (W == 4) {
-        uint8x16x2_t both = {{(uint8x16_t)first, (uint8x16_t)second}};
-        U8<W> order;
-        for (int i = 0; i < 16; i++)
-          order[i] = (uint8_t)(i % 4 < 2 ? 255 : (i % 4 - 2) * 16 + At::of(i / 4));
-        return (F32<W>)vqtbl2q_u8(both, (uint8x16_t)order);
-      }
+    if constexpr (W == 4 && element != ElementKind::e4m3) {
+      shuffle_two(first, levels ? second : (U8<W>)(U32<W>{} + 0x4b000000u), {order<At>()...}, out);
+      if constexpr (!levels)
+        for (F32<W>& x : out) x -= splat<F32<W>>(kOffset);
+      return;
+    }
 #endif
+    int i = 0;
+    ((out[i++] = one<At>()), ...);
+  }
+
+  // The same for one byte.
+  template <class At>
+  F32<W> one() const {
+    if constexpr (levels) {
       return (F32<W>)(bytes_in_lanes<W, At, 2>(first, 0) | bytes_in_lanes<W, At, 3>(second, 0));
     } else if constexpr (element == ElementKind::e4m3) {
       return finite_e4m3<W>(bytes_in_lanes<W, At, 3>(first, 0));
     } else {
-      return (F32<W>)bytes_in_lanes<W, At, 0>(first, 0x4b000000u) - splat<F32<W>>(8388608.0f + (float)zero);
+      return (F32<W>)bytes_in_lanes<W, At, 0>(first, 0x4b000000u) - splat<F32<W>>(kOffset);
     }
   }
 
  private:
+  static constexpr float kOffset = 8388608.0f + (float)zero;
+
+#ifdef __aarch64__
+  // Where the bytes of four floats come from: of the code byte's vector, and of the vector behind it.
+  template <class At>
+  static U8<4> order() {
+    U8<4> at;
+    for (int i = 0; i < 16; i++) {
+      const int from = At::of(i / 4), byte = i % 4;
+      at[i] = (uint8_t)(levels ? (byte < 2 ? 255 : (byte - 2) * 16 + from) : (byte ? 16 + byte : from));
+    }
+    return at;
+  }
+#endif
+
+  static constexpr const float (&table())[16] {
+    if constexpr (element == ElementKind::e2m1) return kE2m1;
+    if constexpr (element == ElementKind::iq4) return kIq4;
+    if constexpr (row.zero_point) return kMinus8;
+    return kUnsigned;
+  }
+
   // Byte `byte` of the floats of 16 levels, looked up for every code.
-  static U8<W> look_up_bytes(const float (&table)[16], int byte, U8<W> codes) {
+  static U8<W> look_up_bytes(int byte, U8<W> codes) {
+    static_assert(!row.zero_point || row.zero_point == 8);
     U8<W> bytes, found;
-    for (int i = 0; i < 4 * W; i++) bytes[i] = (uint8_t)(__builtin_bit_cast(uint32_t, table[i % 16]) >> (8 * byte));
+    for (int i = 0; i < 4 * W; i++) bytes[i] = (uint8_t)(__builtin_bit_cast(uint32_t, table()[i % 16]) >> (8 * byte));
     if constexpr (kShufflesBytes<W>) {
       found = shuffle_bytes<W>(bytes, codes);
     } else {
@@ -168,6 +210,17 @@ constexpr bool kEvenAndOdd = W != 16;
 template <int W>
 constexpr bool kEvenAndOdd = true;
 #endif
+
+// Bytes a, a, b, b of every lane.
+template <int W>
+inline U8<W> repeat_bytes(U32<W> v, int a, int b) {
+  if constexpr (kShufflesBytes<W>) {
+    U8<W> at;
+    for (int i = 0; i < 4 * W; i++) at[i] = (uint8_t)(i % 16 / 4 * 4 + (i % 4 < 2 ? a : b));
+    return shuffle_bytes<W>((U8<W>)v, at);
+  }
+  return (U8<W>)((v >> (uint32_t)(8 * a) & 255u) * 0x0101u | (v >> (uint32_t)(8 * b) & 255u) * 0x01010000u);
+}
 
 // The planes of a format: words of 32 bits, and how they split into code bytes.
 template <int W, Codec C>
@@ -216,28 +269,18 @@ struct CodeWords {
   }
 
  private:
-  // Bytes a, a, b, b of every lane.
-  static U8<W> repeat(U32<W> v, int a, int b) {
-    if constexpr (kShufflesBytes<W>) {
-      U8<W> at;
-      for (int i = 0; i < 4 * W; i++) at[i] = (uint8_t)(i % 16 / 4 * 4 + (i % 4 < 2 ? a : b));
-      return shuffle_bytes<W>((U8<W>)v, at);
-    }
-    return (U8<W>)((v >> (uint32_t)(8 * a) & 255u) * 0x0101u | (v >> (uint32_t)(8 * b) & 255u) * 0x01010000u);
-  }
-
   // Bit j of a lane's 16 is that of row j.
   static U8<W> one_bit(U32<W> v, int word, int part) {
     U8<W> bit;
     for (int i = 0; i < 4 * W; i++) bit[i] = (uint8_t)(1 << row_of(word, part, i % 4) % 8);
-    U8<W> bytes = repeat(v, row_of(word, part, 0) / 8, row_of(word, part, 2) / 8);
+    U8<W> bytes = repeat_bytes<W>(v, row_of(word, part, 0) / 8, row_of(word, part, 2) / 8);
     return (U8<W>)((bytes & bit) == bit) & (uint8_t)(1 << low);
   }
 
   // Bits 2 j and 2 j + 1 of a lane are those of row j = 8 word + part + 2 b, moved to bit 4 of byte b.
   static U8<W> two_bits(U32<W> v, int word, int part) {
     static_assert(high != 2 || low == 4);
-    U16<W> both = (U16<W>)repeat(v, 2 * word, 2 * word + 1);
+    U16<W> both = (U16<W>)repeat_bytes<W>(v, 2 * word, 2 * word + 1);
     U16<W> even = part ? both << 2 : both << 4, odd = part ? both >> 2 : both;
     return (U8<W>)((even & (uint16_t)0x0030) | (odd & (uint16_t)0x3000));
   }

@@ -193,12 +193,12 @@ inline void decode_pairs(const RowScales& r, const char* codes, char* __restrict
       } else {
 #pragma GCC unroll 4
         for (int part = 0; part < Words::parts; part++) {
-          auto first = Numbers<W, C>::of(Words::split(plane.first, high.first, word, part));
-          auto second = Numbers<W, C>::of(Words::split(plane.second, high.second, word, part));
-          put(Words::row_of(word, part, 0), first.template at<SameByte<0>>(), second.template at<SameByte<0>>());
-          put(Words::row_of(word, part, 1), first.template at<SameByte<1>>(), second.template at<SameByte<1>>());
-          put(Words::row_of(word, part, 2), first.template at<SameByte<2>>(), second.template at<SameByte<2>>());
-          put(Words::row_of(word, part, 3), first.template at<SameByte<3>>(), second.template at<SameByte<3>>());
+          F32<W> first[4], second[4];
+          using N = Numbers<W, C>;
+          N::of(Words::split(plane.first, high.first, word, part)).template select<SameByte<0>, SameByte<1>, SameByte<2>, SameByte<3>>(first);
+          N::of(Words::split(plane.second, high.second, word, part)).template select<SameByte<0>, SameByte<1>, SameByte<2>, SameByte<3>>(second);
+#pragma GCC unroll 4
+          for (int b = 0; b < 4; b++) put(Words::row_of(word, part, b), first[b], second[b]);
         }
       }
     }
