@@ -2,11 +2,11 @@
 // become numbers (codecs.h), and their product is rounded into the tile.
 //
 // Multiplication and addition are rounded separately, as in the reference decoders of the formats: the bits agree.
-// Lanes are (output, parity of k), in the order in which a row of a bf16 tile lies, so a row is W floats after W floats
-// and nothing is shuffled.
+// Tiles of bf16 pairs are decoded from bytes of codes (code_bytes.h), which takes about seven instructions for a vector
+// of weights; tiles of the exact precisions, and fp8 tiles that contain a NaN, code by code.
 #pragma once
 
-#include "kernels/codecs.h"
+#include "kernels/code_bytes.h"
 #include "kernels/grids.h"
 
 namespace kt {
@@ -30,7 +30,7 @@ inline U32<W> plane_bits(const char* plane, int j, int lane) {
 template <int W, Codec C>
 inline U32<W> code_at(const char* codes, int j, int lane) {
   constexpr const FormatRow& row = kFormats[(int)C];
-  constexpr int low = row.in_grid() ? 4 : row.plane[0], high = row.plane[1];
+  constexpr int low = row.in_grid() ? 8 : row.plane[0], high = row.plane[1];
   if constexpr (low == 8) return load<U32<W>>(codes + (j / 4 * kLanesOfTile + lane) * 4) << (uint32_t)(24 - j % 4 * 8);
   U32<W> code = plane_bits<W, low>(codes, j, lane);
   if constexpr (high > 0) {
@@ -70,15 +70,6 @@ struct TileRow<Bf16Pairs> {
   }
 };
 
-// Bytes of a vector register; the compiler splits wider vectors.
-#if defined(__AVX512F__)
-constexpr int kRegister = 64;
-#elif defined(__AVX__)
-constexpr int kRegister = 32;
-#else
-constexpr int kRegister = 16;
-#endif
-
 // The same value, opaque to the compiler: a product that may not be fused with the addition after it.
 template <class V>
 inline V apart(V v) {
@@ -102,15 +93,16 @@ inline void two_lanes_each(const float* rows, float* lanes) {
 
 // Scales of the rows of an opened tile.
 template <int W>
-inline void scales_of(const OpenTile& t, RowScales& r) {
+inline void scales_of(const OpenTile& t, float unit, RowScales& r) {
   for (int n = 0; n < kTileN; n += W)
     for (int half = 0; half < 2; half++)
-      store(r.s[half] + n, from_f16<W>(t.d + n) * to_floats<W>(bytes_of<W>(t.odd[half], n)));
+      store(r.s[half] + n,
+            half_scales<W>(t.d + n) * (to_floats<W>(bytes_of<W>(t.odd[half], n)) * splat<F32<W>>(unit)));
 }
 
-// `grid`: null for formats without one.
+// Row by row: lanes are (output, parity of k), in the order in which a row of a bf16 tile lies.
 template <int W, class Real, Codec C>
-inline void decode_tile(const RowScales& r, const char* codes, const Grid* grid, char* tile) {
+inline void decode_rows(const RowScales& r, const char* codes, char* tile) {
   using D = Decoder<C>;
   using V = F32<W>;
   alignas(64) float s_of[D::halves][kLanesOfTile], m_of[D::halves][kLanesOfTile];
@@ -125,24 +117,122 @@ inline void decode_tile(const RowScales& r, const char* codes, const Grid* grid,
         s[half][v] = load<V>(s_of[half] + lane + v * W);
         if constexpr (D::offset) m[half][v] = load<V>(m_of[half] + lane + v * W);
       }
-#pragma GCC unroll 16
     for (int j = 0; j < kTileK / 2; j++) {
       V x[2];
       for (int v = 0; v < 2; v++) {
         constexpr int per_half = kTileK / 2 / D::halves;
-        U32<W> code = code_at<W, C>(codes, j, lane + v * W);
-        V number;
-        if constexpr (kFormats[(int)C].in_grid()) {
-          number = look_up<W>(grid->levels, code);
-        } else {
-          number = number_of<W, C>(code);
-        }
-        V product = number * s[j / per_half][v];
+        V product = number_of<W, C>(code_at<W, C>(codes, j, lane + v * W)) * s[j / per_half][v];
         x[v] = product;
         if constexpr (D::offset) x[v] = apart(product) + m[j / per_half][v];
       }
       TileRow<Real>::template put<W>(tile, j, lane, x[0], x[1]);
     }
+  }
+}
+
+// number * s, or number * s + m rounded twice.
+template <bool offset, class V>
+inline V scaled(V number, V s, V m) {
+  V product = number * s;
+  if constexpr (offset) return apart(product) + m;
+  return product;
+}
+
+// Scales without payload in NaNs, as round_pairs wants them.
+template <int W, Codec C>
+inline void clear_payloads(RowScales& r) {
+  using D = Decoder<C>;
+  if constexpr (kFormats[(int)C].scales == ScaleKind::e8m0) return;
+  for (int half = 0; half < D::halves; half++)
+    for (int n = 0; n < kTileN; n += W) {
+      store(r.s[half] + n, without_payload<W>(load<F32<W>>(r.s[half] + n)));
+      if constexpr (D::offset) store(r.m[half] + n, without_payload<W>(load<F32<W>>(r.m[half] + n)));
+    }
+}
+
+// The scales of the two vectors that make W outputs' pairs, from output n on.
+template <int W>
+inline void scales_of_pair(const float* rows, int n, F32<W> (&s)[2]) {
+  if constexpr (kEvenAndOdd<W>) {
+    s[0] = s[1] = load<F32<W>>(rows + n);
+  } else {
+    alignas(64) float lanes[kLanesOfTile];
+    two_lanes_each(rows, lanes);
+    s[0] = load<F32<W>>(lanes), s[1] = load<F32<W>>(lanes + W);
+  }
+}
+
+// Sixteen nibbles of every format are in a register of 16 floats, where looking one up is one instruction.
+template <int W, Codec C>
+constexpr bool kLooksUpNibbles = W == 16 && CodeWords<W, C>::low == 4 && CodeWords<W, C>::high == 0;
+
+template <int W, Codec C>
+inline void decode_pairs(const RowScales& r, const char* codes, char* __restrict tile) {
+  using D = Decoder<C>;
+  using Words = CodeWords<W, C>;
+  for (int n = 0; n < kTileN; n += W) {
+    F32<W> s[D::halves][2], m[D::halves][2] = {};
+    for (int half = 0; half < D::halves; half++) {
+      scales_of_pair<W>(r.s[half], n, s[half]);
+      if constexpr (D::offset) scales_of_pair<W>(r.m[half], n, m[half]);
+    }
+    const LanePair<W> high = Words::load_high(codes, n);
+    auto put = [&](int j, F32<W> first, F32<W> second) {
+      const int half = j / (kTileK / 2 / D::halves);
+      put_pair<W>(tile + j * 64 + n * 4, scaled<D::offset>(first, s[half][0], m[half][0]),
+                  scaled<D::offset>(second, s[half][1], m[half][1]));
+    };
+#pragma GCC unroll 4
+    for (int word = 0; word < Words::words; word++) {
+      const LanePair<W> plane = Words::load_words(codes, word, n);
+      if constexpr (kLooksUpNibbles<W, C>) {
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++)
+          put(8 * word + j, number_of<W, C>(plane.first >> (uint32_t)(4 * j)),
+              number_of<W, C>(plane.second >> (uint32_t)(4 * j)));
+      } else {
+#pragma GCC unroll 4
+        for (int part = 0; part < Words::parts; part++) {
+          F32<W> first[4], second[4];
+          using N = Numbers<W, C>;
+          N::of(Words::split(plane.first, high.first, word, part)).template select<SameByte<0>, SameByte<1>, SameByte<2>, SameByte<3>>(first);
+          N::of(Words::split(plane.second, high.second, word, part)).template select<SameByte<0>, SameByte<1>, SameByte<2>, SameByte<3>>(second);
+#pragma GCC unroll 4
+          for (int b = 0; b < 4; b++) put(Words::row_of(word, part, b), first[b], second[b]);
+        }
+      }
+    }
+  }
+}
+
+// Whether one of a k tile's bytes is a NaN in e4m3.
+template <int W>
+inline bool has_nan(const char* codes) {
+  U8<W> largest = {};
+  for (int at = 0; at < kTileN * kTileK; at += 4 * W) {
+    U8<W> magnitude = load<U8<W>>(codes + at) << 1;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  typename Vec<W>::u64 any = (typename Vec<W>::u64)(largest == (uint8_t)0xfe);
+  uint64_t found = 0;
+  for (int i = 0; i < W / 2; i++) found |= any[i];
+  return found != 0;
+}
+
+template <int W, Codec C>
+__attribute__((noinline)) void decode_rows_with_nan(const RowScales& r, const char* codes, char* tile) {
+  decode_rows<W, Bf16Pairs, C>(r, codes, tile);
+}
+
+template <int W, class Real, Codec C>
+inline void decode_tile(RowScales& r, const char* codes, char* tile) {
+  if constexpr (__is_same(Real, Bf16Pairs)) {
+    if constexpr (kFormats[(int)C].element == ElementKind::e4m3)
+      if (__builtin_expect(has_nan<W>(codes), 0)) return decode_rows_with_nan<W, C>(r, codes, tile);
+    clear_payloads<W, C>(r);
+    decode_pairs<W, C>(r, codes, tile);
+  } else {
+    decode_rows<W, Real, C>(r, codes, tile);
   }
 }
 
@@ -168,11 +258,11 @@ __attribute__((noinline)) void decode_strip_as(const Format& f, const Strip& s, 
     if constexpr (kFormats[(int)C].in_grid()) {
       OpenTile tile;
       grid->open(header.at, in_span, codes, tile);
-      scales_of<W>(tile, scales);
-      decode_tile<W, Real, C>(scales, (const char*)tile.codes, grid, out);
+      scales_of<W>(tile, grid->unit, scales);
+      decode_tile<W, Real, C>(scales, (const char*)tile.codes, out);
     } else {
       Decoder<C>::template scales<W>(f, header, in_span, strip, scales);
-      decode_tile<W, Real, C>(scales, codes, nullptr, out);
+      decode_tile<W, Real, C>(scales, codes, out);
     }
     codes += s.tile_bytes;
     out += step;

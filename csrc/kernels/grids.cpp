@@ -1,5 +1,5 @@
-// Look-ups in grids, row by row: four words of eight codes make the lanes of a row. Entries are laid out so that eight
-// weights take two loads and an OR.
+// Look-ups in grids: eight weights at a time, a word of 64 bits from a table of entries, and signs as a mask from a table
+// of masks. The largest table, IQ1's, has 16 KB and stays in L1.
 #include "kernels/grids.h"
 
 #include <cstring>
@@ -26,22 +26,40 @@ constexpr Entries<N> entries_of(const uint16_t (&grid)[N], int bits) {
   return all;
 }
 
-// Signs of eight codes from a byte.
-constexpr uint32_t signs_of(int byte) {
-  uint32_t signs = 0;
-  for (int i = 0; i < 8; i++) signs |= (uint32_t)((byte >> i) & 1) << (shift_of(i) + 3);
+// Eight signed bytes as `OpenTile` has them: those of even k, then those of odd k.
+constexpr int byte_of_code(int i) { return i / 2 + i % 2 * 4; }
+
+template <int N>
+struct Words {
+  uint64_t at[N];
+};
+
+// Entries as bytes; an entry of four codes fills the first two bytes of each half.
+template <int N>
+constexpr Words<N> words_of(const uint16_t (&grid)[N], int bits, const int8_t (&levels)[8]) {
+  Words<N> all{};
+  for (int n = 0; n < N; n++)
+    for (int i = 0; i < 16 / bits; i++)
+      all.at[n] |= (uint64_t)(uint8_t)levels[(grid[n] >> (i * bits)) & ((1 << bits) - 1)] << (8 * byte_of_code(i));
+  return all;
+}
+
+// 255 in the bytes of negative codes.
+constexpr uint64_t signs_of(int byte) {
+  uint64_t signs = 0;
+  for (int i = 0; i < 8; i++) signs |= (uint64_t)((byte >> i) & 1) * 255 << (8 * byte_of_code(i));
   return signs;
 }
 
-constexpr Entries<256> all_signs() {
-  Entries<256> all{};
+constexpr Words<256> all_signs() {
+  Words<256> all{};
   for (int byte = 0; byte < 256; byte++) all.at[byte] = signs_of(byte);
   return all;
 }
 
 // Signs of eight codes from seven bits: the number of minus signs is even.
-constexpr Entries<128> even_signs() {
-  Entries<128> all{};
+constexpr Words<128> even_signs() {
+  Words<128> all{};
   for (int seven = 0; seven < 128; seven++) {
     int odd = 0;
     for (int i = 0; i < 7; i++) odd ^= (seven >> i) & 1;
@@ -50,13 +68,28 @@ constexpr Entries<128> even_signs() {
   return all;
 }
 
-// Five codes next to each other.
-constexpr Entries<256> all_trits() {
-  Entries<256> all{};
+// Five bytes next to each other, -1, 0 or 1.
+constexpr Words<256> all_trits() {
+  Words<256> all{};
   for (int byte = 0; byte < 256; byte++)
-    for (int i = 0, rest = byte; i < kTritsOfByte; i++, rest /= 3) all.at[byte] |= (uint32_t)(rest % 3) << (4 * i);
+    for (int i = 0, rest = byte; i < kTritsOfByte; i++, rest /= 3)
+      all.at[byte] |= (uint64_t)(uint8_t)(rest % 3 - 1) << (8 * i);
   return all;
 }
+
+// Levels in units: 1 / 8 for IQ1 and IQ2, 1 / 2 for IQ3_XXS, 1 for IQ3_S. IQ1 has -1, 0 and 1, more or less an eighth;
+// the bytes of its table are 128 too large, so that a subtraction in all of them at once leaves the others alone.
+constexpr int8_t kLevelsOne[8] = {121, -127, -119}, kLevelsTwo[8] = {8, 25, 43},
+                 kLevelsXxs[8] = {2, 6, 10, 14, 18, 22, 26, 31}, kLevelsS[8] = {1, 3, 5, 7, 9, 11, 13, 15};
+constexpr auto kWords1 = words_of(kIq1, 2, kLevelsOne);
+constexpr auto kWordsXxs2 = words_of(kIq2Xxs, 2, kLevelsTwo);
+constexpr auto kWordsXs2 = words_of(kIq2Xs, 2, kLevelsTwo);
+constexpr auto kWordsS2 = words_of(kIq2S, 2, kLevelsTwo);
+constexpr auto kWordsXxs3 = words_of(kIq3Xxs, 4, kLevelsXxs);
+constexpr auto kWordsS3 = words_of(kIq3S, 4, kLevelsS);
+constexpr auto kSigns = all_signs();
+constexpr auto kEvenSigns = even_signs();
+constexpr auto kTrits = all_trits();
 
 constexpr auto kTwoXxs = entries_of(kIq2Xxs, 2);
 constexpr auto kTwoXs = entries_of(kIq2Xs, 2);
@@ -64,9 +97,6 @@ constexpr auto kTwoS = entries_of(kIq2S, 2);
 constexpr auto kOne = entries_of(kIq1, 2);
 constexpr auto kThreeXxs = entries_of(kIq3Xxs, 4);
 constexpr auto kThreeS = entries_of(kIq3S, 4);
-constexpr auto kSigns = all_signs();
-constexpr auto kEvenSigns = even_signs();
-constexpr auto kTrits = all_trits();
 
 using Bytes = const uint8_t*;
 
@@ -96,18 +126,19 @@ void put_scales(OpenTile& out, int n, uint32_t both) {
   out.odd[1][n] = (uint8_t)(2 * (both >> 4) + 1);
 }
 
-void put_lanes(OpenTile& out, int n, int word, uint32_t even, uint32_t odd) {
-  out.codes[word][2 * n] = even;
-  out.codes[word][2 * n + 1] = odd;
-}
+// A byte in all eight bytes of a word.
+constexpr uint64_t each(uint64_t byte) { return byte * 0x0101010101010101u; }
 
-// `eight(n, g)`: codes of row n at k = 8 g ... 8 g + 7.
+// Bytes 1 to 127, negated where `signs` has 255.
+uint64_t negate(uint64_t bytes, uint64_t signs) { return (bytes ^ signs) + (signs & each(1)); }
+
+// `eight(n, g)`: bytes of row n at k = 8 g ... 8 g + 7.
 template <class Eight>
 void put_codes(OpenTile& out, Eight eight) {
   for (int n = 0; n < kTileN; n++)
-    for (int word = 0; word < 2; word++) {
-      uint32_t a = eight(n, 2 * word), b = eight(n, 2 * word + 1);
-      put_lanes(out, n, word, (a & 0xffffu) | b << 16, a >> 16 | (b & 0xffff0000u));
+    for (int g = 0; g < kTileK / 8; g++) {
+      uint64_t bytes = eight(n, g);
+      std::memcpy(out.codes[g][n], &bytes, 8);
     }
 }
 
@@ -115,8 +146,9 @@ void open_iq2_xxs(const char* header, int, const char* codes, OpenTile& out) {
   read_d(header, 0, out);
   auto row = [&](int n) { return (Bytes)codes + 8 * n; };
   for (int n = 0; n < kTileN; n++) put_scale(out, n, row(n)[7] >> 4);
-  put_codes(
-      out, [&](int n, int g) { return kTwoXxs.at[row(n)[g]] | kEvenSigns.at[(word_at(row(n) + 4) >> (7 * g)) & 127]; });
+  put_codes(out, [&](int n, int g) {
+    return negate(kWordsXxs2.at[row(n)[g]], kEvenSigns.at[(word_at(row(n) + 4) >> (7 * g)) & 127]);
+  });
 }
 
 void open_iq2_xs(const char* header, int tile, const char* codes, OpenTile& out) {
@@ -124,7 +156,7 @@ void open_iq2_xs(const char* header, int tile, const char* codes, OpenTile& out)
   for (int n = 0; n < kTileN; n++) put_scales(out, n, byte_of(header, 2 + tile, n));
   put_codes(out, [&](int n, int g) {
     uint32_t both = half_at((Bytes)codes + 8 * n + 2 * g);
-    return kTwoXs.at[both & 511] | kEvenSigns.at[both >> 9];
+    return negate(kWordsXs2.at[both & 511], kEvenSigns.at[both >> 9]);
   });
 }
 
@@ -134,7 +166,7 @@ void open_iq2_s(const char* header, int tile, const char* codes, OpenTile& out) 
   put_codes(out, [&](int n, int g) {
     Bytes row = (Bytes)codes + 8 * n;
     uint32_t high = (byte_of(header, 2 + tile, n) >> (2 * g)) & 3;
-    return kTwoS.at[row[g] | high << 8] | kSigns.at[row[4 + g]];
+    return negate(kWordsS2.at[row[g] | high << 8], kSigns.at[row[4 + g]]);
   });
 }
 
@@ -143,8 +175,8 @@ void open_iq3_xxs(const char* header, int, const char* codes, OpenTile& out) {
   auto row = [&](int n) { return (Bytes)codes + 12 * n; };
   for (int n = 0; n < kTileN; n++) put_scale(out, n, row(n)[11] >> 4);
   put_codes(out, [&](int n, int g) {
-    uint32_t eight = kThreeXxs.at[row(n)[2 * g]] | kThreeXxs.at[row(n)[2 * g + 1]] << 8;
-    return eight | kEvenSigns.at[(word_at(row(n) + 8) >> (7 * g)) & 127];
+    uint64_t eight = kWordsXxs3.at[row(n)[2 * g]] | kWordsXxs3.at[row(n)[2 * g + 1]] << 16;
+    return negate(eight, kEvenSigns.at[(word_at(row(n) + 8) >> (7 * g)) & 127]);
   });
 }
 
@@ -154,20 +186,20 @@ void open_iq3_s(const char* header, int tile, const char* codes, OpenTile& out) 
   put_codes(out, [&](int n, int g) {
     Bytes row = (Bytes)codes + 12 * n;
     uint32_t high = byte_of(header, 2 + tile, n) << 8;
-    auto four = [&](int i) { return kThreeS.at[row[i] | ((high >> i) & 256u)]; };
-    return four(2 * g) | four(2 * g + 1) << 8 | kSigns.at[row[8 + g]];
+    auto four = [&](int i) { return kWordsS3.at[row[i] | ((high >> i) & 256u)]; };
+    return negate(four(2 * g) | four(2 * g + 1) << 16, kSigns.at[row[8 + g]]);
   });
 }
 
-// Flips the sign of delta, which is part of the levels, for all eight codes.
-uint32_t delta_of(uint32_t below) { return below ? 0x88888888u : 0; }
+// An entry of IQ1 plus an eighth, or minus one where `below` is 1.
+uint64_t with_delta(uint32_t index, uint32_t below) { return (kWords1.at[index] - each(2) * below) ^ each(128); }
 
 void open_iq1_s(const char* header, int tile, const char* codes, OpenTile& out) {
   read_d(header, 0, out);
   for (int n = 0; n < kTileN; n++) put_scale(out, n, (half_of(header, 2 + 2 * tile, n) >> 12) & 7);
   put_codes(out, [&](int n, int g) {
     uint32_t high = half_of(header, 2 + 2 * tile, n);
-    return kOne.at[((Bytes)codes)[4 * n + g] | ((high >> (3 * g)) & 7) << 8] | delta_of(high & 0x8000u);
+    return with_delta(((Bytes)codes)[4 * n + g] | ((high >> (3 * g)) & 7) << 8, high >> 15);
   });
 }
 
@@ -183,7 +215,7 @@ void open_iq1_m(const char* header, int tile, const char* codes, OpenTile& out) 
   }
   put_codes(out, [&](int n, int g) {
     uint32_t high = byte_of(header, 2 * tile + g / 2, n) >> (4 * (g % 2));
-    return kOne.at[((Bytes)codes)[4 * n + g] | (high & 7) << 8] | delta_of(high & 8);
+    return with_delta(((Bytes)codes)[4 * n + g] | (high & 7) << 8, high >> 3 & 1);
   });
 }
 
@@ -192,22 +224,21 @@ void open_tq1_0(const char* header, int tile, const char* codes, OpenTile& out) 
   read_d(header, 20, out);
   std::memset(out.odd, 1, sizeof out.odd);
   for (int n = 0; n < kTileN; n++) {
-    uint32_t last = kTrits.at[byte_of(header, 16 + tile / 2, n)] >> (8 * (tile % 2));
-    uint64_t lane[2];
+    uint64_t last = kTrits.at[byte_of(header, 16 + tile / 2, n)] >> (16 * (tile % 2));
     for (int odd = 0; odd < 2; odd++) {
       Bytes two = (Bytes)codes + 4 * n + 2 * odd;
-      uint64_t third = kTrits.at[byte_of(header, 2 * tile + odd, n)], fourth = (last >> (4 * odd)) & 15;
-      lane[odd] = kTrits.at[two[0]] | (uint64_t)kTrits.at[two[1]] << 20 | third << 40 | fourth << 60;
+      uint64_t second = kTrits.at[two[1]], third = kTrits.at[byte_of(header, 2 * tile + odd, n)];
+      uint64_t sixteen[2] = {kTrits.at[two[0]] | second << 40,
+                             second >> 24 | third << 16 | ((last >> (8 * odd)) & 255) << 56};
+      for (int g = 0; g < kTileK / 8; g++) std::memcpy(out.codes[g][n][odd], (const char*)sixteen + 4 * g, 4);
     }
-    for (int word = 0; word < 2; word++)
-      put_lanes(out, n, word, (uint32_t)(lane[0] >> (32 * word)), (uint32_t)(lane[1] >> (32 * word)));
   }
 }
 
 // Levels whose sign is bit 3 of the code.
 template <int N>
-constexpr Grid both_signs(decltype(Grid::open) open, const Entries<N>& entries, const float (&levels)[8]) {
-  Grid grid{open, {}, entries.at, N};
+constexpr Grid both_signs(decltype(Grid::open) open, float unit, const Entries<N>& entries, const float (&levels)[8]) {
+  Grid grid{open, unit, {}, entries.at, N};
   for (int i = 0; i < 8; i++) {
     grid.levels[i] = levels[i];
     grid.levels[8 + i] = -levels[i];
@@ -217,19 +248,19 @@ constexpr Grid both_signs(decltype(Grid::open) open, const Entries<N>& entries, 
 
 // -1, 0 and 1, more or less an eighth.
 constexpr Grid ones(decltype(Grid::open) open) {
-  return {open, {-0.875f, 0.125f, 1.125f, 0, 0, 0, 0, 0, -1.125f, -0.125f, 0.875f}, kOne.at, 2048};
+  return {open, 0.125f, {-0.875f, 0.125f, 1.125f, 0, 0, 0, 0, 0, -1.125f, -0.125f, 0.875f}, kOne.at, 2048};
 }
 
 // Levels of the formats times the power of two in their definition: 8, 25 and 43 eighths; 4, 12 ... 52 and 62 quarters.
 constexpr float kTwo[8] = {1, 3.125f, 5.375f}, kThree[8] = {1, 3, 5, 7, 9, 11, 13, 15.5f},
                 kOdd[8] = {1, 3, 5, 7, 9, 11, 13, 15};
 constexpr Grid kGridIq1S = ones(open_iq1_s), kGridIq1M = ones(open_iq1_m);
-constexpr Grid kGridIq2Xxs = both_signs(open_iq2_xxs, kTwoXxs, kTwo);
-constexpr Grid kGridIq2Xs = both_signs(open_iq2_xs, kTwoXs, kTwo);
-constexpr Grid kGridIq2S = both_signs(open_iq2_s, kTwoS, kTwo);
-constexpr Grid kGridIq3Xxs = both_signs(open_iq3_xxs, kThreeXxs, kThree);
-constexpr Grid kGridIq3S = both_signs(open_iq3_s, kThreeS, kOdd);
-constexpr Grid kGridTq1 = {open_tq1_0, {-1, 0, 1}, nullptr, 0};
+constexpr Grid kGridIq2Xxs = both_signs(open_iq2_xxs, 0.125f, kTwoXxs, kTwo);
+constexpr Grid kGridIq2Xs = both_signs(open_iq2_xs, 0.125f, kTwoXs, kTwo);
+constexpr Grid kGridIq2S = both_signs(open_iq2_s, 0.125f, kTwoS, kTwo);
+constexpr Grid kGridIq3Xxs = both_signs(open_iq3_xxs, 0.5f, kThreeXxs, kThree);
+constexpr Grid kGridIq3S = both_signs(open_iq3_s, 1, kThreeS, kOdd);
+constexpr Grid kGridTq1 = {open_tq1_0, 1, {-1, 0, 1}, nullptr, 0};
 
 }  // namespace
 

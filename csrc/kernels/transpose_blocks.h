@@ -1,9 +1,9 @@
 // Transposes stored weight blocks for backward: a tile of pairs along K becomes one of pairs along N.
 //
-// int8 and int4 blocks are transposed as codes (transpose_codes.h), other encoded blocks are dequantised first. A
-// product over transposed blocks starts with the first of them in scratch; each further one is transposed while the one
-// before it is multiplied, half a block at a time, because the matrix unit leaves the vector units idle and the cache
-// free to prefetch.
+// Encoded blocks are transposed as codes (transpose_codes.h) into tiles of bf16; into tiles of the exact precisions they
+// are dequantised first. A product over transposed blocks starts with the first of them in scratch; each further one is
+// transposed while the one before it is multiplied, half a block at a time, because the matrix unit leaves the vector
+// units idle and the cache free to prefetch.
 #pragma once
 
 #include "kernels/formats.h"
@@ -156,8 +156,9 @@ class BlockTransposer {
       for (int line = 0; line < Isa::tile_bytes && block_ + 1 < t.count; line += 64)
         __builtin_prefetch(in + t.in_stride + half_ * Isa::tile_bytes + line, 0, 3);
       transpose_half<Isa>(in, half_, out);
-    } else if (Isa::tile_bytes == kTileBytes && integer_codes(*t.encoding)) {
-      transpose_codes<kDecodeWidth<Isa>>(*t.encoding, in, t.k_tile, half_, out);
+    } else if (transposes_codes(*t.encoding, in, t.k_tile)) {
+      if constexpr (Isa::tile_bytes == kTileBytes)
+        transpose_codes<kDecodeWidth<Isa>>(*t.encoding, in, t.k_tile, half_, out);
     } else if (half_) {
       alignas(64) char tiles[2 * Isa::tile_bytes];
       decode_block<Isa>(*t.encoding, in, t.k_tile, 1, tiles);
@@ -172,8 +173,8 @@ class BlockTransposer {
   }
 
  private:
-  static bool integer_codes(const Encoding& e) {
-    return transposes_as_codes(e.format[0].codec) && transposes_as_codes(e.format[1].codec);
+  static bool transposes_codes(const Encoding& e, const char* block, int k_tile) {
+    return Isa::tile_bytes == kTileBytes && !has_nan_codes<kDecodeWidth<Isa>>(e, block, k_tile);
   }
 
   void skip_empty() {

@@ -1,115 +1,212 @@
-// Transposes int8 and int4 blocks before they are widened.
+// Transposes encoded blocks as bytes of codes, before they become numbers.
 //
-// Sixteen bytes of a strip hold eight k of two neighbouring outputs, or sixteen k in int4. They are shuffled into the
-// order of a row of a transposed tile (k by k, the two outputs side by side) and then widened, scaled and rounded as in
-// dequantising, so the bits are those of a tile that was dequantised first and then transposed. Shuffling bytes takes a
-// quarter of the shuffles of 32-bit values, and a row's two scales are the same for all of its k.
+// A strip of bytes holds eight k of two neighbouring outputs in sixteen bytes. A row of a transposed tile is two outputs
+// along k, so the selection of bytes that makes floats (code_bytes.h) takes them in that order and nothing else is
+// shuffled: transposing costs what dequantising costs, and the bits are those of a tile that was dequantised first and
+// then transposed. Formats of fewer bits are unpacked into such bytes first.
 #pragma once
 
-#include "kernels/int8_tiles.h"
+#include "kernels/formats.h"
 
 namespace kt {
 namespace {
 
-constexpr int kPairBytes = 16;                        // of two outputs
-constexpr int kPieces = 4;                            // of eight k in a k tile
-constexpr int kPieceBytes = kTileN / 2 * kPairBytes;  // a piece: all pairs of a strip
+constexpr int kPairBytes = 16;                        // eight k of two outputs
+constexpr int kPieceBytes = kTileN / 2 * kPairBytes;  // eight k of a strip
+constexpr int kPieces = kTileK / 8;
 
-// W signed bytes as floats.
+// Bytes of v shifted right by shift[b % 4], a negative one left; the caller masks what comes from the neighbours.
 template <int W>
-inline F32<W> signed_bytes(const char* at) {
-#ifdef __AVX512F__  // masked: without one, gcc's header reads an undefined vector and warns of it
-  if constexpr (W == 16)
-    return __builtin_convertvector((I32<W>)_mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128((const __m128i*)at)),
-                                   F32<W>);
+inline U8<W> shift_bytes(U8<W> v, int a, int b, int c, int d) {
+#ifdef __aarch64__
+  if constexpr (W == 4) {
+    const int8_t by[4] = {(int8_t)-a, (int8_t)-b, (int8_t)-c, (int8_t)-d};
+    int8x16_t shift;
+    for (int i = 0; i < 16; i++) shift[i] = by[i % 4];
+    return (U8<W>)vshlq_u8((uint8x16_t)v, shift);
+  }
 #endif
-#ifdef __AVX2__
-  if constexpr (W == 8)
-    return __builtin_convertvector((I32<W>)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at)), F32<W>);
-#endif
-  F32<W> v;
-  for (int i = 0; i < W; i++) v[i] = (int8_t)at[i];
-  return v;
+  U32<W> u = (U32<W>)v;
+  auto part = [&](int shift, uint32_t mask) {
+    return (shift < 0 ? u << (uint32_t)-shift : u >> (uint32_t)shift) & mask;
+  };
+  if (a == c && b == d) return (U8<W>)(part(a, 0x00ff00ffu) | part(b, 0xff00ff00u));
+  return (U8<W>)(part(a, 0xffu) | part(b, 0xff00u) | part(c, 0xff0000u) | part(d, 0xff000000u));
 }
 
-// Reorders each sixteen bytes from [2 outputs][even k, odd k][4] to [4][even k, odd k][2 outputs].
-template <int W>
-inline typename Halves<W>::bytes by_k(typename Halves<W>::bytes v) {
-  typename Halves<W>::bytes order;
-  for (int i = 0; i < 4 * W; i++) order[i] = (uint8_t)(i / 16 * 16 + i % 2 * 8 + i % 4 / 2 * 4 + i % 16 / 4);
-  return __builtin_shuffle(v, order);
-}
-
-// Unpacks a k tile of codes into pieces of signed bytes, [4 pieces][8 pairs][8 k][2 outputs].
-template <Codec>
-struct PairOrder;
-
-template <>
-struct PairOrder<Codec::int8> {
-  template <int W>
-  static void unpack(const char* codes, char* pieces) {
-    using Bytes = typename Halves<W>::bytes;
-#pragma GCC unroll 4
-    for (int at = 0; at < kPieces * kPieceBytes; at += 4 * W) store(pieces + at, by_k<W>(load<Bytes>(codes + at)));
-  }
-};
-
-template <>
-struct PairOrder<Codec::int4> {
-  template <int W>
-  static void unpack(const char* codes, char* pieces) {
-    using Bytes = typename Halves<W>::bytes;
-    I32<W> lower, upper;  // shuffles that take four bytes of one vector, then four of the other
-    for (int i = 0; i < W; i++) {
-      lower[i] = i / 4 * 4 + i % 4 / 2 + i % 2 * W;
-      upper[i] = lower[i] + 2;
-    }
-#pragma GCC unroll 2
-    for (int word = 0; word < 2; word++)
-      for (int at = 0; at < kPieceBytes; at += 4 * W) {
-        U32<W> both = (U32<W>)by_k<W>(load<Bytes>(codes + word * kPieceBytes + at));
-        U32<W> low = (U32<W>)((Bytes)(both & 0x0f0f0f0fu) - (uint8_t)8),
-               high = (U32<W>)((Bytes)(both >> 4 & 0x0f0f0f0fu) - (uint8_t)8);
-        store(pieces + 2 * word * kPieceBytes + at, __builtin_shuffle(low, high, lower));
-        store(pieces + (2 * word + 1) * kPieceBytes + at, __builtin_shuffle(low, high, upper));
-      }
-  }
-};
-
-// One k tile of a strip into rows `row0` ... of two transposed tiles, k 0-15 and 16-31. Never inlined, like
-// decode_strip_as.
+// Unpacks the codes of a k tile into bytes, [4 pieces][16 outputs][parity of k][4], as in a strip of bytes.
 template <int W, Codec C>
-__attribute__((noinline)) void transpose_strip(const Format& f, const Strip& s, const char* strip, int k_tile, int row0,
-                                               char* out) {
-  alignas(64) char pieces[kPieces * kPieceBytes];
-  PairOrder<C>::template unpack<W>(strip + s.codes + (int64_t)k_tile * s.tile_bytes, pieces);
-  const int span = k_tile / s.span_tiles;
-  RowScales scales;
-  Decoder<C>::template scales<W>(f, {strip + s.headers + (int64_t)span * s.span_bytes}, k_tile - span * s.span_tiles,
-                                 strip, scales);
-#pragma GCC unroll 8
-  for (int pair = 0; pair < kTileN / 2; pair++) {
-    using Doubles = typename Vec<W>::u64;
-    F32<W> scale = (F32<W>)(Doubles{} + load<uint64_t>((const char*)scales.s[0] + pair * 8));
-    for (int tile = 0; tile < 2; tile++)
-      for (int lane = 0; lane < kLanesOfTile; lane += 2 * W) {
-        auto number = [&](int at) {
-          const char* from = pieces + (2 * tile + at / kPairBytes) * kPieceBytes + pair * kPairBytes + at % kPairBytes;
-          return signed_bytes<W>(from) * scale;
-        };
-        TileRow<Bf16Pairs>::template put<W>(out + tile * kTileBytes, row0 + pair, lane, number(lane), number(lane + W));
+struct UnpackedCodes {
+  using Words = CodeWords<W, C>;
+  static constexpr int low = Words::low, high = Words::high;
+
+  static void unpack(const char* codes, char* bytes) {
+    for (int lane = 0; lane < kLanesOfTile; lane += W) {
+#pragma GCC unroll 4
+      for (int piece = 0; piece < kPieces; piece++) {
+        U8<W> v;
+        if constexpr (low == 4) {
+          U32<W> word = load<U32<W>>(codes + (piece / 2 * kLanesOfTile + lane) * 4);
+          v = repeat_bytes<W>(word, piece % 2 * 2, piece % 2 * 2 + 1);
+          v = shift_bytes<W>(v, 0, 4, 0, 4) & (uint8_t)15;
+        } else {
+          static_assert(low == 2);
+          v = repeat_bytes<W>(load<U32<W>>(codes + lane * 4), piece, piece);
+          v = shift_bytes<W>(v, 0, 2, 4, 6) & (uint8_t)3;
+        }
+        store(bytes + piece * kPieceBytes + lane * 4, v | second_plane(codes, lane, piece));
       }
+    }
+  }
+
+ private:
+  static U8<W> second_plane(const char* codes, int lane, int piece) {
+    const char* plane = codes + kTileN * kTileK * low / 8;
+    if constexpr (high == 1) {
+      U32<W> word = __builtin_convertvector(load<typename Vec<W>::u16>(plane + lane * 2), U32<W>);
+      U8<W> bit, bytes = repeat_bytes<W>(word, piece / 2, piece / 2);
+      for (int i = 0; i < 4 * W; i++) bit[i] = (uint8_t)(1 << (piece % 2 * 4 + i % 4));
+      return (U8<W>)((bytes & bit) == bit) & (uint8_t)(1 << low);
+    } else if constexpr (high == 2) {
+      U8<W> bytes = repeat_bytes<W>(load<U32<W>>(plane + lane * 4), piece, piece);
+      return shift_bytes<W>(bytes, -4, -2, 0, 2) & (uint8_t)0x30;
+    } else {
+      return U8<W>{};
+    }
+  }
+};
+
+// Selections of a vector's bytes: k from `k0` on of output 0 or 1 of a pair. Vectors of more than four lanes hold the
+// sixteen bytes of a pair several times.
+template <int output, int k0>
+struct AlongK {
+  static constexpr int byte = -1;
+  static constexpr int of(int lane) { return output * 8 + lane % 2 * 4 + (lane + k0) % 8 / 2; }
+};
+// The same with both outputs side by side.
+struct BothAlongK {
+  static constexpr int byte = -1;
+  static constexpr int of(int lane) { return lane % 2 * 8 + lane / 2 % 2 * 4 + lane / 4; }
+};
+
+// The bytes of a pair of outputs for one row of a tile, from piece `piece` on.
+template <int W>
+inline U8<W> load_pair(const char* bytes, int piece, int pair) {
+  typedef uint8_t Quarter __attribute__((vector_size(16)));
+  const char* at = bytes + piece * kPieceBytes + pair * kPairBytes;
+  Quarter first = load<Quarter>(at);
+  if constexpr (W == 4) {
+    return first;
+#ifdef __AVX2__
+  } else if constexpr (W == 8) {
+    return (U8<W>)_mm256_broadcastsi128_si256((__m128i)first);
+#endif
+  } else {
+    Quarter second = kEvenAndOdd<W> && W == 16 ? load<Quarter>(at + kPieceBytes) : first;
+    U8<W> all;
+    for (int q = 0; q < W / 4; q++) __builtin_memcpy((char*)&all + 16 * q, q < 2 ? &first : &second, 16);
+    return all;
   }
 }
 
-inline bool transposes_as_codes(Codec c) { return c == Codec::int8 || c == Codec::int4; }
+// Rows `row0` ... of two transposed tiles, k 0-15 and 16-31, from a k tile in bytes.
+template <int W, Codec C>
+inline void transpose_bytes(const RowScales& r, const char* bytes, int row0, char* __restrict out) {
+  using D = Decoder<C>;
+  using N = Numbers<W, C>;
+  using V = F32<W>;
+  for (int pair = 0; pair < kTileN / 2; pair++) {
+#pragma GCC unroll 2
+    for (int tile = 0; tile < 2; tile++) {
+      const int half = D::halves == 2 ? tile : 0;
+      V s[2], m[2] = {};
+      for (int i = 0; i < 2; i++) {
+        s[i] = splat<V>(r.s[half][2 * pair + i]);
+        if constexpr (D::offset) m[i] = splat<V>(r.m[half][2 * pair + i]);
+      }
+      char* row = out + tile * kTileBytes + (row0 + pair) * 64;
+      auto put = [&](int k, V a, V b) {
+        put_pair<W>(row + k * 4, scaled<D::offset>(a, s[0], m[0]), scaled<D::offset>(b, s[1], m[1]));
+      };
+      if constexpr (!kEvenAndOdd<W>) {
+        // Lanes alternate between the outputs, and so do their scales.
+        for (V* x : {s, m})
+          for (int i = 1; i < W; i += 2) x[0][i] = x[1][i];
+        s[1] = s[0], m[1] = m[0];
+        put(0, N::of(load_pair<W>(bytes, 2 * tile, pair)).template one<BothAlongK>(),
+            N::of(load_pair<W>(bytes, 2 * tile + 1, pair)).template one<BothAlongK>());
+      } else if constexpr (W == 4) {
+#pragma GCC unroll 2
+        for (int piece = 0; piece < 2; piece++) {
+          V x[4];
+          N::of(load_pair<W>(bytes, 2 * tile + piece, pair))
+              .template select<AlongK<0, 0>, AlongK<1, 0>, AlongK<0, 4>, AlongK<1, 4>>(x);
+          put(8 * piece, x[0], x[1]);
+          put(8 * piece + 4, x[2], x[3]);
+        }
+      } else {
+#pragma GCC unroll 2
+        for (int k = 0; k < kTileN; k += W) {
+          const N numbers = N::of(load_pair<W>(bytes, 2 * tile + k / 8, pair));
+          put(k, numbers.template one<AlongK<0, 0>>(), numbers.template one<AlongK<1, 0>>());
+        }
+      }
+    }
+  }
+}
 
-// One half of a block.
+// One k tile of a strip into rows `row0` ... of two transposed tiles. Never inlined, like decode_strip_as.
+template <int W, Codec C>
+__attribute__((noinline)) void transpose_strip_as(const Format& f, const Strip& s, const char* strip, int k_tile,
+                                                  int row0, char* out) {
+  const int span = k_tile / s.span_tiles, in_span = k_tile - span * s.span_tiles;
+  const Header header{strip + s.headers + (int64_t)span * s.span_bytes};
+  const char* codes = strip + s.codes + (int64_t)k_tile * s.tile_bytes;
+  RowScales scales;
+  if constexpr (kFormats[(int)C].in_grid()) {
+    OpenTile tile;
+    const Grid& grid = grid_of(f.codec);
+    grid.open(header.at, in_span, codes, tile);
+    scales_of<W>(tile, grid.unit, scales);
+    clear_payloads<W, C>(scales);
+    transpose_bytes<W, C>(scales, (const char*)tile.codes, row0, out);
+  } else {
+    Decoder<C>::template scales<W>(f, header, in_span, strip, scales);
+    clear_payloads<W, C>(scales);
+    if constexpr (CodeWords<W, C>::low == 8) {
+      transpose_bytes<W, C>(scales, codes, row0, out);
+    } else {
+      alignas(64) char bytes[kPieces * kPieceBytes];
+      UnpackedCodes<W, C>::unpack(codes, bytes);
+      transpose_bytes<W, C>(scales, bytes, row0, out);
+    }
+  }
+}
+
+// One half of a block, whose strips are encoded.
 template <int W>
 inline void transpose_codes(const Encoding& e, const char* block, int k_tile, int half, char* out) {
-  auto transpose =
-      e.format[half].codec == Codec::int8 ? &transpose_strip<W, Codec::int8> : &transpose_strip<W, Codec::int4>;
-  transpose(e.format[half], e.strip[half], block + (half ? e.strip[0].bytes : 0), k_tile, half * kTileN / 2, out);
+  const Format& f = e.format[half];
+  const char* strip = block + (half ? e.strip[0].bytes : 0);
+  const int row0 = half * kTileN / 2;
+  switch (f.codec) {
+#define KT_FORMAT(name, ...) \
+  case Codec::name:          \
+    return transpose_strip_as<W, decoded_as(Codec::name)>(f, e.strip[half], strip, k_tile, row0, out);
+#include "kernels/format_table.h"
+  }
+}
+
+// Whether a k tile of a strip has NaN codes, which are only decoded row by row.
+template <int W>
+inline bool has_nan_codes(const Encoding& e, const char* block, int k_tile) {
+  for (int half = 0; half < 2; half++) {
+    const Strip& s = e.strip[half];
+    if (e.format[half].row().element == ElementKind::e4m3 &&
+        has_nan<W>(block + (half ? e.strip[0].bytes : 0) + s.codes + (int64_t)k_tile * s.tile_bytes))
+      return true;
+  }
+  return false;
 }
 
 }  // namespace
