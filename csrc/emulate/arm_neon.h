@@ -16,4 +16,8 @@ inline int32x4_t vdotq_s32(int32x4_t sum, int8x16_t a, int8x16_t b) {
   return sum;
 }
 
+inline int32x4_t vpaddq_s32(int32x4_t a, int32x4_t b) {
+  return int32x4_t{a[0] + a[1], a[2] + a[3], b[0] + b[1], b[2] + b[3]};
+}
+
 }  // namespace

@@ -10,6 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+typedef long long __m256i __attribute__((vector_size(32), may_alias));
 typedef float __m512 __attribute__((vector_size(64)));
 typedef uint16_t __m512bh __attribute__((vector_size(64)));
 typedef long long __m512i __attribute__((vector_size(64)));
@@ -63,6 +64,31 @@ __attribute__((noinline)) inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512
   }
   return sum;
 }
+
+// Products of unsigned and signed bytes, neighbours added and saturated to 16 bits; neighbours of 16 bits added.
+template <int bytes>
+struct EmulatedVectors {
+  typedef int16_t Halves __attribute__((vector_size(bytes)));
+  typedef int32_t Words __attribute__((vector_size(bytes)));
+};
+template <class V>
+__attribute__((noinline)) V emulated_maddubs(V a, V b) {
+  typedef typename EmulatedVectors<sizeof(V)>::Halves Halves;
+  const Halves x = (Halves)a, y = (Halves)b;
+  const Halves even = (x & 255) * (y << 8 >> 8), odd = ((x >> 8) & 255) * (y >> 8), sum = even + odd;
+  const Halves overflows = ((even ^ sum) & (odd ^ sum)) >> 15, limit = (even >> 15) ^ 32767;
+  return (V)((overflows & limit) | (~overflows & sum));
+}
+template <class V>
+__attribute__((noinline)) V emulated_madd(V a, V b) {
+  typedef typename EmulatedVectors<sizeof(V)>::Words Words;
+  const Words x = (Words)a, y = (Words)b;
+  return (V)((x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16));
+}
+inline __m512i _mm512_maddubs_epi16(__m512i a, __m512i b) { return emulated_maddubs(a, b); }
+inline __m256i _mm256_maddubs_epi16(__m256i a, __m256i b) { return emulated_maddubs(a, b); }
+inline __m512i _mm512_madd_epi16(__m512i a, __m512i b) { return emulated_madd(a, b); }
+inline __m256i _mm256_madd_epi16(__m256i a, __m256i b) { return emulated_madd(a, b); }
 
 // Using tiles before configuring them faults on real hardware; here it traps.
 inline EmulatedTile& emulated_tile(int i) {

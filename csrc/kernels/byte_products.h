@@ -35,7 +35,7 @@ struct WordSums {
   I32<W> sum;
 
   static Factor factor(const char* x) { return (I32<W>)broadcast_pairs<W>(x); }
-  static BytePairs<W> widen(const Bytes<W>& codes) {
+  static BytePairs<W> widen(const U8<W>& codes) {
     if constexpr (code_bits == 8) return kt::widen<W>((U32<W>)codes);
     return {(I32<W>)((U32<W>)codes & 0x00ff00ffu), (I32<W>)(((U32<W>)codes >> 8) & 0x00ff00ffu)};
   }
@@ -61,9 +61,10 @@ struct WordProduct {
   template <int bits>
   using Sums = WordSums<W, bits>;
 
-  static Bytes<W> look_up(const Bytes<W>& table, const Bytes<W>& codes) {
-    Bytes<W> found;
-    for (int i = 0; i < 4 * W; i++) found[i] = table[codes[i]];
+  static U8<W> look_up(const U8<W>& table, const U8<W>& codes) {
+    if constexpr (kShufflesBytes<W>) return shuffle_bytes<W>(table, codes);
+    U8<W> found;
+    shuffle_bytes_wide<W>(table, codes, found);
     return found;
   }
 };

@@ -14,16 +14,16 @@ constexpr int32_t kFloatBits = 0x4b400000;
 
 struct SdotSums {
   static constexpr bool pairs = false;
-  using Factor = Bytes<4>;
+  using Factor = U8<4>;
   I32<4> high, low;  // of the two bytes of x
 
-  static Factor factor(const char* x) { return load<Bytes<4>>(x); }
-  static Bytes<4> widen(const Bytes<4>& codes) { return codes; }
+  static Factor factor(const char* x) { return load<U8<4>>(x); }
+  static U8<4> widen(const U8<4>& codes) { return codes; }
   void begin(const char* start_high, const char* start_low) {
     high = loaded(start_high);
     low = loaded(start_low);
   }
-  void add(const Bytes<4>& codes, const Factor& x_high, const Factor& x_low) {
+  void add(const U8<4>& codes, const Factor& x_high, const Factor& x_low) {
     high = (I32<4>)vdotq_s32((int32x4_t)high, (int8x16_t)codes, (int8x16_t)x_high);
     low = (I32<4>)vdotq_s32((int32x4_t)low, (int8x16_t)codes, (int8x16_t)x_low);
   }
@@ -53,9 +53,7 @@ struct SdotProduct {
   template <int bits>
   using Sums = SdotSums;
 
-  static Bytes<4> look_up(const Bytes<4>& table, const Bytes<4>& codes) {
-    return (Bytes<4>)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)codes);
-  }
+  static U8<4> look_up(const U8<4>& table, const U8<4>& codes) { return shuffle_bytes<4>(table, codes); }
 };
 
 }  // namespace

@@ -2,10 +2,10 @@
 //
 // A vector of code bytes has four codes in each of its W lanes. `CodeWords` splits the words of a strip's planes into
 // such vectors: byte b of a lane is the code of row `row_of(word, part, b)` of the k tile, so a shift and a mask serve
-// four codes of every lane at once. `Numbers` turns selected bytes, one for a lane, into floats: an integer is put below
-// the exponent of 2^23, which one subtraction removes together with the zero point (a conversion of integers has half
-// the rate of a subtraction on Neoverse-N1, and widening a byte needs two instructions more on AVX2); a level of a table
-// of 16 is looked up as the two upper bytes of its float. All of these are exact.
+// four codes of every lane at once. `Numbers` turns selected bytes, one for a lane, into floats: an integer is put
+// below the exponent of 2^23, which one subtraction removes together with the zero point (a conversion of integers has
+// half the rate of a subtraction on Neoverse-N1, and widening a byte needs two instructions more on AVX2); a level of a
+// table of 16 is looked up as the two upper bytes of its float. All of these are exact.
 #pragma once
 
 #include "kernels/codecs.h"
@@ -274,7 +274,7 @@ struct CodeWords {
     U8<W> bit;
     for (int i = 0; i < 4 * W; i++) bit[i] = (uint8_t)(1 << row_of(word, part, i % 4) % 8);
     U8<W> bytes = repeat_bytes<W>(v, row_of(word, part, 0) / 8, row_of(word, part, 2) / 8);
-    return (U8<W>)((bytes & bit) == bit) & (uint8_t)(1 << low);
+    return (U8<W>)((bytes & bit) != 0) & (uint8_t)(1 << low);
   }
 
   // Bits 2 j and 2 j + 1 of a lane are those of row j = 8 word + part + 2 b, moved to bit 4 of byte b.

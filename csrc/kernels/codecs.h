@@ -236,56 +236,101 @@ struct ScaleReader<ScaleKind::scale_and_min, type> {
 // A byte of each of the 16 rows.
 typedef uint8_t RowBytes __attribute__((vector_size(kTileN)));
 
-// out[n] = d[n] * bytes[n], of f16 d; `Byte` is uint8_t or int8_t.
+// The f16 fields of a header, which all k tiles of its span share: factors of the scales and of the minima.
+struct SpanScales {
+  alignas(64) float d[kTileN], least[kTileN];
+};
+
+// out[n] = d[n] * bytes[n]; `Byte` is uint8_t or int8_t.
 template <int W, class Byte = uint8_t>
-inline void scaled_bytes(const char* d, const RowBytes& bytes, float* out) {
-  typedef Byte Bytes __attribute__((vector_size(W)));
-  typedef std::conditional_t<(Byte)-1 < 0, int16_t, uint16_t> Wide __attribute__((vector_size(2 * W)));
+inline void scaled_bytes(const float* d, RowBytes bytes, float* out) {
+  constexpr bool is_signed = (Byte)-1 < 0;
+#ifdef __aarch64__
+  // Below the exponent of 2^23: a conversion takes as long as four other instructions.
+  if constexpr (W == 4) {
+    if (is_signed) bytes ^= 128;
+    for (int n = 0; n < kTileN; n += W) {
+      RowBytes at;
+      for (int i = 0; i < kTileN; i++) at[i] = i % 4 ? (uint8_t)255 : (uint8_t)(n + i / 4);
+      const U32<4> bits = (U32<4>)vqtbl1q_u8((uint8x16_t)bytes, (uint8x16_t)at) | 0x4b000000u;
+      store(out + n, ((F32<4>)bits - splat<F32<4>>(8388608.0f + (is_signed ? 128.0f : 0.0f))) * load<F32<4>>(d + n));
+    }
+    return;
+  }
+#endif
+  typedef Byte Narrow __attribute__((vector_size(W)));
+  typedef std::conditional_t<is_signed, int16_t, uint16_t> Wide __attribute__((vector_size(2 * W)));
   alignas(16) char stored[kTileN];
   store(stored, bytes);
   for (int n = 0; n < kTileN; n += W) {
-    auto wider = __builtin_convertvector(__builtin_convertvector(load<Bytes>(stored + n), Wide), I32<W>);
-    store(out + n, from_f16<W>(d + 2 * n) * __builtin_convertvector(wider, F32<W>));
+    auto wider = __builtin_convertvector(__builtin_convertvector(load<Narrow>(stored + n), Wide), I32<W>);
+    store(out + n, load<F32<W>>(d + n) * __builtin_convertvector(wider, F32<W>));
   }
 }
 
+// Kinds whose spans have fields of their own: `begin` reads these, `tile_scales` the scales of one k tile.
+template <class Reader>
+struct SpanReader {
+  template <int W>
+  static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
+    SpanScales span;
+    Reader::template begin<W>(h, span);
+    Reader::template tile_scales<W>(h, tile, span, r);
+  }
+};
+
 template <FieldType type>
-struct ScaleReader<ScaleKind::q2_k, type> {
+struct ScaleReader<ScaleKind::q2_k, type> : SpanReader<ScaleReader<ScaleKind::q2_k, type>> {
   static constexpr int halves = 2;
   static constexpr bool offset = true;
   template <int W>
-  static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
+  static void begin(Header h, SpanScales& span) {
+    halves_to_floats<W>(h.at + 16 * kTileN, span.d);
+    halves_to_floats<W>(h.at + 18 * kTileN, span.least);
+    negate<W>(span.least);
+  }
+  template <int W>
+  static void tile_scales(Header h, int tile, const SpanScales& span, RowScales& r) {
     for (int half = 0; half < 2; half++) {
       const auto both = load<RowBytes>(h.bytes(2 * tile + half));
-      scaled_bytes<W>(h.at + 16 * kTileN, both & 15, r.s[half]);
-      scaled_bytes<W>(h.at + 18 * kTileN, both >> 4, r.m[half]);
-      negate<W>(r.m[half]);
+      scaled_bytes<W>(span.d, both & 15, r.s[half]);
+      scaled_bytes<W>(span.least, both >> 4, r.m[half]);
     }
   }
 };
 
 template <FieldType type>
-struct ScaleReader<ScaleKind::q3_k, type> {
+struct ScaleReader<ScaleKind::q3_k, type> : SpanReader<ScaleReader<ScaleKind::q3_k, type>> {
   static constexpr int halves = 2;
   static constexpr bool offset = false;
   template <int W>
-  static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
+  static void begin(Header h, SpanScales& span) {
+    halves_to_floats<W>(h.at + 12 * kTileN, span.d);
+  }
+  template <int W>
+  static void tile_scales(Header h, int tile, const SpanScales& span, RowScales& r) {
     for (int half = 0; half < 2; half++) {
       const int i = 2 * tile + half;
       const RowBytes low = load<RowBytes>(h.bytes(i % 8)) >> (i / 8 * 4);
       const RowBytes high = load<RowBytes>(h.bytes(8 + i % 4)) >> (i / 4 * 2);
-      scaled_bytes<W, int8_t>(h.at + 12 * kTileN, ((low & 15) | (high & 3) << 4) - 32, r.s[half]);
+      scaled_bytes<W, int8_t>(span.d, ((low & 15) | (high & 3) << 4) - 32, r.s[half]);
     }
   }
 };
 
 template <FieldType type>
-struct ScaleReader<ScaleKind::q4_k, type> {
+struct ScaleReader<ScaleKind::q4_k, type> : SpanReader<ScaleReader<ScaleKind::q4_k, type>> {
   static constexpr int halves = 1;
   static constexpr bool offset = true;
   template <int W>
-  static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
-    // Eight scales and eight minima of six bits in twelve bytes, the last four of each in pieces.
+  static void begin(Header h, SpanScales& span) {
+    halves_to_floats<W>(h.at, span.d);
+    halves_to_floats<W>(h.at + 2 * kTileN, span.least);
+    negate<W>(span.least);
+  }
+  // Eight scales and eight minima of six bits in twelve bytes, the last four of each in pieces.
+  template <int W>
+  static void tile_scales(Header h, int tile, const SpanScales& span, RowScales& r) {
     RowBytes scale = load<RowBytes>(h.bytes(4 + tile)), minimum = load<RowBytes>(h.bytes(8 + tile));
     if (tile < 4) {
       scale &= 63;
@@ -295,33 +340,40 @@ struct ScaleReader<ScaleKind::q4_k, type> {
       minimum = (low >> 4) | (scale >> 6) << 4;
       scale = (low & 15) | (load<RowBytes>(h.bytes(tile)) >> 6) << 4;
     }
-    scaled_bytes<W>(h.at, scale, r.s[0]);
-    scaled_bytes<W>(h.at + 2 * kTileN, minimum, r.m[0]);
-    negate<W>(r.m[0]);
+    scaled_bytes<W>(span.d, scale, r.s[0]);
+    scaled_bytes<W>(span.least, minimum, r.m[0]);
   }
 };
 
 template <FieldType type>
-struct ScaleReader<ScaleKind::q6_k, type> {
+struct ScaleReader<ScaleKind::q6_k, type> : SpanReader<ScaleReader<ScaleKind::q6_k, type>> {
   static constexpr int halves = 2;
   static constexpr bool offset = false;
   template <int W>
-  static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
+  static void begin(Header h, SpanScales& span) {
+    halves_to_floats<W>(h.at + 16 * kTileN, span.d);
+  }
+  template <int W>
+  static void tile_scales(Header h, int tile, const SpanScales& span, RowScales& r) {
     for (int half = 0; half < 2; half++)
-      scaled_bytes<W, int8_t>(h.at + 16 * kTileN, load<RowBytes>(h.bytes(2 * tile + half)), r.s[half]);
+      scaled_bytes<W, int8_t>(span.d, load<RowBytes>(h.bytes(2 * tile + half)), r.s[half]);
   }
 };
 
 template <FieldType type>
-struct ScaleReader<ScaleKind::iq4_xs, type> {
+struct ScaleReader<ScaleKind::iq4_xs, type> : SpanReader<ScaleReader<ScaleKind::iq4_xs, type>> {
   static constexpr int halves = 1;
   static constexpr bool offset = false;
   template <int W>
-  static void scales(const Format&, Header h, int tile, const char*, RowScales& r) {
+  static void begin(Header h, SpanScales& span) {
+    halves_to_floats<W>(h.at, span.d);
+  }
+  template <int W>
+  static void tile_scales(Header h, int tile, const SpanScales& span, RowScales& r) {
     typedef uint16_t RowPairs __attribute__((vector_size(2 * kTileN)));
     const RowBytes low = load<RowBytes>(h.bytes(4 + tile / 2)) >> (tile % 2 * 4);
     const RowPairs high = load<RowPairs>(h.at + 2 * kTileN) >> (2 * tile);
-    scaled_bytes<W, int8_t>(h.at, ((low & 15) | (__builtin_convertvector(high, RowBytes) & 3) << 4) - 32, r.s[0]);
+    scaled_bytes<W, int8_t>(span.d, ((low & 15) | (__builtin_convertvector(high, RowBytes) & 3) << 4) - 32, r.s[0]);
   }
 };
 

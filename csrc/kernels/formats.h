@@ -96,8 +96,7 @@ template <int W>
 inline void scales_of(const OpenTile& t, float unit, RowScales& r) {
   for (int n = 0; n < kTileN; n += W)
     for (int half = 0; half < 2; half++)
-      store(r.s[half] + n,
-            half_scales<W>(t.d + n) * (to_floats<W>(bytes_of<W>(t.odd[half], n)) * splat<F32<W>>(unit)));
+      store(r.s[half] + n, from_f16<W>(t.d + n) * (to_floats<W>(bytes_of<W>(t.odd[half], n)) * splat<F32<W>>(unit)));
 }
 
 // Row by row: lanes are (output, parity of k), in the order in which a row of a bf16 tile lies.
@@ -195,8 +194,10 @@ inline void decode_pairs(const RowScales& r, const char* codes, char* __restrict
         for (int part = 0; part < Words::parts; part++) {
           F32<W> first[4], second[4];
           using N = Numbers<W, C>;
-          N::of(Words::split(plane.first, high.first, word, part)).template select<SameByte<0>, SameByte<1>, SameByte<2>, SameByte<3>>(first);
-          N::of(Words::split(plane.second, high.second, word, part)).template select<SameByte<0>, SameByte<1>, SameByte<2>, SameByte<3>>(second);
+          N::of(Words::split(plane.first, high.first, word, part))
+              .template select<SameByte<0>, SameByte<1>, SameByte<2>, SameByte<3>>(first);
+          N::of(Words::split(plane.second, high.second, word, part))
+              .template select<SameByte<0>, SameByte<1>, SameByte<2>, SameByte<3>>(second);
 #pragma GCC unroll 4
           for (int b = 0; b < 4; b++) put(Words::row_of(word, part, b), first[b], second[b]);
         }

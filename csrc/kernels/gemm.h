@@ -264,6 +264,13 @@ void run_up_with(const Up& u) {
   }
 }
 
+// Most rows that a packed GEMV takes of blocks with this encoding; 0: none.
+template <class Gemv>
+int32_t packed_gemv_rows(const Encoding& e) {
+  const int32_t a = Gemv::rows_of(e.format[0]), b = Gemv::rows_of(e.format[1]);
+  return a < b ? a : b;
+}
+
 // `Int8Isa`: the int8 form of the ISA, or void.
 template <class Isa, class Int8Isa>
 void run_up(const Up& u) {
@@ -275,7 +282,8 @@ void run_up(const Up& u) {
     if (u.row_scale) return run_up_with<Isa, Int8Isa>(u);
   }
   if constexpr (kHasPackedGemvF32<Isa>)
-    if (u.packed_gemv.step) return run_up_with<Isa, PackedGemvF32<Isa>>(u);
+    if (u.packed_gemv.step && packed_gemv_rows<PackedGemvF32<Isa>>(*u.encoded.encoding))
+      return run_up_with<Isa, PackedGemvF32<Isa>>(u);
   if constexpr (kHasPackedGemvInt16<Isa>)
     if (u.packed_gemv.step) return run_up_with<Isa, PackedGemvInt16<Isa>>(u);
   run_up_with<Isa, Isa>(u);
@@ -375,40 +383,28 @@ void run_down(const Down& d) {
     if (d.row_scale) return run_down_with<Isa, Int8Isa>(d);
   }
   if constexpr (kHasPackedGemvF32<Isa>)
-    if (d.packed_gemv.step) return run_down_with<Isa, PackedGemvF32<Isa>>(d);
+    if (d.packed_gemv.step && packed_gemv_rows<PackedGemvF32<Isa>>(*d.encoded.encoding))
+      return run_down_with<Isa, PackedGemvF32<Isa>>(d);
   if constexpr (kHasPackedGemvInt16<Isa>)
     if (d.packed_gemv.step) return run_down_with<Isa, PackedGemvInt16<Isa>>(d);
   run_down_with<Isa, Isa>(d);
 }
 
-// The packed GEMV of an ISA, or void: with f32 activations where panels are bf16, else with int16.
-template <class Isa, bool f32 = kHasPackedGemvF32<Isa>, bool int16 = kHasPackedGemvInt16<Isa>>
-struct PackedGemvOf {
-  using type = void;
-};
-template <class Isa, bool int16>
-struct PackedGemvOf<Isa, true, int16> {
-  using type = PackedGemvF32<Isa>;
-};
-template <class Isa>
-struct PackedGemvOf<Isa, false, true> {
-  using type = PackedGemvInt16<Isa>;
-};
-
 template <class Isa>
 constexpr auto packed_gemv_rows_of() -> int32_t (*)(const Encoding&) {
-  using Gemv = typename PackedGemvOf<Isa>::type;
-  if constexpr (requires { Gemv::max_rows; })
+  if constexpr (kHasPackedGemvF32<Isa> || kHasPackedGemvInt16<Isa>)
     return [](const Encoding& e) {
-      int32_t a = Gemv::rows_of(e.format[0]), b = Gemv::rows_of(e.format[1]);
-      return a < b ? a : b;
+      int32_t rows = 0;
+      if constexpr (kHasPackedGemvF32<Isa>) rows = packed_gemv_rows<PackedGemvF32<Isa>>(e);
+      if constexpr (kHasPackedGemvInt16<Isa>) rows = rows ? rows : packed_gemv_rows<PackedGemvInt16<Isa>>(e);
+      return rows;
     };
   return nullptr;
 }
 
 template <class Isa>
 constexpr int32_t packed_gemv_row_bytes_of() {
-  if constexpr (requires { PackedGemvOf<Isa>::type::row_bytes; }) return PackedGemvOf<Isa>::type::row_bytes;
+  if constexpr (kHasPackedGemvInt16<Isa>) return PackedGemvInt16<Isa>::row_bytes;
   return 0;
 }
 

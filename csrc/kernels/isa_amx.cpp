@@ -5,6 +5,7 @@
 // panel is divided into tiles of equal height: 17 tokens are two tiles of 9 rows, not 16 and 1 padded to 32.
 #include <immintrin.h>
 
+#include "kernels/byte_products_x86.h"
 #include "kernels/dp4a_vnni.h"
 #include "kernels/gemv_amx.h"
 #include "kernels/lora_wgrad.h"
@@ -337,6 +338,7 @@ struct Tiles {
 };
 
 struct Amx : Tiles<Bf16Products> {
+  using CodeProduct = VnniProduct;
   using Vector = F32<16>;
   static constexpr DType panel = DType::bf16;
   static void lora_wgrad(const LoraWgrad& o) { wgrad_tiles(o); }

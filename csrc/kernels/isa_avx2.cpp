@@ -1,4 +1,5 @@
 // AVX2 with FMA: 6 rows by 16 outputs, 12 accumulators of the 16 registers.
+#include "kernels/byte_products_x86.h"
 #include "kernels/rate.h"
 #include "kernels/rows.h"
 
@@ -8,7 +9,10 @@ template <class Arith>
 struct Avx2 : RowIsa<Arith, 2, 6> {
   static double registers(double seconds) { return register_rate<typename Arith::Vector, 12>(seconds); }
 };
-constexpr KernelTable kBf16 = table_of<Avx2<WidenToF32<8>>, RowIsa<WidenInt8<8>, 2, 6>>("avx2");
+struct Avx2Bf16Weights : Avx2<WidenToF32<8>> {
+  using CodeProduct = MaddProduct<8>;
+};
+constexpr KernelTable kBf16 = table_of<Avx2Bf16Weights, RowIsa<WidenInt8<8>, 2, 6>>("avx2");
 constexpr KernelTable kF32 = table_of<Avx2<Exact<F32<8>>>>("avx2");
 }  // namespace
 

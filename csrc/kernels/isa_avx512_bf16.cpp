@@ -1,6 +1,7 @@
 // AVX-512 with VDPBF16PS: activations stay bf16, and one instruction multiplies a pair of k for 16 outputs.
 #include <immintrin.h>
 
+#include "kernels/byte_products_x86.h"
 #include "kernels/dp4a_vnni.h"
 #include "kernels/rate.h"
 #include "kernels/rows.h"
@@ -20,6 +21,7 @@ struct Bf16PairProduct {
 };
 
 struct Avx512Bf16 : RowIsa<Bf16PairProduct, 2, 12> {
+  using CodeProduct = VnniProduct;
   static double registers(double seconds) {
     constexpr int chains = 24;
     F32<16> acc[chains] = {};

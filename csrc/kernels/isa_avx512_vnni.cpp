@@ -1,5 +1,6 @@
 // AVX-512 with VNNI and without bf16 products (Cascade Lake to Ice Lake): f32 products as in isa_avx512.cpp, int8 by
 // VPDPBUSD.
+#include "kernels/byte_products_x86.h"
 #include "kernels/dp4a_vnni.h"
 #include "kernels/rate.h"
 #include "kernels/rows.h"
@@ -7,6 +8,7 @@
 namespace kt {
 namespace {
 struct Avx512 : RowIsa<WidenToF32<16>, 2, 12> {
+  using CodeProduct = VnniProduct;
   static double registers(double seconds) { return register_rate<F32<16>, 24>(seconds); }
 };
 constexpr KernelTable kBf16 = table_of<Avx512, RowIsa<Int8Product<VnniDp4a>, 2, 12>>("avx512_vnni");

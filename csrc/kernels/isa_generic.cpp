@@ -14,7 +14,10 @@ using Int8Isa = RowIsa<WidenInt8<4>, 2, 4>;
 #else
 using Int8Isa = RowIsa<WidenInt8PerLane<4>, 2, 4>;
 #endif
-constexpr KernelTable kBf16 = table_of<Generic<WidenToF32<4>>, Int8Isa>("generic");
+struct GenericBf16Weights : Generic<WidenToF32<4>> {
+  using CodeProduct = WordProduct<4>;
+};
+constexpr KernelTable kBf16 = table_of<GenericBf16Weights, Int8Isa>("generic");
 constexpr KernelTable kF32 = table_of<Generic<Exact<F32<4>>>>("generic");
 constexpr KernelTable kF64 = table_of<Generic<Exact<F64<2>>>>("generic");
 }  // namespace

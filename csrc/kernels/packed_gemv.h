@@ -212,6 +212,16 @@ __attribute__((noinline)) void multiply_codes(const EncodedBlocks& encoded,
   }
 }
 
+template <class Multiplier>
+inline void multiply_packed(const EncodedBlocks& encoded, const ProductOf<typename Multiplier::Real>& p,
+                            const PackedGemvPanel& panel, int64_t next, float* channel) {
+  if constexpr (requires { Multiplier::multiply_block(encoded, p, panel, next); }) {
+    Multiplier::multiply_block(encoded, p, panel, next);
+  } else {
+    multiply_codes<Multiplier>(encoded, p, panel, next, channel);
+  }
+}
+
 // Multiplies every block of a unit with its rows, as for_each_product does for panels. `Isa` multiplies the LoRA terms.
 template <class Isa, class Multiplier, class Unit, class PlaceSums, class Epilogue>
 inline void for_each_packed_gemv(const Unit& u, const PlaceSums& place_sums, const Epilogue& epilogue) {
@@ -238,12 +248,8 @@ inline void for_each_packed_gemv(const Unit& u, const PlaceSums& place_sums, con
                                              u.block0};
       p.contraction.b = b;
       place_sums(p);
-      if constexpr (requires { Multiplier::multiply_block(u.encoded, p, panel, next); }) {
-        Multiplier::multiply_block(u.encoded, p, panel, row ? 0 : next);
-      } else {
-        multiply_codes<Multiplier>(u.encoded, p, panel, next,
-                                   Multiplier::int8_rows ? u.encoded.channel + at * kBlockN : nullptr);
-      }
+      multiply_packed<Multiplier>(u.encoded, p, panel, row ? 0 : next,
+                                  Multiplier::int8_rows ? u.encoded.channel + at * kBlockN : nullptr);
       epilogue(p, 0, live);
     }
   }

@@ -20,7 +20,7 @@ constexpr int kInt16GroupRows = 4;  // rows that are multiplied at a time
 // of even and of odd k, `copies` times; for each half of the k tile (the first alone where it has one scale) the
 // initial sums of both operands in the same form, and the sum of x.
 template <int copies>
-struct Int16Tile {
+struct alignas(16) Int16Tile {
   char operand[kQuads][2][copies * kPartBytes];
   char start[2][2][copies * kPartBytes];
   float sum[2], scale;
@@ -36,12 +36,16 @@ struct QuadLayout {
 };
 
 // 32 values as int16, in order of k, and the power of two that they are to be multiplied with.
-template <int W>
+template <int W, DType panel>
 inline float to_int16(const char* row, int16_t (&out)[kTileK]) {
   F32<W> v[kTileK / W];
   I32<W> largest = {};
   for (int i = 0; i < kTileK / W; i++) {
-    v[i] = load<F32<W>>(row + i * W * 4);
+    if constexpr (panel == DType::bf16) {
+      v[i] = from_bf16<W>(row + i * W * 2);
+    } else {
+      v[i] = load<F32<W>>(row + i * W * 4);
+    }
     const I32<W> magnitude = (I32<W>)v[i] & 0x7fffffff;
     largest = magnitude > largest ? magnitude : largest;
   }
@@ -139,26 +143,26 @@ template <int W, Codec C>
 __attribute__((noinline)) void read_scales_as(const Format& f, const Strip& s, const char* strip, int k0, int count,
                                               SegmentScales& out) {
   using D = Decoder<C>;
-  constexpr ScaleKind kind = kFormats[(int)C].scales;
-  constexpr bool one_for_span =
-      kind == ScaleKind::floats || kind == ScaleKind::e8m0 || kind == ScaleKind::scale_and_min;
+  constexpr int step = D::halves * kTileN;
+  constexpr size_t bytes = step * sizeof(float);
   const int span = k0 / s.span_tiles;
   Header header{strip + s.headers + (int64_t)span * s.span_bytes};
+  SpanScales shared = {};
+  RowScales scales = {};
   for (int k = 0, in_span = k0 - span * s.span_tiles; k < count; k++, in_span++) {
     if (in_span == s.span_tiles) {
       in_span = 0;
       header.at += s.span_bytes;
     }
-    if (one_for_span && k > 0 && in_span > 0) {
-      __builtin_memcpy(out.s + k * kTileN, out.s + (k - 1) * kTileN, kTileN * sizeof(float));
-      if constexpr (D::offset) __builtin_memcpy(out.m + k * kTileN, out.m + (k - 1) * kTileN, kTileN * sizeof(float));
-      continue;
+    const bool begins = k == 0 || in_span == 0;
+    if constexpr (requires { D::template begin<W>(header, shared); }) {
+      if (begins) D::template begin<W>(header, shared);
+      D::template tile_scales<W>(header, in_span, shared, scales);
+    } else if (begins) {
+      D::template scales<W>(f, header, in_span, strip, scales);
     }
-    RowScales scales;
-    D::template scales<W>(f, header, in_span, strip, scales);
-    __builtin_memcpy(out.s + k * D::halves * kTileN, scales.s, D::halves * kTileN * sizeof(float));
-    if constexpr (D::offset)
-      __builtin_memcpy(out.m + k * D::halves * kTileN, scales.m, D::halves * kTileN * sizeof(float));
+    __builtin_memcpy(out.s + k * step, scales.s, bytes);
+    if constexpr (D::offset) __builtin_memcpy(out.m + k * step, scales.m, bytes);
   }
 }
 
@@ -187,20 +191,22 @@ inline void read_scales(const Format& f, const Strip& s, const char* strip, int 
 template <class Product, class Quads, int scales_of_tile, int bits, bool looks_up = false>
 struct Int16Codes {
   static constexpr int W = Product::width, halves = scales_of_tile;
+  // Few enough constants that all lanes of a strip fit the registers.
+  static constexpr bool plain = !looks_up && scales_of_tile == 1 && (bits == 2 || bits == 4 || bits == 8);
   static constexpr bool may_have_offset = !looks_up && (bits == 2 || bits == 4 || bits == 5);
   using Sum = typename Product::template Sums<bits>;
-  Bytes<W> table = {};
+  U8<W> table = {};
 
   template <int quad>
-  Bytes<W> at(const char* tile, int lane) const {
+  U8<W> at(const char* tile, int lane) const {
     if constexpr (looks_up) return Product::look_up(table, Quads::template at<quad>(tile, lane));
     return Quads::template at<quad>(tile, lane);
   }
 };
 
 // Vectors of lanes that one sweep over a strip accumulates: few, since x is loaded for free beside the products.
-template <class Product, int rows>
-constexpr int kInt16Vectors = Product::joins                          ? (rows == 1 ? 8 : 2)
+template <class Product, int rows, bool plain>
+constexpr int kInt16Vectors = Product::joins                          ? (rows == 1 && plain ? 8 : 2)
                               : rows * 2 * 2 <= Product::accumulators ? 2
                                                                       : 1;
 
@@ -245,7 +251,7 @@ template <class Product, class Codes, bool offset, int rows>
 __attribute__((noinline)) void multiply_segment(const Codes& given, const char* codes, int tile_bytes, int count,
                                                 const SegmentScales& scales, const Int16Tile<Product::copies>* x,
                                                 int64_t next, float* numbers) {
-  constexpr int W = Codes::W, NV = kInt16Vectors<Product, rows>, NO = Product::joins ? NV / 2 : NV,
+  constexpr int W = Codes::W, NV = kInt16Vectors<Product, rows, Codes::plain>, NO = Product::joins ? NV / 2 : NV,
                 halves = Codes::halves;
   const Codes kind = given;
   for (int lane = 0; lane < kLanesOfTile; lane += NV * W) {
@@ -307,7 +313,10 @@ struct PackedGemvInt16 {
   using Product = typename Isa::CodeProduct;
   using Tile = Int16Tile<Product::copies>;
   static constexpr bool int8_rows = false;
-  static constexpr int W = Product::width, max_rows = 1 << 20, row_bytes = 2 * sizeof(Tile);
+  // Tiles of bf16 multiply more rows faster.
+  static constexpr int W = Product::width, max_rows = Isa::panel == DType::bf16 ? kInt16GroupRows : 1 << 20;
+  static constexpr int row_bytes = max_rows > kPackedGemvRows ? 2 * sizeof(Tile) : 0;
+  static_assert(row_bytes || max_rows * 2 * sizeof(Tile) <= 2 * kTileBytes);
 
   static int32_t rows_of(const Format& f) {
     const ElementKind element = f.row().element;
@@ -320,19 +329,19 @@ struct PackedGemvInt16 {
     const FormatRow& row = f.row();
     const bool halves = row.scales == ScaleKind::e4m3 || row.scales == ScaleKind::q2_k ||
                         row.scales == ScaleKind::q3_k || row.scales == ScaleKind::q6_k;
-    if (row.element == ElementKind::int8) return with_quads<ByteQuads<W>, 1>(Product::byte_offset, 1, act);
+    if (row.element == ElementKind::int8)
+      return with_quads<PlaneQuads<W, Codec::int8>, 1, 8>(Product::byte_offset, act);
     if (row.element == ElementKind::iq4)
-      return with_table<NibbleQuads<W>, 1, 8>((const uint8_t (&)[16])kIq4Bytes, Product::byte_offset, 1, act);
+      return with_table<1, 8>((const uint8_t (&)[16])kIq4Bytes, Product::byte_offset, 1, act);
     if (row.element == ElementKind::e2m1)
-      return halves ? with_table<NibbleQuads<W>, 2, 5>(kE2m1Doubled, 12, 0.5f, act)
-                    : with_table<NibbleQuads<W>, 1, 5>(kE2m1Doubled, 12, 0.5f, act);
+      return halves ? with_table<2, 5>(kE2m1Doubled, 12, 0.5f, act) : with_table<1, 5>(kE2m1Doubled, 12, 0.5f, act);
     const int low = row.plane[0], high = row.plane[1], zero = row.zero_point;
-    if (low == 2 && high == 1) return with_quads<HalfQuads<W, ThreeBitQuads<W>>, 2>(zero, 1, act);
-    if (low == 2 && halves) return with_quads<HalfQuads<W, CrumbQuads<W>>, 2>(zero, 1, act);
-    if (low == 2) return with_quads<CrumbQuads<W>, 1>(zero, 1, act);
-    if (high == 2) return with_quads<SixBitQuads<W>, 2>(zero, 1, act);
-    if (high == 1) return with_quads<FiveBitQuads<W>, 1>(zero, 1, act);
-    with_quads<NibbleQuads<W>, 1>(zero, 1, act);
+    if (low == 2 && high == 1) return with_quads<HalfQuads<W, Codec::q3_k>, 2, 3>(zero, act);
+    if (low == 2 && halves) return with_quads<HalfQuads<W, Codec::q2_k>, 2, 2>(zero, act);
+    if (low == 2) return with_quads<PlaneQuads<W, Codec::tq2_0>, 1, 2>(zero, act);
+    if (high == 2) return with_quads<PlaneQuads<W, Codec::q6_k>, 2, 6>(zero, act);
+    if (high == 1) return with_quads<PlaneQuads<W, Codec::q5_k>, 1, 5>(zero, act);
+    with_quads<PlaneQuads<W, Codec::int4>, 1, 4>(zero, act);
   }
 
   // Writes all rows into the scratch of dequantised tiles: groups of rows, in each [k_tiles][rows].
@@ -394,10 +403,10 @@ struct PackedGemvInt16 {
     for (int row = 0; row < rows; row++) {
       const int group = row / kInt16GroupRows * kInt16GroupRows,
                 count = rows - group < kInt16GroupRows ? rows - group : kInt16GroupRows;
-      const char* from = panel.a + row / tile_rows * (int64_t)panel.a_tile + row % tile_rows * (kTileK * 4);
+      const char* from = panel.a + row / tile_rows * (int64_t)panel.a_tile + row % tile_rows * (kTileK * Isa::elem);
       for (int k = 0; k < k_tiles; k++) {
         alignas(64) int16_t x[kTileK];
-        const float scale = to_int16<W>(from + (int64_t)k * tile_rows * (kTileK * 4), x);
+        const float scale = to_int16<W, Isa::panel>(from + (int64_t)k * tile_rows * (kTileK * Isa::elem), x);
         const int64_t at = (int64_t)group * k_tiles + (int64_t)k * count + row - group;
         write_tile<Product>(x, scale, first, to[at]);
         if (!same) write_tile<Product>(x, scale, second, other[at]);
@@ -417,14 +426,15 @@ struct PackedGemvInt16 {
     return layout;
   }
 
-  template <class Quads, int halves, class Act>
-  static void with_quads(int zero, float unit, const Act& act) {
-    using Codes = Int16Codes<Product, Quads, halves, Quads::bits>;
-    act(Codes{}, layout_for<Quads, typename Codes::Sum>(halves, zero, unit));
+  template <class Quads, int halves, int bits, class Act>
+  static void with_quads(int zero, const Act& act) {
+    using Codes = Int16Codes<Product, Quads, halves, bits>;
+    act(Codes{}, layout_for<Quads, typename Codes::Sum>(halves, zero, 1));
   }
 
-  template <class Quads, int halves, int bits, class Act>
+  template <int halves, int bits, class Act>
   static void with_table(const uint8_t (&table)[16], int zero, float unit, const Act& act) {
+    using Quads = PlaneQuads<W, Codec::int4>;
     using Codes = Int16Codes<Product, Quads, halves, bits, true>;
     Codes codes;
     for (int i = 0; i < 4 * W; i++) codes.table[i] = table[i % 16];

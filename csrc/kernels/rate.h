@@ -18,7 +18,7 @@ namespace {
 
 inline double seconds_now() {
   timespec t;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  clock_gettime(CLOCK_MONOTONIC, &t);
   return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
@@ -136,55 +136,52 @@ double measure_rate(Rate what, double seconds, char* scratch, size_t bytes) {
   return Isa::registers(seconds);
 }
 
-// What for_each_packed_gemv takes, of one block.
+// What `write_rows` of a packed GEMV reads.
 struct PackedGemvUnit {
   Contraction base;
   EncodedBlocks encoded;
   Tiling tiling;
   int32_t live;
   PackedGemvRows packed_gemv;
-  size_t block_bytes;
-  int32_t block0 = 0, block1 = 1;
-  const LoraTerm* lora_term = nullptr;
-  int32_t lora_terms = 0;
-  const char* next = nullptr;
 };
 
-template <class Isa>
+template <class Isa, class Gemv>
 double packed_gemv_rate(const Format& format, int32_t rows, double seconds, char* scratch, size_t bytes) {
-  using Gemv = typename PackedGemvOf<Isa>::type;
-  if constexpr (requires { Gemv::max_rows; }) {
-    if (rows < 1 || rows > Gemv::rows_of(format) || rows > kPassTiles * kMaxRows) return 0;
-    constexpr int32_t k_tiles = 16;
-    const Encoding encoding(format, format, k_tiles);
-    const Tiling tiling = Isa::tiling(rows);
-    const int64_t tile = (int64_t)tiling.rows * kTileK * Isa::elem * k_tiles;
-    char *panel = scratch, *block = panel + round_up(tile * tiling.tiles, 64),
-         *decoded = block + round_up(encoding.block_bytes(), 64);
-    const int64_t row_bytes = packed_gemv_row_bytes_of<Isa>();
-    const int64_t decoded_bytes = k_tiles * (row_bytes ? row_bytes * rows : 2 * kTileBytes);
-    if ((int64_t)bytes < decoded - scratch + decoded_bytes) return 0;
-    fill_with_noise(panel, (size_t)(tile * tiling.tiles), Isa::elem);
-    fill_with_noise(block, (size_t)encoding.block_bytes(), 1);
-    for (int half = 0; half < 2; half++)  // scales of noise might be subnormal, which is slow
-      __builtin_memset(block + half * encoding.strip[0].bytes, 0, (size_t)encoding.strip[half].codes);
-    PackedGemvUnit unit{{panel, (size_t)tile, block, k_tiles}, {&encoding, 0, decoded}, tiling, rows, {}, 0};
-    for (int32_t r = 0; r < rows && r < kPackedGemvRows; r++) unit.packed_gemv.row[r] = panel + r * kTileK * Isa::elem;
-    unit.packed_gemv.step = (int64_t)tiling.rows * kTileK * Isa::elem;
-    const PackedGemvPanel written = Gemv::write_rows(unit);
-    alignas(64) float c[kPassTiles * kMaxRows * kBlockN];
-    ProductOf<float> p{unit.base, 0, 0, tiling.tiles, tiling.rows, rows, false, kNoPrefetch, c, nullptr, 0, 0};
-    return per_second(seconds, [&] {
-      for (int i = 0; i < 16; i++) {
-        if constexpr (requires { Gemv::multiply_block(unit.encoded, p, written, 0); }) {
-          Gemv::multiply_block(unit.encoded, p, written, 0);
-        } else {
-          multiply_codes<Gemv>(unit.encoded, p, written, 0, nullptr);
-        }
-      }
-      return 16.0 * kBlockN * kTileK * k_tiles;
-    });
-  }
+  constexpr int32_t k_tiles = 16;
+  const Encoding encoding(format, format, k_tiles);
+  const Tiling tiling = Isa::tiling(rows);
+  const int64_t tile = (int64_t)tiling.rows * kTileK * Isa::elem * k_tiles;
+  char *panel = scratch, *block = panel + round_up(tile * tiling.tiles, 64),
+       *decoded = block + round_up(encoding.block_bytes(), 64);
+  const int64_t row_bytes = packed_gemv_row_bytes_of<Isa>() * rows;
+  if (decoded + k_tiles * (row_bytes > 2 * kTileBytes ? row_bytes : 2 * kTileBytes) > scratch + bytes) return 0;
+  fill_with_noise(panel, (size_t)(tile * tiling.tiles), Isa::elem);
+  fill_with_noise(block, (size_t)encoding.block_bytes(), 1);
+  for (int half = 0; half < 2; half++)  // scales of noise might be subnormal, which is slow
+    __builtin_memset(block + half * encoding.strip[0].bytes, 0, (size_t)encoding.strip[half].codes);
+  PackedGemvUnit unit{{panel, (size_t)tile, block, k_tiles}, {&encoding, 0, decoded}, tiling, rows, {}};
+  for (int32_t r = 0; r < rows && r < kPackedGemvRows; r++) unit.packed_gemv.row[r] = panel + r * kTileK * Isa::elem;
+  unit.packed_gemv.step = (int64_t)tiling.rows * kTileK * Isa::elem;
+  const PackedGemvPanel written = Gemv::write_rows(unit);
+  alignas(64) float c[kPassTiles * kMaxRows * kBlockN];
+  ProductOf<float> p{unit.base, 0, 0, tiling.tiles, tiling.rows, rows, false, kNoPrefetch, c, nullptr, 0, 0};
+  return per_second(seconds, [&] {
+    for (int i = 0; i < 16; i++) multiply_packed<Gemv>(unit.encoded, p, written, 0, nullptr);
+    return 16.0 * kBlockN * kTileK * k_tiles;
+  });
+}
+
+template <class Isa>
+double measure_codes(const Format& format, int32_t rows, double seconds, char* scratch, size_t bytes) {
+  if (rows < 1 || rows > kPassTiles * Isa::max_rows) return 0;
+  if constexpr (kHasPackedGemvF32<Isa>)
+    if (PackedGemvF32<Isa>::rows_of(format))
+      return rows > PackedGemvF32<Isa>::rows_of(format)
+                 ? 0
+                 : packed_gemv_rate<Isa, PackedGemvF32<Isa>>(format, rows, seconds, scratch, bytes);
+  if constexpr (kHasPackedGemvInt16<Isa>)
+    if (rows <= PackedGemvInt16<Isa>::rows_of(format))
+      return packed_gemv_rate<Isa, PackedGemvInt16<Isa>>(format, rows, seconds, scratch, bytes);
   return 0;
 }
 
@@ -259,7 +256,7 @@ constexpr KernelTable table_of(const char* name) {
           packed_gemv_rows_of<Isa>(),
           packed_gemv_row_bytes_of<Isa>(),
           &measure_rate<Isa, Int8Isa>,
-          &packed_gemv_rate<Isa>};
+          &measure_codes<Isa>};
 }
 
 }  // namespace

@@ -41,8 +41,8 @@ struct EncodedBlocks {
 
 // Small batches: codes are multiplied straight from the packed weights (packed_gemv.h), without dequantised tiles;
 // `decoded` then holds the reordered activation rows, for which it may be larger (KernelTable::packed_gemv_row_bytes).
-// int16 activations are taken from the panel, any number of rows; for the others, a row comes in steps of 64 bytes: 64 of K in W8A8 (Quantise),
-// where there is no panel and all of K is taken at once, or one k tile of a bf16 panel.
+// int16 activations are taken from the panel, any number of rows; for the others, a row comes in steps of 64 bytes: 64
+// of K in W8A8 (Quantise), where there is no panel and all of K is taken at once, or one k tile of a bf16 panel.
 constexpr int kPackedGemvRows = 6;      // at most; `packed_gemv_rows` gives the limit per encoding
 constexpr int kPackedGemvInt8Rows = 4;  // in W8A8
 struct PackedGemvRows {

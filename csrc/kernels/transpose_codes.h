@@ -1,9 +1,9 @@
 // Transposes encoded blocks as bytes of codes, before they become numbers.
 //
-// A strip of bytes holds eight k of two neighbouring outputs in sixteen bytes. A row of a transposed tile is two outputs
-// along k, so the selection of bytes that makes floats (code_bytes.h) takes them in that order and nothing else is
-// shuffled: transposing costs what dequantising costs, and the bits are those of a tile that was dequantised first and
-// then transposed. Formats of fewer bits are unpacked into such bytes first.
+// A strip of bytes holds eight k of two neighbouring outputs in sixteen bytes. A row of a transposed tile is two
+// outputs along k, so the selection of bytes that makes floats (code_bytes.h) takes them in that order and nothing else
+// is shuffled: transposing costs what dequantising costs, and the bits are those of a tile that was dequantised first
+// and then transposed. Formats of fewer bits are unpacked into such bytes first.
 #pragma once
 
 #include "kernels/formats.h"

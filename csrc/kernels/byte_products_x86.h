@@ -1,0 +1,81 @@
+// Products of code bytes by VPMADDUBSW (AVX2, AVX-512) and by VPDPBUSD (VNNI). Both take unsigned codes.
+#pragma once
+
+#include <immintrin.h>
+
+#include "kernels/byte_products.h"
+
+namespace kt {
+namespace {
+
+template <int W>
+inline U32<W> multiply_add_bytes(U32<W> codes, U32<W> x) {
+  if constexpr (W == 16) return (U32<W>)_mm512_maddubs_epi16((__m512i)codes, (__m512i)x);
+  if constexpr (W == 8) return (U32<W>)_mm256_maddubs_epi16((__m256i)codes, (__m256i)x);
+}
+
+template <int W>
+inline I32<W> add_neighbours(U32<W> sums) {
+  if constexpr (W == 16) return (I32<W>)_mm512_madd_epi16((__m512i)sums, (__m512i)(U32<W>{} + 0x00010001u));
+  if constexpr (W == 8) return (I32<W>)_mm256_madd_epi16((__m256i)sums, (__m256i)(U32<W>{} + 0x00010001u));
+}
+
+// 16-bit sums of a k tile of codes up to 31, or of half a k tile of codes up to 63: at most 8 * 31 * 128 or 4 * 63 *
+// 128.
+template <int W>
+struct MaddSums {
+  static constexpr bool pairs = false;
+  using Factor = U32<W>;
+  U32<W> high, low;  // of the two bytes of x
+  const char *start_high, *start_low;
+
+  static Factor factor(const char* x) { return broadcast_pairs<W>(x); }
+  static U32<W> widen(const U8<W>& codes) { return (U32<W>)codes; }
+  void begin(const char* first, const char* second) {
+    high = low = U32<W>{};
+    start_high = first, start_low = second;
+  }
+  void add(const U32<W>& codes, const Factor& x_high, const Factor& x_low) {
+    high = (U32<W>)((U16<W>)high + (U16<W>)multiply_add_bytes<W>(codes, x_high));
+    low = (U32<W>)((U16<W>)low + (U16<W>)multiply_add_bytes<W>(codes, x_low));
+  }
+  F32<W> total() const {
+    const I32<W> highs = add_neighbours<W>(high) + (I32<W>)broadcast_pairs<W>(start_high);
+    const I32<W> lows = add_neighbours<W>(low) + (I32<W>)broadcast_pairs<W>(start_low);
+    return __builtin_convertvector((highs << 8) + lows, F32<W>);
+  }
+};
+
+template <int W>
+struct MaddProduct : WordProduct<W> {
+  template <int bits>
+  using Sums = std::conditional_t<bits == 8, WordSums<W, 8>, MaddSums<W>>;
+};
+
+template <int bits>
+struct VnniSums {
+  static constexpr bool pairs = false;
+  using Factor = U32<16>;
+  I32<16> high, low;
+
+  static Factor factor(const char* x) { return broadcast_pairs<16>(x); }
+  static U32<16> widen(const U8<16>& codes) { return bits == 8 ? (U32<16>)codes ^ 0x80808080u : (U32<16>)codes; }
+  void begin(const char* start_high, const char* start_low) {
+    high = (I32<16>)broadcast_pairs<16>(start_high);
+    low = (I32<16>)broadcast_pairs<16>(start_low);
+  }
+  void add(const U32<16>& codes, const Factor& x_high, const Factor& x_low) {
+    high = (I32<16>)_mm512_dpbusd_epi32((__m512i)high, (__m512i)codes, (__m512i)x_high);
+    low = (I32<16>)_mm512_dpbusd_epi32((__m512i)low, (__m512i)codes, (__m512i)x_low);
+  }
+  F32<16> total() const { return __builtin_convertvector((high << 8) + low, F32<16>); }
+};
+
+struct VnniProduct : WordProduct<16> {
+  static constexpr int byte_offset = 128;
+  template <int bits>
+  using Sums = VnniSums<bits>;
+};
+
+}  // namespace
+}  // namespace kt
