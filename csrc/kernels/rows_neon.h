@@ -81,28 +81,37 @@ inline Tiling neon_tiling(int32_t live) {
   return {tiles ? (live + tiles - 1) / tiles : kNeonRows, tiles};
 }
 
+// Rate of a product on accumulators that stay in registers; `step` adds `flop` operations to one. They start from
+// different values, or the compiler would compute one chain only. register_rate multiplies the accumulator, which takes
+// a move besides where products add to their destination.
+template <class Step>
+inline double neon_register_rate(double seconds, int flop, const Step& step) {
+  constexpr int chains = 24;
+  F32<4> acc[chains];
+#pragma GCC unroll 24
+  for (int i = 0; i < chains; i++) acc[i] = splat<F32<4>>((float)i);
+  double rate = per_second(seconds, [&] {
+    for (int n = 0; n < 4096; n++)
+#pragma GCC unroll 24
+      for (int i = 0; i < chains; i++) acc[i] = step(acc[i]);
+    return 4096.0 * chains * flop;
+  });
+#pragma GCC unroll 24
+  for (int i = 1; i < chains; i++) acc[0] += acc[i];
+  asm volatile("" : : "g"(acc[0][0]) : "memory");
+  return rate;
+}
+
 template <class Arith>
 struct NeonRows : RowIsa<Arith, kNeonVectors, kNeonRows> {
   static Tiling tiling(int32_t live) { return neon_tiling(live); }
-  // FMLA adds to its destination, so the chains of register_rate, which multiply theirs, would each take a move
-  // besides.
+  static void lora_wgrad(const LoraWgrad& o) { run_lora_wgrad<typename Arith::Vector, Arith::panel, kRankStep>(o); }
   static double registers(double seconds) {
-    constexpr int chains = kNeonRows * kNeonVectors;
     alignas(64) float noise[8];
     fill_with_noise((char*)noise, sizeof noise, sizeof noise[0]);
-    float32x4_t acc[chains], x = vld1q_f32(noise), y = vld1q_f32(noise + 4);
-#pragma GCC unroll 24
-    for (int i = 0; i < chains; i++) acc[i] = float32x4_t{} + (float)i;
-    double rate = per_second(seconds, [&] {
-      for (int n = 0; n < 4096; n++)
-#pragma GCC unroll 24
-        for (int i = 0; i < chains; i++) acc[i] = vfmaq_laneq_f32(acc[i], x, y, 0);
-      return 4096.0 * chains * 8;
-    });
-#pragma GCC unroll 24
-    for (int i = 1; i < chains; i++) acc[0] += acc[i];
-    asm volatile("" : : "g"(acc[0][0]) : "memory");
-    return rate;
+    const float32x4_t x = vld1q_f32(noise), y = vld1q_f32(noise + 4);
+    return neon_register_rate(seconds, 8,
+                              [&](F32<4> acc) { return (F32<4>)vfmaq_laneq_f32((float32x4_t)acc, x, y, 0); });
   }
 };
 

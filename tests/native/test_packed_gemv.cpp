@@ -83,7 +83,7 @@ int32_t packed_gemv_rows_of(const Experts& experts, const BlockStore& store) {
 std::vector<const KernelTable*> bf16_kernels() {
   std::vector<const KernelTable*> list;
   for (const KernelTable* kernels : all_kernels())
-    if (kernels->panel == DType::bf16) list.push_back(kernels);
+    if (kernels->packed_gemv_rows) list.push_back(kernels);
   return list;
 }
 
