@@ -27,7 +27,7 @@ ASAN_PYTHON = LD_PRELOAD="$(call CXX_LIBRARY,libasan.so) $(call CXX_LIBRARY,libs
 export PYTHONFAULTHANDLER := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help build check format test test-slow test-llamafactory test-sglang soak bench demo wheel asan tsan x86 clean
+.PHONY: help build check format test test-slow test-llamafactory test-sglang soak bench demo wheel asan tsan x86 aarch64 clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -135,6 +135,17 @@ x86:  ## cross-compile all variants for x86-64 and run the native tests that an 
 	  -DCMAKE_NM=$$(command -v $(CROSS)nm) -DCMAKE_BUILD_TYPE=Release -DKT_TESTS=ON -DKT_WERROR=ON
 	$(CMAKE) --build build/$@ --parallel $(JOBS) --target kt_tests
 	$(EMULATOR) build/$@/kt_tests moe route plan backward lora formats bytes linear norm adapt attention
+
+# The aarch64 kernels with bf16 and int8 matrix products, in an emulator that knows them; on x86-64 with a cross compiler.
+aarch64: CROSS ?= $(if $(filter aarch64,$(shell uname -m)),,aarch64-linux-gnu-)
+aarch64: EMULATOR ?= qemu-aarch64 -cpu max $(if $(CROSS),-L /usr/aarch64-linux-gnu)
+aarch64:  ## compile all variants for aarch64 and run the native tests in an emulator
+	$(CMAKE) -S . -B build/$@ $(if $(CROSS),-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64) \
+	  -DCMAKE_CXX_COMPILER=$(CROSS)g++ -DCMAKE_NM=$$(command -v $(CROSS)nm) -DCMAKE_BUILD_TYPE=Release -DKT_TESTS=ON \
+	  -DKT_WERROR=ON
+	$(CMAKE) --build build/$@ --parallel $(JOBS) --target kt_tests
+	KT_THREADS=1 $(EMULATOR) build/$@/kt_tests cpu dispatch moe route plan backward lora formats bytes linear norm adapt \
+	  attention w8a8 packed_gemv
 
 clean:  ## remove .venv, build/ and dist/
 	rm -rf $(VENV) build dist

@@ -81,14 +81,39 @@ inline V vmax(V a, V b) {
   return b > a ? b : a;
 }
 
+// Halves as the low or the high parts of 32-bit lanes. Four of them fill half a register, which gcc converts one by
+// one; as a permutation of a whole register they take one instruction.
+template <int W, bool high = false>
+inline U32<W> load_halves(const void* p) {
+  using Halves = typename Vec<8>::u16;
+  if constexpr (W == 4) {
+    const Halves halves = (Halves)Vec<4>::u64{load<uint64_t>(p), 0}, zero = {};
+    const Halves order = {0, 8, 1, 9, 2, 10, 3, 11};
+    return (U32<W>)(high ? __builtin_shuffle(zero, halves, order) : __builtin_shuffle(halves, zero, order));
+  } else {
+    return __builtin_convertvector(load<typename Vec<W>::u16>(p), U32<W>) << (high ? 16u : 0u);
+  }
+}
+
+// Stores the low halves of 32-bit lanes.
+template <int W>
+inline void store_halves(void* p, U32<W> v) {
+  using Halves = typename Vec<8>::u16;
+  if constexpr (W == 4) {
+    const Halves low = __builtin_shuffle((Halves)v, Halves{0, 2, 4, 6, 0, 2, 4, 6});
+    __builtin_memcpy(p, &low, 8);
+  } else {
+    store(p, __builtin_convertvector(v, typename Vec<W>::u16));
+  }
+}
+
 template <int W>
 inline F32<W> from_bf16(const void* p) {
 #ifdef __AVX512F__  // as below
   if constexpr (W == 16)
     return (F32<W>)((U32<W>)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256((const __m256i*)p)) << 16);
 #endif
-  auto h = load<typename Vec<W>::u16>(p);
-  return (F32<W>)(__builtin_convertvector(h, U32<W>) << 16);
+  return (F32<W>)load_halves<W, true>(p);
 }
 
 // Bits of the nearest bf16, ties to even, in the low half of each lane; a NaN stays a quiet NaN.
@@ -103,7 +128,7 @@ inline U32<W> bf16_bits(F32<W> x) {
 
 template <int W>
 inline void to_bf16(void* p, F32<W> x) {
-  store(p, __builtin_convertvector(bf16_bits<W>(x), typename Vec<W>::u16));
+  store_halves<W>(p, bf16_bits<W>(x));
 }
 
 template <int W>
@@ -118,7 +143,7 @@ inline F32<W> from_f16(const void* p) {
   typedef __fp16 Half __attribute__((vector_size(8)));
   if constexpr (W == 4) return __builtin_convertvector(load<Half>(p), F32<W>);
 #endif
-  U32<W> h = __builtin_convertvector(load<typename Vec<W>::u16>(p), U32<W>);
+  U32<W> h = load_halves<W>(p);
   U32<W> sign = (h & 0x8000u) << 16;
   U32<W> magnitude = (h & 0x7fffu) << 13;
   // 2^112 moves the exponent's bias from 15 to 127 and normalises subnormals; infinities and NaNs are restored.
@@ -140,7 +165,7 @@ inline void to_f16(void* p, F32<W> x) {
   U32<W> is_over = (U32<W>)(a >= 0x477ff000u);
   U32<W> bits = (is_tiny & tiny) | (~is_tiny & normal);
   bits = ((is_over & over) | (~is_over & bits)) | sign;
-  store(p, __builtin_convertvector(bits, typename Vec<W>::u16));
+  store_halves<W>(p, bits);
 }
 
 // Loads W values from element `index` of a tensor on, and stores them. W doubles are wider than a register where V is

@@ -173,5 +173,18 @@ struct GemvWidened {
   static void multiply(const Gemv& n) { gemv_vectors<WidenedRows<W>>(n); }
 };
 
+// The same where the CPU multiplies bf16: rows of bf16 are pairs along k in their stored order on both sides.
+template <class PairRows>
+struct GemvPairs {
+  static constexpr int32_t tokens = 16;
+  using F32Rows = WidenedRows<PairRows::width>;
+  static void pack_rows(const PackRows& s) {
+    if (s.type == DType::f32) return F32Rows::pack_rows(s);
+    for (int32_t t = 0; t < s.tokens; t++)
+      __builtin_memcpy(s.out + (int64_t)t * s.k * 2, (const char*)s.x + t * s.stride * 2, (size_t)s.k * 2);
+  }
+  static void multiply(const Gemv& n) { n.type == DType::f32 ? gemv_vectors<F32Rows>(n) : gemv_vectors<PairRows>(n); }
+};
+
 }  // namespace
 }  // namespace kt

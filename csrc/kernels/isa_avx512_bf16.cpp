@@ -51,20 +51,8 @@ struct Bf16PairRows {
   }
 };
 
-struct GemvBf16Pairs {
-  static constexpr int32_t tokens = 16;
-  static void pack_rows(const PackRows& s) {
-    if (s.type == DType::f32) return WidenedRows<16>::pack_rows(s);
-    for (int32_t t = 0; t < s.tokens; t++)
-      __builtin_memcpy(s.out + (int64_t)t * s.k * 2, (const char*)s.x + t * s.stride * 2, (size_t)s.k * 2);
-  }
-  static void multiply(const Gemv& n) {
-    n.type == DType::f32 ? gemv_vectors<WidenedRows<16>>(n) : gemv_vectors<Bf16PairRows>(n);
-  }
-};
-
 using Int8Isa = RowIsa<Int8Product<VnniDp4a, DType::bf16>, 2, 12>;
-constexpr KernelTable kBf16 = table_of<Avx512Bf16, Int8Isa, GemvBf16Pairs>("avx512_bf16");
+constexpr KernelTable kBf16 = table_of<Avx512Bf16, Int8Isa, GemvPairs<Bf16PairRows>>("avx512_bf16");
 
 }  // namespace
 

@@ -1,19 +1,37 @@
-// NEON with bf16 and int8 matrix products (Neoverse-N2, V1 and V2, Graviton 3 and 4, Grace, Apple M2).
+// NEON with bf16 and int8 matrix products (Neoverse-N2, V1 and V2, Graviton 3 and 4, Grace, Apple M2): activations stay
+// bf16.
 #include "kernels/byte_products_neon.h"
-#include "kernels/dp4a_neon.h"
 #include "kernels/rate.h"
-#include "kernels/rows.h"
+#include "kernels/rows_neon_mmla.h"
 
 namespace kt {
 namespace {
-template <class Arith>
-struct Neon : RowIsa<Arith, 2, 12> {
-  static double registers(double seconds) { return register_rate<typename Arith::Vector, 24>(seconds); }
-};
-struct NeonBf16Weights : Neon<WidenToF32<4>> {
+
+struct NeonBf16 : NeonRows<NeonMatrix<NeonBf16Dot>> {
   using CodeProduct = SdotProduct;
+  static double registers(double seconds) {
+    alignas(64) char noise[32];
+    fill_with_noise(noise, sizeof noise, 2);
+    const uint32x4_t x = load<uint32x4_t>(noise), y = load<uint32x4_t>(noise + 16);
+    return neon_register_rate(seconds, 32, [&](F32<4> acc) { return NeonBf16Dot::mmla(acc, x, y); });
+  }
 };
-constexpr KernelTable kBf16 = table_of<NeonBf16Weights, RowIsa<Int8Product<NeonDp4a>, 2, 12>>("neon_bf16");
+
+// Few rows: both operands are pairs along k in their stored order.
+struct NeonPairRows {
+  static constexpr int width = 4;
+  static uint32x4_t unpack(const char* w) { return load<uint32x4_t>(w); }
+  static uint32x4_t at(const char* x, int32_t k, int32_t token, int64_t pair) {
+    return load<uint32x4_t>(x + (int64_t)token * k * 2 + pair * 4);
+  }
+  static F32<4> step(F32<4> sum, uint32x4_t w, uint32x4_t x) {
+    return (F32<4>)vbfdotq_f32((float32x4_t)sum, NeonBf16Dot::bits(w), NeonBf16Dot::bits(x));
+  }
+};
+
+constexpr KernelTable kBf16 =
+    table_of<NeonBf16, NeonRows<NeonMatrix<NeonInt8Dot>>, GemvPairs<NeonPairRows>>("neon_bf16");
+
 }  // namespace
 
 extern const KernelTables kernels_neon_bf16;

@@ -69,10 +69,11 @@ inline void wgrad_columns(const LoraWgrad& o, const WgradOperands<Lane<V>>& s, b
     for (int v = 0; v < NV; v++) store(c + r * o.c_stride + v * kLanes<V>, acc[r][v]);
 }
 
-template <class V, DType panel>
+// `ranks` by NV vectors of sums are in registers.
+template <class V, DType panel, int ranks = kLanes<V> == 16 ? kRankStep : kRankStep / 2>
 void run_lora_wgrad(const LoraWgrad& o) {
   using Real = Lane<V>;
-  constexpr int W = kLanes<V>, NV = 2, ranks = W == 16 ? kRankStep : kRankStep / 2;
+  constexpr int W = kLanes<V>, NV = 2;
   int64_t p_stride = round_up(o.rank, kTileN);
   Real *p = (Real*)o.scratch, *q = p + kWgradRows * p_stride;
   for (int m = 0; m < o.rows; m++)

@@ -128,9 +128,10 @@ struct PackedGemvF32 {
   }
 };
 
-// Only ISAs whose panels are bf16 have it, so that both paths see the same x.
+// Only ISAs whose panels are bf16 have it, so that both paths see the same x. A register must hold a table of 16
+// floats.
 template <class Isa>
-constexpr bool kHasPackedGemvF32 = Isa::panel == DType::bf16;
+constexpr bool kHasPackedGemvF32 = Isa::panel == DType::bf16 && Isa::width == 16;
 
 }  // namespace
 }  // namespace kt

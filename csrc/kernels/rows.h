@@ -103,6 +103,46 @@ constexpr int column_at(int n) {
   return n / kTileN * Arith::tile_bytes + n % kTileN * (Arith::tile_bytes / kTileK / kTileN) * Arith::step_k;
 }
 
+// Steps whose activations one load of a row brings; `step<i>` then takes the i-th of them.
+template <class Arith>
+constexpr int kStepsTogether = 1;
+template <class Arith>
+  requires requires { Arith::steps_together; }
+constexpr int kStepsTogether<Arith> = Arith::steps_together;
+
+template <class Arith, int i, class V, class Unpacked>
+inline V step_of(V acc, const char* x, const Unpacked& w) {
+  if constexpr (kStepsTogether<Arith> > 1) {
+    return Arith::template step<i>(acc, x, w);
+  } else {
+    return Arith::step(acc, x, w);
+  }
+}
+
+// One step of K. The loops over rows and vectors are unrolled by hand: gcc leaves long ones, and their accumulators in
+// memory. Rows at `x` times NV vectors of weights at `b`.
+template <class Arith, int i, int NV, int rows>
+inline void add_step(const char* x, const char* b, typename Arith::Vector (&acc)[rows][NV]) {
+  constexpr int W = kLanes<typename Arith::Vector>, row = kTileK * Arith::elem;
+  auto weights = [&](int v) { return Arith::unpack(b + column_at<Arith>(v * W)); };
+  if constexpr (rows > NV) {
+    decltype(Arith::unpack(b)) w[NV];
+#pragma GCC unroll 16
+    for (int v = 0; v < NV; v++) w[v] = weights(v);
+#pragma GCC unroll 16
+    for (int m = 0; m < rows; m++)
+#pragma GCC unroll 16
+      for (int v = 0; v < NV; v++) acc[m][v] = step_of<Arith, i>(acc[m][v], x + m * row, w[v]);
+  } else {
+#pragma GCC unroll 16
+    for (int v = 0; v < NV; v++) {
+      auto w = weights(v);
+#pragma GCC unroll 16
+      for (int m = 0; m < rows; m++) acc[m][v] = step_of<Arith, i>(acc[m][v], x + m * row, w);
+    }
+  }
+}
+
 template <class Arith, int NV, int rows>
 inline void rows_by_columns(const char* a, int tile_rows, const char* b, int k_tiles, bool accumulate,
                             Prefetch prefetch, Lane<typename Arith::Vector>* c) {
@@ -110,33 +150,46 @@ inline void rows_by_columns(const char* a, int tile_rows, const char* b, int k_t
   // A row of a tile holds step_k steps of K for 16 outputs.
   constexpr int W = kLanes<V>, steps = kTileK / Arith::step_k, row_bytes = Arith::tile_bytes / steps;
   V acc[rows][NV];
+#pragma GCC unroll 16
   for (int m = 0; m < rows; m++)
+#pragma GCC unroll 16
     for (int v = 0; v < NV; v++) acc[m][v] = accumulate ? load<V>(c + m * kBlockN + v * W) : V{};
   for (int kt = 0; kt < k_tiles; kt++) {
-    for (int p = 0; p < steps; p++) {
+    for (int p = 0; p < steps; p += kStepsTogether<Arith>) {
       if (p % (steps / 4) == 0) prefetch_quarter(prefetch, p / (steps / 4));
-      const char* x = a + p * Arith::step_bytes;
-      constexpr int row = kTileK * Arith::elem;
-      auto weights = [&](int v) { return Arith::unpack(b + p * row_bytes + column_at<Arith>(v * W)); };
-      if constexpr (rows > NV) {
-        decltype(Arith::unpack(b)) w[NV];
-        for (int v = 0; v < NV; v++) w[v] = weights(v);
-        for (int m = 0; m < rows; m++)
-          for (int v = 0; v < NV; v++) acc[m][v] = Arith::step(acc[m][v], x + m * row, w[v]);
-      } else {
-        for (int v = 0; v < NV; v++) {
-          auto w = weights(v);
-          for (int m = 0; m < rows; m++) acc[m][v] = Arith::step(acc[m][v], x + m * row, w);
-        }
-      }
+      const char *x = a + p * Arith::step_bytes, *w = b + p * row_bytes;
+      add_step<Arith, 0>(x, w, acc);
+      if constexpr (kStepsTogether<Arith> == 2) add_step<Arith, 1>(x, w + row_bytes, acc);
     }
     a += tile_rows * kTileK * Arith::elem;
     b += 2 * Arith::tile_bytes;
     prefetch.at += prefetch.lines * 64;
   }
+#pragma GCC unroll 16
   for (int m = 0; m < rows; m++)
+#pragma GCC unroll 16
     for (int v = 0; v < NV; v++) store(c + m * kBlockN + v * W, acc[m][v]);
 }
+
+// Vectors of outputs in one sweep over K. Few rows leave registers for the whole block, whose weights are then read in
+// one sequential sweep.
+template <class Arith, int NV, int rows>
+constexpr int vectors_of_rows() {
+  constexpr int all = kBlockN / kLanes<typename Arith::Vector>;
+  if constexpr (requires { Arith::template vectors<rows>; }) {
+    return Arith::template vectors<rows>;
+  } else {
+    return rows * all <= 8 ? all : NV;
+  }
+}
+
+// k tiles that all sweeps of a block take before the next ones, so that activations and weights stay in L1 between
+// them; 0: all at once.
+template <class Arith>
+constexpr int kChunkTiles = 0;
+template <class Arith>
+  requires requires { Arith::chunk_tiles; }
+constexpr int kChunkTiles<Arith> = Arith::chunk_tiles;
 
 // Dispatches to the instance for exactly `live` rows, 1 ... rows.
 template <class Arith, int NV, int rows>
@@ -144,13 +197,24 @@ inline void tile_by_block(int live, const char* a, int tile_rows, const char* b,
                           Prefetch prefetch, Lane<typename Arith::Vector>* c) {
   constexpr int W = kLanes<typename Arith::Vector>;
   if (live == rows) {
-    // Few rows leave registers for the whole block, whose weights are then read in one sequential sweep.
-    constexpr bool full_block = rows * (kBlockN / W) <= 8;
-    constexpr int NW = full_block ? kBlockN / W : NV;
-    for (int column = 0; column < kBlockN; column += NW * W) {
-      const char* at = b + column_at<Arith>(column);
-      rows_by_columns<Arith, NW, rows>(a, tile_rows, at, k_tiles, accumulate, prefetch, c + column);
-      prefetch.lines = 0;
+    constexpr int NW = vectors_of_rows<Arith, NV, rows>();
+    const int chunk = kChunkTiles<Arith> && NW * W < kBlockN ? kChunkTiles<Arith> : k_tiles;
+    for (int k = 0; k < k_tiles; k += chunk) {
+      const int now = k_tiles - k < chunk ? k_tiles - k : chunk;
+      Prefetch ahead = prefetch;
+      for (int column = 0; column < kBlockN; column += NW * W) {
+        const char* at = b + column_at<Arith>(column);
+        if constexpr (requires { Arith::template sweep<NW, rows>(a, tile_rows, at, now, accumulate, ahead, c); }) {
+          Arith::template sweep<NW, rows>(a, tile_rows, at, now, accumulate, ahead, c + column);
+        } else {
+          rows_by_columns<Arith, NW, rows>(a, tile_rows, at, now, accumulate, ahead, c + column);
+        }
+        ahead.lines = 0;
+      }
+      a += (int64_t)now * tile_rows * kTileK * Arith::elem;
+      b += (int64_t)now * 2 * Arith::tile_bytes;
+      prefetch.at += (int64_t)now * prefetch.lines * 64;
+      accumulate = true;
     }
   } else if constexpr (rows > 1) {
     tile_by_block<Arith, NV, rows - 1>(live, a, tile_rows, b, k_tiles, accumulate, prefetch, c);

@@ -12,7 +12,7 @@ from torch import Tensor
 from ktransformers import _core
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.reference import ACTIVATIONS
-from tests.support.variants import ROUNDING
+from tests.support.variants import MULTIPLYING_CODES
 
 from .conftest import Batch, error, make_batch, make_layer, tolerance
 from .rounded import SPECS, Lora, Rounded
@@ -24,7 +24,7 @@ UNROUNDED, WEIGHTS = 3e-4, 2**-8
 
 
 def opens(isa: str) -> bool:
-    return isa in ROUNDING
+    return isa in MULTIPLYING_CODES
 
 
 def limit(isa: str, few: bool = True) -> float:
