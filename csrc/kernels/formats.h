@@ -166,7 +166,7 @@ inline void scales_of_pair(const float* rows, int n, F32<W> (&s)[2]) {
 template <int W, Codec C>
 constexpr bool kLooksUpNibbles = W == 16 && CodeWords<W, C>::low == 4 && CodeWords<W, C>::high == 0;
 
-template <int W, Codec C>
+template <int W, Codec C, bool normal>
 inline void decode_pairs(const RowScales& r, const char* codes, char* __restrict tile) {
   using D = Decoder<C>;
   using Words = CodeWords<W, C>;
@@ -194,9 +194,12 @@ inline void decode_pairs(const RowScales& r, const char* codes, char* __restrict
 #pragma GCC unroll 4
         for (int part = 0; part < Words::parts; part++) {
           F32<W> first[4], second[4];
-          using N = Numbers<W, C>;
-          N::of(Words::split(plane.first, high.first, word, part)).template select<SameByte<0>, SameByte<1>, SameByte<2>, SameByte<3>>(first);
-          N::of(Words::split(plane.second, high.second, word, part)).template select<SameByte<0>, SameByte<1>, SameByte<2>, SameByte<3>>(second);
+          auto numbers = [&](U32<W> word_of, U32<W> high_of, F32<W>(&out)[4]) {
+            Numbers<W, C, normal>::of(Words::split(word_of, high_of, word, part))
+                .template select<SameByte<0>, SameByte<1>, SameByte<2>, SameByte<3>>(out);
+          };
+          numbers(plane.first, high.first, first);
+          numbers(plane.second, high.second, second);
 #pragma GCC unroll 4
           for (int b = 0; b < 4; b++) put(Words::row_of(word, part, b), first[b], second[b]);
         }
@@ -205,18 +208,54 @@ inline void decode_pairs(const RowScales& r, const char* codes, char* __restrict
   }
 }
 
-// Whether one of a k tile's bytes is a NaN in e4m3.
+template <int W>
+inline bool any_of(U8<W> v) {
+  typename Vec<W>::u64 words = (typename Vec<W>::u64)v;
+  uint64_t any = 0;
+  for (int i = 0; i < W / 2; i++) any |= words[i];
+  return any != 0;
+}
+
+// Whether a k tile has NaNs of e4m3.
 template <int W>
 inline bool has_nan(const char* codes) {
   U8<W> largest = {};
   for (int at = 0; at < kTileN * kTileK; at += 4 * W) {
-    U8<W> magnitude = load<U8<W>>(codes + at) << 1;
-    largest = magnitude > largest ? magnitude : largest;
+    U8<W> v = load<U8<W>>(codes + at);
+    v += v;
+    largest = v > largest ? v : largest;
   }
-  typename Vec<W>::u64 any = (typename Vec<W>::u64)(largest == (uint8_t)0xfe);
-  uint64_t found = 0;
-  for (int i = 0; i < W / 2; i++) found |= any[i];
-  return found != 0;
+  return any_of<W>((U8<W>)(largest == (uint8_t)0xfe));
+}
+
+// Whether it has nothing but normal numbers of e4m3.
+template <int W>
+inline bool all_normal(const char* codes) {
+  U8<W> largest = {};
+  for (int at = 0; at < kTileN * kTileK; at += 4 * W) {
+    U8<W> v = load<U8<W>>(codes + at);
+    v = v + v - (uint8_t)16;  // up to 0xec for normal numbers, 0xee for NaN, more for zero and subnormal ones
+    largest = v > largest ? v : largest;
+  }
+  return !any_of<W>((U8<W>)(largest > (uint8_t)0xec));
+}
+
+template <bool is>
+struct Constant {
+  static constexpr bool value = is;
+};
+
+// Calls act(Constant) with whether all codes of a k tile are normal numbers, where they are e4m3 and that makes a
+// difference. Returns false instead if there are NaNs.
+template <int W, Codec C, class Act>
+inline bool unless_nan(const char* codes, const Act& act) {
+  if constexpr (kFormats[(int)C].element == ElementKind::e4m3) {
+    if constexpr (!kNeon<W>)
+      if (all_normal<W>(codes)) return act(Constant<true>{}), true;
+    if (has_nan<W>(codes)) return false;
+  }
+  act(Constant<false>{});
+  return true;
 }
 
 template <int W, Codec C>
@@ -227,10 +266,10 @@ __attribute__((noinline)) void decode_rows_with_nan(const RowScales& r, const ch
 template <int W, class Real, Codec C>
 inline void decode_tile(RowScales& r, const char* codes, char* tile) {
   if constexpr (__is_same(Real, Bf16Pairs)) {
-    if constexpr (kFormats[(int)C].element == ElementKind::e4m3)
-      if (__builtin_expect(has_nan<W>(codes), 0)) return decode_rows_with_nan<W, C>(r, codes, tile);
     clear_payloads<W, C>(r);
-    decode_pairs<W, C>(r, codes, tile);
+    const bool decoded = unless_nan<W, C>(
+        codes, [&](auto normal) { decode_pairs<W, C, decltype(normal)::value>(r, codes, tile); });
+    if (__builtin_expect(!decoded, 0)) decode_rows_with_nan<W, C>(r, codes, tile);
   } else {
     decode_rows<W, Real, C>(r, codes, tile);
   }

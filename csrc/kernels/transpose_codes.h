@@ -7,6 +7,7 @@
 #pragma once
 
 #include "kernels/formats.h"
+#include "kernels/transpose_tiles.h"
 
 namespace kt {
 namespace {
@@ -64,9 +65,7 @@ struct UnpackedCodes {
     const char* plane = codes + kTileN * kTileK * low / 8;
     if constexpr (high == 1) {
       U32<W> word = __builtin_convertvector(load<typename Vec<W>::u16>(plane + lane * 2), U32<W>);
-      U8<W> bit, bytes = repeat_bytes<W>(word, piece / 2, piece / 2);
-      for (int i = 0; i < 4 * W; i++) bit[i] = (uint8_t)(1 << (piece % 2 * 4 + i % 4));
-      return (U8<W>)((bytes & bit) == bit) & (uint8_t)(1 << low);
+      return test_bytes<W>(repeat_bytes<W>(word, piece / 2, piece / 2), 0x08040201u << (piece % 2 * 4), 1 << low);
     } else if constexpr (high == 2) {
       U8<W> bytes = repeat_bytes<W>(load<U32<W>>(plane + lane * 4), piece, piece);
       return shift_bytes<W>(bytes, -4, -2, 0, 2) & (uint8_t)0x30;
@@ -110,10 +109,10 @@ inline U8<W> load_pair(const char* bytes, int piece, int pair) {
 }
 
 // Rows `row0` ... of two transposed tiles, k 0-15 and 16-31, from a k tile in bytes.
-template <int W, Codec C>
+template <int W, Codec C, bool normal>
 inline void transpose_bytes(const RowScales& r, const char* bytes, int row0, char* __restrict out) {
   using D = Decoder<C>;
-  using N = Numbers<W, C>;
+  using N = Numbers<W, C, normal>;
   using V = F32<W>;
   for (int pair = 0; pair < kTileN / 2; pair++) {
 #pragma GCC unroll 2
@@ -155,11 +154,19 @@ inline void transpose_bytes(const RowScales& r, const char* bytes, int row0, cha
   }
 }
 
-// One k tile of a strip into rows `row0` ... of two transposed tiles. Never inlined, like decode_strip_as.
+template <int W, Codec C>
+__attribute__((noinline)) void transpose_rows_with_nan(const RowScales& r, const char* codes, int half, char* out) {
+  alignas(64) char tile[kTileBytes];
+  decode_rows<W, Bf16Pairs, C>(r, codes, tile);
+  transpose_tile<W>(tile, half, out);
+}
+
+// One k tile of a strip into rows of two transposed tiles, the first or the second eight as `half` says. Never inlined,
+// like decode_strip_as.
 template <int W, Codec C>
 __attribute__((noinline)) void transpose_strip_as(const Format& f, const Strip& s, const char* strip, int k_tile,
-                                                  int row0, char* out) {
-  const int span = k_tile / s.span_tiles, in_span = k_tile - span * s.span_tiles;
+                                                  int half, char* out) {
+  const int span = k_tile / s.span_tiles, in_span = k_tile - span * s.span_tiles, row0 = half * kTileN / 2;
   const Header header{strip + s.headers + (int64_t)span * s.span_bytes};
   const char* codes = strip + s.codes + (int64_t)k_tile * s.tile_bytes;
   RowScales scales;
@@ -169,16 +176,19 @@ __attribute__((noinline)) void transpose_strip_as(const Format& f, const Strip& 
     grid.open(header.at, in_span, codes, tile);
     scales_of<W>(tile, grid.unit, scales);
     clear_payloads<W, C>(scales);
-    transpose_bytes<W, C>(scales, (const char*)tile.codes, row0, out);
+    transpose_bytes<W, C, false>(scales, (const char*)tile.codes, row0, out);
   } else {
     Decoder<C>::template scales<W>(f, header, in_span, strip, scales);
     clear_payloads<W, C>(scales);
     if constexpr (CodeWords<W, C>::low == 8) {
-      transpose_bytes<W, C>(scales, codes, row0, out);
+      const bool transposed = unless_nan<W, C>(codes, [&](auto normal) {
+        transpose_bytes<W, C, decltype(normal)::value>(scales, codes, row0, out);
+      });
+      if (__builtin_expect(!transposed, 0)) transpose_rows_with_nan<W, C>(scales, codes, half, out);
     } else {
       alignas(64) char bytes[kPieces * kPieceBytes];
       UnpackedCodes<W, C>::unpack(codes, bytes);
-      transpose_bytes<W, C>(scales, bytes, row0, out);
+      transpose_bytes<W, C, false>(scales, bytes, row0, out);
     }
   }
 }
@@ -188,25 +198,12 @@ template <int W>
 inline void transpose_codes(const Encoding& e, const char* block, int k_tile, int half, char* out) {
   const Format& f = e.format[half];
   const char* strip = block + (half ? e.strip[0].bytes : 0);
-  const int row0 = half * kTileN / 2;
   switch (f.codec) {
 #define KT_FORMAT(name, ...) \
   case Codec::name:          \
-    return transpose_strip_as<W, decoded_as(Codec::name)>(f, e.strip[half], strip, k_tile, row0, out);
+    return transpose_strip_as<W, decoded_as(Codec::name)>(f, e.strip[half], strip, k_tile, half, out);
 #include "kernels/format_table.h"
   }
-}
-
-// Whether a k tile of a strip has NaN codes, which are only decoded row by row.
-template <int W>
-inline bool has_nan_codes(const Encoding& e, const char* block, int k_tile) {
-  for (int half = 0; half < 2; half++) {
-    const Strip& s = e.strip[half];
-    if (e.format[half].row().element == ElementKind::e4m3 &&
-        has_nan<W>(block + (half ? e.strip[0].bytes : 0) + s.codes + (int64_t)k_tile * s.tile_bytes))
-      return true;
-  }
-  return false;
 }
 
 }  // namespace
