@@ -69,11 +69,18 @@ __attribute__((noinline)) void shuffle_bytes_wide(const U8<W>& v, const U8<W>& a
 }
 
 // The order of a shuffle that takes byte `At::of(i)` of its quarter to byte `to` of lane i and clears the others.
+template <class At, int to>
+struct ToLanes {
+  alignas(64) uint32_t at[16];
+  constexpr ToLanes() : at() {
+    for (int i = 0; i < 16; i++) at[i] = (0x80808080u & ~(255u << (8 * to))) | (uint32_t)At::of(i) << (8 * to);
+  }
+};
+
 template <int W, class At, int to>
 inline U8<W> to_lanes() {
-  U32<W> at;
-  for (int i = 0; i < W; i++) at[i] = (0x80808080u & ~(255u << (8 * to))) | (uint32_t)At::of(i) << (8 * to);
-  return (U8<W>)at;
+  static constexpr ToLanes<At, to> kOrder;
+  return load<U8<W>>(kOrder.at);
 }
 
 // Byte At::of(i) of lane i's quarter, at bits 8 * to of the lane; `base` in the other bits.
@@ -129,7 +136,7 @@ struct Numbers {
 
   static Numbers of(U8<W> codes) {
     if constexpr (levels) {
-      return {look_up_bytes(2, codes), look_up_bytes(3, codes)};
+      return {look_up_bytes<2>(codes), look_up_bytes<3>(codes)};
     } else if constexpr (is_signed) {
       return {codes ^ (uint8_t)128, U8<W>{}};
     } else if constexpr (kNeon<W> && element == ElementKind::e4m3) {
@@ -196,20 +203,23 @@ struct Numbers {
     return kUnsigned;
   }
 
-  // Byte `byte` of the floats of 16 levels, looked up for every code.
-  static U8<W> look_up_bytes(int byte, U8<W> codes) {
-    static_assert(!row.zero_point || row.zero_point == 8);
-    U32<W> words;
-    for (int i = 0; i < W; i++) {
-      words[i] = 0;
-      for (int b = 0; b < 4; b++)
-        words[i] |= (__builtin_bit_cast(uint32_t, table()[i % 4 * 4 + b]) >> (8 * byte) & 255u) << (8 * b);
+  // Byte `byte` of the floats of 16 levels, in every quarter of a vector.
+  struct LevelBytes {
+    alignas(64) uint8_t at[64];
+    constexpr explicit LevelBytes(int byte) : at() {
+      for (int i = 0; i < 64; i++) at[i] = (uint8_t)(__builtin_bit_cast(uint32_t, table()[i % 16]) >> (8 * byte));
     }
-    U8<W> bytes = (U8<W>)words, found;
+  };
+
+  template <int byte>
+  static U8<W> look_up_bytes(U8<W> codes) {
+    static_assert(!row.zero_point || row.zero_point == 8);
+    static constexpr LevelBytes kLevels(byte);
+    U8<W> found;
     if constexpr (kShufflesBytes<W>) {
-      found = shuffle_bytes<W>(bytes, codes);
+      found = shuffle_bytes<W>(load<U8<W>>(kLevels.at), codes);
     } else {
-      shuffle_bytes_wide<W>(bytes, codes, found);
+      shuffle_bytes_wide<W>(load<U8<W>>(kLevels.at), codes, found);
     }
     return found;
   }
@@ -230,13 +240,16 @@ template <int W>
 constexpr bool kEvenAndOdd = true;
 #endif
 
+// The first byte of each lane in its quarter, four times.
+alignas(64) constexpr uint32_t kFirstBytes[16] = {0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808,
+                                                  0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404,
+                                                  0x08080808, 0x0c0c0c0c};
+
 // Bytes a, a, b, b of every lane.
 template <int W>
 inline U8<W> repeat_bytes(U32<W> v, int a, int b) {
   if constexpr (kShufflesBytes<W>) {
-    U32<W> at;
-    for (int i = 0; i < W; i++) at[i] = (uint32_t)(i % 4 * 4) * 0x01010101u + (uint32_t)(a * 0x0101 + b * 0x01010000);
-    return shuffle_bytes<W>((U8<W>)v, (U8<W>)at);
+    return shuffle_bytes<W>((U8<W>)v, (U8<W>)(load<U32<W>>(kFirstBytes) + (uint32_t)(a * 0x0101 + b * 0x01010000)));
   }
   return (U8<W>)((v >> (uint32_t)(8 * a) & 255u) * 0x0101u | (v >> (uint32_t)(8 * b) & 255u) * 0x01010000u);
 }

@@ -96,6 +96,12 @@ inline U8<W> load_pair(const char* bytes, int piece, int pair) {
   Quarter first = load<Quarter>(at);
   if constexpr (W == 4) {
     return first;
+#ifdef __AVX512F__
+  } else if constexpr (W == 16) {  // masked: without one, gcc's header reads an undefined vector and warns of it
+    __m512i all = _mm512_maskz_broadcast_i32x4(0xffff, (__m128i)first);
+    if constexpr (!kEvenAndOdd<W>) return (U8<W>)all;
+    return (U8<W>)_mm512_mask_broadcast_i32x4(all, 0xff00, (__m128i)load<Quarter>(at + kPieceBytes));
+#endif
 #ifdef __AVX2__
   } else if constexpr (W == 8) {
     return (U8<W>)_mm256_broadcastsi128_si256((__m128i)first);
@@ -105,6 +111,18 @@ inline U8<W> load_pair(const char* bytes, int piece, int pair) {
     U8<W> all;
     for (int q = 0; q < W / 4; q++) __builtin_memcpy((char*)&all + 16 * q, q < 2 ? &first : &second, 16);
     return all;
+  }
+}
+
+// The scales of a pair of outputs in all lanes; alternating where lanes alternate between the outputs.
+template <int W>
+inline void splat_pair(const float* two, F32<W> (&s)[2]) {
+  if constexpr (kEvenAndOdd<W>) {
+    // As integers: the sum of a float and zero would be an instruction.
+    for (int i = 0; i < 2; i++) s[i] = (F32<W>)(U32<W>{} + load<uint32_t>(two + i));
+  } else {
+    typename Vec<W>::u64 both = {};
+    s[0] = s[1] = (F32<W>)(both + load<uint64_t>(two));
   }
 }
 
@@ -119,19 +137,13 @@ inline void transpose_bytes(const RowScales& r, const char* bytes, int row0, cha
     for (int tile = 0; tile < 2; tile++) {
       const int half = D::halves == 2 ? tile : 0;
       V s[2], m[2] = {};
-      for (int i = 0; i < 2; i++) {
-        s[i] = splat<V>(r.s[half][2 * pair + i]);
-        if constexpr (D::offset) m[i] = splat<V>(r.m[half][2 * pair + i]);
-      }
+      splat_pair<W>(r.s[half] + 2 * pair, s);
+      if constexpr (D::offset) splat_pair<W>(r.m[half] + 2 * pair, m);
       char* row = out + tile * kTileBytes + (row0 + pair) * 64;
       auto put = [&](int k, V a, V b) {
         put_pair<W>(row + k * 4, scaled<D::offset>(a, s[0], m[0]), scaled<D::offset>(b, s[1], m[1]));
       };
       if constexpr (!kEvenAndOdd<W>) {
-        // Lanes alternate between the outputs, and so do their scales.
-        for (V* x : {s, m})
-          for (int i = 1; i < W; i += 2) x[0][i] = x[1][i];
-        s[1] = s[0], m[1] = m[0];
         put(0, N::of(load_pair<W>(bytes, 2 * tile, pair)).template one<BothAlongK>(),
             N::of(load_pair<W>(bytes, 2 * tile + 1, pair)).template one<BothAlongK>());
       } else if constexpr (W == 4) {
