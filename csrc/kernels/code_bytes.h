@@ -2,10 +2,10 @@
 //
 // A vector of code bytes has four codes in each of its W lanes. `CodeWords` splits the words of a strip's planes into
 // such vectors: byte b of a lane is the code of row `row_of(word, part, b)` of the k tile, so a shift and a mask serve
-// four codes of every lane at once. `Numbers` turns selected bytes, one for a lane, into floats: an integer is put below
-// the exponent of 2^23, which one subtraction removes together with the zero point (a conversion of integers has half
-// the rate of a subtraction on Neoverse-N1, and widening a byte needs two instructions more on AVX2); a level of a table
-// of 16 is looked up as the two upper bytes of its float. All of these are exact.
+// four codes of every lane at once. `Numbers` turns selected bytes, one for a lane, into floats: an integer is put
+// below the exponent of 2^23, which one subtraction removes together with the zero point (a conversion of integers has
+// half the rate of a subtraction on Neoverse-N1, and widening a byte needs two instructions more on AVX2); a level of a
+// table of 16 is looked up as the two upper bytes of its float. All of these are exact.
 #pragma once
 
 #include "kernels/codecs.h"
@@ -241,9 +241,9 @@ constexpr bool kEvenAndOdd = true;
 #endif
 
 // The first byte of each lane in its quarter, four times.
-alignas(64) constexpr uint32_t kFirstBytes[16] = {0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808,
-                                                  0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404,
-                                                  0x08080808, 0x0c0c0c0c};
+alignas(64) constexpr uint32_t kFirstBytes[16] = {
+    0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c,
+    0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c};
 
 // Bytes a, a, b, b of every lane.
 template <int W>

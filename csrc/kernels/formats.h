@@ -96,8 +96,7 @@ template <int W>
 inline void scales_of(const OpenTile& t, float unit, RowScales& r) {
   for (int n = 0; n < kTileN; n += W)
     for (int half = 0; half < 2; half++)
-      store(r.s[half] + n,
-            half_scales<W>(t.d + n) * (to_floats<W>(bytes_of<W>(t.odd[half], n)) * splat<F32<W>>(unit)));
+      store(r.s[half] + n, half_scales<W>(t.d + n) * (to_floats<W>(bytes_of<W>(t.odd[half], n)) * splat<F32<W>>(unit)));
 }
 
 // Row by row: lanes are (output, parity of k), in the order in which a row of a bf16 tile lies.
@@ -267,8 +266,8 @@ template <int W, class Real, Codec C>
 inline void decode_tile(RowScales& r, const char* codes, char* tile) {
   if constexpr (__is_same(Real, Bf16Pairs)) {
     clear_payloads<W, C>(r);
-    const bool decoded = unless_nan<W, C>(
-        codes, [&](auto normal) { decode_pairs<W, C, decltype(normal)::value>(r, codes, tile); });
+    const bool decoded =
+        unless_nan<W, C>(codes, [&](auto normal) { decode_pairs<W, C, decltype(normal)::value>(r, codes, tile); });
     if (__builtin_expect(!decoded, 0)) decode_rows_with_nan<W, C>(r, codes, tile);
   } else {
     decode_rows<W, Real, C>(r, codes, tile);

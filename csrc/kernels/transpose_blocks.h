@@ -1,9 +1,9 @@
 // Transposes stored weight blocks for backward: a tile of pairs along K becomes one of pairs along N.
 //
-// Encoded blocks are transposed as codes (transpose_codes.h) into tiles of bf16; into tiles of the exact precisions they
-// are dequantised first. A product over transposed blocks starts with the first of them in scratch; each further one is
-// transposed while the one before it is multiplied, half a block at a time, because the matrix unit leaves the vector
-// units idle and the cache free to prefetch.
+// Encoded blocks are transposed as codes (transpose_codes.h) into tiles of bf16; into tiles of the exact precisions
+// they are dequantised first. A product over transposed blocks starts with the first of them in scratch; each further
+// one is transposed while the one before it is multiplied, half a block at a time, because the matrix unit leaves the
+// vector units idle and the cache free to prefetch.
 #pragma once
 
 #include "kernels/table.h"

@@ -1,9 +1,9 @@
 // Transposes encoded blocks as bytes of codes, before they become numbers.
 //
-// A strip of bytes holds eight k of two neighbouring outputs in sixteen bytes. A row of a transposed tile is two outputs
-// along k, so the selection of bytes that makes floats (code_bytes.h) takes them in that order and nothing else is
-// shuffled: transposing costs what dequantising costs, and the bits are those of a tile that was dequantised first and
-// then transposed. Formats of fewer bits are unpacked into such bytes first.
+// A strip of bytes holds eight k of two neighbouring outputs in sixteen bytes. A row of a transposed tile is two
+// outputs along k, so the selection of bytes that makes floats (code_bytes.h) takes them in that order and nothing else
+// is shuffled: transposing costs what dequantising costs, and the bits are those of a tile that was dequantised first
+// and then transposed. Formats of fewer bits are unpacked into such bytes first.
 #pragma once
 
 #include "kernels/formats.h"
@@ -193,9 +193,8 @@ __attribute__((noinline)) void transpose_strip_as(const Format& f, const Strip& 
     Decoder<C>::template scales<W>(f, header, in_span, strip, scales);
     clear_payloads<W, C>(scales);
     if constexpr (CodeWords<W, C>::low == 8) {
-      const bool transposed = unless_nan<W, C>(codes, [&](auto normal) {
-        transpose_bytes<W, C, decltype(normal)::value>(scales, codes, row0, out);
-      });
+      const bool transposed = unless_nan<W, C>(
+          codes, [&](auto normal) { transpose_bytes<W, C, decltype(normal)::value>(scales, codes, row0, out); });
       if (__builtin_expect(!transposed, 0)) transpose_rows_with_nan<W, C>(scales, codes, half, out);
     } else {
       alignas(64) char bytes[kPieces * kPieceBytes];
