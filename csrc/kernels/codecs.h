@@ -38,6 +38,9 @@ inline U32<W> bytes_of(const uint8_t* field, int n) {
 #ifdef __AVX2__
   if constexpr (W == 8) return (U32<W>)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(field + n)));
 #endif
+#ifdef __aarch64__  // gcc 12 would extract the bytes one by one
+  if constexpr (W == 4) return (U32<W>)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(load<uint32_t>(field + n)))));
+#endif
   // In two steps: the compiler takes longer ones apart.
   auto wider = __builtin_convertvector(load<typename Vec<W>::u8>(field + n), typename Vec<W>::u16);
   return __builtin_convertvector(wider, U32<W>);

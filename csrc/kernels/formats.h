@@ -137,11 +137,18 @@ inline V scaled(V number, V s, V m) {
   return product;
 }
 
-// Scales without payload in NaNs, as round_pairs wants them.
+// Clears what round_pairs must not see in scales that are NaN.
 template <int W, Codec C>
 inline void clear_payloads(RowScales& r) {
   using D = Decoder<C>;
   if constexpr (kFormats[(int)C].scales == ScaleKind::e8m0) return;
+  U32<W> is_nan = {};
+  for (int half = 0; half < D::halves; half++)
+    for (int n = 0; n < kTileN; n += W) {
+      F32<W> s = load<F32<W>>(r.s[half] + n), m = D::offset ? load<F32<W>>(r.m[half] + n) : s;
+      is_nan |= (U32<W>)(s != s) | (U32<W>)(m != m);
+    }
+  if (__builtin_expect(!any_of<W>((U8<W>)is_nan), 1)) return;
   for (int half = 0; half < D::halves; half++)
     for (int n = 0; n < kTileN; n += W) {
       store(r.s[half] + n, without_payload<W>(load<F32<W>>(r.s[half] + n)));
@@ -165,7 +172,7 @@ inline void scales_of_pair(const float* rows, int n, F32<W> (&s)[2]) {
 template <int W, Codec C>
 constexpr bool kLooksUpNibbles = W == 16 && CodeWords<W, C>::low == 4 && CodeWords<W, C>::high == 0;
 
-template <int W, Codec C, bool normal>
+template <int W, Codec C, bool usual>
 inline void decode_pairs(const RowScales& r, const char* codes, char* __restrict tile) {
   using D = Decoder<C>;
   using Words = CodeWords<W, C>;
@@ -194,7 +201,7 @@ inline void decode_pairs(const RowScales& r, const char* codes, char* __restrict
         for (int part = 0; part < Words::parts; part++) {
           F32<W> first[4], second[4];
           auto numbers = [&](U32<W> word_of, U32<W> high_of, F32<W>(&out)[4]) {
-            Numbers<W, C, normal>::of(Words::split(word_of, high_of, word, part))
+            Numbers<W, C, usual>::of(Words::split(word_of, high_of, word, part))
                 .template select<SameByte<0>, SameByte<1>, SameByte<2>, SameByte<3>>(out);
           };
           numbers(plane.first, high.first, first);
@@ -205,14 +212,6 @@ inline void decode_pairs(const RowScales& r, const char* codes, char* __restrict
       }
     }
   }
-}
-
-template <int W>
-inline bool any_of(U8<W> v) {
-  typename Vec<W>::u64 words = (typename Vec<W>::u64)v;
-  uint64_t any = 0;
-  for (int i = 0; i < W / 2; i++) any |= words[i];
-  return any != 0;
 }
 
 // Whether a k tile has NaNs of e4m3.
@@ -244,14 +243,29 @@ struct Constant {
   static constexpr bool value = is;
 };
 
-// Calls act(Constant) with whether all codes of a k tile are normal numbers, where they are e4m3 and that makes a
-// difference. Returns false instead if there are NaNs.
+// Multiplies the scales of e4m3 with 2^120 if all are below 2^7.
+template <int W, Codec C>
+inline bool raise_scales(RowScales& r) {
+  auto each = [&](auto act) {
+    for (int half = 0; half < Decoder<C>::halves; half++)
+      for (int n = 0; n < kTileN; n += W) act(r.s[half] + n);
+  };
+  U32<W> large = {};
+  each([&](float* s) { large |= (U32<W>)(((U32<W>)load<F32<W>>(s) & 0x7fffffffu) >= 0x43000000u); });
+  if (any_of<W>((U8<W>)large)) return false;
+  each([](float* s) { store(s, load<F32<W>>(s) * splat<F32<W>>(0x1p120f)); });
+  return true;
+}
+
+// Calls act(Constant) with `usual` of `Numbers`. Returns false instead if there are NaNs among codes of e4m3.
 template <int W, Codec C, class Act>
-inline bool unless_nan(const char* codes, const Act& act) {
+inline bool unless_nan(RowScales& r, const char* codes, const Act& act) {
   if constexpr (kFormats[(int)C].element == ElementKind::e4m3) {
     if constexpr (!kNeon<W>)
       if (all_normal<W>(codes)) return act(Constant<true>{}), true;
     if (has_nan<W>(codes)) return false;
+    if constexpr (kNeon<W>)
+      if (raise_scales<W, C>(r)) return act(Constant<true>{}), true;
   }
   act(Constant<false>{});
   return true;
@@ -267,7 +281,7 @@ inline void decode_tile(RowScales& r, const char* codes, char* tile) {
   if constexpr (__is_same(Real, Bf16Pairs)) {
     clear_payloads<W, C>(r);
     const bool decoded =
-        unless_nan<W, C>(codes, [&](auto normal) { decode_pairs<W, C, decltype(normal)::value>(r, codes, tile); });
+        unless_nan<W, C>(r, codes, [&](auto usual) { decode_pairs<W, C, decltype(usual)::value>(r, codes, tile); });
     if (__builtin_expect(!decoded, 0)) decode_rows_with_nan<W, C>(r, codes, tile);
   } else {
     decode_rows<W, Real, C>(r, codes, tile);

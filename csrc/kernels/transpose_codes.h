@@ -127,10 +127,10 @@ inline void splat_pair(const float* two, F32<W> (&s)[2]) {
 }
 
 // Rows `row0` ... of two transposed tiles, k 0-15 and 16-31, from a k tile in bytes.
-template <int W, Codec C, bool normal>
+template <int W, Codec C, bool usual>
 inline void transpose_bytes(const RowScales& r, const char* bytes, int row0, char* __restrict out) {
   using D = Decoder<C>;
-  using N = Numbers<W, C, normal>;
+  using N = Numbers<W, C, usual>;
   using V = F32<W>;
   for (int pair = 0; pair < kTileN / 2; pair++) {
 #pragma GCC unroll 2
@@ -194,7 +194,7 @@ __attribute__((noinline)) void transpose_strip_as(const Format& f, const Strip& 
     clear_payloads<W, C>(scales);
     if constexpr (CodeWords<W, C>::low == 8) {
       const bool transposed = unless_nan<W, C>(
-          codes, [&](auto normal) { transpose_bytes<W, C, decltype(normal)::value>(scales, codes, row0, out); });
+          scales, codes, [&](auto usual) { transpose_bytes<W, C, decltype(usual)::value>(scales, codes, row0, out); });
       if (__builtin_expect(!transposed, 0)) transpose_rows_with_nan<W, C>(scales, codes, half, out);
     } else {
       alignas(64) char bytes[kPieces * kPieceBytes];
