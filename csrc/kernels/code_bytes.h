@@ -233,12 +233,15 @@ struct LanePair {
   U32<W> first, second;
 };
 
-#ifdef __AVX512BF16__
+// Hardware that rounds to bf16 leaves the lanes of two vectors one after the other.
 template <int W>
-constexpr bool kEvenAndOdd = W != 16;
+constexpr bool kEvenAndOdd =
+#if defined(__AVX512BF16__)
+    W != 16;
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    W != 4;
 #else
-template <int W>
-constexpr bool kEvenAndOdd = true;
+    true;
 #endif
 
 // The first byte of each lane in its quarter, four times.
@@ -394,8 +397,10 @@ inline void put_pair(char* out, F32<W> first, F32<W> second) {
   if constexpr (kEvenAndOdd<W>) {
     store(out, round_pairs<W>(first, second));
   } else {
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__)
     store(out, _mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    store(out, vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)first), (float32x4_t)second));
 #endif
   }
 }

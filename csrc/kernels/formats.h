@@ -159,12 +159,12 @@ inline void clear_payloads(RowScales& r) {
 // The scales of the two vectors that make W outputs' pairs, from output n on.
 template <int W>
 inline void scales_of_pair(const float* rows, int n, F32<W> (&s)[2]) {
-  if constexpr (kEvenAndOdd<W>) {
-    s[0] = s[1] = load<F32<W>>(rows + n);
-  } else {
-    alignas(64) float lanes[kLanesOfTile];
-    two_lanes_each(rows, lanes);
-    s[0] = load<F32<W>>(lanes), s[1] = load<F32<W>>(lanes + W);
+  s[0] = s[1] = load<F32<W>>(rows + n);
+  if constexpr (!kEvenAndOdd<W>) {
+    I32<W> twice;
+    for (int i = 0; i < W; i++) twice[i] = i / 2;
+    s[0] = __builtin_shuffle(s[1], twice);
+    s[1] = __builtin_shuffle(s[1], twice + W / 2);
   }
 }
 

@@ -83,9 +83,10 @@ struct AlongK {
   static constexpr int of(int lane) { return output * 8 + lane % 2 * 4 + (lane + k0) % 8 / 2; }
 };
 // The same with both outputs side by side.
+template <int k0>
 struct BothAlongK {
   static constexpr int byte = -1;
-  static constexpr int of(int lane) { return lane % 2 * 8 + lane / 2 % 2 * 4 + lane / 4; }
+  static constexpr int of(int lane) { return lane % 2 * 8 + lane / 2 % 2 * 4 + (lane / 2 + k0) % 8 / 2; }
 };
 
 // The bytes of a pair of outputs for one row of a tile, from piece `piece` on.
@@ -143,15 +144,19 @@ inline void transpose_bytes(const RowScales& r, const char* bytes, int row0, cha
       auto put = [&](int k, V a, V b) {
         put_pair<W>(row + k * 4, scaled<D::offset>(a, s[0], m[0]), scaled<D::offset>(b, s[1], m[1]));
       };
-      if constexpr (!kEvenAndOdd<W>) {
-        put(0, N::of(load_pair<W>(bytes, 2 * tile, pair)).template one<BothAlongK>(),
-            N::of(load_pair<W>(bytes, 2 * tile + 1, pair)).template one<BothAlongK>());
+      if constexpr (!kEvenAndOdd<W> && W == 16) {
+        put(0, N::of(load_pair<W>(bytes, 2 * tile, pair)).template one<BothAlongK<0>>(),
+            N::of(load_pair<W>(bytes, 2 * tile + 1, pair)).template one<BothAlongK<0>>());
       } else if constexpr (W == 4) {
 #pragma GCC unroll 2
         for (int piece = 0; piece < 2; piece++) {
           V x[4];
-          N::of(load_pair<W>(bytes, 2 * tile + piece, pair))
-              .template select<AlongK<0, 0>, AlongK<1, 0>, AlongK<0, 4>, AlongK<1, 4>>(x);
+          const N numbers = N::of(load_pair<W>(bytes, 2 * tile + piece, pair));
+          if constexpr (kEvenAndOdd<W>) {
+            numbers.template select<AlongK<0, 0>, AlongK<1, 0>, AlongK<0, 4>, AlongK<1, 4>>(x);
+          } else {
+            numbers.template select<BothAlongK<0>, BothAlongK<2>, BothAlongK<4>, BothAlongK<6>>(x);
+          }
           put(8 * piece, x[0], x[1]);
           put(8 * piece + 4, x[2], x[3]);
         }
