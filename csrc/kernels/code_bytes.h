@@ -27,6 +27,15 @@ constexpr int kRegister = 32;
 constexpr int kRegister = 16;
 #endif
 
+// Vectors of NEON, not those of a wider variant that is emulated there.
+template <int W>
+constexpr bool kNeon =
+#ifdef __aarch64__
+    W == 4;
+#else
+    false;
+#endif
+
 // Whether a byte shuffle within quarters of 16 bytes is an instruction.
 template <int W>
 constexpr bool kShufflesBytes =
@@ -60,11 +69,18 @@ __attribute__((noinline)) void shuffle_bytes_wide(const U8<W>& v, const U8<W>& a
 }
 
 // The order of a shuffle that takes byte `At::of(i)` of its quarter to byte `to` of lane i and clears the others.
+template <class At, int to>
+struct ToLanes {
+  alignas(64) uint32_t at[16];
+  constexpr ToLanes() : at() {
+    for (int i = 0; i < 16; i++) at[i] = (0x80808080u & ~(255u << (8 * to))) | (uint32_t)At::of(i) << (8 * to);
+  }
+};
+
 template <int W, class At, int to>
 inline U8<W> to_lanes() {
-  U8<W> at = {};
-  for (int i = 0; i < 4 * W; i++) at[i] = i % 4 == to ? (uint8_t)At::of(i / 4) : (uint8_t)128;
-  return at;
+  static constexpr ToLanes<At, to> kOrder;
+  return load<U8<W>>(kOrder.at);
 }
 
 // Byte At::of(i) of lane i's quarter, at bits 8 * to of the lane; `base` in the other bits.
@@ -104,28 +120,30 @@ struct SameByte {
   static constexpr int of(int lane) { return lane % 4 * 4 + b; }
 };
 
-// The numbers of code bytes.
-template <int W, Codec C>
+// The numbers of code bytes. `usual` shortens e4m3: on NEON numbers are 2^-120 of what they are, elsewhere codes are
+// neither subnormal nor zero.
+template <int W, Codec C, bool usual>
 struct Numbers {
   static constexpr const FormatRow& row = kFormats[(int)C];
   static constexpr ElementKind element = row.element;
-  // Formats with a table of 16 levels. On NEON, two look-ups of 16 codes replace four subtractions.
-#ifdef __aarch64__
-  static constexpr bool levels = row.plane[0] == 4 && row.plane[1] == 0;
-#else
-  static constexpr bool levels = element == ElementKind::e2m1 || element == ElementKind::iq4;
-#endif
+  // Numbers by a table of 16 levels. On NEON, two look-ups of 16 codes replace four subtractions.
+  static constexpr bool levels =
+      kNeon<W> ? row.plane[0] == 4 && row.plane[1] == 0 : element == ElementKind::e2m1 || element == ElementKind::iq4;
   // Signed bytes have their sign bit flipped.
   static constexpr bool is_signed = element == ElementKind::int8 || element == ElementKind::grid;
   static constexpr int zero = is_signed ? 128 : row.zero_point;
 
-  U8<W> first, second;  // code bytes; for levels the third and the fourth byte of their floats
+  U8<W> first, second;  // code bytes; for levels, and for e4m3 on NEON, the third and the fourth byte of floats
 
   static Numbers of(U8<W> codes) {
     if constexpr (levels) {
-      return {look_up_bytes(2, codes), look_up_bytes(3, codes)};
+      return {look_up_bytes<2>(codes), look_up_bytes<3>(codes)};
     } else if constexpr (is_signed) {
       return {codes ^ (uint8_t)128, U8<W>{}};
+    } else if constexpr (kNeon<W> && element == ElementKind::e4m3) {
+      // Floats with the exponent of e4m3, 2^-120 of the number.
+      typedef int8_t Signed __attribute__((vector_size(4 * W)));
+      return {codes << 4, (U8<W>)((Signed)codes >> 4) & (uint8_t)0x87};
     } else {
       return {codes, U8<W>{}};
     }
@@ -136,10 +154,14 @@ struct Numbers {
   void select(F32<W> (&out)[4]) const {
     static_assert(sizeof...(At) == 4);
 #ifdef __aarch64__
-    if constexpr (W == 4 && element != ElementKind::e4m3) {
-      shuffle_two(first, levels ? second : (U8<W>)(U32<W>{} + 0x4b000000u), {order<At>()...}, out);
-      if constexpr (!levels)
-        for (F32<W>& x : out) x -= splat<F32<W>>(kOffset);
+    if constexpr (kNeon<W>) {
+      constexpr bool two_bytes = levels || element == ElementKind::e4m3;
+      shuffle_two(first, two_bytes ? second : (U8<W>)(U32<W>{} + 0x4b000000u), {order<At, two_bytes>()...}, out);
+      for (F32<W>& x : out) {
+        if constexpr (!two_bytes) x -= splat<F32<W>>(kOffset);
+        // Moves the bias, and normalises; a product with a subnormal number is as fast as any.
+        if constexpr (element == ElementKind::e4m3 && !usual) x *= splat<F32<W>>(0x1p120f);
+      }
       return;
     }
 #endif
@@ -153,7 +175,7 @@ struct Numbers {
     if constexpr (levels) {
       return (F32<W>)(bytes_in_lanes<W, At, 2>(first, 0) | bytes_in_lanes<W, At, 3>(second, 0));
     } else if constexpr (element == ElementKind::e4m3) {
-      return finite_e4m3<W>(bytes_in_lanes<W, At, 3>(first, 0));
+      return finite_e4m3<W, usual>(bytes_in_lanes<W, At, 3>(first, 0));
     } else {
       return (F32<W>)bytes_in_lanes<W, At, 0>(first, 0x4b000000u) - splat<F32<W>>(kOffset);
     }
@@ -164,12 +186,12 @@ struct Numbers {
 
 #ifdef __aarch64__
   // Where the bytes of four floats come from: of the code byte's vector, and of the vector behind it.
-  template <class At>
+  template <class At, bool two_bytes>
   static U8<4> order() {
     U8<4> at;
     for (int i = 0; i < 16; i++) {
       const int from = At::of(i / 4), byte = i % 4;
-      at[i] = (uint8_t)(levels ? (byte < 2 ? 255 : (byte - 2) * 16 + from) : (byte ? 16 + byte : from));
+      at[i] = (uint8_t)(two_bytes ? (byte < 2 ? 255 : (byte - 2) * 16 + from) : (byte ? 16 + byte : from));
     }
     return at;
   }
@@ -182,15 +204,23 @@ struct Numbers {
     return kUnsigned;
   }
 
-  // Byte `byte` of the floats of 16 levels, looked up for every code.
-  static U8<W> look_up_bytes(int byte, U8<W> codes) {
+  // Byte `byte` of the floats of 16 levels, in every quarter of a vector.
+  struct LevelBytes {
+    alignas(64) uint8_t at[64];
+    constexpr explicit LevelBytes(int byte) : at() {
+      for (int i = 0; i < 64; i++) at[i] = (uint8_t)(__builtin_bit_cast(uint32_t, table()[i % 16]) >> (8 * byte));
+    }
+  };
+
+  template <int byte>
+  static U8<W> look_up_bytes(U8<W> codes) {
     static_assert(!row.zero_point || row.zero_point == 8);
-    U8<W> bytes, found;
-    for (int i = 0; i < 4 * W; i++) bytes[i] = (uint8_t)(__builtin_bit_cast(uint32_t, table()[i % 16]) >> (8 * byte));
+    static constexpr LevelBytes kLevels(byte);
+    U8<W> found;
     if constexpr (kShufflesBytes<W>) {
-      found = shuffle_bytes<W>(bytes, codes);
+      found = shuffle_bytes<W>(load<U8<W>>(kLevels.at), codes);
     } else {
-      shuffle_bytes_wide<W>(bytes, codes, found);
+      shuffle_bytes_wide<W>(load<U8<W>>(kLevels.at), codes, found);
     }
     return found;
   }
@@ -203,23 +233,36 @@ struct LanePair {
   U32<W> first, second;
 };
 
-#ifdef __AVX512BF16__
+// Hardware that rounds to bf16 leaves the lanes of two vectors one after the other.
 template <int W>
-constexpr bool kEvenAndOdd = W != 16;
+constexpr bool kEvenAndOdd =
+#if defined(__AVX512BF16__)
+    W != 16;
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    W != 4;
 #else
-template <int W>
-constexpr bool kEvenAndOdd = true;
+    true;
 #endif
+
+// The first byte of each lane in its quarter, four times.
+alignas(64) constexpr uint32_t kFirstBytes[16] = {
+    0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c,
+    0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c};
 
 // Bytes a, a, b, b of every lane.
 template <int W>
 inline U8<W> repeat_bytes(U32<W> v, int a, int b) {
   if constexpr (kShufflesBytes<W>) {
-    U8<W> at;
-    for (int i = 0; i < 4 * W; i++) at[i] = (uint8_t)(i % 16 / 4 * 4 + (i % 4 < 2 ? a : b));
-    return shuffle_bytes<W>((U8<W>)v, at);
+    return shuffle_bytes<W>((U8<W>)v, (U8<W>)(load<U32<W>>(kFirstBytes) + (uint32_t)(a * 0x0101 + b * 0x01010000)));
   }
   return (U8<W>)((v >> (uint32_t)(8 * a) & 255u) * 0x0101u | (v >> (uint32_t)(8 * b) & 255u) * 0x01010000u);
+}
+
+// `yes` in the bytes that have the bit of byte b of `bits`, zero in the others.
+template <int W>
+inline U8<W> test_bytes(U8<W> v, uint32_t bits, int yes) {
+  U8<W> bit = (U8<W>)(U32<W>{} + bits);
+  return (U8<W>)((v & bit) == bit) & (uint8_t)yes;
 }
 
 // The planes of a format: words of 32 bits, and how they split into code bytes.
@@ -271,10 +314,9 @@ struct CodeWords {
  private:
   // Bit j of a lane's 16 is that of row j.
   static U8<W> one_bit(U32<W> v, int word, int part) {
-    U8<W> bit;
-    for (int i = 0; i < 4 * W; i++) bit[i] = (uint8_t)(1 << row_of(word, part, i % 4) % 8);
-    U8<W> bytes = repeat_bytes<W>(v, row_of(word, part, 0) / 8, row_of(word, part, 2) / 8);
-    return (U8<W>)((bytes & bit) != 0) & (uint8_t)(1 << low);
+    uint32_t bits = 0;
+    for (int b = 0; b < 4; b++) bits |= 1u << (row_of(word, part, b) % 8) << (8 * b);
+    return test_bytes<W>(repeat_bytes<W>(v, row_of(word, part, 0) / 8, row_of(word, part, 2) / 8), bits, 1 << low);
   }
 
   // Bits 2 j and 2 j + 1 of a lane are those of row j = 8 word + part + 2 b, moved to bit 4 of byte b.
@@ -324,7 +366,22 @@ inline U32<W> round_pairs(F32<W> low, F32<W> high) {
     rest = (U16<W>)((a & 0xffffu) | (b << 16));
   }
   // Up if the rest is above half, or half and the last kept bit is set.
-  return (U32<W>)(kept + (saturating_sub<W>(rest, ~kept & (uint16_t)1) >> 15));
+  U16<W> above = saturating_sub<W>(rest, ~kept & (uint16_t)1);
+#ifdef __aarch64__
+  if constexpr (W == 4) {
+    asm("usra %0.8h, %1.8h, #15" : "+w"(kept) : "w"(above));  // gcc 12 copies `kept` first
+    return (U32<W>)kept;
+  }
+#endif
+  return (U32<W>)(kept + (above >> 15));
+}
+
+template <int W>
+inline bool any_of(U8<W> v) {
+  typename Vec<W>::u64 words = (typename Vec<W>::u64)v;
+  uint64_t any = 0;
+  for (int i = 0; i < W / 2; i++) any |= words[i];
+  return any != 0;
 }
 
 // Floats whose NaNs are quiet and have zeros in the bits that rounding to bf16 drops.
@@ -340,8 +397,10 @@ inline void put_pair(char* out, F32<W> first, F32<W> second) {
   if constexpr (kEvenAndOdd<W>) {
     store(out, round_pairs<W>(first, second));
   } else {
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__)
     store(out, _mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    store(out, vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)first), (float32x4_t)second));
 #endif
   }
 }

@@ -40,6 +40,9 @@ inline U32<W> bytes_of(const uint8_t* field, int n) {
 #ifdef __AVX2__
   if constexpr (W == 8) return (U32<W>)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(field + n)));
 #endif
+#ifdef __aarch64__  // gcc 12 would extract the bytes one by one
+  if constexpr (W == 4) return (U32<W>)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(load<uint32_t>(field + n)))));
+#endif
   // In two steps: the compiler takes longer ones apart.
   auto wider = __builtin_convertvector(load<typename Vec<W>::u8>(field + n), typename Vec<W>::u16);
   return __builtin_convertvector(wider, U32<W>);
@@ -79,18 +82,14 @@ inline F32<W> e4m3(U32<W> code) {
   return (F32<W>)((U32<W>)value | sign | nan);
 }
 
-// The same for codes that are not NaN.
-template <int W>
+// The same for codes that are not NaN. `normal`: nor subnormal or zero.
+template <int W, bool normal>
 inline F32<W> finite_e4m3(U32<W> code) {
-#ifdef __aarch64__
-  // A product with 2^120 moves the bias and normalises. Elsewhere subnormal operands may be a hundred times as slow.
-  return (F32<W>)((U32<W>)((I32<W>)code >> 4) & 0x87f00000u) * splat<F32<W>>(0x1p120f);
-#else
-  F32<W> normal = (F32<W>)(((code >> 4) & (0x7fu << 20)) + (120u << 23));
+  if constexpr (normal) return (F32<W>)(((U32<W>)((I32<W>)code >> 4) & 0x87f00000u) + (120u << 23));
+  F32<W> value = (F32<W>)(((code >> 4) & (0x7fu << 20)) + (120u << 23));
   // Below 2^-6 the exponent is that of subnormals, and twice the number less 2^-6 is smaller than the number.
-  F32<W> value = vmin<F32<W>>(normal, normal + normal - splat<F32<W>>(0x1p-6f));
+  value = vmin<F32<W>>(value, value * splat<F32<W>>(2.0f) - splat<F32<W>>(0x1p-6f));
   return (F32<W>)((U32<W>)value | (code & 0x80000000u));
-#endif
 }
 
 template <int W>

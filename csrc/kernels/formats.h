@@ -137,11 +137,18 @@ inline V scaled(V number, V s, V m) {
   return product;
 }
 
-// Scales without payload in NaNs, as round_pairs wants them.
+// Clears what round_pairs must not see in scales that are NaN.
 template <int W, Codec C>
 inline void clear_payloads(RowScales& r) {
   using D = Decoder<C>;
   if constexpr (kFormats[(int)C].scales == ScaleKind::e8m0) return;
+  U32<W> is_nan = {};
+  for (int half = 0; half < D::halves; half++)
+    for (int n = 0; n < kTileN; n += W) {
+      F32<W> s = load<F32<W>>(r.s[half] + n), m = D::offset ? load<F32<W>>(r.m[half] + n) : s;
+      is_nan |= (U32<W>)(s != s) | (U32<W>)(m != m);
+    }
+  if (__builtin_expect(!any_of<W>((U8<W>)is_nan), 1)) return;
   for (int half = 0; half < D::halves; half++)
     for (int n = 0; n < kTileN; n += W) {
       store(r.s[half] + n, without_payload<W>(load<F32<W>>(r.s[half] + n)));
@@ -152,12 +159,12 @@ inline void clear_payloads(RowScales& r) {
 // The scales of the two vectors that make W outputs' pairs, from output n on.
 template <int W>
 inline void scales_of_pair(const float* rows, int n, F32<W> (&s)[2]) {
-  if constexpr (kEvenAndOdd<W>) {
-    s[0] = s[1] = load<F32<W>>(rows + n);
-  } else {
-    alignas(64) float lanes[kLanesOfTile];
-    two_lanes_each(rows, lanes);
-    s[0] = load<F32<W>>(lanes), s[1] = load<F32<W>>(lanes + W);
+  s[0] = s[1] = load<F32<W>>(rows + n);
+  if constexpr (!kEvenAndOdd<W>) {
+    I32<W> twice;
+    for (int i = 0; i < W; i++) twice[i] = i / 2;
+    s[0] = __builtin_shuffle(s[1], twice);
+    s[1] = __builtin_shuffle(s[1], twice + W / 2);
   }
 }
 
@@ -165,7 +172,7 @@ inline void scales_of_pair(const float* rows, int n, F32<W> (&s)[2]) {
 template <int W, Codec C>
 constexpr bool kLooksUpNibbles = W == 16 && CodeWords<W, C>::low == 4 && CodeWords<W, C>::high == 0;
 
-template <int W, Codec C>
+template <int W, Codec C, bool usual>
 inline void decode_pairs(const RowScales& r, const char* codes, char* __restrict tile) {
   using D = Decoder<C>;
   using Words = CodeWords<W, C>;
@@ -193,11 +200,12 @@ inline void decode_pairs(const RowScales& r, const char* codes, char* __restrict
 #pragma GCC unroll 4
         for (int part = 0; part < Words::parts; part++) {
           F32<W> first[4], second[4];
-          using N = Numbers<W, C>;
-          N::of(Words::split(plane.first, high.first, word, part))
-              .template select<SameByte<0>, SameByte<1>, SameByte<2>, SameByte<3>>(first);
-          N::of(Words::split(plane.second, high.second, word, part))
-              .template select<SameByte<0>, SameByte<1>, SameByte<2>, SameByte<3>>(second);
+          auto numbers = [&](U32<W> word_of, U32<W> high_of, F32<W>(&out)[4]) {
+            Numbers<W, C, usual>::of(Words::split(word_of, high_of, word, part))
+                .template select<SameByte<0>, SameByte<1>, SameByte<2>, SameByte<3>>(out);
+          };
+          numbers(plane.first, high.first, first);
+          numbers(plane.second, high.second, second);
 #pragma GCC unroll 4
           for (int b = 0; b < 4; b++) put(Words::row_of(word, part, b), first[b], second[b]);
         }
@@ -206,18 +214,61 @@ inline void decode_pairs(const RowScales& r, const char* codes, char* __restrict
   }
 }
 
-// Whether one of a k tile's bytes is a NaN in e4m3.
+// Whether a k tile has NaNs of e4m3.
 template <int W>
 inline bool has_nan(const char* codes) {
   U8<W> largest = {};
   for (int at = 0; at < kTileN * kTileK; at += 4 * W) {
-    U8<W> magnitude = load<U8<W>>(codes + at) << 1;
-    largest = magnitude > largest ? magnitude : largest;
+    U8<W> v = load<U8<W>>(codes + at);
+    v += v;
+    largest = v > largest ? v : largest;
   }
-  typename Vec<W>::u64 any = (typename Vec<W>::u64)(largest == (uint8_t)0xfe);
-  uint64_t found = 0;
-  for (int i = 0; i < W / 2; i++) found |= any[i];
-  return found != 0;
+  return any_of<W>((U8<W>)(largest == (uint8_t)0xfe));
+}
+
+// Whether it has nothing but normal numbers of e4m3.
+template <int W>
+inline bool all_normal(const char* codes) {
+  U8<W> largest = {};
+  for (int at = 0; at < kTileN * kTileK; at += 4 * W) {
+    U8<W> v = load<U8<W>>(codes + at);
+    v = v + v - (uint8_t)16;  // up to 0xec for normal numbers, 0xee for NaN, more for zero and subnormal ones
+    largest = v > largest ? v : largest;
+  }
+  return !any_of<W>((U8<W>)(largest > (uint8_t)0xec));
+}
+
+template <bool is>
+struct Constant {
+  static constexpr bool value = is;
+};
+
+// Multiplies the scales of e4m3 with 2^120 if all are below 2^7.
+template <int W, Codec C>
+inline bool raise_scales(RowScales& r) {
+  auto each = [&](auto act) {
+    for (int half = 0; half < Decoder<C>::halves; half++)
+      for (int n = 0; n < kTileN; n += W) act(r.s[half] + n);
+  };
+  U32<W> large = {};
+  each([&](float* s) { large |= (U32<W>)(((U32<W>)load<F32<W>>(s) & 0x7fffffffu) >= 0x43000000u); });
+  if (any_of<W>((U8<W>)large)) return false;
+  each([](float* s) { store(s, load<F32<W>>(s) * splat<F32<W>>(0x1p120f)); });
+  return true;
+}
+
+// Calls act(Constant) with `usual` of `Numbers`. Returns false instead if there are NaNs among codes of e4m3.
+template <int W, Codec C, class Act>
+inline bool unless_nan(RowScales& r, const char* codes, const Act& act) {
+  if constexpr (kFormats[(int)C].element == ElementKind::e4m3) {
+    if constexpr (!kNeon<W>)
+      if (all_normal<W>(codes)) return act(Constant<true>{}), true;
+    if (has_nan<W>(codes)) return false;
+    if constexpr (kNeon<W>)
+      if (raise_scales<W, C>(r)) return act(Constant<true>{}), true;
+  }
+  act(Constant<false>{});
+  return true;
 }
 
 template <int W, Codec C>
@@ -228,10 +279,10 @@ __attribute__((noinline)) void decode_rows_with_nan(const RowScales& r, const ch
 template <int W, class Real, Codec C>
 inline void decode_tile(RowScales& r, const char* codes, char* tile) {
   if constexpr (__is_same(Real, Bf16Pairs)) {
-    if constexpr (kFormats[(int)C].element == ElementKind::e4m3)
-      if (__builtin_expect(has_nan<W>(codes), 0)) return decode_rows_with_nan<W, C>(r, codes, tile);
     clear_payloads<W, C>(r);
-    decode_pairs<W, C>(r, codes, tile);
+    const bool decoded =
+        unless_nan<W, C>(r, codes, [&](auto usual) { decode_pairs<W, C, decltype(usual)::value>(r, codes, tile); });
+    if (__builtin_expect(!decoded, 0)) decode_rows_with_nan<W, C>(r, codes, tile);
   } else {
     decode_rows<W, Real, C>(r, codes, tile);
   }

@@ -1,5 +1,5 @@
-// Look-ups in grids: eight weights at a time, a word of 64 bits from a table of entries, and signs as a mask from a table
-// of masks. The largest table, IQ1's, has 16 KB and stays in L1.
+// Look-ups in grids: eight weights at a time, a word of 64 bits from a table of entries, and signs as a mask from a
+// table of masks. The largest table, IQ1's, has 16 KB and stays in L1.
 #include "kernels/grids.h"
 
 #include <cstring>

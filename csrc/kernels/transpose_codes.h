@@ -7,6 +7,7 @@
 #pragma once
 
 #include "kernels/formats.h"
+#include "kernels/transpose_tiles.h"
 
 namespace kt {
 namespace {
@@ -64,9 +65,7 @@ struct UnpackedCodes {
     const char* plane = codes + kTileN * kTileK * low / 8;
     if constexpr (high == 1) {
       U32<W> word = __builtin_convertvector(load<typename Vec<W>::u16>(plane + lane * 2), U32<W>);
-      U8<W> bit, bytes = repeat_bytes<W>(word, piece / 2, piece / 2);
-      for (int i = 0; i < 4 * W; i++) bit[i] = (uint8_t)(1 << (piece % 2 * 4 + i % 4));
-      return (U8<W>)((bytes & bit) == bit) & (uint8_t)(1 << low);
+      return test_bytes<W>(repeat_bytes<W>(word, piece / 2, piece / 2), 0x08040201u << (piece % 2 * 4), 1 << low);
     } else if constexpr (high == 2) {
       U8<W> bytes = repeat_bytes<W>(load<U32<W>>(plane + lane * 4), piece, piece);
       return shift_bytes<W>(bytes, -4, -2, 0, 2) & (uint8_t)0x30;
@@ -84,9 +83,10 @@ struct AlongK {
   static constexpr int of(int lane) { return output * 8 + lane % 2 * 4 + (lane + k0) % 8 / 2; }
 };
 // The same with both outputs side by side.
+template <int k0>
 struct BothAlongK {
   static constexpr int byte = -1;
-  static constexpr int of(int lane) { return lane % 2 * 8 + lane / 2 % 2 * 4 + lane / 4; }
+  static constexpr int of(int lane) { return lane % 2 * 8 + lane / 2 % 2 * 4 + (lane / 2 + k0) % 8 / 2; }
 };
 
 // The bytes of a pair of outputs for one row of a tile, from piece `piece` on.
@@ -97,6 +97,12 @@ inline U8<W> load_pair(const char* bytes, int piece, int pair) {
   Quarter first = load<Quarter>(at);
   if constexpr (W == 4) {
     return first;
+#ifdef __AVX512F__
+  } else if constexpr (W == 16) {  // masked: without one, gcc's header reads an undefined vector and warns of it
+    __m512i all = _mm512_maskz_broadcast_i32x4(0xffff, (__m128i)first);
+    if constexpr (!kEvenAndOdd<W>) return (U8<W>)all;
+    return (U8<W>)_mm512_mask_broadcast_i32x4(all, 0xff00, (__m128i)load<Quarter>(at + kPieceBytes));
+#endif
 #ifdef __AVX2__
   } else if constexpr (W == 8) {
     return (U8<W>)_mm256_broadcastsi128_si256((__m128i)first);
@@ -109,38 +115,48 @@ inline U8<W> load_pair(const char* bytes, int piece, int pair) {
   }
 }
 
+// The scales of a pair of outputs in all lanes; alternating where lanes alternate between the outputs.
+template <int W>
+inline void splat_pair(const float* two, F32<W> (&s)[2]) {
+  if constexpr (kEvenAndOdd<W>) {
+    // As integers: the sum of a float and zero would be an instruction.
+    for (int i = 0; i < 2; i++) s[i] = (F32<W>)(U32<W>{} + load<uint32_t>(two + i));
+  } else {
+    typename Vec<W>::u64 both = {};
+    s[0] = s[1] = (F32<W>)(both + load<uint64_t>(two));
+  }
+}
+
 // Rows `row0` ... of two transposed tiles, k 0-15 and 16-31, from a k tile in bytes.
-template <int W, Codec C>
+template <int W, Codec C, bool usual>
 inline void transpose_bytes(const RowScales& r, const char* bytes, int row0, char* __restrict out) {
   using D = Decoder<C>;
-  using N = Numbers<W, C>;
+  using N = Numbers<W, C, usual>;
   using V = F32<W>;
   for (int pair = 0; pair < kTileN / 2; pair++) {
 #pragma GCC unroll 2
     for (int tile = 0; tile < 2; tile++) {
       const int half = D::halves == 2 ? tile : 0;
       V s[2], m[2] = {};
-      for (int i = 0; i < 2; i++) {
-        s[i] = splat<V>(r.s[half][2 * pair + i]);
-        if constexpr (D::offset) m[i] = splat<V>(r.m[half][2 * pair + i]);
-      }
+      splat_pair<W>(r.s[half] + 2 * pair, s);
+      if constexpr (D::offset) splat_pair<W>(r.m[half] + 2 * pair, m);
       char* row = out + tile * kTileBytes + (row0 + pair) * 64;
       auto put = [&](int k, V a, V b) {
         put_pair<W>(row + k * 4, scaled<D::offset>(a, s[0], m[0]), scaled<D::offset>(b, s[1], m[1]));
       };
-      if constexpr (!kEvenAndOdd<W>) {
-        // Lanes alternate between the outputs, and so do their scales.
-        for (V* x : {s, m})
-          for (int i = 1; i < W; i += 2) x[0][i] = x[1][i];
-        s[1] = s[0], m[1] = m[0];
-        put(0, N::of(load_pair<W>(bytes, 2 * tile, pair)).template one<BothAlongK>(),
-            N::of(load_pair<W>(bytes, 2 * tile + 1, pair)).template one<BothAlongK>());
+      if constexpr (!kEvenAndOdd<W> && W == 16) {
+        put(0, N::of(load_pair<W>(bytes, 2 * tile, pair)).template one<BothAlongK<0>>(),
+            N::of(load_pair<W>(bytes, 2 * tile + 1, pair)).template one<BothAlongK<0>>());
       } else if constexpr (W == 4) {
 #pragma GCC unroll 2
         for (int piece = 0; piece < 2; piece++) {
           V x[4];
-          N::of(load_pair<W>(bytes, 2 * tile + piece, pair))
-              .template select<AlongK<0, 0>, AlongK<1, 0>, AlongK<0, 4>, AlongK<1, 4>>(x);
+          const N numbers = N::of(load_pair<W>(bytes, 2 * tile + piece, pair));
+          if constexpr (kEvenAndOdd<W>) {
+            numbers.template select<AlongK<0, 0>, AlongK<1, 0>, AlongK<0, 4>, AlongK<1, 4>>(x);
+          } else {
+            numbers.template select<BothAlongK<0>, BothAlongK<2>, BothAlongK<4>, BothAlongK<6>>(x);
+          }
           put(8 * piece, x[0], x[1]);
           put(8 * piece + 4, x[2], x[3]);
         }
@@ -155,11 +171,19 @@ inline void transpose_bytes(const RowScales& r, const char* bytes, int row0, cha
   }
 }
 
-// One k tile of a strip into rows `row0` ... of two transposed tiles. Never inlined, like decode_strip_as.
+template <int W, Codec C>
+__attribute__((noinline)) void transpose_rows_with_nan(const RowScales& r, const char* codes, int half, char* out) {
+  alignas(64) char tile[kTileBytes];
+  decode_rows<W, Bf16Pairs, C>(r, codes, tile);
+  transpose_tile<W>(tile, half, out);
+}
+
+// One k tile of a strip into rows of two transposed tiles, the first or the second eight as `half` says. Never inlined,
+// like decode_strip_as.
 template <int W, Codec C>
 __attribute__((noinline)) void transpose_strip_as(const Format& f, const Strip& s, const char* strip, int k_tile,
-                                                  int row0, char* out) {
-  const int span = k_tile / s.span_tiles, in_span = k_tile - span * s.span_tiles;
+                                                  int half, char* out) {
+  const int span = k_tile / s.span_tiles, in_span = k_tile - span * s.span_tiles, row0 = half * kTileN / 2;
   const Header header{strip + s.headers + (int64_t)span * s.span_bytes};
   const char* codes = strip + s.codes + (int64_t)k_tile * s.tile_bytes;
   RowScales scales;
@@ -169,16 +193,18 @@ __attribute__((noinline)) void transpose_strip_as(const Format& f, const Strip& 
     grid.open(header.at, in_span, codes, tile);
     scales_of<W>(tile, grid.unit, scales);
     clear_payloads<W, C>(scales);
-    transpose_bytes<W, C>(scales, (const char*)tile.codes, row0, out);
+    transpose_bytes<W, C, false>(scales, (const char*)tile.codes, row0, out);
   } else {
     Decoder<C>::template scales<W>(f, header, in_span, strip, scales);
     clear_payloads<W, C>(scales);
     if constexpr (CodeWords<W, C>::low == 8) {
-      transpose_bytes<W, C>(scales, codes, row0, out);
+      const bool transposed = unless_nan<W, C>(
+          scales, codes, [&](auto usual) { transpose_bytes<W, C, decltype(usual)::value>(scales, codes, row0, out); });
+      if (__builtin_expect(!transposed, 0)) transpose_rows_with_nan<W, C>(scales, codes, half, out);
     } else {
       alignas(64) char bytes[kPieces * kPieceBytes];
       UnpackedCodes<W, C>::unpack(codes, bytes);
-      transpose_bytes<W, C>(scales, bytes, row0, out);
+      transpose_bytes<W, C, false>(scales, bytes, row0, out);
     }
   }
 }
@@ -188,25 +214,12 @@ template <int W>
 inline void transpose_codes(const Encoding& e, const char* block, int k_tile, int half, char* out) {
   const Format& f = e.format[half];
   const char* strip = block + (half ? e.strip[0].bytes : 0);
-  const int row0 = half * kTileN / 2;
   switch (f.codec) {
 #define KT_FORMAT(name, ...) \
   case Codec::name:          \
-    return transpose_strip_as<W, decoded_as(Codec::name)>(f, e.strip[half], strip, k_tile, row0, out);
+    return transpose_strip_as<W, decoded_as(Codec::name)>(f, e.strip[half], strip, k_tile, half, out);
 #include "kernels/format_table.h"
   }
-}
-
-// Whether a k tile of a strip has NaN codes, which are only decoded row by row.
-template <int W>
-inline bool has_nan_codes(const Encoding& e, const char* block, int k_tile) {
-  for (int half = 0; half < 2; half++) {
-    const Strip& s = e.strip[half];
-    if (e.format[half].row().element == ElementKind::e4m3 &&
-        has_nan<W>(block + (half ? e.strip[0].bytes : 0) + s.codes + (int64_t)k_tile * s.tile_bytes))
-      return true;
-  }
-  return false;
 }
 
 }  // namespace

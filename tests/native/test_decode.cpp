@@ -1,0 +1,93 @@
+// Tiles of bf16 from encoded blocks of random bytes: whatever the codes and scales, NaN, infinite and subnormal ones
+// included, a decoded tile has the weights of precision f32 rounded once, and a transposed tile the same numbers.
+#include <cstring>
+
+#include "check.h"
+#include "kernels/table.h"
+#include "random_layer.h"
+
+using namespace kt;
+using namespace kt::check;
+
+namespace {
+
+constexpr int kTiles = 9;  // more than a span of GGUF's types has
+
+std::vector<Format> decoded_formats() {
+  std::vector<Format> all;
+  for (int c = 1; c < kCodecs; c++) {
+    Format f;
+    f.codec = (Codec)c;
+    if (f.row().suffix == Suffix::none) all.push_back(f);
+    if (f.row().suffix == Suffix::block)
+      for (bool shared : {false, true}) f.group = 128, f.shared = shared, all.push_back(f);
+    if (f.row().suffix == Suffix::group)
+      for (DType type : {DType::bf16, DType::f16, DType::f32}) f.group = 64, f.scale = type, all.push_back(f);
+  }
+  return all;
+}
+
+// Random bytes, with scales among them that are NaN to the last bit; codes of e4m3 have NaNs in some k tiles, subnormal
+// numbers in others, and neither in the rest.
+std::vector<char> random_block(const Encoding& e, std::mt19937& random) {
+  std::vector<char> block((size_t)e.block_bytes());
+  for (char& c : block) c = (char)random();
+  for (int half = 0; half < 2; half++)
+    for (int64_t at = 0; at + 8 <= e.strip[half].codes; at += 8)
+      if (random() % 32 == 0) std::memset(block.data() + half * e.strip[0].bytes + at, 255, 8);
+  for (int half = 0; half < 2; half++) {
+    if (e.format[half].row().element != ElementKind::e4m3) continue;
+    const Strip& s = e.strip[half];
+    for (int k = 0; k < kTiles; k++)
+      for (int i = 0; i < s.tile_bytes && k % 3; i++) {
+        char& code = block[(size_t)(half * e.strip[0].bytes + s.codes + k * s.tile_bytes + i)];
+        int magnitude = code & 127;
+        if (magnitude == 127 || (k % 3 == 2 && magnitude < 8)) code = (char)(code ^ 0x38);
+      }
+  }
+  return block;
+}
+
+bool same(uint16_t a, uint16_t b) {
+  auto magnitude = [](uint16_t x) { return x & 0x7fff; };
+  if (magnitude(a) > 0x7f80 || magnitude(b) > 0x7f80) return magnitude(a) > 0x7f80 && magnitude(b) > 0x7f80;
+  // Hardware that rounds to bf16 flushes subnormal numbers.
+  if (magnitude(a) < 0x80 || magnitude(b) < 0x80) return magnitude(a) <= 0x80 && magnitude(b) <= 0x80;
+  return a == b;
+}
+
+}  // namespace
+
+TEST(decoded_tiles_are_the_exact_weights_rounded_once) {
+  std::mt19937 random(7);
+  const KernelTable& exact = kernels("generic", Precision::f32);
+  for (const Format& f : decoded_formats()) {
+    Encoding e(f, f, kTiles);
+    std::vector<char> block = random_block(e, random);
+    std::vector<float> numbers(kTiles * 2 * kTileK * kTileN);  // [k tile][half][32 k][16 n]
+    exact.decode({&e, block.data(), 0, kTiles, (char*)numbers.data()});
+    for (const KernelTable* kernels : all_kernels()) {
+      if (kernels->precision != Precision::bf16) continue;
+      alignas(64) static uint16_t decoded[kTiles][2][kTileK / 2][kTileN][2];
+      alignas(
+          64) static uint16_t transposed[kTiles][2][kTileN][kTileK / 2][2];  // [k tile][k / 16][n / 2][k % 16][n % 2]
+      kernels->decode({&e, block.data(), 0, kTiles, (char*)decoded});
+      for (int k = 0; k < kTiles; k++)
+        kernels->transpose({block.data(), (size_t)e.block_bytes(), 1, (char*)transposed[k], &e, k});
+      int wrong = 0, wrong_transposed = 0;
+      for (int tile = 0; tile < kTiles; tile++)
+        for (int half = 0; half < 2; half++)
+          for (int k = 0; k < kTileK; k++)
+            for (int n = 0; n < kTileN; n++) {
+              float number = numbers[(size_t)(((tile * 2 + half) * kTileK + k) * kTileN + n)];
+              uint16_t expected = from_float(number, DType::bf16), found = decoded[tile][half][k / 2][n][k % 2];
+              const int output = half * kTileN + n;
+              wrong += !same(found, expected);
+              wrong_transposed += transposed[tile][k / 16][output / 2][k % 16][output % 2] != found;
+            }
+      if (wrong || wrong_transposed)
+        std::printf("%s on %s: %d decoded, %d transposed\n", f.row().name, kernels->name, wrong, wrong_transposed);
+      CHECK(wrong == 0 && wrong_transposed == 0);
+    }
+  }
+}
