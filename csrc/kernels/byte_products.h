@@ -24,6 +24,9 @@ namespace {
 
 template <int W>
 inline U32<W> broadcast_pairs(const void* eight) {
+#ifdef __aarch64__  // gcc would load a general register and copy it
+  if constexpr (W == 4) return (U32<W>)vld1q_dup_u64((const uint64_t*)eight);
+#endif
   return (U32<W>)(typename Vec<W>::u64{} + load<uint64_t>(eight));
 }
 

@@ -32,6 +32,7 @@ struct QuadLayout {
   int halves, zero;         // scales of a k tile; by how much codes are too large
   float unit;               // value of a code of one
   bool pairs;               // operands are int16: codes at bytes 0 and 2, codes at bytes 1 and 3
+  bool floats = false;      // x stays as it is, 32 floats
   bool operator==(const QuadLayout&) const = default;
 };
 
@@ -232,17 +233,28 @@ inline void add_quads(const Codes& kind, const char* tile, int lane, const Tile*
 template <class Product>
 constexpr int kLanesOfNumbers = Product::joins ? 2 * Product::width : Product::width;
 
-// Scales of the sums of a sweep: of outputs where lanes are joined, else twice in the two lanes of an output.
-template <class Product>
-inline F32<Product::width> scales_of_sums(const float* scales, int lane) {
-  constexpr int W = Product::width;
-  if constexpr (Product::joins) return load<F32<W>>(scales + lane / 2);
+// Scales of 16 rows, twice in the two lanes of an output.
+template <int W>
+inline F32<W> scales_of_lanes_at(const float* scales, int lane) {
   I32<W> twice;
   for (int i = 0; i < W; i++) twice[i] = (W < 16 ? 0 : lane / 2) + i / 2;
   if constexpr (W == 16) return __builtin_shuffle(load<F32<W>>(scales), twice);
   F32<W> own = {};
   __builtin_memcpy(&own, scales + lane / 2, W / 2 * sizeof(float));
   return __builtin_shuffle(own, twice);
+}
+
+template <class Product>
+inline F32<Product::width> scales_of_sums(const float* scales, int lane) {
+  if constexpr (Product::joins) return load<F32<Product::width>>(scales + lane / 2);
+  return scales_of_lanes_at<Product::width>(scales, lane);
+}
+
+inline void prefetch_tile(const char* tile, int tile_bytes, int64_t next) {
+  for (int line = 0; line < tile_bytes; line += 64) {
+    __builtin_prefetch(tile + kPackedGemvAhead * tile_bytes + line, 0, 3);
+    __builtin_prefetch(tile + next + line, 0, 2);
+  }
 }
 
 // Adds the products of `count` k tiles to numbers [rows][32]: of 16 outputs where the product joins lanes, else of
@@ -262,11 +274,7 @@ __attribute__((noinline)) void multiply_segment(const Codes& given, const char* 
     for (int k = 0; k < count; k++) {
       const char* tile = codes + (int64_t)k * tile_bytes;
       const Int16Tile<Product::copies>* at = x + k * rows;
-      if (lane == 0)
-        for (int line = 0; line < tile_bytes; line += 64) {
-          __builtin_prefetch(tile + kPackedGemvAhead * tile_bytes + line, 0, 3);
-          __builtin_prefetch(tile + next + line, 0, 2);
-        }
+      if (lane == 0) prefetch_tile(tile, tile_bytes, next);
 #pragma GCC unroll 2
       for (int half = 0; half < halves; half++) {
         typename Codes::Sum sums[rows][NV];
@@ -304,6 +312,113 @@ __attribute__((noinline)) void multiply_segment(const Codes& given, const char* 
   }
 }
 
+// Codes of e4m3 have too many sizes for integers: they become floats and are multiplied with the floats of x.
+struct FloatCodes {};
+
+// What the numbers of a k tile need: nothing, if the scales make up for 2^-120 (NEON alone); else 2^120; or NaNs.
+enum class Fp8Tile { raised, plain, nan };
+
+// Numbers of four codes of every lane.
+template <int W, Fp8Tile kind>
+inline void e4m3_numbers(U32<W> words, F32<W> (&out)[4]) {
+  if constexpr (kind == Fp8Tile::nan) {
+    for (int b = 0; b < 4; b++) out[b] = e4m3<W>(words << (uint32_t)(24 - 8 * b));
+  } else {
+    Numbers<W, Codec::fp8, kind == Fp8Tile::raised>::of((U8<W>)words)
+        .template select<SameByte<0>, SameByte<1>, SameByte<2>, SameByte<3>>(out);
+  }
+}
+
+// Few rows need several sums each, so that additions overlap.
+template <int rows>
+constexpr int kFp8Chains = rows == 1   ? 4
+                           : rows == 2 ? 2
+                                       : 1;
+
+template <int W, int rows, int NV, Fp8Tile kind>
+inline void add_e4m3_tile(const char* tile, int lane, const float* x, F32<W> (&sums)[rows][NV]) {
+  constexpr int chains = kFp8Chains<rows>;
+  F32<W> parts[chains][rows][NV] = {};
+#pragma GCC unroll 4
+  for (int word = 0; word < kQuads; word++) {
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) {
+      F32<W> number[4];
+      e4m3_numbers<W, kind>(load<U32<W>>(tile + (word * kLanesOfTile + lane + v * W) * 4), number);
+      for (int b = 0; b < 4; b++)
+        for (int r = 0; r < rows; r++)
+          parts[b % chains][r][v] += number[b] * (F32<W>)broadcast_pairs<W>(x + r * kTileK + (word * 4 + b) * 2);
+    }
+  }
+  for (int r = 0; r < rows; r++)
+    for (int v = 0; v < NV; v++) {
+      sums[r][v] = parts[0][r][v];
+      for (int c = 1; c < chains; c++) sums[r][v] += parts[c][r][v];
+    }
+}
+
+// Out of line: their constants would take registers from the usual tiles.
+template <int W, int rows, int NV, Fp8Tile kind>
+__attribute__((noinline)) void add_unusual_tile(const char* tile, int lane, const float* x, F32<W> (&sums)[rows][NV]) {
+  add_e4m3_tile<W, rows, NV, kind>(tile, lane, x, sums);
+}
+
+// Scales of a segment of e4m3, and which of its k tiles need more than the shortest way.
+struct Fp8Segment {
+  uint32_t nan_tiles = 0, raised_tiles = 0;  // a bit for each k tile
+
+  template <int W>
+  bool is_usual(int k) const {
+    return kNeon<W> ? raised_tiles >> k & 1 : !(nan_tiles >> k & 1);
+  }
+
+  template <int W>
+  void look_at(const char* codes, int tile_bytes, int count, float* scales) {
+    for (int k = 0; k < count; k++, codes += tile_bytes, scales += kTileN) {
+      const bool nan = has_nan<W>(codes);
+      nan_tiles |= (uint32_t)nan << k;
+      if (nan || !kNeon<W>) continue;
+      RowScales r;
+      __builtin_memcpy(r.s[0], scales, sizeof r.s[0]);
+      if (!raise_scales<W, Codec::fp8>(r)) continue;
+      raised_tiles |= 1u << k;
+      __builtin_memcpy(scales, r.s[0], sizeof r.s[0]);
+    }
+  }
+};
+
+// As multiply_segment, with lanes apart; x is [count][rows][32] floats, k tiles `x_step` floats apart.
+template <int W, int rows>
+__attribute__((noinline)) void multiply_e4m3_segment(const char* codes, int tile_bytes, int count,
+                                                     const SegmentScales& scales, const Fp8Segment& fp8, const float* x,
+                                                     int64_t x_step, int64_t next, float* numbers) {
+  constexpr int NV = rows <= 2 ? 2 : 1;
+  for (int lane = 0; lane < kLanesOfTile; lane += NV * W) {
+    F32<W> total[rows][NV];
+    for (int r = 0; r < rows; r++)
+      for (int v = 0; v < NV; v++) total[r][v] = load<F32<W>>(numbers + r * kLanesOfTile + lane + v * W);
+    for (int k = 0; k < count; k++) {
+      const char* tile = codes + (int64_t)k * tile_bytes;
+      if (lane == 0) prefetch_tile(tile, tile_bytes, next);
+      F32<W> sums[rows][NV];
+      const float* at = x + k * x_step;
+      if (fp8.is_usual<W>(k)) {
+        add_e4m3_tile<W, rows, NV, kNeon<W> ? Fp8Tile::raised : Fp8Tile::plain>(tile, lane, at, sums);
+      } else if (fp8.nan_tiles >> k & 1) {
+        add_unusual_tile<W, rows, NV, Fp8Tile::nan>(tile, lane, at, sums);
+      } else {
+        add_unusual_tile<W, rows, NV, Fp8Tile::plain>(tile, lane, at, sums);
+      }
+      for (int v = 0; v < NV; v++) {
+        const F32<W> scale = scales_of_lanes_at<W>(scales.s + k * kTileN, lane + v * W);
+        for (int r = 0; r < rows; r++) total[r][v] += sums[r][v] * scale;
+      }
+    }
+    for (int r = 0; r < rows; r++)
+      for (int v = 0; v < NV; v++) store(numbers + r * kLanesOfTile + lane + v * W, total[r][v]);
+  }
+}
+
 constexpr uint8_t kE2m1Doubled[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};  // plus 12
 constexpr int8_t kIq4Bytes[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
@@ -318,10 +433,7 @@ struct PackedGemvInt16 {
   static constexpr int row_bytes = max_rows > kPackedGemvRows ? 2 * sizeof(Tile) : 0;
   static_assert(row_bytes || max_rows * 2 * sizeof(Tile) <= 2 * kTileBytes);
 
-  static int32_t rows_of(const Format& f) {
-    const ElementKind element = f.row().element;
-    return element == ElementKind::bf16 || element == ElementKind::grid || element == ElementKind::e4m3 ? 0 : max_rows;
-  }
+  static int32_t rows_of(const Format& f) { return f.is_tiles() ? 0 : max_rows; }
 
   // Calls act with the Int16Codes of a format and what the rows must know about it.
   template <class Act>
@@ -329,6 +441,12 @@ struct PackedGemvInt16 {
     const FormatRow& row = f.row();
     const bool halves = row.scales == ScaleKind::e4m3 || row.scales == ScaleKind::q2_k ||
                         row.scales == ScaleKind::q3_k || row.scales == ScaleKind::q6_k;
+    if (row.element == ElementKind::e4m3) {
+      QuadLayout layout{};
+      layout.floats = true;
+      return act(FloatCodes{}, layout);
+    }
+    if (row.in_grid()) return with_quads<PlaneQuads<W, Codec::int8>, 2, 8>(Product::byte_offset, act);
     if (row.element == ElementKind::int8)
       return with_quads<PlaneQuads<W, Codec::int8>, 1, 8>(Product::byte_offset, act);
     if (row.element == ElementKind::iq4)
@@ -357,43 +475,111 @@ struct PackedGemvInt16 {
     const int k_tiles = p.contraction.k_tiles;
     for (int half = 0; half < 2; half++) {
       const Format& f = e.format[half];
-      const Strip& s = e.strip[half];
-      const char* strip = p.contraction.b + half * e.strip[0].bytes;
+      const StripPart part{f, e.strip[half], p.contraction.b + half * e.strip[0].bytes, encoded.k0};
       alignas(64) float numbers[kPassTiles * kMaxRows * kLanesOfTile];
       __builtin_memset(numbers, 0, (size_t)p.live * kLanesOfTile * sizeof(float));
       with_codes(f, [&]<class Codes>(const Codes& kind, const QuadLayout&) {
         for (int k = 0; k < k_tiles; k += kSegmentTiles) {
-          const int first_row = p.tile * p.rows;
-          const int count = k_tiles - k < kSegmentTiles ? k_tiles - k : kSegmentTiles;
-          const char* codes = strip + s.codes + (int64_t)(encoded.k0 + k) * s.tile_bytes;
-          SegmentScales scales;
-          read_scales<W>(f, s, strip, encoded.k0 + k, count, scales);
+          Segment segment(part, k, k_tiles - k < kSegmentTiles ? k_tiles - k : kSegmentTiles, next);
           for (int row = 0; row < p.live; row += kInt16GroupRows) {
             const int rows = p.live - row < kInt16GroupRows ? p.live - row : kInt16GroupRows;
-            const Tile* x = (const Tile*)panel.x[half] + (int64_t)(first_row + row) * k_tiles + (int64_t)k * rows;
-            with_rows<kInt16GroupRows>(rows, [&]<int count_of_rows>() {
-              auto* multiply = &multiply_segment<Product, Codes, false, count_of_rows>;
-              if constexpr (Codes::may_have_offset)
-                if (has_offset(f)) multiply = &multiply_segment<Product, Codes, true, count_of_rows>;
-              multiply(kind, codes, s.tile_bytes, count, scales, x, row ? 0 : next, numbers + row * kLanesOfTile);
+            const char* x =
+                panel.x[half] + ((int64_t)(p.tile * p.rows + row) * k_tiles + (int64_t)k * rows) * sizeof(Tile);
+            with_rows<kInt16GroupRows>(rows, [&]<int count>() {
+              segment.template multiply<Codes, count>(kind, x, numbers + row * kLanesOfTile);
             });
+            segment.next = 0;
           }
         }
       });
-      if constexpr (Product::joins) {
-        for (int r = 0; r < p.live; r++)
-          for (int n = 0; n < kTileN; n += W) {
-            float* to = p.c + r * kBlockN + half * kTileN + n;
-            const F32<W> sum = load<F32<W>>(numbers + r * kLanesOfTile + n);
-            store(to, p.accumulate ? load<F32<W>>(to) + sum : sum);
-          }
-      } else {
-        join_lanes<W>(numbers, p.live, p.accumulate, p.c + half * kTileN);
-      }
+      const bool joined = Product::joins && f.row().element != ElementKind::e4m3;
+      joined ? store_outputs(numbers, p, half) : join_lanes<W>(numbers, p.live, p.accumulate, p.c + half * kTileN);
     }
   }
 
  private:
+  // A strip, and the first k tile of it that is multiplied.
+  struct StripPart {
+    const Format& format;
+    const Strip& strip;
+    const char* at;
+    int k0;
+  };
+
+  // Some k tiles of a strip with their scales; those of a grid are looked up here, once for all rows.
+  struct Segment {
+    const char* codes;
+    int tile_bytes, count;
+    int64_t next;  // to what is prefetched
+    bool offset;
+    Fp8Segment fp8;
+    SegmentScales scales;
+    OpenTile opened[kSegmentTiles];
+
+    Segment(const StripPart& p, int k, int tiles, int64_t to_next)
+        : codes(p.at + p.strip.codes + (int64_t)(p.k0 + k) * p.strip.tile_bytes),
+          tile_bytes(p.strip.tile_bytes),
+          count(tiles),
+          next(to_next),
+          offset(has_offset(p.format)) {
+      if (p.format.row().in_grid()) {
+        open_tiles(p, p.k0 + k);
+      } else {
+        read_scales<W>(p.format, p.strip, p.at, p.k0 + k, count, scales);
+      }
+      if (p.format.row().element == ElementKind::e4m3) fp8.template look_at<W>(codes, tile_bytes, count, scales.s);
+    }
+
+    void open_tiles(const StripPart& p, int k0) {
+      const Grid& grid = grid_of(p.format.codec);
+      for (int k = 0; k < count; k++) {
+        prefetch_tile(codes + (int64_t)k * tile_bytes, tile_bytes, next);
+        const int span = (k0 + k) / p.strip.span_tiles;
+        const char* header = p.at + p.strip.headers + (int64_t)span * p.strip.span_bytes;
+        grid.open(header, k0 + k - span * p.strip.span_tiles, codes + (int64_t)k * tile_bytes, opened[k]);
+        RowScales of_tile;
+        scales_of<W>(opened[k], grid.unit, of_tile);
+        __builtin_memcpy(scales.s + k * 2 * kTileN, of_tile.s, sizeof of_tile.s);
+      }
+      codes = (const char*)opened;
+      tile_bytes = sizeof(OpenTile);
+      next = 0;
+    }
+
+    template <class Codes, int rows>
+    void multiply(const Codes& kind, const char* x, float* numbers) const {
+      if constexpr (__is_same(Codes, FloatCodes)) {
+        multiply_e4m3_segment<W, rows>(codes, tile_bytes, count, scales, fp8, (const float*)x,
+                                       rows * sizeof(Tile) / sizeof(float), next, numbers);
+      } else {
+        auto* multiply = &multiply_segment<Product, Codes, false, rows>;
+        if constexpr (Codes::may_have_offset)
+          if (offset) multiply = &multiply_segment<Product, Codes, true, rows>;
+        multiply(kind, codes, tile_bytes, count, scales, (const Tile*)x, next, numbers);
+      }
+    }
+  };
+
+  static void store_outputs(const float* numbers, const ProductOf<float>& p, int half) {
+    for (int r = 0; r < p.live; r++)
+      for (int n = 0; n < kTileN; n += W) {
+        float* to = p.c + r * kBlockN + half * kTileN + n;
+        const F32<W> sum = load<F32<W>>(numbers + r * kLanesOfTile + n);
+        store(to, p.accumulate ? load<F32<W>>(to) + sum : sum);
+      }
+  }
+
+  // A k tile of a row as floats, in place of an Int16Tile; rows of a group are 32 floats apart.
+  static void write_floats(const char* from, float* to) {
+    for (int i = 0; i < kTileK; i += W) {
+      if constexpr (Isa::panel == DType::bf16) {
+        store(to + i, from_bf16<W>(from + 2 * i));
+      } else {
+        store(to + i, load<F32<W>>(from + 4 * i));
+      }
+    }
+  }
+
   __attribute__((noinline)) static PackedGemvPanel write_panel(const Contraction& panel, int tile_rows, int rows,
                                                                const Encoding& e, Tile* to) {
     const QuadLayout first = layout_of(e.format[0]), second = layout_of(e.format[1]);
@@ -405,11 +591,16 @@ struct PackedGemvInt16 {
                 count = rows - group < kInt16GroupRows ? rows - group : kInt16GroupRows;
       const char* from = panel.a + row / tile_rows * (int64_t)panel.a_tile + row % tile_rows * (kTileK * Isa::elem);
       for (int k = 0; k < k_tiles; k++) {
+        const char* tile = from + (int64_t)k * tile_rows * (kTileK * Isa::elem);
         alignas(64) int16_t x[kTileK];
-        const float scale = to_int16<W, Isa::panel>(from + (int64_t)k * tile_rows * (kTileK * Isa::elem), x);
-        const int64_t at = (int64_t)group * k_tiles + (int64_t)k * count + row - group;
-        write_tile<Product>(x, scale, first, to[at]);
-        if (!same) write_tile<Product>(x, scale, second, other[at]);
+        const float scale = to_int16<W, Isa::panel>(tile, x);
+        const int64_t begin = (int64_t)group * k_tiles + (int64_t)k * count, at = row - group;
+        auto write = [&](const QuadLayout& layout, Tile* tiles) {
+          if (layout.floats) return write_floats(tile, (float*)(tiles + begin) + at * kTileK);
+          write_tile<Product>(x, scale, layout, tiles[begin + at]);
+        };
+        write(first, to);
+        if (!same) write(second, other);
       }
     }
     return {{(const char*)to, (const char*)other}};

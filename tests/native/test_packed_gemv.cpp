@@ -138,6 +138,10 @@ TEST(packed_gemv_int16_of_every_format) {
   check_packed_gemv({{1, 96, 160, true}, {of(Codec::q4_1), of(Codec::q5_0), of(Codec::q5_1)}}, true);
   check_packed_gemv({{1, 160, 96, true}, {of(Codec::nvfp4), of(Codec::nvfp4), of(Codec::mxfp4)}}, true);
   check_packed_gemv({{1, 256, 256, false}, {kInt4, of(Codec::q2_k), of(Codec::tq2_0)}}, true);
+  check_packed_gemv({{1, 256, 256, true}, {of(Codec::mxfp8), kInt4, of(Codec::mxfp8)}}, true);
+  check_packed_gemv({{1, 256, 256, true}, {of(Codec::iq1_s), of(Codec::iq2_xxs), of(Codec::iq3_s)}}, true);
+  check_packed_gemv({{1, 256, 512, true}, {of(Codec::iq1_m), of(Codec::iq2_s), of(Codec::tq1_0)}}, true);
+  check_packed_gemv({{1, 256, 256, true}, {of(Codec::iq2_xs), of(Codec::iq3_xxs), of(Codec::iq1_s)}}, true);
 }
 
 // K so long that it is taken in chunks, none of which begins at a group.
@@ -145,19 +149,6 @@ TEST(packed_gemv_of_a_long_k) {
   const Format wide = format_of(Codec::int4, 4096, DType::bf16);
   check_packed_gemv({{1, 36000, 16, true}, {wide, kInt8, wide}});
   check_packed_gemv({{1, 32, 9000, false}, {wide, wide, format_of(Codec::int4, 928, DType::bf16)}});
-}
-
-// One half of a block has a codec without packed GEMV: the whole block is dequantised to tiles, while down is not.
-TEST(packed_gemv_with_other_formats_in_the_block) {
-  const CodedLayer layer({1, 96, 64, true}, {kInt4, format_of(Codec::mxfp8), kInt4});
-  for (const KernelTable* kernels : packed_gemv_kernels()) {
-    auto experts = layer.packed(*kernels, engine_of(1));
-    CHECK_EQ(packed_gemv_rows_of(*experts, experts->weights().up()), 0);
-    CHECK(packed_gemv_rows_of(*experts, experts->weights().down()) > 0);
-    RandomBatch batch = rows_of_one(layer.shape, 2);
-    CHECK(error_of(run(*experts, batch), expected(layer.numbers, layer.gating, batch, kernels->panel == DType::bf16)) <
-          kRounded);
-  }
 }
 
 // With needs_grad weights are rounded, and a row's bits do not depend on the batch; without, they do not as long as its
