@@ -3,7 +3,9 @@
     python bench/formats.py --formats int8,int4:32 --peers kt_int8=/path/to/python kt_int4=/path/to/python
 
 For each format: packing, forward from one token up, forward and backward with LoRA of rank 8, the error against the
-bf16 weights that were encoded, and memory. The roof counts the bytes of the release, not of bf16. A
+bf16 weights that were encoded, and memory. The roof counts the bytes of the release, not of bf16. `codes` is the other
+roof of small batches: the weights over the rate of the variant's own packed GEMV on codes in L1; the last column is the
+share of the slower of the two. A
 few experts are encoded and the others repeat their bytes, since encoding a layer would take longer than measuring it;
 errors are taken on those few alone. Formats of GGUF hold random blocks and have no error: most have no encoder.
 `int8+w8a8` is int8 with 8-bit activations, and so is `int4:32+w8a8`; their roof is the bare product of bytes, and they
@@ -41,6 +43,7 @@ MODES = ("forward_lora", "backward_lora")
 TRAINED_LAYERS = 4  # at most: from 512 tokens on every call reads a whole layer
 PROBE_TOKENS = 64
 LEAST_ENCODED = 8  # experts
+MOST_CODES_ROWS = 8  # of an expert, for which the rate of packed GEMV is measured
 # Programs by what they do; a peer is measured beside the formats of the same width.
 FORWARD = {f"kt_{kind}": Program("peers.kt", ("--kind", kind)) for kind in ("int8", "int4")}
 TRAINING = {f"kt_{kind}": Program("peers.kt_sft", ("--kind", kind)) for kind in ("int8", "int4")}
@@ -231,6 +234,8 @@ class Bench(LayerBench):
         Column("mode", 13, "mode"),
         *TIMES,
         *RATES,
+        Column("codes ms", 9, "codes_ms", 3),
+        Column("of both", 7, "share_of_both", 2),
         Column("error", 7, "error", 4),
     ]
 
@@ -307,8 +312,23 @@ class Bench(LayerBench):
             cell, answers = moe.measure_forward(self, setup, tokens)
             if rounds:  # registers are measured with bf16
                 del cell["register_share"], cell["register_tflops"]
+            elif setup.format != "bf16":
+                self.add_codes_roof(setup, cell)
             self.compare(f"{shape.name} {setup.format}, {tokens} tokens", answers)
             self.add_with_errors(cell, mine, theirs)
+
+    def add_codes_roof(self, setup: Setup, cell: dict[str, Any]) -> None:
+        """Where packed GEMV takes the rows of an average expert."""
+        shape, experts = setup.shape, cell["unique_experts"]
+        rows = max(1, round(cell["tokens"] * shape.top_k / experts))
+        if rows > MOST_CODES_ROWS:
+            return
+        try:
+            rate = self.roof_pool.codes_rate(setup.format, rows, seconds=0.05, isa=setup.isa)
+        except ValueError:
+            return
+        cell["codes_ms"] = 1e3 * experts * (shape.layer_bytes / shape.experts / 2) / rate
+        cell["share_of_both"] = max(cell["codes_ms"], cell["roof_ms"]) / cell["ms"]
 
     def measure_training(
         self, setup: Setup, ours: train_step.Ours, sweeper: Sweeper, source: Source, truth: Truth

@@ -20,7 +20,7 @@ constexpr int kInt16GroupRows = 4;  // rows that are multiplied at a time
 // of even and of odd k, `copies` times; for each half of the k tile (the first alone where it has one scale) the
 // initial sums of both operands in the same form, and the sum of x.
 template <int copies>
-struct alignas(16) Int16Tile {
+struct alignas(copies == 1 ? 64 : 16) Int16Tile {
   char operand[kQuads][2][copies * kPartBytes];
   char start[2][2][copies * kPartBytes];
   float sum[2], scale;
@@ -312,6 +312,8 @@ __attribute__((noinline)) void multiply_segment(const Codes& given, const char* 
   }
 }
 
+constexpr int kFp8Rows = 2;  // at most: tiles of bf16 take less for more
+
 // Codes of e4m3 have too many sizes for integers: they become floats and are multiplied with the floats of x.
 struct FloatCodes {};
 
@@ -431,6 +433,7 @@ struct PackedGemvInt16 {
   // Tiles of bf16 multiply more rows faster.
   static constexpr int W = Product::width, max_rows = Isa::panel == DType::bf16 ? kInt16GroupRows : 1 << 20;
   static constexpr int row_bytes = max_rows > kPackedGemvRows ? 2 * sizeof(Tile) : 0;
+  static_assert(sizeof(Tile) >= kTileK * sizeof(float));
   static_assert(row_bytes || max_rows * 2 * sizeof(Tile) <= 2 * kTileBytes);
 
   static int32_t rows_of(const Format& f) { return f.is_tiles() ? 0 : max_rows; }
@@ -522,12 +525,22 @@ struct PackedGemvInt16 {
           count(tiles),
           next(to_next),
           offset(has_offset(p.format)) {
+      prefetch_headers(p, p.k0 + k);
       if (p.format.row().in_grid()) {
         open_tiles(p, p.k0 + k);
       } else {
         read_scales<W>(p.format, p.strip, p.at, p.k0 + k, count, scales);
       }
       if (p.format.row().element == ElementKind::e4m3) fp8.template look_at<W>(codes, tile_bytes, count, scales.s);
+    }
+
+    // Headers lie in front of the codes, where no sweep over codes passes.
+    void prefetch_headers(const StripPart& p, int k0) const {
+      const Strip& s = p.strip;
+      const char* headers = p.at + s.headers + next;
+      const char* end = headers + ((k0 + count - 1) / s.span_tiles + 1) * (int64_t)s.span_bytes;
+      for (const char* at = headers + k0 / s.span_tiles * (int64_t)s.span_bytes; at < end; at += 64)
+        __builtin_prefetch(at, 0, 2);
     }
 
     void open_tiles(const StripPart& p, int k0) {

@@ -108,7 +108,9 @@ void check_packed_gemv(const CodedLayer& layer, bool int16 = false) {
       std::vector<double> want = expected(layer.numbers, layer.gating, batch, kernels->panel == DType::bf16);
       double error = error_of(run(*experts, batch), want), limit = rows <= up && rows <= down ? kUnrounded : kRounded;
       CHECK(error < limit);
-      if (error >= limit) std::fprintf(stderr, "%s, %d rows: %g\n", kernels->name, rows, error);
+      if (error >= limit)
+        std::fprintf(stderr, "%s, %d rows of %s, %s, %s: %g\n", kernels->name, rows, layer.formats.gate.row().name,
+                     layer.formats.up.row().name, layer.formats.down.row().name, error);
       CHECK(error_of(run(*experts, batch, true), want) < kRounded);
     }
   }
