@@ -191,13 +191,17 @@ def plan(
         return
     model = resolve(ask.for_model(model, as_json))
     shape = open_shape(model)
-    serving = {"serve": Serving(context, prompt, sequences)}
     target = _choose_machine(machine, gpu, ram, calibrate)
+    size = 2 if target.gpus or target.cpu.products == "bfloat16" else 4  # as `kt train` and `kt serve` choose
+    serving = {"serve": Serving(context, prompt, sequences, size)}
     policies = PLANNED_POLICIES if place is None else (place,)
     if train is not None:
         plans = {"train": _train_plan(train, words or [], model, shape, target, everything, policies)}
     else:
-        works: dict[str, Training | Serving] = {**({} if serve else {"train": Training()}), **serving}
+        works: dict[str, Training | Serving] = {
+            **({} if serve else {"train": Training(rest_bytes=size)}),
+            **serving,
+        }
         plans = {
             name: make_plan(shape, work, target, everything=everything, policies=policies)
             for name, work in works.items()

@@ -29,6 +29,7 @@ from ktransformers.checkpoint.sources import LayerSource, Source, open_source
 from ktransformers.errors import InputError
 from ktransformers.log import logger
 from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, read_contract
+from ktransformers.nn.dense_layers import attach_widened, expect_stored_weights
 from ktransformers.nn.distributed import exclude_from_ddp
 from ktransformers.nn.experts import attach_store, pack_layer, pack_module, remove_parameters, select_implementation
 from ktransformers.nn.packed import PackedExperts, open_packed
@@ -113,6 +114,7 @@ class KTQuantizer(HfQuantizer):
         self._shapes: dict[str, torch.Size] = {}
         self._source: Source | None = None
         self._packed: PackedExperts | None = None
+        self._widened: dict[str, torch.dtype] = {}  # weights that stay in bf16, with the dtype of the model
         self._text_only = False  # a text model is loaded from the files of the vision model around it
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -139,7 +141,10 @@ class KTQuantizer(HfQuantizer):
             # Some families initialise experts in the block around them, which would miss the removed parameters.
             for initialised in (module, model.get_submodule(name.rpartition(".")[0])):
                 initialised._is_hf_initialized = True  # type: ignore[assignment]
-        names = [tensor.name for tensor in source.rest()]
+        rest = source.rest()
+        if is_host_only(kwargs.get("device_map")):
+            self._widened = expect_stored_weights(model, rest)
+        names = [tensor.name for tensor in rest]
         self._text_only = not hasattr(model, "language_model") and any(
             name.startswith("language_model.") for name in names
         )
@@ -192,6 +197,8 @@ class KTQuantizer(HfQuantizer):
             log.info("%s: %d experts, %d bytes packed", layer.name, store.num_experts, store.packed_bytes)
             if config.progress is not None:
                 config.progress(done, len(self._layers))
+        count = attach_widened(model, self._widened)
+        log.info("%d weights in bf16 are multiplied in float32", count)
         self._layers, self._shapes, self._source, config.weights = [], {}, None, None
         select_implementation(model)
         exclude_from_ddp(model)
@@ -205,6 +212,14 @@ class KTQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         """True for adapters: gradients pass through the frozen experts."""
         return True
+
+
+def is_host_only(device_map: Any) -> bool:
+    """Whether `device_map`, as transformers takes it, leaves every weight on the CPU."""
+    if device_map is None:
+        return True
+    devices = device_map.values() if isinstance(device_map, dict) else [device_map]
+    return all(str(device) == "cpu" for device in devices)
 
 
 def check_computable(name: str, formats: dict[str, str], config: KTConfig) -> None:
