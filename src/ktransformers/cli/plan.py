@@ -129,11 +129,15 @@ def _train_plan(
     config = Path(model) / "config.json"
     settings = read_settings(file, [*words, f"model_name_or_path={model}"])
     config_fields = read_model_config(model) if config.is_file() else {}
-    size = dtype_of(settings, config_fields).itemsize
+    size = dtype_of(settings, config_fields, _bf16_is_fast(machine)).itemsize
     grouping = decide_grouping(settings, None, PlanInputs(shape, machine, policies, size), None)
     work = training_workload(with_tokens_per_batch(settings, grouping.tokens), size)
     plan = make_plan(shape, work, machine, everything=everything, policies=policies)
     return plan if grouping.note is None else replace(plan, notes=(*plan.notes, grouping.note))
+
+
+def _bf16_is_fast(machine: Machine) -> bool:
+    return bool(machine.gpus) or machine.cpu.products == "bfloat16"
 
 
 def _choose_machine(name: str, gpu: str | None, ram: str | None, remeasure: bool) -> Machine:
@@ -192,7 +196,7 @@ def plan(
     model = resolve(ask.for_model(model, as_json))
     shape = open_shape(model)
     target = _choose_machine(machine, gpu, ram, calibrate)
-    size = 2 if target.gpus or target.cpu.products == "bfloat16" else 4  # as `kt train` and `kt serve` choose
+    size = 2 if _bf16_is_fast(target) else 4  # as `kt train` and `kt serve` choose
     serving = {"serve": Serving(context, prompt, sequences, size)}
     policies = PLANNED_POLICIES if place is None else (place,)
     if train is not None:

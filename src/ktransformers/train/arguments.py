@@ -38,9 +38,9 @@ def device_of(settings: TrainSettings) -> torch.device:
     return torch.device("cpu" if on_cpu else "cuda")
 
 
-def dtype_of(settings: TrainSettings, config: dict[str, Any]) -> torch.dtype:
+def dtype_of(settings: TrainSettings, config: dict[str, Any], bf16_fast: bool | None = None) -> torch.dtype:
     """Dtype of all weights but the experts: as bf16 and fp16 request, else the checkpoint's, or float32 where bf16 is
-    slow on this CPU. `config` is the parsed config.json."""
+    slow. `config` is the parsed config.json; `bf16_fast` None: as on this machine."""
     if settings.trainer.get("bf16") or settings.model.pure_bf16:
         return torch.bfloat16
     if settings.trainer.get("fp16"):
@@ -49,7 +49,8 @@ def dtype_of(settings: TrainSettings, config: dict[str, Any]) -> torch.dtype:
     dtype_name = next(
         (part[key] for part in (config, text) for key in ("dtype", "torch_dtype") if part.get(key)), "bfloat16"
     )
-    return torch.float32 if dtype_name == "float32" or not bf16_is_fast(device_of(settings).type) else torch.bfloat16
+    fast = bf16_is_fast(device_of(settings).type) if bf16_fast is None else bf16_fast
+    return torch.float32 if dtype_name == "float32" or not fast else torch.bfloat16
 
 
 def trainer_arguments(settings: TrainSettings) -> SFTConfig | DPOConfig:
