@@ -43,7 +43,8 @@ def test_plan_of_this_machine_has_the_arithmetic_of_a_run(word: str, monkeypatch
     monkeypatch.setattr(calibrate_module, "calibrate", lambda remeasure=False: RATES)
     monkeypatch.setenv("KT_DENSE", word)
     assert this_machine().cpu.products == word
-    planned = json.loads(CliRunner().invoke(app, ["plan", "qwen3-30b-a3b", "--serve", "--gpu", "none", "--json"]).output)
+    words = ["plan", "qwen3-30b-a3b", "--serve", "--gpu", "none", "--json"]
+    planned = json.loads(CliRunner().invoke(app, words).output)
     shape, host = open_shape("qwen3-30b-a3b"), planned["serve"]["plan"]["host"]
     size = parse_dtype("auto", "cpu").itemsize
     settings = read_settings({"model_name_or_path": "a/b", "output_dir": "out", "dataset": "identity", "use_cpu": True})

@@ -1,9 +1,9 @@
 """A model in this process: transformers classes, experts packed by `ktransformers.nn`, adapters by PEFT.
 
 Generation pads on the left, so that the next token of every row is in the last column; scoring pads on the right, which
-causal attention never reads, so positions need no shift and no mask is passed. Options of one token (letters of multiple
-choice) share one forward pass of their prompt. Rows of similar length are batched together to limit padding, and the
-head computes the scored positions alone.
+causal attention never reads, so positions need no shift and no mask is passed. Options of one token (letters of
+multiple choice) share one forward pass of their prompt. Rows of similar length are batched together to limit padding,
+and the head computes the scored positions alone.
 """
 
 from __future__ import annotations

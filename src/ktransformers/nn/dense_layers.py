@@ -2,8 +2,8 @@
 
 `system.dense_products()` says how such a CPU multiplies; where it says "widened", `expect_stored_weights` asks
 transformers, before weights are loaded, for the released bf16 numbers also if the model computes in float32, and
-`attach_widened` turns them into `WidenedWeight` (`nn/widened.py`). A weight that the files have in float32 or float16 is
-loaded in the model's dtype, because bf16 would round it. Before the model is used, one weight of every shape is
+`attach_widened` turns them into `WidenedWeight` (`nn/widened.py`). A weight that the files have in float32 or float16
+is loaded in the model's dtype, because bf16 would round it. Before the model is used, one weight of every shape is
 multiplied both ways, forward and for the gradient of its input, and compared with torch in float32: a difference is an
 error, not a fallback.
 """

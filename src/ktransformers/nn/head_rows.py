@@ -1,8 +1,9 @@
 """Applies the LM head only to the hidden states whose logits are used.
 
-A vocabulary is a hundred times wider than a hidden state, so on a CPU the head of a small model costs as much as several
-layers, and its logits more memory than all of them. A forward hook on the model below the head selects rows `[1, n, H]`
-of the hidden states `[B, L, H]`; the head, and what a family does to its logits, then see a batch of one sequence.
+A vocabulary is a hundred times wider than a hidden state, so on a CPU the head of a small model costs as much as
+several layers, and its logits more memory than all of them. A forward hook on the model below the head selects rows
+`[1, n, H]` of the hidden states `[B, L, H]`; the head, and what a family does to its logits, then see a batch of one
+sequence.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _accumulates(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 def _changes_dtype_alone(kwargs: Mapping[str, Any]) -> bool:
     """Into a dtype that holds every bf16 number."""
-    others = {name: value for name, value in kwargs.items() if name not in ("dtype", "non_blocking") and value is not None}
+    others = {name for name, value in kwargs.items() if value is not None} - {"dtype", "non_blocking"}
     return kwargs.get("dtype") in (*DTYPES, torch.float64) and not others
 
 

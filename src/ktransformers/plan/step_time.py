@@ -2,9 +2,9 @@
 
 Routed experts are computed by the CPU, or by CPU and GPU with the placement engine (`plan/expert_time.py`), whose
 copies overlap with the rest of the layer. Everything else is counted in operations at a share of the GPU's nominal
-rate, or on a CPU at the measured rate of torch's GEMM in the arithmetic that the run chooses
-(`system.dense_products`). Launching a layer from Python, LoRA and checkpointing included, takes longer than computing
-it until a step has thousands of tokens; without a GPU nothing overlaps with it.
+rate, or on a CPU at the measured rate of torch's GEMM in the arithmetic that the run chooses (`system.dense_products`).
+Launching a layer from Python, LoRA and checkpointing included, takes longer than computing it until a step has
+thousands of tokens; without a GPU nothing overlaps with it.
 """
 
 from __future__ import annotations
