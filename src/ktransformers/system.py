@@ -87,10 +87,13 @@ def gpus() -> list[Gpu]:
 
 
 DENSE_PRODUCTS = ("bfloat16", "widened", "float32")  # values of KT_DENSE
-# Rows, columns and outputs of the products that are timed: if bf16 takes several times as long in the first, the second
-# is not needed. In the second, where bf16 products exist, they are faster than those in float32 by a factor.
-PROBES = ((8, 128, 256), (64, 512, 1024))
-CLEARLY_SLOWER = 4.0
+# Rows, columns and outputs of the two products that are timed. The first takes microseconds, or milliseconds where bf16
+# is emulated: then the second, which is large enough that calling torch counts for nothing, is not needed.
+PROBES = ((8, 128, 256), (256, 1024, 1024))
+EMULATED_SECONDS = 2e-3
+# Times as long in bf16 as in float32 up to which bf16 is taken: half as long or less where the CPU multiplies bf16,
+# 1.7 times and more where it does not.
+MAX_BF16_RATIO = 1.2
 
 
 def dense_products() -> str:
@@ -103,12 +106,12 @@ def dense_products() -> str:
         raise InputError("KT_DENSE", repr(value), f"auto or one of {', '.join(DENSE_PRODUCTS)}")
     if value in DENSE_PRODUCTS:
         return value
-    return "bfloat16" if _torch_bf16_time_ratio() <= 1.0 else "widened"
+    return "bfloat16" if _torch_bf16_time_ratio() <= MAX_BF16_RATIO else "widened"
 
 
 @functools.cache
 def _torch_bf16_time_ratio() -> float:
-    """Time of torch's bf16 linear over float32, about a millisecond; ten on a CPU that is hundreds of times slower."""
+    """Time of torch's bf16 linear over float32. It is measured in milliseconds, some tens of them on two slow cores."""
     import torch
 
     ratio = 0.0
@@ -120,7 +123,7 @@ def _torch_bf16_time_ratio() -> float:
                 x, weight = torch.ones(rows, columns, dtype=dtype), torch.ones(outputs, columns, dtype=dtype)
                 seconds[dtype] = min(_seconds_of(torch.nn.functional.linear, x, weight) for _ in range(3))
             ratio = seconds[torch.bfloat16] / seconds[torch.float32]
-            if ratio > CLEARLY_SLOWER:
+            if seconds[torch.bfloat16] > EMULATED_SECONDS:
                 break
     return ratio
 

@@ -163,7 +163,8 @@ def test_loaded_model_has_one_copy_of_its_weights_and_the_same_results(
     exact = load_model(directory, dtype=torch.float32)
     with torch.no_grad():
         reference, logits = exact(tokens()).logits, got(tokens()).logits
-    assert error(logits, reference.double()) < (1e-6 if dtype == torch.float32 else 2e-2)
+        of_torch = want(tokens()).logits
+    assert error(logits, reference.double()) < max(1e-6, 1.1 * error(of_torch, reference.double()))
     grads = []
     for model in (want, got):
         tuned = adapt(model, target_modules=["q_proj", "o_proj"])
@@ -224,4 +225,4 @@ def test_measurement_is_short_and_agrees_with_a_longer_one() -> None:
         for dtype in (torch.bfloat16, torch.float32)
     ]
     longer = seconds[0] / seconds[1]
-    assert (ratio <= 1) == (longer <= 1) or 0.7 < longer < 1.4
+    assert (ratio <= system.MAX_BF16_RATIO) == (longer <= 1) or 0.5 < longer < 2

@@ -49,7 +49,8 @@ class KTConfig(QuantizationConfigMixin):
     `source` is the quantisation of the files themselves, and `experts` the path of the experts if they are not with the
     other weights, both as `prepare` records them; `weights` is either of them, opened. `packed` is the section that
     `kt quant` writes for a packed directory, to whose files `pages` (lazy, prefault, lock) and `verify` (checksums,
-    as for `load_model`) apply.
+    as for `load_model`) apply. `widen`: weights outside of the experts may stay in bf16 on a CPU that widens them
+    (`nn/dense_layers.py`); not if the model is moved to a GPU later.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class KTConfig(QuantizationConfigMixin):
         packed: dict[str, Any] | None = None,
         pages: str = "lazy",
         verify: bool | None = None,
+        widen: bool = True,
     ) -> None:
         self.quant_method = quant_method  # type: ignore[assignment]  # stock: one of its own names
         self.isa = isa
@@ -75,6 +77,7 @@ class KTConfig(QuantizationConfigMixin):
         self.packed = packed
         self.pages = pages
         self.verify = verify
+        self.widen = widen
         self.packed_directory: Path | None = None  # of packed experts that are not with the other weights
         self.pool = pool
         self.progress = progress
@@ -142,7 +145,7 @@ class KTQuantizer(HfQuantizer):
             for initialised in (module, model.get_submodule(name.rpartition(".")[0])):
                 initialised._is_hf_initialized = True  # type: ignore[assignment]
         rest = source.rest()
-        if is_host_only(kwargs.get("device_map")):
+        if self._config.widen and is_host_only(kwargs.get("device_map")):
             self._widened = expect_stored_weights(model, rest)
         names = [tensor.name for tensor in rest]
         self._text_only = not hasattr(model, "language_model") and any(

@@ -92,7 +92,7 @@ class WidenedWeight(Tensor):
         return func(*tree_map(_widen, tuple(args)), **tree_map(_widen, kwargs))
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return self.detach()
 
     @data.setter
