@@ -113,6 +113,12 @@ def test_writing_is_refused_and_copies_are_ordinary() -> None:
         layer.weight.data = torch.zeros(OUTPUTS, COLUMNS)
 
 
+def test_saved_weight_is_an_ordinary_tensor(tmp_path: Path) -> None:
+    torch.save({"weight": weight_of(torch.float32)}, tmp_path / "weights.pt")
+    read = torch.load(tmp_path / "weights.pt")["weight"]
+    assert type(read) is Tensor and torch.equal(read, weight_of(torch.float32).stored.float())
+
+
 def test_module_in_another_dtype_computes_in_that() -> None:
     layer = nn.Linear(COLUMNS, OUTPUTS)
     layer.weight = nn.Parameter(weight_of(torch.float32), requires_grad=False)

@@ -106,6 +106,10 @@ class WidenedWeight(Tensor):
         """An ordinary parameter: a module is copied to train the copy."""
         return nn.Parameter(_widen(self), self.requires_grad)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as an ordinary tensor."""
+        return _widen(self).__reduce_ex__(protocol)
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"WidenedWeight({list(self.shape)}, {self.dtype}, stored in {self.stored.dtype})"
 
