@@ -40,7 +40,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.detach().double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("rows", [1, 5, 12, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_and_gradients_match_float64(dtype: torch.dtype, rows: int) -> None:
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ktransformers import _core, system
 from ktransformers.checkpoint.sources import PlainTensor
 from ktransformers.errors import KTError
-from ktransformers.nn.widened import WidenedWeight, linear_product, product
+from ktransformers.nn.widened import GEMV_PASSES, WidenedWeight, linear_product, product
 
 MIN_WEIGHTS = 1 << 15  # of a matrix; a smaller one saves nothing
 DTYPES = (torch.bfloat16, torch.float32)
@@ -87,7 +87,7 @@ def check_products(name: str, weight: WidenedWeight) -> None:
     sample = stored[picked].float()
     if not bool(sample.isfinite().all()):
         return  # damaged files, which are reported with the name of the tensor elsewhere
-    for count in (1, _core.linear_rows() + 1):
+    for count in (1, GEMV_PASSES * _core.linear_rows() + 1):
         x = torch.randn(count, columns, generator=generator).to(weight.dtype)
         _compare(name, f"{count} rows", linear_product(x, stored)[:, picked], x.float() @ sample.t())
     grad = torch.zeros(2, outputs, dtype=weight.dtype)
