@@ -120,7 +120,8 @@ def _torch_bf16_time_ratio() -> float:
         for rows, columns, outputs in PROBES:
             seconds = {}
             for dtype in (torch.float32, torch.bfloat16):
-                x, weight = torch.ones(rows, columns, dtype=dtype), torch.ones(outputs, columns, dtype=dtype)
+                x = torch.ones(rows, columns, dtype=dtype, device="cpu")
+                weight = torch.ones(outputs, columns, dtype=dtype, device="cpu")
                 seconds[dtype] = min(_seconds_of(torch.nn.functional.linear, x, weight) for _ in range(3))
             ratio = seconds[torch.bfloat16] / seconds[torch.float32]
             if seconds[torch.bfloat16] > EMULATED_SECONDS:

@@ -40,6 +40,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.detach().double() - expected).norm() / expected.norm())
 
 
+@pytest.mark.filterwarnings("ignore:.*bf16.*")
 @pytest.mark.parametrize("rows", [1, 5, 12, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_and_gradients_match_float64(dtype: torch.dtype, rows: int) -> None:
@@ -197,6 +198,19 @@ def test_float32_checkpoint_is_not_rounded(tmp_path: Path, monkeypatch: pytest.M
     assert not widened_names(model)
     stock: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert torch.equal(model.lm_head.weight, stock.lm_head.weight)
+
+
+def test_other_defaults_of_torch_do_not_matter(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KT_DENSE", "widened")
+    model = load_model(directory, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(tokens()).logits
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            check_products("weight", weight_of(torch.float32))
+            assert torch.equal(model(tokens()).logits, expected)
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 def test_tied_head_and_embedding_stay_one_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

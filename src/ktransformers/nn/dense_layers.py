@@ -11,6 +11,7 @@ error, not a fallback.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 # the output of a bf16 model is rounded to 9 bits, at most 2^-9 of each number.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 CHECKED_OUTPUTS = 64  # at the beginning and at the end of a matrix
+EXACT: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever a program has set as the default
 
 
 def expect_stored_weights(model: nn.Module, rest: Iterable[PlainTensor]) -> dict[str, torch.dtype]:
@@ -83,15 +85,15 @@ def check_products(name: str, weight: WidenedWeight) -> None:
     stored, generator = weight.stored, torch.Generator().manual_seed(0)
     outputs, columns = stored.shape
     ends = [*range(min(outputs, CHECKED_OUTPUTS)), *range(max(0, outputs - CHECKED_OUTPUTS), outputs)]
-    picked = torch.tensor(sorted(set(ends)))
+    picked = torch.tensor(sorted(set(ends)), device="cpu")
     sample = stored[picked].float()
     if not bool(sample.isfinite().all()):
         return  # damaged files, which are reported with the name of the tensor elsewhere
     for count in (1, GEMV_PASSES * _core.linear_rows() + 1):
-        x = torch.randn(count, columns, generator=generator).to(weight.dtype)
+        x = torch.randn(count, columns, generator=generator, **EXACT).to(weight.dtype)
         _compare(name, f"{count} rows", linear_product(x, stored)[:, picked], x.float() @ sample.t())
-    grad = torch.zeros(2, outputs, dtype=weight.dtype)
-    grad[:, picked] = torch.randn(2, len(picked), generator=generator).to(weight.dtype)
+    grad = torch.zeros(2, outputs, dtype=weight.dtype, device="cpu")
+    grad[:, picked] = torch.randn(2, len(picked), generator=generator, **EXACT).to(weight.dtype)
     _compare(name, "the gradient of its input", product(grad, stored), grad[:, picked].float() @ sample)
 
 

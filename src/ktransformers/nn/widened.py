@@ -182,7 +182,7 @@ def linear_product(x: Tensor, stored: Tensor) -> Tensor:
     """x `[..., K]` times stored `[N, K]` transposed, in x's dtype."""
     rows = x.reshape(-1, x.shape[-1])
     if fits_gemv(rows, stored):
-        out = torch.empty(rows.shape[0], stored.shape[0], dtype=x.dtype)
+        out = torch.empty(rows.shape[0], stored.shape[0], dtype=x.dtype, device="cpu")
         dense, step = rows.detach().contiguous(), _core.linear_rows()
         for start in range(0, rows.shape[0], step):
             default_pool().linear(dense[start : start + step], [stored], [out[start : start + step]])
@@ -199,9 +199,8 @@ def fits_gemv(rows: Tensor, stored: Tensor) -> bool:
 
 def product(rows: Tensor, stored: Tensor) -> Tensor:
     """rows `[M, K]` times stored bf16 `[K, N]`, rounded to the dtype of the rows."""
-    if rows.dtype == torch.float32:
-        return _mm_into(rows, stored, torch.empty(rows.shape[0], stored.shape[1]))
-    return _mm_into(rows.float(), stored, torch.empty(rows.shape[0], stored.shape[1])).to(rows.dtype)
+    out = torch.empty(rows.shape[0], stored.shape[1], dtype=torch.float32, device="cpu")
+    return _mm_into(rows.float(), stored, out).to(rows.dtype)
 
 
 def _mm(rows: Tensor, weight: WidenedWeight, out: Tensor | None) -> Tensor:
