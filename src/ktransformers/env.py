@@ -30,6 +30,11 @@ VARIABLES = (
     Variable("KT_KERNEL_CPU_VARIANT", "kt-kernel's names", "the same, used if KT_ISA is not set"),
     Variable("KT_THREADS", "a positive number", "threads of a pool without an explicit count, over all groups"),
     Variable(
+        "KT_DENSE",
+        "auto, bfloat16, widened, float32",
+        "how a CPU multiplies in linear layers that are not experts; default auto, by a measurement",
+    ),
+    Variable(
         "KT_PLACE",
         "auto, cpu, resident, host_callback, stream, stream_all, split",
         "where `place.attach` computes the experts of a model on a GPU; default cpu",

@@ -1,19 +1,24 @@
 """Facts about the machine besides its cores: memory available to this process, GPUs, installed packages.
 
-Cores, caches and NUMA nodes come from the native core (`_core.machine()`). torch is imported only by `gpus()` and
-`bf16_is_fast()`.
+Cores, caches and NUMA nodes come from the native core (`_core.machine()`). torch is imported only by `gpus()`,
+`dense_products()` and `bf16_is_fast()`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib.metadata
 import importlib.util
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from ktransformers import env
+from ktransformers.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -81,12 +86,58 @@ def gpus() -> list[Gpu]:
     return [Gpu(device.name, device.total_memory) for device in devices]
 
 
-def bf16_is_fast(device: str) -> bool:
-    """False on CPUs without bf16 instructions, where torch multiplies bf16 up to a hundred times slower than
-    float32."""
+DENSE_PRODUCTS = ("bfloat16", "widened", "float32")  # values of KT_DENSE
+# Rows, columns and outputs of the two products that are timed. The first takes microseconds, or milliseconds where bf16
+# is emulated: then the second, which is large enough that calling torch counts for nothing, is not needed.
+PROBES = ((8, 128, 256), (256, 1024, 1024))
+EMULATED_SECONDS = 2e-3
+# Times as long in bf16 as in float32 up to which bf16 is taken: half as long or less where the CPU multiplies bf16,
+# 1.7 times and more where it does not.
+MAX_BF16_RATIO = 1.2
+
+
+def dense_products() -> str:
+    """How the CPU multiplies in linear layers outside of the experts, unless a dtype is asked for: "bfloat16", torch's
+    own products; "widened", bf16 weights multiplied in float32 (`nn/widened.py`), on CPUs where torch is slower in
+    bf16; "float32", the same with float32 copies of the weights. KT_DENSE decides, otherwise a measurement, once per
+    process."""
+    value = env.text("KT_DENSE")
+    if value not in ("", "auto", *DENSE_PRODUCTS):
+        raise InputError("KT_DENSE", repr(value), f"auto or one of {', '.join(DENSE_PRODUCTS)}")
+    if value in DENSE_PRODUCTS:
+        return value
+    return "bfloat16" if _torch_bf16_time_ratio() <= MAX_BF16_RATIO else "widened"
+
+
+@functools.cache
+def _torch_bf16_time_ratio() -> float:
+    """Time of torch's bf16 linear over float32. It is measured in milliseconds, some tens of them on two slow cores."""
     import torch
 
-    return device != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    ratio = 0.0
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on Arm torch says that it lacks bf16 products
+        for rows, columns, outputs in PROBES:
+            seconds = {}
+            for dtype in (torch.float32, torch.bfloat16):
+                x = torch.ones(rows, columns, dtype=dtype, device="cpu")
+                weight = torch.ones(outputs, columns, dtype=dtype, device="cpu")
+                seconds[dtype] = min(_seconds_of(torch.nn.functional.linear, x, weight) for _ in range(3))
+            ratio = seconds[torch.bfloat16] / seconds[torch.float32]
+            if seconds[torch.bfloat16] > EMULATED_SECONDS:
+                break
+    return ratio
+
+
+def _seconds_of(function: Callable[..., object], *args: object) -> float:
+    started = time.perf_counter()
+    function(*args)
+    return time.perf_counter() - started
+
+
+def bf16_is_fast(device: str) -> bool:
+    """False on CPUs where torch multiplies bf16 slower than float32, up to a hundred times."""
+    return device != "cpu" or dense_products() == "bfloat16"
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ktransformers.cli import checks
 from ktransformers.cli.checks import GB, Cuda, Disk, Finding
 from ktransformers.cli.doctor import read_numa_nodes
@@ -140,3 +142,13 @@ def test_invalid_settings_do_not_stop_doctor(kt: RunKt) -> None:
     assert done.code == 0
     (finding,) = [one for one in done.json["findings"] if one["about"] == "settings"]
     assert finding["level"] == "warning" and "kt config reset" in finding["fix"]
+
+
+def test_arithmetic_of_linear_layers_is_reported(kt: RunKt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KT_DENSE", "widened")
+    assert kt("doctor", "--json").json["dense_products"] == "widened"
+    assert "weights stay in bf16 and are widened" in kt("doctor").out
+    monkeypatch.setenv("KT_DENSE", "fp32")
+    done = kt("doctor", "--json")
+    (finding,) = [one for one in done.json["findings"] if one["about"] == "environment"]
+    assert done.code == 1 and finding["level"] == "error" and "unset KT_DENSE" in finding["fix"]

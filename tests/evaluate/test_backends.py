@@ -175,3 +175,16 @@ def test_invalid_options_are_refused(model_directory: Path, local: LocalModel, t
         local.backend("other")
     with pytest.raises(InputError, match="adapter_config"):
         local.add_adapters({"x": tmp_path})
+
+
+def test_head_computes_scored_positions_only(local: LocalModel) -> None:
+    questions = [Question(EvalPrompt("the cat "), ("sat", "stood")), Question(EvalPrompt("a"), ("b", "c"))]
+    rows: list[int] = []
+    head = local.transformer.get_output_embeddings()
+    handle = head.register_forward_hook(lambda module, args, output: rows.append(args[0].shape[-2]))
+    try:
+        scores = local.backend().likelihoods(questions)
+    finally:
+        handle.remove()
+    letters = 1  # one position for both continuations of a token
+    assert sum(rows) == letters + sum(score.tokens for score in scores[0])

@@ -204,7 +204,8 @@ def test_existing_adapter_is_trained_further(
         run(recipe(tiny, tmp_path / "y", adapter_name_or_path=str(tmp_path / "nothing")))
 
 
-def test_bf16_training_runs(tiny: Path, tmp_path: Path) -> None:
+def test_bf16_training_runs(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KT_DENSE", "bfloat16")  # also where it is slow
     watcher = RunRecorder()
     keys = recipe(tiny, tmp_path / "x", bf16=True, max_steps=1, max_samples=1, cpu_infer=64, template="deepseek")
     keys |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "trust_remote_code": True}

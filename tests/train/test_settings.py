@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ktransformers.errors import InputError
 from ktransformers.place.rules import summarise_for_training, summary_of_name
+from ktransformers.train.arguments import bf16_note, dtype_of, trainer_arguments
 from ktransformers.train.keys import DERIVED_KEYS, NO_EFFECT_KEYS, RENAMED_KEYS, UNSUPPORTED_KEYS
 from ktransformers.train.resolve import (
     TRANSLATED_KEYS,
@@ -204,3 +206,14 @@ def test_kt_backend_names_a_cpu_variant() -> None:
 
 def test_number_of_known_keys() -> None:
     assert {"learning_rate", "kt_config", "cpu_infer", "lora_rank", "use_dora"} <= known_keys()
+
+
+@pytest.mark.parametrize("products", ["bfloat16", "widened"])
+def test_bf16_means_float32_where_bf16_is_slow(products: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KT_DENSE", products)
+    fast, dtype = products == "bfloat16", torch.bfloat16 if products == "bfloat16" else torch.float32
+    keys = {"model_name_or_path": "a/b", "output_dir": "out", "dataset": "identity", "use_cpu": True}
+    mixed, pure, silent = (read_settings(keys | added) for added in ({"bf16": True}, {"pure_bf16": True}, {}))
+    assert dtype_of(mixed, {}) == dtype_of(silent, {}) == dtype and dtype_of(pure, {}) == torch.bfloat16
+    assert trainer_arguments(mixed).bf16 is fast and not trainer_arguments(pure).bf16
+    assert (bf16_note(mixed) is None) is fast and bf16_note(pure) is bf16_note(silent) is None

@@ -29,6 +29,11 @@ OPTIONAL_PACKAGES = (
     *("llguidance", "modelscope", "triton", "kt-kernel", "sglang", "llamafactory"),
 )
 ENVIRONMENT_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE")
+DENSE_TEXTS = {
+    "bfloat16": "bf16, by torch",
+    "widened": "float32; weights stay in bf16 and are widened",
+    "float32": "float32, and so are the weights",
+}
 ROOT = Path("/")
 
 
@@ -49,6 +54,7 @@ class MachineReport:
     threads: int | None = None
     groups: int | None = None  # of threads, one per NUMA node
     torch_threads: int | None = None
+    dense_products: str | None = None  # how linear layers that are not experts are computed on the CPU
     models: int = 0  # registered
     findings: list[Finding] = dataclasses.field(default_factory=list)
 
@@ -91,6 +97,16 @@ def read_torch(root: Path) -> tuple[Cuda, int | None]:
     versions: Any = torch.version
     cuda = Cuda(version, versions.cuda, versions.hip, capabilities, architectures, hidden)
     return cuda, torch.get_num_threads()
+
+
+def add_dense_products(report: MachineReport) -> None:
+    from ktransformers import system
+    from ktransformers.errors import InputError
+
+    try:
+        report.dense_products = system.dense_products()
+    except InputError as error:
+        report.findings.append(Finding("error", "environment", str(error), "unset KT_DENSE, or give it another value"))
 
 
 def read_numa_nodes(root: Path) -> list[str]:
@@ -176,6 +192,8 @@ def examine(root: Path = ROOT) -> MachineReport:
     if platform.system() != "Linux":
         report.findings.append(Finding("error", "os", platform.system(), "Linux; on Windows, WSL 2"))
     add_core_facts(report)
+    if torch_threads is not None:
+        add_dense_products(report)
     if report.machine is not None:
         report.findings += checks.cpu(report.machine, report.variants, report.isa, report.environment, root)
         report.findings += checks.threads(torch_threads or 0, report.machine["cores"], report.environment)
@@ -218,6 +236,8 @@ def report_rows(report: MachineReport) -> list[tuple[str, str]]:
         rows.append(
             ("threads", f"{report.threads} of experts (groups {report.groups}), {report.torch_threads} of torch")
         )
+    if report.dense_products is not None:
+        rows.append(("linear layers", DENSE_TEXTS[report.dense_products]))
     memory = report.memory
     rows.append(
         (

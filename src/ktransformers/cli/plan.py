@@ -129,11 +129,15 @@ def _train_plan(
     config = Path(model) / "config.json"
     settings = read_settings(file, [*words, f"model_name_or_path={model}"])
     config_fields = read_model_config(model) if config.is_file() else {}
-    size = dtype_of(settings, config_fields).itemsize
+    size = dtype_of(settings, config_fields, _bf16_is_fast(machine)).itemsize
     grouping = decide_grouping(settings, None, PlanInputs(shape, machine, policies, size), None)
     work = training_workload(with_tokens_per_batch(settings, grouping.tokens), size)
     plan = make_plan(shape, work, machine, everything=everything, policies=policies)
     return plan if grouping.note is None else replace(plan, notes=(*plan.notes, grouping.note))
+
+
+def _bf16_is_fast(machine: Machine) -> bool:
+    return bool(machine.gpus) or machine.cpu.products == "bfloat16"
 
 
 def _choose_machine(name: str, gpu: str | None, ram: str | None, remeasure: bool) -> Machine:
@@ -191,13 +195,17 @@ def plan(
         return
     model = resolve(ask.for_model(model, as_json))
     shape = open_shape(model)
-    serving = {"serve": Serving(context, prompt, sequences)}
     target = _choose_machine(machine, gpu, ram, calibrate)
+    size = 2 if _bf16_is_fast(target) else 4  # as `kt train` and `kt serve` choose
+    serving = {"serve": Serving(context, prompt, sequences, size)}
     policies = PLANNED_POLICIES if place is None else (place,)
     if train is not None:
         plans = {"train": _train_plan(train, words or [], model, shape, target, everything, policies)}
     else:
-        works: dict[str, Training | Serving] = {**({} if serve else {"train": Training()}), **serving}
+        works: dict[str, Training | Serving] = {
+            **({} if serve else {"train": Training(rest_bytes=size)}),
+            **serving,
+        }
         plans = {
             name: make_plan(shape, work, target, everything=everything, policies=policies)
             for name, work in works.items()

@@ -1,8 +1,9 @@
 """A model in this process: transformers classes, experts packed by `ktransformers.nn`, adapters by PEFT.
 
 Generation pads on the left, so that the next token of every row is in the last column; scoring pads on the right, which
-causal attention never reads, so positions need no shift. Options of one token (letters of multiple choice) share one
-forward pass of their prompt. Rows of similar length are batched together to limit padding.
+causal attention never reads, so positions need no shift and no mask is passed. Options of one token (letters of
+multiple choice) share one forward pass of their prompt. Rows of similar length are batched together to limit padding,
+and the head computes the scored positions alone.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ktransformers.checkpoint import Shards, find_experts
 from ktransformers.checkpoint.gguf_directory import is_gguf_directory
 from ktransformers.errors import InputError
 from ktransformers.evaluate.backend import EvalPrompt, Likelihood, PromptTokenizer, Question
+from ktransformers.nn.head_rows import head_rows_only
 from ktransformers.system import bf16_is_fast
 
 ENGINES = ("auto", "kt", "transformers")
@@ -130,6 +132,11 @@ class LocalModel:
             self._adapter_tokens[name] = PromptTokenizer(tokenizer, str(directory), template)
             self._adapters[name] = f"{directory} ({_digest(directory, 'adapter_*')}{template_note})"
 
+    @property
+    def transformer(self) -> Any:
+        """The transformers model, without PEFT's wrapper."""
+        return self.model.get_base_model() if self._adapters else self.model
+
     def tokens_of(self, adapter: str | None) -> PromptTokenizer:
         return self.tokens if adapter is None else self._adapter_tokens[adapter]
 
@@ -205,7 +212,8 @@ class LocalBackend:
         """One row for a question whose continuations are single tokens after the same prompt, else one per
         continuation."""
         rows: list[list[int]] = []
-        scorers: list[Callable[[Tensor], list[Likelihood]]] = []  # applied to logits [tokens, vocabulary]
+        spans: list[range] = []  # positions of each row whose logits are scored
+        scorers: list[Callable[[Tensor], list[Likelihood]]] = []  # applied to these, [positions, vocabulary]
         question_of_row: list[int] = []
         for number, question in enumerate(questions):
             tokens = self._local.tokens_of(self._adapter)
@@ -213,20 +221,27 @@ class LocalBackend:
             prefixes = {tuple(ids[:start]) for ids, start in splits}
             if len(prefixes) == 1 and all(len(ids) == start + 1 for ids, start in splits):
                 rows.append(list(prefixes.pop()))
+                spans.append(range(len(rows[-1]) - 1, len(rows[-1])))
                 scorers.append(_score_letters([ids[-1] for ids, _ in splits]))
                 question_of_row.append(number)
                 continue
             for ids, start in splits:
                 rows.append(ids)
-                scorers.append(_score_continuation(ids, start))
+                spans.append(range(start - 1, len(ids) - 1))
+                scorers.append(_score_continuation(ids[start:]))
                 question_of_row.append(number)
         row_scores: list[list[Likelihood]] = [[] for _ in rows]
         with self._local.with_adapter(self._adapter) as model:
             for indices in _by_length(rows, self._local.batch_size, MAX_SCORED_TOKENS):
-                batch, mask = self._padded([rows[index] for index in indices], left=False)
-                logits = model(input_ids=batch, attention_mask=mask, use_cache=False).logits
-                for index, row in zip(indices, logits, strict=True):
-                    row_scores[index] = scorers[index](row[: len(rows[index])])
+                batch, _ = self._padded([rows[index] for index in indices], left=False)
+                scored = torch.zeros(batch.shape, dtype=torch.bool)
+                for number, index in enumerate(indices):
+                    scored[number, spans[index].start : spans[index].stop] = True
+                with head_rows_only(self._local.transformer, scored):
+                    logits = model(input_ids=batch, use_cache=False).logits[0]
+                parts = torch.split(logits, [len(spans[index]) for index in indices])
+                for index, part in zip(indices, parts, strict=True):
+                    row_scores[index] = scorers[index](part)
         answers: list[list[Likelihood]] = [[] for _ in questions]
         for number, scores in zip(question_of_row, row_scores, strict=True):
             answers[number] += scores
@@ -261,11 +276,11 @@ def _score_letters(ids: list[int]) -> Callable[[Tensor], list[Likelihood]]:
     return read
 
 
-def _score_continuation(ids: list[int], start: int) -> Callable[[Tensor], list[Likelihood]]:
+def _score_continuation(ids: list[int]) -> Callable[[Tensor], list[Likelihood]]:
     def read(logits: Tensor) -> list[Likelihood]:
-        scores = logits[start - 1 : len(ids) - 1].float().log_softmax(-1)
-        chosen = scores.gather(-1, torch.tensor(ids[start:], device=scores.device)[:, None])
-        return [Likelihood(float(chosen.double().sum()), len(ids) - start)]
+        scores = logits.float().log_softmax(-1)
+        chosen = scores.gather(-1, torch.tensor(ids, device=scores.device)[:, None])
+        return [Likelihood(float(chosen.double().sum()), len(ids))]
 
     return read
 

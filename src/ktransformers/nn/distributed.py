@@ -1,11 +1,12 @@
 """Expert LoRA under DistributedDataParallel: excluded from DDP's buckets, with an all-reduce of its own.
 
 DDP requires all parameters of a module on one kind of device, and expert LoRA stays in host memory. So the model lists
-the names that DDP ignores: the expert LoRA and the placeholders, which have no data to broadcast. For the expert LoRA
-this module then does what DDP does: it broadcasts the values of rank 0, and after every backward pass that DDP
-synchronises (not under `no_sync`) it averages gradients in place, over gloo if DDP's own group has no CPU backend.
-No call by the trainer is needed: an expert layer that runs inside DDP's forward finds the active DDP module and
-registers the hooks, because trainers build their DDP themselves and know nothing of expert LoRA.
+the names that DDP ignores: the expert LoRA, and the placeholders and widened weights, which DDP cannot broadcast and
+which are the same on every rank. For the expert LoRA this module then does what DDP does: it broadcasts the values of
+rank 0, and after every backward pass that DDP synchronises (not under `no_sync`) it averages gradients in place, over
+gloo if DDP's own group has no CPU backend. No call by the trainer is needed: an expert layer that runs inside DDP's
+forward finds the active DDP module and registers the hooks, because trainers build their DDP themselves and know
+nothing of expert LoRA.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ktransformers.nn.peft_lora import lora_parameters, own_lora_parameters
 from ktransformers.nn.placeholder import Placeholder
+from ktransformers.nn.widened import WidenedWeight
 
 # Prefixes of parameter names that DDP sees: of the model itself, and of the model inside a PeftModel.
 DDP_NAME_PREFIXES = ("", "base_model.model.")
@@ -42,7 +44,8 @@ class DdpIgnoredNames:
         if model is None:
             return
         parameters, lora = dict(model.named_parameters()), lora_parameters(model)
-        names = [name for name, parameter in parameters.items() if isinstance(parameter, Placeholder)]
+        wrapped = (Placeholder, WidenedWeight)
+        names = [name for name, parameter in parameters.items() if isinstance(parameter, wrapped)]
         # DDP raises if it has no trainable parameter. A CPU model that trains expert LoRA alone leaves it to DDP.
         other_parameters = [parameter for name, parameter in parameters.items() if name not in lora]
         if any(parameter.requires_grad or parameter.device.type != "cpu" for parameter in other_parameters):

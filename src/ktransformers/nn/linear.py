@@ -1,9 +1,10 @@
 """Small-batch matrix products (GEMV) for the bf16 linear layers of a model on the CPU: weights are read once, unpacked.
 
 For a product of one row torch calls a library that first repacks the whole weight into blocks, although decoding is
-bound by memory bandwidth. `patch_linears` replaces the `forward` of large bf16 layers: without gradients and for up to
-as many rows as the core's kernel takes (8 to 32, by CPU) it calls that kernel, otherwise torch. A row's result does not
-depend on the other rows of its batch; between the kernel and torch it differs by rounding.
+bound by memory bandwidth. `patch_linears` replaces the `forward` of large layers with bf16 weights, activations in bf16
+or, if the weights are widened (`nn/widened.py`), in float32: without gradients and for up to as many rows as the core's
+kernel takes (8 to 32, by CPU) it calls that kernel, otherwise the layer's own product. A row's result does not depend
+on the other rows of its batch; between the kernel and torch it differs by rounding.
 
 Layers of one module with the same input, such as q, k and v, become one call of the core (`SharedInputLinears`).
 
@@ -24,9 +25,9 @@ from torch import Tensor, nn
 
 from ktransformers import _core
 from ktransformers.nn.pool import default_pool
+from ktransformers.nn.widened import COLUMN_MULTIPLE, stored_weight
 
 MIN_WEIGHTS = 1 << 15  # elements; a smaller product takes less time than waking the threads
-COLUMN_MULTIPLE = 32  # K must be a multiple of it
 
 
 class GemvParameter(nn.Parameter):
@@ -43,7 +44,7 @@ class GemvParameter(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if func is F.linear and not kwargs and isinstance(args[1], cls) and _is_small_batch(args[0]):
+            if func is F.linear and not kwargs and isinstance(args[1], cls) and _is_small_batch(args[0], args[1]):
                 x, weight, *bias = args
                 return _products(weight.pool, x, [weight], bias or [None])[0]
             return func(*args, **(kwargs or {}))
@@ -64,7 +65,7 @@ class SharedInputLinears:
         self._outputs: dict[nn.Linear, Tensor] = {}  # computed with the leader's, not yet returned
 
     def forward(self, module: nn.Linear, x: Tensor) -> Tensor:
-        if not _is_small_batch(x):
+        if not _is_small_batch(x, module.weight):
             return F.linear(x, module.weight, module.bias)
         if x is self._input and module is not self._leader:
             output = self._outputs.pop(module, None)
@@ -106,13 +107,14 @@ def patch_linears(model: nn.Module, pool: _core.Pool | None = None) -> int:
     return patched
 
 
-def _fits(weight: Tensor) -> bool:
+def _fits(parameter: Tensor) -> bool:
+    weight = stored_weight(parameter)
     plain = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.is_contiguous()
     return plain and weight.dim() == 2 and weight.numel() >= MIN_WEIGHTS and weight.shape[1] % COLUMN_MULTIPLE == 0
 
 
-def _is_small_batch(x: Tensor) -> bool:
-    if x.dtype != torch.bfloat16 or torch.is_grad_enabled() or not x.is_cpu:
+def _is_small_batch(x: Tensor, weight: Tensor) -> bool:
+    if x.dtype != weight.dtype or torch.is_grad_enabled() or not x.is_cpu:
         return False
     return 0 < x.numel() <= _max_gemv_rows() * x.shape[-1]
 
@@ -127,7 +129,7 @@ def _products(
 ) -> list[Tensor]:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     outs = [torch.empty(rows.shape[0], weight.shape[0], dtype=x.dtype) for weight in weights]
-    (pool or default_pool()).linear(rows, [weight.detach() for weight in weights], outs)
+    (pool or default_pool()).linear(rows, [stored_weight(weight).detach() for weight in weights], outs)
     for out, bias in zip(outs, biases, strict=True):
         if bias is not None:
             out += bias

@@ -48,6 +48,7 @@ def load_model(
     progress: Progress | None = None,
     pages: str = "lazy",
     verify: bool | None = None,
+    widen: bool = True,
 ) -> PreTrainedModel:
     """The model in `path`, ready to run: experts in host memory, other weights in `dtype` on `device` (None: the CPU).
 
@@ -56,10 +57,14 @@ def load_model(
     experts: "bf16", or "f32" and "f64", which compute with the unrounded values of the files. `progress(done, layers)`
     is called after each expert layer. For a packed directory `pages` says when its pages are read ("lazy", "prefault"
     or "lock"). Its experts are compared with their checksums when they are first read; with `verify` every file is
-    hashed before that, and with `verify=False` nothing is compared.
+    hashed before that, and with `verify=False` nothing is compared. On a CPU without bf16 products other weights stay
+    in bf16 and are widened when they are multiplied (`nn/dense_layers.py`), unless `widen` is False: for a model that
+    is moved to a GPU afterwards.
     """
     path = Path(path)
-    quantizer = KTConfig(isa=isa, pool=pool, progress=progress, precision=precision, pages=pages, verify=verify)
+    quantizer = KTConfig(
+        isa=isa, pool=pool, progress=progress, precision=precision, pages=pages, verify=verify, widen=widen
+    )
     options = {"dtype": dtype, "device_map": None if device is None else {"": torch.device(device)}}
     return load_pretrained(path, load_config(path), quantizer, options, experts)
 

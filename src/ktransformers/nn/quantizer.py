@@ -29,6 +29,7 @@ from ktransformers.checkpoint.sources import LayerSource, Source, open_source
 from ktransformers.errors import InputError
 from ktransformers.log import logger
 from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, read_contract
+from ktransformers.nn.dense_layers import attach_widened, expect_stored_weights
 from ktransformers.nn.distributed import exclude_from_ddp
 from ktransformers.nn.experts import attach_store, pack_layer, pack_module, remove_parameters, select_implementation
 from ktransformers.nn.packed import PackedExperts, open_packed
@@ -48,7 +49,8 @@ class KTConfig(QuantizationConfigMixin):
     `source` is the quantisation of the files themselves, and `experts` the path of the experts if they are not with the
     other weights, both as `prepare` records them; `weights` is either of them, opened. `packed` is the section that
     `kt quant` writes for a packed directory, to whose files `pages` (lazy, prefault, lock) and `verify` (checksums,
-    as for `load_model`) apply.
+    as for `load_model`) apply. `widen`: weights outside of the experts may stay in bf16 on a CPU that widens them
+    (`nn/dense_layers.py`); not if the model is moved to a GPU later.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class KTConfig(QuantizationConfigMixin):
         packed: dict[str, Any] | None = None,
         pages: str = "lazy",
         verify: bool | None = None,
+        widen: bool = True,
     ) -> None:
         self.quant_method = quant_method  # type: ignore[assignment]  # stock: one of its own names
         self.isa = isa
@@ -74,6 +77,7 @@ class KTConfig(QuantizationConfigMixin):
         self.packed = packed
         self.pages = pages
         self.verify = verify
+        self.widen = widen
         self.packed_directory: Path | None = None  # of packed experts that are not with the other weights
         self.pool = pool
         self.progress = progress
@@ -113,6 +117,7 @@ class KTQuantizer(HfQuantizer):
         self._shapes: dict[str, torch.Size] = {}
         self._source: Source | None = None
         self._packed: PackedExperts | None = None
+        self._widened: dict[str, torch.dtype] = {}  # weights that stay in bf16, with the dtype of the model
         self._text_only = False  # a text model is loaded from the files of the vision model around it
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -139,7 +144,10 @@ class KTQuantizer(HfQuantizer):
             # Some families initialise experts in the block around them, which would miss the removed parameters.
             for initialised in (module, model.get_submodule(name.rpartition(".")[0])):
                 initialised._is_hf_initialized = True  # type: ignore[assignment]
-        names = [tensor.name for tensor in source.rest()]
+        rest = source.rest()
+        if self._config.widen and is_host_only(kwargs.get("device_map")):
+            self._widened = expect_stored_weights(model, rest)
+        names = [tensor.name for tensor in rest]
         self._text_only = not hasattr(model, "language_model") and any(
             name.startswith("language_model.") for name in names
         )
@@ -192,6 +200,8 @@ class KTQuantizer(HfQuantizer):
             log.info("%s: %d experts, %d bytes packed", layer.name, store.num_experts, store.packed_bytes)
             if config.progress is not None:
                 config.progress(done, len(self._layers))
+        count = attach_widened(model, self._widened)
+        log.info("%d weights in bf16 are multiplied in float32", count)
         self._layers, self._shapes, self._source, config.weights = [], {}, None, None
         select_implementation(model)
         exclude_from_ddp(model)
@@ -205,6 +215,14 @@ class KTQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         """True for adapters: gradients pass through the frozen experts."""
         return True
+
+
+def is_host_only(device_map: Any) -> bool:
+    """Whether `device_map`, as transformers takes it, leaves every weight on the CPU."""
+    if device_map is None:
+        return True
+    devices = device_map.values() if isinstance(device_map, dict) else [device_map]
+    return all(str(device) == "cpu" for device in devices)
 
 
 def check_computable(name: str, formats: dict[str, str], config: KTConfig) -> None:

@@ -187,6 +187,7 @@ def this_machine(*, remeasure: bool = False) -> Machine:
         rates.dense_flops_f32,
         rates.forward_share,
         rates.backward_share,
+        system.dense_products(),
     )
     gpus = tuple(_gpu(gpu) for gpu in system.gpus())
     sources = ("measured on this machine",)

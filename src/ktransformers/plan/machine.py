@@ -71,6 +71,12 @@ class CpuRates:
     dense_flops_f32: float  # and in float32
     forward_share: float | None = None  # measured on this machine, instead of EFFICIENCY[isa].tile
     backward_share: float | None = None
+    dense_products: str | None = None  # as `system.dense_products` decided on this machine
+
+    @property
+    def products(self) -> str:
+        """How linear layers outside of the experts are computed: bfloat16, widened or float32."""
+        return self.dense_products or ("bfloat16" if self.dense_flops >= self.dense_flops_f32 else "widened")
 
     @property
     def element(self) -> int:

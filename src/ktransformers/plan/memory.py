@@ -140,6 +140,13 @@ def activation_bytes(model: ModelShape, work: Training, layers: int, on_gpu: boo
     return layers * layer + max(0, loss)
 
 
+def rest_weight_bytes(model: ModelShape, rest_bytes: int, choice: Choice, machine: Machine) -> int:
+    """Bytes of a weight outside of the experts: those of the computation, or on a CPU that widens bf16 weights those of
+    the release."""
+    widened = not choice.gpus and machine.cpu.products == "widened"
+    return min(rest_bytes, model.rest_dtype_bytes) if widened else rest_bytes
+
+
 def predict_memory(
     model: ModelShape, work: Work, choice: Choice, machine: Machine, engine: EngineLimits = ENGINE_LIMITS
 ) -> MemoryPlan:
@@ -153,10 +160,11 @@ def predict_memory(
             table["weights"] = _gpu_numbers(model, choice.gpus, place) * work.rest_bytes
             table["residents"] = _resident_bytes(model, choice) // choice.gpus
             table["workspace"] = CUBLAS_BYTES
-    same_dtype = model.rest_dtype_bytes == work.rest_bytes
-    mapped = model.rest * work.rest_bytes if not choice.gpus and same_dtype else 0
-    if not choice.gpus and not same_dtype:
-        host["weights"] = model.rest * work.rest_bytes
+    weight_bytes = rest_weight_bytes(model, work.rest_bytes, choice, machine)
+    as_released = model.rest_dtype_bytes == weight_bytes  # then they are mapped from the files
+    mapped = model.rest * weight_bytes if not choice.gpus and as_released else 0
+    if not choice.gpus and not as_released:
+        host["weights"] = model.rest * weight_bytes
     share = cpu_share(model, work, choice, machine)
     host["workspace"] = workspace_bytes(model, work, machine) if share != CPU_NONE else 0
     if isinstance(work, Training):

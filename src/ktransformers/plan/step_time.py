@@ -2,8 +2,9 @@
 
 Routed experts are computed by the CPU, or by CPU and GPU with the placement engine (`plan/expert_time.py`), whose
 copies overlap with the rest of the layer. Everything else is counted in operations at a share of the GPU's nominal
-rate, or at the measured rate of torch's GEMM on a CPU. Launching a layer from Python, LoRA and checkpointing included,
-takes longer than computing it until a step has thousands of tokens; without a GPU nothing overlaps with it.
+rate, or on a CPU at the measured rate of torch's GEMM in the arithmetic that the run chooses (`system.dense_products`).
+Launching a layer from Python, LoRA and checkpointing included, takes longer than computing it until a step has
+thousands of tokens; without a GPU nothing overlaps with it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ktransformers.plan.memory import (
     captures_expert_passes,
     expert_lora_numbers,
     layer_bytes,
+    rest_weight_bytes,
 )
 from ktransformers.plan.model_shape import ModelShape
 from ktransformers.plan.modes import TRAINING_CALL_SECONDS, Decision
@@ -76,13 +78,15 @@ def dense_seconds(
     """GEMMs of all layers besides their experts in one forward pass; `earlier_tokens`: average number per token."""
     numbers = model.layers * model.rest_per_layer
     operations = 2 * tokens * (numbers + model.layers * model.scores_width * earlier_tokens)
-    return _products(operations, numbers * size, machine, choice, size)
+    weights = numbers * rest_weight_bytes(model, size, choice, machine)
+    return _products(operations, weights, machine, choice, size)
 
 
 def head_seconds(
     model: ModelShape, tokens: float, machine: Machine, choice: Choice, size: int, share: float = INFERENCE_FLOPS_SHARE
 ) -> float:
-    return _products(2 * tokens * model.embedding, model.embedding * size, machine, choice, size, share)
+    weights = model.embedding * rest_weight_bytes(model, size, choice, machine)
+    return _products(2 * tokens * model.embedding, weights, machine, choice, size, share)
 
 
 def _products(
@@ -92,7 +96,8 @@ def _products(
         gpu = machine.gpus[0]
         return max(operations / (gpu.flops * share), weights / gpu.bandwidth)
     cpu = machine.cpu
-    return max(operations / (cpu.dense_flops_f32 if size == 4 else cpu.dense_flops), weights / cpu.read_bytes)
+    in_bf16 = size < 4 and cpu.products == "bfloat16"
+    return max(operations / (cpu.dense_flops if in_bf16 else cpu.dense_flops_f32), weights / cpu.read_bytes)
 
 
 def transfer_seconds(

@@ -32,7 +32,7 @@ class Training:
     checkpointing: bool = True  # activations are recomputed in backward
     retain: bool = False  # experts are not recomputed: gate and up are kept
     trained_bytes: int = 4  # per trained number; 2 with pure_bf16
-    rest_bytes: int = 2  # per number that is neither trained nor an expert's
+    rest_bytes: int = 2  # per number that is computed outside of the experts; released weights may have fewer
     saves: int = 1  # training checkpoints kept on disk
     touched: float = 1.0  # share of a layer's experts that the tokens of one sequence use; 1: uniform routing
     labelled: float = 1.0  # share of tokens with a label; 1: an upper bound if the data is unknown

@@ -129,7 +129,8 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
     multi_gpu = device != "cpu" and spreads_layers(placement.options, launch, plan)
     uses_gpu_experts = device != "cpu" and placement.options.policy != "cpu"
     graphs = device != "cpu" and not launch.disable_cuda_graph
-    model = _load_model(launch, target, dtype, "cpu" if multi_gpu else device, uses_gpu_experts, log)
+    load_device = "cpu" if multi_gpu else device
+    model = _load_model(launch, target, dtype, load_device, uses_gpu_experts, log, widen=not multi_gpu)
     if multi_gpu:
         log(placement.move_layers(model, gpus_of(launch, plan)))
     forward = make_forward(model)
@@ -218,7 +219,9 @@ def _attach_decode_graphs(forward: Any, placement: Any, launch: Launch) -> str:
     return f"decode in CUDA graphs, batches of up to {forward.graphs.max_rows} sequences"
 
 
-def _load_model(launch: Launch, target: Target, dtype: Any, device: str, spare: bool, log: LogLine) -> Any:
+def _load_model(
+    launch: Launch, target: Target, dtype: Any, device: str, spare: bool, log: LogLine, *, widen: bool
+) -> Any:
     from ktransformers.checkpoint import find_experts
     from ktransformers.checkpoint.gguf_directory import is_gguf_directory
     from ktransformers.checkpoint.packed import is_packed
@@ -253,6 +256,7 @@ def _load_model(launch: Launch, target: Target, dtype: Any, device: str, spare: 
         isa=launch.isa,
         pages=launch.pages,
         verify=launch.verify,
+        widen=widen,
     )
 
 

@@ -38,18 +38,31 @@ def device_of(settings: TrainSettings) -> torch.device:
     return torch.device("cpu" if on_cpu else "cuda")
 
 
-def dtype_of(settings: TrainSettings, config: dict[str, Any]) -> torch.dtype:
-    """Dtype of all weights but the experts: as bf16 and fp16 request, else the checkpoint's, or float32 where bf16 is
-    slow on this CPU. `config` is the parsed config.json."""
-    if settings.trainer.get("bf16") or settings.model.pure_bf16:
+def dtype_of(settings: TrainSettings, config: dict[str, Any], bf16_fast: bool | None = None) -> torch.dtype:
+    """Dtype of all weights but the experts: as pure_bf16, bf16 and fp16 request, else the checkpoint's; where bf16 is
+    slow, float32 instead of bf16, unless pure_bf16 is set. `config` is the parsed config.json; `bf16_fast` None: as on
+    this machine."""
+    if settings.model.pure_bf16:
         return torch.bfloat16
     if settings.trainer.get("fp16"):
         return torch.float16
+    fast = bf16_is_fast(device_of(settings).type) if bf16_fast is None else bf16_fast
+    if settings.trainer.get("bf16"):
+        return torch.bfloat16 if fast else torch.float32
     text = config.get("text_config") or {}
     dtype_name = next(
         (part[key] for part in (config, text) for key in ("dtype", "torch_dtype") if part.get(key)), "bfloat16"
     )
-    return torch.float32 if dtype_name == "float32" or not bf16_is_fast(device_of(settings).type) else torch.bfloat16
+    return torch.float32 if dtype_name == "float32" or not fast else torch.bfloat16
+
+
+def bf16_note(settings: TrainSettings) -> str | None:
+    """What becomes of `bf16: true`, which recipes for GPUs have, on a CPU that is slower in bf16."""
+    if not settings.trainer.get("bf16") or settings.model.pure_bf16 or bf16_is_fast(device_of(settings).type):
+        return None
+    return (
+        "bf16: true: this CPU is slower in bf16, so all but the experts computes in float32; KT_DENSE=bfloat16 insists"
+    )
 
 
 def trainer_arguments(settings: TrainSettings) -> SFTConfig | DPOConfig:
@@ -70,7 +83,7 @@ def trainer_arguments(settings: TrainSettings) -> SFTConfig | DPOConfig:
         rows, batches = rows * batches, 1
     values |= {
         "use_cpu": on_cpu,
-        "bf16": bool(settings.trainer.get("bf16")) and not settings.model.pure_bf16,
+        "bf16": bool(settings.trainer.get("bf16")) and not settings.model.pure_bf16 and bf16_note(settings) is None,
         "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": batches,
         "gradient_checkpointing": False,

@@ -22,6 +22,7 @@ from ktransformers.nn.checkpointing import save_expert_outputs
 from ktransformers.nn.peft_lora import expert_adapters, set_lora_dropout
 from ktransformers.place.backends import isa_of_backend
 from ktransformers.place.options import read_options
+from ktransformers.train.arguments import device_of
 from ktransformers.train.settings import LoraSettings, ModelSettings, TrainSettings
 from ktransformers.train.targets import Targets
 
@@ -148,6 +149,7 @@ def open_model(
         isa=isa_of_backend(settings.experts.kt_backend),
         precision=settings.experts.precision,
         progress=progress,
+        widen=device_of(settings).type == "cpu",
     )
     model.name_or_path = str(given_file(directory))  # PEFT writes it into adapter_config.json
     check_formats(model, settings.experts.kt_expert_weight_format)

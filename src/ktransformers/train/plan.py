@@ -26,6 +26,7 @@ from ktransformers.nn.pretrained import read_generation_config, read_tokenizer
 from ktransformers.place.backends import isa_of_backend
 from ktransformers.plan.document import candidate_document
 from ktransformers.train.arguments import (
+    bf16_note,
     device_of,
     dtype_of,
     step_shape,
@@ -327,9 +328,11 @@ def _check_vocabulary(split: DataSplit, model: Any, directory: Path) -> None:
 
 
 def _precision_notes(settings: TrainSettings, config: dict[str, Any]) -> list[str]:
-    """Notes on f32 experts; raises if the requested CPU variant has none."""
+    """Notes on bf16 where it is slow and on f32 experts; raises if the requested CPU variant has none."""
+    note = bf16_note(settings)
+    notes = [] if note is None else [note]
     if settings.experts.precision == "bf16":
-        return []
+        return notes
     isa = isa_of_backend(settings.experts.kt_backend)
     if isa not in (None, *EXACT_ISAS):
         backend = settings.experts.kt_backend
@@ -338,7 +341,7 @@ def _precision_notes(settings: TrainSettings, config: dict[str, Any]) -> list[st
         )
     dtype = dtype_of(settings, config)
     mixed = f", though the rest computes in {str(dtype).removeprefix('torch.')}" if dtype.itemsize < 4 else ""
-    return [f"precision f32: experts take twice the memory of the forecast and more time{mixed}"]
+    return [*notes, f"precision f32: experts take twice the memory of the forecast and more time{mixed}"]
 
 
 def _check_packages() -> None:
