@@ -12,6 +12,8 @@
 namespace kt {
 namespace {
 
+constexpr int kNeonMatrixRows = 8;
+
 struct NeonBf16Dot {
   using Vector = F32<4>;
   static bfloat16x8_t bits(uint32x4_t v) { return vreinterpretq_bf16_u32(v); }
