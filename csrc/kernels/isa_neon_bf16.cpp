@@ -6,7 +6,7 @@
 namespace kt {
 namespace {
 
-struct NeonBf16 : NeonRows<NeonMatrix<NeonBf16Dot>, kNeonMatrixRows> {
+struct NeonBf16 : NeonRows<NeonMatrix<NeonBf16Dot>> {
   static double registers(double seconds) {
     alignas(64) char noise[32];
     fill_with_noise(noise, sizeof noise, 2);
@@ -28,7 +28,7 @@ struct NeonPairRows {
 };
 
 constexpr KernelTable kBf16 =
-    table_of<NeonBf16, NeonRows<NeonMatrix<NeonInt8Dot>, kNeonMatrixRows>, GemvPairs<NeonPairRows>>("neon_bf16");
+    table_of<NeonBf16, NeonRows<NeonMatrix<NeonInt8Dot>>, GemvPairs<NeonPairRows>>("neon_bf16");
 
 }  // namespace
 

@@ -11,7 +11,7 @@
 namespace kt {
 namespace {
 
-constexpr int kNeonRows = 12, kNeonVectors = 2;
+constexpr int kNeonVectors = 2;
 
 // Vectors of outputs in a sweep. Few rows take more, so that there are enough independent sums.
 template <int rows>
@@ -23,7 +23,7 @@ constexpr int kNeonVectorsOf = rows <= 2   ? 8
 struct NeonWiden {
   using Vector = F32<4>;
   static constexpr int elem = 4, step_k = 2, step_bytes = 8, tile_bytes = kTileBytes;
-  static constexpr int steps_together = 2, chunk_tiles = 8;
+  static constexpr int steps_together = 2, max_rows = 12, chunk_tiles = 8;
   static constexpr DType panel = DType::f32;
   template <int rows>
   static constexpr int vectors = kNeonVectorsOf<rows>;
@@ -55,7 +55,7 @@ struct NeonWiden {
 struct NeonExact {
   using Vector = F32<4>;
   static constexpr int elem = 4, step_k = 1, step_bytes = 4, tile_bytes = kTileK * kTileN * elem;
-  static constexpr int steps_together = 2, chunk_tiles = 8;
+  static constexpr int steps_together = 2, max_rows = 12, chunk_tiles = 8;
   static constexpr DType panel = DType::f32;
   template <int rows>
   static constexpr int vectors = kNeonVectorsOf<rows>;
@@ -71,7 +71,7 @@ template <DType panel_type>
 struct NeonInt8 {
   using Vector = I32<4>;
   static constexpr int elem = (int)size_of(panel_type), step_k = 2, step_bytes = 4, tile_bytes = kTileBytes;
-  static constexpr int steps_together = 2, chunk_tiles = 16;
+  static constexpr int steps_together = 2, max_rows = 12, chunk_tiles = 16;
   static constexpr DType panel = panel_type;
   using Dp4a = NeonDp4a;
   template <int rows>
@@ -104,12 +104,12 @@ inline double neon_register_rate(double seconds, int flop, const Step& step) {
   return rate;
 }
 
-template <class Arith, int MR = kNeonRows>
-struct NeonRows : RowIsa<Arith, kNeonVectors, MR> {
+template <class Arith>
+struct NeonRows : RowIsa<Arith, kNeonVectors, Arith::max_rows> {
   // Tiles of equal height: 13 rows are 7 and 6, not 12 and 1.
   static Tiling tiling(int32_t live) {
-    const int32_t tiles = (live + MR - 1) / MR;
-    return {tiles ? (live + tiles - 1) / tiles : MR, tiles};
+    const int32_t tiles = (live + Arith::max_rows - 1) / Arith::max_rows;
+    return {tiles ? (live + tiles - 1) / tiles : Arith::max_rows, tiles};
   }
   static void lora_wgrad(const LoraWgrad& o) { run_lora_wgrad<typename Arith::Vector, Arith::panel, kRankStep>(o); }
   static double registers(double seconds) {

@@ -12,8 +12,6 @@
 namespace kt {
 namespace {
 
-constexpr int kNeonMatrixRows = 8;
-
 struct NeonBf16Dot {
   using Vector = F32<4>;
   static bfloat16x8_t bits(uint32x4_t v) { return vreinterpretq_bf16_u32(v); }
@@ -42,6 +40,7 @@ template <class Dot>
 struct NeonMatrix : Dot {
   using Vector = typename Dot::Vector;
   static constexpr int elem = 2, step_k = 2, step_bytes = 4, tile_bytes = kTileBytes, chunk_tiles = 16;
+  static constexpr int max_rows = 8;
   static constexpr int row_bytes = 64, rows_of_tile = kTileBytes / row_bytes;  // of a weight tile; 64 of the panel too
   static constexpr DType panel = DType::bf16;
   template <int rows>
