@@ -2,19 +2,18 @@
 // because a broadcast would take a slot of the same two pipes that multiply.
 //
 // A weight vector of bf16 pairs becomes two f32 vectors by two permutations with zeros; a shift runs on one pipe only.
-// 8 rows by 2 vectors are 16 accumulators, and four k take 64 products and 8 permutations. 12 rows would be 92 %
-// products instead of 89 %, but gcc 12 keeps some of 24 accumulators in memory, which costs more.
+// 12 rows by 2 vectors are 24 accumulators, and four k take 96 products and 8 permutations.
 #pragma once
 
 #include "kernels/dp4a_neon.h"
-#include "kernels/rows.h"
+#include "kernels/rows_neon_f32.h"
 
 namespace kt {
 namespace {
 
-constexpr int kNeonRows = 8, kNeonVectors = 2;
+constexpr int kNeonVectors = 2;
 
-// Vectors of outputs in a sweep: 16 accumulators for any number of rows.
+// Vectors of outputs in a sweep. Few rows take more, so that there are enough independent sums.
 template <int rows>
 constexpr int kNeonVectorsOf = rows <= 2   ? 8
                                : rows <= 4 ? 4
@@ -24,7 +23,7 @@ constexpr int kNeonVectorsOf = rows <= 2   ? 8
 struct NeonWiden {
   using Vector = F32<4>;
   static constexpr int elem = 4, step_k = 2, step_bytes = 8, tile_bytes = kTileBytes;
-  static constexpr int steps_together = 2, chunk_tiles = 16;
+  static constexpr int steps_together = 2, max_rows = 12, chunk_tiles = 8;
   static constexpr DType panel = DType::f32;
   template <int rows>
   static constexpr int vectors = kNeonVectorsOf<rows>;
@@ -41,13 +40,22 @@ struct NeonWiden {
     acc = (F32<4>)vfmaq_laneq_f32((float32x4_t)acc, w.low, four, 2 * i);
     return (F32<4>)vfmaq_laneq_f32((float32x4_t)acc, w.high, four, 2 * i + 1);
   }
+#if defined(__aarch64__) && !defined(KT_EMULATE)
+  template <int NV, int rows>
+  static void sweep(const char* a, int tile_rows, const char* b, int k_tiles, bool accumulate, Prefetch prefetch,
+                    float* c)
+    requires(NV == 2)
+  {
+    f32_rows_by_8<rows>(a, tile_rows, b, k_tiles, accumulate, prefetch, c);
+  }
+#endif
 };
 
 // f32 weights and activations.
 struct NeonExact {
   using Vector = F32<4>;
   static constexpr int elem = 4, step_k = 1, step_bytes = 4, tile_bytes = kTileK * kTileN * elem;
-  static constexpr int steps_together = 2, chunk_tiles = 8;
+  static constexpr int steps_together = 2, max_rows = 12, chunk_tiles = 8;
   static constexpr DType panel = DType::f32;
   template <int rows>
   static constexpr int vectors = kNeonVectorsOf<rows>;
@@ -63,7 +71,7 @@ template <DType panel_type>
 struct NeonInt8 {
   using Vector = I32<4>;
   static constexpr int elem = (int)size_of(panel_type), step_k = 2, step_bytes = 4, tile_bytes = kTileBytes;
-  static constexpr int steps_together = 2, chunk_tiles = 16;
+  static constexpr int steps_together = 2, max_rows = 12, chunk_tiles = 16;
   static constexpr DType panel = panel_type;
   using Dp4a = NeonDp4a;
   template <int rows>
@@ -74,12 +82,6 @@ struct NeonInt8 {
     return (I32<4>)vdotq_lane_s32((int32x4_t)acc, w, vld1_s8((const int8_t*)x), i);
   }
 };
-
-// Tiles of equal height: 13 rows are 7 and 6, not 12 and 1.
-inline Tiling neon_tiling(int32_t live) {
-  const int32_t tiles = (live + kNeonRows - 1) / kNeonRows;
-  return {tiles ? (live + tiles - 1) / tiles : kNeonRows, tiles};
-}
 
 // Rate of a product on accumulators that stay in registers; `step` adds `flop` operations to one. They start from
 // different values, or the compiler would compute one chain only. register_rate multiplies the accumulator, which takes
@@ -103,8 +105,12 @@ inline double neon_register_rate(double seconds, int flop, const Step& step) {
 }
 
 template <class Arith>
-struct NeonRows : RowIsa<Arith, kNeonVectors, kNeonRows> {
-  static Tiling tiling(int32_t live) { return neon_tiling(live); }
+struct NeonRows : RowIsa<Arith, kNeonVectors, Arith::max_rows> {
+  // Tiles of equal height: 13 rows are 7 and 6, not 12 and 1.
+  static Tiling tiling(int32_t live) {
+    const int32_t tiles = (live + Arith::max_rows - 1) / Arith::max_rows;
+    return {tiles ? (live + tiles - 1) / tiles : Arith::max_rows, tiles};
+  }
   static void lora_wgrad(const LoraWgrad& o) { run_lora_wgrad<typename Arith::Vector, Arith::panel, kRankStep>(o); }
   static double registers(double seconds) {
     alignas(64) float noise[8];

@@ -40,6 +40,7 @@ template <class Dot>
 struct NeonMatrix : Dot {
   using Vector = typename Dot::Vector;
   static constexpr int elem = 2, step_k = 2, step_bytes = 4, tile_bytes = kTileBytes, chunk_tiles = 16;
+  static constexpr int max_rows = 8;
   static constexpr int row_bytes = 64, rows_of_tile = kTileBytes / row_bytes;  // of a weight tile; 64 of the panel too
   static constexpr DType panel = DType::bf16;
   template <int rows>

@@ -39,7 +39,7 @@ class KernelEfficiency:
 
 
 # Fitted to 35 cells of bench/moe.py (bench/results/current/moe*.json, history/2026-11-15-moe-*.json): the 28 of amx are
-# 7 % off on average, 20 % at most (tested). generic was measured on two Neoverse cores, which are not memory-bound.
+# 7 % off on average, 20 % at most (tested). generic and neon were measured on Neoverse-N1 cores.
 # avx512_vnni and neon_bf16 have not been measured; they are taken for avx512 and avx512_bf16.
 EFFICIENCY = {
     "amx": KernelEfficiency(tile=0.70, read=0.86),
@@ -48,7 +48,7 @@ EFFICIENCY = {
     "avx512": KernelEfficiency(tile=0.96, read=0.94),
     "avx2": KernelEfficiency(tile=1.0, read=0.70),
     "neon_bf16": KernelEfficiency(tile=0.96, read=0.94),
-    "neon": KernelEfficiency(tile=1.0, read=0.70),
+    "neon": KernelEfficiency(tile=0.92, read=0.60),
     "generic": KernelEfficiency(tile=1.0, read=0.70),
 }
 # Rate of backward over that of forward, whatever bounds it: 1.49 to 1.55 times as long in four cells of amx
