@@ -276,6 +276,17 @@ struct CodeWords {
   // Words of lanes [2 n, 2 n + 2 W).
   static LanePair<W> load_words(const char* codes, int word, int n) {
     const char* at = codes + (word * kTileN + n) * 8;
+#ifdef __AVX2__
+    if constexpr (W == 8) {
+      // Inserting from memory and shuffling within halves: a shuffle of whole registers would take three instructions.
+      auto halves = [](const char* low) {
+        __m256i v = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)low));
+        return (__m256)_mm256_inserti128_si256(v, _mm_loadu_si128((const __m128i*)(low + 32)), 1);
+      };
+      __m256 a = halves(at), b = halves(at + 16);
+      return {(U32<W>)_mm256_shuffle_ps(a, b, 0x88), (U32<W>)_mm256_shuffle_ps(a, b, 0xdd)};
+    }
+#endif
     U32<W> a = load<U32<W>>(at), b = load<U32<W>>(at + 4 * W);
     if constexpr (!kEvenAndOdd<W>) return {a, b};
     I32<W> even, odd;
