@@ -181,7 +181,7 @@ def door_violations(path: str, source: str) -> list[str]:
 FOREIGN = re.compile(r"^(torch|ATen|c10|cuda|nanobind|pybind11|omp|hwloc|numa)(/|\.h|_|$)|^Python\.h$")
 # An ISA file sees declarations of the C library and intrinsics only: a template instantiated there may be kept by the
 # linker for every CPU.
-ISA_SYSTEM = {"cstddef", "cstdint", "cstring", "immintrin.h", "time.h"}
+ISA_SYSTEM = {"arm_neon.h", "cstddef", "cstdint", "cstring", "immintrin.h", "time.h"}
 
 
 def includes(source: str) -> Iterator[tuple[int, bool, str]]:
