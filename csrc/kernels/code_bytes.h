@@ -45,6 +45,12 @@ constexpr bool kShufflesBytes =
     false;
 #endif
 
+// Out of line: loops with many of these, split into narrower vectors, take minutes to compile.
+template <int W>
+__attribute__((noinline)) void shuffle_bytes_singly(const U8<W>& v, const U8<W>& at, U8<W>& out) {
+  for (int i = 0; i < 4 * W; i++) out[i] = at[i] & 128 ? (uint8_t)0 : v[i / 16 * 16 + (at[i] & 15)];
+}
+
 // Bytes `at` of each quarter of v; zero where bit 7 of `at` is set.
 template <int W>
 inline U8<W> shuffle_bytes(U8<W> v, U8<W> at) {
@@ -58,14 +64,9 @@ inline U8<W> shuffle_bytes(U8<W> v, U8<W> at) {
 #ifdef __aarch64__
   if constexpr (W == 4) return (U8<W>)vqtbl1q_u8((uint8x16_t)v, (uint8x16_t)at);
 #endif
-  U8<W> shuffled;
-  for (int i = 0; i < 4 * W; i++) shuffled[i] = at[i] & 128 ? (uint8_t)0 : v[i / 16 * 16 + (at[i] & 15)];
-  return shuffled;
-}
-// Out of line for emulated variants: loops with many of these, split into narrower vectors, take minutes to compile.
-template <int W>
-__attribute__((noinline)) void shuffle_bytes_wide(const U8<W>& v, const U8<W>& at, U8<W>& out) {
-  for (int i = 0; i < 4 * W; i++) out[i] = at[i] & 128 ? (uint8_t)0 : v[i / 16 * 16 + (at[i] & 15)];
+  U8<W> out;
+  shuffle_bytes_singly<W>(v, at, out);
+  return out;
 }
 
 // The order of a shuffle that takes byte `At::of(i)` of its quarter to byte `to` of lane i and clears the others.
@@ -86,16 +87,9 @@ inline U8<W> to_lanes() {
 // Byte At::of(i) of lane i's quarter, at bits 8 * to of the lane; `base` in the other bits.
 template <int W, class At, int to>
 inline U32<W> bytes_in_lanes(U8<W> v, uint32_t base) {
-  if constexpr (kShufflesBytes<W>) return (U32<W>)shuffle_bytes<W>(v, to_lanes<W, At, to>()) | base;
-  U32<W> lanes;
-  if constexpr (At::byte >= 0) {
-    lanes = ((U32<W>)v >> (uint32_t)(8 * At::byte) & 255u) << (uint32_t)(8 * to);
-  } else {
-    U8<W> shuffled, at = to_lanes<W, At, to>();
-    shuffle_bytes_wide<W>(v, at, shuffled);
-    lanes = (U32<W>)shuffled;
-  }
-  return lanes | base;
+  if constexpr (!kShufflesBytes<W> && At::byte >= 0)
+    return ((U32<W>)v >> (uint32_t)(8 * At::byte) & 255u) << (uint32_t)(8 * to) | base;
+  return (U32<W>)shuffle_bytes<W>(v, to_lanes<W, At, to>()) | base;
 }
 
 #ifdef __aarch64__
@@ -216,13 +210,7 @@ struct Numbers {
   static U8<W> look_up_bytes(U8<W> codes) {
     static_assert(!row.zero_point || row.zero_point == 8);
     static constexpr LevelBytes kLevels(byte);
-    U8<W> found;
-    if constexpr (kShufflesBytes<W>) {
-      found = shuffle_bytes<W>(load<U8<W>>(kLevels.at), codes);
-    } else {
-      shuffle_bytes_wide<W>(load<U8<W>>(kLevels.at), codes, found);
-    }
-    return found;
+    return shuffle_bytes<W>(load<U8<W>>(kLevels.at), codes);
   }
 };
 
@@ -276,6 +264,17 @@ struct CodeWords {
   // Words of lanes [2 n, 2 n + 2 W).
   static LanePair<W> load_words(const char* codes, int word, int n) {
     const char* at = codes + (word * kTileN + n) * 8;
+#ifdef __AVX2__
+    if constexpr (W == 8) {
+      // Inserting from memory and shuffling within halves: a shuffle of whole registers would take three instructions.
+      auto halves = [](const char* low) {
+        __m256i v = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)low));
+        return (__m256)_mm256_inserti128_si256(v, _mm_loadu_si128((const __m128i*)(low + 32)), 1);
+      };
+      __m256 a = halves(at), b = halves(at + 16);
+      return {(U32<W>)_mm256_shuffle_ps(a, b, 0x88), (U32<W>)_mm256_shuffle_ps(a, b, 0xdd)};
+    }
+#endif
     U32<W> a = load<U32<W>>(at), b = load<U32<W>>(at + 4 * W);
     if constexpr (!kEvenAndOdd<W>) return {a, b};
     I32<W> even, odd;
