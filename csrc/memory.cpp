@@ -29,7 +29,7 @@ char* map(size_t bytes) {
 // mmap aligns to pages only: maps 2 MB more and unmaps both ends.
 char* map_huge(size_t bytes) {
   char* p = map(bytes + kHugePage);
-  const size_t before = (kHugePage - reinterpret_cast<uintptr_t>(p) % kHugePagePage) % kHugePage,
+  const size_t before = (kHugePage - reinterpret_cast<uintptr_t>(p) % kHugePage) % kHugePage,
                after = kHugePage - before;
   if (before) munmap(p, before);
   if (after) munmap(p + before + bytes, after);

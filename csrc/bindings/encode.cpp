@@ -38,11 +38,11 @@ nb::tuple encode(const std::string& spec, nb::handle source, nb::handle codes, n
     scales_stride = shape.rows * m.scale_stride;
   }
   if (row.has_tensor_scale()) {
-    tensor_array = array_of({"tensor scale", 1, {kFloat32}, Strides::dense, Access::write}, tensor);
-    check_shape("tensor scale", tensor_array, {experts}, "experts");
+    tensor_array = array_of({"tensor_scale", 1, {kFloat32}, Strides::dense, Access::write}, tensor);
+    check_shape("tensor_scale", tensor_array, {experts}, "experts");
     m.tensor = (float*)const_cast<void*>(tensor_array.data());
   } else if (!tensor.is_none()) {
-    refuse_value("tensor scale", "a tensor", "None" + in_format);
+    refuse_value("tensor_scale", "a tensor", "None" + in_format);
   }
   EncodeSums all{0, 0, 0, true};
   {

@@ -4,7 +4,6 @@
 namespace kt {
 namespace {
 
-
 std::string all_formats() {
   std::string all;
   for (const FormatRow& row : kFormats) all += (all.empty() ? "" : ", ") + std::string(row.name);

@@ -92,20 +92,23 @@ struct Nearest {
   F32<W> value;
 };
 
-// Integers [least, most], stored plus `zero`. Adding kRounding leaves the integer in the low bits, where it is clamped.
-struct Integers {
+// Integers [least, most], stored plus `zero`. Adding kRounding leaves the integer in the low bits, where it is clamped;
+// `low` and `high` say whether numbers may lie below and above.
+template <bool low = true, bool high = true>
+struct IntegersOf {
   int32_t least, most, zero;
 
   template <int W>
   __attribute__((always_inline)) Nearest<W> nearest(F32<W> t) const {
     constexpr int32_t origin = 0x4b400000;  // kRounding
-    const I32<W> low = I32<W>{} + (origin + least), high = I32<W>{} + (origin + most);
+    const I32<W> first = I32<W>{} + (origin + least), last = I32<W>{} + (origin + most);
     I32<W> y = (I32<W>)(t + lanes_of<W>(kRounding));
-    y = y < low ? low : y;
-    y = y > high ? high : y;
+    if constexpr (low) y = y < first ? first : y;
+    if constexpr (high) y = y > last ? last : y;
     return {y + zero, (F32<W>)y - lanes_of<W>(kRounding)};
   }
 };
+using Integers = IntegersOf<>;
 
 // Floats of a few bits: sign, exponent from `least_exponent` on, and `mantissa` bits. A number of exponent e is a
 // multiple of 2^(e - mantissa), and so are those below the least exponent: adding 1.5 * 2^23 of that unit rounds.
@@ -284,9 +287,14 @@ __attribute__((always_inline)) inline float group_error(const Element element, c
 }
 
 template <int W, class Element>
-__attribute__((always_inline)) inline void find_errors(const Element element, const float* x, int span, int groups,
-                                                       const float* inverses, float* errors) {
-  for (int g = 0; g < groups; g++, x += span) errors[g] = group_error<W>(element, x, span, inverses[g]);
+inline void find_errors(const Element element, const RowScratch& row, const float* inverses, float* errors) {
+  const float* x = row.x;
+  const int span = row.span, groups = row.groups;
+  if (span == kTileK) {  // the most common group, unrolled
+    for (int g = 0; g < groups; g++, x += kTileK) errors[g] = group_error<W>(element, x, kTileK, inverses[g]);
+  } else {
+    for (int g = 0; g < groups; g++, x += span) errors[g] = group_error<W>(element, x, span, inverses[g]);
+  }
 }
 
 // Codes of a row from the scales of its groups and their inverses; returns the sum of squares of the error that the
@@ -353,24 +361,32 @@ inline float encode_clipped(const Encode& e, const RowScratch& row, const Intege
   const DType type = e.format->scale;
   float *peak = row.group[2], *best = row.group[3], *scale = row.group[4], *trial = row.group[5];
   float* errors = row.group[6];
-  const int groups = row.groups, span = row.span;
+  const int groups = row.groups;
   find_peaks<W>(row, peak);
-  for_groups<W>(row.groups, [&](int g) {
+  for (int g = groups; g < round_up(groups, kSums); g++) peak[g] = 0;
+  for_groups<W>(groups, [&](int g) {
     store(best + g, lanes_of<W>(__builtin_inff()));
     store(kept + g, F32<W>{});
   });
   for (const Clip& clip : kClips) {
     const double least = element.least, most = element.most;
     const float codes = (float)(clip.on_largest ? most - clip.beyond * least : least + clip.beyond * least);
-    for_groups<W>(row.groups, [&](int g) {
-      const F32<W> s = round_scale<W>(load<F32<W>>(peak + g) / lanes_of<W>(codes), type);
+    F32<W> reach = {};
+    for_groups<W>(groups, [&](int g) {
+      const F32<W> p = load<F32<W>>(peak + g), s = round_scale<W>(p / lanes_of<W>(codes), type), factor = inverse<W>(s);
       store(scale + g, s);
-      store(trial + g, inverse<W>(s));
+      store(trial + g, factor);
+      reach = larger_magnitude<W>(reach, magnitude<W>(p * factor));
     });
-    if (span == kTileK) {
-      find_errors<W>(element, row.x, kTileK, groups, trial, errors);  // the most common group, unrolled
+    // The peak's own code is the farthest: most scales need no clamping on one side or both.
+    const float farthest = largest_lane<W>(reach);
+    const auto find = [&](auto codes_of) { find_errors<W>(codes_of, row, trial, errors); };
+    if (farthest < (float)element.most + 0.5f) {
+      find(IntegersOf<false, false>{element.least, element.most, element.zero});
+    } else if (farthest < 0.5f - (float)element.least) {
+      find(IntegersOf<false, true>{element.least, element.most, element.zero});
     } else {
-      find_errors<W>(element, row.x, span, groups, trial, errors);
+      find(element);
     }
     for_groups<W>(groups, [&](int g) {
       const F32<W> s = load<F32<W>>(scale + g), error = load<F32<W>>(errors + g) * apart(s * s);

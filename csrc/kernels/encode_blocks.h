@@ -88,6 +88,18 @@ inline void store_block(Codec codec, const int32_t* code, uint8_t* out) {
   }
 }
 
+constexpr bool blocks_are_encoded() {
+  constexpr Codec known[] = {Codec::q8_0, Codec::q4_0,  Codec::q4_1, Codec::q5_0,
+                             Codec::q5_1, Codec::tq1_0, Codec::tq2_0};
+  for (int c = 0; c < kCodecs; c++) {
+    bool found = !kFormats[c].written || !kFormats[c].block;
+    for (Codec codec : known) found |= c == (int)codec;
+    if (!found) return false;
+  }
+  return true;
+}
+static_assert(blocks_are_encoded(), "store_block has no case for a type of GGUF that is written");
+
 // The number of each group that is farthest from zero; of two as far, the first.
 template <int W>
 inline void find_first_peaks(const RowScratch& row, float* peak) {

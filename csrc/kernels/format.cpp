@@ -6,6 +6,7 @@
 // their lanes into the order of a strip. Formats with two codes in a byte are sorted without being opened.
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "kernels/grids.h"
 
@@ -14,9 +15,8 @@ namespace {
 
 constexpr int kMaxSpan = 256;                  // k that are packed at a time
 constexpr int kPackAhead = 256;                // bytes of a source row to prefetch
-constexpr int kMaxGridBytes = 12;              // of a row's k tile in formats with a grid
 constexpr int kQuads = kTileK / 8;             // words of a k tile with a code in each byte
-constexpr int kMaxHeader = 32;                 // bytes of a row
+constexpr int kTritHeader = 22;                // bytes of a row's header in TQ1_0
 using Codes = uint64_t[kMaxSpan / 8][kTileN];  // [k / 8][row]: 8 codes, one in each byte
 
 typedef uint8_t Bytes __attribute__((vector_size(16)));
@@ -149,7 +149,7 @@ void pack_trits(const uint8_t* b, uint8_t* codes, uint8_t* header) {
   std::memcpy(header + 20, b + 52, 2);
 }
 
-void read_codes(Codec codec, const uint8_t* b, Codes& codes, int n) {
+inline void read_codes(Codec codec, const uint8_t* b, Codes& codes, int n) {
   switch (codec) {
     case Codec::q8_0:
       put(codes, 0, n, load(b + 2));
@@ -209,32 +209,19 @@ void read_indices(Codec codec, const uint8_t* b, uint8_t* out) {
   }
 }
 
-// The fields of a GGUF block's header, one after the other.
-void read_header(const FormatRow& row, const uint8_t* block, uint8_t* header) {
-  for (int i = 0; i < row.fields(); i++) {
-    const Field& field = row.header[i];
-    const int bytes = size_of(field.type) * field.count;
-    std::memcpy(header, block + field.at, (size_t)bytes);
-    header += bytes;
-  }
-}
-
 // One number of every row, whose headers are `stride` bytes apart, as an array.
 template <class Number>
 void gather_numbers(const uint8_t* headers, int64_t stride, int rows, char* out) {
   for (int n = 0; n < rows; n++) std::memcpy(out + n * (int)sizeof(Number), headers + n * stride, sizeof(Number));
 }
 
-// Every number of the headers of `rows` rows into its array over the rows.
-void store_headers(const Format& f, const uint8_t* headers, int64_t stride, int rows, char* out) {
-  for (int i = 0; i < f.row().fields(); i++) {
-    const Field& field = f.row().header[i];
-    const int size = size_of(f.type_of(field));
-    for (int number = 0; number < field.count; number++, headers += size, out += size * f.rows()) {
-      if (size == 1) gather_numbers<uint8_t>(headers, stride, rows, out);
-      if (size == 2) gather_numbers<uint16_t>(headers, stride, rows, out);
-      if (size == 4) gather_numbers<uint32_t>(headers, stride, rows, out);
-    }
+// A field of the headers of `rows` rows: every number into its array over the strip's rows.
+inline void store_field(int size, int count, const uint8_t* headers, int64_t stride, int rows, int strip_rows,
+                        char* out) {
+  for (int number = 0; number < count; number++, headers += size, out += size * strip_rows) {
+    if (size == 1) gather_numbers<uint8_t>(headers, stride, rows, out);
+    if (size == 2) gather_numbers<uint16_t>(headers, stride, rows, out);
+    if (size == 4) gather_numbers<uint32_t>(headers, stride, rows, out);
   }
 }
 
@@ -334,67 +321,112 @@ struct StripJob {
   char* strip;
 };
 
+// The fields of the headers of some rows of GGUF blocks, straight from the blocks. Sizes are constants of the format.
+template <Codec codec, int... i>
+void store_block_headers(const StripJob& job, const uint8_t* blocks, char* out, std::integer_sequence<int, i...>) {
+  constexpr const FormatRow& row = kFormats[(int)codec];
+  auto store = [&](const Field& field) {
+    store_field(size_of(field.type), field.count, blocks + field.at, job.from.row_bytes, job.rows, kTileN, out);
+    out += size_of(field.type) * field.count * kTileN;
+  };
+  (store(row.header[i]), ...);
+}
+
+template <Codec codec>
 void pack_blocks(const StripJob& job) {
-  const FormatRow& row = job.f.row();
+  constexpr const FormatRow& row = kFormats[(int)codec];
+  constexpr int tiles = row.span / kTileK;
   const Strip& s = job.s;
-  const int tiles = row.span / kTileK;
   alignas(16) Codes codes = {};
-  uint8_t indices[kTileN][kMaxSpan / kTileK * kMaxGridBytes] = {}, headers[kTileN][kMaxHeader] = {};
   for (int32_t kt = 0; kt < job.k_tiles; kt += tiles) {
+    const uint8_t* blocks = job.from.codes + job.n0 * job.from.row_bytes + (int64_t)(kt / tiles) * row.block;
     for (int n = 0; n < job.rows; n++) {
-      const uint8_t* block = job.from.codes + (job.n0 + n) * job.from.row_bytes + (int64_t)(kt / tiles) * row.block;
+      const uint8_t* block = blocks + n * job.from.row_bytes;
       __builtin_prefetch(block + kPackAhead);
-      if (job.f.codec == Codec::tq1_0) {
-        pack_trits(block, indices[n], headers[n]);
-        continue;
-      }
-      row.in_grid() ? read_indices(job.f.codec, block, indices[n]) : read_codes(job.f.codec, block, codes, n);
-      read_header(row, block, headers[n]);
+      read_codes(codec, block, codes, n);
     }
-    store_headers(job.f, headers[0], kMaxHeader, job.rows, job.strip + s.headers + kt / s.span_tiles * s.span_bytes);
+    store_block_headers<codec>(job, blocks, job.strip + s.headers + kt / tiles * s.span_bytes,
+                               std::make_integer_sequence<int, row.fields()>{});
     for (int i = 0; i < tiles && kt + i < job.k_tiles; i++) {
       char* out = job.strip + s.codes + (int64_t)(kt + i) * s.tile_bytes;
-      if (row.in_grid()) {
-        const int bytes = s.tile_bytes / kTileN;
-        for (int n = 0; n < kTileN; n++) std::memcpy(out + n * bytes, indices[n] + i * bytes, (size_t)bytes);
-        continue;
-      }
       out = store_plane(codes + i * kQuads, row.plane[0], 0, out);
-      if (row.plane[1]) store_plane(codes + i * kQuads, row.plane[1], row.plane[0], out);
+      if constexpr (row.plane[1] != 0) store_plane(codes + i * kQuads, row.plane[1], row.plane[0], out);
+    }
+  }
+}
+
+// Rows of bytes: what a k tile has of each row is copied.
+template <Codec codec>
+void pack_indices(const StripJob& job) {
+  constexpr const FormatRow& row = kFormats[(int)codec];
+  constexpr int tiles = row.span / kTileK, bytes = kTileK * row.plane[0] / 8;
+  const Strip& s = job.s;
+  uint8_t indices[kTileN][tiles * bytes] = {};
+  for (int32_t kt = 0; kt < job.k_tiles; kt += tiles) {
+    const uint8_t* blocks = job.from.codes + job.n0 * job.from.row_bytes + (int64_t)(kt / tiles) * row.block;
+    char* header = job.strip + s.headers + kt / tiles * s.span_bytes;
+    uint8_t trit_headers[kTileN][kTritHeader];
+    for (int n = 0; n < job.rows; n++) {
+      const uint8_t* block = blocks + n * job.from.row_bytes;
+      __builtin_prefetch(block + kPackAhead);
+      if constexpr (codec == Codec::tq1_0) {
+        pack_trits(block, indices[n], trit_headers[n]);
+      } else {
+        read_indices(codec, block, indices[n]);
+      }
+    }
+    if constexpr (codec == Codec::tq1_0) {
+      store_field(1, kTritHeader - 2, trit_headers[0], kTritHeader, job.rows, kTileN, header);
+      store_field(2, 1, trit_headers[0] + kTritHeader - 2, kTritHeader, job.rows, kTileN,
+                  header + (kTritHeader - 2) * kTileN);
+    } else {
+      store_block_headers<codec>(job, blocks, header, std::make_integer_sequence<int, row.fields()>{});
+    }
+    for (int i = 0; i < tiles && kt + i < job.k_tiles; i++) {
+      char* out = job.strip + s.codes + (int64_t)(kt + i) * s.tile_bytes;
+      for (int n = 0; n < kTileN; n++) std::memcpy(out + n * bytes, indices[n] + i * bytes, bytes);
     }
   }
 }
 
 // Codes of one k tile, `words` 64-bit words of each row.
-void pack_tile_codes(const StripJob& job, int32_t kt, int words, Codes& codes) {
-  const int bytes = 8 * words;
-  const int live = (job.k - kt * kTileK < kTileK ? job.k - kt * kTileK : kTileK) * bytes / kTileK;
-  const uint8_t* at = job.from.codes + job.n0 * job.from.row_bytes + (int64_t)kt * bytes;
-  for (int n = 0; n < job.rows; n++, at += job.from.row_bytes) {
-    uint8_t padded[kTileK] = {};
-    const uint8_t* row = at;
-    if (live < bytes) row = (const uint8_t*)std::memcpy(padded, at, (size_t)live);
-    if (kt * bytes % 64 == 0) __builtin_prefetch(at + kPackAhead);
-    for (int w = 0; w < words; w++) codes[w][n] = load_word(row + 8 * w);
+template <int words>
+void load_tile(const StripJob& job, int32_t kt, Codes& codes) {
+  constexpr int bytes = 8 * words;
+  const int64_t stride = job.from.row_bytes;
+  const uint8_t* at = job.from.codes + job.n0 * stride + (int64_t)kt * bytes;
+  if (job.k < (kt + 1) * kTileK) {  // columns past K are zero
+    const size_t live = (size_t)(job.k - kt * kTileK) * bytes / kTileK;
+    for (int n = 0; n < job.rows; n++, at += stride) {
+      uint8_t padded[bytes] = {};
+      std::memcpy(padded, at, live);
+      for (int w = 0; w < words; w++) codes[w][n] = load_word(padded + 8 * w);
+    }
+    return;
   }
+  if (kt * bytes % 64 == 0)
+    for (int n = 0; n < job.rows; n++) __builtin_prefetch(at + n * stride + kPackAhead);
+  for (int n = 0; n < job.rows; n++, at += stride)
+    for (int w = 0; w < words; w++) codes[w][n] = load_word(at + 8 * w);
 }
 
+template <int bits>
 void pack_rows(const StripJob& job) {
   const Strip& s = job.s;
+  const Format& f = job.f;
+  const Field& field = f.row().header[0];
+  const int header = f.header(), size = size_of(f.type_of(field)), scale_rows = std::min(f.rows(), job.rows);
+  const char* scales = job.from.scales + job.n0 / job.from.scale_rows * job.from.scale_stride;
+  char* headers = job.strip + s.headers;
+  for (int32_t kt = 0; kt < job.k_tiles; kt += s.span_tiles, scales += header, headers += s.span_bytes)
+    store_field(size, field.count, (const uint8_t*)scales, job.from.scale_stride, scale_rows, f.rows(), headers);
   alignas(16) Codes codes = {};
   for (int32_t kt = 0; kt < job.k_tiles; kt++) {
-    if (kt % s.span_tiles == 0) {
-      const int64_t span = kt / s.span_tiles, first = job.n0 / job.from.scale_rows;
-      const char* scales = job.from.scales + first * job.from.scale_stride + span * job.f.header();
-      store_headers(job.f, (const uint8_t*)scales, job.from.scale_stride, std::min(job.f.rows(), job.rows),
-                    job.strip + s.headers + span * s.span_bytes);
-    }
     char* out = job.strip + s.codes + (int64_t)kt * s.tile_bytes;
-    if (job.f.bits() == 8) {
-      pack_tile_codes(job, kt, 4, codes);
+    load_tile<bits / 2>(job, kt, codes);
+    if constexpr (bits == 8) {
       store_plane_of<8>(codes, 0, out);
     } else {
-      pack_tile_codes(job, kt, 2, codes);
       store_nibbles(codes, out);
     }
   }
@@ -402,10 +434,27 @@ void pack_rows(const StripJob& job) {
 
 constexpr bool rows_are_bytes_or_nibbles() {
   for (const FormatRow& row : kFormats)
-    if (row.fields() && !row.block && row.plane[0] != 8 && row.plane[0] != 4) return false;
+    if (row.fields() && !row.block && (row.fields() > 1 || (row.plane[0] != 8 && row.plane[0] != 4))) return false;
   return true;
 }
-static_assert(rows_are_bytes_or_nibbles(), "pack_rows takes formats with one or two codes in a byte");
+static_assert(rows_are_bytes_or_nibbles(), "pack_rows takes formats with one or two codes in a byte and one field");
+
+template <Codec codec>
+constexpr auto packer_of() {
+  constexpr const FormatRow& row = kFormats[(int)codec];
+  if constexpr (row.in_grid()) {
+    return &pack_indices<codec>;
+  } else if constexpr (row.block != 0) {
+    return &pack_blocks<codec>;
+  } else {
+    return row.plane[0] == 8 ? &pack_rows<8> : &pack_rows<4>;
+  }
+}
+
+constexpr void (*kPackers[])(const StripJob&) = {
+#define KT_FORMAT(name, ...) packer_of<Codec::name>(),
+#include "kernels/format_table.h"
+};
 
 }  // namespace
 
@@ -419,8 +468,7 @@ void pack_strip(const Format& f, const Released& from, int32_t n0, int32_t n_val
     std::memset(strip + s.codes, 0, (size_t)(s.bytes - s.codes));
     return;
   }
-  const StripJob job{f, from, n0, rows, k, k_tiles, s, strip};
-  f.row().block ? pack_blocks(job) : pack_rows(job);
+  kPackers[(int)f.codec]({f, from, n0, rows, k, k_tiles, s, strip});
 }
 
 }  // namespace kt

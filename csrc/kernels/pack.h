@@ -84,9 +84,9 @@ void pack_block(const Pack& p) {
     for (int half = 0; half < 2; half++) {
       const Source& s = p.half[half];
       char* tiles = p.out + (kt0 * 2 + half) * (int64_t)kTileBytes;
-      bool whole = p.n0[half] + kTileN <= p.n_valid && (kt0 + count) * kTileK <= p.k;
-      if (whole && s.dtype == DType::bf16 && s.k_stride == 1) {
-        bool second = half == 1;
+      const bool in_place = s.dtype == DType::bf16 && s.k_stride == 1 && p.n0[half] + kTileN <= p.n_valid;
+      if (in_place && (kt0 + count) * kTileK <= p.k) {
+        const bool second = half == 1;
         rows_to_tiles(rows_at(half, kt0), s.n_stride * 2, count, second ? rows_at(0, kt0 + count) : rows_at(1, kt0),
                       tiles, second ? p.out + (kt0 + count) * 2 * (int64_t)kTileBytes : tiles + kTileBytes);
         continue;
@@ -94,10 +94,12 @@ void pack_block(const Pack& p) {
       for (int kt = kt0; kt < kt0 + count; kt++, tiles += 2 * kTileBytes) {
         if (p.n0[half] >= p.n_valid) {
           __builtin_memset(tiles, 0, kTileBytes);
-          continue;
+        } else if (in_place && (kt + 1) * kTileK <= p.k) {
+          rows_to_tile(rows_at(half, kt), s.n_stride * 2, tiles);
+        } else {
+          load_square<W>(square, s, p.n0[half], p.n_valid, kt * kTileK, p.k);
+          rows_to_tile((const char*)square, sizeof square[0], tiles);
         }
-        load_square<W>(square, s, p.n0[half], p.n_valid, kt * kTileK, p.k);
-        rows_to_tile((const char*)square, sizeof square[0], tiles);
       }
     }
   }

@@ -24,7 +24,12 @@ EncodeSums encode_matrix(const KernelTable& kernels, const Format& format, const
     for (int32_t r = 0; r < rows; r += kRowsAtOnce) {
       if (interrupted()) throw Interrupted();
       EncodeSums sums;
-      Encode e{&format, source, std::min(rows - r, kRowsAtOnce), k, to.tensor ? *to.tensor : 1.0f};
+      Encode e{};
+      e.format = &format;
+      e.source = source;
+      e.rows = std::min(rows - r, kRowsAtOnce);
+      e.k = k;
+      e.tensor = to.tensor ? *to.tensor : 1.0f;
       e.source.data = (const char*)source.data + r * source.n_stride * (int64_t)size_of(source.dtype);
       e.codes = writes ? to.codes + r * to.row_bytes : nullptr;
       e.row_bytes = to.row_bytes;

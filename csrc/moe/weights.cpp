@@ -117,19 +117,20 @@ class PackJob : public Job {
   void populate_pages(int g) {
     struct Range {
       char *begin, *end;
-      int64_t pages() const { return ceil_div(end - begin, (int64_t)kHugePage); }
+      uintptr_t first() const { return (uintptr_t)begin / kHugePage; }
+      int64_t pages() const { return (int64_t)(ceil_div((int64_t)(uintptr_t)end, kHugePage) - (int64_t)first()); }
     };
     auto range = [&](BlockStore& store) {
-      size_t bytes = (size_t)(store.end(g) - store.begin(g)) * store.block_bytes();
-      if (!bytes) return Range{};
-      char* begin = store.at(source_.first, store.begin(g));
-      return Range{begin - (uintptr_t)begin % kHugePage, begin + (size_t)source_.count * bytes};
+      size_t bytes = (size_t)source_.count * (size_t)(store.end(g) - store.begin(g)) * store.block_bytes();
+      char* begin = bytes ? store.at(source_.first, store.begin(g)) : nullptr;
+      return Range{begin, begin + bytes};
     };
     const Range up = range(up_), down = range(down_);
     for (int64_t n; !cancelled() && (n = next_page_[g]++) < up.pages() + down.pages();) {
       const Range& from = n < up.pages() ? up : down;
-      char* page = from.begin + (n < up.pages() ? n : n - up.pages()) * (int64_t)kHugePage;
-      populate(page, std::min(kHugePage, (size_t)(from.end - page)));
+      const uintptr_t page = (from.first() + (uintptr_t)(n < up.pages() ? n : n - up.pages())) * kHugePage;
+      char *begin = std::max(from.begin, (char*)page), *end = std::min(from.end, (char*)(page + kHugePage));
+      populate(begin, (size_t)(end - begin));
     }
   }
 
