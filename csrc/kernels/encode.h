@@ -26,15 +26,31 @@ inline F32<W> lanes_of(float x) {
   return (F32<W>)(U32<W>{} + bits);
 }
 
-// The order of additions is that of 16 lanes for every W.
+// Sixteen sums to four. The order of additions is that of 16 lanes for every W: first those 8 apart, then those 4
+// apart.
 template <int W>
-inline float add_lanes(const F32<W> (&sums)[kSums / W]) {
-  alignas(64) float all[kSums];
-  __builtin_memcpy(all, sums, sizeof all);
-  F32<4> four[4];
-  __builtin_memcpy(four, all, sizeof four);
-  const F32<4> half = (four[0] + four[2]) + (four[1] + four[3]);
-  return (half[0] + half[2]) + (half[1] + half[3]);
+inline F32<4> four_of(const F32<W> (&sums)[kSums / W]) {
+  if constexpr (W == 4) {
+    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+  } else {
+    F32<8> eight[2];
+    __builtin_memcpy(eight, sums, sizeof eight);
+    eight[0] = eight[0] + eight[1];
+    F32<4> four[2];
+    __builtin_memcpy(four, eight, sizeof four);
+    return four[0] + four[1];
+  }
+}
+
+inline float one_of(F32<4> four) { return (four[0] + four[2]) + (four[1] + four[3]); }
+
+// The same for four groups at once.
+inline F32<4> one_of_each(const F32<4> (&four)[4]) {
+  const F32<4> first =
+      __builtin_shuffle(four[0], four[1], I32<4>{0, 1, 4, 5}) + __builtin_shuffle(four[0], four[1], I32<4>{2, 3, 6, 7});
+  const F32<4> second =
+      __builtin_shuffle(four[2], four[3], I32<4>{0, 1, 4, 5}) + __builtin_shuffle(four[2], four[3], I32<4>{2, 3, 6, 7});
+  return __builtin_shuffle(first, second, I32<4>{0, 2, 4, 6}) + __builtin_shuffle(first, second, I32<4>{1, 3, 5, 7});
 }
 
 // The largest lane of floats none of which is negative or NaN: their bits have the same order.
@@ -271,10 +287,10 @@ inline F32<W> round_scale(F32<W> s, DType type) {
   return from_f16<W>(halves);
 }
 
-// The squared error of a group under one scale, in units of the scale.
+// The squared error of a group under one scale, in units of the scale, as four sums.
 template <int W, class Element>
-__attribute__((always_inline)) inline float group_error(const Element element, const float* x, int span,
-                                                        float inverse) {
+__attribute__((always_inline)) inline F32<4> group_error(const Element element, const float* x, int span,
+                                                         float inverse) {
   const F32<W> factor = lanes_of<W>(inverse);
   F32<W> sums[kSums / W] = {};
   for (int i = 0; i < span; i += kSums)
@@ -283,17 +299,27 @@ __attribute__((always_inline)) inline float group_error(const Element element, c
       const F32<W> miss = element.template nearest<W>(t).value - t;
       sums[j] += apart(miss * miss);
     }
-  return add_lanes<W>(sums);
+  return four_of<W>(sums);
+}
+
+template <int W, class Element>
+__attribute__((always_inline)) inline void group_errors(const Element element, const float* x, int span, int groups,
+                                                        const float* inverses, float* errors) {
+  int g = 0;
+  for (; g + 4 <= groups; g += 4, x += 4 * span) {
+    F32<4> four[4];
+    for (int i = 0; i < 4; i++) four[i] = group_error<W>(element, x + i * span, span, inverses[g + i]);
+    store(errors + g, one_of_each(four));
+  }
+  for (; g < groups; g++, x += span) errors[g] = one_of(group_error<W>(element, x, span, inverses[g]));
 }
 
 template <int W, class Element>
 inline void find_errors(const Element element, const RowScratch& row, const float* inverses, float* errors) {
-  const float* x = row.x;
-  const int span = row.span, groups = row.groups;
-  if (span == kTileK) {  // the most common group, unrolled
-    for (int g = 0; g < groups; g++, x += kTileK) errors[g] = group_error<W>(element, x, kTileK, inverses[g]);
+  if (row.span == kTileK) {  // the most common group, unrolled
+    group_errors<W>(element, row.x, kTileK, row.groups, inverses, errors);
   } else {
-    for (int g = 0; g < groups; g++, x += span) errors[g] = group_error<W>(element, x, span, inverses[g]);
+    group_errors<W>(element, row.x, row.span, row.groups, inverses, errors);
   }
 }
 
@@ -418,22 +444,27 @@ inline int ceil_log2(float x) {
 template <int W, class Element>
 inline float encode_e8m0(const RowScratch& row, const Element element, float limit, uint8_t* scales) {
   float *largest = row.group[0], *scale = row.group[1], *inverses = row.group[2];
+  float *errors[2] = {row.group[3], row.group[4]}, *halved = row.group[5];
   for_groups<W>(row.groups, [&](int g) { store(largest + g, F32<W>{}); });
   add_largest<W>(row, largest);
-  for (int g = 0; g < row.groups; g++) {
-    const float* x = row.x + (int64_t)g * row.span;
+  // The exponent of each group, and the one below it.
+  auto exponent_of = [&](int g, int below) {
     const float top = largest[g] / limit;
-    const int first = ceil_log2(top < 0x1p-126f ? 0x1p-126f : top);
-    float best = 0;
-    int kept = 0;
-    for (int below = 0; below < 2; below++) {
-      const int exponent = first - below < -127 ? -127 : first - below > 127 ? 127 : first - below;
-      const float unit = power_of_two(exponent);
-      const float error = group_error<W>(element, x, row.span, power_of_two(-exponent)) * unit * unit;
-      if (below == 0 || error < best) best = error, kept = exponent;
-    }
+    const int exponent = ceil_log2(top < 0x1p-126f ? 0x1p-126f : top) - below;
+    return exponent < -127 ? -127 : exponent > 127 ? 127 : exponent;
+  };
+  for (int g = 0; g < row.groups; g++) {
+    inverses[g] = power_of_two(-exponent_of(g, 0));
+    halved[g] = power_of_two(-exponent_of(g, 1));
+  }
+  find_errors<W>(element, row, inverses, errors[0]);
+  find_errors<W>(element, row, halved, errors[1]);
+  for (int g = 0; g < row.groups; g++) {
+    const float unit[2] = {power_of_two(exponent_of(g, 0)), power_of_two(exponent_of(g, 1))};
+    const int below = errors[1][g] * unit[1] * unit[1] < errors[0][g] * unit[0] * unit[0];
+    const int kept = exponent_of(g, below);
     scales[g] = (uint8_t)(kept + 127);
-    scale[g] = power_of_two(kept);
+    scale[g] = unit[below];
     inverses[g] = power_of_two(-kept);
   }
   return encode_row<W>(element, row, scale, inverses);

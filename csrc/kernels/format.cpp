@@ -258,13 +258,28 @@ Words join_nibbles(Bytes a, Bytes b) {
   return (Words)__builtin_shuffle((Halves)join_pairs<4>(a, b), Halves{0, 4, 1, 5, 2, 6, 3, 7});
 }
 
+// The words of two rows in a vector: from codes that were opened, and from rows as they are.
+struct OpenedCodes {
+  const uint64_t (*codes)[kTileN];
+  Bytes operator()(int word, int n) const { return load(&codes[word][n]); }
+};
+struct RowCodes {
+  const uint8_t* rows;
+  int64_t stride;
+  Bytes operator()(int word, int n) const {
+    typedef uint64_t Two __attribute__((vector_size(16)));
+    const uint8_t* at = rows + n * stride + 8 * word;
+    return (Bytes)Two{load_word(at), load_word(at + stride)};
+  }
+};
+
 // One plane of a k tile: `bits` of every code from bit `low` on.
-template <int bits>
-void store_plane_of(const uint64_t (*codes)[kTileN], int low, char* out) {
+template <int bits, class Codes>
+void store_plane_of(const Codes& codes, int low, char* out) {
   for (int n = 0; n < kTileN; n += 4) {
     Bytes even[kQuads], odd[kQuads];  // [4 rows][4 codes]
     for (int quad = 0; quad < kQuads; quad++) {
-      const Bytes first = load(&codes[quad][n]), second = load(&codes[quad][n + 2]);
+      const Bytes first = codes(quad, n), second = codes(quad, n + 2);
       even[quad] = even_bytes(first, second), odd[quad] = odd_bytes(first, second);
       if constexpr (bits < 8) {
         even[quad] = bits_of(even[quad], low, (1 << bits) - 1);
@@ -293,18 +308,19 @@ void store_plane_of(const uint64_t (*codes)[kTileN], int low, char* out) {
 }
 
 char* store_plane(const uint64_t (*codes)[kTileN], int bits, int low, char* out) {
-  if (bits == 8) store_plane_of<8>(codes, low, out);
-  if (bits == 4) store_plane_of<4>(codes, low, out);
-  if (bits == 2) store_plane_of<2>(codes, low, out);
-  if (bits == 1) store_plane_of<1>(codes, low, out);
+  const OpenedCodes opened{codes};
+  if (bits == 8) store_plane_of<8>(opened, low, out);
+  if (bits == 4) store_plane_of<4>(opened, low, out);
+  if (bits == 2) store_plane_of<2>(opened, low, out);
+  if (bits == 1) store_plane_of<1>(opened, low, out);
   return out + kTileN * kTileK * bits / 8;
 }
 
-// The same for codes that lie two in a byte: [2 words][16 rows], 16 codes in a word.
-void store_nibbles(const uint64_t (*codes)[kTileN], char* out) {
+// The same for codes that lie two in a byte, 16 in a word.
+void store_nibbles(const RowCodes& codes, char* out) {
   for (int w = 0; w < 2; w++)
     for (int n = 0; n < kTileN; n += 4) {
-      const Bytes first = load(&codes[w][n]), second = load(&codes[w][n + 2]);
+      const Bytes first = codes(w, n), second = codes(w, n + 2);
       const Bytes even = even_bytes(first, second), odd = odd_bytes(first, second);  // bytes: k 0 and 1, k 2 and 3
       const Bytes low = (even & 15) | (Bytes)((Halves)(odd & 15) << 4);
       const Bytes high = bits_of(even, 4, 15) | (odd & 0xf0);
@@ -389,25 +405,24 @@ void pack_indices(const StripJob& job) {
   }
 }
 
-// Codes of one k tile, `words` 64-bit words of each row.
-template <int words>
-void load_tile(const StripJob& job, int32_t kt, Codes& codes) {
-  constexpr int bytes = 8 * words;
+// The bytes of 16 rows of one k tile as they are, or in `padded` where some are past the matrix.
+template <int bytes>
+RowCodes tile_rows(const StripJob& job, int32_t kt, uint8_t (&padded)[kTileN][bytes]) {
   const int64_t stride = job.from.row_bytes;
   const uint8_t* at = job.from.codes + job.n0 * stride + (int64_t)kt * bytes;
-  if (job.k < (kt + 1) * kTileK) {  // columns past K are zero
-    const size_t live = (size_t)(job.k - kt * kTileK) * bytes / kTileK;
-    for (int n = 0; n < job.rows; n++, at += stride) {
-      uint8_t padded[bytes] = {};
-      std::memcpy(padded, at, live);
-      for (int w = 0; w < words; w++) codes[w][n] = load_word(padded + 8 * w);
-    }
-    return;
+  if (job.k < (kt + 1) * kTileK || job.rows < kTileN) {
+    const int columns = std::min(job.k - kt * kTileK, kTileK);
+    std::memset(padded, 0, sizeof padded);
+    for (int n = 0; n < job.rows; n++) std::memcpy(padded[n], at + n * stride, (size_t)(columns * bytes / kTileK));
+    return {padded[0], bytes};
   }
-  if (kt * bytes % 64 == 0)
-    for (int n = 0; n < job.rows; n++) __builtin_prefetch(at + n * stride + kPackAhead);
-  for (int n = 0; n < job.rows; n++, at += stride)
-    for (int w = 0; w < words; w++) codes[w][n] = load_word(at + 8 * w);
+  if (kt * bytes % 64 == 0) {
+    // At the end of these rows the next strip's begin.
+    const int64_t row = (int64_t)job.k_tiles * bytes;
+    const int64_t ahead = kt * bytes + kPackAhead < row ? kPackAhead : kPackAhead - row + kTileN * stride;
+    for (int n = 0; n < kTileN; n++) __builtin_prefetch(at + n * stride + ahead);
+  }
+  return {at, stride};
 }
 
 template <int bits>
@@ -420,10 +435,10 @@ void pack_rows(const StripJob& job) {
   char* headers = job.strip + s.headers;
   for (int32_t kt = 0; kt < job.k_tiles; kt += s.span_tiles, scales += header, headers += s.span_bytes)
     store_field(size, field.count, (const uint8_t*)scales, job.from.scale_stride, scale_rows, f.rows(), headers);
-  alignas(16) Codes codes = {};
+  uint8_t padded[kTileN][kTileK * bits / 8];
   for (int32_t kt = 0; kt < job.k_tiles; kt++) {
     char* out = job.strip + s.codes + (int64_t)kt * s.tile_bytes;
-    load_tile<bits / 2>(job, kt, codes);
+    const RowCodes codes = tile_rows(job, kt, padded);
     if constexpr (bits == 8) {
       store_plane_of<8>(codes, 0, out);
     } else {

@@ -79,6 +79,8 @@ void pack_block(const Pack& p) {
   auto rows_at = [&](int half, int kt) {
     return (const char*)((const uint16_t*)p.half[half].data + p.n0[half] * p.half[half].n_stride + kt * kTileK);
   };
+  const int block_rows = p.n0[0] == p.n0[1] ? kTileN : kBlockN;
+  const char* next_block = rows_at(0, 0) + block_rows * p.half[0].n_stride * 2;
   for (int kt0 = 0; kt0 < p.k_tiles; kt0 += kPackTiles) {
     const int count = p.k_tiles - kt0 < kPackTiles ? p.k_tiles - kt0 : kPackTiles;
     for (int half = 0; half < 2; half++) {
@@ -86,9 +88,9 @@ void pack_block(const Pack& p) {
       char* tiles = p.out + (kt0 * 2 + half) * (int64_t)kTileBytes;
       const bool in_place = s.dtype == DType::bf16 && s.k_stride == 1 && p.n0[half] + kTileN <= p.n_valid;
       if (in_place && (kt0 + count) * kTileK <= p.k) {
-        const bool second = half == 1;
-        rows_to_tiles(rows_at(half, kt0), s.n_stride * 2, count, second ? rows_at(0, kt0 + count) : rows_at(1, kt0),
-                      tiles, second ? p.out + (kt0 + count) * 2 * (int64_t)kTileBytes : tiles + kTileBytes);
+        const char* next = half == 0 ? rows_at(1, kt0) : kt0 + count < p.k_tiles ? rows_at(0, kt0 + count) : next_block;
+        char* next_tiles = half == 0 ? tiles + kTileBytes : p.out + (kt0 + count) * 2 * (int64_t)kTileBytes;
+        rows_to_tiles(rows_at(half, kt0), s.n_stride * 2, count, next, tiles, next_tiles);
         continue;
       }
       for (int kt = kt0; kt < kt0 + count; kt++, tiles += 2 * kTileBytes) {

@@ -19,7 +19,7 @@ SUMS = 16
 def encode(matrix: Tensor, spec: str) -> Encoded:
     """`[E, N, K]` in a format with separate codes and scales."""
     form = format_of(spec)
-    experts, rows, columns = matrix.shape
+    experts, _, columns = matrix.shape
     numbers = matrix.float()
     outer = None
     if form.tensor_scale:
@@ -108,7 +108,8 @@ def _powers_of_two(groups: Tensor, form: EncodedFormat) -> tuple[Tensor, Tensor]
         power = (first - below).clamp(-127, 127)
         scaled = torch.ldexp(groups, -power[..., None])
         code, value = _nearest(scaled.clamp(low, limit), form)
-        candidates.append((_squares(value - scaled) * torch.ldexp(torch.ones(power.shape), power).square(), power, code))
+        unit = torch.ldexp(torch.ones(power.shape), power)
+        candidates.append((_squares(value - scaled) * unit.square(), power, code))
     better = candidates[1][0] < candidates[0][0]
     power = torch.where(better, candidates[1][1], candidates[0][1])
     return torch.where(better[..., None], candidates[1][2], candidates[0][2]), power + 127
