@@ -4,9 +4,7 @@
 // Codes of 8 neighbours along k are one 64-bit word, and the words of 16 rows lie side by side: a vector of the
 // compiler's holds two rows, and separating even from odd k, which every CPU does by one or two instructions, puts
 // their lanes into the order of a strip. Formats with two codes in a byte are sorted without being opened.
-#include <algorithm>
 #include <cstring>
-#include <utility>
 
 #include "kernels/grids.h"
 
@@ -337,15 +335,17 @@ struct StripJob {
   char* strip;
 };
 
-// The fields of the headers of some rows of GGUF blocks, straight from the blocks. Sizes are constants of the format.
-template <Codec codec, int... i>
-void store_block_headers(const StripJob& job, const uint8_t* blocks, char* out, std::integer_sequence<int, i...>) {
+// The fields of the headers of some rows of GGUF blocks from field `i` on, straight from the blocks. Sizes are
+// constants of the format.
+template <Codec codec, int i = 0>
+void store_block_headers(const StripJob& job, const uint8_t* blocks, char* out) {
   constexpr const FormatRow& row = kFormats[(int)codec];
-  auto store = [&](const Field& field) {
-    store_field(size_of(field.type), field.count, blocks + field.at, job.from.row_bytes, job.rows, kTileN, out);
-    out += size_of(field.type) * field.count * kTileN;
-  };
-  (store(row.header[i]), ...);
+  if constexpr (i < row.fields()) {
+    constexpr Field field = row.header[i];
+    constexpr int size = size_of(field.type);
+    store_field(size, field.count, blocks + field.at, job.from.row_bytes, job.rows, kTileN, out);
+    store_block_headers<codec, i + 1>(job, blocks, out + size * field.count * kTileN);
+  }
 }
 
 template <Codec codec>
@@ -361,8 +361,7 @@ void pack_blocks(const StripJob& job) {
       __builtin_prefetch(block + kPackAhead);
       read_codes(codec, block, codes, n);
     }
-    store_block_headers<codec>(job, blocks, job.strip + s.headers + kt / tiles * s.span_bytes,
-                               std::make_integer_sequence<int, row.fields()>{});
+    store_block_headers<codec>(job, blocks, job.strip + s.headers + kt / tiles * s.span_bytes);
     for (int i = 0; i < tiles && kt + i < job.k_tiles; i++) {
       char* out = job.strip + s.codes + (int64_t)(kt + i) * s.tile_bytes;
       out = store_plane(codes + i * kQuads, row.plane[0], 0, out);
@@ -396,7 +395,7 @@ void pack_indices(const StripJob& job) {
       store_field(2, 1, trit_headers[0] + kTritHeader - 2, kTritHeader, job.rows, kTileN,
                   header + (kTritHeader - 2) * kTileN);
     } else {
-      store_block_headers<codec>(job, blocks, header, std::make_integer_sequence<int, row.fields()>{});
+      store_block_headers<codec>(job, blocks, header);
     }
     for (int i = 0; i < tiles && kt + i < job.k_tiles; i++) {
       char* out = job.strip + s.codes + (int64_t)(kt + i) * s.tile_bytes;
@@ -411,7 +410,7 @@ RowCodes tile_rows(const StripJob& job, int32_t kt, uint8_t (&padded)[kTileN][by
   const int64_t stride = job.from.row_bytes;
   const uint8_t* at = job.from.codes + job.n0 * stride + (int64_t)kt * bytes;
   if (job.k < (kt + 1) * kTileK || job.rows < kTileN) {
-    const int columns = std::min(job.k - kt * kTileK, kTileK);
+    const int columns = job.k - kt * kTileK < kTileK ? job.k - kt * kTileK : kTileK;
     std::memset(padded, 0, sizeof padded);
     for (int n = 0; n < job.rows; n++) std::memcpy(padded[n], at + n * stride, (size_t)(columns * bytes / kTileK));
     return {padded[0], bytes};
@@ -430,7 +429,8 @@ void pack_rows(const StripJob& job) {
   const Strip& s = job.s;
   const Format& f = job.f;
   const Field& field = f.row().header[0];
-  const int header = f.header(), size = size_of(f.type_of(field)), scale_rows = std::min(f.rows(), job.rows);
+  const int header = f.header(), size = size_of(f.type_of(field)),
+            scale_rows = f.rows() < job.rows ? f.rows() : job.rows;
   const char* scales = job.from.scales + job.n0 / job.from.scale_rows * job.from.scale_stride;
   char* headers = job.strip + s.headers;
   for (int32_t kt = 0; kt < job.k_tiles; kt += s.span_tiles, scales += header, headers += s.span_bytes)
