@@ -8,6 +8,7 @@ be decoded to know it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor
 from ktransformers import _core
 from ktransformers.checkpoint.encoded import Encoded, format_of
 from ktransformers.errors import InputError
+
+
+MIN_POOLED_BYTES = 1 << 18  # smaller tensors come from torch's allocator
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ def encode_with_error(tensor: Tensor, spec: str) -> EncodedWithError:
         )  # fmt: skip
     if matrix.stride(2) != 1:
         matrix = matrix.contiguous()
-    codes = torch.empty(experts, rows, form.row_bytes(columns), dtype=form.code_dtype)
+    codes = _empty((experts, rows, form.row_bytes(columns)), form.code_dtype)
     shape = form.scale_shape(rows, columns)
     scales = None if shape is None else torch.empty(experts, *shape, dtype=form.scale_dtype)
     tensor_scale = torch.empty(experts) if form.tensor_scale else None
@@ -59,3 +63,11 @@ def encode_with_error(tensor: Tensor, spec: str) -> EncodedWithError:
     if not finite:
         raise InputError(spec, "numbers that are not finite", "finite ones", "the source is damaged")
     return EncodedWithError(Encoded(spec, codes, scales, tensor_scale, columns=columns), moved, norm)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """From the core's pool: torch's allocator keeps what another thread frees, a layer of codes in a conversion."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < MIN_POOLED_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(_core.pooled_array(size)).view(dtype).view(shape)
