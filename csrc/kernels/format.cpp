@@ -410,9 +410,13 @@ RowCodes tile_rows(const StripJob& job, int32_t kt, uint8_t (&padded)[kTileN][by
   const int64_t stride = job.from.row_bytes;
   const uint8_t* at = job.from.codes + job.n0 * stride + (int64_t)kt * bytes;
   if (job.k < (kt + 1) * kTileK || job.rows < kTileN) {
-    const int columns = job.k - kt * kTileK < kTileK ? job.k - kt * kTileK : kTileK;
+    const int left = job.k - kt * kTileK, columns = left < kTileK ? left : kTileK;
+    const bool halved = bytes < kTileK && columns % 2;  // the last byte has one code of the row
     std::memset(padded, 0, sizeof padded);
-    for (int n = 0; n < job.rows; n++) std::memcpy(padded[n], at + n * stride, (size_t)(columns * bytes / kTileK));
+    for (int n = 0; n < job.rows; n++) {
+      std::memcpy(padded[n], at + n * stride, (size_t)ceil_div(columns * bytes, kTileK));
+      if (halved) padded[n][columns / 2] &= 15;
+    }
     return {padded[0], bytes};
   }
   if (kt * bytes % 64 == 0) {
