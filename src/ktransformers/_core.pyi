@@ -155,9 +155,7 @@ class Pool:
         """Units per second of the first `threads` threads together, in a bare loop: "registers" and "panels" count
         flop, and so does "bytes", of W8A8; "read" counts bytes. `bytes` is each thread's scratch."""
 
-    def codes_rate(
-        self, format: str, rows: int = 1, seconds: float = 0.1, threads: int = 0, isa: str = ""
-    ) -> float:
+    def codes_rate(self, format: str, rows: int = 1, seconds: float = 0.1, threads: int = 0, isa: str = "") -> float:
         """Weights per second of packed GEMV on codes of a format times `rows` rows, from L1: the rate to which small
         batches are held where memory is faster."""
 

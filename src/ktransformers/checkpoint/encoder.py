@@ -18,7 +18,6 @@ from ktransformers import _core
 from ktransformers.checkpoint.encoded import Encoded, format_of
 from ktransformers.errors import InputError
 
-
 MIN_POOLED_BYTES = 1 << 18  # smaller tensors come from torch's allocator
 
 
