@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktransformers.plan.formats import TILE_K, format_of, tiles
-from ktransformers.plan.machine import BACKWARD_RATE, DEQUANTISE_OPERATIONS, EFFICIENCY, Machine
+from ktransformers.plan.machine import BACKWARD_RATE, EFFICIENCY, Machine
 from ktransformers.plan.model_shape import ModelShape
 from ktransformers.plan.modes import (
     CPU,
@@ -110,7 +110,9 @@ def _cpu_rates(
     shares, cpu = EFFICIENCY[machine.cpu.isa], machine.cpu
     reading = expert_bytes(model, choice) / (cpu.read_bytes * shares.read)
     if format_of(choice.format).bits < 16:
-        reading = max(reading, model.expert_numbers * DEQUANTISE_OPERATIONS / cpu.tile_flops)
+        trained = backward or rank > 0
+        operations = shares.open_code if trained else shares.multiply_code
+        reading = max(reading, model.expert_numbers * operations / cpu.tile_flops)
     share = cpu.forward_share or shares.tile
     row = _row_operations(model, rank, backward) / (cpu.tile_flops * share)
     if backward:

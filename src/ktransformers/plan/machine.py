@@ -36,27 +36,29 @@ class KernelEfficiency:
     read: float
     sum: float = 1.6
     call: float = 0.2e-3  # seconds of a call besides
+    # What a weight in fewer than 16 bits costs besides reading it, in operations of the tile loop: multiplied as a code
+    # in inference, opened into tiles in training.
+    multiply_code: float = 110
+    open_code: float = 110
 
 
 # Fitted to 35 cells of bench/moe.py (bench/results/current/moe*.json, history/2026-11-15-moe-*.json): the 28 of amx are
 # 7 % off on average, 20 % at most (tested). generic and neon were measured on Neoverse-N1 cores.
-# avx512_vnni and neon_bf16 have not been measured; they are taken for avx512 and avx512_bf16.
+# avx512_vnni and neon_bf16 have not been measured; they are taken for avx512 and avx512_bf16. Codes: amx from small int4
+# batches, 105 to 126 billion weights a second beside 12 TFLOPS; neon measured (docs/cpus.md); the others counted.
 EFFICIENCY = {
     "amx": KernelEfficiency(tile=0.70, read=0.86),
     "avx512_bf16": KernelEfficiency(tile=0.96, read=0.94),
-    "avx512_vnni": KernelEfficiency(tile=0.96, read=0.94),
-    "avx512": KernelEfficiency(tile=0.96, read=0.94),
-    "avx2": KernelEfficiency(tile=1.0, read=0.70),
-    "neon_bf16": KernelEfficiency(tile=0.96, read=0.94),
-    "neon": KernelEfficiency(tile=0.92, read=0.60),
-    "generic": KernelEfficiency(tile=1.0, read=0.70),
+    "avx512_vnni": KernelEfficiency(tile=0.96, read=0.94, multiply_code=3, open_code=13),
+    "avx512": KernelEfficiency(tile=0.96, read=0.94, multiply_code=4, open_code=13),
+    "avx2": KernelEfficiency(tile=1.0, read=0.70, multiply_code=4, open_code=13),
+    "neon_bf16": KernelEfficiency(tile=0.96, read=0.94, multiply_code=8, open_code=26),
+    "neon": KernelEfficiency(tile=0.92, read=0.60, multiply_code=4, open_code=13),
+    "generic": KernelEfficiency(tile=1.0, read=0.70, multiply_code=20, open_code=13),
 }
 # Rate of backward over that of forward, whatever bounds it: 1.49 to 1.55 times as long in four cells of amx
 # (bench/results/current/train-step.json).
 BACKWARD_RATE = 0.65
-# Dequantising a weight takes as long as this number of operations of the tile loop: 105 to 126 billion weights a second
-# beside 12 TFLOPS, from small int4 batches.
-DEQUANTISE_OPERATIONS = 110
 
 
 @dataclass(frozen=True)
