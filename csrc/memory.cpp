@@ -15,10 +15,8 @@
 namespace kt {
 namespace {
 
-constexpr size_t kHuge = size_t{2} << 20;
-
 size_t mapped_bytes(size_t bytes) {
-  const size_t unit = bytes >= kHuge ? kHuge : static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const size_t unit = bytes >= kHugePage ? kHugePage : static_cast<size_t>(sysconf(_SC_PAGESIZE));
   return (bytes + unit - 1) / unit * unit;
 }
 
@@ -30,8 +28,9 @@ char* map(size_t bytes) {
 
 // mmap aligns to pages only: maps 2 MB more and unmaps both ends.
 char* map_huge(size_t bytes) {
-  char* p = map(bytes + kHuge);
-  const size_t before = (kHuge - reinterpret_cast<uintptr_t>(p) % kHuge) % kHuge, after = kHuge - before;
+  char* p = map(bytes + kHugePage);
+  const size_t before = (kHugePage - reinterpret_cast<uintptr_t>(p) % kHugePage) % kHugePage,
+               after = kHugePage - before;
   if (before) munmap(p, before);
   if (after) munmap(p + before + bytes, after);
   madvise(p + before, bytes, MADV_HUGEPAGE);  // a hint; kernels without it give small pages
@@ -50,11 +49,19 @@ void prefer_node(char* data, size_t bytes, int node) {
 
 }  // namespace
 
+void populate(char* data, size_t bytes) {
+  constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE
+  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t first = reinterpret_cast<uintptr_t>(data) / page * page;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes + page - 1) / page * page;
+  if (bytes) madvise(reinterpret_cast<void*>(first), end - first, kPopulateWrite);
+}
+
 Buffer::Buffer(size_t bytes, int node) : size_(bytes) {
   if (bytes == 0) return;
   if (bytes > SIZE_MAX / 2) throw std::bad_alloc();
   const size_t length = mapped_bytes(bytes);
-  data_ = bytes >= kHuge ? map_huge(length) : map(length);
+  data_ = bytes >= kHugePage ? map_huge(length) : map(length);
   if (node >= 0) prefer_node(data_, length, node);
 }
 

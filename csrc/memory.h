@@ -26,4 +26,11 @@ class Buffer {
   size_t size_ = 0;
 };
 
+constexpr size_t kHugePage = size_t{2} << 20;
+
+// Maps and clears the pages of a range now, on the calling thread; otherwise the first write to each does. Several
+// threads that first write to the same huge page each clear one, and all but one are thrown away: so a thread takes
+// whole huge pages. A hint: kernels before Linux 5.14 leave it to the first write.
+void populate(char* data, size_t bytes);
+
 }  // namespace kt

@@ -1,5 +1,9 @@
 // From the bytes of a checkpoint to strips: the codes of 16 rows are sorted into planes, headers are copied field by
 // field. Bits only; no number is computed.
+//
+// Codes of 8 neighbours along k are one 64-bit word, and the words of 16 rows lie side by side: a vector of the
+// compiler's holds two rows, and separating even from odd k, which every CPU does by one or two instructions, puts
+// their lanes into the order of a strip. Formats with two codes in a byte are sorted without being opened.
 #include <cstring>
 
 #include "kernels/grids.h"
@@ -7,42 +11,94 @@
 namespace kt {
 namespace {
 
-constexpr int kMaxSpan = 256;  // k that are packed at a time
+constexpr int kMaxSpan = 256;                  // k that are packed at a time
+constexpr int kPackAhead = 256;                // bytes of a source row to prefetch
+constexpr int kQuads = kTileK / 8;             // words of a k tile with a code in each byte
+constexpr int kTritHeader = 22;                // bytes of a row's header in TQ1_0
+using Codes = uint64_t[kMaxSpan / 8][kTileN];  // [k / 8][row]: 8 codes, one in each byte
 
-// Codes of one row from a block of GGUF, `span` of them.
-void unpack_nibbles(const uint8_t* qs, int half, uint8_t* out) {  // low nibbles first, then the high ones
-  for (int i = 0; i < half; i++) {
-    out[i] = qs[i] & 15;
-    out[half + i] = qs[i] >> 4;
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+typedef uint16_t Halves __attribute__((vector_size(16)));
+typedef uint32_t Words __attribute__((vector_size(16)));
+
+Bytes load(const void* p) {
+  Bytes v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+uint64_t load_word(const uint8_t* p) {
+  uint64_t v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+// Bits of every byte from bit `low` on; `mask` says which. Bits of the neighbour that the shift brings in are masked.
+Bytes bits_of(Bytes v, int low, uint8_t mask) { return (Bytes)((Halves)v >> (uint16_t)low) & (Bytes{} + mask); }
+
+// Codes k ... k + 15 of row n.
+void put(Codes& codes, int k, int n, Bytes v) {
+  std::memcpy(&codes[k / 8][n], &v, 8);
+  std::memcpy(&codes[k / 8 + 1][n], (const char*)&v + 8, 8);
+}
+
+void put_or(Codes& codes, int k, int n, Bytes v) {
+  uint64_t two[2];
+  std::memcpy(two, &v, sizeof two);
+  codes[k / 8][n] |= two[0];
+  codes[k / 8 + 1][n] |= two[1];
+}
+
+// Codes of one row from a block of GGUF.
+void unpack_nibbles(const uint8_t* qs, int half, Codes& codes, int k, int n) {  // low nibbles first, then the high ones
+  for (int i = 0; i < half; i += 16) {
+    const Bytes v = load(qs + i);
+    put(codes, k + i, n, v & 15);
+    put(codes, k + half + i, n, bits_of(v, 4, 15));
   }
 }
 
-void unpack_q5(const uint8_t* qh, const uint8_t* qs, uint8_t* out) {
-  unpack_nibbles(qs, 16, out);
-  for (int i = 0; i < 32; i++) out[i] = (uint8_t)(out[i] | ((qh[i / 8] >> (i % 8)) & 1) << 4);
+// Eight bits as bit 4 of eight bytes.
+uint64_t spread_bits(uint8_t bits) {
+  const uint64_t own = bits * 0x0101010101010101u & 0x8040201008040201u;  // each byte keeps the bit of its place
+  return (own + 0x7f7f7f7f7f7f7f7fu) >> 3 & 0x1010101010101010u;
 }
 
-void unpack_q2_k(const uint8_t* qs, uint8_t* out) {
-  for (int i = 0; i < 256; i++) out[i] = (qs[i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2)) & 3;
+void unpack_q5(const uint8_t* qh, const uint8_t* qs, Codes& codes, int n) {
+  unpack_nibbles(qs, 16, codes, 0, n);
+  for (int i = 0; i < 4; i++) codes[i][n] |= spread_bits(qh[i]);
 }
 
-void unpack_q3_k(const uint8_t* hmask, const uint8_t* qs, uint8_t* out) {
-  unpack_q2_k(qs, out);
-  for (int i = 0; i < 256; i++) out[i] = (uint8_t)(out[i] | ((hmask[i % 32] >> (i / 32)) & 1) << 2);
+void unpack_q2_k(const uint8_t* qs, Codes& codes, int n) {
+  for (int half = 0; half < 2; half++)
+    for (int i = 0; i < 32; i += 16) {
+      const Bytes v = load(qs + half * 32 + i);
+      for (int part = 0; part < 4; part++) put(codes, half * 128 + part * 32 + i, n, bits_of(v, 2 * part, 3));
+    }
 }
 
-void unpack_q5_k(const uint8_t* qh, const uint8_t* qs, uint8_t* out) {
-  for (int i = 0; i < 256; i += 64) unpack_nibbles(qs + i / 2, 32, out + i);
-  for (int i = 0; qh && i < 256; i++) out[i] = (uint8_t)(out[i] | ((qh[i % 32] >> (i / 32)) & 1) << 4);
-}
-
-void unpack_q6_k(const uint8_t* ql, const uint8_t* qh, uint8_t* out) {
-  for (int i = 0; i < 256; i++) {
-    int half = i / 128, part = i % 128 / 32, l = i % 32;
-    int low = (ql[half * 64 + part % 2 * 32 + l] >> (part / 2 * 4)) & 15;
-    int high = (qh[half * 32 + l] >> (part * 2)) & 3;
-    out[i] = (uint8_t)(low | high << 4);
+// Bit k / 32 of byte k % 32 as bit `to` of code k.
+void add_bits(const uint8_t* bits, int to, Codes& codes, int n) {
+  for (int i = 0; i < 32; i += 16) {
+    const Bytes v = load(bits + i);
+    for (int part = 0; part < 8; part++)
+      put_or(codes, part * 32 + i, n, (Bytes)((Halves)bits_of(v, part, 1) << (uint16_t)to));
   }
+}
+
+void unpack_q4_k(const uint8_t* qs, Codes& codes, int n) {
+  for (int k = 0; k < 256; k += 64) unpack_nibbles(qs + k / 2, 32, codes, k, n);
+}
+
+void unpack_q6_k(const uint8_t* ql, const uint8_t* qh, Codes& codes, int n) {
+  for (int half = 0; half < 2; half++)
+    for (int i = 0; i < 32; i += 16) {
+      const Bytes high = load(qh + half * 32 + i);
+      for (int part = 0; part < 4; part++) {
+        const Bytes low = bits_of(load(ql + half * 64 + part % 2 * 32 + i), part / 2 * 4, 15);
+        put(codes, half * 128 + part * 32 + i, n, low | (Bytes)((Halves)bits_of(high, 2 * part, 3) << 4));
+      }
+    }
 }
 
 // For each k tile of a block `first` bytes of one array and `second` of another.
@@ -91,45 +147,45 @@ void pack_trits(const uint8_t* b, uint8_t* codes, uint8_t* header) {
   std::memcpy(header + 20, b + 52, 2);
 }
 
-void read_codes(Codec codec, const uint8_t* b, uint8_t* out) {
+inline void read_codes(Codec codec, const uint8_t* b, Codes& codes, int n) {
   switch (codec) {
     case Codec::q8_0:
-      std::memcpy(out, b + 2, 32);
-      return;
+      put(codes, 0, n, load(b + 2));
+      return put(codes, 16, n, load(b + 18));
     case Codec::q4_0:
     case Codec::iq4_nl:
-      unpack_nibbles(b + 2, 16, out);
-      return;
+      return unpack_nibbles(b + 2, 16, codes, 0, n);
     case Codec::q4_1:
-      unpack_nibbles(b + 4, 16, out);
-      return;
+      return unpack_nibbles(b + 4, 16, codes, 0, n);
     case Codec::q5_0:
-      unpack_q5(b + 2, b + 6, out);
-      return;
+      return unpack_q5(b + 2, b + 6, codes, n);
     case Codec::q5_1:
-      unpack_q5(b + 4, b + 8, out);
-      return;
+      return unpack_q5(b + 4, b + 8, codes, n);
     case Codec::q2_k:
-      unpack_q2_k(b + 16, out);
-      return;
+      return unpack_q2_k(b + 16, codes, n);
     case Codec::q3_k:
-      unpack_q3_k(b, b + 32, out);
-      return;
+      unpack_q2_k(b + 32, codes, n);
+      return add_bits(b, 2, codes, n);
     case Codec::q4_k:
-      unpack_q5_k(nullptr, b + 16, out);
-      return;
+      return unpack_q4_k(b + 16, codes, n);
     case Codec::q5_k:
-      unpack_q5_k(b + 16, b + 48, out);
-      return;
+      unpack_q4_k(b + 48, codes, n);
+      return add_bits(b + 16, 4, codes, n);
     case Codec::q6_k:
-      unpack_q6_k(b, b + 128, out);
-      return;
+      return unpack_q6_k(b, b + 128, codes, n);
     case Codec::iq4_xs:
-      for (int i = 0; i < 256; i += 32) unpack_nibbles(b + 8 + i / 2, 16, out + i);
+      for (int k = 0; k < 256; k += 32) unpack_nibbles(b + 8 + k / 2, 16, codes, k, n);
       return;
     case Codec::tq2_0:
-      unpack_q2_k(b, out);
+      return unpack_q2_k(b, codes, n);
+    default:
       return;
+  }
+}
+
+// Indices into a grid: the bytes of 8 k tiles of a row.
+void read_indices(Codec codec, const uint8_t* b, uint8_t* out) {
+  switch (codec) {
     case Codec::iq1_s:
       std::memcpy(out, b + 2, 32);
       return;
@@ -141,118 +197,297 @@ void read_codes(Codec codec, const uint8_t* b, uint8_t* out) {
       std::memcpy(out, b + 2, 64);
       return;
     case Codec::iq2_s:
-      join_tiles(b + 2, 4, b + 34, 4, out);
-      return;
+      return join_tiles(b + 2, 4, b + 34, 4, out);
     case Codec::iq3_xxs:
-      join_tiles(b + 2, 8, b + 66, 4, out);
-      return;
+      return join_tiles(b + 2, 8, b + 66, 4, out);
     case Codec::iq3_s:
-      join_tiles(b + 2, 8, b + 74, 4, out);
-      return;
+      return join_tiles(b + 2, 8, b + 74, 4, out);
     default:
       return;
   }
 }
 
-// Codes and header of one block of GGUF.
-void read_block(const FormatRow& row, Codec codec, const uint8_t* block, uint8_t* codes, uint8_t* header) {
-  if (codec == Codec::tq1_0) return pack_trits(block, codes, header);
-  read_codes(codec, block, codes);
-  for (int i = 0; i < row.fields(); i++) {
-    const Field& field = row.header[i];
-    const int bytes = size_of(field.type) * field.count;
-    std::memcpy(header, block + field.at, (size_t)bytes);
-    header += bytes;
+// One number of every row, whose headers are `stride` bytes apart, as an array.
+template <class Number>
+void gather_numbers(const uint8_t* headers, int64_t stride, int rows, char* out) {
+  for (int n = 0; n < rows; n++) std::memcpy(out + n * (int)sizeof(Number), headers + n * stride, sizeof(Number));
+}
+
+// A field of the headers of `rows` rows: every number into its array over the strip's rows.
+inline void store_field(int size, int count, const uint8_t* headers, int64_t stride, int rows, int strip_rows,
+                        char* out) {
+  for (int number = 0; number < count; number++, headers += size, out += size * strip_rows) {
+    if (size == 1) gather_numbers<uint8_t>(headers, stride, rows, out);
+    if (size == 2) gather_numbers<uint16_t>(headers, stride, rows, out);
+    if (size == 4) gather_numbers<uint32_t>(headers, stride, rows, out);
   }
 }
 
-// Every number of a row's header into its array over the rows.
-void store_header(const Format& f, const uint8_t* header, int n, char* out) {
-  for (int i = 0; i < f.row().fields(); i++) {
-    const Field& field = f.row().header[i];
-    const int size = size_of(f.type_of(field));
-    for (int number = 0; number < field.count; number++, header += size, out += size * f.rows())
-      std::memcpy(out + n * size, header, (size_t)size);
-  }
+Bytes even_bytes(Bytes a, Bytes b) {
+  return __builtin_shuffle(a, b, Bytes{0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30});
+}
+Bytes odd_bytes(Bytes a, Bytes b) {
+  return __builtin_shuffle(a, b, Bytes{1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31});
 }
 
-// The low `bits` of every other byte of eight, next to each other.
-uint32_t pack_bits(uint64_t bytes, int bits) {
-  uint64_t one = (1u << bits) - 1, two = (1ull << 2 * bits) - 1;
-  uint64_t v = bytes & (one | one << 16 | one << 32 | one << 48);
-  v |= v >> (16 - bits);
-  v &= two | two << 32;
-  return (uint32_t)(v | v >> (32 - 2 * bits));
+// The words of four rows at even and at odd k, alternating.
+void store_alternating(Words even, Words odd, char* out) {
+  const Words first = __builtin_shuffle(even, odd, Words{0, 4, 1, 5});
+  const Words second = __builtin_shuffle(even, odd, Words{2, 6, 3, 7});
+  std::memcpy(out, &first, sizeof first);
+  std::memcpy(out + sizeof first, &second, sizeof second);
 }
+
+// Two neighbouring codes of `bits` in a byte: first those of `a`, then those of `b`.
+template <int bits>
+Bytes join_pairs(Bytes a, Bytes b) {
+  return even_bytes(a, b) | (Bytes)((Halves)odd_bytes(a, b) << bits);
+}
+
+// [4 quads][4 rows][4 codes of `bits`] to [4 rows][4 quads], a byte for the four codes of a quad.
+template <int bits>
+Words join_quads(const Bytes (&quad)[kQuads]) {
+  const Bytes v = join_pairs<2 * bits>(join_pairs<bits>(quad[0], quad[1]), join_pairs<bits>(quad[2], quad[3]));
+  return (Words)__builtin_shuffle(v, Bytes{0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15});
+}
+
+// [2 quads][4 rows][4 codes of 4 bits] to [4 rows][2 quads].
+Words join_nibbles(Bytes a, Bytes b) {
+  return (Words)__builtin_shuffle((Halves)join_pairs<4>(a, b), Halves{0, 4, 1, 5, 2, 6, 3, 7});
+}
+
+// The words of two rows in a vector: from codes that were opened, and from rows as they are.
+struct OpenedCodes {
+  const uint64_t (*codes)[kTileN];
+  Bytes operator()(int word, int n) const { return load(&codes[word][n]); }
+};
+struct RowCodes {
+  const uint8_t* rows;
+  int64_t stride;
+  Bytes operator()(int word, int n) const {
+    typedef uint64_t Two __attribute__((vector_size(16)));
+    const uint8_t* at = rows + n * stride + 8 * word;
+    return (Bytes)Two{load_word(at), load_word(at + stride)};
+  }
+};
 
 // One plane of a k tile: `bits` of every code from bit `low` on.
-char* store_plane(const uint8_t (*codes)[kMaxSpan], int k0, int bits, int low, char* out) {
-  for (int lane = 0; lane < 2 * kTileN; lane++) {
-    uint32_t words[4] = {};
-    for (int quad = 0; quad < 4; quad++) {
-      uint64_t bytes;
-      std::memcpy(&bytes, codes[lane / 2] + k0 + 8 * quad, 8);
-      uint32_t four = pack_bits(bytes >> (lane % 2 * 8 + low), bits) & (uint32_t)((1ull << 4 * bits) - 1);
-      words[quad * bits / 8] |= four << (quad * 4 * bits % 32);
+template <int bits, class Codes>
+void store_plane_of(const Codes& codes, int low, char* out) {
+  for (int n = 0; n < kTileN; n += 4) {
+    Bytes even[kQuads], odd[kQuads];  // [4 rows][4 codes]
+    for (int quad = 0; quad < kQuads; quad++) {
+      const Bytes first = codes(quad, n), second = codes(quad, n + 2);
+      even[quad] = even_bytes(first, second), odd[quad] = odd_bytes(first, second);
+      if constexpr (bits < 8) {
+        even[quad] = bits_of(even[quad], low, (1 << bits) - 1);
+        odd[quad] = bits_of(odd[quad], low, (1 << bits) - 1);
+      }
     }
-    if (bits == 1) {
-      uint16_t half = (uint16_t)words[0];
-      std::memcpy(out + lane * 2, &half, 2);
+    if constexpr (bits == 8) {
+      for (int quad = 0; quad < kQuads; quad++)
+        store_alternating((Words)even[quad], (Words)odd[quad], out + quad * 2 * kTileN * 4 + n * 8);
+    } else if constexpr (bits == 4) {
+      for (int w = 0; w < 2; w++)
+        store_alternating(join_nibbles(even[2 * w], even[2 * w + 1]), join_nibbles(odd[2 * w], odd[2 * w + 1]),
+                          out + w * 2 * kTileN * 4 + n * 8);
+    } else if constexpr (bits == 2) {
+      store_alternating(join_quads<2>(even), join_quads<2>(odd), out + n * 8);
     } else {
-      for (int w = 0; w < bits / 2; w++) std::memcpy(out + (w * 2 * kTileN + lane) * 4, &words[w], 4);
+      // Four bits in each byte: 16 of a row at even k, then 16 at odd k.
+      auto halves = [](Words v) {
+        v = (v | v >> 4) & 0x00ff00ffu;
+        return (v | v >> 8) & 0xffffu;
+      };
+      const Words both = halves(join_quads<1>(even)) | halves(join_quads<1>(odd)) << 16;
+      std::memcpy(out + n * 4, &both, sizeof both);
     }
   }
+}
+
+char* store_plane(const uint64_t (*codes)[kTileN], int bits, int low, char* out) {
+  const OpenedCodes opened{codes};
+  if (bits == 8) store_plane_of<8>(opened, low, out);
+  if (bits == 4) store_plane_of<4>(opened, low, out);
+  if (bits == 2) store_plane_of<2>(opened, low, out);
+  if (bits == 1) store_plane_of<1>(opened, low, out);
   return out + kTileN * kTileK * bits / 8;
 }
+
+// The same for codes that lie two in a byte, 16 in a word.
+void store_nibbles(const RowCodes& codes, char* out) {
+  for (int w = 0; w < 2; w++)
+    for (int n = 0; n < kTileN; n += 4) {
+      const Bytes first = codes(w, n), second = codes(w, n + 2);
+      const Bytes even = even_bytes(first, second), odd = odd_bytes(first, second);  // bytes: k 0 and 1, k 2 and 3
+      const Bytes low = (even & 15) | (Bytes)((Halves)(odd & 15) << 4);
+      const Bytes high = bits_of(even, 4, 15) | (odd & 0xf0);
+      store_alternating((Words)low, (Words)high, out + w * 2 * kTileN * 4 + n * 8);
+    }
+}
+
+// A strip of 16 rows of a matrix in its released bytes.
+struct StripJob {
+  const Format& f;
+  const Released& from;
+  int32_t n0, rows, k, k_tiles;  // rows of the matrix in the strip, 0 ... 16
+  const Strip& s;
+  char* strip;
+};
+
+// The fields of the headers of some rows of GGUF blocks from field `i` on, straight from the blocks. Sizes are
+// constants of the format.
+template <Codec codec, int i = 0>
+void store_block_headers(const StripJob& job, const uint8_t* blocks, char* out) {
+  constexpr const FormatRow& row = kFormats[(int)codec];
+  if constexpr (i < row.fields()) {
+    constexpr Field field = row.header[i];
+    constexpr int size = size_of(field.type);
+    store_field(size, field.count, blocks + field.at, job.from.row_bytes, job.rows, kTileN, out);
+    store_block_headers<codec, i + 1>(job, blocks, out + size * field.count * kTileN);
+  }
+}
+
+template <Codec codec>
+void pack_blocks(const StripJob& job) {
+  constexpr const FormatRow& row = kFormats[(int)codec];
+  constexpr int tiles = row.span / kTileK;
+  const Strip& s = job.s;
+  alignas(16) Codes codes = {};
+  for (int32_t kt = 0; kt < job.k_tiles; kt += tiles) {
+    const uint8_t* blocks = job.from.codes + job.n0 * job.from.row_bytes + (int64_t)(kt / tiles) * row.block;
+    for (int n = 0; n < job.rows; n++) {
+      const uint8_t* block = blocks + n * job.from.row_bytes;
+      __builtin_prefetch(block + kPackAhead);
+      read_codes(codec, block, codes, n);
+    }
+    store_block_headers<codec>(job, blocks, job.strip + s.headers + kt / tiles * s.span_bytes);
+    for (int i = 0; i < tiles && kt + i < job.k_tiles; i++) {
+      char* out = job.strip + s.codes + (int64_t)(kt + i) * s.tile_bytes;
+      out = store_plane(codes + i * kQuads, row.plane[0], 0, out);
+      if constexpr (row.plane[1] != 0) store_plane(codes + i * kQuads, row.plane[1], row.plane[0], out);
+    }
+  }
+}
+
+// Rows of bytes: what a k tile has of each row is copied.
+template <Codec codec>
+void pack_indices(const StripJob& job) {
+  constexpr const FormatRow& row = kFormats[(int)codec];
+  constexpr int tiles = row.span / kTileK, bytes = kTileK * row.plane[0] / 8;
+  const Strip& s = job.s;
+  uint8_t indices[kTileN][tiles * bytes] = {};
+  for (int32_t kt = 0; kt < job.k_tiles; kt += tiles) {
+    const uint8_t* blocks = job.from.codes + job.n0 * job.from.row_bytes + (int64_t)(kt / tiles) * row.block;
+    char* header = job.strip + s.headers + kt / tiles * s.span_bytes;
+    uint8_t trit_headers[kTileN][kTritHeader];
+    for (int n = 0; n < job.rows; n++) {
+      const uint8_t* block = blocks + n * job.from.row_bytes;
+      __builtin_prefetch(block + kPackAhead);
+      if constexpr (codec == Codec::tq1_0) {
+        pack_trits(block, indices[n], trit_headers[n]);
+      } else {
+        read_indices(codec, block, indices[n]);
+      }
+    }
+    if constexpr (codec == Codec::tq1_0) {
+      store_field(1, kTritHeader - 2, trit_headers[0], kTritHeader, job.rows, kTileN, header);
+      store_field(2, 1, trit_headers[0] + kTritHeader - 2, kTritHeader, job.rows, kTileN,
+                  header + (kTritHeader - 2) * kTileN);
+    } else {
+      store_block_headers<codec>(job, blocks, header);
+    }
+    for (int i = 0; i < tiles && kt + i < job.k_tiles; i++) {
+      char* out = job.strip + s.codes + (int64_t)(kt + i) * s.tile_bytes;
+      for (int n = 0; n < kTileN; n++) std::memcpy(out + n * bytes, indices[n] + i * bytes, bytes);
+    }
+  }
+}
+
+// The bytes of 16 rows of one k tile as they are, or in `padded` where some are past the matrix.
+template <int bytes>
+RowCodes tile_rows(const StripJob& job, int32_t kt, uint8_t (&padded)[kTileN][bytes]) {
+  const int64_t stride = job.from.row_bytes;
+  const uint8_t* at = job.from.codes + job.n0 * stride + (int64_t)kt * bytes;
+  if (job.k < (kt + 1) * kTileK || job.rows < kTileN) {
+    const int left = job.k - kt * kTileK, columns = left < kTileK ? left : kTileK;
+    const bool halved = bytes < kTileK && columns % 2;  // the last byte has one code of the row
+    std::memset(padded, 0, sizeof padded);
+    for (int n = 0; n < job.rows; n++) {
+      std::memcpy(padded[n], at + n * stride, (size_t)ceil_div(columns * bytes, kTileK));
+      if (halved) padded[n][columns / 2] &= 15;
+    }
+    return {padded[0], bytes};
+  }
+  if (kt * bytes % 64 == 0) {
+    // At the end of these rows the next strip's begin.
+    const int64_t row = (int64_t)job.k_tiles * bytes;
+    const int64_t ahead = kt * bytes + kPackAhead < row ? kPackAhead : kPackAhead - row + kTileN * stride;
+    for (int n = 0; n < kTileN; n++) __builtin_prefetch(at + n * stride + ahead);
+  }
+  return {at, stride};
+}
+
+template <int bits>
+void pack_rows(const StripJob& job) {
+  const Strip& s = job.s;
+  const Format& f = job.f;
+  const Field& field = f.row().header[0];
+  const int header = f.header(), size = size_of(f.type_of(field)),
+            scale_rows = f.rows() < job.rows ? f.rows() : job.rows;
+  const char* scales = job.from.scales + job.n0 / job.from.scale_rows * job.from.scale_stride;
+  char* headers = job.strip + s.headers;
+  for (int32_t kt = 0; kt < job.k_tiles; kt += s.span_tiles, scales += header, headers += s.span_bytes)
+    store_field(size, field.count, (const uint8_t*)scales, job.from.scale_stride, scale_rows, f.rows(), headers);
+  uint8_t padded[kTileN][kTileK * bits / 8];
+  for (int32_t kt = 0; kt < job.k_tiles; kt++) {
+    char* out = job.strip + s.codes + (int64_t)kt * s.tile_bytes;
+    const RowCodes codes = tile_rows(job, kt, padded);
+    if constexpr (bits == 8) {
+      store_plane_of<8>(codes, 0, out);
+    } else {
+      store_nibbles(codes, out);
+    }
+  }
+}
+
+constexpr bool rows_are_bytes_or_nibbles() {
+  for (const FormatRow& row : kFormats)
+    if (row.fields() && !row.block && (row.fields() > 1 || (row.plane[0] != 8 && row.plane[0] != 4))) return false;
+  return true;
+}
+static_assert(rows_are_bytes_or_nibbles(), "pack_rows takes formats with one or two codes in a byte and one field");
+
+template <Codec codec>
+constexpr auto packer_of() {
+  constexpr const FormatRow& row = kFormats[(int)codec];
+  if constexpr (row.in_grid()) {
+    return &pack_indices<codec>;
+  } else if constexpr (row.block != 0) {
+    return &pack_blocks<codec>;
+  } else {
+    return row.plane[0] == 8 ? &pack_rows<8> : &pack_rows<4>;
+  }
+}
+
+constexpr void (*kPackers[])(const StripJob&) = {
+#define KT_FORMAT(name, ...) packer_of<Codec::name>(),
+#include "kernels/format_table.h"
+};
 
 }  // namespace
 
 void pack_strip(const Format& f, const Released& from, int32_t n0, int32_t n_valid, int32_t k, int32_t k_tiles,
                 char* strip) {
   const Strip s = strip_of(f, k_tiles);
-  const FormatRow& row = f.row();
-  const int rows = n_valid - n0 < kTileN ? (n_valid > n0 ? n_valid - n0 : 0) : kTileN;
+  const int32_t rows = n_valid - n0 < kTileN ? (n_valid > n0 ? n_valid - n0 : 0) : kTileN;
   std::memset(strip, 0, (size_t)s.codes);
-  if (row.has_tensor_scale()) std::memcpy(strip, from.tensor, 4);
-  const int chunk = row.block ? row.span : kTileK;
-  uint8_t codes[kTileN][kMaxSpan];
-  for (int32_t k0 = 0; k0 < k_tiles * kTileK; k0 += chunk) {
-    const int live = k - k0 < chunk ? (k > k0 ? k - k0 : 0) : chunk;
-    char* header = strip + s.headers + k0 / kTileK / s.span_tiles * s.span_bytes;
-    const bool starts = k0 / kTileK % s.span_tiles == 0;
-    if (rows < kTileN || live < chunk) std::memset(codes, 0, sizeof codes);
-    for (int n = 0; n < rows; n++) {
-      const uint8_t* at = from.codes + (n0 + n) * from.row_bytes;
-      if (row.block) {
-        const uint8_t* block = at + (int64_t)(k0 / chunk) * row.block;
-        if (live < chunk) continue;
-        uint8_t bytes[32];
-        read_block(row, f.codec, block, codes[n], bytes);
-        store_header(f, bytes, n, header);
-        continue;
-      }
-      if (f.bits() == 8) {
-        std::memcpy(codes[n], at + k0, (size_t)live);
-      } else {
-        for (int i = 0; i < live; i++) codes[n][i] = (at[(k0 + i) / 2] >> ((k0 + i) % 2 * 4)) & 15;
-      }
-      if (starts && n < f.rows()) {
-        int64_t span = f.span() ? k0 / f.span() : 0;
-        const char* scales = from.scales + (n0 + n) / from.scale_rows * from.scale_stride + span * f.header();
-        store_header(f, (const uint8_t*)scales, n, header);
-      }
-    }
-    for (int kt = 0; kt < chunk / kTileK && k0 / kTileK + kt < k_tiles; kt++) {
-      char* out = strip + s.codes + (int64_t)(k0 / kTileK + kt) * s.tile_bytes;
-      if (row.in_grid()) {
-        const int bytes = s.tile_bytes / kTileN;
-        for (int n = 0; n < kTileN; n++) std::memcpy(out + n * bytes, codes[n] + kt * bytes, (size_t)bytes);
-        continue;
-      }
-      out = store_plane(codes, kt * kTileK, row.plane[0], 0, out);
-      if (row.plane[1]) store_plane(codes, kt * kTileK, row.plane[1], row.plane[0], out);
-    }
+  if (f.row().has_tensor_scale()) std::memcpy(strip, from.tensor, 4);
+  if (!rows) {
+    std::memset(strip + s.codes, 0, (size_t)(s.bytes - s.codes));
+    return;
   }
+  kPackers[(int)f.codec]({f, from, n0, rows, k, k_tiles, s, strip});
 }
 
 }  // namespace kt

@@ -1,8 +1,9 @@
 // Packs the checkpoint's rows into weight tiles and gathers token rows into activation panels.
 //
 // Packing a weight tile is a transpose of 16 x 16 dwords (a dword is two neighbours along K), done as sixteen 4 x 4
-// transposes that every ISA has. bf16 rows are read in place; a source with other strides or in f16 or f32 is first
-// converted to a small bf16 square of 16 outputs x 32 of K, so any layout is handled by two strides.
+// transposes that every ISA has, some k tiles at a time. bf16 rows are read in place; a source with other strides or in
+// f16 or f32 is first converted to a small bf16 square of 16 outputs x 32 of K, so any layout is handled by two
+// strides.
 #pragma once
 
 #include "kernels/elementwise.h"
@@ -33,25 +34,41 @@ inline void load_square(uint16_t (&square)[kTileN][kTileK], const Source& s, int
       square[n][k] = one_bf16(s.data, (n0 + n) * s.n_stride + (k0 + k) * s.k_stride, s.dtype);
 }
 
-constexpr int kPackAhead = 256;  // bytes of a source row to prefetch
+constexpr int kPackTiles = 8;  // k tiles that are packed at a time
 
-// 16 rows of 32 bf16, `stride` bytes apart, into a tile.
-inline void rows_to_tile(const char* rows, int64_t stride, char* tile) {
+// Four rows of 32 bf16, `stride` bytes apart, into a tile, at that of row 0.
+inline void four_rows_to_tile(const char* row, int64_t stride, char* out) {
   using Four = U32<4>;
+  for (int p = 0; p < kTileK / 2; p += 4, out += 4 * 64) {
+    Four r0 = load<Four>(row + 4 * p), r1 = load<Four>(row + stride + 4 * p);
+    Four r2 = load<Four>(row + 2 * stride + 4 * p), r3 = load<Four>(row + 3 * stride + 4 * p);
+    Four a = __builtin_shuffle(r0, r1, Four{0, 4, 1, 5}), b = __builtin_shuffle(r2, r3, Four{0, 4, 1, 5});
+    Four c = __builtin_shuffle(r0, r1, Four{2, 6, 3, 7}), d = __builtin_shuffle(r2, r3, Four{2, 6, 3, 7});
+    store(out, __builtin_shuffle(a, b, Four{0, 1, 4, 5}));
+    store(out + 64, __builtin_shuffle(a, b, Four{2, 3, 6, 7}));
+    store(out + 128, __builtin_shuffle(c, d, Four{0, 1, 4, 5}));
+    store(out + 192, __builtin_shuffle(c, d, Four{2, 3, 6, 7}));
+  }
+}
+
+inline void rows_to_tile(const char* rows, int64_t stride, char* tile) {
+  for (int n = 0; n < kTileN; n += 4) four_rows_to_tile(rows + n * stride, stride, tile + n * 4);
+}
+
+// 16 rows into the tiles of one half, `count` k tiles of them. Sixteen rows, often a power of two apart, are more
+// streams than the hardware prefetcher follows and than a set of the L1 cache holds: four rows are read over all of
+// these tiles while the next four (of `next`, the rows that come after these, in the end) and the lines to be written
+// next are prefetched.
+inline void rows_to_tiles(const char* rows, int64_t stride, int count, const char* next, char* tiles,
+                          char* next_tiles) {
   for (int n = 0; n < kTileN; n += 4) {
-    const char* row = rows + n * stride;
-    // Sixteen rows are more streams than the hardware prefetcher follows.
-    for (int i = 0; i < 4; i++) __builtin_prefetch(row + i * stride + kPackAhead);
-    for (int p = 0; p < kTileK / 2; p += 4) {
-      Four r0 = load<Four>(row + 4 * p), r1 = load<Four>(row + stride + 4 * p);
-      Four r2 = load<Four>(row + 2 * stride + 4 * p), r3 = load<Four>(row + 3 * stride + 4 * p);
-      Four a = __builtin_shuffle(r0, r1, Four{0, 4, 1, 5}), b = __builtin_shuffle(r2, r3, Four{0, 4, 1, 5});
-      Four c = __builtin_shuffle(r0, r1, Four{2, 6, 3, 7}), d = __builtin_shuffle(r2, r3, Four{2, 6, 3, 7});
-      char* out = tile + p * 64 + n * 4;
-      store(out, __builtin_shuffle(a, b, Four{0, 1, 4, 5}));
-      store(out + 64, __builtin_shuffle(a, b, Four{2, 3, 6, 7}));
-      store(out + 128, __builtin_shuffle(c, d, Four{0, 1, 4, 5}));
-      store(out + 192, __builtin_shuffle(c, d, Four{2, 3, 6, 7}));
+    const char *row = rows + n * stride, *then = n + 4 < kTileN ? row + 4 * stride : next;
+    for (int kt = 0; kt < count; kt++) {
+      for (int i = 0; i < 4; i++) {
+        __builtin_prefetch(then + i * stride + kt * kTileK * 2);
+        __builtin_prefetch(next_tiles + kt * 2 * kTileBytes + (n + i) * 64, 1);
+      }
+      four_rows_to_tile(row + kt * kTileK * 2, stride, tiles + kt * 2 * kTileBytes + n * 4);
     }
   }
 }
@@ -59,21 +76,32 @@ inline void rows_to_tile(const char* rows, int64_t stride, char* tile) {
 template <int W>
 void pack_block(const Pack& p) {
   alignas(64) uint16_t square[kTileN][kTileK];
-  for (int kt = 0; kt < p.k_tiles; kt++) {
+  auto rows_at = [&](int half, int kt) {
+    return (const char*)((const uint16_t*)p.half[half].data + p.n0[half] * p.half[half].n_stride + kt * kTileK);
+  };
+  const int block_rows = p.n0[0] == p.n0[1] ? kTileN : kBlockN;
+  const char* next_block = rows_at(0, 0) + block_rows * p.half[0].n_stride * 2;
+  for (int kt0 = 0; kt0 < p.k_tiles; kt0 += kPackTiles) {
+    const int count = p.k_tiles - kt0 < kPackTiles ? p.k_tiles - kt0 : kPackTiles;
     for (int half = 0; half < 2; half++) {
       const Source& s = p.half[half];
-      char* tile = p.out + (kt * 2 + half) * (int64_t)kTileBytes;
-      if (p.n0[half] >= p.n_valid) {
-        __builtin_memset(tile, 0, kTileBytes);
+      char* tiles = p.out + (kt0 * 2 + half) * (int64_t)kTileBytes;
+      const bool in_place = s.dtype == DType::bf16 && s.k_stride == 1 && p.n0[half] + kTileN <= p.n_valid;
+      if (in_place && (kt0 + count) * kTileK <= p.k) {
+        const char* next = half == 0 ? rows_at(1, kt0) : kt0 + count < p.k_tiles ? rows_at(0, kt0 + count) : next_block;
+        char* next_tiles = half == 0 ? tiles + kTileBytes : p.out + (kt0 + count) * 2 * (int64_t)kTileBytes;
+        rows_to_tiles(rows_at(half, kt0), s.n_stride * 2, count, next, tiles, next_tiles);
         continue;
       }
-      bool inside = p.n0[half] + kTileN <= p.n_valid && (kt + 1) * kTileK <= p.k;
-      if (inside && s.dtype == DType::bf16 && s.k_stride == 1) {
-        const uint16_t* rows = (const uint16_t*)s.data + p.n0[half] * s.n_stride + kt * kTileK;
-        rows_to_tile((const char*)rows, s.n_stride * 2, tile);
-      } else {
-        load_square<W>(square, s, p.n0[half], p.n_valid, kt * kTileK, p.k);
-        rows_to_tile((const char*)square, sizeof square[0], tile);
+      for (int kt = kt0; kt < kt0 + count; kt++, tiles += 2 * kTileBytes) {
+        if (p.n0[half] >= p.n_valid) {
+          __builtin_memset(tiles, 0, kTileBytes);
+        } else if (in_place && (kt + 1) * kTileK <= p.k) {
+          rows_to_tile(rows_at(half, kt), s.n_stride * 2, tiles);
+        } else {
+          load_square<W>(square, s, p.n0[half], p.n_valid, kt * kTileK, p.k);
+          rows_to_tile((const char*)square, sizeof square[0], tiles);
+        }
       }
     }
   }

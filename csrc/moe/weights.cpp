@@ -1,4 +1,5 @@
-// Packs on the thread pool, one unit per block; each group of threads packs its own blocks first.
+// Packs on the thread pool, one unit per block; each group of threads packs its own blocks first. Memory that was never
+// written is populated before, one unit per huge page.
 #include "moe/weights.h"
 
 #include <algorithm>
@@ -80,15 +81,23 @@ int32_t up_blocks(const LayerShape& s) {
   return s.gated ? 2 * tiles : tiles;
 }
 
-// All blocks of the call's experts, one by one; gate/up first, then down.
+// All blocks of the call's experts, one by one; gate/up first, then down. `fresh`: into memory that is populated first.
 class PackJob : public Job {
  public:
   PackJob(const SourceLayer& source, const LayerShape& shape, const KernelTable& kernels, BlockStore& up,
-          BlockStore& down)
-      : source_(source), shape_(shape), kernels_(kernels), up_(up), down_(down), next_(up.parts()) {}
+          BlockStore& down, bool fresh)
+      : source_(source),
+        shape_(shape),
+        kernels_(kernels),
+        up_(up),
+        down_(down),
+        fresh_(fresh),
+        next_(up.parts()),
+        next_page_(up.parts()) {}
 
   void work(const Worker& worker) override {
     int groups = (int)next_.size();
+    for (int i = 0; fresh_ && i < groups; i++) populate_pages((worker.group + i) % groups);
     for (int i = 0; i < groups; i++) {
       int g = (worker.group + i) % groups;
       int64_t ups = up_.end(g) - up_.begin(g), per_expert = ups + down_.end(g) - down_.begin(g);
@@ -104,6 +113,27 @@ class PackJob : public Job {
   }
 
  private:
+  // Page by page, first those of gate/up and then those of down.
+  void populate_pages(int g) {
+    struct Range {
+      char *begin, *end;
+      uintptr_t first() const { return (uintptr_t)begin / kHugePage; }
+      int64_t pages() const { return (int64_t)(ceil_div((int64_t)(uintptr_t)end, kHugePage) - (int64_t)first()); }
+    };
+    auto range = [&](BlockStore& store) {
+      size_t bytes = (size_t)source_.count * (size_t)(store.end(g) - store.begin(g)) * store.block_bytes();
+      char* begin = bytes ? store.at(source_.first, store.begin(g)) : nullptr;
+      return Range{begin, begin + bytes};
+    };
+    const Range up = range(up_), down = range(down_);
+    for (int64_t n; !cancelled() && (n = next_page_[g]++) < up.pages() + down.pages();) {
+      const Range& from = n < up.pages() ? up : down;
+      const uintptr_t page = (from.first() + (uintptr_t)(n < up.pages() ? n : n - up.pages())) * kHugePage;
+      char *begin = std::max(from.begin, (char*)page), *end = std::min(from.end, (char*)(page + kHugePage));
+      populate(begin, (size_t)(end - begin));
+    }
+  }
+
   static Source of_expert(const SourceMatrix& m, int32_t expert) {
     Source s = m.source;
     s.data = (const char*)s.data + expert * m.expert_stride * (int64_t)size_of(s.dtype);
@@ -152,7 +182,8 @@ class PackJob : public Job {
   const KernelTable& kernels_;
   BlockStore& up_;
   BlockStore& down_;
-  std::vector<std::atomic<int64_t>> next_;
+  const bool fresh_;
+  std::vector<std::atomic<int64_t>> next_, next_page_;
 };
 
 // Biases are added to the sums and not rounded further. An absent one is zero.
@@ -172,7 +203,8 @@ Weights::Weights(const LayerShape& shape, const LayerFormats& formats, const Ker
           shape.gated ? 2 : 1, pool, {shape.gated ? formats.gate : formats.up, formats.up}),
       down_(shape.experts, (int32_t)ceil_div(shape.hidden, kBlockN), (int32_t)ceil_div(shape.intermediate, kTileK),
             kernels.tile_bytes, 1, pool, {formats.down, formats.down}),
-      present_((size_t)shape.experts) {}
+      present_((size_t)shape.experts),
+      populated_((size_t)shape.experts) {}
 
 void Weights::pack(const SourceLayer& source) {
   std::lock_guard lock(packing_);
@@ -186,8 +218,11 @@ void Weights::pack(const SourceLayer& source) {
                              ", expected experts with memory of their own; make new ones to pack");
   // Incomplete until the end, also where the packing is interrupted.
   std::fill_n(present_.begin() + source.first, source.count, (uint8_t)0);
-  PackJob job(source, shape_, kernels_, up_, down_);
+  const auto written = populated_.begin() + source.first;
+  PackJob job(source, shape_, kernels_, up_, down_,
+              std::find(written, written + source.count, 0) != written + source.count);
   pool_.run(job);
+  std::fill_n(written, source.count, (uint8_t)1);
   with_sums_of(kernels_, [&](auto zero) { pack_biases<decltype(zero)>(source); });
   std::fill_n(present_.begin() + source.first, source.count, (uint8_t)1);
 }

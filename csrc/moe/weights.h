@@ -63,8 +63,9 @@ class BlockStore {
   size_t k_bytes(int32_t k_tiles) const { return (size_t)k_tiles * 2 * (size_t)tile_bytes_; }  // as tiles
   const Encoding* encoding() const { return encoding_ ? &*encoding_ : nullptr; }               // null: tiles
   size_t bytes() const { return bytes_; }
-  // Uses existing blocks in the order [experts][blocks]: in place if all belong to one group, else copied.
-  void adopt(const char* from, int32_t experts, std::shared_ptr<const void> owner);
+  // Uses existing blocks in the order [experts][blocks]: in place if all belong to one group, else copied, each part by
+  // the threads of its group.
+  void adopt(const char* from, int32_t experts, std::shared_ptr<const void> owner, Pool& pool);
   // What keeps the memory at whole() alive, whichever blocks are used later.
   std::shared_ptr<const void> owner() const { return owner_; }
   void copy_to(char* to, int32_t experts) const;  // in the same order
@@ -176,6 +177,7 @@ class Weights {
   std::shared_ptr<std::vector<char>> up_bias_ = std::make_shared<std::vector<char>>();
   std::shared_ptr<std::vector<char>> down_bias_ = std::make_shared<std::vector<char>>();
   std::vector<uint8_t> present_;
+  std::vector<uint8_t> populated_;  // [experts] whose memory was written before
   bool adopted_ = false;
   std::string source_;                               // the adopted layer in words
   const Mapping* mappings_[2] = {};                  // files that hold adopted memory, or null

@@ -10,21 +10,45 @@
 
 namespace kt {
 
-void BlockStore::adopt(const char* from, int32_t experts, std::shared_ptr<const void> owner) {
+namespace {
+
+// Copies what each part of the blocks has of every expert; a unit is one expert's.
+class CopyJob final : public Job {
+ public:
+  CopyJob(const BlockStore& store, const char* from, char* const* parts, int32_t experts)
+      : store_(store), from_(from), parts_(parts), experts_(experts), next_((size_t)store.parts()) {}
+
+  void work(const Worker& worker) override {
+    const int groups = store_.parts();
+    for (int i = 0; i < groups; i++) {
+      const int g = (worker.group + i) % groups;
+      const size_t first = (size_t)store_.begin(g), bytes = ((size_t)store_.end(g) - first) * store_.block_bytes();
+      for (int32_t e; !cancelled() && (e = next_[(size_t)g]++) < experts_;)
+        std::memcpy(parts_[g] + (size_t)e * bytes,
+                    from_ + ((size_t)e * (size_t)store_.blocks() + first) * store_.block_bytes(), bytes);
+    }
+  }
+
+ private:
+  const BlockStore& store_;
+  const char* from_;
+  char* const* parts_;
+  const int32_t experts_;
+  std::vector<std::atomic<int32_t>> next_;
+};
+
+}  // namespace
+
+void BlockStore::adopt(const char* from, int32_t experts, std::shared_ptr<const void> owner, Pool& pool) {
   if (parts() == 1) {
     base_[0] = from;
     owner_ = std::move(owner);
     return;
   }
-  InterruptPoll interrupted;
-  for (int32_t e = 0; e < experts; e++) {
-    if (interrupted()) throw Interrupted();
-    for (int g = 0; g < parts(); g++) {
-      size_t count = (size_t)(end(g) - begin(g));
-      const char* blocks = from + ((size_t)e * (size_t)blocks_ + (size_t)begin(g)) * block_bytes_;
-      std::memcpy(const_cast<char*>(base_[(size_t)g]) + (size_t)e * count * block_bytes_, blocks, count * block_bytes_);
-    }
-  }
+  std::vector<char*> to;
+  for (const char* part : base_) to.push_back(const_cast<char*>(part));
+  CopyJob job(*this, from, to.data(), experts);
+  pool.run(job);
 }
 
 void BlockStore::copy_to(char* to, int32_t experts) const {
@@ -48,8 +72,8 @@ void Weights::adopt(const AdoptedLayer& layer) {
   } unlock{readers_};
   // Incomplete until the end, also where the copying is interrupted.
   std::fill(present_.begin(), present_.end(), (uint8_t)0);
-  up_.adopt(layer.up, shape_.experts, layer.owner);
-  down_.adopt(layer.down, shape_.experts, layer.owner);
+  up_.adopt(layer.up, shape_.experts, layer.owner, pool_);
+  down_.adopt(layer.down, shape_.experts, layer.owner, pool_);
   auto take = [&](const char* from, const BlockStore& store) {
     if (!from) return std::make_shared<std::vector<char>>();
     size_t bytes = (size_t)shape_.experts * (size_t)store.blocks() * kBlockN * (size_t)kernels_.sum_bytes;

@@ -35,6 +35,16 @@ TEST(memory_is_aligned_zero_and_writable_to_the_last_byte) {
   }
 }
 
+TEST(memory_is_populated_as_it_is) {
+  const Buffer buffer(5 * kMega);
+  buffer.data()[kMega] = 3;
+  populate(buffer.data() + 100, 4 * kMega + 7);
+  populate(buffer.data(), 0);
+  CHECK_EQ(static_cast<int>(buffer.data()[kMega]), 3);
+  for (size_t at : {size_t{0}, size_t{100}, 3 * kMega, 5 * kMega - 1}) CHECK_EQ(static_cast<int>(buffer.data()[at]), 0);
+  buffer.data()[3 * kMega] = 1;
+}
+
 TEST(memory_is_given_whatever_the_node) {
   for (int node : {-1, 0, 1, 900, 5000}) {
     const Buffer buffer(3 * kMega, node);
