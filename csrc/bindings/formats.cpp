@@ -4,8 +4,6 @@
 namespace kt {
 namespace {
 
-constexpr Element kInt8{"int8", nb::dlpack::dtype_code::Int, 8};
-
 std::string all_formats() {
   std::string all;
   for (const FormatRow& row : kFormats) all += (all.empty() ? "" : ", ") + std::string(row.name);
@@ -140,6 +138,28 @@ nb::tuple describe_grid(const std::string& text) {
                         Levels(grid.levels, {16}, nb::handle()));
 }
 
+std::string written_formats() {
+  std::string all;
+  for (const FormatRow& row : kFormats)
+    if (row.written) all += (all.empty() ? "" : ", ") + std::string(row.name);
+  return all;
+}
+
+int64_t released_row_bytes(const char* name, const Format& f, int64_t columns) {
+  const FormatRow& row = f.row();
+  const int64_t step = row.span ? row.span : 8 / f.bits();
+  if (columns % step)
+    refuse_value(name, std::to_string(columns) + " columns in format " + row.name,
+                 "a multiple of " + std::to_string(step));
+  return row.block ? columns / row.span * row.block : columns * f.bits() / 8;
+}
+
+ReleasedScales released_scales(const Format& f, int64_t rows, int64_t columns) {
+  const bool flat = has_flat_scales(f);
+  return {element_of_scales(f), flat, ceil_div(rows, flat ? 1 : scale_rows(f)),
+          !flat && f.span() ? ceil_div(columns, scale_columns(f)) : 1};
+}
+
 static void check_three(const char* name, nb::handle three, const Format& f) {
   const std::string expected = std::string("(codes, scales, tensor scale) of format ") + f.row().name;
   if (!PyTuple_Check(three.ptr()) && !PyList_Check(three.ptr())) refuse_type(name, "no encoded matrix", expected);
@@ -157,10 +177,7 @@ SourceMatrix released_of(const char* name, nb::handle three, const Format& f, in
   check_three(name, three, f);
   const std::string in_format = std::string(" in format ") + f.row().name;
   const FormatRow& row = f.row();
-  int64_t step = row.block ? row.span : row.span ? row.span : 8 / f.bits();
-  if (columns % step)
-    refuse_value(name, std::to_string(columns) + " columns" + in_format, "a multiple of " + std::to_string(step));
-  int64_t row_bytes = row.block ? columns / row.span * row.block : columns * f.bits() / 8;
+  const int64_t row_bytes = released_row_bytes(name, f, columns);
   const std::string codes_name = std::string("codes of ") + name, scales_name = std::string("scales of ") + name;
   const Array codes = take({codes_name.c_str(), 3, {kUint8, kInt8}}, three[0], alive);
   check_shape(codes_name.c_str(), codes, {experts, rows, row_bytes}, "experts, rows, bytes of a row");
@@ -175,18 +192,15 @@ SourceMatrix released_of(const char* name, nb::handle three, const Format& f, in
     if (!three[1].is_none()) refuse_value(scales_name.c_str(), "a tensor", "None: GGUF's blocks hold their scales");
     return m;
   }
-  const bool flat = has_flat_scales(f);
-  Element element = element_of_scales(f);
-  const Array scales = take({scales_name.c_str(), flat ? 2 : 3, {element}}, three[1], alive);
-  int64_t bytes = element.bits / 8;
-  if (flat) {
+  const ReleasedScales shape = released_scales(f, rows, columns);
+  const Array scales = take({scales_name.c_str(), shape.flat ? 2 : 3, {shape.element}}, three[1], alive);
+  const int64_t bytes = shape.element.bits / 8;
+  if (shape.flat) {
     check_shape(scales_name.c_str(), scales, {experts, rows}, "experts, rows");
     m.released.scale_stride = bytes;
   } else {
-    int64_t spans = f.span() ? ceil_div(columns, scale_columns(f)) : 1;
     m.released.scale_rows = scale_rows(f);
-    check_shape(scales_name.c_str(), scales, {experts, ceil_div(rows, m.released.scale_rows), spans},
-                "experts, rows, spans");
+    check_shape(scales_name.c_str(), scales, {experts, shape.rows, shape.spans}, "experts, rows, spans");
     m.released.scale_stride = scales.stride(1) * bytes;
   }
   m.released.scales = (const char*)scales.data();

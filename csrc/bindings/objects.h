@@ -123,6 +123,21 @@ int64_t experts_in(const char* name, nb::handle three, const Format& format);  /
 SourceMatrix released_of(const char* name, nb::handle three, const Format& format, int64_t experts, int64_t rows,
                          int64_t columns, std::vector<Array>& alive);
 
+std::string written_formats();  // names of those that are encoded
+// Bytes of a row of codes, and the scales of a matrix, as a checkpoint has them. `name`: of the matrix, for errors.
+int64_t released_row_bytes(const char* name, const Format& format, int64_t columns);
+struct ReleasedScales {
+  Element element;
+  bool flat;  // [rows], not [rows, spans]
+  int64_t rows, spans;
+};
+ReleasedScales released_scales(const Format& format, int64_t rows, int64_t columns);
+
+// encode.cpp: source [experts, rows, columns] into codes, scales and tensor scale, on the calling thread. Returns sums
+// of squares of what the numbers change by and of the numbers, and whether all of them are finite.
+nb::tuple encode(const std::string& format, nb::handle source, nb::handle codes, nb::handle scales, nb::handle tensor,
+                 const std::string& isa);
+
 // For a destructor, which cannot throw: what a signal handler raised meanwhile is raised at the next instruction.
 void raise_later();
 

@@ -42,6 +42,7 @@ inline constexpr Element kInt64{"int64", nb::dlpack::dtype_code::Int, 64};
 inline constexpr Element kBool{"bool", nb::dlpack::dtype_code::Bool, 8};
 inline constexpr Element kUint64{"uint64", nb::dlpack::dtype_code::UInt, 64};
 inline constexpr Element kUint8{"uint8", nb::dlpack::dtype_code::UInt, 8};
+inline constexpr Element kInt8{"int8", nb::dlpack::dtype_code::Int, 8};
 
 bool is(const nb::dlpack::dtype& type, const Element& e);
 

@@ -9,6 +9,7 @@
 
 #include "kernels/decode_attention.h"
 #include "kernels/down_backward.h"
+#include "kernels/encode_blocks.h"
 #include "kernels/gemv.h"
 #include "kernels/lora_gemv.h"
 #include "kernels/norm.h"
@@ -204,6 +205,7 @@ constexpr KernelTable table_of(const char* name) {
           if_int8<Int8Isa>(&quantise_rows<kDecodeWidth<Isa>>),
           quantise_panel_of<Isa, Int8Isa>(),
           if_int8<Int8Isa>(&gather_int8_panel<Isa>),
+          bf16_only<Isa>(&run_encode<(Isa::width > 4 ? Isa::width : 4)>),
           packed_gemv_rows_of<Isa>(),
           &measure_rate<Isa, Int8Isa>};
 }

@@ -305,6 +305,32 @@ struct Pack {
   char* out;
 };
 
+// Encodes rows of a matrix: codes and scales as a checkpoint has them (`Released`), or blocks of GGUF. The same bytes
+// on every CPU. Without `codes` the rows are only read.
+struct EncodeSums {
+  double moved;   // squares of what the numbers change by when they are decoded and rounded to bf16
+  double norm;    // squares of the numbers
+  float largest;  // magnitude; where there are no codes
+  bool finite;
+};
+struct Encode {
+  const Format* format;  // one that `kt quant` writes
+  Source source;         // k_stride 1
+  int32_t rows, k;       // rows from one that begins what shares a scale
+  float tensor;          // scale of the whole matrix, where the format has one
+  uint8_t* codes;        // null: only norm, largest and finite are wanted
+  int64_t row_bytes;
+  char* scales;          // null for blocks of GGUF
+  int64_t scale_stride;  // bytes
+  char* scratch;         // encode_scratch(k) bytes
+  EncodeSums* sums;
+};
+// Numbers and codes of a row in groups that may reach past K, and some arrays over groups of 16.
+constexpr int64_t encode_scratch(const Format& format, int64_t k) {
+  int64_t columns = round_up(k, format.span() > 16 ? format.span() : 16);
+  return columns * 8 + 7 * 4 * round_up(ceil_div(columns, 16), 16);
+}
+
 // Peak rates measured by bare loops, for the benches' roofline and the thread probe; each runs on the calling thread
 // for about `seconds`.
 enum class Rate : uint8_t { registers, panels, read, bytes };
@@ -335,6 +361,7 @@ struct KernelTable {
   void (*quantise)(const Quantise&);               // likewise, and then W8A8 is unsupported
   void (*quantise_panel)(const QuantisePanel&);    // likewise
   void (*gather_int8)(const GatherInt8&);          // likewise
+  void (*encode)(const Encode&);                   // likewise
   int32_t (*packed_gemv_rows)(const Encoding&);    // most rows for which packed GEMV takes this encoding; null: none
   // Units (flop, or bytes for `read`) per second. `panels` multiplies with K = 2048 over `bytes` of scratch, and so
   // does `bytes` in W8A8.

@@ -65,6 +65,14 @@ def grid(format: str) -> tuple[Any, Any]:
     eight codes of four bits each, those of even columns from bit 0 up and those of odd ones from bit 16 up; and the 16
     float32 levels of the codes."""
 
+def encode(
+    format: str, source: Any, codes: Any, scales: Any | None, tensor_scale: Any | None, isa: str = ""
+) -> tuple[float, float, bool]:
+    """Writes `codes` [E, N, bytes of a row], `scales` and `tensor_scale` [E] of `source` [E, N, K] in floats of any
+    type, as a checkpoint has them; on the calling thread. Returns the sum of squares of what the numbers change by when
+    they are decoded and rounded to bfloat16, that of the numbers, and whether all of them are finite; if not, what was
+    written is no use."""
+
 def linear_rows() -> int:
     """The most rows of x that `Pool.linear` takes, in the variant in use."""
 

@@ -214,6 +214,17 @@ def decode() -> Case:
     return Case(call, {"out": bf16(I, H)}, frozenset({"out"}))
 
 
+def encode(format: str, scales: Tensor, tensor_scale: Tensor | None = None) -> Case:
+    def call(given: dict[str, Any]) -> list[Any]:
+        sums = _core.encode(format, given["source"], given["codes"], given["scales"], given.get("tensor_scale"))
+        return [given[name] for name in tensors if name != "source"] + [torch.tensor(sums[:2])]
+
+    codes = torch.zeros(E, I, H // 2, dtype=torch.uint8)
+    tensors = {"source": bf16(E, I, H), "codes": codes, "scales": scales}
+    tensors |= {} if tensor_scale is None else {"tensor_scale": tensor_scale}
+    return Case(call, tensors, frozenset(tensors) - {"source"}, plain=frozenset({"tensor_scale"} - tensors.keys()))
+
+
 def transpose() -> Case:
     experts = packed_experts()
 
@@ -301,6 +312,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "Experts.pack, nvfp4": lambda: encoded(
         "nvfp4", lambda rows, columns: torch.full((E, rows, columns // 16), 56, dtype=torch.uint8), True
     ),
+    "encode": lambda: encode("int4:32", bf16(E, I, H // 32)),
+    "encode, nvfp4": lambda: encode("nvfp4", torch.zeros(E, I, H // 16, dtype=torch.uint8), f32(E)),
     "Experts.adopt": adopt,
     "Experts.decode": decode,
     "Experts.transpose": transpose,

@@ -46,6 +46,7 @@ class EncodedFormat:
     multiple: int  # of K
     flat_scales: bool  # one scale a row is [rows], not [rows, 1]
     tensor_scale: bool  # and a scale for the whole matrix
+    written: bool  # `encode` makes it
 
     def row_bytes(self, columns: int) -> int:
         if self.per_byte:
@@ -92,6 +93,7 @@ def format_of(name: str) -> EncodedFormat:
         row_span=row["scale_rows"],
         flat_scales=row["flat_scales"],
         tensor_scale=row["tensor_scale"],
+        written=row["written"],
         **tensors,
     )
 

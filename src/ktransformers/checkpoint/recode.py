@@ -1,8 +1,9 @@
 """Conversion of one expert's matrix from its released format to another, and the error that it adds.
 
-Work goes over some rows at a time, so that a thread needs memory for the result and little else: there is no float32
-copy of a whole matrix. The error compares the numbers that are computed with, decoded and rounded to bf16, with those
-of the source. A matrix that has the target format already is passed through and has no error.
+Encoded sources are decoded some rows at a time, so that a thread needs memory for the result and little else: there is
+no float32 copy of a whole matrix. The error compares the numbers that are computed with, decoded and rounded to bf16,
+with those of the source; an encoder sums it up on its way. A matrix that has the target format already is passed
+through and has no error.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.checkpoint.encoded import Encoded, decode, format_of
-from ktransformers.checkpoint.encoder import encode
+from ktransformers.checkpoint.encoder import encode, encode_with_error
 from ktransformers.checkpoint.experts import ExpertChunk
 from ktransformers.errors import InputError
 
@@ -85,17 +86,13 @@ def recode(source: Weight, target: str, name: str) -> Recoded:
         return Recoded(source, kept=True)
     columns = source.columns if isinstance(source, Encoded) else source.shape[2]
     rows = source.rows if isinstance(source, Encoded) else source.shape[1]
+    target = "bf16" if target == KEEP else target
     try:
-        result = _convert(source, "bf16" if target == KEEP else target, rows, columns)
+        if target == "bf16":
+            return _to_bf16(source, rows, columns)
+        return _encoded(source, target, rows, columns)
     except InputError as error:
         raise InputError(name, str(error), f"what can be written as {target}") from error
-    moved = norm = 0.0
-    for first, last in blocks(rows, columns):
-        before = numbers(rows_of(source, first, last))
-        after = numbers(rows_of(result, first, last)).bfloat16().float()
-        moved += _squares(after.sub_(before))
-        norm += _squares(before)
-    return Recoded(result, False, moved, norm)
 
 
 def _squares(tensor: Tensor) -> float:
@@ -103,23 +100,29 @@ def _squares(tensor: Tensor) -> float:
     return float(flat.dot(flat))
 
 
-def _convert(source: Weight, target: str, rows: int, columns: int) -> Weight:
-    if isinstance(source, Tensor):
-        return source.bfloat16() if target == "bf16" else encode(source, target)
-    if target == "bf16":
-        result = torch.empty(1, rows, columns, dtype=torch.bfloat16)
-        for first, last in blocks(rows, columns):
-            result[:, first:last] = decode(rows_of(source, first, last))  # type: ignore[arg-type]
-        return result
-    if format_of(target).tensor_scale:  # one scale for all rows, so they are encoded together
-        return encode(decode(source), target)
+def _to_bf16(source: Weight, rows: int, columns: int) -> Recoded:
+    result = torch.empty(1, rows, columns, dtype=torch.bfloat16)
+    moved = norm = 0.0
+    for first, last in blocks(rows, columns):
+        before = numbers(rows_of(source, first, last))
+        result[:, first:last] = before
+        moved += _squares(result[:, first:last].float().sub_(before))
+        norm += _squares(before)
+    return Recoded(result, False, moved, norm)
+
+
+def _encoded(source: Weight, target: str, rows: int, columns: int) -> Recoded:
+    if isinstance(source, Tensor) or format_of(target).tensor_scale:  # one scale for all rows: encoded together
+        whole = encode_with_error(source if isinstance(source, Tensor) else decode(source), target)
+        return Recoded(whole.matrix, False, whole.moved, whole.norm)
     parts = [
-        encode(decode(rows_of(source, first, last)), target)  # type: ignore[arg-type]
+        encode_with_error(decode(rows_of(source, first, last)), target)  # type: ignore[arg-type]
         for first, last in blocks(rows, columns)
     ]
-    codes = torch.cat([part.codes for part in parts], 1)
-    scales = [part.scales for part in parts if part.scales is not None]
-    return Encoded(target, codes, torch.cat(scales, 1) if scales else None, columns=columns)
+    codes = torch.cat([part.matrix.codes for part in parts], 1)
+    scales = [part.matrix.scales for part in parts if part.matrix.scales is not None]
+    matrix = Encoded(target, codes, torch.cat(scales, 1) if scales else None, columns=columns)
+    return Recoded(matrix, False, sum(part.moved for part in parts), sum(part.norm for part in parts))
 
 
 def split(piece: ExpertChunk, *, transposed: bool, interleaved: bool) -> dict[str, Weight]:
