@@ -120,6 +120,18 @@ def test_checksums_of_a_first_copy(run_bench: Run) -> None:
     assert any(line.startswith("format") for line in table)
 
 
+def test_rates_of_encoding_and_packing(run_bench: Run) -> None:
+    options = ["--shape", "tiny", "--formats", "bf16,int4:32,q4_k", "--threads", "2", "--rounds", "1"]
+    table, document = run_bench("pack", *options)
+    cells = document["cells"]
+    assert [(cell["format"], cell["threads"]) for cell in cells] == [(spec, 2) for spec in ("bf16", "int4:32", "q4_k")]
+    for cell in cells:
+        assert ("encode_gbs" in cell) == (cell["format"] == "int4:32")
+        assert all(cell[f"{name}_gbs"] > 0 for name in ("fresh", "again", "read"))
+        assert cell["again_ratio"] == pytest.approx(cell["again_gbs"] / cell["read_gbs"], rel=1e-4)
+    assert any(line.startswith("format") for line in table)
+
+
 def test_request_path_with_and_without_workers(run_bench: Run) -> None:
     options = ["--workers", "1", "--requests", "4", "--parallel", "2", "--rounds", "1"]
     _, document = run_bench("request_path", *options)
