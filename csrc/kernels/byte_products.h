@@ -24,7 +24,7 @@ namespace {
 
 template <int W>
 inline U32<W> broadcast_pairs(const void* eight) {
-#ifdef __aarch64__  // gcc would load a general register and copy it
+#ifdef KT_NEON  // gcc would load a general register and copy it
   if constexpr (W == 4) return (U32<W>)vld1q_dup_u64((const uint64_t*)eight);
 #endif
   return (U32<W>)(typename Vec<W>::u64{} + load<uint64_t>(eight));
@@ -65,10 +65,7 @@ struct WordProduct {
   using Sums = WordSums<W, bits>;
 
   static U8<W> look_up(const U8<W>& table, const U8<W>& codes) {
-    if constexpr (kShufflesBytes<W>) return shuffle_bytes<W>(table, codes);
-    U8<W> found;
-    shuffle_bytes_wide<W>(table, codes, found);
-    return found;
+    return shuffle_bytes<W>(table, codes);
   }
 };
 

@@ -30,7 +30,7 @@ constexpr int kRegister = 16;
 // Vectors of NEON, not those of a wider variant that is emulated there.
 template <int W>
 constexpr bool kNeon =
-#ifdef __aarch64__
+#ifdef KT_NEON
     W == 4;
 #else
     false;
@@ -39,7 +39,7 @@ constexpr bool kNeon =
 // Whether a byte shuffle within quarters of 16 bytes is an instruction.
 template <int W>
 constexpr bool kShufflesBytes =
-#if defined(__AVX2__) || defined(__aarch64__)
+#if defined(__AVX2__) || defined(KT_NEON)
     W * 4 <= kRegister;
 #else
     false;
@@ -61,7 +61,7 @@ inline U8<W> shuffle_bytes(U8<W> v, U8<W> at) {
   if constexpr (W == 8) return (U8<W>)_mm256_shuffle_epi8((__m256i)v, (__m256i)at);
   if constexpr (W == 4) return (U8<W>)_mm_shuffle_epi8((__m128i)v, (__m128i)at);
 #endif
-#ifdef __aarch64__
+#ifdef KT_NEON
   if constexpr (W == 4) return (U8<W>)vqtbl1q_u8((uint8x16_t)v, (uint8x16_t)at);
 #endif
   U8<W> out;
@@ -92,7 +92,7 @@ inline U32<W> bytes_in_lanes(U8<W> v, uint32_t base) {
   return (U32<W>)shuffle_bytes<W>(v, to_lanes<W, At, to>()) | base;
 }
 
-#ifdef __aarch64__
+#ifdef KT_NEON
 // Four selections from two vectors. In registers of fixed numbers, and four at a time: gcc 12 moves the pairs of
 // vqtbl2q_u8 through memory, and would move `a` before every selection.
 inline void shuffle_two(U8<4> a, U8<4> b, const U8<4> (&at)[4], F32<4> (&out)[4]) {
@@ -147,7 +147,7 @@ struct Numbers {
   template <class... At>
   void select(F32<W> (&out)[4]) const {
     static_assert(sizeof...(At) == 4);
-#ifdef __aarch64__
+#ifdef KT_NEON
     if constexpr (kNeon<W>) {
       constexpr bool two_bytes = levels || element == ElementKind::e4m3;
       shuffle_two(first, two_bytes ? second : (U8<W>)(U32<W>{} + 0x4b000000u), {order<At, two_bytes>()...}, out);
@@ -178,7 +178,7 @@ struct Numbers {
  private:
   static constexpr float kOffset = 8388608.0f + (float)zero;
 
-#ifdef __aarch64__
+#ifdef KT_NEON
   // Where the bytes of four floats come from: of the code byte's vector, and of the vector behind it.
   template <class At, bool two_bytes>
   static U8<4> order() {
@@ -336,7 +336,7 @@ inline U16<W> saturating_sub(U16<W> a, U16<W> b) {
 #ifdef __AVX2__
   if constexpr (W == 8) return (U16<W>)_mm256_subs_epu16((__m256i)a, (__m256i)b);
 #endif
-#ifdef __aarch64__
+#ifdef KT_NEON
   if constexpr (W == 4) return (U16<W>)vqsubq_u16((uint16x8_t)a, (uint16x8_t)b);
 #endif
   return (a - b) & (U16<W>)(a >= b);
@@ -354,7 +354,7 @@ inline U32<W> round_pairs(F32<W> low, F32<W> high) {
     rest = (U16<W>)_mm256_blend_epi16((__m256i)a, (__m256i)(b << 16), 0xaa);
   } else
 #endif
-#ifdef __aarch64__
+#ifdef KT_NEON
       if constexpr (W == 4) {
     kept = (U16<W>)vtrn2q_u16((uint16x8_t)a, (uint16x8_t)b);
     rest = (U16<W>)vtrn1q_u16((uint16x8_t)a, (uint16x8_t)b);
@@ -366,7 +366,7 @@ inline U32<W> round_pairs(F32<W> low, F32<W> high) {
   }
   // Up if the rest is above half, or half and the last kept bit is set.
   U16<W> above = saturating_sub<W>(rest, ~kept & (uint16_t)1);
-#ifdef __aarch64__
+#ifdef KT_NEON
   if constexpr (W == 4) {
     asm("usra %0.8h, %1.8h, #15" : "+w"(kept) : "w"(above));  // gcc 12 copies `kept` first
     return (U32<W>)kept;

@@ -6,10 +6,6 @@
 // tiles.
 #pragma once
 
-#ifdef __aarch64__
-#include <arm_neon.h>
-#endif
-
 #include <type_traits>
 
 #include "kernels/elementwise.h"
@@ -40,7 +36,7 @@ inline U32<W> bytes_of(const uint8_t* field, int n) {
 #ifdef __AVX2__
   if constexpr (W == 8) return (U32<W>)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(field + n)));
 #endif
-#ifdef __aarch64__  // gcc 12 would extract the bytes one by one
+#ifdef KT_NEON  // gcc 12 would extract the bytes one by one
   if constexpr (W == 4) return (U32<W>)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(load<uint32_t>(field + n)))));
 #endif
   // In two steps: the compiler takes longer ones apart.
@@ -244,7 +240,7 @@ struct SpanScales {
 template <int W, class Byte = uint8_t>
 inline void scaled_bytes(const float* d, RowBytes bytes, float* out) {
   constexpr bool is_signed = (Byte)-1 < 0;
-#ifdef __aarch64__
+#ifdef KT_NEON
   // Below the exponent of 2^23: a conversion takes as long as four other instructions.
   if constexpr (W == 4) {
     if (is_signed) bytes ^= 128;

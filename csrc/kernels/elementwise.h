@@ -11,6 +11,11 @@
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
+// NEON of this machine. A variant that is emulated on it takes the loops of any CPU instead.
+#if defined(__aarch64__) && !defined(KT_EMULATE)
+#define KT_NEON
+#include <arm_neon.h>
+#endif
 
 #include "kernels/table.h"
 
@@ -139,7 +144,7 @@ inline F32<W> from_f16(const void* p) {
 #ifdef __F16C__
   if constexpr (W == 8) return (F32<W>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 #endif
-#ifdef __ARM_FP16_FORMAT_IEEE
+#ifdef KT_NEON
   typedef __fp16 Half __attribute__((vector_size(8)));
   if constexpr (W == 4) return __builtin_convertvector(load<Half>(p), F32<W>);
 #endif

@@ -272,7 +272,7 @@ inline F32<W> inverse(F32<W> s) {
   return select<F32<W>>(size == lanes_of<W>(0.0f), lanes_of<W>(0.0f), kept);
 }
 
-// Calls act(g, n) for the groups, W at a time; arrays have space for whole vectors.
+// Calls act(g) for every W-th group; arrays over groups have space for whole vectors.
 template <int W, class Act>
 inline void for_groups(int groups, Act&& act) {
   for (int g = 0; g < groups; g += W) act(g);

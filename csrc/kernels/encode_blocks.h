@@ -36,7 +36,7 @@ struct Truncated {
   }
 };
 
-// Rows of `count` codes as a block has them.
+// Low nibbles of the first 16 codes, high nibbles of the others.
 inline void store_nibble_halves(const int32_t* code, uint8_t* out) {
   for (int i = 0; i < 16; i++) out[i] = (uint8_t)((code[i] & 15) | code[16 + i] << 4);
 }

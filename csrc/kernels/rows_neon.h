@@ -40,7 +40,7 @@ struct NeonWiden {
     acc = (F32<4>)vfmaq_laneq_f32((float32x4_t)acc, w.low, four, 2 * i);
     return (F32<4>)vfmaq_laneq_f32((float32x4_t)acc, w.high, four, 2 * i + 1);
   }
-#if defined(__aarch64__) && !defined(KT_EMULATE)
+#ifdef KT_NEON
   template <int NV, int rows>
   static void sweep(const char* a, int tile_rows, const char* b, int k_tiles, bool accumulate, Prefetch prefetch,
                     float* c)

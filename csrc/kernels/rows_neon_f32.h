@@ -10,7 +10,7 @@
 namespace kt {
 namespace {
 
-#if defined(__aarch64__) && !defined(KT_EMULATE)
+#ifdef KT_NEON
 
 // Arguments as in rows_by_columns. The assembler leaves out rows beyond `rows`.
 template <int rows>

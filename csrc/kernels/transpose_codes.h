@@ -19,7 +19,7 @@ constexpr int kPieces = kTileK / 8;
 // Bytes of v shifted right by shift[b % 4], a negative one left; the caller masks what comes from the neighbours.
 template <int W>
 inline U8<W> shift_bytes(U8<W> v, int a, int b, int c, int d) {
-#ifdef __aarch64__
+#ifdef KT_NEON
   if constexpr (W == 4) {
     const int8_t by[4] = {(int8_t)-a, (int8_t)-b, (int8_t)-c, (int8_t)-d};
     int8x16_t shift;
