@@ -13,7 +13,7 @@
 //   Factor, factor       an operand of x, loaded from Int16Tile
 //   widen                codes as operands
 //   begin, add           initial sums of both operands; multiply-add
-//   total, or joined     sums as floats, of lanes or of the outputs of two vectors
+//   total, or joined     sums as floats, of lanes (given what `begin` was given) or of the outputs of two vectors
 #pragma once
 
 #include "kernels/code_quads.h"
@@ -48,7 +48,7 @@ struct WordSums {
     sum += pair_product<W>(codes.even, even);
     sum += pair_product<W>(codes.odd, odd);
   }
-  F32<W> total() const { return __builtin_convertvector(sum, F32<W>); }
+  F32<W> total(const char*, const char*) const { return __builtin_convertvector(sum, F32<W>); }
 
   // For emulated variants: loops with many of these, split into narrower vectors, take minutes to compile.
   __attribute__((noinline)) static void add_out_of_line(I32<W>& sum, const BytePairs<W>& codes, const Factor& even,
@@ -64,9 +64,7 @@ struct WordProduct {
   template <int bits>
   using Sums = WordSums<W, bits>;
 
-  static U8<W> look_up(const U8<W>& table, const U8<W>& codes) {
-    return shuffle_bytes<W>(table, codes);
-  }
+  static U8<W> look_up(const U8<W>& table, const U8<W>& codes) { return shuffle_bytes<W>(table, codes); }
 };
 
 }  // namespace

@@ -27,19 +27,15 @@ struct MaddSums {
   static constexpr bool pairs = false;
   using Factor = U32<W>;
   U32<W> high, low;  // of the two bytes of x
-  const char *start_high, *start_low;
 
   static Factor factor(const char* x) { return broadcast_pairs<W>(x); }
   static U32<W> widen(const U8<W>& codes) { return (U32<W>)codes; }
-  void begin(const char* first, const char* second) {
-    high = low = U32<W>{};
-    start_high = first, start_low = second;
-  }
+  void begin(const char*, const char*) { high = low = U32<W>{}; }
   void add(const U32<W>& codes, const Factor& x_high, const Factor& x_low) {
     high = (U32<W>)((U16<W>)high + (U16<W>)multiply_add_bytes<W>(codes, x_high));
     low = (U32<W>)((U16<W>)low + (U16<W>)multiply_add_bytes<W>(codes, x_low));
   }
-  F32<W> total() const {
+  F32<W> total(const char* start_high, const char* start_low) const {
     const I32<W> highs = add_neighbours<W>(high) + (I32<W>)broadcast_pairs<W>(start_high);
     const I32<W> lows = add_neighbours<W>(low) + (I32<W>)broadcast_pairs<W>(start_low);
     return __builtin_convertvector((highs << 8) + lows, F32<W>);
@@ -49,7 +45,7 @@ struct MaddSums {
 template <int W>
 struct MaddProduct : WordProduct<W> {
   template <int bits>
-  using Sums = std::conditional_t<bits == 8, WordSums<W, 8>, MaddSums<W>>;
+  using Sums = typename Either<bits == 8, WordSums<W, 8>, MaddSums<W>>::type;
 };
 
 template <int bits>
@@ -68,7 +64,7 @@ struct VnniSums {
     high = (I32<16>)_mm512_dpbusd_epi32((__m512i)high, (__m512i)codes, (__m512i)x_high);
     low = (I32<16>)_mm512_dpbusd_epi32((__m512i)low, (__m512i)codes, (__m512i)x_low);
   }
-  F32<16> total() const { return __builtin_convertvector((high << 8) + low, F32<16>); }
+  F32<16> total(const char*, const char*) const { return __builtin_convertvector((high << 8) + low, F32<16>); }
 };
 
 struct VnniProduct : WordProduct<16> {

@@ -6,8 +6,6 @@
 // tiles.
 #pragma once
 
-#include <type_traits>
-
 #include "kernels/elementwise.h"
 #include "kernels/format.h"
 
@@ -254,7 +252,7 @@ inline void scaled_bytes(const float* d, RowBytes bytes, float* out) {
   }
 #endif
   typedef Byte Narrow __attribute__((vector_size(W)));
-  typedef std::conditional_t<is_signed, int16_t, uint16_t> Wide __attribute__((vector_size(2 * W)));
+  typedef typename Either<is_signed, int16_t, uint16_t>::type Wide __attribute__((vector_size(2 * W)));
   alignas(16) char stored[kTileN];
   store(stored, bytes);
   for (int n = 0; n < kTileN; n += W) {

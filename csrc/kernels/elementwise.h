@@ -43,6 +43,16 @@ using U32 = typename Vec<W>::u32;
 template <int W>
 using I32 = typename Vec<W>::i32;
 
+// One of two types; ISA code takes no templates from the standard library.
+template <bool first, class A, class B>
+struct Either {
+  using type = A;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+  using type = B;
+};
+
 // Unaligned loads and stores; memcpy of a fixed size is one instruction.
 template <class T>
 inline T load(const void* p) {

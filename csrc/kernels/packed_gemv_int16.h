@@ -298,7 +298,7 @@ __attribute__((noinline)) void multiply_segment(const Codes& given, const char* 
             if constexpr (Product::joins) {
               sum = Codes::Sum::joined(sums[r][2 * o], sums[r][2 * o + 1]);
             } else {
-              sum = sums[r][o].total();
+              sum = sums[r][o].total(at[r].start[half][0], at[r].start[half][1]);
             }
             total[r][o] += sum * (scale * splat<F32<W>>(at[r].scale));
             if constexpr (offset)

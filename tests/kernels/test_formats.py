@@ -88,7 +88,7 @@ def test_decoding_agrees_with_the_definition(format: str) -> None:
 def test_formats_may_differ_between_matrices() -> None:
     store, plain = stores({"gate": "q4_k", "up": "q5_k", "down": "q6_k"}, "generic")
     hidden, ids, weights = batch(9)
-    assert torch.equal(store.forward(hidden, ids, weights), plain.forward(hidden, ids, weights))
+    assert torch.equal(store.forward(hidden, ids, weights, needs_grad=True), plain.forward(hidden, ids, weights))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_odd_sizes() -> None:
     x = torch.randn(6, hidden, generator=generator)
     ids = torch.randint(0, experts, (6, 1), generator=generator)
     weights = torch.ones(6, 1)
-    assert torch.equal(store.forward(x, ids, weights), plain.forward(x, ids, weights))
+    assert torch.equal(store.forward(x, ids, weights, needs_grad=True), plain.forward(x, ids, weights))
 
 
 def test_fused_gate_up() -> None:

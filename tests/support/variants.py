@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 ROUNDING = ("avx512_bf16", "amx", "neon_bf16")  # variants that hold activations in bf16
-MULTIPLYING_CODES = ("avx512_bf16", "amx")  # variants with a packed GEMV (csrc/kernels/packed_gemv.h)
 # Variants whose float kernels are compiled from the source of another one's. Where they are emulated, which is slow,
 # only tests of what differs run them: of int8 products, and of the choice of a variant.
 FLOATS_OF_ANOTHER = ("avx512_vnni",)
