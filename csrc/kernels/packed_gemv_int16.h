@@ -257,6 +257,34 @@ inline void prefetch_tile(const char* tile, int tile_bytes, int64_t next) {
   }
 }
 
+// Adds the products of one half of a k tile, or of all of it where it has one scale, to the totals of a sweep. `s` and
+// `m` are the half's scales and the numbers that are added.
+template <class Product, class Codes, bool offset, int half, int rows, int NV, int NO>
+inline void add_half(const Codes& kind, const char* tile, int lane, const Int16Tile<Product::copies>* x, const float* s,
+                     const float* m, F32<Product::width> (&total)[rows][NO]) {
+  constexpr int W = Product::width, quads = kQuads / Codes::halves;
+  typename Codes::Sum sums[rows][NV];
+  for (int r = 0; r < rows; r++)
+    for (int v = 0; v < NV; v++) sums[r][v].begin(x[r].start[half][0], x[r].start[half][1]);
+  add_quads<Codes, Int16Tile<Product::copies>, rows, NV, half * quads, (half + 1) * quads>(kind, tile, lane, x, sums);
+#pragma GCC unroll 4
+  for (int o = 0; o < NO; o++) {
+    const F32<W> scale = scales_of_sums<Product>(s, lane + o * kLanesOfNumbers<Product>);
+    F32<W> minimum = {};
+    if constexpr (offset) minimum = scales_of_sums<Product>(m, lane + o * kLanesOfNumbers<Product>);
+    for (int r = 0; r < rows; r++) {
+      F32<W> sum;
+      if constexpr (Product::joins) {
+        sum = Codes::Sum::joined(sums[r][2 * o], sums[r][2 * o + 1]);
+      } else {
+        sum = sums[r][o].total(x[r].start[half][0], x[r].start[half][1]);
+      }
+      total[r][o] += sum * (scale * splat<F32<W>>(x[r].scale));
+      if constexpr (offset) total[r][o] += minimum * splat<F32<W>>(x[r].sum[half] * (Product::joins ? 1.0f : 0.5f));
+    }
+  }
+}
+
 // Adds the products of `count` k tiles to numbers [rows][32]: of 16 outputs where the product joins lanes, else of
 // lanes.
 template <class Product, class Codes, bool offset, int rows>
@@ -273,39 +301,11 @@ __attribute__((noinline)) void multiply_segment(const Codes& given, const char* 
       for (int o = 0; o < NO; o++) total[r][o] = load<F32<W>>(numbers + r * kLanesOfTile + column + o * W);
     for (int k = 0; k < count; k++) {
       const char* tile = codes + (int64_t)k * tile_bytes;
-      const Int16Tile<Product::copies>* at = x + k * rows;
+      const float *s = scales.s + k * halves * kTileN, *m = scales.m + k * halves * kTileN;
       if (lane == 0) prefetch_tile(tile, tile_bytes, next);
-#pragma GCC unroll 2
-      for (int half = 0; half < halves; half++) {
-        typename Codes::Sum sums[rows][NV];
-        for (int r = 0; r < rows; r++)
-          for (int v = 0; v < NV; v++) sums[r][v].begin(at[r].start[half][0], at[r].start[half][1]);
-        if constexpr (halves == 1) {
-          add_quads<Codes, Int16Tile<Product::copies>, rows, NV, 0, kQuads>(kind, tile, lane, at, sums);
-        } else if (half == 0) {
-          add_quads<Codes, Int16Tile<Product::copies>, rows, NV, 0, kQuads / 2>(kind, tile, lane, at, sums);
-        } else {
-          add_quads<Codes, Int16Tile<Product::copies>, rows, NV, kQuads / 2, kQuads>(kind, tile, lane, at, sums);
-        }
-        const float *s = scales.s + (k * halves + half) * kTileN, *m = scales.m + (k * halves + half) * kTileN;
-#pragma GCC unroll 4
-        for (int o = 0; o < NO; o++) {
-          const F32<W> scale = scales_of_sums<Product>(s, lane + o * kLanesOfNumbers<Product>);
-          F32<W> minimum = {};
-          if constexpr (offset) minimum = scales_of_sums<Product>(m, lane + o * kLanesOfNumbers<Product>);
-          for (int r = 0; r < rows; r++) {
-            F32<W> sum;
-            if constexpr (Product::joins) {
-              sum = Codes::Sum::joined(sums[r][2 * o], sums[r][2 * o + 1]);
-            } else {
-              sum = sums[r][o].total(at[r].start[half][0], at[r].start[half][1]);
-            }
-            total[r][o] += sum * (scale * splat<F32<W>>(at[r].scale));
-            if constexpr (offset)
-              total[r][o] += minimum * splat<F32<W>>(at[r].sum[half] * (Product::joins ? 1.0f : 0.5f));
-          }
-        }
-      }
+      add_half<Product, Codes, offset, 0, rows, NV>(kind, tile, lane, x + k * rows, s, m, total);
+      if constexpr (halves == 2)
+        add_half<Product, Codes, offset, 1, rows, NV>(kind, tile, lane, x + k * rows, s + kTileN, m + kTileN, total);
     }
     for (int r = 0; r < rows; r++)
       for (int o = 0; o < NO; o++) store(numbers + r * kLanesOfTile + column + o * W, total[r][o]);
