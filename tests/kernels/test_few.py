@@ -1,6 +1,6 @@
 """Inference multiplies codes as they lie, for few rows of an expert, or for any number where the CPU has no bf16
-products: weights are not rounded then, passes with needs_grad see them rounded, and nothing depends on threads, groups or
-neighbours as long as an expert has few rows."""
+products: weights are not rounded then, passes with needs_grad see them rounded, and nothing depends on threads, groups
+or neighbours as long as an expert has few rows."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .rounded import SPECS, Lora, Rounded
 
 ROWS = {"int4": 4, "fp8:128x128": 2}  # that are few on every variant
 OPENED = ["int8", "int4:32", "int4:64:f16", "int4:128:f32", "int4:0", "mxfp4", "nvfp4", "fp8:128x128"]
-# int16 activations are off by 2^-16 of the largest of 32. Where numbers between the products are rounded to bf16, one may
-# round the other way where its sum is off. Weights in bf16 are off by 2^-9.
+# int16 activations are off by 2^-16 of the largest of 32. Where numbers between the products are rounded to bf16, one
+# may round the other way where its sum is off. Weights in bf16 are off by 2^-9.
 UNROUNDED, ROUNDED_BETWEEN, WEIGHTS = 1e-4, 1e-3, 2**-8
 
 
@@ -34,8 +34,8 @@ def limit(isa: str, few: bool = True) -> float:
 def exact(
     isa: str, given: Rounded, batch: Batch, loras: tuple[Lora, ...] = (), adapter: Tensor | None = None
 ) -> Tensor:
-    """The layer of the numbers that codes stand for, in float64; where the variant rounds them, hidden states and what is
-    between the products are what bf16 has of them."""
+    """The layer of the numbers that codes stand for, in float64; where the variant rounds them, hidden states and what
+    is between the products are what bf16 has of them."""
 
     def rounded(x: Tensor) -> Tensor:
         return (x.bfloat16() if isa in ROUNDING else x).double()
