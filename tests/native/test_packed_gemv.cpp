@@ -93,7 +93,7 @@ bool same(const std::vector<float>& a, const std::vector<float>& b) {
 
 // An activated value may round the other way where its sum is off by a bit. Rounded weights are off by 2^-9, and their
 // square by twice that.
-constexpr double kExact = 1e-4, kRoundedBetween = 1e-3, kRounded = 1e-2;
+constexpr double kExact = 3e-4, kRoundedBetween = 1e-3, kRounded = 1e-2;
 
 // `int16`: only with int16 activations.
 void check_packed_gemv(const CodedLayer& layer, bool int16 = false) {
