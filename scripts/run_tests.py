@@ -36,7 +36,7 @@ LONGEST_FIRST = (
     "prove",
     "adapters",
 )
-ALONE = ("kernels/test_interrupt.py", "test_import.py", "serve")  # servers leave threads behind: they come last
+ALONE = ("kernels/test_interrupt.py", "test_import.py", "serve")
 NO_TESTS = 5  # pytest's exit code where all are deselected
 COUNTED = re.compile(r"(\d+) (passed|failed|skipped|deselected|errors?|xfailed)")
 

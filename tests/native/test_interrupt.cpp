@@ -96,12 +96,14 @@ TEST(a_long_unit_after_many_short_ones_is_interrupted) {
   CheckSet set([] { return true; });
   InterruptPoll interrupted;
   const auto start = std::chrono::steady_clock::now();
-  while (seconds_since(start) < 0.05) CHECK(!interrupted());
-  std::this_thread::sleep_for(std::chrono::milliseconds(60));
-  CHECK(interrupted());
-  CHECK(!interrupted());
-  std::this_thread::sleep_for(std::chrono::milliseconds(110));
-  CHECK(interrupted());
+  bool early = false;
+  while (seconds_since(start) < 0.05) early |= interrupted();
+  CHECK(!early || seconds_since(start) > 0.09);  // a thread that lost its CPU for so long may have been due
+  for (int i = 0; i < 2; i++) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(120));
+    CHECK(interrupted());
+    CHECK(!interrupted());
+  }
 }
 
 TEST(crc32c_of_known_bytes) {

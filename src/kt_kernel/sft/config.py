@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kt_kernel.sft.errors import KTAMXConfigError
+from kt_kernel.sft.errors import KTActivationPolicyError, KTAMXConfigError
 
 ACTIVATION_WORDS = ("retain", "recompute")
 WEIGHT_FORMATS = ("bf16", "int8", "fp8", "rawint4", "mxfp4")
@@ -56,9 +56,12 @@ class KTActivationPolicy:
             if word not in ACTIVATION_WORDS:
                 raise KTAMXConfigError(f"kt_activation_policy: {name}", repr(word), " or ".join(ACTIVATION_WORDS))
         if (self.cpu, self.gpu) == ("recompute", "retain"):
-            raise NotImplementedError(
-                "kt_activation_policy: given cpu=recompute with gpu=retain, expected another combination; experts are "
-                "recomputed by the checkpointing of their block, which gpu=retain turns off: use cpu=retain"
+            raise KTActivationPolicyError(
+                "kt_activation_policy",
+                "cpu=recompute with gpu=retain",
+                "another combination: experts are recomputed by the checkpointing of their block, which gpu=retain "
+                "turns off",
+                "use cpu=retain",
             )
 
     @classmethod

@@ -25,5 +25,9 @@ class KTAMXConfigError(KTAMXError, InputError):
     """A field of `KTConfig`, or a combination of fields, that cannot be used."""
 
 
+class KTActivationPolicyError(KTAMXConfigError, NotImplementedError):
+    """The one combination of activation policies that means nothing; kt-kernel raises a NotImplementedError."""
+
+
 class KTArtifactError(InputError, RuntimeError):
     """Files of an adapter that are missing, damaged, or of another model."""

@@ -302,53 +302,64 @@ def warn_ignored(**options: object) -> None:
             log(f"--{name.replace('_', '-')} has no effect here and is ignored")
 
 
+# Options of `kt quant`; the names behind the first are those of kt-kernel's converter.
+FormatOption = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        "--method",
+        "-m",
+        "--quant-method",
+        help="int4, int8, bf16, fp8:128x128, q8_0 ... (docs/quant.md has all), or keep: as released.",
+    ),
+]
+ThreadsOption = Annotated[
+    int | None, typer.Option("--threads", "--cpuinfer-threads", "--cpu-threads", help="[default: all cores]")
+]
+ExpertsOption = Annotated[
+    Path | None, typer.Option(help="Take the experts from here: GGUF or kt-kernel files of the same model.")
+]
+LayoutOption = Annotated[
+    str, typer.Option(help="packed, which ktransformers maps, or kt-kernel: files that kt-kernel 0.7 reads.")
+]
+NumaNodesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--numa-nodes",
+        "--threadpool-count",
+        help="kt-kernel's layout: parts of each expert, its threadpool_count. [default: this machine's]",
+    ),
+]
+NoMergeOption = Annotated[
+    bool, typer.Option("--no-merge", "--no-merge-safetensor", help="kt-kernel's layout: a tree of .kt files.")
+]
+BackwardOption = Annotated[
+    bool, typer.Option("--backward", "--save-backward-weights", help="kt-kernel's layout: transposed matrices too.")
+]
+ResumeLayerOption = Annotated[
+    int, typer.Option("--resume-layer", help="kt-kernel's layout: refuse if a layer below is missing.", hidden=True)
+]
+CalibOption = Annotated[
+    Path | None, typer.Option(help="A text or JSON lines: measure KL and perplexity against the source.")
+]
+
+
 def quant(
     model: Annotated[str | None, typer.Argument(help="A model's directory, a GGUF file, or a registered name.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", "--output", help="The directory to write.")] = None,
-    word: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            "--method",
-            "-m",
-            "--quant-method",
-            help="int4, int8, bf16, fp8:128x128, q8_0 ... (docs/quant.md has all), or keep: as released.",
-        ),
-    ] = "int4",
+    word: FormatOption = "int4",
     group: Annotated[int | None, typer.Option(help="int4: columns that share a scale. [default: 32]")] = None,
     down_format: Annotated[str | None, typer.Option(help="Another format for down.")] = None,
-    threads: Annotated[
-        int | None, typer.Option("--threads", "--cpuinfer-threads", "--cpu-threads", help="[default: all cores]")
-    ] = None,
-    experts: Annotated[
-        Path | None, typer.Option(help="Take the experts from here: GGUF or kt-kernel files of the same model.")
-    ] = None,
-    layout: Annotated[
-        str, typer.Option(help="packed, which ktransformers maps, or kt-kernel: files that kt-kernel 0.7 reads.")
-    ] = "packed",
-    numa_nodes: Annotated[
-        int | None,
-        typer.Option(
-            "--numa-nodes",
-            "--threadpool-count",
-            help="kt-kernel's layout: parts of each expert, its threadpool_count. [default: this machine's]",
-        ),
-    ] = None,
-    no_merge: Annotated[
-        bool, typer.Option("--no-merge", "--no-merge-safetensor", help="kt-kernel's layout: a tree of .kt files.")
-    ] = False,
-    backward: Annotated[
-        bool,
-        typer.Option("--backward", "--save-backward-weights", help="kt-kernel's layout: transposed matrices too."),
-    ] = False,
-    resume_layer: Annotated[
-        int, typer.Option("--resume-layer", help="kt-kernel's layout: refuse if a layer below is missing.", hidden=True)
-    ] = 0,
+    threads: ThreadsOption = None,
+    experts: ExpertsOption = None,
+    layout: LayoutOption = "packed",
+    numa_nodes: NumaNodesOption = None,
+    no_merge: NoMergeOption = False,
+    backward: BackwardOption = False,
+    resume_layer: ResumeLayerOption = 0,
     layers: Annotated[str | None, typer.Option(help="Only these now, as 0-3,7; the rest with a later call.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes and time, write nothing.")] = False,
-    calib: Annotated[
-        Path | None, typer.Option(help="A text or JSON lines: measure KL and perplexity against the source.")
-    ] = None,
+    calib: CalibOption = None,
     calib_tokens: Annotated[int | None, typer.Option(help="Tokens of it to read. [default: 8192]")] = None,
     hash_source: Annotated[bool, typer.Option("--hash-source", help="Record SHA-256 of the source's files.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
