@@ -465,7 +465,8 @@ struct PackedGemvInt16 {
     with_quads<PlaneQuads<W, Codec::int4>, 1, 4>(zero, act);
   }
 
-  // Writes all rows into the scratch of dequantised tiles: groups of rows, in each [k_tiles][rows].
+  // Writes all rows into the scratch of dequantised tiles: groups of rows, in each [k_tiles][rows]. A pass over tiles
+  // begins a new group, whatever the number of its rows.
   template <class Unit>
   static PackedGemvPanel write_rows(const Unit& u) {
     return write_panel(u.base, u.tiling.rows, u.live, *u.encoded.encoding, (Tile*)u.encoded.decoded);
@@ -597,11 +598,12 @@ struct PackedGemvInt16 {
                                                                const Encoding& e, Tile* to) {
     const QuadLayout first = layout_of(e.format[0]), second = layout_of(e.format[1]);
     const bool same = first == second;
-    const int k_tiles = panel.k_tiles;
+    const int k_tiles = panel.k_tiles, rows_of_pass = kPassTiles * tile_rows;
     Tile* other = same ? to : to + (int64_t)rows * k_tiles;
     for (int row = 0; row < rows; row++) {
-      const int group = row / kInt16GroupRows * kInt16GroupRows,
-                count = rows - group < kInt16GroupRows ? rows - group : kInt16GroupRows;
+      const int pass = row - row % rows_of_pass, end = rows - pass < rows_of_pass ? rows : pass + rows_of_pass,
+                group = row - (row - pass) % kInt16GroupRows,
+                count = end - group < kInt16GroupRows ? end - group : kInt16GroupRows;
       const char* from = panel.a + row / tile_rows * (int64_t)panel.a_tile + row % tile_rows * (kTileK * Isa::elem);
       for (int k = 0; k < k_tiles; k++) {
         const char* tile = from + (int64_t)k * tile_rows * (kTileK * Isa::elem);

@@ -93,6 +93,16 @@ def test_few_and_many_rows_in_one_batch(isa: str, spec: str, pool: _core.Pool) -
         assert error(run(store, batch), exact(isa, given, batch)) < limit(isa, few)
 
 
+@pytest.mark.parametrize("format", ["int8", "int4:32", "nvfp4"])
+def test_rows_that_fill_no_pass(isa: str, format: str, pool: _core.Pool) -> None:
+    """Tiles have as many rows as divide a batch evenly, whatever the groups in which rows are multiplied."""
+    given = Rounded.of(make_layer(2, 96, 64), format)
+    store = given.store(pool, isa)
+    for tokens in (22, 31, 46, 65, 70, 96, 131):
+        batch = of_one_expert(given, tokens)
+        assert error(run(store, batch), exact(isa, given, batch)) < limit(isa, isa not in ROUNDING)
+
+
 @pytest.mark.parametrize(("hidden", "intermediate"), [(37, 40), (4160, 72), (64, 5200)])
 def test_odd_and_long_sizes(isa: str, hidden: int, intermediate: int, pool: _core.Pool) -> None:
     """Columns that fill no tile or no group, and K beyond the chunks that down is taken in."""

@@ -19,7 +19,7 @@ from ktransformers.errors import InputError
 from ktransformers.nn import load_model
 from ktransformers.nn.prepare import prepare
 from ktransformers.nn.quantizer import KTConfig, check_computable
-from tests.support.loaded_models import EXACT, MLA, SIZES, stores
+from tests.support.loaded_models import EXACT, MLA, SIZES, stores, training_logits
 from tests.support.releases import KINDS, kt_parts, write_kt_tree
 from tests.support.tiny_models import build, logits, save, tokens
 
@@ -60,7 +60,7 @@ def test_quantised_release_matches_its_dequantised_model(kind: str, tmp_path: Pa
     model = load_model(tmp_path, dtype=torch.float32)
     (store,) = stores(model)
     assert store.formats == dict.fromkeys(("gate", "up", "down"), KINDS[kind][1])
-    torch.testing.assert_close(logits(model), want, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(training_logits(model), want, rtol=EXACT, atol=EXACT)
     assert model.name_or_path == str(tmp_path)
     assert model.config.quantization_config.to_dict() == {"quant_method": "kt", "source": KINDS[kind][2]}
 
@@ -70,11 +70,11 @@ def test_plain_attention_with_quantised_experts(tmp_path: Path) -> None:
     source, out = tmp_path / "model", tmp_path / "kt"
     want = release(source, "compressed int4", only=r"\.experts\.")
     edit(source, model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"])
-    torch.testing.assert_close(logits(load_model(source, dtype=torch.float32)), want, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(training_logits(load_model(source, dtype=torch.float32)), want, rtol=EXACT, atol=EXACT)
     assert prepare(source, out).links > 0 and (out / "model.safetensors").is_symlink()
     plain = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     assert [store.formats["up"] for store in stores(plain)] == ["int4:32"]
-    torch.testing.assert_close(logits(plain), want, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(training_logits(plain), want, rtol=EXACT, atol=EXACT)
 
 
 @pytest.mark.parametrize("kind", ["fp8 blocks", "gptq"])
@@ -90,7 +90,7 @@ def test_prepared_directory_writes_non_expert_weights_in_bf16(kind: str, tmp_pat
     for load in (load_model, AutoModelForCausalLM.from_pretrained):
         model = load(out, dtype=torch.float32)
         assert [store.formats["down"] for store in stores(model)] == [KINDS[kind][1]]
-        torch.testing.assert_close(logits(model), want, rtol=EXACT, atol=EXACT)
+        torch.testing.assert_close(training_logits(model), want, rtol=EXACT, atol=EXACT)
     assert {file.name: file.read_bytes() for file in source.iterdir()} == before
     # A program without us stops at the experts instead of making some up.
     words = json.loads((out / "config.json").read_text())
@@ -136,7 +136,7 @@ def test_gpt_oss_release_matches_its_dequantised_model(tmp_path: Path) -> None:
     edit(tmp_path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     model = load_model(tmp_path, dtype=torch.float32)
     assert [store.formats["gate"] for store in stores(model)] == ["mxfp4", "mxfp4"]
-    torch.testing.assert_close(logits(model), want, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(training_logits(model), want, rtol=EXACT, atol=EXACT)
 
 
 @pytest.mark.parametrize("method", ["INT8", "INT4"])
@@ -155,7 +155,7 @@ def test_experts_from_a_kt_kernel_tree(method: str, tmp_path: Path) -> None:
     want = stock(tmp_path / "model", tensors)
     save_file(original, tmp_path / "model" / "model.safetensors")
     model = load_model(tmp_path / "model", experts=tmp_path / "tree", dtype=torch.float32)
-    torch.testing.assert_close(logits(model), want, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(training_logits(model), want, rtol=EXACT, atol=EXACT)
     with pytest.raises(InputError, match="tree: given experts alone, expected a model"):
         load_model(tmp_path / "tree")
 
@@ -177,7 +177,7 @@ def test_model_from_merged_kt_kernel_files(tmp_path: Path) -> None:
     save_file(merged, tmp_path / "model.safetensors")
     model = load_model(tmp_path, dtype=torch.float32)
     assert stores(model)[0].formats["down"] == "int8"
-    torch.testing.assert_close(logits(model), want, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(training_logits(model), want, rtol=EXACT, atol=EXACT)
 
 
 def test_unsupported_quantisations_are_refused_by_name(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from ktransformers.nn import load_model
 from ktransformers.nn.prepare import prepare
 from tests.support.gguf_models import GGUF_LEAVES, gguf_fields, to_gguf
-from tests.support.loaded_models import EXACT, MLA, SIZES, stores
+from tests.support.loaded_models import EXACT, MLA, SIZES, stores, training_logits
 from tests.support.releases import write_gguf
 from tests.support.tiny_models import build, logits, save
 
@@ -38,7 +38,7 @@ def test_model_from_a_gguf_file_matches_the_stock_model(family: str, tmp_path: P
     actual = load_model(file, dtype=torch.float32)
     assert type(actual) is type(model)
     assert {role: kind.upper() for role, kind in stores(actual)[-1].formats.items()} == kinds
-    torch.testing.assert_close(logits(actual), logits(model), rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(training_logits(actual), logits(model), rtol=EXACT, atol=EXACT)
 
 
 def test_gguf_file_next_to_config_json(tmp_path: Path) -> None:
@@ -57,15 +57,15 @@ def test_gguf_file_next_to_config_json(tmp_path: Path) -> None:
         load_model(full, experts=directory / "m.gguf", dtype=torch.float32),
     ):
         assert stores(actual)[0].formats["up"] == "q8_0"
-        torch.testing.assert_close(logits(actual), want, rtol=EXACT, atol=EXACT)
+        torch.testing.assert_close(training_logits(actual), want, rtol=EXACT, atol=EXACT)
     prepare(directory, tmp_path / "kt")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "kt", dtype=torch.float32)
     assert stores(plain)[0].formats["up"] == "q8_0"
-    torch.testing.assert_close(logits(plain), want, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(training_logits(plain), want, rtol=EXACT, atol=EXACT)
     prepare(full, tmp_path / "mixed", experts=directory / "m.gguf")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "mixed", dtype=torch.float32)
     assert stores(plain)[0].formats["up"] == "q8_0"
-    torch.testing.assert_close(logits(plain), want, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(training_logits(plain), want, rtol=EXACT, atol=EXACT)
 
 
 def test_gpt_oss_from_a_gguf_file(tmp_path: Path) -> None:
@@ -105,4 +105,4 @@ def test_gpt_oss_from_a_gguf_file(tmp_path: Path) -> None:
     write_gguf(tmp_path / "gpt-oss.gguf", "gpt-oss", {}, tensors)
     actual = load_model(tmp_path, dtype=torch.float32)
     assert stores(actual)[0].formats == dict.fromkeys(("gate", "up", "down"), "mxfp4")
-    torch.testing.assert_close(logits(actual), logits(model), rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(training_logits(actual), logits(model), rtol=EXACT, atol=EXACT)

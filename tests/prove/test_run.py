@@ -189,8 +189,9 @@ def test_experts_of_training_are_served(trained: tuple[Path, list[str]], tmp_pat
     done = run(tmp_path / "out", "--json")
     assert done.exit_code == 0, done.output
     checks = {check["what"]: check for check in json.loads(done.stdout)["checks"]}
-    for what in ("as trained", "server, adapter", "server, base"):
-        assert checks[what]["passed"] and checks[what]["difference"]["max"] < 2e-5, what
+    # A server multiplies codes of int8, which training rounds to bf16.
+    for what, most in (("as trained", 2e-5), ("server, adapter", 2e-3), ("server, base", 2e-3)):
+        assert checks[what]["passed"] and checks[what]["difference"]["max"] < most, what
     assert checks["stock PEFT"]["passed"] is None and str(packed) in checks["stock PEFT"]["said"]
     packed.rename(tmp_path / "gone")
     assert "pass --kt-weight-path" in str(run(tmp_path / "out").exception)
