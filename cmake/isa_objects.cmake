@@ -68,6 +68,9 @@ function(kt_isa name architecture source)
   # Products contract to FMA, in every compiler. No -ffast-math: NaN and infinity keep their meaning and sums keep the
   # order in which they are written.
   target_compile_options(${target} PRIVATE -ffp-contract=fast -fno-math-errno -fno-trapping-math -fno-exceptions)
+  # gcc tunes for CPUs on which chains of FMA are slow by contracting some and not others: in gcc 13 in some instances of
+  # a template for AVX2 and not in others, so that a row's bits depended on its neighbours.
+  target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:GNU>:--param=avoid-fma-max-bits=0>)
   # An emulated variant exists for tests: -O1 compiles four times as fast, and the emulated intrinsics are vectors anyway.
   if(emulated AND NOT KT_SANITIZE)
     target_compile_options(${target} PRIVATE -O1)

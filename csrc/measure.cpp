@@ -83,7 +83,7 @@ double measure(Pool& pool, const KernelTable& kernels, const Measurement& m) {
                              " threads were free within 10 s; measure while nothing else runs on this pool");
   if (job.sum() <= 0 && m.codes)
     throw std::invalid_argument(std::string("packed GEMV of variant ") + kernels.name + " does not take " +
-                                std::to_string(m.rows) + " rows of " + m.codes->row().name);
+                                std::to_string(m.rows) + " rows of " + m.codes->format[0].row().name);
   if (job.sum() <= 0)
     throw std::invalid_argument(std::to_string(scratch_bytes(m)) + " bytes are too few for one block of this variant");
   return job.sum();

@@ -45,7 +45,9 @@ double PyPool::rate(const std::string& what, double seconds, int64_t threads, co
 
 double PyPool::codes_rate(const std::string& format, int64_t rows, double seconds, int64_t threads,
                           const std::string& isa) {
-  const Format codes = format_of("format", format);
+  constexpr int32_t k_tiles = 16;  // of a block that stays in L1
+  const Format of_codes = format_of("format", format);
+  const Encoding codes(of_codes, of_codes, k_tiles);
   Measurement m{.what = Rate::panels, .seconds = seconds, .codes = &codes};
   if (!(seconds > 0 && seconds <= 60)) refuse_value("seconds", std::to_string(seconds), "more than 0 and at most 60");
   m.threads = in_range("threads", threads, 0, engine->pool.threads());

@@ -45,11 +45,14 @@ struct HalfQuads {
 
   template <int quad>
   static U8<W> at(const char* tile, int lane) {
-    const U16<W> a = (U16<W>)Mixed::template at<quad % 2 * 2>(tile, lane);
-    const U16<W> b = (U16<W>)Mixed::template at<quad % 2 * 2 + 1>(tile, lane);
-    U16<W> from;
-    for (int i = 0; i < 2 * W; i++) from[i] = (uint16_t)(i / 2 * 2 + quad / 2 + i % 2 * 2 * W);
-    return (U8<W>)__builtin_shuffle(a, b, from);
+    const U32<W> a = (U32<W>)Mixed::template at<quad % 2 * 2>(tile, lane);
+    const U32<W> b = (U32<W>)Mixed::template at<quad % 2 * 2 + 1>(tile, lane);
+    if constexpr (kNeon<W>) {  // which interleaves halves of words in one instruction
+      U16<W> from;
+      for (int i = 0; i < 2 * W; i++) from[i] = (uint16_t)(i / 2 * 2 + quad / 2 + i % 2 * 2 * W);
+      return (U8<W>)__builtin_shuffle((U16<W>)a, (U16<W>)b, from);
+    }
+    return quad < 2 ? (U8<W>)((a & 0xffffu) | b << 16) : (U8<W>)(a >> 16 | (b & 0xffff0000u));
   }
 };
 

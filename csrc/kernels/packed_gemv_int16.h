@@ -233,15 +233,20 @@ inline void add_quads(const Codes& kind, const char* tile, int lane, const Tile*
 template <class Product>
 constexpr int kLanesOfNumbers = Product::joins ? 2 * Product::width : Product::width;
 
-// Scales of 16 rows, twice in the two lanes of an output.
+typedef float TwoFloats __attribute__((vector_size(8)));
+
+// Each number twice, in the two lanes of an output.
+inline F32<4> twice(TwoFloats v) { return __builtin_shufflevector(v, v, 0, 0, 1, 1); }
+inline F32<8> twice(F32<4> v) { return __builtin_shufflevector(v, v, 0, 0, 1, 1, 2, 2, 3, 3); }
+inline F32<16> twice(F32<8> v) {
+  return __builtin_shufflevector(v, v, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+}
+
 template <int W>
 inline F32<W> scales_of_lanes_at(const float* scales, int lane) {
-  I32<W> twice;
-  for (int i = 0; i < W; i++) twice[i] = (W < 16 ? 0 : lane / 2) + i / 2;
-  if constexpr (W == 16) return __builtin_shuffle(load<F32<W>>(scales), twice);
-  F32<W> own = {};
-  __builtin_memcpy(&own, scales + lane / 2, W / 2 * sizeof(float));
-  return __builtin_shuffle(own, twice);
+  if constexpr (W == 4) return twice(load<TwoFloats>(scales + lane / 2));
+  if constexpr (W == 8) return twice(load<F32<4>>(scales + lane / 2));
+  if constexpr (W == 16) return twice(load<F32<8>>(scales + lane / 2));
 }
 
 template <class Product>

@@ -147,9 +147,8 @@ struct PackedGemvUnit {
 };
 
 template <class Isa, class Gemv>
-double packed_gemv_rate(const Format& format, int32_t rows, double seconds, char* scratch, size_t bytes) {
-  constexpr int32_t k_tiles = 16;
-  const Encoding encoding(format, format, k_tiles);
+double packed_gemv_rate(const Encoding& encoding, int32_t rows, double seconds, char* scratch, size_t bytes) {
+  const int32_t k_tiles = encoding.k_tiles;
   const Tiling tiling = Isa::tiling(rows);
   const int64_t tile = (int64_t)tiling.rows * kTileK * Isa::elem * k_tiles;
   char *panel = scratch, *block = panel + round_up(tile * tiling.tiles, 64),
@@ -158,8 +157,9 @@ double packed_gemv_rate(const Format& format, int32_t rows, double seconds, char
   if (decoded + k_tiles * (row_bytes > 2 * kTileBytes ? row_bytes : 2 * kTileBytes) > scratch + bytes) return 0;
   fill_with_noise(panel, (size_t)(tile * tiling.tiles), Isa::elem);
   fill_with_noise(block, (size_t)encoding.block_bytes(), 1);
-  for (int half = 0; half < 2; half++)  // scales of noise might be subnormal, which is slow
-    __builtin_memset(block + half * encoding.strip[0].bytes, 0, (size_t)encoding.strip[half].codes);
+  for (int64_t i = 0; i < encoding.block_bytes(); i++) block[i] &= 0x77;  // no NaN of fp8
+  for (int half = 0; half < 2; half++)  // a normal number in every type of scales: others are slow
+    __builtin_memset(block + half * encoding.strip[0].bytes, 0x3f, (size_t)encoding.strip[half].codes);
   PackedGemvUnit unit{{panel, (size_t)tile, block, k_tiles}, {&encoding, 0, decoded}, tiling, rows, {}};
   for (int32_t r = 0; r < rows && r < kPackedGemvRows; r++) unit.packed_gemv.row[r] = panel + r * kTileK * Isa::elem;
   unit.packed_gemv.step = (int64_t)tiling.rows * kTileK * Isa::elem;
@@ -173,16 +173,17 @@ double packed_gemv_rate(const Format& format, int32_t rows, double seconds, char
 }
 
 template <class Isa>
-double measure_codes(const Format& format, int32_t rows, double seconds, char* scratch, size_t bytes) {
+double measure_codes(const Encoding& encoding, int32_t rows, double seconds, char* scratch, size_t bytes) {
+  const Format& format = encoding.format[0];
   if (rows < 1 || rows > kPassTiles * Isa::max_rows) return 0;
   if constexpr (kHasPackedGemvF32<Isa>)
     if (PackedGemvF32<Isa>::rows_of(format))
       return rows > PackedGemvF32<Isa>::rows_of(format)
                  ? 0
-                 : packed_gemv_rate<Isa, PackedGemvF32<Isa>>(format, rows, seconds, scratch, bytes);
+                 : packed_gemv_rate<Isa, PackedGemvF32<Isa>>(encoding, rows, seconds, scratch, bytes);
   if constexpr (kHasPackedGemvInt16<Isa>)
     if (rows <= PackedGemvInt16<Isa>::rows_of(format))
-      return packed_gemv_rate<Isa, PackedGemvInt16<Isa>>(format, rows, seconds, scratch, bytes);
+      return packed_gemv_rate<Isa, PackedGemvInt16<Isa>>(encoding, rows, seconds, scratch, bytes);
   return 0;
 }
 

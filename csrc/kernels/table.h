@@ -370,7 +370,7 @@ struct KernelTable {
   double (*rate)(Rate what, double seconds, char* scratch, size_t bytes);
   // Weights per second of packed GEMV times `rows` rows, over one block that stays in L1; 0 where it does not take
   // them.
-  double (*codes_rate)(const Format& format, int32_t rows, double seconds, char* scratch, size_t bytes);
+  double (*codes_rate)(const Encoding& encoding, int32_t rows, double seconds, char* scratch, size_t bytes);
 };
 
 // What a variant exports: a table for each precision that it has, null for the others.
