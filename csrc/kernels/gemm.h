@@ -402,6 +402,24 @@ constexpr auto packed_gemv_rows_of() -> int32_t (*)(const Encoding&) {
   return nullptr;
 }
 
+// Other packed GEMVs only reorder their rows, in every lane.
+template <class Isa>
+constexpr auto packed_row_bytes_of() -> int32_t (*)(const Encoding&) {
+  if constexpr (kHasPackedGemvInt16<Isa>)
+    return [](const Encoding& e) {
+      if constexpr (kHasPackedGemvF32<Isa>)
+        if (packed_gemv_rows<PackedGemvF32<Isa>>(e)) return 0;
+      return PackedGemvInt16<Isa>::packed_row_bytes(e);
+    };
+  return nullptr;
+}
+
+template <class Isa>
+constexpr auto write_packed_rows_of() -> void (*)(const PackedRows&) {
+  if constexpr (kHasPackedGemvInt16<Isa>) return &PackedGemvInt16<Isa>::write_packed_rows;
+  return nullptr;
+}
+
 template <class Isa>
 constexpr int32_t packed_gemv_row_bytes_of() {
   if constexpr (kHasPackedGemvInt16<Isa>) return PackedGemvInt16<Isa>::row_bytes;

@@ -36,6 +36,8 @@ struct QuadLayout {
   bool operator==(const QuadLayout&) const = default;
 };
 
+typedef int16_t EightOf16 __attribute__((vector_size(16)));
+
 // 32 values as int16, in order of k, and the power of two that they are to be multiplied with.
 template <int W, DType panel>
 inline float to_int16(const char* row, int16_t (&out)[kTileK]) {
@@ -62,26 +64,40 @@ inline float to_int16(const char* row, int16_t (&out)[kTileK]) {
   uint32_t scale_bits = (uint32_t)(exponent - 14) << 23, inverse_bits = (uint32_t)(268 - exponent) << 23;
   __builtin_memcpy(&scale, &scale_bits, 4);
   __builtin_memcpy(&inverse, &inverse_bits, 4);
-  for (int i = 0; i < kTileK / W; i++) {
-    const U32<W> rounded = (U32<W>)(v[i] * splat<F32<W>>(inverse) + splat<F32<W>>(kRounding));
-    store(out + i * W, __builtin_convertvector(rounded, typename Vec<W>::u16));
+  auto rounded = [&](int i) { return v[i] * splat<F32<W>>(inverse) + splat<F32<W>>(kRounding); };
+  if constexpr (W == 4) {  // 16 bytes at a time, as they are read: a load waits for two stores of eight
+    for (int i = 0; i < kTileK / W; i += 2)
+      store(out + i * W,
+            __builtin_shuffle((EightOf16)rounded(i), (EightOf16)rounded(i + 1), EightOf16{0, 2, 4, 6, 8, 10, 12, 14}));
+  } else {
+    for (int i = 0; i < kTileK / W; i++)
+      store(out + i * W, __builtin_convertvector((U32<W>)rounded(i), typename Vec<W>::u16));
   }
   return finite ? scale : most;  // what is not finite makes the whole tile's results not finite
 }
 
-typedef int16_t EightOf16 __attribute__((vector_size(16)));
-
-// Sums of even and of odd k of a vector in order of k.
-struct ParitySums {
-  int32_t even, odd;
-};
-inline ParitySums by_parity(const EightOf16& v) { return {v[0] + v[2] + v[4] + v[6], v[1] + v[3] + v[5] + v[7]}; }
+// Sums of even and of odd k of a vector in order of k, twice.
+inline I32<4> by_parity(const EightOf16& v) {
+  const I32<4> even = (I32<4>)v << 16 >> 16, odd = (I32<4>)v >> 16;
+  const I32<4> pairs =
+      __builtin_shuffle(even, odd, I32<4>{0, 4, 1, 5}) + __builtin_shuffle(even, odd, I32<4>{2, 6, 3, 7});
+  return pairs + __builtin_shuffle(pairs, I32<4>{2, 3, 0, 1});
+}
 
 template <class Product>
-inline void put_start(char* to, const ParitySums& sums, int zero) {
-  const int32_t start[2] = {Product::start - zero * sums.even, -zero * sums.odd};
-  for (int copy = 0; copy < Product::copies; copy++) __builtin_memcpy(to + copy * kPartBytes, start, kPartBytes);
+inline void put_start(char* to, const I32<4>& sums, int zero) {
+  const I32<4> start = I32<4>{Product::start, 0, Product::start, 0} - sums * zero;
+  __builtin_memcpy(to, &start, Product::copies * kPartBytes);
 }
+
+// For every quad of a layout, which of 32 bytes in order of k the bytes of its operands are, twice.
+struct ByteOrder {
+  RowBytes from[kQuads];
+  explicit ByteOrder(const QuadLayout& layout) {
+    for (int quad = 0; quad < kQuads; quad++)
+      for (int i = 0; i < 16; i++) from[quad][i] = (uint8_t)(2 * layout.code[quad][i % 4] + i / 4 % 2);
+  }
+};
 
 // x as int16 pairs.
 template <class Product>
@@ -97,26 +113,25 @@ inline void write_pairs(const int16_t (&x)[kTileK], const QuadLayout& layout, In
 
 // x as two signed bytes.
 template <class Product>
-inline void write_bytes(const int16_t (&x)[kTileK], const QuadLayout& layout, Int16Tile<Product::copies>& out) {
+inline void write_bytes(const int16_t (&x)[kTileK], const ByteOrder& order, Int16Tile<Product::copies>& out) {
   alignas(16) int8_t bytes[2][kTileK];
   for (int k = 0; k < kTileK; k++) {
     bytes[0][k] = (int8_t)((x[k] + 128) >> 8);
     bytes[1][k] = (int8_t)x[k];
   }
-  for (int quad = 0; quad < kQuads; quad++) {
-    RowBytes from;
-    for (int i = 0; i < 16; i++) from[i] = (uint8_t)(2 * layout.code[quad][i % 4] + i / 4 % 2);
-    for (int f = 0; f < 2; f++) {
-      const RowBytes operand = __builtin_shuffle(load<RowBytes>(bytes[f]), load<RowBytes>(bytes[f] + 16), from);
+  for (int f = 0; f < 2; f++) {
+    const RowBytes first = load<RowBytes>(bytes[f]), second = load<RowBytes>(bytes[f] + 16);
+    for (int quad = 0; quad < kQuads; quad++) {
+      const RowBytes operand = __builtin_shuffle(first, second, order.from[quad]);
       __builtin_memcpy(out.operand[quad][f], &operand, Product::copies * kPartBytes);
     }
   }
 }
 
 template <class Product>
-inline void write_tile(const int16_t (&x)[kTileK], float scale, const QuadLayout& layout,
+inline void write_tile(const int16_t (&x)[kTileK], float scale, const QuadLayout& layout, const ByteOrder& order,
                        Int16Tile<Product::copies>& out) {
-  layout.pairs ? write_pairs<Product>(x, layout, out) : write_bytes<Product>(x, layout, out);
+  layout.pairs ? write_pairs<Product>(x, layout, out) : write_bytes<Product>(x, order, out);
   EightOf16 high[2], low[2];
   for (int half = 0; half < 2; half++) {
     const EightOf16 a = load<EightOf16>(x + 16 * half), b = load<EightOf16>(x + 16 * half + 8);
@@ -127,11 +142,10 @@ inline void write_tile(const int16_t (&x)[kTileK], float scale, const QuadLayout
   if (layout.halves == 1) high[0] += high[1], low[0] += low[1];
   out.scale = scale * layout.unit;
   for (int half = 0; half < layout.halves; half++) {
-    const ParitySums h = by_parity(high[half]), l = by_parity(low[half]);
-    const ParitySums all{256 * h.even + l.even, 256 * h.odd + l.odd};
-    out.sum[half] = (float)(all.even + all.odd) * scale;
+    const I32<4> h = by_parity(high[half]), l = by_parity(low[half]), all = h * 256 + l;
+    out.sum[half] = (float)(all[0] + all[1]) * scale;
     put_start<Product>(out.start[half][0], layout.pairs ? all : h, layout.zero);
-    put_start<Product>(out.start[half][1], layout.pairs ? ParitySums{} : l, layout.zero);
+    put_start<Product>(out.start[half][1], layout.pairs ? I32<4>{} : l, layout.zero);
   }
 }
 
@@ -238,9 +252,7 @@ typedef float TwoFloats __attribute__((vector_size(8)));
 // Each number twice, in the two lanes of an output.
 inline F32<4> twice(TwoFloats v) { return __builtin_shufflevector(v, v, 0, 0, 1, 1); }
 inline F32<8> twice(F32<4> v) { return __builtin_shufflevector(v, v, 0, 0, 1, 1, 2, 2, 3, 3); }
-inline F32<16> twice(F32<8> v) {
-  return __builtin_shufflevector(v, v, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
-}
+inline F32<16> twice(F32<8> v) { return __builtin_shufflevector(v, v, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7); }
 
 template <int W>
 inline F32<W> scales_of_lanes_at(const float* scales, int lane) {
@@ -474,7 +486,17 @@ struct PackedGemvInt16 {
   // begins a new group, whatever the number of its rows.
   template <class Unit>
   static PackedGemvPanel write_rows(const Unit& u) {
+    if constexpr (requires { u.packed_rows; })
+      if (u.packed_rows) return {{u.packed_rows, u.packed_rows}};
     return write_panel(u.base, u.tiling.rows, u.live, *u.encoded.encoding, (Tile*)u.encoded.decoded);
+  }
+
+  // Bytes of a k tile of a row where both halves of a block take the same rows.
+  static int32_t packed_row_bytes(const Encoding& e) {
+    return layout_of(e.format[0]) == layout_of(e.format[1]) ? (int32_t)sizeof(Tile) : 0;
+  }
+  static void write_packed_rows(const PackedRows& p) {
+    write_panel(p.panel, p.tiling.rows, p.live, *p.encoding, (Tile*)p.out);
   }
 
   // One block times the rows, into p.c. `next`: bytes from this block to the next one.
@@ -602,6 +624,7 @@ struct PackedGemvInt16 {
   __attribute__((noinline)) static PackedGemvPanel write_panel(const Contraction& panel, int tile_rows, int rows,
                                                                const Encoding& e, Tile* to) {
     const QuadLayout first = layout_of(e.format[0]), second = layout_of(e.format[1]);
+    const ByteOrder order[2] = {ByteOrder(first), ByteOrder(second)};
     const bool same = first == second;
     const int k_tiles = panel.k_tiles, rows_of_pass = kPassTiles * tile_rows;
     Tile* other = same ? to : to + (int64_t)rows * k_tiles;
@@ -615,12 +638,12 @@ struct PackedGemvInt16 {
         alignas(64) int16_t x[kTileK];
         const float scale = to_int16<W, Isa::panel>(tile, x);
         const int64_t begin = (int64_t)group * k_tiles + (int64_t)k * count, at = row - group;
-        auto write = [&](const QuadLayout& layout, Tile* tiles) {
+        auto write = [&](const QuadLayout& layout, const ByteOrder& bytes, Tile* tiles) {
           if (layout.floats) return write_floats(tile, (float*)(tiles + begin) + at * kTileK);
-          write_tile<Product>(x, scale, layout, tiles[begin + at]);
+          write_tile<Product>(x, scale, layout, bytes, tiles[begin + at]);
         };
-        write(first, to);
-        if (!same) write(second, other);
+        write(first, order[0], to);
+        if (!same) write(second, order[1], other);
       }
     }
     return {{(const char*)to, (const char*)other}};

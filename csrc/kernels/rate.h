@@ -258,6 +258,8 @@ constexpr KernelTable table_of(const char* name) {
           bf16_only<Isa>(&run_encode<(Isa::width > 4 ? Isa::width : 4)>),
           packed_gemv_rows_of<Isa>(),
           packed_gemv_row_bytes_of<Isa>(),
+          packed_row_bytes_of<Isa>(),
+          write_packed_rows_of<Isa>(),
           &measure_rate<Isa, Int8Isa>,
           &measure_codes<Isa>};
 }

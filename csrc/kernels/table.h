@@ -166,6 +166,17 @@ struct Down {
   char* scratch;
   const float* row_scale;  // as in Up
   PackedGemvRows packed_gemv;
+  const char* packed_rows;  // the rows of `base` as write_packed_rows wrote them; null: they are written here
+};
+
+// Writes the rows of a panel as packed GEMV with int16 activations takes them, once for all blocks that they are
+// multiplied with.
+struct PackedRows {
+  Contraction panel;
+  Tiling tiling;
+  int32_t live;
+  const Encoding* encoding;
+  char* out;  // live * k_tiles times packed_row_bytes
 };
 
 // W8A8: quantises rows to int8, each row with its own scale, largest magnitude / 127. An int8 panel has steps of 64 of
@@ -365,6 +376,8 @@ struct KernelTable {
   void (*encode)(const Encode&);                   // likewise
   int32_t (*packed_gemv_rows)(const Encoding&);    // most rows for which packed GEMV takes this encoding; null: none
   int32_t packed_gemv_row_bytes;  // scratch for a k tile of a row in packed GEMV; 0: that of dequantised tiles suffices
+  int32_t (*packed_row_bytes)(const Encoding&);  // of a k tile of a row in PackedRows; 0 or null: not for this encoding
+  void (*write_packed_rows)(const PackedRows&);
   // Units (flop, or bytes for `read`) per second. `panels` multiplies with K = 2048 over `bytes` of scratch, and so
   // does `bytes` in W8A8.
   double (*rate)(Rate what, double seconds, char* scratch, size_t bytes);

@@ -49,8 +49,33 @@ void Call::run_unit(const UpUnit& unit, const UpUnit* next, char* slice) {
   multiply_up(unit, next, slice, up);
 }
 
+Call::DownPanel Call::down_panel(size_t index, int32_t tile, int32_t tiles, int32_t k, int32_t k_tiles) const {
+  const Segment& segment = routing_.segments[index];
+  const BlockStore& store = experts_.weights().down();
+  const Tiling whole = plan_.tilings[index];
+  const int64_t row_bytes = (int64_t)kTileK * experts_.kernels().elem,
+                tile_bytes = whole.rows * row_bytes * store.k_tiles();
+  DownPanel panel{};
+  panel.rows = {panel_of(index) + tile * tile_bytes + k * whole.rows * row_bytes, (size_t)tile_bytes, nullptr, k_tiles};
+  panel.tiling = {whole.rows, tiles};
+  panel.live = std::min(segment.count - tile * whole.rows, tiles * whole.rows);
+  if (plan_.packed_row_bytes && uses_packed_gemv(index, store)) {
+    const int64_t row = segment.begin + (int64_t)tile * whole.rows;
+    panel.packed = workspace_.data() + plan_.packed_rows_at +
+                   (row * store.k_tiles() + (int64_t)k * panel.live) * plan_.packed_row_bytes;
+  }
+  return panel;
+}
+
 void Call::segment_done(size_t index, char* slice) {
   lora_shrink_hidden(index, panel_of(index), slice);
+  const BlockStore& store = experts_.weights().down();
+  for (int32_t k = 0; plan_.packed_row_bytes && k < store.k_tiles(); k += plan_.down_chunk)
+    for_pieces(index, [&](int32_t tile, int32_t tiles) {
+      const DownPanel panel = down_panel(index, tile, tiles, k, std::min(plan_.down_chunk, store.k_tiles() - k));
+      if (panel.packed)
+        experts_.kernels().write_packed_rows({panel.rows, panel.tiling, panel.live, store.encoding(), panel.packed});
+    });
   if (!w8a8()) return;
   const Segment& segment = routing_.segments[index];
   float* scales = (float*)(workspace_.data() + plan_.hidden_scales_at) + segment.begin;
@@ -67,7 +92,6 @@ void Call::run_lane_segment(const Lane& lane, size_t index, char* slice) {
   const Segment& segment = routing_.segments[index];
   Tiling whole = plan_.tilings[index];
   int32_t k_tiles = store.k_tiles();
-  int64_t row_bytes = (int64_t)kTileK * experts_.kernels().elem, tile_bytes = whole.rows * row_bytes * k_tiles;
   const char* b = lane_weights(lane, index);
   const char* after = index + 1 < routing_.segments.size() ? lane_weights(lane, index + 1) : nullptr;
 
@@ -91,11 +115,13 @@ void Call::run_lane_segment(const Lane& lane, size_t index, char* slice) {
       down.lora_term = lora_terms.data();
       down.lora_terms = (int32_t)lora_terms.size();
       int64_t row = segment.begin + (int64_t)tile * whole.rows;
-      down.tiling = {whole.rows, tiles};
-      down.live = std::min(segment.count - tile * whole.rows, tiles * whole.rows);
+      const DownPanel panel = down_panel(index, tile, tiles, k, now);
+      down.tiling = panel.tiling;
+      down.live = panel.live;
       down.rows = {routing_.token.data() + row, routing_.weight.data() + row, routing_.mark.data() + row};
-      down.base = {panel_of(index) + tile * tile_bytes + k * whole.rows * row_bytes, (size_t)tile_bytes,
-                   b + store.offset(k), now};
+      down.base = panel.rows;
+      down.base.b = b + store.offset(k);
+      down.packed_rows = panel.packed;
       down.encoded = {store.encoding(), k, slice + plan_.decoded_at};
       bool packed_gemv = uses_packed_gemv(index, store);
       if (packed_gemv) down.packed_gemv = panel_rows(down.base, whole, down.live);

@@ -28,6 +28,14 @@ class Call final : public Task {
   void segment_done(size_t segment, char* slice) override;
   void run_lane_segment(const Lane& lane, size_t segment, char* slice) override;
   const char* lane_weights(const Lane& lane, size_t segment) const override;
+  // Some activated rows of a segment, and some of their k tiles.
+  struct DownPanel {
+    Contraction rows;  // b: null
+    Tiling tiling;
+    int32_t live;
+    char* packed;  // where write_packed_rows writes them; null: nowhere
+  };
+  DownPanel down_panel(size_t segment, int32_t tile, int32_t tiles, int32_t k, int32_t k_tiles) const;
 
   char* keep_;
   std::atomic<int32_t> next_tokens_{0}, tokens_left_{0};  // W8A8: rows of x to quantise

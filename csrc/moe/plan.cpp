@@ -198,6 +198,14 @@ void make_plan(const Routing& routing, const PlanInput& input, int32_t tokens, c
   plan.hidden_scales_at = plan.x_scales_at + tokens * (int64_t)sizeof(float);
   if (plan.w8a8) at = plan.hidden_scales_at + (int64_t)(routing.token.size() * sizeof(float));
 
+  // Many rows are written by every lane: lanes are wide then, and the rows would not stay in the caches.
+  bool packs_rows = !back && !plan.w8a8 && down.encoding() && kernels.packed_row_bytes;
+  plan.packed_row_bytes = packs_rows ? kernels.packed_row_bytes(*down.encoding()) : 0;
+  int64_t packed_rows = (int64_t)routing.token.size() * down.k_tiles() * plan.packed_row_bytes;
+  if (packed_rows * 4 > (int64_t)weight_bytes * down.blocks()) plan.packed_row_bytes = 0;
+  plan.packed_rows_at = round_up(at, 64);
+  if (plan.packed_row_bytes) at = plan.packed_rows_at + packed_rows;
+
   plan.sums_at = round_up(at, 4096);
   int64_t sums = (int64_t)down.blocks() * tokens * kBlockN * kernels.sum_bytes;
   plan.panel_bytes = round_up(

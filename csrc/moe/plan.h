@@ -82,6 +82,10 @@ struct Plan {
   int64_t sums_at, threads_at, total_bytes;
   int64_t x_int8_at, x_scales_at,
       hidden_scales_at;  // W8A8: quantised x [T], its scales, scales of activated rows [rows]
+  // Forward: activated rows as packed GEMV takes them, and the bytes of a k tile of one; 0: lanes write them
+  // themselves.
+  int64_t packed_rows_at;
+  int32_t packed_row_bytes;
   // A thread's slice: gathered panel, partial sums, scratch, a dequantised block; backward also the kept rows of a unit
   // and transposed blocks.
   int64_t panel_bytes, partial_bytes, scratch_at, decoded_at, keep_at, transposed_at;
