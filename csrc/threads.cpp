@@ -88,7 +88,7 @@ class SignalsBlocked {
 }  // namespace
 
 struct Pool::Impl {
-  Impl(ThreadPlacement place, int spin_us, bool pin);
+  Impl(ThreadPlacement place, const PoolOptions& options);
   ~Impl() { stop(); }
 
   void check_process(const char* what) const;
@@ -104,7 +104,7 @@ struct Pool::Impl {
 
   ThreadPlacement placement;
   std::vector<int> cpus, groups;
-  std::chrono::microseconds spin;
+  std::chrono::microseconds spin, linger;
   const uint32_t fork_count = count_forks();
 
   SpinLock lock;
@@ -115,11 +115,13 @@ struct Pool::Impl {
   std::vector<std::thread> threads;
 };
 
-Pool::Impl::Impl(ThreadPlacement place, int spin_us, bool pin)
-    : placement(std::move(place)), spin(placement.oversubscribed ? 0 : spin_us) {
+Pool::Impl::Impl(ThreadPlacement place, const PoolOptions& options)
+    : placement(std::move(place)),
+      spin(placement.oversubscribed ? 0 : options.spin_us),
+      linger(placement.oversubscribed ? 0 : options.linger_us) {
   for (const WorkerPlacement& worker : placement.workers) {
     groups.push_back(worker.group);
-    cpus.push_back(pin ? worker.cpu : -1);
+    cpus.push_back(options.pin ? worker.cpu : -1);
   }
   const SignalsBlocked blocked;
   try {
@@ -130,7 +132,7 @@ Pool::Impl::Impl(ThreadPlacement place, int spin_us, bool pin)
       const pthread_t thread = threads.back().native_handle();
       pthread_setname_np(thread, ("kt-" + std::to_string(i)).c_str());
       const std::vector<int>& group_cpus = placement.cpus_of[static_cast<size_t>(worker.group)];
-      if (!pin || group_cpus.empty()) continue;
+      if (!options.pin || group_cpus.empty()) continue;
       if (cpus[i] >= 0 && !set_affinity(thread, {cpus[i]})) cpus[i] = -1;
       if (cpus[i] < 0) set_affinity(thread, group_cpus);
     }
@@ -231,7 +233,7 @@ void Pool::Impl::wait_done(Job& job, std::chrono::microseconds spin_limit, Poll&
 // Spins for an open job, then sleeps until notified. Returns whether it slept, or was about to.
 bool Pool::Impl::wait_for_work(EventCount& event) {
   const auto should_wake = [&] { return event.open.load() > 0 || stopping.load(); };
-  if (spin_until(should_wake, spin)) return false;
+  if (spin_until(should_wake, spin) || yield_until(should_wake, linger)) return false;
   event.waiters.fetch_add(1);
   const uint32_t seen = event.epoch.load();
   if (!should_wake()) futex_wait(event.epoch, seen);
@@ -303,7 +305,7 @@ double Pool::rate_on(const std::vector<int>& cpus) {
   placement.cpus_of = {cpus};
   const size_t l2 = topology().l2, kilobyte = 1024;
   RateJob job(kernels(), cpus.size(), l2 ? std::clamp(l2 / 2, 512 * kilobyte, 2048 * kilobyte) : 1024 * kilobyte);
-  Impl pool(std::move(placement), 0, true);
+  Impl pool(std::move(placement), {.spin_us = 0, .linger_us = 0});
   pool.enqueue(job, false);
   pool.idle_workers.notify(2);
   pool.idle_submit_worker.notify(1);
@@ -329,7 +331,7 @@ Pool::Pool(const PoolOptions& options) {
   if (groups > threads)
     throw std::invalid_argument("a pool of " + std::to_string(threads) + " threads cannot have " +
                                 std::to_string(groups) + " groups; ask for at least one thread per group");
-  impl_ = std::make_unique<Impl>(place_threads(machine, cpus, threads, groups), options.spin_us, options.pin);
+  impl_ = std::make_unique<Impl>(place_threads(machine, cpus, threads, groups), options);
 }
 
 Pool::~Pool() {
