@@ -15,6 +15,7 @@ namespace {
 
 constexpr int kSegmentTiles = 16;   // k tiles whose scales are read at a time
 constexpr int kInt16GroupRows = 4;  // rows that are multiplied at a time
+constexpr int kSlowCodesRows = 16;  // at most, of codes that take long to unpack
 
 // One k tile of one row of x, for the codes of one format: for every quad the two operands of its products, eight bytes
 // of even and of odd k, `copies` times; for each half of the k tile (the first alone where it has one scale) the
@@ -155,8 +156,8 @@ struct SegmentScales {
 };
 
 template <int W, Codec C>
-__attribute__((noinline)) void read_scales_as(const Format& f, const Strip& s, const char* strip, int k0, int count,
-                                              SegmentScales& out) {
+__attribute__((noinline, flatten)) void read_scales_as(const Format& f, const Strip& s, const char* strip, int k0,
+                                                       int count, SegmentScales& out) {
   using D = Decoder<C>;
   constexpr int step = D::halves * kTileN;
   constexpr size_t bytes = step * sizeof(float);
@@ -305,9 +306,10 @@ inline void add_half(const Codes& kind, const char* tile, int lane, const Int16T
 // Adds the products of `count` k tiles to numbers [rows][32]: of 16 outputs where the product joins lanes, else of
 // lanes.
 template <class Product, class Codes, bool offset, int rows>
-__attribute__((noinline)) void multiply_segment(const Codes& given, const char* codes, int tile_bytes, int count,
-                                                const SegmentScales& scales, const Int16Tile<Product::copies>* x,
-                                                int64_t next, float* numbers) {
+__attribute__((noinline, flatten)) void multiply_segment(const Codes& given, const char* codes, int tile_bytes,
+                                                         int count, const SegmentScales& scales,
+                                                         const Int16Tile<Product::copies>* x, int64_t next,
+                                                         float* numbers) {
   constexpr int W = Codes::W, NV = kInt16Vectors<Product, rows, Codes::plain>, NO = Product::joins ? NV / 2 : NV,
                 halves = Codes::halves;
   const Codes kind = given;
@@ -329,13 +331,14 @@ __attribute__((noinline)) void multiply_segment(const Codes& given, const char* 
   }
 }
 
-constexpr int kFp8Rows = 2;  // at most: tiles of bf16 take less for more
+constexpr int kFp8Rows = 2;  // at most: dequantised tiles take less time for more
 
 // Codes of e4m3 have too many sizes for integers: they become floats and are multiplied with the floats of x.
 struct FloatCodes {};
 
-// What the numbers of a k tile need: nothing, if the scales make up for 2^-120 (NEON alone); else 2^120; or NaNs.
-enum class Fp8Tile { raised, plain, nan };
+// What a k tile has: numbers that are short to convert (on NEON, where scales make up for 2^-120; elsewhere, normal
+// numbers), any finite numbers, or NaNs.
+enum class Fp8Tile { usual, plain, nan };
 
 // Numbers of four codes of every lane.
 template <int W, Fp8Tile kind>
@@ -343,7 +346,7 @@ inline void e4m3_numbers(U32<W> words, F32<W> (&out)[4]) {
   if constexpr (kind == Fp8Tile::nan) {
     for (int b = 0; b < 4; b++) out[b] = e4m3<W>(words << (uint32_t)(24 - 8 * b));
   } else {
-    Numbers<W, Codec::fp8, kind == Fp8Tile::raised>::of((U8<W>)words)
+    Numbers<W, Codec::fp8, kind == Fp8Tile::usual>::of((U8<W>)words)
         .template select<SameByte<0>, SameByte<1>, SameByte<2>, SameByte<3>>(out);
   }
 }
@@ -382,27 +385,32 @@ __attribute__((noinline)) void add_unusual_tile(const char* tile, int lane, cons
   add_e4m3_tile<W, rows, NV, kind>(tile, lane, x, sums);
 }
 
-// Scales of a segment of e4m3, and which of its k tiles need more than the shortest way.
+// What the k tiles of a segment of e4m3 have.
 struct Fp8Segment {
-  uint32_t nan_tiles = 0, raised_tiles = 0;  // a bit for each k tile
-
-  template <int W>
-  bool is_usual(int k) const {
-    return kNeon<W> ? raised_tiles >> k & 1 : !(nan_tiles >> k & 1);
-  }
+  uint32_t nan_tiles = 0, usual_tiles = 0;  // a bit for each k tile
 
   template <int W>
   void look_at(const char* codes, int tile_bytes, int count, float* scales) {
     for (int k = 0; k < count; k++, codes += tile_bytes, scales += kTileN) {
-      const bool nan = has_nan<W>(codes);
-      nan_tiles |= (uint32_t)nan << k;
-      if (nan || !kNeon<W>) continue;
-      RowScales r;
-      __builtin_memcpy(r.s[0], scales, sizeof r.s[0]);
-      if (!raise_scales<W, Codec::fp8>(r)) continue;
-      raised_tiles |= 1u << k;
-      __builtin_memcpy(scales, r.s[0], sizeof r.s[0]);
+      const bool usual = kNeon<W> ? !has_nan<W>(codes) : all_normal<W>(codes);
+      if (usual && raised<W>(scales)) {
+        usual_tiles |= 1u << k;
+      } else if (kNeon<W> ? !usual : has_nan<W>(codes)) {
+        nan_tiles |= 1u << k;
+      }
     }
+  }
+
+ private:
+  // On NEON: whether the scales could be multiplied with 2^120, and are now.
+  template <int W>
+  static bool raised(float* scales) {
+    if constexpr (!kNeon<W>) return true;
+    RowScales r;
+    __builtin_memcpy(r.s[0], scales, sizeof r.s[0]);
+    if (!raise_scales<W, Codec::fp8>(r)) return false;
+    __builtin_memcpy(scales, r.s[0], sizeof r.s[0]);
+    return true;
   }
 };
 
@@ -421,8 +429,8 @@ __attribute__((noinline)) void multiply_e4m3_segment(const char* codes, int tile
       if (lane == 0) prefetch_tile(tile, tile_bytes, next);
       F32<W> sums[rows][NV];
       const float* at = x + k * x_step;
-      if (fp8.is_usual<W>(k)) {
-        add_e4m3_tile<W, rows, NV, kNeon<W> ? Fp8Tile::raised : Fp8Tile::plain>(tile, lane, at, sums);
+      if (fp8.usual_tiles >> k & 1) {
+        add_e4m3_tile<W, rows, NV, Fp8Tile::usual>(tile, lane, at, sums);
       } else if (fp8.nan_tiles >> k & 1) {
         add_unusual_tile<W, rows, NV, Fp8Tile::nan>(tile, lane, at, sums);
       } else {
@@ -447,20 +455,25 @@ struct PackedGemvInt16 {
   using Product = typename Isa::CodeProduct;
   using Tile = Int16Tile<Product::copies>;
   static constexpr bool int8_rows = false;
-  // Tiles of bf16 multiply more rows faster.
-  static constexpr int W = Product::width, max_rows = Isa::panel == DType::bf16 ? kInt16GroupRows : 1 << 20;
+  // Dequantised tiles take less time for more rows.
+  static constexpr int W = Product::width, max_rows = Isa::panel == DType::bf16 ? kInt16GroupRows : Product::max_rows;
   static constexpr int row_bytes = max_rows > kPackedGemvRows ? 2 * sizeof(Tile) : 0;
   static_assert(sizeof(Tile) >= kTileK * sizeof(float));
   static_assert(row_bytes || max_rows * 2 * sizeof(Tile) <= 2 * kTileBytes);
 
-  static int32_t rows_of(const Format& f) { return f.is_tiles() ? 0 : max_rows; }
+  static int32_t rows_of(const Format& f) {
+    const FormatRow& row = f.row();
+    if (row.element == ElementKind::e4m3) return kFp8Rows;
+    if (f.is_tiles()) return 0;
+    const bool unpacks_fast = !row.plane[1] && !has_halves(row) && !row.in_grid();
+    return unpacks_fast || max_rows < kSlowCodesRows ? max_rows : kSlowCodesRows;
+  }
 
   // Calls act with the Int16Codes of a format and what the rows must know about it.
   template <class Act>
   static void with_codes(const Format& f, const Act& act) {
     const FormatRow& row = f.row();
-    const bool halves = row.scales == ScaleKind::e4m3 || row.scales == ScaleKind::q2_k ||
-                        row.scales == ScaleKind::q3_k || row.scales == ScaleKind::q6_k;
+    const bool halves = has_halves(row);
     if (row.element == ElementKind::e4m3) {
       QuadLayout layout{};
       layout.floats = true;
@@ -529,6 +542,12 @@ struct PackedGemvInt16 {
   }
 
  private:
+  // Whether the halves of a k tile have scales of their own.
+  static bool has_halves(const FormatRow& row) {
+    return row.scales == ScaleKind::e4m3 || row.scales == ScaleKind::q2_k || row.scales == ScaleKind::q3_k ||
+           row.scales == ScaleKind::q6_k;
+  }
+
   // A strip, and the first k tile of it that is multiplied.
   struct StripPart {
     const Format& format;

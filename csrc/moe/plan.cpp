@@ -221,7 +221,13 @@ void make_plan(const Routing& routing, const PlanInput& input, int32_t tokens, c
   plan.decoded_at = plan.channels_at + (plan.w8a8 ? of_channels : 0);
   int32_t decoded = std::max(up.encoding() ? up.k_tiles() : 0, down.encoding() ? plan.down_chunk : 0);
   int64_t decoded_bytes = decoded ? (int64_t)up.k_bytes(std::max(decoded, kRingTiles)) : 0;
-  if (!back) decoded_bytes = std::max(decoded_bytes, decoded * largest_rows * kernels.packed_gemv_row_bytes);
+  int32_t packed_gemv_rows = 0;
+  for (const BlockStore* store : {&up, &down})
+    if (store->encoding() && kernels.packed_gemv_rows)
+      packed_gemv_rows = std::max(packed_gemv_rows, kernels.packed_gemv_rows(*store->encoding()));
+  if (!back)
+    decoded_bytes = std::max(
+        decoded_bytes, decoded * std::min<int64_t>(largest_rows, packed_gemv_rows) * kernels.packed_gemv_row_bytes);
   plan.keep_at = plan.decoded_at + round_up(decoded_bytes, 64);
   plan.transposed_at = plan.keep_at + (back ? round_up(largest_rows * max_blocks * elem_tile, 4096) : 0);
   int64_t transposed = (int64_t)up.k_bytes(

@@ -1,6 +1,6 @@
-"""Inference multiplies codes as they lie, for few rows of an expert, or for any number where the CPU has no bf16
-products: weights are not rounded then, passes with needs_grad see them rounded, and nothing depends on threads, groups
-or neighbours as long as an expert has few rows."""
+"""Inference multiplies codes as they lie, for few rows of an expert (on NEON without bf16 products, for any number):
+weights are not rounded then, passes with needs_grad see them rounded, and nothing depends on threads, groups or
+neighbours as long as an expert has few rows."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from .conftest import Batch, error, make_batch, make_layer, tolerance
 from .rounded import SPECS, Lora, Rounded
 
 ROWS = {"int4": 4, "fp8:128x128": 2}  # that are few on every variant
+MORE_ROWS = {"neon": 1 << 20, "generic": 16, "avx2": 16, "avx512": 16, "avx512_vnni": 16}  # of all formats but fp8
 OPENED = ["int8", "int4:32", "int4:64:f16", "int4:128:f32", "int4:0", "mxfp4", "nvfp4", "fp8:128x128"]
 # int16 activations are off by 2^-16 of the largest of 32. Where numbers between the products are rounded to bf16, one
 # may round the other way where its sum is off. Weights in bf16 are off by 2^-9.
@@ -89,7 +90,7 @@ def test_few_and_many_rows_in_one_batch(isa: str, spec: str, pool: _core.Pool) -
     store = given.store(pool, isa)
     for tokens in (1, 2, 3, 5, 16):
         batch = make_batch(given.layer, tokens, 2)
-        few = isa not in ROUNDING or int(torch.bincount(batch.ids.flatten() + 1).max()) <= ROWS["int4"]
+        few = int(torch.bincount(batch.ids.flatten() + 1).max()) <= MORE_ROWS.get(isa, ROWS["int4"])
         assert error(run(store, batch), exact(isa, given, batch)) < limit(isa, few)
 
 
@@ -100,7 +101,8 @@ def test_rows_that_fill_no_pass(isa: str, format: str, pool: _core.Pool) -> None
     store = given.store(pool, isa)
     for tokens in (22, 31, 46, 65, 70, 96, 131):
         batch = of_one_expert(given, tokens)
-        assert error(run(store, batch), exact(isa, given, batch)) < limit(isa, isa not in ROUNDING)
+        few = tokens <= MORE_ROWS.get(isa, ROWS["int4"]) and format != "nvfp4"  # whose codes take long to unpack
+        assert error(run(store, batch), exact(isa, given, batch)) < limit(isa, few)
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), [(37, 40), (4160, 72), (64, 5200)])
