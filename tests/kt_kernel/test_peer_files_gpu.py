@@ -89,7 +89,8 @@ elif request["do"] == "backward":
 
     made = KTMoEWrapper(layer_idx=0, num_experts=experts, num_experts_per_tok=2, hidden_size=hidden,
         moe_intermediate_size=inner, gpu_experts_mask=None, cpuinfer_threads=2 * parts, threadpool_count=parts,
-        weight_path=request["path"], chunked_prefill_size=64, method=request["method"], mode="sft", lora_rank=8)
+        weight_path=request["weights"], chunked_prefill_size=64, method=request["method"], mode="sft", lora_rank=8)
+    made.load_weights(order)
     made.save_backward_weights_from_tensors(tensors["gate"], tensors["up"], tensors["down"], order, request["path"])
     answer = "written"
 print("ANSWER " + json.dumps(answer))
@@ -195,7 +196,8 @@ def test_backward_bytes_equal_those_of_kt_kernel(
     form = tile_format(bits)
     theirs = tmp_path / "peer"
     theirs.mkdir()
-    peer(inputs, do="backward", path=str(theirs), method=f"{form.method}_SFT", parts=1)
+    forward = write_ours(tensors, tmp_path / "ours", bits, 1, merged=False)
+    peer(inputs, do="backward", path=str(theirs), weights=str(forward), method=f"{form.method}_SFT", parts=1)
     written = {path.name: path.read_bytes() for path in theirs.rglob("*_bwd_*.kt")}
     header = KTHeader(bits, 1, EXPERTS, HIDDEN, INTERMEDIATE, "", "")
     expected = {}
