@@ -56,9 +56,8 @@ bool spin_until(Ready ready, std::chrono::microseconds limit) {
   return false;
 }
 
-// Gives the cpu away until `ready` or until the time limit. On a cpu that nobody else wants it takes as long to notice
-// as a spin, a few microseconds at most, and far less than waking up; on a busy one it costs the others next to
-// nothing.
+// Yields the cpu until `ready` or until the time limit. On an idle cpu this notices within microseconds, like a spin
+// and far sooner than a sleeping thread; on a busy one the other threads run.
 template <class Ready>
 bool yield_until(Ready ready, std::chrono::microseconds limit) {
   if (limit.count() <= 0) return false;

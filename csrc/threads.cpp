@@ -104,7 +104,7 @@ struct Pool::Impl {
 
   ThreadPlacement placement;
   std::vector<int> cpus, groups;
-  std::chrono::microseconds spin, linger;
+  std::chrono::microseconds spin, yield;
   const uint32_t fork_count = count_forks();
 
   SpinLock lock;
@@ -118,7 +118,7 @@ struct Pool::Impl {
 Pool::Impl::Impl(ThreadPlacement place, const PoolOptions& options)
     : placement(std::move(place)),
       spin(placement.oversubscribed ? 0 : options.spin_us),
-      linger(placement.oversubscribed ? 0 : options.linger_us) {
+      yield(placement.oversubscribed ? 0 : options.yield_us) {
   for (const WorkerPlacement& worker : placement.workers) {
     groups.push_back(worker.group);
     cpus.push_back(options.pin ? worker.cpu : -1);
@@ -233,7 +233,7 @@ void Pool::Impl::wait_done(Job& job, std::chrono::microseconds spin_limit, Poll&
 // Spins for an open job, then sleeps until notified. Returns whether it slept, or was about to.
 bool Pool::Impl::wait_for_work(EventCount& event) {
   const auto should_wake = [&] { return event.open.load() > 0 || stopping.load(); };
-  if (spin_until(should_wake, spin) || yield_until(should_wake, linger)) return false;
+  if (spin_until(should_wake, spin) || yield_until(should_wake, yield)) return false;
   event.waiters.fetch_add(1);
   const uint32_t seen = event.epoch.load();
   if (!should_wake()) futex_wait(event.epoch, seen);
@@ -305,7 +305,7 @@ double Pool::rate_on(const std::vector<int>& cpus) {
   placement.cpus_of = {cpus};
   const size_t l2 = topology().l2, kilobyte = 1024;
   RateJob job(kernels(), cpus.size(), l2 ? std::clamp(l2 / 2, 512 * kilobyte, 2048 * kilobyte) : 1024 * kilobyte);
-  Impl pool(std::move(placement), {.spin_us = 0, .linger_us = 0});
+  Impl pool(std::move(placement), {.spin_us = 0, .yield_us = 0});
   pool.enqueue(job, false);
   pool.idle_workers.notify(2);
   pool.idle_submit_worker.notify(1);

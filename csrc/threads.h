@@ -42,10 +42,10 @@ class Job {
 };
 
 struct PoolOptions {
-  int threads = 0;      // in all groups together; 0: KT_THREADS, or chosen by topology and probe
-  int groups = 0;       // 0: one per NUMA node in the affinity mask; any number but that of nodes: simulated, unbound
-  int spin_us = 50;     // how long an idle thread spins,
-  int linger_us = 500;  // and then gives its cpu away again and again, before it sleeps
+  int threads = 0;     // in all groups together; 0: KT_THREADS, or chosen by topology and probe
+  int groups = 0;      // 0: one per NUMA node in the affinity mask; any number but that of nodes: simulated, unbound
+  int spin_us = 50;    // how long an idle thread spins,
+  int yield_us = 500;  // and then yields its cpu, before it sleeps
   bool pin = true;
 };
 

@@ -19,13 +19,13 @@ const KernelTable& table_for(const std::string& isa, Precision precision) {
   }
 }
 
-PyPool::PyPool(int64_t threads, int64_t groups, int64_t spin_us, bool pin, int64_t linger_us) {
+PyPool::PyPool(int64_t threads, int64_t groups, int64_t spin_us, bool pin, int64_t yield_us) {
   PoolOptions options;
   options.threads = in_range("threads", threads, 0, 4096);
   options.groups = in_range("groups", groups, 0, 1024);
   options.spin_us = in_range("spin_us", spin_us, 0, 1000000);
   options.pin = pin;
-  options.linger_us = in_range("linger_us", linger_us, 0, 1000000);
+  options.yield_us = in_range("yield_us", yield_us, 0, 1000000);
   nb::gil_scoped_release released;
   engine = std::make_shared<Engine>(options);
 }

@@ -173,7 +173,7 @@ NB_MODULE(_core, m) {
 
   nb::class_<PyPool>(m, "Pool")
       .def(nb::init<int64_t, int64_t, int64_t, bool, int64_t>(), "threads"_a = 0, "groups"_a = 0, "spin_us"_a = 50,
-           "pin"_a = true, "linger_us"_a = 500)
+           "pin"_a = true, "yield_us"_a = 500)
       .def_prop_ro("threads", [](const PyPool& p) { return p.engine->pool.threads(); })
       .def_prop_ro("groups", [](const PyPool& p) { return p.engine->pool.groups(); })
       .def_prop_ro("cpus", [](const PyPool& p) { return p.engine->pool.cpus(); })

@@ -20,7 +20,7 @@ struct PyPool {
   std::shared_ptr<Engine> engine;
   std::mutex measuring;
 
-  PyPool(int64_t threads, int64_t groups, int64_t spin_us, bool pin, int64_t linger_us);
+  PyPool(int64_t threads, int64_t groups, int64_t spin_us, bool pin, int64_t yield_us);
   void linear(nb::handle x, nb::list weights, nb::list outs) const;  // out = x weight^T for a few rows
   nb::list argmax(nb::handle x) const;                               // of each row
   // Rows of query [heads, T, d], key [groups, T, d], value [groups, T, dv] -> rows of out [T, heads, dv]. For each of

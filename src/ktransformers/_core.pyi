@@ -124,7 +124,7 @@ Released = tuple[Array, Array | None, Array | None]
 
 class Pool:
     def __init__(
-        self, threads: int = 0, groups: int = 0, spin_us: int = 50, pin: bool = True, linger_us: int = 500
+        self, threads: int = 0, groups: int = 0, spin_us: int = 50, pin: bool = True, yield_us: int = 500
     ) -> None: ...
     @property
     def threads(self) -> int: ...
