@@ -19,7 +19,7 @@ struct alignas(copies == 1 ? 64 : 16) Int16Tile {
   float sum[2], scale;
 };
 
-// What the rows must know about the codes of a format.
+// What writing rows depends on in the codes of a format.
 struct QuadLayout {
   uint8_t code[kQuads][4];  // code_of
   int halves, zero;         // scales of a k tile; by how much codes are too large

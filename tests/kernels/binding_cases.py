@@ -1,0 +1,319 @@
+"""A call that works for every binding of the core that takes tensors; `test_bindings.py` replaces their tensors.
+
+KT_CORE names another build of the core, which is then loaded in place of the installed one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+if (path := os.environ.get("KT_CORE")) and "ktransformers._core" not in sys.modules:
+    spec = importlib.util.spec_from_file_location("ktransformers._core", path)
+    assert spec is not None and spec.loader is not None
+    sys.modules["ktransformers._core"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["ktransformers._core"])
+
+from ktransformers import _core
+
+__all__ = ["CASES", "WITHOUT_TENSORS", "Case", "H", "T", "_core", "batch", "matrices", "new_experts", "packed_experts"]
+
+E, H, I, T, K, R = 3, 64, 96, 5, 2, 4  # noqa: E741
+
+
+@dataclass(frozen=True)
+class Case:
+    call: Callable[[dict[str, Any]], list[Any]]  # with the tensors by name; returns what it computed
+    tensors: dict[str, Tensor]  # by argument, or by argument.name within a list
+    written: frozenset[str] = frozenset()
+    optional: frozenset[str] = frozenset()  # None is a legal value
+    plain: frozenset[str] = field(default=frozenset())  # arguments that hold no tensors
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(torch.bfloat16)
+
+
+def f32(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def new_pool() -> _core.Pool:
+    return _core.Pool(threads=2, groups=1, spin_us=0, pin=False)
+
+
+def new_experts(**options: Any) -> _core.Experts:
+    return _core.Experts(new_pool(), E, H, I, **options)
+
+
+def matrices() -> dict[str, Tensor]:
+    return {"gate": bf16(E, I, H), "up": bf16(E, I, H), "down": bf16(E, H, I)}
+
+
+def biases() -> dict[str, Tensor]:
+    return {"gate_bias": f32(E, I), "up_bias": f32(E, I), "down_bias": f32(E, H)}
+
+
+def packed_experts(with_biases: bool = False) -> _core.Experts:
+    experts = new_experts()
+    experts.pack(0, *matrices().values(), *(biases().values() if with_biases else ()))
+    return experts
+
+
+def factors() -> dict[str, Tensor]:
+    shapes = {"a": (E, R, H), "b": (E, I, R)}
+    named = {f"{role}_{ab}": f32(*shapes[ab]) for role in ("gate", "up") for ab in "ab"}
+    return named | {"down_a": f32(E, R, I), "down_b": f32(E, H, R)}
+
+
+def packed_adapter(experts: _core.Experts) -> _core.Adapter:
+    adapter = _core.Adapter(experts, R, R, R)
+    adapter.pack(**factors())
+    return adapter
+
+
+def batch() -> dict[str, Tensor]:
+    ids = torch.tensor([[0, 1], [2, 0], [1, 2], [-1, 1], [0, 2]])
+    return {"hidden": f32(T, H), "ids": ids, "weights": f32(T, K)}
+
+
+def rms_norm() -> Case:
+    def call(given: dict[str, Any]) -> list[Any]:
+        _core.rms_norm(**given, epsilon=1e-6)
+        return [given["out"]]
+
+    return Case(call, {"x": f32(3, H), "weight": f32(H), "out": f32(3, H)}, frozenset({"out"}))
+
+
+def add_lora() -> Case:
+    def call(given: dict[str, Any]) -> list[Any]:
+        _core.add_lora(**given, scale=2.0)
+        return [given["out"]]
+
+    return Case(call, {"x": f32(3, H), "a": f32(R, H), "b": f32(R, 48), "out": f32(3, 48)}, frozenset({"out"}))
+
+
+def copy_rows() -> Case:
+    seen: list[tuple[int, int, int]] = []
+    function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    record = function(lambda target, source, count, stream: seen.append((target, source or 0, count)) or 0)
+    address = ctypes.cast(record, ctypes.c_void_p).value
+    assert address is not None
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        seen.clear()
+        assert _core.copy_rows(call=address, stream=0, **given) == 0
+        return [*seen, bool(record)]
+
+    return Case(call, {"rows": torch.arange(12).reshape(4, 3).to(torch.uint64)})
+
+
+def crc32c() -> Case:
+    return Case(lambda given: [_core.crc32c(**given)], {"data": torch.arange(200, dtype=torch.uint8)})
+
+
+def linear() -> Case:
+    pool = new_pool()
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        pool.linear(given["x"], [given["weights.weight"]], [given["outs.out"]])
+        return [given["outs.out"]]
+
+    return Case(call, {"x": f32(2, H), "weights.weight": bf16(40, H), "outs.out": f32(2, 40)}, frozenset({"outs.out"}))
+
+
+def argmax() -> Case:
+    pool = new_pool()
+    return Case(lambda given: pool.argmax(given["x"]), {"x": f32(3, 100)})
+
+
+def attend(heads: int = 4, groups: int = 2) -> Case:
+    pool = new_pool()
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        keys, values = given.pop("places.keys"), given.pop("places.values")
+        pool.attend(**given, places=[(1, 1, 6, keys, values)], scale=0.5)
+        return [given["out"][1], keys, values]
+
+    tensors = {"query": f32(heads, 3, 32), "key": f32(groups, 3, 32), "value": f32(groups, 3, 16)}
+    tensors |= {"out": f32(3, heads, 16), "places.keys": f32(groups, 8, 32), "places.values": f32(groups, 8, 16)}
+    return Case(call, tensors, frozenset({"out", "places.keys", "places.values"}))
+
+
+def pack() -> Case:
+    def call(given: dict[str, Any]) -> list[Any]:
+        experts = new_experts()
+        experts.pack(0, **given)
+        return [torch.from_numpy(array.copy()) for array in experts.memory().values()]
+
+    return Case(call, matrices() | biases(), optional=frozenset(biases()))
+
+
+def encoded(format: str, scales: Callable[[int, int], Tensor], tensor_scale: bool) -> Case:
+    bits = sum(_core.format(format)["planes"])
+
+    def parts(role: str, rows: int, columns: int) -> dict[str, Tensor]:
+        codes = torch.arange(E * rows * columns * bits // 8).to(torch.uint8).view(E, rows, columns * bits // 8)
+        named = {f"{role}.codes": codes, f"{role}.scales": scales(rows, columns)}
+        return named | ({f"{role}.tensor scale": f32(E).abs()} if tensor_scale else {})
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        experts = new_experts(gate_format=format, up_format=format, down_format=format)
+        three = {
+            role: (given[f"{role}.codes"], given[f"{role}.scales"], given.get(f"{role}.tensor scale"))
+            for role in ("gate", "up", "down")
+        }
+        experts.pack(0, **three)
+        return [torch.from_numpy(array.copy()) for array in experts.memory().values()]
+
+    plain = frozenset({"gate_bias", "up_bias", "down_bias"})
+    return Case(call, parts("gate", I, H) | parts("up", I, H) | parts("down", H, I), plain=plain)
+
+
+def adopt() -> Case:
+    source = packed_experts(with_biases=True)
+    memory = {name: torch.from_numpy(array.copy()) for name, array in source.memory().items()}
+    inputs = batch()
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        experts, out = new_experts(), torch.zeros(T, H)
+        experts.adopt(**given)
+        experts.forward(**inputs, out=out)
+        return [out]
+
+    optional = frozenset({"gate_up_bias", "down_bias", "checksums"})
+    return Case(call, memory | {"checksums": torch.tensor(source.checksums())}, optional=optional)
+
+
+def decode() -> Case:
+    experts = packed_experts()
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        experts.decode("up", 1, given["out"])
+        return [given["out"]]
+
+    return Case(call, {"out": bf16(I, H)}, frozenset({"out"}))
+
+
+def encode(format: str, scales: Tensor, tensor_scale: Tensor | None = None) -> Case:
+    def call(given: dict[str, Any]) -> list[Any]:
+        sums = _core.encode(format, given["source"], given["codes"], given["scales"], given.get("tensor_scale"))
+        return [given[name] for name in tensors if name != "source"] + [torch.tensor(sums[:2])]
+
+    codes = torch.zeros(E, I, H // 2, dtype=torch.uint8)
+    tensors = {"source": bf16(E, I, H), "codes": codes, "scales": scales}
+    tensors |= {} if tensor_scale is None else {"tensor_scale": tensor_scale}
+    return Case(call, tensors, frozenset(tensors) - {"source"}, plain=frozenset({"tensor_scale"} - tensors.keys()))
+
+
+def transpose() -> Case:
+    experts = packed_experts()
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        experts.transpose(**given)
+        return [given["target"]]
+
+    return Case(call, {"source": f32(40, 24), "target": f32(24, 40)}, frozenset({"target"}))
+
+
+def forward() -> Case:
+    experts = packed_experts(with_biases=True)
+    adapter = packed_adapter(experts)
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        experts.forward(**given, adapters=[adapter])
+        return [given["out"], given["keep"]]
+
+    keep = torch.zeros(T * K * experts.keep_row_bytes, dtype=torch.uint8)
+    tensors = batch() | {"out": f32(T, H), "adapter": torch.tensor([0, -1, 0, 0, -1], dtype=torch.int32), "keep": keep}
+    tensors |= {"skip": torch.tensor([False, True, False])}
+    plain = frozenset({"adapters"})
+    return Case(call, tensors, frozenset({"out", "keep"}), frozenset({"adapter", "skip", "keep"}), plain)
+
+
+def backward() -> Case:
+    experts = packed_experts(with_biases=True)
+    adapter = packed_adapter(experts)
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        gradients = [given.pop(f"factors.{name}") for name in factors()]
+        experts.backward(**given, adapters=[adapter], factors=[gradients])
+        return [given["grad_hidden"], given["grad_weights"], *gradients]
+
+    keep = torch.zeros(T * K * experts.keep_row_bytes, dtype=torch.uint8)
+    given = batch() | {"adapter": torch.tensor([0, -1, 0, 0, -1], dtype=torch.int32), "keep": keep}
+    given |= {"skip": torch.tensor([False, True, False])}
+    experts.forward(**given, out=torch.empty(T, H), adapters=[adapter])
+    outputs = {"grad_hidden": f32(T, H), "grad_weights": f32(T, K)}
+    outputs |= {f"factors.{name}": tensor for name, tensor in factors().items()}
+    optional = frozenset({"adapter", "skip", "keep"} | {name for name in outputs if name.startswith("factors.")})
+    tensors = given | {"grad_out": f32(T, H)} | outputs
+    return Case(call, tensors, frozenset(outputs), optional, frozenset({"adapters"}))
+
+
+def prepare() -> Case:
+    experts = packed_experts(with_biases=True)
+    adapter = packed_adapter(experts)
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        prepared = experts.prepare(**given, adapters=[adapter])
+        prepared.submit()
+        prepared.wait()
+        return [given["out"]]
+
+    tensors = batch() | {"out": f32(T, H), "adapter": torch.tensor([0, -1, 0, 0, -1], dtype=torch.int32)}
+    tensors |= {"skip": torch.tensor([False, True, False])}
+    return Case(call, tensors, frozenset({"out"}), frozenset({"adapter", "skip"}), frozenset({"adapters"}))
+
+
+def adapter_pack() -> Case:
+    experts, inputs = packed_experts(), batch()
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        adapter, out = _core.Adapter(experts, R, R, R), torch.zeros(T, H)
+        adapter.pack(**given)
+        experts.forward(**inputs, out=out, adapters=[adapter])
+        return [out]
+
+    return Case(call, factors())
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "rms_norm": rms_norm,
+    "add_lora": add_lora,
+    "copy_rows": copy_rows,
+    "crc32c": crc32c,
+    "Pool.linear": linear,
+    "Pool.argmax": argmax,
+    "Pool.attend": attend,
+    "Pool.attend, one head": lambda: attend(1, 1),
+    "Experts.pack": pack,
+    "Experts.pack, int8": lambda: encoded("int8", lambda rows, columns: f32(E, rows).abs(), False),
+    "Experts.pack, int4": lambda: encoded("int4:32", lambda rows, columns: bf16(E, rows, columns // 32).abs(), False),
+    "Experts.pack, nvfp4": lambda: encoded(
+        "nvfp4", lambda rows, columns: torch.full((E, rows, columns // 16), 56, dtype=torch.uint8), True
+    ),
+    "encode": lambda: encode("int4:32", bf16(E, I, H // 32)),
+    "encode, nvfp4": lambda: encode("nvfp4", torch.zeros(E, I, H // 16, dtype=torch.uint8), f32(E)),
+    "Experts.adopt": adopt,
+    "Experts.decode": decode,
+    "Experts.transpose": transpose,
+    "Experts.forward": forward,
+    "Experts.backward": backward,
+    "Experts.prepare": prepare,
+    "Adapter.pack": adapter_pack,
+}
+WITHOUT_TENSORS = {
+    "variants", "isa", "machine", "formats", "format", "grid", "linear_rows", "pooled_array", "pooled_bytes",
+    "TaskQueue.__init__", "TaskQueue.submit", "TaskQueue.wait", "TaskQueue.step",
+    "host_callbacks", "map_file", "Pool.__init__", "Pool.rate", "Pool.codes_rate", "Call.submit", "Call.wait",
+    "Experts.__init__", "Experts.memory", "Experts.checksums", "Experts.verify", "Experts.layout", "Adapter.__init__",
+}  # fmt: skip
