@@ -159,12 +159,6 @@ def test_dry_run_reports_errors_of_a_run(keys: dict[str, Any], message: str, tin
     assert message in str(error.value)
 
 
-def test_missing_packages_are_named(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktransformers.train.plan.REQUIRED_PACKAGES", ("trl", "no_such_package"))
-    with pytest.raises(InputError, match=r"without no_such_package.*ktransformers\[train\]"):
-        make_plan(read_settings(recipe(tiny, tmp_path / "out")))
-
-
 def test_packing_with_linear_attention_is_refused(model_of: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(InputError, match="given true for qwen3_5_moe_text, which has layers of type linear_attention"):
         make_plan(read_settings(recipe(model_of("qwen3_5_moe_text"), tmp_path / "out", packing=True)))

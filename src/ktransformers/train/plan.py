@@ -6,7 +6,6 @@ machine yet, the parts that need its tokenizer or config are skipped and a note 
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from dataclasses import dataclass
@@ -41,13 +40,13 @@ from ktransformers.train.forecast import try_plan_inputs
 from ktransformers.train.grouping import Grouping, RowLengths, decide_grouping, with_tokens_per_batch
 from ktransformers.train.model import build_fake_model, build_meta_model, locate_model, read_config
 from ktransformers.train.output import check_disk_space, check_output
+from ktransformers.train.packages import package_notes, require_packages
 from ktransformers.train.packing import require_masked_layers
 from ktransformers.train.reachable import predict_targets
 from ktransformers.train.recipe import TrainRecipe, make_recipe
 from ktransformers.train.settings import SECTIONS, TrainSettings
 from ktransformers.train.targets import Targets, count_trained_parameters, find_targets
 
-REQUIRED_PACKAGES = ("trl", "datasets", "accelerate")
 EXACT_ISAS = ("generic", "avx2", "neon")  # variants with f32 expert kernels
 
 
@@ -222,15 +221,14 @@ def make_plan(settings: TrainSettings, *, download: bool = False, predict: bool 
     """Raises InputError for whatever would stop the run. `predict`: targets are those that can be trained, as far as
     that can be told without weights; a run finds them once its model is loaded."""
     notes = list(settings.notes)
-    _check_packages()
+    require_packages(settings)
     trainer_arguments(settings)
     if settings.data.template is not None:
         template_text(settings.data.template)
     check_output(Path(settings.output_dir))
     resume = find_resume_point(settings)
     notes += resume.notes
-    if settings.run.plot_loss and importlib.util.find_spec("matplotlib") is None:
-        notes.append("plot_loss: there will be no picture without matplotlib; pip install matplotlib")
+    notes += package_notes(settings)
     if uses_packing(settings):
         present = locate_model(settings.model, download=False)
         if present is not None:
@@ -342,17 +340,6 @@ def _precision_notes(settings: TrainSettings, config: dict[str, Any]) -> list[st
     dtype = dtype_of(settings, config)
     mixed = f", though the rest computes in {str(dtype).removeprefix('torch.')}" if dtype.itemsize < 4 else ""
     return [*notes, f"precision f32: experts take twice the memory of the forecast and more time{mixed}"]
-
-
-def _check_packages() -> None:
-    missing = [name for name in REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise InputError(
-            "kt train",
-            f"without {', '.join(missing)}",
-            "these packages installed",
-            'pip install "ktransformers[train]"',
-        )
 
 
 def plan_document(plan: TrainPlan) -> dict[str, Any]:
