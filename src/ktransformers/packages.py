@@ -37,8 +37,8 @@ def require_extra(command: str, extra: str) -> None:
 
 
 def require_package(key: str, value: object, modules: Iterable[str], install: str = "") -> None:
-    """Raises InputError unless one of the modules is installed. `install`: the argument of pip, if it is not the name of
-    the first module."""
+    """Raises InputError unless one of the modules is installed. `install`: the argument of pip, if it is not the name
+    of the first module."""
     names = list(modules)
     if not any(map(is_installed, names)):
         given = f"{value}, without the package {names[0]}"
