@@ -7,11 +7,14 @@ outputs have different projections. Equality is relative to a noise floor measur
 computed again in one padded batch and again in two pieces with a KV cache, and the difference is the floor. Another
 implementation (stock PEFT, another machine) may round weights differently, so its floor is the distance between its
 *base* model and ours; an adapter must be as close as that.
+
+Where two experts tie in a router, two correct programs may choose different ones. `replay` gives a measurement the
+router choices of another one, which it computes with instead of its own (`router_choices.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+
+from ktransformers.adapters.names import PREFIX
+from ktransformers.adapters.router_choices import (
+    PADDING,
+    RouterChoices,
+    random_projection,
+    recording_choices,
+    same_choices,
+)
 
 PROJECTION_DIM = 4  # projected values per token and module
 FLOOR_FACTOR = 4.0  # differences up to this multiple of the floor count as equal
@@ -32,10 +44,11 @@ Projections = Mapping[str, Sequence[Tensor]]  # module -> [T, MARKS] for each ro
 
 @dataclass(frozen=True)
 class LogprobsAndNorms:
-    """Log-probabilities and projections of one model on all rows."""
+    """Log-probabilities, projections and router choices of one model on all rows."""
 
     logprobs: tuple[Tensor, ...]  # [T - 1] of each row, float32
     projections: Projections = field(default_factory=dict)
+    routers: RouterChoices | None = None  # None: not recorded
 
     @property
     def tokens(self) -> int:
@@ -107,7 +120,7 @@ def first_deviating_module(measured: Projections, expected: Projections, floor: 
 
 def plain_name(name: str) -> str:
     """The model's own name, without PEFT's prefix."""
-    return name.removeprefix("base_model.model.")
+    return name.removeprefix(PREFIX)
 
 
 @contextmanager
@@ -124,7 +137,7 @@ def recording_projections(model: nn.Module, names: Sequence[str]) -> Iterator[di
             rows = output[0] if isinstance(output, tuple) else output
             rows = rows.detach().reshape(-1, rows.shape[-1]).float().cpu()
             if rows.shape[1] not in matrices:
-                matrices[rows.shape[1]] = _projection(rows.shape[1])
+                matrices[rows.shape[1]] = random_projection(rows.shape[1], PROJECTION_DIM)
             recorded[name].append(rows @ matrices[rows.shape[1]])
 
         handles.append(module.register_forward_hook(hook))
@@ -139,11 +152,6 @@ def recording_projections(model: nn.Module, names: Sequence[str]) -> Iterator[di
             handle.remove()
 
 
-def _projection(width: int) -> Tensor:
-    generator = torch.Generator().manual_seed(width)
-    return torch.randn(width, PROJECTION_DIM, generator=generator) * float(width**-0.5)
-
-
 def logprobs_of(logits: Tensor, row: Sequence[int]) -> Tensor:
     """`[T, V]` and the row's tokens `[T]` -> `[T - 1]`."""
     following = torch.tensor(list(row[1:]), device=logits.device)
@@ -151,46 +159,58 @@ def logprobs_of(logits: Tensor, row: Sequence[int]) -> Tensor:
     return logprobs.cpu()
 
 
-def measure(model: Any, rows: Sequence[Sequence[int]], names: Sequence[str] = ()) -> LogprobsAndNorms:
+def measure(
+    model: Any, rows: Sequence[Sequence[int]], names: Sequence[str] = (), replay: RouterChoices | None = None
+) -> LogprobsAndNorms:
     """Each row on its own, without a cache; projections of the named modules."""
+    return _measure_pieces(model, rows, names, replay, lambda row: [row])
+
+
+def measure_with_cache(
+    model: Any, rows: Sequence[Sequence[int]], names: Sequence[str] = (), replay: RouterChoices | None = None
+) -> LogprobsAndNorms:
+    """Each row in two pieces, the second with the KV cache of the first."""
+    return _measure_pieces(model, rows, names, replay, lambda row: [row[: len(row) // 2 + 1], row[len(row) // 2 + 1 :]])
+
+
+def _measure_pieces(
+    model: Any,
+    rows: Sequence[Sequence[int]],
+    names: Sequence[str],
+    replay: RouterChoices | None,
+    split: Callable[[Sequence[int]], list[Sequence[int]]],
+) -> LogprobsAndNorms:
     device = next(model.parameters()).device
     logprobs: list[Tensor] = []
     projections: dict[str, list[Tensor]] = {name: [] for name in names}
-    for row in rows:
-        with evaluating(model), recording_projections(model, names) as recorded:
-            logits = model(input_ids=torch.tensor([list(row)], device=device), use_cache=False).logits[0]
-        logprobs.append(logprobs_of(logits, row))
-        for name, parts in recorded.items():
-            projections[name].append(torch.cat(parts) if parts else torch.empty(0, PROJECTION_DIM))
-    return LogprobsAndNorms(tuple(logprobs), projections)
+    with evaluating(model), recording_choices(model, rows, replay) as recorder:
+        for row, tokens in zip(rows, recorder.tokens_of_rows(), strict=True):
+            pieces = [piece for piece in split(row) if len(piece)]
+            cache: dict[str, Any] = {"use_cache": False}
+            if len(pieces) > 1:
+                cache = {"use_cache": True, "past_key_values": DynamicCache(config=model.config)}
+            with recording_projections(model, names) as recorded, recorder.forward_pass(tokens):
+                inputs = [torch.tensor([list(piece)], device=device) for piece in pieces]
+                logits = [model(input_ids=ids, **cache).logits[0] for ids in inputs]
+            logprobs.append(logprobs_of(torch.cat(logits), row))
+            for name, parts in recorded.items():
+                projections[name].append(torch.cat(parts) if parts else torch.empty(0, PROJECTION_DIM))
+        return LogprobsAndNorms(tuple(logprobs), projections, recorder.choices())
 
 
-def measure_batched(model: Any, rows: Sequence[Sequence[int]]) -> LogprobsAndNorms:
+def measure_batched(model: Any, rows: Sequence[Sequence[int]], replay: RouterChoices | None = None) -> LogprobsAndNorms:
     """All rows in one batch, padded at the end."""
     device, longest = next(model.parameters()).device, max(len(row) for row in rows)
     ids = torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in rows], device=device)
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
-    with evaluating(model):
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-    return LogprobsAndNorms(tuple(logprobs_of(logits[index, : len(row)], row) for index, row in enumerate(rows)))
-
-
-def measure_with_cache(model: Any, rows: Sequence[Sequence[int]], names: Sequence[str] = ()) -> LogprobsAndNorms:
-    """Each row in two pieces, the second with the KV cache of the first."""
-    device = next(model.parameters()).device
-    logprobs: list[Tensor] = []
-    projections: dict[str, list[Tensor]] = {name: [] for name in names}
-    for row in rows:
-        middle, cache, parts = len(row) // 2 + 1, DynamicCache(config=model.config), []
-        with evaluating(model), recording_projections(model, names) as recorded:
-            for piece in (row[:middle], row[middle:]):
-                ids = torch.tensor([list(piece)], device=device)
-                if ids.numel():
-                    parts.append(model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0])
-        logprobs.append(logprobs_of(torch.cat(parts), row))
-        for name, pieces in recorded.items():
-            projections[name].append(torch.cat(pieces) if pieces else torch.empty(0, PROJECTION_DIM))
-    return LogprobsAndNorms(tuple(logprobs), projections)
+    with evaluating(model), recording_choices(model, rows, replay) as recorder:
+        tokens = torch.full((len(rows), longest), PADDING)
+        for index, numbers in enumerate(recorder.tokens_of_rows()):
+            tokens[index, : len(numbers)] = numbers
+        with recorder.forward_pass(tokens.flatten()):
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        logprobs = tuple(logprobs_of(logits[index, : len(row)], row) for index, row in enumerate(rows))
+        return LogprobsAndNorms(logprobs, routers=recorder.choices())
 
 
 @contextmanager
@@ -210,16 +230,25 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class NoiseFloor:
     """The difference that batching alone makes."""
 
-    logprobs: LogprobDifference
-    projections: Mapping[str, float]
+    logprobs: LogprobDifference  # with ties between experts, if batching changes the choice of a router
+    replayed: LogprobDifference  # without: every batch computes the experts that the single rows have chosen
+    projections: Mapping[str, float]  # likewise without
 
 
 def measure_noise_floor(model: Any, rows: Sequence[Sequence[int]], single: LogprobsAndNorms) -> NoiseFloor:
     names = list(single.projections)
-    pieces = measure_with_cache(model, rows, names)
-    batched = measure_batched(model, rows)
-    noise = larger_difference(difference(pieces, single), difference(batched, single))
-    return NoiseFloor(noise, projection_distances(pieces.projections, single.projections))
+
+    def measure_twice(replay: RouterChoices | None) -> tuple[LogprobsAndNorms, LogprobsAndNorms]:
+        return measure_with_cache(model, rows, names, replay), measure_batched(model, rows, replay)
+
+    def largest(runs: Sequence[LogprobsAndNorms]) -> LogprobDifference:
+        return larger_difference(*(difference(run, single) for run in runs))
+
+    runs = measure_twice(None)
+    floor, reference = largest(runs), single.routers
+    if reference is not None and not all(run.routers and same_choices(run.routers, reference) for run in runs):
+        runs = measure_twice(reference)
+    return NoiseFloor(floor, largest(runs), projection_distances(runs[0].projections, single.projections))
 
 
 def adapted_modules(model: nn.Module) -> list[str]:

@@ -2,9 +2,10 @@
 prove` to compare with, and a reload check that runs before the file is relied on.
 
 Per row: `rows.N.tokens` int64 `[T]`, `rows.N.base` and `rows.N.adapter` float32 `[T - 1]`, and `marks.N.MODULE` `[T,
-4]`, projections of module outputs with the adapter active. `prompts.N` int64 are the tokens before an answer, the first
-of a row and later ones, with the messages that they were rendered from in the metadata, so that `kt prove` can ask a
-server as a client does.
+4]`, projections of module outputs with the adapter active. `routers.base/LAYER/...` and `routers.adapter/LAYER/...` are
+the choices of the routers for the tokens of all rows (`router_choices.py`), which `kt prove` replays where two experts
+tie. `prompts.N` int64 are the tokens before an answer, the first of a row and later ones, with the messages that they
+were rendered from in the metadata, so that `kt prove` can ask a server as a client does.
 The reload check fills every trained parameter with NaN and reads the saved file back, so that a tensor that is missing
 in the file, or that matches no parameter, cannot be masked by the value in memory.
 """
@@ -28,6 +29,7 @@ from ktransformers.adapters.comparison import (
     first_deviating_module,
     measure,
 )
+from ktransformers.adapters.router_choices import RouterChoices, compare_choices
 from ktransformers.errors import InputError, KTError
 
 PROOF_FILE = "kt_proof.safetensors"
@@ -93,10 +95,16 @@ def write_record(path: Path, proof: ProofRecord) -> None:
             tensors[f"marks.{index}.{name}"] = projections[index].contiguous()
     for index, prompt in enumerate(proof.prompts):
         tensors[f"prompts.{index}"] = torch.tensor(prompt.tokens)
+    routers = {"base": proof.base.routers, "adapter": proof.adapter.routers}
+    layers = {name: list(choices.layers) for name, choices in routers.items() if choices is not None}
+    for name, choices in routers.items():
+        if choices is not None:
+            tensors |= {f"routers.{name}/{field}": tensor for field, tensor in choices.to_tensors().items()}
     messages = json.dumps([{"messages": prompt.messages, "tools": prompt.tools} for prompt in proof.prompts])
     modules = "\n".join(proof.adapter.projections)  # safetensors does not preserve order
     metadata = {"format": PROOF_FORMAT, "dtype": proof.dtype, "held_out": str(int(proof.held_out)), "modules": modules}
-    save_file(tensors, path, metadata={**metadata, "prompts": messages, "other_turns": str(proof.other_turns)})
+    metadata |= {"prompts": messages, "other_turns": str(proof.other_turns), "routers": json.dumps(layers)}
+    save_file(tensors, path, metadata=metadata)
 
 
 def read_record(directory: Path) -> ProofRecord | None:
@@ -116,10 +124,13 @@ def read_record(directory: Path) -> ProofRecord | None:
         projections = {
             name: [tensors[f"marks.{index}.{name}"] for index in indices] for name in metadata["modules"].split("\n")
         }
+        rows = tuple(tuple(tensors[f"rows.{index}.tokens"].tolist()) for index in indices)
+        base, adapter = (tuple(tensors[f"rows.{index}.{name}"] for index in indices) for name in ("base", "adapter"))
+        layers = json.loads(metadata.get("routers", "{}"))
         return ProofRecord(
-            tuple(tuple(tensors[f"rows.{index}.tokens"].tolist()) for index in indices),
-            LogprobsAndNorms(tuple(tensors[f"rows.{index}.base"] for index in indices)),
-            LogprobsAndNorms(tuple(tensors[f"rows.{index}.adapter"] for index in indices), projections),
+            rows,
+            LogprobsAndNorms(base, routers=_read_routers(tensors, "base", layers, rows)),
+            LogprobsAndNorms(adapter, projections, _read_routers(tensors, "adapter", layers, rows)),
             metadata["dtype"],
             metadata["held_out"] == "1",
             tuple(
@@ -130,6 +141,17 @@ def read_record(directory: Path) -> ProofRecord | None:
         )
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise InputError(str(file), f"what does not read ({error})", "what `kt train` wrote", "delete it") from error
+
+
+def _read_routers(
+    tensors: dict[str, Tensor], name: str, layers: dict[str, list[str]], rows: Sequence[Sequence[int]]
+) -> RouterChoices | None:
+    """None: files of earlier versions have no router choices."""
+    if name not in layers:
+        return None
+    prefix = f"routers.{name}/"
+    choices = {field.removeprefix(prefix): tensor for field, tensor in tensors.items() if field.startswith(prefix)}
+    return RouterChoices.from_tensors(choices, layers[name], [len(row) for row in rows])
 
 
 @dataclass(frozen=True)
@@ -168,10 +190,12 @@ def check_reload(model: Any, folder: Path, proof: ProofRecord) -> ReloadCheck:
     for name, parameter in trained.items():
         if not bool(torch.isfinite(parameter).all()):
             raise KTError(f"{name}: trained, and not read back from {folder}; the adapter was not saved whole")
-    after = measure(model, proof.rows, list(proof.adapter.projections))
+    routers = proof.adapter.routers
+    after = measure(model, proof.rows, list(proof.adapter.projections), routers)
     deviation = difference(after, proof.adapter)
     if not deviation.is_zero:
-        noise = difference(measure(model, proof.rows), after)
+        _check_routers(after, proof.adapter)
+        noise = difference(measure(model, proof.rows, replay=routers), after)
         if not deviation.within(noise):
             module = first_deviating_module(after.projections, proof.adapter.projections, {}) or "the output"
             raise KTError(
@@ -179,3 +203,12 @@ def check_reload(model: Any, folder: Path, proof: ProofRecord) -> ReloadCheck:
                 f"where computing twice makes {noise.max:.3g}; the file is not what was trained"
             )
     return ReloadCheck(len(trained), len(proof.rows), after.tokens, deviation, proof.held_out)
+
+
+def _check_routers(after: LogprobsAndNorms, before: LogprobsAndNorms) -> None:
+    """Two experts may tie; any other choice that has changed is an error."""
+    routers = compare_choices(after.routers, before.routers)
+    if routers is not None and routers.faults:
+        fault = routers.faults[0]
+        text = f"after the saved adapter was read back, {fault.describe()}; the file is not what was trained"
+        raise KTError(f"{fault.layer}: {text}")

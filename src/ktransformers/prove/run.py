@@ -3,7 +3,8 @@
 The rows are those that training recorded (`adapters/proof_record.py`), otherwise a few sentences. One model is in
 memory at a time: first the trainer's model (loaded as `kt train` does, the adapter attached by PEFT) with its noise
 floor, then the server over HTTP, base and adapter mixed in one batch, and asked with messages too
-(`prove/messages.py`), then stock transformers and PEFT if they fit.
+(`prove/messages.py`), then stock transformers and PEFT if they fit. A program computes tokens for which two experts tie
+with the experts that the program before it has chosen (`adapters/router_choices.py`).
 Each comparison is a `ProofCheck`; one that fails names the tensor or layer at fault. This module prints nothing.
 """
 
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,20 @@ from ktransformers.adapters.convert import read_adapter
 from ktransformers.adapters.dialects import detect_dialect
 from ktransformers.adapters.manifest import check_manifest, read_manifest
 from ktransformers.adapters.proof_record import ProofRecord, read_record
+from ktransformers.adapters.router_choices import ChoiceComparison, compare_choices
 from ktransformers.checkpoint.gguf_directory import is_gguf_directory
 from ktransformers.errors import InputError
 from ktransformers.nn.prepare import uses_kt_method
 from ktransformers.prove.checks import ProofCheck, ProofFailed
 from ktransformers.prove.messages import check_messages
-from ktransformers.prove.server import bound_matrices, find_names, measure_served_layers, score_row, start_server
+from ktransformers.prove.server import (
+    bound_matrices,
+    find_names,
+    measure_served_layers,
+    score_rows,
+    score_rows_replayed,
+    start_server,
+)
 from ktransformers.serve.client import Client
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.launch import LogLine, check_packages, parse_dtype
@@ -87,16 +95,7 @@ class Proof:
             "culprit": self.culprit or None,
             "floor": self.floor.to_json(),
             "effect": self.effect.to_json(),
-            "checks": [
-                {
-                    "what": check.what,
-                    "passed": check.passed,
-                    "said": check.detail,
-                    "difference": check.difference and check.difference.to_json(),
-                    "culprit": check.culprit or None,
-                }
-                for check in self.checks
-            ],
+            "checks": [check.to_json() for check in self.checks],
         }
 
 
@@ -135,7 +134,7 @@ def prove(
     model_dtype = parse_dtype(dtype_name, device)
     rows, sample = _sample_rows(record, target)
     log(f"the trainer's graph: {target.model} in {_dtype_name(model_dtype)}, {len(rows)} rows")
-    trainer = run_trainer_model(target, content, rows, model_dtype, device, target.precision)
+    trainer = run_trainer_model(target, content, rows, model_dtype, device, target.precision, record)
     floor = trainer.floor.logprobs
     checks = [tensor_check, _check_consumed(trainer, content)]
     if record is not None:
@@ -213,8 +212,10 @@ def run_trainer_model(
     dtype: torch.dtype,
     device: str,
     precision: str = SERVED_PRECISION,
+    record: ProofRecord | None = None,
 ) -> TrainerRun:
-    """Load the model as `kt train` does and measure base, adapter and noise floor; `precision`: of the experts."""
+    """Load the model as `kt train` does and measure base, adapter and noise floor; `precision`: of the experts. Router
+    choices of `record` are replayed."""
     from peft import PeftModel
 
     from ktransformers.nn import load_model
@@ -222,19 +223,25 @@ def run_trainer_model(
     gpu = None if device == "cpu" else device
     experts = target.choose_experts(None)
     stock = load_model(target.model, experts=experts, dtype=dtype, device=gpu, precision=precision)
-    base = measure(stock, rows)
+    base_routers, adapter_routers = (None, None) if record is None else (record.base.routers, record.adapter.routers)
+    base = measure(stock, rows, replay=base_routers)
     check_for_peft(target.adapters[0][1], stock)
     model: Any = PeftModel.from_pretrained(stock, target.adapters[0][1])
     consumed = _compare_loaded_tensors(model, content)
     modules = adapted_modules(model)
-    adapter = measure(model, rows, modules)
+    adapter = measure(model, rows, modules, adapter_routers)
     floor = measure_noise_floor(model, rows, adapter)
     with model.disable_adapter():
-        disabled, disabled_floor = measure(model, rows), measure_noise_floor(model, rows, base)
+        disabled = measure(model, rows, replay=base_routers)
+        disabled_floor = measure_noise_floor(model, rows, base)
     if not difference(disabled, base).is_zero:
         detail = "the base computes other values while an adapter is attached and disabled"
         raise ProofFailed(ProofCheck("trainer's graph", False, detail, difference(disabled, base), "base"))
-    noise = NoiseFloor(larger_difference(floor.logprobs, disabled_floor.logprobs), floor.projections)
+    noise = NoiseFloor(
+        larger_difference(floor.logprobs, disabled_floor.logprobs),
+        larger_difference(floor.replayed, disabled_floor.replayed),
+        floor.projections,
+    )
     return TrainerRun(base, adapter, noise, consumed, tuple(modules))
 
 
@@ -271,30 +278,55 @@ def compare_outputs(
     expected: LogprobsAndNorms,
     floor: LogprobDifference,
     find_culprit: Callable[[], str],
+    routers: ChoiceComparison | None = None,
 ) -> ProofCheck:
-    """`find_culprit` is called only if the outputs differ."""
+    """`find_culprit` is called only if the outputs differ. `routers`: compared if one program replayed the other's."""
     differences = difference(outputs, expected)
+    if routers is not None and routers.faults:
+        return _router_fault(what, routers, differences)
+    ties = f"; {routers}" if routers is not None and str(routers) else ""
     if differences.is_zero:
-        return ProofCheck(what, True, "the same to the bit", differences)
+        return ProofCheck(what, True, f"the same to the bit{ties}", differences, routers=routers)
     detail = (
         f"max {differences.max:.2g}, mean {differences.mean:.2g}; the floor is {floor.max:.2g} and {floor.mean:.2g}"
     )
     if differences.within(floor):
-        return ProofCheck(what, True, detail, differences)
-    detail += f"; largest at token {differences.token} of row {differences.row}"
-    return ProofCheck(what, False, detail, differences, find_culprit())
+        return ProofCheck(what, True, f"{detail}{ties}", differences, routers=routers)
+    detail += f"; largest at token {differences.token} of row {differences.row}{ties}"
+    if routers is None:
+        detail += "; ties between experts were not looked for"
+    return ProofCheck(what, False, detail, differences, find_culprit(), routers)
+
+
+def _router_fault(what: str, routers: ChoiceComparison, differences: LogprobDifference, base: str = "") -> ProofCheck:
+    """`base`: the word for a fault that the base has without the adapter."""
+    fault, count = routers.faults[0], len(routers.faults)
+    detail = f"{base}{fault.describe()}" + (f"; {count} such choices" if count > 1 else "")
+    return ProofCheck(what, False, detail, differences, fault.layer, routers)
+
+
+def _floor_of(noise: NoiseFloor, *routers: ChoiceComparison | None) -> LogprobDifference:
+    """The noise floor for programs of which one replayed the other; with ties in it where that was not possible."""
+    replayed = all(comparison is not None and not comparison.unjudged for comparison in routers)
+    return noise.replayed if replayed else noise.logprobs
 
 
 def check_record(record: ProofRecord, trainer: TrainerRun) -> ProofCheck:
     """Compare with the outputs that training recorded before it saved, possibly on another machine."""
     control = difference(record.base, trainer.base)
-    floor = larger_difference(trainer.floor.logprobs, control)
+    base_routers = compare_choices(trainer.base.routers, record.base.routers)
+    if base_routers is not None and base_routers.faults:
+        return _router_fault("as trained", base_routers, control, "in the base, ")
+    routers = compare_choices(trainer.adapter.routers, record.adapter.routers)
+    floor = larger_difference(_floor_of(trainer.floor, base_routers, routers), control)
     other_conditions = not control.is_zero  # another machine, dtype or thread count: every layer differs a little
     noise = {
         name: max(value, control.mean if other_conditions else 0.0) for name, value in trainer.floor.projections.items()
     }
     layer = first_deviating_module(trainer.adapter.projections, record.adapter.projections, noise)
-    check = compare_outputs("as trained", trainer.adapter, record.adapter, floor, lambda: layer or "the output")
+    check = compare_outputs(
+        "as trained", trainer.adapter, record.adapter, floor, lambda: layer or "the output", routers
+    )
     if check.passed and layer is not None and not other_conditions:
         detail = f"outputs differ from those of training; log-probabilities: {check.detail}"
         return replace(check, passed=False, detail=detail, culprit=layer)
@@ -313,17 +345,9 @@ def check_server(
     record: ProofRecord | None = None,
 ) -> list[ProofCheck]:
     if url is not None:
-        return _check_served(Client(url, key), target, rows, trainer, matrices, lambda name: "", record)
+        return _check_served(Client(url, key), None, target, rows, trainer, matrices, record)
     with start_server(launch, target, log) as (address, service):
-
-        def find_culprit(name: str) -> str:
-            projections = measure_served_layers(Client(address, None), service, name, rows, trainer.modules)
-            return (
-                first_deviating_module(projections, trainer.adapter.projections, trainer.floor.projections)
-                or "the output"
-            )
-
-        return _check_served(Client(address, None), target, rows, trainer, matrices, find_culprit, record)
+        return _check_served(Client(address, None), service, target, rows, trainer, matrices, record)
 
 
 def _with_rounding(check: ProofCheck, target: Target, rounded: TrainerRun, trainer: TrainerRun) -> ProofCheck:
@@ -339,25 +363,40 @@ def _with_rounding(check: ProofCheck, target: Target, rounded: TrainerRun, train
 
 def _check_served(
     client: Client,
+    service: Any | None,
     target: Target,
     rows: Sequence[Sequence[int]],
     trainer: TrainerRun,
     matrices: int,
-    find_culprit: Callable[[str], str],
     record: ProofRecord | None,
 ) -> list[ProofCheck]:
+    """`service`: of the server, if it is in this process."""
     base, adapter, loaded = find_names(client, target)
+    names = adapter, base
+
+    def check(what: str, name: str, outputs: LogprobsAndNorms, expected: LogprobsAndNorms) -> ProofCheck:
+        def find_culprit() -> str:
+            if name == base:
+                return f"base ({base})"
+            if service is None:
+                return adapter
+            routers = trainer.adapter.routers
+            projections = measure_served_layers(client, service, adapter, rows, trainer.modules, routers)
+            noise = trainer.floor.projections
+            return first_deviating_module(projections, trainer.adapter.projections, noise) or "the output"
+
+        if service is None or difference(outputs, expected).within(trainer.floor.replayed):
+            floor = trainer.floor.logprobs if service is None else trainer.floor.replayed
+            return compare_outputs(what, outputs, expected, floor, find_culprit)
+        outputs = score_rows_replayed(client, service, names, rows, name, expected.routers)
+        routers = compare_choices(outputs.routers, expected.routers)
+        return compare_outputs(what, outputs, expected, _floor_of(trainer.floor, routers), find_culprit, routers)
+
     try:
-        with ThreadPoolExecutor(2 * len(rows)) as pool:  # base and adapter share batches
-            futures = [pool.submit(score_row, client, name, row) for row in rows for name in (adapter, base)]
-            answers = [future.result() for future in futures]
-        served_outputs = LogprobsAndNorms(tuple(answers[0::2])), LogprobsAndNorms(tuple(answers[1::2]))
-        floor = trainer.floor.logprobs
-        base_check = compare_outputs("server, base", served_outputs[1], trainer.base, floor, lambda: f"base ({base})")
-        adapter_check = compare_outputs(
-            "server, adapter", served_outputs[0], trainer.adapter, floor, lambda: find_culprit(adapter) or adapter
-        )
-        if adapter_check.passed is False and difference(served_outputs[0], served_outputs[1]).is_zero:
+        served_adapter, served_base = score_rows(client, names, rows)
+        base_check = check("server, base", base, served_base, trainer.base)
+        adapter_check = check("server, adapter", adapter, served_adapter, trainer.adapter)
+        if adapter_check.passed is False and difference(served_adapter, served_base).is_zero:
             adapter_check = replace(
                 adapter_check, detail=f"{adapter_check.detail}; it answers as the base does: the adapter is not applied"
             )
@@ -398,21 +437,25 @@ def check_stock(
         return ProofCheck("stock PEFT", None, detail)
     stock: Any = AutoModelForCausalLM.from_pretrained(target.model, dtype=dtype)
     stock = stock.to(device)
-    base = measure(stock, rows)
+    base = measure(stock, rows, replay=trainer.base.routers)
+    control, base_routers = difference(base, trainer.base), compare_choices(base.routers, trainer.base.routers)
+    if base_routers is not None and base_routers.faults:
+        return _router_fault("stock PEFT", base_routers, control, "in the base, ")
     check_for_peft(target.adapters[0][1], stock)
     model: Any = PeftModel.from_pretrained(stock, target.adapters[0][1])
-    adapter = measure(model, rows, trainer.modules)
+    adapter = measure(model, rows, trainer.modules, trainer.adapter.routers)
+    routers = compare_choices(adapter.routers, trainer.adapter.routers)
     if target.precision == SERVED_PRECISION:
         _round_experts(model)
-    rounded = measure(model, rows)
-    control, rounding = difference(base, trainer.base), difference(rounded, adapter)
-    floor = larger_difference(trainer.floor.logprobs, larger_difference(control, rounding))
+    rounding = difference(measure(model, rows, replay=trainer.adapter.routers), adapter)
+    own_floor = _floor_of(trainer.floor, base_routers, routers)
+    floor = larger_difference(own_floor, larger_difference(control, rounding))
 
     def find_culprit() -> str:
         noise = dict.fromkeys(trainer.modules, max(floor.max, 1e-3))
         return first_deviating_module(trainer.adapter.projections, adapter.projections, noise) or "the output"
 
-    check = compare_outputs("stock PEFT", trainer.adapter, adapter, floor, find_culprit)
+    check = compare_outputs("stock PEFT", trainer.adapter, adapter, floor, find_culprit, routers)
     return replace(check, detail=f"{check.detail}; bases are {control.max:.2g} apart")
 
 

@@ -1,8 +1,8 @@
 """The server side of `kt prove`: starts a server on a free port, and scores rows on it or on any other.
 
 Rows are scored as lm-eval does: tokens as prompt, `echo` with `logprobs`, no new tokens. /v1/models reports how many
-matrices an adapter has bound. The model of a server in this process is accessible, so a difference can be traced to its
-layer.
+matrices an adapter has bound. The model of a server in this process is accessible, so router choices of another program
+can be replayed in its batches, and a difference can be traced to its layer.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.adapters.comparison import Projections, recording_projections
+from ktransformers.adapters.comparison import LogprobsAndNorms, Projections, recording_projections
+from ktransformers.adapters.router_choices import PADDING, RouterChoices, RouterRecorder, recording_choices
 from ktransformers.errors import InputError, KTError
 from ktransformers.serve.client import Client
+from ktransformers.serve.engine.forward import Chunk, ForwardResult
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.launch import LogLine, bind_socket, open_service
 from ktransformers.serve.target import Target
@@ -88,15 +91,88 @@ def score_row(client: Client, name: str, row: Sequence[int]) -> Tensor:
     return torch.tensor([float("nan") if value is None else float(value) for value in logprobs[1:]])
 
 
+def score_rows(client: Client, names: Sequence[str], rows: Sequence[Sequence[int]]) -> list[LogprobsAndNorms]:
+    """All rows under each name, requested at the same time, so that they share batches."""
+    with ThreadPoolExecutor(len(names) * len(rows)) as pool:
+        futures = [pool.submit(score_row, client, name, row) for row in rows for name in names]
+        answers = [future.result() for future in futures]
+    return [LogprobsAndNorms(tuple(answers[index :: len(names)])) for index in range(len(names))]
+
+
+def score_rows_replayed(
+    client: Client,
+    service: Any,
+    names: Sequence[str],
+    rows: Sequence[Sequence[int]],
+    name: str,
+    replay: RouterChoices | None,
+) -> LogprobsAndNorms:
+    """`score_rows` with router choices of another program replayed under `name`; only its outputs are returned."""
+    with _recording_served_choices(service, names, rows, name, replay) as recorder:
+        outputs = score_rows(client, names, rows)[list(names).index(name)]
+    return LogprobsAndNorms(outputs.logprobs, routers=recorder.choices())
+
+
+@contextmanager
+def _recording_served_choices(
+    service: Any, names: Sequence[str], rows: Sequence[Sequence[int]], name: str, replay: RouterChoices | None
+) -> Iterator[RouterRecorder]:
+    """Records, in the engine's batches, the tokens of `rows` under `name`. The slots of all names are evicted before,
+    so that every token is computed."""
+    forward, owner = service.engine.forward, _owner(service, name)
+    for evicted in names:
+        service.engine.drop_adapter(_owner(service, evicted))
+    run_chunks = forward.run
+
+    with recording_choices(forward.model, rows, replay) as recorder:
+        numbered = list(zip(rows, recorder.tokens_of_rows(), strict=True))
+
+        def run(chunks: Sequence[Chunk]) -> list[ForwardResult | None]:
+            # In the order in which the engine computes them: the base first.
+            order = sorted(range(len(chunks)), key=lambda index: chunks[index].adapter is not None)
+            ordered = [chunks[index] for index in order]
+            tokens = [_token_numbers(chunk, numbered if chunk.slot.owner == owner else ()) for chunk in ordered]
+            with recorder.forward_pass(torch.cat(tokens)):
+                results = dict(zip(order, run_chunks(ordered), strict=True))
+            return [results[index] for index in range(len(chunks))]
+
+        forward.run = run
+        try:
+            yield recorder
+        finally:
+            del forward.run  # the class has it
+
+
+def _owner(service: Any, name: str) -> Any:
+    adapter = service.find(name)
+    return None if adapter is None else adapter.owner
+
+
+def _token_numbers(chunk: Chunk, numbered: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:
+    """Numbers of the chunk's tokens in the first of these rows that begins with its sequence; PADDING if none does."""
+    sequence = [*chunk.slot.tokens[: chunk.position], *chunk.tokens]
+    for row, numbers in numbered:
+        if list(row[: len(sequence)]) == sequence:
+            return numbers[chunk.position : len(sequence)]
+    return torch.full((len(chunk.tokens),), PADDING)
+
+
 def measure_served_layers(
-    client: Client, service: Any, name: str, rows: Sequence[Sequence[int]], names: Sequence[str]
+    client: Client,
+    service: Any,
+    name: str,
+    rows: Sequence[Sequence[int]],
+    names: Sequence[str],
+    replay: RouterChoices | None = None,
 ) -> Projections:
-    """Norms of layer outputs for an adapter. Its KV slots are evicted before each row, so that it is computed again."""
-    norms: dict[str, list[Tensor]] = {layer: [] for layer in names}
-    for row in rows:
-        service.engine.drop_adapter(service.find(name).owner)
-        with recording_projections(service.engine.forward.model, names) as norms_of_row:
-            score_row(client, name, row)
-        for layer, parts in norms_of_row.items():
-            norms[layer].append(torch.cat(parts))
-    return norms
+    """Projections of layer outputs for an adapter, one row at a time, with router choices of another program."""
+    projections: dict[str, list[Tensor]] = {layer: [] for layer in names}
+    with _recording_served_choices(service, [name], rows, name, replay):
+        for row in rows:
+            # Otherwise tokens that two rows have in common would not be computed again.
+            service.engine.drop_adapter(_owner(service, name))
+            with recording_projections(service.engine.forward.model, names) as recorded:
+                score_row(client, name, row)
+            for layer, parts in recorded.items():
+                projections[layer].append(torch.cat(parts))
+    return projections
