@@ -146,7 +146,7 @@ void Backward::add_weight_gradients(size_t index) {
   }
 }
 
-void Backward::run_lane_segment(const Lane& lane, size_t index, char* slice) {
+void Backward::run_lane_segment(const Lane& lane, size_t index, const char*, char* slice) {
   const BlockStore& store = experts_.weights().up();
   const Segment& segment = routing_.segments[index];
   Tiling whole = plan_.tilings[index];

@@ -87,13 +87,12 @@ const char* Call::lane_weights(const Lane& lane, size_t index) const {
   return experts_.weights().down().at(routing_.segments[index].expert, lane.block0);
 }
 
-void Call::run_lane_segment(const Lane& lane, size_t index, char* slice) {
+void Call::run_lane_segment(const Lane& lane, size_t index, const char* next, char* slice) {
   const BlockStore& store = experts_.weights().down();
   const Segment& segment = routing_.segments[index];
   Tiling whole = plan_.tilings[index];
   int32_t k_tiles = store.k_tiles();
   const char* b = lane_weights(lane, index);
-  const char* after = index + 1 < routing_.segments.size() ? lane_weights(lane, index + 1) : nullptr;
 
   Down down = lane_output(lane, slice);
   down.block_bytes = store.block_bytes();
@@ -130,7 +129,7 @@ void Call::run_lane_segment(const Lane& lane, size_t index, char* slice) {
         down.encoded.channel = (float*)(slice + plan_.channels_at);
         down.row_scale = (const float*)(workspace_.data() + plan_.hidden_scales_at) + row;
       }
-      const char* next_weights = down.last ? after : b + store.offset(k + now);
+      const char* next_weights = down.last ? next : b + store.offset(k + now);
       down.next = tile + tiles == whole.tiles ? next_weights : nullptr;
       experts_.kernels().down(down);
     });

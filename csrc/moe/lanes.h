@@ -1,12 +1,14 @@
 // The queue of lanes. A lane's experts must be added in order, but any thread may take the next few of them.
 //
-// There are more lanes than threads. A thread takes the free lane with the fewest finished experts, advances it for
-// about a tenth of a millisecond and puts it back, so that cores of unequal speed (a busy sibling, another guest)
-// finish together, and all lanes are near the same expert, whose rows are in the shared cache.
+// Lanes are divided into rounds at the same experts, and slices (a lane in a round) are taken in order, by one atomic
+// increment: first all lanes up to the first boundary, then all up to the second. So all lanes are near the same
+// expert, whose rows are in the shared cache, and a lane's previous slice was taken as many slices ago as there are
+// lanes: it is nearly always done. The last rounds are short, so that cores of unequal speed (a busy sibling, another
+// guest) finish together.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
-#include <mutex>
 #include <vector>
 
 #include "futex.h"
@@ -15,51 +17,43 @@ namespace kt {
 
 class LaneQueue {
  public:
-  // `lanes` lanes that each process `segments` experts.
-  void reset(size_t lanes, int32_t segments) {
-    segments_ = segments;
-    lane_.assign(lanes, {0, false});
-    left_ = segments ? (int32_t)lanes : 0;
+  // Segments [begin, end) of a lane.
+  struct Slice {
+    int32_t lane, begin, end;
+  };
+
+  // `ends`: the segment at which each round ends.
+  void reset(size_t lanes, const std::vector<int32_t>& ends) {
+    ends_ = ends;
+    lanes_ = (int32_t)lanes;
+    if (done_.size() < lanes) done_ = std::vector<std::atomic<int32_t>>(lanes);
+    for (std::atomic<int32_t>& done : done_) done.store(0, std::memory_order_relaxed);
+    next_.store(0, std::memory_order_relaxed);
   }
 
-  // Takes the free lane with the fewest finished segments and returns its index and next segment; -1 when all lanes are
-  // done. Waits while all unfinished lanes are taken by other threads: one of them may be put back.
-  int32_t take(int32_t& segment) {
-    for (int spins = 0;; spins++) {
-      {
-        std::lock_guard lock(lock_);
-        if (!left_) return -1;
-        int32_t best = -1;
-        for (int32_t i = 0; i < (int32_t)lane_.size(); i++)
-          if (!lane_[(size_t)i].taken && lane_[(size_t)i].at < segments_ &&
-              (best < 0 || lane_[(size_t)i].at < lane_[(size_t)best].at))
-            best = i;
-        if (best >= 0) {
-          lane_[(size_t)best].taken = true;
-          segment = lane_[(size_t)best].at;
-          return best;
-        }
-      }
-      // Polls rarely enough not to disturb the working threads.
-      for (int i = 0; i < 64; i++) relax();
-      if (spins > 1000) sched_yield();
-    }
+  // False when all slices are taken.
+  bool take(Slice& slice) {
+    const int32_t count = lanes_ * (int32_t)ends_.size(), n = next_.fetch_add(1, std::memory_order_relaxed);
+    if (n >= count) return false;
+    const size_t round = (size_t)(n / lanes_);
+    slice = {n % lanes_, round ? ends_[round - 1] : 0, ends_[round]};
+    return true;
   }
 
-  void put_back(int32_t lane, int32_t segment) {
-    std::lock_guard lock(lock_);
-    lane_[(size_t)lane] = {segment, false};
-    if (segment == segments_) left_--;
+  // Waits for the lane's previous slice. A thread finishes its slices in the order in which they were taken, so the
+  // first unfinished one never waits.
+  void wait_for_previous(const Slice& slice) const {
+    for (int spins = 0; done_[(size_t)slice.lane].load(std::memory_order_acquire) != slice.begin; spins++)
+      spins < 1000 ? relax() : (void)sched_yield();
   }
+
+  void finish(const Slice& slice) { done_[(size_t)slice.lane].store(slice.end, std::memory_order_release); }
 
  private:
-  struct Lane {
-    int32_t at;
-    bool taken;
-  };
-  SpinLock lock_;
-  std::vector<Lane> lane_;
-  int32_t segments_ = 0, left_ = 0;
+  std::vector<int32_t> ends_;
+  int32_t lanes_ = 0;
+  std::atomic<int32_t> next_{0};
+  std::vector<std::atomic<int32_t>> done_;  // [lanes] segments
 };
 
 }  // namespace kt

@@ -206,6 +206,7 @@ std::vector<LoraTerm> Backward::transposed_lora_terms(const Piece& piece, Factor
 // it computes the panels of x that the wgrad of B waits for.
 void Backward::after_lanes(char* slice) {
   if (gradients_.lora.empty()) return;
+  wait_for_segments();
   int32_t blocks[4] = {experts_.weights().down().blocks(), experts_.weights().up().blocks(),
                        experts_.weights().down().k_tiles(), experts_.weights().down().blocks()};
   int32_t pieces[4], others = 0;

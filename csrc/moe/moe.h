@@ -26,7 +26,7 @@ class Call final : public Task {
   void before_units(char* slice) override;
   void run_unit(const UpUnit& unit, const UpUnit* next, char* slice) override;
   void segment_done(size_t segment, char* slice) override;
-  void run_lane_segment(const Lane& lane, size_t segment, char* slice) override;
+  void run_lane_segment(const Lane& lane, size_t segment, const char* next, char* slice) override;
   const char* lane_weights(const Lane& lane, size_t segment) const override;
   // Some activated rows of a segment, and some of their k tiles.
   struct DownPanel {
@@ -79,7 +79,7 @@ class Backward final : public Task {
   void after_lanes(char* slice) override;
   void run_unit(const UpUnit& unit, const UpUnit* next, char* slice) override;
   void segment_done(size_t segment, char* slice) override;
-  void run_lane_segment(const Lane& lane, size_t segment, char* slice) override;
+  void run_lane_segment(const Lane& lane, size_t segment, const char* next, char* slice) override;
   void transpose_block(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile,
                        char* out) const;
   void add_transposes(const BlockStore& store, int32_t expert, int32_t first, int32_t count, int32_t k_tile, char* out,

@@ -54,9 +54,25 @@ struct UpPartitioner {
 // Blocks per lane. A lane reads its own weights once and every hidden row once, from the shared cache, so wide lanes
 // read rows less often; there must be a third more lanes than threads, or threads that finish early have nothing to
 // take. With few rows the hidden rows are small, and single blocks balance best.
-int32_t lane_width(int32_t blocks, int threads, size_t weight_bytes, int64_t hidden_bytes) {
-  if (hidden_bytes * 4 < (int64_t)weight_bytes) return 1;
+int32_t lane_width(int32_t blocks, int threads, size_t weight_bytes, int64_t row_bytes) {
+  if (row_bytes * 4 < (int64_t)weight_bytes) return 1;
   return (int32_t)std::max<int64_t>(1, blocks * 3 / (4 * threads));
+}
+
+// Rounds of equal cost, then halves of what is left, down to single segments: threads that finish early take these.
+std::vector<int32_t> rounds_of_lanes(const std::vector<Tiling>& tilings, int64_t k_tile_blocks) {
+  int64_t left = 0;
+  for (const Tiling& t : tilings) left += k_tile_blocks * block_cost(t.tiles);
+  std::vector<int32_t> ends;
+  for (size_t s = 0; s < tilings.size();) {
+    const int64_t most = std::min(kLaneSliceCost, left / 2);
+    int64_t cost = 0;
+    do cost += k_tile_blocks * block_cost(tilings[s++].tiles);
+    while (s < tilings.size() && cost < most);
+    left -= cost;
+    ends.push_back((int32_t)s);
+  }
+  return ends;
 }
 
 }  // namespace
@@ -175,12 +191,16 @@ void make_plan(const Routing& routing, const PlanInput& input, int32_t tokens, c
   if (back) max_blocks = std::min(max_blocks, kMaxBackwardBlocks);
   UpPartitioner partitioner{input.weights, std::max(1, input.threads / input.groups), plan, max_blocks};
   size_t weight_bytes = segments.size() * down.block_bytes();
+  int64_t row_bytes = (int64_t)routing.token.size() * elem_tile * plan.panel_k_tiles;
+  int32_t widest = 1;
   for (int g = 0; g < input.groups; g++) {
     partitioner.partition(segments, g);
     int32_t begin = down.begin(g), end = down.end(g);
-    int32_t width = lane_width(end - begin, partitioner.threads, weight_bytes, hidden_bytes);
+    int32_t width = lane_width(end - begin, partitioner.threads, weight_bytes, row_bytes);
+    widest = std::max(widest, width);
     for (int32_t b = begin; b < end; b += width) plan.lanes[(size_t)g].push_back({b, std::min(b + width, end)});
   }
+  plan.lane_rounds = rounds_of_lanes(plan.tilings, (int64_t)widest * plan.panel_k_tiles);
 
   plan.hidden_at.clear();
   int64_t at = hidden_bytes;

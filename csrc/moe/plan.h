@@ -78,6 +78,7 @@ struct Plan {
   std::vector<Piece> pieces;  // backward: pieces of all segments that have runs
   std::vector<std::vector<UpUnit>> up;   // [groups]
   std::vector<std::vector<Lane>> lanes;  // [groups]
+  std::vector<int32_t> lane_rounds;      // the segment at which each round of LaneQueue ends
   // The workspace: panels between units and lanes, running sums, then one slice per thread.
   int64_t sums_at, threads_at, total_bytes;
   int64_t x_int8_at, x_scales_at,
@@ -98,7 +99,7 @@ struct Plan {
 
 // Cost of one k tile of a block, in passes of two token tiles over it: reading the weights from memory costs about six.
 constexpr int64_t block_cost(int64_t tiles) { return 6 + ceil_div(tiles, 2); }
-constexpr int64_t kLaneSliceCost = 2000;  // after which a thread puts a lane back: about a tenth of a millisecond
+constexpr int64_t kLaneSliceCost = 2000;  // at most, of a lane in one round: about a tenth of a millisecond
 
 Budget budget_of_machine();
 

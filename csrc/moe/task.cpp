@@ -76,7 +76,7 @@ void Task::prepare() {
   workspace_ = experts_.engine().arena.acquire((size_t)plan_.total_bytes);
   begin();
   for (auto& n : next_up_) n.store(0, std::memory_order_relaxed);
-  for (size_t g = 0; g < lanes_.size(); g++) lanes_[g].reset(plan_.lanes[g].size(), (int32_t)routing_.segments.size());
+  for (size_t g = 0; g < lanes_.size(); g++) lanes_[g].reset(plan_.lanes[g].size(), plan_.lane_rounds);
   if (up_left_.size() < routing_.segments.size())
     up_left_ = std::vector<std::atomic<int32_t>>(routing_.segments.size());
   for (size_t s = 0; s < routing_.segments.size(); s++)
@@ -197,10 +197,23 @@ void Task::take_units(size_t group, char* slice) {
   }
 }
 
+// The next slice is taken before the current one starts, so that its first weights can be prefetched.
 void Task::take_lanes(size_t group, char* slice) {
-  int32_t segment = 0;
-  for (int32_t n; (n = lanes_[group].take(segment)) >= 0;)
-    lanes_[group].put_back(n, run_lane(plan_.lanes[group][(size_t)n], segment, slice));
+  LaneQueue& queue = lanes_[group];
+  auto lane_of = [&](const LaneQueue::Slice& taken) -> const Lane& { return plan_.lanes[group][(size_t)taken.lane]; };
+  LaneQueue::Slice current, next;
+  for (bool more = queue.take(current); more; current = next) {
+    more = queue.take(next);
+    queue.wait_for_previous(current);
+    const char* after = more ? lane_weights(lane_of(next), (size_t)next.begin) : nullptr;
+    for (int32_t segment = current.begin; segment < current.end; segment++) {
+      const Lane& lane = lane_of(current);
+      wait_for_segment(lane, (size_t)segment);
+      const char* weights = segment + 1 < current.end ? lane_weights(lane, (size_t)segment + 1) : after;
+      if (!cancelled()) run_lane_segment(lane, (size_t)segment, weights, slice);
+    }
+    queue.finish(current);
+  }
 }
 
 const char* Task::unit_weights(const UpUnit& unit) const {
@@ -339,6 +352,12 @@ Down Task::lane_output(const Lane& lane, char* slice) const {
   return down;
 }
 
+void Task::wait_for_segments() const {
+  for (size_t s = 0; s < routing_.segments.size(); s++)
+    for (int spins = 0; up_left_[s].load(std::memory_order_acquire); spins++)
+      spins < 1000 ? relax() : (void)sched_yield();
+}
+
 // The remaining units are being computed by running threads; yields, in case this loop has taken a cpu from one of
 // them. With few tokens all threads wait here for the last units: the lane's weights are prefetched into L2 meanwhile.
 void Task::wait_for_segment(const Lane& lane, size_t segment) {
@@ -357,18 +376,6 @@ void Task::wait_for_segment(const Lane& lane, size_t segment) {
       sched_yield();
     }
   }
-}
-
-// Advances a lane from `segment` on by one slice of work; returns its next segment.
-int32_t Task::run_lane(const Lane& lane, int32_t segment, char* slice) {
-  int64_t cost = 0, per_block = (int64_t)(lane.block1 - lane.block0) * plan_.panel_k_tiles;
-  int32_t end = (int32_t)routing_.segments.size();
-  do {
-    wait_for_segment(lane, (size_t)segment);
-    if (!cancelled()) run_lane_segment(lane, (size_t)segment, slice);
-    cost += per_block * block_cost(plan_.tilings[(size_t)segment].tiles);
-  } while (++segment < end && cost < kLaneSliceCost);
-  return segment;
 }
 
 }  // namespace kt

@@ -67,10 +67,11 @@ class Task : private Job {
  protected:
   virtual void begin() {}              // after routing, on the calling thread
   virtual void before_units(char*) {}  // by every thread, as long as there is work
-  virtual void after_lanes(char*) {}   // likewise
+  virtual void after_lanes(char*) {}   // likewise; other threads may still be in their last lanes
   virtual void run_unit(const UpUnit& unit, const UpUnit* next, char* slice) = 0;
   virtual void segment_done(size_t segment, char* slice) = 0;  // its units are done; lanes wait for this
-  virtual void run_lane_segment(const Lane& lane, size_t segment, char* slice) = 0;
+  // `next`: weights that this thread reads after it, to prefetch, or null.
+  virtual void run_lane_segment(const Lane& lane, size_t segment, const char* next, char* slice) = 0;
   // The weights that run_lane_segment reads sequentially, to prefetch while the lane waits; or null.
   virtual const char* lane_weights(const Lane&, size_t) const { return nullptr; }
   void close();  // called first by the derived destructor: waits for the run in flight
@@ -137,6 +138,7 @@ class Task : private Job {
   // Rows of a segment's panel times A of down, into the runs' rank panels.
   void lora_shrink_hidden(size_t segment, const char* rows, char* slice) const;
 
+  void wait_for_segments() const;  // until segment_done has returned for all of them
   // The output columns and running sums of a lane; the caller fills in the product.
   Down lane_output(const Lane& lane, char* slice) const;
   // Calls act(tile0, tiles) for pieces of a segment whose panel fits L2.
@@ -169,7 +171,6 @@ class Task : private Job {
   void wait_for_segment(const Lane& lane, size_t segment);
   void take_units(size_t group, char* slice);
   void take_lanes(size_t group, char* slice);
-  int32_t run_lane(const Lane& lane, int32_t segment, char* slice);
 
   Direction direction_;
   bool weights_entered_ = false;               // between Weights::enter and leave

@@ -45,6 +45,15 @@ void check_cover(const Plan& plan, const Routing& routing, const Weights& weight
     for (const Lane& lane : group)
       for (int32_t b = lane.block0; b < lane.block1; b++) lanes[(size_t)b]++;
   for (int times : lanes) CHECK_EQ(times, 1);
+  // Rounds of lanes cover all segments in order, and the last ones are short.
+  int32_t covered = 0;
+  for (int32_t end : plan.lane_rounds) {
+    CHECK(end > covered);
+    covered = end;
+  }
+  CHECK_EQ(covered, (int32_t)routing.segments.size());
+  if (size_t rounds = plan.lane_rounds.size(); rounds > 1)
+    CHECK_EQ(plan.lane_rounds[rounds - 1] - plan.lane_rounds[rounds - 2], 1);
 }
 
 void check_space(const Plan& plan, const Weights& weights, const KernelTable& kernels, int threads) {
