@@ -45,7 +45,7 @@ def with_other_choice(choices: RouterChoices, name: str, token: int) -> RouterCh
     layer = choices.layers[name]
     ids, chosen = layer.ids.clone(), set(layer.ids[token].tolist())
     ids[token, 0] = next(expert for expert in range(4) if expert not in chosen)
-    return RouterChoices(choices.lengths, {**choices.layers, name: replace(layer, ids=ids)})
+    return RouterChoices(choices.lengths, {**choices.layers, name: replace(layer, chosen=ids, ids=ids)})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -153,6 +153,20 @@ def test_noise_floor_without_ties(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktransformers.adapters.comparison.measure_batched", noisy)
     floor = measure_noise_floor(model, ROWS_OF_TIES, single)
     assert floor.logprobs.max > 1e-2 and floor.replayed.max < 1e-3
+
+
+def test_replayed_choices_are_passed_on() -> None:
+    """Three programs: the third computes what the first chose, and is judged by the scores of the second."""
+    model = tied_model()
+    first = measure(model, ROWS_OF_TIES)
+    with shifted_embeddings(model, 1e-6):
+        second = measure(model, ROWS_OF_TIES, replay=first.routers)
+        third = measure(model, ROWS_OF_TIES, replay=second.routers)
+    for one, other in zip(third.logprobs, second.logprobs, strict=True):
+        assert torch.equal(one, other)
+    passed_on = compare_choices(second.routers, first.routers)
+    assert passed_on is not None and passed_on.ties
+    assert compare_choices(third.routers, second.routers) == ChoiceComparison()
 
 
 def choices(

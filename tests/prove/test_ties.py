@@ -72,20 +72,27 @@ def check_stock(tied: Tied, adapter: Path | None = None, trainer: Any = None) ->
     return check(target, tied.record.rows, torch.float32, "cpu", trainer or tied.trainer)
 
 
-def test_ties_are_proven(tied: Tied, monkeypatch: pytest.MonkeyPatch) -> None:
+def prove(tied: Tied, monkeypatch: pytest.MonkeyPatch, dtype: str) -> dict[str, Any]:
+    """The checks of `kt prove`, by name; the proof must succeed."""
     import typer
 
     from ktransformers.cli.prove import prove
     from ktransformers.serve.engine import forward
 
-    # The check at a server's start compares two attentions and is not tolerant of ties.
+    # The check at a server's start compares two attentions, and a tie fails it.
     monkeypatch.setitem(forward.MAX_LOGIT_ERROR, torch.float32, 10.0)
+    monkeypatch.setattr(forward, "MAX_LOGIT_ERROR_16_BIT", 10.0)
     app = typer.Typer()
     app.command()(prove)
-    done = CliRunner().invoke(app, [str(tied.output), "--json"])
+    done = CliRunner().invoke(app, [str(tied.output), "--json", "--dtype", dtype])
     assert done.exit_code == 0, done.output
     checks = {check["what"]: check for check in json.loads(done.stdout)["checks"]}
     assert all(check["passed"] for check in checks.values())
+    return checks
+
+
+def test_ties_are_proven(tied: Tied, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = prove(tied, monkeypatch, "auto")
     stock = checks["stock PEFT"]["routers"]
     assert stock["ties"] >= 1 and stock["faults"] == stock["not_judged"] == 0
     for tie in stock["tied_tokens"]:
@@ -93,6 +100,13 @@ def test_ties_are_proven(tied: Tied, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks["as trained"]["routers"]["ties"] == 0 and checks["tensors"]["routers"] is None
     first = stock["tied_tokens"][0]
     assert f"token {first['token']} of row {first['row']} in {first['layer']}" in checks["stock PEFT"]["said"]
+
+
+def test_ties_of_a_record_in_another_dtype_are_proven(tied: Tied, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer's graph in bf16 replays the float32 record, and is replayed by the server and by stock PEFT."""
+    checks = prove(tied, monkeypatch, "bfloat16")
+    assert checks["as trained"]["routers"]["ties"] >= 1
+    assert checks["as trained"]["routers"]["faults"] == checks["stock PEFT"]["routers"]["faults"] == 0
 
 
 def test_ties_exceed_the_rest_by_far(tied: Tied) -> None:

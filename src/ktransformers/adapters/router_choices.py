@@ -30,11 +30,10 @@ from ktransformers.adapters.names import PREFIX
 from ktransformers.nn.contract import expert_modules
 
 INPUT_DIM = 8  # of the random projection that measures how far hidden states differ
-# Relative difference of scores per relative difference of hidden states. Scores of a linear router differ by about as
-# much as its inputs, up to several times that after a softmax with large logits; a router with other weights, by
-# thousands of times.
-SCORE_GAIN = 32.0
-SCORE_ROUNDING = 8.0  # roundings, relative to the largest score, that computing a score may take
+# Relative difference of scores per relative difference of hidden states. Measured in routers of 18 families: 1 to 12,
+# up to 25 where logits are eight times as large; thousands for a router with other weights.
+SCORE_GAIN = 64.0
+SCORE_ROUNDING = 16.0  # roundings of a score, in the dtype of the hidden states and relative to the largest score
 PADDING = -1  # a row of a batch that is none of the tokens
 TOPK_FUNCTIONS = (torch.topk, Tensor.topk)
 
@@ -177,9 +176,9 @@ def same_choices(first: RouterChoices, second: RouterChoices) -> bool:
 
 
 def compare_choices(measured: RouterChoices | None, expected: RouterChoices | None) -> ChoiceComparison | None:
-    """Judge every choice of `measured` that differs from what the experts of `expected` computed; None: one of them was
-    not recorded. `measured` must have replayed `expected`, or else all that follows a differing choice has other
-    inputs."""
+    """Judge every token for which the routers of the two programs choose differently; None: one of them was not
+    recorded. `measured` must have replayed `expected`, or else all that follows such a token has other inputs. What
+    `expected` itself replayed is of no concern: its scores belong to its own choices."""
     if measured is None or expected is None:
         return None
     ties: list[ChoiceDifference] = []
@@ -188,7 +187,7 @@ def compare_choices(measured: RouterChoices | None, expected: RouterChoices | No
     for name, layer in measured.layers.items():
         if (reference := expected.layers.get(name)) is None:
             continue
-        tokens = _differing(layer.chosen, reference.ids)
+        tokens = _differing(layer.chosen, reference.chosen)
         if not _can_judge(layer, reference):
             unjudged += len(tokens)
             continue
@@ -235,7 +234,7 @@ def _judge(
         changed |= changes
     explained &= changed  # otherwise the experts were given others than the selected ones
     for index, token in enumerate(tokens.tolist()):
-        own, others = set(layer.chosen[token].tolist()), set(reference.ids[token].tolist())
+        own, others = set(layer.chosen[token].tolist()), set(reference.chosen[token].tolist())
         experts, instead_of = tuple(sorted(own - others)), tuple(sorted(others - own))
         gap, distance_here, limit_here = float(gaps[index]), float(distances[index]), float(limits[index])
         row, position = measured.position(token)

@@ -135,7 +135,7 @@ def prove(
     rows, sample = _sample_rows(record, target)
     log(f"the trainer's graph: {target.model} in {_dtype_name(model_dtype)}, {len(rows)} rows")
     trainer = run_trainer_model(target, content, rows, model_dtype, device, target.precision, record)
-    floor = trainer.floor.logprobs
+    floor = trainer.floor.replayed
     checks = [tensor_check, _check_consumed(trainer, content)]
     if record is not None:
         checks.append(check_record(record, trainer))
