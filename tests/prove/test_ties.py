@@ -159,8 +159,8 @@ def test_wrong_router_fails(tied: Tied, tmp_path: Path, layer: int) -> None:
     check = check_stock(tied, trainer=wrong)
     assert check.passed is False and check.culprit == f"model.layers.{layer}.mlp.experts"
     assert check.routers is not None and check.routers.faults
-    fault = check.routers.faults[0]
-    assert fault.distance > 10 * fault.limit
+    fault = max(check.routers.faults, key=lambda fault: fault.layer == check.culprit and fault.gap)
+    assert fault.distance > 10 * fault.limit and fault.gap > 10 * fault.limit
     expected = f"in the base, token {fault.token} of row {fault.row} is routed to experts {fault.experts[0]} instead of"
     assert check.detail.startswith(expected)
 

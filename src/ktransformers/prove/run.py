@@ -299,8 +299,9 @@ def compare_outputs(
 
 
 def _router_fault(what: str, routers: ChoiceComparison, differences: LogprobDifference, base: str = "") -> ProofCheck:
-    """`base`: the word for a fault that the base has without the adapter."""
-    fault, count = routers.faults[0], len(routers.faults)
+    """Names the widest gap in the first layer at fault; `base`: the word for a fault without the adapter."""
+    layer, count = routers.faults[0].layer, len(routers.faults)
+    fault = max((fault for fault in routers.faults if fault.layer == layer), key=lambda fault: fault.gap)
     detail = f"{base}{fault.describe()}" + (f"; {count} such choices" if count > 1 else "")
     return ProofCheck(what, False, detail, differences, fault.layer, routers)
 
