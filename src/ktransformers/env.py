@@ -56,6 +56,11 @@ VARIABLES = (
     ),
     Variable("KT_KERNEL_DEBUG", "1", "the same as KT_LOG=debug"),
     Variable(
+        "KT_PROGRESS",
+        "an open file descriptor",
+        "where a command writes its progress as JSON lines, for the program that started it (`kt loop`)",
+    ),
+    Variable(
         "KT_SGLANG_OPTIONS",
         "JSON",
         "options of our plugin for SGLang, which its launcher passes to its other processes",

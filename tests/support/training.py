@@ -14,6 +14,7 @@ class RunRecorder:
     def __init__(self) -> None:
         self.plans: list[Any] = []
         self.steps: list[Any] = []
+        self.positions: list[Any] = []
         self.notes: list[str] = []
         self.referred = 0
 
@@ -28,6 +29,9 @@ class RunRecorder:
 
     def on_note(self, line: str) -> None:
         self.notes.append(line)
+
+    def on_position(self, position: Any) -> None:
+        self.positions.append(position)
 
     def on_step(self, progress: Any) -> None:
         self.steps.append(progress)

@@ -15,6 +15,7 @@ import typer
 
 from ktransformers.cli import ask
 from ktransformers.cli.sizes import gigabytes
+from ktransformers.progress import rough
 
 if TYPE_CHECKING:
     from ktransformers.plan import Candidate, Machine, ModelShape, Plan
@@ -96,6 +97,64 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("other", f"{choice_line(other)}: host {size}, {other.time.tokens_per_second:.3g} tokens/s{later}"))
     rows += [("note", note) for note in plan.notes]
     return rows
+
+
+def _join(words: list[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _place_name(place: str, gpus: int) -> str:
+    if place == "host":
+        return "host memory"
+    return "GPU memory" if gpus == 1 else f"memory of GPU {place.removeprefix('gpu')}"
+
+
+def _fit_text(plan: Plan) -> str:
+    candidate = plan.nearest
+    if plan.best is None:
+        count = len(candidate.memory.gpus)
+        lacking = [f"{gigabytes(size)} of {_place_name(place, count)}" for place, size in candidate.lacking.items()]
+        return f"no, {_join(lacking)} {'is' if len(lacking) == 1 else 'are'} missing"
+    choice = candidate.choice
+    if not choice.gpus:
+        return "yes, everything on the CPU"
+    gpus = "the GPU" if choice.gpus == 1 else f"{choice.gpus} GPUs"
+    experts = "computed on the CPU" if not choice.uses_engine else "computed on both"
+    return f"yes, attention on {gpus}, experts in host memory and {experts}"
+
+
+def _time_text(candidate: Candidate, steps: int | None) -> str:
+    time = candidate.time
+    rate = f"about {_two_digits(time.tokens_per_second)} tokens/s"
+    if time.first_token is not None:
+        return f"first token of an answer after about {rough_seconds(time.first_token)}, then {rate}"
+    if steps is None:
+        return f"about {rough_seconds(time.seconds)} a step, {rate}"
+    return f"about {rough(steps * time.seconds)} for {steps} steps, {rate}"
+
+
+def _two_digits(value: float) -> str:
+    return f"{value:.2g}" if value < 99.5 else f"{float(f'{value:.2g}'):.0f}"
+
+
+def rough_seconds(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds < 9.5 else rough(seconds)
+
+
+def _memory_text(plan: Plan) -> str:
+    memory, machine, parts = plan.nearest.memory, plan.machine, list[str]()
+    of = "of" if plan.best is not None else "where there are"
+    for index, table in enumerate(memory.gpus):
+        where = "on the GPU" if len(memory.gpus) == 1 else f"on GPU {index}"
+        parts.append(f"{gigabytes(sum(table.values()))} {of} {gigabytes(machine.gpus[index].memory)} {where}")
+    where = "free host memory" if memory.gpus else "free memory"
+    return _join([*parts, f"{gigabytes(memory.host_bytes)} {of} {gigabytes(machine.memory)} {where}"])
+
+
+def summary_rows(plan: Plan, steps: int | None = None) -> list[tuple[str, str]]:
+    """What is shown before a run: whether it fits, how long it takes, how much memory. `steps` of training."""
+    candidate = plan.nearest
+    return [("fits", _fit_text(plan)), ("time", _time_text(candidate, steps)), ("memory", _memory_text(plan))]
 
 
 def published_rows(model: ModelShape, work: str) -> list[tuple[str, str]]:

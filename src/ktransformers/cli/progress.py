@@ -1,48 +1,166 @@
-"""Lines and progress bars on stderr, so that stdout has only what a command prints. A bar needs a terminal."""
+"""Lines and progress bars on stderr, so that stdout has only what a command prints.
+
+On a terminal progress is one line that is redrawn: what is done, a bar, how much of it, the time left. Elsewhere it is
+a line every half minute, so that a log stays short. With `--quiet` there is neither, and with KT_PROGRESS both go to
+the program that started this one (`ktransformers.progress`). Colours are rich's, which leaves them out unless stderr is
+a terminal, and with NO_COLOR.
+"""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+from ktransformers import progress
+from ktransformers.progress import ProgressEvent, clock
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.console import Console
+    from rich.progress import Progress, Task, TaskID
+
+PLAIN_SECONDS = 30.0  # between two lines without a terminal
+BAR_WIDTH, MIN_BAR_WIDTH = 24, 6
+OTHER_WIDTH = 30  # characters of title, amount, time left and the spaces between them
+
+_quiet = False
+
+
+def set_quiet(quiet: bool) -> None:
+    """`--quiet`: results and errors alone."""
+    global _quiet
+    _quiet = quiet
+
+
+def is_quiet() -> bool:
+    return _quiet
 
 
 def log(line: str) -> None:
-    print(f"kt: {line}", file=sys.stderr, flush=True)
+    if not _quiet:
+        print(f"kt: {line}", file=sys.stderr, flush=True)
 
 
-class ProgressBar:
+class ReportProgress(Protocol):
     """Called with the number of items or bytes that are done and in total, and a new title if it changes."""
 
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress, self._task = progress, task
+    def __call__(self, done: int, total: int | None, title: str | None = None, /) -> None: ...
 
-    def __call__(self, done: int, total: int | None, title: str | None = None) -> None:
-        self._progress.update(self._task, completed=done, total=total, description=title)
+
+class TimeLeft:
+    """Seconds left from the share that is done, counted down between two reports."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._first: float | None = None
+        self._end: float | None = None  # by the clock
+
+    def report(self, done: float, total: float | None, remaining: float | None = None) -> None:
+        """`remaining`: the command's own estimate."""
+        now = time.monotonic()
+        if self._first is None:  # what an earlier run has done took no time in this one
+            self._first, self._started = done, now
+        if remaining is None and total and done > self._first:
+            remaining = (now - self._started) / (done - self._first) * (total - done)
+        if remaining is not None:
+            self._end = now + remaining
+
+    @property
+    def seconds(self) -> float | None:
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
+
+
+def format_amount(done: float, total: float | None, in_bytes: bool) -> str:
+    """`12/48`, `1.2 of 3.4 GB`; empty without a total."""
+    if not total:
+        return ""
+    if not in_bytes:
+        return f"{done:.0f}/{total:.0f}"
+    scale, unit = (1e9, "GB") if total >= 5e8 else (1e6, "MB")
+    return f"{done / scale:.1f} of {total / scale:.1f} {unit}"
+
+
+def make_bar(console: Console, detail_width: int = 0) -> Progress:
+    """A redrawn line: title, bar, amount, details, time left. Fields of a task: `amount` and `detail`, texts, and
+    `left`, a TimeLeft. `detail_width`: characters that the bar leaves to the details."""
+    from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+    from rich.table import Column
+    from rich.text import Text
+
+    class Left(ProgressColumn):
+        """Counts down, or up if nothing is known of the end."""
+
+        def render(self, task: Task) -> Text:
+            left: TimeLeft = task.fields["left"]
+            if left.seconds is not None:
+                return Text(f"{clock(left.seconds)} left")
+            return Text(clock(task.elapsed or 0.0))
+
+    def text(field: str) -> TextColumn:
+        return TextColumn(f"{{task.{field}}}", markup=False, table_column=Column(no_wrap=True))
+
+    width = max(MIN_BAR_WIDTH, min(BAR_WIDTH, console.width - OTHER_WIDTH - detail_width))
+    left = Left(table_column=Column(no_wrap=True))
+    columns = (text("description"), BarColumn(bar_width=width), text("fields[amount]"), text("fields[detail]"), left)
+    return Progress(*columns, console=console, transient=True)
+
+
+class _Bar:
+    def __init__(self, bar: Progress, title: str, in_bytes: bool) -> None:
+        self._bar, self._in_bytes, self._left = bar, in_bytes, TimeLeft()
+        self._task: TaskID = bar.add_task(title, total=None, amount="", detail="", left=self._left)
+
+    def __call__(self, done: int, total: int | None, title: str | None = None, /) -> None:
+        self._left.report(done, total)
+        amount = format_amount(done, total, self._in_bytes)
+        self._bar.update(self._task, completed=done, total=total, description=title, amount=amount)
+
+
+class PlainProgress:
+    """A line from time to time: `kt: persona: 32/48, 1:10 left`."""
+
+    def __init__(self, title: str, in_bytes: bool = False) -> None:
+        self._title, self._in_bytes = title, in_bytes
+        self._last, self._left = time.monotonic(), TimeLeft()
+
+    def __call__(self, done: int, total: int | None, title: str | None = None, /) -> None:
+        self._left.report(done, total)
+        self._title = title or self._title
+        if time.monotonic() - self._last < PLAIN_SECONDS or not total:
+            return
+        self._last = time.monotonic()
+        left = "" if self._left.seconds is None else f", {clock(self._left.seconds)} left"
+        log(f"{self._title}: {format_amount(done, total, self._in_bytes)}{left}")
+
+
+class _SentProgress:
+    """To the program that started this one."""
+
+    def __init__(self, title: str, in_bytes: bool) -> None:
+        self._title, self._in_bytes = title, in_bytes
+        progress.send(ProgressEvent(title, in_bytes=in_bytes))
+
+    def __call__(self, done: int, total: int | None, title: str | None = None, /) -> None:
+        self._title = title or self._title
+        progress.send(ProgressEvent(self._title, done, total, self._in_bytes))
+
+
+def no_progress(done: int, total: int | None, title: str | None = None, /) -> None:
+    """Where nothing is shown."""
 
 
 @contextmanager
-def progress_bar(title: str, *, quiet: bool = False, in_bytes: bool = False) -> Iterator[ProgressBar | None]:
-    """None without a terminal, or if `quiet`."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+def progress_bar(title: str, *, quiet: bool = False, in_bytes: bool = False) -> Iterator[ReportProgress]:
+    if progress.descriptor() is not None:
+        yield _SentProgress(title, in_bytes)
+    elif quiet or _quiet:
+        yield no_progress
+    elif not sys.stderr.isatty():
+        yield PlainProgress(title, in_bytes)
+    else:
+        from rich.console import Console
 
-    units = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
-    columns = (TextColumn("{task.description}"), BarColumn(), *units, TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        yield ProgressBar(progress, progress.add_task(title, total=None))
+        with make_bar(Console(stderr=True)) as bar:
+            yield _Bar(bar, title, in_bytes)

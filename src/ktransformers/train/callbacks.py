@@ -1,5 +1,4 @@
-"""Trainer callbacks: checks that every adapter receives a gradient, measures rate and remaining time, and stops on
-signals.
+"""Trainer callbacks: check that every adapter receives a gradient, measure rate and time left, and stop on signals.
 
 A LoRA pair starts with B = 0, so A has no gradient until B has changed: a pair is dead if B never got a gradient, or if
 A got none although B was nonzero. For experts only the stacked tensor must get a gradient; experts that no token
@@ -48,9 +47,21 @@ class Progress:
     elapsed: float
     remaining: float
     roof_share: float | None = None  # time at peak rates / measured time of the expert layers
+    wait_share: float | None = None  # share of the time on or for a core that threads waited: other processes' work
+
+
+@dataclass(frozen=True)
+class StepPosition:
+    """One optimizer step, logged or not."""
+
+    step: int
+    steps: int
+    loss: float | None
+    remaining: float  # seconds
 
 
 ReportProgress = Callable[[Progress], None]
+ReportPosition = Callable[[StepPosition], None]
 
 
 @dataclass
@@ -234,29 +245,48 @@ def _resident_bytes() -> int:
     return 0
 
 
+def scheduled_seconds() -> tuple[float, float]:
+    """Seconds that the threads of this process ran on a core, and that they waited for one; zeros where the kernel does
+    not count them. Threads that have ended are not counted."""
+    ran = waited = 0
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        try:
+            words = file.read_text().split()
+        except OSError:  # the thread has ended
+            continue
+        ran, waited = ran + int(words[0]), waited + int(words[1])
+    return ran / 1e9, waited / 1e9
+
+
 def format_duration(seconds: float) -> str:
+    """As LLaMA-Factory writes it into trainer_log.jsonl."""
     hours, rest = divmod(int(seconds), 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
 
 
 @dataclass
 class TrainLog(TrainerCallback):
-    """Writes each logging step to trainer_log.jsonl in LLaMA-Factory's format and reports it as Progress."""
+    """Writes each logging step to trainer_log.jsonl in LLaMA-Factory's format and reports it as Progress, and every
+    step as StepPosition."""
 
     output: Path
     clock: ExpertClock
     report: ReportProgress
+    report_position: ReportPosition = lambda position: None
+    loss_of_step: Callable[[], float | None] = lambda: None  # of the last optimizer step
     started_at: float = 0.0
     first_step: int = 0
-    # time, tokens, expert seconds, seconds at peak rates
-    _last: tuple[float, ...] = field(default=(0.0,) * 4, init=False)
+    # time, tokens, expert seconds, seconds at peak rates, seconds on a core, seconds waiting for one
+    _last: tuple[float, ...] = field(default=(0.0,) * 6, init=False)
+    _first_end: float | None = field(default=None, init=False)  # time at the end of the first step, which warms up
     _remeasured: bool = field(default=False, init=False)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.clock.peak_rates is None:
             self.clock.peak_rates = read_peak_rates()
         self.started_at, self.first_step = time.perf_counter(), state.global_step
-        self._last = (self.started_at, 0.0, self.clock.seconds, self.clock.peak_seconds)
+        self._last = (self.started_at, 0.0, self.clock.seconds, self.clock.peak_seconds, *scheduled_seconds())
+        self._first_end = None
         if state.is_world_process_zero:
             self._truncate_log(state.global_step)
 
@@ -275,10 +305,25 @@ class TrainLog(TrainerCallback):
         with reporting_full_disk(self.output):
             file.write_text("".join(f"{line}\n" for line in entries))
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        now = time.perf_counter()
+        self._first_end = now if self._first_end is None else self._first_end
+        if state.is_world_process_zero:
+            position = (state.global_step, state.max_steps, self.loss_of_step(), self._remaining(state, now))
+            self.report_position(StepPosition(*position))
+
+    def _remaining(self, state: Any, now: float) -> float:
+        """Seconds left at the pace so far; the first step counts only while there is no other."""
+        done, left = max(int(state.global_step) - self.first_step, 1), int(state.max_steps) - int(state.global_step)
+        if self._first_end is None or done < 2:
+            return (now - self.started_at) / done * left
+        return (now - self._first_end) / (done - 1) * left
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs or "train_runtime" in logs:
             return
         now, tokens = time.perf_counter(), float(logs.get("num_tokens", 0.0))
+        ran, waited = scheduled_seconds()
         expert_seconds, peak_seconds = self.clock.seconds, self.clock.peak_seconds
         interval = max(now - self._last[0], 1e-9)
         training = "loss" in logs
@@ -287,13 +332,12 @@ class TrainLog(TrainerCallback):
         peak_share = (
             self._share_of_peak(expert_seconds - self._last[2], peak_seconds - self._last[3]) if training else None
         )
-        if training:
-            self._last = (now, tokens, expert_seconds, peak_seconds)
-        elapsed = now - self.started_at
-        done = max(state.global_step - self.first_step, 1)
-        remaining = elapsed / done * (state.max_steps - state.global_step)
+        wait_share = self._wait_share(ran - self._last[4], waited - self._last[5]) if training else None
+        if training:  # measuring peak rates again, above, belongs to no step
+            self._last = (time.perf_counter(), tokens, expert_seconds, peak_seconds, *scheduled_seconds())
+        elapsed, remaining = now - self.started_at, self._remaining(state, now)
         values = {name: float(value) for name, value in logs.items() if isinstance(value, (int, float))}
-        self._write(state, values, elapsed, remaining, rate)
+        self._write(state, values, elapsed, remaining, rate, wait_share)
         gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         epoch = float(state.epoch or 0.0)
         progress = (
@@ -308,8 +352,12 @@ class TrainLog(TrainerCallback):
             elapsed,
             remaining,
             peak_share,
+            wait_share,
         )
         self.report(Progress(*progress))
+
+    def _wait_share(self, ran: float, waited: float) -> float | None:
+        return waited / (ran + waited) if ran > 0 and waited >= 0 else None
 
     def _share_of_peak(self, measured: float, peak_seconds: float) -> float | None:
         """Time at peak rates over measured time, None if nothing was computed on the CPU. A share above 1 means that
@@ -328,7 +376,13 @@ class TrainLog(TrainerCallback):
         return 1.0
 
     def _write(
-        self, state: Any, values: dict[str, float], elapsed: float, remaining: float, rate: float | None
+        self,
+        state: Any,
+        values: dict[str, float],
+        elapsed: float,
+        remaining: float,
+        rate: float | None,
+        wait_share: float | None,
     ) -> None:
         names = {"loss": "loss", "learning_rate": "lr", "eval_loss": "eval_loss", "rewards/accuracies": "accuracy"}
         line = {"current_steps": state.global_step, "total_steps": state.max_steps}
@@ -341,6 +395,7 @@ class TrainLog(TrainerCallback):
         }
         if rate is not None:
             line |= {"throughput": round(rate, 2), "total_tokens": int(values["num_tokens"])}
+            line |= {} if wait_share is None else {"cpu_wait": round(wait_share, 3)}
         with reporting_full_disk(self.output), (self.output / "trainer_log.jsonl").open("a") as stream:
             stream.write(json.dumps(line) + "\n")
 

@@ -54,6 +54,8 @@ class FiniteCheck(TrainerCallback):
     def __init__(self, model: nn.Module, output: Path, rows: list[Any], tokenizer: Any, pairs: bool) -> None:
         self._model, self._output, self._rows, self._tokenizer, self._pairs = model, output, rows, tokenizer, pairs
         self._batches: list[dict[str, Any]] = []  # since the last optimizer step
+        self._loss = 0.0  # the sum of their losses, which is that of the step
+        self.step_loss: float | None = None  # of the last optimizer step
         self._norm: Tensor | float | None = None
         self._skipped = 0
         self.has_scaler = False  # gradients are scaled (fp16)
@@ -66,6 +68,7 @@ class FiniteCheck(TrainerCallback):
         value = float(loss)
         if not math.isfinite(value):
             raise self._error(step, f"the loss is {value}", [batch])
+        self._loss += value
 
     def record_norm(self, norm: Tensor | float | None) -> None:
         """The norm of all gradients, if the Trainer has computed it."""
@@ -74,6 +77,7 @@ class FiniteCheck(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         norm = _gradient_norm(self._model) if self._norm is None else float(self._norm)
         batches, self._batches, self._norm = self._batches, [], None
+        self.step_loss, self._loss = self._loss, 0.0
         if math.isfinite(norm):
             self._skipped = 0
             return

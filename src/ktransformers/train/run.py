@@ -14,7 +14,15 @@ from typing import Any, Protocol
 from ktransformers.plan import Meter, PlanComparison, compare_with_plan, require_fit
 from ktransformers.system import frozen_gc
 from ktransformers.train.arguments import device_of, dtype_of, trainer_arguments, uses_packing
-from ktransformers.train.callbacks import ExpertClock, GradientCheck, Interrupted, Progress, Stopper, TrainLog
+from ktransformers.train.callbacks import (
+    ExpertClock,
+    GradientCheck,
+    Interrupted,
+    Progress,
+    StepPosition,
+    Stopper,
+    TrainLog,
+)
 from ktransformers.train.data.render import PreferenceRow
 from ktransformers.train.finite import FiniteCheck
 from ktransformers.train.manifest import (
@@ -45,6 +53,7 @@ class Watcher(Protocol):
     def on_load(self, done: int, layers: int) -> None: ...
     def on_reference(self, done: int, rows: int) -> None: ...
     def on_note(self, line: str) -> None: ...
+    def on_position(self, position: StepPosition) -> None: ...
     def on_step(self, progress: Progress) -> None: ...
 
 
@@ -165,7 +174,7 @@ def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
     clock, stopper = ExpertClock(model), Stopper()
     _quiet_stock_callbacks(trainer)
     log, placement_callbacks = (
-        TrainLog(output, clock, watcher.on_step),
+        TrainLog(output, clock, watcher.on_step, watcher.on_position, lambda: trainer.finite_check.step_loss),
         placing.trainer_built(watcher.on_note, (_batch_tokens(settings, trainer.args.per_device_train_batch_size),)),
     )
     for callback in (trainer.gradient_check, log, stopper, *_early_stopping(settings), *placement_callbacks):
