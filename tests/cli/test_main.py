@@ -23,7 +23,7 @@ import typer.main
 from ktransformers import settings
 from ktransformers.cli import ask
 from ktransformers.cli.main import app
-from ktransformers.errors import InputError
+from ktransformers.errors import InputError, KTError
 from tests.support.cli import RunKt, model_files, write_model
 from tests.support.hub import Hub
 
@@ -141,7 +141,7 @@ def test_full_disk_is_reported_without_traceback(
     from ktransformers.cli import main
 
     def fail(number: int) -> None:
-        def refuse() -> None:
+        def refuse(**options: object) -> None:
             raise OSError(number, os.strerror(number), "/models/x")
 
         monkeypatch.setattr(main, "app", refuse)
@@ -224,3 +224,53 @@ def test_no_verify_reaches_every_model_of_the_command(verb: str, monkeypatch: py
     arguments = {"run": ["a prompt"], "eval": ["--task", "arithmetic"]}.get(verb, [])
     failed = CliRunner().invoke(app, [verb, "/nothing/here", *arguments, "--no-verify"])
     assert failed.exit_code and not env.verify_enabled(), failed.output
+
+
+def test_every_command_can_be_quiet() -> None:
+    found = dict(commands(typer.main.get_command(app)))
+    without = [name for name, command in found.items() if not any("--quiet" in part.opts for part in command.params)]
+    assert len(found) > 30 and without == []
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["train"], "kt: train: missing argument 'file'; see kt train --help"),
+        (["doctr"], "kt: no such command 'doctr'. Did you mean 'doctor'? see kt --help"),
+        (["model", "lst"], "kt: model: no such command 'lst'. Did you mean 'list'? see kt model --help"),
+        (["plan", "--zzzzzz"], "kt: plan: no such option: --zzzzzz; see kt plan --help"),
+    ],
+)
+def test_usage_errors_are_one_line(
+    words: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ktransformers.cli.main import main
+
+    monkeypatch.setattr("sys.argv", ["kt", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and capsys.readouterr() == ("", line + "\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [(None, 3, ""), (KeyboardInterrupt(), 130, "kt: stopped\n"), (KTError("no"), 1, "kt: no\n")],
+)
+def test_other_ends_have_codes(
+    error: BaseException | None,
+    code: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from ktransformers.cli import main
+
+    def end(**options: object) -> int:
+        if error is not None:
+            raise error
+        return 3
+
+    monkeypatch.setattr(main, "app", end)
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == code and capsys.readouterr().err == line

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,6 +27,7 @@ from ktransformers.cli.model import edit, model, rm
 from ktransformers.cli.plan import plan
 from ktransformers.cli.prove import prove
 from ktransformers.cli.quant import quant
+from ktransformers.cli.quiet import add_quiet
 from ktransformers.cli.run import run
 from ktransformers.cli.serve import SERVE_CONTEXT, serve
 from ktransformers.cli.train import sft, train
@@ -83,6 +84,7 @@ app.add_typer(llamafactory)
 app.add_typer(sft)
 sft.command("chat")(chat)
 sft.command("export")(merge)
+add_quiet(app)
 
 
 # Errors of the file system, not of the program: reported in one line, without a traceback.
@@ -93,14 +95,41 @@ FILE_SYSTEM_ERRORS = (
 )
 
 
+UsageError: Any = typer.BadParameter.__base__  # of click, which typer carries inside of itself since 0.26
+
+
+def usage_line(error: Any) -> str:
+    """`train: missing argument 'file'; see kt train --help`."""
+    message = error.format_message().rstrip(".")
+    path = error.ctx.command_path if error.ctx is not None else "kt"
+    verb = path.partition(" ")[2]
+    pause = "" if message.endswith("?") else ";"
+    return f"{verb}{': ' if verb else ''}{message[:1].lower()}{message[1:]}{pause} see {path} --help"
+
+
 def main() -> None:
+    """Every error that a user can act on is one line, `kt: ...`; the exit code is 2 for a command line that cannot be
+    read, 1 for anything else."""
+    code: object
     try:
-        app()
+        code = app(prog_name="kt", standalone_mode=False)
+    except UsageError as error:
+        if "\n" in error.format_message():  # a group without a command: its help
+            error.show()
+            code = 2
+        else:
+            code = _fail(usage_line(error), 2)
+    except (typer.Abort, KeyboardInterrupt):
+        code = _fail("stopped", 130)
     except KTError as error:
-        print(f"kt: {error}", file=sys.stderr)
-        sys.exit(1)
+        code = _fail(str(error))
     except OSError as error:
         if error.errno not in FILE_SYSTEM_ERRORS:
             raise
-        print(f"kt: {error.filename or 'the disk'}: {error.strerror}", file=sys.stderr)
-        sys.exit(1)
+        code = _fail(f"{error.filename or 'the disk'}: {error.strerror}")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(line: str, code: int = 1) -> int:
+    print(f"kt: {line}", file=sys.stderr)
+    return code
