@@ -31,6 +31,7 @@ FAMILIES = {  # family -> selections of a router
     "gpt_oss": 1,
     "deepseek_v2": 1,
     "deepseek_v3": 2,
+    "glm4_moe": 1,  # a single group
     "minimax_m2": 1,
     "granitemoe": 1,
     "gemma4_text": 1,
@@ -224,6 +225,7 @@ def test_fault_is_described() -> None:
     assert comparison is not None
     text = comparison.faults[0].describe()
     assert text.startswith("token 0 of row 0 is routed to experts 2 instead of 1: scores are 0.2 apart")
+    assert replace(comparison.faults[0], gap=torch.inf).to_json()["gap"] is None
 
 
 def test_stored_choices_are_read_back() -> None:

@@ -17,6 +17,7 @@ Tokens of all rows are numbered consecutively, N in all; a forward pass says whi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -149,8 +150,13 @@ class ChoiceDifference:
             "token": self.token,
             "experts": list(self.experts),
             "instead_of": list(self.instead_of),
-            **{name: getattr(self, name) for name in ("gap", "distance", "limit")},
+            **{name: _finite(getattr(self, name)) for name in ("gap", "distance", "limit")},
         }
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
@@ -396,6 +402,8 @@ def _read_call(
     projected = hidden.float() @ random_projection(hidden.shape[1], INPUT_DIM).to(hidden.device)
     chosen = ids.detach().long().cpu()
     recorded = {"chosen": chosen, "ids": chosen, "weights": weights.detach().cpu(), "inputs": projected.cpu()}
+    # The best scores inside each group, of which a router uses the values alone, have a dimension more than its choice.
+    calls = [(scores, picked) for scores, picked in calls if scores.dim() == calls[-1][0].dim()]
     flat = [(scores.reshape(-1, scores.shape[-1]), picked.reshape(-1, picked.shape[-1])) for scores, picked in calls]
     flat = [(scores, picked) for scores, picked in flat if len(scores) == len(ids)]
     if not flat or flat[-1][1].shape != ids.shape:
