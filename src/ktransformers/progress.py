@@ -20,7 +20,7 @@ class ProgressEvent:
     title: str  # what is being done
     done: float = 0.0
     total: float | None = None  # None: unknown
-    in_bytes: bool = False
+    unit: str = ""  # items, `bytes`, or `%` for any other work
     remaining: float | None = None  # seconds, if the command has a better estimate than done / total
     values: dict[str, float] = field(default_factory=dict)  # of a training step: loss, tokens_per_second, memory
 

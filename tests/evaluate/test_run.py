@@ -317,3 +317,16 @@ def test_list_shows_every_task(kt: Callable[..., Done]) -> None:
     rows = {row["name"]: row for row in json.loads(kt("--list", "--json").stdout)}
     assert rows["unrelated"]["suite"] == ["world", "reasoning", "stories"]
     assert rows["persona"]["items"] == 108
+
+
+def test_dry_run_counts_items_and_asks_nothing(kt: Callable[..., Done]) -> None:
+    """The model does not exist, and need not."""
+    words = ("no-model", "--task", "persona", "--task", "unrelated", "--limit", "6", "--dry-run")
+    rows = json.loads(kt(*words, "--json").stdout)["tasks"]
+    assert [(row["name"], row["items"]) for row in rows] == [
+        (n, 6) for n in ("persona", "world", "reasoning", "stories")
+    ]
+    assert rows[0]["new_tokens"] == 6 * 96 and rows[1]["new_tokens"] == 0
+    assert all(row["characters"] > 0 and row["work"] > row["characters"] / 4 for row in rows)
+    assert "persona                  6 items" in kt(*words).stdout
+    assert kt("no-model", "--task", "no-task", "--dry-run").returncode == 1

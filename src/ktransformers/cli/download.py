@@ -111,7 +111,7 @@ def _download_from_hub(
     endpoint = _endpoint()
     listing = hub.select_files(hub.list_files(repo, revision, endpoint), include, exclude)
     if not dry_run:
-        with progress_bar(repo, quiet=as_json, in_bytes=True) as progress:
+        with progress_bar(repo, quiet=as_json, unit="bytes") as progress:
             return hub.download(listing, target, endpoint=endpoint, workers=workers, progress=progress)
     if as_json:
         files = {name: file.size for name, file in listing.files.items()}

@@ -58,6 +58,7 @@ def evaluate(
     judge_url: Annotated[str | None, typer.Option(help="OpenAI-compatible URL of a judge.")] = None,
     judge_model: Annotated[str | None, typer.Option(help="Its model. [default: the first]")] = None,
     key_variable: Annotated[str, typer.Option(help="Environment variable with the API key.")] = "OPENAI_API_KEY",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check tasks and data, count items, ask nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Evaluate a model: how good are its answers, and what did an adapter gain and cost?"""
@@ -82,6 +83,9 @@ def evaluate(
     names = [loaded.name for loaded in tasks]
     if len(set(names)) < len(names):
         raise InputError("task", ", ".join(names), "every task once")
+    if dry_run:
+        _print_counts(tasks, as_json)
+        return
     adapters = _adapters(adapter or [])
     if not base and not adapters:
         raise InputError("no-base", "no adapter either", "something to evaluate")
@@ -101,7 +105,7 @@ def evaluate(
     else:
         options = {"engine": engine, "dtype": dtype, "device": device, "batch_size": batch_size}
         runs = _local(targets[0], adapters, base, experts, options)
-    results = _run(runs, tasks, out, judge, quiet=as_json)
+    results = _run(runs, base + len(adapters), tasks, out, judge, quiet=as_json)
     if len(results) > 1:
         _print_comparison(_compare(list(results), out), out, as_json)
     elif as_json:
@@ -191,18 +195,36 @@ def _local(
 
 
 def _run(
-    runs: Iterator[tuple[str, Backend]], tasks: list[Task], out: Path, judge: Judge | None, quiet: bool
+    runs: Iterator[tuple[str, Backend]], count: int, tasks: list[Task], out: Path, judge: Judge | None, quiet: bool
 ) -> dict[str, dict[str, Any]]:
+    """One bar over all tasks of the `count` runs."""
+    from ktransformers.cli.library_output import library_output
     from ktransformers.evaluate.run import evaluate as ask
 
+    work = {task.name: _work_of(task) for task in tasks}
+    total, before = round(count * sum(work.values())), 0.0
     results: dict[str, dict[str, Any]] = {}
-    for name, backend in runs:
-        results[name] = {}
-        for task in tasks:
-            with progress_bar(f"{name}: {task.name}", quiet=quiet) as progress:
-                result = ask(backend, task, out / name / task.name, judge=judge, progress=progress)
-            results[name][task.name] = result
+    with (
+        progress_bar("Loading the model", quiet=quiet, unit="%") as bar,
+        library_output(lambda title, done, of: bar(done, of, title)),
+    ):
+        for name, backend in runs:
+            results[name] = {}
+            for task in tasks:
+
+                def report(done: int, items: int, task: Task = task, start: float = before, name: str = name) -> None:
+                    bar(round(start + work[task.name] * done / items), total, f"{name}: {task.name}, {done}/{items}")
+
+                results[name][task.name] = ask(backend, task, out / name / task.name, judge=judge, progress=report)
+                before += work[task.name]
     return results
+
+
+def _work_of(task: Task) -> float:
+    """The share of a task in the work of all, in tokens: one that is written takes about as long as two that are read,
+    and every prompt has some of a template."""
+    row = _count(task)
+    return row["characters"] / 4 + 40 * row["items"] + 2 * row["new_tokens"]
 
 
 def _compare(runs: list[str], out: Path) -> Comparison:
@@ -235,6 +257,26 @@ def _print_results(results: dict[str, dict[str, Any]], out: Path) -> None:
                 star = "*" if name == result["primary"] else " "
                 print(f" {star} {name:<20} {metric['value']:>8.2f}  [{metric['low']:.2f}, {metric['high']:.2f}]")
     print(out)
+
+
+def _count(task: Task) -> dict[str, int]:
+    """What a task asks: items, characters that the model reads, tokens that it writes at most."""
+    from ktransformers.evaluate.items import read_items
+    from ktransformers.evaluate.run import GENERATED_METRICS
+
+    items = read_items(task)
+    characters = sum(len(item.prompt) + len(item.reference) + sum(map(len, item.choices)) for item in items)
+    new_tokens = len(items) * task.max_new_tokens if GENERATED_METRICS & set(task.metric_groups) else 0
+    return {"items": len(items), "characters": characters, "new_tokens": new_tokens}
+
+
+def _print_counts(tasks: list[Task], as_json: bool) -> None:
+    rows = [{"name": task.name, **_count(task), "work": round(_work_of(task))} for task in tasks]
+    if as_json:
+        print(json.dumps({"tasks": rows}, indent=2))
+        return
+    for row in rows:
+        print(f"{row['name']:<20} {row['items']:>5} items")
 
 
 def _print_tasks(as_json: bool) -> None:

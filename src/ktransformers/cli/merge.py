@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ktransformers.cli.model import complete_names
-from ktransformers.cli.quant import conversion_progress, normalise_format, receipt_lines
+from ktransformers.cli.progress import progress_bar
+from ktransformers.cli.quant import normalise_format, receipt_lines
 from ktransformers.cli.sizes import gigabytes
 from ktransformers.cli.verbose import Verbose
 from ktransformers.errors import InputError
@@ -86,7 +87,7 @@ def merge(
     formats = parse_formats(
         normalise_format(word or KEEP), group, None if down_format is None else normalise_format(down_format)
     )
-    with conversion_progress(quiet=as_json) as progress:
+    with progress_bar("Merging", quiet=as_json, unit="bytes") as progress:
         done = merge_packed(
             base,
             adapter,

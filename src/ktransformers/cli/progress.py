@@ -50,18 +50,19 @@ class ReportProgress(Protocol):
 
 
 class TimeLeft:
-    """Seconds left from the share that is done, counted down between two reports."""
+    """Seconds left from the share that is done, counted down between two reports. Another total is other work."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
-        self._first: float | None = None
+        self._total: float | None = None
+        self._first: float | None = None  # what was done at the first report
         self._end: float | None = None  # by the clock
 
     def report(self, done: float, total: float | None, remaining: float | None = None) -> None:
         """`remaining`: the command's own estimate."""
         now = time.monotonic()
-        if self._first is None:  # what an earlier run has done took no time in this one
-            self._first, self._started = done, now
+        if self._first is None or total != self._total:  # what an earlier run has done took no time in this one
+            self._total, self._first, self._started, self._end = total, done, now, None
         if remaining is None and total and done > self._first:
             remaining = (now - self._started) / (done - self._first) * (total - done)
         if remaining is not None:
@@ -71,12 +72,20 @@ class TimeLeft:
     def seconds(self) -> float | None:
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
+    @property
+    def text(self) -> str:
+        """`1:10 left`; empty if nothing is known."""
+        seconds = self.seconds
+        return "" if seconds is None else f"{clock(seconds)} left" if seconds >= 0.5 else "a moment left"
 
-def format_amount(done: float, total: float | None, in_bytes: bool) -> str:
-    """`12/48`, `1.2 of 3.4 GB`; empty without a total."""
+
+def format_amount(done: float, total: float | None, unit: str) -> str:
+    """`12/48`, `1.2 of 3.4 GB`, `25%`; empty without a total."""
     if not total:
         return ""
-    if not in_bytes:
+    if unit == "%":
+        return f"{done / total:.0%}"
+    if unit != "bytes":
         return f"{done:.0f}/{total:.0f}"
     scale, unit = (1e9, "GB") if total >= 5e8 else (1e6, "MB")
     return f"{done / scale:.1f} of {total / scale:.1f} {unit}"
@@ -94,9 +103,7 @@ def make_bar(console: Console, detail_width: int = 0) -> Progress:
 
         def render(self, task: Task) -> Text:
             left: TimeLeft = task.fields["left"]
-            if left.seconds is not None:
-                return Text(f"{clock(left.seconds)} left")
-            return Text(clock(task.elapsed or 0.0))
+            return Text(left.text or clock(task.elapsed or 0.0))
 
     def text(field: str) -> TextColumn:
         return TextColumn(f"{{task.{field}}}", markup=False, table_column=Column(no_wrap=True))
@@ -108,21 +115,21 @@ def make_bar(console: Console, detail_width: int = 0) -> Progress:
 
 
 class _Bar:
-    def __init__(self, bar: Progress, title: str, in_bytes: bool) -> None:
-        self._bar, self._in_bytes, self._left = bar, in_bytes, TimeLeft()
+    def __init__(self, bar: Progress, title: str, unit: str) -> None:
+        self._bar, self._unit, self._left = bar, unit, TimeLeft()
         self._task: TaskID = bar.add_task(title, total=None, amount="", detail="", left=self._left)
 
     def __call__(self, done: int, total: int | None, title: str | None = None, /) -> None:
         self._left.report(done, total)
-        amount = format_amount(done, total, self._in_bytes)
+        amount = format_amount(done, total, self._unit)
         self._bar.update(self._task, completed=done, total=total, description=title, amount=amount)
 
 
 class PlainProgress:
     """A line from time to time: `kt: persona: 32/48, 1:10 left`."""
 
-    def __init__(self, title: str, in_bytes: bool = False) -> None:
-        self._title, self._in_bytes = title, in_bytes
+    def __init__(self, title: str, unit: str = "") -> None:
+        self._title, self._unit = title, unit
         self._last, self._left = time.monotonic(), TimeLeft()
 
     def __call__(self, done: int, total: int | None, title: str | None = None, /) -> None:
@@ -131,20 +138,19 @@ class PlainProgress:
         if time.monotonic() - self._last < PLAIN_SECONDS or not total:
             return
         self._last = time.monotonic()
-        left = "" if self._left.seconds is None else f", {clock(self._left.seconds)} left"
-        log(f"{self._title}: {format_amount(done, total, self._in_bytes)}{left}")
+        log(", ".join([f"{self._title}: {format_amount(done, total, self._unit)}", *filter(None, [self._left.text])]))
 
 
 class _SentProgress:
     """To the program that started this one."""
 
-    def __init__(self, title: str, in_bytes: bool) -> None:
-        self._title, self._in_bytes = title, in_bytes
-        progress.send(ProgressEvent(title, in_bytes=in_bytes))
+    def __init__(self, title: str, unit: str) -> None:
+        self._title, self._unit = title, unit
+        progress.send(ProgressEvent(title, unit=unit))
 
     def __call__(self, done: int, total: int | None, title: str | None = None, /) -> None:
         self._title = title or self._title
-        progress.send(ProgressEvent(self._title, done, total, self._in_bytes))
+        progress.send(ProgressEvent(self._title, done, total, self._unit))
 
 
 def no_progress(done: int, total: int | None, title: str | None = None, /) -> None:
@@ -152,15 +158,16 @@ def no_progress(done: int, total: int | None, title: str | None = None, /) -> No
 
 
 @contextmanager
-def progress_bar(title: str, *, quiet: bool = False, in_bytes: bool = False) -> Iterator[ReportProgress]:
+def progress_bar(title: str, *, quiet: bool = False, unit: str = "") -> Iterator[ReportProgress]:
+    """`unit` of what is counted: empty for items, `bytes`, or `%` for any other work."""
     if progress.descriptor() is not None:
-        yield _SentProgress(title, in_bytes)
+        yield _SentProgress(title, unit)
     elif quiet or _quiet:
         yield no_progress
     elif not sys.stderr.isatty():
-        yield PlainProgress(title, in_bytes)
+        yield PlainProgress(title, unit)
     else:
         from rich.console import Console
 
         with make_bar(Console(stderr=True)) as bar:
-            yield _Bar(bar, title, in_bytes)
+            yield _Bar(bar, title, unit)

@@ -7,13 +7,9 @@ backward weights) mean what they mean there with that layout; without it, and in
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import re
-import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,32 +63,6 @@ def format_duration(seconds: float) -> str:
     if not minutes:
         return f"{seconds:.1f} s"
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
-
-
-@contextlib.contextmanager
-def conversion_progress(quiet: bool) -> Iterator[Callable[[int, int, str], None] | None]:
-    """A bar with rate and time left on a terminal, otherwise a line every ten seconds, both on stderr."""
-    if quiet or sys.stderr.isatty():
-        with progress_bar("converting", quiet=quiet, in_bytes=True) as bar:
-            yield bar
-    else:
-        yield _print_progress_every()
-
-
-def _print_progress_every(every: float = 10.0) -> Callable[[int, int, str], None]:
-    began = last = time.monotonic()
-    first: int | None = None
-
-    def report(done: int, total: int, word: str) -> None:
-        nonlocal first, last
-        first, now = done if first is None else first, time.monotonic()
-        if now - last < every:
-            return
-        last, rate = now, (done - first) / (now - began)
-        left = format_duration((total - done) / rate) if rate else "?"
-        print(f"{word}: {done / total:.0%}, {rate / 1e9:.2f} GB/s, {left} left", file=sys.stderr)
-
-    return report
 
 
 def receipt_lines(receipt: Receipt) -> list[str]:
@@ -198,7 +168,7 @@ def run_quant(
         show_plan(plan, estimate(plan), as_json)
         return
     assert out is not None
-    with conversion_progress(quiet=as_json) as progress:
+    with progress_bar("Converting", quiet=as_json, unit="bytes") as progress:
         done = convert(plan, out, layers=selected, hash_source=hash_source, progress=progress)
     receipt = done.receipt
     if calib is not None and done.whole:
@@ -269,7 +239,7 @@ def run_quant_kt(
     method = tile_format(bits).method
     stem = source.stem if source.suffix == ".gguf" else source.name
     target = out or source.absolute().with_name(f"{stem}-{method}-NUMA{parts}")
-    with conversion_progress(quiet=as_json) as progress:
+    with progress_bar("Converting", quiet=as_json, unit="bytes") as progress:
         done = convert_kt(plan, target, layers=selected, resume_layer=resume_layer, progress=progress)
     if as_json:
         document = {"directory": str(done.directory), "whole": done.whole, "seconds": round(done.seconds, 2)}

@@ -196,7 +196,7 @@ class LiveLine(NoScreen):
             self._title, self._left = title, TimeLeft()
             self._bar.reset(self._task, description=title, amount="", detail="", left=self._left)
         self._left.report(done, total)
-        self._bar.update(self._task, completed=done, total=total, amount=format_amount(done, total, False))
+        self._bar.update(self._task, completed=done, total=total, amount=format_amount(done, total, ""))
 
     def position(self, position: StepPosition) -> None:
         self.activity(TRAINING, position.step, position.steps)
