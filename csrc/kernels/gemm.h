@@ -11,7 +11,6 @@
 #pragma once
 
 #include "kernels/pack.h"
-#include "kernels/packed_gemv_f32.h"
 #include "kernels/packed_gemv_int16.h"
 #include "kernels/packed_gemv_int8.h"
 
@@ -281,9 +280,6 @@ void run_up(const Up& u) {
                                                : run_up_with<Isa, PackedGemvInt8<Dp4a, float>>(u);
     if (u.row_scale) return run_up_with<Isa, Int8Isa>(u);
   }
-  if constexpr (kHasPackedGemvF32<Isa>)
-    if (u.packed_gemv.step && packed_gemv_rows<PackedGemvF32<Isa>>(*u.encoded.encoding))
-      return run_up_with<Isa, PackedGemvF32<Isa>>(u);
   if constexpr (kHasPackedGemvInt16<Isa>)
     if (u.packed_gemv.step) return run_up_with<Isa, PackedGemvInt16<Isa>>(u);
   run_up_with<Isa, Isa>(u);
@@ -382,9 +378,6 @@ void run_down(const Down& d) {
                                                : run_down_with<Isa, PackedGemvInt8<Dp4a, float>>(d);
     if (d.row_scale) return run_down_with<Isa, Int8Isa>(d);
   }
-  if constexpr (kHasPackedGemvF32<Isa>)
-    if (d.packed_gemv.step && packed_gemv_rows<PackedGemvF32<Isa>>(*d.encoded.encoding))
-      return run_down_with<Isa, PackedGemvF32<Isa>>(d);
   if constexpr (kHasPackedGemvInt16<Isa>)
     if (d.packed_gemv.step) return run_down_with<Isa, PackedGemvInt16<Isa>>(d);
   run_down_with<Isa, Isa>(d);
@@ -392,25 +385,13 @@ void run_down(const Down& d) {
 
 template <class Isa>
 constexpr auto packed_gemv_rows_of() -> int32_t (*)(const Encoding&) {
-  if constexpr (kHasPackedGemvF32<Isa> || kHasPackedGemvInt16<Isa>)
-    return [](const Encoding& e) {
-      int32_t rows = 0;
-      if constexpr (kHasPackedGemvF32<Isa>) rows = packed_gemv_rows<PackedGemvF32<Isa>>(e);
-      if constexpr (kHasPackedGemvInt16<Isa>) rows = rows ? rows : packed_gemv_rows<PackedGemvInt16<Isa>>(e);
-      return rows;
-    };
+  if constexpr (kHasPackedGemvInt16<Isa>) return &packed_gemv_rows<PackedGemvInt16<Isa>>;
   return nullptr;
 }
 
-// Other packed GEMVs only reorder their rows, in every lane.
 template <class Isa>
 constexpr auto packed_row_bytes_of() -> int32_t (*)(const Encoding&) {
-  if constexpr (kHasPackedGemvInt16<Isa>)
-    return [](const Encoding& e) {
-      if constexpr (kHasPackedGemvF32<Isa>)
-        if (packed_gemv_rows<PackedGemvF32<Isa>>(e)) return 0;
-      return PackedGemvInt16<Isa>::packed_row_bytes(e);
-    };
+  if constexpr (kHasPackedGemvInt16<Isa>) return &PackedGemvInt16<Isa>::packed_row_bytes;
   return nullptr;
 }
 

@@ -31,6 +31,18 @@ struct QuadLayout {
 
 typedef int16_t EightOf16 __attribute__((vector_size(16)));
 
+template <int W>
+inline int32_t largest_lane(const I32<W>& v) {
+  if constexpr (W > 4) {
+    I32<W / 2> half[2];
+    __builtin_memcpy(half, &v, sizeof v);
+    return largest_lane<W / 2>(half[0] > half[1] ? half[0] : half[1]);
+  } else {
+    const I32<4> by_two = __builtin_shuffle(v, I32<4>{2, 3, 0, 1}), pairs = v > by_two ? v : by_two;
+    return pairs[0] > pairs[1] ? pairs[0] : pairs[1];
+  }
+}
+
 // 32 values as int16, in order of k, and the power of two that they are to be multiplied with.
 template <int W, DType panel>
 inline float to_int16(const char* row, int16_t (&out)[kTileK]) {
@@ -45,8 +57,7 @@ inline float to_int16(const char* row, int16_t (&out)[kTileK]) {
     const I32<W> magnitude = (I32<W>)v[i] & 0x7fffffff;
     largest = magnitude > largest ? magnitude : largest;
   }
-  int32_t bits = 0;
-  for (int i = 0; i < W; i++) bits = largest[i] > bits ? largest[i] : bits;
+  int32_t bits = largest_lane<W>(largest);
   // The first signed byte reaches 127, so numbers reach 32,639.
   float most;
   __builtin_memcpy(&most, &bits, 4);
@@ -58,14 +69,12 @@ inline float to_int16(const char* row, int16_t (&out)[kTileK]) {
   __builtin_memcpy(&scale, &scale_bits, 4);
   __builtin_memcpy(&inverse, &inverse_bits, 4);
   auto rounded = [&](int i) { return v[i] * splat<F32<W>>(inverse) + splat<F32<W>>(kRounding); };
-  if constexpr (W == 4) {  // 16 bytes at a time, as they are read: a load waits for two stores of eight
-    for (int i = 0; i < kTileK / W; i += 2)
-      store(out + i * W,
-            __builtin_shuffle((EightOf16)rounded(i), (EightOf16)rounded(i + 1), EightOf16{0, 2, 4, 6, 8, 10, 12, 14}));
-  } else {
-    for (int i = 0; i < kTileK / W; i++)
-      store(out + i * W, __builtin_convertvector((U32<W>)rounded(i), typename Vec<W>::u16));
-  }
+  // Whole registers at a time, as they are read: a load waits for two stores of half its size.
+  typename Vec<W>::pairs low_halves;
+  for (int i = 0; i < 2 * W; i++) low_halves[i] = (uint16_t)(2 * i);
+  for (int i = 0; i < kTileK / W; i += 2)
+    store(out + i * W,
+          __builtin_shuffle((typename Vec<W>::pairs)rounded(i), (typename Vec<W>::pairs)rounded(i + 1), low_halves));
   return finite ? scale : most;  // what is not finite makes the whole tile's results not finite
 }
 
@@ -83,48 +92,133 @@ inline void put_start(char* to, const I32<4>& sums, int zero) {
   __builtin_memcpy(to, &start, Product::copies * kPartBytes);
 }
 
-// For every quad of a layout, which of 32 bytes in order of k the bytes of its operands are, twice.
-struct ByteOrder {
-  RowBytes from[kQuads];
-  explicit ByteOrder(const QuadLayout& layout) {
-    for (int quad = 0; quad < kQuads; quad++)
-      for (int i = 0; i < 16; i++) from[quad][i] = (uint8_t)(2 * layout.code[quad][i % 4] + i / 4 % 2);
+// Which value of x, in order of k, byte i of the operand `f` of a quad is taken from.
+inline int source_of(const QuadLayout& layout, int quad, int f, int i) {
+  if (!layout.pairs) return 2 * layout.code[quad][i % 4] + i / 4;
+  return 2 * layout.code[quad][f + i / 2 % 2 * 2] + i / 4;
+}
+
+// High and low signed bytes of 32 values.
+struct SplitBytes {
+  alignas(16) int8_t at[2][kTileK];
+  explicit SplitBytes(const int16_t (&x)[kTileK]) {
+    for (int k = 0; k < kTileK; k++) {
+      at[0][k] = (int8_t)((x[k] + 128) >> 8);
+      at[1][k] = (int8_t)x[k];
+    }
   }
 };
 
-// x as int16 pairs.
-template <class Product>
-inline void write_pairs(const int16_t (&x)[kTileK], const QuadLayout& layout, Int16Tile<Product::copies>& out) {
-  for (int quad = 0; quad < kQuads; quad++)
+// Writes the operands of a k tile by bytes.
+template <int W>
+struct ByteOperands {
+  const QuadLayout& layout;
+  RowBytes from[kQuads];  // of 32 bytes in order of k, twice
+
+  explicit ByteOperands(const QuadLayout& of_format) : layout(of_format) {
+    for (int quad = 0; quad < kQuads; quad++)
+      for (int i = 0; i < 16; i++) from[quad][i] = (uint8_t)source_of(layout, quad, 0, i % kPartBytes);
+  }
+
+  template <int copies>
+  void write(const int16_t (&x)[kTileK], Int16Tile<copies>& out) const {
+    layout.pairs ? write_pairs(x, out) : write_bytes(x, out);
+  }
+
+ private:
+  template <int copies>
+  void write_pairs(const int16_t (&x)[kTileK], Int16Tile<copies>& out) const {
+    for (int quad = 0; quad < kQuads; quad++)
+      for (int f = 0; f < 2; f++) {
+        int16_t operand[4];
+        for (int i = 0; i < 4; i++) operand[i] = x[source_of(layout, quad, f, 2 * i)];
+        for (int copy = 0; copy < copies; copy++)
+          __builtin_memcpy(out.operand[quad][f] + copy * kPartBytes, operand, kPartBytes);
+      }
+  }
+
+  template <int copies>
+  void write_bytes(const int16_t (&x)[kTileK], Int16Tile<copies>& out) const {
+    const SplitBytes bytes(x);
     for (int f = 0; f < 2; f++) {
-      int16_t operand[4];
-      for (int i = 0; i < 4; i++) operand[i] = x[2 * layout.code[quad][f + i % 2 * 2] + i / 2];
-      for (int copy = 0; copy < Product::copies; copy++)
-        __builtin_memcpy(out.operand[quad][f] + copy * kPartBytes, operand, kPartBytes);
+      const RowBytes first = load<RowBytes>(bytes.at[f]), second = load<RowBytes>(bytes.at[f] + 16);
+      for (int quad = 0; quad < kQuads; quad++) {
+        const RowBytes operand = __builtin_shuffle(first, second, from[quad]);
+        __builtin_memcpy(out.operand[quad][f], &operand, copies * kPartBytes);
+      }
     }
-}
-
-// x as two signed bytes.
-template <class Product>
-inline void write_bytes(const int16_t (&x)[kTileK], const ByteOrder& order, Int16Tile<Product::copies>& out) {
-  alignas(16) int8_t bytes[2][kTileK];
-  for (int k = 0; k < kTileK; k++) {
-    bytes[0][k] = (int8_t)((x[k] + 128) >> 8);
-    bytes[1][k] = (int8_t)x[k];
   }
-  for (int f = 0; f < 2; f++) {
-    const RowBytes first = load<RowBytes>(bytes[f]), second = load<RowBytes>(bytes[f] + 16);
+};
+
+// AVX2 shuffles the bytes of one register, so the operands of a quad are put together from all 64 bytes.
+template <int W>
+struct PartOperands {
+  bool pairs;
+  RowBytes from[kQuads][4];  // of 16 of the 64 bytes each
+
+  explicit PartOperands(const QuadLayout& layout) : pairs(layout.pairs) {
+    for (int quad = 0; quad < kQuads; quad++)
+      for (int i = 0; i < 16; i++) {
+        const int f = i / kPartBytes, value = source_of(layout, quad, f, i % kPartBytes),
+                  byte = pairs ? 2 * value + i % 2 : kTileK * f + value;
+        for (int part = 0; part < 4; part++) from[quad][part][i] = (uint8_t)(byte / 16 == part ? byte % 16 : 0x80);
+      }
+  }
+
+  void write(const int16_t (&x)[kTileK], Int16Tile<1>& out) const {
+    if (pairs) return put_together((const char*)x, out);
+    const SplitBytes bytes(x);
+    put_together((const char*)bytes.at, out);
+  }
+
+ private:
+  void put_together(const char* bytes, Int16Tile<1>& out) const {
+    U8<4> part[4];
+    for (int i = 0; i < 4; i++) part[i] = load<U8<4>>(bytes + 16 * i);
     for (int quad = 0; quad < kQuads; quad++) {
-      const RowBytes operand = __builtin_shuffle(first, second, order.from[quad]);
-      __builtin_memcpy(out.operand[quad][f], &operand, Product::copies * kPartBytes);
+      U8<4> operands = {};
+      for (int i = 0; i < 4; i++) operands |= shuffle_bytes<4>(part[i], (U8<4>)from[quad][i]);
+      store((uint8_t*)out.operand[quad], operands);
     }
   }
-}
+};
+
+// AVX-512 shuffles all 32 values at once: for every two bytes of the operands, the values of the first and the second.
+template <int W>
+struct WordOperands {
+  static_assert(W == 16);
+  bool pairs;
+  U16<W> first, second, high;  // `high`: all ones where the bytes are high ones
+
+  explicit WordOperands(const QuadLayout& layout) : pairs(layout.pairs) {
+    for (int i = 0; i < 32; i++) {
+      const int quad = i / 8, f = i / 4 % 2, byte = i % 4 * 2;
+      first[i] = (uint16_t)source_of(layout, quad, f, byte);
+      second[i] = (uint16_t)source_of(layout, quad, f, byte + 1);
+      high[i] = f ? 0 : 0xffff;
+    }
+  }
+
+  void write(const int16_t (&x)[kTileK], Int16Tile<1>& out) const {
+    const U16<W> values = load<U16<W>>(x), a = __builtin_shuffle(values, first);
+    U16<W> operands = a;
+    if (!pairs) {
+      const U16<W> b = __builtin_shuffle(values, second);
+      const U16<W> high_bytes = ((a + 128) >> 8) | ((b + 128) & 0xff00), low_bytes = (a & 0xff) | (b << 8);
+      operands = (high_bytes & high) | (low_bytes & ~high);
+    }
+    store((uint16_t*)out.operand, operands);
+  }
+};
+
+template <int W>
+using OperandOrder =
+    typename Either<W == 16, WordOperands<W>, typename Either<W == 8, PartOperands<W>, ByteOperands<W>>::type>::type;
 
 template <class Product>
-inline void write_tile(const int16_t (&x)[kTileK], float scale, const QuadLayout& layout, const ByteOrder& order,
-                       Int16Tile<Product::copies>& out) {
-  layout.pairs ? write_pairs<Product>(x, layout, out) : write_bytes<Product>(x, order, out);
+inline void write_tile(const int16_t (&x)[kTileK], float scale, const QuadLayout& layout,
+                       const OperandOrder<Product::width>& order, Int16Tile<Product::copies>& out) {
+  order.write(x, out);
   EightOf16 high[2], low[2];
   for (int half = 0; half < 2; half++) {
     const EightOf16 a = load<EightOf16>(x + 16 * half), b = load<EightOf16>(x + 16 * half + 8);

@@ -3,10 +3,10 @@
 // With few rows the weights' bandwidth is the limit, and a core keeps up with memory only if a code costs few
 // instructions. A word of a strip holds codes of one output at even or at odd k, so every part of the words (a nibble,
 // a byte) is multiplied with the same eight bytes of a row in all pairs of lanes. The rows of x are therefore first
-// reordered by part. The template parameter `Codes` describes the arithmetic: int8 activations (packed_gemv_int8.h) or
-// f32 (packed_gemv_f32.h). It has
+// reordered by part. Activations are int8 here (packed_gemv_int8.h); those in packed_gemv_int16.h share the loop over
+// blocks. The template parameter `Codes` describes the codes. It has
 //   width, words, parts   lanes of a vector; words of a lane in a k tile; parts of a word
-//   Sum, Number, chains   types of accumulators and of results; independent accumulators, so that additions overlap
+//   Sum, Number           types of accumulators and of results
 //   unpack, factor, add   one part of the words; eight bytes of a row; multiply-add
 //   begin                 initial value of sums over k tiles
 //   scaled, scale         whether spans have scales here, and those of W lanes
@@ -37,7 +37,7 @@ inline U32<W> in_pairs(const void* eight) {
 }
 
 // Type of the scales of spans.
-enum class Scale : uint8_t { f32, bf16, f16, e8m0 };
+enum class Scale : uint8_t { f32, bf16, f16 };
 
 // Scales of 16 rows for W lanes from `lane` on, each repeated for the two lanes of its output.
 template <int W, Scale type>
@@ -53,13 +53,8 @@ inline F32<W> scales_of_lanes(const char* scales, int lane) {
   I32<W> twice;
   for (int i = 0; i < W; i++) twice[i] = lane / 2 % W + i / 2;
   const int row = lane / 2 / W * W;
-  F32<W> own;
-  if constexpr (type == Scale::e8m0) {
-    own = e8m0<W>(bytes_of<W>((const uint8_t*)scales, row));
-  } else {
-    own = scales_at<W>(scales, row, type == Scale::bf16 ? DType::bf16 : type == Scale::f16 ? DType::f16 : DType::f32);
-  }
-  return __builtin_shuffle(own, twice);
+  const DType stored = type == Scale::bf16 ? DType::bf16 : type == Scale::f16 ? DType::f16 : DType::f32;
+  return __builtin_shuffle(scales_at<W>(scales, row, stored), twice);
 }
 
 // Vectors that one sweep over a strip accumulates: what the registers hold for all rows.
@@ -86,8 +81,7 @@ inline void prefetch_codes(const char* codes, int64_t next) {
 
 // Multiply-adds the codes of one k tile and the rows.
 template <class Codes, int rows, int NV>
-inline void add_tile(const Codes& kind, const char* codes, const char* x,
-                     typename Codes::Sum (&sums)[Codes::chains][rows][NV]) {
+inline void add_tile(const Codes& kind, const char* codes, const char* x, typename Codes::Sum (&sums)[rows][NV]) {
   constexpr int W = Codes::width, parts = Codes::parts, row_bytes = Codes::words * parts * kPartBytes;
 #pragma GCC unroll 4
   for (int word = 0; word < Codes::words; word++) {
@@ -99,10 +93,7 @@ inline void add_tile(const Codes& kind, const char* codes, const char* x,
       for (int v = 0; v < NV; v++) unpacked[v] = kind.unpack(words[v], part);
       for (int r = 0; r < rows; r++) {
         auto factor = kind.factor(in_pairs<W>(x + r * row_bytes + (word * parts + part) * kPartBytes));
-        for (int v = 0; v < NV; v++) {
-          auto& sum = sums[part % Codes::chains][r][v];
-          sum = kind.add(sum, unpacked[v], factor);
-        }
+        for (int v = 0; v < NV; v++) sums[r][v] = kind.add(sums[r][v], unpacked[v], factor);
       }
     }
   }
@@ -127,11 +118,11 @@ __attribute__((noinline)) void multiply_lanes(const Codes& given, const CodeStri
     int span = (spans + 1) * span_tiles - strip.k0;
     for (int left = strip.k_tiles; left > 0; left -= span, span = span_tiles, scales += span_bytes) {
       if (span > left) span = left;
-      Sum sums[Codes::chains][rows][NV] = {};
+      Sum sums[rows][NV] = {};
       if constexpr (Codes::begins) {
         for (int r = 0; r < rows; r++)
           for (int v = 0; v < NV; v++)
-            sums[0][r][v] = kind.begin(prefix_sums + 2 * r, prefix_sums + 2 * (span * rows + r));
+            sums[r][v] = kind.begin(prefix_sums + 2 * r, prefix_sums + 2 * (span * rows + r));
         prefix_sums += 2 * span * rows;
       }
       for (int k = 0; k < span; k++, codes += tile_bytes, x += rows * row_bytes) {
@@ -144,12 +135,10 @@ __attribute__((noinline)) void multiply_lanes(const Codes& given, const CodeStri
         F32<W> scale = {};
         if constexpr (Codes::scaled) scale = kind.scale(scales, lane + v * W);
         for (int r = 0; r < rows; r++) {
-          Sum sum = sums[0][r][v];
-          for (int c = 1; c < Codes::chains; c++) sum += sums[c][r][v];
           if constexpr (Codes::scaled) {
-            numbers[r][v] += __builtin_convertvector(sum, F32<W>) * scale;
+            numbers[r][v] += __builtin_convertvector(sums[r][v], F32<W>) * scale;
           } else {
-            numbers[r][v] += sum;
+            numbers[r][v] += sums[r][v];
           }
         }
       }

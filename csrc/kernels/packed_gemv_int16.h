@@ -320,7 +320,7 @@ struct PackedGemvInt16 {
   __attribute__((noinline)) static PackedGemvPanel write_panel(const Contraction& panel, int tile_rows, int rows,
                                                                const Encoding& e, Tile* to) {
     const QuadLayout first = layout_of(e.format[0]), second = layout_of(e.format[1]);
-    const ByteOrder order[2] = {ByteOrder(first), ByteOrder(second)};
+    const OperandOrder<W> order[2] = {OperandOrder<W>(first), OperandOrder<W>(second)};
     const bool same = first == second;
     const int k_tiles = panel.k_tiles, rows_of_pass = kPassTiles * tile_rows;
     Tile* other = same ? to : to + (int64_t)rows * k_tiles;
@@ -334,9 +334,9 @@ struct PackedGemvInt16 {
         alignas(64) int16_t x[kTileK];
         const float scale = to_int16<W, Isa::panel>(tile, x);
         const int64_t begin = (int64_t)group * k_tiles + (int64_t)k * count, at = row - group;
-        auto write = [&](const QuadLayout& layout, const ByteOrder& bytes, Tile* tiles) {
+        auto write = [&](const QuadLayout& layout, const OperandOrder<W>& operands, Tile* tiles) {
           if (layout.floats) return write_floats(tile, (float*)(tiles + begin) + at * kTileK);
-          write_tile<Product>(x, scale, layout, bytes, tiles[begin + at]);
+          write_tile<Product>(x, scale, layout, operands, tiles[begin + at]);
         };
         write(first, order[0], to);
         if (!same) write(second, order[1], other);

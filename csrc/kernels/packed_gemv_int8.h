@@ -70,7 +70,7 @@ inline I32<W> offset_sums(const int32_t* prefix_sums, const int32_t* prefix_sums
 
 template <class Dp4a>
 struct Int8Codes {
-  static constexpr int width = Dp4a::width, words = 4, parts = 1, chains = 1;
+  static constexpr int width = Dp4a::width, words = 4, parts = 1;
   static constexpr bool begins = Dp4a::offset > 0, scaled = false;
   using Sum = I32<width>;
   using Number = int32_t;
@@ -87,7 +87,7 @@ struct Int8Codes {
 
 template <class Dp4a, Scale type>
 struct Int4Codes {
-  static constexpr int width = Dp4a::width, words = 2, parts = 2, chains = 1;
+  static constexpr int width = Dp4a::width, words = 2, parts = 2;
   static constexpr bool begins = true, scaled = true;
   using Sum = I32<width>;
   using Number = float;

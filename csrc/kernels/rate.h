@@ -176,11 +176,6 @@ template <class Isa>
 double measure_codes(const Encoding& encoding, int32_t rows, double seconds, char* scratch, size_t bytes) {
   const Format& format = encoding.format[0];
   if (rows < 1 || rows > kPassTiles * Isa::max_rows) return 0;
-  if constexpr (kHasPackedGemvF32<Isa>)
-    if (PackedGemvF32<Isa>::rows_of(format))
-      return rows > PackedGemvF32<Isa>::rows_of(format)
-                 ? 0
-                 : packed_gemv_rate<Isa, PackedGemvF32<Isa>>(encoding, rows, seconds, scratch, bytes);
   if constexpr (kHasPackedGemvInt16<Isa>)
     if (rows <= PackedGemvInt16<Isa>::rows_of(format))
       return packed_gemv_rate<Isa, PackedGemvInt16<Isa>>(encoding, rows, seconds, scratch, bytes);
