@@ -1,8 +1,8 @@
 """`kt` as a loop sees it, without models: each verb writes the files and prints the document that the real one would.
 
-Every call is noted in $CALLS. `train` stops half-way, after a checkpoint, for as long as $HALT exists. $BROKEN names
-what fails: eval, prove (it dies) or verdict (it says that nothing is proven). Verbs import what they need themselves: a
-loop starts ten of them, the tests hundreds.
+Every call is noted in $CALLS. `train` stops half-way, after a checkpoint, for as long as $HALT exists, and takes $SLOW
+seconds. $BROKEN names what fails: eval, prove (it dies) or verdict (it says that nothing is proven). Verbs import what
+they need themselves: a loop starts ten of them, the tests hundreds.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def tell(title: str, done: int, total: int, values: dict[str, float]) -> None:
+    """Progress, as the real verbs report it to a loop."""
+    event = {"title": title, "done": done, "total": total, "values": values}
+    os.write(int(os.environ["KT_PROGRESS"]), json.dumps(event).encode() + b"\n")
+
+
 def option(words: list[str], name: str) -> str:
     return words[words.index(name) + 1]
 
@@ -30,17 +36,22 @@ def train(words: list[str]) -> None:
     keys: dict[str, Any] = yaml.safe_load(Path(words[0]).read_text())
     keys |= {word.partition("=")[0]: yaml.safe_load(word.partition("=")[2]) for word in words[1:] if "=" in word}
     if "--dry-run" in words:
-        data = {"tokens": 1000, "steps_per_epoch": 10, "steps": keys.get("max_steps", 50)}
-        say(json.dumps({"datasets": [{"name": "d", "file": keys["dataset"], "rows": 1}], "data": data}))
+        data = {"tokens": 1000, "steps_per_epoch": 10, "steps": keys.get("max_steps", 50), "question": "Why?"}
+        summary = {"fits": "yes, everything on the CPU", "time": "about 1 h", "memory": "2 GB of 9 GB free memory"}
+        forecast = {"tokens_per_second": 100.0, "seconds": 1.0, "disk": {"checkpoint": 10**9}}
+        document = {"datasets": [{"name": "d", "file": keys["dataset"], "rows": 1}], "data": data, "device": "cpu"}
+        say(json.dumps(document | {"summary": summary, "forecast": forecast}))
         return
     output, steps = Path(keys["output_dir"]), int(keys["max_steps"])
     output.mkdir(parents=True, exist_ok=True)
     say(f"step 1/{steps}  loss 3")
+    tell("Training", 1, steps, {"loss": 3.0, "tokens_per_second": 200.0, "memory": 2e9})
+    time.sleep(float(os.environ.get("SLOW", "0")))  # long enough to be drawn
     (output / "checkpoint-1").mkdir(exist_ok=True)
     while "HALT" in os.environ and Path(os.environ["HALT"]).exists():
         time.sleep(0.02)
-    line = {"current_steps": steps, "throughput": 200.0, "loss": 1.0}
-    (output / "trainer_log.jsonl").write_text(json.dumps(line) + "\n")
+    lines = [{"current_steps": 1, "loss": 3.0}, {"current_steps": steps, "throughput": 200.0, "loss": 1.0}]
+    (output / "trainer_log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (output / "trainer_state.json").write_text(json.dumps({"global_step": steps}))
     (output / "all_results.json").write_text(json.dumps({"train_runtime": 60.0, "train_loss": 1.0}))
     (output / "adapter_config.json").write_text(json.dumps({"steps": steps}))
@@ -48,6 +59,9 @@ def train(words: list[str]) -> None:
 
 
 def evaluate(words: list[str]) -> None:
+    if "--dry-run" in words:
+        say(json.dumps({"tasks": [{"name": "persona", "items": 3, "work": 300, "data": os.environ["TASK_DATA"]}]}))
+        return
     if os.environ.get("BROKEN") == "eval":
         sys.exit("no evaluation")
     out = Path(option(words, "--out"))
@@ -69,7 +83,7 @@ def evaluate(words: list[str]) -> None:
 
         with urllib.request.urlopen(f"{words[0]}/v1/models") as reply:
             assert reply.status == 200
-        name = option(words, "--adapter").partition("=")[0]
+        name = option(words, "--adapter").partition("=")[0] if "--adapter" in words else "base"
     folder = out / name / "persona"
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"task": {"data": os.environ["TASK_DATA"]}}))
@@ -85,6 +99,13 @@ def serve(words: list[str]) -> None:
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            answer = "Nya." if body["model"] == "base:neko" else "So."
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"choices": [{"message": {"content": answer}}]}).encode())
 
         def log_message(self, format: str, *args: Any) -> None:
             pass

@@ -22,8 +22,11 @@ class TerminalRun:
     raw: bytes
 
 
-def _run_kt(name: str, words: tuple[str, ...], variables: dict[str, str]) -> None:
-    """`kt` in a fork of the fork server, on the terminal of this name."""
+KT = "from ktransformers.cli.main import main; main()"
+
+
+def _run_kt(name: str, code: str, words: tuple[str, ...], variables: dict[str, str]) -> None:
+    """The code in a fork of the fork server, on the terminal of this name."""
     os.setsid()
     terminal = os.open(name, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -33,18 +36,18 @@ def _run_kt(name: str, words: tuple[str, ...], variables: dict[str, str]) -> Non
     os.environ |= variables
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
     sys.argv = ["kt", *words]
-    from ktransformers.cli.main import main
-
-    main()
+    exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
 
 
-def run_on_terminal(*words: str, columns: int = 100, seconds: float = 120.0, **variables: str) -> TerminalRun:
+def run_on_terminal(
+    *words: str, columns: int = 100, seconds: float = 120.0, code: str = KT, **variables: str
+) -> TerminalRun:
     """Runs `kt` with stdin, stdout and stderr on a terminal of this width."""
     screen = pyte.HistoryScreen(columns, 60, history=10_000)
     stream = pyte.ByteStream(screen)
     master, slave = pty.openpty()
     variables = {"TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "60"} | variables
-    child = SERVER.Process(target=_run_kt, args=(os.ttyname(slave), words, variables))
+    child = SERVER.Process(target=_run_kt, args=(os.ttyname(slave), code, words, variables))
     child.start()
     raw, frames, end = b"", list[str](), time.monotonic() + seconds
     try:

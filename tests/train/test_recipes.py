@@ -86,6 +86,7 @@ def test_dry_run_prints_the_plan(tiny: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists(), "nothing is written"
     done = invoke(str(file), "lora_rank=16", "--dry-run", "--json")
     plan = json.loads(done.output)
+    assert list(plan.pop("summary")) == ["fits", "time", "memory"]
     assert plan["settings"]["lora"]["lora_rank"] == 16
     assert plan["data"]["steps"] == 4 and plan["settings"]["trainer"]["max_steps"] == 4
     assert plan == json.loads(json.dumps(plan_document(make_plan(read_settings(file, ["lora_rank=16"])).plan)))

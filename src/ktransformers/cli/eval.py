@@ -6,7 +6,6 @@ adapters, or with `--compare`, a report of all runs is written beside them.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -19,6 +18,7 @@ import typer
 from ktransformers.cli.no_verify import NoVerify
 from ktransformers.cli.progress import log, progress_bar
 from ktransformers.errors import InputError
+from ktransformers.packages import require_extra
 
 if TYPE_CHECKING:
     from ktransformers.evaluate.backend import Backend
@@ -66,7 +66,7 @@ def evaluate(
         _print_tasks(as_json)
         return
     if compare:
-        _check_packages()
+        require_extra("kt eval", "eval")
         comparison = _compare(list(targets or []), out)
         _print_comparison(comparison, out, as_json)
         return
@@ -78,7 +78,7 @@ def evaluate(
     from ktransformers.openmp import limit_spinning
 
     limit_spinning()
-    _check_packages()
+    require_extra("kt eval", "eval")
     tasks = [loaded for name in task for loaded in load_tasks(name, limit, data)]
     names = [loaded.name for loaded in tasks]
     if len(set(names)) < len(names):
@@ -112,12 +112,6 @@ def evaluate(
         print(json.dumps({"directory": str(out), "results": results}, indent=2, ensure_ascii=False))
     else:
         _print_results(results, out)
-
-
-def _check_packages() -> None:
-    for package in ("sacrebleu", "matplotlib"):
-        if importlib.util.find_spec(package) is None:
-            raise InputError(package, "no such package", "it installed", "pip install 'ktransformers[eval]'")
 
 
 def _adapters(given: list[str]) -> dict[str, str]:
@@ -271,7 +265,9 @@ def _count(task: Task) -> dict[str, int]:
 
 
 def _print_counts(tasks: list[Task], as_json: bool) -> None:
-    rows = [{"name": task.name, **_count(task), "work": round(_work_of(task))} for task in tasks]
+    rows = [
+        {"name": task.name, "data": str(task.data), **_count(task), "work": round(_work_of(task))} for task in tasks
+    ]
     if as_json:
         print(json.dumps({"tasks": rows}, indent=2))
         return

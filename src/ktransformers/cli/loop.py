@@ -1,5 +1,5 @@
 """`kt loop`: a YAML file becomes a served, proven and evaluated adapter; stages whose inputs did not change are
-skipped."""
+skipped. `loop_view.py` shows it."""
 
 from __future__ import annotations
 
@@ -11,44 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ktransformers.cli.progress import is_quiet
+
 if TYPE_CHECKING:
-    from ktransformers.loop.record import StageRecord
-    from ktransformers.loop.stages import Stage
-
-
-class StageLines:
-    """Prints one line for each stage, and the progress lines of the trainer."""
-
-    def on_skip(self, stage: Stage, record: StageRecord) -> None:
-        print(f"{stage.name:<10} unchanged, done {record.ended} in {record.seconds:.0f} s", flush=True)
-
-    def on_start(self, stage: Stage, resuming: bool) -> None:
-        from ktransformers.loop.child import command_line
-
-        print(f"{stage.name:<10} {'resumes: ' if resuming else ''}{command_line(stage.arguments)}", flush=True)
-
-    def on_line(self, stage: Stage, text: str) -> None:
-        if text.startswith(("step ", "steps ", "note ", "trained ", "tokens ")):
-            print(f"{'':<10} {text}", flush=True)
-
-    def on_end(self, stage: Stage, seconds: float, note: str) -> None:
-        print(f"{'':<10} {seconds:.0f} s{'; ' if note else ''}{note}", flush=True)
-
-
-class SilentStages(StageLines):
-    """For --json: prints nothing but the document."""
-
-    def on_skip(self, stage: Stage, record: StageRecord) -> None:
-        pass
-
-    def on_start(self, stage: Stage, resuming: bool) -> None:
-        pass
-
-    def on_line(self, stage: Stage, text: str) -> None:
-        pass
-
-    def on_end(self, stage: Stage, seconds: float, note: str) -> None:
-        pass
+    from ktransformers.loop.settings import Loop
 
 
 def loop(
@@ -60,32 +26,49 @@ def loop(
         bool, typer.Option("--dry-run", help="List the stages that would run, and their commands.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON document.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also the command of each stage and what it prints.")
+    ] = False,
 ) -> None:
-    """Make or open a model, evaluate it, train it, prove it, evaluate it as it is served, and report."""
-    from ktransformers.loop.report import make_report, terminal_lines
+    """Make or open a model, train it, ask it, prove it, evaluate base and adapter as they are served, and report."""
+    from ktransformers.cli.loop_view import choose_stages
+    from ktransformers.loop.report import answer_lines, detail_lines, make_report, terminal_lines
     from ktransformers.loop.run import Runner
     from ktransformers.loop.settings import read_loop
 
     settings = read_loop(file, words or [])
-    runner = Runner(settings, SilentStages() if as_json else StageLines())
     if dry_run:
-        steps = runner.preview()
-        if as_json:
-            print(json.dumps({"run": settings.run, "stages": [vars(step) for step in steps]}, indent=2))
-        for step in [] if as_json else steps:
-            print(f"{step.name:<10} {step.status:<10} {step.command}")
+        _print_preview(settings, as_json)
         return
     began = time.perf_counter()
+    stages = choose_stages(settings.name, verbose, silent=as_json or is_quiet())
     try:
-        steps = runner.run_stages()
+        stages.on_begin(settings.run)
+        steps = Runner(settings, stages).run_stages()
     except KeyboardInterrupt:
+        stages.close()
         print(f"kt: stopped; the same command resumes in {settings.run}", file=sys.stderr)
         raise typer.Exit(130) from None
+    finally:
+        stages.close()
     report = make_report(settings, steps)
     if as_json:
         print(json.dumps(report.as_json() | {"seconds": round(time.perf_counter() - began, 1)}, indent=2))
     else:
-        print("\n".join(terminal_lines(report)))
+        samples = [] if stages.answered or not report.answers else answer_lines(report.answers[0], report.name)
+        print("\n".join([*samples, *terminal_lines(report), *(["", *detail_lines(report)] if verbose else [])]))
     if report.proven is False:
         print(f"kt: {report.proof}", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def _print_preview(settings: Loop, as_json: bool) -> None:
+    from ktransformers.cli.loop_view import SilentStages
+    from ktransformers.loop.run import Runner
+
+    steps = Runner(settings, SilentStages()).preview()
+    if as_json:
+        print(json.dumps({"run": settings.run, "stages": [vars(step) for step in steps]}, indent=2))
+        return
+    for step in steps:
+        print(f"{step.name:<10} {step.status:<10} {step.command}")

@@ -60,7 +60,7 @@ def upcycle_to(source: Path, out: Path, recipe: Recipe, as_json: bool) -> None:
 
     start = time.perf_counter()
     model = open_dense(source)
-    with progress_bar("layers", quiet=as_json) as progress:
+    with progress_bar("Converting layers", quiet=as_json) as progress:
         parameters = upcycle(model, out, recipe, progress)
     seconds = time.perf_counter() - start
     if as_json:

@@ -39,6 +39,8 @@ def is_quiet() -> bool:
 
 
 def log(line: str) -> None:
+    """A line on stderr; its beginning is what a parent process shows of it."""
+    progress.send(ProgressEvent(line.partition(":")[0]))
     if not _quiet:
         print(f"kt: {line}", file=sys.stderr, flush=True)
 

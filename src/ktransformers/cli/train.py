@@ -27,11 +27,16 @@ Verbose = Annotated[
 
 
 def _print_plan(settings: TrainSettings, as_json: bool) -> None:
-    from ktransformers.cli.train_view import plan_lines
+    from ktransformers.cli.library_output import library_output
+    from ktransformers.cli.train_view import plan_lines, summary_of
     from ktransformers.train.plan import make_plan, plan_document
 
-    plan = make_plan(settings, predict=True).plan
-    print(json.dumps(plan_document(plan), indent=2, ensure_ascii=False) if as_json else "\n".join(plan_lines(plan)))
+    with library_output():
+        plan = make_plan(settings, predict=True).plan
+    if as_json:
+        print(json.dumps(plan_document(plan) | {"summary": summary_of(plan)}, indent=2, ensure_ascii=False))
+    else:
+        print("\n".join(plan_lines(plan)))
 
 
 def train(

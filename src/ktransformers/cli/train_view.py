@@ -64,15 +64,17 @@ def plan_lines(plan: TrainPlan) -> list[str]:
 
 def summary_lines(plan: TrainPlan) -> list[str]:
     """Whether it fits, how long, how much memory; then what of the data or the machine changes the run."""
-    rows = []
-    if plan.forecast is not None:
-        from ktransformers.cli.plan import summary_rows
-
-        rows += summary_rows(plan.forecast, None if plan.data is None else plan.data.steps)
-    elif plan.data is not None:
-        rows.append(("steps", str(plan.data.steps)))
-    rows += [("note", note) for note in important_notes(plan)]
+    rows = [*summary_of(plan).items(), *(("note", note) for note in important_notes(plan))]
     return [f"{name:<8} {value}" for name, value in rows]
+
+
+def summary_of(plan: TrainPlan) -> dict[str, str]:
+    steps = None if plan.data is None else plan.data.steps
+    if plan.forecast is None:
+        return {} if steps is None else {"steps": str(steps)}
+    from ktransformers.cli.plan import summary_rows
+
+    return dict(summary_rows(plan.forecast, steps))
 
 
 def important_notes(plan: TrainPlan) -> list[str]:

@@ -1,4 +1,5 @@
-"""Runs `kt` commands as child processes: output to the run's log, a server for stages that need one, no leftovers.
+"""Runs `kt` commands as child processes: output to the run's log, progress through a pipe, a server for stages that
+need one, no leftovers.
 
 The run's lock is a locked file whose descriptor every child inherits: a second loop in the same directory is refused
 while any process of the first is alive. Children also request SIGTERM from the kernel when their parent dies, so that a
@@ -15,15 +16,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
 from ktransformers.errors import InputError, KTError
 from ktransformers.files import try_lock
+from ktransformers.progress import ProgressEvent, receive
 
 PROGRAM = [sys.executable, "-c", "from ktransformers.cli.main import main; main()"]
 PR_SET_PDEATHSIG = 1
@@ -32,6 +35,7 @@ SERVER_START_SECONDS = 1800.0  # for a server to load
 LOG_TAIL_LINES = 12  # shown of a failed stage's log
 
 PrintLine = Callable[[str], None]
+ReportEvent = Callable[[ProgressEvent], None]
 
 
 class StageFailed(KTError):
@@ -67,31 +71,57 @@ def command_line(arguments: Sequence[str]) -> str:
 
 
 def run_command(
-    arguments: Sequence[str], log: Path, lock: int, document: Path | None, on_line: PrintLine | None
+    arguments: Sequence[str],
+    log: Path,
+    lock: int,
+    document: Path | None = None,
+    on_line: PrintLine | None = None,
+    on_event: ReportEvent | None = None,
 ) -> int:
-    """Returns the exit code. Output goes to the log, a JSON document to its own file."""
+    """Returns the exit code. Output goes to the log and, line by line, to `on_line`; a JSON document to its own file;
+    progress to `on_event`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     partial = None if document is None else document.with_name(f".{document.name}.partial")
-    with log.open("ab") as errors:
-        errors.write(f"$ {command_line(arguments)}\n".encode())
-        errors.flush()
-        out = subprocess.PIPE if partial is None else partial.open("wb")
-        child = _start(arguments, out, errors.fileno() if partial is not None else subprocess.STDOUT, lock)
-        try:
-            if child.stdout is not None:
-                for line in child.stdout:
-                    errors.write(line)
-                    errors.flush()
-                    if on_line is not None:
-                        on_line(line.decode(errors="replace").rstrip("\n"))
-            code = child.wait()
-        finally:
-            terminate(child)
-            if not isinstance(out, int):
-                out.close()
+    with ExitStack() as stack:
+        kept = stack.enter_context(log.open("ab"))
+        kept.write(f"$ {command_line(arguments)}\n".encode())
+        out = subprocess.PIPE if partial is None else stack.enter_context(partial.open("wb"))
+        errors = subprocess.STDOUT if partial is None else subprocess.PIPE
+        events = stack.enter_context(_progress_pipe(on_event))
+        child = _start(arguments, out, errors, lock, events)
+        stack.callback(terminate, child)
+        spoken = child.stdout if partial is None else child.stderr
+        assert spoken is not None
+        for line in spoken:
+            kept.write(line)
+            kept.flush()
+            if on_line is not None:
+                on_line(line.decode(errors="replace").rstrip("\n"))
+        code = child.wait()
     if partial is not None and document is not None:
         _store_document(partial, document, log)
     return code
+
+
+@contextmanager
+def _progress_pipe(on_event: ReportEvent | None) -> Iterator[int | None]:
+    """The end of a pipe for a child's progress. A thread passes the events on; it ends when no process holds the pipe,
+    and is not waited for, because a process that the child has left behind may."""
+    if on_event is None:
+        yield None
+        return
+    reading, writing = os.pipe()
+
+    def pass_on() -> None:
+        with os.fdopen(reading, "rb") as stream:
+            for event in receive(stream):
+                on_event(event)
+
+    threading.Thread(target=pass_on, name="kt-progress", daemon=True).start()
+    try:
+        yield writing
+    finally:
+        os.close(writing)
 
 
 def _store_document(partial: Path, document: Path, log: Path) -> None:
@@ -107,16 +137,18 @@ def _store_document(partial: Path, document: Path, log: Path) -> None:
     partial.replace(document)
 
 
-def _start(arguments: Sequence[str], out: int | IO[bytes], errors: int, lock: int) -> subprocess.Popen[bytes]:
+def _start(
+    arguments: Sequence[str], out: int | IO[bytes], errors: int, lock: int, events: int | None
+) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [*PROGRAM, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=out,
         stderr=errors,
-        pass_fds=(lock,),
+        pass_fds=(lock,) if events is None else (lock, events),
         start_new_session=True,  # Ctrl-C reaches only this process: a second signal makes a trainer stop immediately
         preexec_fn=_die_with_parent,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONUNBUFFERED": "1"} | ({} if events is None else {"KT_PROGRESS": str(events)}),
     )
 
 
@@ -148,13 +180,15 @@ def free_port(preferred: int | None) -> int:
 
 
 @contextmanager
-def server(arguments: Sequence[str], port: int, log: Path, lock: int) -> Iterator[str]:
+def server(
+    arguments: Sequence[str], port: int, log: Path, lock: int, on_event: ReportEvent | None = None
+) -> Iterator[str]:
     """A running `kt serve`; yields its address."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as stream:
+    with log.open("ab") as stream, _progress_pipe(on_event) as events:
         stream.write(f"$ {command_line(arguments)}\n".encode())
         stream.flush()
-        child = _start(arguments, stream.fileno(), subprocess.STDOUT, lock)
+        child = _start(arguments, stream.fileno(), subprocess.STDOUT, lock, events)
         try:
             url = f"http://127.0.0.1:{port}"
             started = time.monotonic()

@@ -6,7 +6,6 @@ Everything is read from the run's directory, so a report after skipped stages eq
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +13,9 @@ from typing import Any
 
 from ktransformers.files import write_json, write_text
 from ktransformers.loop.pace import read_decision
-from ktransformers.loop.run import FAILED, StageStatus
+from ktransformers.loop.questions import AnswerPair, read_answers
+from ktransformers.loop.results import TrainingSummary, describe_proof, read_json, summarise_training
+from ktransformers.loop.run import ANSWERS_FILE, FAILED, StageStatus
 from ktransformers.loop.settings import Loop
 from ktransformers.loop.stages import BASE_NAME, run_paths
 
@@ -28,7 +29,8 @@ METRIC_LABELS = {
     "accuracy": "right by letter %",
     "accuracy_text": "right by text %",
 }
-MAX_ANSWER_CHARS = 400  # of an answer
+MAX_ANSWER_CHARS = 400  # of an answer in the report
+MAX_SHOWN_CHARS = 200  # of an answer on the terminal
 
 
 @dataclass(frozen=True)
@@ -44,22 +46,6 @@ class MetricRow:
     @property
     def mark(self) -> str:
         return "**" if self.p < 0.01 else "*" if self.p < 0.05 else ""
-
-
-@dataclass(frozen=True)
-class AnswerPair:
-    asked: str
-    base: str
-    adapter: str
-
-
-@dataclass(frozen=True)
-class TrainingSummary:
-    steps: int
-    seconds: float
-    tokens_per_second: float | None
-    loss: float | None
-    said: str  # why this number of steps
 
 
 @dataclass(frozen=True)
@@ -80,29 +66,26 @@ class LoopReport:
 
 def make_report(loop: Loop, steps: Sequence[StageStatus]) -> LoopReport:
     paths = run_paths(loop)
-    comparison = _document(paths.document("compare"))
+    comparison = read_json(paths.document("compare"))
     tasks = comparison["tasks"] if comparison else []
     rows = tuple(row for task in sorted(tasks, key=lambda task: bool(task["unrelated"])) for row in _rows(task))
     samples = [sample for task in tasks for sample in task["samples"] if sample["prompt"] and _has_text_answers(task)]
-    answers = tuple(AnswerPair(sample["prompt"], *sample["answers"][:2]) for sample in samples[: loop.answers])
-    proven, proof = _describe_proof(_document(paths.document("prove"))) if loop.prove else (None, "not asked for")
+    asked = read_answers(paths.run / ANSWERS_FILE)
+    drawn = [AnswerPair(sample["prompt"], *sample["answers"][:2]) for sample in samples]
+    answers = (*asked, *drawn[: max(0, loop.answers - len(asked))])
+    proven, proof = describe_proof(read_json(paths.document("prove"))) if loop.prove else (None, "not asked for")
     if any(step.status == FAILED for step in steps) and proven is not False:
         proven, proof = False, "NOT proven: kt prove did not end well; logs/prove.log says why"
     pace = read_decision(loop.train, paths.run) if loop.train.minutes is not None else None
     next_commands = (
         f"kt serve {paths.adapter}",
         f"kt chat --model {Path(paths.model).name}:{loop.name}      (in another terminal)",
-        f'kt run {paths.adapter} "Why are cats important?"',
     )
-    training = _summarise_training(paths.adapter, pace[1] if pace else "")
+    training = summarise_training(paths.adapter, str(pace) if pace else "")
     report = LoopReport(loop.run, loop.name, rows, answers, proof, proven, training, tuple(steps), next_commands)
     write_json(paths.run / "report.json", report.as_json())
     write_text(paths.run / "report.md", markdown(report))
     return report
-
-
-def _document(file: Path) -> Any:
-    return json.loads(file.read_text()) if file.is_file() else None
 
 
 def _has_text_answers(task: dict[str, Any]) -> bool:
@@ -122,35 +105,11 @@ def _rows(task: dict[str, Any]) -> list[MetricRow]:
     return rows
 
 
-def _describe_proof(document: Any) -> tuple[bool | None, str]:
-    if not document:
-        return None, "not there"
-    if not document["passed"]:
-        return False, f"NOT proven: {document.get('culprit') or 'see prove.json'}"
-    checks = [check for check in document["checks"] if check["passed"]]
-    floor, effect = document["floor"]["max"], document["effect"]["max"]
-    return True, (
-        f"proven by {len(checks)} checks on {document['tokens']} tokens: what is served is what was trained, and the "
-        f"base is the base (log-probabilities move by up to {effect:.2g} with the adapter, by {floor:.2g} with noise)"
-    )
-
-
-def _summarise_training(adapter: Path, pace_note: str) -> TrainingSummary:
-    """The rate is the mean of the logged steps after the first; for very short runs that of the whole run."""
-    results = _document(adapter / "all_results.json") or {}
-    steps = int((_document(adapter / "trainer_state.json") or {}).get("global_step", 0))
-    log = adapter / "trainer_log.jsonl"
-    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
-    rates = [line["throughput"] for line in lines if line.get("throughput")]
-    seconds, tokens = float(results.get("train_runtime", 0.0)), float(results.get("num_tokens", 0.0))
-    rate = sum(rates) / len(rates) if rates else tokens / seconds if tokens and seconds else None
-    return TrainingSummary(steps, seconds, rate, results.get("train_loss"), pace_note)
-
-
 def format_table(report: LoopReport) -> list[str]:
     """Plain text lines, aligned."""
     width = max([len(row.task) for row in report.rows], default=4)
-    lines = [f"{'':<{width}}  {'':<14} {'base':>8} {report.name:>10}  change"]
+    named = max([len(METRIC_LABELS.get(row.metric, row.metric)) for row in report.rows], default=4)
+    lines = [f"{'':<{width}}  {'':<{named}} {BASE_NAME:>8} {report.name:>10}  change"]
     unrelated = False
     for previous, row in zip((None, *report.rows), report.rows, strict=False):
         if row.unrelated and not unrelated:
@@ -159,7 +118,7 @@ def format_table(report: LoopReport) -> list[str]:
         task = row.task if previous is None or previous.task != row.task else ""
         name = METRIC_LABELS.get(row.metric, row.metric)
         change = f"{row.adapter - row.base:+.1f}{row.mark}"
-        lines.append(f"{task:<{width}}  {name:<14} {row.base:>8.1f} {row.adapter:>10.1f}  {change}")
+        lines.append(f"{task:<{width}}  {name:<{named}} {row.base:>8.1f} {row.adapter:>10.1f}  {change}")
     lines.append("* p < 0.05, ** p < 0.01, paired bootstrap; without a star it may be chance")
     return lines
 
@@ -171,24 +130,24 @@ def training_line(training: TrainingSummary) -> str:
 
 
 def terminal_lines(report: LoopReport) -> list[str]:
-    """What the terminal shows at the end."""
-    lines: list[str] = []
-    if report.rows:
-        lines += ["", *format_table(report)]
-    for pair in report.answers:
-        lines += ["", f"asked  {shorten(pair.asked)}", f"base   {shorten(pair.base)}"]
-        lines.append(f"{report.name:<6} {shorten(pair.adapter)}")
-    lines += ["", f"training  {training_line(report.training)}"]
+    """What the terminal shows at the end: the table, the two commands to go on with, the report."""
+    page = f"{report.run}/eval/report.html" if report.rows else f"{report.run}/report.md"
+    lines = ["", *format_table(report)] if report.rows else []
+    return [*lines, "", "Talk to it:", *(f"  {line}" for line in report.next), "", f"Report: {page}"]
+
+
+def answer_lines(pair: AnswerPair, name: str) -> list[str]:
+    """Before and after of one question, a line each."""
+    width = max(len(word) for word in ("asked", BASE_NAME, name))
+    words = (("asked", pair.asked), (BASE_NAME, pair.base), (name, pair.adapter))
+    return [f"{word:<{width}}  {shorten(text, MAX_SHOWN_CHARS)}" for word, text in words]
+
+
+def detail_lines(report: LoopReport) -> list[str]:
+    """With -v also: training, pace, proof and times."""
+    lines = [f"training  {training_line(report.training)}"]
     lines += [f"pace      {report.training.said}"] if report.training.said else []
-    lines += [f"proof     {report.proof}", f"time      {format_times(report.stages)}"]
-    comparison_page = f", {report.run}/eval/report.html" if report.rows else ""
-    lines += [
-        f"report    {report.run}/report.md{comparison_page}",
-        "",
-        "talk to it:",
-        *(f"  {line}" for line in report.next),
-    ]
-    return lines
+    return [*lines, f"proof     {report.proof}", f"time      {format_times(report.stages)}"]
 
 
 def format_times(stages: Sequence[StageStatus]) -> str:
@@ -197,9 +156,9 @@ def format_times(stages: Sequence[StageStatus]) -> str:
     return f"{now / 60:.1f} min: {', '.join(parts)}"
 
 
-def shorten(text: str) -> str:
+def shorten(text: str, limit: int = MAX_ANSWER_CHARS) -> str:
     flat = " ".join(text.split())
-    return flat if len(flat) <= MAX_ANSWER_CHARS else f"{flat[:MAX_ANSWER_CHARS]}…"
+    return flat if len(flat) <= limit else f"{flat[:limit]}…"
 
 
 def markdown(report: LoopReport) -> str:

@@ -12,10 +12,11 @@ import shlex
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -23,21 +24,35 @@ from typing import Any, Protocol
 import yaml
 
 from ktransformers.files import write_text
-from ktransformers.loop import child, record
+from ktransformers.loop import child, questions, record
+from ktransformers.loop.estimate import stage_seconds, total_line
+from ktransformers.loop.questions import AnswerPair
 from ktransformers.loop.record import BEGUN, DONE, Hashes, StageRecord
 from ktransformers.loop.settings import Loop
-from ktransformers.loop.stages import SERVER, Stage, build_stages, run_paths, serve_arguments
+from ktransformers.loop.stages import (
+    BASE_NAME,
+    SERVER,
+    Stage,
+    build_stages,
+    questions_of,
+    run_paths,
+    serve_arguments,
+)
+from ktransformers.progress import ProgressEvent
 
 FAILED = "failed"  # a failed check; any other failure ends the loop
+ANSWERS_FILE = "answers.json"  # to the loop's questions, of base and adapter
 
 
 class Listener(Protocol):
-    """Receives the progress of a loop."""
+    """Receives the progress of a loop. Events of a stage come from another thread."""
 
     def on_skip(self, stage: Stage, record: StageRecord) -> None: ...
-    def on_start(self, stage: Stage, resuming: bool) -> None: ...
+    def on_start(self, stage: Stage, resuming: bool, expected: float | None) -> None: ...
+    def on_event(self, stage: Stage, event: ProgressEvent) -> None: ...
     def on_line(self, stage: Stage, text: str) -> None: ...
-    def on_end(self, stage: Stage, seconds: float, note: str) -> None: ...
+    def on_end(self, stage: Stage, seconds: float, lines: Sequence[str]) -> None: ...
+    def on_answers(self, answers: Sequence[AnswerPair]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -55,6 +70,8 @@ class Runner:
         self.loop, self.paths, self._listener = loop, run_paths(loop), listener
         self.run = self.paths.run
         self._records = self.run / "stages"
+        self._seconds: dict[str, float] = {}  # of the stages that this loop has run
+        self._pending: list[str] = []  # names of stages that have not begun, the server's start included
         self._hashes = Hashes(self.run / ".hashes.json")
 
     def run_stages(self) -> list[StageStatus]:
@@ -65,7 +82,9 @@ class Runner:
             self._write_settings(stages, lock)
             address: str | None = None
             last_served = max((index for index, stage in enumerate(stages) if stage.needs_server), default=-1)
+            self._pending = [stage.name for stage in stages] + (["serve"] if last_served >= 0 else [])
             for index, stage in enumerate(stages):
+                self._pending.remove(stage.name)
                 if stage.prepare is not None:
                     stage.prepare(False)
                 previous, current = record.read_record(self._records, stage.name), self._current(stage)
@@ -76,12 +95,8 @@ class Runner:
                     )
                 else:
                     if stage.needs_server and address is None:
-                        started = time.perf_counter()
-                        address = serving.enter_context(self._server(previous, lock))
-                        command = child.command_line(
-                            serve_arguments(self.loop, self.paths, int(address.rpartition(":")[2]))
-                        )
-                        steps.append(StageStatus("serve", "run", round(time.perf_counter() - started, 1), command))
+                        address, status = self._start_server(serving, previous, lock)
+                        steps.append(status)
                     steps.append(self._execute(stage, previous, current, address, lock))
                 if index == last_served:
                     serving.close()
@@ -129,20 +144,20 @@ class Runner:
         resuming = resuming and previous is not None and _inputs_unchanged(stage, previous, current)
         if not resuming:
             self._clear(stage)
-        self._listener.on_start(stage, resuming)
+        self._listener.on_start(stage, resuming, self._estimates().get(stage.name))
         record.write_record(self._records, replace(current, port=port))
         started = time.perf_counter()
         arguments = [address if argument == SERVER and address else argument for argument in stage.arguments]
         log = self.run / "logs" / f"{stage.name}.log"
-        on_line = (lambda text: self._listener.on_line(stage, text)) if stage.shows_output else None
-        code = child.run_command(arguments, log, lock, stage.document, on_line)
+        on_line, on_event = partial(self._listener.on_line, stage), partial(self._listener.on_event, stage)
+        code = child.run_command(arguments, log, lock, stage.document, on_line, on_event)
         if code > 0 and stage.is_check:
             seconds = round(time.perf_counter() - started, 1)
-            self._listener.on_end(stage, seconds, f"failed, and so will the loop; {log} says why")
+            self._listener.on_end(stage, seconds, [f"failed, and so will the loop; {log} says why"])
             return StageStatus(stage.name, FAILED, seconds, child.command_line(stage.arguments))
         if code != 0:
             raise child.StageFailed(stage.name, code, log)
-        note = stage.finish() if stage.finish is not None else ""
+        lines = stage.finish() if stage.finish is not None else []
         seconds = round(time.perf_counter() - started, 1)
         if previous is not None and resuming:
             seconds += previous.seconds
@@ -150,7 +165,8 @@ class Runner:
         ended = datetime.now(UTC).isoformat(timespec="seconds")
         record.write_record(self._records, replace(final, status=DONE, seconds=seconds, port=port, ended=ended))
         self._hashes.save()
-        self._listener.on_end(stage, seconds, note)
+        self._seconds[stage.name] = seconds
+        self._listener.on_end(stage, seconds, [*lines, *self._time_lines(stage)])
         return StageStatus(stage.name, "resumed" if resuming else "run", seconds, child.command_line(stage.arguments))
 
     def _clear(self, stage: Stage) -> None:
@@ -162,18 +178,38 @@ class Runner:
             else:
                 path.unlink(missing_ok=True)
 
-    @contextmanager
-    def _server(self, previous: StageRecord | None, lock: int) -> Iterator[str]:
+    def _estimates(self) -> dict[str, float]:
+        return stage_seconds(self.loop, self.run, self._seconds)
+
+    def _time_lines(self, stage: Stage) -> list[str]:
+        """After the plan and after the measured pace: how long the rest takes."""
+        words = {"plan": "in all", "pace": "to go"}.get(stage.name)
+        line = total_line(self._estimates(), self._pending, words) if words else ""
+        return [f"{'time':<8} {line}"] if line else []
+
+    def _start_server(self, serving: ExitStack, previous: StageRecord | None, lock: int) -> tuple[str, StageStatus]:
+        """Starts the server for all stages that need one, and asks it the questions."""
         port = child.free_port(None if previous is None else previous.port)
-        arguments = serve_arguments(self.loop, self.paths, port)
-        with child.server(arguments, port, self.run / "logs" / "serve.log", lock) as address:
-            yield address
+        arguments = tuple(serve_arguments(self.loop, self.paths, port))
+        stage, log = Stage("serve", arguments, "Starting the server"), self.run / "logs" / "serve.log"
+        self._pending.remove(stage.name)
+        self._listener.on_start(stage, False, self._estimates().get(stage.name))
+        started = time.perf_counter()
+        on_event = partial(self._listener.on_event, stage)
+        address = serving.enter_context(child.server(arguments, port, log, lock, on_event))
+        seconds = round(time.perf_counter() - started, 1)
+        self._listener.on_end(stage, seconds, [])
+        adapter = f"{BASE_NAME}:{self.loop.name}"
+        answers = questions.ask(address, BASE_NAME, adapter, questions_of(self.loop, self.paths))
+        questions.write_answers(self.run / ANSWERS_FILE, answers)
+        self._listener.on_answers(answers)
+        return address, StageStatus(stage.name, "run", seconds, child.command_line(arguments))
 
     def _write_settings(self, stages: list[Stage], lock: int) -> None:
         resolved: dict[str, Any] = self.loop.model_dump(mode="json")
         write_text(self.run / "loop.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
         versions = self.run / "versions.json"
-        child.run_command(["version", "--json"], self.run / "logs" / "version.log", lock, versions, None)
+        child.run_command(["version", "--json"], self.run / "logs" / "version.log", lock, versions)
         lines = ["#!/bin/sh -e", "# What `kt loop` ran, stage by stage.", f"cd {shlex.quote(str(Path.cwd()))}"]
         for stage in stages:
             if stage.needs_server and not any(line.startswith(f"{SERVER}=") for line in lines):

@@ -41,7 +41,9 @@ class LoopTraining(LoopSection):
     keys: Options = Field(default_factory=dict, description="keys that override the file's")
     minutes: float | None = Field(None, gt=0, description="train for about this long, by the measured step time")
     least_steps: int = Field(20, ge=1, description="with minutes: minimum number of steps")
-    pace_steps: int = Field(3, ge=2, description="with minutes: steps of the measurement, the first not counted")
+    pace_steps: int | None = Field(
+        None, ge=2, description="with minutes: steps of the measurement, the first not counted; default by the plan"
+    )
 
 
 class LoopEvaluation(LoopSection):
@@ -69,6 +71,9 @@ class Loop(LoopSection):
     prove: bool = Field(True, description="check that the served adapter equals the trained one (`kt prove`)")
     eval: LoopEvaluation = Field(default_factory=lambda: LoopEvaluation.model_validate({}))
     serve: Options = Field(default_factory=dict, description="flags of `kt serve`")
+    questions: tuple[str, ...] = Field(
+        (), description="asked of base and adapter once training has ended; default the first question of the data"
+    )
     answers: int = Field(3, ge=0, description="sample answers in the report")
 
     @field_validator("name")
@@ -80,7 +85,7 @@ class Loop(LoopSection):
 
 
 # Names with another use in the run's directory or its reports.
-RESERVED_NAMES = {"base", "model", "quantised", "pace", "eval", "stages", "logs"}
+RESERVED_NAMES = {"base", "model", "quantised", "pace", "planned", "eval", "stages", "logs"}
 
 
 def read_overrides(arguments: Iterable[str]) -> dict[str, Any]:

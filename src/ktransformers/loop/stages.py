@@ -21,7 +21,9 @@ from ktransformers import model_registry
 from ktransformers.errors import InputError
 from ktransformers.files import read_yaml_mapping, write_text
 from ktransformers.loop import pace
+from ktransformers.loop.results import proof_lines, read_json, training_lines
 from ktransformers.loop.settings import Loop, Options, merge_keys
+from ktransformers.packages import require_extra
 
 SERVER = "SERVER"
 BASE_NAME = "base"  # model name of the base in requests
@@ -32,16 +34,16 @@ ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 class Stage:
     name: str
     arguments: tuple[str, ...]  # after `kt`
+    title: str = ""  # what happens in it, as a sentence; empty: nothing is shown of it
     outputs: tuple[Path, ...] = ()
     inputs: tuple[Path, ...] = ()  # files and folders
     extra_inputs: Callable[[], tuple[Path, ...]] = tuple  # inputs that outputs of earlier stages name
     document: Path | None = None  # file for the JSON that it prints
     can_resume: Callable[[], bool] | None = None  # whether it can resume from an unfinished output
     needs_server: bool = False
-    shows_output: bool = False  # its output is passed to the listener
     is_check: bool = False  # its failure is a result: later stages still run, and the loop exits with an error
     prepare: Callable[[bool], bool] | None = None  # (preview) -> whether its file changes; written unless preview
-    finish: Callable[[], str] | None = None  # returns a note for the listener
+    finish: Callable[[], list[str]] | None = None  # returns lines for the listener
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,10 @@ class RunPaths:
     @property
     def train(self) -> Path:
         return self.run / "train.yaml"
+
+    @property
+    def pace(self) -> Path:
+        return self.run / "pace.yaml"
 
     @property
     def eval(self) -> Path:
@@ -129,6 +135,16 @@ def update_recipe(loop: Loop, paths: RunPaths, preview: bool) -> bool:
     return update_yaml(paths.recipe, build_recipe(loop, paths), preview)
 
 
+def update_pace_file(loop: Loop, paths: RunPaths, preview: bool) -> bool:
+    """pace.yaml: the recipe, with the few steps that are timed."""
+    plan = read_document(paths, "plan")
+    if plan is None:
+        return True
+    steps = pace.measurement_steps(loop.train, plan)
+    keys = build_recipe(loop, paths) | pace.measurement_keys(steps, paths.run / "pace")
+    return update_yaml(paths.pace, keys, preview)
+
+
 def update_training_file(loop: Loop, paths: RunPaths, preview: bool) -> bool:
     """train.yaml: the recipe, with the number of steps that the measured pace allows."""
     keys = build_recipe(loop, paths)
@@ -136,7 +152,7 @@ def update_training_file(loop: Loop, paths: RunPaths, preview: bool) -> bool:
         decision = pace.read_decision(loop.train, paths.run)
         if decision is None:
             return True
-        keys["max_steps"] = decision[0]
+        keys["max_steps"] = decision.steps
     return update_yaml(paths.train, keys, preview)
 
 
@@ -145,14 +161,19 @@ def can_resume_training(paths: RunPaths) -> bool:
     return any(paths.adapter.glob("checkpoint-*")) or not (paths.adapter / ADAPTER_FILES[0]).exists()
 
 
+def read_document(paths: RunPaths, stage: str) -> Any:
+    """The JSON that a stage has printed; None before it."""
+    return read_json(paths.document(stage))
+
+
 def always() -> bool:
     return True
 
 
 def dataset_files(loop: Loop, paths: RunPaths) -> tuple[Path, ...]:
     """The files that the plan resolved for `dataset`; without a plan, the names that are files."""
-    if paths.document("plan").is_file():
-        plan = json.loads(paths.document("plan").read_text())
+    plan = read_document(paths, "plan")
+    if plan is not None:
         return tuple(Path(dataset["file"]) for dataset in plan["datasets"])
     recipe = build_recipe(loop, paths)
     names = [recipe.get(key) or () for key in ("dataset", "eval_dataset")]
@@ -164,6 +185,24 @@ def dataset_files(loop: Loop, paths: RunPaths) -> tuple[Path, ...]:
     return tuple(Path(name.strip()) for name in listed if Path(name.strip()).is_file())
 
 
+def questions_of(loop: Loop, paths: RunPaths) -> tuple[str, ...]:
+    """The loop's own, otherwise the first question of the training data."""
+    plan = read_document(paths, "plan") or {}
+    first = (plan.get("data") or {}).get("question")
+    return loop.questions or ((first,) if first else ())
+
+
+def _plan_lines(paths: RunPaths) -> list[str]:
+    """Whether it fits and how much memory it takes; the time of the whole loop stands after it."""
+    summary = (read_document(paths, "plan") or {}).get("summary") or {}
+    return [f"{name:<8} {summary[name]}" for name in ("fits", "memory") if name in summary]
+
+
+def counted_data(paths: RunPaths) -> tuple[Path, ...]:
+    """The data files of the tasks, as their count has read them."""
+    return tuple(Path(task["data"]) for task in (read_document(paths, "tasks") or {"tasks": []})["tasks"])
+
+
 def task_data(paths: RunPaths, run: str) -> tuple[Path, ...]:
     """The data files of the answered tasks, as their runs record them."""
     heads = sorted((paths.eval / run).glob("*/run.json"))
@@ -171,20 +210,21 @@ def task_data(paths: RunPaths, run: str) -> tuple[Path, ...]:
 
 
 def build_stages(loop: Loop) -> list[Stage]:
+    """The base is judged after training: what is learned is seen minutes earlier, and one server answers for both."""
     _check_verbs(loop)
     paths = run_paths(loop)
     stages = _models(loop, paths)
+    if loop.eval.tasks:
+        stages.append(_tasks(loop, paths))
     if loop.plan or loop.train.minutes is not None:
         stages.append(_plan(loop, paths))
-    if loop.eval.tasks:
-        stages.append(_baseline(loop, paths))
     if loop.train.minutes is not None:
         stages.append(_pace(loop, paths))
     stages.append(_train(loop, paths))
     if loop.prove:
         stages.append(_prove(loop, paths))
     if loop.eval.tasks:
-        stages += [_eval(loop, paths), _compare(loop, paths)]
+        stages += [_baseline(loop, paths), _eval(loop, paths), _compare(loop, paths)]
     return stages
 
 
@@ -192,20 +232,24 @@ def _plan(loop: Loop, paths: RunPaths) -> Stage:
     return Stage(
         "plan",
         ("train", str(paths.recipe), f"output_dir={paths.run / 'planned'}", "--dry-run", "--json"),
+        "Checking the recipe, the data and the memory",
         inputs=(paths.recipe, Path(paths.model)),
         extra_inputs=functools.partial(dataset_files, loop, paths),
         document=paths.document("plan"),
         prepare=functools.partial(update_recipe, loop, paths),
+        finish=functools.partial(_plan_lines, paths),
     )
 
 
 def _pace(loop: Loop, paths: RunPaths) -> Stage:
     return Stage(
         "pace",
-        ("train", str(paths.recipe), *pace.measurement_overrides(loop.train.pace_steps, paths.run / "pace")),
+        ("train", str(paths.pace)),
+        "Timing a few steps",
         outputs=(paths.run / "pace", paths.document("pace")),
-        inputs=(paths.recipe, Path(paths.model)),
+        inputs=(paths.pace, Path(paths.model)),
         extra_inputs=functools.partial(dataset_files, loop, paths),
+        prepare=functools.partial(update_pace_file, loop, paths),
         finish=functools.partial(pace.write_pace, loop.train, paths.run),
     )
 
@@ -214,12 +258,13 @@ def _train(loop: Loop, paths: RunPaths) -> Stage:
     return Stage(
         "train",
         ("train", str(paths.train)),
+        f"Training {loop.name}",
         outputs=(paths.adapter,),
         inputs=(paths.train, Path(paths.model)),
         extra_inputs=functools.partial(dataset_files, loop, paths),
         can_resume=functools.partial(can_resume_training, paths),
-        shows_output=True,
         prepare=functools.partial(update_training_file, loop, paths),
+        finish=functools.partial(training_lines, paths.adapter),
     )
 
 
@@ -227,10 +272,12 @@ def _prove(loop: Loop, paths: RunPaths) -> Stage:
     return Stage(
         "prove",
         ("prove", str(paths.adapter), "--server", SERVER, "--json"),
+        "Checking that the server computes what was trained",
         inputs=(*_adapter_files(paths), Path(paths.model)),
         document=paths.document("prove"),
         needs_server=True,
         is_check=True,
+        finish=functools.partial(proof_lines, paths.document("prove")),
     )
 
 
@@ -248,23 +295,43 @@ def _task_files(loop: Loop) -> tuple[Path, ...]:
     return tuple(Path(name) for name in loop.eval.tasks if Path(name).is_file())
 
 
+def _tasks(loop: Loop, paths: RunPaths) -> Stage:
+    """A task that cannot be read is found before training, and its items say how long judging takes."""
+    arguments = _eval_arguments(loop, paths)
+    return Stage(
+        "tasks",
+        ("eval", paths.model, *arguments, "--dry-run"),
+        inputs=_task_files(loop),
+        extra_inputs=functools.partial(counted_data, paths),
+        document=paths.document("tasks"),
+    )
+
+
 def _baseline(loop: Loop, paths: RunPaths) -> Stage:
+    experts = _expert_flags("--experts", loop, paths)  # of the server; named here because the answers depend on them
     return Stage(
         "baseline",
-        ("eval", paths.model, *_expert_flags("--experts", loop, paths), *_eval_arguments(loop, paths)),
+        ("eval", SERVER, "--served-model", BASE_NAME, *_with_tokenizer(loop, paths), *experts),
+        "Judging the base model",
         outputs=(paths.eval / "base",),
         inputs=(Path(paths.model), *_task_files(loop)),
         extra_inputs=functools.partial(task_data, paths, "base"),
         document=paths.document("baseline"),
         can_resume=always,
+        needs_server=True,
     )
+
+
+def _with_tokenizer(loop: Loop, paths: RunPaths) -> list[str]:
+    return ["--tokenizer", paths.model, *_eval_arguments(loop, paths)]
 
 
 def _eval(loop: Loop, paths: RunPaths) -> Stage:
     request = ("eval", SERVER, "--no-base", "--adapter", f"{loop.name}={BASE_NAME}:{loop.name}")
     return Stage(
         "eval",
-        (*request, "--tokenizer", paths.model, *_eval_arguments(loop, paths)),
+        (*request, *_with_tokenizer(loop, paths)),
+        f"Judging {loop.name}",
         outputs=(paths.eval / loop.name,),
         inputs=(*_adapter_files(paths), Path(paths.model), *_task_files(loop)),
         extra_inputs=functools.partial(task_data, paths, loop.name),
@@ -293,6 +360,7 @@ def _models(loop: Loop, paths: RunPaths) -> list[Stage]:
             Stage(
                 "model",
                 ("model", verb, str(source_name), *to_flags(loop.model.options), "--out", source, "--json"),
+                f"Making {'the model' if verb == 'make' else 'a mixture of experts of'} {source_name}",
                 outputs=(Path(source),),
                 inputs=(Path(str(source_name)),) if verb == "upcycle" else (),
                 document=paths.document("model"),
@@ -303,6 +371,7 @@ def _models(loop: Loop, paths: RunPaths) -> list[Stage]:
             Stage(
                 "quantise",
                 ("quant", source, "--out", paths.model, *to_flags(loop.quantise), "--json"),
+                "Quantising the experts",
                 outputs=(Path(paths.model),),
                 inputs=(Path(source),),
                 document=paths.document("quantise"),
@@ -318,7 +387,12 @@ def serve_arguments(loop: Loop, paths: RunPaths, port: int) -> list[str]:
 
 
 def _check_verbs(loop: Loop) -> None:
-    """Checks before anything runs that this installation has the required commands."""
+    """Checks before anything runs that this installation has the required commands and packages."""
+    require_extra("kt loop", "train")
+    if loop.eval.tasks:
+        require_extra("kt loop with eval.tasks", "eval")
+    if loop.eval.tasks or loop.prove:
+        require_extra("kt loop", "serve")
     for key, requested, verb in (("quantise", loop.quantise is not None, "quant"), ("prove", loop.prove, "prove")):
         if requested and importlib.util.find_spec(f"ktransformers.cli.{verb}") is None:
             raise InputError(key, "requested", f"a ktransformers with `kt {verb}`", f"disable {key}, or update")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ class DataPlan:
     steps_per_epoch: int
     steps: int
     example: str  # the first row, labelled text in « »
+    question: str = ""  # the first user's message of the data, empty if it has none
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,11 @@ def _summarise_data(split: DataSplit, measured: RowLengths, settings: TrainSetti
     )
 
 
+def _first_question(datasets: list[ReadDataset]) -> str:
+    samples = (sample for dataset in datasets for _, sample in dataset.samples)
+    return next((question for sample in samples for question in sample.questions), "")
+
+
 def _check_template(tokenizer: Any, datasets: list[ReadDataset]) -> None:
     template = tokenizer.chat_template
     for dataset in datasets:
@@ -255,7 +261,7 @@ def make_plan(settings: TrainSettings, *, download: bool = False, predict: bool 
         measured = _measure_rows(split, settings, seed)
         settings, grouping, forecast, extra_notes = _plan_batching(settings, resume.checkpoint, directory, measured)
         notes += extra_notes
-        data = _summarise_data(split, measured, settings, tokenizer)
+        data = replace(_summarise_data(split, measured, settings, tokenizer), question=_first_question(datasets))
         evaluates = settings.trainer.get("eval_strategy", "no")
         if str(evaluates) != "no" and not split.evaluation:
             raise InputError("eval_strategy", evaluates, "rows to evaluate on", "give val_size or eval_dataset")

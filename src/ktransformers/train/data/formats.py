@@ -18,6 +18,10 @@ from ktransformers.train.data.registry import DatasetSource
 Message = dict[str, Any]
 
 
+def user_texts(messages: list[Message]) -> list[str]:
+    return [message["content"] for message in messages if message["role"] == "user" and message["content"]]
+
+
 @dataclass(frozen=True)
 class Conversation:
     messages: list[Message]
@@ -29,12 +33,17 @@ class Conversation:
         """Whether rendering needs a chat template."""
         return self.raw_prompt is None
 
+    @property
+    def questions(self) -> list[str]:
+        return user_texts(self.messages)
+
 
 @dataclass(frozen=True)
 class PlainText:
     text: str
     tools: ClassVar[None] = None
     needs_template: ClassVar[bool] = False
+    questions: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,10 @@ class PreferencePair:
     @property
     def needs_template(self) -> bool:
         return self.raw is None
+
+    @property
+    def questions(self) -> list[str]:
+        return user_texts(self.prompt)
 
 
 Sample = Conversation | PlainText | PreferencePair
