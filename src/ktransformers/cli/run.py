@@ -58,6 +58,7 @@ def run(
     from ktransformers.serve.flags import Launch
 
     limit_spinning()  # before torch is imported, with what follows
+    from ktransformers.cli.library_output import library_output
     from ktransformers.serve.launch import make_plan, open_service, serve
     from ktransformers.serve.target import resolve_target
     from ktransformers.serve.yaml_keys import with_yaml_keys
@@ -68,7 +69,8 @@ def run(
         if as_json:
             raise InputError("json", "without a prompt", "a prompt", "a server's answers are JSON already: /v1")
         options = Launch(model, host=host, port=port, threads=cpu_threads, force=force, gpus=gpus, place=place)
-        serve(options, log, show_plan)
+        with library_output():
+            serve(options, log, show_plan)
         return
     target = resolve_target(model)
     adapters = [name for name, _ in target.adapters]
@@ -78,11 +80,12 @@ def run(
         )
     line = Launch(model, max_running_requests=1, threads=cpu_threads, force=force, gpus=gpus, place=place)
     launch = with_yaml_keys(line, target.keys)
-    plan = make_plan(launch, target, log, show_plan)
-    service = open_service(launch, target, log, plan)
-    adapter_name = adapter or (adapters[0] if adapters else None)
-    name = service.registry.served if adapter_name is None else f"{service.registry.served}:{adapter_name}"
-    _answer(service, name, prompt, system, max_tokens, temperature, as_json)
+    with library_output():
+        plan = make_plan(launch, target, log, show_plan)
+        service = open_service(launch, target, log, plan)
+        adapter_name = adapter or (adapters[0] if adapters else None)
+        name = service.registry.served if adapter_name is None else f"{service.registry.served}:{adapter_name}"
+        _answer(service, name, prompt, system, max_tokens, temperature, as_json)
 
 
 def _answer(

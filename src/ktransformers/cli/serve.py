@@ -6,17 +6,18 @@ must work unchanged.
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import typer
 
 from ktransformers.cli.progress import log
 from ktransformers.cli.verbose import show_log
+from ktransformers.log import logger
 
 if TYPE_CHECKING:
     from ktransformers.plan import Plan
 
+LOG = logger(__name__)
 VERBOSE_FLAGS = ("-v", "--verbose")
 SERVE_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -27,15 +28,19 @@ def serve(context: typer.Context) -> None:
     from ktransformers.serve.flags import parse
 
     limit_spinning()  # before torch is imported, with what follows
+    from ktransformers.cli.library_output import library_output
     from ktransformers.serve.launch import serve as run_server
 
     show_log(any(word in VERBOSE_FLAGS for word in context.args))
-    run_server(parse([word for word in context.args if word not in VERBOSE_FLAGS]), log, show_plan)
+    with library_output():
+        run_server(parse([word for word in context.args if word not in VERBOSE_FLAGS]), log, show_plan)
 
 
 def show_plan(plan: Plan) -> None:
-    """Print the plan before anything is loaded: memory by device, and speed."""
-    from ktransformers.cli.plan import plan_rows
+    """Print whether it fits, how fast and in how much memory, before anything is loaded; all of the plan with -v."""
+    from ktransformers.cli.plan import plan_rows, summary_rows
 
     for name, value in plan_rows(plan):
-        print(f"{name:<10} {value}", file=sys.stderr, flush=True)
+        LOG.info("%-10s %s", name, value)
+    for name, value in summary_rows(plan):
+        log(f"{name:<8} {value}")
