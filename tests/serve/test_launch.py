@@ -297,7 +297,9 @@ def test_serve_chat_and_shutdown(adapters: dict[str, Path], tmp_path: Path) -> N
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")
     with serving(str(adapters["one"]), "--trust-remote-code", "--watch", str(tmp_path)) as (url, process):
-        assert any(line.startswith("host ") and "process" in line for line in process.said), "the plan comes first"
+        shown = [line for line in process.said if line.startswith(("kt: fits ", "kt: time ", "kt: memory "))]
+        loading = next(index for index, line in enumerate(process.said) if line.startswith("kt: loading "))
+        assert process.said[loading - 3 : loading] == shown, "the plan comes before loading, in three lines"
         assert any("host memory at start: " in line and "predicted" in line for line in process.said)
         end = time.monotonic() + 30
         while time.monotonic() < end:
