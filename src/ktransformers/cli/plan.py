@@ -138,6 +138,8 @@ def _two_digits(value: float) -> str:
 
 
 def rough_seconds(seconds: float) -> str:
+    if seconds < 0.1:
+        return f"{1000 * seconds:.2g} ms"
     return f"{seconds:.2g} s" if seconds < 9.5 else rough(seconds)
 
 
