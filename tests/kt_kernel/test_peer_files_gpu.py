@@ -168,13 +168,21 @@ def test_bytes_equal_those_of_kt_kernel(
 
 
 def explain(different: list[str], written: dict[str, Path], tensors: dict[str, Tensor], bits: int, parts: int) -> str:
-    """Whether multiplying by the reciprocal of the scale would have given kt-kernel's bytes."""
+    """Rows whose scales differ, with the largest number that each scale stands for; and whether multiplying by the
+    reciprocal of the scale would have given kt-kernel's bytes."""
     lines = [f"{len(different)} files differ, the first is {different[0]}"]
     form = tile_format(bits)
     for part in stored_parts(EXPERTS, layer_sizes(KTHeader(bits, parts, EXPERTS, HIDDEN, INTERMEDIATE, "", "")), parts):
+        matrix = part_of(tensors[part.role][part.expert], part.role, part.part, parts)
+        name = f"_layer_0/{part.file(form, 'scale')}"
+        if name == different[0]:
+            scales = torch.frombuffer(bytearray(written[name].read_bytes()), dtype=torch.float32)
+            largest = matrix.float().abs().amax(1)
+            rows = (scales != largest / form.limit).nonzero().flatten().tolist()
+            shown = [(row, float(largest[row]), float(scales[row]), float(largest[row] / scales[row])) for row in rows]
+            lines.append(f"{len(rows)} of {len(scales)} scales; row, largest, scale, their ratio: {shown[:6]}")
         name = f"_layer_0/{part.file(form, 'quant')}"
         if name == different[0]:
-            matrix = part_of(tensors[part.role][part.expert], part.role, part.part, parts)
             codes, _ = reference_rows(matrix, bits, reciprocal=True)
             same = tile(codes, bits).numpy().tobytes() == written[name].read_bytes()
             lines.append(f"x * (1 / s) instead of x / s: {'equal' if same else 'different too'}")
