@@ -146,37 +146,54 @@ static int64_t place_rank_panels(const Routing& routing, const PlanInput& input,
   return at;
 }
 
-void make_plan(const Routing& routing, const PlanInput& input, int32_t tokens, const Budget& budget,
-               Direction direction, Plan& plan) {
-  const auto& segments = routing.segments;
+namespace {
+
+// What the steps of make_plan pass on.
+struct Planner {
+  const Routing& routing;
+  const PlanInput& input;
+  const Budget& budget;
+  const int32_t tokens;
+  const bool back;
+  Plan& plan;
+
   const KernelTable& kernels = input.kernels;
   const BlockStore &up = input.weights.up(), &down = input.weights.down();
-  int64_t elem_tile = (int64_t)kTileK * kernels.elem;
+  const int64_t elem_tile = (int64_t)kTileK * kernels.elem;
+  const int32_t wide = input.w8a8 ? 2 : 1;
+  int32_t chunks = 1;        // of K in a unit
+  int64_t hidden_bytes = 0;  // of all panels between units and lanes
+  int64_t largest_rows = 0;  // of a unit
+  int64_t block_sums = 0;    // bytes of a unit's sums for a block
+  int32_t max_blocks = 0;    // of a unit
 
-  // The rows of a full unit and its chunk of K are chosen together: about 128 rows by 2048. int8 rows take half the
-  // space, but LoRA reads the float rows, which are gathered before them.
+  void choose_chunks();
+  void tile_segments();
+  void divide_work();
+  void place_workspace();
+  void place_slice();
+};
+
+// The rows of a full unit and its chunk of K are chosen together: about 128 rows by 2048. int8 rows take half the
+// space, but LoRA reads the float rows, which are gathered before them.
+void Planner::choose_chunks() {
   plan.w8a8 = input.w8a8;
   plan.gathered_tile = plan.w8a8 && routing.runs.empty() ? elem_tile / 2 : elem_tile;
   int64_t tile_rows = kernels.tiling(1 << 20).rows;
-  int32_t wide = plan.w8a8 ? 2 : 1;
-  int32_t chunks = (int32_t)std::max<int64_t>(1, (up.k_tiles() + 16 * wide) / (64 * wide));
+  chunks = (int32_t)std::max<int64_t>(1, (up.k_tiles() + 16 * wide) / (64 * wide));
   plan.up_chunk = (int32_t)round_up(ceil_div(up.k_tiles(), chunks), wide);
   plan.max_tiles =
       (int32_t)std::max<int64_t>(2, budget.panel_bytes / (plan.up_chunk * plan.gathered_tile * tile_rows) / 2 * 2);
-  bool back = direction == Direction::backward;
   plan.panel_k_tiles = back ? up.blocks() : down.k_tiles();
   // int32 sums cannot be split: down takes all of K at once.
   plan.down_chunk = plan.w8a8 ? plan.panel_k_tiles
                               : (int32_t)ceil_div(plan.panel_k_tiles, std::max(1, (plan.panel_k_tiles + 32) / 96));
+}
 
+void Planner::tile_segments() {
   plan.tilings.clear();
   plan.panels_at.clear();
-  plan.units_of.assign(segments.size(), 0);
-  plan.up.assign((size_t)input.groups, {});
-  plan.lanes.assign((size_t)input.groups, {});
-  int64_t hidden_bytes = 0;
-  int64_t largest_rows = 0;  // of a unit
-  for (const Segment& s : segments) {
+  for (const Segment& s : routing.segments) {
     Tiling t = kernels.tiling(s.count);
     plan.tilings.push_back(t);
     plan.panels_at.push_back(hidden_bytes);
@@ -185,28 +202,37 @@ void make_plan(const Routing& routing, const PlanInput& input, int32_t tokens, c
       largest_rows = std::max<int64_t>(largest_rows, (p.tile1 - p.tile0) * t.rows);
   }
   // Between chunks of K a unit's sums stay in L2; the fewer its blocks, the more often its rows are gathered.
-  int64_t block_sums = std::max<int64_t>(1, largest_rows) * kBlockN * kernels.sum_bytes;
-  int32_t max_blocks = up.blocks();
+  block_sums = std::max<int64_t>(1, largest_rows) * kBlockN * kernels.sum_bytes;
+  max_blocks = up.blocks();
   if (chunks > 1) max_blocks = (int32_t)std::max<int64_t>(2, budget.sums_bytes / block_sums / 2 * 2);
   if (back) max_blocks = std::min(max_blocks, kMaxBackwardBlocks);
+}
+
+void Planner::divide_work() {
+  plan.units_of.assign(routing.segments.size(), 0);
+  plan.up.assign((size_t)input.groups, {});
+  plan.lanes.assign((size_t)input.groups, {});
   UpPartitioner partitioner{input.weights, std::max(1, input.threads / input.groups), plan, max_blocks};
-  size_t weight_bytes = segments.size() * down.block_bytes();
+  size_t weight_bytes = routing.segments.size() * down.block_bytes();
   int64_t row_bytes = (int64_t)routing.token.size() * elem_tile * plan.panel_k_tiles;
   int32_t widest = 1;
   for (int g = 0; g < input.groups; g++) {
-    partitioner.partition(segments, g);
+    partitioner.partition(routing.segments, g);
     int32_t begin = down.begin(g), end = down.end(g);
     int32_t width = lane_width(end - begin, partitioner.threads, weight_bytes, row_bytes);
     widest = std::max(widest, width);
     for (int32_t b = begin; b < end; b += width) plan.lanes[(size_t)g].push_back({b, std::min(b + width, end)});
   }
   plan.lane_rounds = rounds_of_lanes(plan.tilings, (int64_t)widest * plan.panel_k_tiles);
+}
 
+// What all threads share: panels between units and lanes, rank panels, rows in the form that a kernel takes, sums.
+void Planner::place_workspace() {
   plan.hidden_at.clear();
   int64_t at = hidden_bytes;
   bool needs_hidden = false;  // gradients of down's factors contract over activated rows
   for (const Run& run : routing.runs) needs_hidden |= back && input.adapters[(size_t)run.adapter]->down_tiles() > 0;
-  for (size_t s = 0; needs_hidden && s < segments.size(); s++) {
+  for (size_t s = 0; needs_hidden && s < routing.segments.size(); s++) {
     plan.hidden_at.push_back(at);
     at += round_up((int64_t)plan.tilings[s].tiles * plan.tilings[s].rows * elem_tile * down.k_tiles(), 64);
   }
@@ -222,12 +248,17 @@ void make_plan(const Routing& routing, const PlanInput& input, int32_t tokens, c
   bool packs_rows = !back && !plan.w8a8 && down.encoding() && kernels.packed_row_bytes;
   plan.packed_row_bytes = packs_rows ? kernels.packed_row_bytes(*down.encoding()) : 0;
   int64_t packed_rows = (int64_t)routing.token.size() * down.k_tiles() * plan.packed_row_bytes;
-  if (packed_rows * 4 > (int64_t)weight_bytes * down.blocks()) plan.packed_row_bytes = 0;
+  if (packed_rows * 4 > (int64_t)(routing.segments.size() * down.block_bytes()) * down.blocks())
+    plan.packed_row_bytes = 0;
   plan.packed_rows_at = round_up(at, 64);
   if (plan.packed_row_bytes) at = plan.packed_rows_at + packed_rows;
 
   plan.sums_at = round_up(at, 4096);
-  int64_t sums = (int64_t)down.blocks() * tokens * kBlockN * kernels.sum_bytes;
+  plan.threads_at = plan.sums_at + round_up((int64_t)down.blocks() * tokens * kBlockN * kernels.sum_bytes, 4096);
+}
+
+// A thread's slice: its panel, sums and scratch.
+void Planner::place_slice() {
   plan.panel_bytes = round_up(
       std::max(largest_rows * plan.up_chunk * plan.gathered_tile,
                std::min<int64_t>(largest_rows * up.k_tiles() * plan.gathered_tile, budget.panel_bytes * 5 / 4)),
@@ -262,7 +293,18 @@ void make_plan(const Routing& routing, const PlanInput& input, int32_t tokens, c
   int64_t factors = back ? factor_bytes(largest_rank(routing, input.adapters), kernels.sum_bytes) : 0;
   plan.factors_at = round_up(plan.thread_bytes + plan.rank_at, 4096);
   plan.thread_bytes = plan.factors_at + round_up(factors, 4096);
-  plan.threads_at = plan.sums_at + round_up(sums, 4096);
+}
+
+}  // namespace
+
+void make_plan(const Routing& routing, const PlanInput& input, int32_t tokens, const Budget& budget,
+               Direction direction, Plan& plan) {
+  Planner planner{routing, input, budget, tokens, direction == Direction::backward, plan};
+  planner.choose_chunks();
+  planner.tile_segments();
+  planner.divide_work();
+  planner.place_workspace();
+  planner.place_slice();
   plan.total_bytes = plan.threads_at + input.threads * plan.thread_bytes;
 }
 
