@@ -1,4 +1,4 @@
-"""Progress of a command as JSON lines on a file descriptor, which a parent process reads and draws; durations as text.
+"""Progress: reported by long work, drawn by a command, or sent to a parent process as JSON lines; durations as text.
 
 `kt loop` starts the verbs as child processes and draws one bar for all of them. It opens a pipe and names its end in
 KT_PROGRESS; whatever a verb would draw on a terminal is then written there, whether or not it has a terminal.
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 from ktransformers import env
 from ktransformers.errors import InputError
+
+DrawProgress = Callable[[str, float, float | None, str], None]  # title, done, total, unit
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,26 @@ def send(event: ProgressEvent) -> None:
         os.write(target, json.dumps(asdict(event)).encode() + b"\n")
     except OSError:
         return
+
+
+_draw: DrawProgress | None = None
+
+
+def report(title: str, done: float, total: float | None, unit: str = "") -> None:
+    """Progress of long work inside of the package (packing, a download); nothing is shown unless a command draws it."""
+    if _draw is not None:
+        _draw(title, done, total, unit)
+
+
+@contextmanager
+def drawn_by(draw: DrawProgress) -> Iterator[None]:
+    """Passes what is reported, by any thread, to `draw`."""
+    global _draw
+    previous, _draw = _draw, draw
+    try:
+        yield
+    finally:
+        _draw = previous
 
 
 def receive(lines: Iterable[bytes]) -> Iterator[ProgressEvent]:

@@ -81,11 +81,12 @@ def test_whole_tutorial_runs(home: Path) -> None:
     report = json.loads((home / "runs" / "kite" / "report.json").read_text())
     assert report["proven"] is True and report["training"]["steps"] == 8
     assert [step["name"] for step in report["stages"]] == [
+        "tasks",
         "plan",
-        "baseline",
         "train",
         "serve",
         "prove",
+        "baseline",
         "eval",
         "compare",
     ]

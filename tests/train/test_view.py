@@ -17,6 +17,7 @@ from ktransformers import log
 from ktransformers.cli import progress as bars
 from ktransformers.cli.library_output import LIBRARIES, library_output
 from ktransformers.cli.train_view import LOG_FILE, PlainLines, TrainOutput, detail_line, sparkline, step_line
+from ktransformers.progress import report
 from ktransformers.train.callbacks import Progress, StepPosition, TrainLog, scheduled_seconds
 from tests.support.forked import Completed, python
 from tests.support.terminal import run_on_terminal
@@ -52,7 +53,7 @@ def test_terminal_shows_the_plan_and_one_redrawn_line(written: Path, tmp_path: P
     titles = list(dict.fromkeys(frame.split(" ━")[0] for frame in ended.frames if "━" in frame))
     assert titles[0] == "Reading the data" and titles[-2:] == ["Training", "Saving and checking the adapter"]
     training = [frame for frame in ended.frames if frame.startswith("Training") and "loss" in frame]
-    drawn = r"Training [━╸╺]+ \d/6 loss [\d.]+ [▁▂▃▄▅▆▇█]+(  \d+ tokens/s)?(  [\d.]+ GB)? +\d+:\d\d left"
+    drawn = r"Training [━╸╺]+ \d/6 loss [\d.]+ [▁▂▃▄▅▆▇█]+(  \d+ tokens/s)?(  [\d.]+ GB)? +(\d+:\d\d|a moment) left"
     assert training and all(re.fullmatch(drawn, frame) for frame in training), training
     assert any("tokens/s" in frame and "GB" in frame for frame in training)
     shown = "\n".join(ended.lines + ended.frames)
@@ -151,7 +152,7 @@ def test_other_packages_speak_in_one_style(capsys: pytest.CaptureFixture[str], t
     bars.set_quiet(False)
     found = logging.getLogger("transformers")
     before = found.handlers[:], found.propagate
-    drawn: list[tuple[str, int, int | None]] = []
+    drawn: list[tuple[str, float, float | None, str]] = []
     with library_output(lambda *event: drawn.append(event)):
         kept = log.FileLog(LIBRARIES)
         logger = logging.getLogger("transformers.tokenization")
@@ -166,11 +167,17 @@ def test_other_packages_speak_in_one_style(capsys: pytest.CaptureFixture[str], t
         with stock.tqdm(total=3, desc="Other") as other:
             other.set_postfix(a=1)
             other.update(2)
+        report("Packing experts", 1, 4)
         kept.open(tmp_path / "log.txt")
         logger.warning("later")
         kept.close()
     said = capsys.readouterr()
-    assert said.out == "" and drawn == [("Loading weights", 1, 2), ("Loading weights", 2, 2), ("Other", 2, 3)]
+    assert said.out == "" and drawn == [
+        ("Loading weights", 1, 2, ""),
+        ("Loading weights", 2, 2, ""),
+        ("Other", 2, 3, ""),
+        ("Packing experts", 1, 4, ""),
+    ]
     first, second, third = said.err.splitlines()
     assert first == "kt: transformers: Some weights were not initialized." and third == "kt: transformers: later"
     assert second.startswith("kt: ") and "a thing of torch" in second

@@ -200,7 +200,7 @@ def _run(
     results: dict[str, dict[str, Any]] = {}
     with (
         progress_bar("Loading the model", quiet=quiet, unit="%") as bar,
-        library_output(lambda title, done, of: bar(done, of, title)),
+        library_output(lambda title, done, of, unit: bar(done, of, title)),
     ):
         for name, backend in runs:
             results[name] = {}

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ktransformers.cli.progress import is_quiet, log, progress_bar
+from ktransformers.progress import DrawProgress, drawn_by
 
 LIBRARIES = ("transformers", "trl", "peft", "accelerate", "datasets", "huggingface_hub", "py.warnings")
 # Warnings that say nothing about a run of ours.
@@ -28,7 +29,6 @@ NOISE = (
     r"No label_names provided for model class",
     r"Detected kernel version .* below the recommended minimum",
 )
-DrawProgress = Callable[[str, int, int | None], None]
 
 
 def first_line(text: str) -> str:
@@ -69,7 +69,7 @@ class TqdmProgress:
 
     def update(self, count: int = 1) -> None:
         self._done += count
-        self._draw(self._title, self._done, self.total)
+        self._draw(self._title, self._done, self.total, "")
 
     def __enter__(self) -> TqdmProgress:
         return self
@@ -128,18 +128,18 @@ def _lines() -> Iterator[None]:
 
 @contextmanager
 def library_output(draw: DrawProgress | None = None) -> Iterator[None]:
-    """`draw`: called with title, done and total of their bars; without it each is a bar of `cli.progress`."""
+    """`draw`: called with what they and our own packages report; without it each title is a bar of `cli.progress`."""
     import transformers  # noqa: F401  (its handlers are replaced below)
 
     with ExitStack() as stack:
         bars = stack.enter_context(ExitStack())
         current: dict[str, Any] = {}
 
-        def draw_bar(title: str, done: int, total: int | None) -> None:
+        def draw_bar(title: str, done: float, total: float | None, unit: str) -> None:
             if title not in current:
                 bars.close()
                 current.clear()
-                current[title] = bars.enter_context(progress_bar(title, quiet=is_quiet()))
+                current[title] = bars.enter_context(progress_bar(title, quiet=is_quiet(), unit=unit))
             current[title](done, total)
             if done == total:
                 bars.close()
@@ -147,4 +147,5 @@ def library_output(draw: DrawProgress | None = None) -> Iterator[None]:
 
         stack.enter_context(_lines())
         stack.enter_context(_bars(draw or draw_bar))
+        stack.enter_context(drawn_by(draw or draw_bar))
         yield

@@ -48,7 +48,7 @@ def log(line: str) -> None:
 class ReportProgress(Protocol):
     """Called with the number of items or bytes that are done and in total, and a new title if it changes."""
 
-    def __call__(self, done: int, total: int | None, title: str | None = None, /) -> None: ...
+    def __call__(self, done: float, total: float | None, title: str | None = None, /) -> None: ...
 
 
 class TimeLeft:
@@ -121,7 +121,7 @@ class _Bar:
         self._bar, self._unit, self._left = bar, unit, TimeLeft()
         self._task: TaskID = bar.add_task(title, total=None, amount="", detail="", left=self._left)
 
-    def __call__(self, done: int, total: int | None, title: str | None = None, /) -> None:
+    def __call__(self, done: float, total: float | None, title: str | None = None, /) -> None:
         self._left.report(done, total)
         amount = format_amount(done, total, self._unit)
         self._bar.update(self._task, completed=done, total=total, description=title, amount=amount)
@@ -134,7 +134,7 @@ class PlainProgress:
         self._title, self._unit = title, unit
         self._last, self._left = time.monotonic(), TimeLeft()
 
-    def __call__(self, done: int, total: int | None, title: str | None = None, /) -> None:
+    def __call__(self, done: float, total: float | None, title: str | None = None, /) -> None:
         self._left.report(done, total)
         self._title = title or self._title
         if time.monotonic() - self._last < PLAIN_SECONDS or not total:
@@ -150,12 +150,12 @@ class _SentProgress:
         self._title, self._unit = title, unit
         progress.send(ProgressEvent(title, unit=unit))
 
-    def __call__(self, done: int, total: int | None, title: str | None = None, /) -> None:
+    def __call__(self, done: float, total: float | None, title: str | None = None, /) -> None:
         self._title = title or self._title
         progress.send(ProgressEvent(self._title, done, total, self._unit))
 
 
-def no_progress(done: int, total: int | None, title: str | None = None, /) -> None:
+def no_progress(done: float, total: float | None, title: str | None = None, /) -> None:
     """Where nothing is shown."""
 
 

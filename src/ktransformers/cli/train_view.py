@@ -142,7 +142,7 @@ def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
 
 class Screen(Protocol):
     def line(self, text: str) -> None: ...
-    def activity(self, title: str, done: int = 0, total: int | None = None) -> None: ...
+    def activity(self, title: str, done: float = 0, total: float | None = None, unit: str = "") -> None: ...
     def position(self, position: StepPosition) -> None: ...
     def step(self, progress: Progress) -> None: ...
     def close(self) -> None: ...
@@ -154,7 +154,7 @@ class NoScreen:
     def line(self, text: str) -> None:
         pass
 
-    def activity(self, title: str, done: int = 0, total: int | None = None) -> None:
+    def activity(self, title: str, done: float = 0, total: float | None = None, unit: str = "") -> None:
         pass
 
     def position(self, position: StepPosition) -> None:
@@ -193,12 +193,12 @@ class LiveLine(NoScreen):
     def line(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
 
-    def activity(self, title: str, done: int = 0, total: int | None = None) -> None:
+    def activity(self, title: str, done: float = 0, total: float | None = None, unit: str = "") -> None:
         if title != self._title:
             self._title, self._left = title, TimeLeft()
             self._bar.reset(self._task, description=title, amount="", detail="", left=self._left)
         self._left.report(done, total)
-        self._bar.update(self._task, completed=done, total=total, amount=format_amount(done, total, ""))
+        self._bar.update(self._task, completed=done, total=total, amount=format_amount(done, total, unit))
 
     def position(self, position: StepPosition) -> None:
         self.activity(TRAINING, position.step, position.steps)
@@ -252,9 +252,9 @@ class TrainOutput:
         if self._file_log is not None and self._output is not None:
             self._file_log.open(self._output / LOG_FILE)
 
-    def draw(self, title: str, done: int, total: int | None) -> None:
-        self._screen.activity(title, done, total)
-        progress.send(ProgressEvent(title, done, total))
+    def draw(self, title: str, done: float, total: float | None, unit: str = "") -> None:
+        self._screen.activity(title, done, total, unit)
+        progress.send(ProgressEvent(title, done, total, unit))
 
     def on_load(self, done: int, layers: int) -> None:
         self._open_log()
@@ -297,7 +297,7 @@ def logged_output(screen: Screen, writes_log: bool) -> Iterator[TrainOutput]:
     from ktransformers.cli.library_output import LIBRARIES, library_output
 
     with ExitStack() as stack:
-        stack.enter_context(library_output(lambda title, done, total: output.draw(title, done, total)))
+        stack.enter_context(library_output(lambda *report: output.draw(*report)))
         file_log = log.FileLog(LIBRARIES) if writes_log else None
         if file_log is not None:
             stack.callback(file_log.close)

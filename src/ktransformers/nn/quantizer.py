@@ -34,6 +34,7 @@ from ktransformers.nn.distributed import exclude_from_ddp
 from ktransformers.nn.experts import attach_store, pack_layer, pack_module, remove_parameters, select_implementation
 from ktransformers.nn.packed import PackedExperts, open_packed
 from ktransformers.nn.store import ExpertStore
+from ktransformers.progress import report
 
 Progress = Callable[[int, int], None]  # layers done, layers in all
 
@@ -200,6 +201,8 @@ class KTQuantizer(HfQuantizer):
             log.info("%s: %d experts, %d bytes packed", layer.name, store.num_experts, store.packed_bytes)
             if config.progress is not None:
                 config.progress(done, len(self._layers))
+            else:
+                report("Packing experts", done, len(self._layers))
         count = attach_widened(model, self._widened)
         log.info("%d weights in bf16 are multiplied in float32", count)
         self._layers, self._shapes, self._source, config.weights = [], {}, None, None

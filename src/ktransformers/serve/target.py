@@ -19,6 +19,7 @@ from typing import Any
 from ktransformers import model_registry
 from ktransformers.adapters.manifest import read_manifest
 from ktransformers.checkpoint.gguf_directory import model_directory
+from ktransformers.checkpoint.snapshot import fetch_snapshot
 from ktransformers.errors import InputError
 from ktransformers.files import path_exists, read_json_object, read_yaml_mapping
 from ktransformers.serve.yaml_keys import check_keys, flat_keys
@@ -77,10 +78,8 @@ def locate_model(given: str) -> Path:
         raise InputError(
             "model", f"{given}, which does not exist", "a folder, a hub id or a short name", _short_names()
         )
-    from huggingface_hub import snapshot_download
-
     try:
-        return Path(snapshot_download(name))
+        return fetch_snapshot(name)
     except Exception as error:  # the hub client raises many types
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError("model", f"{given} ({reason})", "a folder, or a hub id that can be fetched") from error

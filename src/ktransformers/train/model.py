@@ -17,6 +17,7 @@ from ktransformers import model_registry
 from ktransformers.checkpoint.finite import all_finite
 from ktransformers.checkpoint.gguf_directory import given_file, model_directory
 from ktransformers.checkpoint.model_config import read_model_config
+from ktransformers.checkpoint.snapshot import fetch_snapshot
 from ktransformers.errors import InputError
 from ktransformers.nn.checkpointing import save_expert_outputs
 from ktransformers.nn.peft_lora import expert_adapters, set_lora_dropout
@@ -52,11 +53,9 @@ def locate_model(settings: ModelSettings, *, download: bool) -> Path | None:
         return path
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
         raise InputError("model_name_or_path", f"{name}, which does not exist", "a model's folder, or a hub id")
-    from huggingface_hub import snapshot_download
-
     options: Any = {"revision": settings.model_revision, "cache_dir": settings.cache_dir}
     try:
-        return Path(snapshot_download(name, local_files_only=not download, **options))
+        return fetch_snapshot(name, local_files_only=not download, **options)
     except Exception as error:  # huggingface_hub raises many unrelated exceptions
         if not download:
             return None
