@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -317,6 +318,17 @@ def test_list_shows_every_task(kt: Callable[..., Done]) -> None:
     rows = {row["name"]: row for row in json.loads(kt("--list", "--json").stdout)}
     assert rows["unrelated"]["suite"] == ["world", "reasoning", "stories"]
     assert rows["persona"]["items"] == 108
+    assert rows["llemr"]["items"] is None and rows["all"]["items"] > 1000
+    assert re.search(r"^llemr +--data  ", kt("--list").stdout, re.MULTILINE)
+
+
+def test_task_over_released_data_needs_the_file(kt: Callable[..., Done], tmp_path: Path) -> None:
+    file = tmp_path / "qa_event.jsonl"
+    file.write_text('{"hadm_id": 1, "q": "Was a scan made?", "a": "No.", "event_type": "procedureevents"}\n')
+    asked = kt("no-model", "--task", "llemr", "--data", str(file), "--dry-run")
+    assert asked.returncode == 0 and "1 items" in asked.stdout
+    missing = kt("no-model", "--task", "llemr", "--dry-run")
+    assert missing.returncode == 1 and "--data FILE" in missing.stderr and "PhysioNet" in missing.stderr
 
 
 def test_dry_run_counts_items_and_asks_nothing(kt: Callable[..., Done]) -> None:

@@ -284,11 +284,11 @@ def _print_tasks(as_json: bool) -> None:
         tasks = load_tasks(name)
         suite = [task.name for task in tasks] if [task.name for task in tasks] != [name] else []
         title = f"suite of {', '.join(suite)}" if suite else tasks[0].title
-        rows.append(
-            {"name": name, "items": sum(len(read_items(task)) for task in tasks), "title": title, "suite": suite}
-        )
+        # A task that reads a file of the user's has no items before it is given.
+        items = None if any(task.data is None for task in tasks) else sum(len(read_items(task)) for task in tasks)
+        rows.append({"name": name, "items": items, "title": title, "suite": suite})
     if as_json:
         print(json.dumps(rows, indent=2))
         return
     for row in rows:
-        print(f"{row['name']:<20} {row['items']:>5}  {row['title']}")
+        print(f"{row['name']:<20} {'--data' if row['items'] is None else row['items']:>6}  {row['title']}")

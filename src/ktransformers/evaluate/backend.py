@@ -21,10 +21,16 @@ class EvalPrompt:
     text: str
     system: str | None = None
     chat: bool = True
+    history: tuple[tuple[str, str], ...] = ()  # earlier turns: (user, assistant)
 
     def messages(self) -> list[dict[str, str]]:
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return [*first, {"role": "user", "content": self.text}]
+        roles = ("user", "assistant")
+        turns = [{"role": roles[index], "content": turn[index]} for turn in self.history for index in (0, 1)]
+        return [*first, *turns, {"role": "user", "content": self.text}]
+
+    def plain_text(self) -> str:
+        return "\n".join(message["content"] for message in self.messages())
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class PromptTokenizer:
 
     def render(self, prompt: EvalPrompt) -> str:
         if not prompt.chat:
-            return prompt.text if prompt.system is None else f"{prompt.system}\n{prompt.text}"
+            return prompt.plain_text()
         if self.template is not None:
             return self.template.render(self.tokenizer, prompt.messages())
         if not getattr(self.tokenizer, "chat_template", None):

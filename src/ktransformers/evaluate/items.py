@@ -1,7 +1,8 @@
 """Reads the rows of a task's data as items: prompt and reference.
 
-Supports JSON lists, JSON lines and CSV. An unusable row is an error with file and row number. Options of multiple
-choice may have AfriMed-QA's form: an object `{"option1": ...}` as JSON text, with the key as the answer.
+Supports JSON lists, JSON lines and CSV. A file without the task's columns is an error that lists both; an unusable row
+is one with file and row number. Options of multiple choice may have AfriMed-QA's form: an object `{"option1": ...}` as
+JSON text, with the key as the answer.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.errors import InputError
-from ktransformers.evaluate.task import Task
+from ktransformers.evaluate.task import Task, TaskColumns
 from ktransformers.files import parse_json, path_exists, read_json, read_text, short
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+EMPTY_REFERENCES = ("", "N/A")
+REQUIRED_COLUMNS = {"generate": ("output",), "choice": ("question", "choices", "answer"), "text": ("text",)}
+MAX_NAMED_COLUMNS = 40  # of a file, in an error
+OPTIONAL_COLUMNS = ("id", "slice")  # may be missing even if the task names them
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class Item:
     choices: tuple[str, ...] = ()
     answer: int = -1  # index of the correct choice
     question: str = ""  # of kind choice: the prompt without the options
+    system: str | None = None  # of the row; None: the task's
+    history: tuple[tuple[str, str], ...] = ()
 
     @property
     def letters(self) -> str:
@@ -60,10 +67,18 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 def read_items(task: Task) -> list[Item]:
     """Items in file order; a sample keeps that order."""
     build = {"generate": _generate_item, "choice": _choice_item, "text": _text_item}[task.kind]
+    if task.data is None:
+        raise InputError(
+            "data", f"none for {task.name}", "--data FILE", f"it is not part of the package; {task.obtain}"
+        )
+    rows = read_rows(task.data)
+    task = task.model_copy(update={"columns": _resolve_columns(task, rows)})
     items: list[Item] = []
     ids: set[str] = set()
-    for number, row in enumerate(read_rows(task.data)):
-        if any(str(row.get(column)) != value for column, value in task.where.items()):
+    for number, row in enumerate(rows):
+        if not all(_has_value(row.get(column), value) for column, value in task.where.items()):
+            continue
+        if task.skip_empty and str(row.get(task.columns.output) or "").strip() in EMPTY_REFERENCES:
             continue
         try:
             item = build(task, row, str(row.get(task.columns.id or "", number)))
@@ -93,6 +108,40 @@ def _expected_columns(task: Task) -> str:
     return "the columns " + ", ".join(expected[task.kind])
 
 
+def _has_value(value: Any, accepted: str) -> bool:
+    return str(value) in (accepted, *accepted.split("|"))
+
+
+def _resolve_columns(task: Task, rows: list[dict[str, Any]]) -> TaskColumns:
+    """The names that this file has; a file without a needed column is an error that names its columns."""
+    present = list(dict.fromkeys(key for row in rows for key in row if key))
+    names: dict[str, str | None] = task.columns.model_dump()
+    chosen = {
+        field: next((part for part in name.split("|") if part in present), name)
+        for field, name in names.items()
+        if name
+    }
+    needed = {*REQUIRED_COLUMNS[task.kind], *(task.columns.model_fields_set - set(OPTIONAL_COLUMNS))}
+    missing = [names[field] for field in names if field in needed and field in chosen and chosen[field] not in present]
+    missing += [column for column in task.where if column not in present]
+    if task.kind == "generate" and not {chosen["instruction"], chosen["input"]} & set(present):
+        missing.append(f"{names['instruction']} or {names['input']}")
+    if missing:
+        raise InputError(
+            str(task.data),
+            f"the columns {', '.join(present[:MAX_NAMED_COLUMNS])}",
+            f"also {', '.join(map(str, dict.fromkeys(missing)))}, which {task.name} reads",
+            task.obtain or "`columns` in the task file names those of the data",
+        )
+    return task.columns.model_copy(update=chosen)
+
+
+def _history(value: Any) -> tuple[tuple[str, str], ...]:
+    if not isinstance(value, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in value):
+        raise ValueError(f"{short(value)} as the earlier turns, expected a list of [question, answer]")
+    return tuple((str(question), str(answer)) for question, answer in value)
+
+
 def _slice(task: Task, row: dict[str, Any]) -> str:
     return "" if task.columns.slice is None else str(row.get(task.columns.slice) or "(none)")
 
@@ -103,7 +152,17 @@ def _generate_item(task: Task, row: dict[str, Any], name: str) -> Item:
     prompt = "\n".join(part for part in parts if part)
     if not prompt:
         raise ValueError(f"{columns.instruction} and {columns.input} are both empty")
-    return Item(name, _slice(task, row), prompt, str(row[columns.output]), source=parts[1] or parts[0])
+    system = str(row.get(columns.system) or "") if columns.system else ""
+    turns = _history(row.get(columns.history) or []) if columns.history else ()
+    return Item(
+        name,
+        _slice(task, row),
+        prompt,
+        str(row[columns.output]),
+        source=parts[1] or parts[0],
+        system=system or None,
+        history=turns,
+    )
 
 
 def _choice_item(task: Task, row: dict[str, Any], name: str) -> Item:

@@ -48,8 +48,12 @@ def judge_prompt(rubric: Rubric, record: dict[str, Any]) -> str:
     criteria = "\n".join(f"- {name}: {meaning}" for name, meaning in rubric.criteria.items())
     scale = ", ".join(f"{mark} = {meaning}" for mark, meaning in sorted(rubric.scale.items()))
     form = json.dumps(dict.fromkeys(rubric.criteria, 3))
+    context = f"Instructions to the assistant:\n{record['system']}\n\n" if record.get("system") else ""
+    if record.get("history"):
+        turns = "\n".join(f"User: {question}\nAssistant: {answer}" for question, answer in record["history"])
+        context += f"Conversation so far:\n{turns}\n\n"
     return (
-        f"Question:\n{record['prompt']}\n\nReference answer:\n{record['reference']}\n\n"
+        f"{context}Question:\n{record['prompt']}\n\nReference answer:\n{record['reference']}\n\n"
         f"Answer to be judged:\n{record['prediction']}\n\nCriteria:\n{criteria}\n\nMarks: {scale}.\n"
         f"Reply with one JSON object and nothing else, in this form: {form}"
     )

@@ -14,6 +14,7 @@ from ktransformers.evaluate.formatting import (
     change_text,
     format_number,
     metric_name,
+    score_table,
     shorten,
     verdict,
 )
@@ -112,11 +113,24 @@ def _summary(comparison: Comparison) -> str:
     return _table(("task", "metric"), comparison, rows) + f"<p class='soft'>{note}</p>"
 
 
+def _scores(task: TaskComparison, runs: tuple[str, ...]) -> str:
+    table = score_table(task, runs)
+    if not table:
+        return ""
+    rows = [
+        "".join(f"<{tag}{'' if index else ' class=left'}>{escape(cell)}</{tag}>" for index, cell in enumerate(row))
+        for tag, row in zip(("th", *("td" for _ in runs)), table, strict=True)
+    ]
+    body = "".join(f"<tr>{row}</tr>" for row in rows[1:])
+    return f"<table><thead><tr>{rows[0]}</tr></thead><tbody>{body}</tbody></table>"
+
+
 def _task(comparison: Comparison, task: TaskComparison) -> str:
     note = f" For orientation: {escape(task.note)}." if task.note else ""
     parts = [
         f"<h2>{escape(task.title or task.task)}</h2>",
         f"<p class='soft'><code>{escape(task.task)}</code>, {task.items} items.{note}</p>",
+        _scores(task, comparison.runs),
         _table(
             ("metric",),
             comparison,

@@ -78,8 +78,7 @@ class RemoteBackend:
             if prompt.chat:
                 reply = self._endpoint.request("/v1/chat/completions", {**common, "messages": prompt.messages()})
                 return str(reply["choices"][0]["message"]["content"] or "").strip()
-            text = prompt.text if prompt.system is None else f"{prompt.system}\n{prompt.text}"
-            reply = self._endpoint.request("/v1/completions", {**common, "prompt": text})
+            reply = self._endpoint.request("/v1/completions", {**common, "prompt": prompt.plain_text()})
             return str(reply["choices"][0]["text"]).strip()
 
         with ThreadPoolExecutor(self._parallel) as pool:
@@ -137,7 +136,7 @@ class RemoteBackend:
                 "pass --tokenizer DIR, or set `format: plain` in the task",
             )
         else:
-            prompt_text = prompt.text if prompt.system is None else f"{prompt.system}\n{prompt.text}"
+            prompt_text = prompt.plain_text()
             reply = self._logprobs({**body, "prompt": prompt_text + continuation})
             end = len(prompt_text) + len(continuation)
             chosen = [

@@ -1,7 +1,8 @@
 """Writes a comparison as `report.md`, `report.json` and `report.html`, and as a table for the terminal.
 
-All have the same order: one line per task (gains, then costs), every metric, the slices, then sample answers. One star
-marks p < 0.05 of the paired bootstrap, two stars p < 0.01; a difference without a star is not significant.
+All have the same order: one line per task (gains, then costs), one row per run in the columns of published tables,
+every metric, the slices, then sample answers. One star marks p < 0.05 of the paired bootstrap, two stars p < 0.01; a
+difference without a star is not significant.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ktransformers.evaluate.formatting import (
     change_text,
     format_number,
     metric_name,
+    score_table,
     shorten,
     value_text,
     verdict,
@@ -67,6 +69,9 @@ def markdown(comparison: Comparison) -> str:
     for task in comparison.tasks:
         parts += ["", f"## {task.title or task.task}", "", f"`{task.task}`, {task.items} items."]
         parts += [f"For orientation: {task.note}."] if task.note else []
+        if table := score_table(task, comparison.runs):
+            lines = [f"| {' | '.join(row)} |" for row in table]
+            parts += ["", lines[0], "|---|" + "---:|" * (len(table[0]) - 1), *lines[1:]]
         parts += ["", *_heading(("metric",), comparison.runs)]
         parts += [_row((metric_name(line),), line, intervals=True) for line in task.lines]
         if task.slices:

@@ -31,6 +31,7 @@ CHUNK_ITEMS = 32  # between two progress reports; backends split it into batches
 Progress = Callable[[int, int], None]
 IRRELEVANT_FIELDS = (
     "data",
+    "obtain",
     "title",
     "source",
     "licence",
@@ -125,10 +126,15 @@ def read_records(directory: Path, repair: bool = False) -> list[Record]:
 
 def _answer_items(backend: Backend, task: Task, chunk: Sequence[Item], judge: Judge | None) -> list[Record]:
     chat = task.format == "chat" and task.kind != "text"
-    prompts = [EvalPrompt(item.prompt, task.system, chat) for item in chunk]
+    prompts = [EvalPrompt(item.prompt, item.system or task.system, chat, item.history) for item in chunk]
     records: list[Record] = [
         {"id": item.id, "slice": item.slice, "prompt": item.prompt, "reference": item.reference} for item in chunk
     ]
+    for record, item in zip(records, chunk, strict=True):
+        if item.system:
+            record["system"] = item.system
+        if item.history:
+            record["history"] = item.history
     if GENERATED_METRICS & set(task.metric_groups):
         for record, text in zip(records, backend.generate(prompts, task.max_new_tokens), strict=True):
             record["prediction"] = text

@@ -3,7 +3,8 @@
 A task is one YAML file. `kind` decides what is asked: `generate` (a text answer, compared with a reference), `choice`
 (one of several options, by the log-probability of its letter, by generation, or by that of its text when the question
 is asked without options) and `text` (likelihood of running text). A *suite* is a YAML file with only `suite: [task,
-...]`.
+...]`. A task without `data` reads a public data set that may not be distributed with a program: the file is given with
+`--data`, and `obtain` says where it comes from.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class Rubric(BaseModel):
 
 
 class TaskColumns(BaseModel):
-    """Column names of the data; the defaults are alpaca's and the usual names of multiple choice."""
+    """Column names of the data; the defaults are alpaca's and the usual names of multiple choice.
+
+    `a|b` is the first of these columns that the file has, for data sets that renamed one between releases.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -52,6 +56,8 @@ class TaskColumns(BaseModel):
     choices: str = "choices"  # a list, an object {"option1": ...} or either as JSON text
     answer: str = "answer"  # a letter, a key of the object, or the text of the option
     text: str = "text"
+    system: str | None = None  # a system message of the row, in place of the task's
+    history: str | None = None  # earlier turns, a list of [question, answer]
 
 
 class Task(BaseModel):
@@ -60,11 +66,13 @@ class Task(BaseModel):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
     title: str = ""
     kind: Kind
-    data: Path
+    data: Path | None = None
+    obtain: str = ""  # of a task without data: where the file for `--data` comes from
     source: str = ""
     licence: str = ""
     columns: TaskColumns = TaskColumns()
-    where: dict[str, str] = {}  # keep the rows whose columns have these values
+    where: dict[str, str] = {}  # keep the rows whose columns have these values; `a|b`: one of them
+    skip_empty: bool = False  # leave out rows whose reference is empty or "N/A"
     format: Literal["chat", "plain"] = "chat"  # plain: no chat template
     system: str | None = None
     limit: int | None = Field(None, ge=1)  # a sample of that many rows, drawn with `seed`
@@ -84,6 +92,8 @@ class Task(BaseModel):
         unknown = [name for name in self.metrics if name not in available]
         if unknown:
             raise ValueError(f"metrics: {unknown[0]!r} is not for kind {self.kind}; there are {', '.join(available)}")
+        if self.data is None and not self.obtain:
+            raise ValueError("data: a file, or `obtain`, which says where the file for --data comes from")
         if "style" in self.metrics and not self.style:
             raise ValueError("metrics: style needs `style`, a table of regular expressions")
         if "judge" in self.metrics and self.judge is None:
@@ -138,7 +148,11 @@ def load_tasks(name: str, limit: int | None = None, data: Path | None = None, *,
     if "\0" in str(task.data):
         raise InputError(f"{file}: data", short(str(task.data)), "the path of a file")
     task.patterns(str(file))  # reports an invalid one before any model is loaded
-    changed: dict[str, Any] = {"data": data.resolve() if data is not None else (file.parent / task.data).resolve()}
+    changed: dict[str, Any] = {}
+    if data is not None:
+        changed["data"] = data.resolve()
+    elif task.data is not None:
+        changed["data"] = (file.parent / task.data).resolve()
     if limit is not None:
         changed["limit"] = limit
     return [task.model_copy(update=changed)]
