@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from ktransformers.nn import load_model
 from ktransformers.nn.prepare import prepare
-from tests.support.gguf_models import GGUF_LEAVES, gguf_fields, to_gguf
+from tests.support.gguf_models import gguf_fields, gpt_oss_to_gguf, to_gguf
 from tests.support.loaded_models import EXACT, MLA, SIZES, stores, training_logits
 from tests.support.releases import write_gguf
 from tests.support.tiny_models import build, logits, save
@@ -70,38 +68,11 @@ def test_gguf_file_next_to_config_json(tmp_path: Path) -> None:
 
 def test_gpt_oss_from_a_gguf_file(tmp_path: Path) -> None:
     """MXFP4 in GGUF's nibble order, expert biases, attention sinks; config.json from the model's directory."""
-    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("gguf")
     model = build("gpt_oss", hidden_size=64, intermediate_size=96)
     save(model, tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    leaves = {
-        "self_attn.sinks": "attn_sinks.weight",
-        "post_attention_layernorm.weight": "post_attention_norm.weight",
-        "mlp.router.weight": "ffn_gate_inp.weight",
-        "mlp.router.bias": "ffn_gate_inp.bias",
-    }
-    top = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
-    tensors: dict[str, tuple[Any, str]] = {}
-    kind = gguf.GGMLQuantizationType.MXFP4
-    for name, parameter in model.state_dict().items():
-        place = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
-        if place is None:
-            tensors[top.get(name, "output.weight")] = (parameter.numpy(), "F32")
-            continue
-        layer, rest = place.groups()
-        if ".experts." not in rest:
-            module, _, ending = rest.rpartition(".")
-            leaf = leaves.get(rest) or f"{GGUF_LEAVES[module]}.{ending}"
-            tensors[f"blk.{layer}.{leaf}"] = (parameter.numpy(), "F32")
-            continue
-        roles = {"down": parameter} if "down" in rest else {"gate": parameter[..., 0::2], "up": parameter[..., 1::2]}
-        for role, part in roles.items():
-            if rest.endswith("_bias"):
-                tensors[f"blk.{layer}.ffn_{role}_exps.bias"] = (part.contiguous().numpy(), "F32")
-                continue
-            data = gguf.quants.quantize(part.transpose(1, 2).contiguous().numpy(), kind)
-            tensors[f"blk.{layer}.ffn_{role}_exps.weight"] = (data, "MXFP4")
-            part.copy_(torch.from_numpy(gguf.quants.dequantize(data, kind)).transpose(1, 2))
+    tensors = gpt_oss_to_gguf(model)
     write_gguf(tmp_path / "gpt-oss.gguf", "gpt-oss", {}, tensors)
     actual = load_model(tmp_path, dtype=torch.float32)
     assert stores(actual)[0].formats == dict.fromkeys(("gate", "up", "down"), "mxfp4")

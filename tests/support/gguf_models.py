@@ -74,6 +74,41 @@ def to_gguf(model: PreTrainedModel, arch: str, kinds: dict[str, str]) -> dict[st
     return tensors
 
 
+def gpt_oss_to_gguf(model: PreTrainedModel) -> dict[str, tuple[Any, str]]:
+    """Tensors of gpt-oss with experts in MXFP4; writes their decoded values to the model."""
+    import gguf
+
+    leaves = {
+        "self_attn.sinks": "attn_sinks.weight",
+        "post_attention_layernorm.weight": "post_attention_norm.weight",
+        "mlp.router.weight": "ffn_gate_inp.weight",
+        "mlp.router.bias": "ffn_gate_inp.bias",
+    }
+    top = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    tensors: dict[str, tuple[Any, str]] = {}
+    kind = gguf.GGMLQuantizationType.MXFP4
+    for name, parameter in model.state_dict().items():
+        place = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+        if place is None:
+            tensors[top.get(name, "output.weight")] = (parameter.numpy(), "F32")
+            continue
+        layer, rest = place.groups()
+        if ".experts." not in rest:
+            module, _, ending = rest.rpartition(".")
+            leaf = leaves.get(rest) or f"{GGUF_LEAVES[module]}.{ending}"
+            tensors[f"blk.{layer}.{leaf}"] = (parameter.numpy(), "F32")
+            continue
+        roles = {"down": parameter} if "down" in rest else {"gate": parameter[..., 0::2], "up": parameter[..., 1::2]}
+        for role, part in roles.items():
+            if rest.endswith("_bias"):
+                tensors[f"blk.{layer}.ffn_{role}_exps.bias"] = (part.contiguous().numpy(), "F32")
+                continue
+            data = gguf.quants.quantize(part.transpose(1, 2).contiguous().numpy(), kind)
+            tensors[f"blk.{layer}.ffn_{role}_exps.weight"] = (data, "MXFP4")
+            part.copy_(torch.from_numpy(gguf.quants.dequantize(data, kind)).transpose(1, 2))
+    return tensors
+
+
 def gguf_fields(config: Any, arch: str) -> dict[str, Any]:
     """What llama.cpp's converter writes into the header."""
     fields = {

@@ -171,7 +171,7 @@ def _check_fused(shards: Shards, tensors: ExpertTensors, shape: ExpertShape, int
         endings = {key: name for key, name in by_role.get(role, {}).items() if key not in ACTIVATIONS and key != "bias"}
         if not any(ending in endings for ending in CODES):
             raise InputError(f"{label}: {role}", "no such tensor in the checkpoint", f"one of shape {list(size)}")
-        spec = _fused_spec(shards, endings, size, shape.transposed)
+        spec = fused_spec(shards, endings, size, shape.transposed)
         if role == "gate_up":  # a scale block that has rows of gate and of up becomes one scale per row
             shared_blocks = spec == "fp8:128x128" and (interleaved or shape.intermediate % BLOCK)
             formats |= dict.fromkeys(("gate", "up"), "fp8:1x128" if shared_blocks else spec)
@@ -184,7 +184,7 @@ def _check_fused(shards: Shards, tensors: ExpertTensors, shape: ExpertShape, int
     return formats
 
 
-def _fused_spec(shards: Shards, endings: Mapping[str, str], size: tuple[int, ...], transposed: bool) -> str:
+def fused_spec(shards: Shards, endings: Mapping[str, str], size: tuple[int, ...], transposed: bool) -> str:
     experts, rows, columns = (size[0], size[2], size[1]) if transposed else size
     if "blocks" in endings:
         blocks = shards.ref(endings["blocks"])
@@ -223,7 +223,7 @@ def _read_fused(
     for expert in experts:
         by_role: dict[str, Tensor | Encoded] = {}
         for role, endings in parts(tensors.fused).items():
-            matrix = _fused_matrix(shards, endings, expert, shape.transposed)
+            matrix = fused_matrix(shards, endings, expert, shape.transposed)
             bias = shards.read_finite(endings["bias"])[expert] if "bias" in endings else None
             if role == "gate_up":
                 by_role |= _split_matrix(matrix, formats["gate"], interleaved)
@@ -237,7 +237,7 @@ def _read_fused(
         yield ExpertChunk(expert, False, by_role)
 
 
-def _fused_matrix(shards: Shards, endings: Mapping[str, str], expert: int, transposed: bool) -> Tensor | Encoded:
+def fused_matrix(shards: Shards, endings: Mapping[str, str], expert: int, transposed: bool) -> Tensor | Encoded:
     """One expert, output-major."""
     if "blocks" in endings:
         name = endings["blocks"]

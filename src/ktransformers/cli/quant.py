@@ -1,4 +1,5 @@
-"""`kt quant`: converts a checkpoint to a packed directory, or with `--layout kt-kernel` to kt-kernel's files.
+"""`kt quant`: converts a checkpoint to a packed directory, with `--layout kt-kernel` to kt-kernel's files, or with
+`--format bf16 --plain` to an ordinary checkpoint in bf16.
 
 Flags of kt-kernel's converter are accepted under their names. Those about its file layout (NUMA parts, merging,
 backward weights) mean what they mean there with that layout; without it, and in any case those about its requirements
@@ -148,7 +149,7 @@ def run_quant(
     hash_source: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Runs `kt quant` and scripts/convert_cpu_weights.py."""
+    """Runs `kt quant` and convert_cpu_weights.py."""
     selected = None if layers is None else parse_layers(layers)
     if out is None and not dry_run:
         raise InputError("out", "nothing", "the directory to write", "-o OUT")
@@ -219,7 +220,7 @@ def run_quant_kt(
     profile: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Runs `kt quant --layout kt-kernel` and scripts/convert_cpu_weights.py."""
+    """Runs `kt quant --layout kt-kernel` and convert_cpu_weights.py."""
     bits = kt_bits(word)
     selected = None if layers is None else parse_layers(layers)
     if threads is not None and threads < 1:
@@ -258,6 +259,41 @@ def run_quant_kt(
     print(f"{done.directory}{state} ({gigabytes(plan.out_bytes)} in all, {format_duration(done.seconds)}{rate})")
     if done.whole:
         print(f"{method} for kt-kernel with threadpool_count {parts}")
+
+
+def run_plain(source: Path, out: Path | None, *, dry_run: bool = False, as_json: bool = False) -> None:
+    """Runs `kt quant --format bf16 --plain` and fp8_cast_bf16.py."""
+    if out is None and not dry_run:
+        raise InputError("out", "nothing", "the directory to write", "-o OUT")
+    from ktransformers.quant.plain import check_plain_target, plan_plain, write_plain
+
+    if out is not None:
+        check_plain_target(source, out)
+    plan = plan_plain(source)
+    for note in plan.source.notes:
+        log(note)
+    if out is None or dry_run:
+        sizes = {"source_bytes": plan.source_bytes, "out_bytes": plan.out_bytes, "shards": len(plan.shards)}
+        written = f"{gigabytes(plan.source_bytes)} -> {gigabytes(plan.out_bytes)} in {len(plan.shards)} files of bf16"
+        print(json.dumps(sizes, indent=2) if as_json else written)
+        return
+    with progress_bar("Converting", quiet=as_json, unit="bytes") as progress:
+        done = write_plain(plan, out, progress)
+    if as_json:
+        print(json.dumps(done.to_json(), indent=2))
+        return
+    kept = f", {done.kept_shards} of them by an earlier call" if done.kept_shards else ""
+    print(f"{done.directory} ({gigabytes(done.bytes)}, {format_duration(done.seconds)})")
+    files = f"{done.shards} file{'s' if done.shards > 1 else ''}"
+    print(f"{done.tensors} tensors in {files}{kept}; stock transformers opens it")
+
+
+def refuse_with_plain(word: str, **options: object) -> None:
+    if word.lower() != "bf16":
+        raise InputError("format", f"{word} with --plain", "bf16", "--format bf16 --plain")
+    for name, value in options.items():
+        if value:
+            raise InputError(name.replace("_", "-"), f"{value} with --plain", "it without --plain")
 
 
 def refuse_with_kt_layout(**options: object) -> None:
@@ -309,6 +345,9 @@ BackwardOption = Annotated[
 ResumeLayerOption = Annotated[
     int, typer.Option("--resume-layer", help="kt-kernel's layout: refuse if a layer below is missing.", hidden=True)
 ]
+PlainOption = Annotated[
+    bool, typer.Option("--plain", help="With --format bf16: an ordinary checkpoint, which stock transformers opens.")
+]
 CalibOption = Annotated[
     Path | None, typer.Option(help="A text or JSON lines: measure KL and perplexity against the source.")
 ]
@@ -323,6 +362,7 @@ def quant(
     threads: ThreadsOption = None,
     experts: ExpertsOption = None,
     layout: LayoutOption = "packed",
+    plain: PlainOption = False,
     numa_nodes: NumaNodesOption = None,
     no_merge: NoMergeOption = False,
     backward: BackwardOption = False,
@@ -338,7 +378,7 @@ def quant(
     gpu: Annotated[bool, typer.Option("--gpu", hidden=True)] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", hidden=True)] = False,
 ) -> None:
-    """Convert a checkpoint into a packed directory, opened without reading, or into kt-kernel's files."""
+    """Convert a checkpoint into a packed directory, opened without reading, into kt-kernel's files, or into bf16."""
     from ktransformers.model_registry import resolve
 
     source = model or input_path
@@ -346,6 +386,14 @@ def quant(
         raise InputError("MODEL", "two" if source else "nothing", "the model to convert")
     if layout not in LAYOUTS:
         raise InputError("layout", layout, " or ".join(LAYOUTS))
+    if plain:
+        refuse_with_plain(
+            word, layout=layout == "kt-kernel" and layout, group=group, down_format=down_format, experts=experts,
+            layers=layers, calib=calib, calib_tokens=calib_tokens, hash_source=hash_source,
+        )  # fmt: skip
+        warn_ignored(threads=threads, numa_nodes=numa_nodes, no_merge=no_merge, backward=backward, gpu=gpu)
+        run_plain(Path(resolve(source)), out, dry_run=dry_run, as_json=as_json)
+        return
     if layout == "kt-kernel":
         refuse_with_kt_layout(
             group=group, down_format=down_format, calib=calib, calib_tokens=calib_tokens, hash_source=hash_source

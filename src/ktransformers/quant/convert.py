@@ -146,11 +146,7 @@ class _Conversion:
         layers = [layer for layer in self._plan.layers if layer.file not in self._journal.shards]
         missing = sum(layer.packed_bytes for layer in layers)
         missing += sum(shard.layout.size for shard in rest if shard.file not in self._journal.shards)
-        free = shutil.disk_usage(self._journal.directory).free
-        if missing > free:
-            raise InputError(
-                str(self._journal.out), f"{free / 1e9:.1f} GB free on its disk", f"{missing / 1e9:.1f} GB to be written"
-            )
+        check_free_space(self._journal.out, missing)
 
     def _report(self, count: int, module: str) -> None:
         self._bytes_done += count
@@ -172,12 +168,7 @@ class _Conversion:
 
         def finish_file() -> None:
             finish()
-            file = self._journal.directory / name
-            header = read_layout(file).header
-            record = ShardRecord(
-                bytes=file.stat().st_size, header_sha256=hashlib.sha256(header).hexdigest(), sha256=sha256(file)
-            )
-            self._journal.record(name, record, details)
+            self._journal.record(name, shard_record(self._journal.directory / name), details)
 
         self._wait_for_file()
         self._pending_file = background.submit(finish_file)
@@ -247,6 +238,20 @@ class _Conversion:
                     yield wait_for_oldest()
         while in_flight:
             yield wait_for_oldest()
+
+
+def shard_record(file: Path) -> ShardRecord:
+    """Size and hashes of a finished file."""
+    header = hashlib.sha256(read_layout(file).header).hexdigest()
+    return ShardRecord(bytes=file.stat().st_size, header_sha256=header, sha256=sha256(file))
+
+
+def check_free_space(out: Path, missing: int) -> None:
+    """Refuse to write `missing` bytes to `out`, which need not exist, if its disk has no room for them."""
+    folder = next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(folder).free
+    if missing > free:
+        raise InputError(str(out), f"{free / 1e9:.1f} GB free on its disk", f"{missing / 1e9:.1f} GB to be written")
 
 
 def expert_count(matrix: Weight) -> int:

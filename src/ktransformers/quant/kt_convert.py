@@ -41,7 +41,13 @@ from ktransformers.checkpoint.sources import PlainTensor
 from ktransformers.checkpoint.tensorfile import plan_layout, read_layout
 from ktransformers.errors import InputError
 from ktransformers.files import write_json
-from ktransformers.quant.convert import MAX_QUEUED_MATRICES, Progress, expert_count, use_one_thread
+from ktransformers.quant.convert import (
+    MAX_QUEUED_MATRICES,
+    Progress,
+    check_free_space,
+    expert_count,
+    use_one_thread,
+)
 from ktransformers.quant.kt_layers import (
     LayerWriter,
     MergedLayer,
@@ -257,11 +263,7 @@ class _KTConversion:
     def _check_disk_space(self, layers: int, rest: RestShard | None) -> None:
         missing = layers * self._plan.layer_bytes
         missing += rest.layout.size if rest is not None and rest.file not in self._journal.shards else 0
-        free = shutil.disk_usage(self._journal.directory).free
-        if missing > free:
-            raise InputError(
-                str(self._journal.out), f"{free / 1e9:.1f} GB free on its disk", f"{missing / 1e9:.1f} GB to be written"
-            )
+        check_free_space(self._journal.out, missing)
 
     def _report(self, count: int, word: str) -> None:
         self._bytes_done += count

@@ -15,10 +15,17 @@ import torch
 from torch import Tensor
 
 from ktransformers.checkpoint.encoded import Encoded, decode
-from ktransformers.checkpoint.experts import ExpertChunk, ExpertShape, check_experts, read_experts
+from ktransformers.checkpoint.experts import (
+    ExpertChunk,
+    ExpertShape,
+    check_experts,
+    fused_matrix,
+    fused_spec,
+    read_experts,
+)
 from ktransformers.checkpoint.kt_files import MERGED_NAME, plain_name, restored_names
-from ktransformers.checkpoint.layout import ExpertTensors, find_experts, locate
-from ktransformers.checkpoint.matrix import DTYPES, ENDINGS, FLOATS, TensorRef, dimensions, recognise
+from ktransformers.checkpoint.layout import ExpertTensors, find_experts, locate, parts
+from ktransformers.checkpoint.matrix import ACTIVATIONS, DTYPES, ENDINGS, FLOATS, TensorRef, dimensions, recognise
 from ktransformers.checkpoint.quantisation import NONE, Quantisation
 from ktransformers.checkpoint.recode import blocks, rows_of
 from ktransformers.checkpoint.shards import Shards
@@ -75,9 +82,32 @@ class SafetensorsSource:
         return LayerSource(formats, size, chunks, expert)
 
     def rest(self) -> list[PlainTensor]:
-        parts = {name for endings in self._quantised.values() for name in endings.values()}
-        plain = [name for name in self._shards.names if name not in self._experts and name not in parts]
-        return [self._plain(name) for name in plain] + [self._dequantised(base) for base in self._quantised]
+        coded = {name for endings in self._quantised.values() for name in endings.values()}
+        plain = [name for name in self._shards.names if name not in self._experts and name not in coded]
+        dequantised = [self._dequantised(base, endings) for base, endings in self._quantised.items()]
+        return [self._plain(name) for name in plain] + dequantised
+
+    def all_plain(self) -> list[PlainTensor]:
+        """Every tensor of the model unquantised, experts and layers without a module (MTP) included, under the names of
+        the release and in the order of its files."""
+        if self._converted is not None:
+            raise InputError(str(self.path), "kt-kernel's files", "the checkpoint that they were made from")
+        by_name: dict[str, PlainTensor] = {}  # any part of a matrix -> the matrix
+        for tensors in self._layers:
+            for endings in parts(tensors.fused).values():
+                by_name |= self._fused(endings)
+        fused = {name for tensors in self._layers for name in tensors.fused.values()}
+        for base, endings in _quantised(
+            self._shards, (name for name in self._shards.names if name not in fused)
+        ).items():
+            by_name |= dict.fromkeys(endings.values(), self._dequantised(base, endings))
+        kept: dict[str, PlainTensor] = {}
+        for name in self._shards.names:
+            if name in by_name:
+                kept[by_name[name].name] = by_name[name]
+            elif name not in fused and name.rpartition(".")[2] not in ACTIVATIONS:
+                kept[name] = self._plain(name)
+        return list(kept.values())
 
     def release(self) -> None:
         self._shards.release()
@@ -99,9 +129,9 @@ class SafetensorsSource:
             raise InputError(name, f"dtype {ref.dtype}", ", ".join(DTYPES))
         return PlainTensor(self._name(name), DTYPES[ref.dtype], ref.shape, lambda: self._shards.read_finite(name))
 
-    def _dequantised(self, base: str) -> PlainTensor:
-        refs = {ending: self._shards.ref(name) for ending, name in self._quantised[base].items()}
-        shape_name = self._quantised[base].get("weight_shape")
+    def _dequantised(self, base: str, endings: Mapping[str, str]) -> PlainTensor:
+        refs = {ending: self._shards.ref(name) for ending, name in endings.items()}
+        shape_name = endings.get("weight_shape")
         rows, columns = dimensions(refs) if shape_name is None else self._shards.read(shape_name).flatten().tolist()
         matrix = recognise(refs, rows, columns, self._quantisation)
         return PlainTensor(
@@ -110,6 +140,33 @@ class SafetensorsSource:
             (rows, columns),
             lambda: dequantise(matrix.build(self._shards.read_finite)),
         )
+
+    def _fused(self, endings: Mapping[str, str]) -> dict[str, PlainTensor]:
+        """The tensors of one matrix of all experts -> what stands for them. Blocks of MXFP4 are output-major, and the
+        parameter that they stand for is transposed."""
+        shards, plain = self._shards, {}
+        if "bias" in endings:
+            plain[endings["bias"]] = self._plain(endings["bias"])
+        used = {key: name for key, name in endings.items() if key not in ACTIVATIONS and key != "bias"}
+        blocks = shards.ref(used["blocks"]) if "blocks" in used else None
+        if blocks is None and "weight" not in used:
+            raise InputError(next(iter(endings.values())), "no weight beside it", "codes and their scales")
+        if blocks is not None:
+            name, stored = blocks.name.removesuffix("_blocks"), (*blocks.shape[:2], 32 * blocks.shape[2])
+        else:
+            name, stored = used["weight"], shards.shape(used["weight"])
+        if fused_spec(shards, used, stored, transposed=False) == "bf16":
+            return plain | {name: self._plain(name)}
+        shape = stored if blocks is None else (stored[0], stored[2], stored[1])
+
+        def read() -> Tensor:
+            result = torch.empty(shape, dtype=torch.bfloat16)
+            for expert in range(shape[0]):
+                matrix = dequantise(fused_matrix(shards, used, expert, transposed=False))
+                result[expert] = matrix if blocks is None else matrix.T
+            return result
+
+        return plain | dict.fromkeys(used.values(), PlainTensor(name, torch.bfloat16, shape, read))
 
 
 def dequantise(matrix: Tensor | Encoded) -> Tensor:
