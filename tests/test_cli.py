@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import kt_kernel
 import ktransformers
 from ktransformers import env, log, system
 from ktransformers.errors import InputError, KTError
@@ -32,7 +34,16 @@ def forked(*words: str, **variables: str) -> Completed:
 
 def test_version() -> None:
     done = kt("version")
-    assert (done.returncode, done.stdout) == (0, f"ktransformers {ktransformers.__version__}\n")
+    words = json.loads(kt("version", "--json").stdout)
+    assert done.returncode == 0 and done.stdout.splitlines() == [
+        f"KTransformers CLI v{ktransformers.__version__}",
+        f"Python: {platform.python_version()}",
+        f"Platform: {platform.system()} {platform.release()} {platform.machine()}",
+        f"CUDA: {words['cuda'] or 'none'}",
+        f"kt-kernel: {kt_kernel.__version__} ({words['cpu variant']})",
+        f"sglang: {words['sglang'] or 'not installed'}",
+    ]
+    assert words["kt-kernel"] == kt_kernel.__version__ and words["cpu variant"] in done.stdout
     assert system.version_of("ktransformers") == ktransformers.__version__
 
 

@@ -133,6 +133,25 @@ def test_disks_and_missing_models_are_reported(tmp_path: Path) -> None:
     assert "gone from the disk: old -> kt model refresh" in said(checks.models([placed_harness, gone]))
 
 
+def test_variables_of_the_guides_without_effect_are_named(kt: RunKt, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {
+        "CPUINFER_ENABLE_AMX": "OFF",
+        "KTRANSFORMERS_FORCE_BUILD": "TRUE",
+        "CPUINFER_NEW": "1",
+        "KT_ISA": "generic",
+    }
+    actual = said(checks.ignored_variables(given))
+    assert "note environment: CPUINFER_ENABLE_AMX is set and has no effect -> KT_ISA at run time" in actual
+    assert "KTRANSFORMERS_FORCE_BUILD is set and has no effect -> pip install ." in actual
+    assert "CPUINFER_NEW is set and has no effect -> unset CPUINFER_NEW" in actual and "KT_ISA is set" not in actual
+    page = (Path(__file__).parents[2] / "docs" / "install.md").read_text()
+    for name in checks.BUILD_VARIABLES:
+        assert name in page
+    monkeypatch.setenv("CPUINFER_PARALLEL", "8")
+    shown = kt("doctor").out
+    assert "CPUINFER_PARALLEL is set and has no effect" in shown and "fix: CMAKE_BUILD_PARALLEL_LEVEL" in shown
+
+
 def test_invalid_settings_do_not_stop_doctor(kt: RunKt) -> None:
     from ktransformers import settings
 

@@ -32,6 +32,15 @@ EXTRAS = {
     "json": "answers in a JSON schema",
     "gguf": "GGUF files",
 }
+# Beginning of a variable of the original's build scripts -> what has its effect here. docs/install.md has the table.
+BUILD_VARIABLES = {
+    "CPUINFER_CPU_INSTRUCT": "KT_ISA at run time; a wheel has every variant",
+    "CPUINFER_ENABLE_": "KT_ISA at run time; a wheel has every variant",
+    "CPUINFER_BUILD_TYPE": "pip install . -C cmake.build-type=Debug",
+    "CPUINFER_PARALLEL": "CMAKE_BUILD_PARALLEL_LEVEL",
+    "CPUINFER_VERBOSE": "pip install -v . -C build.verbose=true",
+    "KTRANSFORMERS_FORCE_BUILD": "pip install . builds always, pip install dist/ktransformers-*.whl never",
+}
 
 
 @dataclass(frozen=True)
@@ -251,6 +260,18 @@ def threads(torch_threads: int, cores: int, environment: Mapping[str, str]) -> l
         return []
     text = f"OMP_NUM_THREADS={environment['OMP_NUM_THREADS']} leaves attention {torch_threads} of {cores} cores"
     return [Finding("note", "cpu", text, "unset OMP_NUM_THREADS")]
+
+
+def ignored_variables(environment: Mapping[str, str]) -> list[Finding]:
+    """Variables of the original's build scripts (docs/install.md) that are set and have no effect here."""
+    findings = []
+    for name in sorted(environment):
+        if name.startswith(("CPUINFER_", "KTRANSFORMERS_")):
+            instead = next((fix for part, fix in BUILD_VARIABLES.items() if name.startswith(part)), "")
+            findings.append(
+                Finding("note", "environment", f"{name} is set and has no effect", instead or f"unset {name}")
+            )
+    return findings
 
 
 def disks(disks: Sequence[Disk]) -> list[Finding]:

@@ -201,6 +201,7 @@ def examine(root: Path = ROOT) -> MachineReport:
     report.findings += checks.gpu(cuda, report.gpus)
     report.findings += checks.packages(own_requirements("ktransformers"), own_requirements, system.version_of)
     report.findings += checks.disks(report.disks)
+    report.findings += checks.ignored_variables(os.environ)
     add_registry_facts(report)
     order = ("error", "warning", "note")
     report.findings.sort(key=lambda finding: order.index(finding.level))

@@ -1,4 +1,4 @@
-"""`kt version`: the version on one line; with `--verbose` also Python, the system and packages."""
+"""`kt version`: the six lines that kt-kernel's guides show after an installation; `--verbose` adds packages."""
 
 from __future__ import annotations
 
@@ -14,22 +14,34 @@ def version(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also Python, system, CUDA and packages.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Print the version."""
-    if not verbose and not as_json:
-        print(f"ktransformers {ktransformers.__version__}")
-        return
+    """Print the versions of ktransformers, Python, the system, CUDA, kt-kernel's interface and SGLang."""
     fields = details()
     if as_json:
         print(json.dumps(fields, indent=2))
-    else:
+    elif verbose:
         for name, value in fields.items():
             print(f"{name:<16} {value or '-'}")
+    else:
+        print("\n".join(version_lines(fields)))
+
+
+def version_lines(fields: dict[str, str | None]) -> list[str]:
+    """As in the guides; a program that looks for one of these lines finds it."""
+    return [
+        f"KTransformers CLI v{fields['ktransformers']}",
+        f"Python: {fields['python']}",
+        f"Platform: {fields['platform']}",
+        f"CUDA: {fields['cuda'] or 'none'}",
+        f"kt-kernel: {fields['kt-kernel']} ({fields['cpu variant']})",
+        f"sglang: {fields['sglang'] or 'not installed'}",
+    ]
 
 
 def details() -> dict[str, str | None]:
     """Version, system and packages, without importing torch."""
     import platform
 
+    from kt_kernel import __version__ as interface
     from ktransformers import system
 
     fields: dict[str, str | None] = {"ktransformers": ktransformers.__version__, "python": platform.python_version()}
@@ -40,6 +52,7 @@ def details() -> dict[str, str | None]:
         fields["cpu variant"] = _core.isa()
     except (ImportError, RuntimeError) as error:
         fields["cpu variant"] = f"none ({error})"
+    fields["kt-kernel"] = interface  # the interface that our package kt_kernel has
     for name in ("torch", "transformers", "peft", "trl", "sglang"):
         fields[name] = system.version_of(name)
     return fields | {"cuda": torch_cuda()}
