@@ -68,7 +68,7 @@ def kt(*words: object) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 rows", "compressed int4", "gptq", "compressed int8", "mxfp8"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_released_formats_open_in_stock_transformers(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
