@@ -26,6 +26,8 @@ PROMPTS = [
     EvalPrompt("plain text goes", chat=False),
     EvalPrompt("x" * 60),
     EvalPrompt("why?", chat=False),
+    EvalPrompt("and then?", system="be brief", history=(("who is it?", "a cat"), ("where?", "here"))),
+    EvalPrompt("and then?", chat=False, history=(("who is it?", "a cat"),)),
 ]
 QUESTIONS = [Question(prompt, ("A", "B", "C")) for prompt in PROMPTS] + [
     Question(PROMPTS[0], ("a whole sentence", " the end", "喵")),
