@@ -119,3 +119,9 @@ def test_colours_need_a_terminal(terminal: bool, coloured: bool, monkeypatch: py
         bar.add_task("Working", total=4, completed=1, amount="1/4", detail="", left=TimeLeft())
         bar.refresh()
     assert ("\x1b[" in stream.getvalue()) is coloured
+
+
+def test_errors_are_not_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    progress.set_quiet(True)
+    progress.error("not proven: layer 3")
+    assert capsys.readouterr().err == "kt: not proven: layer 3\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -194,3 +195,42 @@ def test_training_prints_its_plan_and_is_refused_where_memory_lacks(
     assert watcher.plans and not (tmp_path / "out").exists()  # shown first, and nothing was begun
     result = train(settings, watcher, force=True)
     assert [line.what for line in result.comparison] == ["host memory", "speed"]
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "ram", "fits", "memory"),
+    [
+        ("qwen3-30b-a3b", "none", "128GB", "yes, everything on the CPU", r"[\d.]+ GB of 128.0 GB free memory"),
+        (
+            "qwen3-30b-a3b",
+            "24GB",
+            "128GB",
+            "yes, attention on the GPU, experts in host memory",
+            r".* on the GPU and .*",
+        ),
+        ("deepseek-v3", "none", "128GB", r"no, [\d.]+ GB of host memory is missing", r".* where there are 128.0 GB .*"),
+        (
+            "deepseek-v3",
+            "8GB,8GB",
+            "128GB",
+            "no, .* of memory of GPU 1 are missing",
+            r".* on GPU 0, .* on GPU 1 and .*",
+        ),
+    ],
+)
+def test_summary_is_three_lines(model: str, gpu: str, ram: str, fits: str, memory: str) -> None:
+    """What a run shows before it starts: no name of a mode, no table of parts."""
+    from ktransformers.cli.plan import summary_rows
+    from ktransformers.plan import Serving, Training, make_plan, open_shape, profile, with_gpus, with_memory
+    from ktransformers.plan.workload import PLANNED_POLICIES
+
+    machine = with_memory(with_gpus(profile("desktop-4090"), gpu), ram)
+    for work, time in (
+        (Training(), r"about \d.* for 100 steps, about [\d.]+ tokens/s"),
+        (Serving(), r"first token .*"),
+    ):
+        rows = dict(summary_rows(make_plan(open_shape(model), work, machine, policies=PLANNED_POLICIES), 100))
+        assert list(rows) == ["fits", "time", "memory"]
+        assert re.match(fits, rows["fits"]) and re.fullmatch(time, rows["time"]), rows
+        assert re.fullmatch(memory, rows["memory"]), rows
+        assert not re.search(r"KT_PLACE|mapped|pinned|stream|e\+", " ".join(rows.values()))

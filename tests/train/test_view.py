@@ -94,7 +94,12 @@ def test_piped_run_prints_plain_lines(written: Path, tmp_path: Path) -> None:
 def test_verbose_run_shows_the_details(written: Path) -> None:
     ended = kt("train", str(written), "-v")
     assert ended.returncode == 0, ended.stderr
-    for expected in ("kt: key        max_steps: 10", "chunk_size: has no effect", "of this machine's peak", "grad_norm"):
+    for expected in (
+        "kt: key        max_steps: 10",
+        "chunk_size: has no effect",
+        "of this machine's peak",
+        "grad_norm",
+    ):
         assert expected in ended.stderr
     assert ended.stdout.startswith("fits ")
 

@@ -90,7 +90,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         for number, remedy in enumerate(plan.remedies, 1):
             later = f" (this version lacks {', '.join(remedy.candidate.missing)})" if remedy.candidate.missing else ""
             rate = remedy.candidate.time.tokens_per_second
-            rows.append((f"way {number}", f"{' and '.join(remedy.changes)}: {rate:.3g} tokens/s{later}"))
+            rows.append((f"remedy {number}", f"{' and '.join(remedy.changes)}: {rate:.3g} tokens/s{later}"))
     for other in plan.others:
         size = gigabytes(other.memory.host_bytes)
         later = f" (this version lacks {', '.join(other.missing)})" if other.missing else ""

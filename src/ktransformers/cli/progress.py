@@ -45,6 +45,11 @@ def log(line: str) -> None:
         print(f"kt: {line}", file=sys.stderr, flush=True)
 
 
+def error(line: str) -> None:
+    """A line that `--quiet` leaves."""
+    print(f"kt: {line}", file=sys.stderr, flush=True)
+
+
 class ReportProgress(Protocol):
     """Called with the number of items or bytes that are done and in total, and a new title if it changes."""
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ktransformers.cli.no_verify import NoVerify
+from ktransformers.cli.progress import error as show_error
 from ktransformers.cli.progress import log
 from ktransformers.cli.verbose import Verbose
 
@@ -52,26 +53,23 @@ def prove(
     verbose: Verbose = False,
 ) -> None:
     """Prove that the served adapter computes what was trained, and that the base is unchanged."""
-    import transformers
-
+    from ktransformers.cli.library_output import library_output
     from ktransformers.prove.checks import ProofFailed
     from ktransformers.prove.run import prove as run
 
-    transformers_logging: Any = transformers.logging
-    transformers_logging.disable_progress_bar()
-
     try:
-        proof = run(output, log, server=server, api_key=api_key, dtype=dtype, device=device)
+        with library_output():
+            proof = run(output, log, server=server, api_key=api_key, dtype=dtype, device=device)
     except ProofFailed as error:
         if as_json:
             failed_check = {"what": error.check.what, "passed": False, "said": error.check.detail}
             document = {"output": str(output), "passed": False, "culprit": error.check.culprit}
             print(json.dumps({**document, "checks": [failed_check]}, indent=2))
-        log(f"not proven: {error}")
+        show_error(f"not proven: {error}")
         raise typer.Exit(1) from error
     print(json.dumps(proof.to_json(), indent=2) if as_json else "\n".join(proof_lines(proof)))
     if not proof.passed:
-        log(f"not proven: {proof.culprit}")
+        show_error(f"not proven: {proof.culprit}")
         raise typer.Exit(1)
     if not as_json:
         print("proven: what is served is what was trained, and the base is unchanged")

@@ -88,18 +88,20 @@ def receipt_lines(receipt: Receipt) -> list[str]:
 
 def add_calibration(converted: Converted, plan: ConversionPlan, text: Path, tokens: int) -> Receipt:
     """The receipt with the calibration on `text`, or with the reason why there is none."""
+    from ktransformers.cli.library_output import library_output
     from ktransformers.quant.receipt import calibrate, write_receipt
 
     origin = plan.origin
     try:
-        calibration = calibrate(
-            origin.path,
-            converted.directory,
-            text,
-            experts=origin.experts,
-            tokens=tokens,
-            source_bytes=plan.source_bytes,
-        )
+        with library_output():
+            calibration = calibrate(
+                origin.path,
+                converted.directory,
+                text,
+                experts=origin.experts,
+                tokens=tokens,
+                source_bytes=plan.source_bytes,
+            )
         receipt = dataclasses.replace(converted.receipt, calibration=calibration, skipped=None)
     except InputError as error:
         receipt = dataclasses.replace(converted.receipt, calibration=None, skipped=str(error))
