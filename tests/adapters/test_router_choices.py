@@ -72,6 +72,28 @@ def test_choice_of_one_token_is_replayed(family: str) -> None:
     assert (fault.layer, fault.row, fault.token) == (name, 0, token) and fault.gap > fault.limit > fault.distance
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_second_choice_of_one_token(family: str) -> None:
+    """Only with a gap as small as given, and only from that token on."""
+    model: Any = build(family)
+    single = measure(model, ROWS)
+    assert single.routers is not None
+    name, layer = next(iter(single.routers.layers.items()))
+    token = 14  # 2 of row 1
+    gap = min(float(selection.relative_gaps(torch.tensor([token]))) for selection in layer.selections)
+    kept = measure(model, ROWS, flips={(name, token): 0.99 * gap})
+    assert all(map(torch.equal, kept.logprobs, single.logprobs))
+    flipped = measure(model, ROWS, flips={(name, token): 1.01 * gap})
+    assert flipped.routers is not None
+    choices = flipped.routers.layers[name].chosen
+    assert set(choices[token].tolist()) != set(layer.chosen[token].tolist())
+    others = torch.arange(len(choices)) != token
+    assert torch.equal(choices[others], layer.chosen[others])
+    assert torch.equal(flipped.logprobs[0], single.logprobs[0])
+    changed = (flipped.logprobs[1] - single.logprobs[1]).abs() > 1e-5
+    assert not changed[:2].any() and changed[2:].any()
+
+
 def test_router_without_topk_is_neither_judged_nor_replayed() -> None:
     model: Any = build("phimoe")  # chooses by maximum and threshold
     single = measure(model, ROWS)

@@ -26,7 +26,9 @@ from transformers import DynamicCache
 from ktransformers.adapters.names import PREFIX
 from ktransformers.adapters.router_choices import (
     PADDING,
+    Flips,
     RouterChoices,
+    input_distances,
     random_projection,
     recording_choices,
     same_choices,
@@ -71,12 +73,17 @@ class LogprobDifference:
 
     def within(self, floor: LogprobDifference) -> bool:
         """Whether the difference is within the floor; NaN never is."""
-        beyond = float((~(self.per_token <= FLOOR_FACTOR * floor.max + MIN_TOLERANCE)).float().mean())
+        beyond = float((~(self.per_token <= token_limit(floor))).float().mean())
         outliers_ok = beyond <= (MAX_OUTLIERS if floor.max > COARSE_FLOOR else 0.0)
         return outliers_ok and self.mean <= FLOOR_FACTOR * floor.mean + MIN_TOLERANCE
 
     def to_json(self) -> dict[str, Any]:
         return {"max": self.max, "mean": self.mean, "row": self.row, "token": self.token}
+
+
+def token_limit(floor: LogprobDifference) -> float:
+    """The largest difference of a token that the floor allows."""
+    return FLOOR_FACTOR * floor.max + MIN_TOLERANCE
 
 
 def larger_difference(first: LogprobDifference, second: LogprobDifference) -> LogprobDifference:
@@ -160,10 +167,15 @@ def logprobs_of(logits: Tensor, row: Sequence[int]) -> Tensor:
 
 
 def measure(
-    model: Any, rows: Sequence[Sequence[int]], names: Sequence[str] = (), replay: RouterChoices | None = None
+    model: Any,
+    rows: Sequence[Sequence[int]],
+    names: Sequence[str] = (),
+    replay: RouterChoices | None = None,
+    flips: Flips | None = None,
 ) -> LogprobsAndNorms:
-    """Each row on its own, without a cache; projections of the named modules."""
-    return _measure_pieces(model, rows, names, replay, lambda row: [row])
+    """Each row on its own, without a cache; projections of the named modules. `flips`: tokens, numbered over all rows,
+    for which a router makes its second choice."""
+    return _measure_pieces(model, rows, names, replay, lambda row: [row], flips)
 
 
 def measure_with_cache(
@@ -179,11 +191,12 @@ def _measure_pieces(
     names: Sequence[str],
     replay: RouterChoices | None,
     split: Callable[[Sequence[int]], list[Sequence[int]]],
+    flips: Flips | None = None,
 ) -> LogprobsAndNorms:
     device = next(model.parameters()).device
     logprobs: list[Tensor] = []
     projections: dict[str, list[Tensor]] = {name: [] for name in names}
-    with evaluating(model), recording_choices(model, rows, replay) as recorder:
+    with evaluating(model), recording_choices(model, rows, replay, flips) as recorder:
         for row, tokens in zip(rows, recorder.tokens_of_rows(), strict=True):
             pieces = [piece for piece in split(row) if len(piece)]
             cache: dict[str, Any] = {"use_cache": False}
@@ -233,6 +246,7 @@ class NoiseFloor:
     logprobs: LogprobDifference  # with ties between experts, if batching changes the choice of a router
     replayed: LogprobDifference  # without: every batch computes the experts that the single rows have chosen
     projections: Mapping[str, float]  # likewise without
+    router_inputs: Mapping[str, float] = field(default_factory=dict)  # relative, of hidden states by layer; likewise
 
 
 def measure_noise_floor(model: Any, rows: Sequence[Sequence[int]], single: LogprobsAndNorms) -> NoiseFloor:
@@ -248,7 +262,10 @@ def measure_noise_floor(model: Any, rows: Sequence[Sequence[int]], single: Logpr
     floor, reference = largest(runs), single.routers
     if reference is not None and not all(run.routers and same_choices(run.routers, reference) for run in runs):
         runs = measure_twice(reference)
-    return NoiseFloor(floor, largest(runs), projection_distances(runs[0].projections, single.projections))
+    projections = projection_distances(runs[0].projections, single.projections)
+    distances = [input_distances(run.routers, reference) for run in runs if run.routers and reference]
+    router_inputs = {name: max(entry.get(name, 0.0) for entry in distances) for entry in distances for name in entry}
+    return NoiseFloor(floor, largest(runs), projections, router_inputs)
 
 
 def adapted_modules(model: nn.Module) -> list[str]:

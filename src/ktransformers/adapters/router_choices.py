@@ -38,6 +38,8 @@ SCORE_ROUNDING = 16.0  # roundings of a score, in the dtype of the hidden states
 PADDING = -1  # a row of a batch that is none of the tokens
 TOPK_FUNCTIONS = (torch.topk, Tensor.topk)
 
+Flips = Mapping[tuple[str, int], float]  # (layer, token) -> largest gap, relative to the largest score
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -51,6 +53,10 @@ class Selection:
         """By how much the last chosen score exceeds the next."""
         scores = self.scores[tokens]
         return scores[:, :-1].amin(1) - scores[:, -1]
+
+    def relative_gaps(self, tokens: Tensor) -> Tensor:
+        """The same relative to the largest score."""
+        return self.gaps(tokens) / self.scale[tokens].clamp(min=1e-30)
 
 
 @dataclass(frozen=True)
@@ -88,9 +94,9 @@ class RouterChoices:
                 fields |= {f"ids.{index}": selection.ids, f"scores.{index}": selection.scores}
                 fields[f"scale.{index}"] = selection.scale
             fields["epsilon"] = torch.tensor(layer.epsilon)
-            for field, tensor in fields.items():
-                stored = tensor.to(torch.int16) if field.startswith("ids") else tensor
-                tensors[f"{name}/{field}"] = stored.contiguous()
+            for key, tensor in fields.items():
+                stored = tensor.to(torch.int16) if key.startswith("ids") else tensor
+                tensors[f"{name}/{key}"] = stored.contiguous()
         return tensors
 
     @staticmethod
@@ -181,6 +187,20 @@ def same_choices(first: RouterChoices, second: RouterChoices) -> bool:
     return not any(len(_differing(first.layers[name].chosen, second.layers[name].ids)) for name in names)
 
 
+def input_distances(measured: RouterChoices, expected: RouterChoices) -> dict[str, float]:
+    """Layer -> largest relative difference of the hidden states before its router."""
+    names = measured.layers.keys() & expected.layers.keys()
+    return {name: float(_shift(measured.layers[name], expected.layers[name]).max()) for name in names}
+
+
+def _shift(layer: LayerChoices, reference: LayerChoices) -> Tensor:
+    """Of every token, relative; 0 where one was not computed."""
+    computed = (layer.chosen >= 0).all(1) & (reference.chosen >= 0).all(1)
+    size: Tensor = reference.inputs.norm(dim=1).clamp(min=1e-30)
+    distance: Tensor = (layer.inputs - reference.inputs).norm(dim=1) / size
+    return distance.masked_fill(~computed, 0.0)
+
+
 def compare_choices(measured: RouterChoices | None, expected: RouterChoices | None) -> ChoiceComparison | None:
     """Judge every token for which the routers of the two programs choose differently; None: one of them was not
     recorded. `measured` must have replayed `expected`, or else all that follows such a token has other inputs. What
@@ -220,8 +240,7 @@ def _judge(
 ) -> Iterator[tuple[ChoiceDifference, bool]]:
     """Every difference with whether it is a tie. Selections are judged in order: once a group of experts differs, the
     scores of the following selection belong to other experts."""
-    inputs = reference.inputs[tokens]
-    shift = (layer.inputs[tokens] - inputs).norm(dim=1) / inputs.norm(dim=1).clamp(min=1e-30)
+    shift = _shift(layer, reference)[tokens]
     changed = torch.zeros(len(tokens), dtype=torch.bool)
     explained = torch.ones(len(tokens), dtype=torch.bool)
     gaps, distances, limits = torch.zeros(3, len(tokens))
@@ -263,30 +282,57 @@ def _score_distance(first: Selection, second: Selection, tokens: Tensor) -> Tens
 
 
 class _TopkCalls(TorchFunctionMode):
-    """Keeps the arguments and results of `torch.topk` over the last dimension."""
+    """Keeps the arguments and results of `torch.topk` over the last dimension. For rows in `flipped` whose gap is not
+    larger than given there, relative to the largest score, the best candidates that were not chosen, all that score the
+    same, take the place of the last chosen ones."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Tensor, Tensor]] = []  # scores [..., n], ids [..., k]
+        self.rows = 0  # of the block that is being computed
+        self.flipped: dict[int, float] = {}  # row -> gap
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in TOPK_FUNCTIONS:
-            given = dict(zip(("input", "k", "dim", "largest"), args, strict=False)) | (kwargs or {})
-            scores = given["input"]
-            if given.get("dim", -1) in (-1, scores.dim() - 1) and given.get("largest", True):
-                self.calls.append((scores.detach().clone(), result[1].detach().clone()))
+        if func not in TOPK_FUNCTIONS:
+            return result
+        given = dict(zip(("input", "k", "dim", "largest"), args, strict=False)) | (kwargs or {})
+        scores, ids = given["input"], result[1]
+        if given.get("dim", -1) not in (-1, scores.dim() - 1) or not given.get("largest", True):
+            return result
+        if self.flipped and scores.numel() == self.rows * scores.shape[-1] and ids.shape[-1] < scores.shape[-1]:
+            ids = _flip(scores.detach(), ids, self.flipped)
+            result = torch.return_types.topk((scores.gather(-1, ids), ids))
+        self.calls.append((scores.detach().clone(), ids.detach().clone()))
         return result
+
+
+def _flip(scores: Tensor, ids: Tensor, largest_gaps: Mapping[int, float]) -> Tensor:
+    flat, flipped = scores.reshape(-1, scores.shape[-1]).float(), ids.reshape(-1, ids.shape[-1]).clone()
+    for row, largest_gap in largest_gaps.items():
+        others = flat[row].scatter(0, flipped[row], -torch.inf)
+        scale = flat[row].masked_fill(flat[row].isinf(), 0.0).abs().max()
+        if flat[row, flipped[row]].min() - others.max() <= largest_gap * scale:
+            same = others >= others.max() - SCORE_ROUNDING * torch.finfo(flat.dtype).eps * scale
+            flipped[row] = flat[row].masked_fill(same, torch.inf).topk(flipped.shape[1]).indices
+    return flipped.reshape(ids.shape)
 
 
 class RouterRecorder:
     """Hooks at the experts of a model that record the choices of their routers, and replace those that differ from
-    `replay`. Only passes inside `forward_pass` are recorded."""
+    `replay`. Only passes inside `forward_pass` are recorded. `flips`, (layer, token) -> relative gap: where the gap is
+    not larger, a router chooses the best experts that it would not choose."""
 
-    def __init__(self, model: nn.Module, lengths: Sequence[int], replay: RouterChoices | None = None) -> None:
-        self.lengths, self._replay = tuple(lengths), replay
+    def __init__(
+        self,
+        model: nn.Module,
+        lengths: Sequence[int],
+        replay: RouterChoices | None = None,
+        flips: Flips | None = None,
+    ) -> None:
+        self.lengths, self._replay, self._flips = tuple(lengths), replay, flips or {}
         self._topk = _TopkCalls()
         self._tokens = torch.empty(0, dtype=torch.long)
         self._computed: dict[str, int] = {}  # tokens of the current pass
@@ -298,8 +344,8 @@ class RouterRecorder:
             while name.endswith(".base_layer"):
                 name = name.removesuffix(".base_layer")  # PEFT's wrappers
             block = model.get_submodule(name.rpartition(".")[0])
-            self._handles.append(block.register_forward_pre_hook(lambda *_: self._topk.calls.clear()))
             plain = name.removeprefix(PREFIX)
+            self._handles.append(block.register_forward_pre_hook(self._block_hook(plain)))
             self._handles.append(module.register_forward_pre_hook(self._hook(plain)))
 
     def close(self) -> None:
@@ -327,9 +373,23 @@ class RouterRecorder:
         layers = {name: _layer_of_fields(fields, self._epsilon[name]) for name, fields in usable.items()}
         return RouterChoices(self.lengths, layers)
 
+    def _block_hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        """Forgets earlier calls of topk, which are not the router's, and finds the rows to flip."""
+        flips = {token: gap for (layer, token), gap in self._flips.items() if layer == name}
+
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+            self._topk.calls.clear()
+            self._topk.flipped = {}
+            if flips and args:
+                start, self._topk.rows = self._computed.get(name, 0), args[0].numel() // args[0].shape[-1]
+                tokens = self._tokens[start : start + self._topk.rows].tolist()
+                self._topk.flipped = {row: flips[token] for row, token in enumerate(tokens) if token in flips}
+
+        return hook
+
     def _hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...] | None]:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            calls, self._topk.calls = self._topk.calls, []
+            calls, self._topk.calls, self._topk.flipped = self._topk.calls, [], {}
             if not len(self._tokens) or name in self._unusable:
                 return None
             if len(args) < 3 or args[1].dim() != 2 or args[1].shape != args[2].shape:
@@ -385,9 +445,12 @@ class RouterRecorder:
 
 @contextmanager
 def recording_choices(
-    model: nn.Module, rows: Sequence[Sequence[int]], replay: RouterChoices | None = None
+    model: nn.Module,
+    rows: Sequence[Sequence[int]],
+    replay: RouterChoices | None = None,
+    flips: Flips | None = None,
 ) -> Iterator[RouterRecorder]:
-    recorder = RouterRecorder(model, [len(row) for row in rows], replay)
+    recorder = RouterRecorder(model, [len(row) for row in rows], replay, flips)
     try:
         yield recorder
     finally:

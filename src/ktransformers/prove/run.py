@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ from ktransformers.prove.server import (
     score_rows_replayed,
     start_server,
 )
+from ktransformers.prove.ties import can_explain, explain_by_ties
 from ktransformers.serve.client import Client
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.launch import LogLine, check_packages, parse_dtype
@@ -108,6 +110,7 @@ class TrainerRun:
     floor: NoiseFloor
     consumed: int
     modules: tuple[str, ...]
+    reopen: Callable[[], Any]  # the model with its adapter, loaded again
 
 
 def prove(
@@ -216,17 +219,23 @@ def run_trainer_model(
 ) -> TrainerRun:
     """Load the model as `kt train` does and measure base, adapter and noise floor; `precision`: of the experts. Router
     choices of `record` are replayed."""
-    from peft import PeftModel
 
-    from ktransformers.nn import load_model
+    def open_base() -> Any:
+        from ktransformers.nn import load_model
 
-    gpu = None if device == "cpu" else device
-    experts = target.choose_experts(None)
-    stock = load_model(target.model, experts=experts, dtype=dtype, device=gpu, precision=precision)
+        gpu, experts = None if device == "cpu" else device, target.choose_experts(None)
+        return load_model(target.model, experts=experts, dtype=dtype, device=gpu, precision=precision)
+
+    def attach_adapter(stock: Any) -> Any:
+        from peft import PeftModel
+
+        check_for_peft(target.adapters[0][1], stock)
+        return PeftModel.from_pretrained(stock, target.adapters[0][1])
+
+    stock = open_base()
     base_routers, adapter_routers = (None, None) if record is None else (record.base.routers, record.adapter.routers)
     base = measure(stock, rows, replay=base_routers)
-    check_for_peft(target.adapters[0][1], stock)
-    model: Any = PeftModel.from_pretrained(stock, target.adapters[0][1])
+    model = attach_adapter(stock)
     consumed = _compare_loaded_tensors(model, content)
     modules = adapted_modules(model)
     adapter = measure(model, rows, modules, adapter_routers)
@@ -241,8 +250,9 @@ def run_trainer_model(
         larger_difference(floor.logprobs, disabled_floor.logprobs),
         larger_difference(floor.replayed, disabled_floor.replayed),
         floor.projections,
+        floor.router_inputs,
     )
-    return TrainerRun(base, adapter, noise, consumed, tuple(modules))
+    return TrainerRun(base, adapter, noise, consumed, tuple(modules), lambda: attach_adapter(open_base()))
 
 
 def _compare_loaded_tensors(model: Any, content: Content) -> int:
@@ -386,11 +396,13 @@ def _check_served(
             noise = trainer.floor.projections
             return first_deviating_module(projections, trainer.adapter.projections, noise) or "the output"
 
-        if service is None or difference(outputs, expected).within(trainer.floor.replayed):
-            floor = trainer.floor.logprobs if service is None else trainer.floor.replayed
-            return compare_outputs(what, outputs, expected, floor, find_culprit)
-        outputs = score_rows_replayed(client, service, names, rows, name, expected.routers)
-        routers = compare_choices(outputs.routers, expected.routers)
+        if difference(outputs, expected).within(trainer.floor.replayed):
+            return compare_outputs(what, outputs, expected, trainer.floor.replayed, find_culprit)
+        if service is None:
+            expected, routers = _resolve_ties(trainer, rows, outputs, expected, name == adapter)
+        else:
+            outputs = score_rows_replayed(client, service, names, rows, name, expected.routers)
+            routers = compare_choices(outputs.routers, expected.routers)
         return compare_outputs(what, outputs, expected, _floor_of(trainer.floor, routers), find_culprit, routers)
 
     try:
@@ -406,6 +418,21 @@ def _check_served(
     finally:
         if loaded:
             client.open("/v1/unload_lora_adapter", {"lora_name": loaded}).close()
+
+
+def _resolve_ties(
+    trainer: TrainerRun,
+    rows: Sequence[Sequence[int]],
+    outputs: LogprobsAndNorms,
+    expected: LogprobsAndNorms,
+    with_adapter: bool,
+) -> tuple[LogprobsAndNorms, ChoiceComparison | None]:
+    """The trainer's outputs with ties between experts resolved as a server elsewhere has; None: not possible."""
+    if not can_explain(expected, trainer.floor):
+        return expected, None
+    model = trainer.reopen()
+    with nullcontext() if with_adapter else model.disable_adapter():
+        return explain_by_ties(model, rows, outputs, expected, trainer.floor)
 
 
 def _check_bound_matrices(client: Client, adapter: str, matrices: int) -> ProofCheck:
