@@ -5,8 +5,10 @@ The verbs are stand-ins (`stand_in.py`)."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from ktransformers import packages
 from ktransformers.cli.loop_view import StageLines
 from ktransformers.cli.train_view import DETAIL_WIDTH
 from ktransformers.errors import InputError
+from ktransformers.loop import child
 from ktransformers.loop.estimate import stage_seconds, total_line
 from ktransformers.loop.settings import read_loop
 from ktransformers.loop.stages import Stage, build_stages, questions_of, run_paths
@@ -202,3 +205,18 @@ def names(found: Any) -> list[str]:
 def test_nothing_is_judged_before_it_is_trained(loop_file: Path) -> None:
     order = names(build_stages(read_loop(loop_file)))
     assert order.index("tasks") < order.index("train") < order.index("baseline") < order.index("eval")
+
+
+def test_progress_never_blocks_a_stage() -> None:
+    """A listener that is stuck costs events and not the child's time."""
+    free = threading.Event()
+
+    def stuck(event: ProgressEvent) -> None:
+        free.wait(30)
+
+    with child._progress_pipe(stuck) as writing:
+        assert writing is not None
+        with pytest.raises(BlockingIOError):
+            for _ in range(100):
+                os.write(writing, b'{"title": "x"}\n' * 4096)
+        free.set()

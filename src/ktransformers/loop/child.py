@@ -111,6 +111,7 @@ def _progress_pipe(on_event: ReportEvent | None) -> Iterator[int | None]:
         yield None
         return
     reading, writing = os.pipe()
+    os.set_blocking(writing, False)  # a child drops events rather than wait for a reader
 
     def pass_on() -> None:
         with os.fdopen(reading, "rb") as stream:
