@@ -91,16 +91,8 @@ def evaluate(
         raise InputError("no-base", "no adapter either", "something to evaluate")
     key = os.environ.get(key_variable)
     judge = _judge(judge_url, judge_model, key)
-    runs: Iterator[tuple[str, Backend]]
     if re.match(r"https?://", targets[0]):
-        chats = [loaded.name for loaded in tasks if loaded.scores_chats]
-        if chats and tokenizer is None:
-            raise InputError(
-                "tokenizer",
-                f"none, and {chats[0]} needs log-probabilities of chat prompts",
-                "the directory of the served model's tokenizer",
-                "pass --tokenizer DIR, or set `format: plain` in the task",
-            )
+        _require_tokenizer(tasks, tokenizer)
         runs = _remote(targets[0], served_model, adapters, base, tokenizer, key, batch_size)
     else:
         options = {"engine": engine, "dtype": dtype, "device": device, "batch_size": batch_size}
@@ -112,6 +104,18 @@ def evaluate(
         print(json.dumps({"directory": str(out), "results": results}, indent=2, ensure_ascii=False))
     else:
         _print_results(results, out)
+
+
+def _require_tokenizer(tasks: list[Task], tokenizer: Path | None) -> None:
+    """A server scores chats as the token ids of a prompt."""
+    chats = [task.name for task in tasks if task.scores_chats]
+    if chats and tokenizer is None:
+        raise InputError(
+            "tokenizer",
+            f"none, and {chats[0]} needs log-probabilities of chat prompts",
+            "the directory of the served model's tokenizer",
+            "pass --tokenizer DIR, or set `format: plain` in the task",
+        )
 
 
 def _adapters(given: list[str]) -> dict[str, str]:
