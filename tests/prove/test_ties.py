@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typer.testing import CliRunner
 from ktransformers.adapters import proof_record
 from ktransformers.adapters.comparison import LogprobsAndNorms, difference, measure
 from ktransformers.adapters.content import open_content
-from tests.support.tiny_models import build, save
+from tests.support.tiny_models import build, rounding_otherwise, save, tie_experts
 
 for package in ("trl", "datasets", "fastapi", "uvicorn"):
     pytest.importorskip(package)
@@ -50,10 +49,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Tied:
 
     root = tmp_path_factory.mktemp("ties")
     model: Any = build("qwen3_moe", vocab_size=6400, max_position_embeddings=512)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            weight = layer.mlp.gate.weight
-            weight[1] = weight[0] + 1e-7 * torch.randn(weight.shape[1])
+    tie_experts(model)
     save(model, root / "base")
     for file in TOKENIZER.glob("*.json"):
         shutil.copyfile(file, root / "base" / file.name)
@@ -73,16 +69,12 @@ def check_stock(tied: Tied, adapter: Path | None = None, trainer: Any = None) ->
     return check(target, tied.record.rows, torch.float32, "cpu", trainer or tied.trainer)
 
 
-def prove(tied: Tied, monkeypatch: pytest.MonkeyPatch, dtype: str) -> dict[str, Any]:
+def prove(tied: Tied, dtype: str) -> dict[str, Any]:
     """The checks of `kt prove`, by name; the proof must succeed."""
     import typer
 
     from ktransformers.cli.prove import prove
-    from ktransformers.serve.engine import forward
 
-    # The check at a server's start compares two attentions, and a tie fails it.
-    monkeypatch.setitem(forward.MAX_LOGIT_ERROR, torch.float32, 10.0)
-    monkeypatch.setattr(forward, "MAX_LOGIT_ERROR_16_BIT", 10.0)
     app = typer.Typer()
     app.command()(prove)
     done = CliRunner().invoke(app, [str(tied.output), "--json", "--dtype", dtype])
@@ -92,8 +84,8 @@ def prove(tied: Tied, monkeypatch: pytest.MonkeyPatch, dtype: str) -> dict[str, 
     return checks
 
 
-def test_ties_are_proven(tied: Tied, monkeypatch: pytest.MonkeyPatch) -> None:
-    checks = prove(tied, monkeypatch, "auto")
+def test_ties_are_proven(tied: Tied) -> None:
+    checks = prove(tied, "auto")
     stock = checks["stock PEFT"]["routers"]
     assert stock["ties"] >= 1 and stock["faults"] == stock["not_judged"] == 0
     for tie in stock["tied_tokens"]:
@@ -103,9 +95,9 @@ def test_ties_are_proven(tied: Tied, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"token {first['token']} of row {first['row']} in {first['layer']}" in checks["stock PEFT"]["said"]
 
 
-def test_ties_of_a_record_in_another_dtype_are_proven(tied: Tied, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ties_of_a_record_in_another_dtype_are_proven(tied: Tied) -> None:
     """The trainer's graph in bf16 replays the float32 record, and is replayed by the server and by stock PEFT."""
-    checks = prove(tied, monkeypatch, "bfloat16")
+    checks = prove(tied, "bfloat16")
     assert checks["as trained"]["routers"]["ties"] >= 1
     assert checks["as trained"]["routers"]["faults"] == checks["stock PEFT"]["routers"]["faults"] == 0
 
@@ -166,21 +158,6 @@ def test_wrong_router_fails(tied: Tied, tmp_path: Path, layer: int) -> None:
     assert check.detail.startswith(expected)
 
 
-@contextmanager
-def rounding_otherwise(model: Any) -> Iterator[None]:
-    """Another program: noise of the size of a rounding in the embeddings."""
-
-    def add_noise(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(output.shape[1])
-        return output + 1e-7 * torch.randn(output.shape, generator=generator)
-
-    handle = model.get_input_embeddings().register_forward_hook(add_noise)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def recorded_elsewhere(tied: Tied, tmp_path: Path) -> proof_record.ProofRecord:
     """The record of a trainer that rounds otherwise, read back from its file."""
     model = tied.trainer.reopen()
@@ -212,15 +189,13 @@ def test_record_of_another_machine_with_ties(tied: Tied, tmp_path: Path) -> None
     assert old.routers is None
 
 
-def test_served_ties_are_replayed_in_shared_batches(tied: Tied, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_served_ties_are_replayed_in_shared_batches(tied: Tied) -> None:
     """Base and adapter of all rows are requested at once; each row of a batch is assigned to its token."""
     from ktransformers.adapters.router_choices import compare_choices
     from ktransformers.prove.server import find_names, score_rows_replayed, start_server
     from ktransformers.serve.client import Client
-    from ktransformers.serve.engine import forward
     from ktransformers.serve.flags import Launch
 
-    monkeypatch.setitem(forward.MAX_LOGIT_ERROR, torch.float32, 10.0)
     rows, launch = tied.record.rows, Launch(str(tied.output), dtype="float32", device="cpu", max_total_tokens=2048)
     with start_server(launch, tied.target, lambda line: None) as (url, service):
         base, adapter, _ = find_names(Client(url, None), tied.target)

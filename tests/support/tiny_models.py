@@ -6,6 +6,8 @@ that the experts influence the logits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +245,30 @@ def build(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
     model = auto.from_config(config, dtype=torch.float32, experts_implementation="eager")
     return round_weights(model)
+
+
+def tie_experts(model: Any) -> None:
+    """Experts 0 and 1 of a qwen3_moe get the same router row but for 1e-7, so that roundings choose between them."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            weight = layer.mlp.gate.weight
+            weight[1] = weight[0] + 1e-7 * torch.randn(weight.shape[1], generator=generator)
+
+
+@contextmanager
+def rounding_otherwise(model: Any, size: float = 1e-7) -> Iterator[None]:
+    """Another program: noise of the size of a rounding in the embeddings, other noise for another number of tokens."""
+
+    def add_noise(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(output.shape[1])
+        return output + size * torch.randn(output.shape, generator=generator)
+
+    handle = model.get_input_embeddings().register_forward_hook(add_noise)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def round_weights(model: PreTrainedModel) -> PreTrainedModel:

@@ -18,7 +18,7 @@ from ktransformers.train.packed_attention import PACKED_ROWS, use_packed_attenti
 from ktransformers.train.packing import packing_error, require_masked_layers, separate_rows, unmasked_layers
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
-from tests.support.tiny_models import build
+from tests.support.tiny_models import build, rounding_otherwise, tie_experts
 from tests.support.training import recipe
 from tests.support.training_runs import difference, first_gradients, run
 
@@ -98,6 +98,29 @@ def test_packed_attention_gives_way_to_masks(monkeypatch: pytest.MonkeyPatch) ->
     assert use_packed_attention(model) and model.config._attn_implementation == PACKED_ROWS
     separate_rows(model)
     assert model.config._attn_implementation == "sdpa" and packing_error(model) < 1e-5
+
+
+def test_tied_experts_do_not_prevent_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed rows round otherwise than rows alone, so they choose otherwise between experts that tie."""
+    model: Any = build("qwen3_moe")
+    tie_experts(model)
+    use_packed_attention(model)
+    with rounding_otherwise(model, 1e-6):
+        with monkeypatch.context() as context:
+            context.setattr(packing, "max_logit_error", lambda dtype: float("inf"))
+            assert packing_error(model) > 0.01  # without replay
+        separate_rows(model)
+        assert packing_error(model) < 1e-4
+    assert model.config._attn_implementation == PACKED_ROWS
+
+
+def test_rows_that_see_each_other_are_refused_beside_tied_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = build("qwen3_moe")
+    tie_experts(model)
+    monkeypatch.setattr(packed_attention, "_row_lengths", lambda query, kwargs: [query.shape[2]])
+    use_packed_attention(model)
+    with rounding_otherwise(model, 1e-6):
+        assert packing_error(model) > 0.01
 
 
 def test_refused_before_data_is_read(

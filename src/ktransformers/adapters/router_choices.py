@@ -320,6 +320,11 @@ def _flip(scores: Tensor, ids: Tensor, largest_gaps: Mapping[int, float]) -> Ten
     return flipped.reshape(ids.shape)
 
 
+def token_numbers(lengths: Sequence[int]) -> tuple[Tensor, ...]:
+    """The numbers of the tokens of each row."""
+    return tuple(torch.arange(sum(lengths[:row]), sum(lengths[: row + 1])) for row in range(len(lengths)))
+
+
 class RouterRecorder:
     """Hooks at the experts of a model that record the choices of their routers, and replace those that differ from
     `replay`. Only passes inside `forward_pass` are recorded. `flips`, (layer, token) -> relative gap: where the gap is
@@ -353,10 +358,7 @@ class RouterRecorder:
             handle.remove()
 
     def tokens_of_rows(self) -> tuple[Tensor, ...]:
-        """The numbers of the tokens of each row."""
-        return tuple(
-            torch.arange(sum(self.lengths[:row]), sum(self.lengths[: row + 1])) for row in range(len(self.lengths))
-        )
+        return token_numbers(self.lengths)
 
     @contextmanager
     def forward_pass(self, tokens: Tensor) -> Iterator[None]:

@@ -11,13 +11,16 @@ the loaded model, and refuses if their logits differ.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ktransformers.adapters.comparison import evaluating
+from ktransformers.adapters.logit_error import ForwardPass, logit_error
+from ktransformers.adapters.router_choices import token_numbers
 from ktransformers.errors import InputError
 from ktransformers.nn.row_masks import tell_masks_the_rows
 from ktransformers.train.packed_attention import PACKED_ROWS, restore_sdpa
@@ -64,9 +67,7 @@ def _test_rows(model: Any) -> list[list[int]]:
     return [[((5 + 2 * row) * at + 3) % vocabulary for at in range(length)] for row, length in enumerate(lengths)]
 
 
-def packing_error(model: Any) -> float:
-    """Largest relative difference of the logits of two rows between packed and alone."""
-    rows = _test_rows(model)
+def _packed_logits(model: Any, rows: list[list[int]], forward_pass: ForwardPass) -> Sequence[Tensor]:
     lengths = [len(row) for row in rows]
     device = next(model.parameters()).device
     borders = torch.tensor([0, *lengths], device=device, dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -78,15 +79,40 @@ def packing_error(model: Any) -> float:
         "max_length_q": max(lengths),
         "max_length_k": max(lengths),
     }
-    with evaluating(model):
-        together = model(**packed, use_cache=False).logits[0].float().split(lengths)
-        alone = [model(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0].float() for row in rows]
-    return max(float((one - other).norm() / other.norm()) for one, other in zip(together, alone, strict=True))
+    with evaluating(model), forward_pass(torch.arange(sum(lengths))):
+        logits = model(**packed, use_cache=False).logits[0].float()
+    return torch.split(logits, lengths)
+
+
+def _separate_logits(model: Any, rows: list[list[int]], forward_pass: ForwardPass) -> Sequence[Tensor]:
+    """Of each row alone."""
+    device, logits = next(model.parameters()).device, []
+    for row, tokens in zip(rows, token_numbers([len(row) for row in rows]), strict=True):
+        with evaluating(model), forward_pass(tokens):
+            logits.append(model(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0].float())
+    return logits
+
+
+def max_logit_error(dtype: torch.dtype) -> float:
+    return MAX_LOGIT_ERROR.get(dtype, MAX_LOGIT_ERROR_16_BIT)
+
+
+def packing_error(model: Any) -> float:
+    """Largest relative difference of the logits of two rows between packed and alone; experts that tie in a router are
+    no difference."""
+    rows = _test_rows(model)
+    return logit_error(
+        model,
+        rows,
+        lambda forward_pass: _separate_logits(model, rows, forward_pass),
+        lambda forward_pass: _packed_logits(model, rows, forward_pass),
+        max_logit_error(model.dtype),
+    )
 
 
 def separate_rows(model: PreTrainedModel) -> None:
     """Makes the model keep packed rows apart, by its masks if its attention alone does not; raises if it cannot."""
-    limit = MAX_LOGIT_ERROR.get(model.dtype, MAX_LOGIT_ERROR_16_BIT)
+    limit = max_logit_error(model.dtype)
     tell_masks_the_rows(model)
     try:
         error = packing_error(model)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.adapters import LoraPair, adapter_from_tensors
+from ktransformers.adapters import LoraPair, adapter_from_tensors, logit_error
 from ktransformers.errors import InputError
+from ktransformers.serve.engine.attention import ATTENTION_NAME
 from ktransformers.serve.engine.engine import Limits, ServeEngine
 from ktransformers.serve.engine.forward import Chunk, Forward, SequentialForward, argmax_of_rows, make_forward
 from ktransformers.serve.engine.head import collect_rows
@@ -17,7 +18,7 @@ from ktransformers.serve.engine.lora import LoraModules
 from ktransformers.serve.engine.sampling import Sampling, make_generator, sample_token
 from ktransformers.serve.engine.sequence import GenerationRequest, Sequence
 from tests.support.serving import EngineHarness, RecordedEvents
-from tests.support.tiny_models import build
+from tests.support.tiny_models import build, rounding_otherwise, tie_experts
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -61,6 +62,58 @@ def test_greedy_chunks_return_their_token() -> None:
 def test_family_that_cannot_be_chunked_is_refused_by_name(family: str, words: str) -> None:
     with pytest.raises(InputError, match=f"{family}.*{words}"):
         make_forward(build(family)).check_against_stock()
+
+
+def tied_forward(way: type[Forward] | type[SequentialForward]) -> Any:
+    model: Any = build("qwen3_moe")
+    tie_experts(model)
+    return way(model)
+
+
+@pytest.mark.parametrize("way", [Forward, SequentialForward])
+def test_tied_experts_are_served(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks round otherwise than a whole prompt, so they choose otherwise between experts that tie."""
+    forward = tied_forward(way)
+    with rounding_otherwise(forward.model, 1e-6):
+        monkeypatch.setattr(logit_error, "compare_choices", lambda measured, expected: None)
+        with pytest.raises(InputError, match="differ by 0"):
+            forward.check_against_stock()
+        monkeypatch.undo()
+        assert forward.check_against_stock() > 0
+
+
+def scale_attention(model: Any) -> None:
+    """By 1.01 in the chunks."""
+    model.model.layers[0].self_attn.register_forward_hook(
+        lambda module, args, output: (output[0] * 1.01, *output[1:]) if is_served(model) else output
+    )
+
+
+def swap_experts(model: Any) -> None:
+    """Experts compute other tokens than the router chose, in the chunks."""
+    experts = model.model.layers[1].mlp.experts
+    experts.register_forward_pre_hook(
+        lambda module, args: (args[0], (args[1] + 2) % 6, *args[2:]) if is_served(model) else args
+    )
+
+
+def change_router(model: Any) -> None:
+    """Other scores in the chunks."""
+    model.model.layers[1].mlp.gate.register_forward_pre_hook(
+        lambda module, args: (args[0].flip(-1),) if is_served(model) else args
+    )
+
+
+def is_served(model: Any) -> bool:
+    return bool(model.config._attn_implementation == ATTENTION_NAME)
+
+
+@pytest.mark.parametrize("damage", [scale_attention, swap_experts, change_router])
+def test_wrong_chunks_are_refused_beside_tied_experts(damage: Any) -> None:
+    forward = tied_forward(Forward)
+    damage(forward.model)
+    with rounding_otherwise(forward.model, 1e-6), pytest.raises(InputError, match="differ by"):
+        forward.check_against_stock()
 
 
 def test_recurrent_families_use_sequential_forward() -> None:

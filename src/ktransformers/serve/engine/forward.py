@@ -7,12 +7,13 @@ values. `SequentialForward` computes the others (recurrent state, position embed
 sequence of the batch) one sequence at a time, each with transformers' own cache. On a GPU, steps of new tokens only may
 be replayed from CUDA graphs (`graphs/decode_graphs.py`), which are tried first. `check_against_stock` computes two
 sequences in chunks, across the edge of every sliding window, and compares the logits with the stock model: a family for
-which they differ is refused by name before the server starts.
+which they differ is refused by name before the server starts. Experts that tie in a router are no difference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from ktransformers.adapters.logit_error import ForwardPass, logit_error
+from ktransformers.adapters.router_choices import token_numbers
 from ktransformers.errors import InputError
 from ktransformers.nn.linear import patch_linears
 from ktransformers.nn.mixed_lora import use_mixed_lora
@@ -144,15 +147,19 @@ class Forward:
         try:
             with reduced_windows(self.model):
                 require_reduced(self.model.config.model_type, read_windows(self.model))
-                self.model.set_attn_implementation(self.stock_attention)
-                try:
-                    expected = _stock_logits(self.model, self.device)
-                finally:
-                    self.model.set_attn_implementation(ATTENTION_NAME)
-                slot = _check_chunks(self, expected)
+                slot = _check_chunks(self)
         finally:
             read_windows(self.model)
         return slot.bytes() // slot.capacity
+
+    @contextmanager
+    def stock(self) -> Iterator[None]:
+        """The model with its stock attention."""
+        self.model.set_attn_implementation(self.stock_attention)
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(ATTENTION_NAME)
 
 
 class SequentialForward:
@@ -198,10 +205,14 @@ class SequentialForward:
 
     def check_against_stock(self) -> int:
         with reduced_windows(self.model):
-            slot = _check_chunks(self, _stock_logits(self.model, self.device))
+            slot = _check_chunks(self)
         tensors = [getattr(layer, name, None) for layer in slot.hf_cache.layers for name in ("keys", "values")]
         size = sum(int(tensor.numel() * tensor.element_size()) for tensor in tensors if tensor is not None)
         return max(1, size // slot.length)
+
+    def stock(self) -> AbstractContextManager[None]:
+        """The model is the stock one."""
+        return nullcontext()
 
 
 def make_forward(model: PreTrainedModel) -> Forward | SequentialForward:
@@ -229,37 +240,56 @@ def _check_prompts(model: Any) -> list[list[int]]:
     ]
 
 
-def _stock_logits(model: Any, device: torch.device) -> list[Tensor]:
-    with torch.inference_mode():
-        prompts = [torch.tensor([tokens], device=device) for tokens in _check_prompts(model)]
-        logits = [model(input_ids=prompt, use_cache=False).logits[0].float() for prompt in prompts]
+def _stock_logits(forward: Forward | SequentialForward, forward_pass: ForwardPass) -> list[Tensor]:
+    prompts, logits = _check_prompts(forward.model), []
+    numbers = token_numbers([len(prompt) for prompt in prompts])
+    with torch.inference_mode(), forward.stock():
+        for prompt, tokens in zip(prompts, numbers, strict=True):
+            with forward_pass(tokens):
+                ids = torch.tensor([prompt], device=forward.device)
+                logits.append(forward.model(input_ids=ids, use_cache=False).logits[0].float())
     if not all(bool(rows.isfinite().all()) for rows in logits):
-        given = f"{model.config.model_type}, whose logits are NaN or infinite"
+        given = f"{forward.model.config.model_type}, whose logits are NaN or infinite"
         remedy = "its files are damaged (`kt model verify` compares their hashes), or --dtype overflows"
         raise InputError("model", given, "finite ones", remedy)
     return logits
 
 
-def _check_chunks(forward: Forward | SequentialForward, expected: list[Tensor]) -> KVSlot:
-    """Compare two sequences in uneven chunks with the stock model; returns a slot that holds one of them."""
+def _chunk_logits(
+    forward: Forward | SequentialForward, slots: Sequence[KVSlot], forward_pass: ForwardPass
+) -> list[Tensor]:
+    """Of two sequences in uneven chunks, which `slots` hold afterwards."""
     kind, prompts = forward.model.config.model_type, _check_prompts(forward.model)
-    slots = [KVSlot(None, capacity=24), KVSlot(None, capacity=24)]
+    numbers = token_numbers([len(prompt) for prompt in prompts])
     logits: list[list[Tensor]] = [[], []]
     steps = (((0, 0, 7), (1, 0, 4)), ((0, 7, 8), (1, 4, 12)), ((0, 8, 23), (1, 12, 13)), ((0, 23, 24),))
     try:
         for step in steps:
-            forward.run(
-                [Chunk(slots[index], prompts[index][a:b], a, None, collect_rows(logits[index])) for index, a, b in step]
-            )
+            chunks = [
+                Chunk(slots[index], prompts[index][a:b], a, None, collect_rows(logits[index])) for index, a, b in step
+            ]
+            with forward_pass(torch.cat([numbers[index][a:b] for index, a, b in step])):
+                forward.run(chunks)
     except (InputError, RuntimeError, ValueError, AttributeError, TypeError) as error:
         raise InputError("model", f"{kind} ({error})", "a family that can be computed in chunks") from error
+    return [torch.cat(rows).float() for rows in logits]
+
+
+def _check_chunks(forward: Forward | SequentialForward) -> KVSlot:
+    """Compare two sequences in chunks with the stock model; returns a slot that holds one of them."""
+    slots = [KVSlot(None, capacity=24), KVSlot(None, capacity=24)]
     limit = MAX_LOGIT_ERROR.get(forward.model.dtype, MAX_LOGIT_ERROR_16_BIT)
-    for logits_of_chunks, stock in zip(logits, expected, strict=True):
-        served = torch.cat(logits_of_chunks).float()
-        difference = float((served - stock).norm() / stock.norm())
-        if not difference <= limit:
-            given = f"{kind}, whose logits differ by {difference:.2g} when it is computed in chunks"
-            raise InputError("model", given, f"at most {limit:g}", "this family cannot be served")
+    error = logit_error(
+        forward.model,
+        _check_prompts(forward.model),
+        lambda forward_pass: _stock_logits(forward, forward_pass),
+        lambda forward_pass: _chunk_logits(forward, slots, forward_pass),
+        limit,
+    )
+    if not error <= limit:
+        kind = forward.model.config.model_type
+        given = f"{kind}, whose logits differ by {error:.2g} when it is computed in chunks"
+        raise InputError("model", given, f"at most {limit:g}", "this family cannot be served")
     return slots[0]
 
 
