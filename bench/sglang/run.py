@@ -57,6 +57,7 @@ class Variant:
     gpu_experts: int | None = None
     method: str = "BF16"
     peer: bool = False
+    weights: str = "model"  # of --kt-weight-path
     extra: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
@@ -71,6 +72,7 @@ VARIANTS = {
     "random32": Variant(32, extra=("--kt-expert-placement-strategy", "random")),
     "int8": Variant(1, "AMXINT8"),
     "int4": Variant(1, "AMXINT4"),
+    "fp8": Variant(1, "FP8", weights="model-fp8"),  # the same numbers, see make_model.py
     "deferred2": Variant(0, extra=("--kt-max-deferred-experts-per-token", "2")),
     "stock32": Variant(32, environment=(("SGLANG_PLUGINS", "none"),)),  # mainline's own class, without our plugin
     "lora": Variant(0, adapters=("a", "b")),
@@ -81,7 +83,19 @@ VARIANTS = {
     "peer1": Variant(1, peer=True, extra=("--disable-prefill-cuda-graph",)),
     "peer32": Variant(32, peer=True, extra=("--disable-prefill-cuda-graph",)),
 }
-UNTIMED = {"random32", "stock32", "int8", "int4", "deferred2", "kt1", "kt128", "lora", "lora_experts", "lora_plain"}
+UNTIMED = {
+    "random32",
+    "stock32",
+    "int8",
+    "int4",
+    "fp8",
+    "deferred2",
+    "kt1",
+    "kt128",
+    "lora",
+    "lora_experts",
+    "lora_plain",
+}
 
 
 class Run:
@@ -172,7 +186,7 @@ class Run:
         environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **dict(variant.environment)}
         if variant.gpu_experts is not None:
             experts = 8 if self.args.tiny and variant.gpu_experts == 128 else variant.gpu_experts
-            arguments += ["--kt-weight-path", str(self.model), "--kt-method", variant.method]
+            arguments += ["--kt-weight-path", str(work / variant.weights), "--kt-method", variant.method]
             arguments += ["--kt-cpuinfer", str(threads or self.args.threads), "--kt-threadpool-count", "1"]
             arguments += ["--kt-num-gpu-experts", str(experts)]
             paths = [work / "peer", *paths] if variant.peer else [self.args.source, work / "plugin", *paths]
