@@ -1,7 +1,8 @@
 """Models on this machine by name: a registry of added or downloaded models, and folders to search.
 
 `resolve` maps what a user typed to a path: an existing path is used as it is, then registered names and their hub ids,
-then the folders of `paths.models` (FOLDER/NAME or FOLDER/OWNER/NAME); anything else is returned unchanged, for a hub.
+then the folders of `paths.models` (FOLDER/NAME or FOLDER/OWNER/NAME); a short name of `known_models.json` becomes the
+hub id that it stands for; anything else is returned unchanged, for a hub.
 The registry is `models.json` under XDG_DATA_HOME, changed under a lock. A registered model stays where it is; removing
 it deletes files only on request. Nothing here reads tensors, so shell completion can use it.
 """
@@ -10,12 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import difflib
 import fcntl
 import functools
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +71,64 @@ class Facts:
     experts: int | None = None  # routed experts per layer; None for dense models and GGUF
     top_k: int | None = None
     quantised: str | None = None
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A released model that has a short name."""
+
+    name: str
+    aliases: tuple[str, ...]
+    type: str  # family of transformers that computes it
+    shape: str | None  # of `ktransformers.plan`, None: not shipped
+    releases: Mapping[str, str]  # format of the experts -> hub id; the first is what the name stands for
+    unserved: str = ""  # why `kt serve` refuses it
+
+    @property
+    def repo(self) -> str:
+        return next(iter(self.releases.values()))
+
+    def format_of(self, name: str) -> str:
+        """The format of a release by hub id, of the first by any other name."""
+        formats = (word for word, repo in self.releases.items() if repo.lower() == name.lower())
+        return next(formats, next(iter(self.releases)))
+
+
+@functools.cache
+def known_models() -> tuple[KnownModel, ...]:
+    """The models of `known_models.json`, in its order."""
+    text = (resources.files("ktransformers") / "known_models.json").read_text()
+    return tuple(KnownModel(**entry | {"aliases": tuple(entry["aliases"])}) for entry in json.loads(text)["models"])
+
+
+def known_model(name: str) -> KnownModel | None:
+    """The known model of a short name or a hub id."""
+    lowered = name.lower()
+    for known in known_models():
+        if lowered in (known.name, *known.aliases, *(repo.lower() for repo in known.releases.values())):
+            return known
+    return None
+
+
+def known_names() -> list[str]:
+    """Short names and their aliases."""
+    return [name for known in known_models() for name in (known.name, *known.aliases)]
+
+
+def did_you_mean(given: str, names: Sequence[str]) -> str:
+    """`did you mean a or b?`; empty if no name is near."""
+    by_lower = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(given.lower(), by_lower, 3)
+    return f"did you mean {' or '.join(by_lower[name] for name in near)}?" if near else ""
+
+
+def name_hint(given: str) -> str:
+    """What to do about a name that no model on this machine has."""
+    if known_model(given) is not None:
+        return f"`kt model download {given}` fetches it"
+    names = [*complete(""), *known_names()]
+    listed = "`kt model list` and `kt model known` list the names"
+    return did_you_mean(given, names) or listed
 
 
 def registry_file() -> Path:
@@ -214,8 +276,9 @@ def all_models() -> list[Entry]:
 def find(name: str) -> Entry | None:
     """The model with this name or hub id on this machine; None if there is none."""
     lowered = name.lower()
+    known = known_model(name)
     for entry in entries():
-        if lowered in (entry.name.lower(), (entry.repo or "").lower()):
+        if lowered in (entry.name.lower(), (entry.repo or "").lower()) or _is_release(entry, known, name):
             if not entry.exists:
                 raise InputError(
                     "model",
@@ -229,13 +292,24 @@ def find(name: str) -> Entry | None:
     return next((entry for entry in models_in_folders() if entry.name.lower() == lowered), None)
 
 
+def _is_release(entry: Entry, known: KnownModel | None, name: str) -> bool:
+    """Whether the entry is a download of what a short name stands for; a hub id stands for itself alone."""
+    return known is not None and "/" not in name and entry.repo in known.releases.values()
+
+
 def resolve(name: str) -> str:
-    """The path of a known model; any other string unchanged."""
+    """The path of a model on this machine, or the hub id of a short name; any other string unchanged."""
     if name and not path_exists(name):
         entry = find(name)
         if entry is not None:
             return str(entry.path)
+        return _hub_id(name)
     return name
+
+
+def _hub_id(name: str) -> str:
+    known = None if "/" in name else known_model(name)
+    return name if known is None else known.repo
 
 
 def portable_name(name: str) -> str:
@@ -244,16 +318,18 @@ def portable_name(name: str) -> str:
         return name
     entry = find(name)
     if entry is None:
-        return name
+        return _hub_id(name)
     return entry.repo if entry.repo and entry.source == "huggingface" else str(entry.path)
 
 
 def complete(incomplete: str) -> list[str]:
-    """Names with this prefix, for shell completion; empty if the registry is broken."""
+    """Names with this prefix, for shell completion; short names once a letter is given; empty if the registry is
+    broken."""
     try:
         names = [entry.name for entry in all_models()]
     except (InputError, OSError):
         return []
+    names += [known.name for known in known_models() if known.name not in names] if incomplete else []
     return [name for name in names if name.lower().startswith(incomplete.lower())]
 
 

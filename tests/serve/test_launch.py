@@ -29,6 +29,7 @@ from ktransformers.serve.flags import (
     SUPPORTED_FLAGS,
     Launch,
     parse,
+    parse_run,
 )
 from ktransformers.serve.http.training import CheckpointWatch, TrainingLog
 from ktransformers.serve.launch import bind_socket, make_plan, open_service, with_environment
@@ -89,6 +90,27 @@ def test_launch_lines_of_guides_parse(line: str) -> None:
         assert options.kt_max_deferred_experts_per_token == 2
 
 
+@pytest.mark.parametrize("line", LINES)
+def test_run_takes_the_launch_lines_too(line: str) -> None:
+    """With a prompt anywhere that argparse can tell from the values of a flag."""
+    assert parse_run(line.split()).launch == parse(line.split())
+    asked = parse_run(["Why?", *line.split(), "--max-tokens", "7", "--temperature", "0", "--system", "Be brief."])
+    assert asked.launch == parse(line.split())
+    assert (asked.prompt, asked.max_tokens, asked.temperature, asked.system) == ("Why?", 7, 0.0, "Be brief.")
+
+
+def test_run_tells_model_and_prompt() -> None:
+    asked = parse_run(["--chunked-prefill-size", "64", "M", "-p", "8000", "Why?", "--gpu-experts", "3"])
+    assert (asked.launch.target, asked.prompt, asked.launch.port) == ("M", "Why?", 8000)
+    assert asked.launch.place == {"kt_num_gpu_experts": 3}
+    assert parse_run(["M"]).prompt is None and parse_run(["M"]).max_tokens == 512
+    for words, message in (([], "MODEL: given nothing"), (["M", "--max-tokens", "0"], "1 or more")):
+        with pytest.raises(InputError, match=message):
+            parse_run(words)
+    with pytest.raises(InputError, match="kt run: given unrecognized arguments: --wishes"):
+        parse_run(["M", "--wishes", "3"])
+
+
 def test_placement_flags_match_placement_options(tmp_path: Path) -> None:
     """The same names on the launch line and in a YAML file; the line overrides the file, and invalid values are
     refused before anything is loaded."""
@@ -123,7 +145,7 @@ def test_own_flags_parse() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("", "0 models"),
+        ("", "given nothing, expected one model"),
         ("M --model N", "2 models"),
         ("M --wishes 3", "wishes"),
         ("M --kt-method AMXINT3", "AMXINT4"),
@@ -182,7 +204,7 @@ def test_targets_resolve(model_directory: Path, adapters: dict[str, Path], tmp_p
         (str(tmp_path / "no.yaml"), "does not exist"),
         (str(tmp_path), r"without config\.json"),
         ("/no/where", "does not exist"),
-        ("word", "short names"),
+        ("word", "`kt model known`"),
     ):
         with pytest.raises(InputError, match=words):
             resolve_target(given)
@@ -342,6 +364,11 @@ def test_run_answers_and_exits(adapters: dict[str, Path]) -> None:
     done = python(KT, "run", adapters["one"], "Hello", "--max-tokens", "4", "--temperature", "0")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() and "tiny:one" in done.stderr
+    planned = python(KT, "run", adapters["one"], "--dry-run", "--port", "8000")
+    assert planned.returncode == 0 and [line.split()[0] for line in planned.stdout.splitlines()] == [
+        *("fits", "time", "memory", "command"),
+    ]
+    assert planned.stdout.splitlines()[-1].endswith(f"kt run {adapters['one']} --port 8000")
     wrong = python(KT, "run", adapters["one"], "Hi", "--adapter", "x")
     assert wrong.returncode == 1 and "kt: adapter: given x, expected one of one" in wrong.stderr
 

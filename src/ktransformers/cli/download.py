@@ -26,7 +26,7 @@ SOURCES = ("huggingface", "modelscope")
 
 
 def download(
-    repo: Annotated[str | None, typer.Argument(help="A hub id: OWNER/NAME.")] = None,
+    repo: Annotated[str | None, typer.Argument(help="A hub id, OWNER/NAME, or a name of `kt model known`.")] = None,
     local_dir: Annotated[
         Path | None, typer.Option("--local-dir", "-d", help="Where to put it. [default: NAME in paths.downloads]")
     ] = None,
@@ -51,8 +51,11 @@ def download(
     from ktransformers import model_registry, settings
 
     repo_id = ask.for_text("REPO", repo, "hub id (OWNER/NAME)", "a hub id such as allenai/OLMoE-1B-7B-0125", as_json)
+    known = model_registry.known_model(repo_id)
+    if known is not None and "/" not in repo_id:
+        repo_id = known.repo
     if repo_id.count("/") != 1 or not all(repo_id.split("/")):
-        raise InputError("REPO", repr(repo_id), "a hub id: OWNER/NAME")
+        raise InputError("REPO", repr(repo_id), "a hub id: OWNER/NAME", model_registry.name_hint(repo_id))
     config, default_name = settings.read(), repo_id.partition("/")[2]
     hub = source or config.download.source
     if hub not in SOURCES:

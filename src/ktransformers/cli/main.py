@@ -28,7 +28,7 @@ from ktransformers.cli.plan import plan
 from ktransformers.cli.prove import prove
 from ktransformers.cli.quant import quant
 from ktransformers.cli.quiet import add_quiet
-from ktransformers.cli.run import run
+from ktransformers.cli.run import RUN_CONTEXT, run
 from ktransformers.cli.serve import SERVE_CONTEXT, serve
 from ktransformers.cli.train import sft, train
 from ktransformers.cli.version import version
@@ -67,7 +67,7 @@ app.command()(microbench)
 app.command()(plan)
 app.command()(prove)
 app.command()(quant)
-app.command()(run)
+app.command(context_settings=RUN_CONTEXT)(run)
 app.command(context_settings=SERVE_CONTEXT)(serve)
 app.command()(train)
 app.command()(version)

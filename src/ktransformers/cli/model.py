@@ -18,7 +18,7 @@ from ktransformers.cli.sizes import gigabytes
 from ktransformers.errors import InputError
 
 if TYPE_CHECKING:
-    from ktransformers.model_registry import Entry
+    from ktransformers.model_registry import Entry, KnownModel
 
 model = typer.Typer(name="model", help="The models of this machine.", no_args_is_help=True)
 
@@ -89,6 +89,55 @@ def list_models(
                 for entry in documents
             ]
         )
+
+
+@model.command()
+def known(as_json: Json = False) -> None:
+    """List released models that have a short name: hub ids, and the memory to serve each."""
+    from ktransformers.model_registry import known_models
+
+    documents = [_known_document(entry) for entry in known_models()]
+    if as_json:
+        print(json.dumps(documents, indent=2))
+        return
+    heads = [["NAME", "HOST MEMORY", "IN INT4", "GPU", "FORMATS", "HUB ID"]]
+    print_columns(
+        heads
+        + [
+            [
+                entry["name"],
+                *(_memory_cell(entry["memory"], word) for word in ("host", "host_int4", "gpu")),
+                ", ".join(entry["releases"]),
+                next(iter(entry["releases"].values())) + (" (not served)" if entry["unserved"] else ""),
+            ]
+            for entry in documents
+        ]
+    )
+    print("memory as `kt plan` has it for one sequence of 8192 tokens; -: it is planned once config.json is here")
+    for entry in documents:
+        if entry["unserved"]:
+            print(f"{entry['name']} is trained, and `kt serve` refuses it: {entry['unserved']}")
+
+
+def _memory_cell(memory: dict[str, int] | None, word: str) -> str:
+    return "-" if memory is None else gigabytes(memory[word])
+
+
+def _known_document(entry: KnownModel) -> dict[str, Any]:
+    """A known model with the memory that it needs at least: experts in host memory as released and in int4, streamed
+    to a GPU with the rest."""
+    from ktransformers.plan import Choice, Serving, open_shape, profile
+    from ktransformers.plan.memory import predict_memory
+
+    fields = dataclasses.asdict(entry) | {"memory": None}
+    if entry.shape is None:
+        return fields
+    shape, machine = open_shape(entry.repo), profile("amx16-h200")
+    released, small = (
+        predict_memory(shape, Serving(), Choice(word, 1, policy="stream"), machine) for word in (shape.stored, "int4")
+    )
+    memory = {"host": released.host_bytes, "host_int4": small.host_bytes, "gpu": released.gpu_bytes[0]}
+    return fields | {"memory": memory}
 
 
 @model.command()
@@ -213,7 +262,7 @@ def _shape_document(path: Path) -> dict[str, Any] | None:
 
 def find_entry(given: str) -> Entry:
     """The registry entry of a name, or a new one for a path."""
-    from ktransformers.model_registry import Entry, default_name, find, is_model
+    from ktransformers.model_registry import Entry, default_name, find, is_model, name_hint
 
     path = Path(given).expanduser()
     if is_model(path):
@@ -221,7 +270,8 @@ def find_entry(given: str) -> Entry:
         return registered or Entry(default_name(path.absolute()), path.absolute())
     entry = find(given)
     if entry is None:
-        raise InputError("model", repr(given), "a name of `kt model list`, a model's folder, or a .gguf file")
+        expected = "a name of `kt model list`, a model's folder, or a .gguf file"
+        raise InputError("model", repr(given), expected, name_hint(given))
     return entry
 
 

@@ -1,11 +1,16 @@
-"""`kt run`: serves a model, or answers one prompt, with settings chosen for this machine."""
+"""`kt run`: serves a model, or answers one prompt, with settings chosen for this machine.
+
+It takes every flag of `kt serve`, which `serve/flags.py` parses instead of typer; typer has those of all verbs.
+"""
 
 from __future__ import annotations
 
 import json
+import shlex
 import threading
 import time
-from typing import Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,76 +21,89 @@ from ktransformers.cli.progress import log
 from ktransformers.cli.verbose import Verbose
 from ktransformers.errors import InputError, KTError
 
+if TYPE_CHECKING:
+    from ktransformers.serve.flags import RunLine
+
+RUN_CONTEXT = {"ignore_unknown_options": True, "help_option_names": []}
+
 
 def run(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A directory, a name of `kt model list`, a hub id, or a training output.",
-            autocompletion=complete_names,
-        ),
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MODEL] [PROMPT] [FLAGS]", autocompletion=complete_names, show_default=False),
     ] = None,
-    prompt: Annotated[str | None, typer.Argument(help="Answer this and exit; without it, serve.")] = None,
-    adapter: Annotated[str | None, typer.Option(help="Name of the adapter to ask; a training output's own.")] = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="At most that many tokens of answer.")] = 512,
-    temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0 is greedy. [default: model's]")] = None,
-    host: Annotated[str | None, typer.Option("--host", "-H", help="Where to serve. [default: server.host]")] = None,
-    port: Annotated[int | None, typer.Option("--port", "-p", help="Where to serve. [default: server.port]")] = None,
-    cpu_threads: Annotated[int | None, typer.Option(min=1, help="Threads of the experts. [default: chosen]")] = None,
-    kt_place: Annotated[
-        str | None,
-        typer.Option(
-            help="Mode of the experts: auto, cpu, resident, host_callback, stream, stream_all or split. "
-            "[default: KT_PLACE, then auto]"
-        ),
-    ] = None,
-    gpu_experts: Annotated[
-        int | None, typer.Option("--gpu-experts", "--kt-num-gpu-experts", min=0, help="Experts of a layer on the GPU.")
-    ] = None,
-    gpus: Annotated[
-        int | None, typer.Option("--tensor-parallel-size", "--tp", min=1, help="GPUs that layers are distributed over.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Run even if the plan says that it does not fit.")] = False,
     no_verify: NoVerify = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
     verbose: Verbose = False,
 ) -> None:
     """Serve a model on this machine, or answer one prompt and exit."""
-    model = ask.for_model(model, as_json)
-    from ktransformers.cli.serve import show_plan
+    from ktransformers.serve.flags import names_model, parse_run
+
+    given = list(words or [])
+    if not names_model(given):
+        given.insert(0, ask.for_model(None, as_json))
+    line = parse_run(given)
     from ktransformers.openmp import limit_spinning
-    from ktransformers.serve.flags import Launch
 
     limit_spinning()  # before torch is imported, with what follows
     from ktransformers.cli.library_output import library_output
-    from ktransformers.serve.launch import make_plan, open_service, serve
+    from ktransformers.cli.serve import show_plan
+    from ktransformers.serve.launch import serve
+
+    if line.dry_run:
+        with library_output():
+            _show_launch(line, given, as_json)
+        return
+    if line.prompt is None:
+        if as_json:
+            raise InputError("json", "without a prompt", "a prompt", "a server's answers are JSON already: /v1")
+        with library_output():
+            serve(line.launch, log, show_plan)
+        return
+    with library_output():
+        _answer_prompt(line, as_json)
+
+
+def _show_launch(line: RunLine, words: list[str], as_json: bool) -> None:
+    """The command and its plan."""
+    from ktransformers.cli.plan import summary_rows
+    from ktransformers.plan.document import plan_document
+    from ktransformers.serve.launch import make_plan
     from ktransformers.serve.target import resolve_target
     from ktransformers.serve.yaml_keys import with_yaml_keys
 
-    placement_options = {"kt_place": kt_place, "kt_num_gpu_experts": gpu_experts}
-    place = {name: value for name, value in placement_options.items() if value is not None}
-    if prompt is None:
-        if as_json:
-            raise InputError("json", "without a prompt", "a prompt", "a server's answers are JSON already: /v1")
-        options = Launch(model, host=host, port=port, threads=cpu_threads, force=force, gpus=gpus, place=place)
-        with library_output():
-            serve(options, log, show_plan)
+    target = resolve_target(line.launch.target)
+    launch = with_yaml_keys(replace(line.launch, force=True), target.keys)
+    plan = make_plan(launch, target, log, lambda _: None)
+    command = shlex.join(["kt", "run", *(word for word in words if word != "--dry-run")])
+    if as_json:
+        print(json.dumps({"command": command, "plan": None if plan is None else plan_document(plan)}, indent=2))
         return
-    target = resolve_target(model)
-    adapters = [name for name, _ in target.adapters]
-    if adapter is not None and adapter not in adapters:
-        raise InputError(
-            "adapter", adapter, f"one of {', '.join(adapters) or 'none: this is a model without adapters'}"
-        )
-    line = Launch(model, max_running_requests=1, threads=cpu_threads, force=force, gpus=gpus, place=place)
-    launch = with_yaml_keys(line, target.keys)
-    with library_output():
-        plan = make_plan(launch, target, log, show_plan)
-        service = open_service(launch, target, log, plan)
-        adapter_name = adapter or (adapters[0] if adapters else None)
-        name = service.registry.served if adapter_name is None else f"{service.registry.served}:{adapter_name}"
-        _answer(service, name, prompt, system, max_tokens, temperature, as_json)
+    for name, value in [] if plan is None else summary_rows(plan):
+        print(f"{name:<8} {value}")
+    print(f"{'command':<8} {command}")
+
+
+def _answer_prompt(line: RunLine, as_json: bool) -> None:
+    from ktransformers.cli.serve import show_plan
+    from ktransformers.serve.launch import make_plan, open_service
+    from ktransformers.serve.target import resolve_target
+    from ktransformers.serve.yaml_keys import with_yaml_keys
+
+    for note in line.launch.notes:
+        log(f"accepted without effect: {note}")
+    target = resolve_target(line.launch.target)
+    adapters = [name for name, _ in (*target.adapters, *line.launch.lora_paths)]
+    if line.adapter is not None and line.adapter not in adapters:
+        expected = f"one of {', '.join(adapters) or 'none: this is a model without adapters'}"
+        raise InputError("adapter", line.adapter, expected)
+    launch = with_yaml_keys(replace(line.launch, max_running_requests=1), target.keys)
+    plan = make_plan(launch, target, log, show_plan)
+    service = open_service(launch, target, log, plan)
+    adapter = line.adapter or (adapters[0] if adapters else None)
+    name = service.registry.served if adapter is None else f"{service.registry.served}:{adapter}"
+    assert line.prompt is not None
+    _answer(service, name, line.prompt, line.system, line.max_tokens, line.temperature, as_json)
 
 
 def _answer(

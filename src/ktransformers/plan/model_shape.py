@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktransformers.errors import InputError
 from ktransformers.files import short as shown
+from ktransformers.model_registry import did_you_mean, known_model, known_names
 
 if TYPE_CHECKING:
     from ktransformers.checkpoint import ExpertTensors, Shards
@@ -41,6 +42,11 @@ FORMAT_BY_ENDING = {
     "weight_global_scale": "nvfp4",
     "weight_packed": "int4",
 }  # by ending
+
+# Model types whose router adds a number to the score of every expert, and those whose queries and keys are normalised
+# over all heads at once.
+CORRECTED_ROUTERS = ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm_moe_dsa", "minimax_m2")
+FULL_WIDTH_NORMS = ("minimax_m2", "olmoe")
 
 
 @dataclass(frozen=True)
@@ -127,9 +133,19 @@ def open_shape(model: str) -> ModelShape:
             stored, size = (document["stored"], document.get("checkpoint_bytes", 0)) if released else ("bf16", 0)
             shape = shape_from_config(document["config"], short, stored=stored)
             return replace(shape, checkpoint_bytes=size, published=tuple(document["published"]))
-    raise InputError(
-        "MODEL", model, "a folder with config.json, or one of " + ", ".join(known), "config.json alone is enough"
-    )
+    released_as = known_model(model)
+    if released_as is not None and released_as.shape is not None:
+        document = known[released_as.shape]
+        return shape_from_config(document["config"], released_as.shape, stored=released_as.format_of(model))
+    if released_as is not None:
+        raise InputError(
+            "MODEL",
+            f"{model}, whose shape is not shipped",
+            "its config.json",
+            f"`kt model download {model}` fetches it",
+        )
+    hint = did_you_mean(model, (*known, *known_names())) or "config.json alone is enough"
+    raise InputError("MODEL", model, "a folder with config.json, or one of " + ", ".join(known), hint)
 
 
 def _number(text_config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
@@ -169,6 +185,15 @@ class _Attention:
     cache: int
 
 
+def _indexer(text_config: Mapping[str, Any]) -> tuple[LinearShape, ...]:
+    """Projections of the module that selects keys (DeepSeek-V3.2, GLM-5): its queries, key and weights of heads."""
+    if not text_config.get("index_n_heads"):
+        return ()
+    heads, size = _number(text_config, "index_n_heads"), _number(text_config, "index_head_dim")
+    hidden, low = _number(text_config, "hidden_size"), _number(text_config, "q_lora_rank")
+    return LinearShape(low, heads * size), LinearShape(hidden, size), LinearShape(hidden, heads)
+
+
 def _attention(text_config: Mapping[str, Any]) -> _Attention:
     hidden, heads = _number(text_config, "hidden_size"), _number(text_config, "num_attention_heads")
     if text_config.get("kv_lora_rank"):  # latent attention
@@ -181,10 +206,11 @@ def _attention(text_config: Mapping[str, Any]) -> _Attention:
         keys = (LinearShape(hidden, latent + rope), LinearShape(latent, heads * (nope + value)))
         out = LinearShape(heads * value, hidden)
         width = 2 * queries + heads * 2 * value + latent + rope + (int(low) if low else 0)
-        norms = latent + (int(low) if low else 0)
+        index = _indexer(text_config)
+        norms = latent + (int(low) if low else 0) + (2 * index[1].outputs if index else 0)
         # `kt serve` keeps expanded keys and values (serve/engine/kv_cache.py), not the latent.
         scores = cache = heads * (nope + rope + value)
-        return _Attention((*query, *keys, out), norms, width, scores, cache)
+        return _Attention((*query, *keys, out, *index), norms, width, scores, cache)
     size = _number(text_config, "head_dim", default=hidden // heads)
     pairs = _number(text_config, "num_key_value_heads", default=heads)
     linears = (
@@ -193,7 +219,13 @@ def _attention(text_config: Mapping[str, Any]) -> _Attention:
         LinearShape(hidden, pairs * size),
         LinearShape(heads * size, hidden),
     )
-    norms = 2 * size if str(text_config.get("model_type", "")).startswith(("qwen3", "glm4_moe")) else 0
+    norms = (
+        (heads + pairs) * size
+        if str(text_config.get("model_type")) in FULL_WIDTH_NORMS
+        else 2 * size
+        if str(text_config.get("model_type", "")).startswith(("qwen3", "glm4_moe"))
+        else 0
+    )
     return _Attention(linears, norms, 2 * heads * size + 2 * pairs * size, heads * 2 * size, 2 * pairs * size)
 
 
@@ -218,7 +250,7 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
     shared = _number(text_config, "n_shared_experts", "moe_num_shared_experts", default=0) * inner
     shared += _number(text_config, "shared_expert_intermediate_size", default=0)
     dense = _number(text_config, "intermediate_size", default=0) if sparse < layers else 0
-    correction = experts if str(text_config.get("model_type")) in ("deepseek_v3", "kimi_k2", "glm4_moe") else 0
+    correction = experts if str(text_config.get("model_type")) in CORRECTED_ROUTERS else 0
     gate = hidden if text_config.get("shared_expert_intermediate_size") else 0
     per_layer = sum(linear.inputs * linear.outputs for linear in attention.linears) + attention.norms + 2 * hidden
     rest = layers * per_layer + hidden  # the last norm

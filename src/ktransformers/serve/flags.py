@@ -1,5 +1,6 @@
 """Every flag of `kt serve` in one place: ours, those of SGLang's launch lines that have an effect here, and those that
-have none, each with the note that is printed once. docs/serve.md has the same tables.
+have none, each with the note that is printed once. docs/serve.md has the same tables. `kt run` has all of them and a
+few of its own (`RUN_FLAGS`).
 
 `kt serve --help` imports this module, so it imports nothing heavy. An unknown flag is an error; so is a known flag that
 requests an unsupported feature, if ignoring it would change results.
@@ -36,7 +37,12 @@ PLACEMENT_FLAGS = (
         "where experts are computed: auto, cpu, resident, host_callback, stream, stream_all, split; "
         "default: KT_PLACE, then auto",
     ),
-    Flag(("--kt-num-gpu-experts",), "kt_num_gpu_experts", "experts of each layer that stay on the GPU", int),
+    Flag(
+        ("--kt-num-gpu-experts", "--gpu-experts"),
+        "kt_num_gpu_experts",
+        "experts of each layer that stay on the GPU",
+        int,
+    ),
     Flag(
         ("--kt-gpu-experts-ratio",),
         "kt_gpu_experts_ratio",
@@ -54,7 +60,7 @@ PLACEMENT_FLAGS = (
         "statistics for frequency: our JSON or safetensors, or kt-kernel's .pt",
     ),
     Flag(
-        ("--kt-gpu-prefill-token-threshold",),
+        ("--kt-gpu-prefill-token-threshold", "--kt-gpu-prefill-threshold"),
         "kt_gpu_prefill_token_threshold",
         "batches of at least so many tokens stream all experts to the GPU",
         int,
@@ -89,8 +95,8 @@ SUPPORTED_FLAGS = (
     Flag(("--model", "--model-path"), "model_flag", "the same as MODEL"),
     Flag(("--lora-paths",), "lora_paths", "adapters to load: NAME=DIR, or DIR alone", metavar="NAME=DIR", many=True),
     Flag(("--served-model-name",), "served_model_name", "what requests call the base; default: the directory's name"),
-    Flag(("--host",), "host", "address to listen on; default: 127.0.0.1, this machine alone"),
-    Flag(("--port",), "port", "port to listen on; default: 30000", int),
+    Flag(("--host", "-H"), "host", "address to listen on; default: 127.0.0.1, this machine alone"),
+    Flag(("--port", "-p"), "port", "port to listen on; default: 30000", int),
     Flag(("--api-key",), "api_key", "requests must send this key"),
     Flag(
         ("--allowed-hosts",),
@@ -138,10 +144,14 @@ SUPPORTED_FLAGS = (
     Flag(("--dtype",), "dtype", "auto, bfloat16, float16 or float32: everything but the experts", str, "auto"),
     Flag(("--device",), "device", "cpu or cuda: everything but the experts; default: cuda where there is one"),
     Flag(("--chat-template",), "chat_template", "a file with a Jinja template in place of the base model's"),
-    Flag(("--kt-cpuinfer",), "threads", "threads of the experts; default: chosen by the machine", int),
+    Flag(("--kt-cpuinfer", "--cpu-threads"), "threads", "threads of the experts; default: chosen by the machine", int),
     Flag(("--kt-threadpool-count",), "groups", "groups of threads, one per NUMA node; default: all nodes", int),
     Flag(("--kt-expert-lora-path", "--kt-lora-path"), "always_on", "an adapter whose experts apply to every request"),
-    Flag(("--kt-weight-path",), "experts", "where the experts come from: packed, GGUF or kt-kernel's files"),
+    Flag(
+        ("--kt-weight-path", "--weights-path"),
+        "experts",
+        "where the experts come from: packed, GGUF or kt-kernel's files",
+    ),
     Flag(("--kt-method",), "method", "format of the experts; see docs/serve.md"),
     Flag(
         ("--deterministic", "--enable-deterministic-inference"),
@@ -171,6 +181,15 @@ SUPPORTED_FLAGS = (
     Flag(("--force",), "force", "serve even if the plan says that it does not fit", bool),
 )
 
+# What `kt run` has besides: an answer to one prompt.
+RUN_FLAGS = (
+    Flag(("--adapter",), "adapter", "name of the adapter to ask; default: a training output's own"),
+    Flag(("--system",), "system", "system message"),
+    Flag(("--max-tokens",), "max_tokens", "at most that many tokens of answer", int, 512),
+    Flag(("--temperature",), "temperature", "0 is greedy; default: the model's", float),
+    Flag(("--dry-run",), "dry_run", "print the plan and the command of the server, load nothing", bool),
+)
+
 # Names of formats in earlier guides -> the format of `kt quant`; None: experts stay as released.
 KT_METHODS: dict[str, str | None] = {
     "BF16": "bf16",
@@ -192,6 +211,7 @@ IGNORED_SWITCHES: dict[str, str] = {  # take no value
     "--trust-remote-code": "models are those of transformers, no code is fetched",
     "--enable-mixed-chunk": "prefill and decode always share a batch",
     "--enable-p2p-check": "GPUs exchange hidden states through torch",
+    "--enable-shared-experts-fusion": "shared experts are computed as the model has them",
     "--disable-shared-experts-fusion": "shared experts are computed as the model has them",
     "--enable-lora": "adapters are always enabled",
     "--disable-radix-cache": "prefixes are cached per KV slot",
@@ -203,6 +223,7 @@ IGNORED_SWITCHES: dict[str, str] = {  # take no value
 }
 IGNORED_OPTIONS: dict[str, str] = {  # take one value
     "--kt-numa-nodes": "nodes are detected; --kt-threadpool-count limits them",
+    "--numa-nodes": "nodes are detected; --kt-threadpool-count limits them",
     "--attention-backend": "attention is torch's own",
     "--prefill-attention-backend": "attention is torch's own",
     "--decode-attention-backend": "attention is torch's own",
@@ -277,26 +298,27 @@ class Launch:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
-        raise InputError("kt serve", message, "flags as in docs/serve.md", "`kt serve --help` lists them")
+        raise InputError(self.prog, message, "flags as in docs/serve.md", f"`{self.prog} --help` lists them")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="kt serve", description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
+    return _add_launch_flags(_Parser(prog="kt serve", description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False))
+
+
+def make_run_parser() -> argparse.ArgumentParser:
+    parser = _add_launch_flags(_Parser(prog="kt run", description=_RUN_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False))
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="answer this and exit; without it, serve")
+    for flag in RUN_FLAGS:
+        _add_flag(parser, flag)
+    for name, text in (("--json", "print the answer as one JSON document"), ("--quiet", "no progress and no notes")):
+        parser.add_argument(name, action="store_true", help=text)  # taken by `kt`, here for --help
+    return parser
+
+
+def _add_launch_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("target", nargs="?", metavar="MODEL", help="a model, a training output, or its YAML file")
     for flag in SUPPORTED_FLAGS:
-        if flag.kind is bool:
-            parser.add_argument(*flag.names, dest=flag.field, action="store_true", help=flag.help)
-            continue
-        metavar = flag.metavar or flag.field.removesuffix("_flag").upper()
-        parser.add_argument(
-            *flag.names,
-            dest=flag.field,
-            type=flag.kind,
-            default=flag.default,
-            help=flag.help + (f"; default: {flag.default}" if flag.default is not None else ""),
-            metavar=metavar,
-            **({"nargs": "+", "action": "extend"} if flag.many else {}),  # type: ignore[arg-type]
-        )
+        _add_flag(parser, flag)
     for name in IGNORED_SWITCHES:
         parser.add_argument(name, action="append_const", const=name, dest="moot", help=argparse.SUPPRESS)
     for name in IGNORED_OPTIONS:
@@ -304,15 +326,71 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_flag(parser: argparse.ArgumentParser, flag: Flag) -> None:
+    if flag.kind is bool:
+        parser.add_argument(*flag.names, dest=flag.field, action="store_true", help=flag.help)
+        return
+    parser.add_argument(
+        *flag.names,
+        dest=flag.field,
+        type=flag.kind,
+        default=flag.default,
+        help=flag.help + (f"; default: {flag.default}" if flag.default is not None else ""),
+        metavar=flag.metavar or flag.field.removesuffix("_flag").upper(),
+        **({"nargs": "+", "action": "extend"} if flag.many else {}),  # type: ignore[arg-type]
+    )
+
+
 _DESCRIPTION = "Serve a model over the OpenAI API: the base and any number of adapters, chosen by each request."
+_RUN_DESCRIPTION = "Serve a model as `kt serve` does, or answer one PROMPT and exit."
 _EPILOG = "SGLang's other flags are accepted and ignored; docs/serve.md lists them with the reasons."
 
 
+@dataclass(frozen=True)
+class RunLine:
+    """The options of a line of `kt run`."""
+
+    launch: Launch
+    prompt: str | None
+    adapter: str | None
+    system: str | None
+    max_tokens: int
+    temperature: float | None
+    dry_run: bool
+
+
 def parse(words: Sequence[str]) -> Launch:
-    options = vars(make_parser().parse_args(list(words)))
+    return _make_launch(vars(make_parser().parse_args(list(words))), "kt serve")
+
+
+def parse_run(words: Sequence[str]) -> RunLine:
+    """MODEL, PROMPT and flags in any order."""
+    options = vars(make_run_parser().parse_intermixed_args(list(words)))
+    for name in ("json", "quiet"):
+        options.pop(name)
+    if options["model_flag"] and options["target"] and options["prompt"] is None:
+        options["target"], options["prompt"] = None, options["target"]  # --model M PROMPT
+    own = {name: options.pop(name) for name in ("prompt", *(flag.field for flag in RUN_FLAGS))}
+    if own["max_tokens"] < 1:
+        raise InputError("max-tokens", own["max_tokens"], "1 or more")
+    if own["temperature"] is not None and not 0 <= own["temperature"] <= 2:
+        raise InputError("temperature", own["temperature"], "0 to 2")
+    return RunLine(_make_launch(options, "kt run"), **own)
+
+
+def names_model(words: Sequence[str]) -> bool:
+    """Whether a line of `kt serve` or `kt run` names a model."""
+    options = make_run_parser().parse_intermixed_args(list(words))
+    return bool(options.target or options.model_flag)
+
+
+def _make_launch(options: dict[str, Any], program: str) -> Launch:
+    """The launch that parsed flags ask for."""
     targets = [name for name in (options.pop("target"), options.pop("model_flag")) if name]
     if len(targets) != 1:
-        raise InputError("MODEL", f"{len(targets)} models", "one", "kt serve MODEL, or --model MODEL")
+        given = "nothing" if not targets else f"{len(targets)} models"
+        expected = "one model: a folder, a name of `kt model list` or `kt model known`, a hub id or a YAML file"
+        raise InputError("MODEL", given, expected, f"{program} MODEL, or --model MODEL")
     notes = [f"{name}: {IGNORED_SWITCHES[name]}" for name in dict.fromkeys(options.pop("moot") or [])]
     for name, reason in IGNORED_OPTIONS.items():
         value = options.pop(f"moot {name}")

@@ -4,8 +4,8 @@ inference.
 A training output is an adapter and names its base; a training YAML names both; an inference YAML (`infer_backend:
 ktransformers`) has adapter_name_or_path. In each case the base is served with the adapter beside it, under the name of
 its directory. If training read experts from elsewhere (`kt_weight_path`), the same experts are served, because others
-would give other results. A model may be a directory, a name of `kt model list`, a hub id, or one of the short names
-below.
+would give other results. A model may be a directory, a name of `kt model list`, a hub id, or a short name of
+`kt model known`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,6 @@ from ktransformers.checkpoint.snapshot import fetch_snapshot
 from ktransformers.errors import InputError
 from ktransformers.files import path_exists, read_json_object, read_yaml_mapping
 from ktransformers.serve.yaml_keys import check_keys, flat_keys
-
-SHORT_NAMES = {
-    "qwen3-30b": "Qwen/Qwen3-30B-A3B-Instruct-2507",
-    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B-Instruct-2507",
-    "qwen3-235b": "Qwen/Qwen3-235B-A22B-Instruct-2507",
-    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite-Chat",
-    "gpt-oss-20b": "openai/gpt-oss-20b",
-    "olmoe": "allenai/OLMoE-1B-7B-0125-Instruct",
-}
 
 
 @dataclass(frozen=True)
@@ -68,25 +59,20 @@ def resolve_target(given: str) -> Target:
 def locate_model(given: str) -> Path:
     """The directory of a model given by path (of a directory or a GGUF file), registered name or hub id; a hub id is
     downloaded."""
-    path = model_directory(Path(model_registry.resolve(given)).expanduser())
+    name = model_registry.resolve(given)
+    path = model_directory(Path(name).expanduser())
     if path_exists(path) and path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError("model", f"{given}, a folder without config.json", "a model or a training output")
         return path
-    name = SHORT_NAMES.get(given.lower(), given)
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
-        raise InputError(
-            "model", f"{given}, which does not exist", "a folder, a hub id or a short name", _short_names()
-        )
+        hint = model_registry.name_hint(given)
+        raise InputError("model", f"{given}, which does not exist", "a folder, a hub id or a short name", hint)
     try:
         return fetch_snapshot(name)
     except Exception as error:  # the hub client raises many types
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError("model", f"{given} ({reason})", "a folder, or a hub id that can be fetched") from error
-
-
-def _short_names() -> str:
-    return f"short names are {', '.join(sorted(SHORT_NAMES))}"
 
 
 def _base_name(given: str) -> str:

@@ -46,13 +46,15 @@ ATTENTION_IMPLEMENTATIONS = {
 def locate_model(settings: ModelSettings, *, download: bool) -> Path | None:
     """The model's directory; None if it is on the hub and must not be downloaded now."""
     name = settings.model_name_or_path
-    path = model_directory(Path(model_registry.resolve(name)))
+    name = model_registry.resolve(name)
+    path = model_directory(Path(name))
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError("model_name_or_path", f"{name}, a folder without config.json", "a model's folder")
         return path
     if name.startswith(("/", ".", "~")) or name.count("/") != 1:
-        raise InputError("model_name_or_path", f"{name}, which does not exist", "a model's folder, or a hub id")
+        hint = model_registry.name_hint(name)
+        raise InputError("model_name_or_path", f"{name}, which does not exist", "a model's folder, or a hub id", hint)
     options: Any = {"revision": settings.model_revision, "cache_dir": settings.cache_dir}
     try:
         return fetch_snapshot(name, local_files_only=not download, **options)
