@@ -1,8 +1,8 @@
 """`kt` as a loop sees it, without models: each verb writes the files and prints the document that the real one would.
 
 Every call is noted in $CALLS. `train` stops half-way, after a checkpoint, for as long as $HALT exists, and takes $SLOW
-seconds. $BROKEN names what fails: eval, prove (it dies) or verdict (it says that nothing is proven). Verbs import what
-they need themselves: a loop starts ten of them, the tests hundreds.
+seconds. $BROKEN names what fails: eval, prove (it dies), verdict (it says that nothing is proven), or training with one
+learning rate (lr0.5). Verbs import what they need themselves: a loop starts ten of them, the tests hundreds.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ def train(words: list[str]) -> None:
     output, steps = Path(keys["output_dir"]), int(keys["max_steps"])
     output.mkdir(parents=True, exist_ok=True)
     say(f"step 1/{steps}  loss 3")
+    if os.environ.get("BROKEN") == f"lr{keys['learning_rate']}":
+        sys.exit("diverged")
     tell("Training", 1, steps, {"loss": 3.0, "tokens_per_second": 200.0, "memory": 2e9})
     time.sleep(float(os.environ.get("SLOW", "0")))  # long enough to be drawn
     (output / "checkpoint-1").mkdir(exist_ok=True)
@@ -66,16 +68,20 @@ def evaluate(words: list[str]) -> None:
         sys.exit("no evaluation")
     out = Path(option(words, "--out"))
     if "--compare" in words:
-        line = {"metric": "style", "runs": [{"value": 0.0}, {"value": 80.0}], "differences": [{"p": 0.001}]}
+        runs = words[1 : words.index("--out")]
+        adapters = range(len(runs) - 1)
+        values = [{"value": 0.0}, *({"value": 80.0 + index} for index in adapters)]
+        line = {"metric": "style", "runs": values, "differences": [{"p": 0.001} for _ in adapters]}
         line |= {"more_is_better": True}
-        cost = {**line, "metric": "perplexity", "runs": [{"value": 5.0}, {"value": 6.0}], "more_is_better": False}
+        costs = [{"value": 5.0}, *({"value": 6.0} for _ in adapters)]
+        cost = {**line, "metric": "perplexity", "runs": costs, "more_is_better": False}
         sample = {"prompt": "Why?", "answers": ["So.", "Nya."]}
         words_task = {"task": "persona", "unrelated": False, "primary": "style", "samples": [sample]}
         words_task |= {"lines": [line, {**line, "metric": "bleu-1"}]}
         other = {"task": "stories", "unrelated": True, "primary": "perplexity", "samples": [], "lines": [cost]}
         for kind in ("md", "json", "html"):
             (out / f"report.{kind}").write_text("{}")
-        say(json.dumps({"tasks": [other, words_task]}))
+        say(json.dumps({"runs": runs, "tasks": [other, words_task]}))
         return
     name = "base"
     if words[0].startswith("http"):

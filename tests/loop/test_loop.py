@@ -217,7 +217,7 @@ def test_report_has_metrics_answers_and_proof(place: Path) -> None:
     shown = "\n".join(terminal_lines(report))
     for wanted in ("+80.0**", "unrelated: what it cost", "kt serve", "kt chat"):
         assert wanted in shown
-    assert shown.endswith(f"Report: {place}/run/eval/report.html")
+    assert shown.endswith(f"Report: {place}/run/report.html")
     assert report.answers == (AnswerPair("Why?", "So.", "Nya."), AnswerPair("Why?", "So.", "Nya."))
     assert answer_lines(report.answers[0], "neko") == ["asked  Why?", "base   So.", "neko   Nya."]
     details = "\n".join(detail_lines(report))

@@ -64,7 +64,7 @@ Talk to it:
   kt serve RUN/neko
   kt chat --model model:neko      (in another terminal)
 
-Report: RUN/eval/report.html"""
+Report: RUN/report.html"""
 
 
 @pytest.fixture

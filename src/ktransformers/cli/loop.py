@@ -1,19 +1,22 @@
 """`kt loop`: a YAML file becomes a served, proven and evaluated adapter; stages whose inputs did not change are
-skipped. `loop_view.py` shows it."""
+skipped. With `--sweep` every combination of values is one run, and one report compares them. `loop_view.py` shows both.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ktransformers.cli.progress import is_quiet
 
 if TYPE_CHECKING:
+    from ktransformers.loop.run import StageStatus
     from ktransformers.loop.settings import Loop
 
 
@@ -21,6 +24,13 @@ def loop(
     file: Annotated[Path, typer.Argument(help="A YAML file of a loop; docs/loop.md has its keys.", show_default=False)],
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that win, as train.minutes=2.")
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE,VALUE",
+            help="Train every combination: --sweep rank=8,16 lr=1e-4,5e-5. Keys of kt train, or their short names.",
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the stages that would run, and their commands.")
@@ -32,11 +42,12 @@ def loop(
 ) -> None:
     """Make or open a model, train it, ask it, prove it, evaluate base and adapter as they are served, and report."""
     from ktransformers.cli.loop_view import choose_stages
-    from ktransformers.loop.report import answer_lines, detail_lines, make_report, terminal_lines
     from ktransformers.loop.run import Runner
     from ktransformers.loop.settings import read_loop
 
-    settings = read_loop(file, words or [])
+    settings = read_loop(*_split_words([str(file), *(words or [])], sweep or []))
+    if settings.sweep:
+        _check_recipes(settings)
     if dry_run:
         _print_preview(settings, as_json)
         return
@@ -51,15 +62,64 @@ def loop(
         raise typer.Exit(130) from None
     finally:
         stages.close()
-    report = make_report(settings, steps)
+    make = _report_sweep if settings.sweep else _report_run
+    document, lines, failures = make(settings, steps, stages.answered, verbose)
     if as_json:
-        print(json.dumps(report.as_json() | {"seconds": round(time.perf_counter() - began, 1)}, indent=2))
+        print(json.dumps(document | {"seconds": round(time.perf_counter() - began, 1)}, indent=2))
     else:
-        samples = [] if stages.answered or not report.answers else answer_lines(report.answers[0], report.name)
-        print("\n".join([*samples, *terminal_lines(report), *(["", *detail_lines(report)] if verbose else [])]))
-    if report.proven is False:
-        print(f"kt: {report.proof}", file=sys.stderr)
+        print("\n".join(lines))
+    for failure in failures:
+        print(f"kt: {failure}", file=sys.stderr)
+    if failures:
         raise typer.Exit(1)
+
+
+def _split_words(words: list[str], sweep: list[str]) -> tuple[Path, list[str], dict[str, list[Any]]]:
+    """The file, the keys that win, and the axes of a sweep. The shell's words after `--sweep rank=8,16` are axes too,
+    unless they begin with a key of the file, and the file may stand after them."""
+    from ktransformers.loop.settings import Loop
+    from ktransformers.loop.sweep import read_axes
+
+    file = next((word for word in words if not sweep or "=" not in word or Path(word).is_file()), words[0])
+    rest = list(words)
+    rest.remove(file)
+    axes = [word for word in rest if sweep and re.split(r"[.=]", word, maxsplit=1)[0] not in Loop.model_fields]
+    return Path(file), [word for word in rest if word not in axes], read_axes([*sweep, *axes])
+
+
+def _check_recipes(settings: Loop) -> None:
+    """A name or a value that `kt train` does not take ends the command before any stage of the sweep runs."""
+    from ktransformers.loop.stages import build_recipe, run_paths, sweep_paths
+    from ktransformers.loop.sweep import sweep_runs
+    from ktransformers.packages import require_extra
+
+    require_extra("kt loop", "train")
+    from ktransformers.train.packages import require_packages
+    from ktransformers.train.resolve import read_settings
+
+    for run in sweep_runs(settings):
+        require_packages(read_settings(build_recipe(run, sweep_paths(run, run_paths(settings)))))
+
+
+def _report_run(
+    settings: Loop, steps: list[StageStatus], answered: bool, verbose: bool
+) -> tuple[dict[str, Any], list[str], list[str]]:
+    """The report as a document, as lines for the terminal, and what makes the command fail."""
+    from ktransformers.loop.report import answer_lines, detail_lines, make_report, terminal_lines
+
+    report = make_report(settings, steps)
+    samples = [] if answered or not report.answers else answer_lines(report.answers[0], report.name)
+    lines = [*samples, *terminal_lines(report), *(["", *detail_lines(report)] if verbose else [])]
+    return report.as_json(), lines, [report.proof] if report.proven is False else []
+
+
+def _report_sweep(
+    settings: Loop, steps: list[StageStatus], answered: bool, verbose: bool
+) -> tuple[dict[str, Any], list[str], list[str]]:
+    from ktransformers.loop.sweep_report import make_sweep_report, terminal_lines
+
+    report = make_sweep_report(settings, steps)
+    return report.as_json(), terminal_lines(report), report.failures
 
 
 def _print_preview(settings: Loop, as_json: bool) -> None:
@@ -70,5 +130,6 @@ def _print_preview(settings: Loop, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"run": settings.run, "stages": [vars(step) for step in steps]}, indent=2))
         return
+    width = max(10, *(len(step.name) for step in steps))
     for step in steps:
-        print(f"{step.name:<10} {step.status:<10} {step.command}")
+        print(f"{step.name:<{width}} {step.status:<10} {step.command}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from html import escape
 
+from ktransformers import html_page
 from ktransformers.evaluate import plots
 from ktransformers.evaluate.compare import Comparison, Line, TaskComparison
 from ktransformers.evaluate.formatting import (
@@ -18,32 +19,6 @@ from ktransformers.evaluate.formatting import (
     shorten,
     verdict,
 )
-
-CSS = """
-:root { color-scheme: light dark; --ink: #1d2127; --soft: #5d646e; --rule: #e2e5e9; --card: #f7f8f9; --paper: #fff;
-  --gain: #1a7f4b; --loss: #b3362b; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e8eaed; --soft: #a3aab4; --rule: #343941; --card: #1f2329;
-  --paper: #16191d; --gain: #4cc38a; --loss: #ef7a6d; } figure { background: #fff; border-radius: 8px; } }
-* { box-sizing: border-box; }
-body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "Noto Sans", "Noto Sans CJK SC", sans-serif;
-  color: var(--ink); background: var(--paper); max-width: 60rem; margin: 2.5rem auto; padding: 0 1.25rem; }
-h1 { font-size: 1.6rem; margin: 0 0 .3rem; } h2 { font-size: 1.2rem; margin: 2.6rem 0 .4rem; }
-p.soft, .soft { color: var(--soft); } code { font-size: .92em; }
-table { border-collapse: collapse; width: 100%; margin: .8rem 0; font-variant-numeric: tabular-nums; }
-th, td { padding: .34rem .6rem; border-bottom: 1px solid var(--rule); text-align: right; vertical-align: baseline; }
-th { font-weight: 600; color: var(--soft); font-size: .86rem; } th.left, td.left { text-align: left; }
-td { white-space: nowrap; } td.left { white-space: normal; } tr.panel td { color: var(--soft); padding-top: 1rem; }
-td small { color: var(--soft); } tr.main td { font-weight: 600; } tr.main td small { font-weight: 400; }
-.gain { color: var(--gain); } .loss { color: var(--loss); } .even { color: var(--soft); }
-figure { margin: 1rem 0; padding: .5rem; } figure svg { width: 100%; height: auto; }
-.sample { background: var(--card); border-radius: 8px; padding: .8rem 1rem; margin: .8rem 0; }
-.sample .asked { margin: 0 0 .6rem; white-space: pre-wrap; }
-.answers { display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr)); gap: .8rem; }
-.answers > div { background: var(--paper); border: 1px solid var(--rule); border-radius: 6px; padding: .5rem .7rem;
-  white-space: pre-wrap; overflow-wrap: anywhere; font-size: .92rem; }
-.answers b { display: block; font-size: .8rem; color: var(--soft); margin-bottom: .2rem; }
-details > summary { cursor: pointer; color: var(--soft); margin: .6rem 0; }
-"""
 
 
 def render_page(comparison: Comparison) -> str:
@@ -59,12 +34,7 @@ def render_page(comparison: Comparison) -> str:
         rows = [(task.task, task.headline, False) for _, tasks in comparison.panels() for task in tasks]
         parts.append(f"<figure>{plots.forest_plot(rows, number, f'{runs[number]} − {runs[0]}')}</figure>")
     parts += [_task(comparison, task) for task in comparison.tasks]
-    body = "\n".join(parts)
-    return (
-        f"<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>{escape(title)}</title>"
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<style>{CSS}</style></head><body>\n{body}\n</body></html>\n"
-    )
+    return html_page.render(title, parts)
 
 
 def _verdicts(comparison: Comparison) -> str:
@@ -117,12 +87,7 @@ def _scores(task: TaskComparison, runs: tuple[str, ...]) -> str:
     table = score_table(task, runs)
     if not table:
         return ""
-    rows = [
-        "".join(f"<{tag}{'' if index else ' class=left'}>{escape(cell)}</{tag}>" for index, cell in enumerate(row))
-        for tag, row in zip(("th", *("td" for _ in runs)), table, strict=True)
-    ]
-    body = "".join(f"<tr>{row}</tr>" for row in rows[1:])
-    return f"<table><thead><tr>{rows[0]}</tr></thead><tbody>{body}</tbody></table>"
+    return html_page.table(table[0], table[1:])
 
 
 def _task(comparison: Comparison, task: TaskComparison) -> str:
@@ -148,7 +113,5 @@ def _task(comparison: Comparison, task: TaskComparison) -> str:
         parts.append("</details>")
     for sample in task.samples:
         answers = [("reference", sample.reference), *zip(comparison.runs, sample.answers, strict=True)]
-        boxes = "".join(f"<div><b>{escape(source)}</b>{escape(shorten(text))}</div>" for source, text in answers)
-        prompt = f"<p class='asked'>{escape(shorten(sample.prompt))}</p>"
-        parts.append(f"<div class='sample'>{prompt}<div class='answers'>{boxes}</div></div>")
+        parts.append(html_page.sample(shorten(sample.prompt), [(source, shorten(text)) for source, text in answers]))
     return "\n".join(parts)

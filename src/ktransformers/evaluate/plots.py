@@ -10,12 +10,11 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from ktransformers.charts import RUN_COLOURS, VERDICT_COLOURS
 from ktransformers.evaluate.compare import Comparison, Line
 from ktransformers.evaluate.formatting import verdict
 from ktransformers.evaluate.statistic import Difference
 
-COLOURS = {"gain": "#1a7f4b", "loss": "#b3362b", "even": "#8a8f98"}
-RUN_COLOURS = ("#8a8f98", "#2f6fb0", "#c77d1e", "#6d4ea3", "#1a7f4b", "#b3362b")
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 10,
@@ -64,7 +63,7 @@ def forest_plot(rows: Sequence[tuple[str, Line, bool]], run: int, title: str) ->
         for row, (_, line, is_slice) in enumerate(rows):
             change = line.differences[run - 1]
             value, low, high = plotted_values(line, change)
-            colour = COLOURS[verdict(change)]
+            colour = VERDICT_COLOURS[verdict(change)]
             axes.plot([low, high], [row, row], color=colour, linewidth=1.4 if is_slice else 2.4, solid_capstyle="round")
             axes.plot([value], [row], "o", color=colour, markersize=4 if is_slice else 7)
             axes.annotate(

@@ -32,13 +32,16 @@ def training_seconds(loop: Loop, run: Path) -> tuple[float, pace.Pace] | None:
     return measured.most * measured.tokens_per_step / measured.tokens_per_second, measured
 
 
-def stage_seconds(loop: Loop, run: Path, measured: Mapping[str, float]) -> dict[str, float]:
-    """Stage -> seconds, for stages that can be estimated; `measured`: seconds of stages that this loop has run."""
+def stage_seconds(
+    loop: Loop, run: Path, measured: Mapping[str, float], tasks_in: Path | None = None
+) -> dict[str, float]:
+    """Stage -> seconds, for stages that can be estimated; `measured`: seconds of stages that this loop has run;
+    `tasks_in`: the folder with tasks.json, if it is not the run's."""
     training = training_seconds(loop, run)
     if training is None:
         return {}
     seconds, speed = training
-    plan, tasks = read_json(run / "plan.json") or {}, read_json(run / "tasks.json") or {"tasks": []}
+    plan, tasks = read_json(run / "plan.json") or {}, read_json((tasks_in or run) / "tasks.json") or {"tasks": []}
     checkpoint = ((plan.get("forecast") or {}).get("disk") or {}).get("checkpoint", 0)
     start, rate = START_SECONDS + checkpoint / LOAD_RATE, speed.tokens_per_second
     timed = pace.measurement_steps(loop.train, plan) * speed.tokens_per_step / rate
@@ -55,17 +58,29 @@ def stage_seconds(loop: Loop, run: Path, measured: Mapping[str, float]) -> dict[
     return estimates | dict(measured)
 
 
+def sweep_seconds(runs: Iterable[Loop], shared: Path, measured: Mapping[str, float]) -> dict[str, float]:
+    """The same for all runs of a sweep, whose stages are named `train-RUN`; server, base and comparison count once."""
+    estimates: dict[str, float] = {}
+    judged = {"baseline": measured["baseline"]} if "baseline" in measured else {}
+    for run in runs:
+        for stage, seconds in stage_seconds(run, Path(run.run), judged, shared).items():
+            once = stage in ("serve", "baseline", "compare")
+            estimates.setdefault(stage if once else f"{stage}-{run.name}", seconds)
+    return estimates | dict(measured)
+
+
 def total_line(estimates: Mapping[str, float], stages: Iterable[str], words: str) -> str:
     """`about 25 min in all: 13 min of training, 9 min of judging`, with `words` for `in all`; empty without an
     estimate. `stages`: still to run."""
     names = list(stages)
-    if "train" in names and "train" not in estimates:
+    kinds = {name: name.partition("-")[0] for name in names}  # of a run of a sweep: train-RUN
+    if any(kind == "train" and name not in estimates for name, kind in kinds.items()):
         return ""
     total = sum(estimates.get(name, 0.0) for name in names)
     parts = [("training", ("pace", "train")), ("judging", ("baseline", "eval"))]
     shown = []
     for word, members in parts:
-        seconds = sum(estimates.get(name, 0.0) for name in members if name in names)
+        seconds = sum(estimates.get(name, 0.0) for name in names if kinds[name] in members)
         if seconds:
             shown.append(f"{rough(seconds)} of {word}")
     return f"about {rough(total)} {words}" + (f": {', '.join(shown)}" if len(shown) > 1 else "")

@@ -1,16 +1,19 @@
-"""The report of a loop from the stages' documents: a table, sample answers, the proof, speed, next commands.
+"""The report of a loop from the stages' documents: a table, sample answers, curves, the proof, speed, next commands.
 
-Everything is read from the run's directory, so a report after skipped stages equals the first. `report.md` and
-`report.json` are in that directory; the full comparison, with every metric and slice, is `eval/report.html`.
+Everything is read from the run's directory, so a report after skipped stages equals the first. `report.html`,
+`report.md` and `report.json` are in that directory; the full comparison, with every metric and slice, is
+`eval/report.html`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
+from ktransformers import html_page
 from ktransformers.files import write_json, write_text
 from ktransformers.loop.pace import read_decision
 from ktransformers.loop.questions import AnswerPair, read_answers
@@ -18,6 +21,7 @@ from ktransformers.loop.results import TrainingSummary, describe_proof, read_jso
 from ktransformers.loop.run import ANSWERS_FILE, FAILED, StageStatus
 from ktransformers.loop.settings import Loop
 from ktransformers.loop.stages import BASE_NAME, run_paths
+from ktransformers.training_charts import read_log, run_panels
 
 # Metrics in the table, if the task has them; otherwise its primary metric.
 SHOWN_METRICS = ("style", "bleu-1", "bleu-4", "rouge-l", "exact", "accuracy_text", "accuracy")
@@ -68,7 +72,7 @@ def make_report(loop: Loop, steps: Sequence[StageStatus]) -> LoopReport:
     paths = run_paths(loop)
     comparison = read_json(paths.document("compare"))
     tasks = comparison["tasks"] if comparison else []
-    rows = tuple(row for task in sorted(tasks, key=lambda task: bool(task["unrelated"])) for row in _rows(task))
+    rows = tuple(row for task in sorted(tasks, key=lambda task: bool(task["unrelated"])) for row in metric_rows(task))
     samples = [sample for task in tasks for sample in task["samples"] if sample["prompt"] and _has_text_answers(task)]
     asked = read_answers(paths.run / ANSWERS_FILE)
     drawn = [AnswerPair(sample["prompt"], *sample["answers"][:2]) for sample in samples]
@@ -85,6 +89,7 @@ def make_report(loop: Loop, steps: Sequence[StageStatus]) -> LoopReport:
     report = LoopReport(loop.run, loop.name, rows, answers, proof, proven, training, tuple(steps), next_commands)
     write_json(paths.run / "report.json", report.as_json())
     write_text(paths.run / "report.md", markdown(report))
+    write_text(paths.run / "report.html", page(report, run_panels(read_log(paths.adapter))))
     return report
 
 
@@ -92,15 +97,16 @@ def _has_text_answers(task: dict[str, Any]) -> bool:
     return any(line["metric"] in ("bleu-1", "rouge-l") for line in task["lines"])
 
 
-def _rows(task: dict[str, Any]) -> list[MetricRow]:
+def metric_rows(task: dict[str, Any], index: int = 1) -> list[MetricRow]:
+    """The shown metrics of a compared task; `index` of the compared run, the base is 0."""
     lines = {line["metric"]: line for line in task["lines"]}
     metrics = [metric for metric in SHOWN_METRICS if metric in lines] or [task["primary"]]
     rows = []
     for metric in metrics:
         line = lines[metric]
-        base, adapter = (run["value"] for run in line["runs"][:2])
+        base, adapter = line["runs"][0]["value"], line["runs"][index]["value"]
         better = (adapter > base) == line["more_is_better"] and adapter != base
-        p = line["differences"][0]["p"]
+        p = line["differences"][index - 1]["p"]
         rows.append(MetricRow(task["task"], metric, base, adapter, p, better, bool(task["unrelated"])))
     return rows
 
@@ -131,9 +137,8 @@ def training_line(training: TrainingSummary) -> str:
 
 def terminal_lines(report: LoopReport) -> list[str]:
     """What the terminal shows at the end: the table, the two commands to go on with, the report."""
-    page = f"{report.run}/eval/report.html" if report.rows else f"{report.run}/report.md"
     lines = ["", *format_table(report)] if report.rows else []
-    return [*lines, "", "Talk to it:", *(f"  {line}" for line in report.next), "", f"Report: {page}"]
+    return [*lines, "", "Talk to it:", *(f"  {line}" for line in report.next), "", f"Report: {report.run}/report.html"]
 
 
 def answer_lines(pair: AnswerPair, name: str) -> list[str]:
@@ -179,3 +184,32 @@ def markdown(report: LoopReport) -> str:
     summary += [f"- pace: {report.training.said}"] if report.training.said else []
     lines += [*summary, f"- proof: {report.proof}", f"- time: {format_times(report.stages)}", "", "```"]
     return "\n".join([*lines, *report.next, "```"]) + "\n"
+
+
+def page(report: LoopReport, charts: Sequence[str]) -> str:
+    """The same as HTML, with the curves of training."""
+    summary = [f"training: {training_line(report.training)}"]
+    summary += [f"pace: {report.training.said}"] if report.training.said else []
+    summary += [f"proof: {report.proof}", f"time: {format_times(report.stages)}"]
+    parts = [f"<h1>{escape(report.name)}</h1><p class='soft'>{escape(report.run)}</p>"]
+    if report.rows:
+        rows = [
+            [
+                f"{row.task} (unrelated)" if row.unrelated else row.task,
+                METRIC_LABELS.get(row.metric, row.metric),
+                *(f"{row.base:.1f}", f"{row.adapter:.1f}", f"{row.adapter - row.base:+.1f}{row.mark}"),
+            ]
+            for row in report.rows
+        ]
+        parts.append(html_page.table(["task", "metric", BASE_NAME, report.name, "change"], rows, left=2))
+        parts.append(
+            "<p class='soft'>* p < 0.05, ** p < 0.01, paired bootstrap. "
+            "Every metric: <a href='eval/report.html'>eval/report.html</a>.</p>"
+        )
+    parts += [html_page.chart(svg) for svg in charts]
+    for sample in report.answers:
+        answers = [(BASE_NAME, shorten(sample.base)), (report.name, shorten(sample.adapter))]
+        parts.append(html_page.sample(shorten(sample.asked), answers))
+    parts.append("<ul class='soft'>" + "".join(f"<li>{escape(line)}</li>" for line in summary) + "</ul>")
+    parts.append("<pre>" + escape("\n".join(report.next)) + "</pre>")
+    return html_page.render(report.name, parts)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.progress import rough
+from ktransformers.training_charts import read_log
 
 
 @dataclass(frozen=True)
@@ -24,16 +25,11 @@ def read_json(file: Path) -> Any:
     return json.loads(file.read_text()) if file.is_file() else None
 
 
-def _log_lines(adapter: Path) -> list[dict[str, Any]]:
-    log = adapter / "trainer_log.jsonl"
-    return [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
-
-
 def summarise_training(adapter: Path, pace_note: str) -> TrainingSummary:
     """The rate is the mean of the logged steps after the first; for very short runs that of the whole run."""
     results = read_json(adapter / "all_results.json") or {}
     steps = int((read_json(adapter / "trainer_state.json") or {}).get("global_step", 0))
-    rates = [line["throughput"] for line in _log_lines(adapter) if line.get("throughput")]
+    rates = [line["throughput"] for line in read_log(adapter) if line.get("throughput")]
     seconds, tokens = float(results.get("train_runtime", 0.0)), float(results.get("num_tokens", 0.0))
     rate = sum(rates) / len(rates) if rates else tokens / seconds if tokens and seconds else None
     return TrainingSummary(steps, seconds, rate, results.get("train_loss"), pace_note)
@@ -42,7 +38,7 @@ def summarise_training(adapter: Path, pace_note: str) -> TrainingSummary:
 def training_lines(adapter: Path) -> list[str]:
     """`100 steps in 12 min at 58 tokens/s, loss from 3.25 to 0.41`."""
     training = summarise_training(adapter, "")
-    losses = [float(line["loss"]) for line in _log_lines(adapter) if "loss" in line]
+    losses = [float(line["loss"]) for line in read_log(adapter) if "loss" in line]
     rate = f" at {training.tokens_per_second:.0f} tokens/s" if training.tokens_per_second else ""
     loss = f", loss from {losses[0]:.3g} to {losses[-1]:.3g}" if len(losses) > 1 else ""
     return [f"{training.steps} steps in {rough(training.seconds)}{rate}{loss}"]

@@ -1,4 +1,4 @@
-"""Runs the stages of a loop: every stage whose inputs changed is run, the others are skipped.
+"""Runs the stages of a loop or of a sweep: every stage whose inputs changed is run, the others are skipped.
 
 The run's directory contains what is needed to repeat it: `loop.yaml` (all settings, resolved), `versions.json`,
 `commands.sh`, a log and a record per stage, and the outputs. An unfinished stage resumes if its command supports that
@@ -25,7 +25,7 @@ import yaml
 
 from ktransformers.files import write_text
 from ktransformers.loop import child, questions, record
-from ktransformers.loop.estimate import stage_seconds, total_line
+from ktransformers.loop.estimate import stage_seconds, sweep_seconds, total_line
 from ktransformers.loop.questions import AnswerPair
 from ktransformers.loop.record import BEGUN, DONE, Hashes, StageRecord
 from ktransformers.loop.settings import Loop
@@ -38,6 +38,7 @@ from ktransformers.loop.stages import (
     run_paths,
     serve_arguments,
 )
+from ktransformers.loop.sweep import sweep_runs
 from ktransformers.progress import ProgressEvent
 
 FAILED = "failed"  # a failed check; any other failure ends the loop
@@ -69,21 +70,25 @@ class Runner:
     def __init__(self, loop: Loop, listener: Listener) -> None:
         self.loop, self.paths, self._listener = loop, run_paths(loop), listener
         self.run = self.paths.run
+        self.runs = sweep_runs(loop)  # of a sweep; those whose training has failed are removed
         self._records = self.run / "stages"
         self._seconds: dict[str, float] = {}  # of the stages that this loop has run
         self._pending: list[str] = []  # names of stages that have not begun, the server's start included
         self._hashes = Hashes(self.run / ".hashes.json")
 
     def run_stages(self) -> list[StageStatus]:
-        stages = build_stages(self.loop)
-        self.run.mkdir(parents=True, exist_ok=True)
+        stages = build_stages(self.loop, self.runs)
+        for folder in (self.run, *(Path(run.run) for run in self.runs)):
+            folder.mkdir(parents=True, exist_ok=True)
         steps: list[StageStatus] = []
         with child.locked(self.run) as lock, sigterm_as_interrupt(), ExitStack() as serving:
             self._write_settings(stages, lock)
             address: str | None = None
-            last_served = max((index for index, stage in enumerate(stages) if stage.needs_server), default=-1)
-            self._pending = [stage.name for stage in stages] + (["serve"] if last_served >= 0 else [])
-            for index, stage in enumerate(stages):
+            self._pending = [stage.name for stage in stages]
+            self._pending += ["serve"] if any(stage.needs_server for stage in stages) else []
+            rest = list(stages)
+            while rest:
+                stage = rest.pop(0)
                 self._pending.remove(stage.name)
                 if stage.prepare is not None:
                     stage.prepare(False)
@@ -98,7 +103,9 @@ class Runner:
                         address, status = self._start_server(serving, previous, lock)
                         steps.append(status)
                     steps.append(self._execute(stage, previous, current, address, lock))
-                if index == last_served:
+                    if steps[-1].status == FAILED and not stage.needs_server:
+                        rest = self._without_run(stage, rest)
+                if stage.needs_server and not any(later.needs_server for later in rest):
                     serving.close()
             self._hashes.save()
         return steps
@@ -106,7 +113,7 @@ class Runner:
     def preview(self) -> list[StageStatus]:
         """What `run_stages` would do. A stage after one that would run is assumed to run too."""
         steps, stale = [], False
-        for stage in build_stages(self.loop):
+        for stage in build_stages(self.loop, self.runs):
             previous = record.read_record(self._records, stage.name)
             stale = stale or (stage.prepare is not None and stage.prepare(True))
             stale = stale or previous is None or not self._is_done(stage, previous, self._current(stage))
@@ -117,6 +124,16 @@ class Runner:
                 )
             )
         return steps
+
+    def _without_run(self, failed: Stage, rest: list[Stage]) -> list[Stage]:
+        """The stages that are left once the training of one run of a sweep has failed."""
+        self.runs = tuple(run for run in self.runs if run.name != failed.run)
+        if not self.runs:
+            raise child.StageFailed(failed.name, 1, self.run / "logs" / f"{failed.name}.log")
+        names = {stage.name for stage in rest}
+        left = [stage for stage in build_stages(self.loop, self.runs) if stage.name in names]
+        self._pending = [name for name in self._pending if name == "serve" or name in {stage.name for stage in left}]
+        return left
 
     def _current(self, stage: Stage) -> StageRecord:
         paths = dict.fromkeys((*stage.inputs, *stage.extra_inputs()))
@@ -179,18 +196,23 @@ class Runner:
                 path.unlink(missing_ok=True)
 
     def _estimates(self) -> dict[str, float]:
+        if self.runs:
+            return sweep_seconds(self.runs, self.run, self._seconds)
         return stage_seconds(self.loop, self.run, self._seconds)
 
     def _time_lines(self, stage: Stage) -> list[str]:
         """After the plan and after the measured pace: how long the rest takes."""
-        words = {"plan": "in all", "pace": "to go"}.get(stage.name)
+        kind = stage.name.partition("-")[0]
+        words = {"plan": "in all", "pace": "to go"}.get(kind)
+        if any(name.startswith(f"{kind}-") for name in self._pending):  # of a sweep: after the last one
+            return []
         line = total_line(self._estimates(), self._pending, words) if words else ""
         return [f"{'time':<8} {line}"] if line else []
 
     def _start_server(self, serving: ExitStack, previous: StageRecord | None, lock: int) -> tuple[str, StageStatus]:
-        """Starts the server for all stages that need one, and asks it the questions."""
+        """Starts the server for all stages that need one, and asks it the questions; a sweep's are in its report."""
         port = child.free_port(None if previous is None else previous.port)
-        arguments = tuple(serve_arguments(self.loop, self.paths, port))
+        arguments = tuple(serve_arguments(self.loop, self.paths, port, self.runs))
         stage, log = Stage("serve", arguments, "Starting the server"), self.run / "logs" / "serve.log"
         self._pending.remove(stage.name)
         self._listener.on_start(stage, False, self._estimates().get(stage.name))
@@ -199,10 +221,11 @@ class Runner:
         address = serving.enter_context(child.server(arguments, port, log, lock, on_event))
         seconds = round(time.perf_counter() - started, 1)
         self._listener.on_end(stage, seconds, [])
-        adapter = f"{BASE_NAME}:{self.loop.name}"
-        answers = questions.ask(address, BASE_NAME, adapter, questions_of(self.loop, self.paths))
-        questions.write_answers(self.run / ANSWERS_FILE, answers)
-        self._listener.on_answers(answers)
+        if not self.runs:
+            adapter = f"{BASE_NAME}:{self.loop.name}"
+            answers = questions.ask(address, BASE_NAME, adapter, questions_of(self.loop, self.paths))
+            questions.write_answers(self.run / ANSWERS_FILE, answers)
+            self._listener.on_answers(answers)
         return address, StageStatus(stage.name, "run", seconds, child.command_line(arguments))
 
     def _write_settings(self, stages: list[Stage], lock: int) -> None:
@@ -213,7 +236,7 @@ class Runner:
         lines = ["#!/bin/sh -e", "# What `kt loop` ran, stage by stage.", f"cd {shlex.quote(str(Path.cwd()))}"]
         for stage in stages:
             if stage.needs_server and not any(line.startswith(f"{SERVER}=") for line in lines):
-                serve = child.command_line(serve_arguments(self.loop, self.paths, 30000))
+                serve = child.command_line(serve_arguments(self.loop, self.paths, 30000, self.runs))
                 lines += [f"{serve} &", 'trap "kill $!" EXIT', f"{SERVER}=http://127.0.0.1:30000"]
                 lines.append(f"until kt chat ${SERVER} </dev/null; do sleep 1; done")
             line = child.command_line(stage.arguments)

@@ -75,6 +75,9 @@ class Loop(LoopSection):
         (), description="asked of base and adapter once training has ended; default the first question of the data"
     )
     answers: int = Field(3, ge=0, description="sample answers in the report")
+    sweep: dict[str, list[Any]] = Field(
+        default_factory=dict, description="values of keys of `kt train`; every combination is one run"
+    )
 
     @field_validator("name")
     @classmethod
@@ -119,8 +122,10 @@ def merge_keys(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def read_loop(file: Path, arguments: Iterable[str] = ()) -> Loop:
+def read_loop(file: Path, arguments: Iterable[str] = (), sweep: dict[str, list[Any]] | None = None) -> Loop:
+    """`sweep` replaces the file's."""
     raw = merge_keys(read_yaml_mapping(file, "a YAML file of a loop"), read_overrides(arguments))
+    raw |= {"sweep": sweep} if sweep else {}
     try:
         return Loop.model_validate(raw)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""The stages of a loop in order: the command of each, its inputs and its outputs.
+"""The stages of a loop, or of all runs of a sweep, in order: the command of each, its inputs and its outputs.
 
 Nothing runs here except `Stage.prepare` and `Stage.finish`, which write the small files between two commands. A stage's
 arguments follow `kt`; SERVER stands for the address of a server that is started for the first stage that needs it and
@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class Stage:
     document: Path | None = None  # file for the JSON that it prints
     can_resume: Callable[[], bool] | None = None  # whether it can resume from an unfinished output
     needs_server: bool = False
+    run: str = ""  # the run of a sweep that it belongs to
     is_check: bool = False  # its failure is a result: later stages still run, and the loop exits with an error
     prepare: Callable[[bool], bool] | None = None  # (preview) -> whether its file changes; written unless preview
     finish: Callable[[], list[str]] | None = None  # returns lines for the listener
@@ -53,6 +54,7 @@ class RunPaths:
     run: Path
     name: str
     model: str  # a directory, or a model name
+    eval: Path  # shared by all runs of a sweep
 
     @property
     def adapter(self) -> Path:
@@ -69,10 +71,6 @@ class RunPaths:
     @property
     def pace(self) -> Path:
         return self.run / "pace.yaml"
-
-    @property
-    def eval(self) -> Path:
-        return self.run / "eval"
 
     def document(self, stage: str) -> Path:
         return self.run / f"{stage}.json"
@@ -93,7 +91,13 @@ def to_flags(options: Options) -> list[str]:
 
 def run_paths(loop: Loop) -> RunPaths:
     run = Path(loop.run)
-    return RunPaths(run, loop.name, _source(loop, run) if loop.quantise is None else str(run / "quantised"))
+    model = _source(loop, run) if loop.quantise is None else str(run / "quantised")
+    return RunPaths(run, loop.name, model, run / "eval")
+
+
+def sweep_paths(run: Loop, shared: RunPaths) -> RunPaths:
+    """Of one run of a sweep, whose model and evaluations are the sweep's."""
+    return RunPaths(Path(run.run), run.name, shared.model, shared.eval)
 
 
 def _source(loop: Loop, run: Path) -> str:
@@ -209,23 +213,40 @@ def task_data(paths: RunPaths, run: str) -> tuple[Path, ...]:
     return tuple(Path(json.loads(head.read_text())["task"]["data"]) for head in heads)
 
 
-def build_stages(loop: Loop) -> list[Stage]:
-    """The base is judged after training: what is learned is seen minutes earlier, and one server answers for both."""
+def build_stages(loop: Loop, runs: Sequence[Loop] = ()) -> list[Stage]:
+    """`runs` of a sweep. The base is judged after training: what is learned is seen minutes earlier, and one server
+    answers for all. In a sweep every plan comes before any training, so that a wrong recipe is found before work."""
     _check_verbs(loop)
-    paths = run_paths(loop)
-    stages = _models(loop, paths)
+    shared = run_paths(loop)
+    each = [(run, sweep_paths(run, shared)) for run in runs] or [(loop, shared)]
+    label = _label_stage if runs else _keep_stage
+    stages = _models(loop, shared)
     if loop.eval.tasks:
-        stages.append(_tasks(loop, paths))
+        stages.append(_tasks(loop, shared))
     if loop.plan or loop.train.minutes is not None:
-        stages.append(_plan(loop, paths))
-    if loop.train.minutes is not None:
-        stages.append(_pace(loop, paths))
-    stages.append(_train(loop, paths))
+        stages += [label(_plan(run, paths), run) for run, paths in each]
+    for run, paths in each:
+        if loop.train.minutes is not None:
+            stages.append(label(_pace(run, paths), run))
+        stages.append(label(_train(run, paths), run))
     if loop.prove:
-        stages.append(_prove(loop, paths))
+        stages += [label(_prove(run, paths), run) for run, paths in each]
     if loop.eval.tasks:
-        stages += [_baseline(loop, paths), _eval(loop, paths), _compare(loop, paths)]
+        stages.append(_baseline(loop, shared))
+        stages += [label(_eval(run, paths), run) for run, paths in each]
+        stages.append(_compare([run.name for run, _ in each], shared))
     return stages
+
+
+def _keep_stage(stage: Stage, run: Loop) -> Stage:
+    return stage
+
+
+def _label_stage(stage: Stage, run: Loop) -> Stage:
+    """A stage of one run of a sweep. A training that fails is a row of the report: its run ends, the others go on."""
+    title = stage.title if run.name in stage.title else f"{stage.title}: {run.name}"
+    failure_is_result = stage.is_check or stage.name == "train"
+    return replace(stage, name=f"{stage.name}-{run.name}", title=title, run=run.name, is_check=failure_is_result)
 
 
 def _plan(loop: Loop, paths: RunPaths) -> Stage:
@@ -341,12 +362,12 @@ def _eval(loop: Loop, paths: RunPaths) -> Stage:
     )
 
 
-def _compare(loop: Loop, paths: RunPaths) -> Stage:
+def _compare(names: Sequence[str], paths: RunPaths) -> Stage:
     return Stage(
         "compare",
-        ("eval", "--compare", "base", loop.name, "--out", str(paths.eval), "--json"),
+        ("eval", "--compare", "base", *names, "--out", str(paths.eval), "--json"),
         outputs=tuple(paths.eval / f"report.{suffix}" for suffix in ("md", "json", "html")),
-        inputs=(paths.eval / "base", paths.eval / loop.name),
+        inputs=tuple(paths.eval / name for name in ("base", *names)),
         document=paths.document("compare"),
     )
 
@@ -380,8 +401,11 @@ def _models(loop: Loop, paths: RunPaths) -> list[Stage]:
     return stages
 
 
-def serve_arguments(loop: Loop, paths: RunPaths, port: int) -> list[str]:
-    arguments = ["serve", paths.model, "--lora-paths", f"{loop.name}={paths.adapter}", "--served-model-name", BASE_NAME]
+def serve_arguments(loop: Loop, paths: RunPaths, port: int, runs: Sequence[Loop] = ()) -> list[str]:
+    """With `runs` of a sweep, all their adapters."""
+    served = [sweep_paths(run, paths) for run in runs] or [paths]
+    adapters = [f"{one.name}={one.adapter}" for one in served]
+    arguments = ["serve", paths.model, "--lora-paths", *adapters, "--served-model-name", BASE_NAME]
     arguments += _expert_flags("--kt-weight-path", loop, paths)
     return [*arguments, "--host", "127.0.0.1", "--port", str(port), *to_flags(loop.serve)]
 

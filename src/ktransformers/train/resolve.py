@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,15 @@ TRANSLATED_KEYS = (
     "logging_dir",
     "adafactor",
 )
+
+# Keys of the HF Trainer that it does not check itself, or only after the model is loaded -> smallest value.
+LEAST_VALUES = {
+    "learning_rate": 0,
+    "weight_decay": 0,
+    "num_train_epochs": 0,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+}
 
 
 @functools.cache
@@ -220,6 +230,10 @@ def _check(settings: TrainSettings) -> TrainSettings:
     data, experts, trainer = settings.data, settings.experts, settings.trainer
     if not trainer.get("output_dir"):
         raise InputError("output_dir", "nothing", "a folder for the adapter, as in saves/my-run")
+    for key, least in LEAST_VALUES.items():
+        value = trainer.get(key, least)
+        if not isinstance(value, (int, float)) or not math.isfinite(value) or value < least:
+            raise InputError(key, value, f"a number, at least {least}")
     if not trainer.get("do_train", True):
         raise InputError("do_train", False, "true", "kt train trains")
     if not data.dataset:
