@@ -27,7 +27,7 @@ ASAN_PYTHON = LD_PRELOAD="$(call CXX_LIBRARY,libasan.so) $(call CXX_LIBRARY,libs
 export PYTHONFAULTHANDLER := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help build check format test test-slow test-llamafactory test-sglang soak bench demo wheel asan tsan x86 aarch64 clean
+.PHONY: help build check format test test-slow test-llamafactory test-sglang soak bench demo wheel test-wheel asan tsan x86 aarch64 clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -110,9 +110,15 @@ bench: build  ## speed against the roof of this machine
 demo: build  ## a small MoE made, tuned, proven, served and judged, with a table at the end
 	$(VENV)/bin/kt loop examples/demo.yaml $(WORDS)
 
-wheel: $(VENV)/.installed  ## one wheel with all variants, and the names kt-kernel and kt-kernel-cuda for it, in dist/
-	$(PY) -m build --wheel --no-isolation --outdir dist -C build-dir=build/wheel .
-	$(PY) scripts/metadata_wheels.py --out dist
+# MACHINE=aarch64 or x86_64 builds for that one alone; without it for both if there is a cross compiler. The tools are in
+# venvs of their own, one for each Python.
+wheel:  ## manylinux wheels with all variants for each Python found, and the names kt-kernel and kt-kernel-cuda, in dist/
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PYTHON) scripts/build_wheels.py --out dist $(MACHINE:%=--machine %)
+	$(PYTHON) scripts/metadata_wheels.py --out dist
+
+# OFFLINE=1 downloads nothing: the packages are those of each Python.
+test-wheel:  ## the wheels in dist/ in bare venvs without a compiler: a tiny model trained, served and proven
+	$(PYTHON) scripts/test_wheel.py $(OFFLINE:%=--offline)
 
 # The native tests under a sanitizer, all variants; asan also runs the test of all bindings, with a module of its own.
 asan tsan: sanitizer = $(if $(filter asan,$@),address,thread)
