@@ -1,8 +1,8 @@
-"""`kt chat`: a terminal client for any server that speaks the OpenAI API.
+"""`kt chat`: a terminal client for any server that speaks the OpenAI API, or for a model that it serves meanwhile.
 
 Responses are streamed; after each one the number of tokens and their rate, counted from the first token, are printed.
-Ctrl-C ends the response, not the chat. With `--json` every response is one line of JSON and nothing else is printed, so
-that questions can be piped in and answers out.
+Ctrl-C ends the response, which closes the stream and so cancels the request, not the chat. With `--json` every response
+is one line of JSON and nothing else is printed, so that questions can be piped in and answers out.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,10 +23,15 @@ from ktransformers.errors import InputError, KTError
 if TYPE_CHECKING:
     from ktransformers.serve.client import Client
 
-COMMANDS = """/clear          forget the conversation
-/system TEXT    set the system message; without TEXT remove it
+COMMANDS = '''/adapter NAME   ask this adapter; a directory is loaded first; without NAME list them
+/base           ask the model without an adapter
 /model NAME     ask another model, e.g. base:adapter; without NAME list them
-/exit           end"""
+/system TEXT    set the system message; without TEXT remove it
+/save FILE      write the conversation: messages as JSON for .json, else as text
+/clear          forget the conversation
+/exit           end, as Ctrl-D does
+
+Ctrl-C stops an answer. A line that ends in \\ goes on in the next; """ begins and ends a text of several lines.'''
 
 
 @dataclass(frozen=True)
@@ -45,8 +51,10 @@ class ChatAnswer:
 
 
 class ChatHistory:
-    def __init__(self, client: Client, model: str, options: dict[str, Any], quiet: bool = False) -> None:
-        self.client, self.model, self.options, self.quiet = client, model, options, quiet
+    def __init__(
+        self, client: Client, model: str, options: dict[str, Any], quiet: bool = False, plain: bool = False
+    ) -> None:
+        self.client, self.model, self.options, self.quiet, self.plain = client, model, options, quiet, plain
         self.system: str | None = None
         self.messages: list[dict[str, str]] = []
         self.file: Path | None = None  # in which the conversation is saved
@@ -65,36 +73,50 @@ class ChatHistory:
                     "history-file", f"{file} ({error})", "a list of messages, as `kt chat` writes it"
                 ) from error
 
+    def sent_messages(self) -> list[dict[str, str]]:
+        return ([{"role": "system", "content": self.system}] if self.system else []) + self.messages
+
     def ask(self, text: str) -> ChatAnswer:
         """Send a message; print the response while it is streamed."""
         self.messages.append({"role": "user", "content": text})
-        system_messages = [{"role": "system", "content": self.system}] if self.system else []
-        answer, tokens, first_token_time = "", 0, 0.0
-        started = time.monotonic()
         try:
-            for part in self.client.stream(
-                {"model": self.model, "messages": system_messages + self.messages, **self.options}
-            ):
-                tokens = (part.get("usage") or {}).get("completion_tokens", tokens)
-                for choice in part.get("choices", []):
-                    piece = choice["delta"].get("content") or ""
-                    first_token_time = first_token_time or (time.monotonic() if piece else 0.0)
-                    answer += piece
-                    print("" if self.quiet else piece, end="", flush=True)
-        except KeyboardInterrupt:
-            print("" if self.quiet else " [interrupted]", end="")
+            answer = self._stream()
         except KTError:
             self.messages.pop()
             raise
-        self.messages.append({"role": "assistant", "content": answer})
+        self.messages.append({"role": "assistant", "content": answer.content})
         if self.file is not None:
             from ktransformers.files import write_json
 
             write_json(self.file, self.messages)
-        now = time.monotonic()
-        return ChatAnswer(
-            self.model, answer, tokens, first_token_time - started if first_token_time else None, now - started
-        )
+        return answer
+
+    def _stream(self) -> ChatAnswer:
+        from ktransformers.cli.chat_view import choose_view
+
+        answer, tokens, pieces, first_token_time = "", 0, 0, 0.0
+        started = time.monotonic()
+        body = {"model": self.model, "messages": self.sent_messages(), **self.options}
+        view = choose_view(self.quiet, self.plain)
+        interrupted = False
+        try:
+            with closing(self.client.stream(body)) as stream:
+                for part in stream:
+                    tokens = (part.get("usage") or {}).get("completion_tokens", tokens)
+                    for choice in part.get("choices", []):
+                        piece = choice["delta"].get("content") or ""
+                        if piece:
+                            first_token_time, pieces = first_token_time or time.monotonic(), pieces + 1
+                            answer += piece
+                            view.piece(piece)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            view.close()
+        if interrupted and not self.quiet:
+            print("[interrupted]")
+        first = first_token_time - started if first_token_time else None
+        return ChatAnswer(self.model, answer, tokens or pieces, first, time.monotonic() - started)
 
     def command(self, line: str) -> bool:
         """Execute a command; False: end the chat."""
@@ -110,6 +132,12 @@ class ChatHistory:
             print(f"(system message {'set' if rest else 'removed'})")
         elif word == "/model":
             self._choose(rest)
+        elif word == "/adapter":
+            self._choose_adapter(rest)
+        elif word == "/base":
+            self._choose(self.model.partition(":")[0])
+        elif word == "/save":
+            self._save(rest)
         else:
             print(COMMANDS)
         return True
@@ -125,9 +153,42 @@ class ChatHistory:
         if name and name not in models:
             print(f"({name} is not served)")
 
+    def _choose_adapter(self, given: str) -> None:
+        base = self.model.partition(":")[0]
+        directory = Path(given).expanduser()
+        if given and (directory / "adapter_config.json").is_file():
+            given = directory.resolve().name
+            if f"{base}:{given}" not in self.client.models():
+                self.client.load_adapter(given, str(directory.resolve()))
+        self._choose(f"{base}:{given.removeprefix(f'{base}:')}" if given else "")
+
+    def _save(self, given: str) -> None:
+        from ktransformers.files import write_json, write_text
+
+        if not given:
+            print("(/save FILE)")
+            return
+        file = Path(given).expanduser()
+        try:
+            if file.suffix == ".json":
+                write_json(file, self.sent_messages())
+            else:
+                parts = [f"## {message['role']}\n\n{message['content']}\n" for message in self.sent_messages()]
+                write_text(file, "\n".join(parts))
+        except OSError as error:
+            raise KTError(f"{file}: {error.strerror}") from error
+        print(f"({len(self.messages)} messages in {file})")
+
 
 def chat(
-    url: Annotated[str | None, typer.Argument(help="The server. [default: server.host and server.port]")] = None,
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[URL|MODEL]",
+            help="A server; or a model, a training output, or a YAML file of a training or a loop, which is served "
+            "meanwhile. [default: server.host and server.port]",
+        ),
+    ] = None,
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="Model to ask, e.g. base:adapter. [default: the first]")
     ] = None,
@@ -140,28 +201,37 @@ def chat(
         Path | None, typer.Option(help="Save the conversation in this file, and continue it.")
     ] = None,
     key_variable: Annotated[str, typer.Option(help="Environment variable with the API key.")] = "OPENAI_API_KEY",
+    plain: Annotated[bool, typer.Option("--plain", help="Print answers as they are, without markdown.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each answer.")] = False,
 ) -> None:
-    """Talk to a server in the terminal; /help lists the commands."""
+    """Talk to a server or to a model in the terminal; /help lists the commands."""
+    from ktransformers.cli.chat_server import is_address, served
     from ktransformers.serve.client import Client
 
-    if url is not None and (host is not None or port is not None):
-        raise InputError("host, port", "given beside URL", "one of them")
-    url = url or _server_url(host, port)
-    client = Client(url if "://" in url else f"http://{url}", os.environ.get(key_variable))
-    origins = client.template_origins()
-    models = list(origins)
-    if model is not None and model not in models:
-        raise InputError("model", model, f"one of {', '.join(models)}")
-    settings = {"max_tokens": max_tokens, "temperature": temperature}
-    options = {name: value for name, value in settings.items() if value is not None}
-    history = ChatHistory(client, model or models[0], options, quiet=as_json)
-    if (note := template_note(history.model, origins[history.model])) is not None:
-        print(f"kt: {note}", file=sys.stderr)
-    history.system = system
-    if history_file is not None:
-        history.remember(history_file)
-    _run_chat(history)
+    if target is not None and (host is not None or port is not None):
+        raise InputError("host, port", "given beside URL or MODEL", "one of them")
+    with ExitStack() as stack:
+        started = target is not None and not is_address(target)
+        if started:
+            assert target is not None
+            url = stack.enter_context(served(target, quiet=as_json))
+        else:
+            url = target or _server_url(host, port)
+        client = Client(url if "://" in url else f"http://{url}", None if started else os.environ.get(key_variable))
+        origins = client.template_origins()
+        models = list(origins)
+        if model is not None and model not in models:
+            raise InputError("model", model, f"one of {', '.join(models)}")
+        settings = {"max_tokens": max_tokens, "temperature": temperature}
+        options = {name: value for name, value in settings.items() if value is not None}
+        own = models[1] if started and len(models) > 1 else models[0]  # the adapter that MODEL is
+        history = ChatHistory(client, model or own, options, quiet=as_json, plain=plain)
+        if (note := template_note(history.model, origins[history.model])) is not None:
+            print(f"kt: {note}", file=sys.stderr)
+        history.system = system
+        if history_file is not None:
+            history.remember(history_file)
+        _run_chat(history)
 
 
 def template_note(model: str, origin: str | None) -> str | None:
@@ -180,27 +250,37 @@ def _server_url(host: str | None, port: int | None) -> str:
 
 
 def _run_chat(history: ChatHistory) -> None:
-    interactive = sys.stdin.isatty() and not history.quiet
-    if interactive:
-        import readline  # noqa: F401 (editing and history in the prompt)
+    from ktransformers.cli.chat_input import line_editing, read_message
 
-        print(f"{history.model} at {history.client.url}; /help lists the commands")
-    while True:
-        try:
-            line = input(f"{history.model}> " if interactive else "").strip()
-        except (EOFError, KeyboardInterrupt):
-            print("" if history.quiet else "\n", end="")
-            return
-        if not line:
-            continue
-        try:
-            if line.startswith("/") and not history.quiet:
-                if not history.command(line):
-                    return
+    if not sys.stdin.isatty() or history.quiet:
+        for line in sys.stdin:
+            if line.strip() and not _take_turn(history, line.strip()):
+                return
+        return
+    print(f"{history.model} at {history.client.url}; /help lists the commands")
+    with line_editing():
+        while True:
+            try:
+                message = read_message(f"{history.model}> ")
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:
+                print("\n(Ctrl-D or /exit ends the chat)")
                 continue
-            answer = history.ask(line)
-            print(json.dumps(asdict(answer), ensure_ascii=False) if history.quiet else f"\n{answer.line()}", flush=True)
-        except KTError as error:
-            if history.quiet:
-                raise
-            print(f"kt: {error}", file=sys.stderr)
+            if message.strip() and not _take_turn(history, message):
+                return
+
+
+def _take_turn(history: ChatHistory, message: str) -> bool:
+    """One command or question; False: end the chat."""
+    try:
+        if message.startswith("/") and not history.quiet:
+            return history.command(message)
+        answer = history.ask(message)
+        print(json.dumps(asdict(answer), ensure_ascii=False) if history.quiet else answer.line(), flush=True)
+    except KTError as error:
+        if history.quiet:
+            raise
+        print(f"kt: {error}", file=sys.stderr)
+    return True

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from ktransformers.errors import InputError, KTError
@@ -41,7 +41,12 @@ class Client:
         with self.open("/v1/models") as reply:
             return {str(model["id"]): model.get("chat_template") for model in json.loads(reply.read())["data"]}
 
-    def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def load_adapter(self, name: str, directory: str) -> None:
+        """Has a `kt serve` load an adapter from a directory that it can read."""
+        with self.open("/v1/load_lora_adapter", {"lora_name": name, "lora_path": directory}) as reply:
+            reply.read()
+
+    def stream(self, body: dict[str, Any]) -> Generator[dict[str, Any]]:
         request = {**body, "stream": True, "stream_options": {"include_usage": True}}
         with self.open("/v1/chat/completions", request) as reply:
             for raw in reply:
