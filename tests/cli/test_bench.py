@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -33,7 +35,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_bench_document_has_results(kt: RunKt, tiny: Path, tmp_path: Path) -> None:
     kt("model", "add", str(tiny), "--name", "little")
-    done = kt("bench", "little", *SHORT, "-d", "0,10", "--json", "-o", str(tmp_path / "out.json"))
+    files = ("-o", str(tmp_path / "out.json"), "--html", str(tmp_path / "out.html"))
+    done = kt("bench", "little", *SHORT, "-d", "0,10", "--json", *files)
     document = done.json
     assert json.loads((tmp_path / "out.json").read_text()) == document
     assert (document["model"], document["model_type"], document["sequences"]) == ("little", "qwen3_moe", 1)
@@ -42,6 +45,13 @@ def test_bench_document_has_results(kt: RunKt, tiny: Path, tmp_path: Path) -> No
     for test in document["tests"]:
         assert len(test["samples_ts"]) == 2 and all(rate > 0 for rate in test["samples_ts"])
         assert math.isclose(test["avg_ts"], sum(test["samples_ts"]) / 2)
+    page = (tmp_path / "out.html").read_text()
+    charts = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+    bars = [[text.text for text in chart.findall("{*}text")] for chart in charts]
+    assert [texts[0] for texts in bars] == ["prefill, tokens/s", "decode, tokens/s"]
+    decoded = document["tests"][2]
+    assert bars[1][3] == "tg3 @ d10" and bars[1][4] == f"{decoded['avg_ts']:.2f} ± {decoded['stddev_ts']:.2f}"
+    assert page.count("<tr>") == 1 + 3 and "pp24" in page
 
 
 def test_bench_prints_table_csv_and_jsonl(kt: RunKt, tiny: Path) -> None:

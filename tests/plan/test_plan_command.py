@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -54,6 +55,26 @@ def test_training_and_serving_are_printed() -> None:
         "published",
     ):
         assert word in text
+
+
+def test_page_draws_memory_against_what_is_there(tmp_path: Path) -> None:
+    """A bar for each GPU and the host, to scale with the JSON document; what does not fit says what is missing."""
+    file = tmp_path / "plan.html"
+    words = ("deepseek-v3", "--serve", "--machine", "desktop-4090", "--json", "--html", str(file))
+    code, text = kt(*words)
+    plan = json.loads(text)["serve"]
+    assert code == 2 and not plan["fits"]
+    page = file.read_text()
+    (svg,) = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    rects = [rect for rect in ElementTree.fromstring(svg).findall("{*}rect") if rect.attrib["height"] == "20"]
+    frames = [float(rect.attrib["width"]) for rect in rects if rect.attrib["fill"] == "none"]
+    widths = [plan["machine"]["gpus"][0]["memory"], plan["machine"]["memory"]]
+    assert frames[0] / frames[1] == pytest.approx(widths[0] / widths[1], rel=0.01)
+    host = rects[next(index for index, rect in enumerate(rects) if rect.attrib["fill"] == "none") + 1 : -1]
+    used = sum(float(rect.attrib["width"]) for rect in host)
+    assert used / frames[1] == pytest.approx(plan["plan"]["host"]["total"] / widths[1], rel=0.02)
+    assert svg.count(" missing</text>") == len(plan["plan"]["lacking"]) > 0
+    assert "serve: does not fit" in page and "remedy 1" in page
 
 
 def test_json_is_one_document_with_exact_sums() -> None:

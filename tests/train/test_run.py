@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -32,6 +33,8 @@ FILES = {
     "train_results.json",
     "eval_results.json",
     "all_results.json",
+    "training.svg",
+    "training.png",
     "training_loss.png",
     "README.md",
     "kt_manifest.json",
@@ -67,7 +70,12 @@ def test_run_reduces_loss_and_writes_expected_files(finished: tuple[Path, Result
     assert lines[0]["total_steps"] == 8 and lines[0]["lr"] > 0 and lines[-1]["percentage"] == 100
     assert json.loads((output / "all_results.json").read_text())["eval_loss"] == result.results["eval_loss"]
     assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 8
-    assert (output / "training_loss.png").read_bytes()[:4] == b"\x89PNG"
+    for name in ("training_loss.png", "training.png"):
+        assert (output / name).read_bytes()[:4] == b"\x89PNG"
+    assert all(line["grad_norm"] > 0 for line in lines if "loss" in line)
+    panels = ElementTree.parse(output / "training.svg").getroot().findall("{*}svg")
+    points = [len(line.attrib["points"].split()) for panel in panels for line in panel.findall("{*}polyline")]
+    assert points == [8, 8, 8, 7], "loss, learning rate, gradient norm; the first step has no rate"
     assert "kt train" in (output / "README.md").read_text()
     last = [step for step in watcher.steps if "loss" in step.values][-1]
     assert last.tokens_per_second > 0 and 0 < last.expert_share < 1 and last.memory > 0

@@ -12,6 +12,7 @@ import io
 import json
 import subprocess
 import sys
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,6 +65,7 @@ def bench(
     ] = "auto",
     output_format: Annotated[str, typer.Option("--format", "-f", help="md, csv, json or jsonl.")] = "md",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the JSON document here.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page with the table and charts.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
     """Measure prefill and decode speed of a model on this machine: llama-bench's tests."""
@@ -85,6 +87,10 @@ def bench(
         from ktransformers.files import write_json
 
         write_json(output, document)
+    if html is not None:
+        from ktransformers.files import write_text
+
+        write_text(html, bench_page(document))
     if output_format == "json":
         print(json.dumps(document, indent=2))
     elif output_format == "csv":
@@ -157,8 +163,26 @@ def _table_row(document: dict[str, Any], record: dict[str, Any]) -> tuple[str, .
     model = f"{document['model']} ({document['model_type']})"
     params = f"{document['params'] / 1e6:.1f} M" if document["params"] < 1e9 else f"{document['params'] / 1e9:.2f} B"
     test = record["test"] + (f" x {document['sequences']}" if document["sequences"] > 1 else "")
-    rate = f"{record['avg_ts']:.2f} ± {record['stddev_ts']:.2f}"
-    return model, gigabytes(document["size"]), params, document["variant"], str(document["threads"]), test, rate
+    size, threads = gigabytes(document["size"]), str(document["threads"])
+    return model, size, params, document["variant"], threads, test, _rate(record)
+
+
+def bench_page(document: dict[str, Any]) -> str:
+    """The table as printed, and a chart for each kind of test: their speeds have different scales."""
+    from ktransformers import html_page
+    from ktransformers.charts import Bar, bar_chart
+
+    tests = document["tests"]
+    parts = [f"<h1>{escape(document['model'])}</h1>"]
+    parts.append(html_page.table(COLUMNS, [_table_row(document, record) for record in tests], left=1))
+    for title, key in (("prefill, tokens/s", "n_prompt"), ("decode, tokens/s", "n_gen")):
+        bars = [Bar(record["test"], [(title, record["avg_ts"])], note=_rate(record)) for record in tests if record[key]]
+        parts += [html_page.chart(bar_chart(title, bars))] if bars else []
+    return html_page.render(f"kt bench {document['model']}", parts)
+
+
+def _rate(record: dict[str, Any]) -> str:
+    return f"{record['avg_ts']:.2f} ± {record['stddev_ts']:.2f}"
 
 
 def _print_row(cells: tuple[str, ...]) -> None:

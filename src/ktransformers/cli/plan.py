@@ -1,7 +1,7 @@
 """`kt plan`: the memory and time that a model takes on a machine, before anything is loaded.
 
-ktransformers.plan decides; this module prints a table or one JSON document. Without `--train` and `--serve` both are
-planned, with the defaults of each.
+ktransformers.plan decides; this module prints a table or one JSON document, and `plan_page.py` draws the memory.
+Without `--train` and `--serve` both are planned, with the defaults of each.
 """
 
 from __future__ import annotations
@@ -210,6 +210,17 @@ def _choose_machine(name: str, gpu: str | None, ram: str | None, remeasure: bool
     return machine if ram is None else with_memory(machine, ram)
 
 
+def _print_machines(as_json: bool) -> None:
+    from ktransformers.plan import profiles
+
+    if as_json:
+        machines = {name: {"cpu": one.cpu.name, "memory": one.memory} for name, one in profiles().items()}
+        print(json.dumps(machines, indent=2))
+        return
+    for name, one in profiles().items():
+        print(f"{name:<16} {one.cpu.name}, {gigabytes(one.memory)}")
+
+
 def plan(
     model: Annotated[
         str | None, typer.Argument(help="A folder with config.json, a name of `kt model list`, or a known hub id.")
@@ -235,24 +246,19 @@ def plan(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Also other formats and slower plans.")] = False,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine again.")] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Also write a page with memory by place, as bars.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Plan memory by device, time, and the best configuration that fits."""
     from ktransformers.model_registry import resolve
-    from ktransformers.plan import Serving, Training, make_plan, open_shape, profiles
+    from ktransformers.plan import Serving, Training, make_plan, open_shape
     from ktransformers.plan.document import plan_document
     from ktransformers.plan.workload import PLANNED_POLICIES
 
     if machine == "list":
-        if as_json:
-            rates = {
-                name: {"cpu": machine_profile.cpu.name, "memory": machine_profile.memory}
-                for name, machine_profile in profiles().items()
-            }
-            print(json.dumps(rates, indent=2))
-        else:
-            for name, machine_profile in profiles().items():
-                print(f"{name:<16} {machine_profile.cpu.name}, {gigabytes(machine_profile.memory)}")
+        _print_machines(as_json)
         return
     model = resolve(ask.for_model(model, as_json))
     shape = open_shape(model)
@@ -271,18 +277,24 @@ def plan(
             name: make_plan(shape, work, target, everything=everything, policies=policies)
             for name, work in works.items()
         }
+    rows = {name: [*plan_rows(planned), *published_rows(shape, name)] for name, planned in plans.items()}
+    numbers = f"{shape.numbers / 1e9:.4g} billion numbers, {shape.expert_numbers_total / shape.numbers:.0%} in experts"
+    gpus = ", ".join(planned.name for planned in target.gpus) or "no GPU"
+    machine_text = f"{target.cpu.name}: {target.cpu.isa}, {target.cpu.threads} threads; {gpus}"
+    if html is not None:
+        from ktransformers.cli.plan_page import plan_page
+        from ktransformers.files import write_text
+
+        drawn = {name: (planned, rows[name]) for name, planned in plans.items()}
+        write_text(html, plan_page(f"{shape.name}: {numbers}", machine_text, drawn))
     if as_json:
         print(json.dumps({name: plan_document(planned) for name, planned in plans.items()}, indent=2))
     else:
-        numbers = (
-            f"{shape.numbers / 1e9:.4g} billion numbers, {shape.expert_numbers_total / shape.numbers:.0%} in experts"
-        )
         print(f"{'model':<10} {shape.name}: {numbers}")
-        gpus = ", ".join(planned.name for planned in target.gpus) or "no GPU"
-        print(f"{'machine':<10} {target.cpu.name}: {target.cpu.isa}, {target.cpu.threads} threads; {gpus}")
+        print(f"{'machine':<10} {machine_text}")
         for name, planned in plans.items():
             print(f"\n{name}: {'fits' if planned.best else 'does not fit'}")
-            for row, value in [*plan_rows(planned), *published_rows(shape, name)]:
+            for row, value in rows[name]:
                 print(f"{row:<10} {value}")
     if any(planned.best is None for planned in plans.values()):
         raise typer.Exit(2)

@@ -30,6 +30,7 @@ from ktransformers.nn.operator import is_placed
 from ktransformers.nn.peft_lora import expert_adapters
 from ktransformers.plan.calibrate import remeasure_rates, this_machine
 from ktransformers.train.files import reporting_full_disk
+from ktransformers.train.pictures import LivePicture
 
 
 @dataclass(frozen=True)
@@ -266,8 +267,8 @@ def format_duration(seconds: float) -> str:
 
 @dataclass
 class TrainLog(TrainerCallback):
-    """Writes each logging step to trainer_log.jsonl in LLaMA-Factory's format and reports it as Progress, and every
-    step as StepPosition."""
+    """Writes each logging step to trainer_log.jsonl in LLaMA-Factory's format, draws the run's picture, and reports the
+    step as Progress, and every step as StepPosition."""
 
     output: Path
     clock: ExpertClock
@@ -280,6 +281,10 @@ class TrainLog(TrainerCallback):
     _last: tuple[float, ...] = field(default=(0.0,) * 6, init=False)
     _first_end: float | None = field(default=None, init=False)  # time at the end of the first step, which warms up
     _remeasured: bool = field(default=False, init=False)
+    _lines: list[dict[str, Any]] = field(default_factory=list, init=False)  # of the log
+
+    def __post_init__(self) -> None:
+        self._picture = LivePicture(self.output)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.clock.peak_rates is None:
@@ -294,11 +299,13 @@ class TrainLog(TrainerCallback):
         """Drops entries after `step`, which a resumed run writes again."""
         file = self.output / "trainer_log.jsonl"
         lines = file.read_text().splitlines() if file.is_file() else []
-        entries = []
+        entries, self._lines = [], []
         for line in lines:
             try:
-                if json.loads(line)["current_steps"] <= step:
+                parsed = json.loads(line)
+                if parsed["current_steps"] <= step:
                     entries.append(line)
+                    self._lines.append(parsed)
             except (ValueError, KeyError):
                 continue  # a line truncated by a kill
         self.output.mkdir(parents=True, exist_ok=True)
@@ -384,7 +391,8 @@ class TrainLog(TrainerCallback):
         rate: float | None,
         wait_share: float | None,
     ) -> None:
-        names = {"loss": "loss", "learning_rate": "lr", "eval_loss": "eval_loss", "rewards/accuracies": "accuracy"}
+        names = {"loss": "loss", "learning_rate": "lr", "grad_norm": "grad_norm", "eval_loss": "eval_loss"}
+        names |= {"rewards/accuracies": "accuracy"}
         line = {"current_steps": state.global_step, "total_steps": state.max_steps}
         line |= {field_name: values[name] for name, field_name in names.items() if name in values}
         line |= {
@@ -398,6 +406,12 @@ class TrainLog(TrainerCallback):
             line |= {} if wait_share is None else {"cpu_wait": round(wait_share, 3)}
         with reporting_full_disk(self.output), (self.output / "trainer_log.jsonl").open("a") as stream:
             stream.write(json.dumps(line) + "\n")
+        self._lines.append(line)
+        self._picture.draw(self._lines)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self._picture.draw(self._lines, is_last=True)
 
 
 class Interrupted(KTError):

@@ -11,7 +11,6 @@ model that was trained and must reproduce the log-probabilities of a few rows (`
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from ktransformers.train.data.prepare import DataSplit
 from ktransformers.train.data.render import PreferenceRow
 from ktransformers.train.files import STAGING_DIR, move_files, reporting_full_disk, write_json, write_text
 from ktransformers.train.manifest import add_saved_tensors, check_saved_tensors
+from ktransformers.train.pictures import PNG_FILE, SVG_FILE, draw_final, plot_loss
 from ktransformers.train.settings import TrainSettings
 
 LOCK_FILE = ".kt_lock"  # in the output directory, while a run uses it
@@ -79,45 +79,6 @@ def model_card(settings: TrainSettings, results: dict[str, Any]) -> str:
         datasets=", ".join(settings.data.dataset),
         rows="\n".join(f"| {name} | {value} |" for name, value in shown.items()),
     )
-
-
-def _smooth(values: list[float]) -> list[float]:
-    """Exponential moving average whose decay grows with the length of the curve."""
-    decay = 0.9 * (2 / (1 + math.exp(-0.05 * len(values))) - 1)
-    smoothed, last = [], values[0]
-    for value in values:
-        last = decay * last + (1 - decay) * value
-        smoothed.append(last)
-    return smoothed
-
-
-def plot_loss(history: list[dict[str, Any]], path: Path) -> bool:
-    """Writes training_loss.png; False without a loss curve or without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    curves = {}
-    for key in ("loss", "eval_loss"):
-        points = [(entry["step"], entry[key]) for entry in history if key in entry]
-        if points:
-            curves[key] = points
-    if "loss" not in curves:
-        return False
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    for key, points in curves.items():
-        steps, values = [point[0] for point in points], [point[1] for point in points]
-        axes.plot(steps, values, alpha=0.35 if key == "loss" else 1.0, label=key, marker="." if len(points) < 3 else "")
-        if key == "loss":
-            axes.plot(steps, _smooth(values), color="C0", label="smoothed")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, format="png")
-    return True
 
 
 def _write_results(output: Path, results: dict[str, Any]) -> None:
@@ -208,7 +169,7 @@ def prepare_output(output: Path, resume: ResumePoint) -> None:
         for path in output.glob("checkpoint-*"):
             if path.is_dir() and (path / "trainer_state.json").is_file():
                 shutil.rmtree(path)
-        for name in ("adapter_model.safetensors", proof_record.PROOF_FILE, "trainer_log.jsonl"):
+        for name in ("adapter_model.safetensors", proof_record.PROOF_FILE, "trainer_log.jsonl", SVG_FILE, PNG_FILE):
             (output / name).unlink(missing_ok=True)
 
 
@@ -260,7 +221,8 @@ def write_output(
         trainer.processing_class.save_pretrained(str(staging))
         trainer.state.save_to_json(str(staging / "trainer_state.json"))
         if settings.run.plot_loss:
-            plot_loss(trainer.state.log_history, staging / "training_loss.png")
+            plot_loss(output, staging / "training_loss.png")
+        draw_final(output, staging)
         (staging / "README.md").write_text(model_card(settings, results))
         add_saved_tensors(manifest, staging / "adapter_model.safetensors")
         check_saved_tensors(manifest, model)

@@ -1,0 +1,45 @@
+"""`kt plan --html`: memory by place, for every GPU and the host, as bars against what is there, and the plan's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from ktransformers import html_page
+from ktransformers.charts import Bar, bar_chart
+from ktransformers.cli.sizes import gigabytes
+
+if TYPE_CHECKING:
+    from ktransformers.plan import Plan
+
+Rows = Sequence[tuple[str, str]]
+
+
+def _bar(label: str, table: Mapping[str, int], available: int, lacking: int) -> Bar:
+    segments = sorted(((name, float(size)) for name, size in table.items()), key=lambda segment: -segment[1])
+    missing = f", {gigabytes(lacking)} missing" if lacking else ""
+    note = f"{gigabytes(sum(table.values()))} of {gigabytes(available)}{missing}"
+    return Bar(label, segments, float(available), note)
+
+
+def memory_chart(title: str, plan: Plan) -> str:
+    """A place that has less than the plan takes is framed in red, and the missing size is named."""
+    memory, machine, lacking = plan.nearest.memory, plan.machine, plan.nearest.lacking
+    bars = [
+        _bar(f"GPU {index}", table, machine.gpus[index].memory, lacking.get(f"gpu{index}", 0))
+        for index, table in enumerate(memory.gpus)
+    ]
+    bars.append(_bar("host", memory.host, machine.memory, lacking.get("host", 0)))
+    return bar_chart(title, bars, lambda size: gigabytes(int(size)))
+
+
+def plan_page(model: str, machine: str, plans: Mapping[str, tuple[Plan, Rows]]) -> str:
+    """`plans`: train, serve -> the plan and its rows as the terminal shows them."""
+    parts = [f"<h1>{escape(model)}</h1><p class='soft'>{escape(machine)}</p>"]
+    for name, (plan, rows) in plans.items():
+        fits = "fits" if plan.best is not None else "does not fit"
+        parts.append(f"<h2>{escape(f'{name}: {fits}')}</h2>")
+        parts.append(html_page.chart(memory_chart("memory by place; the frame is what is there", plan)))
+        parts.append(html_page.table(["", ""], [list(row) for row in rows], left=2))
+    return html_page.render(f"Plan of {model}", parts)
