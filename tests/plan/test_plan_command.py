@@ -65,15 +65,15 @@ def test_page_draws_memory_against_what_is_there(tmp_path: Path) -> None:
     plan = json.loads(text)["serve"]
     assert code == 2 and not plan["fits"]
     page = file.read_text()
-    (svg,) = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    rects = [rect for rect in ElementTree.fromstring(svg).findall("{*}rect") if rect.attrib["height"] == "20"]
-    frames = [float(rect.attrib["width"]) for rect in rects if rect.attrib["fill"] == "none"]
-    widths = [plan["machine"]["gpus"][0]["memory"], plan["machine"]["memory"]]
-    assert frames[0] / frames[1] == pytest.approx(widths[0] / widths[1], rel=0.01)
-    host = rects[next(index for index, rect in enumerate(rects) if rect.attrib["fill"] == "none") + 1 : -1]
-    used = sum(float(rect.attrib["width"]) for rect in host)
-    assert used / frames[1] == pytest.approx(plan["plan"]["host"]["total"] / widths[1], rel=0.02)
-    assert svg.count(" missing</text>") == len(plan["plan"]["lacking"]) > 0
+    charts = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+    places = [(plan["machine"]["gpus"][0]["memory"], plan["plan"]["gpus"][0]["total"])]
+    places.append((plan["machine"]["memory"], plan["plan"]["host"]["total"]))
+    for chart, (available, used) in zip(charts, places, strict=True):
+        *segments, frame = [rect for rect in chart.findall("{*}rect") if rect.attrib["height"] == "20"]
+        drawn = sum(float(rect.attrib["width"]) for rect in segments)
+        assert frame.attrib["fill"] == "none" and len(segments) > 1
+        assert drawn / float(frame.attrib["width"]) == pytest.approx(used / available, rel=0.02)
+    assert page.count(" missing</text>") == len(plan["plan"]["lacking"]) > 0
     assert "serve: does not fit" in page and "remedy 1" in page
 
 

@@ -13,25 +13,34 @@ from ktransformers.cli.sizes import gigabytes
 if TYPE_CHECKING:
     from ktransformers.plan import Plan
 
+MIN_SHARE = 0.02  # of a place's memory, that is named in the chart; the rows name all
 Rows = Sequence[tuple[str, str]]
 
 
 def _bar(label: str, table: Mapping[str, int], available: int, lacking: int) -> Bar:
-    segments = sorted(((name, float(size)) for name, size in table.items()), key=lambda segment: -segment[1])
+    total = sum(table.values())
+    segments = [(name, float(size)) for name, size in table.items() if size >= MIN_SHARE * total]
+    segments.sort(key=lambda segment: -segment[1])
+    segments.append(("other", total - sum(size for _, size in segments)))
     missing = f", {gigabytes(lacking)} missing" if lacking else ""
-    note = f"{gigabytes(sum(table.values()))} of {gigabytes(available)}{missing}"
+    note = f"{gigabytes(total)} of {gigabytes(available)}{missing}"
     return Bar(label, segments, float(available), note)
 
 
-def memory_chart(title: str, plan: Plan) -> str:
-    """A place that has less than the plan takes is framed in red, and the missing size is named."""
+def memory_charts(plan: Plan) -> list[str]:
+    """One chart for the GPUs and one for the host, each with its own scale. A place that has less than the plan takes
+    is framed in red, and the missing size is named."""
     memory, machine, lacking = plan.nearest.memory, plan.machine, plan.nearest.lacking
-    bars = [
+    gpus = [
         _bar(f"GPU {index}", table, machine.gpus[index].memory, lacking.get(f"gpu{index}", 0))
         for index, table in enumerate(memory.gpus)
     ]
-    bars.append(_bar("host", memory.host, machine.memory, lacking.get("host", 0)))
-    return bar_chart(title, bars, lambda size: gigabytes(int(size)))
+    host = [_bar("host", memory.host, machine.memory, lacking.get("host", 0))]
+    titles = (
+        ("memory of the GPUs; the frame is what is there", gpus),
+        ("host memory; the frame is what is there", host),
+    )
+    return [bar_chart(title, bars, gigabytes) for title, bars in titles if bars]
 
 
 def plan_page(model: str, machine: str, plans: Mapping[str, tuple[Plan, Rows]]) -> str:
@@ -40,6 +49,6 @@ def plan_page(model: str, machine: str, plans: Mapping[str, tuple[Plan, Rows]]) 
     for name, (plan, rows) in plans.items():
         fits = "fits" if plan.best is not None else "does not fit"
         parts.append(f"<h2>{escape(f'{name}: {fits}')}</h2>")
-        parts.append(html_page.chart(memory_chart("memory by place; the frame is what is there", plan)))
+        parts += [html_page.chart(svg) for svg in memory_charts(plan)]
         parts.append(html_page.table(["", ""], [list(row) for row in rows], left=2))
     return html_page.render(f"Plan of {model}", parts)
