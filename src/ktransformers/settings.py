@@ -46,10 +46,22 @@ class Server(Section):
     port: int = Field(30000, ge=1, le=65535, description="port of `kt serve`, `run` and `chat`")
 
 
+class Answers(Section):
+    """Answers to the questions that commands ask on a terminal; the next question proposes them."""
+
+    model: str | None = Field(None, description="last answer: a model")
+    adapter: str | None = Field(None, description="last answer: an adapter")
+    recipe: str | None = Field(None, description="last answer: a YAML file of a training")
+    loop: str | None = Field(None, description="last answer: a YAML file of a loop")
+    task: str | None = Field(None, description="last answer: a task of `kt eval`")
+    port: int | None = Field(None, ge=1, le=65535, description="last answer: a port")
+
+
 class Settings(Section):
     paths: Paths = Paths()  # type: ignore[call-arg,unused-ignore]
     download: Download = Download()  # type: ignore[call-arg,unused-ignore]
     server: Server = Server()  # type: ignore[call-arg,unused-ignore]
+    answers: Answers = Answers()  # type: ignore[call-arg,unused-ignore]
 
 
 def _folder(variable: str, default: str) -> Path:
@@ -71,7 +83,12 @@ def config_file() -> Path:
 
 def keys() -> dict[str, str]:
     """Key -> description, in order."""
-    sections: dict[str, type[BaseModel]] = {"paths": Paths, "download": Download, "server": Server}
+    sections: dict[str, type[BaseModel]] = {
+        "paths": Paths,
+        "download": Download,
+        "server": Server,
+        "answers": Answers,
+    }
     return {
         f"{section}.{name}": field.description or ""
         for section, model in sections.items()

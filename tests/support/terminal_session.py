@@ -72,6 +72,13 @@ class TerminalSession:
                 raise AssertionError(f"no {pattern!r} {times} times in:\n{self.text}")
             self._read(0.05)
 
+    def wait_for_question(self, seconds: float = 60.0) -> None:
+        """Until the last line ends in a colon and nothing more comes: a question that waits for its answer."""
+        end = time.monotonic() + seconds
+        while self._read(0.2) or not self.text.endswith(":"):
+            if time.monotonic() > end or not self._child.is_alive():
+                raise AssertionError(f"no question in:\n{self.text}")
+
     def wait(self, seconds: float = 60.0) -> int | None:
         """The exit status."""
         end = time.monotonic() + seconds

@@ -1,21 +1,65 @@
-"""Prompts for required arguments that are missing, on a terminal only.
+"""Questions on a terminal, asked only there.
 
-Without a terminal (a pipe, a job, --json) the same argument is an error that names it, so no script waits for input.
-Prompts go to stderr, so that stdout has only what the command prints.
+Without a terminal (a pipe, a job, --json) what is missing is an error that names it, so no script waits for input.
+Questions go to stderr, so that stdout has only what the command prints.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import typer
 
 from ktransformers.errors import InputError
 
 
+@dataclass(frozen=True)
+class Choice:
+    value: str
+    note: str = ""
+
+
 def can_ask() -> bool:
-    return sys.stdin.isatty() and sys.stderr.isatty()
+    return sys.stdin.isatty() and sys.stdout.isatty() and sys.stderr.isatty()
+
+
+def tell(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+def text(question: str, default: str | None = None) -> str:
+    """An answer that is not empty."""
+    while True:
+        word = str(typer.prompt(question, default=default, err=True)).strip()
+        if word:
+            return word
+
+
+def choose(
+    question: str,
+    choices: Sequence[Choice],
+    default: str | None = None,
+    *,
+    other: Callable[[str], str | None] | None = None,
+) -> str:
+    """One of `choices`, by number or by name. `other`: what is wrong with another answer, None if it is good; without
+    it only choices are."""
+    width = max((len(choice.value) for choice in choices), default=0)
+    for number, choice in enumerate(choices, 1):
+        tell(f"{number:>3}  {choice.value:<{width}}  {choice.note}".rstrip())
+    values = [choice.value for choice in choices]
+    while True:
+        word = text(question, default)
+        if word.isdigit() and 1 <= int(word) <= len(values):
+            return values[int(word) - 1]
+        if word in values:
+            return word
+        wrong = f"a number from 1 to {len(values)}, or a name" if other is None else other(word)
+        if wrong is None:
+            return word
+        tell(wrong)
 
 
 def for_text(name: str, given: str | None, question: str, expected: str, quiet: bool = False) -> str:
@@ -24,7 +68,7 @@ def for_text(name: str, given: str | None, question: str, expected: str, quiet: 
         return given
     if quiet or not can_ask():
         raise InputError(name, "nothing", expected)
-    return str(typer.prompt(question, err=True)).strip()
+    return text(question)
 
 
 def for_choice(name: str, given: str | None, choices: Sequence[str], expected: str, quiet: bool = False) -> str:
@@ -33,15 +77,7 @@ def for_choice(name: str, given: str | None, choices: Sequence[str], expected: s
         return given
     if quiet or not can_ask() or not choices:
         raise InputError(name, "nothing", expected)
-    for number, choice in enumerate(choices, 1):
-        typer.echo(f"{number:>3}  {choice}", err=True)
-    while True:
-        word = str(typer.prompt(name, default="1" if len(choices) == 1 else None, err=True)).strip()
-        if word.isdigit() and 1 <= int(word) <= len(choices):
-            return choices[int(word) - 1]
-        if word in choices:
-            return word
-        typer.echo(f"a number from 1 to {len(choices)}, or a name", err=True)
+    return choose(name, [Choice(choice) for choice in choices], default="1" if len(choices) == 1 else None)
 
 
 def for_consent(question: str, yes: bool, quiet: bool = False) -> None:

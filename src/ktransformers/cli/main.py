@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ktransformers.cli import ask
 from ktransformers.cli.bench import bench, microbench
 from ktransformers.cli.chat import chat
 from ktransformers.cli.config import config
@@ -108,11 +109,18 @@ def usage_line(error: Any) -> str:
 
 
 def main() -> None:
-    """Every error that a user can act on is one line, `kt: ...`; the exit code is 2 for a command line that cannot be
-    read, 1 for anything else."""
+    """Asks for what a command lacks, on a terminal, and runs it. Every error that a user can act on is one line,
+    `kt: ...`; the exit code is 2 for a command line that cannot be read, 1 for anything else."""
     code: object
     try:
-        code = app(prog_name="kt", standalone_mode=False)
+        words = sys.argv[1:]
+        if ask.can_ask():
+            from ktransformers.cli.guide import complete
+
+            words = complete(app, words)
+        code = app(args=words, prog_name="kt", standalone_mode=False)
+    except typer.Exit as stopped:  # a question that was answered with no
+        code = stopped.exit_code
     except UsageError as error:
         if "\n" in error.format_message():  # a group without a command: its help
             error.show()

@@ -312,12 +312,14 @@ def serve(launch: Launch, log: LogLine, show: ShowPlan) -> None:
     from ktransformers.serve.http.api import create_app
     from ktransformers.serve.http.listener import make_config
     from ktransformers.serve.http.training import CheckpointWatch, TrainingLog
+    from ktransformers.serve.running import forget_server, record_server
 
     service = open_service(launch, target, log, plan)
     watch = CheckpointWatch(launch.watch, service.registry) if launch.watch else None
     training = TrainingLog(launch.watch) if launch.watch else None
 
     def ended() -> None:  # not after run(): uvicorn re-raises the signal when it is done
+        forget_server()
         if plan is not None:
             log(str(forecast.compare_at_end(plan, service)))
         if (line := service.placement.save_counts()) is not None:
@@ -326,7 +328,10 @@ def serve(launch: Launch, log: LogLine, show: ShowPlan) -> None:
     def ready() -> None:
         if plan is not None:
             log(str(forecast.compare_at_start(plan, service)))
-        log(f"{service.registry.served} is served at http://{launch.host}:{listener.getsockname()[1]}/v1")
+        assert launch.host is not None
+        port = int(listener.getsockname()[1])
+        record_server(launch.host, port, service.registry.served)
+        log(f"{service.registry.served} is served at http://{launch.host}:{port}/v1")
 
     rules = rules_for(
         launch.host, api_key=launch.api_key, allowed_hosts=launch.allowed_hosts, origins=launch.cors_origins

@@ -1,0 +1,75 @@
+"""Servers of this user that are running: one small file each, written when a server listens and removed when it ends.
+
+`kt` alone lists them, and `kt chat` offers them. A file whose process has gone, after a kill, is removed by the next
+reader.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ktransformers.errors import InputError
+from ktransformers.files import read_json_object, write_json
+from ktransformers.settings import data_folder
+
+CONNECT_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    pid: int
+    host: str
+    port: int
+    model: str
+
+    @property
+    def address(self) -> str:
+        """Where this machine reaches it: a wildcard is listened on by the loopback address too."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+
+    @property
+    def url(self) -> str:
+        return f"http://{f'[{self.address}]' if ':' in self.address else self.address}:{self.port}"
+
+
+def _folder() -> Path:
+    return data_folder() / "servers"
+
+
+def record_server(host: str, port: int, model: str) -> None:
+    """Lists this process; without a folder that can be written it is not listed."""
+    try:
+        _folder().mkdir(parents=True, exist_ok=True)
+        write_json(_folder() / f"{os.getpid()}.json", asdict(RunningServer(os.getpid(), host, port, model)))
+    except OSError:
+        return
+
+
+def forget_server() -> None:
+    (_folder() / f"{os.getpid()}.json").unlink(missing_ok=True)
+
+
+def accepts(host: str, port: int) -> bool:
+    """Whether something listens there."""
+    try:
+        socket.create_connection((host, port), CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def running_servers() -> list[RunningServer]:
+    servers = []
+    for file in sorted(_folder().glob("*.json")):
+        try:
+            server = RunningServer(**read_json_object(file))
+        except (InputError, TypeError):
+            continue
+        if Path(f"/proc/{server.pid}").exists() and accepts(server.address, server.port):
+            servers.append(server)
+        else:
+            file.unlink(missing_ok=True)
+    return servers
