@@ -60,6 +60,7 @@ DAMAGES: list[tuple[str, Callable[[Path], None]]] = [
     ("config.json", as_list),
     ("config.json", set_keys(hidden_size="many")),
     ("config.json", set_keys(model_type="nosuch")),
+    ("config.json", set_keys(head_dim=0)),
     ("tokenizer.json", cut),
     ("tokenizer.json", binary),
     ("tokenizer.json", set_keys(model={"type": "Nope"})),

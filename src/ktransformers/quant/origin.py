@@ -31,7 +31,7 @@ from ktransformers.errors import InputError
 from ktransformers.nn import checkpoint_facts, load
 from ktransformers.nn.contract import Contract, expert_modules, read_contract
 from ktransformers.nn.prepare import read_config, split_quantisation, to_stock_config
-from ktransformers.nn.pretrained import require_json
+from ktransformers.nn.pretrained import naming_config, require_json
 
 HASHED_PREFIX_BYTES = 1 << 20  # of a file without a safetensors header
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
@@ -147,7 +147,7 @@ def build_meta_model(directory: Path) -> nn.Module:
     config = load.load_config(directory)
     require_json(directory)  # tokenizer and generation_config.json, which are copied
     auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
-    with torch.device("meta"):
+    with torch.device("meta"), naming_config(directory):
         model: nn.Module = auto.from_config(config)
     return model
 

@@ -90,10 +90,12 @@ def _from_config(directory: Path) -> PreTrainedModel:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
     from ktransformers.nn import load
+    from ktransformers.nn.pretrained import naming_config
 
     config = load.load_config(directory)  # as load_model does; raises for models that cannot be opened
     auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
-    model: PreTrainedModel = auto.from_config(config)
+    with naming_config(directory):
+        model: PreTrainedModel = auto.from_config(config)
     return model
 
 
