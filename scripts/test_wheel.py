@@ -3,7 +3,8 @@ without a compiler, CMake or any other program; the wheel with its extra `sft`; 
 served and proven by `kt loop` (tests/wheel/loop.yaml).
 
 torch is installed first, at the version of constraints.txt; all other packages are what pip resolves from the wheel's
-own bounds. With --offline nothing is downloaded: the venv sees the packages of its Python and of PYTHONPATH.
+own bounds. With --offline nothing is downloaded: the venv sees the packages of its Python and of PYTHONPATH, through a
+.pth file, because programs that drop PYTHONPATH have to find them too.
 """
 
 from __future__ import annotations
@@ -27,21 +28,19 @@ FIXTURES = ROOT / "tests" / "data" / "v0.1.0"
 KEPT = ("HOME", "LANG", "TMPDIR")  # of the environment, and what pip is configured by
 
 
-def environment(venv: Path, offline: bool) -> dict[str, str]:
+def environment(venv: Path) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if key in KEPT or key.startswith("PIP_")}
-    if offline and "PYTHONPATH" in os.environ:
-        kept["PYTHONPATH"] = os.environ["PYTHONPATH"]
-    return kept | {"PATH": str(venv / "bin")}
+    # On the CPU, because Triton calls a C compiler.
+    return kept | {"PATH": str(venv / "bin"), "CUDA_VISIBLE_DEVICES": ""}
 
 
 @dataclass(frozen=True)
 class Venv:
     path: Path
-    offline: bool
 
     def run(self, *words: str | Path, folder: Path = WORK) -> str:
         """Runs a program of the venv and returns what it printed; ends with it if it fails."""
-        program, variables = self.path / "bin" / words[0], environment(self.path, self.offline)
+        program, variables = self.path / "bin" / words[0], environment(self.path)
         done = subprocess.run([program, *words[1:]], cwd=folder, env=variables, capture_output=True, text=True)
         if done.returncode != 0:
             raise SystemExit(f"{' '.join(map(str, words))} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
@@ -58,12 +57,22 @@ def wheel_for(python: Interpreter, dist: Path) -> Path:
     return max(files, key=lambda file: file.stat().st_mtime)
 
 
-def install(python: Interpreter, wheel: Path, venv: Venv) -> None:
+def lend_packages(python: Interpreter, venv: Venv) -> None:
+    """Lets the venv see what the Python sees, behind the venv's own packages."""
+    folders = subprocess.run(
+        [python.path, "-c", "import sys; print(*sys.path[1:], sep='\\n')"], check=True, text=True, capture_output=True
+    ).stdout.splitlines()
+    site = venv.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    lines = [folder for folder in folders if folder.endswith("-packages")]
+    Path(site, "lent.pth").write_text("\n".join(lines) + "\n")
+
+
+def install(python: Interpreter, wheel: Path, venv: Venv, offline: bool) -> None:
     shutil.rmtree(venv.path, ignore_errors=True)
-    words = ["--system-site-packages"] if venv.offline else []
-    subprocess.run([python.path, "-m", "venv", *words, venv.path], check=True)
-    if venv.offline:
-        venv.pip("install", "--no-index", "--no-deps", "--ignore-installed", wheel)
+    subprocess.run([python.path, "-m", "venv", venv.path], check=True)
+    if offline:
+        venv.pip("install", "--no-index", "--no-deps", wheel)
+        lend_packages(python, venv)
         return
     (torch,) = re.findall(r"(?m)^torch==\S+", (ROOT / "constraints.txt").read_text())
     venv.pip("install", "--only-binary=:all:", torch)
@@ -85,9 +94,9 @@ def train_serve_prove(venv: Venv, folder: Path) -> str:
 
 
 def check(python: Interpreter, wheel: Path, offline: bool) -> None:
-    venv = Venv(WORK / f"python{python}", offline)
+    venv = Venv(WORK / f"python{python}")
     begin = time.monotonic()
-    install(python, wheel, venv)
+    install(python, wheel, venv, offline)
     installed = time.monotonic()
     module = Path(venv.run("python", "-c", "from ktransformers import _core; print(_core.__file__)").strip())
     if not module.is_relative_to(venv.path):

@@ -145,9 +145,8 @@ def test_wheels_are_tested_without_a_compiler(tmp_path: Path, monkeypatch: pytes
     check, python = load("test_wheel"), load("pythons").Interpreter((3, 13), Path("python3.13"), True)
     monkeypatch.setenv("CXX", "g++")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
-    assert check.environment(tmp_path, offline=False)["PATH"] == str(tmp_path / "bin")
-    assert not {"CXX", "PYTHONPATH", "VIRTUAL_ENV"} & check.environment(tmp_path, offline=False).keys()
-    assert check.environment(tmp_path, offline=True)["PYTHONPATH"] == str(ROOT / "src")
+    assert check.environment(tmp_path)["PATH"] == str(tmp_path / "bin")
+    assert not {"CXX", "PYTHONPATH", "VIRTUAL_ENV"} & check.environment(tmp_path).keys()
     with pytest.raises(SystemExit, match="make wheel"):
         check.wheel_for(python, tmp_path)
     machine = platform.machine()
