@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from typing import TypeVar
 
 from ktransformers import env
 from ktransformers.errors import InputError
 
+Item = TypeVar("Item")
 DrawProgress = Callable[[str, float, float | None, str], None]  # title, done, total, unit
 
 
@@ -56,6 +58,14 @@ def report(title: str, done: float, total: float | None, unit: str = "") -> None
     """Progress of long work inside of the package (packing, a download); nothing is shown unless a command draws it."""
     if _draw is not None:
         _draw(title, done, total, unit)
+
+
+def counted(title: str, items: Sequence[Item]) -> Iterator[Item]:
+    """The items, reported as they are taken."""
+    for number, item in enumerate(items):
+        report(title, number, len(items))
+        yield item
+    report(title, len(items), len(items))
 
 
 @contextmanager

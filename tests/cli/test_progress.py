@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import io
 import os
+import pty
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from ktransformers import progress as events
 from ktransformers.cli import progress
-from ktransformers.cli.progress import PlainProgress, TimeLeft, format_amount, make_bar, progress_bar
+from ktransformers.cli.progress import PlainProgress, TimeLeft, drawn_reports, format_amount, make_bar, progress_bar
 from ktransformers.errors import InputError
 from ktransformers.progress import ProgressEvent, clock, receive, rough
+from tests.support.cli import RunKt, write_model
 
 
 @pytest.fixture(autouse=True)
@@ -125,3 +130,50 @@ def test_errors_are_not_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     progress.set_quiet(True)
     progress.error("not proven: layer 3")
     assert capsys.readouterr().err == "kt: not proven: layer 3\n"
+
+
+def test_items_are_counted_and_drawn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.0)
+    assert list(events.counted("Unheard", "ab")) == ["a", "b"], "without a command that draws it"
+    with drawn_reports():
+        assert list(events.counted("First", "ab")) == ["a", "b"]
+        events.report("Second", 5, 10, "%")
+    events.report("Third", 1, 2)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(",")[0] for line in lines] == [
+        *("kt: First: 0/2", "kt: First: 1/2", "kt: First: 2/2", "kt: Second: 50%"),
+    ]
+    with drawn_reports(quiet=True):
+        events.report("Fourth", 1, 2)
+    assert capsys.readouterr().err == ""
+
+
+def test_hashes_are_counted_in_bytes(kt: RunKt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.0)
+    model = write_model(tmp_path / "m")
+    added = kt("model", "add", str(model), "--hash")
+    assert "kt: Hashing: 0.0 of 0.0 MB" in added.error
+    assert "kt: Checking hashes: 0.0 of 0.0 MB" in kt("model", "verify", "m").error
+    assert kt("model", "verify", "m", "--json").error == "" and kt("model", "verify", "m", "-q").error == ""
+
+
+BAR_AND_RESULT = """
+from ktransformers.cli.progress import progress_bar
+with progress_bar("Working", still=STILL) as report:
+    for number in range(3):
+        report(number, 3)
+        print("row", number)
+"""
+
+
+@pytest.mark.parametrize("still", [True, False])
+def test_results_are_not_diverted_by_a_bar(still: bool) -> None:
+    """A bar on a terminal, stdout in a pipe."""
+    ours, theirs = pty.openpty()
+    code = BAR_AND_RESULT.replace("STILL", str(still))
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=theirs, text=True, env=os.environ | {"TERM": "xterm"})
+    os.close(theirs)
+    drawn = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert done.stdout == "row 0\nrow 1\nrow 2\n" and "row" not in drawn and "Working" in drawn

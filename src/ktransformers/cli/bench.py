@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import typer
 
 from ktransformers.cli import ask
 from ktransformers.cli.model import complete_names
-from ktransformers.cli.progress import log
+from ktransformers.cli.progress import log, progress_bar
 from ktransformers.cli.sizes import gigabytes
 from ktransformers.errors import InputError, KTError
 
@@ -110,6 +111,7 @@ def _measure(
     """Measure all tests; md and jsonl rows are printed as they are measured."""
     from ktransformers import _core
     from ktransformers.checkpoint.verify import verify
+    from ktransformers.cli.library_output import library_output
     from ktransformers.serve.engine.speed import measure_speeds
     from ktransformers.serve.flags import Launch
     from ktransformers.serve.launch import open_service
@@ -128,7 +130,8 @@ def _measure(
         device=device,
         dtype=dtype,
     )
-    service = open_service(with_yaml_keys(launch, target.keys), target, log)
+    with library_output():
+        service = open_service(with_yaml_keys(launch, target.keys), target, log)
     files = verify(target.model, hashes=False)
     config = service.engine.forward.model.config
     used = threads or _core.Pool().threads
@@ -139,17 +142,18 @@ def _measure(
         _print_row(COLUMNS)
         _print_row(tuple("---" for _ in COLUMNS))
     vocabulary = int(config.get_text_config(decoder=True).vocab_size)
-    on_screen = form == "md" and sys.stderr.isatty()
-    speeds = measure_speeds(
-        service.engine, service.tokenizer, tests, vocabulary=vocabulary, repetitions=repetitions, sequences=sequences,
-        progress=(lambda text: print(f"\r{text:<40}\r", end="", file=sys.stderr, flush=True)) if on_screen else None,
-    )  # fmt: skip
-    for speed in speeds:
-        document["tests"].append(_record(speed))
-        if form == "md":
-            _print_row(_table_row(document, document["tests"][-1]))
-        elif form == "jsonl":
-            print(json.dumps({**facts, **document["tests"][-1]}), flush=True)
+    rounds = itertools.count()
+    with progress_bar("Measuring", quiet=form == "json", still=True) as bar:
+        speeds = measure_speeds(
+            service.engine, service.tokenizer, tests, vocabulary=vocabulary, repetitions=repetitions,
+            sequences=sequences, progress=lambda text: bar(next(rounds), len(tests) * (repetitions + 1), text),
+        )  # fmt: skip
+        for speed in speeds:
+            document["tests"].append(_record(speed))
+            if form == "md":
+                _print_row(_table_row(document, document["tests"][-1]))
+            elif form == "jsonl":
+                print(json.dumps({**facts, **document["tests"][-1]}), flush=True)
     return document
 
 

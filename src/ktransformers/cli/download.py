@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,7 @@ import typer
 
 from ktransformers.cli import ask
 from ktransformers.cli.model import complete_names, find_entry
-from ktransformers.cli.progress import progress_bar
+from ktransformers.cli.progress import drawn_reports, progress_bar
 from ktransformers.cli.sizes import gigabytes
 from ktransformers.errors import InputError
 
@@ -167,10 +166,8 @@ def verify(
         hashes_known = dict(entry.files)
         if hub:
             hashes_known |= _hub_hashes(entry)
-        progress = (
-            None if as_json or not sys.stderr.isatty() else lambda file: print(f"hash of {file}", file=sys.stderr)
-        )
-        result = check(entry.path, hashes_known, hashes=hashes, progress=progress)
+        with drawn_reports(quiet=as_json):
+            result = check(entry.path, hashes_known, hashes=hashes)
         results.append(result)
         if not as_json:
             state = "whole" if result.whole else "damaged"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from ktransformers.cli.progress import is_quiet, log, progress_bar
+from ktransformers.cli.progress import drawn_reports, log
 from ktransformers.progress import DrawProgress, drawn_by
 
 LIBRARIES = ("transformers", "trl", "peft", "accelerate", "datasets", "huggingface_hub", "py.warnings")
@@ -132,20 +132,10 @@ def library_output(draw: DrawProgress | None = None) -> Iterator[None]:
     import transformers  # noqa: F401  (its handlers are replaced below)
 
     with ExitStack() as stack:
-        bars = stack.enter_context(ExitStack())
-        current: dict[str, Any] = {}
-
-        def draw_bar(title: str, done: float, total: float | None, unit: str) -> None:
-            if title not in current:
-                bars.close()
-                current.clear()
-                current[title] = bars.enter_context(progress_bar(title, quiet=is_quiet(), unit=unit))
-            current[title](done, total)
-            if done == total:
-                bars.close()
-                current.clear()
-
         stack.enter_context(_lines())
-        stack.enter_context(_bars(draw or draw_bar))
-        stack.enter_context(drawn_by(draw or draw_bar))
+        if draw is None:
+            draw = stack.enter_context(drawn_reports())
+        else:
+            stack.enter_context(drawn_by(draw))
+        stack.enter_context(_bars(draw))
         yield

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ktransformers.cli.progress import progress_bar
+from ktransformers.cli.progress import drawn_reports, progress_bar
 from ktransformers.errors import InputError
 
 if TYPE_CHECKING:
@@ -90,7 +90,9 @@ def make(
     if name != "smollm2-moe":
         raise InputError("name", repr(name), "smollm2-moe", "`kt model upcycle` takes any Llama-class model")
     recipe = make_recipe(family, experts, top_k, copies, shared_experts, noise, seed, dtype)
-    upcycle_to(fetch_model(SMOLLM2), out, recipe, as_json)
+    with drawn_reports(quiet=as_json):
+        source = fetch_model(SMOLLM2)
+    upcycle_to(source, out, recipe, as_json)
 
 
 def upcycle(

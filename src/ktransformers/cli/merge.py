@@ -8,7 +8,6 @@ and deleted. A plain model that cannot be compared on this machine is written al
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ktransformers.cli.model import complete_names
-from ktransformers.cli.progress import progress_bar
 from ktransformers.cli.quant import normalise_format, receipt_lines
 from ktransformers.cli.sizes import gigabytes
 from ktransformers.cli.verbose import Verbose
@@ -65,7 +63,9 @@ def merge(
     from ktransformers.adapters.divergence import CALIBRATION_TOKENS, MAX_KL, calibration_text, measure_divergence
     from ktransformers.adapters.merge_packed import merge_packed, wants_packing
     from ktransformers.checkpoint.recode import KEEP
+    from ktransformers.cli.library_output import library_output
     from ktransformers.model_registry import resolve
+    from ktransformers.progress import report
     from ktransformers.quant.plan import parse_formats
 
     base, limit, tokens = Path(resolve(model)), MAX_KL if max_kl is None else max_kl, calib_tokens or CALIBRATION_TOKENS
@@ -87,7 +87,11 @@ def merge(
     formats = parse_formats(
         normalise_format(word or KEEP), group, None if down_format is None else normalise_format(down_format)
     )
-    with progress_bar("Merging", quiet=as_json, unit="bytes") as progress:
+    with library_output():
+
+        def show(done: float, total: float | None, _: str | None = None, /) -> None:
+            report("Merging", done, total, "bytes")
+
         done = merge_packed(
             base,
             adapter,
@@ -99,7 +103,7 @@ def merge(
             max_kl=limit,
             unchecked=unchecked,
             overwrite=overwrite,
-            progress=progress,
+            progress=show,
         )
     print(json.dumps(done.to_json(), indent=2) if as_json else "\n".join(packed_lines(done)))
 
@@ -115,14 +119,17 @@ def merge_plain(
     as_json: bool,
 ) -> None:
     from ktransformers import adapters
+    from ktransformers.cli.library_output import library_output
+    from ktransformers.progress import report
 
-    def progress(done: int, shards: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\rshard {done} of {shards}", end="" if done < shards else "\n", file=sys.stderr, flush=True)
+    with library_output():
 
-    done = adapters.merge(
-        model, adapter, out, dtype=dtype, overwrite=overwrite, progress=progress, compare=compare, max_kl=limit
-    )
+        def show(done: int, shards: int) -> None:
+            report("Merging shards", done, shards)
+
+        done = adapters.merge(
+            model, adapter, out, dtype=dtype, overwrite=overwrite, progress=show, compare=compare, max_kl=limit
+        )
     if as_json:
         print(json.dumps(done.to_json(), indent=2))
         return

@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ktransformers import progress
 from ktransformers.cli import ask
+from ktransformers.cli.progress import drawn_reports
 from ktransformers.cli.sizes import gigabytes
 from ktransformers.errors import InputError
 
 if TYPE_CHECKING:
     from ktransformers.model_registry import Entry, KnownModel
 
+HASHED_BYTES = 4 * 2**20  # between two reports
 model = typer.Typer(name="model", help="The models of this machine.", no_args_is_help=True)
 
 
@@ -153,7 +156,8 @@ def add(
 
     origin: dict[str, Any] = {"source": "huggingface", "repo": repo} if repo else {}
     if hashes:
-        origin["files"] = _hash_files(path)
+        with drawn_reports(quiet=as_json):
+            origin["files"] = _hash_files(path)
     print_entry(register(path, name, **origin), as_json)
 
 
@@ -163,10 +167,15 @@ def _hash_files(path: Path) -> dict[str, Any]:
     from ktransformers.model_registry import FileFacts, split_parts
 
     files = split_parts(path) if path.is_file() else [file for file in sorted(path.glob("*")) if file.is_file()]
-    hashes = {}
+    hashes, done, total = {}, 0, sum(file.stat().st_size for file in files)
     for file in files:
+        digest = hashlib.sha256()
         with file.open("rb") as handle:
-            hashes[file.name] = FileFacts(file.stat().st_size, hashlib.file_digest(handle, "sha256").hexdigest())
+            while block := handle.read(HASHED_BYTES):
+                digest.update(block)
+                done += len(block)
+                progress.report("Hashing", done, total, "bytes")
+        hashes[file.name] = FileFacts(file.stat().st_size, digest.hexdigest())
     return hashes
 
 
@@ -407,7 +416,8 @@ def prepare(
     from ktransformers.model_registry import resolve
     from ktransformers.nn.prepare import prepare as write
 
-    prepared = write(resolve(source), out, experts)
+    with drawn_reports(quiet=as_json):
+        prepared = write(resolve(source), out, experts)
     if as_json:
         print(json.dumps(dataclasses.asdict(prepared), indent=2))
         return

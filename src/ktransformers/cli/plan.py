@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ktransformers.cli import ask
+from ktransformers.cli.progress import log
 from ktransformers.cli.sizes import gigabytes
 from ktransformers.progress import rough
 
@@ -203,8 +204,10 @@ def _bf16_is_fast(machine: Machine) -> bool:
 
 def _choose_machine(name: str, gpu: str | None, ram: str | None, remeasure: bool) -> Machine:
     from ktransformers.plan import profile, with_gpus, with_memory
-    from ktransformers.plan.calibrate import this_machine
+    from ktransformers.plan.calibrate import is_calibrated, this_machine
 
+    if name == "this" and (remeasure or not is_calibrated()):
+        log("measuring this machine, which takes a few seconds, once")  # a bar would take a core from it
     machine = this_machine(remeasure=remeasure) if name == "this" else profile(name)
     machine = machine if gpu is None else with_gpus(machine, gpu)
     return machine if ram is None else with_memory(machine, ram)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from ktransformers import progress
-from ktransformers.progress import ProgressEvent, clock
+from ktransformers.progress import DrawProgress, ProgressEvent, clock
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,9 +98,9 @@ def format_amount(done: float, total: float | None, unit: str) -> str:
     return f"{done / scale:.1f} of {total / scale:.1f} {unit}"
 
 
-def make_bar(console: Console, detail_width: int = 0) -> Progress:
+def make_bar(console: Console, detail_width: int = 0, *, still: bool = False) -> Progress:
     """A redrawn line: title, bar, amount, details, time left. Fields of a task: `amount` and `detail`, texts, and
-    `left`, a TimeLeft. `detail_width`: characters that the bar leaves to the details."""
+    `left`, a TimeLeft. `detail_width`: characters that the bar leaves to the details. `still`: no thread redraws it."""
     from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
     from rich.table import Column
     from rich.text import Text
@@ -118,18 +118,20 @@ def make_bar(console: Console, detail_width: int = 0) -> Progress:
     width = max(MIN_BAR_WIDTH, min(BAR_WIDTH, console.width - OTHER_WIDTH - detail_width))
     left = Left(table_column=Column(no_wrap=True))
     columns = (text("description"), BarColumn(bar_width=width), text("fields[amount]"), text("fields[detail]"), left)
-    return Progress(*columns, console=console, transient=True)
+    # rich prints what goes to stdout above the bar, through the bar's console: only if both are the same terminal.
+    shared = sys.stdout.isatty()
+    return Progress(*columns, console=console, transient=True, redirect_stdout=shared, auto_refresh=not still)
 
 
 class _Bar:
-    def __init__(self, bar: Progress, title: str, unit: str) -> None:
-        self._bar, self._unit, self._left = bar, unit, TimeLeft()
+    def __init__(self, bar: Progress, title: str, unit: str, still: bool) -> None:
+        self._bar, self._unit, self._still, self._left = bar, unit, still, TimeLeft()
         self._task: TaskID = bar.add_task(title, total=None, amount="", detail="", left=self._left)
 
     def __call__(self, done: float, total: float | None, title: str | None = None, /) -> None:
         self._left.report(done, total)
         amount = format_amount(done, total, self._unit)
-        self._bar.update(self._task, completed=done, total=total, description=title, amount=amount)
+        self._bar.update(self._task, completed=done, total=total, description=title, amount=amount, refresh=self._still)
 
 
 class PlainProgress:
@@ -165,8 +167,9 @@ def no_progress(done: float, total: float | None, title: str | None = None, /) -
 
 
 @contextmanager
-def progress_bar(title: str, *, quiet: bool = False, unit: str = "") -> Iterator[ReportProgress]:
-    """`unit` of what is counted: empty for items, `bytes`, or `%` for any other work."""
+def progress_bar(title: str, *, quiet: bool = False, unit: str = "", still: bool = False) -> Iterator[ReportProgress]:
+    """`unit` of what is counted: empty for items, `bytes`, or `%` for any other work. `still`: for work that is being
+    timed, redrawn only when something is reported."""
     if progress.descriptor() is not None:
         yield _SentProgress(title, unit)
     elif quiet or _quiet:
@@ -176,5 +179,25 @@ def progress_bar(title: str, *, quiet: bool = False, unit: str = "") -> Iterator
     else:
         from rich.console import Console
 
-        with make_bar(Console(stderr=True)) as bar:
-            yield _Bar(bar, title, unit)
+        with make_bar(Console(stderr=True), still=still) as bar:
+            yield _Bar(bar, title, unit, still)
+
+
+@contextmanager
+def drawn_reports(quiet: bool = False) -> Iterator[DrawProgress]:
+    """Draws what packages report (`ktransformers.progress.report`), each title as a bar; yields what draws it."""
+    with ExitStack() as bars:
+        current: dict[str, ReportProgress] = {}
+
+        def draw(title: str, done: float, total: float | None, unit: str) -> None:
+            if title not in current:
+                bars.close()
+                current.clear()
+                current[title] = bars.enter_context(progress_bar(title, quiet=quiet, unit=unit))
+            current[title](done, total)
+            if done == total:
+                bars.close()
+                current.clear()
+
+        with progress.drawn_by(draw):
+            yield draw

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ktransformers import progress
 from ktransformers.checkpoint.model_config import read_model_config
 from ktransformers.checkpoint.quantisation import describe
 from ktransformers.checkpoint.rest import WEIGHT_SUFFIXES, split_into_shards
@@ -178,10 +179,15 @@ def _write_rest(weights: Source, draft: Path) -> None:
         for root in weights.expert_roots
     ]
     shards = split_into_shards([*weights.rest(), *markers], {"format": "pt"})
+    done, total = 0, sum(shard.bytes for shard in shards)
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        done += count
+        progress.report("Writing what is not experts", done, total, "bytes")
+
     for shard in shards:
-        shard.write(draft, lambda _: None)
+        shard.write(draft, on_bytes)
         weights.release()
     names = {tensor.name: shard.file for shard in shards for tensor in shard.tensors}
-    write_json(
-        draft / INDEX_FILE, {"metadata": {"total_size": sum(shard.bytes for shard in shards)}, "weight_map": names}
-    )
+    write_json(draft / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": names})

@@ -24,6 +24,7 @@ from ktransformers.place.gpu.executor import ExpertBatch
 from ktransformers.place.gpu.layer_costs import cache_key
 from ktransformers.plan.calibrate import cache_file
 from ktransformers.plan.modes import MAX_DECODE_TOKENS, pass_kind, size_bucket
+from ktransformers.progress import counted
 
 LAYERS = 4  # of a sweep: more than the cache of streamed experts holds
 ROUTINGS = 6  # of a few tokens: a model routes each step differently, so no expert is found in a cache
@@ -49,9 +50,9 @@ def tune(engine: ExpertEngine, sizes: Sequence[int]) -> None:
             continue
         name = f"{pass_kind(tokens, training=False)} {size_bucket(tokens)}"
         seconds = timed.setdefault(name, {})
-        for mode in modes:
-            if mode not in seconds:
-                seconds[mode] = time_mode(engine, mode, tokens)
+        missing = [mode for mode in modes if mode not in seconds]
+        for mode in counted(f"Timing modes at {tokens} tokens", missing):
+            seconds[mode] = time_mode(engine, mode, tokens)
         dispatcher.set_timed(tokens, {mode: seconds[mode] for mode in modes})
         _log.debug("%d tokens: %s", tokens, dispatcher.decision(tokens, training=False).reason)
     try:

@@ -84,6 +84,13 @@ def calibrate(*, remeasure: bool = False) -> Rates:
     return rates
 
 
+def is_calibrated() -> bool:
+    """Whether this machine was measured before."""
+    from ktransformers import _core
+
+    return _read(_file_of(_core.Pool())) is not None
+
+
 def _file_of(pool: _core.Pool) -> Path:
     from ktransformers import _core
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from ktransformers.errors import InputError
 from ktransformers.files import parse_json, read_json_object, validate, write_json
 from ktransformers.files import read_text as read_document
+from ktransformers.progress import counted
 from ktransformers.system import memory
 
 QUALITY_FILE = "quality.json"
@@ -181,14 +182,14 @@ def _compare(
     count = sum(window.shape[1] - 1 for window in windows)
     source_nll = 0.0
     model = _open(*source)
-    for number, window in enumerate(windows):
+    for number, window in enumerate(counted("Comparing: the source", windows)):
         logprobs = _logprobs(model, window)
         source_nll += _nll(logprobs, window)
         logprobs.numpy().tofile(scratch / f"{number}")
     del model
     packed_nll = divergence = same_top = 0.0
     model = _open(packed)
-    for number, window in enumerate(windows):
+    for number, window in enumerate(counted("Comparing: the packed model", windows)):
         after = _logprobs(model, window)
         packed_nll += _nll(after, window)
         before = torch.from_file(str(scratch / f"{number}"), size=after.numel(), dtype=torch.float32).view_as(after)
