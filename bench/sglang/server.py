@@ -89,15 +89,17 @@ class Server:
         return ids
 
     def memory_mib(self) -> dict[str, float]:
-        """Anonymous and shared memory of all processes; mapped files are not counted. KiB lines of /proc/PID/status."""
-        totals = {"anonymous": 0, "shared": 0}
+        """Anonymous and shared memory of all processes; mapped files are not counted. Torch's compile workers, which
+        end after a minute without work, are counted apart. KiB lines of /proc/PID/status."""
+        totals = {"anonymous": 0, "shared": 0, "compile_workers": 0}
         for process in self.processes():
             try:
                 lines = Path(f"/proc/{process}/status").read_text().splitlines()
+                worker = b"compile_worker" in Path(f"/proc/{process}/cmdline").read_bytes()
             except OSError:
                 continue
             sizes = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith("Rss")}
-            totals["anonymous"] += sizes.get("RssAnon", 0)
+            totals["compile_workers" if worker else "anonymous"] += sizes.get("RssAnon", 0)
             totals["shared"] += sizes.get("RssShmem", 0)
         return {name: round(size / 1024, 1) for name, size in totals.items()}
 
@@ -256,7 +258,7 @@ def load(server: Server, seconds: float, streams: int, adapters: tuple[str, ...]
         thread.join()
     half = [sample for sample in samples if sample["at"] >= seconds / 2]
     return {
-        "seconds": seconds,
+        "load_seconds": seconds,
         "streams": streams,
         **counts,
         "failures": failures[:5],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -58,6 +59,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
+http.server.ThreadingHTTPServer.request_queue_size = 64  # 16 clients connect at once; the default of 5 refuses some
 http.server.ThreadingHTTPServer(("127.0.0.1", args.port), Handler).serve_forever()
 """
 
@@ -101,5 +103,22 @@ def test_every_step_is_in_the_document(tmp_path: Path, monkeypatch: pytest.Monke
     assert steps["kt1"]["against_plain"]["logprob_max"] == 0.5 and "streams_1" not in steps["kt1"]
     assert "does not start" in steps["int4"]["failed"]
     assert steps["load"]["answered"] > 0 == steps["load"]["errors"] and steps["load"]["anonymous_mib"][0] > 0
+    assert steps["load"]["load_seconds"] == 1 < steps["load"]["seconds"]
     assert steps["restart"]["processes_left"] == 0
     assert steps["restart"]["against_plain"]["same_answers"] == 6
+
+
+@pytest.mark.parametrize("word", ["compile_worker/__main__.py", "scheduler"])
+def test_compile_workers_are_counted_apart(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load_module("server", monkeypatch)
+    server = module.Server("name", 0, [], {}, tmp_path / "log")
+    program = "import sys; held = b'1' * (50 << 20); print(flush=True); sys.stdin.read()"
+    words = [sys.executable, "-c", program, word]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        server.process = process
+        memory = server.memory_mib()
+        process.communicate()
+    counted, other = ("compile_workers", "anonymous") if "compile" in word else ("anonymous", "compile_workers")
+    assert memory[counted] > 50 and memory[other] == 0
