@@ -60,6 +60,12 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [round(index * step, 12) for index in range(first, last + 1)]
 
 
+def _around(value: float) -> list[float]:
+    """Ticks for a curve that does not change."""
+    half = abs(value) / 2 or 1.0
+    return [value - half, value, value + half]
+
+
 def smooth(values: Sequence[float]) -> list[float]:
     """Exponential moving average whose decay grows with the length of the curve."""
     decay = 0.9 * (2 / (1 + math.exp(-0.05 * len(values))) - 1)
@@ -126,7 +132,7 @@ def line_chart(title: str, series: Sequence[Series], width: float = 420, height:
         parts.append(_text((left + right) / 2, (top + bottom) / 2, "no values yet", "middle"))
         return _svg(width, height, parts, title)
     xs, ys = [x for x, _ in everything], [y for _, y in everything]
-    rows = ticks(min(ys), max(ys)) if max(ys) > min(ys) else [min(ys) - (abs(min(ys)) or 1.0), max(ys), 2 * max(ys)]
+    rows = ticks(min(ys), max(ys)) if max(ys) > min(ys) else _around(min(ys))
     low, high = min(rows), max(rows)
     first, last = min(xs), max(xs)
     across = (right - left) / ((last - first) or 1.0)
@@ -134,8 +140,9 @@ def line_chart(title: str, series: Sequence[Series], width: float = 420, height:
     for value in rows:
         y = bottom - (value - low) * up
         parts += [_line(left, y, right, y), _text(left - 6, y + 4, format_tick(value), "end")]
+    are_whole = all(x == int(x) for x in xs)  # steps
     for value in ticks(first, last):
-        if first <= value <= last:
+        if first <= value <= last and (value == int(value) or not are_whole):
             parts.append(_text(left + (value - first) * across, bottom + 15, format_tick(value), "middle"))
     if x_label:
         parts.append(_text((left + right) / 2, bottom + 29, x_label, "middle"))

@@ -86,6 +86,25 @@ def gpus() -> list[Gpu]:
     return [Gpu(device.name, device.total_memory) for device in devices]
 
 
+def gpu_memory() -> list[tuple[int, int]]:
+    """(free, total) bytes of each CUDA device, of all processes; empty if this process does not use one."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    import torch
+
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    return [torch.cuda.mem_get_info(index) for index in range(torch.cuda.device_count())]
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
 DENSE_PRODUCTS = ("bfloat16", "widened", "float32")  # values of KT_DENSE
 # Rows, columns and outputs of the two products that are timed. The first takes microseconds, or milliseconds where bf16
 # is emulated: then the second, which is large enough that calling torch counts for nothing, is not needed.

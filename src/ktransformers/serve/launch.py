@@ -12,9 +12,11 @@ import math
 import socket
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from ktransformers import env, settings, system
+from ktransformers import env, model_registry, settings, system
 from ktransformers.errors import InputError
 from ktransformers.plan import Plan, require_fit
 from ktransformers.serve.flags import Launch
@@ -294,6 +296,13 @@ def bind_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
+def training_roots(service: Any) -> list[Path]:
+    """Folders in which the page looks for trainings: the working directory, those of models, and around adapters."""
+    adapters = [Path(entry.adapter.source) for entry in service.registry.loaded.values()]
+    folders = [Path.cwd(), *model_registry.search_folders(), *(adapter.parent for adapter in adapters)]
+    return [folder for folder in folders if folder.is_dir()]
+
+
 def serve(launch: Launch, log: LogLine, show: ShowPlan) -> None:
     """Serve until Ctrl-C or SIGTERM; running requests then have SHUTDOWN_SECONDS to end."""
     check_packages()
@@ -311,12 +320,12 @@ def serve(launch: Launch, log: LogLine, show: ShowPlan) -> None:
     from ktransformers.serve.http.access import rules_for
     from ktransformers.serve.http.api import create_app
     from ktransformers.serve.http.listener import make_config
-    from ktransformers.serve.http.training import CheckpointWatch, TrainingLog
+    from ktransformers.serve.http.training import CheckpointWatch, TrainingRuns
     from ktransformers.serve.running import forget_server, record_server
 
     service = open_service(launch, target, log, plan)
     watch = CheckpointWatch(launch.watch, service.registry) if launch.watch else None
-    training = TrainingLog(launch.watch) if launch.watch else None
+    training = TrainingRuns(launch.watch, partial(training_roots, service))
 
     def ended() -> None:  # not after run(): uvicorn re-raises the signal when it is done
         forget_server()

@@ -29,6 +29,7 @@ from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.operator import is_placed
 from ktransformers.nn.peft_lora import expert_adapters
 from ktransformers.plan.calibrate import remeasure_rates, this_machine
+from ktransformers.system import resident_bytes
 from ktransformers.train.files import reporting_full_disk
 from ktransformers.train.pictures import LivePicture
 
@@ -239,13 +240,6 @@ class ExpertClock:
             handle.remove()
 
 
-def _resident_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 def scheduled_seconds() -> tuple[float, float]:
     """Seconds that the threads of this process ran on a core, and that they waited for one; zeros where the kernel does
     not count them. Threads that have ended are not counted."""
@@ -354,7 +348,7 @@ class TrainLog(TrainerCallback):
             values,
             rate,
             expert_share,
-            _resident_bytes(),
+            resident_bytes(),
             gpu,
             elapsed,
             remaining,

@@ -146,6 +146,7 @@ def test_key_guards_everything_but_health_and_page(guarded: str) -> None:
         "/docs",
         "/redoc",
         "/training",
+        "/training/runs",
         "/nothing",
         "/v1/embeddings",
     ):

@@ -38,11 +38,12 @@ from ktransformers.serve.http.boundary import RequestBoundary, api_error
 from ktransformers.serve.http.chats import ChatCompletion
 from ktransformers.serve.http.completions import Completion
 from ktransformers.serve.http.error import ApiError
+from ktransformers.serve.http.page import page_document, page_headers
 from ktransformers.serve.http.prepare import PreparedRequest, parse_body
 from ktransformers.serve.http.protocol import ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter
 from ktransformers.serve.http.registry import UnknownModel
 from ktransformers.serve.http.service import Service
-from ktransformers.serve.http.training import TrainingLog
+from ktransformers.serve.http.training import TrainingRuns
 
 LOG = logger(__name__)
 DISCONNECT_POLL_SECONDS = 0.25  # between checks whether the client is still connected
@@ -87,7 +88,7 @@ class CancellingStream(StreamingResponse):  # type: ignore[misc,unused-ignore]
 
 
 class Api:
-    def __init__(self, service: Service, training: TrainingLog | None) -> None:
+    def __init__(self, service: Service, training: TrainingRuns) -> None:
         self.service, self._training = service, training
         self.requests: Counter[tuple[str, int]] = Counter()
         self.pool = service.make_pool()
@@ -196,12 +197,19 @@ class Api:
         return PlainTextResponse(text, media_type=metrics.CONTENT_TYPE)
 
     async def page(self) -> Response:
-        return HTMLResponse((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
+        return HTMLResponse(page_document(), headers=page_headers())
 
-    async def training(self, after: int = 0) -> dict[str, Any]:
-        if self._training is None:
+    async def training(self, after: int = 0, run: str | None = None) -> dict[str, Any]:
+        """Logged steps of a training by a name of `training_runs`; without a name, of the one of `--watch`."""
+        log = await asyncio.to_thread(self._training.log_of, run)
+        if log is None and run is not None:
+            raise ApiError(404, f"run: given {run[:200]!r}, expected a name of /training/runs", param="run")
+        if log is None:
             return {"directory": None, "lines": [], "next": 0}
-        return await asyncio.to_thread(self._training.lines_after, after)
+        return await asyncio.to_thread(log.lines_after, after)
+
+    async def training_runs(self) -> dict[str, Any]:
+        return {"runs": await asyncio.to_thread(self._training.list)}
 
 
 async def _complete(completion: ChatCompletion | Completion) -> str:
@@ -263,14 +271,14 @@ def create_app(
     service: Service,
     *,
     rules: AccessRules | None = None,
-    training: TrainingLog | None = None,
+    training: TrainingRuns | None = None,
     ready: Callable[[], None] = lambda: None,
     ended: Callable[[], None] = lambda: None,
 ) -> Any:
     """The ASGI application. Its engine and worker processes start and stop with it; `ready` is called when they have
     started, `ended` after they have stopped. Without `rules` it answers loopback addresses only, without a key."""
     rules = rules or AccessRules()
-    api = Api(service, training)
+    api = Api(service, training or TrainingRuns())
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
@@ -308,6 +316,7 @@ def create_app(
     route_options = {"methods": ["GET"], "response_model": None, "responses": openapi.responses(*json_media)}
     app.add_api_route("/v1/models/{name:path}", api.model, **route_options)
     app.add_api_route("/training", api.training, **route_options)
+    app.add_api_route("/training/runs", api.training_runs, **route_options)
     fastapi_openapi = app.openapi
     kinds: list[type[BaseModel]] = [ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter]
     app.openapi = functools.cache(lambda: openapi.add_schemas(fastapi_openapi(), kinds, service.registry.served))

@@ -1,10 +1,12 @@
-"""/metrics in Prometheus' text format: counters of the engine, memory in use, and requests by outcome."""
+"""/metrics in Prometheus' text format: counters of the engine, memory of the process, the host and the GPUs, and
+requests by outcome."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 
+from ktransformers import system
 from ktransformers.serve.http.service import Service
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -41,6 +43,7 @@ def _lines(service: Service, requests: Counter[tuple[str, int]], restarts: int) 
     )
     for name, kind, meaning, value in single:
         yield f"# HELP {name} {meaning}\n# TYPE {name} {kind}\n{name} {value:g}\n"
+    yield from _memory_lines()
     yield "# HELP kt_first_token_seconds From arrival to the first token.\n# TYPE kt_first_token_seconds summary\n"
     yield f"kt_first_token_seconds_sum {counts.first_token_seconds:g}\n"
     yield f"kt_first_token_seconds_count {counts.first_tokens}\n"
@@ -50,3 +53,21 @@ def _lines(service: Service, requests: Counter[tuple[str, int]], restarts: int) 
     yield "# HELP kt_requests_total Requests by path and status.\n# TYPE kt_requests_total counter\n"
     for (path, status), count in sorted(requests.items()):
         yield f'kt_requests_total{{path="{path}",status="{status}"}} {count}\n'
+
+
+def _memory_lines() -> Iterator[str]:
+    host = system.memory()
+    for name, meaning, size in (
+        ("process_resident_memory_bytes", "Memory of this process.", system.resident_bytes()),
+        ("kt_host_memory_bytes", "Memory of the host, at most the cgroup's limit.", host.total),
+        ("kt_host_memory_available_bytes", "Memory of the host that is available.", host.available),
+    ):
+        yield f"# HELP {name} {meaning}\n# TYPE {name} gauge\n{name} {size}\n"
+    gpus = system.gpu_memory()
+    for name, meaning, sizes in (
+        ("kt_gpu_memory_bytes", "Memory of a GPU.", [total for _, total in gpus]),
+        ("kt_gpu_memory_free_bytes", "Memory of a GPU that no process uses.", [free for free, _ in gpus]),
+    ):
+        if gpus:
+            yield f"# HELP {name} {meaning}\n# TYPE {name} gauge\n"
+        yield from (f'{name}{{gpu="{index}"}} {size}\n' for index, size in enumerate(sizes))

@@ -1,5 +1,6 @@
-"""A training run observed by the server: its log for the page, and its checkpoints as adapters.
+"""Training runs observed by the server: their logs for the page, and checkpoints of one as adapters.
 
+`TrainingRuns` finds the trainings below some folders by their logs; a client names one of those and no other path.
 `--watch DIR` polls a training output directory every second. A checkpoint is complete when it contains
 trainer_state.json, which the Trainer writes last; it is served as `checkpoint-N`, and as `final` once kt_manifest.json
 shows that the run has ended. A checkpoint that training deletes is unloaded. One that cannot be read is logged once and
@@ -9,8 +10,11 @@ tried again when it changes.
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,9 @@ LOG_FILE = "trainer_log.jsonl"
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 FINAL_NAME = "final"
 POLL_SECONDS = 1.0
+SEARCH_SECONDS = 5.0  # for which the trainings that were found are remembered
+SEARCH_DEPTH, SEARCHED_FOLDERS, MAX_RUNS = 4, 2000, 100
+TAIL_BYTES = 4096  # of a log, which hold its last line
 
 
 class TrainingLog:
@@ -48,6 +55,77 @@ class TrainingLog:
                 except ValueError:
                     continue
         return {"directory": str(self.directory), "lines": lines, "next": offset}
+
+
+class TrainingRuns:
+    """The trainings below `roots` and the watched one. `roots` is called for every search, because adapters that are
+    loaded later have folders of their own."""
+
+    def __init__(self, watched: Path | None = None, roots: Callable[[], Sequence[Path]] = tuple) -> None:
+        self._watched, self._roots = watched, roots
+        self._found: dict[str, Path] = {}  # name -> directory
+        self._searched = -SEARCH_SECONDS
+        self._lock = threading.Lock()
+
+    def log_of(self, name: str | None) -> TrainingLog | None:
+        """The log of a run by its name, of the watched one without a name; None: there is none."""
+        directory = self._watched if name is None else self._search().get(name)
+        return None if directory is None else TrainingLog(directory)
+
+    def list(self) -> list[dict[str, Any]]:
+        """The watched run first, then the newest."""
+        runs = [_describe_run(name, directory) for name, directory in self._search().items()]
+        runs.sort(key=lambda run: (run["directory"] != str(self._watched), -run["changed"]))
+        return runs
+
+    def _search(self) -> dict[str, Path]:
+        with self._lock:
+            if time.monotonic() - self._searched >= SEARCH_SECONDS:
+                folders = [*([self._watched] if self._watched else []), *find_trainings(self._roots())]
+                self._found = {_run_name(folder): folder for folder in folders[:MAX_RUNS]}
+                self._searched = time.monotonic()
+            return self._found
+
+
+def find_trainings(roots: Sequence[Path]) -> Iterator[Path]:
+    """Folders with a training log, none twice; a bounded number of folders is searched."""
+    left, seen = SEARCHED_FOLDERS, set[Path]()
+    for root in roots:
+        for current, folders, files in os.walk(root):
+            directory = Path(current).resolve()
+            left -= 1
+            if left < 0:
+                return
+            if directory in seen or len(Path(current).relative_to(root).parts) >= SEARCH_DEPTH:
+                folders.clear()
+            folders[:] = sorted(name for name in folders if not name.startswith((".", "checkpoint-", "__")))
+            if LOG_FILE in files and directory not in seen:
+                yield directory
+            seen.add(directory)
+
+
+def _run_name(directory: Path) -> str:
+    """Relative to the working directory if it lies below."""
+    absolute, here = directory.resolve(), Path.cwd().resolve()
+    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
+
+
+def _describe_run(name: str, directory: Path) -> dict[str, Any]:
+    """`step` and `steps` of the last line; `adapter` is the directory once the run has one."""
+    file = directory / LOG_FILE
+    run = {"name": name, "directory": str(directory), "changed": 0.0, "step": 0, "steps": 0}
+    run["adapter"] = str(directory) if _has_adapter(directory) else None
+    try:
+        with file.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - TAIL_BYTES))
+            lines = stream.read().splitlines()
+        run["changed"] = file.stat().st_mtime
+        last = next(json.loads(line) for line in reversed(lines) if line.startswith(b"{") and line.endswith(b"}"))
+        run |= {"step": int(last["current_steps"]), "steps": int(last["total_steps"])}
+    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+        pass  # nothing logged yet, or a file of another program
+    return run
 
 
 class CheckpointWatch:
