@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ktransformers.checkpoint import Encoded, decode
@@ -21,6 +24,8 @@ from ktransformers.checkpoint.kt_codes import (
 from ktransformers.errors import InputError
 from tests.support.kt_reference import reference_rows
 from tests.support.releases import kt_tiles
+
+DATA = Path(__file__).resolve().parents[1] / "data"
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -43,6 +48,17 @@ def test_codes_and_scales_are_those_of_the_definition(bits: int) -> None:
         assert torch.equal(quantize_rows(matrix.to(dtype), bits)[0], codes)
     transposed = quantize_rows(matrix.T, bits)
     assert torch.equal(transposed[0], reference_rows(matrix.T, bits)[0])
+
+
+def test_codes_and_scales_are_those_that_kt_kernel_wrote() -> None:
+    """Six rows of a down projection with what kt-kernel 0.7.2 made of them: quotients in place of products with a
+    reciprocal give other codes in the first four, and another scale in the last two."""
+    rows = load_file(DATA / "kt_kernel_int8_rows.safetensors")
+    codes, scales = quantize_rows(rows["weight"], 8)
+    assert torch.equal(codes, rows["codes"]) and torch.equal(scales, rows["scales"])
+    numbers = rows["weight"].float()
+    assert ((numbers / scales[:, None]).round() != codes).any(1).tolist() == [True] * 4 + [False] * 2
+    assert (numbers.abs().amax(1) / 127 != scales).tolist() == [False] * 4 + [True] * 2
 
 
 def test_halves_round_to_even_and_sixteenths_away_from_zero() -> None:

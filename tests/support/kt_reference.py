@@ -13,18 +13,18 @@ from torch import Tensor
 from tests.support.releases import kt_tiles
 
 
-def reference_rows(matrix: Tensor, bits: int, *, reciprocal: bool = False) -> tuple[Tensor, Tensor]:
-    """Codes int8 and scales float32, row by row. `reciprocal` multiplies by 1/s instead of dividing by s, which differs
-    in the last bit before rounding."""
+def reference_rows(matrix: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes int8 and scales float32, row by row. With 8 bits kt-kernel multiplies by 1/127 and by 1/s, with 4 bits it
+    divides by 112 and by s, which differs in the last bit."""
     numbers: Any = matrix.float().numpy()
     codes, scales = numpy.zeros(numbers.shape, numpy.int8), numpy.zeros(len(numbers), numpy.float32)
     for index, row in enumerate(numbers):
         largest = numpy.abs(row).max()
-        scale = numpy.float32(largest / numpy.float32(127 if bits == 8 else 112))
+        scale = numpy.float32(largest * numpy.float32(1 / 127) if bits == 8 else largest / numpy.float32(112))
         scales[index] = scale
         if scale == 0:
             continue
-        divided = row * (numpy.float32(1) / scale) if reciprocal else row / scale
+        divided = row * (numpy.float32(1) / scale) if bits == 8 else row / scale
         whole = numpy.rint(divided).astype(numpy.int64)
         codes[index] = whole if bits == 8 else numpy.sign(whole) * ((numpy.abs(whole) + 8) >> 4)
     return torch.from_numpy(codes), torch.from_numpy(scales)
@@ -33,9 +33,7 @@ def reference_rows(matrix: Tensor, bits: int, *, reciprocal: bool = False) -> tu
 Part = tuple[str, str, int, Tensor, Tensor]  # role with _bwd, NAME of files, part, bytes, scales
 
 
-def reference_parts(
-    matrix: Tensor, role: str, bits: int, parts: int, *, backward: bool = False, reciprocal: bool = False
-) -> Iterator[Part]:
+def reference_parts(matrix: Tensor, role: str, bits: int, parts: int, *, backward: bool = False) -> Iterator[Part]:
     """The stored parts of one expert's matrix in bf16."""
     n, k = matrix.shape
     for part in range(parts):
@@ -45,7 +43,7 @@ def reference_parts(
             piece = matrix[part * (n // parts) : (part + 1) * (n // parts)]
         for stored, numbers in ((role, piece), (f"{role}_bwd", piece.T)):
             if stored == role or backward:
-                codes, scales = reference_rows(numbers, bits, reciprocal=reciprocal)
+                codes, scales = reference_rows(numbers, bits)
                 yield stored, f"INT{bits}", part, kt_tiles(codes, f"INT{bits}"), scales
 
 

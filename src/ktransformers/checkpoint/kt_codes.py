@@ -1,7 +1,7 @@
 """kt-kernel's INT8 and INT4 (methods AMXINT8 and AMXINT4): rows quantised as its converter does it, and AMX tiles.
 
-A row of a matrix `[N, K]` has one float32 scale. INT8: s = amax/127, q = x/s rounded half to even, value q s. INT4: the
-row is quantised to -112 ... 112 in the same way, d = amax/112, and every code to a sixteenth of it, half away from
+A row of a matrix `[N, K]` has one float32 scale. INT8: s = amax (1/127), q = x (1/s) rounded half to even, value q s.
+INT4: the row is quantised to -112 ... 112, d = amax/112, q = x/d, and every code to a sixteenth of it, half away from
 zero, -7 ... 7; value 16 q d. The codes of a matrix are tiles: blocks of 64 (INT8) or 128 (INT4) rows by 3584 columns
 hold steps of 32 rows by 64 bytes, two tiles of 16 rows each, in which 32-bit words are transposed; a byte of INT4 has
 the columns j (low half) and j + 64 of a step. A matrix is divided among P NUMA nodes: gate and up by rows, down by
@@ -76,9 +76,14 @@ def quantize_rows(matrix: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         largest = torch.maximum(numbers.amax(1), numbers.amin(1).neg_())  # four times as fast as aminmax
         if not torch.isfinite(largest).all():  # both propagate NaN
             raise InputError("matrix", "numbers that are not finite", "finite ones", "the source is damaged")
-        scale = largest / form.limit
+        # A product with a reciprocal and a quotient differ in the last bit, and now and then in a code.
+        scale = largest * (1 / form.limit) if bits == 8 else largest / form.limit
         scales[first:last] = scale
-        numbers.div_(torch.where(scale == 0, 1.0, scale)[:, None])
+        divisor = torch.where(scale == 0, 1.0, scale)[:, None]
+        if bits == 8:
+            numbers.mul_(divisor.reciprocal().clamp_(max=torch.finfo(torch.float32).max))  # infinite if s is subnormal
+        else:
+            numbers.div_(divisor)
         # The limits matter to scales that are subnormal numbers, which have few bits.
         code = numbers.round_().clamp_(-form.limit, form.limit).to(torch.int8)
         if bits == 4:

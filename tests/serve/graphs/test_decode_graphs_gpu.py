@@ -275,7 +275,7 @@ def test_served_model_decodes_in_graphs(model_directory: Path) -> None:
     finally:
         service.engine.stop()
     steps = service.engine.replayed
-    assert steps > 20 and f"kt_graph_steps_total {steps}\n" in render(service, Counter())
+    assert steps > 20 and f"kt_graph_steps_total {steps}\n" in render(service, Counter(), 0)
     alone = open_service(
         Launch(str(model_directory), memory=0.01, place={"kt_place": "cpu"}),
         Target(model_directory, name="tiny"),
