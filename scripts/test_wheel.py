@@ -38,10 +38,14 @@ def environment(venv: Path) -> dict[str, str]:
 class Venv:
     path: Path
 
-    def run(self, *words: str | Path, folder: Path = WORK) -> str:
-        """Runs a program of the venv and returns what it printed; ends with it if it fails."""
+    def call(self, *words: str | Path, folder: Path = WORK) -> subprocess.CompletedProcess[str]:
+        """Runs a program of the venv."""
         program, variables = self.path / "bin" / words[0], environment(self.path)
-        done = subprocess.run([program, *words[1:]], cwd=folder, env=variables, capture_output=True, text=True)
+        return subprocess.run([program, *words[1:]], cwd=folder, env=variables, capture_output=True, text=True)
+
+    def run(self, *words: str | Path, folder: Path = WORK) -> str:
+        """What the program printed; ends with it if it fails."""
+        done = self.call(*words, folder=folder)
         if done.returncode != 0:
             raise SystemExit(f"{' '.join(map(str, words))} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
         return done.stdout
@@ -77,7 +81,10 @@ def install(python: Interpreter, wheel: Path, venv: Venv, offline: bool) -> None
     (torch,) = re.findall(r"(?m)^torch==\S+", (ROOT / "constraints.txt").read_text())
     venv.pip("install", "--only-binary=:all:", torch)
     venv.pip("install", "--only-binary=:all:", f"{wheel}[sft]")
-    venv.pip("check")
+    # Packages for CUDA that torch brings for some Pythons are tagged for another machine than they are for.
+    conflicts = venv.call("python", "-m", "pip", "check").stdout.splitlines()
+    if wrong := [line for line in conflicts if re.search(r" requires | has requirement ", line)]:
+        raise SystemExit("\n".join(wrong))
 
 
 def train_serve_prove(venv: Venv, folder: Path) -> str:
