@@ -19,7 +19,7 @@ import os
 import re
 import reprlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -185,6 +185,26 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def walk_folders(roots: Iterable[Path], depth: int, limit: int) -> Iterator[tuple[Path, list[str]]]:
+    """Folders at most `depth` below the roots with the names of their files, none twice; hidden ones and those of
+    checkpoints are left out. The search ends after `limit` folders, so that it is quick in a large directory too."""
+    seen = set[Path]()
+    for root in roots:
+        for current, folders, names in os.walk(root):
+            directory = Path(current)
+            limit -= 1
+            if limit < 0:
+                return
+            if directory in seen:
+                folders.clear()
+                continue
+            seen.add(directory)
+            folders[:] = sorted(name for name in folders if not name.startswith((".", "checkpoint-", "__")))
+            if len(directory.relative_to(root).parts) >= depth:
+                folders.clear()
+            yield directory, names
 
 
 def write_text(path: Path, text: str) -> None:

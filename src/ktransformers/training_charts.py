@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ PANELS = {
 WIDTH, HEIGHT = 430, 240
 MIN_SMOOTHED = 10  # points of a curve that is also drawn smoothed
 
+TAIL_BYTES = 4096  # of a log, which hold its last line
+
 LogLines = Sequence[Mapping[str, Any]]
 
 
@@ -38,6 +41,18 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
         if isinstance(line, dict) and "current_steps" in line:
             lines.append(line)
     return lines
+
+
+def last_step(folder: Path) -> tuple[int, int]:
+    """(step, steps) of the last complete line, without reading the log; (0, 0) if there is none."""
+    try:
+        with (folder / LOG_FILE).open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = stream.read().splitlines()
+        last = next(json.loads(line) for line in reversed(lines) if line.startswith(b"{") and line.endswith(b"}"))
+        return int(last["current_steps"]), int(last["total_steps"])
+    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+        return 0, 0  # nothing logged yet, or a file of another program
 
 
 def curve(lines: LogLines, field: str) -> list[tuple[float, float]]:

@@ -7,18 +7,16 @@ at once in a large home directory too.
 
 from __future__ import annotations
 
-import json
-import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ktransformers.errors import InputError
-from ktransformers.files import read_json_object, read_yaml_mapping
+from ktransformers.files import read_json_object, read_yaml_mapping, walk_folders
+from ktransformers.training_charts import LOG_FILE, last_step
 
 SEARCH_DEPTH, SEARCHED_FOLDERS = 4, 3000
-ADAPTER_FILE, LOG_FILE = "adapter_config.json", "trainer_log.jsonl"
+ADAPTER_FILE = "adapter_config.json"
 RECIPE_KEYS, LOOP_KEYS = {"model_name_or_path", "output_dir"}, {"run", "model", "train"}
 
 
@@ -55,26 +53,6 @@ def shorten(path: Path) -> str:
         return str(path)
 
 
-def _folders(roots: list[Path]) -> Iterator[tuple[Path, list[str]]]:
-    """Folders below the roots with the names of their files, none twice; hidden ones and those of checkpoints are left
-    out."""
-    left, seen = SEARCHED_FOLDERS, set[Path]()
-    for root in roots:
-        for current, folders, files in os.walk(root):
-            directory = Path(current)
-            left -= 1
-            if left < 0:
-                return
-            if directory in seen:
-                folders.clear()
-                continue
-            seen.add(directory)
-            folders[:] = sorted(name for name in folders if not name.startswith((".", "checkpoint-", "__")))
-            if len(directory.relative_to(root).parts) >= SEARCH_DEPTH:
-                folders.clear()
-            yield directory, files
-
-
 def search_roots() -> list[Path]:
     from ktransformers.model_registry import search_folders
 
@@ -84,7 +62,7 @@ def search_roots() -> list[Path]:
 def find_runs() -> list[FoundRun]:
     """Trainings and adapters, the newest first."""
     runs = []
-    for directory, files in _folders(search_roots()):
+    for directory, files in walk_folders(search_roots(), SEARCH_DEPTH, SEARCHED_FOLDERS):
         if ADAPTER_FILE in files or LOG_FILE in files:
             runs.append(_read_run(directory, files))
     return sorted(runs, key=lambda run: run.changed, reverse=True)
@@ -102,21 +80,15 @@ def _read_run(directory: Path, files: list[str]) -> FoundRun:
         except InputError:
             base = None
     elif LOG_FILE in files:
-        progress = _last_step(directory / LOG_FILE)
+        progress = _last_step(directory)
     file = directory / (LOG_FILE if LOG_FILE in files else ADAPTER_FILE)
     return FoundRun(directory, str(base) if base else None, file.stat().st_mtime, LOG_FILE in files, progress)
 
 
-def _last_step(file: Path) -> str:
+def _last_step(directory: Path) -> str:
     """`step 40 of 100, ` of a training that has not ended."""
-    with file.open("rb") as stream:
-        stream.seek(max(0, file.stat().st_size - 4096))
-        lines = stream.read().splitlines()
-    try:
-        last = json.loads(lines[-1])
-        return f"step {int(last['current_steps'])} of {int(last['total_steps'])}, "
-    except (ValueError, KeyError, TypeError, IndexError):
-        return ""
+    step, steps = last_step(directory)
+    return f"step {step} of {steps}, " if steps else ""
 
 
 def find_recipes() -> tuple[list[Path], list[Path]]:

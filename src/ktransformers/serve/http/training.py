@@ -10,27 +10,26 @@ tried again when it changes.
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ktransformers.adapters.manifest import MANIFEST_FILE as MANIFEST
 from ktransformers.errors import KTError
+from ktransformers.files import walk_folders
 from ktransformers.log import logger
 from ktransformers.serve.http.registry import Registry, UnknownModel
+from ktransformers.training_charts import LOG_FILE, last_step
 
 LOG = logger(__name__)
-LOG_FILE = "trainer_log.jsonl"
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 FINAL_NAME = "final"
 POLL_SECONDS = 1.0
 SEARCH_SECONDS = 5.0  # for which the trainings that were found are remembered
 SEARCH_DEPTH, SEARCHED_FOLDERS, MAX_RUNS = 4, 2000, 100
-TAIL_BYTES = 4096  # of a log, which hold its last line
 
 
 class TrainingLog:
@@ -62,7 +61,7 @@ class TrainingRuns:
     loaded later have folders of their own."""
 
     def __init__(self, watched: Path | None = None, roots: Callable[[], Sequence[Path]] = tuple) -> None:
-        self._watched, self._roots = watched, roots
+        self._watched, self._roots = watched.resolve() if watched else None, roots
         self._found: dict[str, Path] = {}  # name -> directory
         self._searched = -SEARCH_SECONDS
         self._lock = threading.Lock()
@@ -87,21 +86,10 @@ class TrainingRuns:
             return self._found
 
 
-def find_trainings(roots: Sequence[Path]) -> Iterator[Path]:
+def find_trainings(roots: Sequence[Path]) -> list[Path]:
     """Folders with a training log, none twice; a bounded number of folders is searched."""
-    left, seen = SEARCHED_FOLDERS, set[Path]()
-    for root in roots:
-        for current, folders, files in os.walk(root):
-            directory = Path(current).resolve()
-            left -= 1
-            if left < 0:
-                return
-            if directory in seen or len(Path(current).relative_to(root).parts) >= SEARCH_DEPTH:
-                folders.clear()
-            folders[:] = sorted(name for name in folders if not name.startswith((".", "checkpoint-", "__")))
-            if LOG_FILE in files and directory not in seen:
-                yield directory
-            seen.add(directory)
+    absolute = dict.fromkeys(root.resolve() for root in roots)
+    return [folder for folder, names in walk_folders(absolute, SEARCH_DEPTH, SEARCHED_FOLDERS) if LOG_FILE in names]
 
 
 def _run_name(directory: Path) -> str:
@@ -112,20 +100,11 @@ def _run_name(directory: Path) -> str:
 
 def _describe_run(name: str, directory: Path) -> dict[str, Any]:
     """`step` and `steps` of the last line; `adapter` is the directory once the run has one."""
-    file = directory / LOG_FILE
-    run = {"name": name, "directory": str(directory), "changed": 0.0, "step": 0, "steps": 0}
-    run["adapter"] = str(directory) if _has_adapter(directory) else None
-    try:
-        with file.open("rb") as stream:
-            size = stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, size - TAIL_BYTES))
-            lines = stream.read().splitlines()
-        run["changed"] = file.stat().st_mtime
-        last = next(json.loads(line) for line in reversed(lines) if line.startswith(b"{") and line.endswith(b"}"))
-        run |= {"step": int(last["current_steps"]), "steps": int(last["total_steps"])}
-    except (OSError, ValueError, KeyError, TypeError, StopIteration):
-        pass  # nothing logged yet, or a file of another program
-    return run
+    step, steps = last_step(directory)
+    file, adapter = directory / LOG_FILE, str(directory) if _has_adapter(directory) else None
+    changed = file.stat().st_mtime if file.is_file() else 0.0
+    place = {"name": name, "directory": str(directory), "changed": changed}
+    return place | {"step": step, "steps": steps, "adapter": adapter}
 
 
 class CheckpointWatch:

@@ -2,7 +2,7 @@
 // Requests to the server, with the API key where one is given, and the tabs.
 
 const at = (id) => document.getElementById(id);
-let models = [];  // what is served, the base first: {id, root, parent}
+let models = []; // what is served, the base first: {id, root, parent}
 
 function headers() {
   const made = { "Content-Type": "application/json" };
@@ -11,7 +11,11 @@ function headers() {
 }
 
 async function refused(reply) {
-  try { return (await reply.json()).error.message; } catch { return "the server answered " + reply.status; }
+  try {
+    return (await reply.json()).error.message;
+  } catch {
+    return "the server answered " + reply.status;
+  }
 }
 
 async function accepted(reply) {

@@ -14,53 +14,84 @@ function shape(tag, attributes, text) {
 function ticks(low, high, count = 5) {
   const span = high - low;
   if (!(span > 0) || !Number.isFinite(span)) return [low];
-  const rough = span / (count - 1), power = 10 ** Math.floor(Math.log10(rough));
+  const rough = span / (count - 1),
+    power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((one) => one >= rough * 0.999);
   const made = [];
-  for (let index = Math.floor(low / step + 1e-9); index <= Math.ceil(high / step - 1e-9); index++) made.push(index * step);
+  for (let index = Math.floor(low / step + 1e-9); index <= Math.ceil(high / step - 1e-9); index++)
+    made.push(index * step);
   return made;
 }
 
 function tickText(value) {
   if (Math.abs(value) < 1e-12) return "0";
   const size = Math.abs(value);
-  return size >= 10000 || size < 0.001 ? value.toExponential(1).replace(".0e", "e").replace("e+", "e") : String(+value.toPrecision(6));
+  return size >= 10000 || size < 0.001
+    ? value.toExponential(1).replace(".0e", "e").replace("e+", "e")
+    : String(+value.toPrecision(6));
 }
 
 // series: [{name, points: [[x, y], ...]}]; points that are no numbers are left out. Returns an <svg>.
 function lineChart(title, series, options = {}) {
-  const wide = 420, high = 240, left = 52, right = wide - 10, top = 44, bottom = high - 24;
+  const wide = 420,
+    high = 240,
+    left = 52,
+    right = wide - 10,
+    top = 44,
+    bottom = high - 24;
   const svg = shape("svg", { viewBox: `0 0 ${wide} ${high}`, role: "img", "aria-label": title, class: "chart" });
   svg.append(shape("text", { x: left, y: 18, "font-size": 13 }, title));
-  const curves = series.map((one) => ({ ...one, points: one.points.filter((point) => point.every(Number.isFinite)) }))
-    .map((one, index) => ({ ...one, colour: COLOURS[index % COLOURS.length] })).filter((one) => one.points.length);
+  const curves = series
+    .map((one) => ({ ...one, points: one.points.filter((point) => point.every(Number.isFinite)) }))
+    .map((one, index) => ({ ...one, colour: COLOURS[index % COLOURS.length] }))
+    .filter((one) => one.points.length);
   if (!curves.length) {
     svg.append(shape("text", { x: (left + right) / 2, y: high / 2, "text-anchor": "middle" }, "no values yet"));
     return svg;
   }
   const xs = curves.flatMap((one) => one.points.map((point) => point[0]));
   const ys = curves.flatMap((one) => one.points.map((point) => point[1])).concat(options.fromZero ? [0] : []);
-  const least = (list) => list.reduce((a, b) => Math.min(a, b)), most = (list) => list.reduce((a, b) => Math.max(a, b));
+  const least = (list) => list.reduce((a, b) => Math.min(a, b)),
+    most = (list) => list.reduce((a, b) => Math.max(a, b));
   let [low, up] = [least(ys), most(ys)];
   if (low === up) [low, up] = [options.fromZero ? 0 : low - (Math.abs(low) || 1), up + (Math.abs(up) || 1)];
   const rows = ticks(low, up);
   [low, up] = [rows[0], rows[rows.length - 1]];
   const [first, last] = [least(xs), most(xs)];
-  const x = (value) => left + (right - left) * (value - first) / (last - first || 1);
-  const y = (value) => bottom - (bottom - top) * (value - low) / (up - low);
+  const x = (value) => left + ((right - left) * (value - first)) / (last - first || 1);
+  const y = (value) => bottom - ((bottom - top) * (value - low)) / (up - low);
   for (const value of rows) {
-    svg.append(shape("line", { x1: left, x2: right, y1: y(value), y2: y(value), stroke: "currentColor", "stroke-opacity": 0.18 }));
+    svg.append(
+      shape("line", {
+        x1: left,
+        x2: right,
+        y1: y(value),
+        y2: y(value),
+        stroke: "currentColor",
+        "stroke-opacity": 0.18,
+      }),
+    );
     svg.append(shape("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, tickText(value)));
   }
-  const whole = xs.every(Number.isInteger);  // steps
+  const whole = xs.every(Number.isInteger); // steps
   for (const value of ticks(first, last)) {
-    if (value >= first && value <= last && (!whole || Number.isInteger(value))) svg.append(shape("text", { x: x(value), y: bottom + 16, "text-anchor": "middle" }, tickText(value)));
+    if (value >= first && value <= last && (!whole || Number.isInteger(value)))
+      svg.append(shape("text", { x: x(value), y: bottom + 16, "text-anchor": "middle" }, tickText(value)));
   }
   let place = left;
   for (const one of curves) {
-    if (one.points.length === 1) svg.append(shape("circle", { cx: x(one.points[0][0]), cy: y(one.points[0][1]), r: 3, fill: one.colour }));
-    else svg.append(shape("polyline", { points: one.points.map((point) => x(point[0]).toFixed(1) + "," + y(point[1]).toFixed(1)).join(" "),
-      fill: "none", stroke: one.colour, "stroke-width": 1.8, "stroke-linejoin": "round" }));
+    if (one.points.length === 1)
+      svg.append(shape("circle", { cx: x(one.points[0][0]), cy: y(one.points[0][1]), r: 3, fill: one.colour }));
+    else
+      svg.append(
+        shape("polyline", {
+          points: one.points.map((point) => x(point[0]).toFixed(1) + "," + y(point[1]).toFixed(1)).join(" "),
+          fill: "none",
+          stroke: one.colour,
+          "stroke-width": 1.8,
+          "stroke-linejoin": "round",
+        }),
+      );
     if (curves.length > 1) {
       svg.append(shape("text", { x: place, y: 35, style: `fill: ${one.colour}; opacity: 1` }, one.name));
       place += 20 + 6.5 * one.name.length;
@@ -75,13 +106,39 @@ function bytes(size) {
 
 // rows: [{name, value, limit, text}]. Each row has its own scale, from 0 to its limit.
 function bars(rows) {
-  const wide = 420, left = 110, right = wide - 10;
-  const svg = shape("svg", { viewBox: `0 0 ${wide} ${Math.max(1, rows.length) * 44 + 6}`, role: "img", "aria-label": "memory", class: "chart" });
+  const wide = 420,
+    left = 110,
+    right = wide - 10;
+  const svg = shape("svg", {
+    viewBox: `0 0 ${wide} ${Math.max(1, rows.length) * 44 + 6}`,
+    role: "img",
+    "aria-label": "memory",
+    class: "chart",
+  });
   rows.forEach((row, index) => {
-    const y = index * 44 + 6, share = row.limit > 0 ? Math.min(1, row.value / row.limit) : 0;
+    const y = index * 44 + 6,
+      share = row.limit > 0 ? Math.min(1, row.value / row.limit) : 0;
     svg.append(shape("text", { x: left - 8, y: y + 15, "text-anchor": "end" }, row.name));
-    svg.append(shape("rect", { x: left, y, width: (right - left) * share, height: 20, fill: share > 0.95 ? COLOURS[4] : COLOURS[0] }));
-    svg.append(shape("rect", { x: left, y, width: right - left, height: 20, fill: "none", stroke: "currentColor", "stroke-opacity": 0.4 }));
+    svg.append(
+      shape("rect", {
+        x: left,
+        y,
+        width: (right - left) * share,
+        height: 20,
+        fill: share > 0.95 ? COLOURS[4] : COLOURS[0],
+      }),
+    );
+    svg.append(
+      shape("rect", {
+        x: left,
+        y,
+        width: right - left,
+        height: 20,
+        fill: "none",
+        stroke: "currentColor",
+        "stroke-opacity": 0.4,
+      }),
+    );
     svg.append(shape("text", { x: left, y: y + 34 }, row.text));
   });
   return svg;

@@ -2,11 +2,18 @@
 // One prompt, an answer in each column: the base, an adapter, as many as are wanted.
 
 const MAX_COLUMNS = 6;
-const columns = [];  // {model, messages, running, parts of the DOM}
+const columns = []; // {model, messages, running, parts of the DOM}
 // Field -> what the server calls it. An empty field is not sent, so that the server's default holds.
 const SAMPLING = {
-  temperature: "temperature", "top-p": "top_p", "top-k": "top_k", "min-p": "min_p", repetition: "repetition_penalty",
-  presence: "presence_penalty", frequency: "frequency_penalty", tokens: "max_tokens", seed: "seed",
+  temperature: "temperature",
+  "top-p": "top_p",
+  "top-k": "top_k",
+  "min-p": "min_p",
+  repetition: "repetition_penalty",
+  presence: "presence_penalty",
+  frequency: "frequency_penalty",
+  tokens: "max_tokens",
+  seed: "seed",
 };
 const INTEGERS = new Set(["top_k", "max_tokens", "seed"]);
 
@@ -24,8 +31,18 @@ function addColumn(model) {
   const column = { messages: [], running: null };
   column.picker = element("select", { ariaLabel: "model of this column" });
   column.speed = element("div", { className: "speed" });
-  column.again = element("button", { type: "button", textContent: "Retry", disabled: true, title: "Answer the last prompt again" });
-  column.close = element("button", { type: "button", textContent: "×", ariaLabel: "remove this column", title: "Remove this column" });
+  column.again = element("button", {
+    type: "button",
+    textContent: "Retry",
+    disabled: true,
+    title: "Answer the last prompt again",
+  });
+  column.close = element("button", {
+    type: "button",
+    textContent: "×",
+    ariaLabel: "remove this column",
+    title: "Remove this column",
+  });
   column.talk = element("div", { className: "talk", ariaLive: "polite" });
   const bar = element("div", { className: "bar" }, column.picker, column.again, column.close);
   column.section = element("section", {}, bar, column.talk, column.speed);
@@ -51,10 +68,15 @@ function columnsChanged() {
 }
 
 function fillPicker(column, chosen) {
-  column.picker.replaceChildren(...models.map((model) => element("option", { value: model.id, textContent: model.id })));
+  column.picker.replaceChildren(
+    ...models.map((model) => element("option", { value: model.id, textContent: model.id })),
+  );
   const wanted = chosen ?? models[0]?.id;
   if (models.some((model) => model.id === wanted)) column.picker.value = wanted;
-  else if (models.length) { column.picker.value = models[0].id; clear(column); }
+  else if (models.length) {
+    column.picker.value = models[0].id;
+    clear(column);
+  }
 }
 
 function modelsChanged() {
@@ -86,7 +108,8 @@ function say(column, kind, text) {
 
 // Draws an answer at most once in a frame, however fast tokens come.
 function painter(line, talk) {
-  let text = "", waiting = false;
+  let text = "",
+    waiting = false;
   const paint = () => {
     waiting = false;
     const follows = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 80;
@@ -100,7 +123,10 @@ function painter(line, talk) {
       waiting = true;
       requestAnimationFrame(paint);
     },
-    finish() { paint(); return text; },
+    finish() {
+      paint();
+      return text;
+    },
   };
 }
 
@@ -116,9 +142,14 @@ async function answer(column) {
   const first = at("system").value ? [{ role: "system", content: at("system").value }] : [];
   const body = { model: column.picker.value, messages: first.concat(column.messages), stream: true };
   Object.assign(body, { stream_options: { include_usage: true } }, sampling());
-  const line = say(column, "assistant", ""), painted = painter(line, column.talk), controller = new AbortController();
-  const started = performance.now(), asked = column.messages[column.messages.length - 1];
-  let begun = 0, tokens = 0, failure = null;
+  const line = say(column, "assistant", ""),
+    painted = painter(line, column.talk),
+    controller = new AbortController();
+  const started = performance.now(),
+    asked = column.messages[column.messages.length - 1];
+  let begun = 0,
+    tokens = 0,
+    failure = null;
   setRunning(column, controller);
   column.speed.textContent = "";
   try {
@@ -136,8 +167,10 @@ async function answer(column) {
   } catch (error) {
     failure = error;
   }
-  const text = painted.finish(), seconds = (performance.now() - (begun || started)) / 1000;
-  if (columns.includes(column) && column.messages.includes(asked)) {  // not cleared or removed meanwhile
+  const text = painted.finish(),
+    seconds = (performance.now() - (begun || started)) / 1000;
+  if (columns.includes(column) && column.messages.includes(asked)) {
+    // not cleared or removed meanwhile
     if (failure && failure.name !== "AbortError") say(column, "error", failure.message);
     if (text) column.messages.push({ role: "assistant", content: text });
     const rate = tokens > 1 ? ", " + ((tokens - 1) / seconds).toFixed(1) + " tokens/s" : "";
@@ -147,7 +180,8 @@ async function answer(column) {
 }
 
 async function retry(column) {
-  while (column.messages.length && column.messages[column.messages.length - 1].role === "assistant") column.messages.pop();
+  while (column.messages.length && column.messages[column.messages.length - 1].role === "assistant")
+    column.messages.pop();
   while (column.talk.lastChild && column.talk.lastChild.className !== "user") column.talk.lastChild.remove();
   if (column.messages.length) await answer(column);
 }
@@ -160,19 +194,27 @@ async function send() {
   const text = at("prompt").value.trim();
   if (!text || !models.length) return;
   at("prompt").value = "";
-  await Promise.all(columns.map((column) => {
-    // A prompt without an answer, which was stopped or has failed, is not sent again beside the new one.
-    if (column.messages[column.messages.length - 1]?.role === "user") column.messages.pop();
-    column.messages.push({ role: "user", content: text });
-    say(column, "user", text);
-    return answer(column);
-  }));
+  await Promise.all(
+    columns.map((column) => {
+      // A prompt without an answer, which was stopped or has failed, is not sent again beside the new one.
+      if (column.messages[column.messages.length - 1]?.role === "user") column.messages.pop();
+      column.messages.push({ role: "user", content: text });
+      say(column, "user", text);
+      return answer(column);
+    }),
+  );
 }
 
 function startChat() {
-  at("ask").addEventListener("submit", (event) => { event.preventDefault(); send(); });
+  at("ask").addEventListener("submit", (event) => {
+    event.preventDefault();
+    send();
+  });
   at("prompt").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); at("ask").requestSubmit(); }
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      at("ask").requestSubmit();
+    }
   });
   at("clear").addEventListener("click", () => columns.forEach(clear));
   at("retry").addEventListener("click", () => columns.filter((column) => !column.running).forEach(retry));

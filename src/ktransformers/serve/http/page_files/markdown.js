@@ -4,9 +4,35 @@
 // mailto only, and images become links, so that no answer makes the page load anything. Every search for a closing mark
 // that fails is not repeated, so the time is linear in the length.
 
-const TAGS = new Set(["p", "br", "strong", "em", "del", "code", "pre", "a", "ul", "ol", "li", "blockquote", "hr", "table",
-  "thead", "tbody", "tr", "th", "td", "h1", "h2", "h3", "h4", "h5", "h6", "div"]);
-const MAX_DEPTH = 8;  // of lists and quotes inside of each other
+const TAGS = new Set([
+  "p",
+  "br",
+  "strong",
+  "em",
+  "del",
+  "code",
+  "pre",
+  "a",
+  "ul",
+  "ol",
+  "li",
+  "blockquote",
+  "hr",
+  "table",
+  "thead",
+  "tbody",
+  "tr",
+  "th",
+  "td",
+  "h1",
+  "h2",
+  "h3",
+  "h4",
+  "h5",
+  "h6",
+  "div",
+]);
+const MAX_DEPTH = 8; // of lists and quotes inside of each other
 const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})[ \t]+(.*)$/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])[ \t]+(.*)$/;
@@ -35,11 +61,18 @@ function blocks(lines, depth) {
   while (at < lines.length) {
     const line = lines[at];
     let block, fence, heading;
-    if (!line.trim()) { at++; continue; }
+    if (!line.trim()) {
+      at++;
+      continue;
+    }
     if ((fence = FENCE.exec(line))) [block, at] = fenced(lines, at, fence);
-    else if ((heading = HEADING.exec(line))) { block = ["h" + heading[1].length, {}, ...inline(heading[2].trim())]; at++; }
-    else if (isRule(line)) { block = ["hr", {}]; at++; }
-    else if (/^ {0,3}>/.test(line) && depth < MAX_DEPTH) [block, at] = quote(lines, at, depth);
+    else if ((heading = HEADING.exec(line))) {
+      block = ["h" + heading[1].length, {}, ...inline(heading[2].trim())];
+      at++;
+    } else if (isRule(line)) {
+      block = ["hr", {}];
+      at++;
+    } else if (/^ {0,3}>/.test(line) && depth < MAX_DEPTH) [block, at] = quote(lines, at, depth);
     else if (ITEM.test(line) && depth < MAX_DEPTH) [block, at] = list(lines, at, depth);
     else if (isTable(lines, at)) [block, at] = table(lines, at);
     else [block, at] = paragraph(lines, at);
@@ -49,10 +82,14 @@ function blocks(lines, depth) {
 }
 
 function fenced(lines, at, fence) {
-  const mark = fence[1], code = [];
+  const mark = fence[1],
+    code = [];
   for (at++; at < lines.length; at++) {
     const bare = lines[at].trim();
-    if (bare.startsWith(mark) && bare === mark[0].repeat(bare.length)) { at++; break; }
+    if (bare.startsWith(mark) && bare === mark[0].repeat(bare.length)) {
+      at++;
+      break;
+    }
     code.push(lines[at]);
   }
   return [["pre", { language: fence[2].trim().slice(0, 60) }, ["code", {}, code.join("\n")]], at];
@@ -65,13 +102,18 @@ function quote(lines, at, depth) {
 }
 
 function list(lines, at, depth) {
-  const first = ITEM.exec(lines[at]), ordered = /\d/.test(first[2]), level = first[1].length, items = [];
+  const first = ITEM.exec(lines[at]),
+    ordered = /\d/.test(first[2]),
+    level = first[1].length,
+    items = [];
   while (at < lines.length) {
     const found = ITEM.exec(lines[at]);
     if (!found || found[1].length < level || found[1].length > level + 3 || /\d/.test(found[2]) !== ordered) break;
-    const inside = found[1].length + found[2].length + 1, own = [found[3]];
+    const inside = found[1].length + found[2].length + 1,
+      own = [found[3]];
     for (at++; at < lines.length; at++) {
-      const line = lines[at], blank = !line.trim();
+      const line = lines[at],
+        blank = !line.trim();
       if (blank && !(at + 1 < lines.length && indentOf(lines[at + 1]) >= 2 && lines[at + 1].trim())) break;
       if (!blank && indentOf(line) < Math.min(inside, level + 2) && startsBlock(line)) break;
       if (!blank && indentOf(line) <= level && !lines[at - 1].trim()) break;
@@ -89,7 +131,12 @@ function tight(children) {
 }
 
 function cells(line) {
-  return line.trim().replace(/^\|/, "").replace(/\|$/, "").split("|").map((cell) => inline(cell.trim()));
+  return line
+    .trim()
+    .replace(/^\|/, "")
+    .replace(/\|$/, "")
+    .split("|")
+    .map((cell) => inline(cell.trim()));
 }
 
 function isTable(lines, at) {
@@ -99,7 +146,8 @@ function isTable(lines, at) {
 }
 
 function table(lines, at) {
-  const head = cells(lines[at]).map((cell) => ["th", {}, ...cell]), rows = [];
+  const head = cells(lines[at]).map((cell) => ["th", {}, ...cell]),
+    rows = [];
   for (at += 2; at < lines.length && lines[at].includes("|") && lines[at].trim(); at++) {
     rows.push(["tr", {}, ...cells(lines[at]).map((cell) => ["td", {}, ...cell])]);
   }
@@ -112,18 +160,34 @@ function paragraph(lines, at) {
   return [["p", {}, ...own.flatMap((line, index) => (index ? [["br", {}], ...inline(line)] : inline(line)))], at];
 }
 
-const MARKS = [["**", "strong"], ["__", "strong"], ["~~", "del"], ["*", "em"], ["_", "em"]];
+const MARKS = [
+  ["**", "strong"],
+  ["__", "strong"],
+  ["~~", "del"],
+  ["*", "em"],
+  ["_", "em"],
+];
 const isWord = (letter) => letter !== undefined && /[\p{L}\p{N}]/u.test(letter);
 
 function inline(text, level = 0) {
-  const made = [], dead = new Set();
-  let plain = "", at = 0;
-  const push = (node) => { if (plain) made.push(plain); plain = ""; made.push(node); };
+  const made = [],
+    dead = new Set();
+  let plain = "",
+    at = 0;
+  const push = (node) => {
+    if (plain) made.push(plain);
+    plain = "";
+    made.push(node);
+  };
   while (at < text.length) {
     const found = inlineAt(text, at, dead, level);
-    if (found) { push(found[0]); at = found[1]; }
-    else if (text[at] === "\\" && /[!-/:-@[-`{-~]/.test(text[at + 1] ?? "")) { plain += text[at + 1]; at += 2; }
-    else plain += text[at++];
+    if (found) {
+      push(found[0]);
+      at = found[1];
+    } else if (text[at] === "\\" && /[!-/:-@[-`{-~]/.test(text[at + 1] ?? "")) {
+      plain += text[at + 1];
+      at += 2;
+    } else plain += text[at++];
   }
   if (plain) made.push(plain);
   return made;
@@ -141,7 +205,10 @@ function inlineAt(text, at, dead, level) {
     const from = at + mark.length;
     if (from >= text.length || text[from] === " " || (mark[0] === "_" && isWord(text[at - 1]))) continue;
     const end = closing(text, mark, from);
-    if (end < 0) { dead.add(mark); continue; }
+    if (end < 0) {
+      dead.add(mark);
+      continue;
+    }
     return [[tag, {}, ...inline(text.slice(from, end), level + 1)], end + mark.length];
   }
   return null;
@@ -174,9 +241,18 @@ function linkAt(text, at, dead, level) {
   const from = text[at] === "!" ? at + 2 : at + 1;
   if (dead.has("](")) return null;
   const middle = text.indexOf("](", from);
-  if (middle < 0) { dead.add("]("); return null; }
+  if (middle < 0) {
+    dead.add("](");
+    return null;
+  }
   const end = text.indexOf(")", middle);
-  const target = end < 0 ? "" : text.slice(middle + 2, end).trim().split(/\s/)[0];
+  const target =
+    end < 0
+      ? ""
+      : text
+          .slice(middle + 2, end)
+          .trim()
+          .split(/\s/)[0];
   if (!SAFE_LINK.test(target) || text.slice(from, middle).includes("[") || level >= MAX_DEPTH) return null;
   return [["a", { href: target }, ...inline(text.slice(from, middle) || target, MAX_DEPTH)], end + 1];
 }
@@ -207,13 +283,17 @@ function nodes(tree) {
 }
 
 function codeBlock(pre, language) {
-  const bar = document.createElement("div"), name = document.createElement("span"), copy = document.createElement("button");
+  const bar = document.createElement("div"),
+    name = document.createElement("span"),
+    copy = document.createElement("button");
   bar.className = "code-bar";
   name.textContent = language || "code";
   copy.type = "button";
   copy.textContent = "Copy";
   copy.addEventListener("click", () => {
-    navigator.clipboard?.writeText(pre.textContent).then(() => { copy.textContent = "Copied"; });
+    navigator.clipboard?.writeText(pre.textContent).then(() => {
+      copy.textContent = "Copied";
+    });
   });
   bar.append(name, copy);
   const block = document.createElement("div");

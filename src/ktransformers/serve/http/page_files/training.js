@@ -1,8 +1,16 @@
 "use strict";
 // Trainings below the server's folders: the newest first, its curves while it runs.
 
-const PANELS = [["loss", ["loss", "eval_loss"]], ["learning rate", ["lr"]], ["gradient norm", ["grad_norm"]], ["tokens/s", ["throughput"]]];
-let runs = [], followed = null, next = 0, logged = [];
+const PANELS = [
+  ["loss", ["loss", "eval_loss"]],
+  ["learning rate", ["lr"]],
+  ["gradient norm", ["grad_norm"]],
+  ["tokens/s", ["throughput"]],
+];
+let runs = [],
+  followed = null,
+  next = 0,
+  logged = [];
 
 function age(seconds) {
   if (seconds < 90) return "now";
@@ -18,7 +26,8 @@ function runText(run) {
 async function findRuns() {
   const reply = await accepted(await fetch("/training/runs", { headers: headers() }));
   runs = (await reply.json()).runs;
-  const picker = at("runs"), before = picker.value;
+  const picker = at("runs"),
+    before = picker.value;
   picker.replaceChildren(...runs.map((run) => element("option", { value: run.name, textContent: runText(run) })));
   if (runs.some((run) => run.name === before)) picker.value = before;
   picker.hidden = !runs.length;
@@ -29,11 +38,14 @@ async function followTraining() {
     await findRuns();
     const chosen = at("runs").value;
     if (!runs.length) {
-      at("training-state").textContent = "No training was found below the server's folder. kt train writes one; kt serve --watch DIR names one.";
+      at("training-state").textContent =
+        "No training was found below the server's folder. kt train writes one; kt serve --watch DIR names one.";
       return;
     }
     if (chosen !== followed) [followed, next, logged] = [chosen, 0, []];
-    const reply = await accepted(await fetch("/training?after=" + next + "&run=" + encodeURIComponent(chosen), { headers: headers() }));
+    const reply = await accepted(
+      await fetch("/training?after=" + next + "&run=" + encodeURIComponent(chosen), { headers: headers() }),
+    );
     const found = await reply.json();
     if (chosen !== followed) return;
     if (found.next < next) logged = [];
@@ -49,7 +61,10 @@ async function followTraining() {
 
 function drawState(directory) {
   const last = logged[logged.length - 1];
-  if (!last) { at("training-state").textContent = directory + ": nothing logged yet"; return; }
+  if (!last) {
+    at("training-state").textContent = directory + ": nothing logged yet";
+    return;
+  }
   const total = last.total_steps ? " of " + last.total_steps : "";
   const ended = last.total_steps && last.current_steps >= last.total_steps;
   const time = !ended && last.remaining_time ? ", " + last.remaining_time + " left" : "";
@@ -59,7 +74,9 @@ function drawState(directory) {
 function drawCurves() {
   const curve = (field) => ({
     name: field.replace("_", " "),
-    points: logged.filter((line) => line[field] !== undefined && line[field] !== null).map((line) => [Number(line.current_steps), Number(line[field])]),
+    points: logged
+      .filter((line) => line[field] !== undefined && line[field] !== null)
+      .map((line) => [Number(line.current_steps), Number(line[field])]),
   });
   at("curves").replaceChildren(...PANELS.map(([title, fields]) => lineChart(title, fields.map(curve))));
 }
