@@ -29,7 +29,6 @@ from tests.support.hub import Hub
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = str(Path(sys.executable).with_name("kt"))
-WITHOUT_JSON = {"serve"}  # a server: its answers are JSON, over HTTP
 PASSED_ON = {"with"}  # what follows belongs to another program
 
 
@@ -46,7 +45,7 @@ def test_every_verb_has_json_and_help() -> None:
     assert {"run", "chat", "doctor", "version", "bench", "microbench", "config set", "model verify"} <= set(actual)
     for name, command in actual.items():
         options = {word for parameter in command.params for word in parameter.opts}
-        assert "--json" in options or name in WITHOUT_JSON | PASSED_ON, name
+        assert "--json" in options or name in PASSED_ON, name
         assert command.help and "coming soon" not in command.help.lower(), name
 
 

@@ -66,7 +66,6 @@ REFUSED: dict[str, list[str]] = {
     "sft export": ["/nothing", "/nothing", "-o", "/nothing/out"],
 }
 OTHER_PROGRAM = {"with"}  # what follows is not ours
-WITHOUT_JSON = {"serve"}  # its answers are JSON, over HTTP
 
 # Lines that succeed without a model that runs; MODEL is a folder of the test.
 RESULTS = (
@@ -119,7 +118,7 @@ def test_every_verb_is_walked() -> None:
 
 @pytest.mark.parametrize("verb", REFUSED)
 def test_errors_are_one_line(run: Any, verb: str) -> None:
-    for flags in ([], ["--quiet"], *([] if verb in WITHOUT_JSON else [["--json"]])):
+    for flags in ([], ["--quiet"], ["--json"]):
         code, out, error = run(*verb.split(), *REFUSED[verb], *flags)
         assert code in (1, 2) and out == "", (flags, out)
         assert error.startswith("kt: ") and error.count("\n") == 1 and "Traceback" not in error, (flags, error)

@@ -33,6 +33,7 @@ from ktransformers.adapters.router_choices import (
     recording_choices,
     same_choices,
 )
+from ktransformers.progress import counted
 
 PROJECTION_DIM = 4  # projected values per token and module
 FLOOR_FACTOR = 4.0  # differences up to this multiple of the floor count as equal
@@ -197,7 +198,7 @@ def _measure_pieces(
     logprobs: list[Tensor] = []
     projections: dict[str, list[Tensor]] = {name: [] for name in names}
     with evaluating(model), recording_choices(model, rows, replay, flips) as recorder:
-        for row, tokens in zip(rows, recorder.tokens_of_rows(), strict=True):
+        for row, tokens in counted("Measuring rows", list(zip(rows, recorder.tokens_of_rows(), strict=True))):
             pieces = [piece for piece in split(row) if len(piece)]
             cache: dict[str, Any] = {"use_cache": False}
             if len(pieces) > 1:

@@ -33,7 +33,9 @@ def run(
         typer.Argument(metavar="[MODEL] [PROMPT] [FLAGS]", autocompletion=complete_names, show_default=False),
     ] = None,
     no_verify: NoVerify = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the answer, or the server's address, as one JSON document.")
+    ] = False,
     verbose: Verbose = False,
 ) -> None:
     """Serve a model on this machine, or answer one prompt and exit."""
@@ -47,7 +49,7 @@ def run(
 
     limit_spinning()  # before torch is imported, with what follows
     from ktransformers.cli.library_output import library_output
-    from ktransformers.cli.serve import show_plan
+    from ktransformers.cli.serve import print_address, show_plan
     from ktransformers.serve.launch import serve
 
     if line.dry_run:
@@ -55,10 +57,8 @@ def run(
             _show_launch(line, given, as_json)
         return
     if line.prompt is None:
-        if as_json:
-            raise InputError("json", "without a prompt", "a prompt", "a server's answers are JSON already: /v1")
         with library_output():
-            serve(line.launch, log, show_plan)
+            serve(line.launch, log, show_plan, print_address if as_json else lambda _: None)
         return
     with library_output():
         _answer_prompt(line, as_json)

@@ -6,7 +6,8 @@ must work unchanged.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,13 +17,22 @@ from ktransformers.log import logger
 
 if TYPE_CHECKING:
     from ktransformers.plan import Plan
+    from ktransformers.serve.running import RunningServer
 
 LOG = logger(__name__)
 VERBOSE_FLAGS = ("-v", "--verbose")
 SERVE_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
-def serve(context: typer.Context) -> None:
+Json = Annotated[bool, typer.Option("--json", help="Print the address as one JSON document once it listens.")]
+
+
+def print_address(server: RunningServer) -> None:
+    """For `--json`: what a program that starts a server needs, with --port 0 the port too."""
+    print(json.dumps({"url": server.url, "model": server.model, "pid": server.pid}), flush=True)
+
+
+def serve(context: typer.Context, as_json: Json = False) -> None:
     """Serve a model over the OpenAI API: base and adapters, chosen by each request."""
     from ktransformers.openmp import limit_spinning
     from ktransformers.serve.flags import parse
@@ -33,7 +43,8 @@ def serve(context: typer.Context) -> None:
 
     show_log(any(word in VERBOSE_FLAGS for word in context.args))
     with library_output():
-        run_server(parse([word for word in context.args if word not in VERBOSE_FLAGS]), log, show_plan)
+        launch = parse([word for word in context.args if word not in VERBOSE_FLAGS])
+        run_server(launch, log, show_plan, print_address if as_json else lambda _: None)
 
 
 def show_plan(plan: Plan) -> None:

@@ -310,9 +310,15 @@ def make_run_parser() -> argparse.ArgumentParser:
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="answer this and exit; without it, serve")
     for flag in RUN_FLAGS:
         _add_flag(parser, flag)
-    for name, text in (("--json", "print the answer as one JSON document"), ("--quiet", "no progress and no notes")):
-        parser.add_argument(name, action="store_true", help=text)  # taken by `kt`, here for --help
     return parser
+
+
+# Flags of all verbs, which `kt` takes before; here for --help.
+VERB_FLAGS = {
+    "--json": "print the address, or the answer to a prompt, as one JSON document",
+    "--quiet": "no progress and no notes",
+    "--verbose": "all of the plan, and one line for each tensor of an adapter",
+}
 
 
 def _add_launch_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -323,6 +329,8 @@ def _add_launch_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         parser.add_argument(name, action="append_const", const=name, dest="moot", help=argparse.SUPPRESS)
     for name in IGNORED_OPTIONS:
         parser.add_argument(name, dest=f"moot {name}", help=argparse.SUPPRESS)
+    for name, text in VERB_FLAGS.items():
+        parser.add_argument(name, action="store_true", dest=f"moot {name}", help=text)
     return parser
 
 
@@ -366,8 +374,6 @@ def parse(words: Sequence[str]) -> Launch:
 def parse_run(words: Sequence[str]) -> RunLine:
     """MODEL, PROMPT and flags in any order."""
     options = vars(make_run_parser().parse_intermixed_args(list(words)))
-    for name in ("json", "quiet"):
-        options.pop(name)
     if options["model_flag"] and options["target"] and options["prompt"] is None:
         options["target"], options["prompt"] = None, options["target"]  # --model M PROMPT
     own = {name: options.pop(name) for name in ("prompt", *(flag.field for flag in RUN_FLAGS))}
@@ -396,6 +402,8 @@ def _make_launch(options: dict[str, Any], program: str) -> Launch:
         value = options.pop(f"moot {name}")
         if value is not None:
             notes.append(f"{name} {value}: {reason}")
+    for name in VERB_FLAGS:
+        options.pop(f"moot {name}")
     notes += _method_notes(options.pop("method"))
     _check_ranges(options)
     paths = tuple(_parse_lora_path(word) for word in options.pop("lora_paths") or [])

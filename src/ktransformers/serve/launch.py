@@ -20,6 +20,7 @@ from ktransformers import env, model_registry, settings, system
 from ktransformers.errors import InputError
 from ktransformers.plan import Plan, require_fit
 from ktransformers.serve.flags import Launch
+from ktransformers.serve.running import RunningServer, forget_server, record_server
 from ktransformers.serve.target import Target, resolve_target
 from ktransformers.serve.yaml_keys import with_yaml_keys
 
@@ -28,6 +29,7 @@ SHUTDOWN_SECONDS = 30  # for running requests after SIGTERM or Ctrl-C
 
 LogLine = Callable[[str], None]
 ShowPlan = Callable[[Plan], None]
+OnReady = Callable[[RunningServer], None]
 
 
 def with_environment(launch: Launch) -> Launch:
@@ -303,7 +305,7 @@ def training_roots(service: Any) -> list[Path]:
     return [folder for folder in folders if folder.is_dir()]
 
 
-def serve(launch: Launch, log: LogLine, show: ShowPlan) -> None:
+def serve(launch: Launch, log: LogLine, show: ShowPlan, on_ready: OnReady = lambda _: None) -> None:
     """Serve until Ctrl-C or SIGTERM; running requests then have SHUTDOWN_SECONDS to end."""
     check_packages()
     for note in launch.notes:
@@ -321,7 +323,6 @@ def serve(launch: Launch, log: LogLine, show: ShowPlan) -> None:
     from ktransformers.serve.http.api import create_app
     from ktransformers.serve.http.listener import make_config
     from ktransformers.serve.http.training import CheckpointWatch, TrainingRuns
-    from ktransformers.serve.running import forget_server, record_server
 
     service = open_service(launch, target, log, plan)
     watch = CheckpointWatch(launch.watch, service.registry) if launch.watch else None
@@ -339,7 +340,7 @@ def serve(launch: Launch, log: LogLine, show: ShowPlan) -> None:
             log(str(forecast.compare_at_start(plan, service)))
         assert launch.host is not None
         port = int(listener.getsockname()[1])
-        record_server(launch.host, port, service.registry.served)
+        on_ready(record_server(launch.host, port, service.registry.served))
         log(f"{service.registry.served} is served at http://{launch.host}:{port}/v1")
 
     rules = rules_for(

@@ -6,6 +6,7 @@ reader.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from dataclasses import asdict, dataclass
@@ -39,13 +40,13 @@ def _folder() -> Path:
     return data_folder() / "servers"
 
 
-def record_server(host: str, port: int, model: str) -> None:
+def record_server(host: str, port: int, model: str) -> RunningServer:
     """Lists this process; without a folder that can be written it is not listed."""
-    try:
+    server = RunningServer(os.getpid(), host, port, model)
+    with contextlib.suppress(OSError):
         _folder().mkdir(parents=True, exist_ok=True)
-        write_json(_folder() / f"{os.getpid()}.json", asdict(RunningServer(os.getpid(), host, port, model)))
-    except OSError:
-        return
+        write_json(_folder() / f"{server.pid}.json", asdict(server))
+    return server
 
 
 def forget_server() -> None:
