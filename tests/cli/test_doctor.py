@@ -101,6 +101,13 @@ def test_gpu_driver_problems_are_reported() -> None:
     assert "older than what" in said(checks.gpu(Cuda("580.1", "12.8", None, ((6, 1),), ("sm_75", "sm_90a")), card))
 
 
+def test_a_gpu_without_a_compiler_for_triton_is_reported() -> None:
+    card = [Gpu("RTX 4090", 24 * GB)]
+    assert "warning gpu: there is no C compiler" in said(checks.triton_compiler(card, "3.6.0", None))
+    assert checks.triton_compiler(card, "3.6.0", "/usr/bin/gcc") == [] == checks.triton_compiler(card, None, None)
+    assert checks.triton_compiler([], "3.6.0", None) == []
+
+
 def packages(versions: dict[str, str], **wants: list[str]) -> str:
     return said(checks.packages(OWN, lambda name: wants.get(name, []), versions.get))
 

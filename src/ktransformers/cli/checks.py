@@ -183,6 +183,14 @@ def gpu(cuda: Cuda, gpus: Sequence[system.Gpu]) -> list[Finding]:
     return findings
 
 
+def triton_compiler(gpus: Sequence[system.Gpu], triton: str | None, compiler: str | None) -> list[Finding]:
+    """Triton builds the launchers of its kernels with a C compiler when they are first used."""
+    if not gpus or triton is None or compiler is not None:
+        return []
+    text = "there is no C compiler, and without one Triton's kernels for the GPU fail when they are first used"
+    return [Finding("warning", "gpu", text, "sudo apt install gcc python3-dev, or set CC; or `--device cpu`")]
+
+
 def packages(
     own: Sequence[str], requirements_of: Callable[[str], Sequence[str]], version_of: Callable[[str], str | None]
 ) -> list[Finding]:
