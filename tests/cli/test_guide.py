@@ -77,6 +77,13 @@ def test_server_is_asked_for_model_adapters_and_port(home: Path) -> None:
         session.wait_for(r"run it\?")
         session.type("n\n")
         assert session.wait() == 0
+    with start(home, "serve", "--port", "30124", "--lora-paths", "neko=saves/neko") as session:
+        session.wait_for(r"^model \[some-moe\]:$")
+        session.type("\n")
+        session.wait_for(r"^\$ kt serve some-moe --port 30124 --lora-paths neko=saves/neko$")
+        session.wait_for(r"run it\?")
+        session.type("n\n")
+        assert session.wait() == 0
 
 
 def test_plan_is_shown_before_the_port(home: Path) -> None:

@@ -1,8 +1,8 @@
 """`kt bench`: a model's speed on this machine in llama-bench's tests and table; `kt microbench`: the kernels of one
 layer.
 
-The benches of the kernels, with their yardsticks, are in `bench/` of the source tree and of a wheel: `kt microbench` runs
-them there, and otherwise says where to get them.
+The benches of the kernels, with their yardsticks, are in `bench/` of the source tree and of a wheel: `kt microbench`
+runs them there, and otherwise says where to get them.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ is asked for its required arguments by their help.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from ktransformers.files import path_exists
 
 SILENT = {"--json", "--quiet", "-q", "--help"}
 CONFIRMED = {"run", "serve", "train", "loop", "quant", "merge", "eval", "model download"}
+LAUNCH_VERBS = ("run", "serve")  # whose flags `serve/flags.py` parses
 MAX_CHOICES = 20
 FORMATS = ("int4", "int8", "fp8:128x128", "mxfp4", "bf16")
 EMPTY: tuple[Any, ...] = (None, (), [])
@@ -48,7 +50,8 @@ class Guide:
         """Notes an answer, and remembers it under `answers.KEY` of the settings."""
         self.answers[name] = value
         if key is not None:
-            settings.set_value(f"answers.{key}", value)
+            with contextlib.suppress(OSError):  # a home that cannot be written costs the memory alone
+                settings.set_value(f"answers.{key}", value)
         return value
 
 
@@ -76,7 +79,7 @@ def choose_model(guide: Guide, name: str = "model") -> str:
     documents = [entry_document(entry) for entry in model_registry.all_models() if entry.exists][:MAX_CHOICES]
     choices = [Choice(entry["name"], describe_kind(entry)) for entry in documents]
     last = _remembered("model")
-    default = last or (choices[0].value if len(choices) == 1 else None)
+    default = last if last and _wrong_model(last) is None else choices[0].value if len(choices) == 1 else None
     ask.tell("a number, a folder, a hub id, or a short name of `kt model known`")
     return guide.keep(name, ask.choose("model", choices, default, other=_wrong_model), "model")
 
@@ -87,30 +90,21 @@ def _model(guide: Guide) -> list[str]:
 
 def _show_plan(guide: Guide) -> list[str]:
     """Whether the model fits, how fast it is and how much memory it takes."""
-    from ktransformers.cli.plan import summary_rows
-    from ktransformers.plan import Serving, make_plan, open_shape
-    from ktransformers.plan.calibrate import this_machine
-    from ktransformers.plan.workload import PLANNED_POLICIES
+    from ktransformers.cli.plan import serving_summary
 
     try:
-        shape = open_shape(model_registry.resolve(guide.known("model") or ""))
-        machine = this_machine()
-        rest_bytes = 2 if machine.gpus or machine.cpu.products == "bfloat16" else 4
-        plan = make_plan(shape, Serving(rest_bytes=rest_bytes), machine, policies=PLANNED_POLICIES)
+        rows = serving_summary(guide.known("model") or "")
     except KTError:
         ask.tell("its memory is planned once its config.json is here")
         return []
-    for name, value in summary_rows(plan):
+    for name, value in rows:
         ask.tell(f"{name:<8} {value}")
     return []
 
 
 def _fits_base(run: machine_state.FoundRun, model: str) -> bool:
-    resolved = model_registry.resolve(model)
-    return run.base is not None and Path(run.base).name.lower() in {
-        Path(model).name.lower(),
-        Path(resolved).name.lower(),
-    }
+    names = {Path(word).name.lower() for word in (model, model_registry.resolve(model))}
+    return run.base is not None and Path(run.base).name.lower() in names
 
 
 def _adapters(guide: Guide) -> list[str]:
@@ -194,7 +188,7 @@ def _format(guide: Guide) -> list[str]:
 
 
 def _out(guide: Guide) -> list[str]:
-    model = Path(model_registry.resolve(guide.known("model") or guide.known("source") or "model")).name
+    model = Path(model_registry.resolve(guide.known("model") or "model")).name
     ending = "merged" if guide.verb == "merge" else guide.known("format") or "int4"
     return ["-o", ask.text("folder to write", f"{model}-{ending}".replace(":", "-"))]
 
@@ -245,7 +239,12 @@ def _hub_id(guide: Guide) -> list[str]:
     return [ask.choose("hub id or short name of `kt model known`", [], other=wrong)]
 
 
-SERVER_STEPS = (Step("model", _model), Step("", _show_plan, False), Step("", _adapters, False), Step("", _port, False))
+SERVER_STEPS = (
+    Step("model", _model),
+    Step("", _show_plan, False),
+    Step("lora_paths", _adapters, False),
+    Step("port", _port, False),
+)
 STEPS: dict[str, tuple[Step, ...]] = {
     "run": SERVER_STEPS,
     "serve": SERVER_STEPS,
@@ -281,9 +280,11 @@ def complete(app: typer.Typer, words: Sequence[str]) -> list[str]:
     added = _ask_missing(verb, command, given)
     if not added:
         return line
-    line += added
-    shown = shlex.join(["kt", *line])
-    ask.tell(f"\n$ {shown}")
+    if verb in LAUNCH_VERBS:  # a flag with several values would take a model at the end for one more
+        line = [line[0], *added, *line[1:]]
+    else:
+        line += added
+    ask.tell(f"\n$ {shlex.join(['kt', *line])}")
     if verb in CONFIRMED and not typer.confirm("run it?", default=True, err=True):
         raise typer.Exit(0)
     return line
@@ -295,7 +296,8 @@ def _find_command(app: typer.Typer, words: Sequence[str]) -> tuple[str, Any, dic
     names, rest, parent = list[str](), list(words), None
     try:
         while hasattr(command, "commands"):
-            parent = command.make_context(names[-1] if names else "kt", rest, parent=parent, resilient_parsing=True)
+            name = names[-1] if names else "kt"
+            parent = command.make_context(name, list(rest), parent=parent, resilient_parsing=True)
             if not rest or rest[0] not in command.commands:
                 return None
             names.append(rest[0])
@@ -308,13 +310,14 @@ def _find_command(app: typer.Typer, words: Sequence[str]) -> tuple[str, Any, dic
         name: None if context.get_parameter_source(name).name == "DEFAULT" else value
         for name, value in context.params.items()
     }
-    if verb in ("run", "serve"):
-        from ktransformers.serve.flags import names_model
+    if verb in LAUNCH_VERBS:
+        from ktransformers.serve.flags import make_run_parser
 
         try:
-            given = {"model": True if names_model([word for word in rest if word not in ("-v", "--verbose")]) else None}
+            options = make_run_parser().parse_intermixed_args([word for word in rest if word != "-v"])
         except InputError:
             return None
+        given = {"model": options.target or options.model_flag, "port": options.port, "lora_paths": options.lora_paths}
     return verb, command, given
 
 

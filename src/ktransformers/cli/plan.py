@@ -224,6 +224,17 @@ def _print_machines(as_json: bool) -> None:
         print(f"{name:<16} {one.cpu.name}, {gigabytes(one.memory)}")
 
 
+def serving_summary(model: str) -> list[tuple[str, str]]:
+    """The three rows of serving a model on this machine."""
+    from ktransformers.model_registry import resolve
+    from ktransformers.plan import Serving, make_plan, open_shape
+    from ktransformers.plan.workload import PLANNED_POLICIES
+
+    shape, machine = open_shape(resolve(model)), _choose_machine("this", None, None, False)
+    work = Serving(rest_bytes=2 if _bf16_is_fast(machine) else 4)
+    return summary_rows(make_plan(shape, work, machine, policies=PLANNED_POLICIES))
+
+
 def plan(
     model: Annotated[
         str | None, typer.Argument(help="A folder with config.json, a name of `kt model list`, or a known hub id.")
