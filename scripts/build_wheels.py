@@ -31,9 +31,8 @@ def run(*words: str | Path, **environment: str) -> None:
 
 def compiler(machine: str) -> str | None:
     """The prefix of the compiler's programs; None if there is no compiler."""
-    prefix = "" if machine == platform.machine() else f"{machine.replace('_', '-')}-linux-gnu-"
-    names = (prefix, f"{machine}-linux-gnu-") if prefix else ("",)
-    return next((name for name in names if shutil.which(f"{name}g++")), None)
+    prefix = "" if machine == platform.machine() else f"{machine}-linux-gnu-"
+    return prefix if shutil.which(f"{prefix}g++") else None
 
 
 def builders() -> list[Interpreter]:
