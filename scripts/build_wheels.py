@@ -37,11 +37,11 @@ def compiler(machine: str) -> str | None:
 
 def builders() -> list[Interpreter]:
     """The oldest Python for each tag that has headers."""
-    found: dict[str, Interpreter] = {}
+    by_tag: dict[str, Interpreter] = {}
     for python in find():
         if python.headers:
-            found.setdefault(python.wheel_tag, python)
-    return list(found.values())
+            by_tag.setdefault(python.wheel_tag, python)
+    return list(by_tag.values())
 
 
 def prepare(python: Interpreter) -> Path:

@@ -50,12 +50,14 @@ def find() -> list[Interpreter]:
     folders = [Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep) if folder]
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     folders += sorted(pyenv.glob("versions/*/bin"))
-    found: dict[tuple[int, int], Interpreter] = {}
+    by_version: dict[tuple[int, int], Interpreter] = {}
     for path in (file for folder in folders for file in sorted(folder.glob("python3.*"))):
         match = re.fullmatch(r"python3\.(\d+)", path.name)
         if match is None or (3, int(match[1])) < OLDEST:
             continue
         python = inspect(path)
-        if python is not None and (python.version not in found or python.headers > found[python.version].headers):
-            found[python.version] = python
-    return [found[version] for version in sorted(found)]
+        if python is not None and (
+            python.version not in by_version or python.headers > by_version[python.version].headers
+        ):
+            by_version[python.version] = python
+    return [by_version[version] for version in sorted(by_version)]

@@ -134,7 +134,7 @@ def test_steps_of_the_cpu_file_for_real(tmp_path: Path) -> None:
     DockerBuild(ROOT, tmp_path / "image", tmp_path / "programs", clean).run(FILES[0])
     done = subprocess.run([str(python.with_name("kt")), "doctor", "--json"], env=clean, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
-    assert found["ok"] and found["packages"]["ktransformers"] == importlib.metadata.version("ktransformers")
-    assert found["packages"]["transformers"] == pins["transformers"]
+    assert report["ok"] and report["packages"]["ktransformers"] == importlib.metadata.version("ktransformers")
+    assert report["packages"]["transformers"] == pins["transformers"]

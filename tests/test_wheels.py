@@ -81,9 +81,9 @@ def test_pythons_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     base = Path(sys.base_prefix) / "bin" / f"python{major}.{minor}"
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{base.parent}")
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "none"))
-    found = pythons.find()
-    assert [one.version for one in found] == sorted({one.version for one in found})
-    (this,) = [one for one in found if one.version == (major, minor)]
+    pythons_here = pythons.find()
+    assert [one.version for one in pythons_here] == sorted({one.version for one in pythons_here})
+    (this,) = [one for one in pythons_here if one.version == (major, minor)]
     assert this.path.samefile(base) and str(this) == f"{major}.{minor}"
     assert this.wheel_tag == ("cp311-cp311" if minor == 11 else "cp312-abi3")
     assert pythons.inspect(broken) is None
