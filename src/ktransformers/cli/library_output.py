@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ktransformers.cli.progress import drawn_reports, log
+from ktransformers.log import StderrHandler
 from ktransformers.progress import DrawProgress, drawn_by
 
 LIBRARIES = ("transformers", "trl", "peft", "accelerate", "datasets", "huggingface_hub", "py.warnings")
@@ -28,7 +29,10 @@ NOISE = (
     r"(Deprecation|Future)Warning",
     r"No label_names provided for model class",
     r"Detected kernel version .* below the recommended minimum",
+    r"_pattern keys did not match any targeted module.*(experts|gate_up_proj|down_proj)",  # parameters, not modules
 )
+# What `logging.captureWarnings` records: the file of a package, line, category, text.
+PYTHON_WARNING = re.compile(r"(?:.*/site-packages/(?P<package>\w+)/)?.*?:\d+: \w+: (?P<text>.*)", re.DOTALL)
 
 
 def first_line(text: str) -> str:
@@ -44,13 +48,17 @@ class WarningLines(logging.Handler):
         self._shown: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
+        text, name = record.getMessage(), record.name.partition(".")[0]
+        if any(re.search(pattern, text) for pattern in NOISE):
+            return
+        if name == "py":
+            parts = PYTHON_WARNING.fullmatch(text)
+            name, text = (parts["package"] or "", parts["text"]) if parts else ("", text)
         line = first_line(text)
-        if not line or line in self._shown or any(re.search(pattern, text) for pattern in NOISE):
+        if not line or line in self._shown:
             return
         self._shown.add(line)
-        name = record.name.partition(".")[0]
-        log(line if name == "py" else f"{name}: {line}")
+        log(f"{name}: {line}" if name else line)
 
 
 class TqdmProgress:
@@ -117,9 +125,14 @@ def _lines() -> Iterator[None]:
     logging.captureWarnings(True)
     for logger in found:
         logger.handlers, logger.propagate = [handler], False
+    ours, shown = logging.getLogger("ktransformers"), StderrHandler(logging.WARNING)
+    shown.setFormatter(logging.Formatter("kt: %(message)s"))
+    if not ours.hasHandlers():  # without one logging prints warnings in a style of its own
+        ours.addHandler(shown)
     try:
         yield
     finally:
+        ours.removeHandler(shown)
         logging.captureWarnings(False)
         warnings.showwarning = show_warning
         for logger, (handlers, propagate) in zip(found, before, strict=True):
