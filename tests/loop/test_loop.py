@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ktransformers.loop import child, pace
 from ktransformers.loop.pace import Pace
 from ktransformers.loop.questions import AnswerPair
 from ktransformers.loop.record import MAX_HASHED_BYTES, Hashes
-from ktransformers.loop.report import answer_lines, detail_lines, make_report, terminal_lines
+from ktransformers.loop.report import answer_lines, detail_lines, make_report, page, terminal_lines
 from ktransformers.loop.run import Runner
 from ktransformers.loop.settings import Loop, LoopTraining, read_loop
 from ktransformers.loop.stages import build_stages, run_paths, serve_arguments, to_flags
@@ -223,6 +224,10 @@ def test_report_has_metrics_answers_and_proof(place: Path) -> None:
     details = "\n".join(detail_lines(report))
     assert "proven by 1 checks" in details and "12 steps" in details and "train 0 s" in details
     kept = json.loads((place / "run" / "report.json").read_text())
+    html = (place / "run" / "report.html").read_text()
+    assert html.count("<figure class='chart'>") == 4 and "+80.0**" in html and "href='eval/report.html'" in html
+    hostile = replace(report, answers=(AnswerPair("<script>", "<img src=x onerror=y>", "&"),), name="<b>")
+    assert not any(tag in page(hostile, []) for tag in ("<script", "<img"))
     assert (
         kept["rows"][0]["adapter"] == 80.0
         and "| persona | style hits % | 0.0 | 80.0" in (place / "run" / "report.md").read_text()
