@@ -51,19 +51,18 @@ void PyPool::attend(nb::handle query, nb::handle key, nb::handle value, nb::hand
     int64_t capacity = (int64_t)keys.shape(1);
     check_shape("keys", keys, {groups, capacity, size}, "heads of key, its capacity, size of key's heads");
     check_shape("values", values, {groups, capacity, wide}, "heads of value, capacity of keys, size of value's heads");
-    check_rows("keys", keys);
-    check_rows("values", values);
-    int64_t elem = q.dtype().bits / 8;
     int64_t row = in_range("places: row", integer_of("places: row", place[0]), 0, rows - 1);
     int64_t end = in_range("places: end", integer_of("places: end", place[2]), 1, capacity);
     int64_t start = in_range("places: start", integer_of("places: start", place[1]), 0, end - 1);
     auto at = [](const Array& array, int64_t index, int64_t stride) {
       return const_cast<char*>((const char*)array.data()) + index * stride;
     };
-    a.sequences.push_back({at(keys, start, size * elem), at(values, start, wide * elem), bytes_between(keys, 0),
-                           bytes_between(values, 0), (int32_t)(end - start), at(q, row, bytes_between(q, 1)),
-                           at(k, row, bytes_between(k, 1)), at(v, row, bytes_between(v, 1)), bytes_between(q, 0),
-                           bytes_between(k, 0), bytes_between(v, 0), at(to, row, bytes_between(to, 0))});
+    const int64_t key_stride = bytes_between(keys, 1), value_stride = bytes_between(values, 1);
+    a.sequences.push_back({at(keys, start, key_stride), at(values, start, value_stride), bytes_between(keys, 0),
+                           bytes_between(values, 0), key_stride, value_stride, (int32_t)(end - start),
+                           at(q, row, bytes_between(q, 1)), at(k, row, bytes_between(k, 1)),
+                           at(v, row, bytes_between(v, 1)), bytes_between(q, 0), bytes_between(k, 0),
+                           bytes_between(v, 0), at(to, row, bytes_between(to, 0))});
     alive.push_back(std::move(keys));
     alive.push_back(std::move(values));
   }

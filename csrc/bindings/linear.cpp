@@ -19,14 +19,22 @@ void PyExperts::transpose(nb::handle source, nb::handle target) const {
                 from.dtype().bits / 8);
 }
 
-void PyPool::linear(nb::handle x, nb::list weights, nb::list outs) const {
-  const KernelTable& table = kernels();
-  Array rows = array_of({"x", 2, {kBFloat16, kFloat32}}, x);
-  int64_t tokens = (int64_t)rows.shape(0), k = (int64_t)rows.shape(1);
+namespace {
+
+void check_tokens(const KernelTable& table, int64_t tokens, int64_t k) {
   if (tokens < 1 || tokens > table.gemv_max_tokens)
     refuse_value("x", std::to_string(tokens) + " rows", "1 to " + std::to_string(table.gemv_max_tokens));
   if (k % kGemvK || k > (1 << 24))
     refuse_value("x", std::to_string(k) + " columns", "a multiple of " + std::to_string(kGemvK));
+}
+
+}  // namespace
+
+void PyPool::linear(nb::handle x, nb::list weights, nb::list outs) const {
+  const KernelTable& table = kernels();
+  Array rows = array_of({"x", 2, {kBFloat16, kFloat32}}, x);
+  int64_t tokens = (int64_t)rows.shape(0), k = (int64_t)rows.shape(1);
+  check_tokens(table, tokens, k);
   if (weights.size() != outs.size() || !weights.size())
     refuse_value("outs", std::to_string(outs.size()) + " tensors", "one for each of weights, of which there is one");
   std::vector<Array> arrays;  // keeps the memory alive
@@ -38,12 +46,33 @@ void PyPool::linear(nb::handle x, nb::list weights, nb::list outs) const {
     check_shape("weight", w, {n, k}, "outputs, columns of x");
     check_shape("out", to, {tokens, n}, "rows of x, outputs");
     check_same_dtype("out", to, "x", rows);
-    matrices.push_back({(const char*)w.data(), row_stride(w) * 2, n, const_cast<void*>(to.data()), row_stride(to)});
+    matrices.push_back(
+        {rows.data(), (const char*)w.data(), row_stride(w) * 2, n, const_cast<void*>(to.data()), row_stride(to)});
     arrays.push_back(std::move(w));
     arrays.push_back(std::move(to));
   }
-  Linear l{rows.data(),     row_stride(rows),        k, dtype_of(rows), (int32_t)tokens,
-           matrices.data(), (int32_t)matrices.size()};
+  Linear l{row_stride(rows), k, dtype_of(rows), (int32_t)tokens, matrices.data(), (int32_t)matrices.size()};
+  nb::gil_scoped_release released;
+  multiply(engine->pool, table, l);
+}
+
+void PyPool::linear_heads(nb::handle x, nb::handle weights, nb::handle out) const {
+  const KernelTable& table = kernels();
+  Array rows = array_of({"x", 3, {kBFloat16, kFloat32}}, x), w = array_of({"weights", 3, {kBFloat16}}, weights),
+        to = array_of({"out", 3, {kBFloat16, kFloat32}, Strides::rows, Access::write}, out);
+  int64_t heads = (int64_t)rows.shape(0), tokens = (int64_t)rows.shape(1), k = (int64_t)rows.shape(2),
+          n = (int64_t)w.shape(1);
+  check_tokens(table, tokens, k);
+  check_shape("weights", w, {heads, n, k}, "heads of x, outputs, columns of x");
+  check_shape("out", to, {heads, tokens, n}, "heads and rows of x, outputs");
+  check_same_dtype("out", to, "x", rows);
+  const int64_t elem = rows.dtype().bits / 8;
+  std::vector<Matrix> matrices;
+  for (int64_t head = 0; head < heads; head++)
+    matrices.push_back({(const char*)rows.data() + head * rows.stride(0) * elem,
+                        (const char*)w.data() + head * w.stride(0) * 2, w.stride(1) * 2, n,
+                        (char*)const_cast<void*>(to.data()) + head * to.stride(0) * elem, to.stride(1)});
+  Linear l{rows.stride(1), k, dtype_of(rows), (int32_t)tokens, matrices.data(), (int32_t)heads};
   nb::gil_scoped_release released;
   multiply(engine->pool, table, l);
 }

@@ -178,6 +178,7 @@ NB_MODULE(_core, m) {
       .def_prop_ro("groups", [](const PyPool& p) { return p.engine->pool.groups(); })
       .def_prop_ro("cpus", [](const PyPool& p) { return p.engine->pool.cpus(); })
       .def("linear", &PyPool::linear, "x"_a, "weights"_a, "outs"_a)
+      .def("linear_heads", &PyPool::linear_heads, "x"_a, "weights"_a, "out"_a)
       .def("argmax", &PyPool::argmax, "x"_a)
       .def("attend", &PyPool::attend, "query"_a, "key"_a, "value"_a, "out"_a, "places"_a, "scale"_a)
       .def("rate", &PyPool::rate, "what"_a, "seconds"_a = 0.1, "threads"_a = 0, "isa"_a = "", "bytes"_a = 0)

@@ -22,7 +22,9 @@ struct PyPool {
 
   PyPool(int64_t threads, int64_t groups, int64_t spin_us, bool pin, int64_t yield_us);
   void linear(nb::handle x, nb::list weights, nb::list outs) const;  // out = x weight^T for a few rows
-  nb::list argmax(nb::handle x) const;                               // of each row
+  // out [heads, T, N] = x [heads, T, K] weights [heads, N, K]^T, head by head, for a few rows
+  void linear_heads(nb::handle x, nb::handle weights, nb::handle out) const;
+  nb::list argmax(nb::handle x) const;  // of each row
   // Rows of query [heads, T, d], key [groups, T, d], value [groups, T, dv] -> rows of out [T, heads, dv]. For each of
   // `places`, (row, start, end, keys, values): the row's key and value are written to end - 1 of keys [groups,
   // capacity, d] and values [groups, capacity, dv], then its query attends to [start, end).

@@ -52,9 +52,9 @@ class AttentionJob : public Job {
          *values = sequence.values + unit.group * sequence.value_group_stride;
     if (first + count == sequence.count) {
       const int64_t last = sequence.count - 1;
-      std::memcpy(keys + last * a_.key_size * elem, sequence.key + unit.group * sequence.key_head_stride,
+      std::memcpy(keys + last * sequence.key_stride, sequence.key + unit.group * sequence.key_head_stride,
                   (size_t)(a_.key_size * elem));
-      std::memcpy(values + last * a_.value_size * elem, sequence.value + unit.group * sequence.value_head_stride,
+      std::memcpy(values + last * sequence.value_stride, sequence.value + unit.group * sequence.value_head_stride,
                   (size_t)(a_.value_size * elem));
     }
     for (int32_t h = 0; h < per_group_; h++) {
@@ -62,9 +62,9 @@ class AttentionJob : public Job {
       for (int32_t i = 0; i < a_.key_size; i++)
         scratch[h * a_.key_size + i] = element_of<float>(query, i, a_.type) * a_.scale;
     }
-    kernels_.attention_split({scratch, keys + first * a_.key_size * elem, values + first * a_.value_size * elem,
-                              a_.key_size * elem, a_.value_size * elem, a_.type, per_group_, a_.key_size, a_.value_size,
-                              count, scratch + per_group_ * a_.key_size, result, result + per_group_,
+    kernels_.attention_split({scratch, keys + first * sequence.key_stride, values + first * sequence.value_stride,
+                              sequence.key_stride, sequence.value_stride, a_.type, per_group_, a_.key_size,
+                              a_.value_size, count, scratch + per_group_ * a_.key_size, result, result + per_group_,
                               result + 2 * per_group_});
   }
 

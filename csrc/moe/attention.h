@@ -10,8 +10,11 @@ namespace kt {
 
 // One sequence. Its new key and value are written to index `count - 1`, then its query attends to all `count` keys.
 struct KVSequence {
-  char *keys, *values;  // [groups][tokens][key_size], [groups][tokens][value_size]; from the first visible token on
+  // [groups][tokens][key_size], [groups][tokens][value_size]; from the first visible token on. Values may be the first
+  // numbers of the keys (latents).
+  char *keys, *values;
   int64_t key_group_stride, value_group_stride;  // bytes from group to group
+  int64_t key_stride, value_stride;              // bytes from token to token
   int32_t count;                                 // keys, including the new one
   const char *query, *key, *value;  // the new token's: [heads][key_size], [groups][key_size], [groups][value_size]
   int64_t query_head_stride, key_head_stride, value_head_stride;  // bytes from head to head of these

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <memory>
+#include <vector>
 
 namespace kt {
 
@@ -31,9 +32,23 @@ char* scratch_of(int64_t bytes) {
 class LinearJob : public Job {
  public:
   LinearJob(const KernelTable& kernels, const Linear& linear, int threads)
-      : kernels_(kernels), l_(linear), threads_(threads), x_(scratch_of(packed_rows_bytes(l_.tokens, l_.k))) {
-    for (int32_t i = 0; i < l_.count; i++) groups_ += ceil_div(l_.matrices[i].rows, kGemvGroup);
-    kernels_.pack_rows({l_.x, l_.dtype, l_.x_stride, (int32_t)l_.k, l_.tokens, x_});
+      : kernels_(kernels), l_(linear), threads_(threads) {
+    int64_t inputs = 0;
+    for (int32_t i = 0; i < l_.count; i++) {
+      groups_ += ceil_div(l_.matrices[i].rows, kGemvGroup);
+      inputs += has_new_x(i);
+    }
+    const int64_t bytes = round_up(packed_rows_bytes(l_.tokens, l_.k), 64);
+    char* packed = scratch_of(inputs * bytes);
+    for (int32_t i = 0; i < l_.count; i++) {
+      if (!has_new_x(i)) {
+        x_.push_back(x_.back());
+        continue;
+      }
+      kernels_.pack_rows({l_.matrices[i].x, l_.dtype, l_.x_stride, (int32_t)l_.k, l_.tokens, packed});
+      x_.push_back(packed);
+      packed += bytes;
+    }
   }
 
   void work(const Worker&) override {
@@ -42,8 +57,9 @@ class LinearJob : public Job {
       Piece next = take();
       const Matrix& m = *piece.matrix;
       kernels_.gemv_rows({m.weights + piece.row * m.weight_stride, m.weight_stride, (int32_t)piece.rows, (int32_t)l_.k,
-                          l_.tokens, x_, l_.dtype, (char*)m.out + piece.row * (int64_t)size_of(l_.dtype), m.out_stride,
-                          cold, next.matrix ? next.matrix->weights + next.row * next.matrix->weight_stride : nullptr});
+                          l_.tokens, x_[(size_t)(&m - l_.matrices)], l_.dtype,
+                          (char*)m.out + piece.row * (int64_t)size_of(l_.dtype), m.out_stride, cold,
+                          next.matrix ? next.matrix->weights + next.row * next.matrix->weight_stride : nullptr});
       piece = next;
     }
   }
@@ -53,6 +69,8 @@ class LinearJob : public Job {
     const Matrix* matrix;  // null: no piece is left
     int64_t row, rows;
   };
+
+  bool has_new_x(int32_t i) const { return i == 0 || l_.matrices[i].x != l_.matrices[i - 1].x; }
 
   Piece take() {
     int64_t first = next_.load(std::memory_order_relaxed);
@@ -73,7 +91,7 @@ class LinearJob : public Job {
   const KernelTable& kernels_;
   const Linear& l_;
   int64_t threads_, groups_ = 0;
-  char* x_;
+  std::vector<const char*> x_;  // packed rows of each matrix
   std::atomic<int64_t> next_{0};
 };
 

@@ -7,6 +7,7 @@
 namespace kt {
 
 struct Matrix {
+  const void* x;  // [tokens, K]
   const char* weights;
   int64_t weight_stride;  // bytes
   int64_t rows;           // N
@@ -14,9 +15,8 @@ struct Matrix {
   int64_t out_stride;     // elements
 };
 
-// Several matrices with the same x are one job.
+// Several matrices are one job. Those with the same x follow each other.
 struct Linear {
-  const void* x;     // [tokens, K]
   int64_t x_stride;  // elements
   int64_t k;
   DType dtype;  // of x and out

@@ -136,6 +136,10 @@ class Pool:
         """Each out [T, N] = x [T, K] times its weight [N, K] transposed, for at most `linear_rows()` rows; weights in
         bfloat16."""
 
+    def linear_heads(self, x: Any, weights: Any, out: Any) -> None:
+        """out [heads, T, N] = x [heads, T, K] times weights [heads, N, K] transposed, head by head, for at most
+        `linear_rows()` rows; weights in bfloat16."""
+
     def argmax(self, x: Any) -> list[int]:
         """The index of the largest element of each row of x [n, V], bfloat16 or float32; the first of equal ones."""
 
@@ -151,7 +155,8 @@ class Pool:
         """Decode attention of single new tokens, in bfloat16 or float32: rows of query [heads, T, d], key
         [groups, T, d] and value [groups, T, dv] -> rows of out [T, heads, dv]. For each of places, (row, start, end,
         keys, values): the row's key and value are written to end - 1 of keys [groups, capacity, d] and values
-        [groups, capacity, dv], then its query attends to [start, end). d and dv are multiples of 16."""
+        [groups, capacity, dv], then its query attends to [start, end). d and dv are multiples of 16. Values may be the
+        first dv numbers of the keys."""
 
     def rate(self, what: str, seconds: float = 0.1, threads: int = 0, isa: str = "", bytes: int = 0) -> float:
         """Units per second of the first `threads` threads together, in a bare loop: "registers" and "panels" count

@@ -130,6 +130,16 @@ def linear() -> Case:
     return Case(call, {"x": f32(2, H), "weights.weight": bf16(40, H), "outs.out": f32(2, 40)}, frozenset({"outs.out"}))
 
 
+def linear_heads() -> Case:
+    pool = new_pool()
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        pool.linear_heads(**given)
+        return [given["out"]]
+
+    return Case(call, {"x": f32(3, 2, H), "weights": bf16(3, 40, H), "out": f32(3, 2, 40)}, frozenset({"out"}))
+
+
 def argmax() -> Case:
     pool = new_pool()
     return Case(lambda given: pool.argmax(given["x"]), {"x": f32(3, 100)})
@@ -292,6 +302,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "copy_rows": copy_rows,
     "crc32c": crc32c,
     "Pool.linear": linear,
+    "Pool.linear_heads": linear_heads,
     "Pool.argmax": argmax,
     "Pool.attend": attend,
     "Pool.attend, one head": lambda: attend(1, 1),

@@ -27,9 +27,20 @@ struct Sequence {
 
   KVSequence kv(DType type) {
     int64_t elem = (int64_t)size_of(type);
-    return {keys.bytes.data(),  values.bytes.data(), count * kKey * elem, count * kValue * elem, count,
-            query.bytes.data(), key.bytes.data(),    value.bytes.data(),  kKey * elem,           kKey * elem,
-            kValue * elem,      out.data()};
+    return {keys.bytes.data(),
+            values.bytes.data(),
+            count * kKey * elem,
+            count * kValue * elem,
+            kKey * elem,
+            kValue * elem,
+            count,
+            query.bytes.data(),
+            key.bytes.data(),
+            value.bytes.data(),
+            kKey * elem,
+            kKey * elem,
+            kValue * elem,
+            out.data()};
   }
 
   double expected(int32_t head, int32_t column, double scale) const {

@@ -12,27 +12,30 @@ using namespace kt::check;
 namespace {
 
 // Two matrices in one job, for every number of tokens that a variant takes.
-void check_products(Pool& pool, const KernelTable& kernels, DType type, int64_t columns) {
+void check_products(Pool& pool, const KernelTable& kernels, DType type, int64_t columns, bool own_x) {
   constexpr int64_t kOutputs[] = {67, 16};
   std::mt19937 random(5);
   std::vector<Numbers> weights;
   for (int64_t outputs : kOutputs) weights.emplace_back((size_t)(outputs * columns), 1.0, DType::bf16, random);
   Numbers x((size_t)(kernels.gemv_max_tokens * columns), 1.0, type, random);
+  Numbers other((size_t)(kernels.gemv_max_tokens * columns), 1.0, type, random);
+  const Numbers* inputs[] = {&x, own_x ? &other : &x};
   std::vector<char> first[2];
   for (int32_t tokens = 1; tokens <= kernels.gemv_max_tokens; tokens++) {
     std::vector<char> out[2];
     std::vector<Matrix> matrices;
     for (size_t m = 0; m < 2; m++) {
       out[m].resize((size_t)(tokens * kOutputs[m]) * size_of(type));
-      matrices.push_back({weights[m].bytes.data(), columns * 2, kOutputs[m], out[m].data(), kOutputs[m]});
+      matrices.push_back(
+          {inputs[m]->bytes.data(), weights[m].bytes.data(), columns * 2, kOutputs[m], out[m].data(), kOutputs[m]});
     }
-    multiply(pool, kernels, {x.bytes.data(), columns, columns, type, tokens, matrices.data(), 2});
+    multiply(pool, kernels, {columns, columns, type, tokens, matrices.data(), 2});
     for (size_t m = 0; m < 2; m++) {
       for (int32_t t = 0; t < tokens; t++)
         for (int64_t n = 0; n < kOutputs[m]; n++) {
           double sum = 0;
           for (int64_t k = 0; k < columns; k++)
-            sum += x.values[(size_t)(t * columns + k)] * weights[m].values[(size_t)(n * columns + k)];
+            sum += inputs[m]->values[(size_t)(t * columns + k)] * weights[m].values[(size_t)(n * columns + k)];
           double actual = element_of<double>(out[m].data(), t * kOutputs[m] + n, type);
           CHECK(std::abs(sum - actual) < (type == DType::f32 ? 5e-4 : std::max(1.0, std::abs(sum)) / 128));
         }
@@ -53,7 +56,8 @@ TEST(linear_every_variant) {
     CHECK((kernels->precision == Precision::bf16) == (kernels->gemv_rows != nullptr));
     if (!kernels->gemv_rows) continue;
     for (DType type : {DType::f32, DType::bf16})
-      for (int64_t columns : {32, 96, 4160}) check_products(pool, *kernels, type, columns);
+      for (int64_t columns : {32, 96, 4160})
+        for (bool own_x : {false, true}) check_products(pool, *kernels, type, columns, own_x);
   }
 }
 

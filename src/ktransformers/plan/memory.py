@@ -293,7 +293,9 @@ def _training(
 
 def _serving(model: ModelShape, work: Serving, host: Table, gpus: list[Table]) -> int:
     """Add what serving needs to the tables; returns the pinned bytes."""
-    cache = work.sequences * work.context * model.cache_width * work.rest_bytes
+    cache = work.sequences * work.context * model.cached_numbers(bool(gpus)) * work.rest_bytes
+    if not gpus and model.absorbed_numbers:
+        host["absorbed keys"] = model.absorbed_numbers * model.rest_dtype_bytes
     width = 8 * model.hidden + 2 * model.attention_width + model.mlp_width
     activations = work.tokens * work.rest_bytes * width + work.sequences * model.vocabulary * 4
     score = 8 if work.rest_bytes == 4 else work.rest_bytes + 8  # of a logit, its float32 copy and its logarithm

@@ -75,13 +75,19 @@ class ModelShape:
     attention_width: int  # numbers of queries, keys, values and output of a token in one layer
     scores_width: int  # heads * (key + value size): multiplications of a token per earlier token
     mlp_width: int  # intermediate numbers of a token in dense and shared MLPs, of the widest layer
-    cache_width: int  # numbers of a token in the KV cache, all layers together
+    cache_width: int  # numbers of a token in the KV cache, all layers together, keys and values of latents expanded
     context: int  # maximal tokens
     rest_dtype_bytes: int = 2
     checkpoint_bytes: int = 0  # on disk; 0: unknown
     counted: bool = False  # from shard headers, not by formulas
+    latent_width: int = 0  # numbers of a token in a KV cache of latents, all layers together; 0: no latent attention
+    absorbed_numbers: int = 0  # that multiply queries for latents (serve/engine/latent.py), all layers together
     stored: str = "bf16"  # format of the experts in the release
     published: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
+
+    def cached_numbers(self, on_gpu: bool) -> int:
+        """Numbers of a token in the KV cache of `kt serve`, which holds latents on the CPU."""
+        return self.cache_width if on_gpu or not self.latent_width else self.latent_width
 
     @property
     def expert_numbers(self) -> int:
@@ -183,6 +189,8 @@ class _Attention:
     width: int
     scores: int
     cache: int
+    latent: int = 0  # numbers of a token in a cache of latents; 0: no latent attention
+    absorbed: int = 0  # numbers that multiply queries for latents
 
 
 def _indexer(text_config: Mapping[str, Any]) -> tuple[LinearShape, ...]:
@@ -208,9 +216,9 @@ def _attention(text_config: Mapping[str, Any]) -> _Attention:
         width = 2 * queries + heads * 2 * value + latent + rope + (int(low) if low else 0)
         index = _indexer(text_config)
         norms = latent + (int(low) if low else 0) + (2 * index[1].outputs if index else 0)
-        # `kt serve` keeps expanded keys and values (serve/engine/kv_cache.py), not the latent.
         scores = cache = heads * (nope + rope + value)
-        return _Attention((*query, *keys, out, *index), norms, width, scores, cache)
+        absorbed = heads * nope * latent
+        return _Attention((*query, *keys, out, *index), norms, width, scores, cache, latent + rope, absorbed)
     size = _number(text_config, "head_dim", default=hidden // heads)
     pairs = _number(text_config, "num_key_value_heads", default=heads)
     linears = (
@@ -275,6 +283,8 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
         scores_width=attention.scores,
         mlp_width=3 * max(shared, dense),
         cache_width=attention.cache * _full_layers(text_config, layers),
+        latent_width=attention.latent * _full_layers(text_config, layers),
+        absorbed_numbers=attention.absorbed * _full_layers(text_config, layers),
         context=_number(text_config, "max_position_embeddings", default=32768),
         rest_dtype_bytes=_dtype_bytes(text_config),
         stored=stored,

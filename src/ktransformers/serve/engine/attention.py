@@ -7,7 +7,8 @@ the attention of a sequence is the same bit for bit in every batch. Models are c
 their own cache knows nothing of slots.
 
 On the CPU the native core decodes: one call for the new tokens of all sequences, because waking torch's threads for
-each sequence takes longer than its attention. Prompt chunks, and models with score caps or sinks, use torch. A step
+each sequence takes longer than its attention. Slots of multi-head latent attention hold latents (`latent.py`). Prompt
+chunks, and models with score caps or sinks, use torch. A step
 that replays a CUDA graph uses another function, which finds slots by their addresses (`graphs/decode_attention.py`).
 
 query `[1, heads, T, d]`, key `[1, kv_heads, T, d]`, value `[1, kv_heads, T, dv]` -> `[1, T, heads, dv]`.
@@ -31,6 +32,8 @@ from transformers import AttentionInterface
 from ktransformers.errors import InputError, KTError
 from ktransformers.nn.pool import default_pool
 from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.engine.latent import LATENT_ATTRIBUTE, LatentProjection
+from ktransformers.serve.engine.lora import LinearLora, LoadedAdapter
 from ktransformers.serve.engine.windows import WINDOW_ATTRIBUTE
 
 ATTENTION_NAME = "kt_slots"
@@ -56,6 +59,7 @@ class Span:
     first: int
     last: int
     position: int  # of row `first` in its sequence
+    adapter: LoadedAdapter | None = None
 
     @property
     def rows(self) -> int:
@@ -71,6 +75,7 @@ class AttentionSpec:
     window: int | None  # keys that a query attends to, its own included; None: all before it
     softcap: float | None
     sinks: Tensor | None  # [heads]
+    latent: LatentProjection | None = None  # slots hold latents
 
 
 AttentionFn = Callable[
@@ -119,11 +124,17 @@ def attention_forward(
         raise InputError(name, f"attention with {unsupported or ['a mask']}", "causal attention", "it cannot be served")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = getattr(module, WINDOW_ATTRIBUTE, sliding_window)  # that of the stock mask, where it was read
-    spec = AttentionSpec(_layer_index(module), scale, window, softcap, s_aux)
+    latent = getattr(module, LATENT_ATTRIBUTE, None)
+    spec = AttentionSpec(_layer_index(module), scale, window, softcap, s_aux, latent)
+    if latent is not None and (window is not None or softcap or s_aux is not None):
+        given = "latent attention with a window, a score cap or sinks"
+        raise InputError(type(module).__name__, given, "without", "it cannot be served")
     return attention(spec, query[0], key[0], value[0])[None], None
 
 
 def _attend_spans(spans: Sequence[Span], spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    if spec.latent is not None:
+        return _attend_latents(spec.latent, spans, spec, query, key)
     out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
     native = _core_decodes(query, value, spec.softcap, spec.sinks)
     decoding = [span for span in spans if native and span.rows == 1]
@@ -144,6 +155,62 @@ def _attend_spans(spans: Sequence[Span], spec: AttentionSpec, query: Tensor, key
                 query[:, rows], keys, values, spec.scale, *window, spec.softcap, spec.sinks
             )
         out[rows] = output.transpose(0, 1)
+    return out
+
+
+def _attend_latents(
+    latent: LatentProjection, spans: Sequence[Span], spec: AttentionSpec, query: Tensor, key: Tensor
+) -> Tensor:
+    """query `[heads, T, nope + rope]`, key `[1, T, rank + rope]` -> `[T, heads, value]`."""
+    out = query.new_empty(query.shape[1], latent.heads, latent.value)
+    loras = [None if span.adapter is None else span.adapter.linears.get(latent.linear) for span in spans]
+    decoding = [(span, lora) for span, lora in zip(spans, loras, strict=True) if span.rows == 1]
+    if decoding:
+        rows = torch.tensor([span.first for span, _ in decoding], device=query.device)
+        of_rows = {row: lora for row, (_, lora) in enumerate(decoding) if lora is not None}
+        absorbed = latent.absorb(query[:, rows], of_rows)
+        sums = _decode_latents(latent, [span for span, _ in decoding], spec, absorbed, key[:, rows])
+        out[rows] = latent.values_of(sums, of_rows).transpose(0, 1)
+    for span, lora in zip(spans, loras, strict=True):
+        if span.rows > 1:
+            rows_of_span = slice(span.first, span.last)
+            keys = span.slot.write_keys(spec.layer, span.position, key[:, rows_of_span])
+            out[rows_of_span] = _attend_chunk(latent, span, spec, query[:, rows_of_span], keys, lora).transpose(0, 1)
+    return out
+
+
+def _decode_latents(
+    latent: LatentProjection, spans: Sequence[Span], spec: AttentionSpec, query: Tensor, key: Tensor
+) -> Tensor:
+    """New tokens: queries `[heads, n, rank + rope]` over latents -> weighted sums of latents `[heads, n, rank]`."""
+    if not _core_decodes(query, key[..., : latent.rank], None, None):
+        sums = []
+        for row, span in enumerate(spans):
+            keys = span.slot.write_keys(spec.layer, span.position, key[:, row : row + 1])
+            sums.append(_sdpa(query[:, row : row + 1], keys, keys[..., : latent.rank], spec.scale, span.position, None))
+        return torch.cat(sums, dim=1)
+    places: list[tuple[int, int, int, Tensor, Tensor]] = []
+    for row, span in enumerate(spans):
+        keys = span.slot.key_buffer(spec.layer, key)
+        places.append((row, 0, span.position + 1, keys, keys[..., : latent.rank]))
+    out = query.new_empty(len(spans), latent.heads, latent.rank)
+    default_pool().attend(query, key, key[..., : latent.rank], out, places, spec.scale)
+    return out.transpose(0, 1)
+
+
+def _attend_chunk(
+    latent: LatentProjection, span: Span, spec: AttentionSpec, query: Tensor, keys: Tensor, lora: LinearLora | None
+) -> Tensor:
+    """Several tokens of a sequence: `[heads, n, nope + rope]` over `[1, keys, rank + rope]` -> `[heads, n, value]`."""
+    if latent.prefers_absorbed(span.rows, keys.shape[1]):
+        loras = {} if lora is None else dict.fromkeys(range(span.rows), lora)
+        absorbed = latent.absorb(query, loras)
+        sums = _sdpa(absorbed, keys, keys[..., : latent.rank], spec.scale, span.position, None)
+        return latent.values_of(sums, loras)
+    out = query.new_empty(latent.heads, span.rows, latent.value)
+    for first, last in latent.head_groups(keys.shape[1]):
+        expanded = latent.expand(keys[0], first, last, lora)
+        out[first:last] = _sdpa(query[first:last], *expanded, spec.scale, span.position, None)
     return out
 
 

@@ -31,6 +31,7 @@ from ktransformers.nn.pool import default_pool
 from ktransformers.serve.engine.attention import ATTENTION_NAME, Span, attend_to_slots
 from ktransformers.serve.engine.head import LogitsHead, LogitsReader, ScoredRows, collect_rows
 from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.engine.latent import use_latents
 from ktransformers.serve.engine.lora import AdapterRows, LoadedAdapter, apply_linear_lora, expert_lora
 from ktransformers.serve.engine.windows import read_windows, reduced_windows, require_reduced
 
@@ -70,6 +71,8 @@ class Forward:
         self.stock_attention = model.config._attn_implementation
         self._head = LogitsHead(model)
         self.graphs: DecodeGraphs | None = None  # replays steps of new tokens only
+        if self.device.type == "cpu":
+            use_latents(model, self._is_served)
         self.windows = read_windows(model)  # by attention module; the model's masks are never made again
         model.set_attn_implementation(ATTENTION_NAME)
         if model.config.get_text_config(decoder=True)._attn_implementation != ATTENTION_NAME:
@@ -78,6 +81,9 @@ class Forward:
                 "a model with its own attention code",
                 "one that uses transformers' attention interface",
             )
+
+    def _is_served(self) -> bool:
+        return bool(self.model.config._attn_implementation == ATTENTION_NAME)
 
     def run(self, chunks: Sequence[Chunk]) -> list[ForwardResult | None]:
         """The result of each chunk; None: its logits are not wanted. Logits are valid until the next call."""
@@ -101,7 +107,7 @@ class Forward:
             chunk, first = chunks[index], len(tokens)
             tokens += chunk.tokens
             positions += range(chunk.position, chunk.position + len(chunk.tokens))
-            spans.append(Span(chunk.slot, first, len(tokens), chunk.position))
+            spans.append(Span(chunk.slot, first, len(tokens), chunk.position, chunk.adapter))
             if chunk.adapter is not None:
                 if adapter_rows and adapter_rows[-1].adapter is chunk.adapter:
                     first = adapter_rows.pop().first

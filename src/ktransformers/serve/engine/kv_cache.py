@@ -1,6 +1,7 @@
 """The KV cache: one contiguous slot per sequence, kept after the sequence ends as a prefix cache.
 
-A slot holds for every layer keys `[heads, capacity, d]` and values `[heads, capacity, dv]`. Its first `length`
+A slot holds for every layer keys `[heads, capacity, d]` and values `[heads, capacity, dv]`, or latents in the form of
+keys of one head (`latent.py`). Its first `length`
 positions belong to `tokens`, computed under `owner`: the name and version of an adapter, None for the base, because
 another adapter computes other keys for the same text. If log-probabilities of the prompt were requested, the slot keeps
 them too, so that several completions of one prompt compute it once. The cache is not paged: the keys of a sequence are
@@ -31,7 +32,7 @@ class KVSlot:
     tokens: list[int] = field(default_factory=list)  # whose keys and values the slot holds
     capacity: int = 0
     keys: dict[int, Tensor] = field(default_factory=dict)  # layer -> [heads, capacity, d]
-    values: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)  # none where they are the beginning of the keys (latents)
     scores: list[Score] = field(default_factory=list)  # of the first tokens, as far as they were requested
     top_logprobs: int = 0  # alternatives that each of `scores` lists
     hf_cache: Any = None  # DynamicCache of `SequentialForward`; keys and values are empty then
@@ -43,20 +44,38 @@ class KVSlot:
     def length(self) -> int:
         return len(self.tokens)
 
-    def buffers(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The whole buffers `[heads, capacity, d]` of a layer, allocated like `[heads, n, d]` on first use."""
+    def key_buffer(self, layer: int, key: Tensor) -> Tensor:
+        """The whole buffer `[heads, capacity, d]` of a layer, allocated like `[heads, n, d]` on first use."""
         if layer not in self.keys:
             self.keys[layer] = key.new_empty(key.shape[0], self.capacity, key.shape[2])
-            self.values[layer] = value.new_empty(value.shape[0], self.capacity, value.shape[2])
-        return self.keys[layer], self.values[layer]
+        return self.keys[layer]
 
-    def write(self, layer: int, position: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store `[heads, n, d]` at `position`; returns all keys and values up to the last one stored."""
-        keys, values = self.buffers(layer, key, value)
+    def buffers(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The same with that of the values."""
+        if layer not in self.values:
+            self.values[layer] = value.new_empty(value.shape[0], self.capacity, value.shape[2])
+        return self.key_buffer(layer, key), self.values[layer]
+
+    def write_keys(self, layer: int, position: int, key: Tensor) -> Tensor:
+        """Store `[heads, n, d]` at `position`; returns all keys up to the last one stored."""
+        keys = self.key_buffer(layer, key)
         end = position + key.shape[1]
         keys[:, position:end] = key
+        return keys[:, :end]
+
+    def write(self, layer: int, position: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The same with values."""
+        _, values = self.buffers(layer, key, value)
+        end = position + key.shape[1]
         values[:, position:end] = value
-        return keys[:, :end], values[:, :end]
+        return self.write_keys(layer, position, key), values[:, :end]
+
+    def copy_layer(self, layer: int, keys: Tensor, values: Tensor | None) -> None:
+        """The keys `[heads, n, d]` of another slot, and as many values of its buffer."""
+        if values is None:
+            self.write_keys(layer, 0, keys)
+        else:
+            self.write(layer, 0, keys, values[:, : keys.shape[1]])
 
     def addresses(self) -> NDArray[np.int64]:
         """int64 `[2 L]`: device addresses of the keys of every computed layer in order, then of the values. They are
@@ -128,7 +147,7 @@ class KVCache:
             source = prefix.slot
             try:
                 for layer, keys in source.keys.items():
-                    slot.write(layer, 0, keys[:, :shared], source.values[layer][:, :shared])
+                    slot.copy_layer(layer, keys[:, :shared], source.values.get(layer))
             except Exception:  # no memory
                 self.discard(slot)
                 raise

@@ -1,0 +1,148 @@
+"""Multi-head latent attention (MLA) over slots that hold latents, on the CPU.
+
+In these families the keys and values of all heads are products of one latent `[rank]` a token with `kv_b_proj`; a
+rotary key `[rope]` that all heads share is appended to the keys. The stock modules call `expand_kv` for that. Here it
+returns what it is given, as one head: its key is latent and rotary key, its value the latent, and a slot holds
+`rank + rope` numbers of a token instead of those of all heads.
+
+There are two ways to compute the same. *Absorbed*: a query is multiplied with the keys' part of `kv_b_proj` and attends
+to latents, and its result is multiplied with the values' part. That reads the fewest bytes for a new token. *Expanded*:
+keys and values of all cached tokens are computed first, some heads at a time. A chunk takes the way with fewer
+operations. Modules are recognised by `expand_kv` and the sizes that it uses; the families are compared with the stock
+model when a server starts (`forward.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ktransformers import _core
+from ktransformers.nn.pool import default_pool
+from ktransformers.nn.widened import COLUMN_MULTIPLE, stored_weight
+from ktransformers.serve.engine.lora import LinearLora
+
+LATENT_ATTRIBUTE = "kt_latent"  # of an attention module whose slots hold latents
+SIZES = ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+KeyAndValue = tuple[Tensor, Tensor]
+ExpandFn = Callable[[Tensor, Tensor], KeyAndValue]
+MAX_EXPANDED = 1 << 24  # numbers of keys and values that are expanded at a time
+
+
+@dataclass(frozen=True, eq=False)
+class LatentProjection:
+    """`kv_b_proj` of one attention module."""
+
+    linear: nn.Linear  # [heads * (nope + value), rank]
+    heads: int
+    rank: int
+    nope: int  # numbers of a head's key without the rotary key
+    rope: int
+    value: int
+
+    @functools.cached_property
+    def of_keys(self) -> Tensor:
+        """[heads, rank, nope], a copy: the products of queries run along its rows."""
+        return self._by_head()[:, : self.nope].transpose(1, 2).contiguous()
+
+    @functools.cached_property
+    def of_values(self) -> Tensor:
+        """[heads, value, rank]"""
+        return self._by_head()[:, self.nope :]
+
+    def _by_head(self) -> Tensor:
+        return stored_weight(self.linear.weight).detach().view(self.heads, self.nope + self.value, self.rank)
+
+    def prefers_absorbed(self, rows: int, keys: int) -> bool:
+        """Whether `rows` queries over `keys` cached tokens take fewer products absorbed than expanded."""
+        projection = self.rank * (self.nope + self.value)
+        expanded = keys * (projection + rows * (self.nope + self.rope + self.value))
+        return rows * (projection + keys * (2 * self.rank + self.rope)) < expanded
+
+    def absorb(self, query: Tensor, loras: Mapping[int, LinearLora]) -> Tensor:
+        """Queries `[heads, T, nope + rope]` for latents: `[heads, T, rank + rope]`. `loras`: of rows."""
+        passed = query[..., : self.nope]
+        latent = head_products(passed, self.of_keys)
+        for row, lora in loras.items():
+            b = lora.b.view(-1, self.heads, self.nope + self.value)[..., : self.nope]
+            ranks = torch.einsum("hd,rhd->hr", passed[:, row].float(), b)
+            latent[:, row] += (ranks @ lora.a * lora.scaling).to(latent.dtype)
+        return torch.cat([latent, query[..., self.nope :]], dim=-1)
+
+    def values_of(self, latent: Tensor, loras: Mapping[int, LinearLora]) -> Tensor:
+        """Weighted sums of latents `[heads, T, rank]` as sums of values `[heads, T, value]`."""
+        out = head_products(latent, self.of_values)
+        for row, lora in loras.items():
+            b = lora.b.view(-1, self.heads, self.nope + self.value)[..., self.nope :]
+            ranks = latent[:, row].float() @ lora.a.T
+            out[:, row] += (torch.einsum("hr,rhd->hd", ranks, b) * lora.scaling).to(out.dtype)
+        return out
+
+    def expand(self, latents: Tensor, first: int, last: int, lora: LinearLora | None) -> tuple[Tensor, Tensor]:
+        """Keys `[heads, n, nope + rope]` and values `[heads, n, value]` of heads first .. last - 1, of cached tokens
+        `[n, rank + rope]`."""
+        size = self.nope + self.value
+        compressed, rotary = latents[:, : self.rank], latents[:, self.rank :]
+        expanded = F.linear(compressed, self.linear.weight[first * size : last * size])
+        if lora is not None:
+            ranks = compressed.float() @ lora.a.T
+            expanded = (expanded.float() + ranks @ lora.b[:, first * size : last * size] * lora.scaling).to(latents)
+        by_head = expanded.view(-1, last - first, size).transpose(0, 1)
+        keys = torch.cat([by_head[..., : self.nope], rotary.expand(last - first, -1, -1)], dim=-1)
+        return keys, by_head[..., self.nope :]
+
+    def head_groups(self, keys: int) -> Sequence[tuple[int, int]]:
+        """Ranges of heads whose expanded keys and values are at most MAX_EXPANDED numbers."""
+        step = max(1, MAX_EXPANDED // (keys * (self.nope + self.rope + self.value)))
+        return [(first, min(first + step, self.heads)) for first in range(0, self.heads, step)]
+
+
+def head_products(x: Tensor, weights: Tensor) -> Tensor:
+    """`[heads, T, K]` times `[heads, N, K]` transposed, head by head: `[heads, T, N]`."""
+    fits = x.is_cpu and weights.dtype == torch.bfloat16 and x.shape[-1] % COLUMN_MULTIPLE == 0
+    if not fits:
+        return torch.bmm(x, weights.to(x.dtype).transpose(1, 2))
+    out = x.new_empty(x.shape[0], x.shape[1], weights.shape[1])
+    for first in range(0, x.shape[1], _core.linear_rows()):
+        rows = slice(first, first + _core.linear_rows())
+        default_pool().linear_heads(x[:, rows], weights, out[:, rows])
+    return out
+
+
+def use_latents(model: nn.Module, is_served: Callable[[], bool]) -> int:
+    """Makes the slots of all MLA modules hold latents while `is_served`; returns how many there are. Otherwise
+    `expand_kv` expands, as while the stock attention is compared."""
+    found = 0
+    for module in model.modules():
+        projection = _projection_of(module)
+        if projection is not None:
+            setattr(module, LATENT_ATTRIBUTE, projection)
+            attention: Any = module
+            attention.expand_kv = functools.partial(_keep_latents, is_served, attention.expand_kv)
+            found += 1
+    return found
+
+
+def _projection_of(module: Any) -> LatentProjection | None:
+    linear = getattr(module, "kv_b_proj", None)
+    if not callable(getattr(module, "expand_kv", None)) or not isinstance(linear, nn.Linear) or linear.bias is not None:
+        return None
+    heads, rank, nope, rope, value = (getattr(module, name, None) for name in SIZES)
+    if not all(isinstance(size, int) for size in (heads, rank, nope, rope, value)):
+        return None
+    if (linear.out_features, linear.in_features) != (heads * (nope + value), rank):
+        return None
+    return LatentProjection(linear, heads, rank, nope, rope, value)
+
+
+def _keep_latents(is_served: Callable[[], bool], expand: ExpandFn, latent: Tensor, rotary: Tensor) -> KeyAndValue:
+    """`[1, 1, T, rank]` and `[1, 1, T, rope]` -> a key of one head, and the value that is its beginning."""
+    if not is_served():
+        return expand(latent, rotary)
+    return torch.cat([latent, rotary], dim=-1), latent

@@ -1,0 +1,147 @@
+"""Latent attention over slots that hold latents: logits of the stock model, in every way of computing them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ktransformers import _core
+from ktransformers.adapters import LoraPair, adapter_from_tensors
+from ktransformers.serve.engine.forward import Chunk, Forward
+from ktransformers.serve.engine.head import collect_rows
+from ktransformers.serve.engine.kv_cache import KVCache, KVSlot
+from ktransformers.serve.engine.latent import LatentProjection, head_products
+from ktransformers.serve.engine.lora import LoadedAdapter, LoraModules
+from tests.support.tiny_models import build
+
+RANK, ROPE, NOPE, VALUE, HEADS = 32, 16, 32, 64, 4
+# Sizes that the core multiplies; those of the other models are too small.
+SIZES = {
+    "kv_lora_rank": RANK,
+    "qk_rope_head_dim": ROPE,
+    "qk_nope_head_dim": NOPE,
+    "v_head_dim": VALUE,
+    "head_dim": ROPE,
+}
+PROMPTS = [[(7 * at + 3) % 96 for at in range(60)], [(11 * at + 5) % 96 for at in range(43)]]
+FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1")
+
+
+def computed_in_chunks(forward: Forward, adapters: tuple[LoadedAdapter | None, ...] = (None, None)) -> list[Any]:
+    """Logits of both prompts: a chunk without earlier tokens, a short one with many, and single tokens in one batch."""
+    slots = [KVSlot(None, capacity=64), KVSlot(None, capacity=64)]
+    logits: list[list[torch.Tensor]] = [[], []]
+    steps = [
+        ((0, 0, 50), (1, 0, 38)),
+        ((0, 50, 53), (1, 38, 40)),
+        *(((0, a, a + 1), (1, a - 13, a - 12)) for a in (53, 54)),
+    ]
+    steps += [((0, 55, 60),), ((1, 42, 43),)]
+    for step in steps:
+        forward.run([Chunk(slots[i], PROMPTS[i][a:b], a, adapters[i], collect_rows(logits[i])) for i, a, b in step])
+    return [torch.cat(rows).float() for rows in logits]
+
+
+def stock_logits(model: Any) -> list[torch.Tensor]:
+    with torch.inference_mode():
+        return [model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0].float() for prompt in PROMPTS]
+
+
+def error(measured: list[Any], expected: list[Any]) -> float:
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(measured, expected, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_slots_hold_latents(family: str) -> None:
+    model: Any = build(family)
+    forward, config = Forward(model), model.config
+    width = config.kv_lora_rank + config.qk_rope_head_dim
+    assert forward.check_against_stock() == config.num_hidden_layers * width * 4
+    slot = KVSlot(None, capacity=64)
+    forward.run([Chunk(slot, PROMPTS[0][:5], 0, None)])
+    assert not slot.values and all(keys.shape == (1, 64, width) for keys in slot.keys.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_and_new_tokens_equal_stock(family: str) -> None:
+    expected = stock_logits(build(family))
+    assert error(computed_in_chunks(Forward(build(family))), expected) < 1e-5
+
+
+@pytest.mark.parametrize("absorbed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_ways_equal_stock(dtype: torch.dtype, absorbed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks absorbed or expanded, and heads in groups of one; new tokens by the core."""
+    expected = stock_logits(build("deepseek_v3", **SIZES).to(dtype))
+    monkeypatch.setattr(LatentProjection, "prefers_absorbed", lambda self, rows, keys: absorbed)
+    monkeypatch.setattr(LatentProjection, "head_groups", lambda self, keys: [(at, at + 1) for at in range(self.heads)])
+    measured = computed_in_chunks(Forward(build("deepseek_v3", **SIZES).to(dtype)))
+    assert error(measured, expected) < (1e-5 if dtype == torch.float32 else 0.03)
+
+
+def test_the_way_with_fewer_products_is_taken() -> None:
+    projection = LatentProjection(torch.nn.Linear(512, 16 * 256, bias=False), 16, 512, 128, 64, 128)
+    assert projection.prefers_absorbed(8, 4096) and not projection.prefers_absorbed(2048, 4096)
+    assert not projection.prefers_absorbed(64, 64)  # a prompt without earlier tokens
+    assert projection.head_groups(1 << 16) == [(at, min(at + 1, 16)) for at in range(16)]
+    assert projection.head_groups(100) == [(0, 16)]
+
+
+def test_adapters_of_kv_b_proj_by_request() -> None:
+    """Beside rows of the base in one batch, in all ways, as if each were merged into the weights."""
+    generator = torch.Generator().manual_seed(0)
+
+    def adapted(model: Any, scaling: float) -> dict[str, LoraPair]:
+        pairs = {}
+        for layer, module in enumerate(model.model.layers):
+            linear = module.self_attn.kv_b_proj
+            a = torch.randn(4, linear.in_features, generator=generator) * 0.2
+            b = torch.randn(linear.out_features, 4, generator=generator) * 0.2
+            pairs[f"model.layers.{layer}.self_attn.kv_b_proj"] = LoraPair(a, b, scaling)
+        return pairs
+
+    model: Any = build("deepseek_v3", **SIZES)
+    pairs = adapted(model, 0.5)
+    forward, modules = Forward(model), LoraModules(model)
+    adapter = modules.bind(adapter_from_tensors({}, pairs), "made", "made", 1)
+    base, merged = build("deepseek_v3", **SIZES), build("deepseek_v3", **SIZES)
+    with torch.no_grad():
+        for name, pair in pairs.items():
+            merged.get_submodule(name).weight += pair.scaling * pair.b @ pair.a  # type: ignore[operator]
+    expected = [stock_logits(base)[0], stock_logits(merged)[1]]
+    assert error([stock_logits(base)[1]], expected[1:]) > 0.01
+    assert error(computed_in_chunks(forward, (None, adapter)), expected) < 1e-5
+    assert error(computed_in_chunks(forward, (adapter, adapter)), stock_logits(merged)) < 1e-5
+
+
+def test_cached_prefix_of_latents_is_copied_and_grows() -> None:
+    model: Any = build("deepseek_v3")
+    forward, cache = Forward(model), KVCache(1024)
+    first = cache.allocate(None, PROMPTS[0][:30])
+    assert first is not None
+    forward.run([Chunk(first, PROMPTS[0][:30], 0, None)])
+    second = cache.allocate(None, PROMPTS[0][:20] + PROMPTS[1])  # copied, because `first` is in use
+    assert second is not None and second.length == 20 and not second.values
+    for layer, keys in first.keys.items():
+        assert torch.equal(second.keys[layer][:, :20], keys[:, :20])
+    held = {layer: keys[:, :30].clone() for layer, keys in first.keys.items()}
+    assert cache.grow(first, 200) and not first.values
+    for layer, keys in held.items():
+        assert first.keys[layer].shape[1] >= 200 and torch.equal(first.keys[layer][:, :30], keys)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_head_products(dtype: torch.dtype, rows: int) -> None:
+    """Of views too, and of more rows than the core takes at a time."""
+    torch.manual_seed(0)
+    weights = torch.randn(3, 96, 64).bfloat16()[:, 32:]
+    x = torch.randn(3, rows, 96).to(dtype)[..., :64]
+    assert rows < 40 or rows > _core.linear_rows()
+    expected = torch.bmm(x.double(), weights.double().transpose(1, 2))
+    measured = head_products(x, weights)
+    assert measured.dtype == dtype and error([measured.double()], [expected]) < (
+        1e-6 if dtype == torch.float32 else 5e-3
+    )
