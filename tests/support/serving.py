@@ -174,7 +174,8 @@ def make_service(
     for name in ("one", "attention"):
         registry.load(name, adapters[name])
     options = PrepareOptions(workers=workers)
-    return Service(engine, registry, harness.tokenizer, timeout=timeout, prepare=options)
+    size = harness.kv_bytes_per_token
+    return Service(engine, registry, harness.tokenizer, timeout=timeout, prepare=options, kv_bytes_per_token=size)
 
 
 def random_prompt(seed: int, length: int) -> list[int]:
