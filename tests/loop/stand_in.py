@@ -103,7 +103,7 @@ def serve(words: list[str]) -> None:
 
     class Models(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200)
+            self.send_response(401 if os.environ.get("API_KEY") else 200)  # no client here sends a key
             self.end_headers()
 
         def do_POST(self) -> None:

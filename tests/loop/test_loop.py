@@ -172,6 +172,16 @@ def test_killed_loop_resumes(place: Path, monkeypatch: pytest.MonkeyPatch, numbe
     assert (place / "run" / "neko" / "checkpoint-1").is_dir(), "nothing of the first part was removed"
 
 
+def test_key_for_other_servers_does_not_lock_the_loop_out(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("API_KEY", "for another server")
+    monkeypatch.setattr(child, "SERVER_START_SECONDS", 20.0)
+    assert "serve" in go(place)
+    assert "unset API_KEY" in (place / "run" / "commands.sh").read_text()
+    for word in ("api_key=x", "api-key=x", "port=1", "host=0.0.0.0"):
+        with pytest.raises(InputError, match="serve: given .*, expected flags of `kt serve` other than api_key, host"):
+            read_loop(place / "loop.yaml", [f"serve.{word}"])
+
+
 def test_changed_recipe_does_not_resume(place: Path) -> None:
     go(place)
     (place / "run" / "neko" / "old").touch()

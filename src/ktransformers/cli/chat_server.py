@@ -7,7 +7,6 @@ that stopping an answer leaves the server running.
 
 from __future__ import annotations
 
-import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -75,7 +74,6 @@ def _run_words(directory: Path) -> list[str]:
 def served(target: str, quiet: bool) -> Iterator[str]:
     """The address of a server for `target`."""
     words = serve_words(target)
-    os.environ.pop("API_KEY", None)  # the child's alone: this client and no other is told its port
     port = free_port(None)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kt-chat-")))

@@ -149,8 +149,14 @@ def _start(
         pass_fds=(lock,) if events is None else (lock, events),
         start_new_session=True,  # Ctrl-C reaches only this process: a second signal makes a trainer stop immediately
         preexec_fn=_die_with_parent,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"} | ({} if events is None else {"KT_PROGRESS": str(events)}),
+        env=_environment(events),
     )
+
+
+def _environment(events: int | None) -> dict[str, str]:
+    """A child's variables. API_KEY is left out: a server would refuse the other children, which are given no key."""
+    inherited = {name: value for name, value in os.environ.items() if name != "API_KEY"}
+    return inherited | {"PYTHONUNBUFFERED": "1"} | ({} if events is None else {"KT_PROGRESS": str(events)})
 
 
 def terminate(child: subprocess.Popen[bytes]) -> None:

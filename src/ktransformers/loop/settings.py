@@ -86,7 +86,16 @@ class Loop(LoopSection):
             raise ValueError(f"a name that is not one of {', '.join(sorted(RESERVED_NAMES))}")
         return value
 
+    @field_validator("serve")
+    @classmethod
+    def _check_serve(cls, value: Options) -> Options:
+        if OWN_SERVE_KEYS & {key.replace("-", "_") for key in value}:
+            raise ValueError(f"flags of `kt serve` other than {', '.join(sorted(OWN_SERVE_KEYS))}")
+        return value
 
+
+# Flags of `kt serve` that a loop gives itself; with another address or a key its stages would not reach the server.
+OWN_SERVE_KEYS = {"host", "port", "api_key", "served_model_name"}
 # Names with another use in the run's directory or its reports.
 RESERVED_NAMES = {"base", "model", "quantised", "pace", "planned", "eval", "stages", "logs"}
 
