@@ -184,11 +184,12 @@ def gpu(cuda: Cuda, gpus: Sequence[system.Gpu]) -> list[Finding]:
 
 
 def triton_compiler(gpus: Sequence[system.Gpu], triton: str | None, compiler: str | None) -> list[Finding]:
-    """Triton builds the launchers of its kernels with a C compiler when they are first used."""
+    from ktransformers.triton_modules import INSTALL_COMPILER
+
     if not gpus or triton is None or compiler is not None:
         return []
-    text = "there is no C compiler, and without one Triton's kernels for the GPU fail when they are first used"
-    return [Finding("warning", "gpu", text, "sudo apt install gcc python3-dev, or set CC; or `--device cpu`")]
+    text = "there is no C compiler, so that Triton's kernels cannot be built; `kt train` and `kt serve` refuse the GPU"
+    return [Finding("warning", "gpu", text, f"{INSTALL_COMPILER}; or `--device cpu`")]
 
 
 def packages(

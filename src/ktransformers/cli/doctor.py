@@ -182,6 +182,7 @@ def add_registry_facts(report: MachineReport) -> None:
 def examine(root: Path = ROOT) -> MachineReport:
     from ktransformers import env, system
     from ktransformers.cli import checks
+    from ktransformers.triton_modules import c_compiler
 
     versions = {name: system.version_of(name) for name in (*PACKAGES, *OPTIONAL_PACKAGES)}
     packages = {name: version for name, version in versions.items() if version or name in PACKAGES}
@@ -199,8 +200,7 @@ def examine(root: Path = ROOT) -> MachineReport:
         report.findings += checks.threads(torch_threads or 0, report.machine["cores"], report.environment)
     report.findings += checks.memory(report.memory, root)
     report.findings += checks.gpu(cuda, report.gpus)
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    report.findings += checks.triton_compiler(report.gpus, system.version_of("triton"), compiler)
+    report.findings += checks.triton_compiler(report.gpus, system.version_of("triton"), c_compiler())
     report.findings += checks.packages(own_requirements("ktransformers"), own_requirements, system.version_of)
     report.findings += checks.disks(report.disks)
     report.findings += checks.ignored_variables(os.environ)

@@ -23,6 +23,7 @@ from ktransformers.serve.flags import Launch
 from ktransformers.serve.running import RunningServer, forget_server, record_server
 from ktransformers.serve.target import Target, resolve_target
 from ktransformers.serve.yaml_keys import with_yaml_keys
+from ktransformers.triton_modules import require_compiler
 
 MAX_HOST_SHARE = 0.8  # of free host memory for the KV cache: --mem-fraction-static is chosen for GPUs
 SHUTDOWN_SECONDS = 30  # for running requests after SIGTERM or Ctrl-C
@@ -124,6 +125,7 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
     )
 
     device = choose_device(launch, plan)
+    require_compiler(device, "--device cpu")
     _check_deterministic(launch, device)
     dtype = parse_dtype(launch.dtype, device)
     tokenizer = read_tokenizer(target.model)

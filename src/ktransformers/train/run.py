@@ -44,6 +44,7 @@ from ktransformers.train.preference import REFERENCE_FREE_LOSSES
 from ktransformers.train.reachable import drop_untrained, trainable_targets
 from ktransformers.train.settings import TrainSettings
 from ktransformers.train.targets import find_targets
+from ktransformers.triton_modules import require_compiler
 
 
 class Watcher(Protocol):
@@ -147,6 +148,7 @@ def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
     watcher.on_plan(prepared.plan)
     if prepared.plan.forecast is not None:
         require_fit(prepared.plan.forecast, force=force)
+    require_compiler(device_of(settings).type, "use_cpu=true")
     directory, output = prepared.directory, Path(settings.output_dir)
     assert directory is not None
     checkpoint = prepared.resume.checkpoint
