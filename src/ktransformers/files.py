@@ -189,22 +189,20 @@ def sync(path: Path) -> None:
 
 def walk_folders(roots: Iterable[Path], depth: int, limit: int) -> Iterator[tuple[Path, list[str]]]:
     """Folders at most `depth` below the roots with the names of their files, none twice; hidden ones and those of
-    checkpoints are left out. The search ends after `limit` folders, so that it is quick in a large directory too."""
+    checkpoints are left out, and links to folders are not followed. Below each root the search ends after `limit`
+    folders, so that it is quick in a large directory too and the roots after that one are searched."""
     seen = set[Path]()
     for root in roots:
-        for current, folders, names in os.walk(root):
+        for count, (current, folders, names) in enumerate(os.walk(root)):
             directory = Path(current)
-            limit -= 1
-            if limit < 0:
-                return
-            if directory in seen:
-                folders.clear()
-                continue
-            seen.add(directory)
+            if count >= limit:
+                break
             folders[:] = sorted(name for name in folders if not name.startswith((".", "checkpoint-", "__")))
             if len(directory.relative_to(root).parts) >= depth:
                 folders.clear()
-            yield directory, names
+            if directory not in seen:
+                seen.add(directory)
+                yield directory, names
 
 
 def write_text(path: Path, text: str) -> None:

@@ -162,6 +162,7 @@ def test_hostile_answers_take_linear_time() -> None:
     noise = "".join(generator.choice("*_`~[]()!>-# \n1.|\\ab") for _ in range(20_000))
     cases = [noise, "*a " * 20_000, "[" * 20_000, "`" * 20_001, "_" * 20_000 + "a", ">" * 5_000 + "x"]
     cases += ["[](" * 10_000, "- " * 5_000 + "x", "|" * 20_000 + "\n" + "|-" * 5_000, "http://" * 5_000, "**" * 10_000]
+    cases += ["[" * 20_000 + "](" + " x" * 5_000 + ")", "[](" * 10_000 + " " * 20_000 + ")"]
     cases += ["\n".join(" " * depth + "- x" for depth in range(300)), "~~~" * 5_000, "h" * 50_000]
     for case in cases:
         made, seconds = run("(text) => nodes(markdown(text)).length", case)
@@ -178,6 +179,8 @@ def test_charts_draw_numbers_only() -> None:
     points = [tuple(map(float, point.split(","))) for point in line["attributes"]["points"].split()]
     assert len(points) == 2 and points[0][1] < points[1][1], "3 is above 1"
     assert "<b>loss" in text_of([svg]) and "no values yet" in text_of([run("lineChart", "loss", [])[0]])
+    thinned = run("thin", [[step, step] for step in range(10_001)])[0]
+    assert len(thinned) <= 601 and thinned[0] == [0, 0] and thinned[-1] == [10_000, 10_000] and run("thin", [])[0] == []
     assert run("(a, b) => ticks(a, b)", 0.1, 0.93)[0] == pytest.approx([0, 0.25, 0.5, 0.75, 1.0])
     assert run("(list) => list.map(tickText)", [0, 1e-4, 0.25, 1500, 2e6])[0] == ["0", "1e-4", "0.25", "1500", "2e6"]
 

@@ -60,6 +60,28 @@ def test_search_is_bounded_and_remembered(tmp_path: Path, monkeypatch: pytest.Mo
     assert runs.list() and searches == [1, 1]
 
 
+def test_large_folder_and_links_do_not_hide_other_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for index in range(30):
+        (tmp_path / "home" / f"empty-{index:02d}").mkdir(parents=True)
+    inside = write_run(tmp_path / "home" / "models" / "run", 1, 1.0)
+    outside = write_run(tmp_path / "outside" / "run", 1, 2.0)
+    (tmp_path / "home" / "models" / "link").symlink_to(outside.parent)
+    roots = [tmp_path / "home", tmp_path / "home" / "models"]
+    assert find_trainings(roots) == [inside], "a link out of the folder is not followed, and no folder is found twice"
+    monkeypatch.setattr(training, "SEARCHED_FOLDERS", 20)
+    assert find_trainings(roots) == [inside]
+    monkeypatch.setattr(training, "MAX_RUNS", 1)
+    (run,) = TrainingRuns(roots=lambda: [tmp_path / "home" / "models", tmp_path / "outside"]).list()
+    assert run["directory"] == str(outside), "the newest are kept"
+
+
+def test_log_of_a_diverged_run_is_json(tmp_path: Path) -> None:
+    (tmp_path / "trainer_log.jsonl").write_text('{"current_steps": 1, "loss": NaN, "grad_norm": Infinity}\nNaN\n[1]\n')
+    found = TrainingRuns(tmp_path).log_of(None)
+    assert found is not None
+    assert found.lines_after(0)["lines"] == [{"current_steps": 1, "loss": None, "grad_norm": None}]
+
+
 def test_clients_name_a_found_run_and_no_path(
     harness: EngineHarness, adapters: dict[str, Path], tmp_path: Path
 ) -> None:

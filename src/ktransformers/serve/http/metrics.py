@@ -43,10 +43,11 @@ def _lines(service: Service, requests: Counter[tuple[str, int]], restarts: int) 
         ("kt_busy_seconds_total", "counter", "Seconds spent in forward passes.", counts.busy_seconds),
     )
     for name, kind, meaning, value in single:
-        yield f"# HELP {name} {meaning}\n# TYPE {name} {kind}\n{name} {value:g}\n"
+        # All digits: the page draws differences of counters, which six digits of a large one do not show.
+        yield f"# HELP {name} {meaning}\n# TYPE {name} {kind}\n{name} {value}\n"
     yield from _memory_lines()
     yield "# HELP kt_first_token_seconds From arrival to the first token.\n# TYPE kt_first_token_seconds summary\n"
-    yield f"kt_first_token_seconds_sum {counts.first_token_seconds:g}\n"
+    yield f"kt_first_token_seconds_sum {counts.first_token_seconds}\n"
     yield f"kt_first_token_seconds_count {counts.first_tokens}\n"
     yield "# HELP kt_finished_total Sequences by how they ended.\n# TYPE kt_finished_total counter\n"
     for finish, count in sorted(counts.finished.items()):

@@ -38,7 +38,7 @@ class TrainingLog:
 
     def lines_after(self, offset: int) -> dict[str, Any]:
         """Complete lines from byte `offset` on, and the next offset; a log that became shorter is read from 0."""
-        lines: list[Any] = []
+        lines: list[dict[str, Any]] = []
         file = self.directory / LOG_FILE
         size = file.stat().st_size if file.is_file() else 0
         offset = max(0, offset) if offset <= size else 0
@@ -49,10 +49,12 @@ class TrainingLog:
             complete = data[: data.rfind(b"\n") + 1]
             offset += len(complete)
             for raw in complete.splitlines():
-                try:
-                    lines.append(json.loads(raw))
+                try:  # NaN and infinities of a diverged run are no JSON; without a value they are not drawn
+                    line = json.loads(raw, parse_constant=lambda _: None)
                 except ValueError:
                     continue
+                if isinstance(line, dict):
+                    lines.append(line)
         return {"directory": str(self.directory), "lines": lines, "next": offset}
 
 
@@ -80,14 +82,15 @@ class TrainingRuns:
     def _search(self) -> dict[str, Path]:
         with self._lock:
             if time.monotonic() - self._searched >= SEARCH_SECONDS:
-                folders = [*([self._watched] if self._watched else []), *find_trainings(self._roots())]
+                newest = sorted(find_trainings(self._roots()), key=_changed, reverse=True)
+                folders = [*([self._watched] if self._watched else []), *newest]
                 self._found = {_run_name(folder): folder for folder in folders[:MAX_RUNS]}
                 self._searched = time.monotonic()
             return self._found
 
 
 def find_trainings(roots: Sequence[Path]) -> list[Path]:
-    """Folders with a training log, none twice; a bounded number of folders is searched."""
+    """Folders with a training log, none twice; below each root a bounded number of folders is searched."""
     absolute = dict.fromkeys(root.resolve() for root in roots)
     return [folder for folder, names in walk_folders(absolute, SEARCH_DEPTH, SEARCHED_FOLDERS) if LOG_FILE in names]
 
@@ -98,12 +101,18 @@ def _run_name(directory: Path) -> str:
     return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
 
 
+def _changed(directory: Path) -> float:
+    try:
+        return (directory / LOG_FILE).stat().st_mtime
+    except OSError:  # nothing logged yet, or being deleted
+        return 0.0
+
+
 def _describe_run(name: str, directory: Path) -> dict[str, Any]:
     """`step` and `steps` of the last line; `adapter` is the directory once the run has one."""
     step, steps = last_step(directory)
-    file, adapter = directory / LOG_FILE, str(directory) if _has_adapter(directory) else None
-    changed = file.stat().st_mtime if file.is_file() else 0.0
-    place = {"name": name, "directory": str(directory), "changed": changed}
+    adapter = str(directory) if _has_adapter(directory) else None
+    place = {"name": name, "directory": str(directory), "changed": _changed(directory)}
     return place | {"step": step, "steps": steps, "adapter": adapter}
 
 

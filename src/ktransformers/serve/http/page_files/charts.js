@@ -2,6 +2,7 @@
 // Line charts and bars as SVG elements of the page: trainings, speed and memory.
 
 const COLOURS = ["#2f6fb0", "#c77d1e", "#6d4ea3", "#1a7f4b", "#b3362b"];
+const MAX_POINTS = 600; // of a drawn curve; longer ones are thinned
 const SVG = "http://www.w3.org/2000/svg";
 
 function shape(tag, attributes, text) {
@@ -31,6 +32,13 @@ function tickText(value) {
     : String(+value.toPrecision(6));
 }
 
+// Finite points, thinned; the last one is kept.
+function thin(points) {
+  const finite = points.filter((point) => point.every(Number.isFinite)),
+    stride = Math.ceil(finite.length / MAX_POINTS);
+  return finite.filter((_, index) => index % stride === 0 || index === finite.length - 1);
+}
+
 // series: [{name, points: [[x, y], ...]}]; points that are no numbers are left out. Returns an <svg>.
 function lineChart(title, series, options = {}) {
   const wide = 420,
@@ -42,7 +50,7 @@ function lineChart(title, series, options = {}) {
   const svg = shape("svg", { viewBox: `0 0 ${wide} ${high}`, role: "img", "aria-label": title, class: "chart" });
   svg.append(shape("text", { x: left, y: 18, "font-size": 13 }, title));
   const curves = series
-    .map((one) => ({ ...one, points: one.points.filter((point) => point.every(Number.isFinite)) }))
+    .map((one) => ({ ...one, points: thin(one.points) }))
     .map((one, index) => ({ ...one, colour: COLOURS[index % COLOURS.length] }))
     .filter((one) => one.points.length);
   if (!curves.length) {

@@ -37,6 +37,7 @@ const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})[ \t]+(.*)$/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])[ \t]+(.*)$/;
 const SAFE_LINK = /^(https?:\/\/|mailto:)/i;
+const MAX_LINK = 2048; // letters of a link's text, and of its target: no more are searched
 
 function isRule(line) {
   const bare = line.replace(/\s+/g, "");
@@ -197,7 +198,7 @@ function inline(text, level = 0) {
 function inlineAt(text, at, dead, level) {
   const letter = text[at];
   if (letter === "`") return codeAt(text, at, dead);
-  if (letter === "[" || (letter === "!" && text[at + 1] === "[")) return linkAt(text, at, dead, level);
+  if (letter === "[" || (letter === "!" && text[at + 1] === "[")) return linkAt(text, at, level);
   if (letter === "h" && !isWord(text[at - 1])) return bareLinkAt(text, at);
   if (!"*_~".includes(letter) || level >= MAX_DEPTH) return null;
   for (const [mark, tag] of MARKS) {
@@ -237,24 +238,17 @@ function codeAt(text, at, dead) {
   return null;
 }
 
-function linkAt(text, at, dead, level) {
+function linkAt(text, at, level) {
   const from = text[at] === "!" ? at + 2 : at + 1;
-  if (dead.has("](")) return null;
-  const middle = text.indexOf("](", from);
-  if (middle < 0) {
-    dead.add("](");
-    return null;
-  }
-  const end = text.indexOf(")", middle);
-  const target =
-    end < 0
-      ? ""
-      : text
-          .slice(middle + 2, end)
-          .trim()
-          .split(/\s/)[0];
-  if (!SAFE_LINK.test(target) || text.slice(from, middle).includes("[") || level >= MAX_DEPTH) return null;
-  return [["a", { href: target }, ...inline(text.slice(from, middle) || target, MAX_DEPTH)], end + 1];
+  const near = text.slice(from, from + MAX_LINK),
+    middle = near.indexOf("](");
+  if (middle < 0 || near.slice(0, middle).includes("[") || level >= MAX_DEPTH) return null;
+  const begin = from + middle + 2,
+    inside = text.slice(begin, begin + MAX_LINK),
+    end = inside.indexOf(")"),
+    target = end < 0 ? "" : inside.slice(0, end).trim().split(/\s/, 1)[0];
+  if (!SAFE_LINK.test(target)) return null;
+  return [["a", { href: target }, ...inline(near.slice(0, middle) || target, MAX_DEPTH)], begin + end + 1];
 }
 
 function bareLinkAt(text, at) {

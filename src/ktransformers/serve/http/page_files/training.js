@@ -43,11 +43,12 @@ async function followTraining() {
       return;
     }
     if (chosen !== followed) [followed, next, logged] = [chosen, 0, []];
+    const after = next;
     const reply = await accepted(
-      await fetch("/training?after=" + next + "&run=" + encodeURIComponent(chosen), { headers: headers() }),
+      await fetch("/training?after=" + after + "&run=" + encodeURIComponent(chosen), { headers: headers() }),
     );
     const found = await reply.json();
-    if (chosen !== followed) return;
+    if (chosen !== followed || after !== next) return; // another request, sent before this reply, brought the lines
     if (found.next < next) logged = [];
     const more = found.next !== next || !at("curves").childNodes.length;
     next = found.next;
