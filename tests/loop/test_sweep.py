@@ -89,6 +89,16 @@ def test_report_has_a_row_for_each_run_and_curves_of_all(place: Path) -> None:  
     assert all(run in "".join(svgs[0].itertext()) for run in RUNS)
 
 
+def test_diverged_run_is_never_the_best(place: Path) -> None:  # noqa: F811
+    loop = read(place, ["target=a|b,c"], "eval.tasks=[]", "prove=false")
+    steps = Runner(loop, Quiet()).run_stages()
+    log = place / "run" / "targeta_b" / "targeta_b" / "trainer_log.jsonl"
+    log.write_text('{"current_steps": 3, "loss": NaN}\n')
+    report = make_sweep_report(loop, steps)
+    assert report.next[0].endswith("/targetc/targetc")
+    assert "| targeta_b | a\\|b | " in (place / "run" / "report.md").read_text()
+
+
 def test_failed_training_is_a_row(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """The other runs are proven, judged and compared; the command fails, and the next one tries the run again."""
     monkeypatch.setenv("BROKEN", "lr0.5")
@@ -109,21 +119,25 @@ def test_failed_training_is_a_row(place: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_stopped_sweep_resumes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """The first run has ended, the second is in its training."""
+    words = yaml.safe_load((place / "loop.yaml").read_text())
+    words["train"] = {"keys": words["train"]["keys"] | {"max_steps": 3}}
+    (place / "loop.yaml").write_text(yaml.safe_dump(words | {"sweep": {"rank": [8]}}))
+    Runner(read_loop(place / "loop.yaml"), Quiet()).run_stages()
+    (place / "loop.yaml").write_text(yaml.safe_dump(words | {"sweep": {"rank": [8, 16, 32]}}))
     halt = place / "halt"
     halt.touch()
     monkeypatch.setenv("HALT", str(halt))
-    words = yaml.safe_load((place / "loop.yaml").read_text())
-    words["train"] = {"keys": words["train"]["keys"] | {"max_steps": 3}}
-    words["sweep"] = {"rank": [8, 16]}
-    (place / "loop.yaml").write_text(yaml.safe_dump(words))
     stopped = start(place)
-    wait_for(place / "run" / "rank8" / "rank8" / "checkpoint-1")
+    wait_for(place / "run" / "rank16" / "rank16" / "checkpoint-1")
     stopped.send_signal(signal.SIGTERM)
     _, said = stopped.communicate(timeout=60)
     assert stopped.returncode == 130 and b"resumes" in said
     halt.unlink()
     steps = {step.name: step.status for step in Runner(read_loop(place / "loop.yaml"), Quiet()).run_stages()}
-    assert steps["train-rank8"] == "resumed" and steps["plan-rank16"] == "skipped" and steps["train-rank16"] == "run"
+    trained = [steps[f"train-rank{rank}"] for rank in (8, 16, 32)]
+    assert trained == ["skipped", "resumed", "run"] and steps["plan-rank32"] == "skipped"
+    assert steps["prove-rank8"] == "skipped" and steps["compare"] == "run"
 
 
 @pytest.mark.parametrize(
@@ -132,6 +146,7 @@ def test_stopped_sweep_resumes(place: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["rank"], "NAME=VALUE"),
         (["rank="], "at least one value"),
         (["rank=8,8"], "every value once"),
+        (["lr=1e-4,0.0001"], "every value once"),
         (["rank=8", "rank=16"], "rank twice"),
         (["rank=8", "lora_rank=16"], "one of them"),
         (["output_dir=a,b"], "they are shared"),
