@@ -60,12 +60,14 @@ def test_long_curves_are_thinned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high"), [(0, 1), (0.1, 0.9), (-3, 7), (1e-5, 1e-4), (0, 12_345), (2.99, 3.01), (5, 5)]
+    ("low", "high"),
+    [(0, 1), (0.1, 0.9), (-3, 7), (1e-5, 1e-4), (0, 12_345), (2.99, 3.01), (5, 5), (1e-14, 3e-14)],
 )
 def test_ticks_are_round_and_cover_the_range(low: float, high: float) -> None:
     values = ticks(low, high)
     assert values[0] <= low and values[-1] >= high and len(values) <= 8
     assert values == sorted(set(values)) and all(len(format_tick(value)) <= 8 for value in values)
+    assert ticks(0.0, 5e-324) == [0.0], "a range that cannot be divided"
     assert [format_tick(value) for value in (0.0, 1e-4, 5e-5, 0.25, 1500.0, 2e6)] == [
         *("0", "1e-4", "5e-5", "0.25", "1500", "2e6"),
     ]
@@ -119,6 +121,8 @@ def test_smoothed_curve_is_between_the_values() -> None:
     values = [float(index % 2) for index in range(100)]
     smoothed = smooth(values)
     assert len(smoothed) == 100 and smoothed[0] == values[0] and 0.3 < smoothed[-1] < 0.7 and smooth([]) == []
+    diverged = smooth([math.nan, 1.0, math.inf, 1.0])
+    assert math.isnan(diverged[0]) and diverged[1:] == [1.0, math.inf, 1.0], "the curve goes on behind a gap"
 
 
 def test_grid_places_charts_side_by_side() -> None:

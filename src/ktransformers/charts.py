@@ -50,14 +50,13 @@ def format_tick(value: float) -> str:
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """About `count` round numbers that cover the range."""
-    span = high - low
-    if span <= 0 or not math.isfinite(span):
+    rough = (high - low) / max(count - 1, 1)
+    if rough <= 0 or not math.isfinite(rough):
         return [low]
-    rough = span / max(count - 1, 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(index * step, 12) for index in range(first, last + 1)]
+    return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
 
 
 def _around(value: float) -> list[float]:
@@ -67,12 +66,14 @@ def _around(value: float) -> list[float]:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Exponential moving average whose decay grows with the length of the curve."""
+    """Exponential moving average whose decay grows with the length of the curve. NaN and infinities are left as they
+    are and have no weight in the average."""
     decay = 0.9 * (2 / (1 + math.exp(-0.05 * len(values))) - 1)
-    smoothed, last = [], values[0] if values else 0.0
+    smoothed, last = [], next(filter(math.isfinite, values), 0.0)
     for value in values:
-        last = decay * last + (1 - decay) * value
-        smoothed.append(last)
+        if math.isfinite(value):
+            last = decay * last + (1 - decay) * value
+        smoothed.append(last if math.isfinite(value) else value)
     return smoothed
 
 
