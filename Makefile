@@ -30,7 +30,7 @@ export PYTHONFAULTHANDLER := 1
 .PHONY: help build check format test test-slow test-llamafactory test-sglang soak bench demo wheel test-wheel asan tsan x86 aarch64 clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 # torch first and exactly: the other packages accept any recent one and would pick the largest build.
 $(VENV)/.installed: constraints.txt
