@@ -1,5 +1,5 @@
-// Decode attention on every variant against double: groups of heads, unequal head sizes, more keys than one split, and
-// the same bits for a sequence whatever others are in the batch.
+// Decode attention on every variant against double: groups of heads, divided if a sequence is alone, unequal head
+// sizes, more keys than one split, and the same bits for a sequence whatever others are in the batch.
 #include "check.h"
 #include "moe/attention.h"
 #include "random_layer.h"
@@ -9,7 +9,7 @@ using namespace kt::check;
 
 namespace {
 
-constexpr int32_t kHeads = 6, kGroups = 2, kKey = 48, kValue = 32;
+constexpr int32_t kHeads = 22, kGroups = 2, kKey = 48, kValue = 32;
 
 struct Sequence {
   int32_t count;
