@@ -68,8 +68,16 @@ def _check_axes(axes: dict[str, list[Any]]) -> None:
         texts = [str(value) for value in values]
         if not values or None in values or "" in texts:
             raise InputError(f"sweep.{axis}", values, "at least one value, and none empty")
-        if len(set(texts)) < len(texts):
+        if len(set(map(_compared, values))) < len(texts):
             raise InputError(f"sweep.{axis}", ", ".join(texts), "every value once")
+
+
+def _compared(value: Any) -> str:
+    """Equal for two spellings of one number: YAML reads 1e-4 as text and 0.0001 as a number."""
+    try:
+        return str(value if isinstance(value, (bool, list, dict)) else float(value))
+    except ValueError:
+        return str(value)
 
 
 def _label(axis: str, value: Any) -> str:

@@ -6,6 +6,8 @@ Everything is read from the sweep's directory, so a report after skipped stages 
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
@@ -109,7 +111,7 @@ def _best(runs: Sequence[SweptRun]) -> SweptRun | None:
     def order(run: SweptRun) -> tuple[float, float]:
         loss = run.eval_loss if run.eval_loss is not None else run.last_loss
         gains = sum(1 if row.better else -1 for row in run.scores if row.mark and not row.unrelated)
-        return -gains, float("inf") if loss is None else loss
+        return -gains, math.inf if loss is None or not math.isfinite(loss) else loss  # NaN is neither less nor more
 
     return min(trained, key=order, default=None)
 
@@ -162,10 +164,14 @@ def terminal_lines(report: SweepReport) -> list[str]:
     return [*lines, "", f"Report: {report.run}/report.html"]
 
 
+def _markdown_cell(text: str) -> str:
+    return re.sub(r"[*|]", r"\\\g<0>", text)
+
+
 def markdown(report: SweepReport) -> str:
     heads, rows = table(report)
     lines = [f"# Sweep: {report.run}", "", f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
-    lines += [f"| {' | '.join(cell.replace('*', chr(92) + '*') for cell in row)} |" for row in rows]
+    lines += [f"| {' | '.join(_markdown_cell(cell) for cell in row)} |" for row in rows]
     lines += ["", STARS.replace("*", "\\*") + ".", ""] if any(run.scores for run in report.runs) else [""]
     lines += [f"- {run.name}: {run.proof}" for run in report.runs]
     lines += [f"- time: {format_times(report.stages)}", "", "```", *report.next, "```"]
