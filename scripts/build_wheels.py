@@ -16,7 +16,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from pythons import Interpreter, find
+from pythons import WHEEL_311, WHEEL_312, Interpreter, find
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "wheel"
@@ -26,7 +26,9 @@ MACHINES = ("aarch64", "x86_64")
 
 def run(*words: str | Path, **environment: str) -> None:
     print("+", *words, flush=True)
-    subprocess.run(words, check=True, cwd=ROOT, env=os.environ | environment)
+    code = subprocess.run(words, cwd=ROOT, env=os.environ | environment).returncode
+    if code != 0:
+        raise SystemExit(f"no wheel: the command above ended with {code}")
 
 
 def compiler(machine: str) -> str | None:
@@ -36,11 +38,14 @@ def compiler(machine: str) -> str | None:
 
 
 def builders() -> list[Interpreter]:
-    """The oldest Python for each tag that has headers."""
+    """The oldest Python for each tag that has headers; a tag without one is named."""
     by_tag: dict[str, Interpreter] = {}
     for python in find():
         if python.headers:
             by_tag.setdefault(python.wheel_tag, python)
+    for tag, version in ((WHEEL_311, "3.11"), (WHEEL_312, "3.12 or later")):
+        if tag not in by_tag:
+            print(f"no wheel {tag}: there is no Python {version} with headers and venv in PATH or of pyenv")
     return list(by_tag.values())
 
 
@@ -103,13 +108,13 @@ def main() -> None:
     parser.add_argument("--machine", choices=MACHINES, action="append", help="this one alone; may be given twice")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    wheels = []
+    wheels, pythons = [], builders()
     for machine in given.machine or MACHINES:
         prefix = compiler(machine)
         if prefix is None:
             print(f"no wheel for {machine}: install g++-{machine.replace('_', '-')}-linux-gnu, or build it there")
             continue
-        wheels += [build(python, machine, prefix, given.out) for python in builders()]
+        wheels += [build(python, machine, prefix, given.out) for python in pythons]
     if not wheels:
         raise SystemExit("no wheel was built: there is no compiler, or no Python of 3.11 or later with headers")
     print(*wheels, sep="\n")

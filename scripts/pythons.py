@@ -11,6 +11,7 @@ from pathlib import Path
 
 OLDEST = (3, 11)
 STABLE_ABI = (3, 12)  # the first with all that nanobind needs of it
+WHEEL_311, WHEEL_312 = "cp311-cp311", "cp312-abi3"  # tags
 ASK = """
 import json, sys, sysconfig
 import ensurepip, venv
@@ -30,7 +31,7 @@ class Interpreter:
     @property
     def wheel_tag(self) -> str:
         """The tag of the wheel that it installs."""
-        return "cp312-abi3" if self.version >= STABLE_ABI else "cp311-cp311"
+        return WHEEL_312 if self.version >= STABLE_ABI else WHEEL_311
 
     def __str__(self) -> str:
         return f"{self.version[0]}.{self.version[1]}"

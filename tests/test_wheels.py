@@ -141,6 +141,17 @@ def test_a_cross_compiler_is_found_by_its_name(tmp_path: Path, monkeypatch: pyte
     assert f"cmake.define.CMAKE_SYSTEM_PROCESSOR={other}" in build.defines(other, "x-")
 
 
+def test_missing_wheels_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    build = load("build_wheels")
+    versions = [((3, 11), False), ((3, 12), True), ((3, 13), True)]
+    pythons = [build.Interpreter(version, Path("python3"), headers) for version, headers in versions]
+    monkeypatch.setattr(build, "find", lambda: pythons)
+    assert build.builders() == [pythons[1]]
+    assert capsys.readouterr().out.startswith("no wheel cp311-cp311: there is no Python 3.11 with headers")
+    with pytest.raises(SystemExit, match="ended with 3"):
+        build.run(sys.executable, "-c", "raise SystemExit(3)")
+
+
 def test_wheels_are_tested_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check, python = load("test_wheel"), load("pythons").Interpreter((3, 13), Path("python3.13"), True)
     monkeypatch.setenv("CXX", "g++")
