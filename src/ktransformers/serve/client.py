@@ -4,6 +4,7 @@ library, so that it starts at once.
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -28,7 +29,7 @@ class Client:
             try:
                 message = json.loads(message)["error"]["message"]
             except (ValueError, KeyError, TypeError):
-                message = message[:300]
+                message = " ".join(message.split())[:200]  # a page of HTML, as a server of another kind sends it
             raise KTError(f"the server answered {error.code}: {message}") from error
         except (OSError, ValueError) as error:
             raise InputError("url", f"{self.url} ({error})", "a server that is running", "start `kt serve`") from error
@@ -38,8 +39,16 @@ class Client:
 
     def template_origins(self) -> dict[str, str | None]:
         """Served names with the origin of the chat template: `adapter` if it is another than the base's."""
-        with self.open("/v1/models") as reply:
-            return {str(model["id"]): model.get("chat_template") for model in json.loads(reply.read())["data"]}
+        try:
+            with self.open("/v1/models") as reply:
+                models = json.loads(reply.read())["data"]
+            if not models:
+                raise LookupError("no models")
+            return {str(model["id"]): model.get("chat_template") for model in models}
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError("url", f"{self.url}, which lists no models", "a server of the OpenAI API") from error
 
     def load_adapter(self, name: str, directory: str) -> None:
         """Has a `kt serve` load an adapter from a directory that it can read."""
@@ -48,12 +57,26 @@ class Client:
 
     def stream(self, body: dict[str, Any]) -> Generator[dict[str, Any]]:
         request = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        finished = False
         with self.open("/v1/chat/completions", request) as reply:
-            for raw in reply:
-                line = raw.decode("utf-8", "replace").strip()
+            for line in self._lines(reply):
+                finished = finished or line == "data: [DONE]"
                 if not line.startswith("data:") or line == "data: [DONE]":
                     continue
-                part = json.loads(line.removeprefix("data:"))
+                try:
+                    part = json.loads(line.removeprefix("data:"))
+                except ValueError as error:
+                    raise KTError(f"{self.url}: an answer that is not JSON: {line[:100]}") from error
                 if "error" in part:
                     raise KTError(f"the server reported: {part['error'].get('message')}")
+                finished = finished or any(choice.get("finish_reason") for choice in part.get("choices") or ())
                 yield part
+        if not finished:
+            raise KTError(f"{self.url}: the connection ended during the answer")
+
+    def _lines(self, reply: Any) -> Generator[str]:
+        try:
+            for raw in reply:
+                yield raw.decode("utf-8", "replace").strip()
+        except (OSError, http.client.HTTPException) as error:
+            raise KTError(f"{self.url}: the connection ended during the answer ({error})") from error
