@@ -8,6 +8,7 @@ the key. A flag overrides the environment, which overrides this file. The model 
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -161,6 +162,8 @@ def set_value(key: str, new_value: Any) -> Any:
     checked = _validate(values, "value")
     stored = checked.model_dump(mode="json", exclude_unset=True)
     file = config_file()
+    if file.exists() and not os.access(file, os.W_OK):  # replacing it would need no right to write it
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, yaml.safe_dump(stored, sort_keys=False, allow_unicode=True) if values else "")
     return checked.model_dump(mode="json")[section][name]

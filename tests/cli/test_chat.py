@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +50,16 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(folders: dict[str, str]) -> No
         assert session.wait() == 0
         told = [message["content"] for message in peer.bodies[1]["messages"]]
         assert told[0] == "Count." and told[1].startswith("word word") and told[2] == "Again."
+
+
+def test_own_servers_are_reached_beside_a_proxy_and_answers_printed_in_any_encoding(folders: dict[str, str]) -> None:
+    """`kt` in a pipe, with a proxy that refuses and an encoding without the answer's letters."""
+    proxy = {"http_proxy": "http://127.0.0.1:9", "no_proxy": "", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    with ChatPeer(["na\u00efve \u2713"]) as peer:
+        command = [sys.executable, "-c", "from ktransformers.cli.main import main; main()", "chat", peer.url]
+        done = subprocess.run(command, input=b"Hello\n", capture_output=True, env=os.environ | folders | proxy)
+    assert done.returncode == 0 and done.stderr == b"", done.stderr.decode()
+    assert done.stdout.startswith(b"na?ve ?\n[1 tokens")
 
 
 def test_several_lines_and_history(folders: dict[str, str], tmp_path: Path) -> None:

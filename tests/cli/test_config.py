@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import yaml
 
 from ktransformers import settings
+from ktransformers.cli.guide import Guide
 from ktransformers.errors import InputError
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.launch import with_environment
@@ -45,6 +47,16 @@ def test_invalid_values_are_refused_and_not_written(kt: RunKt) -> None:
     assert "modelscope" in kt("config", "set", "download.source", "elsewhere").error
     assert "download.endpoint" in kt("config", "set", "download.endpoint", "not a url").error
     assert settings.config_file().read_text() == before
+
+
+def test_file_without_the_right_to_write_is_kept(kt: RunKt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replacing it would need rights on its folder alone. A guided answer is then not remembered, and is used."""
+    kt("config", "set", "server.port", "30001")
+    monkeypatch.setattr(os, "access", lambda file, mode: False)  # root may write everything
+    with pytest.raises(PermissionError):
+        settings.set_value("server.port", "30002")
+    assert Guide("serve", {}).keep("port", "30002", "port") == "30002"
+    assert settings.value("server.port") == 30001 and settings.value("answers.port") is None
 
 
 def test_invalid_config_file_is_reported(kt: RunKt) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ktransformers.cli import guide, machine_state
+from ktransformers.cli import ask, guide, machine_state
+from ktransformers.cli.ask import Choice
 from ktransformers.cli.main import app
 from ktransformers.serve import running
 from tests.support.cli import RunKt, write_model
@@ -202,12 +203,21 @@ def test_running_servers_are_listed(kt: RunKt, tmp_path: Path) -> None:
     assert list((tmp_path / "xdg" / "data" / "ktransformers" / "servers").iterdir()) == []
 
 
+def test_numbers_are_those_that_python_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A superscript is a digit and no number."""
+    words = iter(["\u00b2", "3", "2"])
+    monkeypatch.setattr(ask, "text", lambda *_: next(words))
+    assert ask.choose("verb", [Choice("a"), Choice("b")]) == "b"
+
+
 def test_search_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
     for name in ("a/one", "a/checkpoint-5", ".hidden/two", "a/b/c/d/e/deep"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "adapter_config.json").write_text("{")
+    (tmp_path / "a" / "gone").mkdir()
+    (tmp_path / "a" / "gone" / "adapter_config.json").symlink_to(tmp_path / "nothing")
     assert [run.path for run in machine_state.find_adapters()] == [tmp_path / "a" / "one"]
     monkeypatch.setattr(machine_state, "SEARCHED_FOLDERS", 1)
     assert machine_state.find_adapters() == []

@@ -52,7 +52,7 @@ def choose(
     values = [choice.value for choice in choices]
     while True:
         word = text(question, default)
-        if word.isdigit() and 1 <= int(word) <= len(values):
+        if word.isdecimal() and 1 <= int(word) <= len(values):
             return values[int(word) - 1]
         if word in values:
             return word

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from ktransformers.cli.machine_state import LOOP_KEYS
 from ktransformers.cli.progress import progress_bar
 from ktransformers.errors import InputError, KTError
 from ktransformers.files import path_exists, read_yaml_mapping
@@ -20,7 +21,6 @@ from ktransformers.loop.child import StageFailed, free_port, locked, server
 from ktransformers.progress import ProgressEvent
 
 ADDRESS = re.compile(r"(\[[\da-fA-F:]+\]|[\w.-]+)(:\d+)(/.*)?|localhost(/.*)?|\d+(\.\d+){3}(/.*)?")
-LOOP_KEYS = {"run", "model", "train"}
 
 
 def is_address(text: str) -> bool:
@@ -95,4 +95,6 @@ def _last_error(log: Path) -> str:
     """The error line of a server that did not start."""
     lines = log.read_text(errors="replace").strip().splitlines()
     errors = [line.removeprefix("kt: ") for line in lines if line.startswith("kt: ")]
-    return errors[-1] if errors and lines[-1].startswith("kt: ") else "\n".join(lines[-12:])
+    if errors and lines[-1].startswith("kt: "):
+        return errors[-1]
+    return "\n".join(lines[-12:]) if lines else "the server ended without a word; `kt serve` shows more"

@@ -119,7 +119,7 @@ def _adapters(guide: Guide) -> list[str]:
         words = ask.text("adapters, numbers with commas, or none", "none").replace(",", " ").split()
         if words == ["none"]:
             return []
-        if all(word.isdigit() and 1 <= int(word) <= len(runs) for word in words):
+        if all(word.isdecimal() and 1 <= int(word) <= len(runs) for word in words):
             chosen = [runs[int(word) - 1].path for word in dict.fromkeys(words)]
             return ["--lora-paths", *(f"{_lora_name(path)}={machine_state.shorten(path)}" for path in chosen)]
         ask.tell(f"numbers from 1 to {len(runs)}")
@@ -138,7 +138,7 @@ def _port(guide: Guide) -> list[str]:
     wanted = int(_remembered("port") or server.port)
 
     def wrong(word: str) -> str | None:
-        if not word.isdigit() or not 1 <= int(word) <= 65535:
+        if not word.isdecimal() or not 1 <= int(word) <= 65535:
             return "a number from 1 to 65535"
         return f"port {word} is in use" if accepts("127.0.0.1", int(word)) else None
 

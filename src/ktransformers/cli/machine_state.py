@@ -7,6 +7,7 @@ at once in a large home directory too.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,8 @@ def find_runs() -> list[FoundRun]:
     runs = []
     for directory, files in walk_folders(search_roots(), SEARCH_DEPTH, SEARCHED_FOLDERS):
         if ADAPTER_FILE in files or LOG_FILE in files:
-            runs.append(_read_run(directory, files))
+            with contextlib.suppress(OSError):  # a dangling link, or removed meanwhile
+                runs.append(_read_run(directory, files))
     return sorted(runs, key=lambda run: run.changed, reverse=True)
 
 

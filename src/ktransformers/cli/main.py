@@ -7,6 +7,8 @@ are imported inside the verbs.
 from __future__ import annotations
 
 import errno
+import io
+import os
 import sys
 from typing import Annotated, Any
 
@@ -96,6 +98,8 @@ FILE_SYSTEM_ERRORS = (
 )
 
 
+PROXY_VARIABLES = {"http_proxy", "all_proxy"}
+LOOPBACK = "127.0.0.1,localhost,::1"
 UsageError: Any = typer.BadParameter.__base__  # of click, which typer carries inside of itself since 0.26
 
 
@@ -112,6 +116,8 @@ def main() -> None:
     """Asks for what a command lacks, on a terminal, and runs it. Every error that a user can act on is one line,
     `kt: ...`; the exit code is 2 for a command line that cannot be read, 1 for anything else."""
     code: object
+    _reach_loopback_directly()
+    _replace_unprintable()
     try:
         words = sys.argv[1:]
         if ask.can_ask():
@@ -136,6 +142,20 @@ def main() -> None:
             raise
         code = _fail(f"{error.filename or 'the disk'}: {error.strerror}")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _reach_loopback_directly() -> None:
+    """Servers of this machine are never behind a proxy of the environment; child processes inherit this."""
+    listed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    if listed != "*" and any(name.lower() in PROXY_VARIABLES for name in os.environ):
+        os.environ["no_proxy"] = ",".join(filter(None, [listed, LOOPBACK]))
+
+
+def _replace_unprintable() -> None:
+    """Characters that a terminal's encoding lacks are printed as `?`, not raised as an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
+            stream.reconfigure(errors="replace")
 
 
 def _fail(line: str, code: int = 1) -> int:
