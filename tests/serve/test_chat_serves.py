@@ -49,19 +49,21 @@ def test_recipe_is_served_for_the_chat(
     assert refused.stderr.startswith("kt: ") and f"run `kt train {recipe}` first" in refused.stderr
 
 
-def test_address_is_a_document(model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("verb", ["serve", pytest.param("run", marks=pytest.mark.slow)])
+def test_address_is_a_document(
+    verb: str, model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a program reads that starts a server on any free port; the server is listed while it runs."""
     pytest.importorskip("uvicorn")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    for verb in ("serve", "run"):
-        words = [sys.executable, "-c", KT, verb, str(model_directory), "--port", "0", "--json", "--quiet"]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert process.stdout is not None and process.stderr is not None
-        try:
-            document = json.loads(process.stdout.readline())
-            assert document["model"] == "tiny" and document["pid"] == process.pid
-            assert [(server.url, server.pid) for server in running_list()] == [(document["url"], process.pid)]
-        finally:
-            process.terminate()
-            process.wait(60)
-        assert process.stderr.read() == "" and running_list() == []
+    words = [sys.executable, "-c", KT, verb, str(model_directory), "--port", "0", "--json", "--quiet"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        document = json.loads(process.stdout.readline())
+        assert document["model"] == "tiny" and document["pid"] == process.pid
+        assert [(server.url, server.pid) for server in running_list()] == [(document["url"], process.pid)]
+    finally:
+        process.terminate()
+        process.wait(60)
+    assert process.stderr.read() == "" and running_list() == []

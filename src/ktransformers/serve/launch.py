@@ -342,6 +342,7 @@ def serve(launch: Launch, log: LogLine, show: ShowPlan, on_ready: OnReady = lamb
             log(str(forecast.compare_at_start(plan, service)))
         assert launch.host is not None
         port = int(listener.getsockname()[1])
+        listener.listen()  # uvicorn does so after this; a client of the printed address would be refused until then
         on_ready(record_server(launch.host, port, service.registry.served))
         log(f"{service.registry.served} is served at http://{launch.host}:{port}/v1")
 

@@ -117,7 +117,7 @@ def test_pages_of_other_origins_cannot_send(served: RunningServer, guarded: str)
     own = served.url
     assert ask(served.url, "/v1/completions", BODY, Origin=own)[0] == 200
     for origin in ("https://evil.example", "null", "http://127.0.0.1:1"):
-        for path in ("/v1/completions", "/v1/unload_lora_adapter"):
+        for path in ("/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
             status, _, body = ask(served.url, path, BODY, Origin=origin)
             assert status == 403 and error_of(body)["code"] == "origin_not_allowed"
     key = {"Authorization": "Bearer k", "Origin": "https://page.example"}
