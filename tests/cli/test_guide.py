@@ -210,6 +210,13 @@ def test_numbers_are_those_that_python_reads(monkeypatch: pytest.MonkeyPatch) ->
     assert ask.choose("verb", [Choice("a"), Choice("b")]) == "b"
 
 
+def test_notes_are_cut_at_the_edge_of_the_terminal() -> None:
+    choices = [Choice("model download", "Download a model and register it."), Choice("quit")]
+    assert ask.choice_lines(choices, 40) == ["  1  model download  Download a model...", "  2  quit"]
+    assert ask.choice_lines(choices, 80)[0].endswith("and register it.")
+    assert ask.choice_lines(choices, 30)[0] == "  1  model download", "values are whole"
+
+
 def test_search_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))

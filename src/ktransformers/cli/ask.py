@@ -6,6 +6,7 @@ Questions go to stderr, so that stdout has only what the command prints.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 import typer
 
 from ktransformers.errors import InputError
+
+MIN_NOTE_WIDTH = 12  # characters; a shorter rest of a note says nothing
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,18 @@ def text(question: str, default: str | None = None) -> str:
             return word
 
 
+def choice_lines(choices: Sequence[Choice], columns: int) -> list[str]:
+    """Numbered choices; a note is cut at the edge of the terminal, a value never is."""
+    width = max((len(choice.value) for choice in choices), default=0)
+    lines = []
+    for number, choice in enumerate(choices, 1):
+        line = f"{number:>3}  {choice.value:<{width}}"
+        free = columns - len(line) - 2
+        note = choice.note if len(choice.note) <= free else f"{choice.note[: free - 3].rstrip()}..."
+        lines.append(f"{line}  {note}".rstrip() if free >= MIN_NOTE_WIDTH else line.rstrip())
+    return lines
+
+
 def choose(
     question: str,
     choices: Sequence[Choice],
@@ -46,9 +61,8 @@ def choose(
 ) -> str:
     """One of `choices`, by number or by name. `other`: what is wrong with another answer, None if it is good; without
     it only choices are."""
-    width = max((len(choice.value) for choice in choices), default=0)
-    for number, choice in enumerate(choices, 1):
-        tell(f"{number:>3}  {choice.value:<{width}}  {choice.note}".rstrip())
+    for line in choice_lines(choices, shutil.get_terminal_size().columns):
+        tell(line)
     values = [choice.value for choice in choices]
     while True:
         word = text(question, default)
