@@ -118,6 +118,27 @@ def test_failed_training_is_a_row(place: Path, monkeypatch: pytest.MonkeyPatch) 
         go(place, ["lr=0.7"])
 
 
+def test_pace_is_measured_for_each_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Ranks have different speeds, so each run has its own number of steps; one that fails while it is timed ends."""
+    monkeypatch.setenv("BROKEN", "lr0.5")
+    words = ("eval.tasks=[]", "prove=false")
+    loop = read_loop(place / "loop.yaml", words, read_axes(["lr=1e-3,0.5,1e-4"]))
+    steps = Runner(loop, Quiet()).run_stages()
+    states = {step.name: step.status for step in steps if step.name.startswith(("pace", "train"))}
+    assert states == {name: "run" for run in ("lr1e-3", "lr1e-4") for name in (f"pace-{run}", f"train-{run}")} | {
+        "pace-lr0.5": "failed"
+    }
+    (failure,) = make_sweep_report(loop, steps).failures
+    assert failure == "lr0.5: training failed; logs/pace-lr0.5.log says why"
+    pace = place / "run" / "lr1e-4" / "pace.json"
+    pace.write_text(json.dumps(json.loads(pace.read_text()) | {"tokens_per_second": 100.0}))
+    monkeypatch.delenv("BROKEN")
+    again = {step.name: step.status for step in Runner(loop, Quiet()).run_stages() if step.name.startswith("train")}
+    assert again == {"train-lr1e-3": "skipped", "train-lr0.5": "run", "train-lr1e-4": "run"}
+    files = [place / "run" / run / "train.yaml" for run in ("lr1e-3", "lr0.5", "lr1e-4")]
+    assert [yaml.safe_load(file.read_text())["max_steps"] for file in files] == [12, 12, 6]
+
+
 def test_stopped_sweep_resumes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """The first run has ended, the second is in its training."""
     words = yaml.safe_load((place / "loop.yaml").read_text())
@@ -152,6 +173,7 @@ def test_stopped_sweep_resumes(place: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["output_dir=a,b"], "they are shared"),
         (["target=[q_proj],q_proj"], "two runs named"),
         (["rank=[8"], "no YAML"),
+        ([f"target=[{','.join(['up_proj'] * 40)}]"], "they name a folder"),
     ],
 )
 def test_invalid_axes_are_refused(place: Path, axes: list[str], said: str) -> None:  # noqa: F811

@@ -27,6 +27,7 @@ from ktransformers.packages import require_extra
 
 SERVER = "SERVER"
 BASE_NAME = "base"  # model name of the base in requests
+TRAINING_STAGES = ("pace", "train")
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 
 
@@ -243,9 +244,10 @@ def _keep_stage(stage: Stage, run: Loop) -> Stage:
 
 
 def _label_stage(stage: Stage, run: Loop) -> Stage:
-    """A stage of one run of a sweep. A training that fails is a row of the report: its run ends, the others go on."""
+    """A stage of one run of a sweep. A training that fails, in its timed steps too, is a row of the report: its run
+    ends, the others go on."""
     title = stage.title if run.name in stage.title else f"{stage.title}: {run.name}"
-    failure_is_result = stage.is_check or stage.name == "train"
+    failure_is_result = stage.is_check or stage.name in TRAINING_STAGES
     return replace(stage, name=f"{stage.name}-{run.name}", title=title, run=run.name, is_check=failure_is_result)
 
 

@@ -30,6 +30,7 @@ SHORT_NAMES = {
     "warmup": "warmup_ratio",
     "decay": "weight_decay",
 }
+MAX_NAME_BYTES = 200  # of a run; file systems allow 255 for `train-NAME.log`
 SHARED_KEYS = ("model_name_or_path", "model_revision", "output_dir", "kt_weight_path", "kt_config")
 
 
@@ -94,6 +95,10 @@ def run_settings(loop: Loop) -> dict[str, dict[str, Any]]:
     for values in itertools.product(*loop.sweep.values()):
         chosen = dict(zip(loop.sweep, values, strict=True))
         name = "-".join(_label(axis, value) for axis, value in chosen.items())
+        if len(name.encode()) > MAX_NAME_BYTES:
+            raise InputError(
+                "sweep", name, f"values of at most {MAX_NAME_BYTES} letters together", "they name a folder"
+            )
         if name in settings or name in RESERVED_NAMES:
             raise InputError("sweep", f"two runs named {name}", "values whose letters and digits differ")
         settings[name] = chosen

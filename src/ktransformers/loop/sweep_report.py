@@ -20,7 +20,7 @@ from ktransformers.loop.report import METRIC_LABELS, MetricRow, format_times, me
 from ktransformers.loop.results import TrainingSummary, describe_proof, read_json, summarise_training
 from ktransformers.loop.run import FAILED, StageStatus
 from ktransformers.loop.settings import Loop
-from ktransformers.loop.stages import BASE_NAME, RunPaths, run_paths, sweep_paths
+from ktransformers.loop.stages import BASE_NAME, TRAINING_STAGES, RunPaths, run_paths, sweep_paths
 from ktransformers.loop.sweep import run_settings, sweep_runs
 from ktransformers.progress import rough
 from ktransformers.training_charts import compared_panels, curve, read_log
@@ -36,7 +36,7 @@ class SweptRun:
     eval_loss: float | None
     scores: tuple[MetricRow, ...]
     proven: bool | None  # None: not asked for, or not there
-    proof: str
+    proof: str  # or why training has failed
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,7 @@ class SweepReport:
     @property
     def failures(self) -> list[str]:
         """What makes the command exit with an error."""
-        trained = [
-            f"{run.name}: training failed; logs/train-{run.name}.log says why" for run in self.runs if not run.training
-        ]
-        return trained + [f"{run.name}: {run.proof}" for run in self.runs if run.training and run.proven is False]
+        return [f"{run.name}: {run.proof}" for run in self.runs if run.training is None or run.proven is False]
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -79,8 +76,9 @@ def make_sweep_report(loop: Loop, steps: Sequence[StageStatus]) -> SweepReport:
 def _read_run(
     run: Loop, settings: dict[str, Any], paths: RunPaths, comparison: dict[str, Any], failed: set[str]
 ) -> SweptRun:
-    if f"train-{run.name}" in failed:
-        return SweptRun(run.name, settings, str(paths.adapter), None, None, None, (), None, "not trained")
+    if ended := [stage for stage in TRAINING_STAGES if f"{stage}-{run.name}" in failed]:
+        reason = f"training failed; logs/{ended[0]}-{run.name}.log says why"
+        return SweptRun(run.name, settings, str(paths.adapter), None, None, None, (), None, reason)
     lines = read_log(paths.adapter)
     losses, evaluated = curve(lines, "loss"), curve(lines, "eval_loss")
     proven, proof = describe_proof(read_json(paths.document("prove"))) if run.prove else (None, "not asked for")
