@@ -178,7 +178,7 @@ def test_key_for_other_servers_does_not_lock_the_loop_out(place: Path, monkeypat
     assert "serve" in go(place)
     assert "unset API_KEY" in (place / "run" / "commands.sh").read_text()
     for word in ("api_key=x", "api-key=x", "port=1", "host=0.0.0.0"):
-        with pytest.raises(InputError, match="serve: given .*, expected flags of `kt serve` other than api_key, host"):
+        with pytest.raises(InputError, match=r"serve: given .*, expected flags of `kt serve` other than api_key, host"):
             read_loop(place / "loop.yaml", [f"serve.{word}"])
 
 

@@ -237,7 +237,12 @@ class Runner:
         for stage in stages:
             if stage.needs_server and not any(line.startswith(f"{SERVER}=") for line in lines):
                 serve = child.command_line(serve_arguments(self.loop, self.paths, 30000, self.runs))
-                lines += ["unset API_KEY  # the commands below send none", f"{serve} &", 'trap "kill $!" EXIT', f"{SERVER}=http://127.0.0.1:30000"]
+                lines += [
+                    "unset API_KEY  # the commands below send none",
+                    f"{serve} &",
+                    'trap "kill $!" EXIT',
+                    f"{SERVER}=http://127.0.0.1:30000",
+                ]
                 lines.append(f"until kt chat ${SERVER} </dev/null; do sleep 1; done")
             line = child.command_line(stage.arguments)
             lines.append(
