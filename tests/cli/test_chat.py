@@ -14,10 +14,12 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from ktransformers.cli.chat import ChatHistory
 from ktransformers.cli.chat_input import read_message
 from ktransformers.cli.chat_server import is_address, serve_words
 from ktransformers.cli.chat_view import MarkdownView, split_blocks
-from ktransformers.errors import InputError
+from ktransformers.errors import InputError, KTError
+from ktransformers.serve.client import Client
 from tests.support.chat_peer import ChatPeer
 from tests.support.terminal_session import CTRL_C, CTRL_D, TerminalSession
 
@@ -57,9 +59,22 @@ def test_own_servers_are_reached_beside_a_proxy_and_answers_printed_in_any_encod
     proxy = {"http_proxy": "http://127.0.0.1:9", "no_proxy": "", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     with ChatPeer(["na\u00efve \u2713"]) as peer:
         command = [sys.executable, "-c", "from ktransformers.cli.main import main; main()", "chat", peer.url]
-        done = subprocess.run(command, input=b"Hello\n", capture_output=True, env=os.environ | folders | proxy)
+        done = subprocess.run(command, input=b"Hello \xff\n", capture_output=True, env=os.environ | folders | proxy)
     assert done.returncode == 0 and done.stderr == b"", done.stderr.decode()
     assert done.stdout.startswith(b"na?ve ?\n[1 tokens")
+    assert peer.bodies[0]["messages"] == [{"role": "user", "content": "Hello \ufffd"}]
+
+
+def test_conversation_that_cannot_be_saved(tmp_path: Path) -> None:
+    with ChatPeer(["yes"]) as peer:
+        history = ChatHistory(Client(peer.url, None), "base", {}, quiet=True)
+        with pytest.raises(InputError, match=r"history-file: given .*expected a file in a folder that exists"):
+            history.remember(tmp_path / "none" / "chat.json")
+        (tmp_path / "gone").mkdir()
+        history.remember(tmp_path / "gone" / "chat.json")
+        (tmp_path / "gone").rmdir()
+        with pytest.raises(KTError, match=r"chat\.json: No such file or directory; the answer is not saved"):
+            history.ask("Hello")
 
 
 def test_several_lines_and_history(folders: dict[str, str], tmp_path: Path) -> None:

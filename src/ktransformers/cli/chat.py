@@ -62,6 +62,8 @@ class ChatHistory:
     def remember(self, file: Path) -> None:
         """Continue the conversation in the file, and save it there after every response."""
         self.file = file
+        if not file.parent.is_dir():
+            raise InputError("history-file", file, "a file in a folder that exists")
         if file.exists():
             try:
                 messages = json.loads(file.read_text())
@@ -88,7 +90,10 @@ class ChatHistory:
         if self.file is not None:
             from ktransformers.files import write_json
 
-            write_json(self.file, self.messages)
+            try:
+                write_json(self.file, self.messages)
+            except OSError as error:
+                raise KTError(f"{self.file}: {error.strerror}; the answer is not saved") from error
         return answer
 
     def _stream(self) -> ChatAnswer:

@@ -117,7 +117,7 @@ def main() -> None:
     `kt: ...`; the exit code is 2 for a command line that cannot be read, 1 for anything else."""
     code: object
     _reach_loopback_directly()
-    _replace_unprintable()
+    _replace_undecodable()
     try:
         words = sys.argv[1:]
         if ask.can_ask():
@@ -151,10 +151,11 @@ def _reach_loopback_directly() -> None:
         os.environ["no_proxy"] = ",".join(filter(None, [listed, LOOPBACK]))
 
 
-def _replace_unprintable() -> None:
-    """Characters that a terminal's encoding lacks are printed as `?`, not raised as an error."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
+def _replace_undecodable() -> None:
+    """Characters that the encoding of the terminal lacks, and bytes that are none, are replaced and raise no error;
+    stderr does so by itself."""
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
