@@ -105,6 +105,19 @@ def test_clients_name_a_found_run_and_no_path(
         assert 1e8 < resident < total and 0 < float(metrics["kt_host_memory_available_bytes"]) < total
 
 
+def test_counters_have_all_digits(
+    harness: EngineHarness, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page draws tokens/s from differences of counters."""
+    from collections import Counter
+
+    from ktransformers.serve.http import metrics
+
+    service = make_service(harness, adapters)
+    monkeypatch.setattr(service.engine.counts, "new_tokens", 12_345_678)
+    assert "\nkt_new_tokens_total 12345678\n" in metrics.render(service, Counter(), 0)
+
+
 def test_server_looks_around_its_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ktransformers.serve.launch import training_roots
 
