@@ -5,6 +5,7 @@ The verbs are stand-ins (`stand_in.py`)."""
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -16,7 +17,7 @@ import pytest
 import yaml
 
 from ktransformers import packages
-from ktransformers.cli.loop_view import StageLines
+from ktransformers.cli.loop_view import StageLines, StageScreen
 from ktransformers.cli.train_view import DETAIL_WIDTH
 from ktransformers.errors import InputError
 from ktransformers.loop import child
@@ -162,6 +163,31 @@ def test_loading_does_not_hide_the_time_of_the_stage(monkeypatch: pytest.MonkeyP
     assert view._left.seconds == 90.0
     view.on_event(stage, ProgressEvent("Training", 1, 30, remaining=300.0))
     assert view._left.seconds == 300.0
+
+
+def test_full_bar_does_not_stand_beside_the_time_left() -> None:
+    """Between the packed experts and the first step."""
+    from rich.console import Console
+
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=80)
+    view, stage = StageScreen("neko", False, console), Stage("train", ("train", "x.yaml"), "Training neko")
+    try:
+        view.on_start(stage, False, 300.0)
+        view.on_event(stage, ProgressEvent("Packing experts", 29, 30))
+        assert "29/30" in drawn(view)
+        view.on_event(stage, ProgressEvent("Packing experts", 30, 30))
+        assert "Starting" in drawn(view) and "30/30" not in drawn(view) and "left" in drawn(view)
+        view.on_event(stage, ProgressEvent("Training", 12, 12, remaining=0.0))
+        assert "12/12" in drawn(view)
+    finally:
+        view.close()
+
+
+def drawn(view: StageScreen) -> str:
+    with view._console.capture() as capture:
+        view._console.print(view._bar.get_renderable())
+    return capture.get()
 
 
 def test_estimate_follows_the_plan_then_the_pace(loop_file: Path) -> None:

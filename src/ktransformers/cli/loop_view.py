@@ -96,10 +96,8 @@ class StageLines(SilentStages):
             self.show(f"{INDENT}{', '.join(words)}")
 
     def report_left(self, event: ProgressEvent) -> None:
-        """Of what a stage does, its main work says how long it takes: the steps of training, which have an estimate of
-        their own, and the tasks. Loading before it does not, unless nothing else is known."""
-        is_main = event.remaining is not None or event.unit == "%" or self._left.seconds is None
-        if event.total and is_main:
+        """A stage's main work says how long it takes. Loading before it does not, unless nothing else is known."""
+        if event.total and (_is_main(event) or self._left.seconds is None):
             self._left.report(event.done, event.total, event.remaining)
 
     def on_line(self, stage: Stage, text: str) -> None:
@@ -150,12 +148,14 @@ class StageScreen(StageLines):
         self.report_left(event)
         if "loss" in event.values:
             self._losses.append(event.values["loss"])
+        # What comes before the main work has ended: a full bar beside the time left would read as a contradiction.
+        is_over = event.total is not None and event.done >= event.total and not _is_main(event)
         self._bar.update(
             self._task,
             completed=event.done,
-            total=event.total,
-            description=f"{INDENT}{event.title[:MAX_TITLE]}",
-            amount=format_amount(event.done, event.total, event.unit),
+            total=None if is_over else event.total,
+            description=f"{INDENT}{'Starting' if is_over else event.title[:MAX_TITLE]}",
+            amount="" if is_over else format_amount(event.done, event.total, event.unit),
             detail=self._detail(event.values),
         )
 
@@ -175,6 +175,11 @@ class StageScreen(StageLines):
 
     def close(self) -> None:
         self._bar.stop()
+
+
+def _is_main(event: ProgressEvent) -> bool:
+    """Whether it is of the stage's main work: steps of training, which have an estimate of their own, or tasks."""
+    return event.remaining is not None or event.unit == "%"
 
 
 def choose_stages(name: str, verbose: bool, silent: bool) -> SilentStages:
