@@ -18,6 +18,7 @@ from typing import Any
 
 from ktransformers import env, model_registry, settings, system
 from ktransformers.errors import InputError
+from ktransformers.interrupt import remembered_interrupt
 from ktransformers.plan import Plan, require_fit
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.running import RunningServer, forget_server, record_server
@@ -106,6 +107,16 @@ def host_cache_tokens(launch: Launch, kv_bytes_per_token: int) -> int:
 
 def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None = None) -> Any:
     """Load the model and assemble the service; its engine is not started yet."""
+    with remembered_interrupt() as check_interrupt:
+
+        def log_and_check(line: str) -> None:
+            check_interrupt()
+            log(line)
+
+        return _load_service(launch, target, log_and_check, plan)
+
+
+def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None) -> Any:
     from ktransformers.nn.pretrained import read_tokenizer
     from ktransformers.place.apply import ModelPlacement
     from ktransformers.serve.engine.engine import Limits, ServeEngine
