@@ -18,7 +18,19 @@ PACKAGE = ROOT / "src" / "ktransformers"
 CSRC = ROOT / "csrc"
 
 # A part may import its own rank, lower ranks and the ground; the ground imports nothing but the ground.
-GROUND = {"charts", "env", "errors", "files", "html_page", "log", "model_registry", "openmp", "packages", "patterns"}
+GROUND = {
+    "charts",
+    "env",
+    "errors",
+    "files",
+    "html_page",
+    "interrupt",
+    "log",
+    "model_registry",
+    "openmp",
+    "packages",
+    "patterns",
+}
 GROUND |= {"progress", "settings", "system", "training_charts", "triton_modules"}
 RANK = {
     "_core": 0,
