@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from ktransformers.interrupt import remembered_interrupt
+
+
+@pytest.fixture(autouse=True)
+def python_handler() -> Iterator[None]:
+    """Python's own; programs that a shell starts in the background ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class InterruptedWhenDropped:
@@ -40,15 +49,13 @@ def test_ordinary_interrupt_is_raised_at_once() -> None:
         pytest.fail("went on")
 
 
-def test_other_handlers_and_threads_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with remembered_interrupt() as check:
-            signal.raise_signal(signal.SIGINT)
-            check()
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
+def test_other_handlers_and_threads_are_left_alone() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with remembered_interrupt() as check:
+        signal.raise_signal(signal.SIGINT)
+        check()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     raised = []
 
     def run() -> None:
