@@ -128,7 +128,8 @@ def test_full_disk_is_reported_without_traceback(tiny: Path, tmp_path: Path, mon
     keys = recipe(tiny, tmp_path / "x", max_steps=4, save_strategy="steps", save_steps=1)
     with pytest.raises(KTError, match="no space left; earlier checkpoints are complete"):
         run(keys)
-    assert [path.name for path in sorted((tmp_path / "x").iterdir())] == ["checkpoint-1", "trainer_log.jsonl"]
+    left = [path.name for path in sorted((tmp_path / "x").iterdir())]
+    assert left == ["checkpoint-1", "trainer_log.jsonl", "training.svg"]
 
 
 @pytest.mark.slow
