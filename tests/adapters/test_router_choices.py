@@ -3,14 +3,11 @@ as ties or faults."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from ktransformers.adapters.comparison import measure, measure_batched, measure_noise_floor, measure_with_cache
 from ktransformers.adapters.router_choices import (
@@ -23,7 +20,7 @@ from ktransformers.adapters.router_choices import (
     compare_choices,
     same_choices,
 )
-from tests.support.tiny_models import VOCABULARY, build
+from tests.support.tiny_models import VOCABULARY, build, rounding_otherwise, tie_experts
 
 ROWS = [[(7 * token + 3) % VOCABULARY for token in range(12)], [(5 * token + 11) % VOCABULARY for token in range(7)]]
 FAMILIES = {  # family -> selections of a router
@@ -107,28 +104,9 @@ def test_router_without_topk_is_neither_judged_nor_replayed() -> None:
     assert "1 choices differ" in str(compare_choices(replayed.routers, forced))
 
 
-@contextmanager
-def shifted_embeddings(model: Any, size: float) -> Iterator[None]:
-    """Adds noise to the input of the first layer: another program, as far as routers are concerned."""
-
-    def hook(module: Any, args: Any, output: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(output.shape[1])
-        return output + size * torch.randn(output.shape, generator=generator)
-
-    handle = model.get_input_embeddings().register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def tied_model() -> Any:
-    """Experts 0 and 1 have the same router row but for 1e-7."""
     model: Any = build("qwen3_moe")
-    with torch.no_grad():
-        for layer in model.model.layers:
-            weight = layer.mlp.gate.weight
-            weight[1] = weight[0] + 1e-7 * torch.randn(weight.shape[1])
+    tie_experts(model)
     return model
 
 
@@ -139,7 +117,7 @@ def test_ties_in_padded_batches_and_with_a_cache_are_replayed() -> None:
     model = tied_model()
     single = measure(model, ROWS_OF_TIES)
     assert single.routers is not None
-    with shifted_embeddings(model, 1e-6):
+    with rounding_otherwise(model, 1e-6):
         alone = measure_batched(model, ROWS_OF_TIES)
         runs = [
             measure_batched(model, ROWS_OF_TIES, single.routers),
@@ -170,7 +148,7 @@ def test_noise_floor_without_ties(monkeypatch: pytest.MonkeyPatch) -> None:
     single = measure(model, ROWS_OF_TIES)
 
     def noisy(model: Any, rows: Any, replay: Any = None) -> Any:
-        with shifted_embeddings(model, 1e-6):
+        with rounding_otherwise(model, 1e-6):
             return measure_batched(model, rows, replay)
 
     monkeypatch.setattr("ktransformers.adapters.comparison.measure_batched", noisy)
@@ -182,7 +160,7 @@ def test_replayed_choices_are_passed_on() -> None:
     """Three programs: the third computes what the first chose, and is judged by the scores of the second."""
     model = tied_model()
     first = measure(model, ROWS_OF_TIES)
-    with shifted_embeddings(model, 1e-6):
+    with rounding_otherwise(model, 1e-6):
         second = measure(model, ROWS_OF_TIES, replay=first.routers)
         third = measure(model, ROWS_OF_TIES, replay=second.routers)
     for one, other in zip(third.logprobs, second.logprobs, strict=True):
