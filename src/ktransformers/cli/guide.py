@@ -22,6 +22,7 @@ import typer.main
 from ktransformers import model_registry, settings
 from ktransformers.cli import ask, machine_state
 from ktransformers.cli.ask import Choice
+from ktransformers.cli.usage import UsageError
 from ktransformers.errors import InputError, KTError
 from ktransformers.files import path_exists
 
@@ -303,7 +304,7 @@ def _find_command(app: typer.Typer, words: Sequence[str]) -> tuple[str, Any, dic
             names.append(rest[0])
             command, rest = command.commands[rest[0]], rest[1:]
         context = command.make_context(names[-1], list(rest), parent=parent, resilient_parsing=True)
-    except typer.BadParameter.__base__:  # type: ignore[misc]
+    except UsageError:
         return None
     verb = ALIASES.get(" ".join(names), " ".join(names))
     given = {

@@ -34,6 +34,7 @@ from ktransformers.cli.quiet import add_quiet
 from ktransformers.cli.run import RUN_CONTEXT, run
 from ktransformers.cli.serve import SERVE_CONTEXT, serve
 from ktransformers.cli.train import sft, train
+from ktransformers.cli.usage import UsageError
 from ktransformers.cli.version import version
 from ktransformers.cli.with_ import WITH_CONTEXT, with_
 from ktransformers.errors import KTError
@@ -100,7 +101,6 @@ FILE_SYSTEM_ERRORS = (
 
 PROXY_VARIABLES = {"http_proxy", "all_proxy"}
 LOOPBACK = "127.0.0.1,localhost,::1"
-UsageError: Any = typer.BadParameter.__base__  # of click, which typer carries inside of itself since 0.26
 
 
 def usage_line(error: Any) -> str:
