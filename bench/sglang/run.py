@@ -61,11 +61,13 @@ class Variant:
     extra: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
+    threads: int | None = None  # None: those of --threads, with which kt-kernel is fastest
 
 
 VARIANTS = {
     "plain": Variant(),
     "kt0": Variant(0),
+    "kt0_14": Variant(0, threads=14),  # as many as kt_kernel takes of 16 CPUs
     "kt1": Variant(1),
     "kt32": Variant(32),
     "kt128": Variant(128),
@@ -179,7 +181,7 @@ class Run:
 
     # Servers.
 
-    def server(self, name: str, threads: int | None = None) -> Server:
+    def server(self, name: str) -> Server:
         variant, work = VARIANTS[name], self.work
         arguments = ["--model-path", str(self.model), *SMALL, *variant.extra]
         paths = [work / "site"]
@@ -187,8 +189,8 @@ class Run:
         if variant.gpu_experts is not None:
             experts = 8 if self.args.tiny and variant.gpu_experts == 128 else variant.gpu_experts
             arguments += ["--kt-weight-path", str(work / variant.weights), "--kt-method", variant.method]
-            arguments += ["--kt-cpuinfer", str(threads or self.args.threads), "--kt-threadpool-count", "1"]
-            arguments += ["--kt-num-gpu-experts", str(experts)]
+            arguments += ["--kt-cpuinfer", str(variant.threads or self.args.threads)]
+            arguments += ["--kt-threadpool-count", "1", "--kt-num-gpu-experts", str(experts)]
             paths = [work / "peer", *paths] if variant.peer else [self.args.source, work / "plugin", *paths]
             if variant.peer:
                 environment["KT_KERNEL_CPU_VARIANT"] = "amx"
@@ -202,8 +204,8 @@ class Run:
             return Server(name, self._port, arguments, environment, self.out / f"{name}.log")
 
     @contextlib.contextmanager
-    def running(self, name: str, threads: int | None = None) -> Any:
-        server = self.server(name, threads)
+    def running(self, name: str) -> Any:
+        server = self.server(name)
         try:
             server.start(self.args.start_timeout)
             self.server_ready.set()
