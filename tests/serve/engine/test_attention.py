@@ -19,7 +19,8 @@ class Layer(nn.Module):
 
 def filled(length: int, groups: int, key: int, value: int, dtype: torch.dtype) -> KVSlot:
     slot = KVSlot(None, capacity=length + 8)
-    slot.write(0, 0, torch.randn(groups, length, key).to(dtype), torch.randn(groups, length, value).to(dtype))
+    slot.write("keys", 0, 0, torch.randn(groups, length, key).to(dtype))
+    slot.write("values", 0, 0, torch.randn(groups, length, value).to(dtype))
     return slot
 
 

@@ -38,12 +38,8 @@ def attend(backend: str, *given: object) -> Tensor:
 def filled(length: int, sizes: tuple[int, int, int], dtype: torch.dtype, device: str) -> KVSlot:
     groups, key, value = sizes
     slot = KVSlot(None, capacity=length + 9)
-    slot.write(
-        2,
-        0,
-        torch.randn(groups, length, key).to(dtype).to(device),
-        torch.randn(groups, length, value).to(dtype).to(device),
-    )
+    slot.write("keys", 2, 0, torch.randn(groups, length, key).to(dtype).to(device))
+    slot.write("values", 2, 0, torch.randn(groups, length, value).to(dtype).to(device))
     return slot
 
 

@@ -142,7 +142,8 @@ def _attend_spans(spans: Sequence[Span], spec: AttentionSpec, query: Tensor, key
         _decode_in_core(spec, decoding, query, key, value, out)
     for span in (span for span in spans if not native or span.rows > 1):
         rows = slice(span.first, span.last)
-        keys, values = span.slot.write(spec.layer, span.position, key[:, rows], value[:, rows])
+        keys = span.slot.write("keys", spec.layer, span.position, key[:, rows])
+        values = span.slot.write("values", spec.layer, span.position, value[:, rows])
         start = 0
         if spec.window is not None:
             start = max(0, span.position + 1 - spec.window)
@@ -174,7 +175,7 @@ def _attend_latents(
     for span, lora in zip(spans, loras, strict=True):
         if span.rows > 1:
             rows_of_span = slice(span.first, span.last)
-            keys = span.slot.write_keys(spec.layer, span.position, key[:, rows_of_span])
+            keys = span.slot.write("keys", spec.layer, span.position, key[:, rows_of_span])
             out[rows_of_span] = _attend_chunk(latent, span, spec, query[:, rows_of_span], keys, lora).transpose(0, 1)
     return out
 
@@ -186,12 +187,12 @@ def _decode_latents(
     if not _core_decodes(query, key[..., : latent.rank], None, None):
         sums = []
         for row, span in enumerate(spans):
-            keys = span.slot.write_keys(spec.layer, span.position, key[:, row : row + 1])
+            keys = span.slot.write("keys", spec.layer, span.position, key[:, row : row + 1])
             sums.append(_sdpa(query[:, row : row + 1], keys, keys[..., : latent.rank], spec.scale, span.position, None))
         return torch.cat(sums, dim=1)
     places: list[tuple[int, int, int, Tensor, Tensor]] = []
     for row, span in enumerate(spans):
-        keys = span.slot.key_buffer(spec.layer, key)
+        keys = span.slot.buffer("keys", spec.layer, key)
         places.append((row, 0, span.position + 1, keys, keys[..., : latent.rank]))
     out = query.new_empty(len(spans), latent.heads, latent.rank)
     default_pool().attend(query, key, key[..., : latent.rank], out, places, spec.scale)
@@ -227,7 +228,8 @@ def _decode_in_core(
     for span in spans:
         end = span.position + 1
         start = 0 if spec.window is None else max(0, end - spec.window)
-        rows.append((span.first, start, end, *span.slot.buffers(spec.layer, key, value)))
+        buffers = span.slot.buffer("keys", spec.layer, key), span.slot.buffer("values", spec.layer, value)
+        rows.append((span.first, start, end, *buffers))
     default_pool().attend(query, key, value, out, rows, spec.scale)
 
 

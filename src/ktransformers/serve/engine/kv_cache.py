@@ -1,17 +1,18 @@
 """The KV cache: one contiguous slot per sequence, kept after the sequence ends as a prefix cache.
 
-A slot holds for every layer keys `[heads, capacity, d]` and values `[heads, capacity, dv]`, or latents in the form of
-keys of one head (`latent.py`). Its first `length`
-positions belong to `tokens`, computed under `owner`: the name and version of an adapter, None for the base, because
-another adapter computes other keys for the same text. If log-probabilities of the prompt were requested, the slot keeps
-them too, so that several completions of one prompt compute it once. The cache is not paged: the keys of a sequence are
-contiguous, so attention reads them without a block table, and a shared prefix is copied, which costs a small part of
-computing it. Capacity is counted in tokens over all slots; idle slots are evicted in LRU order.
+What a layer keeps between tokens is of two kinds. *Per token*: keys `[heads, capacity, d]` and values
+`[heads, capacity, dv]`, latents in the form of keys of one head (`latent.py`), keys of an indexer. *Per sequence*:
+convolution and recurrent states, of the last token only. The first `length` positions of a slot belong to `tokens`,
+computed under `owner`: the name and version of an adapter, None for the base, because another adapter computes other
+keys for the same text. If log-probabilities of the prompt were requested, the slot keeps them too, so that several
+completions of one prompt compute it once. The cache is not paged: the keys of a sequence are contiguous, so attention
+reads them without a block table, and a shared prefix is copied, which costs a small part of computing it. Capacity is
+counted in tokens over all slots; idle slots are evicted in LRU order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,8 @@ class KVSlot:
     capacity: int = 0
     keys: dict[int, Tensor] = field(default_factory=dict)  # layer -> [heads, capacity, d]
     values: dict[int, Tensor] = field(default_factory=dict)  # none where they are the beginning of the keys (latents)
+    index_keys: dict[int, Tensor] = field(default_factory=dict)  # [1, capacity, d], of indexers
+    states: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # per sequence, after the last of `tokens`
     scores: list[Score] = field(default_factory=list)  # of the first tokens, as far as they were requested
     top_logprobs: int = 0  # alternatives that each of `scores` lists
     hf_cache: Any = None  # DynamicCache of `SequentialForward`; keys and values are empty then
@@ -44,38 +47,28 @@ class KVSlot:
     def length(self) -> int:
         return len(self.tokens)
 
-    def key_buffer(self, layer: int, key: Tensor) -> Tensor:
+    @property
+    def parts(self) -> dict[str, dict[int, Tensor]]:
+        """What is kept per token: name -> layer -> [heads, capacity, d]."""
+        return {"keys": self.keys, "values": self.values, "index_keys": self.index_keys}
+
+    def buffer(self, part: str, layer: int, like: Tensor) -> Tensor:
         """The whole buffer `[heads, capacity, d]` of a layer, allocated like `[heads, n, d]` on first use."""
-        if layer not in self.keys:
-            self.keys[layer] = key.new_empty(key.shape[0], self.capacity, key.shape[2])
-        return self.keys[layer]
+        buffers = self.parts[part]
+        if layer not in buffers:
+            buffers[layer] = like.new_empty(like.shape[0], self.capacity, like.shape[2])
+        return buffers[layer]
 
-    def buffers(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The same with that of the values."""
-        if layer not in self.values:
-            self.values[layer] = value.new_empty(value.shape[0], self.capacity, value.shape[2])
-        return self.key_buffer(layer, key), self.values[layer]
+    def write(self, part: str, layer: int, position: int, rows: Tensor) -> Tensor:
+        """Store `[heads, n, d]` at `position`; returns everything up to the last one stored."""
+        buffer = self.buffer(part, layer, rows)
+        end = position + rows.shape[1]
+        buffer[:, position:end] = rows
+        return buffer[:, :end]
 
-    def write_keys(self, layer: int, position: int, key: Tensor) -> Tensor:
-        """Store `[heads, n, d]` at `position`; returns all keys up to the last one stored."""
-        keys = self.key_buffer(layer, key)
-        end = position + key.shape[1]
-        keys[:, position:end] = key
-        return keys[:, :end]
-
-    def write(self, layer: int, position: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The same with values."""
-        _, values = self.buffers(layer, key, value)
-        end = position + key.shape[1]
-        values[:, position:end] = value
-        return self.write_keys(layer, position, key), values[:, :end]
-
-    def copy_layer(self, layer: int, keys: Tensor, values: Tensor | None) -> None:
-        """The keys `[heads, n, d]` of another slot, and as many values of its buffer."""
-        if values is None:
-            self.write_keys(layer, 0, keys)
-        else:
-            self.write(layer, 0, keys, values[:, : keys.shape[1]])
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything that the slot keeps per token."""
+        return (tensor for buffers in self.parts.values() for tensor in buffers.values())
 
     def addresses(self) -> NDArray[np.int64]:
         """int64 `[2 L]`: device addresses of the keys of every computed layer in order, then of the values. They are
@@ -88,7 +81,7 @@ class KVSlot:
         return self._addresses[1]
 
     def bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys.values(), *self.values.values()))
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
 
 
 @dataclass(frozen=True)
@@ -146,8 +139,9 @@ class KVCache:
         if prefix is not None:
             source = prefix.slot
             try:
-                for layer, keys in source.keys.items():
-                    slot.copy_layer(layer, keys[:, :shared], source.values.get(layer))
+                for part, buffers in source.parts.items():
+                    for layer, held in buffers.items():
+                        slot.write(part, layer, 0, held[:, :shared])
             except Exception:  # no memory
                 self.discard(slot)
                 raise
@@ -166,7 +160,7 @@ class KVCache:
             if not self._evict_idle(capacity - slot.capacity):
                 return False
         try:
-            for buffers in (slot.keys, slot.values):
+            for buffers in slot.parts.values():
                 for layer, old in buffers.items():
                     buffers[layer] = old.new_empty(old.shape[0], capacity, old.shape[2])
                     buffers[layer][:, : slot.length] = old[:, : slot.length]
