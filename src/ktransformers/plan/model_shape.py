@@ -85,9 +85,10 @@ class ModelShape:
     stored: str = "bf16"  # format of the experts in the release
     published: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
 
-    def cached_numbers(self, on_gpu: bool) -> int:
-        """Numbers of a token in the KV cache of `kt serve`, which holds latents on the CPU."""
-        return self.cache_width if on_gpu or not self.latent_width else self.latent_width
+    @property
+    def cached_numbers(self) -> int:
+        """Numbers of a token in the KV cache of `kt serve`, which holds latents."""
+        return self.latent_width or self.cache_width
 
     @property
     def expert_numbers(self) -> int:

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ktransformers.serve.engine.attention import AttentionSpec
 from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.engine.latent import LatentProjection
 from ktransformers.serve.graphs import decode_attention
 from ktransformers.serve.graphs.decode_attention import ACTIVE, CAPACITY, FIRST_ADDRESS, POSITION, CacheLines
 
@@ -66,10 +67,8 @@ def table_of(slots: list[KVSlot | None], positions: list[int]) -> Tensor:
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         if slot is not None:
             table[POSITION, row], table[CAPACITY, row], table[ACTIVE, row] = position, slot.capacity, 1
-            table[FIRST_ADDRESS + 1, row], table[FIRST_ADDRESS + 3, row] = (
-                slot.keys[2].data_ptr(),
-                slot.values[2].data_ptr(),
-            )
+            table[FIRST_ADDRESS + 1, row] = slot.keys[2].data_ptr()
+            table[FIRST_ADDRESS + 3, row] = slot.values[2].data_ptr() if slot.values else 0
     return table
 
 
@@ -128,3 +127,92 @@ def test_row_is_bit_identical_in_every_batch(backend: str, device: str) -> None:
         table, part = table_of([slots[row]], [length]).to(device), slice(row, row + 1)
         alone = attend(backend, table, cache_lines, spec, query[:, part], key[:, part], key[:, part])
         assert torch.equal(alone[0], together[row])
+
+
+def latents(length: int, width: int, dtype: torch.dtype, device: str) -> KVSlot:
+    slot = KVSlot(None, capacity=length + 9)
+    slot.write("keys", 2, 0, torch.randn(1, length, width).to(dtype).to(device))
+    return slot
+
+
+def latent_spec(heads: int, rank: int, rope: int, scale: float) -> AttentionSpec:
+    projection = LatentProjection(torch.nn.Linear(rank, heads * 16, bias=False), heads, rank, 8, rope, 8)
+    return AttentionSpec(2, scale, None, None, None, projection)
+
+
+def attend_latents(backend: str, table: Tensor, spec: AttentionSpec, query: Tensor, key: Tensor) -> Tensor:
+    if backend == "twin":
+        return decode_attention.attend_latents(table, FIRST_ADDRESS + 1, spec, query, key)
+    kernels = pytest.importorskip("ktransformers.serve.graphs.decode_latents_triton")
+    actual: Tensor = kernels.attend(table, FIRST_ADDRESS + 1, spec, query, key)
+    return actual
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+@pytest.mark.parametrize(
+    ("heads", "rank", "rope", "dtype"),
+    [
+        (16, 512, 64, torch.bfloat16),
+        (80, 64, 16, torch.bfloat16),  # more heads than a tile
+        (5, 48, 8, torch.float16),
+        (4, 32, 0, torch.float32),
+    ],
+)
+def test_latent_attention_matches_float64(
+    heads: int, rank: int, rope: int, dtype: torch.dtype, backend: str, device: str
+) -> None:
+    """Contexts of no, one and many splits, and an inactive row."""
+    if backend == "kernels" and device == "cpu" and dtype == torch.bfloat16:
+        dtype = torch.float16  # the interpreter multiplies the bits of bf16 as if they were integers
+    torch.manual_seed(0)
+    width, lengths = rank + rope, [1, 33, 0, 2300, 64]
+    slots: list[KVSlot | None] = [latents(length, width, dtype, device) for length in lengths]
+    slots[4] = None
+    query = torch.randn(len(slots), heads, width).to(dtype).to(device).transpose(0, 1)
+    new = torch.randn(1, len(slots), width).to(dtype).to(device)
+    spec = latent_spec(heads, rank, rope, width**-0.5)
+    actual = attend_latents(backend, table_of(slots, lengths).to(device), spec, query, new)
+    assert actual.shape == (len(slots), heads, rank) and actual.dtype == dtype
+    for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+        if slot is None:
+            assert not actual[row].any()
+            continue
+        held = slot.keys[2][0, : length + 1]
+        assert torch.equal(held[length], new[0, row])
+        held = held.double()
+        expected = (query[:, row].double() @ held.T * spec.scale).softmax(-1) @ held[:, :rank]
+        limit = LIMITS[dtype]
+        torch.testing.assert_close(actual[row].double(), expected, rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+def test_latent_row_is_bit_identical_in_every_batch(backend: str, device: str) -> None:
+    torch.manual_seed(0)
+    dtype = torch.float16
+    slots: list[KVSlot | None] = [latents(length, 80, dtype, device) for length in (300, 20, 9)]
+    query, key = (torch.randn(heads, 3, 80).to(dtype).to(device) for heads in (20, 1))
+    spec = latent_spec(20, 64, 16, 0.1)
+    together = attend_latents(backend, table_of(slots, [300, 20, 9]).to(device), spec, query, key)
+    for row, length in enumerate((300, 20, 9)):
+        part = slice(row, row + 1)
+        alone = attend_latents(backend, table_of([slots[row]], [length]).to(device), spec, query[:, part], key[:, part])
+        assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "element", "shared_kib", "expected"),
+    [
+        (128, 576, 2, 227, (64, 64)),
+        (128, 576, 2, 99, (16, 32)),
+        (16, 576, 2, 227, (16, 32)),
+        (128, 576, 4, 227, (16, 32)),
+    ],
+)
+def test_latent_tiles_fit_shared_memory(
+    heads: int, width: int, element: int, shared_kib: int, expected: tuple[int, int]
+) -> None:
+    kernels = pytest.importorskip("ktransformers.serve.graphs.decode_latents_triton")
+    tile = kernels.tiling(heads, width, element, shared_kib << 10)
+    assert (tile.heads, tile.block) == expected
+    padded = 576 if element == 2 else 1024  # rank and rope are padded apart
+    assert (tile.heads + tile.stages * tile.block) * padded * element <= shared_kib << 10

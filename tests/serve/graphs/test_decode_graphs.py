@@ -4,13 +4,14 @@ is what a GPU runs (tests/serve/graphs/test_decode_graphs_gpu.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ktransformers.adapters import LoraPair, adapter_from_tensors
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.cuda_graphs import CAPTURE_AT
@@ -18,9 +19,9 @@ from ktransformers.nn.experts import pack_module, select_implementation
 from ktransformers.nn.padding import mask_padding, use_padding_mask
 from ktransformers.place import attach
 from ktransformers.place.placement import Placement
-from ktransformers.serve.engine import forward as forward_module
 from ktransformers.serve.engine.forward import Chunk, Forward
 from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.engine.lora import LoadedAdapter, LoraModules
 from ktransformers.serve.engine.sampling import Sampling
 from ktransformers.serve.graphs.decode_graphs import DecodeGraphs, StepKey, why_not
 from tests.support.decode_recorder import EagerCapture, graphs_of
@@ -197,19 +198,10 @@ def test_failed_capture_is_logged_once_and_answers_go_on(
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral", "glm4_moe", "qwen2_moe"])
-def test_families_match_eager(family: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sinks and windows, keys and values of different sizes, dense layers, shared experts; the same tokens are told
-    both times, so that a near tie decides nothing. On a GPU these are real graphs; on the CPU slots have expanded keys
-    too here, because graphs read no latents."""
-    monkeypatch.setattr(forward_module, "use_latents", lambda model, is_served: 0)
-    model: Any = build(family)
-    for module in expert_modules(model).values():
-        pack_module(module, free=True)
-    select_implementation(model)
-    forward = Forward(model.to(device))
-    placement = attach(model, policy="resident", device=device)
-    assert placement is not None and not placement.left
-    placement.place_residents(count=2)
+def test_families_match_eager(family: str, device: str) -> None:
+    """Sinks and windows, latents, dense layers, shared experts; the same tokens are told both times, so that a near tie
+    decides nothing. On a GPU these are real graphs."""
+    model, forward, placement = served(family, device)
     prompts = [[(seed + 7 * at) % 90 for at in range(length)] for seed, length in ((3, 5), (4, 21), (5, 12))]
     with torch.inference_mode():
         told, wanted = decode(forward, prompts, 12)
@@ -222,19 +214,64 @@ def test_families_match_eager(family: str, device: str, monkeypatch: pytest.Monk
     placement.detach()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_adapters_of_latents_match_eager(device: str) -> None:
+    """LoRA on `kv_b_proj`, which a step with latents never calls: two adapters and the base in one graph."""
+    model, forward, placement = served("deepseek_v3", device)
+    modules, generator = LoraModules(model), torch.Generator().manual_seed(0)
+
+    def adapter(name: str, rank: int) -> LoadedAdapter:
+        pairs = {}
+        for layer in range(model.config.num_hidden_layers):
+            linear = model.model.layers[layer].self_attn.kv_b_proj
+            a = torch.randn(rank, linear.in_features, generator=generator) * 0.3
+            b = torch.randn(linear.out_features, rank, generator=generator) * 0.3
+            pairs[f"model.layers.{layer}.self_attn.kv_b_proj"] = LoraPair(a, b, 0.5)
+        return modules.bind(adapter_from_tensors({}, pairs), name, name, 1)
+
+    adapters = [adapter("one", 4), None, adapter("two", 2)]
+    prompts = [[(seed + 7 * at) % 90 for at in range(9)] for seed in (3, 3, 3)]
+    with torch.inference_mode():
+        told, wanted = decode(forward, prompts, 12, adapters=adapters)
+        forward.graphs = DecodeGraphs(model, placement, EagerCapture(placement) if device == "cpu" else None)
+        _, found = decode(forward, prompts, 12, told, adapters)
+    assert forward.graphs.replayed == 12 - CAPTURE_AT + 1
+    for got, want in zip(found, wanted, strict=True):
+        assert float((got - want).norm() / want.norm()) < 1e-2
+        assert all(float((want[row] - want[1]).norm() / want[1].norm()) > 0.1 for row in (0, 2))
+    placement.detach()
+
+
+def served(family: str, device: str) -> tuple[Any, Forward, Placement]:
+    model: Any = build(family)
+    for module in expert_modules(model).values():
+        pack_module(module, free=True)
+    select_implementation(model)
+    forward = Forward(model.to(device))
+    placement = attach(model, policy="resident", device=device)
+    assert placement is not None and not placement.left
+    placement.place_residents(count=2)
+    return model, forward, placement
+
+
 def decode(
-    forward: Forward, prompts: list[list[int]], new: int, told: list[list[int]] | None = None
+    forward: Forward,
+    prompts: list[list[int]],
+    new: int,
+    told: list[list[int]] | None = None,
+    adapters: Sequence[LoadedAdapter | None] = (None, None, None),
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
     """All prompts, then `new` steps of a token each: the most likely ones, or those that are told; and all logits."""
     slots = [KVSlot(None, capacity=64) for _ in prompts]
-    pieces = [Chunk(slot, prompt, 0, None, greedy=True) for slot, prompt in zip(slots, prompts, strict=True)]
+    pieces = [Chunk(*given, greedy=True) for given in zip(slots, prompts, (0, 0, 0), adapters, strict=True)]
     tokens, logits = list[list[int]](), list[torch.Tensor]()
     for step in range(new + 1):
         found = [one for one in forward.run(pieces) if one is not None]
         logits.append(torch.stack([one.logits for one in found]).float().cpu())
         tokens.append([one.token for one in found if one.token is not None] if told is None else told[step])
         pieces = [
-            Chunk(slot, [token], slot.length, None, greedy=True) for slot, token in zip(slots, tokens[-1], strict=True)
+            Chunk(slot, [token], slot.length, adapter, greedy=True)
+            for slot, token, adapter in zip(slots, tokens[-1], adapters, strict=True)
         ]
     return tokens, logits
 

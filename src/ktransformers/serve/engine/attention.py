@@ -32,7 +32,7 @@ from transformers import AttentionInterface
 from ktransformers.errors import InputError, KTError
 from ktransformers.nn.pool import default_pool
 from ktransformers.serve.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.latent import LATENT_ATTRIBUTE, LatentProjection
+from ktransformers.serve.engine.latent import LATENT_ATTRIBUTE, LatentProjection, RowLora
 from ktransformers.serve.engine.lora import LinearLora, LoadedAdapter
 from ktransformers.serve.engine.windows import WINDOW_ATTRIBUTE
 
@@ -168,7 +168,11 @@ def _attend_latents(
     decoding = [(span, lora) for span, lora in zip(spans, loras, strict=True) if span.rows == 1]
     if decoding:
         rows = torch.tensor([span.first for span, _ in decoding], device=query.device)
-        of_rows = {row: lora for row, (_, lora) in enumerate(decoding) if lora is not None}
+        of_rows = [
+            (slice(row, row + 1), RowLora.of_adapter(lora))
+            for row, (_, lora) in enumerate(decoding)
+            if lora is not None
+        ]
         absorbed = latent.absorb(query[:, rows], of_rows)
         sums = _decode_latents(latent, [span for span, _ in decoding], spec, absorbed, key[:, rows])
         out[rows] = latent.values_of(sums, of_rows).transpose(0, 1)
@@ -204,7 +208,7 @@ def _attend_chunk(
 ) -> Tensor:
     """Several tokens of a sequence: `[heads, n, nope + rope]` over `[1, keys, rank + rope]` -> `[heads, n, value]`."""
     if latent.prefers_absorbed(span.rows, keys.shape[1]):
-        loras = {} if lora is None else dict.fromkeys(range(span.rows), lora)
+        loras = [] if lora is None else [(slice(None), RowLora.of_adapter(lora))]
         absorbed = latent.absorb(query, loras)
         sums = _sdpa(absorbed, keys, keys[..., : latent.rank], spec.scale, span.position, None)
         return latent.values_of(sums, loras)

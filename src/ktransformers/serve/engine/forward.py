@@ -71,8 +71,7 @@ class Forward:
         self.stock_attention = model.config._attn_implementation
         self._head = LogitsHead(model)
         self.graphs: DecodeGraphs | None = None  # replays steps of new tokens only
-        if self.device.type == "cpu":
-            use_latents(model, self._is_served)
+        use_latents(model, self._is_served)
         self.windows = read_windows(model)  # by attention module; the model's masks are never made again
         model.set_attn_implementation(ATTENTION_NAME)
         if model.config.get_text_config(decoder=True)._attn_implementation != ATTENTION_NAME:

@@ -71,13 +71,13 @@ class KVSlot:
         return (tensor for buffers in self.parts.values() for tensor in buffers.values())
 
     def addresses(self) -> NDArray[np.int64]:
-        """int64 `[2 L]`: device addresses of the keys of every computed layer in order, then of the values. They are
-        valid until the slot grows."""
+        """int64 `[2 L]`: device addresses of the keys of every computed layer in order, then of the values; 0 where
+        there are none. They are valid until the slot grows."""
         state = self.capacity, len(self.keys)
         if self._addresses is None or self._addresses[0] != state:
-            layers = sorted(self.keys)
-            tensors = [*(self.keys[layer] for layer in layers), *(self.values[layer] for layer in layers)]
-            self._addresses = state, np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+            tensors = [part.get(layer) for part in (self.keys, self.values) for layer in sorted(self.keys)]
+            found = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+            self._addresses = state, np.array(found, np.int64)
         return self._addresses[1]
 
     def bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA) over slots that hold latents, on the CPU.
+"""Multi-head latent attention (MLA) over slots that hold latents.
 
 In these families the keys and values of all heads are products of one latent `[rank]` a token with `kv_b_proj`; a
 rotary key `[rope]` that all heads share is appended to the keys. The stock modules call `expand_kv` for that. Here it
@@ -9,13 +9,13 @@ There are two ways to compute the same. *Absorbed*: a query is multiplied with t
 to latents, and its result is multiplied with the values' part. That reads the fewest bytes for a new token. *Expanded*:
 keys and values of all cached tokens are computed first, some heads at a time. A chunk takes the way with fewer
 operations. Modules are recognised by `expand_kv` and the sizes that it uses; the families are compared with the stock
-model when a server starts (`forward.py`).
+model when a server starts (`forward.py`). Captured decode steps on a GPU absorb as well (`graphs/decode_attention.py`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,23 @@ ExpandFn = Callable[[Tensor, Tensor], KeyAndValue]
 MAX_EXPANDED = 1 << 24  # numbers of keys and values that are expanded at a time
 
 
+@dataclass(frozen=True)
+class RowLora:
+    """LoRA of `kv_b_proj` for T rows: factors of one adapter, or of several side by side, each row with the scaling of
+    its own and zero in the columns of others."""
+
+    a: Tensor  # float32 [S, rank]
+    b: Tensor  # float32 [S, heads * (nope + value)]
+    scales: Tensor  # float32 [T, S], or [1, S] for all rows
+
+    @classmethod
+    def of_adapter(cls, lora: LinearLora) -> RowLora:
+        return cls(lora.a, lora.b, lora.a.new_full((1, lora.a.shape[0]), lora.scaling))
+
+
+RowLoras = Sequence[tuple[slice, RowLora]]  # of rows
+
+
 @dataclass(frozen=True, eq=False)
 class LatentProjection:
     """`kv_b_proj` of one attention module."""
@@ -48,8 +65,9 @@ class LatentProjection:
 
     @functools.cached_property
     def of_keys(self) -> Tensor:
-        """[heads, rank, nope], a copy: the products of queries run along its rows."""
-        return self._by_head()[:, : self.nope].transpose(1, 2).contiguous()
+        """[heads, rank, nope], on the CPU a copy: the core's products of queries run along its rows."""
+        by_head = self._by_head()[:, : self.nope].transpose(1, 2)
+        return by_head.contiguous() if by_head.is_cpu else by_head
 
     @functools.cached_property
     def of_values(self) -> Tensor:
@@ -65,23 +83,23 @@ class LatentProjection:
         expanded = keys * (projection + rows * (self.nope + self.rope + self.value))
         return rows * (projection + keys * (2 * self.rank + self.rope)) < expanded
 
-    def absorb(self, query: Tensor, loras: Mapping[int, LinearLora]) -> Tensor:
-        """Queries `[heads, T, nope + rope]` for latents: `[heads, T, rank + rope]`. `loras`: of rows."""
+    def absorb(self, query: Tensor, loras: RowLoras) -> Tensor:
+        """Queries `[heads, T, nope + rope]` for latents: `[heads, T, rank + rope]`."""
         passed = query[..., : self.nope]
         latent = head_products(passed, self.of_keys)
-        for row, lora in loras.items():
+        for rows, lora in loras:
             b = lora.b.view(-1, self.heads, self.nope + self.value)[..., : self.nope]
-            ranks = torch.einsum("hd,rhd->hr", passed[:, row].float(), b)
-            latent[:, row] += (ranks @ lora.a * lora.scaling).to(latent.dtype)
+            ranks = torch.einsum("htd,rhd->htr", passed[:, rows].float(), b) * lora.scales
+            latent[:, rows] += (ranks @ lora.a).to(latent.dtype)
         return torch.cat([latent, query[..., self.nope :]], dim=-1)
 
-    def values_of(self, latent: Tensor, loras: Mapping[int, LinearLora]) -> Tensor:
+    def values_of(self, latent: Tensor, loras: RowLoras) -> Tensor:
         """Weighted sums of latents `[heads, T, rank]` as sums of values `[heads, T, value]`."""
         out = head_products(latent, self.of_values)
-        for row, lora in loras.items():
+        for rows, lora in loras:
             b = lora.b.view(-1, self.heads, self.nope + self.value)[..., self.nope :]
-            ranks = latent[:, row].float() @ lora.a.T
-            out[:, row] += (torch.einsum("hr,rhd->hd", ranks, b) * lora.scaling).to(out.dtype)
+            ranks = (latent[:, rows].float() @ lora.a.T) * lora.scales
+            out[:, rows] += torch.einsum("htr,rhd->htd", ranks, b).to(out.dtype)
         return out
 
     def expand(self, latents: Tensor, first: int, last: int, lora: LinearLora | None) -> tuple[Tensor, Tensor]:

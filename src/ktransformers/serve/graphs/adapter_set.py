@@ -14,7 +14,7 @@ the adapter's own factors; larger sets hold copies (`bytes`), which `DecodeGraph
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,9 +25,11 @@ from ktransformers import _core
 from ktransformers.errors import InputError
 from ktransformers.nn.lora_factors import LoraFactors
 from ktransformers.nn.mixed_lora import MixedLora, use_mixed_lora
+from ktransformers.serve.engine.latent import RowLora
 from ktransformers.serve.engine.lora import LinearLora, LoadedAdapter, token_rows, use_linear_lora
 
 Adapters = tuple[LoadedAdapter, ...]  # in the order of `sort_adapters`
+RowLoraFn = Callable[[nn.Module], RowLora | None]
 
 
 def sort_adapters(adapters: set[LoadedAdapter]) -> Adapters:
@@ -118,8 +120,9 @@ class AdapterSet:
         return ExpertAdapters(packed, factors, self._indices[present])
 
     @contextmanager
-    def applied(self, adapter_index: Tensor) -> Iterator[None]:
-        """While the model is called, row i uses the adapter `adapter_index[i]`."""
+    def applied(self, adapter_index: Tensor) -> Iterator[RowLoraFn]:
+        """While the model is called, row i uses the adapter `adapter_index[i]`. The value gives the factors of a linear
+        layer that is not called but multiplied into others (`latent.py`)."""
         rows = {id(indices): indices[adapter_index] for indices in self._indices.values()}
         layers = {
             module: MixedLora(rows[id(layer.indices)], layer.adapters, layer.factors)
@@ -128,7 +131,11 @@ class AdapterSet:
         chosen = {columns: columns.choose(adapter_index) for columns in self._columns.values()}
         add = functools.partial(self._add, chosen, adapter_index.shape[0]) if self._stacks else None
         with use_linear_lora(add), use_mixed_lora(layers):
-            yield
+            yield functools.partial(self._of_rows, chosen)
+
+    def _of_rows(self, chosen: dict[RankColumns, tuple[Tensor, Tensor]], module: nn.Module) -> RowLora | None:
+        stack = self._stacks.get(module)
+        return None if stack is None else RowLora(stack.a, stack.b, chosen[stack.columns][0])
 
     def _add(
         self,

@@ -6,7 +6,8 @@ then the addresses of its keys and of its values in every layer. When slots grow
 graph stays. An inactive row reads and writes no slot; its output is zero.
 
 query `[heads, R, d]`, key `[kv, R, d]`, value `[kv, R, dv]` -> `[R, heads, dv]`; the new key and value are written into
-the slot. On a GPU two Triton kernels compute it (`decode_attention_triton.py`); on the CPU, for tests, torch reads the
+the slot. Of latents (`engine/latent.py`) there is one head of keys, whose beginning is the value. On a GPU Triton
+kernels compute it (`decode_attention_triton.py`, `decode_latents_triton.py`); on the CPU, for tests, torch reads the
 same addresses.
 """
 
@@ -22,6 +23,7 @@ from ktransformers.serve.engine.attention import AttentionSpec
 from ktransformers.triton_modules import import_triton_module
 
 TRITON = "ktransformers.serve.graphs.decode_attention_triton"
+TRITON_LATENTS = "ktransformers.serve.graphs.decode_latents_triton"
 
 TOKEN, POSITION, CAPACITY, ACTIVE, ADAPTER, FIRST_ADDRESS = range(6)  # lines of the table; addresses follow
 
@@ -49,6 +51,17 @@ def attend_new_tokens(
     if kernels is None:
         return _attend_in_torch(table, lines, spec, query, key, value)
     output: Tensor = kernels.attend(table, lines, spec, query, key, value)
+    return output
+
+
+def attend_latents(table: Tensor, line: int, spec: AttentionSpec, query: Tensor, key: Tensor) -> Tensor:
+    """Absorbed queries `[heads, R, rank + rope]` and new latents `[1, R, rank + rope]` -> weighted sums of latents
+    `[R, heads, rank]`. `line`: of the addresses."""
+    assert spec.latent is not None
+    kernels = import_triton_module(TRITON_LATENTS) if query.is_cuda else None
+    if kernels is None:
+        return _attend_in_torch(table, CacheLines(line, line), spec, query, key, key)[..., : spec.latent.rank]
+    output: Tensor = kernels.attend(table, line, spec, query, key)
     return output
 
 

@@ -48,7 +48,7 @@ from ktransformers.serve.engine.forward import Chunk, Forward, ForwardResult, Se
 from ktransformers.serve.engine.kv_cache import Owner
 from ktransformers.serve.engine.lora import DEVICE_COPY_LOCK
 from ktransformers.serve.graphs import decode_attention
-from ktransformers.serve.graphs.adapter_set import Adapters, AdapterSet, sort_adapters
+from ktransformers.serve.graphs.adapter_set import Adapters, AdapterSet, RowLoraFn, sort_adapters
 from ktransformers.serve.graphs.decode_attention import (
     ACTIVE,
     ADAPTER,
@@ -56,6 +56,7 @@ from ktransformers.serve.graphs.decode_attention import (
     POSITION,
     TOKEN,
     CacheLines,
+    attend_latents,
     attend_new_tokens,
     table_lines,
 )
@@ -241,17 +242,24 @@ class DecodeGraphs:
         words = {"input_ids": device_table[TOKEN][None], "position_ids": position_ids, "use_cache": False}
         with (
             torch.inference_mode(),
-            use_attention(functools.partial(self._attend, device_table)),
             use_padding_mask(device_table[ACTIVE] != 0),
-            adapter_set.applied(device_table[ADAPTER]),
+            adapter_set.applied(device_table[ADAPTER]) as lora_of,
+            use_attention(functools.partial(self._attend, device_table, lora_of)),
         ):
             logits: Tensor = self._model(**words).logits[0]
             tokens.copy_(logits.argmax(-1), non_blocking=True)
         return logits
 
-    def _attend(self, table: Tensor, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(
+        self, table: Tensor, lora_of: RowLoraFn, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
         line = FIRST_ADDRESS + self._layers.index(spec.layer)
-        return attend_new_tokens(table, CacheLines(line, line + len(self._layers)), spec, query, key, value)
+        if spec.latent is None:
+            return attend_new_tokens(table, CacheLines(line, line + len(self._layers)), spec, query, key, value)
+        lora = lora_of(spec.latent.linear)
+        loras = [] if lora is None else [(slice(None), lora)]
+        sums = attend_latents(table, line, spec, spec.latent.absorb(query, loras), key)
+        return spec.latent.values_of(sums.transpose(0, 1), loras).transpose(0, 1)
 
     def _record_on_device(self, compute: Compute) -> Compute:
         device = self.device

@@ -1,0 +1,211 @@
+"""Decode attention over latents in Triton, for slots that a table on the device gives (`decode_attention.py`).
+
+All query heads attend to the same latents, so a program of the first kernel handles one row, a tile of heads and one
+split of the row's latents: a block of latents is read once, multiplied with the queries and then, without its rotary
+part, with the weights. The second kernel combines the splits. As for other attention, splits depend on the position
+alone, so that the result of a sequence does not depend on its batch, and only the programs of the first split use the
+new latent.
+
+A split's sums are `heads * rank` numbers in float32, as many bytes as some hundred latents. Splits are therefore short
+where the context is, for latency, and grow with it up to MAX_LENGTH before their number grows further.
+"""
+
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc"
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ktransformers.serve.engine.attention import AttentionSpec
+from ktransformers.serve.graphs import decode_attention
+
+MIN_TILE = 16  # rows and columns of tl.dot, at least
+COMBINED_COLUMNS = 128  # of a program that combines splits
+SPLITS = 64  # at most
+SHORT_SPLITS = tl.constexpr(32)  # at most, as long as they are shorter than MAX_LENGTH
+MIN_LENGTH, MAX_LENGTH = tl.constexpr(64), tl.constexpr(1024)  # latents of a split
+POSITION, ACTIVE = (tl.constexpr(line) for line in (decode_attention.POSITION, decode_attention.ACTIVE))
+
+
+class Tiling(NamedTuple):
+    heads: int  # of a program
+    block: int  # latents that it reads at a time
+    warps: int
+    stages: int
+
+
+SMALL = Tiling(16, 32, 4, 2)  # 90 KB of shared memory for latents of 576 numbers in 16 bits: any GPU from 8.0 on
+LARGE = Tiling(64, 64, 8, 2)  # 216 KB: tensor cores of Hopper multiply 64 rows at a time
+LARGE_BYTES = 220 << 10
+
+
+@triton.jit
+def _split_length(position, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    length = tl.minimum(tl.maximum(tl.cdiv(position, SHORT_SPLITS), MIN_LENGTH), MAX_LENGTH)
+    return tl.cdiv(tl.maximum(length, tl.cdiv(position, SPLITS)), BLOCK) * BLOCK
+
+
+@triton.jit
+def _attend_split(
+    query,  # [heads, R, RANK + ROPE]
+    key,  # [1, R, RANK + ROPE]
+    table,  # int64 [lines, R]
+    sums,  # float32 [R, heads, SPLITS, RANK]
+    states,  # float32 [R, heads, SPLITS, 2]: maximum of the scores, sum of their exponentials
+    line,
+    rows,
+    heads,
+    scale,
+    query_head,  # strides
+    query_row,
+    key_row,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDE: tl.constexpr,  # RANK and ROPE, padded
+    WIDE_ROPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    row, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    active = tl.load(table + ACTIVE * rows + row)
+    position = tl.load(table + POSITION * rows + row)
+    length = _split_length(position, SPLITS, BLOCK)
+    first = split * length
+    last = tl.minimum(first + length, position)
+    if (active != 0) & ((split == 0) | (first < last)):
+        h, c, e = tile * HEADS + tl.arange(0, HEADS), tl.arange(0, WIDE), tl.arange(0, WIDE_ROPE)
+        in_rank, in_rope = c < RANK, e < ROPE
+        dtype = key.dtype.element_ty
+        latents = tl.multiple_of(tl.load(table + line * rows + row).to(tl.pointer_type(dtype)), 16)
+        inside = (h < heads)[:, None]
+        of_query = query + h[:, None] * query_head + row * query_row
+        q = tl.load(of_query + c[None, :], mask=inside & in_rank[None, :], other=0.0)
+        q_rope = tl.load(of_query + RANK + e[None, :], mask=inside & in_rope[None, :], other=0.0)
+        max_score = tl.full((HEADS,), float("-inf"), tl.float32)
+        exp_sum = tl.zeros((HEADS,), tl.float32)
+        weighted_sum = tl.zeros((HEADS, WIDE), tl.float32)
+        if split == 0:
+            new = tl.load(key + row * key_row + c, mask=in_rank, other=0.0)
+            new_rope = tl.load(key + row * key_row + RANK + e, mask=in_rope, other=0.0)
+            if tile == 0:
+                tl.store(latents + position * (RANK + ROPE) + c, new, mask=in_rank)
+                tl.store(latents + position * (RANK + ROPE) + RANK + e, new_rope, mask=in_rope)
+            score = tl.sum(q.to(tl.float32) * new.to(tl.float32)[None, :], axis=1)
+            score += tl.sum(q_rope.to(tl.float32) * new_rope.to(tl.float32)[None, :], axis=1)
+            max_score = score * scale
+            exp_sum += 1.0
+            weighted_sum += new.to(tl.float32)[None, :]
+        for block_start in range(first, last, BLOCK):
+            n = block_start + tl.arange(0, BLOCK)
+            in_split = n < last
+            of_block = latents + n.to(tl.int64)[:, None] * (RANK + ROPE)
+            k = tl.load(of_block + c[None, :], mask=in_split[:, None] & in_rank[None, :], other=0.0)
+            k_rope = tl.load(of_block + RANK + e[None, :], mask=in_split[:, None] & in_rope[None, :], other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision=PRECISION) * scale
+            scores = tl.where(in_split[None, :], scores, float("-inf"))
+            new_max = tl.maximum(max_score, tl.max(scores, axis=1))
+            weights, rescale = tl.exp(scores - new_max[:, None]), tl.exp(max_score - new_max)
+            exp_sum = exp_sum * rescale + tl.sum(weights, axis=1)
+            weighted_sum = tl.dot(weights.to(dtype), k, weighted_sum * rescale[:, None], input_precision=PRECISION)
+            max_score = new_max
+        index = (row * heads + h) * SPLITS + split
+        tl.store(states + 2 * index, max_score, mask=h < heads)
+        tl.store(states + 2 * index + 1, exp_sum, mask=h < heads)
+        at = sums + index.to(tl.int64)[:, None] * RANK + c[None, :]
+        tl.store(at, weighted_sum, mask=inside & in_rank[None, :])
+
+
+@triton.jit
+def _combine_splits(
+    sums,
+    states,
+    table,
+    out,  # [R, heads, RANK]
+    rows,
+    heads,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row, head = tl.program_id(0), tl.program_id(1)
+    c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    active = tl.load(table + ACTIVE * rows + row)
+    position = tl.load(table + POSITION * rows + row)
+    split = tl.arange(0, SPLITS)
+    in_use = (split == 0) | (split * _split_length(position, SPLITS, BLOCK) < position)
+    index = (row * heads + head) * SPLITS + split
+    max_score = tl.load(states + 2 * index, mask=in_use, other=float("-inf"))
+    exp_sum = tl.load(states + 2 * index + 1, mask=in_use, other=0.0)
+    weight = tl.exp(max_score - tl.max(max_score, axis=0))
+    mask = in_use[:, None] & (c < RANK)[None, :]
+    split_sums = tl.load(sums + index.to(tl.int64)[:, None] * RANK + c[None, :], mask=mask, other=0.0)
+    output = tl.sum(split_sums * weight[:, None], axis=0) / tl.sum(weight * exp_sum, axis=0)
+    output = tl.where(active != 0, output, 0.0)
+    tl.store(out + (row * heads + head) * RANK + c, output.to(out.dtype.element_ty), mask=c < RANK)
+
+
+def tiling(heads: int, width: int, element: int, shared_memory: int) -> Tiling:
+    """For latents of `width` numbers of `element` bytes on a GPU whose blocks may have `shared_memory` bytes."""
+    if heads > SMALL.heads and width * element <= 2 * 576 and shared_memory >= LARGE_BYTES:
+        return LARGE
+    bytes_of_latent = triton.next_power_of_2(width) * element
+    stages, block = SMALL.stages, SMALL.block
+    while stages > 1 and (SMALL.heads + stages * block) * bytes_of_latent > shared_memory:
+        stages -= 1
+    return Tiling(SMALL.heads, block, SMALL.warps, stages)
+
+
+def attend(table: Tensor, line: int, spec: AttentionSpec, query: Tensor, key: Tensor) -> Tensor:
+    """`decode_attention.attend_latents` on a GPU."""
+    assert spec.latent is not None
+    (heads, rows, width), rank = query.shape, spec.latent.rank
+    query, key = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (query, key))
+    shared = _shared_memory(query.device)
+    tile = tiling(heads, width, query.element_size(), shared)
+    sums = torch.empty(rows, heads, SPLITS, rank, dtype=torch.float32, device=query.device)
+    states = torch.empty(rows, heads, SPLITS, 2, dtype=torch.float32, device=query.device)
+    out = torch.empty(rows, heads, rank, dtype=query.dtype, device=query.device)
+    attend_split: Any = _attend_split[(rows, triton.cdiv(heads, tile.heads), SPLITS)]
+    attend_split(
+        query,
+        key,
+        table,
+        sums,
+        states,
+        line,
+        rows,
+        heads,
+        spec.scale,
+        *query.stride()[:2],
+        key.stride(1),
+        RANK=rank,
+        ROPE=width - rank,
+        SPLITS=SPLITS,
+        BLOCK=tile.block,
+        HEADS=tile.heads,
+        WIDE=max(MIN_TILE, triton.next_power_of_2(rank)),
+        WIDE_ROPE=max(MIN_TILE, triton.next_power_of_2(width - rank)),
+        PRECISION="ieee" if key.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    columns = min(COMBINED_COLUMNS, max(MIN_TILE, triton.next_power_of_2(rank)))
+    combine_splits: Any = _combine_splits[(rows, heads, triton.cdiv(rank, columns))]
+    words = {"RANK": rank, "SPLITS": SPLITS, "BLOCK": tile.block, "COLUMNS": columns}
+    combine_splits(sums, states, table, out, rows, heads, **words)
+    return out
+
+
+def _shared_memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        return LARGE_BYTES
+    size: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return size
