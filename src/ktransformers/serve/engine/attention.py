@@ -8,8 +8,9 @@ their own cache knows nothing of slots.
 
 On the CPU the native core decodes: one call for the new tokens of all sequences, because waking torch's threads for
 each sequence takes longer than its attention. Slots of multi-head latent attention hold latents (`latent.py`). Prompt
-chunks, and models with score caps or sinks, use torch. A step
-that replays a CUDA graph uses another function, which finds slots by their addresses (`graphs/decode_attention.py`).
+chunks, and models with score caps or sinks, use torch. Rows for which an indexer has selected keys attend to these
+alone (`selection.py`). A step that replays a CUDA graph uses another function, which finds slots by their addresses
+(`graphs/decode_attention.py`).
 
 query `[1, heads, T, d]`, key `[1, kv_heads, T, d]`, value `[1, kv_heads, T, dv]` -> `[1, T, heads, dv]`.
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,12 @@ from ktransformers.nn.pool import default_pool
 from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.latent import LATENT_ATTRIBUTE, LatentProjection, RowLora
 from ktransformers.serve.engine.lora import LinearLora, LoadedAdapter
+from ktransformers.serve.engine.selection import (
+    SelectedRows,
+    Selection,
+    attend_selected,
+    attend_selected_latents,
+)
 from ktransformers.serve.engine.windows import WINDOW_ATTRIBUTE
 
 ATTENTION_NAME = "kt_slots"
@@ -76,12 +83,24 @@ class AttentionSpec:
     softcap: float | None
     sinks: Tensor | None  # [heads]
     latent: LatentProjection | None = None  # slots hold latents
+    selection: Selection | None = None  # keys that an indexer has selected
 
 
 AttentionFn = Callable[
     [AttentionSpec, Tensor, Tensor, Tensor], Tensor
 ]  # [heads, T, d], [kv, T, d], [kv, T, dv] -> [T, heads, dv]
 _attention_fn: ContextVar[AttentionFn | None] = ContextVar("kt_attention_fn", default=None)
+_spans: ContextVar[Sequence[Span] | None] = ContextVar("kt_spans", default=None)
+
+
+class NoMask:
+    """In the place of the mask in modules that cut theirs for an indexer; a served model has none."""
+
+    def __getitem__(self, index: Any) -> NoMask:
+        return self
+
+
+NO_MASK = NoMask()
 
 
 @contextmanager
@@ -97,9 +116,20 @@ def use_attention(attention: AttentionFn) -> Iterator[None]:
         _attention_fn.reset(token)
 
 
-def attend_to_slots(spans: Sequence[Span]) -> AbstractContextManager[None]:
+@contextmanager
+def attend_to_slots(spans: Sequence[Span]) -> Iterator[None]:
     """While the model is called, rows attend to the slots of these spans, which cover the batch."""
-    return use_attention(functools.partial(_attend_spans, spans))
+    token = _spans.set(spans)
+    try:
+        with use_attention(functools.partial(_attend_spans, spans)):
+            yield
+    finally:
+        _spans.reset(token)
+
+
+def current_spans() -> Sequence[Span] | None:
+    """The spans of the batch, for indexers, which are called before their attention function."""
+    return _spans.get()
 
 
 def attention_forward(
@@ -107,11 +137,12 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | NoMask | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Selection | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """Called by the layers of the model, as transformers calls any attention function."""
@@ -119,22 +150,55 @@ def attention_forward(
     if attention is None:
         raise KTError("the model was called directly while it is served; submit requests to its engine")
     unsupported = [name for name, value in rest.items() if value is not None and name not in IGNORED_ARGUMENTS]
-    if unsupported or attention_mask is not None:
+    if unsupported or isinstance(attention_mask, Tensor):
         name = type(module).__name__
         raise InputError(name, f"attention with {unsupported or ['a mask']}", "causal attention", "it cannot be served")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = getattr(module, WINDOW_ATTRIBUTE, sliding_window)  # that of the stock mask, where it was read
     latent = getattr(module, LATENT_ATTRIBUTE, None)
-    spec = AttentionSpec(_layer_index(module), scale, window, softcap, s_aux, latent)
-    if latent is not None and (window is not None or softcap or s_aux is not None):
+    spec = AttentionSpec(_layer_index(module), scale, window, softcap, s_aux, latent, indices)
+    sinks_of_latents = latent is not None and s_aux is not None and indices is None
+    if (latent is not None or indices is not None) and (window is not None or softcap or sinks_of_latents):
         given = "latent attention with a window, a score cap or sinks"
         raise InputError(type(module).__name__, given, "without", "it cannot be served")
     return attention(spec, query[0], key[0], value[0])[None], None
 
 
 def _attend_spans(spans: Sequence[Span], spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    selecting: list[Span] = []
+    if spec.selection is not None:
+        selecting = [span for span in spans if span.first in spec.selection.of_rows]
+        spans = [span for span in spans if span.first not in spec.selection.of_rows]
     if spec.latent is not None:
-        return _attend_latents(spec.latent, spans, spec, query, key)
+        out = _attend_latents(spec.latent, spans, spec, query, key)
+    else:
+        out = _attend_keys(spans, spec, query, key, value)
+    if selecting:
+        _attend_selecting(selecting, spec, query, key, value, out)
+    return out
+
+
+def _attend_selecting(
+    spans: Sequence[Span], spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, out: Tensor
+) -> None:
+    """Rows for which an indexer has selected keys."""
+    assert spec.selection is not None
+    selected = []
+    for span in spans:
+        rows, values = slice(span.first, span.last), None
+        keys = span.slot.write("keys", spec.layer, span.position, key[:, rows])
+        if spec.latent is None:
+            values = span.slot.write("values", spec.layer, span.position, value[:, rows])
+        lora = None if spec.latent is None or span.adapter is None else span.adapter.linears.get(spec.latent.linear)
+        chosen = spec.selection.of_rows[span.first]
+        selected.append(SelectedRows(span.first, span.position, keys, values, chosen, lora))
+    if spec.latent is None:
+        attend_selected(selected, query, out, spec.scale, spec.sinks)
+    else:
+        attend_selected_latents(spec.latent, selected, query, out, spec.scale, spec.sinks)
+
+
+def _attend_keys(spans: Sequence[Span], spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
     native = _core_decodes(query, value, spec.softcap, spec.sinks)
     decoding = [span for span in spans if native and span.rows == 1]
@@ -149,13 +213,7 @@ def _attend_spans(spans: Sequence[Span], spec: AttentionSpec, query: Tensor, key
             start = max(0, span.position + 1 - spec.window)
             keys, values = keys[:, start:], values[:, start:]
         window = (span.position - start, spec.window)
-        if spec.sinks is None and not spec.softcap:
-            output = _sdpa(query[:, rows], keys, values, spec.scale, *window)
-        else:
-            output = _attention_with_softcap_or_sinks(
-                query[:, rows], keys, values, spec.scale, *window, spec.softcap, spec.sinks
-            )
-        out[rows] = output.transpose(0, 1)
+        out[rows] = _attend_in_torch(spec, query[:, rows], keys, values, *window, spec.sinks).transpose(0, 1)
     return out
 
 
@@ -188,11 +246,13 @@ def _decode_latents(
     latent: LatentProjection, spans: Sequence[Span], spec: AttentionSpec, query: Tensor, key: Tensor
 ) -> Tensor:
     """New tokens: queries `[heads, n, rank + rope]` over latents -> weighted sums of latents `[heads, n, rank]`."""
-    if not _core_decodes(query, key[..., : latent.rank], None, None):
+    if not _core_decodes(query, key[..., : latent.rank], None, spec.sinks):
         sums = []
         for row, span in enumerate(spans):
-            keys = span.slot.write("keys", spec.layer, span.position, key[:, row : row + 1])
-            sums.append(_sdpa(query[:, row : row + 1], keys, keys[..., : latent.rank], spec.scale, span.position, None))
+            rows = slice(row, row + 1)
+            keys = span.slot.write("keys", spec.layer, span.position, key[:, rows])
+            latents = keys[..., : latent.rank]
+            sums.append(_attend_in_torch(spec, query[:, rows], keys, latents, span.position, None, spec.sinks))
         return torch.cat(sums, dim=1)
     places: list[tuple[int, int, int, Tensor, Tensor]] = []
     for row, span in enumerate(spans):
@@ -210,13 +270,28 @@ def _attend_chunk(
     if latent.prefers_absorbed(span.rows, keys.shape[1]):
         loras = [] if lora is None else [(slice(None), RowLora.of_adapter(lora))]
         absorbed = latent.absorb(query, loras)
-        sums = _sdpa(absorbed, keys, keys[..., : latent.rank], spec.scale, span.position, None)
+        sums = _attend_in_torch(spec, absorbed, keys, keys[..., : latent.rank], span.position, None, spec.sinks)
         return latent.values_of(sums, loras)
     out = query.new_empty(latent.heads, span.rows, latent.value)
     for first, last in latent.head_groups(keys.shape[1]):
         expanded = latent.expand(keys[0], first, last, lora)
-        out[first:last] = _sdpa(query[first:last], *expanded, spec.scale, span.position, None)
+        sinks = None if spec.sinks is None else spec.sinks[first:last]
+        out[first:last] = _attend_in_torch(spec, query[first:last], *expanded, span.position, None, sinks)
     return out
+
+
+def _attend_in_torch(
+    spec: AttentionSpec,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    offset: int,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    if sinks is None and not spec.softcap:
+        return _sdpa(query, keys, values, spec.scale, offset, window)
+    return _attention_with_softcap_or_sinks(query, keys, values, spec.scale, offset, window, spec.softcap, sinks)
 
 
 def _core_decodes(query: Tensor, value: Tensor, softcap: float | None, sinks: Tensor | None) -> bool:

@@ -30,6 +30,13 @@ from ktransformers.nn.norm import patch_norms
 from ktransformers.nn.pool import default_pool
 from ktransformers.serve.engine.attention import ATTENTION_NAME, Span, attend_to_slots
 from ktransformers.serve.engine.head import LogitsHead, LogitsReader, ScoredRows, collect_rows
+from ktransformers.serve.engine.indexer import (
+    INDEX_LAYER_TYPE,
+    compared_selections,
+    has_indexers,
+    reduced_topk,
+    use_indexers,
+)
 from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.latent import use_latents
 from ktransformers.serve.engine.lora import AdapterRows, LoadedAdapter, apply_linear_lora, expert_lora
@@ -72,6 +79,7 @@ class Forward:
         self._head = LogitsHead(model)
         self.graphs: DecodeGraphs | None = None  # replays steps of new tokens only
         use_latents(model, self._is_served)
+        self.indexers = use_indexers(model, self._is_served)
         self.windows = read_windows(model)  # by attention module; the model's masks are never made again
         model.set_attn_implementation(ATTENTION_NAME)
         if model.config.get_text_config(decoder=True)._attn_implementation != ATTENTION_NAME:
@@ -150,7 +158,7 @@ class Forward:
     def check_against_stock(self) -> int:
         """Compare with the stock model; returns the bytes of keys and values per token."""
         try:
-            with reduced_windows(self.model):
+            with reduced_windows(self.model), reduced_topk(self.model):
                 require_reduced(self.model.config.model_type, read_windows(self.model))
                 slot = _check_chunks(self)
         finally:
@@ -172,6 +180,7 @@ class SequentialForward:
 
     append_only = True  # a recurrent state cannot be truncated: a slot is continued at its end only
     graphs: DecodeGraphs | None = None
+    indexers = 0  # that select keys of slots
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model: Any = model
@@ -225,15 +234,11 @@ def make_forward(model: PreTrainedModel) -> Forward | SequentialForward:
     patch_linears(model)
     patch_norms(model)
     config = model.config.get_text_config(decoder=True)
-    if getattr(config, "index_topk", None) is not None:
-        kind = model.config.model_type
-        raise InputError(
-            "model", f"{kind}, which selects keys by an index", "attention to all keys", "it cannot be served yet"
-        )
     rope = getattr(config, "rope_parameters", None) or {}
     rope_settings = [rope, *(settings for settings in rope.values() if isinstance(settings, dict))]
     depends_on_length = any(settings.get("rope_type") in LENGTH_DEPENDENT_ROPE for settings in rope_settings)
-    kv_only = set(getattr(config, "layer_types", None) or []) <= KV_LAYER_TYPES
+    layer_types = KV_LAYER_TYPES | ({INDEX_LAYER_TYPE} if has_indexers(model) else set())
+    kv_only = set(getattr(config, "layer_types", None) or []) <= layer_types
     return Forward(model) if kv_only and not depends_on_length else SequentialForward(model)
 
 
@@ -283,14 +288,16 @@ def _chunk_logits(
 def _check_chunks(forward: Forward | SequentialForward) -> KVSlot:
     """Compare two sequences in chunks with the stock model; returns a slot that holds one of them."""
     slots = [KVSlot(None, capacity=24), KVSlot(None, capacity=24)]
-    limit = MAX_LOGIT_ERROR.get(forward.model.dtype, MAX_LOGIT_ERROR_16_BIT)
-    error = logit_error(
-        forward.model,
-        _check_prompts(forward.model),
-        lambda forward_pass: _stock_logits(forward, forward_pass),
-        lambda forward_pass: _chunk_logits(forward, slots, forward_pass),
-        limit,
-    )
+    prompts, dtype = _check_prompts(forward.model), forward.model.dtype
+    limit = MAX_LOGIT_ERROR.get(dtype, MAX_LOGIT_ERROR_16_BIT)
+    with compared_selections(slots, [len(prompt) for prompt in prompts], dtype):
+        error = logit_error(
+            forward.model,
+            prompts,
+            lambda forward_pass: _stock_logits(forward, forward_pass),
+            lambda forward_pass: _chunk_logits(forward, slots, forward_pass),
+            limit,
+        )
     if not error <= limit:
         kind = forward.model.config.model_type
         given = f"{kind}, whose logits differ by {error:.2g} when it is computed in chunks"

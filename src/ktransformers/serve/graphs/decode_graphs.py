@@ -304,6 +304,8 @@ def why_not(forward: Forward | SequentialForward, placement: Placement | None) -
     model = forward.model
     if forward.append_only:
         return f"sequences of {model.config.model_type} are computed one at a time"
+    if forward.indexers:
+        return "keys are selected by an index"
     devices = {parameter.device for name, parameter in model.named_parameters() if ".experts." not in name}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return f"the model is on {', '.join(sorted(map(str, devices)))}, not on one GPU"
