@@ -90,6 +90,16 @@ def test_launch_lines_of_guides_parse(line: str) -> None:
         assert options.kt_max_deferred_experts_per_token == 2
 
 
+def test_attention_backend_takes_words_of_sglang() -> None:
+    assert parse(["M"]).attention_backend == "triton" and not parse(["M"]).notes
+    assert parse(["M", "--attention-backend", "torch"]).attention_backend == "torch"
+    other = parse(["M", "--decode-attention-backend", "fa3"])
+    assert other.attention_backend == "triton" and other.notes == ("--attention-backend fa3: triton is used instead",)
+    assert parse(["M", "--attention-backend", "torch_native"]).attention_backend == "torch"
+    with pytest.raises(InputError, match="attention-backend: given fast, expected one of triton, torch"):
+        parse(["M", "--attention-backend", "fast"])
+
+
 @pytest.mark.parametrize("line", LINES)
 def test_run_takes_the_launch_lines_too(line: str) -> None:
     """With a prompt anywhere that argparse can tell from the values of a flag."""

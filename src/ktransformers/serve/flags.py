@@ -177,6 +177,12 @@ SUPPORTED_FLAGS = (
         32,
     ),
     Flag(("--disable-cuda-graph",), "disable_cuda_graph", "decode without CUDA graphs", bool),
+    Flag(
+        ("--attention-backend", "--decode-attention-backend"),
+        "attention_backend",
+        "of new tokens on a GPU: triton, in CUDA graphs, or torch, without them; SGLang's other words are accepted",
+        default="triton",
+    ),
     Flag(("--log-level",), "log_level", "of the HTTP server", str, "warning"),
     Flag(("--force",), "force", "serve even if the plan says that it does not fit", bool),
 )
@@ -207,6 +213,13 @@ KT_METHODS: dict[str, str | None] = {
     "LLAMAFILE": None,
 }
 
+ATTENTION_BACKENDS = ("triton", "torch")
+OTHER_ATTENTION_BACKENDS: dict[str, str] = {  # SGLang's words, and what is used instead
+    **dict.fromkeys(("torch_native", "flex_attention", "intel_amx", "ascend"), "torch"),
+    **dict.fromkeys(("flashinfer", "fa3", "fa4", "flashmla", "cutlass_mla", "trtllm_mla", "trtllm_mha"), "triton"),
+    **dict.fromkeys(("aiter", "wave", "dual_chunk_flash_attn", "hybrid_linear_attn", "nsa", "dsa"), "triton"),
+}
+
 IGNORED_SWITCHES: dict[str, str] = {  # take no value
     "--trust-remote-code": "models are those of transformers, no code is fetched",
     "--enable-mixed-chunk": "prefill and decode always share a batch",
@@ -224,9 +237,7 @@ IGNORED_SWITCHES: dict[str, str] = {  # take no value
 IGNORED_OPTIONS: dict[str, str] = {  # take one value
     "--kt-numa-nodes": "nodes are detected; --kt-threadpool-count limits them",
     "--numa-nodes": "nodes are detected; --kt-threadpool-count limits them",
-    "--attention-backend": "attention is torch's own",
-    "--prefill-attention-backend": "attention is torch's own",
-    "--decode-attention-backend": "attention is torch's own",
+    "--prefill-attention-backend": "attention of prompts is torch's own",
     "--sampling-backend": "sampling is torch's own",
     "--lora-backend": "adapters are applied by our own code",
     "--max-loras-per-batch": "a batch may hold any number of adapters",
@@ -291,6 +302,7 @@ class Launch:
     place: dict[str, Any] = field(default_factory=dict)  # fields of `place.options.PlacementOptions` that the line sets
     cuda_graph_max_bs: int = 32
     disable_cuda_graph: bool = False
+    attention_backend: str = "triton"  # or torch: of new tokens on a GPU
     log_level: str = "warning"
     force: bool = False
     notes: tuple[str, ...] = field(default=())  # on flags that were accepted without effect
@@ -405,6 +417,8 @@ def _make_launch(options: dict[str, Any], program: str) -> Launch:
     for name in VERB_FLAGS:
         options.pop(f"moot {name}")
     notes += _method_notes(options.pop("method"))
+    options["attention_backend"], note = _attention_backend(options["attention_backend"])
+    notes += note
     _check_ranges(options)
     paths = tuple(_parse_lora_path(word) for word in options.pop("lora_paths") or [])
     names = [name for name, _ in paths]
@@ -430,6 +444,17 @@ def _method_notes(word: str | None) -> list[str]:
     stays = f"--kt-method {word}: experts keep the format in which they are stored"
     quant_format = KT_METHODS[word.upper()]
     return [stays if quant_format is None else f"{stays}; `kt quant --format {quant_format}` converts them"]
+
+
+def _attention_backend(word: str) -> tuple[str, list[str]]:
+    """Ours, and a note where SGLang's word names another."""
+    if word in ATTENTION_BACKENDS:
+        return word, []
+    if word not in OTHER_ATTENTION_BACKENDS:
+        known = ", ".join((*ATTENTION_BACKENDS, *OTHER_ATTENTION_BACKENDS))
+        raise InputError("attention-backend", word, f"one of {known}")
+    used = OTHER_ATTENTION_BACKENDS[word]
+    return used, [f"--attention-backend {word}: {used} is used instead"]
 
 
 def _check_ranges(options: dict[str, Any]) -> None:

@@ -145,7 +145,7 @@ def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | Non
     placement = ModelPlacement(options_of(launch, target).as_planned(plan))
     multi_gpu = device != "cpu" and spreads_layers(placement.options, launch, plan)
     uses_gpu_experts = device != "cpu" and placement.options.policy != "cpu"
-    graphs = device != "cpu" and not launch.disable_cuda_graph
+    graphs = device != "cpu" and not launch.disable_cuda_graph and launch.attention_backend == "triton"
     load_device = "cpu" if multi_gpu else device
     model = _load_model(launch, target, dtype, load_device, uses_gpu_experts, log, widen=not multi_gpu)
     if multi_gpu:
@@ -193,6 +193,7 @@ def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | Non
         engine.raise_launched = placement.placement.raise_launched
     if device != "cpu":
         log(_attach_decode_graphs(forward, placement.placement, launch))
+    service.attention_backend = "core" if device == "cpu" else "torch" if forward.graphs is None else "triton"
     return service
 
 
@@ -229,7 +230,9 @@ def _attach_decode_graphs(forward: Any, placement: Any, launch: Launch) -> str:
     """Returns the line to log: graphs are used, or why not."""
     from ktransformers.serve.graphs.decode_graphs import DecodeGraphs, why_not
 
-    reason = "--disable-cuda-graph" if launch.disable_cuda_graph else why_not(forward, placement)
+    off = "--disable-cuda-graph" if launch.disable_cuda_graph else ""
+    off = off or ("--attention-backend torch" if launch.attention_backend == "torch" else "")
+    reason = off or why_not(forward, placement)
     if reason:
         return f"decode without CUDA graphs: {reason}"
     forward.graphs = DecodeGraphs(forward.model, placement, max_rows=launch.cuda_graph_max_bs)

@@ -137,6 +137,8 @@ class Api:
     async def models(self) -> dict[str, Any]:
         registry, max_tokens = self.service.registry, self.service.max_sequence_tokens
         shared: dict[str, Any] = {"object": "model", "owned_by": "ktransformers", "max_model_len": max_tokens}
+        if self.service.attention_backend:
+            shared["attention_backend"] = self.service.attention_backend
         if self.service.approximations:
             shared["approximations"] = self.service.approximations
         base = {"id": registry.served, "created": registry.created, "root": registry.model, "parent": None, **shared}

@@ -74,6 +74,7 @@ class Service:
         self.grammar_source = GrammarSource(tokenizer, self.vocabulary)
         self._template = template
         self.kv_bytes_per_token = kv_bytes_per_token  # of keys and values
+        self.attention_backend = ""  # of new tokens: core, triton or torch
         self.approximations: dict[str, int] = {}  # name -> value of settings that change results
         self.placement: Any = None  # ServedPlacement; writes the counts of routed tokens at the end
 
