@@ -53,6 +53,8 @@ MLA: dict[str, Any] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+# So many heads that hardly two keys have the same score: ties are selected at random.
+INDEX: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 8}
 LINEAR: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -84,8 +86,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"],
         "mlp_layer_types": ["dense", "sparse"],
     },
-    "glm_moe_dsa": MLA | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8},
-    "deepseek_v32": MLA | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8},
+    "glm_moe_dsa": MLA | INDEX,
+    "deepseek_v32": MLA | INDEX,
     "glm4_moe_lite": MLA,
     "dots1": {"n_routed_experts": 6, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "granitemoe": {"num_local_experts": 4},
@@ -129,8 +131,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["attention", "attention"],
     },
     "kolibri1": {"num_local_experts": 4},
-    "axk2": MLA,
-    "hy_v4": {"num_local_experts": 4},
+    "axk2": MLA | INDEX,
+    "hy_v4": MLA | INDEX | {"num_local_experts": 4, "n_group": 1},
     "minimax_m3_vl_text": {"num_local_experts": 4},
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
     "flint": {"num_experts": 4, "mlp_only_layers": [0], "shared_expert_intermediate_size": 32},
@@ -159,7 +161,6 @@ ENCODER: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidd
 ENCODER |= {"num_key_value_heads": 2, "image_size": 28}
 AUDIO: dict[str, Any] = {"encoder_layers": 1, "d_model": 32, "encoder_ffn_dim": 32, "encoder_attention_heads": 2}
 AUDIO |= {"output_dim": 64, "out_hidden_size": 64, "num_mel_bins": 16, "downsample_hidden_size": 16}
-INDEX: dict[str, Any] = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
 SECTIONED_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 
@@ -230,6 +231,26 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
     "jetmoe": {"num_local_experts": 4},
     "llama4_text": {"num_local_experts": 4, "layer_types": ["full_attention", "full_attention"]},
     "longcat_flash": MLA,
+}
+
+# Layers with convolution or recurrent states, for families whose tiny model above has none.
+RECURRENT_LAYERS: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"],
+        "mamba_n_heads": 4,
+        "mamba_d_head": 32,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+    },
+    "minimax": {"layer_types": ["linear_attention", "full_attention"], "block_size": 8},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "moe", "attention", "mamba"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "chunk_size": 8,
+    },
 }
 
 

@@ -17,7 +17,13 @@ from tests.support.training_runs import adapter, difference, first_gradients, ru
 
 @pytest.mark.parametrize(
     ("family", "precision", "tolerance"),
-    [("qwen3_moe", "bf16", 0.02), ("deepseek_v3", "bf16", 0.02), ("qwen3_moe", "f32", 1e-4)],
+    [
+        ("qwen3_moe", "bf16", 0.02),
+        ("deepseek_v3", "bf16", 0.02),
+        ("qwen3_moe", "f32", 1e-4),
+        ("deepseek_v32", "f32", 1e-4),
+        ("glm_moe_dsa", "f32", 1e-4),
+    ],
 )
 def test_adapter_equals_plain_trl_training(
     family: str, precision: str, tolerance: float, model_of: Callable[[str], Path], tmp_path: Path

@@ -21,15 +21,13 @@ from ktransformers.serve.engine.lora import LoadedAdapter, LoraModules
 from ktransformers.serve.engine.selection import SelectedRows, attend_gathered, attend_masked
 from tests.support.tiny_models import build
 
-# So many heads that hardly two keys have the same score; two heads often score 0 both, and ties are selected at random.
-INDEX = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 8}
 MLA = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "deepseek_v32": INDEX | MLA,
-    "glm_moe_dsa": INDEX | MLA,
-    "axk2": INDEX,
-    "mistral_large4": INDEX,
-    "hy_v4": INDEX | MLA | {"q_lora_rank": 24},
+    "deepseek_v32": MLA,
+    "glm_moe_dsa": MLA,
+    "axk2": {},
+    "mistral_large4": {},
+    "hy_v4": MLA,
 }
 SHARED = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "shared"]}
 PROMPTS = [[(7 * at + 3) % 96 for at in range(60)], [(11 * at + 5) % 96 for at in range(43)]]
