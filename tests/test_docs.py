@@ -1,6 +1,7 @@
 """Pages that name code are held to the code: paths in ARCHITECTURE.md and CONTRIBUTING.md exist, names in the first
 occur in the source, its glossary gives the file that defines each word, its tables of context variables and of layers
-are complete, and the version is the same in the package, the changelog and CITATION.cff."""
+are complete, and the version is the same in the package, the changelog and CITATION.cff. Links between pages lead to
+files and headings that exist."""
 
 from __future__ import annotations
 
@@ -72,6 +73,31 @@ def test_glossary_names_the_definition_of_each_word() -> None:
         if file is None or not re.search(DEFINITION.format(name), file.read_text()):
             wrong.append(f"{word}: {place}")
     assert wrong == []
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings, as GitHub makes them: lower case, hyphens for spaces, no other punctuation."""
+    headings = re.findall(r"(?m)^#+ (.+)$", PLAIN.sub("", text))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", PLAIN.sub("", page.read_text())):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if "://" in link:
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+            broken.append(f"{page.name}: {link}")
+    return broken
+
+
+def test_links_between_pages_lead_somewhere(tmp_path: Path) -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "bench" / "results" / "README.md"]
+    assert [link for page in pages for link in broken_links(page)] == []
+    (tmp_path / "page.md").write_text("# A `b`'s c\n[x](#a-bs-c) [y](#d) [z](other.md)\n")
+    assert broken_links(tmp_path / "page.md") == ["page.md: #d", "page.md: other.md"]
 
 
 def test_every_context_variable_is_in_the_table() -> None:

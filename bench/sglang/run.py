@@ -61,7 +61,7 @@ class Variant:
     extra: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
-    threads: int | None = None  # None: those of --threads, with which kt-kernel is fastest
+    threads: int | None = None  # None: those of --threads
 
 
 VARIANTS = {
