@@ -53,6 +53,12 @@ def harness(model_directory: Path, adapters: dict[str, Path]) -> Iterator[Engine
 
 
 @pytest.fixture(scope="session")
+def tiers_harness(model_directory: Path, adapters: dict[str, Path]) -> Iterator[EngineHarness]:
+    """With hashes of its adapters' contents, which name their blocks in lower tiers of the KV cache."""
+    yield EngineHarness(model_directory, adapters, hash_adapters=True)
+
+
+@pytest.fixture(scope="session")
 def served(harness: EngineHarness, adapters: dict[str, Path]) -> Iterator[RunningServer]:
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")

@@ -89,6 +89,7 @@ class EngineHarness:
         adapters: dict[str, Path],
         dtype: torch.dtype = torch.float32,
         device: str | None = None,  # of everything but the experts
+        hash_adapters: bool = False,
     ) -> None:
         from transformers import AutoTokenizer
 
@@ -101,7 +102,7 @@ class EngineHarness:
         self.model = load_model(directory, dtype=dtype, device=device)
         self.forward = Forward(self.model)
         self.kv_bytes_per_token = self.forward.check_against_stock()
-        self.lora_modules = LoraModules(self.model)
+        self.lora_modules = LoraModules(self.model, hash_content=hash_adapters)
         self.loaded = {name: self.lora_modules.open(path, name, 1, str(directory)) for name, path in adapters.items()}
 
     def engine(self, **limits: int) -> Any:

@@ -3,7 +3,8 @@ sample, deliver.
 
 Every step computes one chunk of each running sequence in one forward pass: the new token of sequences that decode, and
 for prompts that are not computed yet up to `chunked_prefill_size` tokens in order of arrival. A sequence is admitted
-when the KV cache has capacity for its prompt. When a decoding sequence cannot grow, the youngest one is preempted: it
+when the KV cache has capacity for its prompt, and, where lower tiers of the cache hold its beginning, when that is in
+host memory (`cache_tiers.py`). When a decoding sequence cannot grow, the youngest one is preempted: it
 gives up its slot, returns to the head of the queue and is recomputed later, so its stream pauses. The queue is bounded:
 requests that arrive while it is full are refused at once. When memory runs out in a step, the sequence with the most
 tokens in it ends, everything that is only cached is evicted, and the others go on.
@@ -24,6 +25,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -36,9 +38,15 @@ from ktransformers.serve.engine.head import LogitsReader
 from ktransformers.serve.engine.kv_cache import KVCache, Owner
 from ktransformers.serve.engine.sampling import Score, sample_token, score_tokens
 from ktransformers.serve.engine.sequence import Event, Sequence
+from ktransformers.serve.engine.tier_counts import Rate
+
+if TYPE_CHECKING:
+    from ktransformers.serve.engine.cache_tiers import CacheTiers
 
 LOG = logger(__name__)
 DEADLINE_POLL_SECONDS = 0.05  # between checks of deadlines while nothing can run
+FETCH_POLL_SECONDS = 0.001  # while a sequence waits for blocks from disk and nothing else runs
+MIN_PREFILL_TOKENS = 64  # of a prompt whose rate is measured
 
 
 class QueueFull(KTError):
@@ -80,6 +88,8 @@ class ServeEngine:
         self.kv_cache = KVCache(limits.max_total_tokens, forward.append_only, reuse=not limits.deterministic)
         self.memory_advice = ""  # what to change when memory runs out
         self.raise_launched: Callable[[], None] = lambda: None  # errors of experts that a step did not wait for
+        self.tiers: CacheTiers | None = None
+        self.prefill_rate = Rate()  # prompt tokens/s of one sequence, from its admission to its first token
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._submitted: deque[Sequence] = deque()
@@ -91,6 +101,10 @@ class ServeEngine:
     def start(self) -> None:
         self._thread = threading.Thread(target=self._loop, name="kt-engine", daemon=True)
         self._thread.start()
+
+    def attach_tiers(self, tiers: CacheTiers) -> None:
+        """Use tiers of the KV cache below the slots."""
+        self.tiers = self.kv_cache.lower = tiers
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
         """Queue all of them or none; raises QueueFull, Stopped or InputError."""
@@ -152,23 +166,31 @@ class ServeEngine:
             with self._wakeup:
                 if not self._alive:
                     break
-                if not self.busy and not self._unloaded:
+                saving = self.tiers is not None and self.tiers.pending
+                if not self.busy and not self._unloaded and not saving:
                     self._wakeup.wait()
                     continue
             try:
                 if not self.step():
                     with self._wakeup:
-                        self._wakeup.wait(DEADLINE_POLL_SECONDS)
+                        fetching = any(sequence.fetch is not None for sequence in self.waiting)
+                        self._wakeup.wait(FETCH_POLL_SECONDS if fetching else DEADLINE_POLL_SECONDS)
             except BaseException as error:  # one failed batch must not end the server
                 if not (isinstance(error, Exception) or is_panic(error)):
                     raise
                 LOG.exception("a step failed; it ends %s", ", ".join(sorted(self._request_ids())) or "no request")
                 self._fail_all(f"{type(error).__name__}: {error}")
+        if self.tiers is not None:
+            self.tiers.flush()
         self._fail_all("the server was stopped")
+        if self.tiers is not None:
+            self.tiers.close()
 
     def step(self) -> bool:
         """Compute one batch; False: there was nothing to compute."""
         self._receive()
+        if self.tiers is not None:
+            self.tiers.advance()
         self._admit()
         started = time.monotonic()
         batch = self._build_batch()
@@ -269,23 +291,47 @@ class ServeEngine:
             if first is not None and not first.finished and not first.prompt_computed:
                 deferred.append(sequence)
                 continue
-            top_logprobs = (sequence.request.logprobs or 0) if sequence.request.prompt_logprobs else None
+            if not self._fetched(sequence):
+                deferred.append(sequence)
+                continue
             try:
-                slot = self.kv_cache.allocate(sequence.owner, sequence.tokens, top_logprobs)
+                allocated = self._allocate(sequence)
             except Exception as error:
                 if exhausted_memory(error) is None:
                     raise
                 self._end_for_memory(sequence, len(sequence.tokens), error)
                 continue
-            if slot is None:
+            if not allocated:
                 deferred.append(sequence)
                 break
-            sequence.slot = slot
-            if sequence.request.prompt_logprobs and slot.length:
-                sequence.prompt_scores = [score.with_top(sequence.request.logprobs or 0) for score in slot.scores]
-            sequence.cached = min(slot.length, len(sequence.request.prompt))
             self.running.append(sequence)
         self.waiting.extendleft(reversed(deferred))
+
+    def _fetched(self, sequence: Sequence) -> bool:
+        """Fetch what lower tiers hold of the sequence; False: some of it is still being read. They hold no scores."""
+        if self.tiers is None or sequence.request.prompt_logprobs:
+            return True
+        if sequence.fetch is None:
+            root, in_slots = self.tiers.root_of(sequence.request.adapter), self.kv_cache.cached_tokens(*_key(sequence))
+            sequence.fetch = self.tiers.fetch(root, sequence.tokens, in_slots, self.prefill_rate)
+        return sequence.fetch.ready
+
+    def _allocate(self, sequence: Sequence) -> bool:
+        """Give the sequence a slot with everything of it that is cached; False: no capacity now."""
+        top_logprobs = (sequence.request.logprobs or 0) if sequence.request.prompt_logprobs else None
+        slot = sequence.slot = self.kv_cache.allocate(*_key(sequence), top_logprobs)
+        if slot is None:
+            return False
+        if self.tiers is not None:
+            slot.root = self.tiers.root_of(sequence.request.adapter)
+            if sequence.fetch is not None:
+                self.kv_cache.reused_tokens += self.tiers.restore(sequence.fetch, slot, sequence.tokens)
+                sequence.fetch = None
+        if sequence.request.prompt_logprobs and slot.length:
+            sequence.prompt_scores = [score.with_top(sequence.request.logprobs or 0) for score in slot.scores]
+        sequence.cached = min(slot.length, len(sequence.request.prompt))
+        sequence.admitted = time.monotonic()
+        return True
 
     def _build_batch(self) -> list[tuple[Sequence, Chunk]]:
         batch: list[tuple[Sequence, Chunk]] = []
@@ -362,6 +408,8 @@ class ServeEngine:
             sequence.first_token = time.monotonic()
             self.counts.first_token_seconds += sequence.first_token - sequence.arrived
             self.counts.first_tokens += 1
+            if len(prompt) - sequence.cached >= MIN_PREFILL_TOKENS:
+                self.prefill_rate.add(len(prompt) - sequence.cached, sequence.first_token - sequence.admitted)
         self._deliver(sequence, token, scores)
 
     def _deliver_prompt_scores(self, sequence: Sequence, chunk: Chunk) -> None:
@@ -391,6 +439,9 @@ class ServeEngine:
         if sequence.slot is not None:
             self.kv_cache.release(sequence.slot)
             sequence.slot = None
+        if sequence.fetch is not None and self.tiers is not None:
+            self.tiers.release(sequence.fetch)
+            sequence.fetch = None
         self.counts.finished[finish] = self.counts.finished.get(finish, 0) + 1
         sequence.end(finish, text, scores, error)
 
@@ -403,6 +454,13 @@ class ServeEngine:
             self._close(sequence, "error", error=error)
         self.waiting.clear()
         self.kv_cache.clear()
+        if self.tiers is not None:
+            self.tiers.forget_all()
+
+
+def _key(sequence: Sequence) -> tuple[Owner, list[int]]:
+    """What its slot is found by."""
+    return sequence.owner, sequence.tokens
 
 
 def _prompt_scorer(sequence: Sequence, position: int) -> LogitsReader:

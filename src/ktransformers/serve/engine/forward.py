@@ -29,6 +29,7 @@ from ktransformers.nn.mixed_lora import use_mixed_lora
 from ktransformers.nn.norm import patch_norms
 from ktransformers.nn.pool import default_pool
 from ktransformers.serve.engine.attention import ATTENTION_NAME, Span, attend_to_slots
+from ktransformers.serve.engine.cache_blocks import BlockLayout
 from ktransformers.serve.engine.head import LogitsHead, LogitsReader, ScoredRows, collect_rows
 from ktransformers.serve.engine.indexer import (
     INDEX_LAYER_TYPE,
@@ -78,6 +79,7 @@ class Forward:
         self.stock_attention = model.config._attn_implementation
         self._head = LogitsHead(model)
         self.graphs: DecodeGraphs | None = None  # replays steps of new tokens only
+        self.block_layout: BlockLayout | None = None  # of lower cache tiers, after `check_against_stock`
         use_latents(model, self._is_served)
         self.indexers = use_indexers(model, self._is_served)
         self.windows = read_windows(model)  # by attention module; the model's masks are never made again
@@ -163,6 +165,7 @@ class Forward:
                 slot = _check_chunks(self)
         finally:
             read_windows(self.model)
+        self.block_layout = BlockLayout.of_slot(slot)
         return slot.bytes() // slot.capacity
 
     @contextmanager
@@ -181,6 +184,7 @@ class SequentialForward:
     append_only = True  # a recurrent state cannot be truncated: a slot is continued at its end only
     graphs: DecodeGraphs | None = None
     indexers = 0  # that select keys of slots
+    block_layout: BlockLayout | None = None  # slots hold caches of transformers, which have no blocks
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model: Any = model

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,7 @@ class KVSlot:
     states: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # per sequence, after the last of `tokens`
     scores: list[Score] = field(default_factory=list)  # of the first tokens, as far as they were requested
     top_logprobs: int = 0  # alternatives that each of `scores` lists
+    root: bytes | None = None  # where the names of its blocks begin (`cache_blocks.py`); None: no tier stores them
     hf_cache: Any = None  # DynamicCache of `SequentialForward`; keys and values are empty then
     busy: bool = True
     last_use: int = 0
@@ -84,6 +85,19 @@ class KVSlot:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
 
 
+class LowerTiers(Protocol):
+    """Where blocks of slots go that are evicted or overwritten (`cache_tiers.py`)."""
+
+    def schedule(self, slot: KVSlot) -> None:
+        """The sequence of the slot has ended."""
+
+    def save_now(self, slot: KVSlot) -> None:
+        """The slot is about to be evicted or overwritten."""
+
+    def forget(self, slot: KVSlot) -> None:
+        """The contents of the slot are undefined."""
+
+
 @dataclass(frozen=True)
 class CachedPrefix:
     """The slot that shares the longest prefix with a prompt, and whether to copy from it instead of continuing it."""
@@ -103,6 +117,7 @@ class KVCache:
         self.slots: list[KVSlot] = []
         self.peak_tokens = 0  # largest sum of capacities so far
         self.reused_tokens = 0  # prompt tokens that were found in a slot
+        self.lower: LowerTiers | None = None
         self._clock = 0
 
     @property
@@ -124,6 +139,7 @@ class KVCache:
         scored = shared if top_logprobs is None else shared + 1
         if prefix is not None and not prefix.copy:
             slot = prefix.slot
+            self._save(slot)
             slot.busy = True
             del slot.tokens[shared:], slot.scores[scored:]
             if self.grow(slot, len(tokens)):
@@ -173,6 +189,8 @@ class KVCache:
 
     def release(self, slot: KVSlot) -> None:
         """The sequence has ended; its keys and values stay cached until they are evicted."""
+        if self.lower is not None:
+            self.lower.schedule(slot)
         self._clock += 1
         slot.busy, slot.last_use = False, self._clock
         if not slot.length:
@@ -180,11 +198,16 @@ class KVCache:
 
     def discard(self, slot: KVSlot) -> None:
         """Remove a slot whose contents are undefined."""
+        if self.lower is not None:
+            self.lower.forget(slot)
         if slot in self.slots:
             self.slots.remove(slot)
 
     def evict_idle(self) -> None:
-        """Evict all slots without a sequence."""
+        """Evict all slots without a sequence, unsaved: memory has run out."""
+        for slot in self.slots:
+            if self.lower is not None and not slot.busy:
+                self.lower.forget(slot)
         self.slots = [slot for slot in self.slots if slot.busy]
 
     def evict_owner(self, owner: Owner) -> None:
@@ -200,8 +223,18 @@ class KVCache:
             return False
         idle = sorted((slot for slot in self.slots if not slot.busy), key=lambda slot: slot.last_use)
         while self.allocated_tokens + tokens > self.limit and idle:
+            self._save(idle[0])
             self.slots.remove(idle.pop(0))
         return self.allocated_tokens + tokens <= self.limit
+
+    def _save(self, slot: KVSlot) -> None:
+        if self.lower is not None:
+            self.lower.save_now(slot)
+
+    def cached_tokens(self, owner: Owner, tokens: Sequence[int]) -> int:
+        """How many of `tokens` a slot holds that `allocate` would continue or copy."""
+        prefix = self._find_prefix(owner, tokens, None)
+        return 0 if prefix is None else prefix.tokens
 
     def _find_prefix(self, owner: Owner, tokens: Sequence[int], top_logprobs: int | None) -> CachedPrefix | None:
         best, longest = None, 0

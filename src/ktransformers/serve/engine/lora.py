@@ -11,6 +11,7 @@ makes a new version, and requests in flight keep the one that they started with.
 from __future__ import annotations
 
 import functools
+import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -59,6 +60,7 @@ class LoadedAdapter:
     matrices: int = 0  # with factors: each linear layer, and gate, up and down of each expert layer
     factors: Mapping[nn.Module, LoraFactors] = field(default_factory=dict)  # of expert layers that a GPU may compute
     template: AdapterTemplate | None = None  # that it was trained with; None: the base's
+    content: bytes = b""  # hash of all factors; empty: it was not asked for
 
     @property
     def owner(self) -> Owner:
@@ -121,7 +123,9 @@ def expert_lora(adapter_rows: Sequence[AdapterRows], token_count: int) -> dict[n
 class LoraModules:
     """The model's linear and expert layers, by the names that adapters use for them."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, hash_content: bool = False) -> None:
+        """`hash_content`: of adapters, which names their blocks in lower tiers of the KV cache."""
+        self.hash_content = hash_content
         self._linears: dict[tuple[str, int, str], nn.Module] = {}
         self._experts: dict[tuple[str, int, str], nn.Module] = {}
         self.device = next(model.parameters()).device
@@ -144,6 +148,9 @@ class LoraModules:
         linears = {self._find_linear(source, layer.name): layer for layer in adapter.modules}
         experts = {self._find_experts(source, layer.root): layer for layer in adapter.experts}
         factors_by_layer = {module: (layer.name, layer.read()) for module, layer in linears.items()}
+        digest = hashlib.blake2b(digest_size=20) if self.hash_content else None
+        for layer_name, pair in sorted(factors_by_layer.values(), key=lambda entry: entry[0]):
+            _hash_pair(digest, layer_name, pair)
         with DEVICE_COPY_LOCK:
             linear_loras = {
                 module: self._linear_factors(source, name, module, pair)
@@ -153,11 +160,14 @@ class LoraModules:
         factors: dict[nn.Module, LoraFactors] = {}
         for module, layer in experts.items():
             pairs = layer.read()
+            for role in sorted(pairs):
+                _hash_pair(digest, f"{layer.root}.{role}", pairs[role])
             packed[module] = _pack_experts(f"{source}: {layer.root}.experts", module, pairs)
             if _may_run_on_gpu(module):
                 factors[module] = _gpu_factors(pairs)
         matrices = len(linear_loras) + sum(len(layer.forms) for layer in experts.values())
-        return LoadedAdapter(name, version, source, linear_loras, packed, matrices, factors)
+        content = b"" if digest is None else digest.digest()
+        return LoadedAdapter(name, version, source, linear_loras, packed, matrices, factors, content=content)
 
     def _find_linear(self, source: str, name: str) -> nn.Module:
         module = self._linears.get(split_layer_name(name))
@@ -179,6 +189,15 @@ class LoraModules:
             raise InputError(f"{source}: {name}", given, f"{linear.out_features} by {linear.in_features}")
         a, b = (factor.to(linear.weight.device, torch.float32).contiguous() for factor in (pair.a, pair.b.T))
         return LinearLora(a, b, pair.scaling)
+
+
+def _hash_pair(digest: hashlib.blake2b | None, name: str, pair: LoraPair) -> None:
+    if digest is None:
+        return
+    digest.update(f"{name} {pair.scaling!r}".encode())
+    for factor in (pair.a, pair.b):
+        digest.update(f" {factor.dtype} {tuple(factor.shape)} ".encode())
+        digest.update(factor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
 
 
 def _is_packed_layer(module: Any) -> bool:

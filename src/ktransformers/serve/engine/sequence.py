@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -17,6 +17,9 @@ from ktransformers.serve.engine.detokenizer import StreamingText
 from ktransformers.serve.engine.kv_cache import KVSlot, Owner
 from ktransformers.serve.engine.lora import LoadedAdapter
 from ktransformers.serve.engine.sampling import Sampling, Score, make_generator
+
+if TYPE_CHECKING:
+    from ktransformers.serve.engine.cache_tiers import PrefixFetch
 
 
 class Grammar(Protocol):
@@ -74,6 +77,8 @@ class Sequence:
     cancelled: bool = False
     finished: bool = False
     arrived: float = field(default_factory=time.monotonic)
+    fetch: PrefixFetch | None = None  # blocks of its prompt that are being read, while it is queued
+    admitted: float = 0.0
     first_token: float | None = None
 
     def __post_init__(self) -> None:

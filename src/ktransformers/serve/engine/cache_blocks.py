@@ -1,0 +1,148 @@
+"""Blocks of cached tokens: what the lower tiers of the KV cache store, and the hashes that name them.
+
+A block is BLOCK_TOKENS tokens of every part of every layer of a slot, as one flat run of bytes; `BlockLayout` says
+where each part lies in it. Attention never reads blocks: it reads contiguous slots (`kv_cache.py`), so a block is
+copied into a slot when a prompt begins with it. That keeps one form for every attention kernel and for captured graphs,
+and one copy of a block serves all sequences.
+
+Blocks are named by a hash chain: `hash(name of the block before, its token ids)`. The chain begins at a root, the hash
+of everything else that keys and values depend on: the model, the adapter's content, dtype, shapes and the format's
+version. Two blocks of one name hold the same numbers, in this process and in a file of an earlier one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ktransformers.serve.engine.kv_cache import CAPACITY_BLOCK, KVSlot
+
+BLOCK_TOKENS = CAPACITY_BLOCK
+BLOCK_FORMAT = 1  # of the bytes of a block and of its name
+HASH_BYTES = 20
+ALIGNMENT = 64  # bytes, of each part in a block
+
+BlockHash = bytes
+
+
+@dataclass(frozen=True)
+class PartPlace:
+    """Where one part of one layer lies in a block: `[heads, BLOCK_TOKENS, size]` from `offset`."""
+
+    part: str
+    layer: int
+    heads: int
+    size: int
+    dtype: torch.dtype
+    device: torch.device
+    offset: int
+
+    @property
+    def bytes(self) -> int:
+        return self.heads * BLOCK_TOKENS * self.size * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    places: tuple[PartPlace, ...]  # those of a device are adjacent
+    bytes: int  # of a block
+
+    @classmethod
+    def of_slot(cls, slot: KVSlot) -> BlockLayout | None:
+        """That of a slot that has been computed; None: it holds nothing per token, or states that blocks lack."""
+        if slot.states or slot.hf_cache is not None:
+            return None
+        parts = [
+            (str(tensor.device), layer, part, tensor)
+            for part, buffers in slot.parts.items()
+            for layer, tensor in buffers.items()
+        ]
+        places, offset = [], 0
+        for _, layer, part, tensor in sorted(parts, key=lambda entry: entry[:3]):
+            heads, _, size = tensor.shape
+            place = PartPlace(part, layer, heads, size, tensor.dtype, tensor.device, offset)
+            places.append(place)
+            offset += -(-place.bytes // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(places), offset) if places else None
+
+    @cached_property
+    def segments(self) -> list[tuple[torch.device, int, int]]:
+        """(device, first byte, last byte + 1) of each device."""
+        devices = list(dict.fromkeys(place.device for place in self.places))
+        firsts = [next(place.offset for place in self.places if place.device == device) for device in devices]
+        return list(zip(devices, firsts, [*firsts[1:], self.bytes], strict=True))
+
+    def places_on(self, device: torch.device) -> Iterator[PartPlace]:
+        return (place for place in self.places if place.device == device)
+
+    def describe(self) -> str:
+        """Everything that the bytes of a block depend on except its tokens and weights."""
+        places = sorted((place.layer, place.part, place) for place in self.places)
+        return " ".join(
+            f"{layer}:{part}:{place.heads}x{place.size}:{str(place.dtype).removeprefix('torch.')}@{place.offset}"
+            for layer, part, place in places
+        )
+
+    def matches(self, slot: KVSlot) -> bool:
+        """Whether the slot holds exactly these parts."""
+        held = {(part, layer): tensor for part, buffers in slot.parts.items() for layer, tensor in buffers.items()}
+        return len(held) == len(self.places) and all(
+            (tensor := held.get((place.part, place.layer))) is not None
+            and (tensor.shape[0], tensor.shape[2], tensor.dtype) == (place.heads, place.size, place.dtype)
+            for place in self.places
+        )
+
+
+def root_hash(identity: bytes, adapter: bytes, layout: BlockLayout) -> BlockHash:
+    """Where the chains of a model begin under an adapter; `adapter` is empty for the base."""
+    digest = hashlib.blake2b(digest_size=HASH_BYTES, person=b"kt kv block")
+    for text in (struct.pack("<II", BLOCK_FORMAT, BLOCK_TOKENS), identity, adapter, layout.describe().encode()):
+        digest.update(struct.pack("<Q", len(text)) + text)
+    return digest.digest()
+
+
+def block_hashes(root: BlockHash, tokens: Sequence[int]) -> list[BlockHash]:
+    """Names of the whole blocks at the beginning of `tokens`."""
+    names, name = [], root
+    for first in range(0, len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS):
+        ids = array("q", tokens[first : first + BLOCK_TOKENS]).tobytes()
+        name = hashlib.blake2b(name + ids, digest_size=HASH_BYTES).digest()
+        names.append(name)
+    return names
+
+
+def copy_from_slot(
+    slot: KVSlot, places: Iterator[PartPlace], first_block: int, blocks: Tensor, origin: int = 0
+) -> None:
+    """Copy blocks `first_block` .. of the slot into uint8 `[n, bytes]`, whose byte 0 is byte `origin` of a block."""
+    for place in places:
+        _in_blocks(place, blocks, origin).copy_(_in_slot(place, slot, first_block, blocks.shape[0]), non_blocking=True)
+
+
+def copy_to_slot(slot: KVSlot, places: Iterator[PartPlace], first_block: int, blocks: Tensor, origin: int = 0) -> None:
+    """The inverse of `copy_from_slot`; buffers that the slot lacks are allocated."""
+    for place in places:
+        like = torch.empty(place.heads, 0, place.size, dtype=place.dtype, device=place.device)
+        slot.buffer(place.part, place.layer, like)
+        _in_slot(place, slot, first_block, blocks.shape[0]).copy_(_in_blocks(place, blocks, origin), non_blocking=True)
+
+
+def _in_blocks(place: PartPlace, blocks: Tensor, origin: int) -> Tensor:
+    """[heads, n, BLOCK_TOKENS, size], a view of uint8 `[n, bytes]`."""
+    start = place.offset - origin
+    numbers = blocks[:, start : start + place.bytes].view(place.dtype)
+    return numbers.view(-1, place.heads, BLOCK_TOKENS, place.size).transpose(0, 1)
+
+
+def _in_slot(place: PartPlace, slot: KVSlot, first_block: int, count: int) -> Tensor:
+    """[heads, n, BLOCK_TOKENS, size], a view of a slot's buffer."""
+    buffer = slot.parts[place.part][place.layer]
+    rows = buffer[:, first_block * BLOCK_TOKENS : (first_block + count) * BLOCK_TOKENS]
+    return rows.view(place.heads, count, BLOCK_TOKENS, place.size)

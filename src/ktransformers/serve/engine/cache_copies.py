@@ -1,0 +1,155 @@
+"""Copies of blocks between slots and rows of the host tier.
+
+On the CPU they are plain copies. On a GPU a block is gathered from the slot into a staging buffer on the stream that
+computes, at the rate of the GPU's memory, so that the slot may be overwritten or freed at once; a side stream copies
+the staging buffer to pinned memory, or back. Whole blocks cross the link in one copy each, because a part of one layer
+is a few tens of kilobytes and a launch for each would take longer than the copy. Two staging buffers alternate. Nothing
+here waits on the host: streams wait for events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ktransformers.serve.engine.cache_blocks import BlockLayout, copy_from_slot, copy_to_slot
+from ktransformers.serve.engine.host_tier import HostBlock
+from ktransformers.serve.engine.kv_cache import KVSlot
+
+STAGING_BYTES = 64 << 20  # of one staging buffer, or one block
+STAGES = 2
+
+
+def make_event(*, timing: bool = False) -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
+
+
+class SlotCopies(Protocol):
+    def save(self, slot: KVSlot, first_block: int, blocks: Sequence[HostBlock]) -> None:
+        """Copy consecutive blocks of the slot into their rows."""
+
+    def restore(self, slot: KVSlot, first_block: int, blocks: Sequence[HostBlock]) -> PendingCopy | None:
+        """Copy rows into consecutive blocks of the slot; None: it is done. Later kernels see the new contents."""
+
+
+@dataclass(frozen=True)
+class PendingCopy:
+    """A copy from pinned memory that a GPU may not have ended yet."""
+
+    events: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]  # started and ended, of each device
+
+    @property
+    def done(self) -> bool:
+        return all(ended.query() for _, ended in self.events)  # type: ignore[no-untyped-call]
+
+    @property
+    def seconds(self) -> float:
+        return max(float(started.elapsed_time(ended)) for started, ended in self.events) / 1e3
+
+    def wait(self) -> None:
+        for _, ended in self.events:
+            ended.synchronize()
+
+
+class HostCopies:
+    """Slots in host memory."""
+
+    def __init__(self, layout: BlockLayout) -> None:
+        self._layout = layout
+
+    @torch.inference_mode()
+    def save(self, slot: KVSlot, first_block: int, blocks: Sequence[HostBlock]) -> None:
+        for number, block in enumerate(blocks, first_block):
+            copy_from_slot(slot, iter(self._layout.places), number, block.row[None])
+
+    @torch.inference_mode()
+    def restore(self, slot: KVSlot, first_block: int, blocks: Sequence[HostBlock]) -> PendingCopy | None:
+        for number, block in enumerate(blocks, first_block):
+            copy_to_slot(slot, iter(self._layout.places), number, block.row[None])
+        return None
+
+
+@dataclass(frozen=True)
+class _Stage:
+    buffer: Tensor  # uint8 [n, bytes of this device]
+    free: torch.cuda.Event  # after its last use
+
+
+class _DeviceStages:
+    """The side stream and staging buffers of one device."""
+
+    def __init__(self, device: torch.device, first: int, last: int) -> None:
+        self.device, self.first, self.last = device, first, last
+        self.side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        count = max(1, STAGING_BYTES // (last - first))
+        self._stages = [
+            _Stage(torch.empty(count, last - first, dtype=torch.uint8, device=device), make_event())
+            for _ in range(STAGES)
+        ]
+        self._turn = 0
+
+    def chunks(self, count: int) -> Iterator[tuple[int, int, _Stage]]:
+        """(first, last + 1, stage) of `count` blocks, as many as a stage holds at a time."""
+        step = self._stages[0].buffer.shape[0]
+        for first in range(0, count, step):
+            self._turn = (self._turn + 1) % STAGES
+            yield first, min(first + step, count), self._stages[self._turn]
+
+
+class DeviceCopies:
+    """Slots on one GPU, or with layers on several."""
+
+    def __init__(self, layout: BlockLayout) -> None:
+        self._layout = layout
+        self._devices = [_DeviceStages(*segment) for segment in layout.segments]
+
+    @torch.inference_mode()
+    def save(self, slot: KVSlot, first_block: int, blocks: Sequence[HostBlock]) -> None:
+        ended = []
+        for part in self._devices:
+            with torch.cuda.device(part.device):
+                compute = torch.cuda.current_stream()
+                for first, last, stage in part.chunks(len(blocks)):
+                    compute.wait_event(stage.free)
+                    staged = stage.buffer[: last - first]
+                    places = self._layout.places_on(part.device)
+                    copy_from_slot(slot, places, first_block + first, staged, part.first)
+                    part.side.wait_stream(compute)
+                    with torch.cuda.stream(part.side):
+                        for row, block in enumerate(blocks[first:last]):
+                            block.row[part.first : part.last].copy_(staged[row], non_blocking=True)
+                        stage.free.record(part.side)
+                ended.append(make_event())
+                ended[-1].record(part.side)
+        for block in blocks:
+            block.copied = ended
+
+    @torch.inference_mode()
+    def restore(self, slot: KVSlot, first_block: int, blocks: Sequence[HostBlock]) -> PendingCopy | None:
+        events = []
+        for part in self._devices:
+            with torch.cuda.device(part.device):
+                compute = torch.cuda.current_stream()
+                started, ended = (make_event(timing=True) for _ in range(2))
+                started.record(part.side)
+                for first, last, stage in part.chunks(len(blocks)):
+                    part.side.wait_event(stage.free)
+                    staged = stage.buffer[: last - first]
+                    with torch.cuda.stream(part.side):
+                        for row, block in enumerate(blocks[first:last]):
+                            staged[row].copy_(block.row[part.first : part.last], non_blocking=True)
+                    compute.wait_stream(part.side)
+                    copy_to_slot(slot, self._layout.places_on(part.device), first_block + first, staged, part.first)
+                    stage.free.record(compute)
+                ended.record(part.side)
+                events.append((started, ended))
+        return PendingCopy(events)
+
+
+def make_copies(layout: BlockLayout) -> SlotCopies:
+    on_gpu = any(device.type == "cuda" for device, _, _ in layout.segments)
+    return DeviceCopies(layout) if on_gpu else HostCopies(layout)

@@ -1,0 +1,296 @@
+"""The tiers below the slots of the KV cache: when blocks are saved, and when a prompt begins with fetched ones.
+
+A slot is scheduled to be saved when its sequence ends. Each step of the engine then copies some of its blocks to the
+host tier, and what is left at once before the slot is evicted or overwritten. With a disk tier, blocks of the host tier
+are written through to the file in a thread; while its queue is full, saving pauses, and blocks of a slot that must go
+are dropped. With `--kv-disk` alone the host tier is a small buffer for blocks on their way.
+
+A prompt that begins with blocks of the tiers waits in the queue while they are read from disk into host memory, and
+other sequences go on. Then its slot is filled, and only the rest is computed. One rule says how many blocks are
+fetched: each saves the time to compute its tokens, at the rate measured for prompts, and costs the time to copy it, at
+the rate measured for its tier; the prefix with the largest sum is taken, and none where every sum is negative. A tier
+whose rate is not measured yet costs nothing, and before the first prompt is measured everything is fetched. A tier that
+was skipped is assumed to be a little faster each time, so that it is tried again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ktransformers.serve.engine.cache_blocks import BLOCK_TOKENS, BlockHash, BlockLayout, block_hashes, root_hash
+from ktransformers.serve.engine.cache_copies import PendingCopy, make_copies
+from ktransformers.serve.engine.disk_tier import DiskTier
+from ktransformers.serve.engine.host_tier import HostBlock, HostTier
+from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.engine.lora import LoadedAdapter
+from ktransformers.serve.engine.tier_counts import Rate, TierCounts, TierState
+
+SAVED_BYTES_PER_STEP = 64 << 20
+RETRY_SHARE = 0.05  # by which the assumed rate of a tier rises each time it is skipped
+FLUSH_SECONDS = 20.0  # at the end of a server, for blocks that are not on disk yet
+
+
+@dataclass(eq=False)
+class _Unsaved:
+    """A slot with blocks that no tier has."""
+
+    slot: KVSlot
+    names: list[BlockHash]
+    next: int = 0
+
+
+@dataclass(eq=False)
+class PrefixFetch:
+    """Blocks of a prompt on their way to its slot."""
+
+    first_block: int = 0
+    blocks: list[HostBlock] = field(default_factory=list)
+    counts: list[TierCounts] = field(default_factory=list)  # of the tier that had each block
+
+    @property
+    def ready(self) -> bool:
+        return all(block.reading is None or block.reading.done() for block in self.blocks)
+
+
+class CacheTiers:
+    """`identity`: the hash of everything that keys and values depend on except tokens, adapter and layout. `buffers`:
+    the host tier only holds blocks on their way to and from disk."""
+
+    def __init__(
+        self, layout: BlockLayout, identity: bytes, host: HostTier, disk: DiskTier | None, *, buffers: bool = False
+    ) -> None:
+        self.layout, self.host, self.disk, self._buffers = layout, host, disk, buffers
+        self._identity = identity
+        self._copies = make_copies(layout)
+        self._roots: dict[bytes, BlockHash] = {}
+        self._unsaved: dict[KVSlot, _Unsaved] = {}
+        self._copying: list[tuple[PendingCopy, list[HostBlock]]] = []
+
+    @property
+    def states(self) -> list[TierState]:
+        return [self.host.state, *([] if self.disk is None else [self.disk.state])]
+
+    @property
+    def pending(self) -> bool:
+        """Whether `advance` has something to do."""
+        return bool(self._unsaved or self._copying)
+
+    def root_of(self, adapter: LoadedAdapter | None) -> BlockHash | None:
+        """Where the chains of an adapter begin; None: its content was not hashed, so that its blocks have no name."""
+        content = b"" if adapter is None else adapter.content
+        if adapter is not None and not content:
+            return None
+        if content not in self._roots:
+            self._roots[content] = root_hash(self._identity, content, self.layout)
+        return self._roots[content]
+
+    # Saving
+
+    def schedule(self, slot: KVSlot) -> None:
+        """Save the whole blocks of a slot, in the next steps."""
+        if slot.root is None or slot.length < BLOCK_TOKENS or not self.layout.matches(slot):
+            return
+        names = [slot.root, *block_hashes(slot.root, slot.tokens)]
+        if not self._buffers:  # the end of a chain must not evict its beginning
+            names = names[: self.host.rows + 1]
+        self._unsaved[slot] = _Unsaved(slot, names)
+
+    def save_now(self, slot: KVSlot) -> None:
+        """Save what is left of a slot that is about to be overwritten; blocks that find no room are dropped."""
+        unsaved = self._unsaved.pop(slot, None)
+        if unsaved is not None:
+            self._save(unsaved, len(unsaved.names))
+            left = unsaved.names[unsaved.next + 1 :]
+            self.host.counts.dropped += sum(not self._has(name) for name in left)
+
+    def forget(self, slot: KVSlot) -> None:
+        """The contents of the slot are undefined."""
+        self._unsaved.pop(slot, None)
+
+    def forget_all(self) -> None:
+        self._unsaved.clear()
+
+    def advance(self) -> None:
+        """Copy some of the blocks that are not saved yet."""
+        self._end_copies()
+        budget = max(1, SAVED_BYTES_PER_STEP // self.layout.bytes)
+        for slot, unsaved in list(self._unsaved.items()):
+            budget -= self._save(unsaved, budget)
+            if unsaved.next >= len(unsaved.names) - 1:
+                self._unsaved.pop(slot, None)
+                self._touch(unsaved.names)
+            if budget <= 0:
+                break
+
+    def _touch(self, names: Sequence[BlockHash]) -> None:
+        """Count a use of these blocks. The first of a chain counts as the most recent: without it the others are never
+        asked for."""
+        self.host.touch(reversed(names))
+        if self.disk is not None:
+            self.disk.touch(reversed(names))
+
+    def _has(self, name: BlockHash) -> bool:
+        return name in self.host or (self._buffers and self.disk is not None and name in self.disk)
+
+    def _save(self, unsaved: _Unsaved, limit: int) -> int:
+        """Copy at most `limit` blocks; returns how many."""
+        saved, last = 0, len(unsaved.names) - 1
+        while unsaved.next < last and saved < limit:
+            if self._has(unsaved.names[unsaved.next + 1]):
+                unsaved.next += 1
+                continue
+            first, blocks = unsaved.next, list[HostBlock]()
+            while first + len(blocks) < last and saved + len(blocks) < limit:
+                parent, name = unsaved.names[first + len(blocks)], unsaved.names[first + len(blocks) + 1]
+                block = (
+                    None if self._has(name) or not self._takes_more(len(blocks)) else self.host.reserve(name, parent)
+                )
+                if block is None:
+                    break
+                blocks.append(block)
+            if not blocks:
+                break
+            self._copy_to_host(unsaved.slot, first, blocks)
+            saved += len(blocks)
+            unsaved.next += len(blocks)
+        return saved
+
+    def _takes_more(self, reserved: int) -> bool:
+        """Whether the disk tier takes another block after `reserved` ones; a tier that no longer writes holds up
+        nothing."""
+        return self.disk is None or not self.disk.writable or self.disk.free_places > reserved
+
+    def _copy_to_host(self, slot: KVSlot, first: int, blocks: list[HostBlock]) -> None:
+        started = time.perf_counter()
+        try:
+            self._copies.save(slot, first, blocks)
+        except BaseException:
+            for block in blocks:
+                self.host.remove(block)
+            raise
+        self.host.counts.add_write(len(blocks) * self.layout.bytes, time.perf_counter() - started)
+        for block in blocks:
+            if self.disk is None or not self.disk.offer(block, self.host.release):
+                self.host.release(block)
+
+    # Fetching
+
+    def fetch(self, root: BlockHash | None, tokens: Sequence[int], in_slots: int, prefill: Rate) -> PrefixFetch:
+        """Start to fetch the blocks at the beginning of `tokens` that are worth it, beyond the `in_slots` tokens that a
+        slot has. The last token stays uncomputed, because its logits are needed."""
+        fetch = PrefixFetch(in_slots // BLOCK_TOKENS)
+        if root is None:
+            return fetch
+        names = [root, *block_hashes(root, tokens[:-1])]
+        count = self._worth_fetching(names[fetch.first_block + 1 :], fetch.first_block, in_slots, prefill)
+        for index in range(fetch.first_block + 1, fetch.first_block + count + 1):
+            name, counts = names[index], self.host.counts
+            block = self.host.get(name)
+            if block is None and self.disk is not None and name in self.disk:
+                block, counts = self.host.reserve(name, names[index - 1]), self.disk.counts
+                if block is not None:
+                    block.reading = self.disk.read(block)
+            if block is None:  # evicted meanwhile, or every row is in use
+                break
+            fetch.blocks.append(block)
+            fetch.counts.append(counts)
+        self._touch(names)
+        return fetch
+
+    def _worth_fetching(self, names: Sequence[BlockHash], first_block: int, in_slots: int, prefill: Rate) -> int:
+        """How many of these blocks to fetch: the prefix with the largest predicted saving."""
+        copy_seconds = self.host.counts.read_rate.seconds_for(self.layout.bytes)
+        savings, gains, tiers = [0.0], list[int](), list[TierCounts]()
+        for count, name in enumerate(names, 1):
+            cost, counts = copy_seconds, self.host.counts
+            if name not in self.host:
+                if self.disk is None or name not in self.disk:
+                    break
+                counts = self.disk.counts
+                cost += counts.read_rate.seconds_for(self.layout.bytes)
+            gained = min(BLOCK_TOKENS, (first_block + count) * BLOCK_TOKENS - in_slots)
+            savings.append(savings[-1] + prefill.seconds_for(gained) - cost)
+            gains.append(gained)
+            tiers.append(counts)
+        taken = savings.index(max(savings)) if prefill.value else len(gains)
+        for gained, counts in zip(gains[taken:], tiers[taken:], strict=True):
+            counts.skipped_tokens += gained
+        for counts in {id(counts): counts for counts in tiers[taken:]}.values():
+            counts.read_rate.raise_by(RETRY_SHARE)
+        return taken
+
+    def restore(self, fetch: PrefixFetch, slot: KVSlot, tokens: Sequence[int]) -> int:
+        """Fill a slot with fetched blocks as far as they are valid and it has not more already; returns how many tokens
+        it holds in addition."""
+        valid = 0
+        for block in fetch.blocks:
+            if block.reading is not None and not block.reading.result():
+                break
+            valid += 1
+        end = (fetch.first_block + valid) * BLOCK_TOKENS
+        gained = end - slot.length
+        if gained <= 0 or slot.length < fetch.first_block * BLOCK_TOKENS:
+            self.release(fetch)
+            return 0
+        first = slot.length // BLOCK_TOKENS  # a slot may hold more by now
+        blocks = fetch.blocks[first - fetch.first_block : valid]
+        self._copy_to_slot(slot, first, blocks)
+        for index, counts in enumerate(fetch.counts[first - fetch.first_block : valid], first):
+            counts.hit_tokens += min(BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS - slot.length)
+        slot.tokens = list(tokens[:end])
+        self.release(fetch)
+        return gained
+
+    def _copy_to_slot(self, slot: KVSlot, first: int, blocks: list[HostBlock]) -> None:
+        started = time.perf_counter()
+        pending = self._copies.restore(slot, first, blocks)
+        if pending is None:
+            self.host.counts.add_read(len(blocks) * self.layout.bytes, time.perf_counter() - started)
+            return
+        for block in blocks:
+            self.host.hold(block)  # until the copy has ended
+        self._copying.append((pending, blocks))
+
+    def _end_copies(self) -> None:
+        """Let go of blocks that the GPU has copied."""
+        while self._copying and self._copying[0][0].done:
+            pending, blocks = self._copying.pop(0)
+            self.host.counts.add_read(len(blocks) * self.layout.bytes, pending.seconds)
+            for block in blocks:
+                self.host.release(block)
+
+    def release(self, fetch: PrefixFetch) -> None:
+        """Let go of its blocks; a block that could not be read is forgotten."""
+        for block in fetch.blocks:
+            if block.reading is None:
+                self.host.release(block)
+            else:
+                block.reading.add_done_callback(self._release_callback(block))
+        fetch.blocks, fetch.counts = [], []
+
+    def _release_callback(self, block: HostBlock) -> Callable[[object], None]:
+        def release(_: object) -> None:
+            reading = block.reading
+            if reading is not None and not (reading.exception() or not reading.result()):
+                self.host.release(block)
+            else:
+                self.host.remove(block)
+
+        return release
+
+    # The end
+
+    def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
+        """Save everything scheduled and wait until it is on disk; False: it took longer."""
+        deadline = time.monotonic() + seconds
+        while self.pending and time.monotonic() < deadline:
+            self.advance()
+            time.sleep(0.001)
+        return self.disk is None or self.disk.flush(max(0.0, deadline - time.monotonic()))
+
+    def close(self) -> None:
+        self.forget_all()
+        if self.disk is not None:
+            self.disk.close()
