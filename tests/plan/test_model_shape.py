@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ktransformers.plan.formats import counted_as, format_of, packed_expert_byte
 from ktransformers.plan.machine import profile
 from ktransformers.plan.memory import attention_lora_numbers, expert_lora_numbers, kept_rows_bytes, predict_memory
 from ktransformers.plan.model_shape import open_shape, shape_from_config, shipped_shapes
+from ktransformers.serve.engine.forward import make_forward
 from ktransformers.train.settings import LoraSettings
 from ktransformers.train.targets import count_trained_parameters, find_targets
 from tests.support.releases import KINDS
@@ -49,7 +51,9 @@ def test_shipped_shapes_count_what_the_models_have(name: str) -> None:
     assert shape.rest == pytest.approx(rest, abs=shape.layers)  # an average layer is a whole number
     for target, expected in (("all", None), ("experts", expert_lora_numbers(shape, 8))):
         settings = LoraSettings(lora_rank=8, lora_target=(target,))
-        found = count_trained_parameters(model, find_targets(model, settings), 8)
+        targets = find_targets(model, settings)
+        adapted = tuple(name for name in targets.modules if ".indexer." not in name)  # it is called without gradients
+        found = count_trained_parameters(model, replace(targets, modules=adapted), 8)
         assert found == (expected or expert_lora_numbers(shape, 8) + attention_lora_numbers(shape, 8))
 
 
@@ -117,6 +121,30 @@ def test_bf16_releases_have_two_bytes_per_number() -> None:
 def test_kv_cache_of_latent_attention_is_counted_expanded(name: str, bytes_per_token: int) -> None:
     """As serve/engine/kv_cache.py keeps it: keys and values of every head."""
     assert 2 * open_shape(name).cache_width == bytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("deepseek_v32", {}),
+        ("glm_moe_dsa", {"indexer_types": ["full", "shared"]}),
+        ("axk2", {}),
+        ("hy_v4", {}),
+        ("mistral_large4", {}),
+    ],
+)
+def test_kv_cache_counts_keys_of_indexers(family: str, changes: dict[str, Any]) -> None:
+    """What the slots of a server hold of a token; new tokens read the selected keys alone."""
+    model = build(family, **changes)
+    shape = shape_from_config(model.config.to_dict(), family)
+    assert make_forward(model).check_against_stock() == 4 * shape.cached_numbers
+    assert shape.index_width == 16 * (1 if changes else 2) and shape.index_topk == 8
+    assert shape.read_numbers(100) == 8 * shape.latent_width + 100 * shape.index_width
+
+
+@pytest.mark.parametrize(("name", "numbers"), [("deepseek-v3.2", 61 * (576 + 128)), ("glm-5", 78 * (576 + 128))])
+def test_kv_cache_of_shipped_models_with_indexers(name: str, numbers: int) -> None:
+    assert open_shape(name).cached_numbers == numbers
 
 
 def test_every_name_and_every_file_is_known() -> None:

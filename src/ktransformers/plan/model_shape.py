@@ -82,13 +82,20 @@ class ModelShape:
     counted: bool = False  # from shard headers, not by formulas
     latent_width: int = 0  # numbers of a token in a KV cache of latents, all layers together; 0: no latent attention
     absorbed_numbers: int = 0  # that multiply queries for latents (serve/engine/latent.py), all layers together
+    index_width: int = 0  # numbers of a token's keys for indexers, all layers together; 0: keys are not selected
+    index_topk: int = 0  # keys that a new token attends to, if an indexer selects them
     stored: str = "bf16"  # format of the experts in the release
     published: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
 
     @property
     def cached_numbers(self) -> int:
         """Numbers of a token in the KV cache of `kt serve`, which holds latents."""
-        return self.latent_width or self.cache_width
+        return (self.latent_width or self.cache_width) + self.index_width
+
+    def read_numbers(self, context: float) -> float:
+        """Numbers that a new token reads in the KV cache of its `context` tokens."""
+        attended = min(context, self.index_topk) if self.index_width else context
+        return attended * (self.latent_width or self.cache_width) + context * self.index_width
 
     @property
     def expert_numbers(self) -> int:
@@ -192,6 +199,7 @@ class _Attention:
     cache: int
     latent: int = 0  # numbers of a token in a cache of latents; 0: no latent attention
     absorbed: int = 0  # numbers that multiply queries for latents
+    index: tuple[LinearShape, ...] = ()  # queries, key and weights of heads of an indexer; frozen
 
 
 def _indexer(text_config: Mapping[str, Any]) -> tuple[LinearShape, ...]:
@@ -199,7 +207,8 @@ def _indexer(text_config: Mapping[str, Any]) -> tuple[LinearShape, ...]:
     if not text_config.get("index_n_heads"):
         return ()
     heads, size = _number(text_config, "index_n_heads"), _number(text_config, "index_head_dim")
-    hidden, low = _number(text_config, "hidden_size"), _number(text_config, "q_lora_rank")
+    hidden = _number(text_config, "hidden_size")
+    low = _number(text_config, "q_lora_rank", default=hidden)
     return LinearShape(low, heads * size), LinearShape(hidden, size), LinearShape(hidden, heads)
 
 
@@ -215,11 +224,11 @@ def _attention(text_config: Mapping[str, Any]) -> _Attention:
         keys = (LinearShape(hidden, latent + rope), LinearShape(latent, heads * (nope + value)))
         out = LinearShape(heads * value, hidden)
         width = 2 * queries + heads * 2 * value + latent + rope + (int(low) if low else 0)
-        index = _indexer(text_config)
-        norms = latent + (int(low) if low else 0) + (2 * index[1].outputs if index else 0)
+        norms = latent + (int(low) if low else 0)
         scores = cache = heads * (nope + rope + value)
         absorbed = heads * nope * latent
-        return _Attention((*query, *keys, out, *index), norms, width, scores, cache, latent + rope, absorbed)
+        index = _indexer(text_config)
+        return _Attention((*query, *keys, out), norms, width, scores, cache, latent + rope, absorbed, index)
     size = _number(text_config, "head_dim", default=hidden // heads)
     pairs = _number(text_config, "num_key_value_heads", default=heads)
     linears = (
@@ -241,7 +250,17 @@ def _attention(text_config: Mapping[str, Any]) -> _Attention:
 def _full_layers(text_config: Mapping[str, Any], layers: int) -> int:
     """Layers whose KV cache grows with every token."""
     kinds = text_config.get("layer_types")
-    return sum(kind == "full_attention" for kind in kinds) if kinds else layers
+    return sum(kind in ("full_attention", "indexed_attention") for kind in kinds) if kinds else layers
+
+
+def _index_layers(text_config: Mapping[str, Any], layers: int) -> int:
+    """Layers with an indexer of their own; others may use the selection of an earlier layer (GLM-5)."""
+    kinds = text_config.get("indexer_types") or text_config.get("index_topk_pattern")
+    if kinds:
+        return sum(kind in ("full", "F") for kind in kinds)
+    step = max(1, _number(text_config, "index_topk_freq", default=1))
+    first = _number(text_config, "index_skip_topk_offset", default=2)
+    return sum(max(layer - first + 1, 0) % step == 0 for layer in range(layers))
 
 
 def _dtype_bytes(text_config: Mapping[str, Any]) -> int:
@@ -263,6 +282,9 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
     gate = hidden if text_config.get("shared_expert_intermediate_size") else 0
     per_layer = sum(linear.inputs * linear.outputs for linear in attention.linears) + attention.norms + 2 * hidden
     rest = layers * per_layer + hidden  # the last norm
+    if attention.index:  # projections, and the norm of the key
+        numbers = sum(linear.inputs * linear.outputs for linear in attention.index) + 2 * attention.index[1].outputs
+        rest += _index_layers(text_config, layers) * numbers
     rest += sparse * (experts * hidden + correction + 3 * hidden * shared + gate)
     rest += (layers - sparse) * 3 * hidden * dense
     vocabulary = _number(text_config, "vocab_size")
@@ -289,6 +311,8 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
         context=_number(text_config, "max_position_embeddings", default=32768),
         rest_dtype_bytes=_dtype_bytes(text_config),
         stored=stored,
+        index_width=attention.index[1].outputs * _index_layers(text_config, layers) if attention.index else 0,
+        index_topk=_number(text_config, "index_topk", default=0),
     )
 
 
@@ -410,7 +434,8 @@ def _counted(folder: Path, shape: ModelShape) -> dict[str, Any]:
             embedding = math.prod(size)
         elif "lm_head" not in parts:
             rest += math.prod(size)
-            if len(size) == 2 and parts[-1] in WEIGHT_ENDINGS and any(word in parts for word in ATTENTION_MODULES):
+            adapted = len(size) == 2 and parts[-1] in WEIGHT_ENDINGS and "indexer" not in parts
+            if adapted and any(word in parts for word in ATTENTION_MODULES):
                 linears.append(LinearShape(size[1], size[0]))
     counts = _experts_of(shards, own[0], shape) | {"expert_layers": len(own)}
     files = {shards.file(name) for name in shards.names}

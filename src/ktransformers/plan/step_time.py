@@ -249,8 +249,7 @@ def serving_time(model: ModelShape, work: Serving, choice: Choice, machine: Mach
         inference_pass(model, tokens, earlier_tokens, machine, choice, work.rest_bytes)
         for tokens, earlier_tokens in _serving_passes(work).values()
     )
-    cached_tokens = work.sequences * (work.prompt + work.context) / 2
-    cache = cached_tokens * model.cached_numbers * work.rest_bytes
+    cache = work.sequences * model.read_numbers((work.prompt + work.context) / 2) * work.rest_bytes
     bandwidth = machine.gpus[0].bandwidth if choice.gpus else machine.cpu.read_bytes
     return PredictedTime(decode.parts | {"cache": cache / bandwidth}, work.sequences, prefill.seconds)
 
