@@ -6,7 +6,9 @@ DIR holds an unpacked kt-kernel; without it only ours is timed. Each method gets
 but the `kt_kernel` that they import: they load the same files or tensors, and are timed in turns, because the speed of
 a machine drifts. With a CUDA device hidden states are on it and calls are ordered by a stream, eagerly or replayed from
 a CUDA graph over all layers; kt-kernel's inference needs one. Training (methods that end in _SFT) is a saving forward
-and a backward on host tensors. Errors are relative to float32 over the weights that both were given.
+and a backward on host tensors. AMXINT8_W8A8 and AMXINT4_W8A8 are ours with activations in 8 bits, as kt-kernel's
+AMXINT8 and AMXINT4 always have them, which they are timed beside. Errors are relative to float32 over the weights that
+both were given.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 SHAPE = {"experts": 128, "top_k": 8, "hidden": 2048, "intermediate": 768}  # of Qwen3-30B-A3B
+TINY = {"experts": 8, "top_k": 2, "hidden": 256, "intermediate": 128}
 FILES = {"BF16": "bf16", "FP8": "fp8:128x128", "RAWINT4": "int4:32"}  # methods that read a checkpoint
 METHODS = "BF16,AMXINT8,AMXINT4,FP8,RAWINT4,AMXBF16_SFT"
 RANK = 8
@@ -39,6 +42,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3, help="of each process, for each cell")
     parser.add_argument("--seconds", type=float, default=0.4, help="of timed calls in a round")
+    parser.add_argument("--tiny", action="store_true", help="a tiny layer, to try this script")
     parser.add_argument("--out", help="write JSON")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--weights", help=argparse.SUPPRESS)
@@ -219,7 +223,7 @@ class Process:
 
     def __init__(self, args: argparse.Namespace, method: str, weights: str | None, site: str | None) -> None:
         command = [sys.executable, "-P", __file__, "--worker", method, "--tokens", args.tokens]
-        command += ["--threads", str(args.threads), "--layers", str(args.layers)]
+        command += ["--threads", str(args.threads), "--layers", str(args.layers), *(["--tiny"] if args.tiny else [])]
         if weights:
             command += ["--weights", weights]
         paths = [site or str(SOURCE), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
@@ -288,7 +292,7 @@ def write_checkpoint(folder: Path, spec: str, layers: int) -> None:
 def measure(args: argparse.Namespace, method: str, weights: str | None) -> dict[str, Any]:
     workers = {"ours": Process(args, method, weights, None)}
     if args.peer_site:
-        workers["kt-kernel"] = Process(args, method, weights, args.peer_site)
+        workers["kt-kernel"] = Process(args, method.removesuffix("_W8A8"), weights, args.peer_site)
     result: dict[str, Any] = {"method": method, "load_s": {}, "error": {}, "cells": []}
     for name, worker in workers.items():
         result["load_s"][name] = worker.facts and worker.facts["load_s"]
@@ -317,6 +321,8 @@ def measure(args: argparse.Namespace, method: str, weights: str | None) -> dict[
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
+    if args.tiny:
+        SHAPE.update(TINY)
     if args.worker:
         Worker(args).serve()
         return
