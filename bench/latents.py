@@ -122,14 +122,8 @@ class Bench:
 
         from ktransformers.serve.engine.attention import AttentionSpec
         from ktransformers.serve.engine.latent import LatentProjection
-        from ktransformers.serve.graphs.decode_attention import (
-            ACTIVE,
-            CAPACITY,
-            FIRST_ADDRESS,
-            POSITION,
-            attend_latents,
-            table_lines,
-        )
+        from ktransformers.serve.graphs.decode_attention import attend_latents
+        from ktransformers.serve.graphs.step_table import ACTIVE, CAPACITY, FIRST_ADDRESS, POSITION, table_lines
 
         table_of_cells = Table(("shape", "rows", "context", "us", "GB/s", "TFLOPS", "of roof"), [8, 5, 8, 8, 7, 7, 8])
         cells = KERNEL_CELLS if self.device.type == "cuda" else ((1, 64),)

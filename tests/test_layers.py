@@ -54,9 +54,7 @@ ALONE = {"loop"}  # runs the verbs as commands and imports no other part
 # The second package, an interface to what lies at or below this rank; of ours only these parts may import it.
 DOOR, DOOR_RANK, DOOR_USERS = "kt_kernel", RANK["place"], {"cli", "llamafactory", "sglang"}
 # Cycles of files that are tolerated, each with its reason.
-TOLERATED_CYCLES = [
-    {"serve.graphs.decode_attention", "serve.graphs.decode_attention_triton"},  # kernels and the types of their caller
-]
+TOLERATED_CYCLES: list[set[str]] = []
 # Submodules of a foreign package, as opposed to what it exports at the top, and the one part that may import them.
 INSIDES = {"transformers": "nn", "peft": "nn"}
 ONLY = {"trl": "train"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -51,6 +53,37 @@ def test_rms_norm_is_patched_and_matches(dtype: torch.dtype) -> None:
     apart = (actual.float() - wanted.float()).abs().max() / wanted.float().abs().max()
     assert apart < (2**-7 if dtype == torch.bfloat16 else 1e-6)
     assert norm(x.requires_grad_()).requires_grad
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("columns", [96, 128, 7168])
+def test_rms_norm_on_a_gpu_rounds_as_stock(columns: int, dtype: torch.dtype) -> None:
+    """In 16 bits almost all numbers are equal in bits: only sums are in another order."""
+    torch.manual_seed(0)
+    norm = Qwen3MoeRMSNorm(columns).to(dtype).cuda()
+    norm.weight.data = torch.rand(columns, device="cuda").to(dtype)
+    x = torch.randn(3, 5, columns, device="cuda").to(dtype)
+    with torch.no_grad():
+        wanted = norm(x)
+        assert patch_norms(norm) == 1
+        actual = norm(x)
+    torch.testing.assert_close(actual, wanted, rtol=2**-7 if dtype != torch.float32 else 1e-6, atol=1e-6)
+    assert dtype == torch.float32 or float((actual == wanted).float().mean()) > 0.99
+    assert norm(x.requires_grad_()).requires_grad
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="no interpreter")
+@pytest.mark.parametrize("columns", [96, 128])
+def test_triton_kernel_matches_stock(columns: int) -> None:
+    from ktransformers.nn import norm_triton
+
+    torch.manual_seed(0)
+    norm = Qwen3MoeRMSNorm(columns)
+    norm.weight.data = torch.rand(columns)
+    x, out = torch.randn(7, columns), torch.empty(7, columns)
+    norm_triton.rms_norm(x, norm.weight.detach(), out, norm.variance_epsilon)
+    torch.testing.assert_close(out, norm(x).detach(), rtol=1e-6, atol=1e-6)
 
 
 def test_other_norms_are_not_patched() -> None:

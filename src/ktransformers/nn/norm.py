@@ -1,9 +1,11 @@
-"""RMS norms of a model on the CPU for small batches: one fused kernel of the core replaces seven operators of torch.
+"""RMS norms of a model in one kernel instead of seven operators of torch: of the core on the CPU, for small batches,
+and of Triton on a GPU (`norm_triton.py`).
 
-A decoder layer has two to four norms, and while one token is decoded they cause most of the Python overhead. A module
-is recognised by what it computes, not by its class: its `forward` is called once with random numbers, and a module that
-returns x / rms(x), rounded to x's dtype, times the weight gets a new `forward`. The fused kernel runs without gradients
-and for up to `MAX_ELEMENTS` elements; otherwise the module's own `forward` runs.
+A decoder layer has two to four norms. While one token is decoded they cause most of the Python overhead on the CPU, and
+on a GPU they are a third of all kernels. A module is recognised by what it computes, not by its class: its `forward` is
+called once with random numbers, and a module that returns x / rms(x), rounded to x's dtype, times the weight gets a new
+`forward`. The fused kernel runs without gradients, on the CPU for up to `MAX_ELEMENTS` elements; otherwise the module's
+own `forward` runs.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from ktransformers import _core
+from ktransformers.triton_modules import import_triton_module
 
-MAX_ELEMENTS = 1 << 16  # of the input; the kernel runs in one thread
-DTYPES = (torch.bfloat16, torch.float32)
+TRITON = "ktransformers.nn.norm_triton"
+MAX_ELEMENTS = 1 << 16  # of the input on the CPU; the kernel runs in one thread
+DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
 EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
 
 
@@ -42,14 +46,16 @@ def _fits(module: Any) -> bool:
         return False
     if len(inspect.signature(module.forward).parameters) != 1:  # gated norms of linear attention take a second tensor
         return False
-    return weight is not None and weight.dim() == 1 and weight.device.type == "cpu" and weight.dtype in DTYPES
+    if weight is None or weight.dim() != 1 or weight.dtype not in DTYPES.get(weight.device.type, ()):
+        return False
+    return weight.is_cpu or import_triton_module(TRITON) is not None
 
 
 def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
     weight = module.get_parameter("weight")
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, weight.shape[0], generator=generator).to(weight.dtype)
-    probe = torch.rand(weight.shape[0], generator=generator).to(weight.dtype) + 0.5
+    x = torch.randn(3, weight.shape[0], generator=generator).to(weight)
+    probe = torch.rand(weight.shape[0], generator=generator).to(weight) + 0.5
     original = weight.detach().clone()
     with torch.no_grad():
         weight.copy_(probe)  # a weight of ones would not distinguish w from 1 + w
@@ -62,19 +68,24 @@ def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
             weight.copy_(original)
     if not isinstance(expected, Tensor) or expected.dtype != x.dtype or expected.shape != x.shape:
         return False
-    tolerance = 1e-2 if x.dtype == torch.bfloat16 else 1e-5
+    tolerance = 1e-5 if x.dtype == torch.float32 else 1e-2
     return bool((fused.float() - expected.float()).norm() <= tolerance * expected.float().norm())
 
 
 def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = torch.empty_like(rows)
-    _core.rms_norm(rows, weight, out, epsilon)
+    kernels = None if rows.is_cpu else import_triton_module(TRITON)
+    if kernels is None:
+        _core.rms_norm(rows, weight, out, epsilon)
+    else:
+        kernels.rms_norm(rows, weight, out, epsilon)
     return out.view(x.shape)
 
 
 def _forward(module: nn.Module, stock_forward: Callable[[Tensor], Tensor], epsilon: float, x: Tensor) -> Tensor:
     weight: Any = module.weight
-    if x.numel() > MAX_ELEMENTS or torch.is_grad_enabled() or x.dtype != weight.dtype or x.device.type != "cpu":
+    too_many = x.is_cpu and x.numel() > MAX_ELEMENTS
+    if too_many or torch.is_grad_enabled() or x.dtype != weight.dtype or x.device != weight.device or not x.numel():
         return stock_forward(x)
     return _norm(x, weight.detach(), epsilon)

@@ -1,8 +1,6 @@
 """Decode attention over slots that are found by address, so that a CUDA graph can replay it.
 
-The inputs of a step are a table, int64 `[FIRST_ADDRESS + 2 L, R]` on the device, one column per row of the batch:
-token, position, capacity of the slot, whether the row is active, index of its adapter (`adapter_set.py`; 0: the base),
-then the addresses of its keys and of its values in every layer. When slots grow or change, the table changes and the
+The inputs of a step are a table on the device (`step_table.py`). When slots grow or change, the table changes and the
 graph stays. An inactive row reads and writes no slot; its output is zero.
 
 query `[heads, R, d]`, key `[kv, R, d]`, value `[kv, R, dv]` -> `[R, heads, dv]`; the new key and value are written into
@@ -14,30 +12,16 @@ same addresses.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ktransformers.serve.engine.attention import AttentionSpec
+from ktransformers.serve.graphs.step_table import ACTIVE, CAPACITY, POSITION, CacheLines
 from ktransformers.triton_modules import import_triton_module
 
 TRITON = "ktransformers.serve.graphs.decode_attention_triton"
 TRITON_LATENTS = "ktransformers.serve.graphs.decode_latents_triton"
-
-TOKEN, POSITION, CAPACITY, ACTIVE, ADAPTER, FIRST_ADDRESS = range(6)  # lines of the table; addresses follow
-
-
-@dataclass(frozen=True)
-class CacheLines:
-    """The lines of the table that hold the addresses of a layer's keys and values."""
-
-    keys: int
-    values: int
-
-
-def table_lines(layers: int) -> int:
-    return FIRST_ADDRESS + 2 * layers
 
 
 def is_supported(device: torch.device) -> bool:

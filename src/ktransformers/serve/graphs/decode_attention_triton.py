@@ -19,14 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ktransformers.serve.engine.attention import AttentionSpec
-from ktransformers.serve.graphs import decode_attention
-from ktransformers.serve.graphs.decode_attention import CacheLines
+from ktransformers.serve.graphs import step_table
+from ktransformers.serve.graphs.step_table import CacheLines
 
 PROGRAMS_PER_ROW = 128  # about as many as a GPU has multiprocessors
 BLOCK_BYTES = 16384  # of keys that a program loads at a time
 MIN_TILE = 16  # rows and columns of tl.dot, at least
 POSITION, CAPACITY, ACTIVE = (
-    tl.constexpr(line) for line in (decode_attention.POSITION, decode_attention.CAPACITY, decode_attention.ACTIVE)
+    tl.constexpr(line) for line in (step_table.POSITION, step_table.CAPACITY, step_table.ACTIVE)
 )
 
 

@@ -2,7 +2,7 @@
 their kernels.
 
 Steps come in a few sizes R; rows between two sizes are computed and thrown away. What differs from step to step is a
-table (`decode_attention.py`), int64 `[lines, R]`: tokens, positions, adapters, addresses of KV cache slots. It is
+table (`step_table.py`), int64 `[lines, R]`: tokens, positions, adapters, addresses of KV cache slots. It is
 written into pinned memory; the graph begins with the copy to the device and ends with the copy of the most likely
 tokens to the host. Logits `[R, V]` stay on the device, in memory that the next step overwrites. Attention is
 `decode_attention.py`'s, experts are `place/host_callback.py`'s, LoRA is `adapter_set.py`'s, everything else is the
@@ -49,15 +49,14 @@ from ktransformers.serve.engine.kv_cache import Owner
 from ktransformers.serve.engine.lora import DEVICE_COPY_LOCK
 from ktransformers.serve.graphs import decode_attention
 from ktransformers.serve.graphs.adapter_set import Adapters, AdapterSet, RowLoraFn, sort_adapters
-from ktransformers.serve.graphs.decode_attention import (
+from ktransformers.serve.graphs.decode_attention import attend_latents, attend_new_tokens
+from ktransformers.serve.graphs.step_table import (
     ACTIVE,
     ADAPTER,
     FIRST_ADDRESS,
     POSITION,
     TOKEN,
     CacheLines,
-    attend_latents,
-    attend_new_tokens,
     table_lines,
 )
 

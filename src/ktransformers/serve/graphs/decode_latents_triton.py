@@ -21,14 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ktransformers.serve.engine.attention import AttentionSpec
-from ktransformers.serve.graphs import decode_attention
+from ktransformers.serve.graphs import step_table
 
 MIN_TILE = 16  # rows and columns of tl.dot, at least
 COMBINED_COLUMNS = 128  # of a program that combines splits
 SPLITS = 64  # at most
 SHORT_SPLITS = tl.constexpr(32)  # at most, as long as they are shorter than MAX_LENGTH
 MIN_LENGTH, MAX_LENGTH = tl.constexpr(64), tl.constexpr(1024)  # latents of a split
-POSITION, ACTIVE = (tl.constexpr(line) for line in (decode_attention.POSITION, decode_attention.ACTIVE))
+POSITION, ACTIVE = (tl.constexpr(line) for line in (step_table.POSITION, step_table.ACTIVE))
 
 
 class Tiling(NamedTuple):
@@ -39,8 +39,8 @@ class Tiling(NamedTuple):
 
 
 SMALL = Tiling(16, 32, 4, 2)  # 90 KB of shared memory for latents of 576 numbers in 16 bits: any GPU from 8.0 on
-LARGE = Tiling(64, 64, 8, 2)  # 216 KB: tensor cores of Hopper multiply 64 rows at a time
-LARGE_BYTES = 220 << 10
+LARGE = Tiling(32, 64, 4, 2)  # 184 KB: on an H200 faster than 64 or 128 heads (docs/log.md)
+LARGE_BYTES = 190 << 10
 
 
 @triton.jit
