@@ -38,6 +38,7 @@ from ktransformers.serve.engine.head import LogitsReader
 from ktransformers.serve.engine.kv_cache import KVCache, Owner
 from ktransformers.serve.engine.sampling import Score, sample_token, score_tokens
 from ktransformers.serve.engine.sequence import Event, Sequence
+from ktransformers.serve.engine.snapshots import next_chunk_end
 from ktransformers.serve.engine.tier_counts import Rate
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ class Counts:
 class ServeEngine:
     def __init__(self, forward: Forward | SequentialForward, limits: Limits) -> None:
         self.forward, self.limits, self.counts = forward, limits, Counts()
-        self.kv_cache = KVCache(limits.max_total_tokens, forward.append_only, reuse=not limits.deterministic)
+        spare_states = limits.max_running_requests
+        self.kv_cache = KVCache(limits.max_total_tokens, reuse=not limits.deterministic, spare_states=spare_states)
         self.memory_advice = ""  # what to change when memory runs out
         self.raise_launched: Callable[[], None] = lambda: None  # errors of experts that a step did not wait for
         self.tiers: CacheTiers | None = None
@@ -216,14 +218,17 @@ class ServeEngine:
         try:
             results = self._forward([chunk for _, chunk in batch])
             self.raise_launched()
+            for _, chunk in batch:
+                if chunk.takes_snapshot:
+                    self.kv_cache.take_snapshot(chunk.slot)
             return results
         except Exception as error:
             if exhausted_memory(error) is None:
                 raise
             largest, chunk = max(reversed(batch), key=lambda entry: len(entry[1].tokens))
             self._end_for_memory(largest, len(chunk.tokens), error)
-        if self.forward.append_only:  # a recurrent state may have advanced by tokens that the slot does not know of
-            for sequence, chunk in batch:
+        for sequence, chunk in batch:
+            if chunk.slot.states or chunk.slot.hf_cache is not None:  # which may have advanced beyond its tokens
                 self.kv_cache.discard(chunk.slot)
                 if sequence.slot is chunk.slot:
                     self._requeue(sequence)
@@ -347,14 +352,25 @@ class ServeEngine:
                 token_count = uncomputed if uncomputed == 1 else min(uncomputed, prompt_budget)
             if not token_count or not self._try_reserve(sequence):
                 continue
+            position = sequence.computed
+            end, snapshot = self._cut_for_snapshot(sequence, position + token_count)
+            token_count = end - position
             prompt_budget -= token_count if uncomputed > 1 else 0
-            position, end = sequence.computed, sequence.computed + token_count
             scores_prompt = sequence.request.prompt_logprobs and not sequence.prompt_scores_sent
             reader = _prompt_scorer(sequence, position) if scores_prompt else None
             tokens, last, greedy = sequence.tokens[position:end], token_count == uncomputed, sequence.greedy
-            chunk = Chunk(sequence.slot, tokens, position, sequence.request.adapter, reader, last, last and greedy)
+            adapter, greedy = sequence.request.adapter, last and greedy
+            chunk = Chunk(sequence.slot, tokens, position, adapter, reader, last, greedy, snapshot)
             batch.append((sequence, chunk))
         return [(sequence, chunk) for sequence, chunk in batch if sequence.slot is chunk.slot]
+
+    def _cut_for_snapshot(self, sequence: Sequence, end: int) -> tuple[int, bool]:
+        """Where a chunk up to `end` ends, and whether a copy of the states is made there."""
+        if not self.forward.states or self.limits.deterministic:
+            return end, False
+        prompt = len(sequence.request.prompt)
+        shared = end >= prompt > sequence.computed and any(one.shares_prompt_with is sequence for one in self.waiting)
+        return next_chunk_end(sequence.computed, end, prompt, shared)
 
     def _deterministic_count(self, sequence: Sequence) -> int:
         """Tokens of the next chunk by position alone: the prompt in pieces of `chunked_prefill_size`, then one at a

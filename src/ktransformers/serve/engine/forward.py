@@ -2,19 +2,22 @@
 
 Chunks of the same adapter are adjacent, so that the rows of an adapter are one slice. The result of a chunk is the
 logits of its last row, in the model's dtype; for greedy chunks the argmax of all is computed in one call. Logits of
-every row are passed to a reader some rows at a time (`head.py`). `Forward` supports models whose only state is keys and
-values. `SequentialForward` computes the others (recurrent state, position embeddings that depend on the longest
-sequence of the batch) one sequence at a time, each with transformers' own cache. On a GPU, steps of new tokens only may
-be replayed from CUDA graphs (`graphs/decode_graphs.py`), which are tried first. `check_against_stock` computes two
-sequences in chunks, across the edge of every sliding window, and compares the logits with the stock model: a family for
-which they differ is refused by name before the server starts. Experts that tie in a router are no difference.
+every row are passed to a reader some rows at a time (`head.py`). What a layer keeps between tokens is in the slots:
+keys and values (`attention.py`), keys of indexers (`indexer.py`), convolution and recurrent states
+(`recurrent_states.py`). `SequentialForward` computes models of another kind (position embeddings that depend on the
+longest sequence of the batch, attention with a bias of positions) one sequence at a time, each with transformers' own
+cache. On a GPU, steps of new tokens only may be replayed from CUDA graphs (`graphs/decode_graphs.py`), which are tried
+first. `check_against_stock` computes two sequences in chunks, across the edge of every sliding window, and compares the
+logits with the stock model: a family for which they differ is refused by name before the server starts. Experts that
+tie in a router are no difference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,13 +43,17 @@ from ktransformers.serve.engine.indexer import (
 )
 from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.latent import use_latents
-from ktransformers.serve.engine.lora import AdapterRows, LoadedAdapter, apply_linear_lora, expert_lora
+from ktransformers.serve.engine.lora import AdapterRows, LoadedAdapter, adapter_rows, apply_linear_lora, expert_lora
+from ktransformers.serve.engine.recurrent_states import serve_states, use_states
+from ktransformers.serve.engine.snapshots import state_bytes
 from ktransformers.serve.engine.windows import read_windows, reduced_windows, require_reduced
 
 if TYPE_CHECKING:
     from ktransformers.serve.graphs.decode_graphs import DecodeGraphs
 
-KV_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}  # layer types whose only state is keys and values
+BATCHED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}  # that `Forward` computes
+BATCHED_LAYER_TYPES |= {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # with states
+BATCHED_LAYER_TYPES |= {"moe", "mlp"}  # without anything between tokens
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # rope types that depend on the longest sequence of a batch
 MAX_LOGIT_ERROR = {torch.float32: 1e-3}  # relative, between served and stock logits
 MAX_LOGIT_ERROR_16_BIT = 0.1  # in bfloat16 and float16
@@ -61,6 +68,7 @@ class Chunk:
     logits_reader: LogitsReader | None = None  # receives the logits of every row, some at a time
     wants_logits: bool = True  # of the last row; not in the middle of a prompt
     greedy: bool = False  # the argmax of the last row is the next token
+    takes_snapshot: bool = False  # states after its last row are kept
 
 
 @dataclass(frozen=True)
@@ -70,15 +78,17 @@ class ForwardResult:
 
 
 class Forward:
-    append_only = False  # slots can be truncated to any of their tokens
+    batched = True
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model: Any = model
+        self.bytes_per_sequence = 0  # of convolution and recurrent states, after `check_against_stock`
         nn.Module.eval(model)
         self.device = next(model.parameters()).device
         self.stock_attention = model.config._attn_implementation
         self._head = LogitsHead(model)
         self.graphs: DecodeGraphs | None = None  # replays steps of new tokens only
+        self.states = serve_states(model)  # modules that keep a state of each sequence
         self.block_layout: BlockLayout | None = None  # of lower cache tiers, after `check_against_stock`
         use_latents(model, self._is_served)
         self.indexers = use_indexers(model, self._is_served)
@@ -109,7 +119,6 @@ class Forward:
         tokens: list[int] = []
         positions: list[int] = []
         spans: list[Span] = []
-        adapter_rows: list[AdapterRows] = []
         last_rows: dict[int, int] = {}  # index of a chunk -> its last row
         scored: list[ScoredRows] = []
         for index in order:
@@ -117,15 +126,11 @@ class Forward:
             tokens += chunk.tokens
             positions += range(chunk.position, chunk.position + len(chunk.tokens))
             spans.append(Span(chunk.slot, first, len(tokens), chunk.position, chunk.adapter))
-            if chunk.adapter is not None:
-                if adapter_rows and adapter_rows[-1].adapter is chunk.adapter:
-                    first = adapter_rows.pop().first
-                adapter_rows.append(AdapterRows(chunk.adapter, first, len(tokens)))
             if chunk.logits_reader is not None:
-                scored.append(ScoredRows(spans[-1].first, len(tokens), chunk.logits_reader))
+                scored.append(ScoredRows(first, len(tokens), chunk.logits_reader))
             if chunk.wants_logits:
                 last_rows[index] = len(tokens) - 1
-        logits = self._call_model(tokens, positions, spans, adapter_rows, list(last_rows.values()), scored)
+        logits = self._call_model(tokens, positions, spans, list(last_rows.values()), scored)
         logit_rows = {index: row for row, index in enumerate(last_rows)}
         greedy = [index for index in last_rows if chunks[index].greedy]
         argmax_tokens = dict(zip(greedy, argmax_of_rows(logits, [logit_rows[index] for index in greedy]), strict=True))
@@ -139,7 +144,6 @@ class Forward:
         tokens: list[int],
         positions: list[int],
         spans: list[Span],
-        adapter_rows: list[AdapterRows],
         logit_rows: list[int],
         scored: list[ScoredRows],
     ) -> Tensor:
@@ -148,11 +152,13 @@ class Forward:
             "position_ids": torch.tensor([positions], device=self.device),
             "use_cache": False,
         }
-        layers = expert_lora(adapter_rows, len(tokens))
+        lora_rows = adapter_rows((span.adapter, span.rows) for span in spans)
+        layers = expert_lora(lora_rows, len(tokens))
         with (
             torch.inference_mode(),
             attend_to_slots(spans),
-            apply_linear_lora(adapter_rows, len(tokens)),
+            use_states(spans, self.device),
+            apply_linear_lora(lora_rows, len(tokens)),
             use_mixed_lora(layers),
         ):
             return self._head.logits(logit_rows, scored, inputs)
@@ -165,6 +171,7 @@ class Forward:
                 slot = _check_chunks(self)
         finally:
             read_windows(self.model)
+        self.bytes_per_sequence = state_bytes(slot.states)
         self.block_layout = BlockLayout.of_slot(slot)
         return slot.bytes() // slot.capacity
 
@@ -181,7 +188,9 @@ class Forward:
 class SequentialForward:
     """Computes one sequence at a time, its state in a cache of transformers."""
 
-    append_only = True  # a recurrent state cannot be truncated: a slot is continued at its end only
+    batched = False
+    bytes_per_sequence = 0
+    states: Mapping[str, bool] = MappingProxyType({})
     graphs: DecodeGraphs | None = None
     indexers = 0  # that select keys of slots
     block_layout: BlockLayout | None = None  # slots hold caches of transformers, which have no blocks
@@ -199,7 +208,7 @@ class SequentialForward:
         slot, count = chunk.slot, len(chunk.tokens)
         if slot.hf_cache is None or not chunk.position:
             slot.hf_cache = DynamicCache(config=self.model.config)
-        adapter_rows = [] if chunk.adapter is None else [AdapterRows(chunk.adapter, 0, count)]
+        lora_rows = [] if chunk.adapter is None else [AdapterRows(chunk.adapter, 0, count)]
         positions = torch.arange(chunk.position, chunk.position + count, device=self.device)[None]
         inputs = {
             "input_ids": torch.tensor([list(chunk.tokens)], device=self.device),
@@ -210,8 +219,8 @@ class SequentialForward:
         scored = [] if chunk.logits_reader is None else [ScoredRows(0, count, chunk.logits_reader)]
         with (
             torch.inference_mode(),
-            apply_linear_lora(adapter_rows, count),
-            use_mixed_lora(expert_lora(adapter_rows, count)),
+            apply_linear_lora(lora_rows, count),
+            use_mixed_lora(expert_lora(lora_rows, count)),
         ):
             logits = self._head.logits([count - 1], scored, inputs)
         slot.tokens[chunk.position :] = chunk.tokens
@@ -234,16 +243,22 @@ class SequentialForward:
 
 
 def make_forward(model: PreTrainedModel) -> Forward | SequentialForward:
-    """Chosen by the model's configuration; `check_against_stock` verifies the choice."""
+    """Chosen by the model's configuration and attention; `check_against_stock` verifies the choice."""
     patch_linears(model)
     patch_norms(model)
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
     rope_settings = [rope, *(settings for settings in rope.values() if isinstance(settings, dict))]
     depends_on_length = any(settings.get("rope_type") in LENGTH_DEPENDENT_ROPE for settings in rope_settings)
-    layer_types = KV_LAYER_TYPES | ({INDEX_LAYER_TYPE} if has_indexers(model) else set())
-    kv_only = set(getattr(config, "layer_types", None) or []) <= layer_types
-    return Forward(model) if kv_only and not depends_on_length else SequentialForward(model)
+    layer_types = BATCHED_LAYER_TYPES | ({INDEX_LAYER_TYPE} if has_indexers(model) else set())
+    batched = set(getattr(config, "layer_types", None) or []) <= layer_types
+    stock_attention = model.config._attn_implementation
+    if batched and not depends_on_length:
+        try:
+            return Forward(model)
+        except InputError:  # of its attention or masks
+            model.set_attn_implementation(stock_attention)
+    return SequentialForward(model)
 
 
 def _check_prompts(model: Any) -> list[list[int]]:
@@ -276,7 +291,12 @@ def _chunk_logits(
     kind, prompts = forward.model.config.model_type, _check_prompts(forward.model)
     numbers = token_numbers([len(prompt) for prompt in prompts])
     logits: list[list[Tensor]] = [[], []]
-    steps = (((0, 0, 7), (1, 0, 4)), ((0, 7, 8), (1, 4, 12)), ((0, 8, 23), (1, 12, 13)), ((0, 23, 24),))
+    steps = (  # chunks, a chunk beside a new token, new tokens of both, a chunk
+        ((0, 0, 7), (1, 0, 4)),
+        ((0, 7, 8), (1, 4, 12)),
+        ((0, 8, 9), (1, 12, 13)),
+        ((0, 9, 24),),
+    )
     try:
         for step in steps:
             chunks = [

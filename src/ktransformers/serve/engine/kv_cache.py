@@ -2,12 +2,13 @@
 
 What a layer keeps between tokens is of two kinds. *Per token*: keys `[heads, capacity, d]` and values
 `[heads, capacity, dv]`, latents in the form of keys of one head (`latent.py`), keys of an indexer. *Per sequence*:
-convolution and recurrent states, of the last token only. The first `length` positions of a slot belong to `tokens`,
+convolution and recurrent states, of the last token only, with copies at some earlier positions (`snapshots.py`) at
+which the slot can be truncated or copied. The first `length` positions of a slot belong to `tokens`,
 computed under `owner`: the name and version of an adapter, None for the base, because another adapter computes other
 keys for the same text. If log-probabilities of the prompt were requested, the slot keeps them too, so that several
 completions of one prompt compute it once. The cache is not paged: the keys of a sequence are contiguous, so attention
 reads them without a block table, and a shared prefix is copied, which costs a small part of computing it. Capacity is
-counted in tokens over all slots; idle slots are evicted in LRU order.
+counted in tokens over all slots, and in states that no running sequence needs; idle slots are evicted in LRU order.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ktransformers.serve.engine.sampling import Score
+from ktransformers.serve.engine.snapshots import Snapshots, States, copy_states
 
 CAPACITY_BLOCK = 64  # tokens; capacities are multiples of it
 
@@ -35,7 +37,8 @@ class KVSlot:
     keys: dict[int, Tensor] = field(default_factory=dict)  # layer -> [heads, capacity, d]
     values: dict[int, Tensor] = field(default_factory=dict)  # none where they are the beginning of the keys (latents)
     index_keys: dict[int, Tensor] = field(default_factory=dict)  # [1, capacity, d], of indexers
-    states: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # per sequence, after the last of `tokens`
+    states: States = field(default_factory=dict)  # per sequence, after the last of `tokens`
+    snapshots: Snapshots = field(default_factory=Snapshots)  # of `states`, at earlier positions
     scores: list[Score] = field(default_factory=list)  # of the first tokens, as far as they were requested
     top_logprobs: int = 0  # alternatives that each of `scores` lists
     root: bytes | None = None  # where the names of its blocks begin (`cache_blocks.py`); None: no tier stores them
@@ -66,6 +69,30 @@ class KVSlot:
         end = position + rows.shape[1]
         buffer[:, position:end] = rows
         return buffer[:, :end]
+
+    def restart(self, shared: int) -> int:
+        """The last position up to `shared` from which the slot can be continued or copied."""
+        if self.hf_cache is not None:
+            return 0 if self.busy or shared < self.length else shared
+        return shared if not self.states or shared == self.length else self.snapshots.last(shared)
+
+    def states_at(self, position: int) -> States:
+        """A copy of the states after `position` tokens, which `restart` has found."""
+        if not position or not self.states:
+            return {}
+        return copy_states(self.states if position == self.length else self.snapshots.by_position[position])
+
+    def truncate(self, position: int) -> None:
+        """Keep the first `position` tokens, which `restart` has found."""
+        if position < self.length:
+            self.states = self.states_at(position)
+            self.snapshots.drop_after(position)
+            del self.tokens[position:]
+
+    @property
+    def spare_states(self) -> int:
+        """Copies of its states that no running sequence needs."""
+        return len(self.snapshots) + (1 if self.states and not self.busy else 0)
 
     def tensors(self) -> Iterator[Tensor]:
         """Everything that the slot keeps per token."""
@@ -108,11 +135,12 @@ class CachedPrefix:
 
 
 class KVCache:
-    """Allocates slots within `tokens` tokens. `append_only`: a slot can be continued at its end, but neither truncated
-    nor copied, because its state is recurrent. Without `reuse` every slot starts empty."""
+    """Allocates slots within `tokens` tokens, and keeps at most `spare_states` states that no running sequence needs.
+    Without `reuse` every slot starts empty."""
 
-    def __init__(self, tokens: int, append_only: bool = False, *, reuse: bool = True) -> None:
-        self._append_only, self._reuse = append_only, reuse
+    def __init__(self, tokens: int, *, reuse: bool = True, spare_states: int = 16) -> None:
+        self._reuse, self._spare_states = reuse, spare_states
+        self.peak_states = 0  # largest number of states so far, copies included
         self.limit = -(-tokens // CAPACITY_BLOCK) * CAPACITY_BLOCK
         self.slots: list[KVSlot] = []
         self.peak_tokens = 0  # largest sum of capacities so far
@@ -141,7 +169,8 @@ class KVCache:
             slot = prefix.slot
             self._save(slot)
             slot.busy = True
-            del slot.tokens[shared:], slot.scores[scored:]
+            slot.truncate(shared)
+            del slot.scores[scored:]
             if self.grow(slot, len(tokens)):
                 self.reused_tokens += shared
                 return slot
@@ -158,6 +187,7 @@ class KVCache:
                 for part, buffers in source.parts.items():
                     for layer, held in buffers.items():
                         slot.write(part, layer, 0, held[:, :shared])
+                slot.states = source.states_at(shared)
             except Exception:  # no memory
                 self.discard(slot)
                 raise
@@ -195,6 +225,26 @@ class KVCache:
         slot.busy, slot.last_use = False, self._clock
         if not slot.length:
             self.slots.remove(slot)
+        slot.states = copy_states(slot.states)  # which may be rows of a tensor of the whole batch
+        self._bound_states()
+
+    def take_snapshot(self, slot: KVSlot) -> None:
+        """Keep a copy of the slot's states as they are now."""
+        slot.snapshots.add(slot.length, slot.states)
+        self._bound_states()
+
+    def _bound_states(self) -> None:
+        """Drop copies of states beyond the bound: of the slots with the most, then idle slots, the least recently used
+        first, then what is left at running sequences."""
+        spare = sum(slot.spare_states for slot in self.slots)
+        self.peak_states = max(self.peak_states, spare + sum(1 for slot in self.slots if slot.busy and slot.states))
+        while sum(slot.spare_states for slot in self.slots) > self._spare_states:
+            spared = [slot for slot in self.slots if slot.spare_states]
+            slot = min(spared, key=lambda slot: (-max(1, len(slot.snapshots)), slot.busy, slot.last_use))
+            if slot.busy or len(slot.snapshots) > 1:
+                slot.snapshots.drop_one()
+            else:
+                self.slots.remove(slot)
 
     def discard(self, slot: KVSlot) -> None:
         """Remove a slot whose contents are undefined."""
@@ -244,8 +294,7 @@ class KVCache:
             shared = _shared_prefix(slot.tokens, tokens[:-1])
             if top_logprobs is not None:  # a token's score comes from the row before it
                 shared = max(0, min(shared, len(slot.scores)) - 1) if slot.top_logprobs >= top_logprobs else 0
-            if self._append_only and (slot.busy or shared < slot.length):
-                continue
+            shared = slot.restart(shared)
             if shared > longest or (shared == longest and best is not None and best.busy and not slot.busy):
                 best, longest = slot, shared
         if best is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -80,6 +80,20 @@ class AdapterRows:
     last: int
 
 
+def adapter_rows(chunks: Iterable[tuple[LoadedAdapter | None, int]]) -> list[AdapterRows]:
+    """Of consecutive chunks, each with its adapter and number of rows; adjacent ones of an adapter become one range."""
+    entries: list[AdapterRows] = []
+    last = 0
+    for adapter, rows in chunks:
+        first, last = last, last + rows
+        if adapter is None:
+            continue
+        if entries and entries[-1].adapter is adapter and entries[-1].last == first:
+            first = entries.pop().first
+        entries.append(AdapterRows(adapter, first, last))
+    return entries
+
+
 LinearLoraFn = Callable[[nn.Module, Tensor, Tensor], None]  # (linear layer, input, output): adds to the output in place
 
 _linear_lora_fn: ContextVar[LinearLoraFn | None] = ContextVar("kt_linear_lora_fn", default=None)
@@ -100,6 +114,11 @@ def use_linear_lora(add: LinearLoraFn | None) -> Iterator[None]:
 
 def apply_linear_lora(adapter_rows: Sequence[AdapterRows], token_count: int) -> AbstractContextManager[None]:
     return use_linear_lora(functools.partial(_add_row_ranges, adapter_rows, token_count) if adapter_rows else None)
+
+
+def apply_adapter_to_all(adapter: LoadedAdapter | None) -> AbstractContextManager[None]:
+    """Every row of every linear layer uses this adapter, however many rows there are."""
+    return use_linear_lora(None if adapter is None else functools.partial(_add_to_all_rows, adapter))
 
 
 def expert_lora(adapter_rows: Sequence[AdapterRows], token_count: int) -> dict[nn.Module, MixedLora]:
@@ -255,8 +274,18 @@ def _add_row_ranges(
     input_rows, output_rows = token_rows(module, inputs, output, rows)
     for entry in adapter_rows:
         row_range, linear = slice(entry.first, entry.last), entry.adapter.linears[module]
-        x, y = input_rows[row_range], output_rows[row_range]
-        if x.device.type == "cpu" and x.shape[0] <= MAX_CORE_ROWS and x.dtype == y.dtype and x.dtype in CORE_DTYPES:
-            _core.add_lora(x, linear.a, linear.b, y, linear.scaling)
-        else:
-            y.copy_(y.float() + (x.float() @ linear.a.T) @ linear.b * linear.scaling)
+        _add_lora(linear, input_rows[row_range], output_rows[row_range])
+
+
+def _add_to_all_rows(adapter: LoadedAdapter, module: nn.Module, inputs: Tensor, output: Tensor) -> None:
+    linear = adapter.linears.get(module)
+    if linear is not None:
+        _add_lora(linear, inputs.reshape(-1, inputs.shape[-1]), output.view(-1, output.shape[-1]))
+
+
+def _add_lora(linear: LinearLora, x: Tensor, y: Tensor) -> None:
+    """Add the term of inputs `[rows, in]` to outputs `[rows, out]`."""
+    if x.device.type == "cpu" and x.shape[0] <= MAX_CORE_ROWS and x.dtype == y.dtype and x.dtype in CORE_DTYPES:
+        _core.add_lora(x, linear.a, linear.b, y, linear.scaling)
+    else:
+        y.copy_(y.float() + (x.float() @ linear.a.T) @ linear.b * linear.scaling)

@@ -64,8 +64,10 @@ def _probe_mask(
 
 
 def _probe_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **rest: Any
 ) -> tuple[Tensor, None]:
+    if rest.get("position_bias") is not None:
+        raise ValueError("attention with a bias of positions")
     if attention_mask is None:
         window = None
     elif attention_mask.dtype is not torch.float64:

@@ -301,8 +301,10 @@ def why_not(forward: Forward | SequentialForward, placement: Placement | None) -
     if not env.graphs_enabled("decode"):
         return "KT_GRAPHS does not name decode"
     model = forward.model
-    if forward.append_only:
+    if not forward.batched:
         return f"sequences of {model.config.model_type} are computed one at a time"
+    if forward.states:
+        return f"{model.config.model_type} has convolution or recurrent states"
     if forward.indexers:
         return "keys are selected by an index"
     devices = {parameter.device for name, parameter in model.named_parameters() if ".experts." not in name}

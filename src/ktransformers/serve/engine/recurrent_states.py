@@ -1,0 +1,350 @@
+"""Convolution and recurrent states of many sequences (gated delta rule, Mamba, short convolutions) in one forward pass.
+
+transformers has one contract for such states: a module asks the cache for them (`get_conv_state`,
+`get_recurrent_state`) and returns them (`update_...`); MiniMax has an older one of the same kind. `StateBatch` is that
+contract over the states of slots (`KVSlot.states`). Modules are recognised by using it: `serve_states` calls the model
+once with two tokens, gives every module that accepts a cache one of its own, and replaces the forward of those that put
+a state into it.
+
+While `use_states(spans)` is open, such a module gets the row `[1, T, H]` of the whole batch and calls its stock forward
+once for each chunk of a prompt, `[1, n, H]`, and once for the new tokens of all sequences together, `[n, 1, H]`. States
+of sequences that decode together stay rows of one tensor, so that nothing is gathered or scattered while the same
+sequences decode. Modules that ignore the state before a chunk of several rows (Jamba's scan does) get such chunks row
+by row.
+
+LoRA of linear layers inside such a module applies to the rows of the call, not to those of the batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from ktransformers.errors import InputError
+from ktransformers.serve.engine.attention import Span
+from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.engine.lora import adapter_rows, apply_adapter_to_all, apply_linear_lora
+from ktransformers.serve.engine.snapshots import copy_states
+
+CACHE_PARAMETERS = ("cache_params", "past_key_values")  # names under which a module's forward accepts a cache
+CONVOLUTION = "convolution"  # prefix of the names of states that are the last inputs of a convolution
+PROBED_TOKENS = torch.tensor([[0, 1]])
+
+
+class StateBatch:
+    """The cache of one call of a module: row i of a state belongs to `slots[i]`. `started`: the slots hold states."""
+
+    def __init__(self, slots: Sequence[KVSlot], started: bool) -> None:
+        self._slots, self._started = slots, started
+        self._states: dict[tuple[int, str], Tensor] = {}  # [n, ...], read or written by this call
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._get(layer_idx, f"{CONVOLUTION}{state_idx}")
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._get(layer_idx, f"recurrent{state_idx}")
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        return self._get(layer_idx, "linear")
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> Tensor:
+        """Inputs `[n, channels, rows]`; returns them after the ones before them, of which the last are kept."""
+        name = f"{CONVOLUTION}{state_idx}"
+        before = self._get(layer_idx, name)
+        if before is None:
+            kept = conv_kernel_size or conv_states.shape[-1]
+            inputs = pad(conv_states, (max(0, kept - conv_states.shape[-1]), 0))
+        else:
+            kept = before.shape[-1]
+            inputs = torch.cat([before, conv_states], dim=-1)
+        self._states[layer_idx, name] = inputs[..., -kept:].clone()
+        return inputs
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        return self._set(layer_idx, f"recurrent{state_idx}", recurrent_states)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self._set(layer_idx, "linear", linear_cache)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return self._started
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """No state is kept that would be rolled back."""
+        return False
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Keys and values are `attention.py`'s: only attention that is called to find states comes here."""
+        return key_states, value_states
+
+    def store(self) -> None:
+        """The slots get what the call left; also what it only read, because kernels update states in place."""
+        for (layer, name), state in self._states.items():
+            for slot, row in zip(self._slots, state.unbind(), strict=True):
+                slot.states.setdefault(layer, {})[name] = row
+
+    def _get(self, layer: int, name: str) -> Tensor | None:
+        if (layer, name) not in self._states and self._started:
+            self._states[layer, name] = _stack([slot.states[layer][name] for slot in self._slots])
+        return self._states.get((layer, name))
+
+    def _set(self, layer: int, name: str, state: Tensor) -> Tensor:
+        before = self._get(layer, name)
+        self._states[layer, name] = state if before is None else state.to(before.dtype)
+        return self._states[layer, name]
+
+
+def _stack(states: Sequence[Tensor]) -> Tensor:
+    """`[n, ...]`: the tensor of which the states are the rows, where they are; else a copy."""
+    first = states[0]
+    if len(states) == 1:
+        return first[None]
+    step, storage = states[1].storage_offset() - first.storage_offset(), first.untyped_storage().data_ptr()
+    offsets = range(first.storage_offset(), first.storage_offset() + step * len(states), step or 1)
+    together = step >= first.numel() and all(
+        state.untyped_storage().data_ptr() == storage
+        and state.storage_offset() == offset
+        and state.stride() == first.stride()
+        for state, offset in zip(states, offsets, strict=False)
+    )
+    if together:
+        return first.as_strided((len(states), *first.shape), (step, *first.stride()), first.storage_offset())
+    return torch.stack(list(states))
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Rows of the batch that a module computes in one call: a chunk, or one row of each of several sequences."""
+
+    spans: Sequence[Span]
+    rows: slice | Tensor  # of the batch; a tensor: one row of each span
+
+    @property
+    def started(self) -> bool:
+        return self.spans[0].position > 0
+
+    @property
+    def count(self) -> int:
+        return sum(span.rows for span in self.spans)
+
+    def lora(self) -> AbstractContextManager[None]:
+        """LoRA of the linear layers by rows of this group."""
+        if len(self.spans) == 1:  # a module may also compute a row before the first one
+            return apply_adapter_to_all(self.spans[0].adapter)
+        return apply_linear_lora(adapter_rows((span.adapter, span.rows) for span in self.spans), self.count)
+
+    def take(self, value: Any, rows: int) -> Any:
+        """Of a tensor `[1, rows, ...]` the rows of this group, `[1, n, ...]` or `[n, 1, ...]`; of a tuple, of its
+        members. Anything else is passed as it is."""
+        if isinstance(value, tuple):
+            return tuple(self.take(member, rows) for member in value)
+        if not isinstance(value, Tensor) or value.shape[:2] != (1, rows):
+            return value
+        return value[:, self.rows] if isinstance(self.rows, slice) else value[0, self.rows.to(value.device)][:, None]
+
+    def put(self, part: Tensor, whole: Tensor) -> None:
+        """Write the result of this group into that of the batch."""
+        if isinstance(self.rows, slice):
+            whole[:, self.rows] = part
+        else:
+            whole[0, self.rows.to(whole.device)] = part[:, 0]
+
+
+class BatchRows:
+    """The spans of a batch, grouped by calls."""
+
+    def __init__(self, spans: Sequence[Span], device: torch.device) -> None:
+        self._spans, self._device = spans, device
+        self.count = sum(span.rows for span in spans)
+
+    @functools.cached_property
+    def chunks(self) -> list[RowGroup]:
+        """A call for each chunk, and one for all new tokens."""
+        return self._group(self._spans)
+
+    @functools.cached_property
+    def rows(self) -> list[RowGroup]:
+        """As `chunks`, but chunks in the middle of a sequence row by row."""
+        return self._group([part for span in self._spans for part in _split_started(span)])
+
+    def _group(self, spans: Sequence[Span]) -> list[RowGroup]:
+        steps: list[list[Span]] = []  # single rows; the second one of a slot needs the state after the first
+        chunks: list[Span] = []
+        seen: Counter[int] = Counter()
+        for span in spans:
+            if span.rows > 1 or not span.position:
+                chunks.append(span)
+                continue
+            step = seen[id(span.slot)]
+            seen[id(span.slot)] += 1
+            steps += [[]] if step == len(steps) else []
+            steps[step].append(span)
+        return [self._group_single_rows(step) for step in steps] + [
+            RowGroup([span], slice(span.first, span.last)) for span in chunks
+        ]
+
+    def _group_single_rows(self, spans: Sequence[Span]) -> RowGroup:
+        return RowGroup(spans, torch.tensor([span.first for span in spans], device=self._device))
+
+    def join(self, groups: Sequence[RowGroup], parts: Sequence[Any]) -> Any:
+        """The result of the whole batch: `[1, T, ...]` of the groups' `[1, n, ...]` and `[n, 1, ...]`."""
+        first = parts[0]
+        if isinstance(first, tuple):
+            return tuple(self.join(groups, members) for members in zip(*parts, strict=True))
+        by_rows = all(
+            isinstance(part, Tensor) and part.shape[:2] in ((1, group.count), (group.count, 1))
+            for group, part in zip(groups, parts, strict=True)
+        )
+        if not by_rows:
+            return first  # no result of tokens: MiniMax returns its state too
+        if len(groups) == 1:
+            return first.reshape(1, self.count, *first.shape[2:])
+        whole = first.new_empty(1, self.count, *first.shape[2:])
+        for group, part in zip(groups, parts, strict=True):
+            group.put(part, whole)
+        return whole
+
+
+def _split_started(span: Span) -> list[Span]:
+    if not span.position:
+        return [span]
+    return [
+        Span(span.slot, span.first + row, span.first + row + 1, span.position + row, span.adapter)
+        for row in range(span.rows)
+    ]
+
+
+_batch_rows: ContextVar[BatchRows | None] = ContextVar("kt_batch_rows", default=None)
+
+
+@contextmanager
+def use_states(spans: Sequence[Span], device: torch.device) -> Iterator[None]:
+    """While the model is called, modules with states keep them in the slots of these spans, which cover the batch.
+
+    A ContextVar carries the spans past the model's forward, as in `attention.py`."""
+    token = _batch_rows.set(BatchRows(spans, device))
+    try:
+        yield
+    finally:
+        _batch_rows.reset(token)
+
+
+class StatefulForward:
+    """Replaces the forward of a module that keeps states. `by_row`: the stock forward computes several rows right only
+    at the beginning of a sequence."""
+
+    def __init__(self, stock: Callable[..., Any], parameter: str, index: int, by_row: bool) -> None:
+        self.stock, self._parameter, self._index, self._by_row = stock, parameter, index, by_row
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        rows = _batch_rows.get()
+        given = args[self._index] if len(args) > self._index else kwargs.get(self._parameter)
+        if rows is None or given is not None:  # the stock model, or a module inside of one with states
+            return self.stock(*args, **kwargs)
+        groups = rows.rows if self._by_row else rows.chunks
+        return rows.join(groups, [self._call_group(group, rows.count, args, kwargs) for group in groups])
+
+    def _call_group(self, group: RowGroup, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        states = StateBatch([span.slot for span in group.spans], group.started)
+        with group.lora():
+            result = self.with_cache(
+                states, group.take(args, rows), {k: group.take(v, rows) for k, v in kwargs.items()}
+            )
+        states.store()
+        return result
+
+    def with_cache(self, states: StateBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) > self._index:
+            return self.stock(*args[: self._index], states, *args[self._index + 1 :], **kwargs)
+        return self.stock(*args, **kwargs | {self._parameter: states})
+
+
+def serve_states(model: PreTrainedModel) -> dict[str, bool]:
+    """Replace the forward of every module that keeps states; returns, by their names, whether chunks in the middle of a
+    sequence are computed row by row."""
+    device, probes = next(model.parameters()).device, {}
+    for name, module in model.named_modules():
+        probe = None if isinstance(module, PreTrainedModel) else _probe_of(module)
+        if probe is not None:
+            probes[name] = probe
+    try:
+        with torch.inference_mode():
+            model(input_ids=PROBED_TOKENS.to(device), use_cache=False)
+    except (RuntimeError, ValueError, AttributeError, TypeError) as error:
+        raise InputError("model", f"{model.config.model_type} ({error})", "a family that can be computed") from error
+    finally:
+        for probe in probes.values():
+            probe.finish()
+    return {name: probe.by_row for name, probe in probes.items() if probe.keeps_states}
+
+
+def _probe_of(module: nn.Module) -> _Probe | None:
+    """Takes the place of a module's forward, if that accepts a cache."""
+    stock = module.forward.stock if isinstance(module.forward, StatefulForward) else module.forward
+    names = list(inspect.signature(stock).parameters)
+    parameter = next((name for name in CACHE_PARAMETERS if name in names), None)
+    return None if parameter is None else _Probe(module, stock, parameter, names.index(parameter))
+
+
+class _Probe:
+    """Calls a module with a cache of its own and looks at what the module keeps there."""
+
+    def __init__(self, module: nn.Module, stock: Callable[..., Any], parameter: str, index: int) -> None:
+        self._module, self._arguments = module, (stock, parameter, index)
+        self._forward = StatefulForward(*self._arguments, by_row=False)
+        self.keeps_states, self.by_row = False, False
+        self._replaced = module.__dict__.get("forward")  # by another part of the server
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        slot = KVSlot(None)
+        try:
+            result = self._run(slot, args, kwargs)
+        except AttributeError:  # its cache is of another kind
+            return self._forward.stock(*args, **kwargs)
+        if slot.states:
+            self.keeps_states = True
+            self.by_row = self._ignores_recurrent(slot, args, kwargs)
+        return result
+
+    def _run(self, slot: KVSlot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        states = StateBatch([slot], started=bool(slot.states))
+        result = self._forward.with_cache(states, args, kwargs)
+        states.store()
+        return result
+
+    def _ignores_recurrent(self, slot: KVSlot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether two rows after another recurrent state have the same result, bit for bit."""
+        other = KVSlot(None, states=copy_states(slot.states))
+        recurrent = [
+            state
+            for layer in other.states.values()
+            for name, state in layer.items()
+            if not name.startswith(CONVOLUTION)
+        ]
+        for state in recurrent:
+            state += 1
+        results = [self._run(one, args, kwargs) for one in (slot, other)]
+        outputs = [result if isinstance(result, tuple) else (result,) for result in results]
+        by_rows = [pair for pair in zip(*outputs, strict=True) if pair[0].shape[:2] == PROBED_TOKENS.shape]
+        return bool(recurrent) and all(torch.equal(*pair) for pair in by_rows)
+
+    def finish(self) -> None:
+        del self._module.forward
+        if self.keeps_states:
+            self._module.forward = StatefulForward(*self._arguments, by_row=self.by_row)
+        elif self._replaced is not None:
+            self._module.forward = self._replaced
