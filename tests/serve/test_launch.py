@@ -164,6 +164,12 @@ def test_own_flags_parse() -> None:
         ("M --mem-fraction-static 2", "mem-fraction-static"),
         ("M --port many", "port"),
         ("M --max-running-requests 0", "1 or more"),
+        ("M --kv-host-gb -1", "kv-host-gb: given -1.0, expected 0 or more"),
+        ("M --kv-host-gb nan", "kv-host-gb"),
+        ("M --kv-disk x --kv-disk-gb 0", "kv-disk-gb: given 0.0, expected more than 0"),
+        ("M --kv-disk x --kv-disk-gb inf", "kv-disk-gb"),
+        ("M --kv-disk-gb 3", "--kv-disk PATH beside it"),
+        ("M --kv-cache-dtype fp8_e4m3", "kv-cache-dtype: given fp8_e4m3, expected auto or bf16"),
     ],
 )
 def test_invalid_launch_lines_are_refused(line: str, words: str) -> None:

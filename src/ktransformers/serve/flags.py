@@ -9,6 +9,7 @@ requests an unsupported feature, if ignoring it would change results.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -132,6 +133,16 @@ SUPPORTED_FLAGS = (
         float,
         0.5,
     ),
+    Flag(
+        ("--kv-host-gb",),
+        "kv_host_gb",
+        "GiB of host memory for blocks of the KV cache that leave its slots; default: with a GPU a tenth of what is "
+        "free, at most 16, else 0",
+        float,
+    ),
+    Flag(("--kv-disk",), "kv_disk", "a file, or a folder for it, that keeps blocks of the KV cache over restarts"),
+    Flag(("--kv-disk-gb",), "kv_disk_gb", "GiB of that file; default: half of what is free on its disk", float),
+    Flag(("--kv-cache-dtype",), "kv_cache_dtype", "auto, or bf16 for a model in bf16; 8 bits are refused", str, "auto"),
     Flag(("--max-body-bytes",), "max_body_bytes", "bytes of one request", int, 16 * 2**20),
     Flag(("--max-prompts",), "max_prompts", "prompts of one /v1/completions", int, 128),
     Flag(("--max-messages",), "max_messages", "messages of one chat", int, 4096),
@@ -186,6 +197,9 @@ SUPPORTED_FLAGS = (
     Flag(("--log-level",), "log_level", "of the HTTP server", str, "warning"),
     Flag(("--force",), "force", "serve even if the plan says that it does not fit", bool),
 )
+
+# Words of --kv-cache-dtype -> the dtype of the model that they ask for; None: any.
+CACHE_DTYPES: dict[str, str | None] = {"auto": None, "bf16": "bfloat16", "bfloat16": "bfloat16"}
 
 # What `kt run` has besides: an answer to one prompt.
 RUN_FLAGS = (
@@ -249,7 +263,6 @@ IGNORED_OPTIONS: dict[str, str] = {  # take one value
     "--schedule-conservativeness": "a sequence without KV capacity is preempted and recomputed later",
     "--watchdog-timeout": "--request-timeout sets it",
     "--fp8-gemm-backend": "there are no FP8 GEMMs",
-    "--kv-cache-dtype": "keys and values have the model's dtype",
     "--page-size": "the cache has slots, not pages",
     "--random-seed": "each request sets its own seed",
     "--tokenizer-path": "the tokenizer lies in the model directory",
@@ -278,6 +291,10 @@ class Launch:
     max_total_tokens: int | None = None
     context_length: int | None = None
     memory: float = 0.5
+    kv_host_gb: float | None = None
+    kv_disk: Path | None = None
+    kv_disk_gb: float | None = None
+    kv_cache_dtype: str = "auto"
     max_body_bytes: int = 16 * 2**20
     max_prompts: int = 128
     max_messages: int = 4096
@@ -424,7 +441,7 @@ def _make_launch(options: dict[str, Any], program: str) -> Launch:
     names = [name for name, _ in paths]
     if len(set(names)) < len(names):
         raise InputError("lora-paths", ", ".join(names), "every name once")
-    for name in ("watch", "chat_template", "always_on", "experts"):
+    for name in ("watch", "chat_template", "always_on", "experts", "kv_disk"):
         options[name] = None if options[name] is None else Path(options[name])
     for name in ("allowed_hosts", "cors_origins"):
         options[name] = tuple(options[name] or ())
@@ -483,8 +500,23 @@ def _check_ranges(options: dict[str, Any]) -> None:
         options["chunked_prefill_size"] = 2**31
     if options["chunked_prefill_size"] < 1:
         raise InputError("chunked-prefill-size", options["chunked_prefill_size"], "1 or more, or -1")
+    _check_cache(options)
     if not 0 < options["memory"] <= 1:
         raise InputError("mem-fraction-static", options["memory"], "more than 0, at most 1")
+
+
+def _check_cache(options: dict[str, Any]) -> None:
+    host, disk_gb, dtype = options["kv_host_gb"], options["kv_disk_gb"], options["kv_cache_dtype"]
+    if host is not None and not 0 <= host < math.inf:
+        raise InputError("kv-host-gb", host, "0 or more")
+    if disk_gb is not None and not 0 < disk_gb < math.inf:
+        raise InputError("kv-disk-gb", disk_gb, "more than 0")
+    if disk_gb is not None and options["kv_disk"] is None:
+        raise InputError("kv-disk-gb", disk_gb, "--kv-disk PATH beside it")
+    if options["kv_disk"] == "":
+        raise InputError("kv-disk", "an empty path", "a file or a folder")
+    if dtype not in CACHE_DTYPES:
+        raise InputError("kv-cache-dtype", dtype, "auto or bf16: keys and values are kept in the model's dtype")
 
 
 def _parse_lora_path(word: str) -> tuple[str, str]:

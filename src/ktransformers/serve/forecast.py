@@ -58,7 +58,7 @@ def compare_at_start(plan: Plan, service: Service) -> PlanComparison:
     not_yet_allocated = ("KV cache", "activations", "scores", "workspace", "transfers")
     expected = sum(
         size for name, size in plan.nearest.memory.host.items() if name not in not_yet_allocated
-    ) + _adapter_bytes(service)
+    ) + _unplanned_bytes(service)
     return PlanComparison("host memory at start", expected / 1e9, anonymous_bytes() / 1e9, "GB")
 
 
@@ -67,12 +67,15 @@ def compare_at_end(plan: Plan, service: Service) -> PlanComparison:
     if any were requested."""
     host, scored = plan.nearest.memory.host, service.engine.counts.scored_tokens > 0
     excluded = ("KV cache",) if scored else ("KV cache", "scores")
-    expected = sum(size for name, size in host.items() if name not in excluded) + _adapter_bytes(service)
+    expected = sum(size for name, size in host.items() if name not in excluded) + _unplanned_bytes(service)
     if "KV cache" in host:
         expected += service.engine.kv_cache.peak_tokens * service.kv_bytes_per_token
     return PlanComparison("host memory at the end", expected / 1e9, anonymous_bytes() / 1e9, "GB")
 
 
-def _adapter_bytes(service: Service) -> int:
-    """Size of the loaded adapters, which a plan does not know."""
-    return sum(entry.adapter.bytes() for entry in service.registry.loaded.values())
+def _unplanned_bytes(service: Service) -> int:
+    """Size of what a plan does not count: loaded adapters, and the host tier of the KV cache, whose memory is all in
+    use from the start where it is pinned, and else as far as it was filled."""
+    tiers = service.engine.tiers
+    adapters = sum(entry.adapter.bytes() for entry in service.registry.loaded.values())
+    return adapters + (0 if tiers is None else tiers.host.resident_bytes)

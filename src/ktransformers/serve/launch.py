@@ -119,12 +119,13 @@ def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None
 def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None) -> Any:
     from ktransformers.nn.pretrained import read_tokenizer
     from ktransformers.place.apply import ModelPlacement
-    from ktransformers.serve.engine.engine import Limits, ServeEngine
+    from ktransformers.serve.engine.engine import ServeEngine
     from ktransformers.serve.engine.forward import make_forward
     from ktransformers.serve.engine.lora import LoraModules
     from ktransformers.serve.http.registry import Registry
     from ktransformers.serve.http.service import PrepareOptions, Service
     from ktransformers.serve.http.templates import ServedTemplates
+    from ktransformers.serve.kv_tiers import make_tiers, open_tiers
     from ktransformers.serve.memory_advice import memory_advice
     from ktransformers.serve.placement import (
         attach_experts,
@@ -141,6 +142,7 @@ def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | Non
     dtype = parse_dtype(launch.dtype, device)
     tokenizer = read_tokenizer(target.model)
     templates = ServedTemplates(tokenizer, launch, target, log)
+    tier_request = open_tiers(launch, target, dtype, device, log)
     log(f"loading {target.model} ({str(dtype).removeprefix('torch.')}, {device})")
     placement = ModelPlacement(options_of(launch, target).as_planned(plan))
     multi_gpu = device != "cpu" and spreads_layers(placement.options, launch, plan)
@@ -160,21 +162,15 @@ def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | Non
         else cache_tokens(model, launch, kv_bytes_per_token)
     )
     tokens = launch.max_total_tokens or max(256, min(capacity, launch.max_running_requests * context))
-    limits = Limits(
-        launch.max_running_requests,
-        launch.max_queued_requests,
-        launch.chunked_prefill_size,
-        tokens,
-        min(context, tokens),
-        launch.deterministic,
-    )
+    limits = _engine_limits(launch, tokens, context)
     log(f"KV cache of {tokens} tokens, {tokens * kv_bytes_per_token / 2**30:.2f} GiB when full")
     engine = ServeEngine(forward, limits)
+    if (tiers := make_tiers(tier_request, forward, limits.context_length, log)) is not None:
+        engine.attach_tiers(tiers)
     engine.memory_advice = memory_advice(launch, plan, tokens, tokens * kv_bytes_per_token)
     served = launch.served_model_name or target.name
-    registry = Registry(
-        served, LoraModules(model), str(target.model), engine.drop_adapter, launch.always_on, templates.read
-    )
+    modules = LoraModules(model, hash_content=tiers is not None and tiers.disk is not None)
+    registry = Registry(served, modules, str(target.model), engine.drop_adapter, launch.always_on, templates.read)
     _load_adapters(registry, templates, (*target.adapters, *launch.lora_paths), served, log)
     service = Service(
         engine,
@@ -195,6 +191,19 @@ def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | Non
         log(_attach_decode_graphs(forward, placement.placement, launch))
     service.attention_backend = "core" if device == "cpu" else "torch" if forward.graphs is None else "triton"
     return service
+
+
+def _engine_limits(launch: Launch, tokens: int, context: int) -> Any:
+    from ktransformers.serve.engine.engine import Limits
+
+    return Limits(
+        launch.max_running_requests,
+        launch.max_queued_requests,
+        launch.chunked_prefill_size,
+        tokens,
+        min(context, tokens),
+        launch.deterministic,
+    )
 
 
 def _load_adapters(

@@ -78,12 +78,21 @@ def test_an_adapter_of_other_content_under_the_same_name_is_no_hit(
         tiers_harness.loaded["one"] = original
 
 
-def test_an_adapter_without_a_content_hash_has_no_blocks(harness: EngineHarness) -> None:
-    with tiered_engine(harness) as engine:
+def test_an_adapter_without_a_content_hash_has_no_blocks_on_disk(harness: EngineHarness, tmp_path: Path) -> None:
+    expected = harness.alone(PROMPT, "one")
+    with tiered_engine(harness, disk=tmp_path / "kv") as engine:
         ask(harness, engine, "one")
         evict_slots(engine)
         assert ask(harness, engine, "one").events[-1].cached == 0
         assert not engine.tiers.host.state.blocks
+    with tiered_engine(harness) as engine:  # in this process, its name and version are enough
+        ask(harness, engine, "one")
+        evict_slots(engine)
+        again = ask(harness, engine, "one")
+        assert again.events[-1].cached == 192
+        evict_slots(engine)
+        assert ask(harness, engine, "two").events[-1].cached == 0
+    assert same_completion(expected, again)
 
 
 def test_a_file_of_another_model_is_not_used(tiers_harness: EngineHarness, tmp_path: Path) -> None:

@@ -78,10 +78,13 @@ class CacheTiers:
         return bool(self._unsaved or self._copying)
 
     def root_of(self, adapter: LoadedAdapter | None) -> BlockHash | None:
-        """Where the chains of an adapter begin; None: its content was not hashed, so that its blocks have no name."""
+        """Where the chains of an adapter begin; None: its content was not hashed, and its blocks have no name outside
+        of this process."""
         content = b"" if adapter is None else adapter.content
         if adapter is not None and not content:
-            return None
+            if self.disk is not None:
+                return None
+            content = f"{adapter.name} version {adapter.version}".encode()
         if content not in self._roots:
             self._roots[content] = root_hash(self._identity, content, self.layout)
         return self._roots[content]

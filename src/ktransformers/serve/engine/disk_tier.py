@@ -1,8 +1,8 @@
 """The disk tier: blocks of cached tokens in one file of fixed records, which outlives the server.
 
     file     FILE_HEADER bytes, then records of one size; record i begins at FILE_HEADER + i * record size
-    record   HEADER bytes: magic, version, stamp, name and parent of the block, payload and state bytes, CRC-32 of the
-             payload, CRC-32 of all before; then the payload; then, for families with states, room for a snapshot
+    record   HEADER bytes: magic, version, stamp, name and parent of the block, bytes and CRC-32 of the payload, CRC-32
+             of all before; then the payload
 
 The headers are the index: a start reads each of them. A record is overwritten in three writes: zeros in the place of
 its header, then the payload, then the new header. A process that is killed between any two leaves a record without a
@@ -41,7 +41,7 @@ LOG = logger(__name__)
 MAGIC, RECORD_MAGIC, VERSION = b"KTKVTIER", b"KTKB", 1
 FILE_HEADER = 4096
 FILE_FIELDS = struct.Struct("<8sIQ")  # magic, version, record bytes; then CRC-32
-RECORD_FIELDS = struct.Struct("<4sIQ20s20sQQI")  # magic, version, stamp, name, parent, payload, state, CRC of payload
+RECORD_FIELDS = struct.Struct("<4sIQ20s20sQI")  # magic, version, stamp, name, parent, bytes and CRC of the payload
 CHECKSUM = struct.Struct("<I")
 HEADER = 128
 SUFFIX = ".ktkv"
@@ -55,7 +55,6 @@ class RecordHeader:
     parent: BlockHash
     payload_bytes: int
     payload_crc: int
-    state_bytes: int = 0  # of a snapshot after the payload
 
     def pack(self) -> bytes:
         fields = RECORD_FIELDS.pack(
@@ -65,7 +64,6 @@ class RecordHeader:
             self.name,
             self.parent,
             self.payload_bytes,
-            self.state_bytes,
             self.payload_crc,
         )
         return (fields + CHECKSUM.pack(zlib.crc32(fields))).ljust(HEADER, b"\0")
@@ -78,8 +76,8 @@ class RecordHeader:
         fields = bytes(data[: RECORD_FIELDS.size])
         if CHECKSUM.unpack_from(data, RECORD_FIELDS.size)[0] != zlib.crc32(fields):
             return None
-        magic, version, stamp, name, parent, payload, state, crc = RECORD_FIELDS.unpack(fields)
-        return cls(stamp, name, parent, payload, crc, state) if (magic, version) == (RECORD_MAGIC, VERSION) else None
+        magic, version, stamp, name, parent, payload, crc = RECORD_FIELDS.unpack(fields)
+        return cls(stamp, name, parent, payload, crc) if (magic, version) == (RECORD_MAGIC, VERSION) else None
 
 
 class DiskFile:
@@ -189,7 +187,7 @@ class DiskTier:
         for index in range(self._used):
             offset = self._offset(index)
             header = RecordHeader.unpack(os.pread(handle, HEADER, offset))
-            complete = header is not None and offset + HEADER + header.payload_bytes + header.state_bytes <= size
+            complete = header is not None and offset + HEADER + header.payload_bytes <= size
             if header is None or not complete or header.payload_bytes != self.block_bytes:
                 self._free.append(index)
                 continue

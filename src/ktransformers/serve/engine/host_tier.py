@@ -52,7 +52,7 @@ class HostTier:
         self._blocks: OrderedDict[BlockHash, HostBlock] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
         self._free: list[Tensor] = []
-        self._rows = 0
+        self._rows, self._pinned = 0, pinned
         wanted = limit_bytes // block_bytes
         while self._rows < wanted:
             count = min(wanted - self._rows, max(1, SLAB_BYTES // block_bytes))
@@ -65,6 +65,11 @@ class HostTier:
             self._free += slab.unbind(0)
             self._rows += count
         self._free.reverse()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of memory that are in use: all rows where they are pinned, otherwise those that were ever written."""
+        return self.block_bytes * (self._rows if self._pinned else self._rows - len(self._free))
 
     @property
     def rows(self) -> int:

@@ -139,6 +139,7 @@ class Api:
         shared: dict[str, Any] = {"object": "model", "owned_by": "ktransformers", "max_model_len": max_tokens}
         if self.service.attention_backend:
             shared["attention_backend"] = self.service.attention_backend
+        shared["cache"] = self.service.describe_cache()
         if self.service.approximations:
             shared["approximations"] = self.service.approximations
         base = {"id": registry.served, "created": registry.created, "root": registry.model, "parent": None, **shared}

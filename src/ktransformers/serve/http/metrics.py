@@ -4,9 +4,10 @@ requests by outcome."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from ktransformers import system
+from ktransformers.serve.engine.tier_counts import TierState
 from ktransformers.serve.http.service import Service
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -45,6 +46,7 @@ def _lines(service: Service, requests: Counter[tuple[str, int]], restarts: int) 
     for name, kind, meaning, value in single:
         # All digits: the page draws differences of counters, which six digits of a large one do not show.
         yield f"# HELP {name} {meaning}\n# TYPE {name} {kind}\n{name} {value}\n"
+    yield from _tier_lines([] if engine.tiers is None else engine.tiers.states)
     yield from _memory_lines()
     yield "# HELP kt_first_token_seconds From arrival to the first token.\n# TYPE kt_first_token_seconds summary\n"
     yield f"kt_first_token_seconds_sum {counts.first_token_seconds}\n"
@@ -55,6 +57,33 @@ def _lines(service: Service, requests: Counter[tuple[str, int]], restarts: int) 
     yield "# HELP kt_requests_total Requests by path and status.\n# TYPE kt_requests_total counter\n"
     for (path, status), count in sorted(requests.items()):
         yield f'kt_requests_total{{path="{path}",status="{status}"}} {count}\n'
+
+
+def _tier_lines(tiers: Sequence[TierState]) -> Iterator[str]:
+    """Of tiers of the KV cache below its slots."""
+    table: tuple[tuple[str, str, str, Callable[[TierState], float]], ...] = (
+        ("blocks", "gauge", "Blocks of tokens in a tier of the KV cache.", lambda tier: tier.blocks),
+        ("bytes", "gauge", "Their bytes.", lambda tier: tier.bytes),
+        ("limit_bytes", "gauge", "Capacity of the tier.", lambda tier: tier.limit_bytes),
+        ("hit_tokens_total", "counter", "Prompt tokens from the tier.", lambda tier: tier.counts.hit_tokens),
+        (
+            "skipped_tokens_total",
+            "counter",
+            "Prompt tokens that were in the tier and computed, because that was predicted to be faster.",
+            lambda tier: tier.counts.skipped_tokens,
+        ),
+        ("evictions_total", "counter", "Blocks evicted.", lambda tier: tier.counts.evictions),
+        ("dropped_total", "counter", "Blocks not stored for lack of time or space.", lambda tier: tier.counts.dropped),
+        ("errors_total", "counter", "Blocks damaged, or not read or written.", lambda tier: tier.counts.errors),
+        ("read_bytes_total", "counter", "Bytes read.", lambda tier: tier.counts.read_bytes),
+        ("write_bytes_total", "counter", "Bytes written.", lambda tier: tier.counts.write_bytes),
+        ("read_seconds_total", "counter", "Seconds of reading.", lambda tier: tier.counts.read_seconds),
+        ("write_seconds_total", "counter", "Seconds of writing.", lambda tier: tier.counts.write_seconds),
+    )
+    for name, kind, meaning, value in table:
+        if tiers:
+            yield f"# HELP kt_cache_tier_{name} {meaning}\n# TYPE kt_cache_tier_{name} {kind}\n"
+        yield from (f'kt_cache_tier_{name}{{tier="{tier.name}"}} {value(tier)}\n' for tier in tiers)
 
 
 def _memory_lines() -> Iterator[str]:

@@ -7,6 +7,7 @@ earlier guides: its experts apply to every request, those for the base included.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import threading
 import time
@@ -102,4 +103,5 @@ class Registry:
         if adapter.experts:
             expected = "an adapter without experts: those of --kt-expert-lora-path apply to every request"
             raise InputError(f"{source}", "LoRA on experts", expected)
-        return replace(adapter, experts=self._always_on.experts, factors=self._always_on.factors)
+        content = adapter.content and hashlib.blake2b(adapter.content + self._always_on.content).digest()
+        return replace(adapter, experts=self._always_on.experts, factors=self._always_on.factors, content=content)

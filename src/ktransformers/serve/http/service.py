@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ktransformers.errors import InputError
+from ktransformers.serve.engine.cache_kinds import bytes_by_kind, describe_tier
 from ktransformers.serve.engine.engine import ServeEngine
 from ktransformers.serve.engine.lora import LoadedAdapter
 from ktransformers.serve.engine.sampling import Sampling
@@ -77,6 +78,16 @@ class Service:
         self.attention_backend = ""  # of new tokens: core, triton or torch
         self.approximations: dict[str, int] = {}  # name -> value of settings that change results
         self.placement: Any = None  # ServedPlacement; writes the counts of routed tokens at the end
+
+    def describe_cache(self) -> dict[str, Any]:
+        """The KV cache for /v1/models: bytes of a token, by kind of layer, and tiers below the slots."""
+        layout, tiers = self.engine.forward.block_layout, self.engine.tiers
+        cache: dict[str, Any] = {"bytes_per_token": self.kv_bytes_per_token}
+        if layout is not None:
+            cache["kinds"] = bytes_by_kind(self.engine.forward.model, layout)
+        if tiers is not None:
+            cache["tiers"] = {state.name: describe_tier(state) for state in tiers.states}
+        return cache
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -1,0 +1,137 @@
+"""The tiers of the KV cache that a launch line asks for: sizes, the file, and why a model has none.
+
+Without a GPU, slots lie in host memory already: a host tier would only hold copies, so it is off unless `--kv-host-gb`
+asks for it. With `--kv-disk`, blocks pass through a buffer in host memory that holds one sequence of the longest
+length, within bounds. On a GPU the host tier takes DEFAULT_SHARE of the host memory that is free after loading, at most
+DEFAULT_BYTES: it is pinned, and experts on the CPU need the rest.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ktransformers import system
+from ktransformers.errors import InputError
+from ktransformers.serve.flags import CACHE_DTYPES, Launch
+from ktransformers.serve.target import Target
+
+if TYPE_CHECKING:
+    from ktransformers.serve.engine.cache_tiers import CacheTiers
+    from ktransformers.serve.engine.disk_tier import DiskFile
+
+DEFAULT_SHARE = 0.1  # of free host memory, for the host tier beside a GPU
+DEFAULT_BYTES = 16 << 30
+MAX_BUFFER_SHARE = 0.05  # of free host memory, for blocks on their way to and from disk
+MIN_BUFFER_BLOCKS = 8
+APPROXIMATIONS = ("kt_w8a8", "kt_max_deferred_experts_per_token")  # options that change keys and values
+
+LogLine = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TierRequest:
+    """What is known before the model is loaded: the identity of the model, and the file, open and locked."""
+
+    launch: Launch
+    identity: bytes
+    file: DiskFile | None
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+def check_cache_dtype(launch: Launch, dtype: Any) -> None:
+    """Refuse a dtype of keys and values that is not the model's."""
+    asked, given = CACHE_DTYPES[launch.kv_cache_dtype], str(dtype).removeprefix("torch.")
+    if asked not in (None, given):
+        expected = f"auto, or --dtype {asked}: the model is computed in {given}"
+        raise InputError("kv-cache-dtype", launch.kv_cache_dtype, expected)
+
+
+def open_tiers(launch: Launch, target: Target, dtype: Any, device: str, log: LogLine) -> TierRequest | None:
+    """Open the file before the model is loaded; None: there are no tiers."""
+    check_cache_dtype(launch, dtype)
+    asked = launch.kv_disk is not None or bool(launch.kv_host_gb)
+    if launch.deterministic and asked:
+        log("no lower tiers of the KV cache: with --deterministic no prefix is used again")
+    if launch.deterministic or not (asked or (device != "cpu" and launch.kv_host_gb is None)):
+        return None
+    from ktransformers.serve.cache_identity import model_identity
+    from ktransformers.serve.engine.disk_tier import DiskFile
+    from ktransformers.serve.placement import options_of
+
+    experts, place = target.choose_experts(launch.experts), options_of(launch, target)
+    options = {name: getattr(place, name) for name in APPROXIMATIONS} | {"dtype": str(dtype)}
+    identity = model_identity([target.model, *([] if experts is None else [experts])], options)
+    return TierRequest(launch, identity, None if launch.kv_disk is None else DiskFile(launch.kv_disk, identity))
+
+
+def make_tiers(request: TierRequest | None, forward: Any, context_length: int, log: LogLine) -> CacheTiers | None:
+    """The tiers of a loaded model; None, with a line in the log: it has none."""
+    from ktransformers.serve.engine.cache_tiers import CacheTiers
+    from ktransformers.serve.engine.disk_tier import DiskTier
+    from ktransformers.serve.engine.host_tier import HostTier
+
+    if request is None:
+        return None
+    layout, launch = forward.block_layout, request.launch
+    if layout is None:
+        if launch.kv_disk is not None or launch.kv_host_gb:
+            log("no lower tiers of the KV cache: sequences of this family keep states that no block of tokens holds")
+        request.close()
+        return None
+    on_gpu = any(device.type == "cuda" for device, _, _ in layout.segments)
+    host_bytes = _host_bytes(launch, on_gpu)
+    buffers = not host_bytes and request.file is not None
+    if buffers:
+        host_bytes = _buffer_bytes(layout.bytes, context_length)
+    if host_bytes < layout.bytes:
+        if request.file is not None or launch.kv_host_gb:
+            size, given = layout.bytes / 2**20, host_bytes / 2**20
+            log(f"no lower tiers of the KV cache: a block takes {size:.1f} MiB of host memory, {given:.1f} are given")
+        request.close()
+        return None
+    host, disk = HostTier(layout.bytes, host_bytes, pinned=on_gpu), None
+    if request.file is not None:
+        disk = DiskTier(request.file, layout.bytes, _disk_bytes(launch, request.file), max(1, host.rows // 2))
+    log(_describe(host, disk, buffers))
+    return CacheTiers(layout, request.identity, host, disk, buffers=buffers)
+
+
+def _host_bytes(launch: Launch, on_gpu: bool) -> int:
+    if launch.kv_host_gb is not None:
+        return int(launch.kv_host_gb * 2**30)
+    return min(DEFAULT_BYTES, int(system.memory().available * DEFAULT_SHARE)) if on_gpu else 0
+
+
+def _buffer_bytes(block_bytes: int, context_length: int) -> int:
+    """For all blocks of one sequence where memory allows it."""
+    from ktransformers.serve.engine.cache_blocks import BLOCK_TOKENS
+
+    wanted = -(-context_length // BLOCK_TOKENS) * block_bytes
+    allowed = int(system.memory().available * MAX_BUFFER_SHARE)
+    return max(MIN_BUFFER_BLOCKS * block_bytes, min(wanted, allowed))
+
+
+def _disk_bytes(launch: Launch, file: DiskFile) -> int:
+    """`--kv-disk-gb`, or half of what is free beside the file and in it."""
+    if launch.kv_disk_gb is not None:
+        return int(launch.kv_disk_gb * 2**30)
+    return (shutil.disk_usage(file.path.parent).free + file.path.stat().st_size) // 2
+
+
+def _describe(host: Any, disk: Any, buffers: bool) -> str:
+    from ktransformers.serve.engine.cache_blocks import BLOCK_TOKENS
+
+    size, tokens = host.rows * host.block_bytes / 2**30, host.rows * BLOCK_TOKENS
+    line = f"KV cache in host memory: {size:.2f} GiB, {tokens} tokens" + (", a buffer of the disk" if buffers else "")
+    if disk is not None:
+        state = disk.state
+        line += (
+            f"; on disk: {state.limit_bytes / 2**30:.2f} GiB in {disk.path}, {state.blocks * BLOCK_TOKENS} tokens held"
+        )
+    return line
