@@ -31,8 +31,8 @@ from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.sources import PlainTensor, Source, open_source
 from ktransformers.errors import InputError
 from ktransformers.nn.checkpoint_facts import open_expert_source, read_checkpoint_facts
-from ktransformers.nn.prepare import config_file, read_config, split_quantisation, to_stock_config
-from ktransformers.nn.pretrained import naming_config, read_generation_config, read_pretrained_config
+from ktransformers.nn.prepare import config_file
+from ktransformers.nn.pretrained import read_generation_config, read_pretrained_config
 from ktransformers.nn.quantizer import KTConfig, Progress
 
 
@@ -112,12 +112,6 @@ def load_config(path: Path) -> PreTrainedConfig:
             )
         return _embedded_config(path, embedded)
     read_checkpoint_facts(path)
-    released, _ = split_quantisation(read_config(file.parent))
-    stock = to_stock_config(released)
-    if stock.get("model_type") != released.get("model_type"):
-        with naming_config(file.parent):
-            equivalent: PreTrainedConfig = AutoConfig.for_model(stock.pop("model_type"), **stock)
-        return equivalent
     config = read_pretrained_config(file.parent)
     for section in (config, config.get_text_config(decoder=True)):
         if getattr(section, "quantization_config", None) is not None:

@@ -4,6 +4,9 @@ is broken.
 transformers raises whatever its parsers raise (`OSError`, `KeyError`, a bare `Exception` of tokenizers, validation
 errors of its own) and mostly does not say of which file; a broken generation_config.json it replaces by defaults
 without a word. Files are parsed again only after an error, so that a file is judged by what transformers makes of it.
+
+Code that a release brings is run for its tokenizer alone, and only with `trust_remote_code`; `tiktoken.model` is read
+without it (`tiktoken_tokenizer.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +19,10 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
+from ktransformers.checkpoint.model_config import read_model_config
 from ktransformers.errors import InputError, KTError
+from ktransformers.nn.prepare import to_stock_config
+from ktransformers.nn.tiktoken_tokenizer import REMEDY, is_tiktoken_release, read_tiktoken, remote_code
 from ktransformers.nn.tokenizer_patterns import check_patterns
 
 CONFIG_FILE = "config.json"
@@ -69,11 +75,16 @@ def _find_broken_tokenizer(directory: Path) -> tuple[Path, str] | None:
     return None
 
 
-def read_tokenizer(directory: str | Path, **options: Any) -> Any:
+def read_tokenizer(directory: str | Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
     """The tokenizer of a directory; `options` are those of `AutoTokenizer.from_pretrained`."""
     folder = Path(directory)
+    code = remote_code(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        if not trust_remote_code and is_tiktoken_release(folder):
+            tokenizer = read_tiktoken(folder)
+            tokenizer.padding_side = options.get("padding_side", tokenizer.padding_side)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
         check_patterns(tokenizer, folder)
         return tokenizer
     except KTError:
@@ -84,11 +95,22 @@ def read_tokenizer(directory: str | Path, **options: Any) -> Any:
         broken = _find_broken_tokenizer(folder)
         if broken is not None:
             raise InputError(str(broken[0]), broken[1], "a file of a tokenizer", "download it again") from error
+        if code is not None:
+            given = f"a tokenizer that is code of the release, {code} ({_reason(error)})"
+            expected = "one that transformers opens"
+            remedy = "install what it imports" if trust_remote_code else REMEDY
+            raise InputError(str(folder / "tokenizer_config.json"), given, expected, remedy) from error
         with naming_config(folder):
-            AutoConfig.from_pretrained(folder)
+            AutoConfig.from_pretrained(folder, trust_remote_code=False)
         file = folder / "tokenizer_config.json"
         blamed = file if file.is_file() else folder
         raise InputError(str(blamed), _reason(error), "a tokenizer that transformers opens") from error
+
+
+def run_code_note(directory: str | Path) -> str | None:
+    """The line that says whose code `trust_remote_code` runs; None: the release brings none for its tokenizer."""
+    code = remote_code(Path(directory))
+    return None if code is None else f"WARNING: running code of the release, {code} in {directory}, as its tokenizer"
 
 
 @contextmanager
@@ -104,9 +126,16 @@ def naming_config(directory: Path) -> Iterator[None]:
 
 
 def read_pretrained_config(directory: str | Path) -> PreTrainedConfig:
+    """A model type that transformers lacks is read as its equivalent (Kimi-K2: deepseek_v3), without its own code."""
     folder = Path(directory)
     with naming_config(folder):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(folder)
+        if (folder / CONFIG_FILE).is_file():
+            released = read_model_config(folder)
+            stock = to_stock_config(released)
+            if stock.get("model_type") != released.get("model_type"):
+                equivalent: PreTrainedConfig = AutoConfig.for_model(stock.pop("model_type"), **stock)
+                return equivalent
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     return config
 
 

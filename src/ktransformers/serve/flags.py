@@ -153,6 +153,12 @@ SUPPORTED_FLAGS = (
     Flag(("--prepare-timeout",), "prepare_timeout", "seconds that this may take for one request", float, 10.0),
     Flag(("--request-timeout",), "request_timeout", "seconds until a request is aborted; 0: never", float, 0.0),
     Flag(("--dtype",), "dtype", "auto, bfloat16, float16 or float32: everything but the experts", str, "auto"),
+    Flag(
+        ("--trust-remote-code",),
+        "trust_remote_code",
+        "run the code that a release brings as its tokenizer; models are those of transformers",
+        bool,
+    ),
     Flag(("--device",), "device", "cpu or cuda: everything but the experts; default: cuda where there is one"),
     Flag(("--chat-template",), "chat_template", "a file with a Jinja template in place of the base model's"),
     Flag(("--kt-cpuinfer", "--cpu-threads"), "threads", "threads of the experts; default: chosen by the machine", int),
@@ -235,7 +241,6 @@ OTHER_ATTENTION_BACKENDS: dict[str, str] = {  # SGLang's words, and what is used
 }
 
 IGNORED_SWITCHES: dict[str, str] = {  # take no value
-    "--trust-remote-code": "models are those of transformers, no code is fetched",
     "--enable-mixed-chunk": "prefill and decode always share a batch",
     "--enable-p2p-check": "GPUs exchange hidden states through torch",
     "--enable-shared-experts-fusion": "shared experts are computed as the model has them",
@@ -305,6 +310,7 @@ class Launch:
     prepare_timeout: float = 10.0
     request_timeout: float = 0.0
     dtype: str = "auto"
+    trust_remote_code: bool = False
     device: str | None = None
     chat_template: Path | None = None
     threads: int | None = None

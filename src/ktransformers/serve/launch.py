@@ -140,7 +140,7 @@ def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | Non
     require_compiler(device, "--device cpu")
     _check_deterministic(launch, device)
     dtype = parse_dtype(launch.dtype, device)
-    tokenizer = read_tokenizer(target.model)
+    tokenizer = read_tokenizer(target.model, trust_remote_code=launch.trust_remote_code)
     templates = ServedTemplates(tokenizer, launch, target, log)
     tier_request = open_tiers(launch, target, dtype, device, log)
     log(f"loading {target.model} ({str(dtype).removeprefix('torch.')}, {device})")
@@ -330,6 +330,14 @@ def training_roots(service: Any) -> list[Path]:
     return [folder for folder in folders if folder.is_dir()]
 
 
+def _describe_code(target: Target) -> str:
+    """The line on --trust-remote-code, before anything is run."""
+    from ktransformers.nn.pretrained import run_code_note
+
+    none = "--trust-remote-code: the release brings no code for its tokenizer, and models are those of transformers"
+    return run_code_note(target.model) or none
+
+
 def serve(launch: Launch, log: LogLine, show: ShowPlan, on_ready: OnReady = lambda _: None) -> None:
     """Serve until Ctrl-C or SIGTERM; running requests then have SHUTDOWN_SECONDS to end."""
     check_packages()
@@ -340,6 +348,8 @@ def serve(launch: Launch, log: LogLine, show: ShowPlan, on_ready: OnReady = lamb
     launch = with_yaml_keys(launch, target.keys)
     assert launch.host is not None and launch.port is not None
     listener = bind_socket(launch.host, launch.port)
+    if launch.trust_remote_code:
+        log(_describe_code(target))
     plan = make_plan(launch, target, log, show)
     import uvicorn  # type: ignore[import-not-found,unused-ignore]
 

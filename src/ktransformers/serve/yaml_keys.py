@@ -48,7 +48,7 @@ FIXED_KEYS: dict[str, tuple[Any, ...]] = {
     "stage": ("sft", "dpo", None),
     "do_train": (False, None),
     "finetuning_type": ("lora", None),
-    "trust_remote_code": (True, False, None),  # models are those of transformers, no code is fetched
+    "trust_remote_code": (True, False, None),
     "kt_mode": ("normal", None),
     "mode": ("normal", None),
     "kt_force_think": (False, None),
@@ -97,6 +97,8 @@ def with_yaml_keys(launch: Launch, keys: Mapping[str, Any]) -> Launch:
     for name, field in LAUNCH_KEYS.items():
         if flat.get(name) is not None and getattr(launch, field) == getattr(default, field):
             launch = replace(launch, **{field: flat[name]})
+    if flat.get("trust_remote_code") is True:
+        launch = replace(launch, trust_remote_code=True)
     if flat.get("kt_use_cuda_graph") is False:
         launch = replace(launch, disable_cuda_graph=True)
     return replace(launch, isa=launch.isa or isa_of_backend(flat.get("kt_backend")))

@@ -21,7 +21,7 @@ from ktransformers.adapters.chat_templates import (
     with_defaults,
 )
 from ktransformers.errors import InputError
-from ktransformers.nn.pretrained import read_generation_config, read_tokenizer
+from ktransformers.nn.pretrained import read_generation_config, read_tokenizer, run_code_note
 from ktransformers.place.backends import isa_of_backend
 from ktransformers.plan.document import candidate_document
 from ktransformers.train.arguments import (
@@ -112,7 +112,8 @@ def load_tokenizer(directory: Path, settings: TrainSettings) -> tuple[Any, list[
         use_fast=model.use_fast_tokenizer,
         padding_side="right",
     )
-    notes = []
+    code = run_code_note(directory) if model.trust_remote_code else None
+    notes = [] if code is None else [code]
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if data.template is not None:

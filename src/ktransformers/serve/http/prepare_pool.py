@@ -28,6 +28,7 @@ LARGE_BODY_BYTES = 2**16
 MAX_PENDING = 256  # requests that wait for a worker
 START_SECONDS = 120.0
 RESTART_SECONDS = 1.0  # before a worker that could not be started is tried again
+REMOTE_MODULES = "transformers_modules"  # where transformers puts code that a release brings
 PROBE = "Hello, world! 你好 1234 <tool_call>\n"
 
 
@@ -38,14 +39,18 @@ class WorkerFailed(KTError):
 class PrepareWorker:
     """One process and its two pipes."""
 
-    def __init__(self, directory: str, settings: PrepareSettings, probe_tokens: list[int]) -> None:
+    def __init__(
+        self, directory: str, settings: PrepareSettings, probe_tokens: list[int], *, runs_code: bool = False
+    ) -> None:
         self._directory, self._settings, self._probe_tokens = directory, settings, probe_tokens
+        self._runs_code = runs_code
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
         environment |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         command = [sys.executable, "-P", "-m", "ktransformers.serve.http.prepare_worker", self._directory]
+        command += ["--trust-remote-code"] if self._runs_code else []
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=environment)
         first = {"settings": prepare_wire.settings_document(self._settings), "probe": PROBE}
@@ -104,7 +109,10 @@ class PreparePool:
         with tempfile.TemporaryDirectory(prefix="kt-tokenizer-") as directory:
             await asyncio.to_thread(self._tokenizer.save_pretrained, directory)
             probe_tokens = list(self._tokenizer(PROBE)["input_ids"])
-            self._workers = [PrepareWorker(directory, self._settings, probe_tokens) for _ in range(self._count)]
+            runs_code = type(self._tokenizer).__module__.startswith(REMOTE_MODULES)  # it was trusted when it was read
+            self._workers = [
+                PrepareWorker(directory, self._settings, probe_tokens, runs_code=runs_code) for _ in range(self._count)
+            ]
             try:
                 await asyncio.gather(*(worker.start() for worker in self._workers))
                 for worker in self._workers:

@@ -30,16 +30,16 @@ def main() -> None:
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers need none, and it takes seconds to import
-    serve_frames(sys.stdin.buffer, output, sys.argv[1])
+    serve_frames(sys.stdin.buffer, output, sys.argv[1], trust_remote_code="--trust-remote-code" in sys.argv[2:])
 
 
-def serve_frames(source: BinaryIO, output: BinaryIO, directory: str) -> None:
+def serve_frames(source: BinaryIO, output: BinaryIO, directory: str, *, trust_remote_code: bool = False) -> None:
     from transformers import AutoTokenizer
 
     from ktransformers.serve.http import prepare_wire
     from ktransformers.serve.http.prepare import RequestPreparer
 
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     document, _ = read_frame(source)
     preparer = RequestPreparer(tokenizer, prepare_wire.settings_of(document["settings"]))
     write_frame(output, {"tokens": tokenizer(document["probe"])["input_ids"]}, b"")
