@@ -18,6 +18,7 @@ from ktransformers.nn import ExpertStore
 from ktransformers.nn.contract import expert_modules
 from ktransformers.plan import Choice, Serving
 from ktransformers.plan.formats import counted_as, format_of, packed_expert_bytes, packed_lora_bytes
+from ktransformers.plan.layer_kinds import full_layers, layer_types, state_numbers
 from ktransformers.plan.machine import profile
 from ktransformers.plan.memory import attention_lora_numbers, expert_lora_numbers, kept_rows_bytes, predict_memory
 from ktransformers.plan.model_shape import open_shape, shape_from_config, shipped_shapes
@@ -25,7 +26,7 @@ from ktransformers.serve.engine.forward import make_forward
 from ktransformers.train.settings import LoraSettings
 from ktransformers.train.targets import count_trained_parameters, find_targets
 from tests.support.releases import KINDS
-from tests.support.tiny_models import build, save
+from tests.support.tiny_models import RECURRENT_LAYERS, build, save
 
 
 def skeleton(config: dict[str, Any]) -> Any:
@@ -269,3 +270,32 @@ def test_refusals_name_what_is_known(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InputError, match="JSON"):
         open_shape(str(tmp_path))
+
+
+RECURRENT_FAMILIES = ["bailing_hybrid", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "minimax"]
+RECURRENT_FAMILIES += ["nemotron_h", "qwen3_5_moe_text", "qwen3_next", "zaya"]
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_states_of_a_sequence_are_those_of_the_server(family: str) -> None:
+    for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
+        model: Any = build(family, **RECURRENT_LAYERS.get(family, {})).to(dtype)
+        forward = make_forward(model)
+        bytes_per_token = forward.check_against_stock()
+        config, layers = model.config.to_dict(), model.config.num_hidden_layers
+        assert state_numbers(config, layers).bytes(size) == forward.bytes_per_sequence > 0
+        shape = shape_from_config(config, family)
+        assert shape.states == state_numbers(config, layers) and shape.cached_numbers * size == bytes_per_token
+
+
+def test_layers_are_named_as_releases_name_them() -> None:
+    """As their config.json has it, before transformers has read it."""
+    delta = {"hidden_size": 64, "num_attention_heads": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    delta |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    assert full_layers(delta, 48) == full_layers(delta | {"full_attention_interval": 4}, 48) == 12
+    assert layer_types({"hybrid_override_pattern": "ME*-"}, 4) == ["mamba", "moe", "attention", "mlp"]
+    assert full_layers({"attn_type_list": [0, 0, 1, 0]}, 4) == 1
+    assert full_layers({"attn_layer_period": 8, "attn_layer_offset": 4}, 32) == 4
+    assert layer_types({"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1]}}, 2)[1] == "full_attention"
+    assert full_layers({}, 5) == 5
+    assert state_numbers(delta, 8).float32 == 6 * 4 * 16 * 16

@@ -302,6 +302,8 @@ def _serving(model: ModelShape, work: Serving, host: Table, gpus: list[Table]) -
     rows = work.tokens * model.hidden * work.rest_bytes
     for table in gpus or [host]:
         table["KV cache"] = cache // max(1, len(gpus))
+        if any(model.states):  # of running sequences, and as many copies for prefixes (serve/engine/snapshots.py)
+            table["states"] = 2 * work.sequences * model.states.bytes(work.rest_bytes) // max(1, len(gpus))
         table["activations"] = activations
         table["scores"] = min(work.tokens, SCORED_ROWS) * model.vocabulary * score
     if not gpus:

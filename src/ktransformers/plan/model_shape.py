@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ktransformers.errors import InputError
 from ktransformers.files import short as shown
 from ktransformers.model_registry import did_you_mean, known_model, known_names
+from ktransformers.plan.layer_kinds import NO_STATES, StateNumbers, full_layers, layer_types, state_numbers
 
 if TYPE_CHECKING:
     from ktransformers.checkpoint import ExpertTensors, Shards
@@ -84,6 +85,7 @@ class ModelShape:
     absorbed_numbers: int = 0  # that multiply queries for latents (serve/engine/latent.py), all layers together
     index_width: int = 0  # numbers of a token's keys for indexers, all layers together; 0: keys are not selected
     index_topk: int = 0  # keys that a new token attends to, if an indexer selects them
+    states: StateNumbers = NO_STATES  # convolution and recurrent states of a sequence, all layers together
     stored: str = "bf16"  # format of the experts in the release
     published: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
 
@@ -247,12 +249,6 @@ def _attention(text_config: Mapping[str, Any]) -> _Attention:
     return _Attention(linears, norms, 2 * heads * size + 2 * pairs * size, heads * 2 * size, 2 * pairs * size)
 
 
-def _full_layers(text_config: Mapping[str, Any], layers: int) -> int:
-    """Layers whose KV cache grows with every token."""
-    kinds = text_config.get("layer_types")
-    return sum(kind in ("full_attention", "indexed_attention") for kind in kinds) if kinds else layers
-
-
 def _index_layers(text_config: Mapping[str, Any], layers: int) -> int:
     """Layers with an indexer of their own; others may use the selection of an earlier layer (GLM-5)."""
     kinds = text_config.get("indexer_types") or text_config.get("index_topk_pattern")
@@ -270,7 +266,8 @@ def _dtype_bytes(text_config: Mapping[str, Any]) -> int:
 def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf16") -> ModelShape:
     """The shape by formulas alone; a test compares the counts with transformers' models."""
     text_config: Mapping[str, Any] = config.get("text_config") or config
-    layers, hidden = _number(text_config, "num_hidden_layers"), _number(text_config, "hidden_size")
+    named = len(layer_types(text_config, 0)) or None
+    layers, hidden = _number(text_config, "num_hidden_layers", default=named), _number(text_config, "hidden_size")
     experts = _number(text_config, "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
     inner = _number(text_config, "moe_intermediate_size", "intermediate_size")
     sparse = _expert_layers(text_config, layers)
@@ -295,7 +292,7 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
         vocabulary=vocabulary,
         expert_layers=sparse,
         experts=experts,
-        top_k=_number(text_config, "num_experts_per_tok", "moe_k", "moe_topk"),
+        top_k=_number(text_config, "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"),
         intermediate=inner,
         gated=True,
         rest_per_layer=rest // layers,
@@ -305,14 +302,15 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
         attention_width=attention.width,
         scores_width=attention.scores,
         mlp_width=3 * max(shared, dense),
-        cache_width=attention.cache * _full_layers(text_config, layers),
-        latent_width=attention.latent * _full_layers(text_config, layers),
-        absorbed_numbers=attention.absorbed * _full_layers(text_config, layers),
+        cache_width=attention.cache * full_layers(text_config, layers),
+        latent_width=attention.latent * full_layers(text_config, layers),
+        absorbed_numbers=attention.absorbed * full_layers(text_config, layers),
         context=_number(text_config, "max_position_embeddings", default=32768),
         rest_dtype_bytes=_dtype_bytes(text_config),
         stored=stored,
         index_width=attention.index[1].outputs * _index_layers(text_config, layers) if attention.index else 0,
         index_topk=_number(text_config, "index_topk", default=0),
+        states=state_numbers(text_config, layers),
     )
 
 

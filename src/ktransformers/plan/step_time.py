@@ -250,6 +250,7 @@ def serving_time(model: ModelShape, work: Serving, choice: Choice, machine: Mach
         for tokens, earlier_tokens in _serving_passes(work).values()
     )
     cache = work.sequences * model.read_numbers((work.prompt + work.context) / 2) * work.rest_bytes
+    cache += 2 * work.sequences * model.states.bytes(work.rest_bytes)  # read and written
     bandwidth = machine.gpus[0].bandwidth if choice.gpus else machine.cpu.read_bytes
     return PredictedTime(decode.parts | {"cache": cache / bandwidth}, work.sequences, prefill.seconds)
 
