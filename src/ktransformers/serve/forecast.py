@@ -55,7 +55,7 @@ def forecast(
 
 def compare_at_start(plan: Plan, service: Service) -> PlanComparison:
     """Predicted and measured host memory before the first request, without KV cache and activations."""
-    not_yet_allocated = ("KV cache", "activations", "scores", "workspace", "transfers")
+    not_yet_allocated = ("KV cache", "states", "activations", "scores", "workspace", "transfers")
     expected = sum(
         size for name, size in plan.nearest.memory.host.items() if name not in not_yet_allocated
     ) + _unplanned_bytes(service)
@@ -66,10 +66,12 @@ def compare_at_end(plan: Plan, service: Service) -> PlanComparison:
     """Predicted and measured host memory after the last request, with the KV cache at its peak, and with prompt scores
     if any were requested."""
     host, scored = plan.nearest.memory.host, service.engine.counts.scored_tokens > 0
-    excluded = ("KV cache",) if scored else ("KV cache", "scores")
+    excluded = ("KV cache", "states") if scored else ("KV cache", "states", "scores")
     expected = sum(size for name, size in host.items() if name not in excluded) + _unplanned_bytes(service)
     if "KV cache" in host:
-        expected += service.engine.kv_cache.peak_tokens * service.kv_bytes_per_token
+        cache = service.engine.kv_cache
+        expected += cache.peak_tokens * service.kv_bytes_per_token
+        expected += cache.peak_states * service.engine.forward.bytes_per_sequence
     return PlanComparison("host memory at the end", expected / 1e9, anonymous_bytes() / 1e9, "GB")
 
 

@@ -101,8 +101,9 @@ def choose_device(launch: Launch, plan: Plan | None = None) -> str:
     return launch.device or ("cuda" if torch.cuda.is_available() and not left_out else "cpu")
 
 
-def host_cache_tokens(launch: Launch, kv_bytes_per_token: int) -> int:
-    return int(system.memory().available * min(launch.memory, MAX_HOST_SHARE)) // kv_bytes_per_token
+def host_cache_tokens(launch: Launch, kv_bytes_per_token: int, state_bytes: int) -> int:
+    available = system.memory().available * min(launch.memory, MAX_HOST_SHARE)
+    return max(0, int(available) - state_bytes) // kv_bytes_per_token
 
 
 def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None = None) -> Any:
@@ -156,14 +157,16 @@ def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | Non
     kv_bytes_per_token = forward.check_against_stock()
     attach_experts(model, placement, log, graphs)
     context = launch.context_length or _max_positions(model.config)
+    state_bytes = 2 * launch.max_running_requests * forward.bytes_per_sequence  # of running ones, and copies
     capacity = (
-        host_cache_tokens(launch, kv_bytes_per_token)
+        host_cache_tokens(launch, kv_bytes_per_token, state_bytes)
         if device == "cpu"
-        else cache_tokens(model, launch, kv_bytes_per_token)
+        else cache_tokens(model, launch, kv_bytes_per_token, state_bytes)
     )
     tokens = launch.max_total_tokens or max(256, min(capacity, launch.max_running_requests * context))
     limits = _engine_limits(launch, tokens, context)
-    log(f"KV cache of {tokens} tokens, {tokens * kv_bytes_per_token / 2**30:.2f} GiB when full")
+    states = f", states of sequences up to {state_bytes / 2**30:.2f} GiB" if state_bytes else ""
+    log(f"KV cache of {tokens} tokens, {tokens * kv_bytes_per_token / 2**30:.2f} GiB when full{states}")
     engine = ServeEngine(forward, limits)
     if (tiers := make_tiers(tier_request, forward, limits.context_length, log)) is not None:
         engine.attach_tiers(tiers)
@@ -182,7 +185,7 @@ def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | Non
         request_limits=_request_limits(launch),
         prepare=PrepareOptions(launch.prepare_workers, launch.prepare_timeout),
     )
-    cache_bytes, prefill = tokens * kv_bytes_per_token, launch.chunked_prefill_size
+    cache_bytes, prefill = tokens * kv_bytes_per_token + state_bytes, launch.chunked_prefill_size
     service.approximations = fill_gpus(placement, cache_bytes, prefill, plan, graphs, log)
     service.placement = placement
     if placement.placement is not None:

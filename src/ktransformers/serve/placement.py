@@ -46,15 +46,16 @@ def spreads_layers(options: PlacementOptions, launch: Launch, plan: Plan | None)
     return needs_spreading(options, gpus_of(launch, plan))
 
 
-def cache_tokens(model: nn.Module, launch: Launch, bytes_per_token: int) -> int:
-    """Tokens whose keys and values fit into the share of every GPU's free memory; a layer's lie where the layer is."""
+def cache_tokens(model: nn.Module, launch: Launch, bytes_per_token: int, state_bytes: int) -> int:
+    """Tokens whose keys and values fit into the share of every GPU's free memory beside `state_bytes` of states; a
+    layer's lie where the layer is."""
     layers: Any = model.get_submodule(find_decoder_layers(model).name)
     counts: dict[torch.device, int] = {}
     for layer in layers:
         device = next((p.device for p in layer.parameters() if p.is_cuda), torch.device("cpu"))
         counts[device] = counts.get(device, 0) + 1
     tokens = [
-        int(free_bytes(device) * launch.memory) * len(layers) // (count * bytes_per_token)
+        max(0, int(free_bytes(device) * launch.memory) * len(layers) // count - state_bytes) // bytes_per_token
         for device, count in counts.items()
         if device.type == "cuda"
     ]

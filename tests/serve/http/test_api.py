@@ -306,6 +306,7 @@ def test_metrics_count_requests(served: RunningServer, client: Any) -> None:
     assert after["kt_new_tokens_total"] - before["kt_new_tokens_total"] == 5
     assert after["kt_adapters"] == 2 and after["kt_running_sequences"] == 0
     assert after["kt_cache_bytes_per_token"] == served.service.kv_bytes_per_token > 0
+    assert after["kt_cache_bytes_per_sequence"] == after["kt_cache_states"] == 0
 
 
 def test_openapi_describes_every_path(served: RunningServer) -> None:

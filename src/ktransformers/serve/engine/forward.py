@@ -173,7 +173,7 @@ class Forward:
             read_windows(self.model)
         self.bytes_per_sequence = state_bytes(slot.states)
         self.block_layout = BlockLayout.of_slot(slot)
-        return slot.bytes() // slot.capacity
+        return max(1, slot.bytes() // slot.capacity)
 
     @contextmanager
     def stock(self) -> Iterator[None]:

@@ -153,6 +153,11 @@ class KVCache:
         return sum(slot.capacity for slot in self.slots)
 
     @property
+    def states(self) -> int:
+        """States of sequences, copies included."""
+        return sum(len(slot.snapshots) + bool(slot.states) for slot in self.slots)
+
+    @property
     def busy_tokens(self) -> int:
         return sum(slot.capacity for slot in self.slots if slot.busy)
 
@@ -236,8 +241,7 @@ class KVCache:
     def _bound_states(self) -> None:
         """Drop copies of states beyond the bound: of the slots with the most, then idle slots, the least recently used
         first, then what is left at running sequences."""
-        spare = sum(slot.spare_states for slot in self.slots)
-        self.peak_states = max(self.peak_states, spare + sum(1 for slot in self.slots if slot.busy and slot.states))
+        self.peak_states = max(self.peak_states, self.states)
         while sum(slot.spare_states for slot in self.slots) > self._spare_states:
             spared = [slot for slot in self.slots if slot.spare_states]
             slot = min(spared, key=lambda slot: (-max(1, len(slot.snapshots)), slot.busy, slot.last_use))

@@ -33,6 +33,13 @@ def _lines(service: Service, requests: Counter[tuple[str, int]], restarts: int) 
         ),
         ("kt_cache_limit_tokens", "gauge", "Capacity of the KV cache, in tokens.", kv_cache.limit),
         ("kt_cache_bytes_per_token", "gauge", "Bytes of a token in the KV cache.", service.kv_bytes_per_token),
+        (
+            "kt_cache_bytes_per_sequence",
+            "gauge",
+            "Bytes of a sequence's convolution and recurrent states.",
+            engine.forward.bytes_per_sequence,
+        ),
+        ("kt_cache_states", "gauge", "States of sequences in memory, copies included.", kv_cache.states),
         ("kt_adapters", "gauge", "Adapters in memory.", len(service.registry.loaded)),
         ("kt_steps_total", "counter", "Forward passes.", counts.steps),
         ("kt_graph_steps_total", "counter", "Forward passes replayed from a CUDA graph.", engine.replayed),

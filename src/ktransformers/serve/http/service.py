@@ -80,9 +80,12 @@ class Service:
         self.placement: Any = None  # ServedPlacement; writes the counts of routed tokens at the end
 
     def describe_cache(self) -> dict[str, Any]:
-        """The KV cache for /v1/models: bytes of a token, by kind of layer, and tiers below the slots."""
+        """The KV cache for /v1/models: bytes of a token, by kind of layer, of a sequence's states, and tiers below the
+        slots."""
         layout, tiers = self.engine.forward.block_layout, self.engine.tiers
         cache: dict[str, Any] = {"bytes_per_token": self.kv_bytes_per_token}
+        if self.engine.forward.bytes_per_sequence:
+            cache["bytes_per_sequence"] = self.engine.forward.bytes_per_sequence
         if layout is not None:
             cache["kinds"] = bytes_by_kind(self.engine.forward.model, layout)
         if tiers is not None:
