@@ -32,5 +32,5 @@ def rms_norm(rows: Tensor, weight: Tensor, out: Tensor, epsilon: float) -> None:
     wide = triton.next_power_of_2(rows.shape[1])
     warps = max(1, min(MAX_WARPS, wide // ELEMENTS_PER_WARP))
     kernel: Any = _rms_norm[(rows.shape[0],)]
-    with torch.cuda.device_of(rows):
+    with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
         kernel(rows, weight, out, rows.shape[1], epsilon, WIDE=wide, num_warps=warps)

@@ -36,7 +36,7 @@ from ktransformers.place.gpu.expert_cache import ExpertCache, LayerBytes
 from ktransformers.place.gpu.layer_costs import measured_costs
 from ktransformers.place.gpu.layout import Geometry, PackedMatrix, geometry
 from ktransformers.place.gpu.pinned import MODES, RegisteredMemory
-from ktransformers.place.gpu.resident_decode import DECODED_BYTES
+from ktransformers.place.gpu.resident_decode import DECODED_BYTES, decodes_first
 from ktransformers.place.placed_store import Deferral, PlacedStore
 from ktransformers.place.tune import tune
 from ktransformers.plan.memory import ENGINE_LIMITS
@@ -102,7 +102,7 @@ class Placement:
             if engine.device == device
             for layer in engine.layers.values()
         }
-        return 0 if all(one.first.plain and one.down.plain for one in sizes) else DECODED_BYTES
+        return DECODED_BYTES if any(decodes_first(one, device) for one in sizes) else 0
 
     def place_residents(
         self,

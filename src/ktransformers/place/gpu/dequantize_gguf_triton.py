@@ -55,36 +55,23 @@ def _half(halves, at, inside):
 
 
 @triton.jit
-def _decode(
+def gguf_values(
     words,
     bytes_,
     halves,
-    where,
-    out,
-    unit,
-    block_bytes,
-    strip_at,
+    base,  # first byte of the strip
+    n,
+    k,
+    inside,
     codes_at,
     span_bytes,
-    block_rows,
-    first_row,
-    half_rows,
-    columns,
-    out_rows,
     KIND: tl.constexpr,
     ZERO: tl.constexpr,  # point of the codes
     LOW: tl.constexpr,  # bits of the first plane
     HIGH: tl.constexpr,  # and of the second, or 0
     SPAN: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
-    place, block, chunk = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0)
-    distance = tl.load(where + place).to(tl.int64)
-    if distance == NOWHERE:
-        return
-    base = tl.multiple_of(distance * unit, LINE) + block.to(tl.int64) * block_bytes + strip_at
-    n, k = tl.arange(0, 16)[:, None], chunk * WIDTH + tl.arange(0, WIDTH)[None, :]
-    inside = (k < columns) & (n < 16)
+    """float32: those of outputs n at numbers k of K."""
     tile = (base + codes_at) // 4 + (k // 32) * (16 * (LOW + HIGH))
     code = _plane(words, tile, n, k, inside, LOW)
     if HIGH > 0:
@@ -122,6 +109,41 @@ def _decode(
         slope = _half(halves, header + 2 * n, inside) * scale
         low = _half(halves, header + 32 + 2 * n, inside) * least
         value = slope * code.to(tl.float32) - low
+    return value
+
+
+@triton.jit
+def _decode(
+    words,
+    bytes_,
+    halves,
+    where,
+    out,
+    unit,
+    block_bytes,
+    strip_at,
+    codes_at,
+    span_bytes,
+    block_rows,
+    first_row,
+    half_rows,
+    columns,
+    out_rows,
+    KIND: tl.constexpr,
+    ZERO: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    SPAN: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    place, block, chunk = tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0)
+    distance = tl.load(where + place).to(tl.int64)
+    if distance == NOWHERE:
+        return
+    base = tl.multiple_of(distance * unit, LINE) + block.to(tl.int64) * block_bytes + strip_at
+    n, k = tl.arange(0, 16)[:, None], chunk * WIDTH + tl.arange(0, WIDTH)[None, :]
+    inside = (k < columns) & (n < 16)
+    value = gguf_values(words, bytes_, halves, base, n, k, inside, codes_at, span_bytes, KIND, ZERO, LOW, HIGH, SPAN)
     row = block * block_rows + n
     target = out + (place * out_rows + first_row + row) * columns + k
     tl.store(target, value.to(tl.bfloat16), mask=inside & (row < half_rows))

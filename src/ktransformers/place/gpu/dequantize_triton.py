@@ -60,6 +60,47 @@ def _from_e8m0(code):
 
 
 @triton.jit
+def number_of(code, CODE: tl.constexpr, ZERO: tl.constexpr):
+    """Codes as float32."""
+    if CODE == INT8:
+        number = tl.where(code > 127, code - 256, code).to(tl.float32)
+    elif CODE == UINT:
+        number = (code - ZERO).to(tl.float32)
+    elif CODE == E4M3:
+        number = _from_e4m3(code)
+    else:
+        number = _from_e2m1(code)
+    return number
+
+
+@triton.jit
+def scale_of(
+    scales,
+    factors,
+    base,  # first byte of the strip
+    spans_at,
+    n,
+    k,
+    inside,
+    SCALE: tl.constexpr,
+    SPAN: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+):
+    """Of output n and number k of K."""
+    span = k // SPAN if SPAN > 0 else k * 0
+    if SCALE == NESTED:
+        sub = span * 32 + ((k % SPAN) // 16) * 16
+        inner = tl.load(scales + base + spans_at + sub + n, mask=inside, other=0)
+        scale = _from_e4m3(inner.to(tl.int32)) * tl.load(factors + base // 4)
+    else:
+        entry = n if ENTRIES == 16 else n * 0
+        raw = tl.load(scales + (base + spans_at) // SCALE_BYTES + span * ENTRIES + entry, mask=inside, other=0)
+        scale = _from_e8m0(raw) if SCALE == E8M0 else raw.to(tl.float32)
+    return scale
+
+
+@triton.jit
 def _decode(
     words,  # the buffer as int32, or int16 for bf16
     scales,  # the buffer in the type of the scales
@@ -104,31 +145,14 @@ def _decode(
         bit = step * BITS
         at = (base + codes_at) // 4 + tile * (16 * BITS) + (bit // 32) * 32 + n * 2 + k % 2
         code = (tl.load(words + at, mask=inside & (n < 16), other=0) >> (bit % 32)) & ((1 << BITS) - 1)
-        if CODE == INT8:
-            number = tl.where(code > 127, code - 256, code).to(tl.float32)
-        elif CODE == UINT:
-            number = (code - ZERO).to(tl.float32)
-        elif CODE == E4M3:
-            number = _from_e4m3(code)
-        else:
-            number = _from_e2m1(code)
-        entry = n if ENTRIES == 16 else n * 0
-        span = k // SPAN if SPAN > 0 else k * 0
-        if SCALE == NESTED:
-            sub = span * 32 + ((k % SPAN) // 16) * 16
-            inner = tl.load(scales + base + spans_at + sub + n, mask=inside & (n < 16), other=0)
-            scale = _from_e4m3(inner.to(tl.int32)) * tl.load(factors + base // 4)
-        else:
-            scale_at = (base + spans_at) // SCALE_BYTES + span * ENTRIES + entry
-            raw = tl.load(scales + scale_at, mask=inside & (n < 16), other=0)
-            scale = _from_e8m0(raw) if SCALE == E8M0 else raw.to(tl.float32)
-        value = (number * scale).to(tl.bfloat16)
+        scale = scale_of(scales, factors, base, spans_at, n, k, inside & (n < 16), SCALE, SPAN, ENTRIES, SCALE_BYTES)
+        value = (number_of(code, CODE, ZERO) * scale).to(tl.bfloat16)
     row = block * block_rows + n
     target = out + (place * out_rows + half * half_rows + row) * columns + k
     tl.store(target, value, mask=inside & (row < tl.where(half == 0, end_rows, end_rows_1)))
 
 
-def _kind(form: StripFormat) -> tuple[Any, Any] | None:
+def kind_of(form: StripFormat) -> tuple[Any, Any] | None:
     """The kinds of elements and scales; None for those of the other kernel, or of none."""
     if len(form.planes) > 1 or form.bits == 1 or form.element not in ELEMENTS or form.scales not in SCALE_KINDS:
         return None
@@ -136,7 +160,7 @@ def _kind(form: StripFormat) -> tuple[Any, Any] | None:
 
 
 def supports(matrix: PackedMatrix) -> bool:
-    return all(_kind(form) is not None or dequantize_gguf_triton.supports(form) for form in matrix.formats)
+    return all(kind_of(form) is not None or dequantize_gguf_triton.supports(form) for form in matrix.formats)
 
 
 def unit_of(where: Tensor, matrix: PackedMatrix) -> int:
@@ -147,10 +171,10 @@ def decode(packed: Tensor, where: Tensor, matrix: PackedMatrix, out: Tensor) -> 
     """As `dequantize.decode`; experts with NOWHERE for their slot are left out. Both halves of a block are decoded in
     one launch where they have one format; the last half block may hold fewer rows than a whole one."""
     flat = packed.view(-1)
-    together = matrix.formats[0] == matrix.formats[1] and _kind(matrix.formats[0]) is not None
+    together = matrix.formats[0] == matrix.formats[1] and kind_of(matrix.formats[0]) is not None
     for half in (0,) if together else (0, 1):
         form = matrix.formats[half]
-        kind = _kind(form)
+        kind = kind_of(form)
         if kind is None:
             dequantize_gguf_triton.decode_half(packed, where, unit_of(where, matrix), matrix, half, out)
             continue

@@ -2,11 +2,11 @@
 each resident, or -1, and expert ids are read in device memory. Shapes depend on the batch size alone, never on the
 routing, so a CUDA graph can hold it.
 
-On a GPU `resident_decode_triton.py` computes from packed bf16; other formats are first dequantised for the batch, one
-matrix per (token, slot), which takes so much memory that there is a bound. On a CPU, for tests, torch computes the
-same from the same packed addresses: expert, block, pair along K, half, output, element of the pair. Gate and up stay in
-float32 up to the activation, which is rounded to bf16; outputs are weighted and summed in float32. The CPU rounds in
-the same places.
+On a GPU `resident_decode_triton.py` computes from packed bytes, with weights rounded to bf16. Where gate and up have
+different formats they are first dequantised for the batch, one matrix per (token, slot), which takes so much memory
+that there is a bound. On a CPU, for tests, torch computes the same from the same packed addresses: expert, block, pair
+along K, half, output, element of the pair. Gate and up stay in float32 up to the activation, which is rounded to bf16;
+outputs are weighted and summed in float32. The CPU rounds in the same places.
 
 LoRA is added before these roundings: `adapters` int32 `[T]` is the index of each token's adapter in `LoraPointers`, or
 -1. A's product is rounded to bf16, as on the CPU. A token without an adapter gets the same bits as in a batch without
@@ -42,7 +42,7 @@ def runs_on(device: torch.device) -> bool:
 def supports(geometry: Geometry, rows: int, device: torch.device) -> bool:
     """Whether residents of this geometry's formats can be computed here for `rows` (token, slot) pairs at once; 0 asks
     for the formats alone."""
-    if geometry.first.plain and geometry.down.plain:
+    if not decodes_first(geometry, device):
         return True
     if rows * geometry.decoded_bytes > DECODED_BYTES:
         return False
@@ -50,6 +50,13 @@ def supports(geometry: Geometry, rows: int, device: torch.device) -> bool:
     return kernels is None or all(
         kernels.dequantize_triton.supports(matrix) for matrix in (geometry.first, geometry.down)
     )
+
+
+def decodes_first(geometry: Geometry, device: torch.device) -> bool:
+    """Whether weights are dequantised into memory before they are multiplied."""
+    kernels = import_triton_module(TRITON) if device.type == "cuda" else None
+    matrices = geometry.first, geometry.down
+    return not all(matrix.plain if kernels is None else kernels.reads_codes(matrix) for matrix in matrices)
 
 
 def count(ids: Tensor, counts: Tensor) -> None:
@@ -73,9 +80,8 @@ def forward(
     """float32 `[T, H]`: the weighted sum over the resident experts; inputs are contiguous `[T, H]`, `[T, k]`, `[T, k]`
     on the cache's device. If the dequantised matrices exceed DECODED_BYTES the tokens are computed in pieces."""
     geometry, (first_bias, down_bias) = layer.geometry, layer.biases
-    plain = geometry.first.plain and geometry.down.plain
     max_tokens = max(1, DECODED_BYTES // (ids.shape[1] * geometry.decoded_bytes))
-    if not plain and hidden.shape[0] > max_tokens:
+    if hidden.shape[0] > max_tokens and decodes_first(geometry, hidden.device):
         starts = range(0, hidden.shape[0], max_tokens)
         pieces = [slice(start, start + max_tokens) for start in starts]
         loras = [None if lora is None else (lora[0][piece], lora[1]) for piece in pieces]

@@ -2,8 +2,9 @@
 synchronise.
 
 Packed bf16 weights are read in place, in tiles of 16 outputs by 32 of K (`place/gpu/layout.py`): 16 pairs along K, each
-with its two numbers for 16 outputs next to each other, so `[pairs, 32]` of a tile is one contiguous kilobyte. Other
-formats are dequantised first, one dense matrix per (token, slot). The first kernel has a program per (token, slot) and
+with its two numbers for 16 outputs next to each other, so `[pairs, 32]` of a tile is one contiguous kilobyte. Codes of
+other formats are read in place too (`code_products_triton.py`); where gate and up have different formats they are
+dequantised first, one dense matrix per (token, slot). The first kernel has a program per (token, slot) and
 block of gate and up, or of up alone; the second one per token and half block of down, which sums the token's residents
 in the order of its slots: no atomics, the same bits every time. A program whose expert is not resident
 (`slot_of[expert]` is -1) ends at once. Tokens that share an expert each read it, because there are so few that the
@@ -23,10 +24,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktransformers.place.gpu import dequantize_triton
-from ktransformers.place.gpu.layout import PackedMatrix
+from ktransformers.place.gpu import code_products_triton, dequantize_triton
+from ktransformers.place.gpu.code_products_triton import code_products, sum_pairs
+from ktransformers.place.gpu.layout import TILE_BYTES, PackedMatrix
 
 PAIRS_PER_STEP = 128  # along K of one step; of a dense matrix as many single numbers
+PLAIN, DENSE, CODES = (tl.constexpr(number) for number in range(3))  # what is read: packed bf16, a matrix, codes
+NO_CODES = dict.fromkeys(
+    ("GGUF", "CODE", "ZERO", "SCALE", "LOW", "HIGH", "SPAN", "ENTRIES", "SCALE_BYTES", "STEP"), 0
+)  # constants of `code_products` for other sources
 
 Lora = tuple[
     Tensor, Tensor, int
@@ -42,12 +48,6 @@ def _input_pairs(x, q, columns, j):
 
 
 @triton.jit
-def _sum_pairs(total):
-    """[Q, 32] -> [16]."""
-    return tl.sum(tl.reshape(tl.sum(total, axis=0), (16, 2)), axis=1)
-
-
-@triton.jit
 def _block(words, x, columns, pairs, Q: tl.constexpr):
     """Products of the two halves of a packed block, 16 outputs each."""
     j = tl.arange(0, 32)[None, :]
@@ -60,7 +60,7 @@ def _block(words, x, columns, pairs, Q: tl.constexpr):
         valid = (q < pairs)[:, None]
         low_sum += tl.load(words + offset, mask=valid, other=0.0).to(tl.float32) * value
         high_sum += tl.load(words + offset + 512, mask=valid, other=0.0).to(tl.float32) * value
-    return _sum_pairs(low_sum), _sum_pairs(high_sum)
+    return sum_pairs(low_sum), sum_pairs(high_sum)
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def _half(words, x, columns, pairs, Q: tl.constexpr):
         offset = (q // 16 * 1024 + q % 16 * 32)[:, None] + j
         weight = tl.load(words + offset, mask=(q < pairs)[:, None], other=0.0).to(tl.float32)
         total += weight * _input_pairs(x, q, columns, j)
-    return _sum_pairs(total)
+    return sum_pairs(total)
 
 
 @triton.jit
@@ -135,7 +135,9 @@ def _first(
     hidden,  # [T, columns]
     ids,  # [T, k]
     slot_of,  # int32 [E]
-    words,  # bf16: the packed slots; if DENSE one matrix per (token, slot)
+    words,  # the packed slots as bf16 or, of codes, as int32; if DENSE one matrix per (token, slot)
+    scales,  # of codes: as `code_products` takes them, otherwise unused
+    scale_factors,
     bias,  # float32 [E, outputs], or unused
     adapters,  # int32 [T], or unused
     factors,  # as above, or unused
@@ -146,9 +148,22 @@ def _first(
     rows,
     columns,
     pairs,
-    expert_words,
-    block_words,
-    DENSE: tl.constexpr,
+    expert_bytes,
+    block_bytes,
+    half_bytes,
+    codes_at,
+    spans_at,
+    SOURCE: tl.constexpr,
+    GGUF: tl.constexpr,
+    CODE: tl.constexpr,
+    ZERO: tl.constexpr,
+    SCALE: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    SPAN: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    STEP: tl.constexpr,
     PAIRED: tl.constexpr,
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
@@ -167,14 +182,22 @@ def _first(
         else:
             low, low_valid, outputs = block * 32 + n, block * 32 + n < rows, rows
             high, high_valid = low + 16, low + 16 < rows
-        if DENSE:
+        base = slot * expert_bytes + block.to(tl.int64) * block_bytes
+        if SOURCE == DENSE:
             matrix = words + route.to(tl.int64) * outputs * columns
             low_sum = _dense_rows(matrix, x, low, low_valid, columns, Q)
             high_sum = _dense_rows(matrix, x, high, high_valid, columns, Q)
+        elif SOURCE == CODES:
+            low_sum = code_products(
+                words, scales, scale_factors, base, x, columns, codes_at, spans_at,
+                GGUF, CODE, ZERO, SCALE, LOW, HIGH, SPAN, ENTRIES, SCALE_BYTES, STEP,
+            )  # fmt: skip
+            high_sum = code_products(
+                words, scales, scale_factors, base + half_bytes, x, columns, codes_at, spans_at,
+                GGUF, CODE, ZERO, SCALE, LOW, HIGH, SPAN, ENTRIES, SCALE_BYTES, STEP,
+            )  # fmt: skip
         else:
-            low_sum, high_sum = _block(
-                words + slot * expert_words + block.to(tl.int64) * block_words, x, columns, pairs, Q
-            )
+            low_sum, high_sum = _block(words + base // 2, x, columns, pairs, Q)
         if BIAS:
             low_sum += tl.load(bias + expert * outputs + low, mask=low_valid, other=0.0)
             high_sum += tl.load(bias + expert * outputs + high, mask=high_valid, other=0.0)
@@ -197,6 +220,8 @@ def _down(
     weights,  # [T, k]
     slot_of,
     words,
+    scales,
+    scale_factors,
     bias,
     adapters,
     factors,
@@ -207,15 +232,28 @@ def _down(
     rows,
     columns,
     pairs,
-    expert_words,
-    block_words,
-    DENSE: tl.constexpr,
+    expert_bytes,
+    block_bytes,
+    half_bytes,
+    codes_at,
+    spans_at,
+    SOURCE: tl.constexpr,
+    GGUF: tl.constexpr,
+    CODE: tl.constexpr,
+    ZERO: tl.constexpr,
+    SCALE: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    SPAN: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    STEP: tl.constexpr,
     BIAS: tl.constexpr,
     RANKS: tl.constexpr,
     Q: tl.constexpr,
 ):
     token, half_block = tl.program_id(0), tl.program_id(1)
-    offset = (half_block // 2).to(tl.int64) * block_words + half_block % 2 * 512
+    offset = (half_block // 2).to(tl.int64) * block_bytes + half_block % 2 * half_bytes
     row = half_block * 16 + tl.arange(0, 16)
     total = tl.zeros((16,), tl.float32)
     for choice in range(top_k):
@@ -224,10 +262,16 @@ def _down(
         slot = tl.load(slot_of + expert, mask=(expert >= 0) & (expert < experts), other=-1).to(tl.int64)
         if slot >= 0:
             x = h + route.to(tl.int64) * columns
-            if DENSE:
+            base = slot * expert_bytes + offset
+            if SOURCE == DENSE:
                 y = _dense_rows(words + route.to(tl.int64) * rows * columns, x, row, row < rows, columns, Q)
+            elif SOURCE == CODES:
+                y = code_products(
+                    words, scales, scale_factors, base, x, columns, codes_at, spans_at,
+                    GGUF, CODE, ZERO, SCALE, LOW, HIGH, SPAN, ENTRIES, SCALE_BYTES, STEP,
+                )  # fmt: skip
             else:
-                y = _half(words + slot * expert_words + offset, x, columns, pairs, Q)
+                y = _half(words + base // 2, x, columns, pairs, Q)
             if BIAS:
                 y += tl.load(bias + expert * rows + row, mask=row < rows, other=0.0)
             if RANKS:
@@ -247,11 +291,26 @@ def _weight_arguments(
     packed: Tensor, ids: Tensor, slot_of: Tensor, bias: Tensor | None, matrix: PackedMatrix
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
     """Weights and biases as arguments of both kernels: tensors, sizes and constexpr values."""
-    words = packed.view(torch.bfloat16) if matrix.plain else _dequantised(packed, ids, slot_of, matrix)
-    pairs = -(-matrix.columns // 2)
-    sizes = (matrix.rows, matrix.columns, pairs, matrix.expert_bytes // 2, matrix.block_bytes // 2)
-    constants = {"DENSE": not matrix.plain, "BIAS": bias is not None, "Q": PAIRS_PER_STEP}
-    return (words, slot_of if bias is None else bias), (slot_of.shape[0], ids.shape[1], *sizes), constants
+    places, constants = (0, 0), NO_CODES
+    if matrix.plain:
+        source, words = PLAIN, (packed.view(torch.bfloat16), slot_of, slot_of)
+    elif code_products_triton.supports(matrix):
+        source = CODES
+        words, places, constants = code_products_triton.arguments(packed, matrix)
+    else:
+        source, words = DENSE, (_dequantised(packed, ids, slot_of, matrix), slot_of, slot_of)
+    half_bytes = TILE_BYTES if matrix.plain else matrix.strip_at(1)
+    sizes = (matrix.rows, matrix.columns, -(-matrix.columns // 2), matrix.expert_bytes, matrix.block_bytes, half_bytes)
+    constants = {**constants, "SOURCE": source, "BIAS": bias is not None, "Q": PAIRS_PER_STEP}
+    # A fused multiply-add would round values of GGUF's types once less than their decoder does.
+    constants["enable_fp_fusion"] = not constants["GGUF"]
+    tensors = (*words, slot_of if bias is None else bias)
+    return tensors, (slot_of.shape[0], ids.shape[1], *sizes, *places), constants
+
+
+def reads_codes(matrix: PackedMatrix) -> bool:
+    """Whether the weights are multiplied as they are packed."""
+    return matrix.plain or code_products_triton.supports(matrix)
 
 
 def _dequantised(packed: Tensor, ids: Tensor, slot_of: Tensor, matrix: PackedMatrix) -> Tensor:

@@ -207,5 +207,6 @@ def attend(table: Tensor, line: int, spec: AttentionSpec, query: Tensor, key: Te
 def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return LARGE_BYTES
-    size: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(device)
+    size: int = properties.shared_memory_per_block_optin
     return size

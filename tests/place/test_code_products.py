@@ -1,0 +1,92 @@
+"""Residents computed from codes, in every format, against matrices decoded in torch. Without a GPU the kernels run in
+Triton's interpreter if TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ktransformers.nn import ExpertStore
+from ktransformers.nn.gate import Gate
+from ktransformers.place.gpu import resident_decode
+from ktransformers.place.gpu.executor import LayerOnDevice
+from ktransformers.place.gpu.expert_cache import ExpertCache
+from ktransformers.place.placement import geometry_of
+from tests.place.test_gpu_decode import blocks
+from tests.support.formats import SPECS
+from tests.support.gguf_blocks import HALVES
+from tests.support.placed_experts import Size, make_store
+
+E, H, I, TOP_K = 3, 256, 256, 2  # noqa: E741
+DEVICES = [
+    pytest.param(
+        "cpu",
+        id="interpreted",
+        marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="no interpreter"),
+    ),
+    pytest.param("cuda:0", id="gpu", marks=pytest.mark.gpu),
+]
+
+
+def stored(spec: str) -> ExpertStore:
+    if spec not in HALVES:
+        return make_store(Size(E, H, I, TOP_K, 4, 4), spec)
+    random = np.random.default_rng(0)
+    shapes = {"gate": (I, H), "up": (I, H), "down": (H, I)}
+    store = ExpertStore(E, H, I, formats=spec)
+    store.pack(**{name: blocks(spec, *shape, random) for name, shape in shapes.items()})
+    return store
+
+
+def cached(store: ExpertStore, device: str) -> tuple[LayerOnDevice, ExpertCache]:
+    """All experts in slots of their own, the last one first."""
+    sizes, memory = geometry_of(store), store.memory()
+    cache = ExpertCache(sizes, E, torch.device(device), None)
+    for name, target in (("gate_up", cache.first), ("down", cache.down)):
+        target.copy_(memory[name].view(E, -1).flip(0))
+    source: object = None
+    return LayerOnDevice(0, sizes, Gate("silu"), source, (None, None)), cache  # type: ignore[arg-type]
+
+
+def batch(tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Slots, hidden states, ids (one out of range, one that is not resident), weights."""
+    torch.manual_seed(0)
+    slot_of = torch.tensor([2, -1, 0], dtype=torch.int32)
+    ids = torch.tensor([[0, 2], [2, 1], [-1, 0], [2, 0]])[:tokens]
+    hidden, weights = torch.randn(tokens, H).bfloat16(), torch.rand(tokens, TOP_K)
+    return tuple(tensor.to(device) for tensor in (slot_of, hidden, ids, weights))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("spec", [*SPECS, *HALVES])
+def test_products_match_decoded_matrices(spec: str, device: str) -> None:
+    kernels = pytest.importorskip(resident_decode.TRITON)
+    store = stored(spec)
+    layer, cache = cached(store, device)
+    first, down = layer.geometry.first, layer.geometry.down
+    if not (kernels.reads_codes(first) and kernels.reads_codes(down)):
+        assert not kernels.dequantize_triton.supports(first) or first.formats[0].span % 32, "codes could be read"
+        pytest.skip("decoded first")
+    slot_of, hidden, ids, weights = batch(4, device)
+    h = kernels.first(hidden, ids, slot_of, cache.first, None, first, True)
+    actual = kernels.down(h, ids, weights, slot_of, cache.down, None, down)
+    on_host = [tensor.cpu() for tensor in (slot_of, hidden, ids, weights)]
+    host_cache = ExpertCache(layer.geometry, E, torch.device("cpu"), None)
+    host_cache.first, host_cache.down = cache.first.cpu(), cache.down.cpu()
+    expected = resident_decode._reference_forward(replace(layer), host_cache, *on_host, None)
+    limit = 2e-2 if device == "cpu" else 5e-3  # the interpreter cuts numbers off where a GPU rounds them to bf16
+    assert float((actual.cpu() - expected).norm() / expected.norm()) < limit
+    assert float(expected.abs().max()) > 0
+
+
+def test_formats_that_are_read_as_codes() -> None:
+    """Almost all: a format that falls back to decoded matrices costs memory and time without a word."""
+    kernels = pytest.importorskip(resident_decode.TRITON)
+    formats = {spec: geometry_of(ExpertStore(E, H, I, formats=spec)).first for spec in [*SPECS, *HALVES]}
+    others = {spec for spec, matrix in formats.items() if not kernels.reads_codes(matrix)}
+    assert all(spec.startswith(("iq", "tq")) for spec in others), others
