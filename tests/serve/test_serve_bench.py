@@ -46,6 +46,18 @@ def test_graph_bench_compares_with_eager(adapters: int) -> None:
     assert [row["tokens"] for row in actual["prompts"]] == [8, 8] and actual["adapters"] == adapters
 
 
+def test_bench_of_cache_tiers_compares_with_computing() -> None:
+    words = ["--shape", "tiny", "--layers", "2", "--vocabulary", "128", "--device", "cpu"]
+    words += ["--prompt", "128", "--chunk", "64", "--rounds", "1"]
+    code = f"import sys; sys.path.insert(0, {str(BENCH)!r}); import kv_tiers; sys.exit(kv_tiers.main())"
+    done = python(code, *words)
+    assert done.returncode == 0, done.stderr
+    actual = json.loads(done.stdout.splitlines()[-1])
+    assert actual["prompt"] == 128 and len(actual["rounds"]) == 1
+    assert actual["rounds"][0]["read_bytes"] == 2 * actual["block_bytes"]
+    assert min(actual["host_times_faster"], actual["disk_times_faster"], actual["copy_of_link"]) > 0
+
+
 @pytest.mark.slow
 def test_bench_over_http_compares_with_transformers() -> None:
     pytest.importorskip("fastapi")
