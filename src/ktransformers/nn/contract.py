@@ -22,6 +22,9 @@ from ktransformers.nn.gate import Gate, probe_activation, probe_gate
 from ktransformers.nn.store import ExpertStore
 
 IMPLEMENTATION = "kt"  # name in transformers' registry of experts implementations
+# Of a module whose parameters are transposed although `is_transposed`, which PEFT reads, is False, as in the stock
+# module (`scaled_input_experts.py`).
+UNMARKED_TRANSPOSED = "kt_is_transposed"
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Contract:
     shape: ExpertShape
     interleaved: bool  # rows of gate and up alternate
     gate: Gate
+    lora_exchanged: bool = False  # PEFT takes the inputs of the parameters for outputs: its A and B are exchanged
 
     def parameters(self) -> dict[str, str]:
         """Role -> name of the module's parameter."""
@@ -58,7 +62,8 @@ def read_contract(name: str, module: nn.Module) -> Contract:
     if getattr(module, "has_post_expert_norm", False):
         raise InputError(label, "has_post_expert_norm", "experts without a norm of their own", "it cannot be computed")
     gated, biased = bool(getattr(module, "has_gate", True)), bool(getattr(module, "has_bias", False))
-    transposed = bool(module.is_transposed)
+    unmarked = bool(getattr(module, UNMARKED_TRANSPOSED, False))
+    transposed = unmarked or bool(module.is_transposed)
     first = "gate_up" if gated else "up"
     expected = {_parameter(role) for role in (first, "down")}
     if biased:
@@ -79,7 +84,7 @@ def read_contract(name: str, module: nn.Module) -> Contract:
         return Contract(shape, False, probe_activation(label, stock.act_fn))
     if hasattr(module, "is_concatenated"):
         interleaved = not module.is_concatenated
-        return Contract(shape, interleaved, probe_gate(label, stock._apply_gate, interleaved))
+        return Contract(shape, interleaved, probe_gate(label, stock._apply_gate, interleaved), unmarked)
     # transformers 5.6 lacks the flag although its gpt_oss interleaves: both layouts are probed.
     with contextlib.suppress(InputError):
         return Contract(shape, True, probe_gate(label, stock._apply_gate, True))

@@ -47,6 +47,9 @@ def read_lora(module: nn.Module, contract: Contract) -> ExpertLora | None:
         return own if module.training and torch.is_grad_enabled() else replace(own, dropout=0.0)
     if not factors:
         return None
+    if contract.lora_exchanged:
+        exchanged = ((name, factor.b.transpose(1, 2), factor.a.transpose(1, 2)) for name, factor in factors.items())
+        factors = {name: Factor(a, b, factors[name].scale) for name, a, b in exchanged}
     shape = contract.shape
     sizes = {
         "gate_up_proj": (shape.hidden, 2 * shape.intermediate),

@@ -33,6 +33,7 @@ from ktransformers.nn.dense_layers import attach_widened, expect_stored_weights
 from ktransformers.nn.distributed import exclude_from_ddp
 from ktransformers.nn.experts import attach_store, pack_layer, pack_module, remove_parameters, select_implementation
 from ktransformers.nn.packed import PackedExperts, open_packed
+from ktransformers.nn.scaled_input_experts import adapt_experts
 from ktransformers.nn.store import ExpertStore
 from ktransformers.progress import report
 
@@ -130,6 +131,7 @@ class KTQuantizer(HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         source = self._open(checkpoint_files)
+        adapt_experts(model)
         modules = expert_modules(model)
         if not modules:
             raise _no_experts(model)
@@ -256,6 +258,7 @@ def attach(
     Their parameters are frozen. With `free` they are removed, each layer's as soon as it is packed: the model then runs
     with "kt" only and cannot be saved. `precision` as in `load_model`.
     """
+    adapt_experts(model)
     modules = expert_modules(model)
     if not modules:
         raise _no_experts(model)

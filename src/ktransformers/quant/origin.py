@@ -32,6 +32,7 @@ from ktransformers.nn import checkpoint_facts, load
 from ktransformers.nn.contract import Contract, expert_modules, read_contract
 from ktransformers.nn.prepare import read_config, split_quantisation, to_stock_config
 from ktransformers.nn.pretrained import naming_config, require_json
+from ktransformers.nn.scaled_input_experts import adapt_experts
 
 HASHED_PREFIX_BYTES = 1 << 20  # of a file without a safetensors header
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
@@ -149,6 +150,7 @@ def build_meta_model(directory: Path) -> nn.Module:
     auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
     with torch.device("meta"), naming_config(directory):
         model: nn.Module = auto.from_config(config)
+    adapt_experts(model)
     return model
 
 

@@ -73,8 +73,12 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def build_meta_model(directory: Path) -> PreTrainedModel:
     """The model on the meta device, to find the modules to train."""
+    from ktransformers.nn.scaled_input_experts import adapt_experts
+
     with torch.device("meta"):
-        return _from_config(directory)
+        model = _from_config(directory)
+    adapt_experts(model)
+    return model
 
 
 def build_fake_model(directory: Path) -> PreTrainedModel:
@@ -82,8 +86,12 @@ def build_fake_model(directory: Path) -> PreTrainedModel:
     of their `fake_mode`."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from ktransformers.nn.scaled_input_experts import adapt_experts
+
     with FakeTensorMode():
-        return _from_config(directory)
+        model = _from_config(directory)
+    adapt_experts(model)
+    return model
 
 
 def _from_config(directory: Path) -> PreTrainedModel:

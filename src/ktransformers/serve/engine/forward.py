@@ -253,12 +253,21 @@ def make_forward(model: PreTrainedModel) -> Forward | SequentialForward:
     layer_types = BATCHED_LAYER_TYPES | ({INDEX_LAYER_TYPE} if has_indexers(model) else set())
     batched = set(getattr(config, "layer_types", None) or []) <= layer_types
     stock_attention = model.config._attn_implementation
-    if batched and not depends_on_length:
+    if batched and not depends_on_length and not scales_by_row(model):
         try:
             return Forward(model)
         except InputError:  # of its attention or masks
             model.set_attn_implementation(stock_attention)
     return SequentialForward(model)
+
+
+def scales_by_row(model: nn.Module) -> bool:
+    """Whether queries are scaled by their row of the batch in the place of their position (Llama 4, in layers without
+    rotary embeddings)."""
+    return any(
+        bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
+        for module in model.modules()
+    )
 
 
 def _check_prompts(model: Any) -> list[list[int]]:
