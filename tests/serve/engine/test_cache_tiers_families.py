@@ -1,0 +1,162 @@
+"""Prefixes from each tier for every kind of cache: keys and values, sliding windows, latents, keys of indexers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ktransformers.serve.engine.cache_blocks import BlockLayout, block_hashes, copy_from_slot, copy_to_slot, root_hash
+from ktransformers.serve.engine.cache_kinds import bytes_by_kind
+from ktransformers.serve.engine.engine import Limits, ServeEngine
+from ktransformers.serve.engine.forward import Forward
+from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.engine.sampling import Sampling
+from ktransformers.serve.engine.sequence import GenerationRequest, Sequence
+from tests.support.cache_tiers import evict_slots, tiered_engine
+from tests.support.serving import RecordedEvents, random_prompt, same_completion
+from tests.support.tiny_models import VOCABULARY, build
+
+PROMPT = [token % (VOCABULARY - 3) + 3 for token in random_prompt(21, 150)]
+FAMILIES = {  # with the kinds of cache that they keep
+    "deepseek_v3": {"latent"},
+    "glm4_moe_lite": {"latent"},
+    "gpt_oss": {"keys_and_values", "sliding_window"},
+    "mixtral": {"sliding_window"},
+    "phimoe": {"sliding_window"},
+    "qwen3_moe": {"keys_and_values"},
+    "deepseek_v32": {"latent", "index_keys"},
+}
+OPTIONS: dict[str, dict[str, Any]] = {name: {"sliding_window": 70} for name in ("mixtral", "gpt_oss", "phimoe")}
+
+
+class Words:
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return "." * len(tokens)
+
+
+class Family:
+    """A tiny model in place of the `EngineHarness` of a served one."""
+
+    def __init__(self, family: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        model: Any = build(family, max_position_embeddings=512, **OPTIONS.get(family, {}))
+        self.forward = Forward(model.to(device, dtype))
+        self.bytes_per_token = self.forward.check_against_stock()
+
+    def engine(self, **limits: int) -> Any:
+        return ServeEngine(self.forward, Limits(**({"chunked_prefill_size": 64, "context_length": 512} | limits)))
+
+    def ask(self, engine: Any, prompt: list[int] = PROMPT) -> RecordedEvents:
+        recorded = RecordedEvents()
+        request = GenerationRequest(tuple(prompt), 6, Sampling(temperature=0), logprobs=2)
+        engine.submit([Sequence(request, Words(), recorded)])
+        while engine.busy:
+            engine.step()
+        assert recorded.finish == "length", recorded.events
+        return recorded
+
+
+def check_tiers(family: Family, path: Path) -> None:
+    """A prefix from host memory, then from disk after a restart, against the computed answer."""
+    harness: Any = family
+    expected = family.ask(family.engine())
+    with tiered_engine(harness, disk=path) as engine:
+        family.ask(engine)
+        evict_slots(engine)
+        from_host = family.ask(engine)
+        assert engine.tiers.host.counts.hit_tokens == 128
+    with tiered_engine(harness, disk=path) as engine:
+        from_disk = family.ask(engine)
+        assert engine.tiers.disk.counts.hit_tokens == 128
+    for answer in (from_host, from_disk):
+        assert answer.events[-1].cached == 128
+        assert same_completion(expected, answer)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prefixes_of_every_kind_of_cache(name: str, tmp_path: Path) -> None:
+    family = Family(name)
+    layout = family.forward.block_layout
+    assert layout is not None
+    kinds = bytes_by_kind(family.forward.model, layout)
+    assert set(kinds) == FAMILIES[name]
+    assert sum(kinds.values()) == family.bytes_per_token
+    check_tiers(family, tmp_path / "kv")
+
+
+def test_prefixes_in_16_bits_are_the_same_bits(tmp_path: Path) -> None:
+    family = Family("qwen3_moe", torch.bfloat16)
+    harness: Any = family
+    with tiered_engine(harness, disk=tmp_path / "kv") as engine:
+        family.ask(engine)
+        (slot,) = engine.kv_cache.slots
+        kept = {
+            (part, layer): buffer[:, :128].clone()
+            for part, held in slot.parts.items()
+            for layer, buffer in held.items()
+        }
+    with tiered_engine(harness, disk=tmp_path / "kv") as engine:
+        family.ask(engine)
+        (slot,) = engine.kv_cache.slots
+        for (part, layer), buffer in kept.items():
+            assert torch.equal(slot.parts[part][layer][:, :128], buffer)
+        assert engine.tiers.disk.counts.hit_tokens == 128
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_prefixes_through_pinned_memory(name: str, tmp_path: Path) -> None:
+    """Copies on a side stream; other kernels run between."""
+    family = Family(name, torch.float32, "cuda")
+    harness: Any = family
+    prompts = [[(token + shift) % (VOCABULARY - 3) + 3 for token in PROMPT] for shift in range(6)]
+    expected = [family.ask(family.engine(), prompt) for prompt in prompts]
+    with tiered_engine(harness, disk=tmp_path / "kv", host_blocks=8, max_total_tokens=512) as engine:
+        for _ in range(3):
+            for prompt, answer in zip(prompts, expected, strict=True):
+                again = family.ask(engine, prompt)
+                assert again.tokens == answer.tokens
+                assert torch.allclose(torch.tensor(again.logprobs), torch.tensor(answer.logprobs), atol=1e-3)
+        assert engine.tiers.host.counts.hit_tokens + engine.tiers.disk.counts.hit_tokens >= 6 * 128
+        assert engine.tiers.flush()
+        assert all(not block.references for block in engine.tiers.host._blocks.values())
+
+
+def test_blocks_are_copied_out_of_slots_and_back() -> None:
+    torch.manual_seed(0)
+    slot = KVSlot(None, list(range(200)), capacity=256)
+    for layer in (0, 3):
+        slot.write("keys", layer, 0, torch.randn(3, 200, 7))
+        slot.write("values", layer, 0, torch.randn(3, 200, 5).bfloat16())
+    slot.write("index_keys", 3, 0, torch.randn(1, 200, 4).half())
+    layout = BlockLayout.of_slot(slot)
+    assert layout is not None and layout.matches(slot)
+    blocks = torch.zeros(2, layout.bytes, dtype=torch.uint8)
+    copy_from_slot(slot, iter(layout.places), 1, blocks)
+    other = KVSlot(None, capacity=320)
+    copy_to_slot(other, iter(layout.places), 1, blocks)
+    for part, buffers in slot.parts.items():
+        for layer, buffer in buffers.items():
+            assert torch.equal(other.parts[part][layer][:, 64:192], buffer[:, 64:192])
+    assert layout.matches(other) and not layout.matches(KVSlot(None))
+
+
+def test_names_of_blocks_depend_on_everything_before_them() -> None:
+    slot = KVSlot(None, capacity=64)
+    slot.write("keys", 0, 0, torch.zeros(1, 64, 8))
+    layout = BlockLayout.of_slot(slot)
+    assert layout is not None
+    root = root_hash(b"model", b"", layout)
+    tokens = list(range(200))
+    names = block_hashes(root, tokens)
+    assert len(names) == 3 == len(set(names))
+    assert block_hashes(root, tokens[:130]) == names[:2]
+    changed = block_hashes(root, [*tokens[:70], 9, *tokens[71:]])
+    assert changed[0] == names[0] and not set(changed[1:]) & set(names)
+    slot.write("values", 0, 0, torch.zeros(1, 64, 8))
+    wider = BlockLayout.of_slot(slot)
+    assert wider is not None
+    others = [root_hash(b"model", b"a", layout), root_hash(b"modela", b"", layout), root_hash(b"model", b"", wider)]
+    assert len({root, *others}) == 4
