@@ -247,7 +247,8 @@ def _attach_decode_graphs(forward: Any, placement: Any, launch: Launch) -> str:
     reason = off or why_not(forward, placement)
     if reason:
         return f"decode without CUDA graphs: {reason}"
-    forward.graphs = DecodeGraphs(forward.model, placement, max_rows=launch.cuda_graph_max_bs)
+    max_rows = min(launch.cuda_graph_max_bs, launch.max_running_requests)
+    forward.graphs = DecodeGraphs(forward.model, placement, max_rows=max_rows)
     return f"decode in CUDA graphs, batches of up to {forward.graphs.max_rows} sequences"
 
 

@@ -160,7 +160,7 @@ def test_wrong_states_are_refused(family: str, kind: str, damage: Any, monkeypat
 
     def damaged(states: Any) -> None:
         for layer, name in list(states._states):
-            if name == kind and states._started:
+            if name == kind and states._rows.started:
                 damage(states, layer, name)
         store(states)
 

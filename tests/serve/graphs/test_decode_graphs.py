@@ -197,10 +197,13 @@ def test_failed_capture_is_logged_once_and_answers_go_on(
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral", "glm4_moe", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "family",
+    ["gpt_oss", "deepseek_v3", "mixtral", "glm4_moe", "qwen2_moe", "qwen3_next", "kimi_linear", "lfm2_moe", "zaya"],
+)
 def test_families_match_eager(family: str, device: str) -> None:
-    """Sinks and windows, latents, dense layers, shared experts; the same tokens are told both times, so that a near tie
-    decides nothing. On a GPU these are real graphs."""
+    """Sinks and windows, latents, dense layers, shared experts, recurrent states; the same tokens are told both times,
+    so that a near tie decides nothing. On a GPU these are real graphs."""
     model, forward, placement = served(family, device)
     prompts = [[(seed + 7 * at) % 90 for at in range(length)] for seed, length in ((3, 5), (4, 21), (5, 12))]
     with torch.inference_mode():

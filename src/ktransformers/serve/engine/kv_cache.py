@@ -37,7 +37,7 @@ class KVSlot:
     keys: dict[int, Tensor] = field(default_factory=dict)  # layer -> [heads, capacity, d]
     values: dict[int, Tensor] = field(default_factory=dict)  # none where they are the beginning of the keys (latents)
     index_keys: dict[int, Tensor] = field(default_factory=dict)  # [1, capacity, d], of indexers
-    states: States = field(default_factory=dict)  # per sequence, after the last of `tokens`
+    states: States = field(default_factory=States)  # per sequence, after the last of `tokens`
     snapshots: Snapshots = field(default_factory=Snapshots)  # of `states`, at earlier positions
     scores: list[Score] = field(default_factory=list)  # of the first tokens, as far as they were requested
     top_logprobs: int = 0  # alternatives that each of `scores` lists
@@ -79,7 +79,7 @@ class KVSlot:
     def states_at(self, position: int) -> States:
         """A copy of the states after `position` tokens, which `restart` has found."""
         if not position or not self.states:
-            return {}
+            return States()
         return copy_states(self.states if position == self.length else self.snapshots.by_position[position])
 
     def truncate(self, position: int) -> None:

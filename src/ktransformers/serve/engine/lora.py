@@ -286,6 +286,6 @@ def _add_to_all_rows(adapter: LoadedAdapter, module: nn.Module, inputs: Tensor, 
 def _add_lora(linear: LinearLora, x: Tensor, y: Tensor) -> None:
     """Add the term of inputs `[rows, in]` to outputs `[rows, out]`."""
     if x.device.type == "cpu" and x.shape[0] <= MAX_CORE_ROWS and x.dtype == y.dtype and x.dtype in CORE_DTYPES:
-        _core.add_lora(x, linear.a, linear.b, y, linear.scaling)
+        _core.add_lora(x.contiguous(), linear.a, linear.b, y, linear.scaling)  # Jamba's input is transposed
     else:
         y.copy_(y.float() + (x.float() @ linear.a.T) @ linear.b * linear.scaling)

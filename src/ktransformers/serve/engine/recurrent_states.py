@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +42,38 @@ CONVOLUTION = "convolution"  # prefix of the names of states that are the last i
 PROBED_TOKENS = torch.tensor([[0, 1]])
 
 
-class StateBatch:
-    """The cache of one call of a module: row i of a state belongs to `slots[i]`. `started`: the slots hold states."""
+class StateRows(Protocol):
+    """Where the states of a call's rows are kept: `[n, ...]` of a layer and name."""
 
-    def __init__(self, slots: Sequence[KVSlot], started: bool) -> None:
-        self._slots, self._started = slots, started
+    @property
+    def started(self) -> bool:
+        """Whether there are states."""
+
+    def load(self, layer: int, name: str) -> Tensor: ...
+
+    def save(self, layer: int, name: str, state: Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class SlotStates:
+    """Row i of a state belongs to `slots[i]`."""
+
+    slots: Sequence[KVSlot]
+    started: bool
+
+    def load(self, layer: int, name: str) -> Tensor:
+        return _stack([slot.states[layer][name] for slot in self.slots])
+
+    def save(self, layer: int, name: str, state: Tensor) -> None:
+        for slot, row in zip(self.slots, state.unbind(), strict=True):
+            slot.states.put(layer, name, row)
+
+
+class StateBatch:
+    """The cache of one call of a module."""
+
+    def __init__(self, rows: StateRows) -> None:
+        self._rows = rows
         self._states: dict[tuple[int, str], Tensor] = {}  # [n, ...], read or written by this call
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -80,7 +107,7 @@ class StateBatch:
         self._set(layer_idx, "linear", linear_cache)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return self._started
+        return self._rows.started
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """No state is kept that would be rolled back."""
@@ -91,14 +118,13 @@ class StateBatch:
         return key_states, value_states
 
     def store(self) -> None:
-        """The slots get what the call left; also what it only read, because kernels update states in place."""
+        """Keep what the call left; also what it only read, because kernels update states in place."""
         for (layer, name), state in self._states.items():
-            for slot, row in zip(self._slots, state.unbind(), strict=True):
-                slot.states.setdefault(layer, {})[name] = row
+            self._rows.save(layer, name, state)
 
     def _get(self, layer: int, name: str) -> Tensor | None:
-        if (layer, name) not in self._states and self._started:
-            self._states[layer, name] = _stack([slot.states[layer][name] for slot in self._slots])
+        if (layer, name) not in self._states and self._rows.started:
+            self._states[layer, name] = self._rows.load(layer, name)
         return self._states.get((layer, name))
 
     def _set(self, layer: int, name: str, state: Tensor) -> Tensor:
@@ -164,11 +190,24 @@ class RowGroup:
 
 
 class BatchRows:
-    """The spans of a batch, grouped by calls."""
+    """The spans of a batch, grouped by calls of a module."""
 
     def __init__(self, spans: Sequence[Span], device: torch.device) -> None:
         self._spans, self._device = spans, device
         self.count = sum(span.rows for span in spans)
+
+    def compute(self, module: StatefulForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a module for the whole batch."""
+        groups = self.rows if module.by_row else self.chunks
+        return self.join(groups, [self._compute_group(group, module, args, kwargs) for group in groups])
+
+    def _compute_group(
+        self, group: RowGroup, module: StatefulForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        states = SlotStates([span.slot for span in group.spans], group.started)
+        taken = {name: group.take(value, self.count) for name, value in kwargs.items()}
+        with group.lora():
+            return module.call(states, group.take(args, self.count), taken)
 
     @functools.cached_property
     def chunks(self) -> list[RowGroup]:
@@ -227,19 +266,30 @@ def _split_started(span: Span) -> list[Span]:
     ]
 
 
-_batch_rows: ContextVar[BatchRows | None] = ContextVar("kt_batch_rows", default=None)
+class BatchStates(Protocol):
+    """Computes a module with states for all rows of a batch."""
+
+    def compute(self, module: StatefulForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+_batch_states: ContextVar[BatchStates | None] = ContextVar("kt_batch_states", default=None)
 
 
 @contextmanager
-def use_states(spans: Sequence[Span], device: torch.device) -> Iterator[None]:
-    """While the model is called, modules with states keep them in the slots of these spans, which cover the batch.
+def use_batch_states(batch: BatchStates) -> Iterator[None]:
+    """While the model is called, `batch` computes its modules with states.
 
-    A ContextVar carries the spans past the model's forward, as in `attention.py`."""
-    token = _batch_rows.set(BatchRows(spans, device))
+    A ContextVar carries it past the model's forward, as in `attention.py`."""
+    token = _batch_states.set(batch)
     try:
         yield
     finally:
-        _batch_rows.reset(token)
+        _batch_states.reset(token)
+
+
+def use_states(spans: Sequence[Span], device: torch.device) -> AbstractContextManager[None]:
+    """While the model is called, states are kept in the slots of these spans, which cover the batch."""
+    return use_batch_states(BatchRows(spans, device))
 
 
 class StatefulForward:
@@ -247,29 +297,24 @@ class StatefulForward:
     at the beginning of a sequence."""
 
     def __init__(self, stock: Callable[..., Any], parameter: str, index: int, by_row: bool) -> None:
-        self.stock, self._parameter, self._index, self._by_row = stock, parameter, index, by_row
+        self.stock, self._parameter, self._index, self.by_row = stock, parameter, index, by_row
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        rows = _batch_rows.get()
+        batch = _batch_states.get()
         given = args[self._index] if len(args) > self._index else kwargs.get(self._parameter)
-        if rows is None or given is not None:  # the stock model, or a module inside of one with states
+        if batch is None or given is not None:  # the stock model, or a module inside of one with states
             return self.stock(*args, **kwargs)
-        groups = rows.rows if self._by_row else rows.chunks
-        return rows.join(groups, [self._call_group(group, rows.count, args, kwargs) for group in groups])
+        return batch.compute(self, args, kwargs)
 
-    def _call_group(self, group: RowGroup, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        states = StateBatch([span.slot for span in group.spans], group.started)
-        with group.lora():
-            result = self.with_cache(
-                states, group.take(args, rows), {k: group.take(v, rows) for k, v in kwargs.items()}
-            )
+    def call(self, rows: StateRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The stock forward with the states of these rows, which are updated."""
+        states = StateBatch(rows)
+        if len(args) > self._index:
+            result = self.stock(*args[: self._index], states, *args[self._index + 1 :], **kwargs)
+        else:
+            result = self.stock(*args, **kwargs | {self._parameter: states})
         states.store()
         return result
-
-    def with_cache(self, states: StateBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) > self._index:
-            return self.stock(*args[: self._index], states, *args[self._index + 1 :], **kwargs)
-        return self.stock(*args, **kwargs | {self._parameter: states})
 
 
 def serve_states(model: PreTrainedModel) -> dict[str, bool]:
@@ -321,10 +366,7 @@ class _Probe:
         return result
 
     def _run(self, slot: KVSlot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        states = StateBatch([slot], started=bool(slot.states))
-        result = self._forward.with_cache(states, args, kwargs)
-        states.store()
-        return result
+        return self._forward.call(SlotStates([slot], started=bool(slot.states)), args, kwargs)
 
     def _ignores_recurrent(self, slot: KVSlot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether two rows after another recurrent state have the same result, bit for bit."""

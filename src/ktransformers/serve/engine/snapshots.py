@@ -12,7 +12,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-States = dict[int, dict[str, Tensor]]  # layer -> name -> state
+
+class States(dict[int, dict[str, Tensor]]):
+    """The states of one sequence: layer -> name -> state."""
+
+    def put(self, layer: int, name: str, state: Tensor) -> None:
+        self.setdefault(layer, {})[name] = state
+
 
 SNAPSHOT_TOKENS = 512  # a copy at every multiple that a chunk ends at
 LAST_BLOCK_TOKENS = 64  # and, of a longer prompt, at the last multiple of this before its end
@@ -20,7 +26,7 @@ MAX_SNAPSHOTS = 4  # of a sequence
 
 
 def copy_states(states: States) -> States:
-    return {layer: {name: state.clone() for name, state in kept.items()} for layer, kept in states.items()}
+    return States({layer: {name: state.clone() for name, state in kept.items()} for layer, kept in states.items()})
 
 
 def state_bytes(states: States) -> int:

@@ -15,8 +15,9 @@ are kept, least recently used ones are evicted first; unloading an adapter evict
 Before a capture a step is rehearsed: computed outside of a graph as it would be inside, which allocates what has to
 exist before, and then once more with torch raising on every synchronisation, so that what a graph cannot hold fails
 where it does no harm. All of that happens in the middle of an answer: a step that is rehearsed, captured and replayed
-writes the same keys to the same places each time. Everything else (prompts, scored prompts, families with a recurrent
-state) goes kernel by kernel, and so does a size or a set of adapters that was refused.
+writes the same keys to the same places each time; convolution and recurrent states, which each time would advance, are
+restored (`state_arena.py`). Everything else (prompts, scored prompts, families whose keys are selected by an index)
+goes kernel by kernel, and so does a size or a set of adapters that was refused.
 
 When residents get other memory, graphs would compute the right numbers, but on the CPU; they are captured anew.
 """
@@ -47,14 +48,17 @@ from ktransformers.serve.engine.attention import AttentionSpec, use_attention
 from ktransformers.serve.engine.forward import Chunk, Forward, ForwardResult, SequentialForward
 from ktransformers.serve.engine.kv_cache import Owner
 from ktransformers.serve.engine.lora import DEVICE_COPY_LOCK
+from ktransformers.serve.engine.recurrent_states import use_batch_states
 from ktransformers.serve.graphs import decode_attention
 from ktransformers.serve.graphs.adapter_set import Adapters, AdapterSet, RowLoraFn, sort_adapters
 from ktransformers.serve.graphs.decode_attention import attend_latents, attend_new_tokens
+from ktransformers.serve.graphs.state_arena import ArenaRows, StateArena
 from ktransformers.serve.graphs.step_table import (
     ACTIVE,
     ADAPTER,
     FIRST_ADDRESS,
     POSITION,
+    STATES,
     TOKEN,
     CacheLines,
     table_lines,
@@ -89,12 +93,12 @@ class DecodeStep:
     adapter_set: AdapterSet
     replay: Compute
 
-    def fill(self, chunks: Sequence[Chunk]) -> None:
+    def fill(self, chunks: Sequence[Chunk], state_rows: Sequence[int]) -> None:
         table = self.table.numpy()
         table[:] = 0
-        for row, chunk in enumerate(chunks):
+        for row, (chunk, states) in enumerate(zip(chunks, state_rows, strict=True)):
             adapter = 0 if chunk.adapter is None else self.adapter_set.indices[chunk.adapter]
-            table[:FIRST_ADDRESS, row] = chunk.tokens[0], chunk.position, chunk.slot.capacity, 1, adapter
+            table[:FIRST_ADDRESS, row] = chunk.tokens[0], chunk.position, chunk.slot.capacity, 1, adapter, states
             table[FIRST_ADDRESS:, row] = chunk.slot.addresses()
 
 
@@ -120,6 +124,7 @@ class DecodeGraphs:
         self.sets: OrderedDict[Adapters, AdapterSet] = OrderedDict()  # least recently used first; without the base
         self._generation = self._current_generation()
         self._layers: tuple[int, ...] = ()
+        self._arena: StateArena | None = None  # of a model with convolution or recurrent states
         self.replayed = 0  # steps
 
     def run(self, chunks: Sequence[Chunk]) -> list[ForwardResult | None] | None:
@@ -137,7 +142,7 @@ class DecodeGraphs:
             step = self.graphs.capture(key, make, key.description, self._on_failure)
         if step is None:
             return None
-        step.fill(chunks)
+        step.fill(chunks, self._state_rows(chunks))
         if key.adapters:
             self.sets.move_to_end(key.adapters)
         logits = step.replay()
@@ -159,12 +164,20 @@ class DecodeGraphs:
             return None
         if not self._layers:
             self._layers = tuple(sorted(chunks[0].slot.keys))
-        layers = len(self._layers)
+            self._arena = StateArena(self.max_rows) if chunks[0].slot.states else None
+        layers, states = len(self._layers), self._arena is not None
         fits = (
-            len(chunk.tokens) == 1 and chunk.logits_reader is None and len(chunk.slot.keys) == layers
+            len(chunk.tokens) == 1
+            and chunk.logits_reader is None
+            and len(chunk.slot.keys) == layers
+            and bool(chunk.slot.states) == states
             for chunk in chunks
         )
         return size if layers and all(fits) else None
+
+    def _state_rows(self, chunks: Sequence[Chunk]) -> list[int]:
+        """Rows of the arena that hold the states of these chunks."""
+        return [0] * len(chunks) if self._arena is None else self._arena.place([chunk.slot for chunk in chunks])
 
     def _key(self, size: int, chunks: Sequence[Chunk]) -> StepKey:
         wanted = {chunk.adapter for chunk in chunks if chunk.adapter is not None}
@@ -227,8 +240,12 @@ class DecodeGraphs:
         device_table = torch.zeros(table.shape, dtype=table.dtype, device=self.device)
         compute = functools.partial(self._compute, adapter_set, table, device_table, tokens)
         step = DecodeStep(table, device_table, tokens, adapter_set, compute)
-        step.fill(chunks)
-        with nullcontext() if self._placement is None else self._placement.capture_warmup():
+        rows = self._state_rows(chunks)
+        step.fill(chunks, rows)
+        with (
+            nullcontext() if self._placement is None else self._placement.capture_warmup(),
+            nullcontext() if self._arena is None else self._arena.preserved(rows),
+        ):
             step = replace(step, replay=(self._record or self._record_on_device)(compute))
         if key.adapters:
             self.sets[key.adapters] = adapter_set
@@ -237,6 +254,7 @@ class DecodeGraphs:
 
     def _compute(self, adapter_set: AdapterSet, table: Tensor, device_table: Tensor, tokens: Tensor) -> Tensor:
         device_table.copy_(table, non_blocking=True)
+        arena = self._arena
         position_ids = device_table[POSITION][None]
         words = {"input_ids": device_table[TOKEN][None], "position_ids": position_ids, "use_cache": False}
         with (
@@ -244,6 +262,7 @@ class DecodeGraphs:
             use_padding_mask(device_table[ACTIVE] != 0),
             adapter_set.applied(device_table[ADAPTER]) as lora_of,
             use_attention(functools.partial(self._attend, device_table, lora_of)),
+            nullcontext() if arena is None else use_batch_states(ArenaRows(arena, device_table[STATES])),
         ):
             logits: Tensor = self._model(**words).logits[0]
             tokens.copy_(logits.argmax(-1), non_blocking=True)
@@ -303,8 +322,6 @@ def why_not(forward: Forward | SequentialForward, placement: Placement | None) -
     model = forward.model
     if not forward.batched:
         return f"sequences of {model.config.model_type} are computed one at a time"
-    if forward.states:
-        return f"{model.config.model_type} has convolution or recurrent states"
     if forward.indexers:
         return "keys are selected by an index"
     devices = {parameter.device for name, parameter in model.named_parameters() if ".experts." not in name}

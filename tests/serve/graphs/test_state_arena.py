@@ -1,0 +1,127 @@
+"""Sequences with recurrent states in captured decode steps: rows of the arena, steps outside of graphs in between, and
+captures that fail. A recorder that computes again stands in for CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ktransformers.nn.contract import expert_modules
+from ktransformers.nn.experts import pack_module, select_implementation
+from ktransformers.place import attach
+from ktransformers.serve.engine.forward import Chunk, make_forward
+from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.engine.lora import LoraModules
+from ktransformers.serve.engine.snapshots import States, copy_states
+from ktransformers.serve.graphs.decode_graphs import DecodeGraphs
+from ktransformers.serve.graphs.state_arena import ArenaStates, StateArena
+from tests.serve.engine.test_recurrent_states import linear_adapter
+from tests.support.decode_recorder import EagerCapture
+from tests.support.tiny_models import RECURRENT_LAYERS, build
+
+PROMPTS = ([5, 9, 11, 4, 7], [21, 3, 8], [30, 31, 32, 33], [40, 2, 6])
+
+
+def states_of(value: float) -> States:
+    return States({1: {"recurrent0": torch.full((2, 3), value), "convolution0": torch.full((4,), -value)}})
+
+
+def slot_of(value: float) -> KVSlot:
+    return KVSlot(None, states=states_of(value))
+
+
+def test_rows_belong_to_slots_until_their_states_are_replaced() -> None:
+    arena = StateArena(2)
+    one, two, three = slot_of(1), slot_of(2), slot_of(3)
+    rows = arena.place([one, two])
+    assert sorted(rows) == [1, 2] and arena.place([two, one]) == rows[::-1]
+    tensor = arena.tensors[1, "recurrent0"]
+    assert tensor[rows[0]].unique().tolist() == [1] and tensor[0].unique().tolist() == [0]
+    tensor[rows[0]] += 4
+    assert one.states[1]["recurrent0"].unique().tolist() == [5]
+    one.states.put(1, "recurrent0", torch.full((2, 3), 7.0))  # a step outside of graphs
+    assert tensor[rows[0]].unique().tolist() == [7]
+
+    one.states = copy_states(one.states)  # released
+    assert not isinstance(one.states, ArenaStates) and one.states[1]["recurrent0"].unique().tolist() == [7]
+    assert arena.place([three]) == rows[:1] and tensor[rows[0]].unique().tolist() == [3]
+    assert arena.place([one, three]) == [rows[1], rows[0]]  # the second one gives way, with its numbers
+    assert two.states[1]["recurrent0"].unique().tolist() == [2] and not isinstance(two.states, ArenaStates)
+
+
+def test_rows_are_restored_after_a_capture() -> None:
+    arena = StateArena(3)
+    slots = [slot_of(1), slot_of(2)]
+    rows = arena.place(slots)
+    with pytest.raises(RuntimeError, match="capture"), arena.preserved(rows):
+        arena.tensors[1, "convolution0"] += 9
+        raise RuntimeError("capture")
+    assert [slot.states[1]["convolution0"].unique().tolist() for slot in slots] == [[-1], [-2]]
+
+
+class Placed:
+    """A model with states whose experts an engine has, and a recorder of its decode steps."""
+
+    def __init__(self, family: str) -> None:
+        self.model: Any = build(family, **RECURRENT_LAYERS.get(family, {}))
+        self.forward: Any = make_forward(self.model)
+        for module in expert_modules(self.model).values():
+            pack_module(module)
+        select_implementation(self.model)
+        self.placement: Any = attach(self.model, policy="resident", device="cpu")
+        LoraModules(self.model)
+        self.capture = EagerCapture(self.placement)
+
+    def greedy(self, adapters: tuple[Any, ...] = (None,) * 4, graphs: bool = True, new: int = 10) -> list[list[int]]:
+        """Of four prompts; the second joins and the third leaves while the others decode."""
+        self.forward.graphs = DecodeGraphs(self.model, self.placement, self.capture) if graphs else None
+        slots = [KVSlot(None, capacity=64) for _ in PROMPTS]
+        tokens = [list(prompt) for prompt in PROMPTS]
+        for step in range(new + 3):
+            running = [0, *([1] if step > 2 else []), *([2] if step < 6 else []), 3]
+            chunks = [
+                Chunk(slots[one], tokens[one][slots[one].length :], slots[one].length, adapters[one], greedy=True)
+                for one in running
+            ]
+            for one, result in zip(running, self.forward.run(chunks), strict=True):
+                tokens[one].append(result.token)
+        if graphs:
+            self.replayed = self.forward.graphs.replayed
+        self.forward.graphs = None
+        return tokens
+
+
+@pytest.fixture(params=["qwen3_next", "nemotron_h", "zaya", "jamba", "minimax"])
+def placed(request: pytest.FixtureRequest) -> Iterator[Placed]:
+    made = Placed(request.param)
+    yield made
+    made.placement.detach()
+
+
+def test_captured_steps_give_the_tokens_of_eager_ones(placed: Placed) -> None:
+    expected = placed.greedy(graphs=False)
+    assert placed.greedy() == expected and placed.replayed >= 6 and placed.capture.captures >= 1
+
+
+def test_adapters_in_captured_steps(placed: Placed) -> None:
+    one, two = (linear_adapter(placed.model, name, seed)[0] for name, seed in (("one", 1), ("two", 2)))
+    adapters = (one, None, two, two)
+    expected = placed.greedy(adapters, graphs=False)
+    assert expected != placed.greedy(graphs=False)
+    assert placed.greedy(adapters) == expected and placed.replayed >= 6
+
+
+def test_a_failed_capture_leaves_the_states_as_they_were(placed: Placed) -> None:
+    expected = placed.greedy(graphs=False)
+    calls = []
+
+    def compute_and_fail(compute: Any) -> Any:
+        compute()  # a rehearsal
+        calls.append(1)
+        raise RuntimeError("no capture")
+
+    placed.capture = compute_and_fail  # type: ignore[assignment]
+    assert placed.greedy() == expected and placed.replayed == 0 and calls
