@@ -21,7 +21,7 @@ from ktransformers.train.model import build_lora_config, check_readable
 from ktransformers.train.packing import packing_error, require_masked_layers, separate_rows
 from ktransformers.train.reachable import trainable_targets
 from ktransformers.train.settings import LoraSettings
-from tests.support.tiny_models import FAMILIES, NESTED_FAMILIES, OTHER_FAMILIES, build, save, tokens
+from tests.support.tiny_models import FAMILIES, NESTED_FAMILIES, OTHER_FAMILIES, RECURRENT_LAYERS, build, save, tokens
 
 ALL_FAMILIES = (*FAMILIES, *NESTED_FAMILIES, *OTHER_FAMILIES)
 LOGIT_ERROR = 1e-4  # float32 on both sides
@@ -61,8 +61,13 @@ def _relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).norm() / expected.norm().clamp(min=1e-12))
 
 
+def _build(family: str) -> Any:
+    """With layers of every kind that releases have."""
+    return build(family, **RECURRENT_LAYERS.get(family, {}))
+
+
 def _stock(directory: Path, family: str) -> Any:
-    config = build(family).config
+    config = _build(family).config
     auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
     return auto.from_pretrained(directory, dtype=torch.float32, experts_implementation="eager").eval()
 
@@ -139,7 +144,7 @@ def _check_serving(model: Any, stock: Any) -> str:
 
 def check_family(family: str, directory: Path) -> FamilyResult:
     """Only errors of ours are caught: any other is a failure of the test."""
-    save(build(family), directory)
+    save(_build(family), directory)
     try:
         model: Any = load_model(directory, dtype=torch.float32)
     except InputError as error:
