@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from ktransformers.adapters import LoraPair, adapter_from_tensors
 from ktransformers.errors import InputError
@@ -19,7 +22,8 @@ from ktransformers.serve.engine.indexer import SpanTensors
 from ktransformers.serve.engine.kv_cache import KVCache, KVSlot
 from ktransformers.serve.engine.lora import LoadedAdapter, LoraModules
 from ktransformers.serve.engine.selection import SelectedRows, attend_gathered, attend_masked
-from tests.support.tiny_models import build
+from tests.support.serving import DATA, VOCABULARY, EngineHarness, random_prompt, same_completion
+from tests.support.tiny_models import build, save
 
 MLA = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -212,3 +216,77 @@ def test_functions_of_span_tensors() -> None:
     assert [part.shape for part in torch.topk(scores, 5, dim=-1).indices.parts] == [(1, 2, 3, 5), (1, 1, 3, 5)]
     masked = scores.masked_fill(~SpanTensors(spans, [part > 0 for part in scores.parts], 4), -1.0)
     assert all(bool((part >= -1).all()) for part in masked.parts)
+
+
+@pytest.mark.parametrize("values", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_core_attends_to_gathered_keys(dtype: torch.dtype, values: bool) -> None:
+    """Rows of two sequences; values of their own, or the beginning of the keys. The cache is not written to."""
+    torch.manual_seed(0)
+    heads, n, d, k, size = 4, 60, 48, 16, 32
+    spans = []
+    for first, rows in ((0, 3), (3, 1)):
+        keys = torch.randn(1, n, d).to(dtype)
+        selected = torch.stack([torch.randperm(n - 4)[:k] for _ in range(rows)])
+        spans.append(
+            SelectedRows(first, n - rows, keys, torch.randn(1, n, size).to(dtype) if values else None, selected)
+        )
+    query, cached = torch.randn(heads, 4, d).to(dtype), [span.keys.clone() for span in spans]
+    expected = attend_gathered(query, spans, 0.2, size)
+    measured = attend_gathered(query, spans, 0.2, size, native=True)
+    assert float((measured - expected).float().norm() / expected.float().norm()) < (
+        1e-5 if dtype is torch.float32 else 0.01
+    )
+    assert all(torch.equal(span.keys, keys) for span, keys in zip(spans, cached, strict=True))
+
+
+@pytest.fixture(scope="module")
+def indexed_harness(tmp_path_factory: pytest.TempPathFactory) -> EngineHarness:
+    """A deepseek_v32 with a tokenizer and an adapter on its attention and indexers."""
+    folder = tmp_path_factory.mktemp("deepseek_v32")
+    save(made("deepseek_v32", vocab_size=VOCABULARY, max_position_embeddings=512), folder / "model")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DATA / "minimind_6400" / file, folder / "model" / file)
+    base: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    config = LoraConfig(r=4, target_modules=["q_b_proj", "kv_b_proj", "o_proj", "wq_b", "wk", "weights_proj"])
+    peft: Any = get_peft_model(base, config)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in peft.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
+    peft.save_pretrained(str(folder / "adapter"))
+    return EngineHarness(folder / "model", {"one": folder / "adapter"})
+
+
+def test_engine_preempts_and_reuses_prefixes(indexed_harness: EngineHarness) -> None:
+    """Sequences with and without the adapter, prompts in chunks beside new tokens: as each alone and uncached."""
+    harness = indexed_harness
+    prompts = [random_prompt(seed, 40 + seed) for seed in range(4)]
+    names = [None, "one", None, "one"]
+    created = [harness.sequence(prompt, name, max_tokens=60) for prompt, name in zip(prompts, names, strict=True)]
+    engine = harness.engine(max_total_tokens=320, chunked_prefill_size=32)
+    harness.run(engine, *(one for one, _ in created))
+    assert engine.counts.preempted > 0
+    alone = [harness.alone(prompt, name, max_tokens=60) for prompt, name in zip(prompts, names, strict=True)]
+    assert all(same_completion(recorded, one) for (_, recorded), one in zip(created, alone, strict=True))
+    assert alone[1].tokens != harness.alone(prompts[1], max_tokens=60).tokens
+    again, recorded = harness.sequence(prompts[3] + random_prompt(9, 20), "one")
+    harness.run(engine, again)
+    assert recorded.events[-1].cached >= 40
+    assert same_completion(recorded, harness.alone(prompts[3] + random_prompt(9, 20), "one"))
+
+
+@pytest.mark.parametrize("adapter", [None, "one"])
+def test_engine_equals_stock_transformers_and_peft(indexed_harness: EngineHarness, adapter: str | None) -> None:
+    stock: Any = AutoModelForCausalLM.from_pretrained(
+        indexed_harness.directory, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
+    if adapter is not None:
+        stock = PeftModel.from_pretrained(stock, str(indexed_harness.directory.parent / "adapter")).eval()
+    prompt, count = random_prompt(1, 43), 8
+    recorded, ids = indexed_harness.alone(prompt, adapter, max_tokens=count), list(prompt)
+    for token, score in zip(recorded.tokens, recorded.logprobs, strict=True):
+        with torch.no_grad():
+            scores = stock(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1)
+        assert token == int(scores.argmax()) and score == pytest.approx(float(scores.max()), abs=1e-4)
+        ids.append(token)

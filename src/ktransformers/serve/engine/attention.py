@@ -193,9 +193,11 @@ def _attend_selecting(
         chosen = spec.selection.of_rows[span.first]
         selected.append(SelectedRows(span.first, span.position, keys, values, chosen, lora))
     if spec.latent is None:
-        attend_selected(selected, query, out, spec.scale, spec.sinks)
+        native = _core_decodes(query, value, None, spec.sinks)
+        attend_selected(selected, query, out, spec.scale, spec.sinks, native=native)
     else:
-        attend_selected_latents(spec.latent, selected, query, out, spec.scale, spec.sinks)
+        native = _core_decodes(key, key[..., : spec.latent.rank], None, spec.sinks)
+        attend_selected_latents(spec.latent, selected, query, out, spec.scale, spec.sinks, native=native)
 
 
 def _attend_keys(spans: Sequence[Span], spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -4,7 +4,9 @@ An indexer scores all cached tokens of a sequence with small keys of its own and
 (`indexer.py`). Sequences of at most k tokens have nothing to select and take the ordinary path of `attention.py`. For
 the others there are two ways. *Gathered*: the selected keys of every query are copied together, so a new token reads k
 of n keys. *Masked*: all keys are read once for all queries of a chunk, and those that a query has not selected are
-masked. A chunk takes the way that is estimated to be cheaper; new tokens are always gathered.
+masked. A chunk takes the way that is estimated to be cheaper; new tokens are always gathered. On the CPU the native
+core attends to gathered keys (`native`: it supports their sizes and dtype): torch's masked product in 16 bits is slow
+there.
 
 query `[heads, rows, d]`, keys `[kv_heads, n, d]`, selected `[rows, k]` -> `[heads, rows, dv]`.
 """
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ktransformers.nn.pool import default_pool
 from ktransformers.serve.engine.latent import LatentProjection, RowLora
 from ktransformers.serve.engine.lora import LinearLora
 
@@ -60,10 +63,18 @@ class SelectedRows:
 
 
 def attend_gathered(
-    query: Tensor, spans: Sequence[SelectedRows], scale: float, value_size: int, sinks: Tensor | None = None
+    query: Tensor,
+    spans: Sequence[SelectedRows],
+    scale: float,
+    value_size: int,
+    sinks: Tensor | None = None,
+    *,
+    native: bool = False,
 ) -> Tensor:
     """`query` has the rows of `spans`, one span after the other."""
     heads, _, size = query.shape
+    if native and all(span.position + 1 >= span.selected.shape[1] for span in spans):  # every selected key counts
+        return _attend_in_core(query, spans, scale, value_size)
     outputs, first = [], 0
     for block in _blocks(spans):
         rows = sum(span.selected.shape[0] for span in block)
@@ -79,6 +90,24 @@ def attend_gathered(
         outputs.append(output.reshape(rows, heads, value_size))
         first += rows
     return torch.cat(outputs).transpose(0, 1)
+
+
+def _attend_in_core(query: Tensor, spans: Sequence[SelectedRows], scale: float, value_size: int) -> Tensor:
+    """Every row attends to its own copy of the keys that it has selected. The core stores the new key of a row behind
+    the others: the last of the copies, which is there already."""
+    places: list[tuple[int, int, int, Tensor, Tensor]] = []
+    for span in spans:
+        for selected in span.selected:
+            keys = span.keys.index_select(1, selected)
+            values = keys[..., :value_size] if span.values is None else span.values.index_select(1, selected)
+            places.append((len(places), 0, len(selected), keys, values))
+    last_keys = torch.stack([keys[:, -1] for _, _, _, keys, _ in places], dim=1)
+    last_values = torch.stack([values[:, -1] for _, _, _, _, values in places], dim=1)
+    if spans[0].values is None:
+        last_values = last_keys[..., :value_size]
+    out = query.new_empty(len(places), query.shape[0], value_size)
+    default_pool().attend(query, last_keys, last_values, out, places, scale)
+    return out.transpose(0, 1)
 
 
 def _values_of(span: SelectedRows) -> Tensor:
@@ -127,13 +156,20 @@ def attend_masked(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sca
 
 
 def attend_selected(
-    spans: Sequence[SelectedRows], query: Tensor, out: Tensor, scale: float, sinks: Tensor | None = None
+    spans: Sequence[SelectedRows],
+    query: Tensor,
+    out: Tensor,
+    scale: float,
+    sinks: Tensor | None = None,
+    *,
+    native: bool = False,
 ) -> None:
     """Writes the rows of `spans`; query `[heads, T, d]`, out `[T, heads, dv]`."""
     gathered = [span for span in spans if sinks is not None or _prefers_gathered(span)]
     if gathered:
         rows = _row_indices(gathered, query.device)
-        out[rows] = attend_gathered(query[:, rows], gathered, scale, out.shape[2], sinks).transpose(0, 1)
+        output = attend_gathered(query[:, rows], gathered, scale, out.shape[2], sinks, native=native)
+        out[rows] = output.transpose(0, 1)
     for span in (span for span in spans if sinks is None and not _prefers_gathered(span)):
         output = attend_masked(query[:, span.rows], span.keys, _values_of(span), span.mask(), scale)
         out[span.rows] = output.transpose(0, 1)
@@ -146,6 +182,8 @@ def attend_selected_latents(
     out: Tensor,
     scale: float,
     sinks: Tensor | None = None,
+    *,
+    native: bool = False,
 ) -> None:
     """The same over latents, absorbed where keys are gathered and expanded where they are masked."""
     gathered = [span for span in spans if sinks is not None or _prefers_absorbed(latent, span)]
@@ -157,7 +195,7 @@ def attend_selected_latents(
                 loras.append((slice(at, at + span.selected.shape[0]), RowLora.of_adapter(span.lora)))
             at += span.selected.shape[0]
         absorbed = latent.absorb(query[:, rows], loras)
-        sums = attend_gathered(absorbed, gathered, scale, latent.rank, sinks)
+        sums = attend_gathered(absorbed, gathered, scale, latent.rank, sinks, native=native)
         out[rows] = latent.values_of(sums, loras).transpose(0, 1)
     for span in (span for span in spans if sinks is None and not _prefers_absorbed(latent, span)):
         mask = span.mask()
