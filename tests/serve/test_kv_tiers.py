@@ -147,9 +147,7 @@ def test_modes_without_tiers_say_so(model_directory: Path, tmp_path: Path) -> No
     request = kv_tiers.TierRequest(Launch("", kv_host_gb=1.0), b"", None)
     lines = []
     assert kv_tiers.make_tiers(request, SimpleNamespace(block_layout=None), 512, lines.append) is None
-    assert lines == [
-        "no lower tiers of the KV cache: sequences of this family keep states that no block of tokens holds"
-    ]
+    assert lines == ["no lower tiers of the KV cache: this family is computed one sequence at a time"]
 
 
 def test_a_cache_dtype_other_than_the_models_is_refused() -> None:

@@ -81,7 +81,7 @@ def make_tiers(request: TierRequest | None, forward: Any, context_length: int, l
     layout, launch = forward.block_layout, request.launch
     if layout is None:
         if launch.kv_disk is not None or launch.kv_host_gb:
-            log("no lower tiers of the KV cache: sequences of this family keep states that no block of tokens holds")
+            log("no lower tiers of the KV cache: this family is computed one sequence at a time")
         request.close()
         return None
     on_gpu = any(device.type == "cuda" for device, _, _ in layout.segments)

@@ -1,14 +1,21 @@
-"""Prefixes from each tier for every kind of cache: keys and values, sliding windows, latents, keys of indexers."""
+"""Prefixes from each tier for every kind of cache: keys and values, windows, latents, keys of indexers, states."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
-from ktransformers.serve.engine.cache_blocks import BlockLayout, block_hashes, copy_from_slot, copy_to_slot, root_hash
+from ktransformers.serve.engine.cache_blocks import (
+    BlockLayout,
+    block_hashes,
+    copy_from_slot,
+    copy_to_slot,
+    root_hash,
+    state_names,
+)
 from ktransformers.serve.engine.cache_kinds import bytes_by_kind
 from ktransformers.serve.engine.engine import Limits, ServeEngine
 from ktransformers.serve.engine.forward import Forward
@@ -40,13 +47,19 @@ class Words:
 class Family:
     """A tiny model in place of the `EngineHarness` of a served one."""
 
-    def __init__(self, family: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
-        model: Any = build(family, max_position_embeddings=512, **OPTIONS.get(family, {}))
+    def __init__(
+        self, family: str, dtype: torch.dtype = torch.float32, device: str = "cpu", positions: int = 512
+    ) -> None:
+        self._positions = positions
+        model: Any = build(family, max_position_embeddings=positions, **OPTIONS.get(family, {}))
         self.forward = Forward(model.to(device, dtype))
         self.bytes_per_token = self.forward.check_against_stock()
 
     def engine(self, **limits: int) -> Any:
-        return ServeEngine(self.forward, Limits(**({"chunked_prefill_size": 64, "context_length": 512} | limits)))
+        return ServeEngine(
+            self.forward,
+            Limits(**({"chunked_prefill_size": self._positions // 4, "context_length": self._positions} | limits)),
+        )
 
     def ask(self, engine: Any, prompt: list[int] = PROMPT) -> RecordedEvents:
         recorded = RecordedEvents()
@@ -84,6 +97,57 @@ def test_prefixes_of_every_kind_of_cache(name: str, tmp_path: Path) -> None:
     assert set(kinds) == FAMILIES[name]
     assert sum(kinds.values()) == family.bytes_per_token
     check_tiers(family, tmp_path / "kv")
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2_moe", "jamba"])
+def test_prefixes_of_families_with_states(name: str, tmp_path: Path) -> None:
+    """Continued at the copy of the states at the last multiple of 64 before the prompt's end, or at 512."""
+    family = Family(name, positions=1024)
+    layout, harness = family.forward.block_layout, cast(Any, family)
+    assert layout is not None and layout.state_pieces > 0
+    prompt = [token % (VOCABULARY - 3) + 3 for token in random_prompt(22, 600)]
+    other = [*prompt[:550], *PROMPT[:60]]
+    expected, diverged = (family.ask(family.engine(), tokens) for tokens in (prompt, other))
+    with tiered_engine(harness, disk=tmp_path / "kv") as engine:
+        family.ask(engine, prompt)
+        evict_slots(engine)
+        from_host = family.ask(engine, prompt)
+        assert engine.tiers.host.counts.hit_tokens == 576
+    with tiered_engine(harness, disk=tmp_path / "kv") as engine:
+        from_disk = family.ask(engine, prompt)
+        assert engine.tiers.disk.counts.hit_tokens == 576
+        engine.kv_cache.clear()
+        engine.tiers.forget_all()
+        branch = family.ask(engine, other)
+        assert branch.events[-1].cached == 512
+        assert all(not block.references for block in engine.tiers.host._blocks.values())
+    for answer in (from_host, from_disk):
+        assert answer.events[-1].cached == 576
+        assert same_completion(expected, answer)
+    assert same_completion(diverged, branch)
+
+
+def test_a_prefix_without_all_of_its_states_is_computed(tmp_path: Path) -> None:
+    family = Family("qwen3_next", positions=1024)
+    harness = cast(Any, family)
+    prompt = [token % (VOCABULARY - 3) + 3 for token in random_prompt(22, 600)]
+    expected = family.ask(family.engine(), prompt)
+    with tiered_engine(harness, disk=tmp_path / "kv") as engine:
+        family.ask(engine, prompt)
+        evict_slots(engine)
+        root, pieces = engine.tiers.root_of(None), engine.tiers.layout.state_pieces
+        name = state_names(block_hashes(root, prompt)[8], pieces)[-1]  # of the states after 576 tokens
+        index, record = engine.tiers.disk._records[name].index, engine.tiers.disk.record_bytes
+    with (tmp_path / "kv").open("r+b") as stream:
+        stream.seek(4096 + index * record + 128 + 5)
+        stream.write(b"damage")
+    with tiered_engine(harness, disk=tmp_path / "kv") as engine:
+        again = family.ask(engine, prompt)
+        assert again.events[-1].cached == 0 and engine.tiers.disk.counts.errors == 1
+        engine.kv_cache.clear()
+        engine.tiers.forget_all()
+        assert family.ask(engine, prompt).events[-1].cached == 512
+    assert same_completion(expected, again)
 
 
 def test_prefixes_in_16_bits_are_the_same_bits(tmp_path: Path) -> None:

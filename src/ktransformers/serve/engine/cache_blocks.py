@@ -8,11 +8,16 @@ and one copy of a block serves all sequences.
 Blocks are named by a hash chain: `hash(name of the block before, its token ids)`. The chain begins at a root, the hash
 of everything else that keys and values depend on: the model, the adapter's content, dtype, shapes and the format's
 version. Two blocks of one name hold the same numbers, in this process and in a file of an earlier one.
+
+Families with convolution or recurrent states can be continued only where a copy of the states exists (`snapshots.py`).
+Such a copy is stored in pieces of the size of a block, named by the block that it follows: records stay of one size,
+whether a state is larger than a block or smaller.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
@@ -23,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.serve.engine.kv_cache import CAPACITY_BLOCK, KVSlot
+from ktransformers.serve.engine.snapshots import States
 
 BLOCK_TOKENS = CAPACITY_BLOCK
 BLOCK_FORMAT = 1  # of the bytes of a block and of its name
@@ -50,15 +56,30 @@ class PartPlace:
 
 
 @dataclass(frozen=True)
+class StatePlace:
+    """Where one state of one layer lies in the copy of a sequence's states."""
+
+    layer: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    offset: int
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
 class BlockLayout:
     places: tuple[PartPlace, ...]  # those of a device are adjacent
     bytes: int  # of a block
+    states: tuple[StatePlace, ...] = ()
 
     @classmethod
     def of_slot(cls, slot: KVSlot) -> BlockLayout | None:
-        """That of a slot that has been computed; None: it holds nothing per token, or states that blocks lack."""
-        if slot.states or slot.hf_cache is not None:
-            return None
+        """That of a slot that has been computed; None: it holds nothing per token."""
         parts = [
             (str(tensor.device), layer, part, tensor)
             for part, buffers in slot.parts.items()
@@ -70,7 +91,12 @@ class BlockLayout:
             place = PartPlace(part, layer, heads, size, tensor.dtype, tensor.device, offset)
             places.append(place)
             offset += -(-place.bytes // ALIGNMENT) * ALIGNMENT
-        return cls(tuple(places), offset) if places else None
+        return cls(tuple(places), offset, _state_places(slot.states)) if places else None
+
+    @cached_property
+    def state_pieces(self) -> int:
+        """Blocks that a copy of the states takes; 0: the family has none."""
+        return -(-(self.states[-1].offset + self.states[-1].bytes) // self.bytes) if self.states else 0
 
     @cached_property
     def segments(self) -> list[tuple[torch.device, int, int]]:
@@ -84,11 +110,12 @@ class BlockLayout:
 
     def describe(self) -> str:
         """Everything that the bytes of a block depend on except its tokens and weights."""
-        places = sorted((place.layer, place.part, place) for place in self.places)
-        return " ".join(
-            f"{layer}:{part}:{place.heads}x{place.size}:{str(place.dtype).removeprefix('torch.')}@{place.offset}"
-            for layer, part, place in places
-        )
+        parts = [
+            f"{place.layer}:{place.part}:{place.heads}x{place.size}:{place.dtype}@{place.offset}"
+            for place in sorted(self.places, key=lambda place: (place.layer, place.part))
+        ]
+        states = [f"{place.layer}:{place.name}:{place.shape}:{place.dtype}@{place.offset}" for place in self.states]
+        return " ".join([*parts, *states])
 
     def matches(self, slot: KVSlot) -> bool:
         """Whether the slot holds exactly these parts."""
@@ -98,6 +125,40 @@ class BlockLayout:
             and (tensor.shape[0], tensor.shape[2], tensor.dtype) == (place.heads, place.size, place.dtype)
             for place in self.places
         )
+
+    def matches_states(self, states: States) -> bool:
+        held = {(layer, name): state for layer, kept in states.items() for name, state in kept.items()}
+        return len(held) == len(self.states) and all(
+            (state := held.get((place.layer, place.name))) is not None
+            and (tuple(state.shape), state.dtype) == (place.shape, place.dtype)
+            for place in self.states
+        )
+
+    def pack_states(self, states: States) -> Tensor:
+        """uint8 `[state_pieces, bytes]` on the device of the first state."""
+        flat = torch.empty(self.state_pieces * self.bytes, dtype=torch.uint8, device=self.states[0].device)
+        for place in self.states:
+            numbers = flat[place.offset : place.offset + place.bytes].view(place.dtype).view(place.shape)
+            numbers.copy_(states[place.layer][place.name], non_blocking=True)
+        return flat.view(self.state_pieces, self.bytes)
+
+    def unpack_states(self, pieces: Tensor) -> States:
+        """The inverse of `pack_states`; the states are copies."""
+        states, flat = dict[int, dict[str, Tensor]](), pieces.view(-1)
+        for place in self.states:
+            numbers = flat[place.offset : place.offset + place.bytes].view(place.dtype).view(place.shape)
+            states.setdefault(place.layer, {})[place.name] = numbers.to(place.device, copy=True)
+        return states
+
+
+def _state_places(states: States) -> tuple[StatePlace, ...]:
+    places, offset = [], 0
+    for layer, kept in sorted(states.items()):
+        for name, state in sorted(kept.items()):
+            place = StatePlace(layer, name, tuple(state.shape), state.dtype, state.device, offset)
+            places.append(place)
+            offset += -(-place.bytes // ALIGNMENT) * ALIGNMENT
+    return tuple(places)
 
 
 def root_hash(identity: bytes, adapter: bytes, layout: BlockLayout) -> BlockHash:
@@ -116,6 +177,14 @@ def block_hashes(root: BlockHash, tokens: Sequence[int]) -> list[BlockHash]:
         name = hashlib.blake2b(name + ids, digest_size=HASH_BYTES).digest()
         names.append(name)
     return names
+
+
+def state_names(name: BlockHash, pieces: int) -> list[BlockHash]:
+    """Names of the pieces of the states after the block of that name."""
+    return [
+        hashlib.blake2b(name + b"state" + struct.pack("<I", piece), digest_size=HASH_BYTES).digest()
+        for piece in range(pieces)
+    ]
 
 
 def copy_from_slot(

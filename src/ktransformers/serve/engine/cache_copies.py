@@ -19,6 +19,7 @@ from torch import Tensor
 from ktransformers.serve.engine.cache_blocks import BlockLayout, copy_from_slot, copy_to_slot
 from ktransformers.serve.engine.host_tier import HostBlock
 from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.engine.snapshots import States
 
 STAGING_BYTES = 64 << 20  # of one staging buffer, or one block
 STAGES = 2
@@ -34,6 +35,12 @@ class SlotCopies(Protocol):
 
     def restore(self, slot: KVSlot, first_block: int, blocks: Sequence[HostBlock]) -> PendingCopy | None:
         """Copy rows into consecutive blocks of the slot; None: it is done. Later kernels see the new contents."""
+
+    def save_states(self, states: States, blocks: Sequence[HostBlock]) -> None:
+        """Copy states into the rows of their pieces."""
+
+    def restore_states(self, blocks: Sequence[HostBlock]) -> tuple[States, PendingCopy | None]:
+        """The states whose pieces are in these rows."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,15 @@ class HostCopies:
         for number, block in enumerate(blocks, first_block):
             copy_to_slot(slot, iter(self._layout.places), number, block.row[None])
         return None
+
+    @torch.inference_mode()
+    def save_states(self, states: States, blocks: Sequence[HostBlock]) -> None:
+        for piece, block in zip(self._layout.pack_states(states), blocks, strict=True):
+            block.row.copy_(piece)
+
+    @torch.inference_mode()
+    def restore_states(self, blocks: Sequence[HostBlock]) -> tuple[States, PendingCopy | None]:
+        return self._layout.unpack_states(torch.stack([block.row for block in blocks])), None
 
 
 @dataclass(frozen=True)
@@ -148,6 +164,37 @@ class DeviceCopies:
                 ended.record(part.side)
                 events.append((started, ended))
         return PendingCopy(events)
+
+    @torch.inference_mode()
+    def save_states(self, states: States, blocks: Sequence[HostBlock]) -> None:
+        side = self._devices[0].side
+        with torch.cuda.device(self._devices[0].device):
+            pieces = self._layout.pack_states(states)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for piece, block in zip(pieces, blocks, strict=True):
+                    block.row.copy_(piece, non_blocking=True)
+            pieces.record_stream(side)
+            ended = make_event()
+            ended.record(side)
+        for block in blocks:
+            block.copied = [ended]
+
+    @torch.inference_mode()
+    def restore_states(self, blocks: Sequence[HostBlock]) -> tuple[States, PendingCopy | None]:
+        device, side = self._devices[0].device, self._devices[0].side
+        with torch.cuda.device(device):
+            compute, started, ended = torch.cuda.current_stream(), make_event(timing=True), make_event(timing=True)
+            pieces = torch.empty(len(blocks), self._layout.bytes, dtype=torch.uint8, device=device)
+            side.wait_stream(compute)  # the memory may have been another tensor's
+            started.record(side)
+            with torch.cuda.stream(side):
+                for piece, block in zip(pieces, blocks, strict=True):
+                    piece.copy_(block.row, non_blocking=True)
+            ended.record(side)
+            compute.wait_stream(side)
+            states = self._layout.unpack_states(pieces)
+        return states, PendingCopy([(started, ended)])
 
 
 def make_copies(layout: BlockLayout) -> SlotCopies:

@@ -3,7 +3,8 @@
 A slot is scheduled to be saved when its sequence ends. Each step of the engine then copies some of its blocks to the
 host tier, and what is left at once before the slot is evicted or overwritten. With a disk tier, blocks of the host tier
 are written through to the file in a thread; while its queue is full, saving pauses, and blocks of a slot that must go
-are dropped. With `--kv-disk` alone the host tier is a small buffer for blocks on their way.
+are dropped. With `--kv-disk` alone the host tier is a small buffer for blocks on their way. Of families with states,
+copies of the states that lie at the end of a block are saved too, and only blocks before the last of them.
 
 A prompt that begins with blocks of the tiers waits in the queue while they are read from disk into host memory, and
 other sequences go on. Then its slot is filled, and only the rest is computed. One rule says how many blocks are
@@ -15,11 +16,19 @@ was skipped is assumed to be a little faster each time, so that it is tried agai
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ktransformers.serve.engine.cache_blocks import BLOCK_TOKENS, BlockHash, BlockLayout, block_hashes, root_hash
+from ktransformers.serve.engine.cache_blocks import (
+    BLOCK_TOKENS,
+    BlockHash,
+    BlockLayout,
+    block_hashes,
+    root_hash,
+    state_names,
+)
 from ktransformers.serve.engine.cache_copies import PendingCopy, make_copies
 from ktransformers.serve.engine.disk_tier import DiskTier
 from ktransformers.serve.engine.host_tier import HostBlock, HostTier
@@ -37,8 +46,13 @@ class _Unsaved:
     """A slot with blocks that no tier has."""
 
     slot: KVSlot
-    names: list[BlockHash]
+    names: list[BlockHash]  # the root, then those of its blocks
+    states: list[int]  # positions whose states are to be saved
     next: int = 0
+
+    @property
+    def done(self) -> bool:
+        return self.next >= len(self.names) - 1 and not self.states
 
 
 @dataclass(eq=False)
@@ -48,10 +62,11 @@ class PrefixFetch:
     first_block: int = 0
     blocks: list[HostBlock] = field(default_factory=list)
     counts: list[TierCounts] = field(default_factory=list)  # of the tier that had each block
+    states: list[HostBlock] = field(default_factory=list)  # pieces of the states after the last block
 
     @property
     def ready(self) -> bool:
-        return all(block.reading is None or block.reading.done() for block in self.blocks)
+        return all(block.reading is None or block.reading.done() for block in [*self.blocks, *self.states])
 
 
 class CacheTiers:
@@ -95,16 +110,23 @@ class CacheTiers:
         """Save the whole blocks of a slot, in the next steps."""
         if slot.root is None or slot.length < BLOCK_TOKENS or not self.layout.matches(slot):
             return
-        names = [slot.root, *block_hashes(slot.root, slot.tokens)]
+        names, states = [slot.root, *block_hashes(slot.root, slot.tokens)], list[int]()
+        if self.layout.states:
+            kept = [*slot.snapshots.by_position, slot.length]
+            states = sorted({position for position in kept if position and position % BLOCK_TOKENS == 0})
+            names = names[: max(states, default=0) // BLOCK_TOKENS + 1]
         if not self._buffers:  # the end of a chain must not evict its beginning
-            names = names[: self.host.rows + 1]
-        self._unsaved[slot] = _Unsaved(slot, names)
+            names = names[: max(0, self.host.rows - self.layout.state_pieces) + 1]
+        states = [position for position in states if position // BLOCK_TOKENS < len(names)]
+        if len(names) > 1:
+            self._unsaved[slot] = _Unsaved(slot, names, states)
 
     def save_now(self, slot: KVSlot) -> None:
         """Save what is left of a slot that is about to be overwritten; blocks that find no room are dropped."""
         unsaved = self._unsaved.pop(slot, None)
         if unsaved is not None:
             self._save(unsaved, len(unsaved.names))
+            self._save_states(unsaved)
             left = unsaved.names[unsaved.next + 1 :]
             self.host.counts.dropped += sum(not self._has(name) for name in left)
 
@@ -122,6 +144,8 @@ class CacheTiers:
         for slot, unsaved in list(self._unsaved.items()):
             budget -= self._save(unsaved, budget)
             if unsaved.next >= len(unsaved.names) - 1:
+                budget -= self._save_states(unsaved)
+            if unsaved.done:
                 self._unsaved.pop(slot, None)
                 self._touch(unsaved.names)
             if budget <= 0:
@@ -155,20 +179,54 @@ class CacheTiers:
                 blocks.append(block)
             if not blocks:
                 break
-            self._copy_to_host(unsaved.slot, first, blocks)
+            self._copy_to_host(blocks, functools.partial(self._copies.save, unsaved.slot, first, blocks))
             saved += len(blocks)
             unsaved.next += len(blocks)
         return saved
+
+    def _save_states(self, unsaved: _Unsaved) -> int:
+        """Copy the states that are not saved yet as far as there is room for all pieces of one; returns how many pieces
+        were copied."""
+        saved, slot = 0, unsaved.slot
+        while unsaved.states:
+            position = unsaved.states[-1]
+            states = slot.states if position == slot.length else slot.snapshots.by_position.get(position, {})
+            parent = unsaved.names[position // BLOCK_TOKENS]
+            names = state_names(parent, self.layout.state_pieces)
+            if self.layout.matches_states(states) and not all(map(self._has, names)):
+                blocks = self._reserve_pieces(names, parent)
+                if blocks is None and len(names) <= self.host.rows:
+                    return saved  # again in a later step
+                if blocks is not None:
+                    self._copy_to_host(blocks, functools.partial(self._copies.save_states, states, blocks))
+                    saved += len(blocks)
+            unsaved.states.pop()
+        return saved
+
+    def _reserve_pieces(self, names: list[BlockHash], parent: BlockHash) -> list[HostBlock] | None:
+        """Rows for all of them, or None."""
+        blocks = list[HostBlock]()
+        for name in names:
+            known = self.host.get(name)  # a piece whose others were evicted
+            if known is not None:
+                self.host.remove(known)
+            block = self.host.reserve(name, parent) if self._takes_more(len(blocks)) else None
+            if block is None:
+                for reserved in blocks:
+                    self.host.remove(reserved)
+                return None
+            blocks.append(block)
+        return blocks
 
     def _takes_more(self, reserved: int) -> bool:
         """Whether the disk tier takes another block after `reserved` ones; a tier that no longer writes holds up
         nothing."""
         return self.disk is None or not self.disk.writable or self.disk.free_places > reserved
 
-    def _copy_to_host(self, slot: KVSlot, first: int, blocks: list[HostBlock]) -> None:
+    def _copy_to_host(self, blocks: list[HostBlock], copy: Callable[[], None]) -> None:
         started = time.perf_counter()
         try:
-            self._copies.save(slot, first, blocks)
+            copy()
         except BaseException:
             for block in blocks:
                 self.host.remove(block)
@@ -189,49 +247,79 @@ class CacheTiers:
         names = [root, *block_hashes(root, tokens[:-1])]
         count = self._worth_fetching(names[fetch.first_block + 1 :], fetch.first_block, in_slots, prefill)
         for index in range(fetch.first_block + 1, fetch.first_block + count + 1):
-            name, counts = names[index], self.host.counts
-            block = self.host.get(name)
-            if block is None and self.disk is not None and name in self.disk:
-                block, counts = self.host.reserve(name, names[index - 1]), self.disk.counts
-                if block is not None:
-                    block.reading = self.disk.read(block)
+            counts = self.host.counts if names[index] in self.host or self.disk is None else self.disk.counts
+            block = self._hold(names[index], names[index - 1])
             if block is None:  # evicted meanwhile, or every row is in use
                 break
             fetch.blocks.append(block)
             fetch.counts.append(counts)
-        self._touch(names)
+        pieces = list[BlockHash]()
+        if self.layout.states and count:
+            parent = names[fetch.first_block + count]
+            pieces = state_names(parent, self.layout.state_pieces)
+            held = [self._hold(name, parent) for name in pieces]
+            fetch.states = [block for block in held if block is not None]
+            if len(fetch.blocks) < count or len(fetch.states) < len(pieces):
+                self.release(fetch)
+        self._touch([*names, *pieces])
         return fetch
+
+    def _hold(self, name: BlockHash, parent: BlockHash) -> HostBlock | None:
+        """The block with a reference, being read if it is on disk alone; None: no tier has it, or no row is free."""
+        block = self.host.get(name)
+        if block is None and self.disk is not None and name in self.disk:
+            block = self.host.reserve(name, parent)
+            if block is not None:
+                block.reading = self.disk.read(block)
+        return block
 
     def _worth_fetching(self, names: Sequence[BlockHash], first_block: int, in_slots: int, prefill: Rate) -> int:
         """How many of these blocks to fetch: the prefix with the largest predicted saving."""
-        copy_seconds = self.host.counts.read_rate.seconds_for(self.layout.bytes)
         savings, gains, tiers = [0.0], list[int](), list[TierCounts]()
         for count, name in enumerate(names, 1):
-            cost, counts = copy_seconds, self.host.counts
-            if name not in self.host:
-                if self.disk is None or name not in self.disk:
-                    break
-                counts = self.disk.counts
-                cost += counts.read_rate.seconds_for(self.layout.bytes)
+            counts = self._tier_of(name)
+            if counts is None:
+                break
             gained = min(BLOCK_TOKENS, (first_block + count) * BLOCK_TOKENS - in_slots)
-            savings.append(savings[-1] + prefill.seconds_for(gained) - cost)
+            savings.append(savings[-1] + prefill.seconds_for(gained) - self._cost(counts))
             gains.append(gained)
             tiers.append(counts)
-        taken = savings.index(max(savings)) if prefill.value else len(gains)
+        possible = {0: 0.0}  # number of blocks -> predicted saving in seconds
+        for count, saving in enumerate(savings[1:], 1):
+            pieces = state_names(names[count - 1], self.layout.state_pieces)
+            held = [counts for counts in map(self._tier_of, pieces) if counts is not None]
+            if len(held) == len(pieces):
+                possible[count] = saving - sum(map(self._cost, held))
+        if len(possible) == 1:
+            return 0
+        taken = max(possible, key=lambda count: possible[count]) if prefill.value else max(possible)
         for gained, counts in zip(gains[taken:], tiers[taken:], strict=True):
             counts.skipped_tokens += gained
         for counts in {id(counts): counts for counts in tiers[taken:]}.values():
             counts.read_rate.raise_by(RETRY_SHARE)
         return taken
 
+    def _tier_of(self, name: BlockHash) -> TierCounts | None:
+        """The fastest tier that has the block."""
+        if name in self.host:
+            return self.host.counts
+        return self.disk.counts if self.disk is not None and name in self.disk else None
+
+    def _cost(self, counts: TierCounts) -> float:
+        """Predicted seconds until a block of this tier is in a slot."""
+        seconds = self.host.counts.read_rate.seconds_for(self.layout.bytes)
+        return seconds if counts is self.host.counts else seconds + counts.read_rate.seconds_for(self.layout.bytes)
+
     def restore(self, fetch: PrefixFetch, slot: KVSlot, tokens: Sequence[int]) -> int:
         """Fill a slot with fetched blocks as far as they are valid and it has not more already; returns how many tokens
         it holds in addition."""
         valid = 0
         for block in fetch.blocks:
-            if block.reading is not None and not block.reading.result():
+            if not block.valid:
                 break
             valid += 1
+        if self.layout.states and not (valid == len(fetch.blocks) and all(block.valid for block in fetch.states)):
+            valid = 0
         end = (fetch.first_block + valid) * BLOCK_TOKENS
         gained = end - slot.length
         if gained <= 0 or slot.length < fetch.first_block * BLOCK_TOKENS:
@@ -239,22 +327,27 @@ class CacheTiers:
             return 0
         first = slot.length // BLOCK_TOKENS  # a slot may hold more by now
         blocks = fetch.blocks[first - fetch.first_block : valid]
-        self._copy_to_slot(slot, first, blocks)
+        self._copy_to_slot(slot, first, blocks, fetch.states)
         for index, counts in enumerate(fetch.counts[first - fetch.first_block : valid], first):
             counts.hit_tokens += min(BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS - slot.length)
         slot.tokens = list(tokens[:end])
         self.release(fetch)
         return gained
 
-    def _copy_to_slot(self, slot: KVSlot, first: int, blocks: list[HostBlock]) -> None:
+    def _copy_to_slot(self, slot: KVSlot, first: int, blocks: list[HostBlock], pieces: list[HostBlock]) -> None:
         started = time.perf_counter()
-        pending = self._copies.restore(slot, first, blocks)
-        if pending is None:
-            self.host.counts.add_read(len(blocks) * self.layout.bytes, time.perf_counter() - started)
-            return
-        for block in blocks:
-            self.host.hold(block)  # until the copy has ended
-        self._copying.append((pending, blocks))
+        copies = [(self._copies.restore(slot, first, blocks), blocks)]
+        if pieces:
+            slot.states, pending = self._copies.restore_states(pieces)
+            copies.append((pending, pieces))
+        for pending, copied in copies:
+            if pending is None:
+                continue
+            for block in copied:
+                self.host.hold(block)  # until the copy has ended
+            self._copying.append((pending, copied))
+        if copies[0][0] is None:
+            self.host.counts.add_read((len(blocks) + len(pieces)) * self.layout.bytes, time.perf_counter() - started)
 
     def _end_copies(self) -> None:
         """Let go of blocks that the GPU has copied."""
@@ -266,12 +359,12 @@ class CacheTiers:
 
     def release(self, fetch: PrefixFetch) -> None:
         """Let go of its blocks; a block that could not be read is forgotten."""
-        for block in fetch.blocks:
+        for block in [*fetch.blocks, *fetch.states]:
             if block.reading is None:
                 self.host.release(block)
             else:
                 block.reading.add_done_callback(self._release_callback(block))
-        fetch.blocks, fetch.counts = [], []
+        fetch.blocks, fetch.counts, fetch.states = [], [], []
 
     def _release_callback(self, block: HostBlock) -> Callable[[object], None]:
         def release(_: object) -> None:

@@ -40,6 +40,11 @@ class HostBlock:
         array: Any = self.row.numpy()
         return memoryview(array)
 
+    @property
+    def valid(self) -> bool:
+        """Whether its row is defined; waits for the disk."""
+        return self.reading is None or self.reading.result()
+
     def wait(self) -> None:
         """Until the copy from the GPU has ended."""
         for event in self.copied:

@@ -248,6 +248,7 @@ class KVCache:
             if slot.busy or len(slot.snapshots) > 1:
                 slot.snapshots.drop_one()
             else:
+                self._save(slot)
                 self.slots.remove(slot)
 
     def discard(self, slot: KVSlot) -> None:
