@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from ktransformers.errors import InputError
 from ktransformers.nn import attach, load_model
 from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.scaled_input_experts import adapt_experts
 from ktransformers.serve.engine.forward import SequentialForward, make_forward
+from ktransformers.train.packing import require_masked_layers
 from tests.support.family_checks import served_tokens
 from tests.support.tiny_models import build, logits, save, tokens
 
@@ -62,15 +64,20 @@ def test_block_that_computes_something_else_is_left_alone(monkeypatch: pytest.Mo
     assert adapt_experts(nn.Sequential(nn.Linear(2, 2))) == 0
 
 
-@pytest.mark.parametrize("chunked", [True, False])
-def test_served_one_sequence_at_a_time(chunked: bool, tmp_path: Path) -> None:
-    """Layers without rotary embeddings scale queries by their row, which is the position in no batch."""
-    kinds = ["chunked_attention" if chunked else "full_attention", "full_attention"]
-    changes: dict[str, Any] = {"layer_types": kinds, "no_rope_layers": [1, 0], "attention_chunk_size": 8}
-    changes |= {"floor_scale": 4, "attn_scale": 0.5}
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"layer_types": ["full_attention", "full_attention"]}, {"no_rope_layers": [1, 1]}],
+    ids=["released", "scaled", "chunked"],
+)
+def test_served_one_sequence_at_a_time(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Layers without rotary embeddings scale queries by their index in a row, and chunks are chunks of it: in a batch
+    that is not the position."""
     stock: Any = build("llama4_text", **changes)
     save(stock, tmp_path)
-    forward = make_forward(load_model(tmp_path, dtype=torch.float32))
+    model = load_model(tmp_path, dtype=torch.float32)
+    with pytest.raises(InputError, match="packing"):
+        require_masked_layers(model)
+    forward = make_forward(model)
     assert isinstance(forward, SequentialForward)
     forward.check_against_stock()
     prompt = tokens(1, 40)

@@ -17,6 +17,7 @@ from ktransformers.errors import InputError
 from ktransformers.nn import load_model
 from ktransformers.serve.engine.forward import Chunk, Forward, SequentialForward, make_forward
 from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.graphs.decode_graphs import uncaptured_family
 from ktransformers.train.model import build_lora_config, check_readable
 from ktransformers.train.packing import packing_error, require_masked_layers, separate_rows
 from ktransformers.train.reachable import trainable_targets
@@ -28,7 +29,7 @@ LOGIT_ERROR = 1e-4  # float32 on both sides
 GRADIENT_ERROR = 1e-3
 PROMPT, NEW_TOKENS = 40, 8
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-TABLE_HEAD = "| family | loads | trains | packing | served |\n|---|---|---|---|---|\n"
+TABLE_HEAD = "| family | loads | trains | packing | served | graphs |\n|---|---|---|---|---|---|\n"
 # Folders of transformers with experts that are no text generators of one decoder.
 NOT_LANGUAGE_MODELS = {
     "nllb_moe": "an encoder and a decoder",
@@ -45,6 +46,7 @@ class FamilyResult:
     trains: str = "-"
     packing: str = "-"
     served: str = "-"
+    graphs: str = "-"
 
     def row(self) -> str:
         return f"| {' | '.join(asdict(self).values())} |\n"
@@ -128,18 +130,21 @@ def served_tokens(forward: Forward | SequentialForward, prompt: list[int], count
     return sequence[len(prompt) :]
 
 
-def _check_serving(model: Any, stock: Any) -> str:
+def _check_serving(model: Any, stock: Any) -> tuple[str, str]:
+    """How it is served, and whether its decode steps are captured in CUDA graphs."""
     try:
         forward = make_forward(model)
         forward.check_against_stock()
     except InputError as error:
-        return _refusal(error)
+        return _refusal(error), "-"
+    reason = uncaptured_family(forward) if forward.batched else "-"
+    graphs = f"no: {reason}" if reason.strip("-") else reason or "yes"
     prompt = tokens(1, PROMPT)
     with torch.no_grad():
         made = stock.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)
     if served_tokens(forward, prompt[0].tolist(), NEW_TOKENS) != made[0, PROMPT:].tolist():
-        return "other tokens than stock"
-    return "batched" if isinstance(forward, Forward) else "one sequence at a time"
+        return "other tokens than stock", "-"
+    return "batched" if isinstance(forward, Forward) else "one sequence at a time", graphs
 
 
 def check_family(family: str, directory: Path) -> FamilyResult:
@@ -155,8 +160,8 @@ def check_family(family: str, directory: Path) -> FamilyResult:
         trains = _check_training(load_model(directory, dtype=torch.float32), _stock(directory, family))
     except InputError as error:
         trains = _refusal(error)
-    served = _check_serving(load_model(directory, dtype=torch.float32), _stock(directory, family))
-    return FamilyResult(family, loads, trains, packing, served)
+    served, graphs = _check_serving(load_model(directory, dtype=torch.float32), _stock(directory, family))
+    return FamilyResult(family, loads, trains, packing, served, graphs)
 
 
 def read_table() -> dict[str, str]:

@@ -229,7 +229,14 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "doge": {"num_experts": 4, "is_moe": True},
     "jetmoe": {"num_local_experts": 4},
-    "llama4_text": {"num_local_experts": 4, "layer_types": ["full_attention", "full_attention"]},
+    "llama4_text": {
+        "num_local_experts": 4,
+        "layer_types": ["chunked_attention", "full_attention"],
+        "no_rope_layers": [1, 0],
+        "attention_chunk_size": 8,
+        "floor_scale": 4,
+        "attn_scale": 0.5,
+    },
     "longcat_flash": MLA,
 }
 

@@ -23,6 +23,7 @@ from ktransformers.adapters.logit_error import ForwardPass, logit_error
 from ktransformers.adapters.router_choices import token_numbers
 from ktransformers.errors import InputError
 from ktransformers.nn.row_masks import tell_masks_the_rows
+from ktransformers.nn.row_positions import uses_row_positions
 from ktransformers.train.packed_attention import PACKED_ROWS, restore_sdpa
 from ktransformers.train.targets import VISION_BLOCKS
 
@@ -52,8 +53,9 @@ def unmasked_layers(model: PreTrainedModel) -> str | None:
 
 
 def require_masked_layers(model: PreTrainedModel) -> None:
-    """Raises if a layer would see the rows before its own whatever the mask is."""
-    found = unmasked_layers(model)
+    """Raises if a layer would see the rows before its own whatever the mask is, or take a token's index for its
+    position."""
+    found = unmasked_layers(model) or uses_row_positions(model)
     if found is not None:
         kind = model.config.model_type
         raise InputError("packing", f"true for {kind}, which has {found}", "false for such a model", REMEDY)

@@ -31,6 +31,7 @@ from ktransformers.nn.linear import patch_linears
 from ktransformers.nn.mixed_lora import use_mixed_lora
 from ktransformers.nn.norm import patch_norms
 from ktransformers.nn.pool import default_pool
+from ktransformers.nn.row_positions import uses_row_positions
 from ktransformers.serve.engine.attention import ATTENTION_NAME, Span, attend_to_slots
 from ktransformers.serve.engine.cache_blocks import BlockLayout
 from ktransformers.serve.engine.head import LogitsHead, LogitsReader, ScoredRows, collect_rows
@@ -253,21 +254,12 @@ def make_forward(model: PreTrainedModel) -> Forward | SequentialForward:
     layer_types = BATCHED_LAYER_TYPES | ({INDEX_LAYER_TYPE} if has_indexers(model) else set())
     batched = set(getattr(config, "layer_types", None) or []) <= layer_types
     stock_attention = model.config._attn_implementation
-    if batched and not depends_on_length and not scales_by_row(model):
+    if batched and not depends_on_length and uses_row_positions(model) is None:
         try:
             return Forward(model)
         except InputError:  # of its attention or masks
             model.set_attn_implementation(stock_attention)
     return SequentialForward(model)
-
-
-def scales_by_row(model: nn.Module) -> bool:
-    """Whether queries are scaled by their row of the batch in the place of their position (Llama 4, in layers without
-    rotary embeddings)."""
-    return any(
-        bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
-        for module in model.modules()
-    )
 
 
 def _check_prompts(model: Any) -> list[list[int]]:

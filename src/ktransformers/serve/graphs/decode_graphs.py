@@ -315,15 +315,20 @@ def _synchronisation_refused() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(before)
 
 
+def uncaptured_family(forward: Forward | SequentialForward) -> str:
+    """What keeps the steps of a model's family out of graphs on every machine; empty: nothing."""
+    if not forward.batched:
+        return f"sequences of {forward.model.config.model_type} are computed one at a time"
+    return "keys are selected by an index" if forward.indexers else ""
+
+
 def why_not(forward: Forward | SequentialForward, placement: Placement | None) -> str:
     """What keeps a model's steps out of graphs; empty: nothing that is known before they are tried."""
     if not env.graphs_enabled("decode"):
         return "KT_GRAPHS does not name decode"
     model = forward.model
-    if not forward.batched:
-        return f"sequences of {model.config.model_type} are computed one at a time"
-    if forward.indexers:
-        return "keys are selected by an index"
+    if reason := uncaptured_family(forward):
+        return reason
     devices = {parameter.device for name, parameter in model.named_parameters() if ".experts." not in name}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return f"the model is on {', '.join(sorted(map(str, devices)))}, not on one GPU"
