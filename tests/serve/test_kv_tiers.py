@@ -144,7 +144,7 @@ def test_modes_without_tiers_say_so(model_directory: Path, tmp_path: Path) -> No
     assert not (tmp_path / "kv").exists()
     with opened(model_directory, "--kv-host-gb", "0.000001") as (service, lines):
         assert service.engine.tiers is None and any("a block takes" in line for line in lines)
-    request = kv_tiers.TierRequest(Launch("", kv_host_gb=1.0), b"", None)
+    request = kv_tiers.TierRequest(Launch("", kv_host_gb=1.0), 1.0, b"", None)
     lines = []
     assert kv_tiers.make_tiers(request, SimpleNamespace(block_layout=None), 512, lines.append) is None
     assert lines == ["no lower tiers of the KV cache: this family is computed one sequence at a time"]

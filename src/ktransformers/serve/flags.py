@@ -136,8 +136,8 @@ SUPPORTED_FLAGS = (
     Flag(
         ("--kv-host-gb",),
         "kv_host_gb",
-        "GiB of host memory for blocks of the KV cache that leave its slots; default: with a GPU a tenth of what is "
-        "free, at most 16, else 0",
+        "GiB of host memory for blocks of the KV cache that leave its slots; default: of kt serve with a GPU a tenth "
+        "of what is free, at most 8, else 0",
         float,
     ),
     Flag(("--kv-disk",), "kv_disk", "a file, or a folder for it, that keeps blocks of the KV cache over restarts"),

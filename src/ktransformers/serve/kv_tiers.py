@@ -2,8 +2,9 @@
 
 Without a GPU, slots lie in host memory already: a host tier would only hold copies, so it is off unless `--kv-host-gb`
 asks for it. With `--kv-disk`, blocks pass through a buffer in host memory that holds one sequence of the longest
-length, within bounds. On a GPU the host tier takes DEFAULT_SHARE of the host memory that is free after loading, at most
-DEFAULT_BYTES: it is pinned, and experts on the CPU need the rest.
+length, within bounds. `kt serve` on a GPU has a host tier by default: DEFAULT_SHARE of the host memory that is free
+after loading, because experts on the CPU need the rest, and at most DEFAULT_BYTES, because it is pinned at the start,
+which takes seconds. A model that is loaded for one answer has none.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from ktransformers.serve.engine.disk_tier import DiskFile
 
 DEFAULT_SHARE = 0.1  # of free host memory, for the host tier beside a GPU
-DEFAULT_BYTES = 16 << 30
+DEFAULT_BYTES = 8 << 30
 MAX_BUFFER_SHARE = 0.05  # of free host memory, for blocks on their way to and from disk
 MIN_BUFFER_BLOCKS = 8
 APPROXIMATIONS = ("kt_w8a8", "kt_max_deferred_experts_per_token")  # options that change keys and values
@@ -36,6 +37,7 @@ class TierRequest:
     """What is known before the model is loaded: the identity of the model, and the file, open and locked."""
 
     launch: Launch
+    host_gb: float | None  # None: the default on a GPU
     identity: bytes
     file: DiskFile | None
 
@@ -52,13 +54,14 @@ def check_cache_dtype(launch: Launch, dtype: Any) -> None:
         raise InputError("kv-cache-dtype", launch.kv_cache_dtype, expected)
 
 
-def open_tiers(launch: Launch, target: Target, dtype: Any, device: str, log: LogLine) -> TierRequest | None:
-    """Open the file before the model is loaded; None: there are no tiers."""
+def open_tiers(launch: Launch, target: Target, dtype: Any, by_default: bool, log: LogLine) -> TierRequest | None:
+    """Open the file before the model is loaded; None: there are no tiers. `by_default`: there is a host tier if the
+    line says nothing."""
     check_cache_dtype(launch, dtype)
-    asked = launch.kv_disk is not None or bool(launch.kv_host_gb)
-    if launch.deterministic and asked:
+    host_gb = 0.0 if launch.kv_host_gb is None and not by_default else launch.kv_host_gb
+    if launch.deterministic and (launch.kv_disk is not None or launch.kv_host_gb):
         log("no lower tiers of the KV cache: with --deterministic no prefix is used again")
-    if launch.deterministic or not (asked or (device != "cpu" and launch.kv_host_gb is None)):
+    if launch.deterministic or (launch.kv_disk is None and host_gb == 0):
         return None
     from ktransformers.serve.cache_identity import model_identity
     from ktransformers.serve.engine.disk_tier import DiskFile
@@ -67,7 +70,8 @@ def open_tiers(launch: Launch, target: Target, dtype: Any, device: str, log: Log
     experts, place = target.choose_experts(launch.experts), options_of(launch, target)
     options = {name: getattr(place, name) for name in APPROXIMATIONS} | {"dtype": str(dtype)}
     identity = model_identity([target.model, *([] if experts is None else [experts])], options)
-    return TierRequest(launch, identity, None if launch.kv_disk is None else DiskFile(launch.kv_disk, identity))
+    file = None if launch.kv_disk is None else DiskFile(launch.kv_disk, identity)
+    return TierRequest(launch, host_gb, identity, file)
 
 
 def make_tiers(request: TierRequest | None, forward: Any, context_length: int, log: LogLine) -> CacheTiers | None:
@@ -85,7 +89,7 @@ def make_tiers(request: TierRequest | None, forward: Any, context_length: int, l
         request.close()
         return None
     on_gpu = any(device.type == "cuda" for device, _, _ in layout.segments)
-    host_bytes = _host_bytes(launch, on_gpu)
+    host_bytes = _host_bytes(request.host_gb)
     buffers = not host_bytes and request.file is not None
     if buffers:
         host_bytes = _buffer_bytes(layout.bytes, context_length)
@@ -102,10 +106,10 @@ def make_tiers(request: TierRequest | None, forward: Any, context_length: int, l
     return CacheTiers(layout, request.identity, host, disk, buffers=buffers)
 
 
-def _host_bytes(launch: Launch, on_gpu: bool) -> int:
-    if launch.kv_host_gb is not None:
-        return int(launch.kv_host_gb * 2**30)
-    return min(DEFAULT_BYTES, int(system.memory().available * DEFAULT_SHARE)) if on_gpu else 0
+def _host_bytes(asked: float | None) -> int:
+    if asked is not None:
+        return int(asked * 2**30)
+    return min(DEFAULT_BYTES, int(system.memory().available * DEFAULT_SHARE))
 
 
 def _buffer_bytes(block_bytes: int, context_length: int) -> int:

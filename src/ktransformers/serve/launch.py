@@ -106,18 +106,21 @@ def host_cache_tokens(launch: Launch, kv_bytes_per_token: int, state_bytes: int)
     return max(0, int(available) - state_bytes) // kv_bytes_per_token
 
 
-def open_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None = None) -> Any:
-    """Load the model and assemble the service; its engine is not started yet."""
+def open_service(
+    launch: Launch, target: Target, log: LogLine, plan: Plan | None = None, *, many_requests: bool = False
+) -> Any:
+    """Load the model and assemble the service; its engine is not started yet. `many_requests`: prefixes are worth
+    keeping in host memory beside a GPU, unless the line says otherwise."""
     with remembered_interrupt() as check_interrupt:
 
         def log_and_check(line: str) -> None:
             check_interrupt()
             log(line)
 
-        return _load_service(launch, target, log_and_check, plan)
+        return _load_service(launch, target, log_and_check, plan, many_requests)
 
 
-def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None) -> Any:
+def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None, many_requests: bool) -> Any:
     from ktransformers.nn.pretrained import read_tokenizer
     from ktransformers.place.apply import ModelPlacement
     from ktransformers.serve.engine.engine import ServeEngine
@@ -143,7 +146,7 @@ def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | Non
     dtype = parse_dtype(launch.dtype, device)
     tokenizer = read_tokenizer(target.model, trust_remote_code=launch.trust_remote_code)
     templates = ServedTemplates(tokenizer, launch, target, log)
-    tier_request = open_tiers(launch, target, dtype, device, log)
+    tier_request = open_tiers(launch, target, dtype, many_requests and device != "cpu", log)
     log(f"loading {target.model} ({str(dtype).removeprefix('torch.')}, {device})")
     placement = ModelPlacement(options_of(launch, target).as_planned(plan))
     multi_gpu = device != "cpu" and spreads_layers(placement.options, launch, plan)
@@ -363,7 +366,7 @@ def serve(launch: Launch, log: LogLine, show: ShowPlan, on_ready: OnReady = lamb
     from ktransformers.serve.http.listener import make_config
     from ktransformers.serve.http.training import CheckpointWatch, TrainingRuns
 
-    service = open_service(launch, target, log, plan)
+    service = open_service(launch, target, log, plan, many_requests=True)
     watch = CheckpointWatch(launch.watch, service.registry) if launch.watch else None
     training = TrainingRuns(launch.watch, partial(training_roots, service))
 

@@ -16,9 +16,11 @@ from ktransformers.serve.engine.cache_blocks import (
     root_hash,
     state_names,
 )
+from ktransformers.serve.engine.cache_copies import _adjacent_rows
 from ktransformers.serve.engine.cache_kinds import bytes_by_kind
 from ktransformers.serve.engine.engine import Limits, ServeEngine
 from ktransformers.serve.engine.forward import Forward
+from ktransformers.serve.engine.host_tier import HostTier
 from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.sampling import Sampling
 from ktransformers.serve.engine.sequence import GenerationRequest, Sequence
@@ -205,6 +207,19 @@ def test_blocks_are_copied_out_of_slots_and_back() -> None:
         for layer, buffer in buffers.items():
             assert torch.equal(other.parts[part][layer][:, 64:192], buffer[:, 64:192])
     assert layout.matches(other) and not layout.matches(KVSlot(None))
+
+
+def test_adjacent_rows_are_one_copy() -> None:
+    tier = HostTier(8, 6 * 8, pinned=False)
+    blocks = [block for number in range(6) if (block := tier.reserve(bytes([number]), b"")) is not None]
+    for number, block in enumerate(blocks):
+        block.row.fill_(number)
+    runs = [(start, rows.clone()) for start, rows in _adjacent_rows([*blocks[:3], *blocks[4:6], blocks[3]], 0, 8)]
+    assert [(start, rows[:, 0].tolist()) for start, rows in runs] == [(0, [0, 1, 2]), (3, [4, 5]), (5, [3])]
+    parts = list(_adjacent_rows(blocks, 2, 8))  # of one of two devices
+    assert [(start, tuple(rows.shape), rows[0].tolist()) for start, rows in parts] == [
+        (number, (1, 6), [number] * 6) for number in range(6)
+    ]
 
 
 def test_names_of_blocks_depend_on_everything_before_them() -> None:

@@ -144,10 +144,10 @@ class BlockLayout:
 
     def unpack_states(self, pieces: Tensor) -> States:
         """The inverse of `pack_states`; the states are copies."""
-        states, flat = dict[int, dict[str, Tensor]](), pieces.view(-1)
+        states, flat = States(), pieces.view(-1)
         for place in self.states:
             numbers = flat[place.offset : place.offset + place.bytes].view(place.dtype).view(place.shape)
-            states.setdefault(place.layer, {})[place.name] = numbers.to(place.device, copy=True)
+            states.put(place.layer, place.name, numbers.to(place.device, copy=True))
         return states
 
 

@@ -2,9 +2,9 @@
 
 On the CPU they are plain copies. On a GPU a block is gathered from the slot into a staging buffer on the stream that
 computes, at the rate of the GPU's memory, so that the slot may be overwritten or freed at once; a side stream copies
-the staging buffer to pinned memory, or back. Whole blocks cross the link in one copy each, because a part of one layer
-is a few tens of kilobytes and a launch for each would take longer than the copy. Two staging buffers alternate. Nothing
-here waits on the host: streams wait for events.
+the staging buffer to pinned memory, or back. Whole blocks cross the link, several in one copy where their rows are
+adjacent, because a part of one layer is a few tens of kilobytes and a launch for each would take longer than the copy.
+Two staging buffers alternate. Nothing here waits on the host: streams wait for events.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class DeviceCopies:
                     copy_from_slot(slot, places, first_block + first, staged, part.first)
                     part.side.wait_stream(compute)
                     with torch.cuda.stream(part.side):
-                        for row, block in enumerate(blocks[first:last]):
-                            block.row[part.first : part.last].copy_(staged[row], non_blocking=True)
+                        for row, rows in _adjacent_rows(blocks[first:last], part.first, part.last):
+                            rows.copy_(staged[row : row + rows.shape[0]], non_blocking=True)
                         stage.free.record(part.side)
                 ended.append(make_event())
                 ended[-1].record(part.side)
@@ -156,8 +156,8 @@ class DeviceCopies:
                     part.side.wait_event(stage.free)
                     staged = stage.buffer[: last - first]
                     with torch.cuda.stream(part.side):
-                        for row, block in enumerate(blocks[first:last]):
-                            staged[row].copy_(block.row[part.first : part.last], non_blocking=True)
+                        for row, rows in _adjacent_rows(blocks[first:last], part.first, part.last):
+                            staged[row : row + rows.shape[0]].copy_(rows, non_blocking=True)
                     compute.wait_stream(part.side)
                     copy_to_slot(slot, self._layout.places_on(part.device), first_block + first, staged, part.first)
                     stage.free.record(compute)
@@ -172,8 +172,8 @@ class DeviceCopies:
             pieces = self._layout.pack_states(states)
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                for piece, block in zip(pieces, blocks, strict=True):
-                    block.row.copy_(piece, non_blocking=True)
+                for row, rows in _adjacent_rows(blocks, 0, self._layout.bytes):
+                    rows.copy_(pieces[row : row + rows.shape[0]], non_blocking=True)
             pieces.record_stream(side)
             ended = make_event()
             ended.record(side)
@@ -189,12 +189,28 @@ class DeviceCopies:
             side.wait_stream(compute)  # the memory may have been another tensor's
             started.record(side)
             with torch.cuda.stream(side):
-                for piece, block in zip(pieces, blocks, strict=True):
-                    piece.copy_(block.row, non_blocking=True)
+                for row, rows in _adjacent_rows(blocks, 0, self._layout.bytes):
+                    pieces[row : row + rows.shape[0]].copy_(rows, non_blocking=True)
             ended.record(side)
             compute.wait_stream(side)
             states = self._layout.unpack_states(pieces)
         return states, PendingCopy([(started, ended)])
+
+
+def _adjacent_rows(blocks: Sequence[HostBlock], first: int, last: int) -> Iterator[tuple[int, Tensor]]:
+    """(number of the first, uint8 `[n, last - first]`) of runs of blocks whose rows are adjacent in memory: one copy
+    for each. If bytes `first` .. `last` - 1 are not the whole row, a run would have gaps, which are no single copy."""
+    start = 0
+    while start < len(blocks):
+        row, count = blocks[start].row, 1
+        size, storage = row.numel(), row.untyped_storage().data_ptr()
+        while last - first == size and start + count < len(blocks):
+            other = blocks[start + count].row
+            if other.untyped_storage().data_ptr() != storage or other.data_ptr() != row.data_ptr() + count * size:
+                break
+            count += 1
+        yield start, row.as_strided((count, last - first), (size, 1), row.storage_offset() + first)
+        start += count
 
 
 def make_copies(layout: BlockLayout) -> SlotCopies:

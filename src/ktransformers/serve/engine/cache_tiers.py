@@ -34,6 +34,7 @@ from ktransformers.serve.engine.disk_tier import DiskTier
 from ktransformers.serve.engine.host_tier import HostBlock, HostTier
 from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.lora import LoadedAdapter
+from ktransformers.serve.engine.snapshots import States
 from ktransformers.serve.engine.tier_counts import Rate, TierCounts, TierState
 
 SAVED_BYTES_PER_STEP = 64 << 20
@@ -190,7 +191,7 @@ class CacheTiers:
         saved, slot = 0, unsaved.slot
         while unsaved.states:
             position = unsaved.states[-1]
-            states = slot.states if position == slot.length else slot.snapshots.by_position.get(position, {})
+            states = slot.states if position == slot.length else slot.snapshots.by_position.get(position, States())
             parent = unsaved.names[position // BLOCK_TOKENS]
             names = state_names(parent, self.layout.state_pieces)
             if self.layout.matches_states(states) and not all(map(self._has, names)):
