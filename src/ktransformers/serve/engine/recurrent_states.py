@@ -113,7 +113,7 @@ class StateBatch:
         """No state is kept that would be rolled back."""
         return False
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Keys and values are `attention.py`'s: only attention that is called to find states comes here."""
         return key_states, value_states
 
@@ -358,7 +358,7 @@ class _Probe:
         slot = KVSlot(None)
         try:
             result = self._run(slot, args, kwargs)
-        except AttributeError:  # its cache is of another kind
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # its cache is of another kind
             return self._forward.stock(*args, **kwargs)
         if slot.states:
             self.keeps_states = True
