@@ -1,10 +1,11 @@
 """Copies of blocks between slots and rows of the host tier.
 
-On the CPU they are plain copies. On a GPU a block is gathered from the slot into a staging buffer on the stream that
-computes, at the rate of the GPU's memory, so that the slot may be overwritten or freed at once; a side stream copies
-the staging buffer to pinned memory, or back. Whole blocks cross the link, several in one copy where their rows are
-adjacent, because a part of one layer is a few tens of kilobytes and a launch for each would take longer than the copy.
-Two staging buffers alternate. Nothing here waits on the host: streams wait for events.
+On the CPU they are plain copies, one call for each part of all blocks whose rows are adjacent: of single blocks most of
+the time is the calls'. On a GPU a block is gathered from the slot into a staging buffer on the stream that computes, at
+the rate of the GPU's memory, so that the slot may be overwritten or freed at once; a side stream copies the staging
+buffer to pinned memory, or back. Whole blocks cross the link, several in one copy where their rows are adjacent,
+because a part of one layer is a few tens of kilobytes and a launch for each would take longer than the copy. Two
+staging buffers alternate. Nothing here waits on the host: streams wait for events.
 """
 
 from __future__ import annotations
@@ -70,13 +71,13 @@ class HostCopies:
 
     @torch.inference_mode()
     def save(self, slot: KVSlot, first_block: int, blocks: Sequence[HostBlock]) -> None:
-        for number, block in enumerate(blocks, first_block):
-            copy_from_slot(slot, iter(self._layout.places), number, block.row[None])
+        for number, rows in _adjacent_rows(blocks, 0, self._layout.bytes):
+            copy_from_slot(slot, iter(self._layout.places), first_block + number, rows)
 
     @torch.inference_mode()
     def restore(self, slot: KVSlot, first_block: int, blocks: Sequence[HostBlock]) -> PendingCopy | None:
-        for number, block in enumerate(blocks, first_block):
-            copy_to_slot(slot, iter(self._layout.places), number, block.row[None])
+        for number, rows in _adjacent_rows(blocks, 0, self._layout.bytes):
+            copy_to_slot(slot, iter(self._layout.places), first_block + number, rows)
         return None
 
     @torch.inference_mode()
