@@ -122,6 +122,14 @@ def stored_weight(weight: Tensor) -> Tensor:
     return weight.stored if isinstance(weight, WidenedWeight) else weight
 
 
+def weight_rows(weight: Tensor, first: int, last: int) -> Tensor:
+    """Rows first .. last - 1 of a weight. In inference mode torch cannot slice a wrapped tensor that was made outside
+    of it, so the stored numbers are."""
+    if isinstance(weight, WidenedWeight):
+        return WidenedWeight(weight.stored[first:last], weight.dtype)
+    return weight[first:last]
+
+
 def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int, name: str) -> Any:
     return args[index] if index < len(args) else kwargs.get(name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,12 +10,15 @@ import torch
 
 from ktransformers import _core
 from ktransformers.adapters import LoraPair, adapter_from_tensors
-from ktransformers.serve.engine.forward import Chunk, Forward
+from ktransformers.nn import dense_layers, load_model
+from ktransformers.nn.widened import WidenedWeight
+from ktransformers.serve.engine import latent
+from ktransformers.serve.engine.forward import Chunk, Forward, make_forward
 from ktransformers.serve.engine.head import collect_rows
 from ktransformers.serve.engine.kv_cache import KVCache, KVSlot
 from ktransformers.serve.engine.latent import LatentProjection, head_products
 from ktransformers.serve.engine.lora import LoadedAdapter, LoraModules
-from tests.support.tiny_models import build
+from tests.support.tiny_models import build, save
 
 RANK, ROPE, NOPE, VALUE, HEADS = 32, 16, 32, 64, 4
 # Sizes that the core multiplies; those of the other models are too small.
@@ -145,3 +149,18 @@ def test_head_products(dtype: torch.dtype, rows: int) -> None:
     assert measured.dtype == dtype and error([measured.double()], [expected]) < (
         1e-6 if dtype == torch.float32 else 5e-3
     )
+
+
+def test_released_bf16_weights_are_expanded_as_they_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs without bf16 products: `kv_b_proj` is a widened weight, of which chunks multiply the rows of some
+    heads."""
+    monkeypatch.setenv("KT_DENSE", "widened")
+    monkeypatch.setattr(dense_layers, "MIN_WEIGHTS", HEADS * (NOPE + VALUE) * 4 * RANK)
+    monkeypatch.setattr(latent, "MAX_EXPANDED", 50 * (NOPE + ROPE + VALUE) * 2)  # two heads at a time
+    stock: Any = build("deepseek_v3", **SIZES | {"kv_lora_rank": 4 * RANK})  # a longer latent is expanded
+    expected = stock_logits(stock)
+    model: Any = load_model(save(stock.bfloat16(), tmp_path), dtype=torch.float32)
+    assert isinstance(model.model.layers[0].self_attn.kv_b_proj.weight, WidenedWeight)
+    forward = make_forward(model)
+    assert isinstance(forward, Forward) and forward.check_against_stock() == 4 * 2 * (4 * RANK + ROPE)
+    assert error(computed_in_chunks(forward), expected) < 1e-3

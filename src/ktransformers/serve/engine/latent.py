@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ktransformers import _core
 from ktransformers.nn.pool import default_pool
-from ktransformers.nn.widened import COLUMN_MULTIPLE, stored_weight
+from ktransformers.nn.widened import COLUMN_MULTIPLE, stored_weight, weight_rows
 from ktransformers.serve.engine.lora import LinearLora
 
 LATENT_ATTRIBUTE = "kt_latent"  # of an attention module whose slots hold latents
@@ -107,7 +107,7 @@ class LatentProjection:
         `[n, rank + rope]`."""
         size = self.nope + self.value
         compressed, rotary = latents[:, : self.rank], latents[:, self.rank :]
-        expanded = F.linear(compressed, self.linear.weight[first * size : last * size])
+        expanded = F.linear(compressed, weight_rows(self.linear.weight, first * size, last * size))
         if lora is not None:
             ranks = compressed.float() @ lora.a.T
             expanded = (expanded.float() + ranks @ lora.b[:, first * size : last * size] * lora.scaling).to(latents)
