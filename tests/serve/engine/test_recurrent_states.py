@@ -193,3 +193,11 @@ def test_sequences_that_decode_together_keep_their_states_in_one_tensor(monkeypa
     storages = {slot.states[0]["recurrent0"].untyped_storage().data_ptr() for slot in slots}
     assert len(storages) == 1
     assert [decode(8, 0, 2), decode(8, 1), decode(9, 2, 1, 0)] == [0, 0, 2]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_hold_no_activations_of_a_chunk(family: str) -> None:
+    forward, slot = make_forward(tiny(family)), KVSlot(None, capacity=64)
+    forward.run([Chunk(slot, prompts()[0], 0, None)])
+    for states in slot.states.values():
+        assert all(state.untyped_storage().nbytes() == state.nbytes for state in states.values())

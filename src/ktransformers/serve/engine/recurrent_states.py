@@ -129,8 +129,11 @@ class StateBatch:
 
     def _set(self, layer: int, name: str, state: Tensor) -> Tensor:
         before = self._get(layer, name)
-        self._states[layer, name] = state if before is None else state.to(before.dtype)
-        return self._states[layer, name]
+        state = state if before is None else state.to(before.dtype)
+        if state.untyped_storage().nbytes() > state.nbytes:  # a part of the activations of a chunk, which would stay
+            state = state.clone()
+        self._states[layer, name] = state
+        return state
 
 
 def _stack(states: Sequence[Tensor]) -> Tensor:
