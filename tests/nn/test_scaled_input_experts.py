@@ -14,7 +14,7 @@ from ktransformers.errors import InputError
 from ktransformers.nn import attach, load_model
 from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.scaled_input_experts import adapt_experts
-from ktransformers.serve.engine.forward import SequentialForward, make_forward
+from ktransformers.serve.engine.forward import Forward, make_forward
 from ktransformers.train.packing import require_masked_layers
 from tests.support.family_checks import served_tokens
 from tests.support.tiny_models import build, logits, save, tokens
@@ -69,16 +69,16 @@ def test_block_that_computes_something_else_is_left_alone(monkeypatch: pytest.Mo
     [{}, {"layer_types": ["full_attention", "full_attention"]}, {"no_rope_layers": [1, 1]}],
     ids=["released", "scaled", "chunked"],
 )
-def test_served_one_sequence_at_a_time(changes: dict[str, Any], tmp_path: Path) -> None:
-    """Layers without rotary embeddings scale queries by their index in a row, and chunks are chunks of it: in a batch
-    that is not the position."""
+def test_served_and_not_packed(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Layers without rotary embeddings scale queries by their index in a row, and chunks are chunks of it: in packed
+    rows that is not the position. A server computes both by position."""
     stock: Any = build("llama4_text", **changes)
     save(stock, tmp_path)
     model = load_model(tmp_path, dtype=torch.float32)
     with pytest.raises(InputError, match="packing"):
         require_masked_layers(model)
     forward = make_forward(model)
-    assert isinstance(forward, SequentialForward)
+    assert isinstance(forward, Forward)
     forward.check_against_stock()
     prompt = tokens(1, 40)
     with torch.no_grad():

@@ -16,11 +16,12 @@ CHUNKED_LAYER = "chunked_attention"
 
 def uses_row_positions(model: PreTrainedModel) -> str | None:
     """What depends on the row; None: nothing that is known."""
-    if any(_scales_queries(module) for module in model.modules()):
+    if any(scales_queries(module) for module in model.modules()):
         return "queries that are scaled by their index in a row"
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     return f"layers of type {CHUNKED_LAYER}" if CHUNKED_LAYER in kinds else None
 
 
-def _scales_queries(module: nn.Module) -> bool:
+def scales_queries(module: nn.Module) -> bool:
+    """Whether an attention module scales its queries by their index in a row."""
     return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)

@@ -35,13 +35,14 @@ from ktransformers.nn.pool import default_pool
 from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.latent import LATENT_ATTRIBUTE, LatentProjection, RowLora
 from ktransformers.serve.engine.lora import LinearLora, LoadedAdapter
+from ktransformers.serve.engine.query_scales import SCALED_ATTRIBUTE, scale_queries
 from ktransformers.serve.engine.selection import (
     SelectedRows,
     Selection,
     attend_selected,
     attend_selected_latents,
 )
-from ktransformers.serve.engine.windows import WINDOW_ATTRIBUTE
+from ktransformers.serve.engine.windows import CHUNK_ATTRIBUTE, WINDOW_ATTRIBUTE
 
 ATTENTION_NAME = "kt_slots"
 CORE_DTYPES = (torch.bfloat16, torch.float32)  # of keys and values that the core supports
@@ -84,6 +85,13 @@ class AttentionSpec:
     sinks: Tensor | None  # [heads]
     latent: LatentProjection | None = None  # slots hold latents
     selection: Selection | None = None  # keys that an indexer has selected
+    chunk: int | None = None  # a query attends to keys of its own chunk; chunks begin at multiples of their size
+
+    def first_key(self, position: int) -> int:
+        """That a query at `position` attends to."""
+        if self.chunk is not None:
+            return position // self.chunk * self.chunk
+        return 0 if self.window is None else max(0, position + 1 - self.window)
 
 
 AttentionFn = Callable[
@@ -156,9 +164,13 @@ def attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = getattr(module, WINDOW_ATTRIBUTE, sliding_window)  # that of the stock mask, where it was read
     latent = getattr(module, LATENT_ATTRIBUTE, None)
-    spec = AttentionSpec(_layer_index(module), scale, window, softcap, s_aux, latent, indices)
+    chunk = getattr(module, CHUNK_ATTRIBUTE, None)
+    spec = AttentionSpec(_layer_index(module), scale, window, softcap, s_aux, latent, indices, chunk)
+    if getattr(module, SCALED_ATTRIBUTE, False):
+        query = scale_queries(module, query, _positions(query.device))
     sinks_of_latents = latent is not None and s_aux is not None and indices is None
-    if (latent is not None or indices is not None) and (window is not None or softcap or sinks_of_latents):
+    limited = window is not None or chunk is not None
+    if (latent is not None or indices is not None) and (limited or softcap or sinks_of_latents):
         given = "latent attention with a window, a score cap or sinks"
         raise InputError(type(module).__name__, given, "without", "it cannot be served")
     return attention(spec, query[0], key[0], value[0])[None], None
@@ -203,6 +215,8 @@ def _attend_selecting(
 def _attend_keys(spans: Sequence[Span], spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
     native = _core_decodes(query, value, spec.softcap, spec.sinks)
+    if spec.chunk is not None:
+        spans = [piece for span in spans for piece in _cut_at_chunks(span, spec.chunk)]
     decoding = [span for span in spans if native and span.rows == 1]
     if decoding:
         _decode_in_core(spec, decoding, query, key, value, out)
@@ -210,10 +224,8 @@ def _attend_keys(spans: Sequence[Span], spec: AttentionSpec, query: Tensor, key:
         rows = slice(span.first, span.last)
         keys = span.slot.write("keys", spec.layer, span.position, key[:, rows])
         values = span.slot.write("values", spec.layer, span.position, value[:, rows])
-        start = 0
-        if spec.window is not None:
-            start = max(0, span.position + 1 - spec.window)
-            keys, values = keys[:, start:], values[:, start:]
+        start = spec.first_key(span.position)
+        keys, values = keys[:, start:], values[:, start:]
         window = (span.position - start, spec.window)
         out[rows] = _attend_in_torch(spec, query[:, rows], keys, values, *window, spec.sinks).transpose(0, 1)
     return out
@@ -307,11 +319,26 @@ def _decode_in_core(
 ) -> None:
     rows: list[tuple[int, int, int, Tensor, Tensor]] = []
     for span in spans:
-        end = span.position + 1
-        start = 0 if spec.window is None else max(0, end - spec.window)
+        start, end = spec.first_key(span.position), span.position + 1
         buffers = span.slot.buffer("keys", spec.layer, key), span.slot.buffer("values", spec.layer, value)
         rows.append((span.first, start, end, *buffers))
     default_pool().attend(query, key, value, out, rows, spec.scale)
+
+
+def _cut_at_chunks(span: Span, chunk: int) -> Iterator[Span]:
+    """The rows of a span, chunk by chunk."""
+    first, position = span.first, span.position
+    while first < span.last:
+        last = min(span.last, first + chunk - position % chunk)
+        yield Span(span.slot, first, last, position, span.adapter)
+        first, position = last, position + last - first
+
+
+def _positions(device: torch.device) -> Tensor:
+    """int64 `[T]`, of the tokens of the batch."""
+    spans = current_spans()
+    assert spans is not None
+    return torch.cat([torch.arange(span.position, span.position + span.rows, device=device) for span in spans])
 
 
 def _layer_index(module: nn.Module) -> int:

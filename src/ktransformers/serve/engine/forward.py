@@ -31,7 +31,6 @@ from ktransformers.nn.linear import patch_linears
 from ktransformers.nn.mixed_lora import use_mixed_lora
 from ktransformers.nn.norm import patch_norms
 from ktransformers.nn.pool import default_pool
-from ktransformers.nn.row_positions import uses_row_positions
 from ktransformers.serve.engine.attention import ATTENTION_NAME, Span, attend_to_slots
 from ktransformers.serve.engine.cache_blocks import BlockLayout
 from ktransformers.serve.engine.head import LogitsHead, LogitsReader, ScoredRows, collect_rows
@@ -45,6 +44,7 @@ from ktransformers.serve.engine.indexer import (
 from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.latent import use_latents
 from ktransformers.serve.engine.lora import AdapterRows, LoadedAdapter, adapter_rows, apply_linear_lora, expert_lora
+from ktransformers.serve.engine.query_scales import use_position_scales
 from ktransformers.serve.engine.recurrent_states import serve_states, use_states
 from ktransformers.serve.engine.snapshots import state_bytes
 from ktransformers.serve.engine.windows import read_windows, reduced_windows, require_reduced
@@ -52,7 +52,8 @@ from ktransformers.serve.engine.windows import read_windows, reduced_windows, re
 if TYPE_CHECKING:
     from ktransformers.serve.graphs.decode_graphs import DecodeGraphs
 
-BATCHED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}  # that `Forward` computes
+# Layer types that `Forward` computes.
+BATCHED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 BATCHED_LAYER_TYPES |= {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # with states
 BATCHED_LAYER_TYPES |= {"moe", "mlp"}  # without anything between tokens
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # rope types that depend on the longest sequence of a batch
@@ -93,6 +94,7 @@ class Forward:
         self.block_layout: BlockLayout | None = None  # of lower cache tiers, after `check_against_stock`
         use_latents(model, self._is_served)
         self.indexers = use_indexers(model, self._is_served)
+        self.position_scales = use_position_scales(model, self._is_served)
         self.windows = read_windows(model)  # by attention module; the model's masks are never made again
         model.set_attn_implementation(ATTENTION_NAME)
         if model.config.get_text_config(decoder=True)._attn_implementation != ATTENTION_NAME:
@@ -194,6 +196,7 @@ class SequentialForward:
     states: Mapping[str, bool] = MappingProxyType({})
     graphs: DecodeGraphs | None = None
     indexers = 0  # that select keys of slots
+    position_scales = 0  # layers whose queries are scaled by position
     block_layout: BlockLayout | None = None  # slots hold caches of transformers, which have no blocks
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -254,7 +257,7 @@ def make_forward(model: PreTrainedModel) -> Forward | SequentialForward:
     layer_types = BATCHED_LAYER_TYPES | ({INDEX_LAYER_TYPE} if has_indexers(model) else set())
     batched = set(getattr(config, "layer_types", None) or []) <= layer_types
     stock_attention = model.config._attn_implementation
-    if batched and not depends_on_length and uses_row_positions(model) is None:
+    if batched and not depends_on_length:
         try:
             return Forward(model)
         except InputError:  # of its attention or masks

@@ -1,10 +1,11 @@
-"""The sliding window of every attention layer, read from the masks that the stock model makes.
+"""The sliding window or chunk of every attention layer, read from the masks that the stock model makes.
 
 The server calls a model without masks, so it must know the window of each layer. Some families pass it to their
 attention function, others have it in the mask only, and configurations name it in several ways. So the model itself is
 asked: it is called once with two tokens and a mask function that evaluates the mask's rule far beyond any real length
 and returns the window it finds in the place of a mask; the attention function of each layer receives what that layer
-would be masked with. A rule that is neither causal nor a causal window is refused.
+would be masked with. Chunks (Llama 4) begin at multiples of their size, and a token attends within its own. A rule that
+is neither causal nor a causal window or chunk is refused.
 
 `reduced_windows` makes long windows short for a while, so that a text of a few tokens reaches across their edge.
 """
@@ -23,33 +24,49 @@ from ktransformers.errors import InputError
 
 PROBE_NAME = "kt_window_probe"
 WINDOW_ATTRIBUTE = "kt_mask_window"  # of an attention module: int, or None without a window
+CHUNK_ATTRIBUTE = "kt_mask_chunk"  # the same of chunks
 MAX_WINDOW = 2**21  # a rule that allows so many keys is no window
 PROBED_QUERIES = (2**22, 2**22 + 12_345)  # far apart, so that windows at fixed borders are not taken for sliding ones
 FUTURE_KEYS = 64  # that must be masked
 REDUCED_WINDOW = 8
+# The last: tokens after which queries are scaled more (`query_scales.py`).
+REDUCED_NAMES = ("sliding_window", "attention_chunk_size", "floor_scale")
 MAX_UNREDUCED_WINDOW = 16  # a text of 24 tokens reaches across the edge of these
 
-UNKNOWN_RULE = -1  # in the place of a window: a rule that matters only if a layer uses it
+UNKNOWN_RULE = -1  # in the place of a window: a rule that matters only if a layer uses it; a chunk is negative too
 
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query, key -> allowed
 
 
 def rule_window(rule: MaskRule, device: torch.device) -> int | None:
     """The window of a mask's rule; None: every earlier key is allowed. Raises ValueError for another rule."""
-    zero = torch.zeros((), dtype=torch.long, device=device)
-    distance = torch.arange(-FUTURE_KEYS, MAX_WINDOW, device=device)
-    windows = []
-    for position in PROBED_QUERIES:
-        query = torch.tensor(position, device=device)
-        allowed = rule(zero, zero, query, query - distance).expand(distance.shape)
-        past = allowed[FUTURE_KEYS:]
-        window = int(past.sum())
-        if bool(allowed[:FUTURE_KEYS].any()) or not bool(past[:window].all()) or not window:
-            raise ValueError("a mask that is neither causal nor a sliding window")
-        windows.append(None if window == MAX_WINDOW else window)
+    windows = [_allowed_keys(rule, position, device) for position in PROBED_QUERIES]
     if windows[0] != windows[1]:
         raise ValueError("a mask whose window does not slide")
-    return windows[0]
+    return None if windows[0] == MAX_WINDOW else windows[0]
+
+
+def rule_chunk(rule: MaskRule, device: torch.device) -> int:
+    """The size of the chunks within which a mask's rule allows keys. Raises ValueError for another rule."""
+    position = PROBED_QUERIES[0]
+    last_of_chunk = position - _allowed_keys(rule, position, device)
+    chunk = _allowed_keys(rule, last_of_chunk, device)
+    probed = (*PROBED_QUERIES, last_of_chunk, last_of_chunk + 1, last_of_chunk + chunk, last_of_chunk + chunk + 1)
+    if chunk < 2 or any(_allowed_keys(rule, query, device) != query % chunk + 1 for query in probed):
+        raise ValueError("a mask that is neither causal nor a sliding window")
+    return chunk
+
+
+def _allowed_keys(rule: MaskRule, position: int, device: torch.device) -> int:
+    """How many keys a query may see, itself and those just before it; at most MAX_WINDOW."""
+    zero, query = torch.zeros((), dtype=torch.long, device=device), torch.tensor(position, device=device)
+    distance = torch.arange(-FUTURE_KEYS, MAX_WINDOW, device=device)
+    allowed = rule(zero, zero, query, query - distance).expand(distance.shape)
+    past = allowed[FUTURE_KEYS:]
+    window = int(past.sum())
+    if bool(allowed[:FUTURE_KEYS].any()) or not bool(past[:window].all()) or not window:
+        raise ValueError("a mask that is neither causal nor a sliding window")
+    return window
 
 
 def _probe_mask(
@@ -58,7 +75,10 @@ def _probe_mask(
     try:
         window = rule_window(mask_function, torch.device(device)) or 0
     except ValueError:
-        window = UNKNOWN_RULE
+        try:
+            window = -rule_chunk(mask_function, torch.device(device))
+        except ValueError:
+            window = UNKNOWN_RULE
     # float64 holds every window, and models that slice a mask leave the values in it.
     return torch.full((batch_size, 1, q_length, kv_length), window, dtype=torch.float64, device=device)
 
@@ -68,8 +88,9 @@ def _probe_attention(
 ) -> tuple[Tensor, None]:
     if rest.get("position_bias") is not None:
         raise ValueError("attention with a bias of positions")
+    window, chunk = None, None
     if attention_mask is None:
-        window = None
+        pass
     elif attention_mask.dtype is not torch.float64:
         raise ValueError("a mask that the model changes before it is used")
     else:
@@ -78,13 +99,15 @@ def _probe_attention(
             raise ValueError("a mask that the model changes before it is used")
         if UNKNOWN_RULE in found:
             raise ValueError("a mask that is neither causal nor a sliding window")
-        window = int(found.pop()) or None
+        size = int(found.pop())
+        window, chunk = (size or None, None) if size >= 0 else (None, -size)
     setattr(module, WINDOW_ATTRIBUTE, window)
+    setattr(module, CHUNK_ATTRIBUTE, chunk)
     return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
 
 def read_windows(model: PreTrainedModel) -> dict[str, int | None]:
-    """Sets the window of every attention module, and returns it by the module's name."""
+    """Sets the window and chunk of every attention module, and returns them by the module's name."""
     stock, device = model.config._attn_implementation, next(model.parameters()).device
     model.set_attn_implementation(PROBE_NAME)
     try:
@@ -96,7 +119,7 @@ def read_windows(model: PreTrainedModel) -> dict[str, int | None]:
     finally:
         model.set_attn_implementation(stock)
     return {
-        name: getattr(module, WINDOW_ATTRIBUTE)
+        name: getattr(module, WINDOW_ATTRIBUTE) or getattr(module, CHUNK_ATTRIBUTE)
         for name, module in model.named_modules()
         if hasattr(module, WINDOW_ATTRIBUTE)
     }
@@ -104,19 +127,19 @@ def read_windows(model: PreTrainedModel) -> dict[str, int | None]:
 
 @contextmanager
 def reduced_windows(model: PreTrainedModel) -> Iterator[None]:
-    """While this is open, the windows in the model's configuration and modules are a few tokens long."""
+    """While this is open, the windows and chunks in the model's configuration and modules are a few tokens long."""
     config: Any = model.config
     places: list[Any] = list({id(part): part for part in (config, config.get_text_config(decoder=True))}.values())
-    places += [module for module in model.modules() if hasattr(module, "sliding_window")]
-    found = [(place, getattr(place, "sliding_window", None)) for place in places]
-    long = [(place, window) for place, window in found if type(window) is int and window > MAX_UNREDUCED_WINDOW]
-    for place, _ in long:
-        place.sliding_window = REDUCED_WINDOW
+    places += [module for module in model.modules() if any(hasattr(module, name) for name in REDUCED_NAMES)]
+    found = [(place, name, getattr(place, name, None)) for place in places for name in REDUCED_NAMES]
+    long = [entry for entry in found if type(entry[2]) is int and entry[2] > MAX_UNREDUCED_WINDOW]
+    for place, name, _ in long:
+        setattr(place, name, REDUCED_WINDOW)
     try:
         yield
     finally:
-        for place, window in long:
-            place.sliding_window = window
+        for place, name, window in long:
+            setattr(place, name, window)
 
 
 def require_reduced(kind: str, windows: dict[str, int | None]) -> None:

@@ -49,6 +49,7 @@ from ktransformers.serve.engine.forward import Chunk, Forward, ForwardResult, Se
 from ktransformers.serve.engine.kv_cache import Owner
 from ktransformers.serve.engine.lora import DEVICE_COPY_LOCK
 from ktransformers.serve.engine.recurrent_states import use_batch_states
+from ktransformers.serve.engine.windows import CHUNK_ATTRIBUTE
 from ktransformers.serve.graphs import decode_attention
 from ktransformers.serve.graphs.adapter_set import Adapters, AdapterSet, RowLoraFn, sort_adapters
 from ktransformers.serve.graphs.decode_attention import attend_latents, attend_new_tokens
@@ -319,7 +320,10 @@ def uncaptured_family(forward: Forward | SequentialForward) -> str:
     """What keeps the steps of a model's family out of graphs on every machine; empty: nothing."""
     if not forward.batched:
         return f"sequences of {forward.model.config.model_type} are computed one at a time"
-    return "keys are selected by an index" if forward.indexers else ""
+    if forward.indexers:
+        return "keys are selected by an index"
+    chunked = any(getattr(module, CHUNK_ATTRIBUTE, None) for module in forward.model.modules())
+    return "attention depends on chunks of positions" if chunked or forward.position_scales else ""
 
 
 def why_not(forward: Forward | SequentialForward, placement: Placement | None) -> str:

@@ -1,0 +1,53 @@
+"""Queries that a model scales by their position: Llama 4, in layers without rotary embeddings.
+
+The stock module takes a token's index in the row for its position, which it is not in a batch of several sequences
+(`nn/row_positions.py`). While the model is served its own scaling is switched off for the call, and the attention
+function scales by the positions of the spans, with the same formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ktransformers.nn.row_positions import scales_queries
+
+SCALED_ATTRIBUTE = "kt_scales_queries"  # of an attention module whose queries are scaled by position
+
+
+class PositionScaling:
+    """The two hooks of one attention module."""
+
+    def __init__(self, module: nn.Module, is_served: Callable[[], bool]) -> None:
+        self._module: Any = module
+        self._is_served = is_served
+
+    def switch_off(self, module: nn.Module, args: Any) -> None:
+        if self._is_served():
+            self._module.attn_temperature_tuning = False
+
+    def switch_on(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._module.attn_temperature_tuning = True
+
+
+def use_position_scales(model: nn.Module, is_served: Callable[[], bool]) -> int:
+    """Makes the attention function scale the queries of such modules while `is_served`; returns how many there are."""
+    found = 0
+    for module in model.modules():
+        if scales_queries(module):
+            scaling = PositionScaling(module, is_served)
+            module.register_forward_pre_hook(scaling.switch_off)
+            module.register_forward_hook(scaling.switch_on, always_call=True)
+            setattr(module, SCALED_ATTRIBUTE, True)
+            found += 1
+    return found
+
+
+def scale_queries(module: Any, query: Tensor, positions: Tensor) -> Tensor:
+    """`[1, heads, T, d]`, of tokens at `positions` `[T]`."""
+    factors: Tensor = torch.log1p(torch.floor((positions.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+    scaled: Tensor = (query * factors[:, None]).to(query.dtype)
+    return scaled
