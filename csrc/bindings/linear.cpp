@@ -3,6 +3,7 @@
 #include "moe/linear.h"
 
 #include "bindings/objects.h"
+#include "mapped_file.h"
 #include "moe/argmax.h"
 #include "moe/transpose.h"
 
@@ -122,6 +123,58 @@ void add_lora(nb::handle x, nb::handle a, nb::handle b, nb::handle out, double s
   kernels().lora_gemv({(const char*)rows.data(), (char*)const_cast<void*>(to.data()), row_stride(rows), row_stride(to),
                        dtype_of(rows), (const float*)factor_a.data(), (const float*)factor_b.data(), count, k, rank,
                        columns, (float)scale, scratch.data()});
+}
+
+PyCodedLinear::PyCodedLinear(const PyPool& pool, int64_t rows, int64_t columns, const std::string& name,
+                             const std::string& isa)
+    : format(format_of("format", name)) {
+  if (format.is_tiles()) refuse_value("format", name, "a format with codes", "bf16 matrices are multiplied as they are");
+  const int32_t n = in_range("rows", rows, 1, 1 << 24), k = in_range("columns", columns, 1, 1 << 20);
+  released_row_bytes("weight", format, k);
+  const KernelTable& table = table_for(isa);
+  nb::gil_scoped_release released;
+  linear = std::make_unique<CodedLinear>(n, k, format, table, pool.engine);
+}
+
+void PyCodedLinear::pack(nb::handle matrix) {
+  std::vector<Array> alive;
+  const SourceMatrix source = released_of("weight", matrix, format, 1, linear->rows(), linear->columns(), alive);
+  packed = false;
+  {
+    nb::gil_scoped_release released;
+    linear->pack(source.released);
+    for (const Array& a : alive) check_mapping(mapping_at(a.data()));
+  }
+  packed = true;
+}
+
+void PyCodedLinear::check_packed() const {
+  if (!packed) throw std::runtime_error("the weight is not packed; pack() it before the first call");
+}
+
+void PyCodedLinear::forward(nb::handle x, nb::handle out) const {
+  check_packed();
+  Array rows = array_of({"x", 2, {kBFloat16, kFloat32}}, x),
+        to = array_of({"out", 2, {kBFloat16, kFloat32}, Strides::rows, Access::write}, out);
+  const int32_t tokens = in_range("rows of x", (int64_t)rows.shape(0), 0, 1 << 30);
+  check_shape("x", rows, {tokens, linear->columns()}, "rows, columns of the weight");
+  check_shape("out", to, {tokens, linear->rows()}, "rows of x, rows of the weight");
+  check_same_dtype("out", to, "x", rows);
+  const LinearRows given{rows.data(), const_cast<void*>(to.data()), dtype_of(rows), row_stride(rows), row_stride(to),
+                         tokens};
+  nb::gil_scoped_release released;
+  linear->multiply(given);
+}
+
+void PyCodedLinear::decode(int64_t first, nb::handle out) const {
+  check_packed();
+  Array to = array_of({"out", 2, {kBFloat16}, Strides::dense, Access::write}, out);
+  const int32_t count = in_range("rows of out", (int64_t)to.shape(0), 0, linear->rows());
+  check_shape("out", to, {count, linear->columns()}, "rows, columns of the weight");
+  const int32_t from = in_range("first", first, 0, linear->rows() - count);
+  if (from % kBlockN) refuse_value("first", std::to_string(from), "a multiple of " + std::to_string(kBlockN));
+  nb::gil_scoped_release released;
+  linear->decode(from, count, (char*)const_cast<void*>(to.data()));
 }
 
 }  // namespace kt

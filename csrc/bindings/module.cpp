@@ -265,6 +265,15 @@ NB_MODULE(_core, m) {
       .def_prop_ro("intermediate", [](const PyExperts& e) { return e.experts->shape().intermediate; })
       .def_prop_ro("threads", [](const PyExperts& e) { return e.experts->engine().pool.threads(); });
 
+  nb::class_<PyCodedLinear>(m, "CodedLinear")
+      .def(nb::init<const PyPool&, int64_t, int64_t, const std::string&, const std::string&>(), "pool"_a, "rows"_a,
+           "columns"_a, "format"_a, "isa"_a = "")
+      .def("pack", &PyCodedLinear::pack, "matrix"_a)
+      .def("forward", &PyCodedLinear::forward, "x"_a, "out"_a)
+      .def("decode", &PyCodedLinear::decode, "first"_a, "out"_a)
+      .def_prop_ro("packed_bytes", [](const PyCodedLinear& l) { return l.linear->bytes(); })
+      .def_prop_ro("isa", [](const PyCodedLinear& l) { return l.linear->isa(); });
+
   nb::class_<PyAdapter>(m, "Adapter")
       .def(nb::init<const PyExperts&, int64_t, int64_t, int64_t, bool>(), "experts"_a, "gate_rank"_a = 0,
            "up_rank"_a = 0, "down_rank"_a = 0, "shared"_a = false)

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bindings/tensors.h"
+#include "moe/coded_linear.h"
 #include "moe/moe.h"
 
 namespace kt {
@@ -115,6 +116,21 @@ struct PyExperts {
   void set_w8a8(bool w8a8, BoundArguments& bound) const;
   char* bind_keep(nb::handle keep, BoundArguments& bound, Access access) const;
   LoraTargets bind_targets(nb::handle six, const PyAdapter& adapter, BoundArguments& bound) const;
+};
+
+// A linear layer in the bits of a format that is not bf16.
+struct PyCodedLinear {
+  std::unique_ptr<CodedLinear> linear;
+  Format format;
+  bool packed = false;
+
+  PyCodedLinear(const PyPool& pool, int64_t rows, int64_t columns, const std::string& format, const std::string& isa);
+  void pack(nb::handle matrix);  // (codes, scales or None, tensor scale or None), of one matrix as of one expert
+  void forward(nb::handle x, nb::handle out) const;
+  void decode(int64_t first, nb::handle out) const;
+
+ private:
+  void check_packed() const;
 };
 
 Format format_of(const char* name, const std::string& text);

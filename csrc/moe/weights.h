@@ -86,6 +86,9 @@ class BlockStore {
   std::shared_ptr<const void> owner_;  // of the parts' memory
 };
 
+// The first `count` outputs of one half of a block of tiles, as rows [count][columns]; none where it is not positive.
+void copy_half_rows(const char* tiles, int half, int32_t count, int64_t columns, int32_t tile_bytes, char* out);
+
 // Experts [first, first + count) in the caller's layout; expert e of the call at data + e * expert_stride elements.
 struct SourceMatrix {
   Source source;  // of the call's expert 0; data null: absent

@@ -189,11 +189,21 @@ void Weights::verify(const std::vector<int32_t>& experts) const {
   }
 }
 
+void copy_half_rows(const char* tiles, int half, int32_t count, int64_t columns, int32_t tile_bytes, char* out) {
+  const int32_t size = tile_bytes / (kTileK * kTileN);
+  for (int64_t lane = 0; lane < count; lane++)
+    for (int64_t k = 0; k < columns; k++) {
+      const int64_t in = k % kTileK, at = size == 2 ? (in / 2 * kTileN + lane) * 2 + in % 2 : in * kTileN + lane;
+      std::memcpy(out + (lane * columns + k) * size, tiles + (k / kTileK * 2 + half) * tile_bytes + at * size,
+                  (size_t)size);
+    }
+}
+
 void Weights::decode(Matrix matrix, int32_t expert, char* out) const {
   const BlockStore& store = matrix == Matrix::down ? down_ : up_;
   const int64_t rows = rows_of(matrix), columns = columns_of(matrix);
   const bool halves = matrix != Matrix::down && shape_.gated;  // one half of every block belongs to this matrix
-  const int32_t tile_bytes = kernels_.tile_bytes, size = tile_bytes / (kTileK * kTileN);
+  const int64_t row_bytes = columns * (kernels_.tile_bytes / (kTileK * kTileN));
   std::vector<char> tiles(store.k_bytes(store.k_tiles()));
   for (int32_t block = 0; block < store.blocks(); block++) {
     const char* from = store.at(expert, block);
@@ -204,13 +214,8 @@ void Weights::decode(Matrix matrix, int32_t expert, char* out) const {
     for (int half = 0; half < 2; half++) {
       if (halves && half != (matrix == Matrix::up)) continue;
       int64_t n0 = halves ? (int64_t)block * kTileN : (int64_t)block * kBlockN + half * kTileN;
-      for (int64_t n = n0; n < std::min(n0 + kTileN, rows); n++)
-        for (int64_t k = 0; k < columns; k++) {
-          int64_t in = k % kTileK, lane = n - n0;
-          int64_t at = size == 2 ? (in / 2 * kTileN + lane) * 2 + in % 2 : in * kTileN + lane;
-          std::memcpy(out + (n * columns + k) * size, from + (k / kTileK * 2 + half) * tile_bytes + at * size,
-                      (size_t)size);
-        }
+      copy_half_rows(from, half, (int32_t)std::min<int64_t>(kTileN, rows - n0), columns, kernels_.tile_bytes,
+                     out + n0 * row_bytes);
     }
   }
 }

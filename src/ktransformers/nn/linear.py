@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ktransformers import _core
+from ktransformers.nn.coded_weight import CodedWeight
 from ktransformers.nn.pool import default_pool
 from ktransformers.nn.widened import COLUMN_MULTIPLE, stored_weight
 
@@ -109,6 +110,8 @@ def patch_linears(model: nn.Module, pool: _core.Pool | None = None) -> int:
 
 def _fits(parameter: Tensor) -> bool:
     weight = stored_weight(parameter)
+    if isinstance(weight, CodedWeight):  # multiplied by `F.linear`
+        return False
     plain = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.is_contiguous()
     return plain and weight.dim() == 2 and weight.numel() >= MIN_WEIGHTS and weight.shape[1] % COLUMN_MULTIPLE == 0
 

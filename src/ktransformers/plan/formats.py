@@ -70,6 +70,16 @@ def format_of(name: str) -> WeightFormat:
     return _formats()[name]
 
 
+def bytes_in_format(spec: str) -> float:
+    """Bytes of a weight in any format of the core, with its share of the scales."""
+    from ktransformers import _core
+
+    row = _core.format(spec)
+    if row["block_bytes"]:
+        return row["block_bytes"] / row["span"]
+    return sum(row["planes"]) / 8 + row["header_bytes"] / ((row["span"] or TYPICAL_COLUMNS) * row["scale_rows"])
+
+
 def counted_as(stored: str) -> str:
     """The format of this table whose bytes a release takes in memory, where experts keep their bits."""
     if stored in _formats():

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ktransformers.plan.expert_time import CPU_ALL, CPU_NONE, cpu_share
-from ktransformers.plan.formats import TILE_K, counted_as, format_of, packed_lora_bytes, tiles
+from ktransformers.plan.formats import TILE_K, bytes_in_format, counted_as, format_of, packed_lora_bytes, tiles
 from ktransformers.plan.machine import Machine
 from ktransformers.plan.model_shape import ModelShape
 from ktransformers.plan.workload import GRAPH_PIECE_TOKENS, Choice, Serving, Training, Work, expert_bytes
@@ -162,9 +162,13 @@ def predict_memory(
             table["workspace"] = CUBLAS_BYTES
     weight_bytes = rest_weight_bytes(model, work.rest_bytes, choice, machine)
     as_released = model.rest_dtype_bytes == weight_bytes  # then they are mapped from the files
-    mapped = model.rest * weight_bytes if not choice.gpus and as_released else 0
+    numbers = model.rest
+    if isinstance(work, Serving) and work.linear_format is not None and not choice.gpus:
+        numbers = model.embedding  # which is looked up and stays as it is
+        host["linear layers"] = round((model.rest - numbers) * bytes_in_format(work.linear_format))
+    mapped = numbers * weight_bytes if not choice.gpus and as_released else 0
     if not choice.gpus and not as_released:
-        host["weights"] = model.rest * weight_bytes
+        host["weights"] = numbers * weight_bytes
     share = cpu_share(model, work, choice, machine)
     host["workspace"] = workspace_bytes(model, work, machine) if share != CPU_NONE else 0
     if isinstance(work, Training):

@@ -73,6 +73,7 @@ class Serving:
     prompt: int = 1024  # tokens of a request
     sequences: int = 1
     rest_bytes: int = 2
+    linear_format: str | None = None  # that linear layers outside of the experts are encoded in, on a CPU
 
     def __post_init__(self) -> None:
         for name in ("context", "prompt", "sequences"):

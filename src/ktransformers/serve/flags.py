@@ -195,6 +195,13 @@ SUPPORTED_FLAGS = (
     ),
     Flag(("--disable-cuda-graph",), "disable_cuda_graph", "decode without CUDA graphs", bool),
     Flag(
+        ("--rest",),
+        "rest",
+        "linear layers outside of the experts on the CPU: keep, as they were released, or a format such as int8 or "
+        "int4:32 that they are encoded in",
+        default="keep",
+    ),
+    Flag(
         ("--attention-backend", "--decode-attention-backend"),
         "attention_backend",
         "of new tokens on a GPU: triton, in CUDA graphs, or torch, without them; SGLang's other words are accepted",
@@ -326,6 +333,7 @@ class Launch:
     cuda_graph_max_bs: int = 32
     disable_cuda_graph: bool = False
     attention_backend: str = "triton"  # or torch: of new tokens on a GPU
+    rest: str = "keep"  # or the format of linear layers outside of the experts
     log_level: str = "warning"
     force: bool = False
     notes: tuple[str, ...] = field(default=())  # on flags that were accepted without effect

@@ -26,7 +26,11 @@ def serving_workload(launch: Launch, rest_bytes: int, max_positions: int) -> Ser
     context = min(launch.context_length or DEFAULT_CONTEXT, max_positions)
     cache_tokens = launch.max_total_tokens or context
     return Serving(
-        context=cache_tokens, prompt=min(launch.chunked_prefill_size, cache_tokens), sequences=1, rest_bytes=rest_bytes
+        context=cache_tokens,
+        prompt=min(launch.chunked_prefill_size, cache_tokens),
+        sequences=1,
+        rest_bytes=rest_bytes,
+        linear_format=None if launch.rest == "keep" else launch.rest,
     )
 
 

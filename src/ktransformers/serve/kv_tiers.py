@@ -68,7 +68,7 @@ def open_tiers(launch: Launch, target: Target, dtype: Any, by_default: bool, log
     from ktransformers.serve.placement import options_of
 
     experts, place = target.choose_experts(launch.experts), options_of(launch, target)
-    options = {name: getattr(place, name) for name in APPROXIMATIONS} | {"dtype": str(dtype)}
+    options = {name: getattr(place, name) for name in APPROXIMATIONS} | {"dtype": str(dtype), "rest": launch.rest}
     identity = model_identity([target.model, *([] if experts is None else [experts])], options)
     file = None if launch.kv_disk is None else DiskFile(launch.kv_disk, identity)
     return TierRequest(launch, host_gb, identity, file)

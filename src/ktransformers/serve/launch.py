@@ -143,6 +143,7 @@ def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | Non
     device = choose_device(launch, plan)
     require_compiler(device, "--device cpu")
     _check_deterministic(launch, device)
+    _check_rest(launch, device)
     dtype = parse_dtype(launch.dtype, device)
     tokenizer = read_tokenizer(target.model, trust_remote_code=launch.trust_remote_code)
     templates = ServedTemplates(tokenizer, launch, target, log)
@@ -156,6 +157,8 @@ def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | Non
     model = _load_model(launch, target, dtype, load_device, uses_gpu_experts, log, widen=not multi_gpu)
     if multi_gpu:
         log(placement.move_layers(model, gpus_of(launch, plan)))
+    if launch.rest != "keep":
+        log(_encode_rest(model, launch.rest))
     forward = make_forward(model)
     kv_bytes_per_token = forward.check_against_stock()
     attach_experts(model, placement, log, graphs)
@@ -190,6 +193,8 @@ def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | Non
     )
     cache_bytes, prefill = tokens * kv_bytes_per_token + state_bytes, launch.chunked_prefill_size
     service.approximations = fill_gpus(placement, cache_bytes, prefill, plan, graphs, log)
+    if launch.rest != "keep":
+        service.approximations["rest"] = launch.rest
     service.placement = placement
     if placement.placement is not None:
         engine.raise_launched = placement.placement.raise_launched
@@ -239,6 +244,27 @@ def _check_deterministic(launch: Launch, device: str) -> None:
     if launch.deterministic and device != "cpu":
         expected = "--device cpu: kernels of the GPU add in no fixed order"
         raise InputError("--deterministic", f"device {device}", expected)
+
+
+def _check_rest(launch: Launch, device: str) -> None:
+    if launch.rest == "keep":
+        return
+    from ktransformers.checkpoint.encoded import format_of
+
+    if launch.rest == "bf16" or not format_of(launch.rest).written:
+        raise InputError("rest", launch.rest, "keep, or a format that `kt quant` writes, such as int8 or int4:32")
+    if device != "cpu":
+        expected = "--device cpu: on a GPU linear layers are multiplied in bf16"
+        raise InputError("rest", f"{launch.rest} on {device}", expected)
+
+
+def _encode_rest(model: Any, spec: str) -> str:
+    """Returns the line to log."""
+    from ktransformers.nn.coded_weight import encode_linears
+
+    done = encode_linears(model, spec)
+    sizes = f"{done.bytes_before / 2**30:.2f} GiB as loaded, now {done.bytes_after / 2**30:.2f}"
+    return f"{done.count} linear layers outside of the experts in {spec}: {sizes}"
 
 
 def _attach_decode_graphs(forward: Any, placement: Any, launch: Launch) -> str:

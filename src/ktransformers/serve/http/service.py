@@ -76,7 +76,7 @@ class Service:
         self._template = template
         self.kv_bytes_per_token = kv_bytes_per_token  # of keys and values
         self.attention_backend = ""  # of new tokens: core, triton or torch
-        self.approximations: dict[str, int] = {}  # name -> value of settings that change results
+        self.approximations: dict[str, int | str] = {}  # name -> value of settings that change results
         self.placement: Any = None  # ServedPlacement; writes the counts of routed tokens at the end
 
     def describe_cache(self) -> dict[str, Any]:

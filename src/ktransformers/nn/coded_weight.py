@@ -1,0 +1,208 @@
+"""Linear layers outside of the experts in few bits, on the CPU: `encode_linears` makes their weights `CodedWeight`.
+
+A decoded token reads every weight once, so bytes are time: in int8 a layer takes half of what bf16 takes, in int4 a
+third. `CodedWeight` holds the codes, packed as the core multiplies them (`csrc/moe/coded_linear.h`), and is a tensor of
+the model's dtype to everything else: PEFT sees an ordinary frozen weight of an ordinary `nn.Linear`. `F.linear`
+multiplies with codes; the gradient of the input decodes PANEL rows of the weight at a time. Any other operator gets a
+copy in the model's dtype, and one that would write into the weight is refused.
+
+Codes are the nearest to the released numbers, so results change by what rounding costs (docs/quant.md); activations are
+not rounded. Left as they are: routers and gates beside experts, whose choices rounding could change; matrices that are
+multiplied into others instead of being called (`kv_b_proj` of latent attention); embeddings, which are looked up.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ktransformers import _core
+from ktransformers.checkpoint.encoded import format_of
+from ktransformers.checkpoint.encoder import encode
+from ktransformers.errors import InputError
+from ktransformers.nn.pool import default_pool
+from ktransformers.nn.widened import stored_weight
+
+MIN_WEIGHTS = 1 << 15  # of a matrix; a smaller one saves nothing
+PANEL = 1 << 22  # weights that are decoded at a time
+ROW_MULTIPLE = 32  # of a weight's first row that is decoded
+DTYPES = (torch.bfloat16, torch.float32)
+SAME = {"alias", "detach"}  # operators that return the same numbers
+
+
+@dataclass(eq=False)
+class PackedCodes:
+    """The packed codes of a weight. The core's object is dropped when Python ends: torch would keep the tensors of a
+    model beyond that, and with them the core's threads."""
+
+    core: _core.CodedLinear | None
+
+    @property
+    def linear(self) -> _core.CodedLinear:
+        assert self.core is not None, "Python is ending"
+        return self.core
+
+
+_packed: weakref.WeakSet[PackedCodes] = weakref.WeakSet()
+
+
+@atexit.register
+def _drop_codes() -> None:
+    for codes in _packed:
+        codes.core = None
+
+
+class CodedWeight(Tensor):
+    """A weight `[N, K]` whose numbers are codes."""
+
+    codes: PackedCodes
+    spec: str
+
+    @staticmethod
+    def __new__(cls, codes: PackedCodes, spec: str, shape: Sequence[int], dtype: torch.dtype) -> CodedWeight:
+        tensor: CodedWeight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
+        tensor.codes, tensor.spec = codes, spec
+        return tensor
+
+    def __init__(self, codes: PackedCodes, spec: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Everything is set by `__new__`."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is F.linear and isinstance(weight := args[1] if len(args) > 1 else kwargs.get("weight"), cls):
+                x = args[0] if args else kwargs["input"]
+                bias = args[2] if len(args) > 2 else kwargs.get("bias")
+                if torch.is_autocast_enabled("cpu"):
+                    x = x.to(torch.get_autocast_dtype("cpu"))
+                if x.dtype in DTYPES and x.is_cpu:
+                    return _linear(x, weight, bias)
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = dict(kwargs or {}), func.overloadpacket.__name__
+        if name in SAME:
+            return args[0].with_dtype(args[0].dtype)
+        if name == "_to_copy" and {key for key in kwargs if kwargs[key] is not None} <= {"dtype", "non_blocking"}:
+            return args[0].with_dtype(kwargs.get("dtype") or args[0].dtype)
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if isinstance(value, cls) and argument.alias_info is not None and argument.alias_info.is_write:
+                remedy = "merge adapters into the released weights with `kt merge`"
+                raise InputError("weight", f"{name}, which writes into it", "a frozen weight, stored in codes", remedy)
+        return func(*tree_map(_decoded, tuple(args)), **tree_map(_decoded, kwargs))
+
+    def with_dtype(self, dtype: torch.dtype) -> CodedWeight:
+        return CodedWeight(self.codes, self.spec, self.shape, dtype)
+
+    def panels(self) -> Iterator[tuple[int, Tensor]]:
+        """(first row, rows in bf16), some at a time."""
+        rows, columns = self.shape
+        height = max(ROW_MULTIPLE, PANEL // columns // ROW_MULTIPLE * ROW_MULTIPLE)
+        for first in range(0, rows, height):
+            panel = torch.empty(min(height, rows - first), columns, dtype=torch.bfloat16, device="cpu")
+            self.codes.linear.decode(first, panel)
+            yield first, panel
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"CodedWeight({list(self.shape)}, {self.dtype}, stored in {self.spec})"
+
+
+def _decoded(value: Any) -> Any:
+    if not isinstance(value, CodedWeight):
+        return value
+    return torch.cat([panel for _, panel in value.panels()]).to(value.dtype)
+
+
+class CodedProduct(torch.autograd.Function):
+    """x `[..., K]` times weight `[N, K]` transposed; the weight has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: CodedWeight) -> Tensor:
+        ctx.weight = weight
+        return _product(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0]
+        rows = grad.reshape(-1, grad.shape[-1]).float()
+        total = torch.zeros(rows.shape[0], ctx.weight.shape[1])
+        for first, panel in ctx.weight.panels():
+            total.addmm_(rows[:, first : first + panel.shape[0]], panel.float())
+        return total.to(grad.dtype).view(*grad.shape[:-1], -1), None
+
+
+def _linear(x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
+    needs_grad = torch.is_grad_enabled() and x.requires_grad
+    out: Tensor = CodedProduct.apply(x, weight) if needs_grad else _product(x, weight)  # type: ignore[no-untyped-call]
+    return out if bias is None else out + bias.to(out.dtype)
+
+
+def _product(x: Tensor, weight: CodedWeight) -> Tensor:
+    rows = x.detach().reshape(-1, x.shape[-1]).contiguous()
+    out = torch.empty(rows.shape[0], weight.shape[0], dtype=x.dtype, device="cpu")
+    weight.codes.linear.forward(rows, out)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+@dataclass(frozen=True)
+class CodedLayers:
+    """What `encode_linears` did."""
+
+    count: int = 0
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+
+def encode_linears(model: nn.Module, spec: str, pool: _core.Pool | None = None) -> CodedLayers:
+    """Encode the weights of all suitable linear layers on the CPU, one after the other; their memory is released."""
+    form = format_of(spec)
+    if not form.written:
+        raise InputError("rest", spec, "a format that can be written", "`kt quant --help` lists them")
+    done = CodedLayers()
+    for linear in _suitable(model, form.multiple):
+        weight = stored_weight(linear.weight).detach()
+        matrix = encode(weight, spec)
+        rows, columns = weight.shape
+        core = _core.CodedLinear(pool or default_pool(), rows, columns, spec)
+        core.pack((matrix.codes, matrix.scales, matrix.tensor_scale))
+        codes = PackedCodes(core)
+        _packed.add(codes)
+        coded = CodedWeight(codes, spec, weight.shape, linear.weight.dtype)
+        before = weight.numel() * weight.element_size()
+        linear.weight = nn.Parameter(coded, requires_grad=False)
+        done = CodedLayers(done.count + 1, done.bytes_before + before, done.bytes_after + core.packed_bytes)
+    return done
+
+
+def _suitable(model: nn.Module, multiple: int) -> Iterator[nn.Linear]:
+    for module in model.modules():
+        if hasattr(module, "experts"):  # its own linear layers are the router and gates
+            continue
+        absorbed = getattr(module, "kv_b_proj", None) if callable(getattr(module, "expand_kv", None)) else None
+        for child in module.children():
+            if type(child) is nn.Linear and child is not absorbed and _fits(child.weight, multiple):
+                yield child
+
+
+def _fits(weight: Tensor, multiple: int) -> bool:
+    stored = stored_weight(weight)
+    plain = stored.device.type == "cpu" and stored.dtype in DTYPES and not isinstance(stored, CodedWeight)
+    return plain and stored.numel() >= MIN_WEIGHTS and stored.shape[1] % multiple == 0

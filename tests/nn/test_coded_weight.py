@@ -1,0 +1,169 @@
+"""Linear layers whose weights are codes: products and gradients against decoded weights, what PEFT and torch see, and
+which layers of a model are encoded."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from ktransformers import _core
+from ktransformers.checkpoint.encoder import encode
+from ktransformers.errors import InputError
+from ktransformers.nn.coded_weight import CodedWeight, encode_linears
+from ktransformers.nn.linear import patch_linears
+from ktransformers.nn.pool import default_pool
+from tests.support.tiny_models import build
+
+SPECS = ["int8", "int4:32", "int4:128", "fp8:128x128", "fp8:row", "mxfp4", "nvfp4", "mxfp8"]
+
+
+class Layers(nn.Module):
+    def __init__(self, rows: int = 200, columns: int = 256) -> None:
+        super().__init__()
+        self.linear = nn.Linear(columns, rows)
+        self.small = nn.Linear(columns, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.linear(x))
+
+
+def coded(spec: str, dtype: torch.dtype = torch.float32, rows: int = 200) -> tuple[Any, Tensor]:
+    """A layer, and its weight as the codes have it."""
+    torch.manual_seed(0)
+    layers = Layers(rows).to(dtype)
+    exact = encode(layers.linear.weight.detach(), spec)
+    done = encode_linears(layers, spec)
+    assert done.count == 1 and isinstance(layers.linear.weight, CodedWeight)
+    assert done.bytes_after < done.bytes_before and not isinstance(layers.small.weight, CodedWeight)
+    core = _core.CodedLinear(default_pool(), rows, 256, spec)
+    core.pack((exact.codes, exact.scales, exact.tensor_scale))
+    weight = torch.empty(rows, 256, dtype=torch.bfloat16)
+    core.decode(0, weight)
+    return layers, weight
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_match_decoded_weights(spec: str, dtype: torch.dtype) -> None:
+    """Few rows and many, outputs that fill no block; weights are rounded to bf16 in the comparison alone."""
+    layers, weight = coded(spec, dtype)
+    for rows in (1, 2, 7, 33, 130, 600):
+        x = torch.randn(rows, 256).to(dtype)
+        with torch.no_grad():
+            actual = layers(x)
+        expected = x.double() @ weight.double().T + layers.linear.bias.detach().double()
+        assert actual.dtype == dtype and actual.shape == (rows, 200)
+        assert float((actual.double() - expected).norm() / expected.norm()) < 6e-3
+    assert layers(torch.empty(0, 256, dtype=dtype)).shape == (0, 200)
+
+
+@pytest.mark.parametrize("spec", ["int8", "int4:32", "fp8:128x128"])
+def test_every_variant_multiplies(isa: str, spec: str) -> None:
+    torch.manual_seed(0)
+    matrix = encode(torch.randn(70, 2304), spec)  # K in several pieces where tiles are decoded
+    core = _core.CodedLinear(default_pool(), 70, 2304, spec, isa)
+    core.pack((matrix.codes, matrix.scales, matrix.tensor_scale))
+    weight = torch.empty(70, 2304, dtype=torch.bfloat16)
+    core.decode(0, weight)
+    for rows in (1, 20, 40):
+        x, out = torch.randn(rows, 2304), torch.full((rows, 70), torch.nan)
+        core.forward(x, out)
+        expected = x.double() @ weight.double().T
+        assert float((out.double() - expected).norm() / expected.norm()) < 6e-3
+
+
+def test_a_row_has_the_same_bits_in_every_batch() -> None:
+    layers, _ = coded("int4:32")
+    x = torch.randn(5, 256)
+    with torch.no_grad():
+        together = layers(x)
+        for row in range(5):
+            assert torch.equal(layers(x[row : row + 1])[0], together[row])
+
+
+def test_gradient_of_the_input() -> None:
+    layers, weight = coded("int8")
+    x = torch.randn(9, 256, requires_grad=True)
+    grad = torch.randn(9, 200)
+    layers(x).backward(grad)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, grad @ weight.float(), rtol=1e-4, atol=1e-4)
+    assert layers.linear.weight.grad is None
+
+
+def test_decoded_rows_are_those_of_the_whole_matrix() -> None:
+    layers, weight = coded("int4:32", rows=300)
+    core = layers.linear.weight.codes.linear
+    part = torch.empty(100, 256, dtype=torch.bfloat16)
+    core.decode(64, part)
+    assert torch.equal(part, weight[64:164])
+    with pytest.raises(ValueError, match="multiple of 32"):
+        core.decode(10, part)
+    with pytest.raises(ValueError, match="out"):
+        core.decode(0, torch.empty(10, 255, dtype=torch.bfloat16))
+
+
+def test_torch_sees_an_ordinary_weight() -> None:
+    layers, weight = coded("int8")
+    held = layers.linear.weight
+    assert held.shape == (200, 256) and held.dtype == torch.float32 and not held.requires_grad
+    assert torch.equal(held + 0, weight.float())
+    assert isinstance(held.to(torch.bfloat16), CodedWeight) and held.detach().spec == "int8"
+    torch.testing.assert_close(F.linear(torch.eye(256), held).T, weight.float(), rtol=1e-2, atol=1e-4)
+    with pytest.raises(InputError, match="frozen weight, stored in codes"):
+        held.mul_(2)
+
+
+def test_lora_trains_over_codes_as_over_decoded_weights() -> None:
+    """Stock PEFT; the gradients of its factors."""
+
+    def gradients(encoded: bool) -> list[Tensor]:
+        layers, weight = coded("int8")
+        if not encoded:
+            layers.linear.weight = nn.Parameter(weight.float(), requires_grad=False)
+        torch.manual_seed(1)
+        model = get_peft_model(layers, LoraConfig(r=4, target_modules=["linear"], init_lora_weights="gaussian"))
+        torch.manual_seed(2)
+        model(torch.randn(6, 256)).square().sum().backward()
+        return [parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None]
+
+    found, expected = gradients(True), gradients(False)
+    assert len(found) == len(expected) == 2
+    for one, two in zip(found, expected, strict=True):
+        assert float((one - two).norm()) <= 1e-2 * float(two.norm())
+
+
+def test_layers_that_are_encoded() -> None:
+    """Attention, dense and shared MLPs and the head; not routers, nor a matrix that attention absorbs."""
+    model = build("deepseek_v3", hidden_size=256, intermediate_size=256, moe_intermediate_size=256, vocab_size=512)
+    encode_linears(model, "int8")
+    names = {name for name, parameter in model.named_parameters() if isinstance(parameter, CodedWeight)}
+    assert "lm_head.weight" in names and any("shared_experts" in name for name in names)
+    assert not any("kv_b_proj" in name or ".gate." in name or "embed" in name for name in names)
+    patch_linears(model)
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and isinstance(module.weight, CodedWeight):
+            assert not isinstance(module.forward, functools.partial), "the kernel for bf16 would read codes"
+
+
+def test_wrong_arguments_are_refused() -> None:
+    pool = default_pool()
+    with pytest.raises(ValueError, match="format"):
+        _core.CodedLinear(pool, 32, 32, "bf16")
+    with pytest.raises(InputError, match="rest"):
+        encode_linears(Layers(), "iq2_xs")
+    core = _core.CodedLinear(pool, 64, 64, "int8")
+    with pytest.raises(RuntimeError, match="not packed"):
+        core.forward(torch.zeros(1, 64), torch.zeros(1, 64))
+    matrix = encode(torch.randn(64, 64), "int8")
+    core.pack((matrix.codes, matrix.scales, matrix.tensor_scale))
+    with pytest.raises(ValueError, match="x"):
+        core.forward(torch.zeros(1, 32), torch.zeros(1, 64))
+    with pytest.raises(TypeError, match="out"):
+        core.forward(torch.zeros(1, 64), torch.zeros(1, 64).bfloat16())

@@ -1,0 +1,111 @@
+"""`kt serve --rest`: linear layers outside of the experts in few bits. The server says so, computes what a model with
+the decoded weights computes, and refuses before it loads what cannot be done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ktransformers.errors import InputError
+from ktransformers.nn.coded_weight import CodedWeight
+from ktransformers.plan import open_shape, profile
+from ktransformers.plan.formats import bytes_in_format
+from ktransformers.plan.memory import predict_memory
+from ktransformers.plan.workload import Choice
+from ktransformers.serve import kv_tiers
+from ktransformers.serve.engine.forward import Chunk
+from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.flags import parse
+from ktransformers.serve.forecast import serving_workload
+from ktransformers.serve.launch import open_service
+from ktransformers.serve.target import resolve_target
+from tests.support.tiny_models import build
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
+PROMPT = [(7 * at + 3) % 90 for at in range(30)]
+
+
+@pytest.fixture(scope="module")
+def wide_directory(tmp_path_factory: pytest.TempPathFactory, model_directory: Path) -> Path:
+    """A model whose linear layers are large enough to be encoded, with the tokenizer of another."""
+    directory = tmp_path_factory.mktemp("wide")
+    build("qwen3_moe", hidden_size=256, num_attention_heads=8, head_dim=32, vocab_size=512).save_pretrained(directory)
+    for file in model_directory.iterdir():
+        if "token" in file.name or "chat" in file.name:
+            (directory / file.name).write_bytes(file.read_bytes())
+    return directory
+
+
+def served(directory: Path, lines: list[str], *words: str) -> Any:
+    line = [str(directory), "--device", "cpu", "--dtype", "float32", "--max-total-tokens", "256", *words]
+    return open_service(parse(line), resolve_target(str(directory)), lines.append)
+
+
+def logits(service: Any) -> torch.Tensor:
+    slot = KVSlot(None, capacity=64)
+    (whole,) = service.engine.forward.run([Chunk(slot, PROMPT, 0, None)])
+    first = whole.logits.clone()
+    (one,) = service.engine.forward.run([Chunk(slot, [5], len(PROMPT), None)])
+    return torch.stack([first, one.logits])
+
+
+@pytest.mark.parametrize("spec", ["int8", "int4:32"])
+def test_logits_are_those_of_decoded_weights(spec: str, wide_directory: Path) -> None:
+    lines: list[str] = []
+    service = served(wide_directory, lines, "--rest", spec)
+    assert service.approximations == {"rest": spec}
+    assert any(f"linear layers outside of the experts in {spec}" in line for line in lines)
+    named = service.engine.forward.model.named_parameters()
+    weights = {name: one for name, one in named if isinstance(one, CodedWeight)}
+    assert len(weights) == 5  # q and o of two layers, and the head
+    plain = served(wide_directory, [])
+    released = logits(plain)
+    with torch.no_grad():
+        for name, weight in weights.items():
+            plain.engine.forward.model.get_submodule(name.removesuffix(".weight")).weight = torch.nn.Parameter(
+                weight + 0, requires_grad=False
+            )
+    actual, expected = logits(service), logits(plain)
+    assert float((actual - expected).norm() / expected.norm()) < 1e-2
+    assert float((actual - released).norm() / released.norm()) > 1e-3, "the weights were not rounded"
+
+
+def test_what_cannot_be_done_is_refused_before_loading(wide_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    for spec, words in (("int9", "format"), ("bf16", "keep, or a format"), ("iq2_xs", "keep, or a format")):
+        with pytest.raises(InputError, match=words):
+            served(wide_directory, lines, "--rest", spec)
+    assert not any("loading" in line for line in lines)
+    monkeypatch.setattr("ktransformers.serve.launch.require_compiler", lambda *given: None)
+    line = parse([str(wide_directory), "--device", "cuda", "--rest", "int8"])
+    with pytest.raises(InputError, match="int8 on cuda, expected --device cpu"):
+        open_service(line, resolve_target(str(wide_directory)), lines.append)
+
+
+def test_cached_blocks_of_other_bits_are_not_used(wide_directory: Path, tmp_path: Path) -> None:
+    def identity(*words: str) -> bytes:
+        line = parse([str(wide_directory), "--kv-disk", str(tmp_path), *words])
+        request = kv_tiers.open_tiers(line, resolve_target(str(wide_directory)), torch.float32, "cpu", print)
+        assert request is not None
+        request.close()
+        return request.identity
+
+    assert identity() == identity("--rest", "keep") != identity("--rest", "int8") != identity("--rest", "int4:32")
+
+
+def test_plan_counts_the_codes() -> None:
+    """Embeddings stay as they are; on a GPU nothing changes."""
+    shape, machine = open_shape("qwen3-30b-a3b"), profile("amx16-h200")
+    work = serving_workload(parse(["M", "--rest", "int4:32"]), 2, 4096)
+    assert work.linear_format == "int4:32"
+    plain = serving_workload(parse(["M"]), 2, 4096)
+    coded, as_released = (predict_memory(shape, one, Choice("bf16"), machine) for one in (work, plain))
+    linears = shape.rest - shape.embedding
+    assert coded.host["linear layers"] == pytest.approx(linears * (0.5 + 2 / 32))
+    assert as_released.mapped - coded.mapped == 2 * linears and "linear layers" not in as_released.host
+    on_gpu = Choice("bf16", 1)
+    assert predict_memory(shape, work, on_gpu, machine) == predict_memory(shape, plain, on_gpu, machine)
+    assert bytes_in_format("q8_0") == 34 / 32 and bytes_in_format("int8") == pytest.approx(1, rel=0.01)
