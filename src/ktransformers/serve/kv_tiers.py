@@ -102,6 +102,8 @@ def make_tiers(request: TierRequest | None, forward: Any, context_length: int, l
     host, disk = HostTier(layout.bytes, host_bytes, pinned=on_gpu), None
     if request.file is not None:
         disk = DiskTier(request.file, layout.bytes, _disk_bytes(launch, request.file), max(1, host.rows // 2))
+        if not disk.writable:
+            log(f"nothing is written to {disk.path}: {disk.note or 'a block does not fit into --kv-disk-gb'}")
     log(_describe(host, disk, buffers))
     return CacheTiers(layout, request.identity, host, disk, buffers=buffers)
 

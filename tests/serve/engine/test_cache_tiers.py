@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.cache_tiers import evict_slots, tiered_engine
 from tests.support.serving import EngineHarness, random_prompt, same_completion
@@ -263,3 +264,33 @@ def test_a_cancelled_sequence_lets_go_of_its_blocks(tiers_harness: EngineHarness
         assert engine.tiers.disk.flush(5) and engine.tiers.host.reserve(b"x" * 20, b"") is not None
         engine.tiers.disk._readers.shutdown()
         assert all(not block.references for name, block in engine.tiers.host._blocks.items() if name != b"x" * 20)
+
+
+def test_memory_that_runs_out_while_saving_drops_blocks(
+    tiers_harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = tiers_harness.alone(PROMPT)
+
+    def exhausted(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with tiered_engine(tiers_harness) as engine:
+        monkeypatch.setattr(engine.tiers._copies, "save", exhausted)
+        ask(tiers_harness, engine)
+        evict_slots(engine)
+        assert engine.tiers.host.counts.dropped == 3 and not engine.tiers.host.state.blocks
+        assert engine.tiers.host.reserve(b"x" * 20, b"") is not None
+        assert same_completion(expected, ask(tiers_harness, engine))
+
+
+def test_a_prefix_longer_than_host_memory_is_fetched_in_part(tiers_harness: EngineHarness, tmp_path: Path) -> None:
+    prompt = random_prompt(6, 460)
+    expected = tiers_harness.alone(prompt)
+    with tiered_engine(tiers_harness, disk=tmp_path / "kv", host_blocks=3) as engine:
+        ask(tiers_harness, engine, prompt=prompt)
+        evict_slots(engine)
+        assert engine.tiers.disk.state.blocks == 7
+    with tiered_engine(tiers_harness, disk=tmp_path / "kv", host_blocks=3) as engine:
+        again = ask(tiers_harness, engine, prompt=prompt)
+        assert again.events[-1].cached == 192
+    assert same_completion(expected, again)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ktransformers.nn.out_of_memory import exhausted_memory
 from ktransformers.serve.engine.cache_blocks import (
     BLOCK_TOKENS,
     BlockHash,
@@ -116,7 +117,7 @@ class CacheTiers:
             kept = [*slot.snapshots.by_position, slot.length]
             states = sorted({position for position in kept if position and position % BLOCK_TOKENS == 0})
             names = names[: max(states, default=0) // BLOCK_TOKENS + 1]
-        if not self._buffers:  # the end of a chain must not evict its beginning
+        if self.disk is None:  # the end of a chain must not evict its beginning
             names = names[: max(0, self.host.rows - self.layout.state_pieces) + 1]
         states = [position for position in states if position // BLOCK_TOKENS < len(names)]
         if len(names) > 1:
@@ -228,10 +229,13 @@ class CacheTiers:
         started = time.perf_counter()
         try:
             copy()
-        except BaseException:
+        except BaseException as error:
             for block in blocks:
                 self.host.remove(block)
-            raise
+            if not isinstance(error, Exception) or exhausted_memory(error) is None:
+                raise
+            self.host.counts.dropped += len(blocks)
+            return
         self.host.counts.add_write(len(blocks) * self.layout.bytes, time.perf_counter() - started)
         for block in blocks:
             if self.disk is None or not self.disk.offer(block, self.host.release):
@@ -277,7 +281,8 @@ class CacheTiers:
     def _worth_fetching(self, names: Sequence[BlockHash], first_block: int, in_slots: int, prefill: Rate) -> int:
         """How many of these blocks to fetch: the prefix with the largest predicted saving."""
         savings, gains, tiers = [0.0], list[int](), list[TierCounts]()
-        for count, name in enumerate(names, 1):
+        fitting = max(0, self.host.rows - self.layout.state_pieces)  # all blocks are in host memory before the copy
+        for count, name in enumerate(names[:fitting], 1):
             counts = self._tier_of(name)
             if counts is None:
                 break
@@ -369,8 +374,7 @@ class CacheTiers:
 
     def _release_callback(self, block: HostBlock) -> Callable[[object], None]:
         def release(_: object) -> None:
-            reading = block.reading
-            if reading is not None and not (reading.exception() or not reading.result()):
+            if block.valid:
                 self.host.release(block)
             else:
                 self.host.remove(block)

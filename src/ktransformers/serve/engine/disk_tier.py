@@ -284,7 +284,7 @@ class DiskTier:
             try:
                 if self.writable:
                     self._write(block)
-            except OSError as error:
+            except Exception as error:  # a full disk, or a copy from the GPU that failed
                 self._stop_writing(error)
             finally:
                 with self._lock:
@@ -307,7 +307,7 @@ class DiskTier:
             write_all(self._file.handle, bytes(HEADER), offset)
             write_all(self._file.handle, row, offset + HEADER)
             write_all(self._file.handle, header.pack(), offset)
-        except OSError:
+        except BaseException:
             with self._lock:
                 self._free.append(index)
             raise
@@ -341,10 +341,10 @@ class DiskTier:
             del self._children[record.parent]
         return record.index
 
-    def _stop_writing(self, error: OSError) -> None:
+    def _stop_writing(self, error: Exception) -> None:
         self.counts.errors += 1
         if not self.note:
-            self.note = error.strerror or str(error)
+            self.note = (error.strerror if isinstance(error, OSError) else None) or str(error)
             LOG.warning("%s: %s: no more blocks of the KV cache are written there", self.path, self.note)
 
     def flush(self, seconds: float) -> bool:

@@ -43,7 +43,7 @@ class HostBlock:
     @property
     def valid(self) -> bool:
         """Whether its row is defined; waits for the disk."""
-        return self.reading is None or self.reading.result()
+        return self.reading is None or (self.reading.exception() is None and self.reading.result())
 
     def wait(self) -> None:
         """Until the copy from the GPU has ended."""
@@ -56,7 +56,7 @@ class HostTier:
         self.block_bytes, self.counts = block_bytes, TierCounts()
         self._blocks: OrderedDict[BlockHash, HostBlock] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
-        self._free: list[Tensor] = []
+        self._free: list[tuple[Tensor, Sequence[torch.cuda.Event]]] = []  # rows, with the `copied` of their last block
         self._rows, self._pinned = 0, pinned
         wanted = limit_bytes // block_bytes
         while self._rows < wanted:
@@ -67,7 +67,7 @@ class HostTier:
                 held = self._rows * block_bytes / 2**30
                 LOG.warning("the host tier of the KV cache has %.2f GiB: no more memory (%s)", held, error)
                 break
-            self._free += slab.unbind(0)
+            self._free += [(row, ()) for row in slab.unbind(0)]
             self._rows += count
         self._free.reverse()
 
@@ -100,7 +100,8 @@ class HostTier:
         """A new block with one reference, to be filled; None: every row is in use."""
         with self._lock:
             if self._free:
-                block = HostBlock(name, parent, self._free.pop())
+                row, copied = self._free.pop()
+                block = HostBlock(name, parent, row, copied=copied)
             else:
                 unused = next((block for block in self._blocks.values() if not block.references), None)
                 if unused is None:
@@ -115,7 +116,7 @@ class HostTier:
         with self._lock:
             block.references -= 1
             if not block.references and self._blocks.get(block.name) is not block:
-                self._free.append(block.row)  # it was removed meanwhile
+                self._free.append((block.row, block.copied))  # it was removed meanwhile
 
     def remove(self, block: HostBlock) -> None:
         """Forget a block whose contents are not valid, and one reference; others may still hold it."""
