@@ -138,3 +138,14 @@ def test_request_path_with_and_without_workers(run_bench: Run) -> None:
     assert len(document["cells"]) == 3 and document["bench"] == "request_path"
     for cell in document["cells"]:
         assert cell["tokens"] > 5 and all(cell[key] > 0 for key in ("here_s", "worker_s", "workers_rate", "loop_s"))
+
+
+def test_recurrent_states(run_bench: Run) -> None:
+    options = ["--device", "cpu", "--shape", "tiny", "--layers", "4", "--vocabulary", "128", "--seconds", "0"]
+    _, document = run_bench("recurrent", *options, "--streams", "1,2")
+    rows = [(row["way"], row["share"], row["streams"]) for row in document["steps"]]
+    assert rows == [(way, share, n) for way in ("sequential", "batched") for share in (0.0, 1.0) for n in (1, 2)]
+    assert all(
+        row["tokens_per_s"] == pytest.approx(row["streams"] / row["seconds"], rel=1e-4) for row in document["steps"]
+    )
+    assert document["bytes_per_sequence"] == 3 * (128 * 4 * 2 + 4 * 16 * 16 * 4) and document["bytes_per_token"] == 128
