@@ -239,6 +239,10 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "longcat_flash": MLA,
 }
+NESTED_FAMILIES["llama4"] = _nested(
+    ENCODER | {"patch_size": 14, "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64},
+    **OTHER_FAMILIES["llama4_text"],
+)
 
 # Layers with convolution or recurrent states, for families whose tiny model above has none.
 RECURRENT_LAYERS: dict[str, dict[str, Any]] = {
