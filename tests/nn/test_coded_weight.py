@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ktransformers import _core
 from ktransformers.checkpoint.encoder import encode
 from ktransformers.errors import InputError
-from ktransformers.nn.coded_weight import CodedWeight, encode_linears
+from ktransformers.nn.coded_weight import CodedWeight, describe_coded, encode_linears
 from ktransformers.nn.linear import patch_linears
 from ktransformers.nn.pool import default_pool
 from tests.support.tiny_models import build
@@ -38,9 +38,9 @@ def coded(spec: str, dtype: torch.dtype = torch.float32, rows: int = 200) -> tup
     torch.manual_seed(0)
     layers = Layers(rows).to(dtype)
     exact = encode(layers.linear.weight.detach(), spec)
-    done = encode_linears(layers, spec)
-    assert done.count == 1 and isinstance(layers.linear.weight, CodedWeight)
-    assert done.bytes_after < done.bytes_before and not isinstance(layers.small.weight, CodedWeight)
+    assert encode_linears(layers, spec) == 1 and isinstance(layers.linear.weight, CodedWeight)
+    assert not isinstance(layers.small.weight, CodedWeight)
+    assert describe_coded(layers).startswith(f"1 linear layers outside of the experts in {spec}")
     core = _core.CodedLinear(default_pool(), rows, 256, spec)
     core.pack((exact.codes, exact.scales, exact.tensor_scale))
     weight = torch.empty(rows, 256, dtype=torch.bfloat16)

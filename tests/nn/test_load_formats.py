@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from ktransformers.checkpoint import Encoded, ExpertShape, decode
 from ktransformers.checkpoint.sources import open_source
 from ktransformers.errors import InputError
-from ktransformers.nn import load_model
+from ktransformers.nn import coded_weight, load_model
 from ktransformers.nn.prepare import prepare
 from ktransformers.nn.quantizer import KTConfig, check_computable
 from tests.support.loaded_models import EXACT, MLA, SIZES, stores, training_logits
@@ -63,6 +63,19 @@ def test_quantised_release_matches_its_dequantised_model(kind: str, tmp_path: Pa
     torch.testing.assert_close(training_logits(model), want, rtol=EXACT, atol=EXACT)
     assert model.name_or_path == str(tmp_path)
     assert model.config.quantization_config.to_dict() == {"quant_method": "kt", "source": KINDS[kind][2]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_linear_layers_keep_the_bits_of_the_release(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coded_weight, "MIN_WEIGHTS", 0)
+    want = release(tmp_path, kind)
+    numbers, codes = (load_model(tmp_path, dtype=torch.float32, rest=rest) for rest in ("bf16", "keep"))
+    kept = {name: one for name, one in codes.named_parameters() if isinstance(one, coded_weight.CodedWeight)}
+    assert any("o_proj" in name for name in kept) and not any("kv_b_proj" in name for name in kept)
+    assert {one.spec for one in kept.values()} == {KINDS[kind][1]}
+    for name, one in kept.items():
+        assert torch.equal(one + 0, numbers.get_parameter(name) + 0), name
+    assert float((logits(codes) - want).norm() / want.norm()) < 1e-2
 
 
 def test_plain_attention_with_quantised_experts(tmp_path: Path) -> None:

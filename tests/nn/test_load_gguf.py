@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ktransformers.nn import load_model
+from ktransformers.nn.coded_weight import CodedWeight
 from ktransformers.nn.prepare import prepare
 from tests.support.gguf_models import gguf_fields, gpt_oss_to_gguf, to_gguf
 from tests.support.loaded_models import EXACT, MLA, SIZES, stores, training_logits
@@ -77,3 +78,30 @@ def test_gpt_oss_from_a_gguf_file(tmp_path: Path) -> None:
     actual = load_model(tmp_path, dtype=torch.float32)
     assert stores(actual)[0].formats == dict.fromkeys(("gate", "up", "down"), "mxfp4")
     torch.testing.assert_close(training_logits(actual), logits(model), rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize(("family", "arch"), [("mixtral", "llama"), ("qwen3_moe", "qwen3moe")])
+def test_linear_layers_keep_the_bits_of_the_file(family: str, arch: str, tmp_path: Path) -> None:
+    """Attention and the head in Q8_0 and Q4_0; rows of q and k are in another order in one of the two architectures."""
+    gguf = pytest.importorskip("gguf")
+    sizes = {"intermediate_size": 64, "moe_intermediate_size": 64} | SIZES
+    sizes |= {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 32, "vocab_size": 512}
+    model = build(family, **sizes)
+    tensors = to_gguf(model, arch, dict.fromkeys(("gate", "up", "down"), "Q8_0"))
+    kinds = {"attn_q.weight": "Q8_0", "attn_output.weight": "Q4_0", "output.weight": "Q8_0"}
+    for name, (numbers, _) in list(tensors.items()):
+        kind = next((kind for ending, kind in kinds.items() if name.endswith(ending) and name != "output_norm"), None)
+        if kind is not None:
+            tensors[name] = gguf.quants.quantize(numbers, gguf.GGMLQuantizationType[kind]), kind
+    file = tmp_path / "model.gguf"
+    write_gguf(file, arch, gguf_fields(model.config, arch), tensors)
+    numbers, codes = (load_model(file, dtype=torch.float32, rest=rest) for rest in ("bf16", "keep"))
+    kept = {name: one.spec for name, one in codes.named_parameters() if isinstance(one, CodedWeight)}
+    layers = range(model.config.num_hidden_layers)
+    expected = {f"model.layers.{layer}.self_attn.q_proj.weight": "q8_0" for layer in layers}
+    expected |= {f"model.layers.{layer}.self_attn.o_proj.weight": "q4_0" for layer in layers}
+    assert kept == expected | {"lm_head.weight": "q8_0"}
+    for name in kept:
+        assert torch.equal(codes.get_parameter(name) + 0, numbers.get_parameter(name) + 0), name
+    actual, wanted = logits(codes), logits(numbers)
+    assert float((actual - wanted).norm() / wanted.norm()) < 1e-2  # weights are rounded to bf16 in one of the two

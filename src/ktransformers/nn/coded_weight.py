@@ -1,4 +1,4 @@
-"""Linear layers outside of the experts in few bits, on the CPU: `encode_linears` makes their weights `CodedWeight`.
+"""Linear layers outside of the experts in few bits, on the CPU: their weights become `CodedWeight`.
 
 A decoded token reads every weight once, so bytes are time: in int8 a layer takes half of what bf16 takes, in int4 a
 third. `CodedWeight` holds the codes, packed as the core multiplies them (`csrc/moe/coded_linear.h`), and is a tensor of
@@ -6,8 +6,9 @@ the model's dtype to everything else: PEFT sees an ordinary frozen weight of an 
 multiplies with codes; the gradient of the input decodes PANEL rows of the weight at a time. Any other operator gets a
 copy in the model's dtype, and one that would write into the weight is refused.
 
-Codes are the nearest to the released numbers, so results change by what rounding costs (docs/quant.md); activations are
-not rounded. Left as they are: routers and gates beside experts, whose choices rounding could change; matrices that are
+`keep_released` takes the codes of the files where these are quantised: the same numbers in fewer bytes.
+`encode_linears` takes the codes of a format nearest to the loaded numbers, so results change by what rounding costs
+(docs/quant.md). Activations are not rounded. Left as they are: routers and gates beside experts, whose choices rounding could change; matrices that are
 multiplied into others instead of being called (`kv_b_proj` of latent attention); embeddings, which are looked up.
 """
 
@@ -25,9 +26,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ktransformers import _core
-from ktransformers.checkpoint.encoded import format_of
+from ktransformers.checkpoint.encoded import Encoded, format_of
 from ktransformers.checkpoint.encoder import encode
-from ktransformers.errors import InputError
+from ktransformers.checkpoint.sources import PlainTensor
+from ktransformers.errors import InputError, KTError
 from ktransformers.nn.pool import default_pool
 from ktransformers.nn.widened import stored_weight
 
@@ -162,47 +164,74 @@ def _product(x: Tensor, weight: CodedWeight) -> Tensor:
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-@dataclass(frozen=True)
-class CodedLayers:
-    """What `encode_linears` did."""
-
-    count: int = 0
-    bytes_before: int = 0
-    bytes_after: int = 0
-
-
-def encode_linears(model: nn.Module, spec: str, pool: _core.Pool | None = None) -> CodedLayers:
-    """Encode the weights of all suitable linear layers on the CPU, one after the other; their memory is released."""
+def encode_linears(model: nn.Module, spec: str, pool: _core.Pool | None = None) -> int:
+    """Encode the weights of all suitable linear layers on the CPU, one after the other, whose memory is released;
+    returns how many."""
     form = format_of(spec)
     if not form.written:
         raise InputError("rest", spec, "a format that can be written", "`kt quant --help` lists them")
-    done = CodedLayers()
-    for linear in _suitable(model, form.multiple):
+    encoded = 0
+    for _, linear in _suitable(model):
         weight = stored_weight(linear.weight).detach()
-        matrix = encode(weight, spec)
-        rows, columns = weight.shape
-        core = _core.CodedLinear(pool or default_pool(), rows, columns, spec)
-        core.pack((matrix.codes, matrix.scales, matrix.tensor_scale))
-        codes = PackedCodes(core)
-        _packed.add(codes)
-        coded = CodedWeight(codes, spec, weight.shape, linear.weight.dtype)
-        before = weight.numel() * weight.element_size()
-        linear.weight = nn.Parameter(coded, requires_grad=False)
-        done = CodedLayers(done.count + 1, done.bytes_before + before, done.bytes_after + core.packed_bytes)
-    return done
+        if weight.shape[1] % form.multiple == 0:
+            _replace(linear, encode(weight, spec), pool)
+            encoded += 1
+    return encoded
 
 
-def _suitable(model: nn.Module, multiple: int) -> Iterator[nn.Linear]:
-    for module in model.modules():
+def keep_released(model: nn.Module, tensors: Iterable[PlainTensor], pool: _core.Pool | None = None) -> int:
+    """Give suitable linear layers on the CPU the codes of the files that they were loaded from; returns how many. A
+    head that shares the embedding's weight takes a copy of that one's codes."""
+    released = {tensor.name: tensor.codes for tensor in tensors if tensor.codes is not None}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}  # of a shared one, the first
+    kept = 0
+    for name, linear in _suitable(model):
+        codes = released.get(f"{name}.weight") or released.get(names[id(linear.weight)])
+        matrix = None if codes is None else codes()
+        if isinstance(matrix, Encoded):
+            loaded = stored_weight(linear.weight)[:ROW_MULTIPLE].detach().to(torch.bfloat16, copy=True)
+            coded = _replace(linear, matrix, pool)
+            decoded = torch.empty_like(loaded)
+            coded.codes.linear.decode(0, decoded)
+            if not torch.equal(decoded, loaded):
+                raise KTError(f"{name}: codes of {matrix.format} are not the numbers that were loaded; a defect")
+            kept += 1
+    return kept
+
+
+def _replace(linear: nn.Linear, matrix: Encoded, pool: _core.Pool | None) -> CodedWeight:
+    rows, columns = linear.weight.shape
+    core = _core.CodedLinear(pool or default_pool(), rows, columns, matrix.format)
+    core.pack((matrix.codes, matrix.scales, matrix.tensor_scale))
+    codes = PackedCodes(core)
+    _packed.add(codes)
+    coded = CodedWeight(codes, matrix.format, (rows, columns), linear.weight.dtype)
+    linear.weight = nn.Parameter(coded, requires_grad=False)
+    return coded
+
+
+def describe_coded(model: nn.Module) -> str:
+    """How many layers have codes, in which formats and bytes, in words; empty: none."""
+    held = [parameter for parameter in model.parameters() if isinstance(parameter, CodedWeight)]
+    if not held:
+        return ""
+    formats = ", ".join(sorted({weight.spec for weight in held}))
+    size = sum(weight.codes.linear.packed_bytes for weight in held) / 2**30
+    return f"{len(held)} linear layers outside of the experts in {formats}: {size:.2f} GiB"
+
+
+def _suitable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """With their names."""
+    for prefix, module in model.named_modules():
         if hasattr(module, "experts"):  # its own linear layers are the router and gates
             continue
         absorbed = getattr(module, "kv_b_proj", None) if callable(getattr(module, "expand_kv", None)) else None
-        for child in module.children():
-            if type(child) is nn.Linear and child is not absorbed and _fits(child.weight, multiple):
-                yield child
+        for name, child in module.named_children():
+            if type(child) is nn.Linear and child is not absorbed and _fits(child.weight):
+                yield f"{prefix}.{name}" if prefix else name, child
 
 
-def _fits(weight: Tensor, multiple: int) -> bool:
+def _fits(weight: Tensor) -> bool:
     stored = stored_weight(weight)
     plain = stored.device.type == "cpu" and stored.dtype in DTYPES and not isinstance(stored, CodedWeight)
-    return plain and stored.numel() >= MIN_WEIGHTS and stored.shape[1] % multiple == 0
+    return plain and stored.numel() >= MIN_WEIGHTS

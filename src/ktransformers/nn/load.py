@@ -31,6 +31,7 @@ from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.sources import PlainTensor, Source, open_source
 from ktransformers.errors import InputError
 from ktransformers.nn.checkpoint_facts import open_expert_source, read_checkpoint_facts
+from ktransformers.nn.coded_weight import encode_linears, keep_released
 from ktransformers.nn.prepare import config_file
 from ktransformers.nn.pretrained import read_generation_config, read_pretrained_config
 from ktransformers.nn.quantizer import KTConfig, Progress
@@ -49,6 +50,7 @@ def load_model(
     pages: str = "lazy",
     verify: bool | None = None,
     widen: bool = True,
+    rest: str = "bf16",
 ) -> PreTrainedModel:
     """The model in `path`, ready to run: experts in host memory, other weights in `dtype` on `device` (None: the CPU).
 
@@ -59,14 +61,16 @@ def load_model(
     or "lock"). Its experts are compared with their checksums when they are first read; with `verify` every file is
     hashed before that, and with `verify=False` nothing is compared. On a CPU without bf16 products other weights stay
     in bf16 and are widened when they are multiplied (`nn/dense_layers.py`), unless `widen` is False: for a model that
-    is moved to a GPU afterwards.
+    is moved to a GPU afterwards. `rest` says how linear layers outside of the experts are stored on the CPU: "bf16", as
+    numbers; "keep", in the codes of the files where these are quantised; or a format that they are encoded in
+    (`nn/coded_weight.py`).
     """
     path = Path(path)
     quantizer = KTConfig(
         isa=isa, pool=pool, progress=progress, precision=precision, pages=pages, verify=verify, widen=widen
     )
     options = {"dtype": dtype, "device_map": None if device is None else {"": torch.device(device)}}
-    return load_pretrained(path, load_config(path), quantizer, options, experts)
+    return load_pretrained(path, load_config(path), quantizer, options, experts, rest)
 
 
 def load_pretrained(
@@ -75,6 +79,7 @@ def load_pretrained(
     quantizer: KTConfig,
     options: Mapping[str, Any],
     experts: str | Path | None = None,
+    rest: str = "bf16",
 ) -> PreTrainedModel:
     """`load_model` for callers that have changed the configuration or pass options of `from_pretrained` themselves:
     `dtype` (a torch dtype or "auto"), `device_map` and any other. `quantizer` gets the source of the experts."""
@@ -98,6 +103,10 @@ def load_pretrained(
     if missing:
         raise InputError(missing[0], f"{len(missing)} tensors missing in {path}", "every tensor of the model")
     loaded: PreTrainedModel = model
+    if rest == "keep":
+        keep_released(loaded, source.rest(), quantizer.pool)
+    elif rest != "bf16":
+        encode_linears(loaded, rest, quantizer.pool)
     return loaded
 
 

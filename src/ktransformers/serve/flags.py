@@ -197,8 +197,8 @@ SUPPORTED_FLAGS = (
     Flag(
         ("--rest",),
         "rest",
-        "linear layers outside of the experts on the CPU: keep, as they were released, or a format such as int8 or "
-        "int4:32 that they are encoded in",
+        "linear layers outside of the experts on the CPU: keep, in the bits of the release, bf16, or a format such as "
+        "int8 or int4:32 that they are encoded in",
         default="keep",
     ),
     Flag(

@@ -30,7 +30,7 @@ def serving_workload(launch: Launch, rest_bytes: int, max_positions: int) -> Ser
         prompt=min(launch.chunked_prefill_size, cache_tokens),
         sequences=1,
         rest_bytes=rest_bytes,
-        linear_format=None if launch.rest == "keep" else launch.rest,
+        linear_format=None if launch.rest in ("keep", "bf16") else launch.rest,
     )
 
 

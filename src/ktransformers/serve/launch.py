@@ -27,6 +27,7 @@ from ktransformers.serve.yaml_keys import with_yaml_keys
 from ktransformers.triton_modules import require_compiler
 
 MAX_HOST_SHARE = 0.8  # of free host memory for the KV cache: --mem-fraction-static is chosen for GPUs
+REST_AS_RELEASED = ("keep", "bf16")  # values of --rest that change no number
 SHUTDOWN_SECONDS = 30  # for running requests after SIGTERM or Ctrl-C
 
 LogLine = Callable[[str], None]
@@ -121,6 +122,7 @@ def open_service(
 
 
 def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None, many_requests: bool) -> Any:
+    from ktransformers.nn.coded_weight import describe_coded
     from ktransformers.nn.pretrained import read_tokenizer
     from ktransformers.place.apply import ModelPlacement
     from ktransformers.serve.engine.engine import ServeEngine
@@ -157,8 +159,8 @@ def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | Non
     model = _load_model(launch, target, dtype, load_device, uses_gpu_experts, log, widen=not multi_gpu)
     if multi_gpu:
         log(placement.move_layers(model, gpus_of(launch, plan)))
-    if launch.rest != "keep":
-        log(_encode_rest(model, launch.rest))
+    if line := describe_coded(model):
+        log(line)
     forward = make_forward(model)
     kv_bytes_per_token = forward.check_against_stock()
     attach_experts(model, placement, log, graphs)
@@ -193,7 +195,7 @@ def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | Non
     )
     cache_bytes, prefill = tokens * kv_bytes_per_token + state_bytes, launch.chunked_prefill_size
     service.approximations = fill_gpus(placement, cache_bytes, prefill, plan, graphs, log)
-    if launch.rest != "keep":
+    if launch.rest not in REST_AS_RELEASED:
         service.approximations["rest"] = launch.rest
     service.placement = placement
     if placement.placement is not None:
@@ -247,24 +249,15 @@ def _check_deterministic(launch: Launch, device: str) -> None:
 
 
 def _check_rest(launch: Launch, device: str) -> None:
-    if launch.rest == "keep":
+    if launch.rest in REST_AS_RELEASED:
         return
     from ktransformers.checkpoint.encoded import format_of
 
-    if launch.rest == "bf16" or not format_of(launch.rest).written:
-        raise InputError("rest", launch.rest, "keep, or a format that `kt quant` writes, such as int8 or int4:32")
+    if not format_of(launch.rest).written:
+        raise InputError("rest", launch.rest, "keep, bf16, or a format that `kt quant` writes, such as int8 or int4:32")
     if device != "cpu":
         expected = "--device cpu: on a GPU linear layers are multiplied in bf16"
         raise InputError("rest", f"{launch.rest} on {device}", expected)
-
-
-def _encode_rest(model: Any, spec: str) -> str:
-    """Returns the line to log."""
-    from ktransformers.nn.coded_weight import encode_linears
-
-    done = encode_linears(model, spec)
-    sizes = f"{done.bytes_before / 2**30:.2f} GiB as loaded, now {done.bytes_after / 2**30:.2f}"
-    return f"{done.count} linear layers outside of the experts in {spec}: {sizes}"
 
 
 def _attach_decode_graphs(forward: Any, placement: Any, launch: Launch) -> str:
@@ -294,7 +287,11 @@ def _load_model(
     if stock_reads_it and not find_experts(Shards.of_directory(directory).names):  # a dense model
         from transformers import AutoModelForCausalLM
 
+        from ktransformers.nn.coded_weight import encode_linears
+
         stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+        if launch.rest not in REST_AS_RELEASED:
+            encode_linears(stock, launch.rest)
         return stock.to(device)
     from ktransformers.nn import load_model
     from ktransformers.nn.pool import set_default_pool
@@ -309,6 +306,7 @@ def _load_model(
             f"--{launch.pages}: without effect: these experts are read into memory; `kt quant` writes some to be mapped"
         )
     gpu = None if device == "cpu" else device
+    on_cpu = gpu is None and widen  # not a model that is moved to GPUs afterwards
     return load_model(
         directory,
         experts=experts,
@@ -319,6 +317,7 @@ def _load_model(
         pages=launch.pages,
         verify=launch.verify,
         widen=widen,
+        rest=launch.rest if on_cpu else "bf16",
     )
 
 

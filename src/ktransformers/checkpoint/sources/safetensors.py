@@ -139,6 +139,7 @@ class SafetensorsSource:
             torch.bfloat16,
             (rows, columns),
             lambda: dequantise(matrix.build(self._shards.read_finite)),
+            lambda: matrix.build(self._shards.read_finite),
         )
 
     def _fused(self, endings: Mapping[str, str]) -> dict[str, PlainTensor]:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.checkpoint.experts import ExpertChunk, ExpertShape, Formats
 
 
@@ -26,6 +27,7 @@ class PlainTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+    codes: Callable[[], Tensor | Encoded] | None = None  # the same matrix as the file has it quantised
 
 
 @dataclass(frozen=True)
