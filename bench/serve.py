@@ -7,9 +7,9 @@ The base, one adapter, and four adapters mixed in one batch, so that their cost 
 engine in this process, which needs neither FastAPI nor a port; without it every token comes over HTTP from a server on
 loopback. Peers get the same directory, the same prompts' lengths and the same streams in an interpreter of their own:
 transformers' continuous batching (what its `serve --continuous-batching` runs), and llama.cpp, in BF16 and Q4_K; with
-`--gguf` we take the experts of llama.cpp's Q4_K file, too. Rates are tokens/s of all streams together; prompts never
-repeat, so no computed prefix is found again. Cells are repeated until `--seconds` have passed, and the document is
-written after each: a run that is cut off leaves what it had.
+`--gguf` we take the experts of llama.cpp's Q4_K file, and then the whole file, too. Rates are tokens/s of all streams
+together; prompts never repeat, so no computed prefix is found again. Cells are repeated until `--seconds` have passed,
+and the document is written after each: a run that is cut off leaves what it had.
 """
 
 from __future__ import annotations
@@ -71,7 +71,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", nargs="*", default=[], metavar="NAME=PYTHON", help=f"of {', '.join(PEERS)}")
     parser.add_argument("--peer-seconds", type=float, default=600.0, help="after which a peer is ended")
     parser.add_argument("--peers-only", action="store_true", help="measure nothing of ours but what --gguf asks for")
-    parser.add_argument("--gguf", action="store_true", help="ours once more, with the experts of llama.cpp's Q4_K")
+    parser.add_argument(
+        "--gguf",
+        action="store_true",
+        help="ours with the experts of llama.cpp's Q4_K, and with the whole file",
+    )
     parser.add_argument("--folder", type=Path, help="for the model and the adapters; kept. Default: a temporary one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the document here, after every cell")
     args = parser.parse_args(argv)
@@ -224,6 +228,22 @@ def run(args: argparse.Namespace, bench: Bench, model: Path, adapters: dict[str,
             return
         with open_ours(args, model, {}, file) as client:
             bench.ours(client, f"{kind} Q4_K", [0])
+        del client
+        gc.collect()
+        with open_ours(args, gguf_folder(model, file), {}) as client:
+            bench.ours(client, f"{kind} Q4_K whole", [0])
+
+
+def gguf_folder(model: Path, file: Path) -> Path:
+    """A model's directory whose weights are this file alone."""
+    folder = model.with_name(f"{model.name}-{file.stem}")
+    folder.mkdir(exist_ok=True)
+    for entry in model.iterdir():
+        if entry == file or (entry.suffix not in (".gguf", ".safetensors") and not entry.name.endswith(".index.json")):
+            link = folder / entry.name
+            link.unlink(missing_ok=True)
+            link.symlink_to(entry)
+    return folder
 
 
 def main(argv: list[str] | None = None) -> int:

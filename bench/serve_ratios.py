@@ -30,7 +30,7 @@ def ratios(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if cell["contender"].startswith("kt"):
             continue
         same = [one for one in ours if (one["test"], one["streams"]) == (cell["test"], cell["streams"])]
-        bits = [one for one in same if one["contender"].endswith("Q4_K") == cell["contender"].endswith("Q4_K")]
+        bits = [one for one in same if ("Q4_K" in one["contender"]) == ("Q4_K" in cell["contender"])]
         for own in bits or same:
             asked = bar(cell["contender"], cell["streams"])
             ratio = own["tokens_per_second"] / cell["tokens_per_second"]
