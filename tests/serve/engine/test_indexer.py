@@ -102,9 +102,25 @@ def test_both_ways_equal_stock(latents: bool, gathered: bool, monkeypatch: pytes
     assert error(computed_in_chunks(forward), expected) < 1e-4
 
 
+def test_scores_of_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never more than a few rows of scores exist, and the selection is the same."""
+    expected = stock_logits(made("glm_moe_dsa"))
+    monkeypatch.setattr(indexers, "MAX_SCORES", 3 * 16 * 43)
+    scored: list[int] = []
+    stock_topk = SpanTensors.topk
+
+    def topk(self: SpanTensors, k: int, dim: int = -1, **options: Any) -> Any:
+        scored.extend(part.numel() * 16 for part in self.parts)
+        return stock_topk(self, k, dim, **options)
+
+    monkeypatch.setattr(SpanTensors, "topk", topk)
+    assert error(computed_in_chunks(Forward(made("glm_moe_dsa"))), expected) < 1e-4
+    assert 0 < max(scored) <= 3 * 16 * 43
+
+
 def test_short_sequences_take_the_ordinary_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit the logits of a model that selects everything; nothing is scored."""
-    monkeypatch.setattr(SpanTensors, "_apply", lambda self, *_: pytest.fail("scored") if self.parts else self)
+    monkeypatch.setattr(SpanTensors, "_apply", lambda self, *_: pytest.fail("scored") if self.spans else self)
     logits: list[list[Tensor]] = [[], []]
     for topk, rows in zip((8, 64), logits, strict=True):
         forward, slots = Forward(made("deepseek_v32", index_topk=topk)), [KVSlot(None, capacity=64) for _ in range(2)]
@@ -152,7 +168,7 @@ def test_cached_prefix_has_its_index_keys() -> None:
 def test_check_sees_a_wrong_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Forward(made("deepseek_v32", index_topk=2048))
     assert forward.check_against_stock() == 2 * (48 + 16) * 4
-    everything = lambda span, device: torch.ones(1, span.rows, span.position + span.rows, dtype=torch.bool)  # noqa: E731
+    everything = lambda span, keys, device: torch.ones(1, span.rows, keys, dtype=torch.bool)  # noqa: E731
     monkeypatch.setattr(indexers, "_causal_mask", everything)
     with pytest.raises(InputError, match="whose logits differ"):
         forward.check_against_stock()
@@ -210,11 +226,12 @@ def test_functions_of_span_tensors() -> None:
     torch.manual_seed(0)
     spans = [Span(KVSlot(None), 0, 2, 10), Span(KVSlot(None), 3, 4, 20)]
     parts, queries = [torch.randn(1, 12, 8), torch.randn(1, 21, 8)], torch.randn(1, 4, 3, 8)
-    scores = torch.matmul(queries, SpanTensors(spans, parts, 4).transpose(-1, -2).unsqueeze(1)) * 2.0
+    scores = torch.matmul(queries, SpanTensors(spans, parts.__getitem__, 4).transpose(-1, -2).unsqueeze(1)) * 2.0
     assert [part.shape for part in scores.parts] == [(1, 2, 3, 12), (1, 1, 3, 21)]
     assert torch.equal(scores.parts[1], queries[:, 3:4] @ parts[1].transpose(-1, -2).unsqueeze(1) * 2.0)
     assert [part.shape for part in torch.topk(scores, 5, dim=-1).indices.parts] == [(1, 2, 3, 5), (1, 1, 3, 5)]
-    masked = scores.masked_fill(~SpanTensors(spans, [part > 0 for part in scores.parts], 4), -1.0)
+    positive = SpanTensors(spans, [part > 0 for part in scores.parts].__getitem__, 4)
+    masked = scores.masked_fill(~positive, -1.0)
     assert all(bool((part >= -1).all()) for part in masked.parts)
 
 

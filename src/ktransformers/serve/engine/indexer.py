@@ -5,9 +5,10 @@ positions of the best `index_topk`. The stock module computes one sequence; here
 many. Projections, norms and rotary embeddings depend on a token alone and run once for all rows, LoRA of requests
 included. At `update_indexer` the stock code asks its cache for all keys: the new keys are written into the slots
 (part `index_keys`), and the answer is a `SpanTensors`, one tensor for every sequence, to which torch's functions apply
-span by span. So scores, mask and top-k are computed by the stock code, each sequence against its own keys. Sequences of
-at most `index_topk` tokens are left out: all of their keys are selected. The result is a `Selection`, which the stock
-attention passes on to the attention function, and to later layers in families that share it between layers.
+span by span, some rows at a time. So scores, mask and top-k are computed by the stock code, each sequence against its
+own keys. Sequences of at most `index_topk` tokens are left out: all of their keys are selected. The result is a
+`Selection`, which the stock attention passes on to the attention function, and to later layers in families that share
+it between layers.
 
 An indexer is recognised by what it is called with (`attention_mask`, `past_key_values`) and its attributes
 (`index_topk`, `layer_idx`), its attention module by `indexer`.
@@ -37,6 +38,8 @@ from ktransformers.serve.engine.selection import Selection
 
 INDEX_LAYER_TYPE = "indexed_attention"
 INDEXER_ARGUMENTS = {"hidden_states", "attention_mask", "past_key_values"}
+MAX_SCORES = 1 << 24  # numbers of the scores that are computed at a time: 64 MiB
+ASSUMED_HEADS = 64  # of an indexer that does not say how many it has
 REDUCED_TOPK = 8
 MAX_UNREDUCED_TOPK = 12  # a text of 24 tokens has more keys than these
 MAX_TIE = {torch.float32: 1e-3}  # of scores, relative to the largest; otherwise of 16 bits
@@ -50,29 +53,43 @@ class TopK(NamedTuple):
 
 class SpanTensors:
     """A tensor `[1, rows, ...]` for every span. A function of torch is applied to each; arguments that have all rows of
-    the batch (`[1, T, ...]`, at least three dimensions) are cut to the rows of the span."""
+    the batch (`[1, T, ...]`, at least three dimensions) are cut to the rows of the span. Nothing is computed before
+    `topk`, and then one span after the other, so that the scores of only one are in memory."""
 
-    def __init__(self, spans: Sequence[Span], parts: Sequence[Tensor], rows: int) -> None:
-        self.spans, self.parts, self._rows = spans, parts, rows
+    def __init__(self, spans: Sequence[Span], part: Callable[[int], Tensor], rows: int) -> None:
+        self.spans, self._rows, self._part = spans, rows, part
+        self._first: Tensor | None = None  # of span 0, if its shape was asked for and it was not used yet
+
+    def part(self, index: int) -> Tensor:
+        """Of one span; computed again when it is asked for again."""
+        first, self._first = self._first, None
+        return first if first is not None and index == 0 else self._part(index)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        return [self.part(index) for index in range(len(self.spans))]
 
     @property
     def shape(self) -> torch.Size:
-        return self.parts[0].shape if self.parts else torch.Size((1, 0, 0))
+        return self._peek().shape if self.spans else torch.Size((1, 0, 0))
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.parts[0].dtype if self.parts else torch.bool
+        return self._peek().dtype if self.spans else torch.bool
+
+    def _peek(self) -> Tensor:
+        self._first = self.part(0)
+        return self._first
 
     def topk(self, k: int, dim: int = -1, **options: Any) -> TopK:
-        chosen = [part.topk(k, dim=dim, **options) for part in self.parts]
-        indices = [one.indices for one in chosen]
         compared = _compared.get()
-        if compared is not None:
-            indices = [
-                compared.replace(span, part, own)
-                for span, part, own in zip(self.spans, self.parts, indices, strict=True)
-            ]
-        return TopK(self._with([one.values for one in chosen]), self._with(indices))
+        values, indices = [], []
+        for index, span in enumerate(self.spans):
+            scores = self.part(index)
+            chosen = scores.topk(k, dim=dim, **options)
+            values.append(chosen.values)
+            indices.append(chosen.indices if compared is None else compared.replace(span, scores, chosen.indices))
+        return TopK(self._with(values.__getitem__), self._with(indices.__getitem__))
 
     def __getattr__(self, name: str) -> Callable[..., SpanTensors]:
         method = getattr(Tensor, name)
@@ -97,43 +114,50 @@ class SpanTensors:
         return first._apply(func, args, kwargs or {})
 
     def _apply(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> SpanTensors:
-        parts = [
-            func(*(self._cut(arg, index) for arg in args), **{k: self._cut(v, index) for k, v in kwargs.items()})
-            for index in range(len(self.parts))
-        ]
-        return self._with(parts)
+        def part(index: int) -> Any:
+            named = {name: self._cut(value, index) for name, value in kwargs.items()}
+            return func(*(self._cut(value, index) for value in args), **named)
+
+        return self._with(part)
 
     def _cut(self, value: Any, index: int) -> Any:
         if isinstance(value, SpanTensors):
-            return value.parts[index]
+            return value.part(index)
         if isinstance(value, Tensor) and value.dim() >= 3 and value.shape[:2] == (1, self._rows):
             return value[:, self.spans[index].first : self.spans[index].last]
         return value
 
-    def _with(self, parts: Sequence[Tensor]) -> SpanTensors:
-        return SpanTensors(self.spans, parts, self._rows)
+    def _with(self, part: Callable[[int], Tensor]) -> SpanTensors:
+        return SpanTensors(self.spans, part, self._rows)
 
 
 class SlotIndexCache:
-    """In the place of transformers' cache, for one call of an indexer."""
+    """In the place of transformers' cache, for one call of an indexer. `pieces`: of the spans that select."""
 
-    def __init__(self, spans: Sequence[Span], topk: int) -> None:
-        self._spans, self._topk = spans, topk
+    def __init__(self, spans: Sequence[Span], pieces: Sequence[Span]) -> None:
+        self._spans, self._pieces = spans, pieces
 
     def update_indexer(self, keys: Tensor, layer: int) -> SpanTensors:
         """New keys `[1, T, d]` of all spans -> all keys `[1, n, d]` of the spans that select."""
-        spans, parts = [], []
+        cached = {}
         for span in self._spans:
-            cached = span.slot.write("index_keys", layer, span.position, keys[:, span.first : span.last])
-            if selects(span, self._topk):
-                spans.append(span)
-                parts.append(cached)
-        return SpanTensors(spans, parts, keys.shape[1])
+            rows = keys[:, span.first : span.last]
+            cached[id(span.slot)] = span.slot.write("index_keys", layer, span.position, rows)
+        return SpanTensors(self._pieces, lambda index: cached[id(self._pieces[index].slot)], keys.shape[1])
 
 
 def selects(span: Span, topk: int) -> bool:
     """Whether the sequence has more keys than an indexer selects."""
     return span.position + span.rows > topk
+
+
+def scored_pieces(span: Span, heads: int) -> list[Span]:
+    """The rows of a span, in pieces whose scores are at most MAX_SCORES numbers."""
+    step = max(1, MAX_SCORES // (heads * (span.position + span.rows)))
+    return [
+        Span(span.slot, first, min(first + step, span.last), span.position + first - span.first, span.adapter)
+        for first in range(span.first, span.last, step)
+    ]
 
 
 class SlotIndexer:
@@ -160,12 +184,19 @@ class SlotIndexer:
             compared.layer = layer
         arguments = dict(self.signature.bind(*args, **kwargs).arguments)
         hidden_states: Tensor = arguments["hidden_states"]
-        selecting = [span for span in spans if selects(span, topk)]
-        masks = [_causal_mask(span, hidden_states.device) for span in selecting]
-        arguments["attention_mask"] = SpanTensors(selecting, masks, hidden_states.shape[1])
-        arguments["past_key_values"] = SlotIndexCache(spans, topk)
+        heads = getattr(self._indexer, "n_heads", ASSUMED_HEADS)
+        pieces_of = {span.first: scored_pieces(span, heads) for span in spans if selects(span, topk)}
+        pieces = [piece for of_span in pieces_of.values() for piece in of_span]
+        lengths = {id(span.slot): span.position + span.rows for span in spans}
+        masks = SpanTensors(
+            pieces,
+            lambda index: _causal_mask(pieces[index], lengths[id(pieces[index].slot)], hidden_states.device),
+            hidden_states.shape[1],
+        )
+        arguments |= {"attention_mask": masks, "past_key_values": SlotIndexCache(spans, pieces)}
         indices: SpanTensors = self.stock(**arguments)
-        return Selection({span.first: part[0].long() for span, part in zip(selecting, indices.parts, strict=True)})
+        parts = iter(indices.parts)
+        return Selection({first: torch.cat([next(parts)[0].long() for _ in of]) for first, of in pieces_of.items()})
 
 
 def use_indexers(model: nn.Module, is_served: Callable[[], bool]) -> int:
@@ -207,11 +238,10 @@ def _pass_no_mask(
     return args, kwargs | {"attention_mask": NO_MASK}
 
 
-def _causal_mask(span: Span, device: torch.device) -> Tensor:
-    """bool `[1, rows, n]`"""
-    end = span.position + span.rows
-    positions = torch.arange(span.position, end, device=device)[:, None]
-    return (torch.arange(end, device=device) <= positions)[None]
+def _causal_mask(span: Span, keys: int, device: torch.device) -> Tensor:
+    """bool `[1, rows, keys]`"""
+    positions = torch.arange(span.position, span.position + span.rows, device=device)[:, None]
+    return (torch.arange(keys, device=device) <= positions)[None]
 
 
 class ComparedSelections:
