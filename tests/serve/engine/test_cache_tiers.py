@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.cache_tiers import evict_slots, tiered_engine
-from tests.support.serving import EngineHarness, random_prompt, same_completion
+from ktransformers.serve.engine.cache_tiers import CacheTiers
+from ktransformers.serve.engine.disk_tier import FILE_HEADER, DiskFile, DiskTier, record_size
+from ktransformers.serve.engine.host_tier import HostBlock, HostTier
+from tests.support.cache_tiers import IDENTITY, evict_slots, tiered_engine
+from tests.support.serving import EngineHarness, random_prompt, same_completion, wait_for_finish
 
 PROMPT = random_prompt(5, 200)  # three whole blocks before its last token
 
@@ -294,3 +299,62 @@ def test_a_prefix_longer_than_host_memory_is_fetched_in_part(tiers_harness: Engi
         again = ask(tiers_harness, engine, prompt=prompt)
         assert again.events[-1].cached == 192
     assert same_completion(expected, again)
+
+
+def test_other_sequences_go_on_while_the_disk_is_read(
+    tiers_harness: EngineHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only after another sequence has ended does the disk deliver."""
+    expected, other_prompt = tiers_harness.alone(PROMPT), random_prompt(31, 40)
+    with tiered_engine(tiers_harness, disk=tmp_path / "kv") as engine:
+        ask(tiers_harness, engine)
+    allowed, read = threading.Event(), DiskTier._read
+
+    def slow_read(tier: DiskTier, block: HostBlock) -> bool:
+        assert allowed.wait(30)
+        return read(tier, block)
+
+    monkeypatch.setattr(DiskTier, "_read", slow_read)
+    with tiered_engine(tiers_harness, disk=tmp_path / "kv") as engine:
+        fetched, first = tiers_harness.sequence(PROMPT)
+        other, second = tiers_harness.sequence(other_prompt)
+        engine.submit([fetched, other])
+        while second.finish is None:
+            engine.step()
+        assert not first.events and fetched in engine.waiting
+        allowed.set()
+        while engine.busy:
+            engine.step()
+        assert first.events[-1].cached == 192
+    assert same_completion(expected, first)
+    assert same_completion(tiers_harness.alone(other_prompt), second)
+
+
+def test_a_stopped_engine_leaves_its_blocks_in_the_file(tiers_harness: EngineHarness, tmp_path: Path) -> None:
+    layout = tiers_harness.forward.block_layout
+    assert layout is not None
+    limit = FILE_HEADER + 8 * record_size(layout.bytes)
+    disk = DiskTier(DiskFile(tmp_path / "kv", IDENTITY), layout.bytes, limit, queue_blocks=4)
+    engine = tiers_harness.engine()
+    engine.attach_tiers(CacheTiers(layout, IDENTITY, HostTier(layout.bytes, 8 * layout.bytes, False), disk))
+    engine.start()
+    sequence, recorded = tiers_harness.sequence(PROMPT)
+    engine.submit([sequence])
+    wait_for_finish(recorded)
+    engine.stop()
+    with tiered_engine(tiers_harness, disk=tmp_path / "kv") as engine:
+        assert engine.tiers.disk.state.blocks == 3
+        assert ask(tiers_harness, engine).events[-1].cached == 192
+
+
+def test_an_idle_engine_saves_without_requests(tiers_harness: EngineHarness) -> None:
+    with tiered_engine(tiers_harness) as engine:
+        engine.start()
+        sequence, recorded = tiers_harness.sequence(PROMPT)
+        engine.submit([sequence])
+        wait_for_finish(recorded)
+        end = time.monotonic() + 10
+        while engine.tiers.host.state.blocks < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert engine.tiers.host.state.blocks == 3
+        engine.stop()
