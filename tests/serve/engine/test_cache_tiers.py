@@ -358,3 +358,15 @@ def test_an_idle_engine_saves_without_requests(tiers_harness: EngineHarness) -> 
             time.sleep(0.01)
         assert engine.tiers.host.state.blocks == 3
         engine.stop()
+
+
+def test_a_slot_that_is_evicted_while_a_sequence_waits_is_fetched_instead(tiers_harness: EngineHarness) -> None:
+    expected = tiers_harness.alone(PROMPT)
+    with tiered_engine(tiers_harness) as engine:
+        ask(tiers_harness, engine)
+        sequence, recorded = tiers_harness.sequence(PROMPT)
+        assert engine._fetched(sequence) and not sequence.fetch.blocks and sequence.fetch.start == 192
+        evict_slots(engine)
+        tiers_harness.run(engine, sequence)
+        assert recorded.events[-1].cached == 192
+    assert same_completion(expected, recorded)

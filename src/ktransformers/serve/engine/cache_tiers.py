@@ -67,6 +67,11 @@ class PrefixFetch:
     states: list[HostBlock] = field(default_factory=list)  # pieces of the states after the last block
 
     @property
+    def start(self) -> int:
+        """Tokens that a slot must hold already."""
+        return self.first_block * BLOCK_TOKENS
+
+    @property
     def ready(self) -> bool:
         return all(block.reading is None or block.reading.done() for block in [*self.blocks, *self.states])
 
@@ -328,7 +333,7 @@ class CacheTiers:
             valid = 0
         end = (fetch.first_block + valid) * BLOCK_TOKENS
         gained = end - slot.length
-        if gained <= 0 or slot.length < fetch.first_block * BLOCK_TOKENS:
+        if gained <= 0 or slot.length < fetch.start:
             self.release(fetch)
             return 0
         first = slot.length // BLOCK_TOKENS  # a slot may hold more by now

@@ -316,8 +316,12 @@ class ServeEngine:
         """Fetch what lower tiers hold of the sequence; False: some of it is still being read. They hold no scores."""
         if self.tiers is None or sequence.request.prompt_logprobs:
             return True
+        in_slots = self.kv_cache.cached_tokens(*_key(sequence))
+        if sequence.fetch is not None and in_slots < sequence.fetch.start:  # the slot was evicted meanwhile
+            self.tiers.release(sequence.fetch)
+            sequence.fetch = None
         if sequence.fetch is None:
-            root, in_slots = self.tiers.root_of(sequence.request.adapter), self.kv_cache.cached_tokens(*_key(sequence))
+            root = self.tiers.root_of(sequence.request.adapter)
             sequence.fetch = self.tiers.fetch(root, sequence.tokens, in_slots, self.prefill_rate)
         return sequence.fetch.ready
 
