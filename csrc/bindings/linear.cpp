@@ -128,7 +128,8 @@ void add_lora(nb::handle x, nb::handle a, nb::handle b, nb::handle out, double s
 PyCodedLinear::PyCodedLinear(const PyPool& pool, int64_t rows, int64_t columns, const std::string& name,
                              const std::string& isa)
     : format(format_of("format", name)) {
-  if (format.is_tiles()) refuse_value("format", name, "a format with codes", "bf16 matrices are multiplied as they are");
+  if (format.is_tiles())
+    refuse_value("format", name, "a format with codes", "bf16 matrices are multiplied as they are");
   const int32_t n = in_range("rows", rows, 1, 1 << 24), k = in_range("columns", columns, 1, 1 << 20);
   released_row_bytes("weight", format, k);
   const KernelTable& table = table_for(isa);

@@ -19,6 +19,8 @@ constexpr int64_t kMaxBlocks = 8;      // of a range
 constexpr int64_t kRanges = 4;         // per thread, of the remaining blocks
 constexpr int64_t kScratchSums = 2 * 2 * kMaxRows * kBlockN;
 
+constexpr const char* kWeights = "weights of a linear layer";
+
 struct PanelMemory {};
 struct ThreadMemory {};
 
@@ -34,7 +36,8 @@ char* thread_memory(size_t bytes) {
 
 // The rows of a pass as the kernels read them.
 struct CodedLinear::Panel {
-  Panel(const CodedLinear& linear, const LinearRows& given) : rows(given), tiling(linear.kernels_.tiling(given.tokens)) {
+  Panel(const CodedLinear& linear, const LinearRows& given)
+      : rows(given), tiling(linear.kernels_.tiling(given.tokens)) {
     const KernelTable& kernels = linear.kernels_;
     const Encoding& encoding = *linear.store_.encoding();
     k_tiles = linear.store_.k_tiles();
@@ -54,7 +57,8 @@ struct CodedLinear::Panel {
     std::iota(token.begin(), token.end(), 0);
     mark.assign((size_t)given.tokens, kFirst | kLast);
     const int64_t decoded = std::max<int64_t>(chunk, kRingTiles) * 2 * kernels.tile_bytes,
-                  reordered = packed && !packed_bytes ? (int64_t)k_tiles * given.tokens * kernels.packed_gemv_row_bytes : 0;
+                  reordered =
+                      packed && !packed_bytes ? (int64_t)k_tiles * given.tokens * kernels.packed_gemv_row_bytes : 0;
     slice_bytes = (size_t)(kScratchSums * kernels.sum_bytes + std::max(decoded, reordered));
   }
 
@@ -65,7 +69,10 @@ struct CodedLinear::Panel {
     const Tiling part{tiling.rows, end - first};
     kernels.gather({rows.x, rows.dtype, rows.x_stride, token.data() + row, live, part, 0, k_tiles, width, to});
     if (packed_rows)
-      kernels.write_packed_rows({{to, (size_t)tile_bytes, nullptr, k_tiles}, part, live, &encoding,
+      kernels.write_packed_rows({{to, (size_t)tile_bytes, nullptr, k_tiles},
+                                 part,
+                                 live,
+                                 &encoding,
                                  packed_rows + (int64_t)row * k_tiles * packed_bytes});
   }
 
@@ -207,12 +214,29 @@ CodedLinear::CodedLinear(int32_t rows, int32_t columns, const Format& format, co
       store_(1, (int32_t)ceil_div(rows, kBlockN), (int32_t)ceil_div(columns, kTileK), kernels.tile_bytes, 1,
              engine_->pool, {format, format}) {}
 
+// A reader of the weights, in a scope.
+class CodedLinear::Read {
+ public:
+  explicit Read(const Readers& readers) : readers_(readers) { readers_.enter(kWeights); }
+  ~Read() { readers_.leave(); }
+  Read(const Read&) = delete;
+
+ private:
+  const Readers& readers_;
+};
+
 void CodedLinear::pack(const Released& source) {
+  readers_.lock(kWeights);
+  struct Unlock {
+    Readers& readers;
+    ~Unlock() { readers.unlock(); }
+  } unlock{readers_};
   PackJob job(*this, source);
   engine_->pool.run(job);
 }
 
 void CodedLinear::multiply(const LinearRows& rows) const {
+  const Read read(readers_);
   const int64_t size = (int64_t)size_of(rows.dtype);
   for (int32_t first = 0; first < rows.tokens; first += kPassRows) {
     LinearRows pass = rows;
@@ -236,6 +260,7 @@ void CodedLinear::multiply_pass(const LinearRows& rows) const {
 }
 
 void CodedLinear::decode(int32_t first, int32_t count, char* out) const {
+  const Read read(readers_);
   const int64_t row_bytes = columns_ * (int64_t)(kernels_.tile_bytes / (kTileK * kTileN));
   std::vector<char> tiles(store_.k_bytes(store_.k_tiles()));
   for (int32_t row = first; row < first + count; row += kBlockN) {

@@ -1,7 +1,7 @@
 // A matrix of a linear layer in the bits of its format: out = x W^T for any number of rows, and W in bf16 again.
 //
-// The blocks are those of down in experts (weights.h), and so are the kernels: few rows are multiplied with the codes as
-// they lie, many with dequantised tiles.
+// The blocks are those of down in experts (weights.h), and so are the kernels: few rows are multiplied with the codes
+// as they lie, many with dequantised tiles.
 #pragma once
 
 #include <memory>
@@ -23,7 +23,9 @@ class CodedLinear {
   CodedLinear(int32_t rows, int32_t columns, const Format& format, const KernelTable& kernels,
               std::shared_ptr<Engine> engine);
 
-  void pack(const Released& source);  // on the pool; not beside multiply()
+  // On the pool. Throws std::runtime_error while another call reads the weights, and so do the others while they are
+  // packed.
+  void pack(const Released& source);
   void multiply(const LinearRows& rows) const;
   void decode(int32_t first, int32_t count, char* out) const;  // rows of W in bf16, `first` a multiple of 32
 
@@ -37,12 +39,14 @@ class CodedLinear {
   class PackJob;
   class GatherJob;
   class ProductJob;
+  class Read;
   void multiply_pass(const LinearRows& rows) const;
 
   int32_t rows_, columns_;
   const KernelTable& kernels_;
   std::shared_ptr<Engine> engine_;
   BlockStore store_;
+  Readers readers_;
 };
 
 }  // namespace kt
