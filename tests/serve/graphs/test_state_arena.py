@@ -12,14 +12,19 @@ import torch
 from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.experts import pack_module, select_implementation
 from ktransformers.place import attach
+from ktransformers.serve.engine import snapshots
+from ktransformers.serve.engine.engine import Limits, ServeEngine
 from ktransformers.serve.engine.forward import Chunk, make_forward
 from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.lora import LoraModules
+from ktransformers.serve.engine.sampling import Sampling
+from ktransformers.serve.engine.sequence import GenerationRequest, Sequence
 from ktransformers.serve.engine.snapshots import States, copy_states
 from ktransformers.serve.graphs.decode_graphs import DecodeGraphs
 from ktransformers.serve.graphs.state_arena import ArenaStates, StateArena
 from tests.serve.engine.test_recurrent_states import linear_adapter
 from tests.support.decode_recorder import EagerCapture
+from tests.support.serving import EngineHarness, RecordedEvents, same_completion
 from tests.support.tiny_models import RECURRENT_LAYERS, build
 
 PROMPTS = ([5, 9, 11, 4, 7], [21, 3, 8], [30, 31, 32, 33], [40, 2, 6])
@@ -125,3 +130,38 @@ def test_a_failed_capture_leaves_the_states_as_they_were(placed: Placed) -> None
 
     placed.capture = compute_and_fail  # type: ignore[assignment]
     assert placed.greedy() == expected and placed.replayed == 0 and calls
+
+
+@pytest.mark.parametrize("cache_tokens", [192, 1024], ids=["preempted", "reused"])
+def test_an_engine_with_graphs_gives_the_answers_of_one_without(
+    placed: Placed, cache_tokens: int, harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences that join, end, are preempted and are continued, with few rows in the arena."""
+    monkeypatch.setattr(snapshots, "SNAPSHOT_TOKENS", 16)
+    monkeypatch.setattr(snapshots, "LAST_BLOCK_TOKENS", 4)
+    prompts = [[(3 + 5 * seed + 7 * at) % 90 for at in range(length)] for seed, length in enumerate((40, 9, 50, 23))]
+
+    def complete(engine: ServeEngine, asked: list[list[int]]) -> list[RecordedEvents]:
+        recorded, sampling = [RecordedEvents() for _ in asked], Sampling(temperature=0)
+        engine.submit(
+            Sequence(GenerationRequest(tuple(prompt), 24, sampling, logprobs=0), harness.tokenizer, to)
+            for prompt, to in zip(asked, recorded, strict=True)
+        )
+        while engine.busy:
+            engine.step()
+        return recorded
+
+    def answers() -> list[RecordedEvents]:
+        settings = {"max_running_requests": 8, "chunked_prefill_size": 24, "context_length": 128}
+        engine = ServeEngine(placed.forward, Limits(**settings, max_total_tokens=cache_tokens))
+        first = complete(engine, prompts)
+        later = complete(engine, [[*prompts[one], *first[one].tokens, 8, 9] for one in (0, 2)])
+        assert engine.counts.preempted if cache_tokens == 192 else engine.kv_cache.reused_tokens
+        return first + later
+
+    expected = answers()
+    placed.forward.graphs = DecodeGraphs(placed.model, placed.placement, placed.capture, max_rows=3)
+    actual = answers()
+    replayed, placed.forward.graphs = placed.forward.graphs.replayed, None
+    assert replayed > 10
+    assert all(same_completion(one, other) for one, other in zip(actual, expected, strict=True))

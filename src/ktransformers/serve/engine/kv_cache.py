@@ -239,12 +239,14 @@ class KVCache:
         self._bound_states()
 
     def _bound_states(self) -> None:
-        """Drop copies of states beyond the bound: of the slots with the most, then idle slots, the least recently used
-        first, then what is left at running sequences."""
+        """Drop copies of states beyond the bound: of the slots with the most, then of running sequences until half of
+        the bound is left for idle slots, then idle slots. The least recently used ones go first."""
         self.peak_states = max(self.peak_states, self.states)
         while sum(slot.spare_states for slot in self.slots) > self._spare_states:
             spared = [slot for slot in self.slots if slot.spare_states]
-            slot = min(spared, key=lambda slot: (-max(1, len(slot.snapshots)), slot.busy, slot.last_use))
+            busy_first = sum(not slot.busy for slot in spared) <= self._spare_states // 2
+            order = {slot: (-max(1, len(slot.snapshots)), slot.busy != busy_first, slot.last_use) for slot in spared}
+            slot = min(spared, key=order.__getitem__)
             if slot.busy or len(slot.snapshots) > 1:
                 slot.snapshots.drop_one()
             else:
