@@ -20,6 +20,7 @@ from ktransformers.serve.flags import CACHE_DTYPES, Launch
 from ktransformers.serve.target import Target
 
 if TYPE_CHECKING:
+    from ktransformers.serve.engine.cache_blocks import BlockLayout
     from ktransformers.serve.engine.cache_tiers import CacheTiers
     from ktransformers.serve.engine.disk_tier import DiskFile
 
@@ -92,7 +93,7 @@ def make_tiers(request: TierRequest | None, forward: Any, context_length: int, l
     host_bytes = _host_bytes(request.host_gb)
     buffers = not host_bytes and request.file is not None
     if buffers:
-        host_bytes = _buffer_bytes(layout.bytes, context_length)
+        host_bytes = _buffer_bytes(layout, context_length)
     if host_bytes < layout.bytes:
         if request.file is not None or launch.kv_host_gb:
             size, given = layout.bytes / 2**20, host_bytes / 2**20
@@ -114,13 +115,13 @@ def _host_bytes(asked: float | None) -> int:
     return min(DEFAULT_BYTES, int(system.memory().available * DEFAULT_SHARE))
 
 
-def _buffer_bytes(block_bytes: int, context_length: int) -> int:
-    """For all blocks of one sequence where memory allows it."""
+def _buffer_bytes(layout: BlockLayout, context_length: int) -> int:
+    """For all blocks of one sequence and its states, where memory allows it."""
     from ktransformers.serve.engine.cache_blocks import BLOCK_TOKENS
 
-    wanted = -(-context_length // BLOCK_TOKENS) * block_bytes
+    wanted = (-(-context_length // BLOCK_TOKENS) + layout.state_pieces) * layout.bytes
     allowed = int(system.memory().available * MAX_BUFFER_SHARE)
-    return max(MIN_BUFFER_BLOCKS * block_bytes, min(wanted, allowed))
+    return max((MIN_BUFFER_BLOCKS + layout.state_pieces) * layout.bytes, min(wanted, allowed))
 
 
 def _disk_bytes(launch: Launch, file: DiskFile) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -127,8 +127,6 @@ def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | Non
     from ktransformers.place.apply import ModelPlacement
     from ktransformers.serve.engine.engine import ServeEngine
     from ktransformers.serve.engine.forward import make_forward
-    from ktransformers.serve.engine.lora import LoraModules
-    from ktransformers.serve.http.registry import Registry
     from ktransformers.serve.http.service import PrepareOptions, Service
     from ktransformers.serve.http.templates import ServedTemplates
     from ktransformers.serve.kv_tiers import make_tiers, open_tiers
@@ -179,13 +177,9 @@ def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | Non
     if (tiers := make_tiers(tier_request, forward, limits.context_length, log)) is not None:
         engine.attach_tiers(tiers)
     engine.memory_advice = memory_advice(launch, plan, tokens, tokens * kv_bytes_per_token)
-    served = launch.served_model_name or target.name
-    modules = LoraModules(model, hash_content=tiers is not None and tiers.disk is not None)
-    registry = Registry(served, modules, str(target.model), engine.drop_adapter, launch.always_on, templates.read)
-    _load_adapters(registry, templates, (*target.adapters, *launch.lora_paths), served, log)
     service = Service(
         engine,
-        registry,
+        _open_registry(launch, target, engine, templates, log),
         tokenizer,
         timeout=launch.request_timeout or None,
         template=templates.base,
@@ -219,14 +213,20 @@ def _engine_limits(launch: Launch, tokens: int, context: int) -> Any:
     )
 
 
-def _load_adapters(
-    registry: Any, templates: Any, adapters: Iterable[tuple[str, Any]], served: str, log: LogLine
-) -> None:
-    for name, directory in adapters:
+def _open_registry(launch: Launch, target: Target, engine: Any, templates: Any, log: LogLine) -> Any:
+    """The registry with the adapters of the launch line."""
+    from ktransformers.serve.engine.lora import LoraModules
+    from ktransformers.serve.http.registry import Registry
+
+    served, model = launch.served_model_name or target.name, engine.forward.model
+    modules = LoraModules(model, hash_content=engine.tiers is not None and engine.tiers.disk is not None)
+    registry = Registry(served, modules, str(target.model), engine.drop_adapter, launch.always_on, templates.read)
+    for name, directory in (*target.adapters, *launch.lora_paths):
         adapter = registry.load(name, directory)
         log(f"adapter {served}:{name} from {directory}, {adapter.bytes() / 2**20:.1f} MiB")
         if (note := templates.describe(adapter.template)) is not None:
             log(f"requests to {served}:{name} are rendered with {note}; those to {served} with the base's own")
+    return registry
 
 
 def _request_limits(launch: Launch) -> Any:
