@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ktransformers import model_registry
 from ktransformers.errors import InputError
-from ktransformers.plan import open_shape, shipped_shapes
+from ktransformers.plan import model_shape, open_shape, shipped_shapes
 from ktransformers.serve.target import locate_model
 from ktransformers.train.resolve import read_settings
 from tests.support.cli import RunKt, write_model
@@ -67,19 +68,22 @@ def test_unknown_names_come_with_near_ones(kt: RunKt) -> None:
         locate_model("nothing-like-it-at-all")
 
 
-def test_shapes_have_the_format_of_the_release() -> None:
+def test_shapes_have_the_format_of_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_shape("k2").stored == "fp8" and open_shape("k2-thinking").stored == "int4"
     assert open_shape("glm-4.7").stored == "bf16" and open_shape("zai-org/GLM-4.7-FP8").stored == "fp8"
     assert open_shape("k2-thinking").name == open_shape("kimi-k2").name
+    assert open_shape("gpt-oss-20b").stored == open_shape("openai/gpt-oss-120b").stored == "mxfp4"
+    without = replace(model_registry.known_models()[0], shape=None)
+    monkeypatch.setattr(model_shape, "known_model", lambda _: without)
     with pytest.raises(InputError, match="whose shape is not shipped"):
-        open_shape("gpt-oss-20b")
+        open_shape("m2-next")
 
 
 def test_list_of_known_models(kt: RunKt) -> None:
     documents = {entry["name"]: entry for entry in json.loads(kt("model", "known", "--json").out)}
     assert documents["v3"]["memory"]["host"] == pytest.approx(658.7e9, rel=0.001)
     assert documents["v3"]["memory"]["host_int4"] < documents["v3"]["memory"]["host"]
-    assert documents["gpt-oss-20b"]["memory"] is None
+    assert all(entry["memory"] is not None for entry in documents.values())
     shown = kt("model", "known").out
     assert re.search(r"^m2 +228\.3 GB +129\.2 GB +16\.5 GB +fp8 +MiniMaxAI/MiniMax-M2$", shown, re.MULTILINE)
     assert "refuses" not in shown

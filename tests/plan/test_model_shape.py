@@ -18,7 +18,7 @@ from ktransformers.nn import ExpertStore
 from ktransformers.nn.contract import expert_modules
 from ktransformers.plan import Choice, Serving
 from ktransformers.plan.formats import counted_as, format_of, packed_expert_bytes, packed_lora_bytes
-from ktransformers.plan.layer_kinds import full_layers, layer_types, state_numbers
+from ktransformers.plan.layer_kinds import KEYS, layer_types, state_numbers
 from ktransformers.plan.machine import profile
 from ktransformers.plan.memory import attention_lora_numbers, expert_lora_numbers, kept_rows_bytes, predict_memory
 from ktransformers.plan.model_shape import open_shape, shape_from_config, shipped_shapes
@@ -290,12 +290,16 @@ def test_states_of_a_sequence_are_those_of_the_server(family: str) -> None:
 
 def test_layers_are_named_as_releases_name_them() -> None:
     """As their config.json has it, before transformers has read it."""
+
+    def cached_layers(config: dict[str, Any], layers: int) -> int:
+        return sum(kind in KEYS for kind in layer_types(config, layers))
+
     delta = {"hidden_size": 64, "num_attention_heads": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
     delta |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-    assert full_layers(delta, 48) == full_layers(delta | {"full_attention_interval": 4}, 48) == 12
+    assert cached_layers(delta, 48) == cached_layers(delta | {"full_attention_interval": 4}, 48) == 12
     assert layer_types({"hybrid_override_pattern": "ME*-"}, 4) == ["mamba", "moe", "attention", "mlp"]
-    assert full_layers({"attn_type_list": [0, 0, 1, 0]}, 4) == 1
-    assert full_layers({"attn_layer_period": 8, "attn_layer_offset": 4}, 32) == 4
+    assert cached_layers({"attn_type_list": [0, 0, 1, 0]}, 4) == 1
+    assert cached_layers({"attn_layer_period": 8, "attn_layer_offset": 4}, 32) == 4
     assert layer_types({"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1]}}, 2)[1] == "full_attention"
-    assert full_layers({}, 5) == 5
+    assert cached_layers({}, 5) == 5
     assert state_numbers(delta, 8).float32 == 6 * 4 * 16 * 16

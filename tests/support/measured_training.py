@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,10 +137,15 @@ def train_case(name: str, folder: Path) -> dict[str, Any]:
 
 def measure(name: str) -> dict[str, Any]:
     """Built in one process and trained in another, so that nothing of building is left in memory."""
+    return run_parts("tests.support.measured_training", name, ("build", "train"))
+
+
+def run_parts(module: str, name: str, parts: Sequence[str]) -> dict[str, Any]:
+    """The results of `python -m MODULE NAME PART FOLDER`, one process after another in the same folder."""
     with tempfile.TemporaryDirectory() as folder:
         found: dict[str, Any] = {}
-        for part in ("build", "train"):
-            command = [sys.executable, "-m", "tests.support.measured_training", name, part, folder]
+        for part in parts:
+            command = [sys.executable, "-m", module, name, part, folder]
             done = subprocess.run(
                 command, cwd=ROOT, env=os.environ | PROMPT, capture_output=True, text=True, check=False
             )

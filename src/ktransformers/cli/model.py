@@ -130,6 +130,7 @@ def _known_document(entry: KnownModel) -> dict[str, Any]:
     """A known model with the memory that it needs at least: experts in host memory as released and in int4, streamed
     to a GPU with the rest."""
     from ktransformers.plan import Choice, Serving, open_shape, profile
+    from ktransformers.plan.formats import counted_as
     from ktransformers.plan.memory import predict_memory
 
     fields = dataclasses.asdict(entry) | {"memory": None}
@@ -137,7 +138,8 @@ def _known_document(entry: KnownModel) -> dict[str, Any]:
         return fields
     shape, machine = open_shape(entry.repo), profile("amx16-h200")
     released, small = (
-        predict_memory(shape, Serving(), Choice(word, 1, policy="stream"), machine) for word in (shape.stored, "int4")
+        predict_memory(shape, Serving(), Choice(word, 1, policy="stream"), machine)
+        for word in (counted_as(shape.stored), "int4")
     )
     memory = {"host": released.host_bytes, "host_int4": small.host_bytes, "gpu": released.gpu_bytes[0]}
     return fields | {"memory": memory}

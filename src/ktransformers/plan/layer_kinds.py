@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-KEYS = ("full_attention", "attention", "indexed_attention", "hybrid")  # layer types with keys of every token
+WINDOWED = ("sliding_attention", "hybrid_sliding")  # layer types that attend to a window; slots keep every token
+# Layer types with keys of every token.
+KEYS = ("full_attention", "attention", "indexed_attention", "chunked_attention", "hybrid", *WINDOWED)
 STATES = ("linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding")  # layer types with states
 PATTERN = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}  # letters of NemotronH
 
@@ -50,11 +52,6 @@ def layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
     if interval:
         return ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
     return ["full_attention"] * layers
-
-
-def full_layers(config: Mapping[str, Any], layers: int) -> int:
-    """Layers whose KV cache grows with every token."""
-    return sum(kind in KEYS for kind in layer_types(config, layers))
 
 
 def state_numbers(config: Mapping[str, Any], layers: int) -> StateNumbers:

@@ -17,6 +17,7 @@ from ktransformers.plan.model_shape import ModelShape
 from ktransformers.plan.workload import GRAPH_PIECE_TOKENS, Choice, Serving, Training, Work, expert_bytes
 
 PROCESS_BYTES = 390_000_000  # Python with torch, transformers and TRL: 347 MB measured, the rest fitted to runs
+SERVER_PROCESS_BYTES = 320_000_000  # Python with torch and transformers: servers on a CPU without their model, measured
 CUDA_HOST_BYTES = 1_500_000_000  # added by CUDA, pages of its libraries included: a model on an H200, measured
 CUDA_CONTEXT_BYTES = 600_000_000  # on a GPU: context and allocator fragmentation, estimated
 CUBLAS_BYTES = 67_000_000  # workspaces of GEMMs, measured on an H200
@@ -151,7 +152,8 @@ def predict_memory(
     model: ModelShape, work: Work, choice: Choice, machine: Machine, engine: EngineLimits = ENGINE_LIMITS
 ) -> MemoryPlan:
     experts = model.expert_layers * _huge_pages(model.experts * expert_bytes(model, choice))
-    host: Table = {"process": PROCESS_BYTES, "experts": experts}
+    on_cpu_server = isinstance(work, Serving) and not choice.gpus
+    host: Table = {"process": SERVER_PROCESS_BYTES if on_cpu_server else PROCESS_BYTES, "experts": experts}
     gpus: list[Table] = [{} for _ in range(choice.gpus)]
     if choice.gpus:
         host["process"] += CUDA_HOST_BYTES

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktransformers.errors import InputError
-from ktransformers.files import short as shown
 from ktransformers.model_registry import did_you_mean, known_model, known_names
-from ktransformers.plan.layer_kinds import NO_STATES, StateNumbers, full_layers, layer_types, state_numbers
+from ktransformers.plan.attention_shape import BIASED, LinearShape, attention_layers, config_number, index_layers
+from ktransformers.plan.layer_kinds import NO_STATES, StateNumbers, layer_types, state_numbers
 
 if TYPE_CHECKING:
     from ktransformers.checkpoint import ExpertTensors, Shards
@@ -44,18 +44,8 @@ FORMAT_BY_ENDING = {
     "weight_packed": "int4",
 }  # by ending
 
-# Model types whose router adds a number to the score of every expert, and those whose queries and keys are normalised
-# over all heads at once.
-CORRECTED_ROUTERS = ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm_moe_dsa", "minimax_m2")
-FULL_WIDTH_NORMS = ("minimax_m2", "olmoe")
-
-
-@dataclass(frozen=True)
-class LinearShape:
-    """A linear layer that LoRA can adapt."""
-
-    inputs: int
-    outputs: int
+# Model types whose router adds a number to the score of every expert, or has a bias.
+CORRECTED_ROUTERS = ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm_moe_dsa", "minimax_m2", *BIASED)
 
 
 @dataclass(frozen=True)
@@ -76,7 +66,8 @@ class ModelShape:
     attention_width: int  # numbers of queries, keys, values and output of a token in one layer
     scores_width: int  # heads * (key + value size): multiplications of a token per earlier token
     mlp_width: int  # intermediate numbers of a token in dense and shared MLPs, of the widest layer
-    cache_width: int  # numbers of a token in the KV cache, all layers together, keys and values of latents expanded
+    cache_width: int  # numbers of a token in the KV cache, all layers together, keys and values of latents expanded;
+    # layers with a sliding window keep every token too (serve/engine/kv_cache.py)
     context: int  # maximal tokens
     rest_dtype_bytes: int = 2
     checkpoint_bytes: int = 0  # on disk; 0: unknown
@@ -85,6 +76,9 @@ class ModelShape:
     absorbed_numbers: int = 0  # that multiply queries for latents (serve/engine/latent.py), all layers together
     index_width: int = 0  # numbers of a token's keys for indexers, all layers together; 0: keys are not selected
     index_topk: int = 0  # keys that a new token attends to, if an indexer selects them
+    window: int = 0  # keys that a new token attends to in layers with a sliding window
+    window_width: int = 0  # part of `cache_width` in these layers
+    expert_biases: int = 0  # numbers of one expert besides its matrices
     states: StateNumbers = NO_STATES  # convolution and recurrent states of a sequence, all layers together
     stored: str = "bf16"  # format of the experts in the release
     published: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
@@ -97,16 +91,17 @@ class ModelShape:
     def read_numbers(self, context: float) -> float:
         """Numbers that a new token reads in the KV cache of its `context` tokens."""
         attended = min(context, self.index_topk) if self.index_width else context
-        return attended * (self.latent_width or self.cache_width) + context * self.index_width
+        unread = max(0.0, context - self.window) * self.window_width
+        return attended * (self.latent_width or self.cache_width) - unread + context * self.index_width
 
     @property
     def expert_numbers(self) -> int:
-        """Numbers of one expert."""
+        """Numbers of the matrices of one expert."""
         return (3 if self.gated else 2) * self.hidden * self.intermediate
 
     @property
     def expert_numbers_total(self) -> int:
-        return self.expert_layers * self.experts * self.expert_numbers
+        return self.expert_layers * self.experts * (self.expert_numbers + self.expert_biases)
 
     @property
     def head(self) -> int:
@@ -164,99 +159,20 @@ def open_shape(model: str) -> ModelShape:
     raise InputError("MODEL", model, "a folder with config.json, or one of " + ", ".join(known), hint)
 
 
-def _number(text_config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
-    for key in keys:
-        value = text_config.get(key)
-        if value is not None:
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise InputError(f"config.json: {key}", shown(value), "an integer")
-            return value
-    if default is None:
-        raise InputError("config.json", f"none of {', '.join(keys)}", "the size of a Mixture-of-Experts model")
-    return default
-
-
 def _expert_layers(text_config: Mapping[str, Any], layers: int) -> int:
     """By Qwen's step and exceptions, DeepSeek's first dense layers and frequency, or a list of layer types."""
     kinds = text_config.get("mlp_layer_types")
     if kinds:
         return sum(kind == "sparse" for kind in kinds)
     exceptions = set(text_config.get("mlp_only_layers") or ())
-    first = _number(text_config, "first_k_dense_replace", "moe_layer_start_index", default=0)
-    step = _number(text_config, "decoder_sparse_step", default=1)
+    first = config_number(text_config, "first_k_dense_replace", "moe_layer_start_index", default=0)
+    step = config_number(text_config, "decoder_sparse_step", default=1)
     frequency = text_config.get("moe_layer_freq", 1)
     frequency = frequency if isinstance(frequency, int) and frequency > 0 else 1
     return sum(
         layer >= first and layer % frequency == 0 and (layer + 1) % step == 0 and layer not in exceptions
         for layer in range(layers)
     )
-
-
-@dataclass(frozen=True)
-class _Attention:
-    linears: tuple[LinearShape, ...]  # of one layer
-    norms: int
-    width: int
-    scores: int
-    cache: int
-    latent: int = 0  # numbers of a token in a cache of latents; 0: no latent attention
-    absorbed: int = 0  # numbers that multiply queries for latents
-    index: tuple[LinearShape, ...] = ()  # queries, key and weights of heads of an indexer; frozen
-
-
-def _indexer(text_config: Mapping[str, Any]) -> tuple[LinearShape, ...]:
-    """Projections of the module that selects keys (DeepSeek-V3.2, GLM-5): its queries, key and weights of heads."""
-    if not text_config.get("index_n_heads"):
-        return ()
-    heads, size = _number(text_config, "index_n_heads"), _number(text_config, "index_head_dim")
-    hidden = _number(text_config, "hidden_size")
-    low = _number(text_config, "q_lora_rank", default=hidden)
-    return LinearShape(low, heads * size), LinearShape(hidden, size), LinearShape(hidden, heads)
-
-
-def _attention(text_config: Mapping[str, Any]) -> _Attention:
-    hidden, heads = _number(text_config, "hidden_size"), _number(text_config, "num_attention_heads")
-    if text_config.get("kv_lora_rank"):  # latent attention
-        latent, rope = _number(text_config, "kv_lora_rank"), _number(text_config, "qk_rope_head_dim")
-        nope, value = _number(text_config, "qk_nope_head_dim"), _number(text_config, "v_head_dim")
-        low, queries = text_config.get("q_lora_rank"), heads * (nope + rope)
-        query = (
-            (LinearShape(hidden, int(low)), LinearShape(int(low), queries)) if low else (LinearShape(hidden, queries),)
-        )
-        keys = (LinearShape(hidden, latent + rope), LinearShape(latent, heads * (nope + value)))
-        out = LinearShape(heads * value, hidden)
-        width = 2 * queries + heads * 2 * value + latent + rope + (int(low) if low else 0)
-        norms = latent + (int(low) if low else 0)
-        scores = cache = heads * (nope + rope + value)
-        absorbed = heads * nope * latent
-        index = _indexer(text_config)
-        return _Attention((*query, *keys, out), norms, width, scores, cache, latent + rope, absorbed, index)
-    size = _number(text_config, "head_dim", default=hidden // heads)
-    pairs = _number(text_config, "num_key_value_heads", default=heads)
-    linears = (
-        LinearShape(hidden, heads * size),
-        LinearShape(hidden, pairs * size),
-        LinearShape(hidden, pairs * size),
-        LinearShape(heads * size, hidden),
-    )
-    norms = (
-        (heads + pairs) * size
-        if str(text_config.get("model_type")) in FULL_WIDTH_NORMS
-        else 2 * size
-        if str(text_config.get("model_type", "")).startswith(("qwen3", "glm4_moe"))
-        else 0
-    )
-    return _Attention(linears, norms, 2 * heads * size + 2 * pairs * size, heads * 2 * size, 2 * pairs * size)
-
-
-def _index_layers(text_config: Mapping[str, Any], layers: int) -> int:
-    """Layers with an indexer of their own; others may use the selection of an earlier layer (GLM-5)."""
-    kinds = text_config.get("indexer_types") or text_config.get("index_topk_pattern")
-    if kinds:
-        return sum(kind in ("full", "F") for kind in kinds)
-    step = max(1, _number(text_config, "index_topk_freq", default=1))
-    first = _number(text_config, "index_skip_topk_offset", default=2)
-    return sum(max(layer - first + 1, 0) % step == 0 for layer in range(layers))
 
 
 def _dtype_bytes(text_config: Mapping[str, Any]) -> int:
@@ -267,24 +183,26 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
     """The shape by formulas alone; a test compares the counts with transformers' models."""
     text_config: Mapping[str, Any] = config.get("text_config") or config
     named = len(layer_types(text_config, 0)) or None
-    layers, hidden = _number(text_config, "num_hidden_layers", default=named), _number(text_config, "hidden_size")
-    experts = _number(text_config, "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-    inner = _number(text_config, "moe_intermediate_size", "intermediate_size")
+    layers = config_number(text_config, "num_hidden_layers", default=named)
+    hidden = config_number(text_config, "hidden_size")
+    experts = config_number(text_config, "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+    inner = config_number(text_config, "moe_intermediate_size", "intermediate_size")
     sparse = _expert_layers(text_config, layers)
-    attention = _attention(text_config)
-    shared = _number(text_config, "n_shared_experts", "moe_num_shared_experts", default=0) * inner
-    shared += _number(text_config, "shared_expert_intermediate_size", default=0)
-    dense = _number(text_config, "intermediate_size", default=0) if sparse < layers else 0
+    attention = attention_layers(text_config, layers)
+    shared = config_number(text_config, "n_shared_experts", "moe_num_shared_experts", default=0) * inner
+    shared += config_number(text_config, "shared_expert_intermediate_size", default=0)
+    dense = config_number(text_config, "intermediate_size", default=0) if sparse < layers else 0
     correction = experts if str(text_config.get("model_type")) in CORRECTED_ROUTERS else 0
     gate = hidden if text_config.get("shared_expert_intermediate_size") else 0
-    per_layer = sum(linear.inputs * linear.outputs for linear in attention.linears) + attention.norms + 2 * hidden
-    rest = layers * per_layer + hidden  # the last norm
-    if attention.index:  # projections, and the norm of the key
-        numbers = sum(linear.inputs * linear.outputs for linear in attention.index) + 2 * attention.index[1].outputs
-        rest += _index_layers(text_config, layers) * numbers
+    rest = sum(layer.numbers for layer in attention) + 2 * layers * hidden + hidden  # the last norm
+    index, indexers = attention[0].index, index_layers(text_config, layers)
+    if index:  # projections, and the norm of the key
+        numbers = sum(linear.inputs * linear.outputs for linear in index) + 2 * index[1].outputs
+        rest += indexers * numbers
     rest += sparse * (experts * hidden + correction + 3 * hidden * shared + gate)
     rest += (layers - sparse) * 3 * hidden * dense
-    vocabulary = _number(text_config, "vocab_size")
+    vocabulary, window = config_number(text_config, "vocab_size"), text_config.get("sliding_window")
+    window = window if type(window) is int else 0
     return ModelShape(
         name=name,
         layers=layers,
@@ -292,24 +210,27 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
         vocabulary=vocabulary,
         expert_layers=sparse,
         experts=experts,
-        top_k=_number(text_config, "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"),
+        top_k=config_number(text_config, "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"),
         intermediate=inner,
         gated=True,
         rest_per_layer=rest // layers,
         embedding=vocabulary * hidden,
         tied=bool(text_config.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
-        linears=attention.linears * layers,
-        attention_width=attention.width,
-        scores_width=attention.scores,
+        linears=tuple(linear for layer in attention for linear in layer.linears),
+        attention_width=max(layer.width for layer in attention),
+        scores_width=max(layer.scores for layer in attention),
         mlp_width=3 * max(shared, dense),
-        cache_width=attention.cache * full_layers(text_config, layers),
-        latent_width=attention.latent * full_layers(text_config, layers),
-        absorbed_numbers=attention.absorbed * full_layers(text_config, layers),
-        context=_number(text_config, "max_position_embeddings", default=32768),
+        cache_width=sum(layer.cache for layer in attention),
+        latent_width=sum(layer.latent for layer in attention),
+        absorbed_numbers=sum(layer.absorbed for layer in attention),
+        context=config_number(text_config, "max_position_embeddings", default=32768),
         rest_dtype_bytes=_dtype_bytes(text_config),
         stored=stored,
-        index_width=attention.index[1].outputs * _index_layers(text_config, layers) if attention.index else 0,
-        index_topk=_number(text_config, "index_topk", default=0),
+        index_width=index[1].outputs * indexers if index else 0,
+        index_topk=config_number(text_config, "index_topk", default=0),
+        window=window,
+        window_width=sum(layer.cache for layer in attention if layer.windowed and window),
+        expert_biases=2 * inner + hidden if str(text_config.get("model_type")) in BIASED else 0,
         states=state_numbers(text_config, layers),
     )
 
