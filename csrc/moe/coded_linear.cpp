@@ -238,11 +238,17 @@ void CodedLinear::pack(const Released& source) {
 void CodedLinear::multiply(const LinearRows& rows) const {
   const Read read(readers_);
   const int64_t size = (int64_t)size_of(rows.dtype);
-  for (int32_t first = 0; first < rows.tokens; first += kPassRows) {
+  // Dequantised tiles are rounded to bf16, codes as they lie are not. In float32 all rows are multiplied with codes, so
+  // that a token has the same result in a prompt and alone.
+  const int32_t most = rows.dtype == DType::f32 && kernels_.packed_gemv_rows
+                           ? std::min(kPassRows, kernels_.packed_gemv_rows(*store_.encoding()))
+                           : kPassRows,
+                pass_rows = most > 0 ? most : kPassRows;
+  for (int32_t first = 0; first < rows.tokens; first += pass_rows) {
     LinearRows pass = rows;
     pass.x = (const char*)rows.x + first * rows.x_stride * size;
     pass.out = (char*)rows.out + first * rows.out_stride * size;
-    pass.tokens = std::min(kPassRows, rows.tokens - first);
+    pass.tokens = std::min(pass_rows, rows.tokens - first);
     multiply_pass(pass);
   }
 }
