@@ -3,8 +3,8 @@
 A decoded token reads every weight once, so bytes are time: in int8 a layer takes half of what bf16 takes, in int4 a
 third. `CodedWeight` holds the codes, packed as the core multiplies them (`csrc/moe/coded_linear.h`), and is a tensor of
 the model's dtype to everything else: PEFT sees an ordinary frozen weight of an ordinary `nn.Linear`. `F.linear`
-multiplies with codes; the gradient of the input decodes PANEL rows of the weight at a time. Any other operator gets a
-copy in the model's dtype, and one that would write into the weight is refused.
+multiplies with codes; the gradient of the input decodes PANEL numbers of the weight at a time. Any other operator gets
+a copy in the model's dtype, and so does a copied or saved model; what would write into the weight is refused.
 
 `keep_released` takes the codes of the files where these are quantised: the same numbers in fewer bytes.
 `encode_linears` takes the codes of a format nearest to the loaded numbers, so results change by what rounding costs
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ktransformers import _core
-from ktransformers.checkpoint.encoded import Encoded, format_of
+from ktransformers.checkpoint.encoded import Encoded, EncodedFormat, format_of
 from ktransformers.checkpoint.encoder import encode
 from ktransformers.checkpoint.sources import PlainTensor
 from ktransformers.errors import InputError, KTError
@@ -39,6 +39,7 @@ PANEL = 1 << 22  # weights that are decoded at a time
 ROW_MULTIPLE = 32  # of a weight's first row that is decoded
 DTYPES = (torch.bfloat16, torch.float32)
 SAME = {"alias", "detach"}  # operators that return the same numbers
+ROUTERS = ("gate", "router")  # ends of the names of modules beside experts that choose among these
 
 
 @dataclass(eq=False)
@@ -102,15 +103,39 @@ class CodedWeight(Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs, name = dict(kwargs or {}), func.overloadpacket.__name__
+        aliases = [argument.alias_info for argument in func._schema.arguments]
+        if torch.is_inference_mode_enabled() and any(alias is not None and not alias.is_write for alias in aliases):
+            with torch.inference_mode(False):  # torch accepts no view of inference mode of a tensor from outside of it
+                return cls.__torch_dispatch__(func, types, args, kwargs)
         if name in SAME:
             return args[0].with_dtype(args[0].dtype)
         if name == "_to_copy" and {key for key in kwargs if kwargs[key] is not None} <= {"dtype", "non_blocking"}:
             return args[0].with_dtype(kwargs.get("dtype") or args[0].dtype)
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if isinstance(value, cls) and argument.alias_info is not None and argument.alias_info.is_write:
-                remedy = "merge adapters into the released weights with `kt merge`"
-                raise InputError("weight", f"{name}, which writes into it", "a frozen weight, stored in codes", remedy)
+        for alias, value in zip(aliases, args, strict=False):
+            if isinstance(value, cls) and alias is not None and alias.is_write:
+                raise _written(name)
+        if isinstance(kwargs.get("out"), cls):
+            raise _written(name)
         return func(*tree_map(_decoded, tuple(args)), **tree_map(_decoded, kwargs))
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """The same codes in another dtype, which `nn.Module.to` sets; other numbers would be lost."""
+        if not isinstance(value, CodedWeight) or value.codes is not self.codes:
+            raise _written("an assignment to .data")
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """An ordinary parameter: a module is copied to train the copy."""
+        return nn.Parameter(_decoded(self), self.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as an ordinary tensor."""
+        return _decoded(self).__reduce_ex__(protocol)
 
     def with_dtype(self, dtype: torch.dtype) -> CodedWeight:
         return CodedWeight(self.codes, self.spec, self.shape, dtype)
@@ -134,6 +159,11 @@ def _decoded(value: Any) -> Any:
     return torch.cat([panel for _, panel in value.panels()]).to(value.dtype)
 
 
+def _written(name: str) -> InputError:
+    remedy = "merge adapters into the released weights with `kt merge`"
+    return InputError("weight", f"{name}, which writes into it", "a frozen weight, stored in codes", remedy)
+
+
 class CodedProduct(torch.autograd.Function):
     """x `[..., K]` times weight `[N, K]` transposed; the weight has no gradient."""
 
@@ -146,13 +176,19 @@ class CodedProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = grads[0]
         rows = grad.reshape(-1, grad.shape[-1]).float()
-        total = torch.zeros(rows.shape[0], ctx.weight.shape[1])
+        columns = ctx.weight.shape[1]
+        total = torch.zeros(rows.shape[0], columns, dtype=torch.float32, device="cpu")
         for first, panel in ctx.weight.panels():
             total.addmm_(rows[:, first : first + panel.shape[0]], panel.float())
-        return total.to(grad.dtype).view(*grad.shape[:-1], -1), None
+        return total.to(grad.dtype).view(*grad.shape[:-1], columns), None
 
 
 def _linear(x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
+    if torch.is_grad_enabled() and weight.requires_grad:
+        expected = "a frozen one: weights that are stored in codes have no gradient"
+        raise InputError(
+            "weight", "one that requires a gradient", expected, "train adapters, or load the model in bf16"
+        )
     needs_grad = torch.is_grad_enabled() and x.requires_grad
     out: Tensor = CodedProduct.apply(x, weight) if needs_grad else _product(x, weight)  # type: ignore[no-untyped-call]
     return out if bias is None else out + bias.to(out.dtype)
@@ -165,13 +201,18 @@ def _product(x: Tensor, weight: CodedWeight) -> Tensor:
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
+def rest_format(spec: str) -> EncodedFormat:
+    """One that `encode_linears` takes."""
+    form = format_of(spec)
+    if not form.written:
+        raise InputError("rest", spec, "keep, bf16, or a format that `kt quant` writes, such as int8 or int4:32")
+    return form
+
+
 def encode_linears(model: nn.Module, spec: str, pool: _core.Pool | None = None) -> int:
     """Encode the weights of all suitable linear layers on the CPU, one after the other, whose memory is released;
     returns how many."""
-    form = format_of(spec)
-    if not form.written:
-        raise InputError("rest", spec, "a format that can be written", "`kt quant --help` lists them")
-    encoded = 0
+    form, encoded = rest_format(spec), 0
     for _, linear in _suitable(model):
         weight = stored_weight(linear.weight).detach()
         if weight.shape[1] % form.multiple == 0:
@@ -223,13 +264,27 @@ def describe_coded(model: nn.Module) -> str:
 
 def _suitable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """With their names."""
+    routers = _router_modules(model)
     for prefix, module in model.named_modules():
-        if hasattr(module, "experts"):  # its own linear layers are the router and gates
+        if hasattr(module, "experts") or module in routers:  # linear layers beside experts are the router and gates
             continue
         absorbed = getattr(module, "kv_b_proj", None) if callable(getattr(module, "expand_kv", None)) else None
         for name, child in module.named_children():
-            if type(child) is nn.Linear and child is not absorbed and _fits(child.weight):
+            if type(child) is not nn.Linear or child is absorbed or child in routers:
+                continue
+            if _fits(child.weight):
                 yield f"{prefix}.{name}" if prefix else name, child
+
+
+def _router_modules(model: nn.Module) -> set[nn.Module]:
+    """With everything in them: some have linear layers of their own, and some experts are not named so."""
+    found = [
+        child
+        for block in model.modules()
+        for name, child in block.named_children()
+        if name.startswith("router") or (hasattr(block, "experts") and name.endswith(ROUTERS))
+    ]
+    return {module for router in found for module in router.modules()}
 
 
 def _fits(weight: Tensor) -> bool:

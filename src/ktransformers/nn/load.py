@@ -31,7 +31,7 @@ from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.sources import PlainTensor, Source, open_source
 from ktransformers.errors import InputError
 from ktransformers.nn.checkpoint_facts import open_expert_source, read_checkpoint_facts
-from ktransformers.nn.coded_weight import encode_linears, keep_released
+from ktransformers.nn.coded_weight import encode_linears, keep_released, rest_format
 from ktransformers.nn.prepare import config_file
 from ktransformers.nn.pretrained import read_generation_config, read_pretrained_config
 from ktransformers.nn.quantizer import KTConfig, Progress
@@ -83,6 +83,8 @@ def load_pretrained(
 ) -> PreTrainedModel:
     """`load_model` for callers that have changed the configuration or pass options of `from_pretrained` themselves:
     `dtype` (a torch dtype or "auto"), `device_map` and any other. `quantizer` gets the source of the experts."""
+    if rest not in ("keep", "bf16"):
+        rest_format(rest)  # reports a wrong one before anything is loaded
     facts = read_checkpoint_facts(path)
     read_generation_config(path if path.is_dir() else path.parent)  # a broken one: from_pretrained would use defaults
     source = open_source(path, facts.rest)  # reports a broken download before anything is built
