@@ -167,7 +167,8 @@ def predict_memory(
     numbers = model.rest
     if isinstance(work, Serving) and work.linear_format is not None and not choice.gpus:
         numbers = model.embedding  # which is looked up and stays as it is
-        host["linear layers"] = round((model.rest - numbers) * bytes_in_format(work.linear_format))
+        head = model.embedding if model.tied else 0  # has codes of its own beside the embedding that it shares
+        host["linear layers"] = round((model.rest - numbers + head) * bytes_in_format(work.linear_format))
     mapped = numbers * weight_bytes if not choice.gpus and as_released else 0
     if not choice.gpus and not as_released:
         host["weights"] = numbers * weight_bytes
