@@ -3,6 +3,7 @@ the decoded weights computes, and refuses before it loads what cannot be done.""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ktransformers.serve.engine.forward import Chunk
 from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.flags import parse
 from ktransformers.serve.forecast import serving_workload
-from ktransformers.serve.launch import open_service
+from ktransformers.serve.launch import make_plan, open_service
 from ktransformers.serve.target import resolve_target
 from tests.support.tiny_models import build
 
@@ -73,11 +74,23 @@ def test_logits_are_those_of_decoded_weights(spec: str, wide_directory: Path) ->
     assert float((actual - released).norm() / released.norm()) > 1e-3, "the weights were not rounded"
 
 
+def test_a_model_without_suitable_layers(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ktransformers.nn.coded_weight.MIN_WEIGHTS", 1 << 30)
+    lines: list[str] = []
+    service = served(model_directory, lines, "--rest", "int8")
+    assert not service.approximations
+    assert any(line.startswith("--rest int8: without effect") for line in lines)
+
+
 def test_what_cannot_be_done_is_refused_before_loading(wide_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     for spec, words in (("int9", "format"), ("iq2_xs", "keep, bf16, or a format")):
         with pytest.raises(InputError, match=words):
             served(wide_directory, lines, "--rest", spec)
+    with pytest.raises(InputError, match="int8 with --dtype float16, expected --dtype bfloat16 or float32"):
+        served(wide_directory, lines, "--rest", "int8", "--dtype", "float16")
+    with pytest.raises(InputError, match="'int9'"):  # the plan of `kt serve` comes first
+        make_plan(parse([str(wide_directory), "--rest", "int9"]), resolve_target(str(wide_directory)), print, print)
     assert not any("loading" in line for line in lines)
     monkeypatch.setattr("ktransformers.serve.launch.require_compiler", lambda *given: None)
     line = parse([str(wide_directory), "--device", "cuda", "--rest", "int8"])
@@ -106,6 +119,8 @@ def test_plan_counts_the_codes() -> None:
     linears = shape.rest - shape.embedding
     assert coded.host["linear layers"] == pytest.approx(linears * (0.5 + 2 / 32))
     assert as_released.mapped - coded.mapped == 2 * linears and "linear layers" not in as_released.host
+    tied = predict_memory(replace(shape, tied=True), work, Choice("bf16"), machine)
+    assert tied.host["linear layers"] == coded.host["linear layers"], "the head's codes lie beside the embedding"
     on_gpu = Choice("bf16", 1)
     assert predict_memory(shape, work, on_gpu, machine) == predict_memory(shape, plain, on_gpu, machine)
     assert bytes_in_format("q8_0") == 34 / 32 and bytes_in_format("int8") == pytest.approx(1, rel=0.01)

@@ -241,6 +241,7 @@ KT_METHODS: dict[str, str | None] = {
 }
 
 ATTENTION_BACKENDS = ("triton", "torch")
+REST_AS_RELEASED = ("keep", "bf16")  # values of --rest that encode nothing
 OTHER_ATTENTION_BACKENDS: dict[str, str] = {  # SGLang's words, and what is used instead
     **dict.fromkeys(("torch_native", "flex_attention", "intel_amx", "ascend"), "torch"),
     **dict.fromkeys(("flashinfer", "fa3", "fa4", "flashmla", "cutlass_mla", "trtllm_mla", "trtllm_mha"), "triton"),
@@ -333,7 +334,7 @@ class Launch:
     cuda_graph_max_bs: int = 32
     disable_cuda_graph: bool = False
     attention_backend: str = "triton"  # or torch: of new tokens on a GPU
-    rest: str = "keep"  # or the format of linear layers outside of the experts
+    rest: str = "keep"  # or bf16, or the format of linear layers outside of the experts
     log_level: str = "warning"
     force: bool = False
     notes: tuple[str, ...] = field(default=())  # on flags that were accepted without effect

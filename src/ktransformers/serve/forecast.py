@@ -15,7 +15,7 @@ from ktransformers.errors import InputError
 from ktransformers.plan import Plan, PlanComparison, Serving, make_plan, open_shape, with_gpus
 from ktransformers.plan.meter import anonymous_bytes
 from ktransformers.plan.workload import DEFAULT_POLICY
-from ktransformers.serve.flags import Launch
+from ktransformers.serve.flags import REST_AS_RELEASED, Launch
 from ktransformers.serve.http.service import Service
 
 DEFAULT_CONTEXT = 4096  # tokens of a request, if the line sets none and the model allows more
@@ -30,7 +30,7 @@ def serving_workload(launch: Launch, rest_bytes: int, max_positions: int) -> Ser
         prompt=min(launch.chunked_prefill_size, cache_tokens),
         sequences=1,
         rest_bytes=rest_bytes,
-        linear_format=None if launch.rest in ("keep", "bf16") else launch.rest,
+        linear_format=None if launch.rest in REST_AS_RELEASED else launch.rest,
     )
 
 

@@ -20,14 +20,13 @@ from ktransformers import env, model_registry, settings, system
 from ktransformers.errors import InputError
 from ktransformers.interrupt import remembered_interrupt
 from ktransformers.plan import Plan, require_fit
-from ktransformers.serve.flags import Launch
+from ktransformers.serve.flags import REST_AS_RELEASED, Launch
 from ktransformers.serve.running import RunningServer, forget_server, record_server
 from ktransformers.serve.target import Target, resolve_target
 from ktransformers.serve.yaml_keys import with_yaml_keys
 from ktransformers.triton_modules import require_compiler
 
 MAX_HOST_SHARE = 0.8  # of free host memory for the KV cache: --mem-fraction-static is chosen for GPUs
-REST_AS_RELEASED = ("keep", "bf16")  # values of --rest that change no number
 SHUTDOWN_SECONDS = 30  # for running requests after SIGTERM or Ctrl-C
 
 LogLine = Callable[[str], None]
@@ -74,6 +73,7 @@ def make_plan(launch: Launch, target: Target, log: LogLine, show: ShowPlan) -> P
     from ktransformers.place.options import read_options
     from ktransformers.serve.forecast import forecast
 
+    _check_rest(launch)
     max_positions = _max_positions(read_pretrained_config(target.model))
     options = read_options(launch.place, target.keys)
     needs_gpu = options.needs_gpu or launch.device is not None or (launch.gpus or 1) > 1
@@ -143,8 +143,9 @@ def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | Non
     device = choose_device(launch, plan)
     require_compiler(device, "--device cpu")
     _check_deterministic(launch, device)
-    _check_rest(launch, device)
     dtype = parse_dtype(launch.dtype, device)
+    _check_rest(launch)
+    _check_rest_device(launch, device, dtype)
     tokenizer = read_tokenizer(target.model, trust_remote_code=launch.trust_remote_code)
     templates = ServedTemplates(tokenizer, launch, target, log)
     tier_request = open_tiers(launch, target, dtype, many_requests and device != "cpu", log)
@@ -157,8 +158,9 @@ def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | Non
     model = _load_model(launch, target, dtype, load_device, uses_gpu_experts, log, widen=not multi_gpu)
     if multi_gpu:
         log(placement.move_layers(model, gpus_of(launch, plan)))
-    if line := describe_coded(model):
-        log(line)
+    coded = describe_coded(model)
+    if coded or launch.rest not in REST_AS_RELEASED:
+        log(coded or f"--rest {launch.rest}: without effect: no linear layer of this model is large enough")
     forward = make_forward(model)
     kv_bytes_per_token = forward.check_against_stock()
     attach_experts(model, placement, log, graphs)
@@ -189,7 +191,7 @@ def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | Non
     )
     cache_bytes, prefill = tokens * kv_bytes_per_token + state_bytes, launch.chunked_prefill_size
     service.approximations = fill_gpus(placement, cache_bytes, prefill, plan, graphs, log)
-    if launch.rest not in REST_AS_RELEASED:
+    if coded and launch.rest not in REST_AS_RELEASED:
         service.approximations["rest"] = launch.rest
     service.placement = placement
     if placement.placement is not None:
@@ -248,16 +250,23 @@ def _check_deterministic(launch: Launch, device: str) -> None:
         raise InputError("--deterministic", f"device {device}", expected)
 
 
-def _check_rest(launch: Launch, device: str) -> None:
+def _check_rest(launch: Launch) -> None:
+    from ktransformers.nn.coded_weight import rest_format
+
+    if launch.rest not in REST_AS_RELEASED:
+        rest_format(launch.rest)
+
+
+def _check_rest_device(launch: Launch, device: str, dtype: Any) -> None:
+    from ktransformers.nn.coded_weight import DTYPES
+
     if launch.rest in REST_AS_RELEASED:
         return
-    from ktransformers.checkpoint.encoded import format_of
-
-    if not format_of(launch.rest).written:
-        raise InputError("rest", launch.rest, "keep, bf16, or a format that `kt quant` writes, such as int8 or int4:32")
     if device != "cpu":
         expected = "--device cpu: on a GPU linear layers are multiplied in bf16"
         raise InputError("rest", f"{launch.rest} on {device}", expected)
+    if dtype not in DTYPES:
+        raise InputError("rest", f"{launch.rest} with --dtype {launch.dtype}", "--dtype bfloat16 or float32")
 
 
 def _attach_decode_graphs(forward: Any, placement: Any, launch: Launch) -> str:
