@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,6 +90,19 @@ def test_states_are_counted_in_the_dtype_of_the_model() -> None:
     forward = make_forward(model)
     assert forward.check_against_stock() == 2 * shape.cached_numbers
     assert shape.states.bytes(2) == forward.bytes_per_sequence
+
+
+def test_scans_of_mamba_are_activations_of_a_server() -> None:
+    """Mamba-1: three float32 tensors [inner, T, state]; Mamba-2: four [T, chunk, heads] and two [T, heads, state]."""
+    names = ("jamba", "granitemoehybrid", "qwen3_next")
+    jamba, granite, delta = (shape_from_config(model_of(name).config.to_dict(), name) for name in names)
+    assert jamba.scan_width == 3 * 128 * 4 and granite.scan_width == 4 * (4 * 8 + 2 * 8) and delta.scan_width == 0
+    work = Serving(context=64, prompt=32)
+    with_scan, without = (
+        predict_memory(shape, work, Choice("bf16"), profile("arm2")).host["activations"]
+        for shape in (jamba, replace(jamba, scan_width=0))
+    )
+    assert with_scan - without == 32 * 3 * 128 * 4 * 4
 
 
 @pytest.mark.slow

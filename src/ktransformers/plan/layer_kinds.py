@@ -61,6 +61,24 @@ def state_numbers(config: Mapping[str, Any], layers: int) -> StateNumbers:
     return StateNumbers(count * one.model_dtype, count * one.float32)
 
 
+def scan_numbers(config: Mapping[str, Any], layers: int) -> int:
+    """Float32 numbers of a prompt's token while torch computes one layer of Mamba. Mamba-1 keeps what enters its states
+    for all tokens at once: the decay, and the input before and after it is multiplied. Mamba-2 goes in chunks: decays
+    and products of the tokens of a chunk with each other, and its two projections repeated for every head."""
+    heads, mamba = _mamba_heads(config), config.get("mamba_d_state") or config.get("ssm_state_size")
+    if not mamba or not any(kind in STATES for kind in layer_types(config, layers)):
+        return 0
+    if not heads:
+        return 3 * _layer_states(config).float32
+    chunk = config.get("mamba_chunk_size") or config.get("chunk_size") or 256
+    return heads * (4 * int(chunk) + 2 * int(mamba))
+
+
+def _mamba_heads(config: Mapping[str, Any]) -> int:
+    """Heads of Mamba-2; 0: another kind."""
+    return int(config.get("mamba_n_heads") or config.get("mamba_num_heads") or 0)
+
+
 def _layer_states(config: Mapping[str, Any]) -> StateNumbers:
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     size = config.get("head_dim") or hidden // heads
@@ -69,7 +87,7 @@ def _layer_states(config: Mapping[str, Any]) -> StateNumbers:
         values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
         kernel = config.get("linear_conv_kernel_dim", 4)
         return StateNumbers((2 * keys + values) * kernel, values * config["linear_key_head_dim"])
-    mamba_heads = config.get("mamba_n_heads") or config.get("mamba_num_heads")
+    mamba_heads = _mamba_heads(config)
     if mamba_heads:  # Mamba-2
         inner = mamba_heads * _mamba_head(config, hidden, mamba_heads)
         state = config.get("mamba_d_state") or config["ssm_state_size"]

@@ -304,7 +304,7 @@ def _serving(model: ModelShape, work: Serving, host: Table, gpus: list[Table]) -
     if not gpus and model.absorbed_numbers:
         host["absorbed keys"] = model.absorbed_numbers * model.rest_dtype_bytes
     width = 8 * model.hidden + 2 * model.attention_width + model.mlp_width
-    activations = work.tokens * work.rest_bytes * width + work.sequences * model.vocabulary * 4
+    activations = work.tokens * (work.rest_bytes * width + 4 * model.scan_width) + work.sequences * model.vocabulary * 4
     score = 8 if work.rest_bytes == 4 else work.rest_bytes + 8  # of a logit, its float32 copy and its logarithm
     rows = work.tokens * model.hidden * work.rest_bytes
     for table in gpus or [host]:

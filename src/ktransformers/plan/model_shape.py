@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ktransformers.errors import InputError
 from ktransformers.model_registry import did_you_mean, known_model, known_names
 from ktransformers.plan.attention_shape import BIASED, LinearShape, attention_layers, config_number, index_layers
-from ktransformers.plan.layer_kinds import NO_STATES, StateNumbers, layer_types, state_numbers
+from ktransformers.plan.layer_kinds import NO_STATES, StateNumbers, layer_types, scan_numbers, state_numbers
 
 if TYPE_CHECKING:
     from ktransformers.checkpoint import ExpertTensors, Shards
@@ -80,6 +80,7 @@ class ModelShape:
     window_width: int = 0  # part of `cache_width` in these layers
     expert_biases: int = 0  # numbers of one expert besides its matrices
     states: StateNumbers = NO_STATES  # convolution and recurrent states of a sequence, all layers together
+    scan_width: int = 0  # float32 numbers of a prompt's token while one layer computes its states
     stored: str = "bf16"  # format of the experts in the release
     published: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
 
@@ -232,6 +233,7 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
         window_width=sum(layer.cache for layer in attention if layer.windowed and window),
         expert_biases=2 * inner + hidden if str(text_config.get("model_type")) in BIASED else 0,
         states=state_numbers(text_config, layers),
+        scan_width=scan_numbers(text_config, layers),
     )
 
 
