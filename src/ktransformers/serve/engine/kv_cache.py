@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ktransformers.nn.out_of_memory import exhausted_memory
 from ktransformers.serve.engine.sampling import Score
 from ktransformers.serve.engine.snapshots import Snapshots, States, copy_states
 
@@ -173,8 +174,8 @@ class KVCache:
         if prefix is not None and not prefix.copy:
             slot = prefix.slot
             self._save(slot)
+            slot.truncate(shared)  # before the slot is busy: memory may run out
             slot.busy = True
-            slot.truncate(shared)
             del slot.scores[scored:]
             if self.grow(slot, len(tokens)):
                 self.reused_tokens += shared
@@ -230,7 +231,12 @@ class KVCache:
         slot.busy, slot.last_use = False, self._clock
         if not slot.length:
             self.slots.remove(slot)
-        slot.states = copy_states(slot.states)  # which may be rows of a tensor of the whole batch
+        try:
+            slot.states = copy_states(slot.states)  # which may be rows of a tensor of the whole batch
+        except Exception as error:
+            if exhausted_memory(error) is None:
+                raise
+            self.discard(slot)  # it is not cached
         self._bound_states()
 
     def take_snapshot(self, slot: KVSlot) -> None:
@@ -269,7 +275,9 @@ class KVCache:
 
     def evict_owner(self, owner: Owner) -> None:
         """Evict the idle slots of an adapter that was unloaded."""
-        self.slots = [slot for slot in self.slots if slot.busy or slot.owner != owner]
+        for slot in [slot for slot in self.slots if slot.owner == owner and not slot.busy]:
+            self._save(slot)
+            self.slots.remove(slot)
 
     def clear(self) -> None:
         self.slots.clear()
