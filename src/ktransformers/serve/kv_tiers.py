@@ -102,7 +102,8 @@ def make_tiers(request: TierRequest | None, forward: Any, context_length: int, l
         return None
     host, disk = HostTier(layout.bytes, host_bytes, pinned=on_gpu), None
     if request.file is not None:
-        disk = DiskTier(request.file, layout.bytes, _disk_bytes(launch, request.file), max(1, host.rows // 2))
+        queued = max(1, host.rows // 2, min(host.rows, layout.state_pieces))  # a copy of states is queued whole
+        disk = DiskTier(request.file, layout.bytes, _disk_bytes(launch, request.file), queued)
         if not disk.writable:
             log(f"nothing is written to {disk.path}: {disk.note or 'a block does not fit into --kv-disk-gb'}")
     log(_describe(host, disk, buffers))
