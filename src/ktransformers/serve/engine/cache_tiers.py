@@ -11,7 +11,8 @@ other sequences go on. Then its slot is filled, and only the rest is computed. O
 fetched: each saves the time to compute its tokens, at the rate measured for prompts, and costs the time to copy it, at
 the rate measured for its tier; the prefix with the largest sum is taken, and none where every sum is negative. A tier
 whose rate is not measured yet costs nothing, and before the first prompt is measured everything is fetched. A tier that
-was skipped is assumed to be a little faster each time, so that it is tried again.
+was skipped is assumed to be a little faster each time, so that it is tried again. A fetch that takes much longer than
+predicted is cut: what has been read is used, and the rest is computed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ktransformers.log import logger
 from ktransformers.nn.out_of_memory import exhausted_memory
 from ktransformers.serve.engine.cache_blocks import (
     BLOCK_TOKENS,
@@ -38,8 +40,11 @@ from ktransformers.serve.engine.lora import LoadedAdapter
 from ktransformers.serve.engine.snapshots import States
 from ktransformers.serve.engine.tier_counts import Rate, TierCounts, TierState
 
+LOG = logger(__name__)
 SAVED_BYTES_PER_STEP = 64 << 20
 RETRY_SHARE = 0.05  # by which the assumed rate of a tier rises each time it is skipped
+MIN_PATIENCE_SECONDS = 5.0  # that a prompt waits for the disk at least, or twice the time to compute it
+FIRST_PATIENCE_SECONDS = 60.0  # before the first prompt is measured
 FLUSH_SECONDS = 20.0  # at the end of a server, for blocks that are not on disk yet
 
 
@@ -65,6 +70,12 @@ class PrefixFetch:
     blocks: list[HostBlock] = field(default_factory=list)
     counts: list[TierCounts] = field(default_factory=list)  # of the tier that had each block
     states: list[HostBlock] = field(default_factory=list)  # pieces of the states after the last block
+    started: float = field(default_factory=time.monotonic)
+    patience: float = FIRST_PATIENCE_SECONDS
+
+    @property
+    def deadline(self) -> float:
+        return self.started + self.patience
 
     @property
     def start(self) -> int:
@@ -73,7 +84,11 @@ class PrefixFetch:
 
     @property
     def ready(self) -> bool:
-        return all(block.reading is None or block.reading.done() for block in [*self.blocks, *self.states])
+        return all(map(_is_read, [*self.blocks, *self.states]))
+
+
+def _is_read(block: HostBlock) -> bool:
+    return block.reading is None or block.reading.done()
 
 
 class CacheTiers:
@@ -256,6 +271,8 @@ class CacheTiers:
             return fetch
         names = [root, *block_hashes(root, tokens[:-1])]
         count = self._worth_fetching(names[fetch.first_block + 1 :], fetch.first_block, in_slots, prefill)
+        if prefill.value:
+            fetch.patience = max(MIN_PATIENCE_SECONDS, 2 * prefill.seconds_for(count * BLOCK_TOKENS))
         for index in range(fetch.first_block + 1, fetch.first_block + count + 1):
             counts = self.host.counts if names[index] in self.host or self.disk is None else self.disk.counts
             block = self._hold(names[index], names[index - 1])
@@ -375,7 +392,27 @@ class CacheTiers:
                 self.host.release(block)
             else:
                 block.reading.add_done_callback(self._release_callback(block))
+                if block.references == 1:  # no other sequence waits for it
+                    block.reading.cancel()
         fetch.blocks, fetch.counts, fetch.states = [], [], []
+
+    def cut(self, fetch: PrefixFetch) -> None:
+        """Keep the blocks that have been read, of a fetch that takes too long."""
+        kept = 0
+        if not fetch.states:
+            late_ones = (index for index, block in enumerate(fetch.blocks) if not _is_read(block))
+            kept = next(late_ones, len(fetch.blocks))
+        late = PrefixFetch(blocks=fetch.blocks[kept:], counts=fetch.counts[kept:], states=fetch.states)
+        fetch.blocks, fetch.counts, fetch.states = fetch.blocks[:kept], fetch.counts[:kept], []
+        seconds, read = time.monotonic() - fetch.started, sum(map(_is_read, late.blocks)) + kept
+        for counts in late.counts:
+            counts.skipped_tokens += BLOCK_TOKENS
+        if self.disk is not None:
+            self.disk.counts.read_rate.add(max(1, read * self.layout.bytes), seconds)
+            LOG.warning(
+                "%s: %d blocks were not read in %.1f s: computed instead", self.disk.path, len(late.blocks), seconds
+            )
+        self.release(late)
 
     def _release_callback(self, block: HostBlock) -> Callable[[object], None]:
         def release(_: object) -> None:

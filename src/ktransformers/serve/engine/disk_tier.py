@@ -17,6 +17,7 @@ end of a chain before its beginning; after a restart, use is counted from the or
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import stat
@@ -26,7 +27,7 @@ import time
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,7 @@ CHECKSUM = struct.Struct("<I")
 HEADER = 128
 SUFFIX = ".ktkv"
 READERS = 4  # threads; one reads and checks 2 GB/s
+CLOSE_SECONDS = 5.0  # for a write and reads that are under way
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,8 @@ class DiskTier:
         self._free: list[int] = []
         self._used, self._stamp = 0, 0  # records of the file; the last stamp
         self._queued: set[BlockHash] = set()
+        self._reads: set[Future[bool]] = set()  # that have not ended
+        self._closing = False
         self._open_records()
         self._queue: queue.Queue[tuple[HostBlock, Callable[[HostBlock], None]] | None] = queue.Queue(queue_blocks)
         self._readers = ThreadPoolExecutor(READERS, "kt-kv-read")
@@ -207,7 +211,10 @@ class DiskTier:
 
     def read(self, block: HostBlock) -> Future[bool]:
         """Read a block into its row, in a thread; False: it is not there or damaged."""
-        return self._readers.submit(self._read, block)
+        reading = self._readers.submit(self._read, block)
+        self._reads.add(reading)
+        reading.add_done_callback(self._reads.discard)
+        return reading
 
     def _read(self, block: HostBlock) -> bool:
         started = time.perf_counter()
@@ -282,7 +289,7 @@ class DiskTier:
         while (entry := self._queue.get()) is not None:
             block, done = entry
             try:
-                if self.writable:
+                if self.writable and not self._closing:
                     self._write(block)
             except Exception as error:  # a full disk, or a copy from the GPU that failed
                 self._stop_writing(error)
@@ -355,10 +362,18 @@ class DiskTier:
         return not self._queue.unfinished_tasks
 
     def close(self) -> None:
-        """Blocks that are queued still are written."""
-        self._queue.put(None)
-        self._writer.join()
-        self._readers.shutdown()
+        """Blocks that are queued still are dropped: `flush` has waited for them. The file stays open and locked while a
+        thread hangs in it."""
+        self._closing = True
+        self._readers.shutdown(wait=False, cancel_futures=True)
+        deadline = time.monotonic() + CLOSE_SECONDS
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=CLOSE_SECONDS)
+        self._writer.join(max(0.0, deadline - time.monotonic()))
+        late = wait(list(self._reads), max(0.0, deadline - time.monotonic())).not_done
+        if self._writer.is_alive() or late:
+            LOG.warning("%s: the disk does not answer; it is left as it is", self.path)
+            return
         self._file.close()
 
 

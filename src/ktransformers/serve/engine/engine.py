@@ -182,11 +182,20 @@ class ServeEngine:
                     raise
                 LOG.exception("a step failed; it ends %s", ", ".join(sorted(self._request_ids())) or "no request")
                 self._fail_all(f"{type(error).__name__}: {error}")
-        if self.tiers is not None:
-            self.tiers.flush()
-        self._fail_all("the server was stopped")
-        if self.tiers is not None:
-            self.tiers.close()
+        self._end("the server was stopped")
+
+    def _end(self, error: str) -> None:
+        """End every sequence, and leave what is cached in the lower tiers as far as there is time."""
+        try:
+            self._close_all(error)  # first: sequences that wait hold rows of the host tier
+            if self.tiers is not None:
+                self.tiers.flush()
+        except Exception:
+            LOG.exception("the KV cache was not saved")
+        finally:
+            self._fail_all(error)
+            if self.tiers is not None:
+                self.tiers.close()
 
     def step(self) -> bool:
         """Compute one batch; False: there was nothing to compute."""
@@ -232,6 +241,8 @@ class ServeEngine:
                 self.kv_cache.discard(chunk.slot)
                 if sequence.slot is chunk.slot:
                     self._requeue(sequence)
+            else:  # no result of the step is used: its tokens are computed again
+                chunk.slot.truncate(chunk.position)
         return None
 
     def _forward(self, chunks: list[Chunk]) -> list[ForwardResult | None]:
@@ -290,27 +301,26 @@ class ServeEngine:
 
     def _admit(self) -> None:
         deferred: list[Sequence] = []
-        while self.waiting and len(self.running) < self.limits.max_running_requests:
-            sequence = self.waiting.popleft()
-            first = sequence.shares_prompt_with
-            if first is not None and not first.finished and not first.prompt_computed:
-                deferred.append(sequence)
-                continue
-            if not self._fetched(sequence):
-                deferred.append(sequence)
-                continue
-            try:
-                allocated = self._allocate(sequence)
-            except Exception as error:
-                if exhausted_memory(error) is None:
-                    raise
-                self._end_for_memory(sequence, len(sequence.tokens), error)
-                continue
-            if not allocated:
-                deferred.append(sequence)
-                break
-            self.running.append(sequence)
-        self.waiting.extendleft(reversed(deferred))
+        try:
+            while self.waiting and len(self.running) < self.limits.max_running_requests:
+                sequence = self.waiting.popleft()
+                deferred.append(sequence)  # in the queue again unless it is admitted, also after an error
+                first = sequence.shares_prompt_with
+                if first is not None and not first.finished and not first.prompt_computed:
+                    continue
+                try:
+                    if not self._fetched(sequence):
+                        continue
+                    if not self._allocate(sequence):
+                        break
+                    self.running.append(sequence)
+                except Exception as error:
+                    if exhausted_memory(error) is None:
+                        raise
+                    self._end_for_memory(sequence, len(sequence.tokens), error)
+                deferred.pop()
+        finally:
+            self.waiting.extendleft(reversed(deferred))
 
     def _fetched(self, sequence: Sequence) -> bool:
         """Fetch what lower tiers hold of the sequence; False: some of it is still being read. They hold no scores."""
@@ -323,6 +333,8 @@ class ServeEngine:
         if sequence.fetch is None:
             root = self.tiers.root_of(sequence.request.adapter)
             sequence.fetch = self.tiers.fetch(root, sequence.tokens, in_slots, self.prefill_rate)
+        if not sequence.fetch.ready and time.monotonic() > sequence.fetch.deadline:
+            self.tiers.cut(sequence.fetch)
         return sequence.fetch.ready
 
     def _allocate(self, sequence: Sequence) -> bool:
@@ -467,15 +479,22 @@ class ServeEngine:
 
     def _fail_all(self, error: str) -> None:
         """End every sequence with an error and clear the cache: after a failed step its contents are undefined."""
+        for sequence in [*self.running, *self.waiting]:
+            if sequence.slot is not None:  # not released: that may save it to a lower tier
+                self.kv_cache.discard(sequence.slot)
+                sequence.slot = None
+        self._close_all(error)
+        self.kv_cache.clear()
+        if self.tiers is not None:
+            self.tiers.forget_all()
+
+    def _close_all(self, error: str) -> None:
         with self._wakeup:
             self.waiting.extend(self._submitted)
             self._submitted.clear()
         for sequence in [*self.running, *self.waiting]:
             self._close(sequence, "error", error=error)
         self.waiting.clear()
-        self.kv_cache.clear()
-        if self.tiers is not None:
-            self.tiers.forget_all()
 
 
 def _key(sequence: Sequence) -> tuple[Owner, list[int]]:

@@ -43,7 +43,9 @@ class HostBlock:
     @property
     def valid(self) -> bool:
         """Whether its row is defined; waits for the disk."""
-        return self.reading is None or (self.reading.exception() is None and self.reading.result())
+        if self.reading is None:
+            return True
+        return not self.reading.cancelled() and self.reading.exception() is None and self.reading.result()
 
     def wait(self) -> None:
         """Until the copy from the GPU has ended."""
