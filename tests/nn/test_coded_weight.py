@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,7 +84,7 @@ def test_every_variant_multiplies(isa: str, spec: str) -> None:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_row_has_the_same_bits_in_every_batch(spec: str) -> None:
-    """In float32: a token of a prompt is computed as it is alone. Of FP8 the kernel for one row adds in another order."""
+    """In float32 a token of a prompt is computed as it is alone; the FP8 kernel for one row adds in another order."""
     layers, _ = coded(spec)
     x, eight_bit_floats = torch.randn(70, 256), spec.startswith(("fp8", "mxfp8"))
     with torch.no_grad():
@@ -165,6 +166,13 @@ def test_copies_and_files_have_ordinary_weights() -> None:
     model: Any = get_peft_model(layers, LoraConfig(r=4, target_modules=["small"], modules_to_save=["linear"]))
     model(torch.randn(2, 256)).sum().backward()
     assert model.base_model.model.linear.modules_to_save["default"].weight.grad is not None
+
+
+def test_saving_a_stock_model_is_refused(tmp_path: Path) -> None:
+    model = build("qwen3_moe", hidden_size=256, vocab_size=512)
+    assert encode_linears(model, "int8")
+    with pytest.raises(InputError, match="this one has codes; save the adapter"):
+        model.save_pretrained(tmp_path)
 
 
 def test_a_gradient_of_the_weight_is_refused() -> None:

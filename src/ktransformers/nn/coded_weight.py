@@ -4,7 +4,7 @@ A decoded token reads every weight once, so bytes are time: in int8 a layer take
 third. `CodedWeight` holds the codes, packed as the core multiplies them (`csrc/moe/coded_linear.h`), and is a tensor of
 the model's dtype to everything else: PEFT sees an ordinary frozen weight of an ordinary `nn.Linear`. `F.linear`
 multiplies with codes; the gradient of the input decodes PANEL numbers of the weight at a time. Any other operator gets
-a copy in the model's dtype, and so does a copied or saved model; what would write into the weight is refused.
+a copy in the model's dtype, and so does a copied module; what would write into the weight is refused.
 
 `keep_released` takes the codes of the files where these are quantised: the same numbers in fewer bytes.
 `encode_linears` takes the codes of a format nearest to the loaded numbers, so results change by what rounding costs
@@ -136,6 +136,11 @@ class CodedWeight(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved as an ordinary tensor."""
         return _decoded(self).__reduce_ex__(protocol)
+
+    def untyped_storage(self) -> Any:
+        """What `save_pretrained` asks for."""
+        remedy = "save the adapter; the release has the weights"
+        raise InputError("weight", "an access to its memory", "a weight with numbers; this one has codes", remedy)
 
     def with_dtype(self, dtype: torch.dtype) -> CodedWeight:
         return CodedWeight(self.codes, self.spec, self.shape, dtype)
