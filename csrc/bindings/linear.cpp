@@ -140,17 +140,13 @@ PyCodedLinear::PyCodedLinear(const PyPool& pool, int64_t rows, int64_t columns, 
 void PyCodedLinear::pack(nb::handle matrix) {
   std::vector<Array> alive;
   const SourceMatrix source = released_of("weight", matrix, format, 1, linear->rows(), linear->columns(), alive);
-  packed = false;
-  {
-    nb::gil_scoped_release released;
-    linear->pack(source.released);
-    for (const Array& a : alive) check_mapping(mapping_at(a.data()));
-  }
-  packed = true;
+  nb::gil_scoped_release released;
+  linear->pack(source.released);
+  for (const Array& a : alive) check_mapping(mapping_at(a.data()));
 }
 
 void PyCodedLinear::check_packed() const {
-  if (!packed) throw std::runtime_error("the weight is not packed; pack() it before the first call");
+  if (!linear->packed()) throw std::runtime_error("the weight is not packed; pack() it before the first call");
 }
 
 void PyCodedLinear::forward(nb::handle x, nb::handle out) const {

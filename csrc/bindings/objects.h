@@ -122,7 +122,6 @@ struct PyExperts {
 struct PyCodedLinear {
   std::unique_ptr<CodedLinear> linear;
   Format format;
-  bool packed = false;
 
   PyCodedLinear(const PyPool& pool, int64_t rows, int64_t columns, const std::string& format, const std::string& isa);
   void pack(nb::handle matrix);  // (codes, scales or None, tensor scale or None), of one matrix as of one expert

@@ -231,8 +231,10 @@ void CodedLinear::pack(const Released& source) {
     Readers& readers;
     ~Unlock() { readers.unlock(); }
   } unlock{readers_};
+  packed_ = false;
   PackJob job(*this, source);
   engine_->pool.run(job);
+  packed_ = true;
 }
 
 void CodedLinear::multiply(const LinearRows& rows) const {

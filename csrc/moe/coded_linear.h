@@ -26,6 +26,7 @@ class CodedLinear {
   // On the pool. Throws std::runtime_error while another call reads the weights, and so do the others while they are
   // packed.
   void pack(const Released& source);
+  bool packed() const { return packed_; }  // since the last pack(), which may have been interrupted
   void multiply(const LinearRows& rows) const;
   void decode(int32_t first, int32_t count, char* out) const;  // rows of W in bf16, `first` a multiple of 32
 
@@ -47,6 +48,7 @@ class CodedLinear {
   std::shared_ptr<Engine> engine_;
   BlockStore store_;
   Readers readers_;
+  bool packed_ = false;
 };
 
 }  // namespace kt

@@ -227,6 +227,14 @@ def test_linear_layers_within_routers_are_not_encoded(family: str, monkeypatch: 
     assert not any(isinstance(model.get_submodule(name).weight, CodedWeight) for name in beside)
 
 
+def test_indexers_are_not_encoded() -> None:
+    """They choose keys, as routers choose experts."""
+    model = build("deepseek_v32", hidden_size=256, q_lora_rank=128, index_n_heads=4, index_head_dim=128)
+    encode_linears(model, "int8")
+    names = [name for name, parameter in model.named_parameters() if isinstance(parameter, CodedWeight)]
+    assert names and not any("indexer" in name for name in names)
+
+
 def test_wrong_arguments_are_refused() -> None:
     pool = default_pool()
     with pytest.raises(ValueError, match="format"):

@@ -9,7 +9,7 @@ a copy in the model's dtype, and so does a copied module; what would write into 
 `keep_released` takes the codes of the files where these are quantised: the same numbers in fewer bytes.
 `encode_linears` takes the codes of a format nearest to the loaded numbers, so results change by what rounding costs
 (docs/quant.md). Activations are not rounded. Left as they are: routers and gates beside experts, whose choices rounding
-could change; matrices that are multiplied into others instead of being called (`kv_b_proj` of latent attention);
+could change, and indexers; matrices that are multiplied into others instead of being called (`kv_b_proj` of latent attention);
 embeddings, which are looked up.
 """
 
@@ -235,7 +235,7 @@ def keep_released(model: nn.Module, tensors: Iterable[PlainTensor], pool: _core.
     for name, linear in _suitable(model):
         codes = released.get(f"{name}.weight") or released.get(names[id(linear.weight)])
         matrix = None if codes is None else codes()
-        if isinstance(matrix, Encoded):
+        if isinstance(matrix, Encoded) and (matrix.codes.shape[1], matrix.columns) == tuple(linear.weight.shape):
             loaded = stored_weight(linear.weight)[:ROW_MULTIPLE].detach().to(torch.bfloat16, copy=True)
             coded = _replace(linear, matrix, pool)
             decoded = torch.empty_like(loaded)
@@ -272,6 +272,8 @@ def _suitable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     routers = _router_modules(model)
     for prefix, module in model.named_modules():
         if hasattr(module, "experts") or module in routers:  # linear layers beside experts are the router and gates
+            continue
+        if hasattr(module, "index_topk"):  # an indexer, which chooses keys
             continue
         absorbed = getattr(module, "kv_b_proj", None) if callable(getattr(module, "expand_kv", None)) else None
         for name, child in module.named_children():
