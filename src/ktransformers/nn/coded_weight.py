@@ -9,8 +9,8 @@ a copy in the model's dtype, and so does a copied module; what would write into 
 `keep_released` takes the codes of the files where these are quantised: the same numbers in fewer bytes.
 `encode_linears` takes the codes of a format nearest to the loaded numbers, so results change by what rounding costs
 (docs/quant.md). Activations are not rounded. Left as they are: routers and gates beside experts, whose choices rounding
-could change, and indexers; matrices that are multiplied into others instead of being called (`kv_b_proj` of latent attention);
-embeddings, which are looked up.
+could change, and indexers; matrices that are multiplied into others instead of being called (`kv_b_proj` of latent
+attention); embeddings, which are looked up.
 """
 
 from __future__ import annotations
