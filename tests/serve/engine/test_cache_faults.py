@@ -175,6 +175,10 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(
         assert recorded.events[-1].cached == 0
         assert engine.tiers.disk.counts.skipped_tokens == 192
         assert 0 < engine.tiers.disk.counts.read_rate.value < 1000  # bytes/s: the next prompt is computed at once
+        engine.kv_cache.clear()
+        engine.tiers.forget_all()
+        sequence, _ = tiers_harness.sequence(PROMPT)
+        assert engine._fetched(sequence) and not sequence.fetch.blocks
         hanging_disk.set()
         wait_until(lambda: not engine.tiers.disk._reads)
         assert all(not block.references for block in engine.tiers.host._blocks.values())

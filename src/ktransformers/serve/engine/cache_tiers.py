@@ -314,6 +314,8 @@ class CacheTiers:
             tiers.append(counts)
         possible = {0: 0.0}  # number of blocks -> predicted saving in seconds
         for count, saving in enumerate(savings[1:], 1):
+            if self.layout.states and self._tier_of(state_names(names[count - 1], 1)[0]) is None:
+                continue  # most positions have no copy: the names of all pieces would take long
             pieces = state_names(names[count - 1], self.layout.state_pieces)
             held = [counts for counts in map(self._tier_of, pieces) if counts is not None]
             if len(held) == len(pieces):
@@ -328,9 +330,9 @@ class CacheTiers:
         return taken
 
     def _tier_of(self, name: BlockHash) -> TierCounts | None:
-        """The fastest tier that has the block."""
+        """The fastest tier that has the block; one that is still being read is the disk's."""
         if name in self.host:
-            return self.host.counts
+            return self.disk.counts if self.disk is not None and self.host.is_reading(name) else self.host.counts
         return self.disk.counts if self.disk is not None and name in self.disk else None
 
     def _cost(self, counts: TierCounts) -> float:

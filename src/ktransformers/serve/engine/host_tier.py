@@ -90,6 +90,11 @@ class HostTier:
     def __contains__(self, name: BlockHash) -> bool:
         return name in self._blocks
 
+    def is_reading(self, name: BlockHash) -> bool:
+        """Whether the row of the block is not defined yet."""
+        block = self._blocks.get(name)
+        return block is not None and block.reading is not None and not block.reading.done()
+
     def get(self, name: BlockHash) -> HostBlock | None:
         """The block, with one more reference."""
         with self._lock:
