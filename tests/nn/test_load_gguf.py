@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ktransformers.nn import load_model
+from ktransformers import _core
+from ktransformers.nn import coded_weight, load_model
 from ktransformers.nn.coded_weight import CodedWeight
 from ktransformers.nn.prepare import prepare
 from tests.support.gguf_models import gguf_fields, gpt_oss_to_gguf, to_gguf
@@ -81,14 +82,17 @@ def test_gpt_oss_from_a_gguf_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "arch"), [("mixtral", "llama"), ("qwen3_moe", "qwen3moe")])
-def test_linear_layers_keep_the_bits_of_the_file(family: str, arch: str, tmp_path: Path) -> None:
+def test_linear_layers_keep_the_bits_of_the_file(
+    family: str, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Attention and the head in Q8_0 and Q4_0; rows of q and k are in another order in one of the two architectures."""
     gguf = pytest.importorskip("gguf")
     sizes = {"intermediate_size": 64, "moe_intermediate_size": 64} | SIZES
     sizes |= {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 32, "vocab_size": 512}
     model = build(family, **sizes)
     tensors = to_gguf(model, arch, dict.fromkeys(("gate", "up", "down"), "Q8_0"))
-    kinds = {"attn_q.weight": "Q8_0", "attn_output.weight": "Q4_0", "output.weight": "Q8_0"}
+    kinds = {"attn_q.weight": "Q8_0", "attn_output.weight": "Q5_0", "output.weight": "Q8_0"}
+    monkeypatch.setattr(coded_weight, "ONE_PLANE_VARIANTS", ())
     for name, (numbers, _) in list(tensors.items()):
         kind = next((kind for ending, kind in kinds.items() if name.endswith(ending) and name != "output_norm"), None)
         if kind is not None:
@@ -99,9 +103,13 @@ def test_linear_layers_keep_the_bits_of_the_file(family: str, arch: str, tmp_pat
     kept = {name: one.spec for name, one in codes.named_parameters() if isinstance(one, CodedWeight)}
     layers = range(model.config.num_hidden_layers)
     expected = {f"model.layers.{layer}.self_attn.q_proj.weight": "q8_0" for layer in layers}
-    expected |= {f"model.layers.{layer}.self_attn.o_proj.weight": "q4_0" for layer in layers}
+    expected |= {f"model.layers.{layer}.self_attn.o_proj.weight": "q5_0" for layer in layers}
     assert kept == expected | {"lm_head.weight": "q8_0"}
     for name in kept:
         assert torch.equal(codes.get_parameter(name) + 0, numbers.get_parameter(name) + 0), name
     actual, wanted = logits(codes), logits(numbers)
     assert float((actual - wanted).norm() / wanted.norm()) < 1e-2  # weights are rounded to bf16 in one of the two
+    monkeypatch.setattr(coded_weight, "ONE_PLANE_VARIANTS", (_core.isa(),))
+    fewer = load_model(file, dtype=torch.float32, rest="keep")
+    left = {name for name in kept if not isinstance(fewer.get_parameter(name), CodedWeight)}
+    assert left == {name for name, spec in kept.items() if spec == "q5_0"}

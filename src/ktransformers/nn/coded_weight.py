@@ -38,6 +38,9 @@ MIN_WEIGHTS = 1 << 15  # of a matrix; a smaller one saves nothing
 PANEL = 1 << 22  # weights that are decoded at a time
 ROW_MULTIPLE = 32  # of a weight's first row that is decoded
 DTYPES = (torch.bfloat16, torch.float32)
+# Where putting codes of two planes together (Q3_K, Q5_K, Q6_K) takes longer than reading bf16: on two Neoverse-N1 cores
+# 6.8 ms for 67 million weights in Q6_K, 5.5 in bf16 and 3.5 in Q4_K (docs/log.md).
+ONE_PLANE_VARIANTS = ("neon",)
 SAME = {"alias", "detach"}  # operators that return the same numbers
 ROUTERS = ("gate", "router")  # ends of the names of modules beside experts that choose among these
 
@@ -235,7 +238,9 @@ def keep_released(model: nn.Module, tensors: Iterable[PlainTensor], pool: _core.
     for name, linear in _suitable(model):
         codes = released.get(f"{name}.weight") or released.get(names[id(linear.weight)])
         matrix = None if codes is None else codes()
-        if isinstance(matrix, Encoded) and (matrix.codes.shape[1], matrix.columns) == tuple(linear.weight.shape):
+        if not isinstance(matrix, Encoded) or (_core.isa() in ONE_PLANE_VARIANTS and _planes(matrix.format) > 1):
+            continue
+        if (matrix.codes.shape[1], matrix.columns) == tuple(linear.weight.shape):
             loaded = stored_weight(linear.weight)[:ROW_MULTIPLE].detach().to(torch.bfloat16, copy=True)
             coded = _replace(linear, matrix, pool)
             decoded = torch.empty_like(loaded)
@@ -244,6 +249,10 @@ def keep_released(model: nn.Module, tensors: Iterable[PlainTensor], pool: _core.
                 raise KTError(f"{name}: codes of {matrix.format} are not the numbers that were loaded; a defect")
             kept += 1
     return kept
+
+
+def _planes(spec: str) -> int:
+    return len(_core.format(spec)["planes"])
 
 
 def _replace(linear: nn.Linear, matrix: Encoded, pool: _core.Pool | None) -> CodedWeight:
