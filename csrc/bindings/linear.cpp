@@ -131,7 +131,7 @@ PyCodedLinear::PyCodedLinear(const PyPool& pool, int64_t rows, int64_t columns, 
   if (format.is_tiles())
     refuse_value("format", name, "a format with codes", "bf16 matrices are multiplied as they are");
   const int32_t n = in_range("rows", rows, 1, 1 << 24), k = in_range("columns", columns, 1, 1 << 20);
-  released_row_bytes("weight", format, k);
+  released_row_bytes("matrix", format, k);
   const KernelTable& table = table_for(isa);
   nb::gil_scoped_release released;
   linear = std::make_unique<CodedLinear>(n, k, format, table, pool.engine);
@@ -139,7 +139,7 @@ PyCodedLinear::PyCodedLinear(const PyPool& pool, int64_t rows, int64_t columns, 
 
 void PyCodedLinear::pack(nb::handle matrix) {
   std::vector<Array> alive;
-  const SourceMatrix source = released_of("weight", matrix, format, 1, linear->rows(), linear->columns(), alive);
+  const SourceMatrix source = released_of("matrix", matrix, format, 1, linear->rows(), linear->columns(), alive);
   nb::gil_scoped_release released;
   linear->pack(source.released);
   for (const Array& a : alive) check_mapping(mapping_at(a.data()));

@@ -140,6 +140,47 @@ def linear_heads() -> Case:
     return Case(call, {"x": f32(3, 2, H), "weights": bf16(3, 40, H), "out": f32(3, 2, 40)}, frozenset({"out"}))
 
 
+def codes_of(rows: int, columns: int) -> dict[str, Tensor]:
+    codes = torch.arange(rows * columns // 2).to(torch.uint8).view(1, rows, columns // 2)
+    return {"matrix.codes": codes, "matrix.scales": bf16(1, rows, columns // 32).abs()}
+
+
+def coded_linear() -> _core.CodedLinear:
+    linear, parts = _core.CodedLinear(new_pool(), 40, H, "int4:32"), codes_of(40, H)
+    linear.pack((parts["matrix.codes"], parts["matrix.scales"], None))
+    return linear
+
+
+def linear_pack() -> Case:
+    def call(given: dict[str, Any]) -> list[Any]:
+        linear, out = _core.CodedLinear(new_pool(), 40, H, "int4:32"), torch.empty(40, H, dtype=torch.bfloat16)
+        linear.pack((given["matrix.codes"], given["matrix.scales"], None))
+        linear.decode(0, out)
+        return [out]
+
+    return Case(call, codes_of(40, H))
+
+
+def linear_forward(tokens: int) -> Case:
+    linear = coded_linear()
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        linear.forward(**given)
+        return [given["out"]]
+
+    return Case(call, {"x": f32(tokens, H), "out": f32(tokens, 40)}, frozenset({"out"}))
+
+
+def linear_decode() -> Case:
+    linear = coded_linear()
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        linear.decode(0, **given)
+        return [given["out"]]
+
+    return Case(call, {"out": bf16(40, H)}, frozenset({"out"}))
+
+
 def argmax() -> Case:
     pool = new_pool()
     return Case(lambda given: pool.argmax(given["x"]), {"x": f32(3, 100)})
@@ -303,6 +344,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "crc32c": crc32c,
     "Pool.linear": linear,
     "Pool.linear_heads": linear_heads,
+    "CodedLinear.pack": linear_pack,
+    "CodedLinear.forward": lambda: linear_forward(3),
+    "CodedLinear.forward, many rows": lambda: linear_forward(70),
+    "CodedLinear.decode": linear_decode,
     "Pool.argmax": argmax,
     "Pool.attend": attend,
     "Pool.attend, one head": lambda: attend(1, 1),
@@ -323,6 +368,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "Adapter.pack": adapter_pack,
 }
 WITHOUT_TENSORS = {
+    "CodedLinear.__init__",
     "variants", "isa", "machine", "formats", "format", "grid", "linear_rows", "pooled_array", "pooled_bytes",
     "TaskQueue.__init__", "TaskQueue.submit", "TaskQueue.wait", "TaskQueue.step",
     "host_callbacks", "map_file", "Pool.__init__", "Pool.rate", "Pool.codes_rate", "Call.submit", "Call.wait",
