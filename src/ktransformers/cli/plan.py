@@ -19,7 +19,7 @@ from ktransformers.cli.sizes import gigabytes
 from ktransformers.progress import rough
 
 if TYPE_CHECKING:
-    from ktransformers.plan import Candidate, Machine, ModelShape, Plan
+    from ktransformers.plan import Candidate, Machine, ModelShape, Plan, Serving, Training
 
 POLICY_TEXTS = {
     "cpu": "on the CPU",
@@ -49,9 +49,10 @@ def time_line(candidate: Candidate) -> str:
 
 def choice_line(candidate: Candidate) -> str:
     choice = candidate.choice
-    where = "attention and the rest on " + (
-        "the CPU" if not choice.gpus else "one GPU" if choice.gpus == 1 else f"{choice.gpus} GPUs"
+    gpus = {0: "the CPU", 1: "one GPU"}.get(
+        choice.gpus, f"{choice.gpus} GPUs, whole layers on each: heads are not split"
     )
+    where = f"attention and the rest on {gpus}"
     residents = f", {choice.residents} of each layer resident there" if choice.residents else ""
     return f"experts in {choice.format} {POLICY_TEXTS[choice.policy]}{residents}; {where}"
 
@@ -171,18 +172,12 @@ def published_rows(model: ModelShape, work: str) -> list[tuple[str, str]]:
     return rows
 
 
-def _train_plan(
-    file: Path,
-    words: list[str],
-    model: str,
-    shape: ModelShape,
-    machine: Machine,
-    everything: bool,
-    policies: tuple[str, ...],
-) -> Plan:
-    """The plan of a file of `kt train`, with the tokens per step that it would choose if all rows had full length."""
+def _train_work(
+    file: Path, words: list[str], model: str, shape: ModelShape, machine: Machine, policies: tuple[str, ...]
+) -> tuple[Training, str | None]:
+    """The workload of a file of `kt train`, with the tokens per step that it would choose if all rows had full length,
+    and the note on that choice."""
     from ktransformers.checkpoint.model_config import read_model_config
-    from ktransformers.plan import make_plan
     from ktransformers.train.arguments import dtype_of
     from ktransformers.train.forecast import PlanInputs, training_workload
     from ktransformers.train.grouping import decide_grouping, with_tokens_per_batch
@@ -193,9 +188,30 @@ def _train_plan(
     config_fields = read_model_config(model) if config.is_file() else {}
     size = dtype_of(settings, config_fields, _bf16_is_fast(machine)).itemsize
     grouping = decide_grouping(settings, None, PlanInputs(shape, machine, policies, size), None)
-    work = training_workload(with_tokens_per_batch(settings, grouping.tokens), size)
+    return training_workload(with_tokens_per_batch(settings, grouping.tokens), size), grouping.note
+
+
+def _train_plan(
+    file: Path,
+    words: list[str],
+    model: str,
+    shape: ModelShape,
+    machine: Machine,
+    everything: bool,
+    policies: tuple[str, ...],
+) -> Plan:
+    from ktransformers.plan import make_plan
+
+    work, note = _train_work(file, words, model, shape, machine, policies)
     plan = make_plan(shape, work, machine, everything=everything, policies=policies)
-    return plan if grouping.note is None else replace(plan, notes=(*plan.notes, grouping.note))
+    return plan if note is None else replace(plan, notes=(*plan.notes, note))
+
+
+def _works(serve_alone: bool, size: int, serving: Serving) -> dict[str, Training | Serving]:
+    """What is planned without a file: serving, and training unless serving alone is asked for."""
+    from ktransformers.plan import Training
+
+    return {**({} if serve_alone else {"train": Training(rest_bytes=size)}), "serve": serving}
 
 
 def _bf16_is_fast(machine: Machine) -> bool:
@@ -258,6 +274,11 @@ def plan(
             "Default: the fastest of auto, cpu, stream and resident.",
         ),
     ] = None,
+    hosts: Annotated[int | None, typer.Option(help="Share the experts over so many machines like this one.")] = None,
+    net: Annotated[str, typer.Option(help="With --hosts: rate of every host's link, 25Gb.")] = "25Gb",
+    round_trip: Annotated[
+        float, typer.Option("--round-trip", help="With --hosts: microseconds of a message and its answer.")
+    ] = 100.0,
     everything: Annotated[bool, typer.Option("--all", help="Also other formats and slower plans.")] = False,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine again.")] = False,
     html: Annotated[
@@ -267,7 +288,7 @@ def plan(
 ) -> None:
     """Plan memory by device, time, and the best configuration that fits."""
     from ktransformers.model_registry import resolve
-    from ktransformers.plan import Serving, Training, make_plan, open_shape
+    from ktransformers.plan import Serving, make_plan, open_shape
     from ktransformers.plan.document import plan_document
     from ktransformers.plan.workload import PLANNED_POLICIES
 
@@ -278,18 +299,24 @@ def plan(
     shape = open_shape(model)
     target = _choose_machine(machine, gpu, ram, calibrate)
     size = 2 if _bf16_is_fast(target) else 4  # as `kt train` and `kt serve` choose
-    serving = {"serve": Serving(context, prompt, sequences, size)}
+    serving = Serving(context, prompt, sequences, size)
     policies = PLANNED_POLICIES if place is None else (place,)
+    if hosts is not None:
+        from ktransformers.cli.plan_hosts import plan_hosts, refuse_with_hosts
+        from ktransformers.plan.hosts import parse_network
+
+        refuse_with_hosts({"--html": html, "--place": place, "--all": everything})
+        works = _works(serve, size, serving)
+        if train is not None:
+            works = {"train": _train_work(train, words or [], model, shape, target, policies)[0]}
+        plan_hosts(shape, works, target, hosts, parse_network(net, round_trip * 1e-6), as_json)
+        return
     if train is not None:
         plans = {"train": _train_plan(train, words or [], model, shape, target, everything, policies)}
     else:
-        works: dict[str, Training | Serving] = {
-            **({} if serve else {"train": Training(rest_bytes=size)}),
-            **serving,
-        }
         plans = {
             name: make_plan(shape, work, target, everything=everything, policies=policies)
-            for name, work in works.items()
+            for name, work in _works(serve, size, serving).items()
         }
     rows = {name: [*plan_rows(planned), *published_rows(shape, name)] for name, planned in plans.items()}
     numbers = f"{shape.numbers / 1e9:.4g} billion numbers, {shape.expert_numbers_total / shape.numbers:.0%} in experts"

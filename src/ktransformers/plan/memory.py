@@ -67,7 +67,7 @@ class MemoryPlan:
         return tuple(sum(table.values()) for table in self.gpus)
 
 
-def _huge_pages(size: int) -> int:
+def huge_pages(size: int) -> int:
     return size if size < HUGE_PAGE else -(-size // HUGE_PAGE) * HUGE_PAGE
 
 
@@ -104,7 +104,7 @@ def workspace_bytes(model: ModelShape, work: Work, machine: Machine) -> int:
         if work.adapts_experts:
             ranks = TILE_K * tiles(work.rank)
             panels += rows * (inner + 4 * ranks) * element  # activations for dA and dB of down; rows times factors
-    return _huge_pages(panels + sums + machine.cpu.threads * THREAD_SCRATCH_BYTES)
+    return huge_pages(panels + sums + machine.cpu.threads * THREAD_SCRATCH_BYTES)
 
 
 def layer_bytes(model: ModelShape, work: Training) -> int:
@@ -151,7 +151,7 @@ def rest_weight_bytes(model: ModelShape, rest_bytes: int, choice: Choice, machin
 def predict_memory(
     model: ModelShape, work: Work, choice: Choice, machine: Machine, engine: EngineLimits = ENGINE_LIMITS
 ) -> MemoryPlan:
-    experts = model.expert_layers * _huge_pages(model.experts * expert_bytes(model, choice))
+    experts = model.expert_layers * huge_pages(model.experts * expert_bytes(model, choice))
     on_cpu_server = isinstance(work, Serving) and not choice.gpus
     host: Table = {"process": SERVER_PROCESS_BYTES if on_cpu_server else PROCESS_BYTES, "experts": experts}
     gpus: list[Table] = [{} for _ in range(choice.gpus)]
@@ -277,7 +277,7 @@ def _training(
         table["optimiser"] = table.get("optimiser", 0) + 2 * numbers * work.trained_bytes  # two moments
     if work.adapts_experts and choice.policy != "stream":  # a shorter batch may go to the CPU even if this one does not
         per_layer = packed_lora_bytes(model.hidden, model.intermediate, model.gated, work.rank) * model.experts
-        host["packed LoRA"] = model.expert_layers * _huge_pages(per_layer)
+        host["packed LoRA"] = model.expert_layers * huge_pages(per_layer)
     layers_kept = model.expert_layers if work.retain or not work.checkpointing else 1
     if share == CPU_ALL:
         host["kept rows"] = layers_kept * kept_rows_bytes(model, work.tokens, machine)

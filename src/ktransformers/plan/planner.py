@@ -230,7 +230,7 @@ def _serving_changes(work: Serving, choice: Choice) -> Iterator[_Change]:
         yield _Change("context", f"a context of {length} tokens", changed, choice, False)
 
 
-def _changes(work: Work, choice: Choice, machine: Machine) -> Iterator[_Change]:
+def changes(work: Work, choice: Choice, machine: Machine) -> Iterator[_Change]:
     yield from _training_changes(work, choice) if isinstance(work, Training) else _serving_changes(work, choice)
     if choice.uses_engine:
         yield _Change("place", "kt_place: cpu", work, replace(choice, residents=0, policy="cpu"), True)
@@ -248,30 +248,30 @@ def _with_hardware(model: ModelShape, candidate: Candidate, machine: Machine, wo
     memory, gpus, more = machine.memory, list(machine.gpus), []
     for place, short in candidate.lacking.items():
         if place == "host":
-            memory = _round_up((memory * HOST_MEMORY_SHARE + short) / HOST_MEMORY_SHARE)
+            memory = round_up((memory * HOST_MEMORY_SHARE + short) / HOST_MEMORY_SHARE)
             more.append(f"{memory / 1e9:.0f} GB of host memory")
         else:
             index = int(place.removeprefix("gpu"))
-            gpus[index] = replace(gpus[index], memory=_round_up(candidate.memory.gpu_bytes[index] / GPU_MEMORY_SHARE))
+            gpus[index] = replace(gpus[index], memory=round_up(candidate.memory.gpu_bytes[index] / GPU_MEMORY_SHARE))
             more.append(f"a GPU with {gpus[index].memory / 1e9:.0f} GB")
     larger = replace(machine, memory=memory, gpus=tuple(gpus))
     same_results = candidate.choice.format == counted_as(model.stored)
     return Remedy((*words, *more), evaluate(model, candidate.work, candidate.choice, larger), same_results)
 
 
-def _round_up(size: float) -> int:
+def round_up(size: float) -> int:
     return -(-int(size) // 10**9) * 10**9
 
 
 def _remedies(model: ModelShape, nearest: Candidate, machine: Machine) -> tuple[Remedy, ...]:
-    singles = list(_changes(nearest.work, nearest.choice, machine))
+    singles = list(changes(nearest.work, nearest.choice, machine))
     fitting: list[tuple[frozenset[str], Remedy]] = []
     for change in singles:
         candidate = evaluate(model, change.work, change.choice, machine)
         if candidate.fits:
             fitting.append((frozenset({change.kind}), Remedy((change.words,), candidate, change.same_results)))
     sufficient = {words for _, remedy in fitting for words in remedy.changes}
-    pairs = ((first, second) for first in singles for second in _changes(first.work, first.choice, machine))
+    pairs = ((first, second) for first in singles for second in changes(first.work, first.choice, machine))
     for first, second in pairs:
         if first.kind == second.kind or {first.words, second.words} & sufficient:
             continue

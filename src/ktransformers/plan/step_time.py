@@ -121,7 +121,7 @@ class _Pass:
     resident_all: bool = False  # the pass before left all experts of the layer in the cache
 
 
-def _passes(model: ModelShape, work: Training, choice: Choice, machine: Machine) -> list[_Pass]:
+def training_passes(model: ModelShape, work: Training, choice: Choice, machine: Machine) -> list[_Pass]:
     passes = [_Pass(1, 1, True)]
     if work.checkpointing:
         passes.append(_Pass(1, 1, not work.retain))
@@ -137,7 +137,7 @@ def training_time(model: ModelShape, work: Training, choice: Choice, machine: Ma
     touched, sparse = experts_of_batch(model, work), model.expert_layers / model.layers
     captured = captures_expert_passes(model, work, choice, machine)
     parts = dict.fromkeys(("experts", "rest", "loss", "crossing", "optimiser"), 0.0)
-    for pass_ in _passes(model, work, choice, machine):
+    for pass_ in training_passes(model, work, choice, machine):
         rest = _training_rest(model, work, machine, choice, pass_) / model.layers
         parts["rest"] += work.batches * model.layers * rest
         if not pass_.experts:
@@ -169,7 +169,7 @@ def training_time(model: ModelShape, work: Training, choice: Choice, machine: Ma
         * head_seconds(model, work.labelled_tokens, machine, choice, size, TRAINING_FLOPS_SHARE)
     )
     parts["crossing"] += _factor_seconds(model, work, choice, machine)
-    parts["optimiser"] = _optimiser_seconds(model, work, choice, machine)
+    parts["optimiser"] = optimiser_seconds(model, work, choice, machine)
     return PredictedTime(parts, max(work.tokens_per_step, work.tokens))
 
 
@@ -190,7 +190,7 @@ def _factor_seconds(model: ModelShape, work: Training, choice: Choice, machine: 
     return work.batches * expert_lora_numbers(model, work.rank) * work.trained_bytes / machine.gpus[0].link
 
 
-def _optimiser_seconds(model: ModelShape, work: Training, choice: Choice, machine: Machine) -> float:
+def optimiser_seconds(model: ModelShape, work: Training, choice: Choice, machine: Machine) -> float:
     experts = expert_lora_numbers(model, work.rank) if work.adapts_experts else 0
     attention = attention_lora_numbers(model, work.rank) if work.adapts_attention else 0
     bandwidth = machine.gpus[0].bandwidth if choice.gpus else machine.cpu.read_bytes
@@ -247,7 +247,7 @@ def inference_pass(
 def serving_time(model: ModelShape, work: Serving, choice: Choice, machine: Machine) -> PredictedTime:
     prefill, decode = (
         inference_pass(model, tokens, earlier_tokens, machine, choice, work.rest_bytes)
-        for tokens, earlier_tokens in _serving_passes(work).values()
+        for tokens, earlier_tokens in serving_passes(work).values()
     )
     cache = work.sequences * model.read_numbers((work.prompt + work.context) / 2) * work.rest_bytes
     cache += 2 * work.sequences * model.states.bytes(work.rest_bytes)  # read and written
@@ -261,7 +261,7 @@ def predict_time(model: ModelShape, work: Work, choice: Choice, machine: Machine
     return serving_time(model, work, choice, machine)
 
 
-def _serving_passes(work: Serving) -> dict[str, tuple[int, float]]:
+def serving_passes(work: Serving) -> dict[str, tuple[int, float]]:
     """Tokens of a pass, and the average number of earlier tokens of each, of a prompt and of a decode step."""
     return {"prefill": (work.prompt, work.prompt / 2), "decode": (work.sequences, (work.prompt + work.context) / 2)}
 
@@ -272,5 +272,5 @@ def planned_modes(model: ModelShape, work: Work, choice: Choice, machine: Machin
         return {"training": (work.tokens, training_decision(model, work, machine, choice))}
     return {
         name: (tokens, inference_decision(model, tokens, earlier_tokens, machine, choice, work.rest_bytes))
-        for name, (tokens, earlier_tokens) in _serving_passes(work).items()
+        for name, (tokens, earlier_tokens) in serving_passes(work).items()
     }

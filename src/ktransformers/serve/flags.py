@@ -183,7 +183,7 @@ SUPPORTED_FLAGS = (
     Flag(
         ("--tensor-parallel-size", "--tp-size", "--tp"),
         "gpus",
-        "GPUs that the layers are distributed over; default: 1, or as many as the plan needs",
+        "GPUs that whole layers are distributed over, not heads; default: 1, or as many as the plan needs",
         int,
     ),
     Flag(

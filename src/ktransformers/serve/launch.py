@@ -48,6 +48,14 @@ def with_environment(launch: Launch) -> Launch:
     )
 
 
+def layers_note(gpus: int) -> str:
+    """The first line of a server with --tensor-parallel-size."""
+    return (
+        f"--tensor-parallel-size {gpus}: whole layers are spread over the GPUs, heads are not split; "
+        "SGLang has tensor parallel attention (docs/sglang.md)"
+    )
+
+
 def check_packages() -> None:
     for package in ("fastapi", "uvicorn"):
         if importlib.util.find_spec(package) is None:
@@ -382,6 +390,8 @@ def _describe_code(target: Target) -> str:
 def serve(launch: Launch, log: LogLine, show: ShowPlan, on_ready: OnReady = lambda _: None) -> None:
     """Serve until Ctrl-C or SIGTERM; running requests then have SHUTDOWN_SECONDS to end."""
     check_packages()
+    if (launch.gpus or 1) > 1:
+        log(layers_note(launch.gpus or 1))
     for note in launch.notes:
         log(f"accepted without effect: {note}")
     launch = with_environment(launch)

@@ -1,0 +1,474 @@
+"""A workload on several hosts that share the routed experts: memory of every host, bytes on the wire, time, and the
+best partition that fits.
+
+Serving: host 0 has attention, routers, shared experts and the KV cache, and experts too; the others have experts alone.
+Every layer of experts is a round trip: host 0 sends rows, computes its own experts and waits for the slowest host, and
+all bytes cross the link of host 0. Training: every host has its own batch and everything but the experts whole; all
+hosts exchange rows with all, and each holds LoRA, gradients and optimiser states of its experts.
+
+A partition is by expert ids (each layer's experts in ranges of ids) or by layers (all experts of a layer on one host).
+Under uniform routing, which the planner assumes, a partition by measured frequency equals one by ids. By layers a row
+travels to one host instead of several, but one host computes a layer while the others wait. Only `placement: cpu` is
+planned: experts of other hosts cannot be streamed to a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ktransformers.errors import InputError
+from ktransformers.plan.exchange import (
+    Exchange,
+    backward_row,
+    expected_max,
+    forward_row,
+    hit_probabilities,
+    layer_exchange,
+)
+from ktransformers.plan.expert_time import cpu_layer_seconds, expected_experts
+from ktransformers.plan.formats import counted_as
+from ktransformers.plan.machine import Machine
+from ktransformers.plan.memory import (
+    SERVER_PROCESS_BYTES,
+    MemoryPlan,
+    Table,
+    attention_lora_numbers,
+    huge_pages,
+    predict_memory,
+    workspace_bytes,
+)
+from ktransformers.plan.model_shape import ModelShape
+from ktransformers.plan.planner import GPU_MEMORY_SHARE, HOST_MEMORY_SHARE, MAX_REMEDIES, changes, round_up
+from ktransformers.plan.step_time import (
+    PredictedTime,
+    optimiser_seconds,
+    serving_passes,
+    serving_time,
+    training_passes,
+    training_time,
+)
+from ktransformers.plan.workload import Choice, Serving, Training, Work, expert_bytes
+
+BY_EXPERTS, BY_LAYERS = "experts", "layers"
+MAX_HOSTS = 64
+FRAME_SHARE = 0.94  # of a link's rate that is payload: 1448 of 1538 bytes of a full Ethernet frame with TCP
+ROUND_TRIP_SECONDS = 100e-6  # of an empty message over Ethernet and back, threads woken at both ends; estimated
+# Of one exchange besides the round trip: Python packing rows and adding results; measured (docs/scale.md).
+EXCHANGE_SECONDS = 0.25e-3
+RATE_UNITS = {"": 1 / 8, "k": 1e3 / 8, "m": 1e6 / 8, "g": 1e9 / 8, "t": 1e12 / 8}
+
+
+@dataclass(frozen=True)
+class Network:
+    """The link of every host."""
+
+    name: str
+    bandwidth: float  # bytes per second of payload, each direction
+    round_trip: float = ROUND_TRIP_SECONDS
+
+    def seconds(self, size: float) -> float:
+        return size / self.bandwidth
+
+
+def parse_network(rate: str, round_trip: float = ROUND_TRIP_SECONDS) -> Network:
+    """`25Gb`, `10Gbit`, `800Mb`: bits per second, as links are sold; `3GB`: bytes. `round_trip` in seconds."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKmMgGtT]?)(b|B|bit|bits|bps)(?:/s)?\s*", rate)
+    if match is None or not float(match[1]):
+        raise InputError("net", rate, "a rate such as 25Gb (bits per second) or 3GB (bytes)")
+    if not round_trip > 0:
+        raise InputError("round-trip", f"{round_trip:g} s", "more than 0")
+    size = float(match[1]) * RATE_UNITS[match[2].lower()] * (8 if match[3] == "B" else 1)
+    return Network(rate.strip(), size * FRAME_SHARE, round_trip)
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    host: Table
+    gpus: tuple[Table, ...]
+    mapped: int  # pages of the checkpoint besides experts
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Bytes of rows that the busiest link carries, both directions together."""
+
+    per_token: float  # of one token through all layers of experts, from its own host to the others and back
+    per_step: float  # of a training step, or of one decode step
+    per_prompt: float  # of a served prompt; 0 in training
+    reduced: float  # of gradients that data parallel adds to a training step
+    hosts_of_token: float  # other hosts that a token's row travels to in an average layer
+
+
+@dataclass(frozen=True)
+class HostsCandidate:
+    """One partition of one configuration with its predicted memory, bytes and time."""
+
+    work: Work
+    choice: Choice
+    form: str
+    shares: tuple[int, ...]  # experts of each layer by host; by layers: layers by host
+    memory: tuple[HostMemory, ...]
+    wire: Wire
+    time: PredictedTime
+    lacking: dict[str, int]  # "host 2" or "host 0: gpu0" -> missing bytes; empty: it fits
+
+    @property
+    def fits(self) -> bool:
+        return not self.lacking
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.time.seconds / self.time.tokens
+
+
+@dataclass(frozen=True)
+class HostsRemedy:
+    changes: tuple[str, ...]
+    candidate: HostsCandidate
+    same_results: bool
+
+
+@dataclass(frozen=True)
+class HostsPlan:
+    model: ModelShape
+    machine: Machine
+    network: Network
+    best: HostsCandidate | None
+    nearest: HostsCandidate
+    others: tuple[HostsCandidate, ...]  # the best of other partitions that fit
+    remedies: tuple[HostsRemedy, ...]
+    notes: tuple[str, ...]
+
+
+def even_shares(total: int, hosts: int) -> tuple[int, ...]:
+    """`total` in ranges whose sizes differ by one at most, the larger ones last, where attention is not."""
+    return tuple(total * (host + 1) // hosts - total * host // hosts for host in range(hosts))
+
+
+def _partitions(model: ModelShape, work: Work, hosts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Even ones, and in serving those that leave host 0 less, down to nothing: it has everything else."""
+    for form, total in ((BY_EXPERTS, model.experts), (BY_LAYERS, model.expert_layers)):
+        if total < hosts:
+            continue
+        even = even_shares(total, hosts)
+        yield form, even
+        if isinstance(work, Serving):
+            for part in (3, 2, 1, 0):
+                first = even[0] * part // 4
+                yield form, (first, *even_shares(total - first, hosts - 1))
+
+
+def _expert_layer(
+    model: ModelShape, tokens: float, machine: Machine, choice: Choice, share: float, touched: float, **options: Any
+) -> float:
+    """A host's share of a layer: `touched` experts, and of the rows the part `share`."""
+    if not touched:
+        return 0.0
+    return cpu_layer_seconds(model, tokens * share, machine, choice, touched=touched, **options)
+
+
+def _served_layers(
+    model: ModelShape,
+    work: Serving,
+    choice: Choice,
+    machine: Machine,
+    network: Network,
+    shares: tuple[int, ...],
+    form: str,
+    tokens: int,
+) -> tuple[float, float, Exchange]:
+    """Seconds of computing experts, seconds of waiting for the network, and bytes, of all layers of one pass."""
+    row = forward_row(model.hidden, model.top_k, work.rest_bytes)
+    touched = expected_experts(model, tokens)
+    if form == BY_LAYERS:
+        remote = sum(shares[1:])
+        whole = _expert_layer(model, tokens, machine, choice, 1.0, touched)
+        one = layer_exchange(tokens, row, (0, model.experts), model.top_k, 0)
+        waiting = remote * (_round_trip(network, one) + network.seconds(one.bytes))
+        return model.expert_layers * whole, waiting, _times(one, remote)
+    busiest = expected_max(shares, max(1, round(touched)), range(1, len(shares)))
+    own = _expert_layer(model, tokens, machine, choice, shares[0] / model.experts, touched * shares[0] / model.experts)
+    others = _expert_layer(model, tokens, machine, choice, busiest / max(1.0, touched), busiest)
+    one = layer_exchange(tokens, row, shares, model.top_k, 0)
+    computing = max(own, others)
+    waiting = max(own, others + _round_trip(network, one) + network.seconds(one.bytes)) - computing
+    return model.expert_layers * computing, model.expert_layers * waiting, _times(one, model.expert_layers)
+
+
+def _round_trip(network: Network, exchange: Exchange) -> float:
+    return network.round_trip + EXCHANGE_SECONDS if exchange.peers else 0.0
+
+
+def _times(exchange: Exchange, layers: int) -> Exchange:
+    return Exchange(exchange.sent * layers, exchange.returned * layers, exchange.peers)
+
+
+def _serving(
+    model: ModelShape,
+    work: Serving,
+    choice: Choice,
+    machine: Machine,
+    network: Network,
+    form: str,
+    shares: tuple[int, ...],
+) -> tuple[PredictedTime, Wire]:
+    alone = serving_time(model, work, choice, machine)
+    passes = {
+        name: (tokens, *_served_layers(model, work, choice, machine, network, shares, form, tokens))
+        for name, (tokens, _) in serving_passes(work).items()
+    }
+    _, experts, waiting, decoded = passes["decode"]
+    tokens, prompt_experts, prompt_waiting, prompted = passes["prefill"]
+    whole = model.expert_layers * cpu_layer_seconds(model, tokens, machine, choice)
+    assert alone.first_token is not None
+    first = alone.first_token - whole + prompt_experts + prompt_waiting
+    time = PredictedTime(alone.parts | {"experts": experts, "network": waiting}, work.sequences, first)
+    wire = Wire(
+        decoded.bytes / work.sequences, decoded.bytes, prompted.bytes, 0.0, _hosts_of_token(model, form, shares)
+    )
+    return time, wire
+
+
+def _hosts_of_token(model: ModelShape, form: str, shares: tuple[int, ...]) -> float:
+    if form == BY_LAYERS:
+        return sum(shares[1:]) / sum(shares)
+    return sum(hit_probabilities(shares, model.top_k)[1:])
+
+
+def _training(
+    model: ModelShape,
+    work: Training,
+    choice: Choice,
+    machine: Machine,
+    network: Network,
+    form: str,
+    shares: tuple[int, ...],
+) -> tuple[PredictedTime, Wire]:
+    hosts, k = len(shares), model.top_k
+    alone = training_time(model, work, choice, machine)
+    parts = alone.parts | {"experts": 0.0, "network": 0.0}
+    rank = work.rank if work.adapts_experts else 0
+    touched = expected_experts(model, hosts * work.tokens)
+    one_pass = 0.0
+    for pass_ in (entry for entry in training_passes(model, work, choice, machine) if entry.experts):
+        row = (backward_row if pass_.backward else forward_row)(model.hidden, k, work.rest_bytes)
+        options: Any = {"rank": rank, "backward": pass_.backward}
+        if form == BY_LAYERS:
+            layer = _expert_layer(model, hosts * work.tokens, machine, choice, 1.0, touched, **options)
+            exchange = layer_exchange((hosts - 1) * work.tokens, row, (0, model.experts), k, 0)  # the layer's own host
+            mean = (hosts - 1) / hosts * layer_exchange(work.tokens, row, (0, model.experts), k, 0).bytes
+        else:
+            busiest = max(shares) / model.experts
+            layer = _expert_layer(model, hosts * work.tokens, machine, choice, busiest, touched * busiest, **options)
+            exchange = layer_exchange(work.tokens, row, shares, k, 0)
+            mean = exchange.bytes
+        # What a host sends for its tokens crosses its link beside what it returns for those of others.
+        crossing = network.seconds(exchange.bytes) + _round_trip(network, exchange)
+        parts["experts"] += work.batches * model.expert_layers * layer
+        parts["network"] += work.batches * model.expert_layers * crossing
+        one_pass += model.expert_layers * mean
+    trained = attention_lora_numbers(model, work.rank) if work.adapts_attention else 0
+    reduced = 2 * (hosts - 1) / hosts * trained * work.trained_bytes if hosts > 1 else 0.0
+    parts["network"] += network.seconds(reduced)  # sent and received at the same time, in a ring
+    own = replace(model, experts=max(shares)) if form == BY_EXPERTS else replace(model, expert_layers=max(shares))
+    parts["optimiser"] = optimiser_seconds(own, work, choice, machine)
+    per_token = one_pass / work.tokens
+    wire = Wire(per_token, one_pass * work.batches, 0.0, reduced, _hosts_of_token(model, form, shares))
+    return PredictedTime(parts, hosts * alone.tokens), wire
+
+
+def _experts_bytes(model: ModelShape, choice: Choice, form: str, share: int) -> int:
+    size = expert_bytes(model, choice)
+    if form == BY_LAYERS:
+        return share * huge_pages(model.experts * size)
+    return model.expert_layers * huge_pages(share * size)
+
+
+def _exchange_buffers(model: ModelShape, work: Work, hosts: int) -> int:
+    """Rows and results of one layer, to and from every other host."""
+    row = forward_row(model.hidden, model.top_k, work.rest_bytes)
+    return work.tokens * (hosts - 1) * (row.sent + row.returned)
+
+
+def _memory(
+    model: ModelShape, work: Work, choice: Choice, machine: Machine, form: str, shares: tuple[int, ...]
+) -> tuple[HostMemory, ...]:
+    def whole(share: int) -> MemoryPlan:
+        own = replace(model, experts=share) if form == BY_EXPERTS else replace(model, expert_layers=share)
+        return predict_memory(own if isinstance(work, Training) else model, work, choice, machine)
+
+    def with_experts(table: Table, share: int, hosts: int) -> Table:
+        experts, buffers = _experts_bytes(model, choice, form, share), _exchange_buffers(model, work, hosts)
+        return table | {"experts": experts, "exchange": buffers}
+
+    tables = []
+    for place, share in enumerate(shares):
+        if isinstance(work, Serving) and place:  # experts alone
+            table = {"process": SERVER_PROCESS_BYTES, "workspace": workspace_bytes(model, work, machine)}
+            tables.append(HostMemory(with_experts(table, share, 2), (), 0))
+        else:
+            plan = whole(share)
+            tables.append(HostMemory(with_experts(plan.host, share, len(shares)), plan.gpus, plan.mapped))
+    return tuple(tables)
+
+
+def evaluate_hosts(
+    model: ModelShape,
+    work: Work,
+    choice: Choice,
+    machine: Machine,
+    network: Network,
+    form: str,
+    shares: tuple[int, ...],
+) -> HostsCandidate:
+    memory = _memory(model, work, choice, machine, form, shares)
+    lacking = {}
+    for place, one in enumerate(memory):
+        short = one.host_bytes + one.mapped - int(machine.memory * HOST_MEMORY_SHARE)
+        if short > 0:
+            lacking[f"host {place}"] = short
+        for index, table in enumerate(one.gpus):
+            short = sum(table.values()) - int(machine.gpus[index].memory * GPU_MEMORY_SHARE)
+            if short > 0:
+                lacking[f"host {place}: gpu{index}"] = short
+    if isinstance(work, Training):
+        time, wire = _training(model, work, choice, machine, network, form, shares)
+    else:
+        time, wire = _serving(model, work, choice, machine, network, form, shares)
+    return HostsCandidate(work, choice, form, shares, memory, wire, time, lacking)
+
+
+def _candidates(
+    model: ModelShape, work: Work, choice: Choice, machine: Machine, network: Network, hosts: int
+) -> list[HostsCandidate]:
+    return [
+        evaluate_hosts(model, work, choice, machine, network, form, shares)
+        for form, shares in _partitions(model, work, hosts)
+    ]
+
+
+def _best(candidates: list[HostsCandidate]) -> HostsCandidate | None:
+    return min((one for one in candidates if one.fits), key=lambda one: one.seconds_per_token, default=None)
+
+
+def make_hosts_plan(model: ModelShape, work: Work, machine: Machine, hosts: int, network: Network) -> HostsPlan:
+    """The fastest partition over `hosts` machines like `machine` that fits, or what is missing, and remedies. A GPU is
+    used unless nothing fits with it."""
+    limit = max(model.experts, model.expert_layers)
+    if not 2 <= hosts <= min(MAX_HOSTS, limit):
+        raise InputError("hosts", hosts, f"2 to {min(MAX_HOSTS, limit)}", "one host is planned without --hosts")
+    format = counted_as(model.stored)
+    by_gpus = {
+        gpus: _candidates(model, work, Choice(format, gpus), machine, network, hosts)
+        for gpus in sorted({0, min(1, len(machine.gpus))}, reverse=True)
+    }
+    best = next((found for candidates in by_gpus.values() if (found := _best(candidates)) is not None), None)
+    everything = [one for candidates in by_gpus.values() for one in candidates]
+    coarse = 0.01 * machine.memory  # partitions that lack about as much differ in speed alone
+    nearest = best or min(everything, key=lambda one: (sum(one.lacking.values()) // coarse, one.seconds_per_token))
+    others = []
+    if best is not None:
+        for form in (BY_EXPERTS, BY_LAYERS):
+            other = _best([one for one in by_gpus[best.choice.gpus] if one.form == form])
+            if form != best.form and other is not None:
+                others.append(other)
+    notes = []
+    if best is not None and machine.gpus and not best.choice.gpus:
+        short = min(by_gpus[1], key=lambda one: sum(one.lacking.values())).lacking
+        notes.append("no GPU is used, because with one " + describe_lacking(short))
+    if model.stored != format:
+        notes.append(f"released in {model.stored}: its experts are counted as {format}")
+    notes.append(f"uniform routing; a round trip of {network.round_trip * 1e6:.0f} us is estimated, not measured")
+    remedies = () if best is not None else _remedies(model, nearest, machine, network, hosts)
+    return HostsPlan(model, machine, network, best, nearest, tuple(others), remedies, tuple(notes))
+
+
+def describe_lacking(lacking: dict[str, int]) -> str:
+    """Hosts that lack as much as the first are named with it."""
+    first, *more = lacking.items()
+    same = [place for place, size in more if size == first[1]]
+    subject = f"{first[0]} and {len(same)} more lack" if same else f"{first[0]} lacks"
+    words = [f"{subject} {first[1] / 1e9:.1f} GB"]
+    words += [f"{place} lacks {size / 1e9:.1f} GB" for place, size in more if place not in same]
+    return ", ".join(words)
+
+
+def _remedies(
+    model: ModelShape, nearest: HostsCandidate, machine: Machine, network: Network, hosts: int
+) -> tuple[HostsRemedy, ...]:
+    """More hosts of the same kind, one change of the work or the format, or more memory for each host."""
+    work, choice = nearest.work, nearest.choice
+    fitting = []
+    for count in range(hosts + 1, min(MAX_HOSTS, max(model.experts, model.expert_layers)) + 1):
+        if (found := _best(_candidates(model, work, choice, machine, network, count))) is not None:
+            fitting.append(HostsRemedy((f"{count} hosts",), found, True))
+            break
+    by_kind: dict[str, HostsRemedy] = {}
+    for change in changes(work, choice, machine):
+        if change.choice.policy != "cpu" or change.choice.gpus > 1 or change.choice.missing:
+            continue
+        found = _best(_candidates(model, change.work, change.choice, machine, network, hosts))
+        if found is not None:
+            remedy = HostsRemedy((change.words,), found, change.same_results)
+            kept = by_kind.setdefault(change.kind, remedy)
+            if found.seconds_per_token < kept.candidate.seconds_per_token:
+                by_kind[change.kind] = remedy
+    order = sorted(by_kind.values(), key=lambda one: (not one.same_results, one.candidate.seconds_per_token))
+    memory = max(one.host_bytes + one.mapped for one in nearest.memory)
+    larger = replace(machine, memory=max(machine.memory, round_up(memory / HOST_MEMORY_SHARE)))
+    with_memory = evaluate_hosts(model, work, choice, larger, network, nearest.form, nearest.shares)
+    words = f"{larger.memory / 1e9:.0f} GB of memory in every host"
+    last = [HostsRemedy((words,), with_memory, True)] if with_memory.fits else []
+    return tuple([*fitting, *order, *last][:MAX_REMEDIES])
+
+
+def hosts_candidate_document(candidate: HostsCandidate) -> dict[str, Any]:
+    return {
+        "work": asdict(candidate.work),
+        "choice": asdict(candidate.choice),
+        "partition": {"by": candidate.form, "shares": list(candidate.shares)},
+        "fits": candidate.fits,
+        "lacking": candidate.lacking,
+        "hosts": [
+            {
+                "host": one.host | {"total": one.host_bytes},
+                "gpus": [table | {"total": sum(table.values())} for table in one.gpus],
+                "mapped": one.mapped,
+            }
+            for one in candidate.memory
+        ],
+        "wire": asdict(candidate.wire),
+        "seconds": candidate.time.seconds,
+        "seconds_by_part": candidate.time.parts,
+        "tokens": candidate.time.tokens,
+        "tokens_per_second": candidate.time.tokens_per_second,
+        "first_token_seconds": candidate.time.first_token,
+    }
+
+
+def hosts_document(plan: HostsPlan) -> dict[str, Any]:
+    return {
+        "model": plan.model.name,
+        "numbers": plan.model.numbers,
+        "machine": {"name": plan.machine.name, "memory": plan.machine.memory},
+        "network": asdict(plan.network),
+        "fits": plan.best is not None,
+        "plan": hosts_candidate_document(plan.nearest),
+        "ways": [
+            {
+                "changes": list(remedy.changes),
+                "same_results": remedy.same_results,
+                "plan": hosts_candidate_document(remedy.candidate),
+            }
+            for remedy in plan.remedies
+        ],
+        "others": [hosts_candidate_document(other) for other in plan.others],
+        "notes": list(plan.notes),
+    }
