@@ -15,7 +15,7 @@ import typer
 
 from ktransformers.cli import ask
 from ktransformers.cli.progress import log
-from ktransformers.cli.sizes import gigabytes
+from ktransformers.cli.sizes import gigabytes, table_line
 from ktransformers.progress import rough
 
 if TYPE_CHECKING:
@@ -30,11 +30,6 @@ POLICY_TEXTS = {
     "host_callback": "on the CPU and the GPU, by host callbacks when decoding (KT_PLACE=host_callback)",
     "split": "split between the CPU and the GPU (KT_PLACE=split)",
 }
-
-
-def table_line(table: dict[str, int]) -> str:
-    shown = sorted(((size, name) for name, size in table.items() if size >= 5e6), reverse=True)
-    return ", ".join(f"{name} {gigabytes(size)}" for size, name in shown)
 
 
 def time_line(candidate: Candidate) -> str:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ktransformers.cli.plan import table_line
-from ktransformers.cli.sizes import gigabytes
+from ktransformers.cli.sizes import gigabytes, table_line
 from ktransformers.errors import InputError
 
 if TYPE_CHECKING:
