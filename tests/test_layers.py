@@ -22,6 +22,7 @@ GROUND = {
     "charts",
     "env",
     "errors",
+    "expert_partition",
     "files",
     "html_page",
     "interrupt",

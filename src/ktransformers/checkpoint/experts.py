@@ -109,13 +109,12 @@ def read_experts(
     interleaved: bool = False,
     experts: Iterable[int] | None = None,
 ) -> Iterator[ExpertChunk]:
-    """The layer in chunks, in the order of experts; release each before taking the next. Only these `experts`, if any
-    are named; fused tensors that are not quantised are one chunk all the same."""
-    wanted = range(shape.num_experts) if experts is None else experts
+    """The layer in chunks, in the order of experts; release each before taking the next. Of these `experts` alone, if
+    any are named, one by one; the bytes of the others are not read."""
     if tensors.fused:
-        yield from _read_fused(shards, tensors, shape, interleaved, wanted)
+        yield from _read_fused(shards, tensors, shape, interleaved, experts)
         return
-    for expert in wanted:
+    for expert in range(shape.num_experts) if experts is None else experts:
         names = tensors.single[expert]
         by_role: dict[str, Tensor | Encoded] = {
             role: matrix.build(shards.read_finite)
@@ -213,18 +212,23 @@ def fused_spec(shards: Shards, endings: Mapping[str, str], size: tuple[int, ...]
 
 
 def _read_fused(
-    shards: Shards, tensors: ExpertTensors, shape: ExpertShape, interleaved: bool, experts: Iterable[int]
+    shards: Shards, tensors: ExpertTensors, shape: ExpertShape, interleaved: bool, experts: Iterable[int] | None
 ) -> Iterator[ExpertChunk]:
     formats = _check_fused(shards, tensors, shape, interleaved)
-    shapes = shape.fused()
     if set(formats.values()) == {"bf16"}:
-        yield ExpertChunk(0, True, {role: shards.read_finite(tensors.fused[role]) for role in shapes})
+        names = {role: tensors.fused[role] for role in shape.fused()}
+        if experts is None:
+            yield ExpertChunk(0, True, {role: shards.read_finite(name) for role, name in names.items()})
+        for expert in experts or ():
+            yield ExpertChunk(
+                expert, True, {role: shards.read_finite_row(name, expert) for role, name in names.items()}
+            )
         return
-    for expert in experts:
+    for expert in range(shape.num_experts) if experts is None else experts:
         by_role: dict[str, Tensor | Encoded] = {}
         for role, endings in parts(tensors.fused).items():
             matrix = fused_matrix(shards, endings, expert, shape.transposed)
-            bias = shards.read_finite(endings["bias"])[expert] if "bias" in endings else None
+            bias = shards.read_finite_row(endings["bias"], expert) if "bias" in endings else None
             if role == "gate_up":
                 by_role |= _split_matrix(matrix, formats["gate"], interleaved)
                 if bias is not None:
@@ -242,13 +246,13 @@ def fused_matrix(shards: Shards, endings: Mapping[str, str], expert: int, transp
     if "blocks" in endings:
         name = endings["blocks"]
         codes = shards.read(name)[expert].flatten(1)
-        scales = shards.read_finite(endings["scales"], e8m0=True)[expert]
+        scales = shards.read_finite_row(endings["scales"], expert, e8m0=True)
         return Encoded(format_with("e2m1", "e8m0"), codes[None], scales[None], columns=2 * codes.shape[1], name=name)
     name = endings["weight"]
-    weight = shards.read_finite(name)[expert]
+    weight = shards.read_finite_row(name, expert)
     if weight.is_floating_point() and weight.element_size() > 1:
         return weight.T if transposed else weight
-    scales = shards.read_finite(endings.get("scale_inv") or endings["scale"])[expert].float()
+    scales = shards.read_finite_row(endings.get("scale_inv") or endings["scale"], expert).float()
     codes = weight.view(torch.uint8)
     codes, scales = (codes.T.contiguous(), scales.T.contiguous()) if transposed else (codes, scales)
     return Encoded("fp8:128x128", codes[None], scales[None], columns=codes.shape[1], name=name)

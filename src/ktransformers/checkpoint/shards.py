@@ -29,7 +29,7 @@ class Shards:
         self._handles: dict[Path, Any] = {}  # safe_open, whose methods are not annotated
         self._files: dict[str, Path] = {}  # by tensor name
         self._refs: dict[str, TensorRef] = {}
-        self._finite: set[str] = set()  # tensors that were looked at
+        self._finite: set[str | tuple[str, int]] = set()  # tensors, or rows of them, that were looked at
         for file in map(Path, files):
             if file.suffix != ".safetensors":
                 raise InputError(str(file), "a file of another format", "a .safetensors file", "convert the checkpoint")
@@ -105,12 +105,18 @@ class Shards:
 
     def read_finite(self, name: str, e8m0: bool = False) -> Tensor:
         """As `read`; a NaN or an infinite number in it is an error. `e8m0`: its bytes are exponents."""
-        tensor = self.read(name)
-        if name not in self._finite:
+        return self._require_finite(name, name, self.read(name), e8m0)
+
+    def read_finite_row(self, name: str, row: int, e8m0: bool = False) -> Tensor:
+        """`read_finite(name)[row]`; the bytes of other rows are not read."""
+        return self._require_finite((name, row), name, self.read(name)[row], e8m0)
+
+    def _require_finite(self, key: str | tuple[str, int], name: str, tensor: Tensor, e8m0: bool) -> Tensor:
+        if key not in self._finite:
             if not all_finite(tensor, e8m0=e8m0):
                 where = f"{self._files[name]}: {name}"
                 raise InputError(where, "NaN or infinite numbers", "finite ones", "the file is damaged")
-            self._finite.add(name)
+            self._finite.add(key)
         return tensor
 
     def release(self) -> None:

@@ -98,11 +98,12 @@ def new_store(
     isa: str | None = None,
     precision: str = "bf16",
     formats: str | Mapping[str, str] = "bf16",
+    experts: int | None = None,
 ) -> ExpertStore:
-    """An empty store for experts of this shape and gate."""
+    """An empty store for experts of this shape and gate, for `experts` of them if it is not to hold all."""
     shape, gate = contract.shape, contract.gate
     return ExpertStore(
-        shape.num_experts,
+        shape.num_experts if experts is None else experts,
         shape.hidden,
         shape.intermediate,
         gated=shape.gated,

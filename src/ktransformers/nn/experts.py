@@ -11,6 +11,8 @@ the store.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from ktransformers import _core
 from ktransformers.checkpoint import Encoded, ExpertChunk
 from ktransformers.checkpoint.sources import LayerSource
 from ktransformers.errors import InputError
+from ktransformers.expert_partition import LayerShard
 from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, new_store, read_contract
 from ktransformers.nn.distributed import active_ddp, attach_to_ddp
 from ktransformers.nn.mixed_lora import current_mixed_lora
@@ -35,6 +38,9 @@ from ktransformers.nn.store import ExpertStore
 def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """`[T, H]`, `[T, k]`, `[T, k]` -> `[T, H]` on the device and in the dtype of the hidden states."""
     store = module.kt_store if hasattr(module, "kt_store") else pack_module(module)
+    if hasattr(module, "kt_shard"):
+        given = "a part of the experts, without the ranks that hold the others"
+        raise InputError(type(module).__name__, given, "a connected group of ranks", "call connect (nn/exchange.py)")
     assert isinstance(store, ExpertStore) and isinstance(module.kt_contract, Contract)
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.requires_grad:
@@ -65,11 +71,19 @@ def pack_layer(
     pool: _core.Pool | None = None,
     isa: str | None = None,
     precision: str = "bf16",
+    only: Sequence[int] | None = None,
 ) -> ExpertStore:
-    """A store with the layer's experts, in the formats of its files."""
-    store = new_store(contract, pool=pool, isa=isa, precision=precision, formats=experts.formats)
-    for chunk in experts.chunks():
-        pack_chunk(store, contract, chunk)
+    """A store with the layer's experts, in the formats of its files. With `only` it holds these, in this order, and the
+    bytes of the others are not read."""
+    options: Any = {"pool": pool, "isa": isa, "precision": precision, "formats": experts.formats}
+    if only is None:
+        store = new_store(contract, **options)
+        for chunk in experts.chunks():
+            pack_chunk(store, contract, chunk)
+        return store
+    store = new_store(contract, **options, experts=len(only))
+    for position, chunk in enumerate(experts.chunks(only)):
+        pack_chunk(store, contract, replace(chunk, first_expert=position))
     return store
 
 
@@ -119,13 +133,23 @@ def remove_parameters(module: nn.Module, contract: Contract) -> dict[str, torch.
     return dtypes
 
 
-def attach_store(module: nn.Module, contract: Contract, store: ExpertStore, removed: dict[str, torch.dtype]) -> None:
-    """Give the module its packed experts, and placeholders for the matrices that `remove_parameters` removed."""
+def attach_store(
+    module: nn.Module,
+    contract: Contract,
+    store: ExpertStore | None,
+    removed: dict[str, torch.dtype],
+    shard: LayerShard | None = None,
+) -> None:
+    """Give the module its packed experts, and placeholders for the matrices that `remove_parameters` removed. With a
+    `shard` the store holds the shard's experts alone, and is None if there are none; placeholders have the shapes of
+    all experts."""
     shapes = contract.shape.fused()
     for role, parameter in contract.parameters().items():
         if parameter in removed:
             module.register_parameter(parameter, frozen_placeholder(shapes[role], removed[parameter]))
     module.kt_store, module.kt_contract = store, contract  # type: ignore[assignment]
+    if shard is not None:
+        module.kt_shard = shard  # type: ignore[assignment]
 
 
 def select_implementation(model: PreTrainedModel) -> None:

@@ -30,6 +30,7 @@ from ktransformers.checkpoint.matrix import SPELLED
 from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.sources import PlainTensor, Source, open_source
 from ktransformers.errors import InputError
+from ktransformers.expert_partition import ExpertShard
 from ktransformers.nn.checkpoint_facts import open_expert_source, read_checkpoint_facts
 from ktransformers.nn.coded_weight import encode_linears, keep_released, rest_format
 from ktransformers.nn.prepare import config_file
@@ -51,6 +52,7 @@ def load_model(
     verify: bool | None = None,
     widen: bool = True,
     rest: str = "bf16",
+    shard: ExpertShard | None = None,
 ) -> PreTrainedModel:
     """The model in `path`, ready to run: experts in host memory, other weights in `dtype` on `device` (None: the CPU).
 
@@ -63,11 +65,13 @@ def load_model(
     in bf16 and are widened when they are multiplied (`nn/dense_layers.py`), unless `widen` is False: for a model that
     is moved to a GPU afterwards. `rest` says how linear layers outside of the experts are stored on the CPU: "bf16", as
     numbers; "keep", in the codes of the files where these are quantised; or a format that they are encoded in
-    (`nn/coded_weight.py`).
+    (`nn/coded_weight.py`). `shard`: one rank's part of the experts, if several ranks divide them
+    (`expert_partition.py`); the others' bytes are neither read nor packed, and `connect` (`nn/exchange.py`) must be
+    called before the model computes.
     """
     path = Path(path)
     quantizer = KTConfig(
-        isa=isa, pool=pool, progress=progress, precision=precision, pages=pages, verify=verify, widen=widen
+        isa=isa, pool=pool, progress=progress, precision=precision, pages=pages, verify=verify, widen=widen, shard=shard
     )
     options = {"dtype": dtype, "device_map": None if device is None else {"": torch.device(device)}}
     return load_pretrained(path, load_config(path), quantizer, options, experts, rest)

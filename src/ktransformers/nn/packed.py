@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,14 +80,20 @@ class PackedExperts:
         precision: str = "bf16",
         order: Sequence[int] | None = None,
     ) -> ExpertStore:
-        """A store over the mapped experts of the module `name`. In another `order`, expert i is the file's `order[i]`,
-        and the experts are copied."""
+        """A store over the mapped experts of the module `name`. With an `order`, expert i is the file's `order[i]`: a
+        range of the file's experts is mapped, any other order is copied. An order may leave experts out, and the bytes
+        of those are not read."""
         layer = self.check(name, contract)
         if precision != "bf16" and "bf16" in layer.formats.values():
             raise InputError(
                 "precision", precision, "bf16: these experts are packed in it", "open the checkpoint they come from"
             )
-        store = new_store(contract, pool=pool, isa=isa, precision=precision, formats=layer.formats)
+        chosen = list(range(layer.experts) if order is None else order)
+        options: Any = {"pool": pool, "isa": isa, "precision": precision, "formats": layer.formats}
+        store = new_store(contract, **options, experts=len(chosen))
+        is_part = len(chosen) < layer.experts
+        if is_part and self._pages != "lazy":
+            raise InputError("pages", self._pages, "lazy with a part of the experts")
         file = map_file(self.directory / layer.file, self._pages)
         slots = self._layouts[layer.file].slots
         parts: dict[str, Tensor] = {}
@@ -95,9 +102,10 @@ class PackedExperts:
             data = file[slot.offset : slot.offset + slot.bytes]
             parts[role] = data if slot.dtype == "U8" else data.view(DTYPES[slot.dtype]).view(slot.shape)
         checksums = self._checksums(file, layer)
-        if order is not None and list(order) != list(range(layer.experts)):
-            parts = {role: part.view(layer.experts, -1)[list(order)].view(part.shape) for role, part in parts.items()}
-            checksums = None if checksums is None else checksums[list(order)]
+        if chosen != list(range(layer.experts)):
+            index = _as_index(chosen)
+            parts = {role: _select(part, layer.experts, index) for role, part in parts.items()}
+            checksums = None if checksums is None else checksums[index].contiguous()
         source = f"{self.directory / layer.file}, layer {layer.module}"
         store.adopt(**parts, checksums=checksums, source=source)  # roles are the names of adopt's arguments
         return store
@@ -115,6 +123,18 @@ class PackedExperts:
             given = f"checksums of {slot.dtype} {list(slot.shape)}"
             raise InputError(str(self.directory / layer.file), given, f"I64 [{layer.experts}]", REPACK_HINT)
         return file[slot.offset : slot.offset + slot.bytes].view(torch.int64)
+
+
+def _as_index(experts: list[int]) -> slice | list[int]:
+    """A slice for a range of experts, which needs no copy."""
+    first = experts[0]
+    is_range = experts == list(range(first, first + len(experts)))
+    return slice(first, first + len(experts)) if is_range else experts
+
+
+def _select(part: Tensor, experts: int, index: slice | list[int]) -> Tensor:
+    rows = part.view(experts, -1)[index]
+    return rows.reshape(-1) if part.dim() == 1 else rows.reshape(len(rows), *part.shape[1:])
 
 
 def open_packed(

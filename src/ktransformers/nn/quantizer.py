@@ -10,7 +10,7 @@ quantizer transformers does not compare shapes, so this module does.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from ktransformers import _core
 from ktransformers.checkpoint.quantisation import accept
 from ktransformers.checkpoint.sources import LayerSource, Source, open_source
 from ktransformers.errors import InputError
+from ktransformers.expert_partition import ExpertShard
 from ktransformers.log import logger
 from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, read_contract
 from ktransformers.nn.dense_layers import attach_widened, expect_stored_weights
@@ -52,7 +53,8 @@ class KTConfig(QuantizationConfigMixin):
     other weights, both as `prepare` records them; `weights` is either of them, opened. `packed` is the section that
     `kt quant` writes for a packed directory, to whose files `pages` (lazy, prefault, lock) and `verify` (checksums,
     as for `load_model`) apply. `widen`: weights outside of the experts may stay in bf16 on a CPU that widens them
-    (`nn/dense_layers.py`); not if the model is moved to a GPU later.
+    (`nn/dense_layers.py`); not if the model is moved to a GPU later. `shard`: the experts that this rank loads; None,
+    all of them.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class KTConfig(QuantizationConfigMixin):
         pages: str = "lazy",
         verify: bool | None = None,
         widen: bool = True,
+        shard: ExpertShard | None = None,
     ) -> None:
         self.quant_method = quant_method  # type: ignore[assignment]  # stock: one of its own names
         self.isa = isa
@@ -80,6 +83,7 @@ class KTConfig(QuantizationConfigMixin):
         self.pages = pages
         self.verify = verify
         self.widen = widen
+        self.shard = shard
         self.packed_directory: Path | None = None  # of packed experts that are not with the other weights
         self.pool = pool
         self.progress = progress
@@ -136,8 +140,10 @@ class KTQuantizer(HfQuantizer):
         if not modules:
             raise _no_experts(model)
         _check_one_group(model, list(modules))
-        for name, module in modules.items():
+        for number, (name, module) in enumerate(modules.items()):
             contract = read_contract(name, module)
+            if self._config.shard is not None:
+                _check_shard(self._config.shard, len(modules), number, name, contract)
             if self._packed is not None:
                 self._packed.check(name, contract)
             experts = None if self._packed else source.layer(name, contract.shape, contract.interleaved)
@@ -192,15 +198,12 @@ class KTQuantizer(HfQuantizer):
         config, source = self._config, self._source
         assert source is not None
         for done, layer in enumerate(self._layers, 1):
-            options: Any = {"pool": config.pool, "isa": config.isa, "precision": config.precision}
-            if layer.experts is None:
-                assert self._packed is not None
-                store = self._packed.store(layer.name, layer.contract, **options)
-            else:
-                store = pack_layer(layer.contract, layer.experts, **options)
+            shard = None if config.shard is None else config.shard.layer(done - 1)
+            store = self._load_store(layer, None if shard is None else shard.experts)
             source.release()
-            attach_store(layer.module, layer.contract, store, layer.dtypes)
-            log.info("%s: %d experts, %d bytes packed", layer.name, store.num_experts, store.packed_bytes)
+            attach_store(layer.module, layer.contract, store, layer.dtypes, shard)
+            count, size = (0, 0) if store is None else (store.num_experts, store.packed_bytes)
+            log.info("%s: %d experts, %d bytes packed", layer.name, count, size)
             if config.progress is not None:
                 config.progress(done, len(self._layers))
             else:
@@ -212,6 +215,17 @@ class KTQuantizer(HfQuantizer):
         exclude_from_ddp(model)
         return model
 
+    def _load_store(self, layer: PendingLayer, experts: Sequence[int] | None) -> ExpertStore | None:
+        """The layer's experts, or these of them; None if these are none."""
+        if experts is not None and not experts:
+            return None
+        config = self._config
+        options: Any = {"pool": config.pool, "isa": config.isa, "precision": config.precision}
+        if layer.experts is not None:
+            return pack_layer(layer.contract, layer.experts, **options, only=experts)
+        assert self._packed is not None
+        return self._packed.store(layer.name, layer.contract, **options, order=experts)
+
     def is_serializable(self) -> bool:
         """False: `save_pretrained` would write a checkpoint without experts, and transformers refuses it."""
         return False
@@ -220,6 +234,15 @@ class KTQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         """True for adapters: gradients pass through the frozen experts."""
         return True
+
+
+def _check_shard(shard: ExpertShard, layers: int, number: int, name: str, contract: Contract) -> None:
+    owners = shard.partition.owners
+    if len(owners) != layers:
+        raise InputError("shard", f"a partition of {len(owners)} layers", f"one of {layers} layers of experts")
+    if len(owners[number]) != contract.shape.num_experts:
+        given = f"a partition of {len(owners[number])} experts"
+        raise InputError(name, given, f"one of {contract.shape.num_experts} experts")
 
 
 def is_host_only(device_map: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +132,8 @@ class GGUFSource:
                 expected = f"floats {[shape.num_experts, size[0]]}"
                 raise InputError(bias.name, f"{bias.kind} {list(bias.shape)}", expected)
 
-        def pieces() -> Iterator[ExpertChunk]:
-            return self._pieces(number, shape)
+        def pieces(experts: Sequence[int] | None = None) -> Iterator[ExpertChunk]:
+            return self._pieces(number, shape, range(shape.num_experts) if experts is None else experts)
 
         return LayerSource(formats, sum(tensor.bytes for tensor in used), pieces)
 
@@ -153,9 +153,9 @@ class GGUFSource:
                 raise InputError(name, f"shape {list(given)}", f"{list(expected)}, as the configuration says")
         return [self._tensors[name] for name in names]
 
-    def _pieces(self, number: int, shape: ExpertShape) -> Iterator[ExpertChunk]:
+    def _pieces(self, number: int, shape: ExpertShape, experts: Sequence[int]) -> Iterator[ExpertChunk]:
         """One expert at a time."""
-        for expert in range(shape.num_experts):
+        for expert in experts:
             tensors: dict[str, Tensor | Encoded] = {}
             for role in shape.matrices():
                 stacked = self._tensors.get(f"blk.{number}.ffn_{role}_exps.weight")
@@ -170,7 +170,8 @@ class GGUFSource:
         assert tensor is not None
         rows, columns = tensor.shape[-2:]
         if tensor.kind in FLOATS:
-            return self._numbers(tensor).reshape(-1, rows, columns)[expert]
+            stacked = self._bytes(tensor).view(FLOATS[tensor.kind]).reshape(-1, rows, columns)
+            return _require_finite(tensor, stacked[expert])
         data = self._bytes(tensor).reshape(*(tensor.shape[:-1] if len(tensor.shape) == 3 else (1, rows)), -1)
         return _encoded(tensor, data[expert][None], columns)
 
@@ -226,10 +227,7 @@ class GGUFSource:
         """Floats as they are, everything else in bf16."""
         data = self._bytes(tensor)
         if tensor.kind in FLOATS:
-            numbers = data.view(FLOATS[tensor.kind]).reshape(tensor.shape)
-            if not math.isfinite(float(numbers.sum(dtype=torch.float64))):
-                raise _not_finite(tensor, "numbers")
-            return numbers
+            return _require_finite(tensor, data.view(FLOATS[tensor.kind]).reshape(tensor.shape))
         columns = tensor.shape[-1]
         rows = torch.Size(tensor.shape[:-1]).numel()
         return dequantise(_encoded(tensor, data.reshape(1, rows, -1), columns)).reshape(tensor.shape)
@@ -239,6 +237,12 @@ class GGUFSource:
             size = tensor.file.stat().st_size
             self._maps[tensor.file] = torch.from_file(str(tensor.file), shared=False, size=size, dtype=torch.uint8)
         return self._maps[tensor.file][tensor.offset : tensor.offset + tensor.bytes]
+
+
+def _require_finite(tensor: GGUFTensor, numbers: Tensor) -> Tensor:
+    if not math.isfinite(float(numbers.sum(dtype=torch.float64))):
+        raise _not_finite(tensor, "numbers")
+    return numbers
 
 
 def _not_finite(tensor: GGUFTensor, what: str) -> InputError:

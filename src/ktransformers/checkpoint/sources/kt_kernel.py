@@ -10,7 +10,7 @@ no such format exists, is dequantised, at twice the bytes and without loss. Matr
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,8 +137,8 @@ class KTLayers:
         }
         size = sum(part.bytes for part in parts.values())
 
-        def chunks() -> Iterator[ExpertChunk]:
-            for expert in range(shape.num_experts):
+        def chunks(experts: Sequence[int] | None = None) -> Iterator[ExpertChunk]:
+            for expert in range(shape.num_experts) if experts is None else experts:
                 tensors: dict[str, Tensor | Encoded] = {
                     role: _matrix(parts, role, expert, count, *shape.matrices()[role], forms[role].bits)
                     for role in shape.matrices()

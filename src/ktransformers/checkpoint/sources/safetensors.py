@@ -7,7 +7,7 @@ leading `model.`); the Hugging Face names are restored.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,8 @@ class SafetensorsSource:
         formats = check_experts(shards, tensors, shape, self._quantisation, interleaved)
         size = sum(_bytes(shards.ref(name)) for name in tensor_names(tensors))
 
-        def chunks() -> Iterator[ExpertChunk]:
-            return read_experts(shards, tensors, shape, self._quantisation, interleaved)
+        def chunks(experts: Sequence[int] | None = None) -> Iterator[ExpertChunk]:
+            return read_experts(shards, tensors, shape, self._quantisation, interleaved, experts)
 
         def expert(index: int) -> ExpertChunk:
             return next(read_experts(shards, tensors, shape, self._quantisation, interleaved, [index]))

@@ -7,7 +7,7 @@ Opening reads headers; data is memory-mapped and read on access.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,11 +30,18 @@ class PlainTensor:
     codes: Callable[[], Tensor | Encoded] | None = None  # the same matrix as the file has it quantised
 
 
+class ReadChunks(Protocol):
+    """The layer's experts in chunks, in order; of `experts` alone, if given: then a chunk is one expert, and the bytes
+    of the others are not read."""
+
+    def __call__(self, experts: Sequence[int] | None = None) -> Iterator[ExpertChunk]: ...
+
+
 @dataclass(frozen=True)
 class LayerSource:
     formats: Formats  # of gate, up and down
     bytes: int  # in the files
-    chunks: Callable[[], Iterator[ExpertChunk]]
+    chunks: ReadChunks
     expert: Callable[[int], ExpertChunk] | None = None  # one of them, if the files can be read at any place
 
 

@@ -1,0 +1,98 @@
+"""Partitions of experts over ranks, and the bytes that travel between them; all pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ktransformers.errors import InputError
+from ktransformers.expert_partition import (
+    ExpertPartition,
+    by_experts,
+    by_frequency,
+    by_layers,
+    exchange_bytes,
+    exchanged_rows,
+    reach_probability,
+    row_bytes,
+)
+
+
+@given(st.integers(1, 5), st.integers(1, 40), st.integers(1, 9))
+def test_ranges_of_ids_cover_every_expert_once_and_evenly(layers: int, experts: int, ranks: int) -> None:
+    if experts < ranks:
+        with pytest.raises(InputError, match="kt_expert_parallel"):
+            by_experts(layers, experts, ranks)
+        return
+    partition = by_experts(layers, experts, ranks)
+    for layer in range(layers):
+        held = [partition.layer(layer, rank).experts for rank in range(ranks)]
+        assert [expert for ids in held for expert in ids] == list(range(experts))
+        assert max(map(len, held)) - min(map(len, held)) <= 1
+
+
+def test_positions_are_places_in_the_store_of_the_owner() -> None:
+    shard = ExpertPartition(((1, 0, 1, 1, 0),), 2).layer(0, 1)
+    assert shard.experts == (0, 2, 3) and shard.experts_of(0) == (1, 4)
+    assert shard.positions == (0, 0, 1, 2, 1)
+
+
+def test_ranges_of_layers_give_whole_layers() -> None:
+    partition = by_layers(5, 4, 2)
+    assert [set(row) for row in partition.owners] == [{0}, {0}, {0}, {1}, {1}]
+    assert partition.layer(4, 0).experts == () and partition.experts_per_rank() == (12, 8)
+    with pytest.raises(InputError, match="layers of experts"):
+        by_layers(3, 8, 4)
+
+
+@given(st.lists(st.lists(st.integers(0, 10**9), min_size=6, max_size=6), min_size=1, max_size=4), st.integers(1, 6))
+def test_frequency_is_even_in_memory_and_never_worse_than_the_largest_expert_above_the_mean(
+    counts: list[list[int]], ranks: int
+) -> None:
+    partition = by_frequency(counts, ranks)
+    for row, layer_counts in zip(partition.owners, counts, strict=True):
+        held = [[expert for expert in range(6) if row[expert] == rank] for rank in range(ranks)]
+        assert all(0 < len(experts) <= math.ceil(6 / ranks) for experts in held)
+        assert sorted(itertools.chain(*held)) == list(range(6))
+        assert partition == by_frequency(counts, ranks)
+        if ranks == 1:
+            assert sum(layer_counts) == sum(layer_counts[expert] for expert in held[0])
+
+
+def test_frequency_evens_what_ranges_of_ids_do_not() -> None:
+    counts = [[100, 90, 80, 70, 4, 3, 2, 1]] * 3
+    assert by_experts(3, 8, 2).imbalance(counts) > 1.9
+    assert by_frequency(counts, 2).imbalance(counts) < 1.03
+    assert by_frequency([[0] * 8], 2).imbalance([[0] * 8]) == 1.0
+
+
+def test_wrong_ranks_are_refused() -> None:
+    with pytest.raises(InputError, match="rank 2"):
+        ExpertPartition(((0, 2),), 2)
+    with pytest.raises(InputError, match="1 or more"):
+        by_experts(1, 4, 0)
+
+
+@pytest.mark.parametrize(("experts", "held", "top_k"), [(6, 2, 2), (8, 3, 4), (5, 5, 1), (4, 2, 3), (4, 0, 2)])
+def test_reach_probability_counts_all_choices(experts: int, held: int, top_k: int) -> None:
+    choices = list(itertools.combinations(range(experts), top_k))
+    reaching = sum(any(expert < held for expert in choice) for choice in choices)
+    assert reach_probability(experts, held, top_k) == pytest.approx(reaching / len(choices))
+
+
+def test_bytes_of_deepseek_v3_over_four_hosts() -> None:
+    """By hand: 7168 numbers of two bytes, 8 routes; a row misses another host with probability C(192,8)/C(256,8)."""
+    there, result, gradients = row_bytes(7168, 8, 2)
+    assert (there, result, gradients) == (14336 + 32 + 32, 14336, 14336 + 32)
+    rows = exchanged_rows(1000, by_experts(1, 256, 4).owners[0], 4, 0, 8)
+    assert rows == pytest.approx(3 * 1000 * (1 - math.comb(192, 8) / math.comb(256, 8)))
+    forward = exchange_bytes(rows, rows, 4, (there, result, gradients), training=False)
+    assert forward == pytest.approx(24 + rows * (14400 + 14336))
+    assert exchange_bytes(rows, rows, 4, (there, result, gradients), training=True) == pytest.approx(
+        forward + rows * (14336 + 14368)
+    )
+    assert row_bytes(5, 3, 2) == (16 + 16 + 16, 16, 32), "every field begins at a multiple of eight bytes"
