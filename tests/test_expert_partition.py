@@ -1,4 +1,4 @@
-"""Partitions of experts over ranks, and the bytes that travel between them; all pure."""
+"""Partitions of experts over ranks; all pure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,6 @@ from ktransformers.expert_partition import (
     by_experts,
     by_frequency,
     by_layers,
-    exchange_bytes,
-    exchanged_rows,
-    reach_probability,
-    row_bytes,
 )
 
 
@@ -75,24 +71,3 @@ def test_wrong_ranks_are_refused() -> None:
         ExpertPartition(((0, 2),), 2)
     with pytest.raises(InputError, match="1 or more"):
         by_experts(1, 4, 0)
-
-
-@pytest.mark.parametrize(("experts", "held", "top_k"), [(6, 2, 2), (8, 3, 4), (5, 5, 1), (4, 2, 3), (4, 0, 2)])
-def test_reach_probability_counts_all_choices(experts: int, held: int, top_k: int) -> None:
-    choices = list(itertools.combinations(range(experts), top_k))
-    reaching = sum(any(expert < held for expert in choice) for choice in choices)
-    assert reach_probability(experts, held, top_k) == pytest.approx(reaching / len(choices))
-
-
-def test_bytes_of_deepseek_v3_over_four_hosts() -> None:
-    """By hand: 7168 numbers of two bytes, 8 routes; a row misses another host with probability C(192,8)/C(256,8)."""
-    there, result, gradients = row_bytes(7168, 8, 2)
-    assert (there, result, gradients) == (14336 + 32 + 32, 14336, 14336 + 32)
-    rows = exchanged_rows(1000, by_experts(1, 256, 4).owners[0], 4, 0, 8)
-    assert rows == pytest.approx(3 * 1000 * (1 - math.comb(192, 8) / math.comb(256, 8)))
-    forward = exchange_bytes(rows, rows, 4, (there, result, gradients), training=False)
-    assert forward == pytest.approx(24 + rows * (14400 + 14336))
-    assert exchange_bytes(rows, rows, 4, (there, result, gradients), training=True) == pytest.approx(
-        forward + rows * (14336 + 14368)
-    )
-    assert row_bytes(5, 3, 2) == (16 + 16 + 16, 16, 32), "every field begins at a multiple of eight bytes"

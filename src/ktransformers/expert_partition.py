@@ -1,12 +1,9 @@
-"""Which rank of an expert-parallel group holds which experts of which layer, and the bytes that travel between ranks.
+"""Which rank of an expert-parallel group holds which experts of which layer.
 
 A partition is a table of ranks, `owners[layer][expert]`; layers are the layers of experts in the order of the model,
 experts keep the ids that the router gives them. Three functions make one: `by_experts` (ranges of ids), `by_layers`
 (ranges of layers) and `by_frequency` (from counts of routed tokens). All are pure and give the same table on every
 rank. A rank's store holds its experts of a layer in ascending order of their ids.
-
-`exchange_bytes` is what a rank sends in one pass of one layer of experts (`nn/exchange.py`): a row of hidden states
-goes to each rank that has at least one of its experts, once, with the ids and weights of its k routes.
 """
 
 from __future__ import annotations
@@ -19,9 +16,6 @@ from functools import cached_property
 from ktransformers.errors import InputError
 
 PARTITIONS = ("experts", "layers", "frequency")
-COUNT_BYTES = 8  # of the number of rows that a rank announces to each other rank, before the rows
-FIELD_ALIGNMENT = 8  # bytes; hidden states, weights and ids of a row each begin at a multiple of it
-ID_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -138,44 +132,3 @@ def _require_enough(what: str, given: int, ranks: int) -> None:
         raise InputError(
             "kt_expert_parallel", f"{ranks} ranks for {given} {what}", f"at most {given}", "use fewer ranks per group"
         )
-
-
-def row_bytes(hidden: int, top_k: int, element: int, weight: int = 4) -> tuple[int, int, int]:
-    """Bytes of one row on its way: hidden states, k weights and k ids to the rank that computes; the result back (also
-    the gradient of the output in backward); and in backward the gradients of hidden states and weights back. `element`
-    and `weight` are the bytes of one number of the hidden states and of the routing weights."""
-    state, weights, ids = (_aligned(size) for size in (hidden * element, top_k * weight, top_k * ID_BYTES))
-    return state + weights + ids, state, state + weights
-
-
-def _aligned(size: int) -> int:
-    return -(-size // FIELD_ALIGNMENT) * FIELD_ALIGNMENT
-
-
-def reach_probability(experts: int, held: int, top_k: int) -> float:
-    """Probability that at least one of a token's k different experts is among the `held` of a rank, if all are equally
-    likely."""
-    if held <= 0:
-        return 0.0
-    if experts - held < top_k:
-        return 1.0
-    return 1.0 - math.comb(experts - held, top_k) / math.comb(experts, top_k)
-
-
-def exchanged_rows(tokens: float, owners: Sequence[int], ranks: int, rank: int, top_k: int) -> float:
-    """Rows that `rank` is expected to send to other ranks for a layer with these owners, with uniform routing."""
-    held = [sum(owner == other for owner in owners) for other in range(ranks)]
-    return sum(tokens * reach_probability(len(owners), held[other], top_k) for other in range(ranks) if other != rank)
-
-
-def exchange_bytes(rows_out: float, rows_in: float, ranks: int, sizes: tuple[int, int, int], training: bool) -> float:
-    """Bytes that a rank sends in one pass of one layer: forward, and with `training` also backward.
-
-    `rows_out` go from this rank to others and `rows_in` come from them; results travel against them. `sizes` are those
-    of `row_bytes`. A layer that gradient checkpointing recomputes under `kt_cpu_activation: recompute` does its forward
-    exchange twice; under `retain` it does not.
-    """
-    there, result, gradients = sizes
-    forward = COUNT_BYTES * (ranks - 1) + rows_out * there + rows_in * result
-    backward = rows_out * result + rows_in * gradients
-    return forward + (backward if training else 0.0)

@@ -7,6 +7,9 @@ rank 0, and after every backward pass that DDP synchronises (not under `no_sync`
 gloo if DDP's own group has no CPU backend. No call by the trainer is needed: an expert layer that runs inside DDP's
 forward finds the active DDP module and registers the hooks, because trainers build their DDP themselves and know
 nothing of expert LoRA.
+
+Where the ranks of a group divide the experts (`nn/exchange.py`), a rank's gradient is already the mean over its group,
+and is averaged over the ranks that hold the same experts in other groups, if there are any.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.nn.parallel import DistributedDataParallel
 
+from ktransformers.nn.exchange import expert_group
 from ktransformers.nn.peft_lora import lora_parameters, own_lora_parameters
 from ktransformers.nn.placeholder import Placeholder
 from ktransformers.nn.widened import WidenedWeight
@@ -46,9 +50,11 @@ class DdpIgnoredNames:
         parameters, lora = dict(model.named_parameters()), lora_parameters(model)
         wrapped = (Placeholder, WidenedWeight)
         names = [name for name, parameter in parameters.items() if isinstance(parameter, wrapped)]
-        # DDP raises if it has no trainable parameter. A CPU model that trains expert LoRA alone leaves it to DDP.
+        # DDP raises if it has no trainable parameter. A CPU model that trains expert LoRA alone leaves it to DDP, if
+        # all ranks hold the same experts.
         other_parameters = [parameter for name, parameter in parameters.items() if name not in lora]
-        if any(parameter.requires_grad or parameter.device.type != "cpu" for parameter in other_parameters):
+        others = any(parameter.requires_grad or parameter.device.type != "cpu" for parameter in other_parameters)
+        if others or expert_group(model) is not None:
             names += lora
         yield from (prefix + name for name in names for prefix in DDP_NAME_PREFIXES)
 
@@ -66,12 +72,13 @@ class GradientAverager:
     def __init__(self, parameters: list[Tensor], ddp: DistributedDataParallel) -> None:
         self._parameters = parameters
         self._ddp = weakref.ref(ddp)
-        self._group = _host_group(ddp.process_group)
+        self._group = _averaging_group(ddp.module, ddp.process_group)
         self._with_grad: set[int] = set()  # indices of parameters that this backward pass has reached
-        rank0 = dist.get_global_rank(self._group, 0)
-        for parameter in parameters:
-            dist.broadcast(parameter.data, rank0, group=self._group)
-        increment_version(parameters)
+        if self._group is not None:
+            rank0 = dist.get_global_rank(self._group, 0)
+            for parameter in parameters:
+                dist.broadcast(parameter.data, rank0, group=self._group)
+            increment_version(parameters)
         for index, parameter in enumerate(parameters):
             hooked: Any = parameter
             hooked.register_post_accumulate_grad_hook(lambda _, index=index: self._grad_accumulated(index))
@@ -126,14 +133,23 @@ def average_expert_gradients(model: nn.Module, group: dist.ProcessGroup | None =
     parameters: list[Tensor] = [parameter for parameter in lora_parameters(model).values() if parameter.requires_grad]
     parameters += own_lora_parameters(model).values()
     with_grad = {index for index, parameter in enumerate(parameters) if parameter.grad is not None}
-    _average(parameters, with_grad, _host_group(group or dist.group.WORLD))
+    _average(parameters, with_grad, _averaging_group(model, group or dist.group.WORLD))
 
 
-def _average(parameters: list[Tensor], with_grad: set[int], group: dist.ProcessGroup) -> None:
+def _averaging_group(model: nn.Module, group: Any) -> Any | None:
+    """The ranks that hold the same expert LoRA, as a group with a CPU backend; None: this rank alone."""
+    experts = expert_group(model)
+    if experts is not None:
+        return experts.replicas
+    host_group = _host_group(group)
+    return host_group if dist.get_world_size(host_group) > 1 else None
+
+
+def _average(parameters: list[Tensor], with_grad: set[int], group: Any | None) -> None:
     """All-reduce the gradients that at least one rank has; a rank without one contributes zeros."""
-    size = dist.get_world_size(group)
-    if size == 1:
+    if group is None:
         return
+    size = dist.get_world_size(group)
     on_any_rank = torch.zeros(len(parameters), dtype=torch.uint8)
     on_any_rank[list(with_grad)] = 1
     dist.all_reduce(on_any_rank, dist.ReduceOp.MAX, group=group)

@@ -27,6 +27,7 @@ from ktransformers.errors import InputError
 from ktransformers.expert_partition import LayerShard
 from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, new_store, read_contract
 from ktransformers.nn.distributed import active_ddp, attach_to_ddp
+from ktransformers.nn.exchange import LayerExchange, apply_exchanged
 from ktransformers.nn.mixed_lora import current_mixed_lora
 from ktransformers.nn.operator import apply_experts, placed_for
 from ktransformers.nn.padding import mask_padding
@@ -38,10 +39,11 @@ from ktransformers.nn.store import ExpertStore
 def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """`[T, H]`, `[T, k]`, `[T, k]` -> `[T, H]` on the device and in the dtype of the hidden states."""
     store = module.kt_store if hasattr(module, "kt_store") else pack_module(module)
-    if hasattr(module, "kt_shard"):
+    exchange: LayerExchange | None = getattr(module, "kt_exchange", None)
+    if exchange is None and hasattr(module, "kt_shard"):
         given = "a part of the experts, without the ranks that hold the others"
         raise InputError(type(module).__name__, given, "a connected group of ranks", "call connect (nn/exchange.py)")
-    assert isinstance(store, ExpertStore) and isinstance(module.kt_contract, Contract)
+    assert isinstance(module.kt_contract, Contract)
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.requires_grad:
             given = f"requires_grad on {name}"
@@ -50,6 +52,10 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     lora = read_lora(module, module.kt_contract)
     if lora is not None and torch.is_grad_enabled() and (ddp := active_ddp()) is not None:
         attach_to_ddp(ddp)
+    if exchange is not None:
+        inputs = (hidden_states, top_k_index, top_k_weights)
+        return apply_exchanged(exchange, *inputs, lora=lora, training=module.training)
+    assert isinstance(store, ExpertStore)
     if (mixed := current_mixed_lora(module)) is not None:
         placed = placed_for(store, hidden_states.device)
         if placed is not None and mixed.factors:

@@ -4,10 +4,11 @@ PEFT wraps an experts module in a `ParamWrapper` for each adapted parameter, wit
 [out, r * E] (the expert index fastest) per adapter. In a forward pass it registers a parametrization that adds B A to
 the full weight: a dense difference up to version 0.20; from 0.21 a folded product for one adapter and a dense
 difference for more. For experts that "kt" computes the factors go to the operator instead, in every version, because
-the dense difference has the size of the weights. Importing this module therefore replaces four methods of PEFT's
+the dense difference has the size of the weights. Importing this module therefore replaces five methods of PEFT's
 classes; for all other layers they call PEFT's own. `_activate_lora` passes the factors, `_apply` keeps expert LoRA in
 host memory when a model is moved to a GPU (with its optimiser state it would fill the GPU), `forward` pins that memory
-if hidden states are on a GPU, and `_check_merge_allowed` refuses a merge into packed weights.
+if hidden states are on a GPU, `_check_merge_allowed` refuses a merge into packed weights, and `update_layer` keeps the
+factors of this rank's experts alone where ranks divide them (`nn/lora_shards.py`).
 
 The ContextVar `_active_factors` carries (experts module, parameter name, factor) of every adapted parameter from PEFT's
 wrappers past the stock model to `experts_forward`. It is per thread, so that two threads may run one model.
@@ -28,9 +29,11 @@ from peft.tuners.lora.model import LoraModel
 from torch import Tensor, nn
 
 from ktransformers.errors import InputError
+from ktransformers.expert_partition import LayerShard
 from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, is_experts
 from ktransformers.nn.lora import ExpertLora, Factor
 from ktransformers.nn.lora_factors import factors_of
+from ktransformers.nn.lora_shards import keep_shard
 
 _active_factors: ContextVar[tuple[tuple[nn.Module, str, Factor], ...]] = ContextVar("active_factors", default=())
 
@@ -117,10 +120,11 @@ def _factor(layer: Any, adapters: list[str]) -> Factor | None:
         for name in adapters
         if name in layer.lora_A
     ]
+    experts = layer.num_experts
     parts = [
         Factor(
-            part.a.view(layer.num_experts, -1, part.a.shape[1]),
-            part.b.view(part.b.shape[0], -1, layer.num_experts).permute(2, 0, 1),
+            part.a.view(experts, part.a.shape[0] // max(experts, 1), part.a.shape[1]),
+            part.b.view(part.b.shape[0], part.b.shape[1] // max(experts, 1), experts).permute(2, 0, 1),
             part.scale,
         )
         for part in parts
@@ -170,7 +174,7 @@ def _install() -> None:
     wrapper: Any = ParamWrapper
     tuner: Any = LoraModel
     stock_activate, stock_apply, stock_forward = wrapper._activate_lora, wrapper._apply, wrapper.forward
-    stock_check_merge = tuner._check_merge_allowed
+    stock_check_merge, stock_update = tuner._check_merge_allowed, wrapper.update_layer
 
     @contextmanager
     def activate_lora(self: Any, active_adapters: list[str]) -> Iterator[None]:
@@ -204,7 +208,16 @@ def _install() -> None:
             raise InputError(f"merge of {name}", "packed experts", "a stock model", "load it without ktransformers")
         stock_check_merge(self)
 
+    def update_layer(self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        shard: LayerShard | None = getattr(self.get_base_layer(), "kt_shard", None)
+        if shard is not None:  # created for all experts, with the random numbers that a single process would draw
+            self.num_experts = len(shard.owners)
+        stock_update(self, adapter_name, *args, **kwargs)
+        if shard is not None:
+            keep_shard(self, adapter_name, shard)
+
     wrapper._activate_lora, wrapper._apply, wrapper.forward = activate_lora, apply_on_host, forward
+    wrapper.update_layer = update_layer
     tuner._check_merge_allowed = check_merge
 
 

@@ -1,0 +1,159 @@
+"""Experts that the ranks of a group divide, over gloo on the CPU: losses and gradients equal those of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from ktransformers.expert_partition import ExpertShard, by_experts, by_frequency, by_layers
+from ktransformers.nn import load_model
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import build, save
+
+EXPERTS, LAYERS = 8, 2
+LORA: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+PARTITIONS = {
+    "experts": lambda ranks: by_experts(LAYERS, EXPERTS, ranks),
+    "layers": lambda ranks: by_layers(LAYERS, EXPERTS, min(ranks, LAYERS)),
+    "frequency": lambda ranks: by_frequency([[9, 1, 7, 1, 5, 1, 3, 0], [1, 1, 1, 1, 1, 1, 1, 90]], ranks),
+}
+
+
+def adapted(path: Path, shard: ExpertShard | None, group: Any = None) -> nn.Module:
+    """The model with LoRA on attention and experts; B is random, drawn for all experts."""
+    from ktransformers.nn.exchange import connect
+    from ktransformers.nn.lora_shards import factor_shards
+
+    model = load_model(path, dtype=torch.float32, precision="f32", shard=shard)
+    if group is not None:
+        connect(model, group)
+    torch.manual_seed(3)
+    peft = get_peft_model(model, LoraConfig(**LORA, target_parameters=TARGETS))
+    shards = factor_shards(peft)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "lora_B" in name:
+                shape = shards[name].whole_shape(parameter) if name in shards else tuple(parameter.shape)
+                whole = torch.randn(shape, generator=generator) * 0.05
+                parameter.copy_(shards[name].cut(whole) if name in shards else whole)
+    return peft.train()
+
+
+def rows_of(rank: int) -> Tensor:
+    """Of different length on every rank."""
+    generator = torch.Generator().manual_seed(17 + rank)
+    return torch.randint(3, 96, (1 + rank % 2, 7 + 3 * rank), generator=generator)
+
+
+def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
+    logits = model(input_ids=rows).logits
+    loss: Tensor = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
+    return loss
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
+    model.zero_grad()
+    return grads
+
+
+def close(got: Tensor, want: Tensor, what: str) -> None:
+    scale = float(want.norm()) if want.numel() else 0.0
+    error = float((got - want).norm())
+    assert got.shape == want.shape and error <= 1e-5 * max(scale, 1e-3), f"{what}: {error:.3g} of {scale:.3g}"
+
+
+EQUAL = """
+import sys, torch
+from pathlib import Path
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from ktransformers.nn.checkpointing import save_expert_outputs
+from ktransformers.nn.exchange import new_expert_group
+from ktransformers.nn.lora_shards import factor_shards, gather_experts
+from tests.nn.test_exchange import *
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+path, kinds, size = Path(sys.argv[1]), sys.argv[2].split(","), int(sys.argv[3])
+whole = adapted(path, None)
+losses = [loss_of(whole, rows_of(other)) for other in range(world)]
+(sum(losses) / world).backward()
+want = gradients(whole)
+with torch.no_grad():
+    logits = whole(input_ids=rows_of(rank)).logits
+
+def compare(model, what):
+    shards, got = factor_shards(model), gradients(model)
+    assert got.keys() == want.keys(), (what, got.keys() ^ want.keys())
+    for name in want:
+        close(got[name], shards[name].cut(want[name]) if name in shards else want[name], f"{what}: {name}")
+
+for kind in kinds:
+    partition = PARTITIONS[kind](size)
+    group = new_expert_group(partition.ranks)
+    model = adapted(path, ExpertShard(partition, group.rank), group)
+    shards = factor_shards(model)
+    for name, parameter in model.named_parameters():  # drawn as in one process
+        if parameter.requires_grad:
+            expected = whole.get_parameter(name).detach()
+            assert torch.equal(parameter, shards[name].cut(expected) if name in shards else expected), name
+    assert len(shards) == 8, len(shards)
+    with torch.no_grad():
+        close(model(input_ids=rows_of(rank)).logits, logits, f"{kind}: logits")
+    ddp = DistributedDataParallel(model)
+    loss = loss_of(ddp, rows_of(rank))
+    close(loss, losses[rank], f"{kind}: loss")
+    loss.backward()
+    compare(model, kind)
+    with ddp.no_sync():
+        (loss_of(ddp, rows_of(rank)) / 2).backward()
+    (loss_of(ddp, rows_of(rank)) / 2).backward()
+    compare(model, f"{kind}, accumulated")
+    for context in (None, save_expert_outputs):  # computed twice, replayed
+        options = {"use_reentrant": False} | ({} if context is None else {"context_fn": context})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        model.enable_input_require_grads()
+        loss_of(ddp, rows_of(rank)).backward()
+        compare(model, f"{kind}, checkpointed")
+    model.gradient_checkpointing_disable()
+    for name, divided in shards.items():
+        gathered = gather_experts(model.get_parameter(name), divided, group.members)
+        assert (gathered is None) == (group.rank != 0)
+        assert gathered is None or torch.equal(gathered, whole.get_parameter(name)), name
+    state = {name: parameter for name, parameter in whole.state_dict().items() if "lora" in name}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.fill_(torch.nan)
+    model.load_state_dict(state, strict=False)  # whole tensors are cut
+    with torch.no_grad():
+        close(model(input_ids=rows_of(rank)).logits, logits, f"{kind}: loaded")
+    del ddp
+print("fine")
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("exchange")
+    save(build("qwen3_moe", num_experts=EXPERTS), path)
+    return path
+
+
+def test_two_ranks_equal_one_process(tiny: Path) -> None:
+    assert run_ranks(EQUAL, 2, tiny, "experts,layers,frequency", 2) == ["fine\n"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_four_ranks_equal_one_process(size: int, tiny: Path) -> None:
+    """Four ranks divide the experts, or two groups of two each hold all of them."""
+    assert run_ranks(EQUAL, 4, tiny, "experts,frequency", size) == ["fine\n"] * 4
