@@ -141,6 +141,15 @@ def expert_group(model: nn.Module) -> ExpertGroup | None:
     return None
 
 
+def any_rank(flag: bool, group: ExpertGroup | None) -> bool:
+    """Whether the flag is set on any rank of the group. A collective call."""
+    if group is None:
+        return flag
+    flags = torch.tensor([flag], dtype=torch.uint8)
+    dist.all_reduce(flags, dist.ReduceOp.MAX, group=group.members)
+    return bool(flags)
+
+
 def _require_equal(tables: list[tuple[int, ...]], group: ExpertGroup) -> None:
     digest = hashlib.sha256(json.dumps(tables).encode()).digest()
     own = torch.tensor(list(digest), dtype=torch.uint8)

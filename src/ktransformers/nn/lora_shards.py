@@ -109,3 +109,22 @@ def gather_experts(part: Tensor, divided: FactorShard, members: Any) -> Tensor |
             dist.recv(arrived, dist.get_global_rank(members, other), group=members)
             divided.insert(whole, arrived, experts)
     return whole
+
+
+def scatter_experts(whole: Tensor | None, part: Tensor, divided: FactorShard, members: Any) -> None:
+    """The reverse of `gather_experts`: fills `part` on the other ranks of the group from the whole tensor on the first,
+    whose own part is left to the caller. A collective call."""
+    shard = divided.shard
+    if shard.rank != 0:
+        if part.numel():
+            arrived = torch.empty(part.shape, dtype=part.dtype)
+            dist.recv(arrived, dist.get_global_rank(members, 0), group=members)
+            part.copy_(arrived)
+        return
+    for other in range(1, shard.ranks):
+        experts = shard.experts_of(other)
+        if experts:
+            sent = torch.full(divided.shape(part, len(experts)), torch.nan, dtype=part.dtype)
+            if whole is not None:
+                sent.copy_(divided.cut(whole, experts))
+            dist.send(sent, dist.get_global_rank(members, other), group=members)

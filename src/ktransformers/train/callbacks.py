@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,10 +26,12 @@ from transformers import TrainerCallback
 from ktransformers.errors import KTError
 from ktransformers.nn import ExpertStore
 from ktransformers.nn.contract import expert_modules
+from ktransformers.nn.exchange import expert_group
 from ktransformers.nn.operator import is_placed
 from ktransformers.nn.peft_lora import expert_adapters
 from ktransformers.plan.calibrate import remeasure_rates, this_machine
 from ktransformers.system import resident_bytes
+from ktransformers.train.expert_parallel import share_flags
 from ktransformers.train.files import reporting_full_disk
 from ktransformers.train.pictures import LivePicture
 
@@ -74,6 +76,7 @@ class GradientTrace:
     a_seen: bool = False
     a_could: bool = False  # B was nonzero when A's gradient was checked
     experts: Tensor | None = None  # [E], expert LoRA only: B of this expert got a gradient
+    shared: bool = False  # `experts` are those of all ranks that divide them
 
     @property
     def alive(self) -> bool:
@@ -84,6 +87,7 @@ class GradientCheck(TrainerCallback):
     """Checks gradients before each optimizer step, until every pair has received one."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         counts = {name: int(layer.num_experts) for name, layer in expert_adapters(model).items()}
         self.pairs: dict[str, tuple[Tensor, Tensor]] = {}
@@ -111,6 +115,27 @@ class GradientCheck(TrainerCallback):
             if not trace.a_seen and bool(b.detach().ne(0).any()):
                 trace.a_could = True
                 trace.a_seen = _has_gradient(a)
+
+    def share(self) -> None:
+        """Where ranks divide the experts: joins what they have seen, so that `dead`, `unvisited` and `state` are about
+        all experts. A collective call, after the last step or before a save; `restore` undoes it."""
+        if expert_group(self._model) is None:
+            return
+        for module, trace in self.traces.items():
+            if trace.experts is not None and not trace.shared:
+                flags = (trace.b_seen, trace.a_seen, trace.a_could)
+                joined = share_flags(self._model, module, trace.experts, flags)
+                self.traces[module] = GradientTrace(
+                    joined.b_seen, joined.a_seen, joined.a_could, joined.experts, shared=True
+                )
+
+    def keep_own(self) -> None:
+        """After `share`, before further steps: this rank's experts alone."""
+        for module, trace in self.traces.items():
+            if trace.experts is not None and trace.shared:
+                layer: Any = self._model.get_submodule(module)
+                own = trace.experts[list(layer.get_base_layer().kt_shard.experts)]
+                self.traces[module] = replace(trace, experts=own, shared=False)
 
     def dead(self) -> list[str]:
         """Modules whose adapter never received a gradient."""
@@ -142,7 +167,10 @@ class GradientCheck(TrainerCallback):
         for module, trace in json.loads(file.read_text()).items():
             if module in self.traces:
                 experts = trace.pop("experts")
-                self.traces[module] = GradientTrace(**trace, experts=None if experts is None else torch.tensor(experts))
+                divided = experts is not None and expert_group(self._model) is not None
+                flags = None if experts is None else torch.tensor(experts)
+                self.traces[module] = GradientTrace(**trace, experts=flags, shared=divided)
+        self.keep_own()
 
 
 def _has_gradient(parameter: Tensor) -> bool:

@@ -8,9 +8,10 @@ even if only some modules are named, which overestimates by a few megabytes.
 
 from __future__ import annotations
 
+import math
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktransformers import env
@@ -125,7 +126,14 @@ def plan_inputs(settings: TrainSettings, directory: Path, config: dict[str, obje
     if device_of(settings).type == "cpu":
         machine = with_gpus(machine, "none")
     placement, rest_bytes = read_options(settings.place.model_dump()), dtype_of(settings, config).itemsize
-    return PlanInputs(open_shape(str(directory)), machine, placement.policies, rest_bytes, needs_gpu(settings))
+    shape = _own_experts(open_shape(str(directory)), settings.experts.kt_expert_parallel or 1)
+    return PlanInputs(shape, machine, placement.policies, rest_bytes, needs_gpu(settings))
+
+
+def _own_experts(shape: ModelShape, ranks: int) -> ModelShape:
+    """The model with the experts of one rank, if a group of `ranks` divides them. A rank computes as many rows as it
+    sends away, so the time of the experts is that of its own rows; the network is not counted."""
+    return replace(shape, experts=max(shape.top_k, math.ceil(shape.experts / ranks)))
 
 
 def needs_gpu(settings: TrainSettings) -> bool:

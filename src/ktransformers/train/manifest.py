@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import platform
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ktransformers import system
 from ktransformers.adapters.manifest import MANIFEST_FORMAT, MANIFEST_VERSION
 from ktransformers.adapters.write import record_tensor
 from ktransformers.errors import KTError
+from ktransformers.nn.lora_shards import factor_shards
 from ktransformers.train.callbacks import GradientCheck
 from ktransformers.train.settings import TrainSettings
 
@@ -61,12 +63,14 @@ def expert_formats(model: nn.Module) -> str:
 def trained_tensors(model: nn.Module, gradient_check: GradientCheck) -> dict[str, dict[str, Any]]:
     """Name in the adapter's file -> shape and whether a gradient was seen."""
     tensors = {}
+    shards = factor_shards(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             module, _, part = name.partition(".lora_")
             trace = gradient_check.traces[module]
             gradient_seen = trace.b_seen if part.startswith("B") else trace.a_seen
-            tensors[name.replace(".default.", ".")] = {"shape": list(parameter.shape), "gradient_seen": gradient_seen}
+            shape = list(shards[name].whole_shape(parameter) if name in shards else parameter.shape)
+            tensors[name.replace(".default.", ".")] = {"shape": shape, "gradient_seen": gradient_seen}
     return tensors
 
 
@@ -87,15 +91,14 @@ def add_saved_tensors(manifest: dict[str, Any], file: Path) -> None:
             entry |= {"file": record.file, "dtype": record.dtype, "norm": record.norm, "sha256": record.sha256}
 
 
-def check_saved_tensors(manifest: dict[str, Any], model: nn.Module) -> None:
-    """Checks that the file equals the model bit for bit."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            saved_name = name.replace(".default.", ".")
-            entry = manifest["tensors"][saved_name]
-            current = record_tensor(saved_name, entry["file"], parameter.detach().cpu().contiguous())
-            if current.sha256 != entry["sha256"]:
-                raise KTError(f"{saved_name}: saved with norm {entry['norm']:.6g}, trained with {current.norm:.6g}")
+def check_saved_tensors(manifest: dict[str, Any], trained: Mapping[str, Tensor]) -> None:
+    """Checks that the file equals the trained parameters bit for bit."""
+    for name, parameter in trained.items():
+        saved_name = name.replace(".default.", ".")
+        entry = manifest["tensors"][saved_name]
+        current = record_tensor(saved_name, entry["file"], parameter.detach().cpu().contiguous())
+        if current.sha256 != entry["sha256"]:
+            raise KTError(f"{saved_name}: saved with norm {entry['norm']:.6g}, trained with {current.norm:.6g}")
 
 
 def check_gradients(gradient_check: GradientCheck, steps: int) -> None:

@@ -24,6 +24,7 @@ from ktransformers.nn.peft_lora import expert_adapters, set_lora_dropout
 from ktransformers.place.backends import isa_of_backend
 from ktransformers.place.options import read_options
 from ktransformers.train.arguments import device_of
+from ktransformers.train.expert_parallel import connect_ranks, own_shard
 from ktransformers.train.settings import LoraSettings, ModelSettings, TrainSettings
 from ktransformers.train.targets import Targets
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ktransformers import _core
+    from ktransformers.expert_partition import ExpertPartition
 
 ATTENTION_IMPLEMENTATIONS = {
     "disabled": "eager",
@@ -146,7 +148,9 @@ def open_model(
     dtype: torch.dtype,
     device: torch.device,
     progress: Callable[[int, int], None] | None = None,
+    partition: ExpertPartition | None = None,
 ) -> tuple[PreTrainedModel, list[str]]:
+    """With a `partition`, this process's experts alone are loaded; the call is then collective."""
     from ktransformers.nn import load_model
 
     places = device.type != "cpu" and read_options(settings.place.model_dump()).policy != "cpu"
@@ -161,7 +165,9 @@ def open_model(
         precision=settings.experts.precision,
         progress=progress,
         widen=device_of(settings).type == "cpu",
+        shard=own_shard(partition),
     )
+    connect_ranks(model, partition)
     model.name_or_path = str(given_file(directory))  # PEFT writes it into adapter_config.json
     check_formats(model, settings.experts.kt_expert_weight_format)
     if settings.model.flash_attn != "auto":

@@ -26,6 +26,7 @@ from ktransformers.files import LockedError, exclusive_lock
 from ktransformers.train.checkpoints import ResumePoint, set_aside
 from ktransformers.train.data.prepare import DataSplit
 from ktransformers.train.data.render import PreferenceRow
+from ktransformers.train.expert_parallel import whole_adapter
 from ktransformers.train.files import STAGING_DIR, move_files, reporting_full_disk, write_json, write_text
 from ktransformers.train.manifest import add_saved_tensors, check_saved_tensors
 from ktransformers.train.pictures import PNG_FILE, SVG_FILE, draw_final, plot_loss
@@ -201,6 +202,8 @@ def _prompts(row: Any, tokenizer: Any) -> tuple[list[ProofPrompt], int]:
 def write_output(
     trainer: Any, settings: TrainSettings, results: dict[str, Any], manifest: dict[str, Any], split: DataSplit
 ) -> ReloadCheck:
+    """Where ranks divide the experts, all ranks of the first group call it, because the recorded rows need them all;
+    the first writes."""
     output = Path(settings.output_dir)
     staging = output / STAGING_DIR
     trainer.finite_check.require_finite_weights(trainer.state.global_step)
@@ -214,10 +217,14 @@ def write_output(
         prompts=[prompt for prompts, _ in by_row for prompt in prompts],
         other_turns=sum(others for _, others in by_row),
     )
+    whole = whole_adapter(model)
+    if whole is not None and not trainer.args.should_save:
+        return check_reload(model, staging, proof)
+    trained = whole or {name: value for name, value in model.named_parameters() if value.requires_grad}
     with reporting_full_disk(output):
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
-        model.save_pretrained(str(staging))
+        model.save_pretrained(str(staging), state_dict=whole)
         trainer.processing_class.save_pretrained(str(staging))
         trainer.state.save_to_json(str(staging / "trainer_state.json"))
         if settings.run.plot_loss:
@@ -225,7 +232,7 @@ def write_output(
         draw_final(output, staging)
         (staging / "README.md").write_text(model_card(settings, results))
         add_saved_tensors(manifest, staging / "adapter_model.safetensors")
-        check_saved_tensors(manifest, model)
+        check_saved_tensors(manifest, trained)
         reload_check = check_reload(model, staging, proof)
         write_record(staging / proof_record.PROOF_FILE, proof)
         move_files(staging, output)

@@ -21,6 +21,7 @@ from ktransformers.adapters.chat_templates import (
     with_defaults,
 )
 from ktransformers.errors import InputError
+from ktransformers.expert_partition import ExpertPartition
 from ktransformers.nn.pretrained import read_generation_config, read_tokenizer, run_code_note
 from ktransformers.place.backends import isa_of_backend
 from ktransformers.plan.document import candidate_document
@@ -36,6 +37,7 @@ from ktransformers.train.checkpoints import ResumePoint, check_recipe, find_resu
 from ktransformers.train.data.files import row_error
 from ktransformers.train.data.prepare import DataSplit, ReadDataset, pack_rows, prepare, read_datasets
 from ktransformers.train.data.render import PreferenceRow, Renderer, TrainRow, show_labels
+from ktransformers.train.expert_parallel import check_ranks, make_partition
 from ktransformers.train.forecast import try_plan_inputs
 from ktransformers.train.grouping import Grouping, RowLengths, decide_grouping, with_tokens_per_batch
 from ktransformers.train.model import build_fake_model, build_meta_model, locate_model, read_config
@@ -101,6 +103,7 @@ class PreparedRun:
     split: DataSplit | None
     resume: ResumePoint
     recipe: TrainRecipe | None
+    partition: ExpertPartition | None = None  # None: every process has all experts
 
 
 def load_tokenizer(directory: Path, settings: TrainSettings) -> tuple[Any, list[str]]:
@@ -229,6 +232,7 @@ def make_plan(settings: TrainSettings, *, download: bool = False, predict: bool 
     that can be told without weights; a run finds them once its model is loaded."""
     notes = list(settings.notes)
     require_packages(settings)
+    check_ranks(settings)
     trainer_arguments(settings)
     if settings.data.template is not None:
         template_text(settings.data.template)
@@ -245,7 +249,7 @@ def make_plan(settings: TrainSettings, *, download: bool = False, predict: bool 
     _check_kinds(datasets + held_out, settings)
     directory = locate_model(settings.model, download=download)
     seed = int(settings.trainer.get("seed", 42))
-    tokenizer, split, data, targets, numbers, dtype, forecast, grouping, recipe = (None,) * 9
+    tokenizer, split, data, targets, numbers, dtype, forecast, grouping, recipe, partition = (None,) * 10
     if directory is None:
         notes.append(f"{settings.model.model_name_or_path} is not on this machine: tokens and targets were not checked")
     else:
@@ -269,6 +273,7 @@ def make_plan(settings: TrainSettings, *, download: bool = False, predict: bool 
         if split.dropped:
             notes.append(f"{split.dropped} rows have no answer within cutoff_len {options.cutoff_len} and are left out")
         model = build_meta_model(directory)
+        partition = make_partition(settings, model)
         targets = find_targets(model, settings.lora)
         if predict and settings.lora.adapter_name_or_path is None:
             targets, left_out = predict_targets(build_fake_model(directory), settings.lora)
@@ -297,7 +302,7 @@ def make_plan(settings: TrainSettings, *, download: bool = False, predict: bool 
         grouping=grouping,
         notes=tuple(notes),
     )
-    return PreparedRun(plan, directory, tokenizer, split, resume, recipe)
+    return PreparedRun(plan, directory, tokenizer, split, resume, recipe, partition)
 
 
 def _plan_batching(

@@ -24,6 +24,7 @@ from ktransformers.train.callbacks import (
     TrainLog,
 )
 from ktransformers.train.data.render import PreferenceRow
+from ktransformers.train.expert_parallel import check_trained, is_writer
 from ktransformers.train.finite import FiniteCheck
 from ktransformers.train.manifest import (
     base_hash,
@@ -109,6 +110,7 @@ def build_trainer(model: Any, prepared: PreparedRun) -> Any:
         peft_config=build_lora_config(model, targets, settings.lora),
     )
     _guard_trainer(trainer, prepared)
+    check_trained(trainer.model)
     finish_adapter(trainer.model, settings)
     checkpoint_activations(trainer.model, settings)
     if uses_packing(settings):
@@ -157,7 +159,7 @@ def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
         prepare_output(output, prepared.resume)
     dtype = dtype_of(settings, read_config(directory))
     placing = TrainPlacement(settings, prepared.plan.forecast)
-    model, notes = open_model(directory, settings, dtype, placing.loading_device, watcher.on_load)
+    model, notes = open_model(directory, settings, dtype, placing.loading_device, watcher.on_load, prepared.partition)
     placing.model_loaded(model)
     for line in notes:
         watcher.on_note(line)
@@ -189,6 +191,7 @@ def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
     if stopper.received is not None and trainer.state.global_step < trainer.state.max_steps:
         raise Interrupted(stopper.received, trainer.state.global_step)
     results = dict(outcome.metrics)
+    trainer.gradient_check.share()
     if trainer.state.global_step:
         for line in drop_untrained(trainer.accelerator.unwrap_model(trainer.model), trainer.gradient_check):
             watcher.on_note(line)
@@ -202,9 +205,12 @@ def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
         "chat_template": text_hash(prepared.tokenizer.chat_template and str(prepared.tokenizer.chat_template)),
     }
     manifest = make_manifest(trainer.model, settings, trainer.gradient_check, directory, facts)
-    if is_main:
+    takes_part, is_main = is_writer(model)
+    if takes_part:
         assert prepared.split is not None
-        watcher.on_note(str(write_output(trainer, settings, results, manifest, prepared.split)))
+        reloaded = write_output(trainer, settings, results, manifest, prepared.split)
+        if is_main:
+            watcher.on_note(str(reloaded))
     return Result(output, results, manifest, _compare(prepared.plan, meter, results))
 
 

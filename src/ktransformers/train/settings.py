@@ -117,6 +117,12 @@ class ExpertSettings(TrainSection):
     precision: Literal["bf16", "f32"] = Field(
         "bf16", description="precision of expert arithmetic; f32 uses a float32 checkpoint without rounding"
     )
+    kt_expert_parallel: int | None = Field(
+        None, ge=1, description="ranks of a group that divide the experts, under torchrun; default all on every rank"
+    )
+    kt_expert_partition: Literal["experts", "layers", "frequency"] = Field(
+        "experts", description="what a rank gets: ranges of ids, of layers, or even work by init_expert_location"
+    )
     kt_cpu_activation: Literal["retain", "recompute"] | None = Field(
         None, description="with checkpointing: keep the experts' results, or recompute them"
     )

@@ -11,8 +11,10 @@ head processes labelled rows only (`labelled_rows.py`).
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,12 +22,20 @@ from torch import Tensor
 from trl import DPOTrainer, SFTTrainer  # type: ignore[attr-defined]
 
 from ktransformers.errors import KTError
+from ktransformers.nn.exchange import expert_group
 from ktransformers.train import grouping
 from ktransformers.train.arguments import step_shape
 from ktransformers.train.batches import split_pairs, split_step
 from ktransformers.train.callbacks import GradientCheck
 from ktransformers.train.checkpoints import find_problem, list_checkpoints, write_checkpoint_manifest
 from ktransformers.train.data.render import IGNORE_INDEX
+from ktransformers.train.expert_parallel import (
+    clip_gradients,
+    cut_optimizer_state,
+    most_passes,
+    whole_adapter,
+    whole_optimizer_state,
+)
 from ktransformers.train.files import STAGING_DIR, reporting_full_disk, sync_tree, write_json
 from ktransformers.train.finite import FiniteCheck
 from ktransformers.train.labelled_rows import labelled_rows_only
@@ -47,6 +57,7 @@ class RunMixin:
     ) -> None:
         self.settings, self.gradient_check, self.target_notes = settings, gradient_check, target_notes
         self._staging: Path | None = None
+        self._whole_adapter: dict[str, Tensor] | None = None  # while a checkpoint is saved, if ranks divide the experts
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Disabled: output.py writes the card at the end."""
@@ -66,7 +77,19 @@ class RunMixin:
     def _get_output_dir(self: Any, trial: Any) -> str:
         return str(self._staging or self.args.output_dir)
 
+    def _clip_grad_norm(self: Any, model: Any) -> Any:
+        return self._norm_of_all_experts(self.args.max_grad_norm) or super()._clip_grad_norm(model)  # type: ignore[misc]
+
+    def _norm_of_all_experts(self: Any, max_norm: float) -> Any:
+        """Clips by the norm over all ranks that divide the experts; None if they do not."""
+        network = self.accelerator.unwrap_model(self.model)
+        if expert_group(network) is None:
+            return None
+        self.accelerator.unscale_gradients()
+        return clip_gradients(network, max_norm)
+
     def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
+        grad_norm = self._norm_of_all_experts(math.inf) if grad_norm is None else grad_norm
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
         self.finite_check.record_norm(norm)
         return norm
@@ -87,6 +110,8 @@ class RunMixin:
             shutil.rmtree(staging, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         self._staging = staging
+        self.gradient_check.share()
+        self._whole_adapter = whole_adapter(self.accelerator.unwrap_model(self.model))
         try:
             with reporting_full_disk(output):
                 super()._save_checkpoint(model, trial)  # type: ignore[misc]
@@ -94,10 +119,32 @@ class RunMixin:
                 if self.args.should_save:
                     self._publish(staging / name, output / name)
         finally:
-            self._staging = None
+            self._staging = self._whole_adapter = None
+            self.gradient_check.keep_own()
             if self.args.should_save:
                 shutil.rmtree(staging, ignore_errors=True)
         self.accelerator.wait_for_everyone()
+
+    def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, self._whole_adapter or state_dict)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        network, optimizer = self.accelerator.unwrap_model(self.model), self.optimizer
+        if expert_group(network) is None:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        state = whole_optimizer_state(network, optimizer)
+        saved: Any = SimpleNamespace(state_dict=lambda: state)
+        self.optimizer = saved
+        try:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        finally:
+            self.optimizer = optimizer
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is not None:
+            cut_optimizer_state(self.accelerator.unwrap_model(self.model), self.optimizer)
 
     def _publish(self: Any, staged: Path, final: Path) -> None:
         best = self.state.best_model_checkpoint
@@ -152,13 +199,27 @@ class RunMixin:
             num_items_in_batch = inputs["labels"][:, 1:].ne(IGNORE_INDEX).sum()
         total: Tensor | float = 0.0
         parts = split_pairs(inputs, budget, step_shape(self.settings)[0]) if self.pairs else split_step(inputs, budget)
-        for number, part in enumerate(parts, 1):
-            sync = self.accelerator.no_sync(model) if number < len(parts) else contextlib.nullcontext()
+        passes = most_passes(self.accelerator.unwrap_model(self.model), len(parts))
+        for number in range(1, passes + 1):
+            sync = self.accelerator.no_sync(model) if number < passes else contextlib.nullcontext()
+            if number > len(parts):  # other ranks need this one's experts, and DDP its last pass
+                with sync:
+                    self._take_part(model, parts[0])
+                continue
+            part = parts[number - 1]
             with sync:
                 loss = super().training_step(model, part, num_items_in_batch)  # type: ignore[misc]
             self.finite_check.record_loss(loss, part, step)
             total = total + loss
         return total
+
+    def _take_part(self: Any, model: Any, part: dict[str, Any]) -> None:
+        """A pass over a few tokens whose loss counts nothing, for the experts that this rank holds."""
+        model.train()
+        tokens = part["input_ids"][:1, :2]
+        with self.compute_loss_context_manager():
+            logits = model(input_ids=tokens, use_cache=False).logits
+        self.accelerator.backward(logits.sum() * 0.0)
 
 
 class SupervisedTrainer(RunMixin, SFTTrainer):

@@ -1,0 +1,226 @@
+"""Expert parallelism of a run (`kt_expert_parallel: N` under torchrun): groups of N ranks divide the experts.
+
+Every rank trains on its own rows, attention and router included; rows travel to the ranks that hold their experts
+(`nn/exchange.py`). What the stock trainer takes for one process's whole state is divided here: the norm of the
+gradients is that of all ranks of a group, files get the factors and optimiser states of all experts, and a rank that
+has fewer passes in a step than others takes part in the rest of theirs with rows that count nothing. Partition and
+number of processes are checked before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ktransformers.errors import InputError
+from ktransformers.expert_partition import ExpertPartition, ExpertShard, by_experts, by_frequency, by_layers
+from ktransformers.nn.contract import expert_modules, read_contract
+from ktransformers.nn.exchange import ExpertGroup, connect, expert_group, new_expert_group
+from ktransformers.nn.lora_shards import FactorShard, factor_shards, gather_experts
+from ktransformers.place.options import read_options
+from ktransformers.place.residents import load_counts
+from ktransformers.train.settings import TrainSettings
+
+
+def check_ranks(settings: TrainSettings) -> None:
+    """Raises, before anything is read, if the processes cannot form the groups."""
+    ranks = settings.experts.kt_expert_parallel
+    if ranks is None:
+        return
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world % ranks:
+        given = f"{ranks} with {world} {'process' if world == 1 else 'processes'}"
+        remedy = f"start the run with torchrun and {ranks}, {2 * ranks}, ... processes"
+        raise InputError("kt_expert_parallel", given, "a divisor of the number of processes", remedy)
+    options = read_options(settings.place.model_dump())
+    if ranks > 1 and options.policy not in ("cpu", "auto"):
+        raise InputError("kt_place", options.policy, "cpu with kt_expert_parallel", "experts are computed by the CPUs")
+    if settings.experts.kt_expert_partition == "frequency" and settings.place.init_expert_location is None:
+        remedy = "record them in an earlier run with kt_record_experts, and name the file"
+        raise InputError("init_expert_location", None, "counts of routed tokens for kt_expert_partition", remedy)
+
+
+def make_partition(settings: TrainSettings, model: nn.Module) -> ExpertPartition | None:
+    """The experts of each rank of a group; `model` may be on the meta device. None: every process has all."""
+    ranks = settings.experts.kt_expert_parallel
+    if ranks is None or ranks == 1:
+        return None
+    contracts = {name: read_contract(name, module) for name, module in expert_modules(model).items()}
+    counts = {contract.shape.num_experts for contract in contracts.values()}
+    if len(counts) != 1:
+        raise InputError("kt_expert_parallel", f"layers of {sorted(counts)} experts", "one number in all layers")
+    experts, layers = counts.pop(), len(contracts)
+    if settings.experts.kt_expert_partition == "layers":
+        return by_layers(layers, experts, ranks)
+    if settings.experts.kt_expert_partition == "frequency":
+        file = Path(str(settings.place.init_expert_location))
+        rows = load_counts(file, list(contracts), experts)
+        return by_frequency([row.tolist() for row in rows], ranks)
+    return by_experts(layers, experts, ranks)
+
+
+def own_shard(partition: ExpertPartition | None) -> ExpertShard | None:
+    """The part of this process."""
+    if partition is None:
+        return None
+    return ExpertShard(partition, int(os.environ.get("RANK", "0")) % partition.ranks)
+
+
+def connect_ranks(model: nn.Module, partition: ExpertPartition | None) -> None:
+    """A collective call of all processes, once the model is loaded."""
+    if partition is not None:
+        connect(model, new_expert_group(partition.ranks))
+
+
+def check_trained(model: nn.Module) -> None:
+    """Raises if expert LoRA is all that is trained: DDP needs a parameter that is the same on all ranks."""
+    if expert_group(model) is None:
+        return
+    shards = factor_shards(model)
+    if not any(parameter.requires_grad and name not in shards for name, parameter in model.named_parameters()):
+        raise InputError(
+            "lora_target", "routed experts alone", "with kt_expert_parallel also modules of every rank", "add q_proj"
+        )
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor | None:
+    """Clips the gradients by their norm over all experts, and returns that norm; None if this process has them all."""
+    group = expert_group(model)
+    if group is None:
+        return None
+    shards = factor_shards(model)
+    squares = torch.zeros(2, dtype=torch.float64)  # of the shards, of what every rank has
+    gradients = []
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients.append(parameter.grad)
+            squares[0 if name in shards else 1] += parameter.grad.detach().double().square().sum().cpu()
+    divided = squares[:1].clone()
+    dist.all_reduce(divided, group=group.members)
+    norm = (divided[0] + squares[1]).sqrt()
+    scale = max_norm / (norm + 1e-6)
+    if scale < 1:
+        for gradient in gradients:
+            gradient.mul_(scale.to(gradient.device, gradient.dtype))
+    return norm.float()
+
+
+def most_passes(model: nn.Module, passes: int) -> int:
+    """The largest number of passes that a rank of the group has in this step. A collective call."""
+    group = expert_group(model)
+    if group is None:
+        return passes
+    most = torch.tensor([passes])
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group.members)
+    return int(most)
+
+
+def _gather(part: Tensor, divided: FactorShard, group: ExpertGroup) -> Tensor | None:
+    """On the first process of all; ranks of other groups hold the same and take no part."""
+    return gather_experts(part, divided, group.members) if group.is_first_group else None
+
+
+def whole_adapter(model: nn.Module) -> dict[str, Tensor] | None:
+    """Name -> whole tensor of every trained parameter on the first process, where ranks divide experts; on others the
+    divided ones are missing. None if this process has all. A collective call of the first group."""
+    group = expert_group(model)
+    if group is None:
+        return None
+    shards = factor_shards(model)
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        whole = _gather(parameter, shards[name], group) if name in shards else parameter.detach()
+        if whole is not None:
+            tensors[name] = whole
+    return tensors
+
+
+def whole_optimizer_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """`optimizer.state_dict()` with the states of all experts, on the first process; a collective call of the first
+    group. States of other shapes than their parameter's cannot be divided."""
+    state: dict[str, Any] = optimizer.state_dict()
+    group = expert_group(model)
+    if group is None:
+        return state
+    whole_states = dict(state["state"])
+    for index, divided, parameter in _divided_states(model, optimizer, state):
+        own = whole_states[index]
+        whole_states[index] = {
+            key: _gather(value, divided, group) if _is_divided(key, value, parameter) else value
+            for key, value in own.items()
+        }
+    return {**state, "state": whole_states}
+
+
+def cut_optimizer_state(model: nn.Module, optimizer: Any) -> None:
+    """Keep this rank's part of states that were loaded whole."""
+    if expert_group(model) is None:
+        return
+    shards = factor_shards(model)
+    divided_by = {parameter: shards[name] for name, parameter in model.named_parameters() if name in shards}
+    for parameter, divided in divided_by.items():
+        own = optimizer.state.get(parameter, {})
+        for key, value in own.items():
+            if isinstance(value, Tensor) and tuple(value.shape) == divided.whole_shape(parameter):
+                own[key] = divided.cut(value).clone()
+
+
+def _divided_states(model: nn.Module, optimizer: Any, state: dict[str, Any]) -> list[tuple[int, FactorShard, Tensor]]:
+    """(index in the state dict, division, parameter) of the divided parameters that have a state, in the order of the
+    optimiser, which is the same on all ranks."""
+    shards = factor_shards(model)
+    divided_by = {parameter: shards[name] for name, parameter in model.named_parameters() if name in shards}
+    rows = []
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        for parameter, index in zip(group["params"], saved["params"], strict=True):
+            if parameter in divided_by and index in state["state"]:
+                rows.append((index, divided_by[parameter], parameter))
+    return rows
+
+
+def _is_divided(key: str, value: Any, parameter: Tensor) -> bool:
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return False
+    if value.shape != parameter.shape:
+        given = f"an optimizer with {key} of shape {list(value.shape)} for a parameter of {list(parameter.shape)}"
+        raise InputError("optim", given, "one whose states have the shape of their parameter, with kt_expert_parallel")
+    return True
+
+
+@dataclass(frozen=True)
+class SharedFlags:
+    """Which adapted experts of one layer have had a gradient, on all ranks of the group."""
+
+    experts: Tensor  # [E]
+    b_seen: bool
+    a_seen: bool
+    a_could: bool
+
+
+def share_flags(model: nn.Module, module: str, experts: Tensor, flags: tuple[bool, bool, bool]) -> SharedFlags:
+    """Joins `experts` [e] of this rank and (b_seen, a_seen, a_could) over the group. A collective call."""
+    group = expert_group(model)
+    layer: Any = model.get_submodule(module)
+    shard = layer.get_base_layer().kt_shard
+    joined = torch.zeros(len(shard.owners) + 3, dtype=torch.uint8)
+    joined[list(shard.experts)] = experts.to(torch.uint8)
+    joined[-3:] = torch.tensor(flags, dtype=torch.uint8)
+    assert group is not None
+    dist.all_reduce(joined, dist.ReduceOp.MAX, group=group.members)
+    b_seen, a_seen, a_could = joined[-3:].bool().tolist()
+    return SharedFlags(joined[:-3].bool(), b_seen, a_seen, a_could)
+
+
+def is_writer(model: nn.Module) -> tuple[bool, bool]:
+    """(this process takes part in writing the output, it is the one that writes)."""
+    group = expert_group(model)
+    first = int(os.environ.get("RANK", "0")) == 0
+    return (first, first) if group is None else (group.is_first_group, first)
