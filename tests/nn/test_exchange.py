@@ -65,9 +65,24 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def close(got: Tensor, want: Tensor, what: str) -> None:
-    scale = float(want.norm()) if want.numel() else 0.0
-    error = float((got - want).norm())
-    assert got.shape == want.shape and error <= 1e-5 * max(scale, 1e-3), f"{what}: {error:.3g} of {scale:.3g}"
+    assert got.shape == want.shape, what
+    scale, error = float(want.detach().norm()), float((got - want).detach().norm())
+    assert error <= 1e-5 * max(scale, 1e-3), f"{what}: {error:.3g} of {scale:.3g}"
+
+
+def routings(rank: int) -> dict[str, Tensor]:
+    """Expert ids [T, 2] of the cases that a batch may have, T different by rank."""
+    rows = 3 + 2 * rank
+    random = torch.randint(0, EXPERTS, (rows, 2), generator=torch.Generator().manual_seed(rank))
+    return {
+        "no rows on a rank": random if rank else random[:0],
+        "no rows on any rank": random[:0],
+        "one expert for all": torch.full((rows, 2), 3),
+        "the same expert twice": random[:, :1].expand(rows, 2).contiguous(),
+        "no expert": torch.full((rows, 2), -1),
+        "some slots without expert": torch.where(torch.arange(rows)[:, None] % 2 == 0, random, -1),
+        "ids beyond the experts": torch.where(random > 5, EXPERTS + 2, random),
+    }
 
 
 EQUAL = """
@@ -76,8 +91,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from ktransformers.nn.checkpointing import save_expert_outputs
-from ktransformers.nn.exchange import new_expert_group
+from ktransformers.nn.exchange import apply_exchanged, new_expert_group
 from ktransformers.nn.lora_shards import factor_shards, gather_experts
+from ktransformers.nn.operator import apply_experts
 from tests.nn.test_exchange import *
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
@@ -136,6 +152,21 @@ for kind in kinds:
     with torch.no_grad():
         close(model(input_ids=rows_of(rank)).logits, logits, f"{kind}: loaded")
     del ddp
+
+layer = next(module for module in whole.modules() if hasattr(module, "kt_store"))
+divided = next(module for module in model.modules() if hasattr(module, "kt_exchange"))
+for what, ids in routings(rank).items():
+    generator = torch.Generator().manual_seed(rank)
+    results = []
+    for apply, experts in ((apply_experts, layer.kt_store), (apply_exchanged, divided.kt_exchange)):
+        generator.manual_seed(rank)
+        hidden = torch.randn(len(ids), 64, generator=generator).requires_grad_()
+        weights = torch.rand(len(ids), 2, generator=generator).requires_grad_()
+        out = apply(experts, hidden, ids, weights)
+        out.square().sum().backward()
+        results.append((out, hidden.grad, weights.grad))
+    for got, expected in zip(results[1], results[0], strict=True):
+        close(got, expected, f"{what} of rank {rank}")
 print("fine")
 dist.destroy_process_group()
 """
