@@ -16,7 +16,7 @@ def free_port() -> int:
 def run_ranks(code: str, count: int, *arguments: object, seconds: float = 300, **variables: str) -> list[str]:
     """What each rank printed; an error of any rank is an error of the test."""
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
-    where |= {"LOCAL_WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1", **variables}
+    where |= {"LOCAL_WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1", "KT_THREADS": "1", **variables}
     ranks = [Forked(code, *arguments, **where, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(count)]
     results = [rank.wait(seconds) for rank in ranks]
     failed = [f"rank {rank}: {done.stderr[-3000:]}" for rank, done in enumerate(results) if done.returncode != 0]
