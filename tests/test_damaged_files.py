@@ -39,7 +39,7 @@ from ktransformers.evaluate.task import load_tasks
 from ktransformers.loop.settings import read_loop
 from ktransformers.nn.load import load_config
 from ktransformers.nn.prepare import read_config
-from ktransformers.place.rules import read_rules
+from ktransformers.operators.rules import read_rules
 from ktransformers.plan.model_shape import open_shape
 from ktransformers.quant.kt_layers import MergedLayer, add_tree_layer, store_matrix
 from ktransformers.quant.receipt import QUALITY_FILE, read_receipt

@@ -39,6 +39,7 @@ RANK = {
     "nn": 2,
     "plan": 3,
     "quant": 3,
+    "operators": 4,
     "place": 4,
     "adapters": 4,
     "train": 5,

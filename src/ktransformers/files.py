@@ -37,6 +37,7 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MAX_YAML_VALUES = 1_000_000  # with aliases followed
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
+EXAMPLES = Path(__file__).resolve().parent / "examples"  # recipes and rules that come with the package
 
 
 def short(value: object) -> str:
@@ -51,6 +52,14 @@ def shorten(path: str | Path) -> str:
     """A path for a message: the end of a long one."""
     text = str(path)
     return text if len(text) <= 400 else f"...{text[-400:]}"
+
+
+def find_example(path: str | Path) -> Path:
+    """The path, or where there is no such file, the file of the package that has this name under `examples`."""
+    given = Path(path)
+    folder, _, name = given.as_posix().partition("examples/")
+    shipped = EXAMPLES / name
+    return shipped if not folder and name and not given.exists() and shipped.is_file() else given
 
 
 def path_exists(path: str | Path) -> bool:

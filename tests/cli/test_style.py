@@ -30,6 +30,7 @@ REFUSED: dict[str, list[str]] = {
     "plan": ["/nothing"],
     "prove": ["/nothing"],
     "quant": ["/nothing", "-o", "/nothing/out"],
+    "rules": ["/nothing.yaml", "/nothing"],
     "run": ["/nothing", "Why?"],
     "serve": ["/nothing"],
     "train": ["/nothing.yaml"],

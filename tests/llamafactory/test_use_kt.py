@@ -238,7 +238,7 @@ def asking(model: Path, trained: Path | None, folder: Path, **keys: Any) -> str:
     """A file for `chat` and `api`, as the guides have it."""
     keys = {"model_name_or_path": str(model), "template": "empty", "use_kt": True, **keys}
     keys |= {"infer_backend": "ktransformers", "cpu_infer": 2, "chunk_size": 8192, "trust_remote_code": True}
-    keys |= {"kt_optimize_rule": "examples/kt_optimize_rules/DeepSeek-V2-Lite-Chat-sft-amx.yaml"}
+    keys |= {"kt_optimize_rule": "examples/kt_optimize_rules/Qwen3Moe-sft-amx.yaml"}
     keys |= {"infer_dtype": "float32", "max_new_tokens": TOKENS, "do_sample": False}
     return write(folder, keys | ({} if trained is None else {"adapter_name_or_path": str(trained)}))
 

@@ -38,7 +38,7 @@ def test_keys_set_what_the_line_leaves_out(model_directory: Path, tmp_path: Path
     [
         ({"kt_num_thread": 3}, "`kt_num_threads`, perhaps"),
         ({"temperature": 0.5}, "requests set it"),
-        ({"kt_backend": "AMXINT4"}, "kt_backend"),
+        ({"kt_backend": "AMXINT9"}, "kt_backend"),
         ({"use_kt": False}, "use_kt"),
         ({"kt_mode": "long_context"}, "normal"),
         ({"cpu_infer": "many"}, "cpu_infer"),

@@ -13,6 +13,9 @@ from typer.testing import CliRunner
 
 from ktransformers.cli.train import sft
 from ktransformers.errors import InputError
+from ktransformers.files import EXAMPLES, find_example
+from ktransformers.operators.rules import find_rules
+from ktransformers.serve.yaml_keys import check_keys
 from ktransformers.train.plan import make_plan, plan_document
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.settings import SECTION_OF_KEY
@@ -23,6 +26,7 @@ pytest.importorskip("trl")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECIPES = sorted((ROOT / "examples").glob("*_*.yaml"))  # of `kt train`; demo.yaml is a loop
+SHIPPED_RECIPES = sorted(file.name for file in (EXAMPLES / "train_lora").glob("*_kt.yaml"))
 FAMILY = {
     "deepseek_v2": "deepseek_v2",
     "deepseek_v3": "deepseek_v3",
@@ -58,9 +62,11 @@ def test_recipes_are_valid(path: Path, model_of: Callable[[str], Path], tmp_path
 
 
 @pytest.mark.parametrize("name", SEEDS)
-def test_published_files_are_planned(name: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_files_are_planned(
+    name: str, model_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KT_DENSE", "bfloat16")  # as on a machine where bf16: true is fast
-    words = [f"model_name_or_path={tiny}", f"output_dir={tmp_path / 'out'}"]
+    words = [f"model_name_or_path={model_of(family_of(name))}", f"output_dir={tmp_path / 'out'}"]
     if "alpaca_en_demo" in SEEDS[name]["dataset"]:
         with pytest.raises(InputError, match="get it from"):
             make_plan(read_settings(SEEDS[name], words))
@@ -154,3 +160,18 @@ def test_packing_with_linear_attention_is_refused(model_of: Callable[[str], Path
 def test_docs_list_every_key() -> None:
     pages = (ROOT / "docs" / "train.md").read_text() + (ROOT / "docs" / "preference.md").read_text()
     assert [key for key in SECTION_OF_KEY if f"`{key}`" not in pages] == []
+
+
+@pytest.mark.parametrize("name", SHIPPED_RECIPES)
+def test_recipes_of_the_package_are_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the names of the guides, without a checkout; the keys of inference are those that a server reads."""
+    monkeypatch.chdir(tmp_path)
+    settings = read_settings(f"examples/train_lora/{name}", [f"output_dir={tmp_path / 'out'}"])
+    rule = find_rules(settings.place.kt_optimize_rule)
+    assert rule is not None and rule.shipped
+    file = find_example(f"examples/inference/{name}")
+    keys = yaml.safe_load(file.read_text())
+    check_keys(file, keys)
+    assert keys["adapter_name_or_path"] == yaml.safe_load((EXAMPLES / "train_lora" / name).read_text())["output_dir"]
+    assert keys["template"] == settings.data.template
+    assert Path(keys["kt_optimize_rule"]).name == rule.path.name

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ktransformers.errors import InputError
-from ktransformers.place.rules import summarise_for_training, summary_of_name
+from ktransformers.operators.rules import summarise_for_training, summary_of_name
+from ktransformers.place.backends import format_of_backend
 from ktransformers.train.arguments import bf16_note, dtype_of, trainer_arguments
 from ktransformers.train.keys import DERIVED_KEYS, NO_EFFECT_KEYS, RENAMED_KEYS, UNSUPPORTED_KEYS
 from ktransformers.train.resolve import (
@@ -90,7 +91,7 @@ def test_every_key_of_the_trainer_is_accepted() -> None:
         ({"learning_rate": [1, 2]}, "learning_rate: given [1, 2]"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size: given 0, expected a number, at least 1"),
         ({"lora_rank": 0}, "lora_rank: given 0"),
-        ({"kt_config": {"kt_backend": "AMXINT8"}}, "kt_backend: given AMXINT8"),
+        ({"kt_config": {"kt_backend": "AMXINT9"}}, "kt_backend: given AMXINT9"),
         ({"kt_config": {"kt_lora_rank": 8}}, "kt_lora_rank: given 8, expected nothing"),
         ({"kt_config": 3}, "kt_config: given 3"),
         ({"kt_expert_weight_format": "int3"}, "kt_expert_weight_format: given 'int3'"),
@@ -187,11 +188,12 @@ def test_optimize_rule_is_read_from_its_file(tmp_path: Path) -> None:
     file = tmp_path / "rule.yaml"
     file.write_text(rule("AMXBF16"))
     found, line = summarise_for_training(str(file))
-    assert (found.source, found.backend, found.gpus) == ("file", "amx", 1)
+    assert (found.source, found.backend, found.gpus) == ("file", "amx", 2), "cuda:1 is the second"
     assert "from the file" in line
     file.write_text(rule("AMXInt8"))
-    with pytest.raises(InputError, match="AMXInt8"):
-        summarise_for_training(str(file))
+    assert summarise_for_training(str(file))[0].backend == "amx"
+    found, _ = summarise_for_training("examples/kt_optimize_rules/DeepSeek-V3-Chat-sft-amx-multi-gpu-4.yaml")
+    assert (found.source, found.backend, found.gpus) == ("file", "amx", 4), "one of the package"
     file.write_text("nothing: here")
     with pytest.raises(InputError, match="holds no list"):
         summarise_for_training(str(file))
@@ -206,6 +208,11 @@ def test_kt_backend_names_a_cpu_variant() -> None:
         and isa_of_backend("AVX512_VNNI") == "avx512_vnni"
         and isa_of_backend("NEON") == "neon"
     )
+
+
+def test_kt_backend_names_a_format() -> None:
+    assert isa_of_backend("AMXInt8") is None and format_of_backend("AMXInt8") == "int8"
+    assert format_of_backend("amxint4") == "int4:32" and format_of_backend("AMXBF16") is None
 
 
 def test_number_of_known_keys() -> None:

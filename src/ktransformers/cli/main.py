@@ -31,6 +31,7 @@ from ktransformers.cli.plan import plan
 from ktransformers.cli.prove import prove
 from ktransformers.cli.quant import quant
 from ktransformers.cli.quiet import add_quiet
+from ktransformers.cli.rules import rules
 from ktransformers.cli.run import RUN_CONTEXT, run
 from ktransformers.cli.serve import SERVE_CONTEXT, serve
 from ktransformers.cli.train import sft, train
@@ -71,6 +72,7 @@ app.command()(microbench)
 app.command()(plan)
 app.command()(prove)
 app.command()(quant)
+app.command()(rules)
 app.command(context_settings=RUN_CONTEXT)(run)
 app.command(context_settings=SERVE_CONTEXT)(serve)
 app.command()(train)

@@ -105,10 +105,13 @@ def _with_requests(stock: Any) -> type:
 def load_packed(model_args: Any, config: Any, device_map: Any, *, training: bool) -> Any:
     from ktransformers.nn.load import load_pretrained
     from ktransformers.nn.quantizer import KTConfig, hide_quantisation
-    from ktransformers.place.apply import ModelPlacement
+    from ktransformers.nn.skeleton import meta_model
+    from ktransformers.operators.apply import apply_operators
+    from ktransformers.operators.loader import Loader
+    from ktransformers.place.apply import ModelPlacement, plan_rules
     from ktransformers.place.backends import isa_of_backend
     from ktransformers.place.options import read_options
-    from ktransformers.train.model import build_expert_pool, check_formats
+    from ktransformers.train.model import build_expert_pool, check_formats, expert_formats_of
     from ktransformers.train.placement import TrainPlacement
 
     on_gpu = _uses_gpu(device_map)
@@ -121,10 +124,22 @@ def load_packed(model_args: Any, config: Any, device_map: Any, *, training: bool
     if train_placement is not None and train_placement.loading_device.type == "cpu":
         device_map = {"": train_placement.loading_device}  # from there to several GPUs
     experts = settings.experts
-    quantizer = KTConfig(isa=isa_of_backend(experts.kt_backend), pool=pool, precision=experts.precision)
-    options = {"dtype": "auto", "device_map": device_map}
     directory = checkpoint_directory(model_args)
-    model: Any = load_pretrained(directory, config, quantizer, options, experts.kt_weight_path)
+    operators, lines = None, list[str]()
+    if place_options.kt_optimize_rule is not None:
+        gpus = 0 if not on_gpu else 1 if train_placement is None else train_placement.gpus
+        operators, lines = plan_rules(meta_model(directory), place_options, gpus)
+    for line in lines:
+        log.info("%s", line)
+    isa, formats = isa_of_backend(experts.kt_backend), expert_formats_of(settings, operators)
+    quantizer = KTConfig(isa=isa, pool=pool, precision=experts.precision, formats=formats)
+    options = {"dtype": "auto", "device_map": device_map}
+
+    def on_loaded(loaded: Any) -> None:
+        if operators is not None:
+            apply_operators(loaded, operators, Loader(directory))
+
+    model: Any = load_pretrained(directory, config, quantizer, options, experts.kt_weight_path, on_loaded=on_loaded)
     model.name_or_path = str(model_args.model_name_or_path)  # PEFT writes it into adapter_config.json
     check_formats(model, experts.kt_expert_weight_format)
     hide_quantisation(model, SAVING)

@@ -19,7 +19,7 @@ import atexit
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -217,16 +217,29 @@ def rest_format(spec: str) -> EncodedFormat:
     return form
 
 
+def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """A linear layer whose product is `F.linear` of its weight: `nn.Linear`, or a class that does not change that."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
 def encode_linears(model: nn.Module, spec: str, pool: _core.Pool | None = None) -> int:
     """Encode the weights of all suitable linear layers on the CPU, one after the other, whose memory is released;
     returns how many."""
     form, encoded = rest_format(spec), 0
-    for _, linear in _suitable(model):
-        weight = stored_weight(linear.weight).detach()
-        if weight.shape[1] % form.multiple == 0:
-            _replace(linear, encode(weight, spec), pool)
+    for name, linear in _suitable(model):
+        if linear.weight.shape[1] % form.multiple == 0:
+            code_linear(name, linear, spec, pool=pool)
             encoded += 1
     return encoded
+
+
+def code_linear(
+    name: str, linear: nn.Linear, spec: str, released: Encoded | None = None, pool: _core.Pool | None = None
+) -> None:
+    """Encode the weight of one layer; where its files have that format, these codes are taken."""
+    same = released is not None and released.format.partition(":")[0] == spec.partition(":")[0]
+    if not (same and keep_linear(name, linear, released, pool)):
+        _replace(linear, encode(stored_weight(linear.weight).detach(), spec), pool)
 
 
 def keep_released(model: nn.Module, tensors: Iterable[PlainTensor], pool: _core.Pool | None = None) -> int:
@@ -238,17 +251,24 @@ def keep_released(model: nn.Module, tensors: Iterable[PlainTensor], pool: _core.
     for name, linear in _suitable(model):
         codes = released.get(f"{name}.weight") or released.get(names[id(linear.weight)])
         matrix = None if codes is None else codes()
-        if not isinstance(matrix, Encoded) or (_core.isa() in ONE_PLANE_VARIANTS and _planes(matrix.format) > 1):
-            continue
-        if (matrix.codes.shape[1], matrix.columns) == tuple(linear.weight.shape):
-            loaded = stored_weight(linear.weight)[:ROW_MULTIPLE].detach().to(torch.bfloat16, copy=True)
-            coded = _replace(linear, matrix, pool)
-            decoded = torch.empty_like(loaded)
-            coded.codes.linear.decode(0, decoded)
-            if not torch.equal(decoded, loaded):
-                raise KTError(f"{name}: codes of {matrix.format} are not the numbers that were loaded; a defect")
-            kept += 1
+        kept += keep_linear(name, linear, matrix if isinstance(matrix, Encoded) else None, pool)
     return kept
+
+
+def keep_linear(name: str, linear: nn.Linear, matrix: Encoded | None, pool: _core.Pool | None = None) -> bool:
+    """Give one layer the codes of its files, which must have the numbers that were loaded; False: it has none that can
+    be multiplied here."""
+    if matrix is None or (_core.isa() in ONE_PLANE_VARIANTS and _planes(matrix.format) > 1):
+        return False
+    if (matrix.codes.shape[1], matrix.columns) != tuple(linear.weight.shape):
+        return False
+    loaded = stored_weight(linear.weight)[:ROW_MULTIPLE].detach().to(torch.bfloat16, copy=True)
+    coded = _replace(linear, matrix, pool)
+    decoded = torch.empty_like(loaded)
+    coded.codes.linear.decode(0, decoded)
+    if not torch.equal(decoded, loaded):
+        raise KTError(f"{name}: codes of {matrix.format} are not the numbers that were loaded; a defect")
+    return True
 
 
 def _planes(spec: str) -> int:
@@ -278,6 +298,11 @@ def describe_coded(model: nn.Module) -> str:
 
 def _suitable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """With their names."""
+    return ((name, linear) for name, linear in coded_candidates(model) if _fits(linear.weight))
+
+
+def coded_candidates(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Linear layers that may have codes, by what they are for, whatever their size and device."""
     routers = _router_modules(model)
     for prefix, module in model.named_modules():
         if hasattr(module, "experts") or module in routers:  # linear layers beside experts are the router and gates
@@ -286,9 +311,7 @@ def _suitable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             continue
         absorbed = getattr(module, "kv_b_proj", None) if callable(getattr(module, "expand_kv", None)) else None
         for name, child in module.named_children():
-            if type(child) is not nn.Linear or child is absorbed or child in routers:
-                continue
-            if _fits(child.weight):
+            if is_plain_linear(child) and child is not absorbed and child not in routers:
                 yield f"{prefix}.{name}" if prefix else name, child
 
 

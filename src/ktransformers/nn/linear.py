@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ktransformers import _core
-from ktransformers.nn.coded_weight import CodedWeight
+from ktransformers.nn.coded_weight import CodedWeight, is_plain_linear
 from ktransformers.nn.pool import default_pool
 from ktransformers.nn.widened import COLUMN_MULTIPLE, stored_weight
 
@@ -94,7 +94,7 @@ def patch_linears(model: nn.Module, pool: _core.Pool | None = None) -> int:
     for module in model.modules():
         siblings = SharedInputLinears(pool)
         for child in module.children():
-            if type(child) is nn.Linear and not isinstance(child.forward, functools.partial) and _fits(child.weight):
+            if is_plain_linear(child) and not isinstance(child.forward, functools.partial) and _fits(child.weight):
                 child.forward = functools.partial(siblings.forward, child)  # type: ignore[method-assign]
                 patched += 1
         if type(module).__module__.startswith("torch."):

@@ -8,7 +8,7 @@ transformers indexes it. A missing tensor, which stock transformers initialises 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,9 @@ from ktransformers.nn.coded_weight import encode_linears, keep_released, rest_fo
 from ktransformers.nn.prepare import config_file
 from ktransformers.nn.pretrained import read_generation_config, read_pretrained_config
 from ktransformers.nn.quantizer import KTConfig, Progress
+from ktransformers.nn.recoded_layer import ExpertFormats
+
+OnLoaded = Callable[[PreTrainedModel], None]
 
 
 def load_model(
@@ -53,6 +56,8 @@ def load_model(
     widen: bool = True,
     rest: str = "bf16",
     shard: ExpertShard | None = None,
+    formats: ExpertFormats | None = None,
+    on_loaded: OnLoaded | None = None,
 ) -> PreTrainedModel:
     """The model in `path`, ready to run: experts in host memory, other weights in `dtype` on `device` (None: the CPU).
 
@@ -67,14 +72,23 @@ def load_model(
     numbers; "keep", in the codes of the files where these are quantised; or a format that they are encoded in
     (`nn/coded_weight.py`). `shard`: one rank's part of the experts, if several ranks divide them
     (`expert_partition.py`); the others' bytes are neither read nor packed, and `connect` (`nn/exchange.py`) must be
-    called before the model computes.
+    called before the model computes. `formats` are those that experts are encoded in on the way, one for all or by the
+    name of their module; None: as they are in the files. `on_loaded` is called with the model before `rest` is applied.
     """
     path = Path(path)
     quantizer = KTConfig(
-        isa=isa, pool=pool, progress=progress, precision=precision, pages=pages, verify=verify, widen=widen, shard=shard
+        isa=isa,
+        pool=pool,
+        progress=progress,
+        precision=precision,
+        pages=pages,
+        verify=verify,
+        widen=widen,
+        shard=shard,
+        formats=formats,
     )
     options = {"dtype": dtype, "device_map": None if device is None else {"": torch.device(device)}}
-    return load_pretrained(path, load_config(path), quantizer, options, experts, rest)
+    return load_pretrained(path, load_config(path), quantizer, options, experts, rest, on_loaded)
 
 
 def load_pretrained(
@@ -84,6 +98,7 @@ def load_pretrained(
     options: Mapping[str, Any],
     experts: str | Path | None = None,
     rest: str = "bf16",
+    on_loaded: OnLoaded | None = None,
 ) -> PreTrainedModel:
     """`load_model` for callers that have changed the configuration or pass options of `from_pretrained` themselves:
     `dtype` (a torch dtype or "auto"), `device_map` and any other. `quantizer` gets the source of the experts."""
@@ -109,6 +124,8 @@ def load_pretrained(
     if missing:
         raise InputError(missing[0], f"{len(missing)} tensors missing in {path}", "every tensor of the model")
     loaded: PreTrainedModel = model
+    if on_loaded is not None:
+        on_loaded(loaded)
     if rest == "keep":
         keep_released(loaded, source.rest(), quantizer.pool)
     elif rest != "bf16":

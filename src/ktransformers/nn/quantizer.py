@@ -2,9 +2,9 @@
 
 transformers calls an out-of-tree quantizer twice. Before weights are loaded the model is on the meta device: the expert
 layers are found, checked against the checkpoint's headers, and their parameters removed, so that transformers never
-reads the experts. After loading they go from the files into stores, layer by layer, in the formats of the files.
-Nothing is quantised: the quantizer interface is used because it is the hook that `from_pretrained` offers. With a
-quantizer transformers does not compare shapes, so this module does.
+reads the experts. After loading they go from the files into stores, layer by layer, in the formats of the files, or in
+one that was asked for (`nn/recoded_layer.py`). The quantizer interface is used because it is the hook that
+`from_pretrained` offers. With a quantizer transformers does not compare shapes, so this module does.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from ktransformers.nn.dense_layers import attach_widened, expect_stored_weights
 from ktransformers.nn.distributed import exclude_from_ddp
 from ktransformers.nn.experts import attach_store, pack_layer, pack_module, remove_parameters, select_implementation
 from ktransformers.nn.packed import PackedExperts, open_packed
+from ktransformers.nn.recoded_layer import ExpertFormats, check_formats, check_packed, format_of_layer, recoded_layer
 from ktransformers.nn.scaled_input_experts import adapt_experts
 from ktransformers.nn.store import ExpertStore
 from ktransformers.progress import report
@@ -54,7 +55,8 @@ class KTConfig(QuantizationConfigMixin):
     `kt quant` writes for a packed directory, to whose files `pages` (lazy, prefault, lock) and `verify` (checksums,
     as for `load_model`) apply. `widen`: weights outside of the experts may stay in bf16 on a CPU that widens them
     (`nn/dense_layers.py`); not if the model is moved to a GPU later. `shard`: the experts that this rank loads; None,
-    all of them.
+    all of them. `formats`: what experts are encoded in while they are loaded, all of them or by module; None: the
+    formats of the files.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class KTConfig(QuantizationConfigMixin):
         verify: bool | None = None,
         widen: bool = True,
         shard: ExpertShard | None = None,
+        formats: ExpertFormats | None = None,
     ) -> None:
         self.quant_method = quant_method  # type: ignore[assignment]  # stock: one of its own names
         self.isa = isa
@@ -84,6 +87,7 @@ class KTConfig(QuantizationConfigMixin):
         self.verify = verify
         self.widen = widen
         self.shard = shard
+        self.formats = formats
         self.packed_directory: Path | None = None  # of packed experts that are not with the other weights
         self.pool = pool
         self.progress = progress
@@ -128,6 +132,7 @@ class KTQuantizer(HfQuantizer):
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Called before the model is built; refuses a quantisation that cannot be read."""
+        check_formats(self._config.formats)
         if self._config.packed is None:
             accept("quantization_config", self._config.source)
 
@@ -144,9 +149,11 @@ class KTQuantizer(HfQuantizer):
             contract = read_contract(name, module)
             if self._config.shard is not None:
                 _check_shard(self._config.shard, len(modules), number, name, contract)
+            wanted = format_of_layer(self._config.formats, name)
             if self._packed is not None:
-                self._packed.check(name, contract)
+                check_packed(name, self._packed.check(name, contract).formats, wanted)
             experts = None if self._packed else source.layer(name, contract.shape, contract.interleaved)
+            experts = None if experts is None else recoded_layer(name, experts, contract, wanted)
             if experts is not None:
                 check_computable(name, experts.formats, self._config)
             self._layers.append(PendingLayer(name, module, contract, experts, remove_parameters(module, contract)))

@@ -15,21 +15,40 @@ from torch import nn
 
 from ktransformers.errors import InputError
 from ktransformers.nn.out_of_memory import free_bytes
+from ktransformers.operators.plan import OperatorPlan, plan_operators
+from ktransformers.operators.rules import Rule, devices_of, find_rules
 from ktransformers.place.device_map import DeviceMap, find_decoder_layers, move_to_devices, spread_layers, visible_gpus
 from ktransformers.place.free_memory import resident_bytes
 from ktransformers.place.options import PlacementOptions
 from ktransformers.place.placement import Placement, attach
 from ktransformers.place.routing_counts import RoutingCounter
-from ktransformers.place.rule_devices import devices_by_rules
-from ktransformers.place.rules import Rule, devices_of, read_rules
+from ktransformers.place.rule_devices import devices_by_rules, devices_of_modules
 from ktransformers.plan.modes import CPU, RESIDENT
 from ktransformers.plan.planner import RESIDENT_POLICIES
 
 
 def rules_of(options: PlacementOptions) -> tuple[Rule, ...]:
-    """Those of the file; a name without a file has none."""
-    path = options.kt_optimize_rule
-    return read_rules(path) if path is not None and Path(path).is_file() else ()
+    """Those of the file, for the GPUs of this process; a name without a file has none."""
+    file = find_rules(options.kt_optimize_rule)
+    return () if file is None else file.on_machine(_gpus_here())[0]
+
+
+def _gpus_here() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def plan_rules(
+    model: nn.Module, options: PlacementOptions, gpus: int, *, cpu_asked: bool = False
+) -> tuple[OperatorPlan | None, list[str]]:
+    """What rules make of a model, which may be a skeleton, and lines that say what a reader of the rules would not
+    expect. `gpus` that layers are spread over; 0: the run is on the CPU, with `cpu_asked` by request."""
+    file = find_rules(options.kt_optimize_rule)
+    if file is None:
+        return None, []
+    rules, line = file.on_machine(_gpus_here(), cpu_only=cpu_asked)
+    devices = devices_of_modules(model, find_device_map(model, options, gpus)) if gpus else {}
+    plan = plan_operators(model, rules, devices)
+    return plan, [*filter(None, [line]), *(f"rules: {note}" for note in plan.notes)]
 
 
 def needs_spreading(options: PlacementOptions, gpus: int) -> bool:

@@ -1,4 +1,4 @@
-"""Rules applied to the modules of a model: which rule each module has, and the devices that follow from that."""
+"""The devices that follow from the rules of a model's modules."""
 
 from __future__ import annotations
 
@@ -9,32 +9,9 @@ from torch import nn
 
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
+from ktransformers.operators.plan import first_rules
+from ktransformers.operators.rules import NAME, Rule
 from ktransformers.place.device_map import DecoderLayers, DeviceMap, find_decoder_layers, spread_layers
-from ktransformers.place.rules import NAME, Rule
-
-
-def first_rules(model: nn.Module, rules: Sequence[Rule]) -> dict[str, Rule]:
-    """Module -> the rule that it has: the first that fits, or its parent's; under one that is not recursive, that."""
-    rule_of: dict[str, Rule] = {}
-    closed: set[str] = set()
-    names = [name for name, _ in model.named_modules()]
-    for rule in rules:
-        if rule.name is not None:
-            rule.name.prefetch(names)
-    for name, module in model.named_modules():
-        parent = name.rpartition(".")[0]
-        inherited = rule_of.get(parent) if name else None
-        if parent in closed and name:
-            closed.add(name)
-            own_rule = None
-        else:
-            own_rule = next((rule for rule in rules if rule.fits(name, module)), None)
-            if own_rule is not None and not own_rule.recursive:
-                closed.add(name)
-        chosen = own_rule or inherited
-        if chosen is not None:
-            rule_of[name] = chosen
-    return rule_of
 
 
 def devices_by_rules(model: nn.Module, rules: Sequence[Rule], devices: Sequence[str]) -> DeviceMap:
@@ -103,3 +80,16 @@ def _expert_devices(
         elif rule.prefill in (None, "cpu"):
             devices_of_experts[name] = "cpu"
     return devices_of_experts
+
+
+def devices_of_modules(model: nn.Module, device_map: DeviceMap) -> dict[str, str]:
+    """Module -> its device; experts are on their layer's device here, wherever they are computed."""
+    transformer: Any = model
+    decoder_layers = find_decoder_layers(model)
+    ends = {id(transformer.get_output_embeddings()): device_map.head}
+    ends[id(transformer.get_input_embeddings())] = device_map.embedding
+    devices = {}
+    for name, module in model.named_modules():
+        number = decoder_layers.number_of(name)
+        devices[name] = ends.get(id(module), device_map.layers[0 if number is None else number])
+    return devices

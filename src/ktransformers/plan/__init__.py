@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from ktransformers.plan.machine import Machine, profile, profiles, with_gpus, with_memory
 from ktransformers.plan.meter import Meter, PlanComparison, compare_with_plan
-from ktransformers.plan.model_shape import ModelShape, open_shape, shipped_shapes
+from ktransformers.plan.model_shape import ModelShape, open_shape, shipped_shapes, stored_as
 from ktransformers.plan.planner import Candidate, Plan, Remedy, make_plan, require_fit
 from ktransformers.plan.workload import Choice, Serving, Training
 
@@ -28,6 +28,7 @@ __all__ = [
     "profiles",
     "require_fit",
     "shipped_shapes",
+    "stored_as",
     "with_gpus",
     "with_memory",
 ]

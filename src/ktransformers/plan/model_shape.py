@@ -180,6 +180,11 @@ def _dtype_bytes(text_config: Mapping[str, Any]) -> int:
     return 4 if "float32" in (text_config.get("dtype"), text_config.get("torch_dtype")) else 2
 
 
+def stored_as(shape: ModelShape, spec: str | None) -> ModelShape:
+    """The shape with experts in another format; None: as released."""
+    return shape if spec is None else replace(shape, stored=spec.partition(":")[0])
+
+
 def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf16") -> ModelShape:
     """The shape by formulas alone; a test compares the counts with transformers' models."""
     text_config: Mapping[str, Any] = config.get("text_config") or config

@@ -88,7 +88,7 @@ PLACEMENT_FLAGS = (
     Flag(
         ("--kt-optimize-rule", "--optimize-config-path", "--optimize_config_path"),
         "kt_optimize_rule",
-        "placement rules, a YAML file; see docs/place.md",
+        "operators and devices by rule, a YAML file; see docs/operators.md",
     ),
 )
 
@@ -324,6 +324,7 @@ class Launch:
     threads: int | None = None
     groups: int | None = None
     isa: str | None = None  # CPU variant of the experts, of `kt_backend` in a YAML file
+    expert_format: str | None = None  # that experts are encoded in while they are loaded, likewise; None: as released
     always_on: Path | None = None
     experts: Path | None = None
     pages: str = "lazy"  # of a packed directory: lazy, prefault or lock

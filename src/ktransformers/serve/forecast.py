@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ktransformers.errors import InputError
-from ktransformers.plan import Plan, PlanComparison, Serving, make_plan, open_shape, with_gpus
+from ktransformers.plan import Plan, PlanComparison, Serving, make_plan, open_shape, stored_as, with_gpus
 from ktransformers.plan.meter import anonymous_bytes
 from ktransformers.plan.workload import DEFAULT_POLICY
 from ktransformers.serve.flags import REST_AS_RELEASED, Launch
@@ -42,13 +42,14 @@ def forecast(
     max_positions: int,
     policies: Sequence[str] = (DEFAULT_POLICY,),
     needs_gpu: bool = False,
+    expert_format: str | None = None,
 ) -> tuple[Plan | None, str]:
     """The plan for this machine with the best of `policies`. A model whose config the planner cannot read is served
-    without one: (None, the reason)."""
+    without one: (None, the reason). `expert_format`: that experts are encoded in while they are loaded."""
     from ktransformers.plan.calibrate import this_machine
 
     try:
-        shape = open_shape(str(directory))
+        shape = stored_as(open_shape(str(directory)), expert_format)
         machine = this_machine()
         machine = with_gpus(machine, "none") if device == "cpu" else machine
         work = serving_workload(launch, rest_bytes, max_positions)

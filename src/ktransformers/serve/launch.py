@@ -78,6 +78,7 @@ def make_plan(launch: Launch, target: Target, log: LogLine, show: ShowPlan) -> P
     """Make and show the plan; one that does not fit is refused without --force. If nothing fits with the GPU, and the
     line does not require it, everything is on the CPU (`choose_device`)."""
     from ktransformers.nn.pretrained import read_pretrained_config
+    from ktransformers.place.backends import encoded_format
     from ktransformers.place.options import read_options
     from ktransformers.serve.forecast import forecast
 
@@ -88,7 +89,8 @@ def make_plan(launch: Launch, target: Target, log: LogLine, show: ShowPlan) -> P
 
     def plan_for(device: str) -> tuple[Plan | None, str]:
         dtype_bytes = parse_dtype(launch.dtype, device).itemsize
-        return forecast(launch, target.model, device, dtype_bytes, max_positions, options.policies, needs_gpu)
+        wanted = launch.expert_format or encoded_format(options) or target.expert_format
+        return forecast(launch, target.model, device, dtype_bytes, max_positions, options.policies, needs_gpu, wanted)
 
     plan, note = plan_for(choose_device(launch))
     if plan is not None and plan.gpu_unused_reason:
@@ -145,6 +147,7 @@ def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | Non
         fill_gpus,
         gpus_of,
         options_of,
+        plan_operators,
         spreads_layers,
     )
 
@@ -163,7 +166,8 @@ def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | Non
     uses_gpu_experts = device != "cpu" and placement.options.policy != "cpu"
     graphs = device != "cpu" and not launch.disable_cuda_graph and launch.attention_backend == "triton"
     load_device = "cpu" if multi_gpu else device
-    model = _load_model(launch, target, dtype, load_device, uses_gpu_experts, log, widen=not multi_gpu)
+    operators = plan_operators(placement.options, launch, target, plan, device, log)
+    model = _load_model(launch, target, dtype, load_device, uses_gpu_experts, log, operators, widen=not multi_gpu)
     if multi_gpu:
         log(placement.move_layers(model, gpus_of(launch, plan)))
     coded = describe_coded(model)
@@ -201,6 +205,10 @@ def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | Non
     service.approximations = fill_gpus(placement, cache_bytes, prefill, plan, graphs, log)
     if coded and launch.rest not in REST_AS_RELEASED:
         service.approximations["rest"] = launch.rest
+    if (encoded := launch.expert_format or target.expert_format) is not None:
+        service.approximations["kt_backend"] = encoded
+    if operators is not None and operators.encodes:
+        service.approximations["kt_optimize_rule"] = Path(str(placement.options.kt_optimize_rule)).name
     service.placement = placement
     if placement.placement is not None:
         engine.raise_launched = placement.placement.raise_launched
@@ -292,12 +300,20 @@ def _attach_decode_graphs(forward: Any, placement: Any, launch: Launch) -> str:
 
 
 def _load_model(
-    launch: Launch, target: Target, dtype: Any, device: str, spare: bool, log: LogLine, *, widen: bool
+    launch: Launch, target: Target, dtype: Any, device: str, spare: bool, log: LogLine, operators: Any, *, widen: bool
 ) -> Any:
+    """`operators` is the plan of what rules make of it, None without rules."""
     from ktransformers.checkpoint import find_experts
     from ktransformers.checkpoint.gguf_directory import is_gguf_directory
     from ktransformers.checkpoint.packed import is_packed
     from ktransformers.checkpoint.shards import Shards
+
+    def on_loaded(loaded: Any) -> None:
+        from ktransformers.operators.apply import apply_operators
+        from ktransformers.operators.loader import Loader
+
+        if operators is not None:
+            apply_operators(loaded, operators, Loader(directory))
 
     directory = target.model
     stock_reads_it = not is_gguf_directory(directory)
@@ -307,6 +323,7 @@ def _load_model(
         from ktransformers.nn.coded_weight import encode_linears
 
         stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+        on_loaded(stock)
         if launch.rest not in REST_AS_RELEASED:
             encode_linears(stock, launch.rest)
         return stock.to(device)
@@ -335,7 +352,17 @@ def _load_model(
         verify=launch.verify,
         widen=widen,
         rest=launch.rest if on_cpu else "bf16",
+        formats=_expert_formats(launch, target, operators),
+        on_loaded=on_loaded,
     )
+
+
+def _expert_formats(launch: Launch, target: Target, operators: Any) -> dict[str, str]:
+    """By rules, for the other layers by `kt_backend` or as in the training of the adapter that is served; without any
+    of these the formats of the files."""
+    by_rule = {} if operators is None else operators.expert_formats
+    given = launch.expert_format or (target.expert_format if launch.experts is None else None)
+    return by_rule if given is None else {"": given, **by_rule}
 
 
 def _pool_size(launch: Launch, log: LogLine) -> tuple[int, int]:

@@ -14,8 +14,11 @@ import torch
 from torch import nn
 
 from ktransformers.nn.out_of_memory import free_bytes
+from ktransformers.nn.skeleton import meta_model
 from ktransformers.nn.w8a8 import use_w8a8
-from ktransformers.place.apply import ModelPlacement, needs_spreading
+from ktransformers.operators.plan import OperatorPlan
+from ktransformers.operators.rules import find_rules
+from ktransformers.place.apply import ModelPlacement, needs_spreading, plan_rules
 from ktransformers.place.device_map import find_decoder_layers
 from ktransformers.place.free_memory import bytes_to_allocate
 from ktransformers.place.options import PlacementOptions, read_options
@@ -44,6 +47,19 @@ def gpus_of(launch: Launch, plan: Plan | None) -> int:
 
 def spreads_layers(options: PlacementOptions, launch: Launch, plan: Plan | None) -> bool:
     return needs_spreading(options, gpus_of(launch, plan))
+
+
+def plan_operators(
+    options: PlacementOptions, launch: Launch, target: Target, plan: Plan | None, device: str, say: Say
+) -> OperatorPlan | None:
+    """What rules make of the model, checked on its skeleton."""
+    if find_rules(options.kt_optimize_rule) is None:
+        return None
+    gpus = 0 if device == "cpu" else gpus_of(launch, plan)
+    operators, lines = plan_rules(meta_model(target.model), options, gpus, cpu_asked=launch.device == "cpu")
+    for line in lines:
+        say(line)
+    return operators
 
 
 def cache_tokens(model: nn.Module, launch: Launch, bytes_per_token: int, state_bytes: int) -> int:

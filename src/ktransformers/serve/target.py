@@ -21,7 +21,7 @@ from ktransformers.adapters.manifest import read_manifest
 from ktransformers.checkpoint.gguf_directory import model_directory
 from ktransformers.checkpoint.snapshot import fetch_snapshot
 from ktransformers.errors import InputError
-from ktransformers.files import path_exists, read_json_object, read_yaml_mapping
+from ktransformers.files import find_example, path_exists, read_json_object, read_yaml_mapping
 from ktransformers.serve.yaml_keys import check_keys, flat_keys
 
 
@@ -33,6 +33,7 @@ class Target:
     keys: Mapping[str, Any] = field(default_factory=dict)  # of the YAML file, if MODEL is one
     experts: Path | None = None  # that training used, if not the model's own
     precision: str = "bf16"  # in which training computed the experts
+    expert_format: str | None = None  # that training encoded the experts in while they were loaded
 
     def choose_experts(self, given: Path | None) -> Path | None:
         """The directory of the experts: `given` on the launch line, else that of training; None: the model's own."""
@@ -47,7 +48,7 @@ class Target:
 
 
 def resolve_target(given: str) -> Target:
-    path = Path(given).expanduser()
+    path = find_example(Path(given).expanduser())
     if path.suffix in (".yaml", ".yml"):
         return _target_of_yaml(path)
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
@@ -88,7 +89,15 @@ def _target_of_adapter(path: Path) -> Target:
     experts, precision = manifest_experts.get("path"), str(manifest_experts.get("precision") or "bf16")
     adapters = ((_adapter_name(path.name), str(path)),)
     experts_path = Path(experts) if experts else None
-    return Target(locate_model(str(base)), adapters, _base_name(str(base)), experts=experts_path, precision=precision)
+    encoded = manifest_experts.get("encoded")
+    return Target(
+        locate_model(str(base)),
+        adapters,
+        _base_name(str(base)),
+        experts=experts_path,
+        precision=precision,
+        expert_format=None if encoded is None else str(encoded),
+    )
 
 
 def _target_of_yaml(path: Path) -> Target:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktransformers.adapters.chat_templates import template_text, with_defaults
 from ktransformers.errors import InputError
-from ktransformers.place.backends import isa_of_backend
+from ktransformers.place.backends import format_of_backend, isa_of_backend
 from ktransformers.place.options import PlacementOptions
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ def with_yaml_keys(launch: Launch, keys: Mapping[str, Any]) -> Launch:
         launch = replace(launch, trust_remote_code=True)
     if flat.get("kt_use_cuda_graph") is False:
         launch = replace(launch, disable_cuda_graph=True)
-    return replace(launch, isa=launch.isa or isa_of_backend(flat.get("kt_backend")))
+    backend = flat.get("kt_backend")
+    return replace(launch, isa=launch.isa or isa_of_backend(backend), expert_format=format_of_backend(backend))
 
 
 def yaml_template(keys: Mapping[str, Any], fallback: str | None) -> str | None:

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from ktransformers import env
 from ktransformers.errors import InputError
+from ktransformers.place.backends import encoded_format
 from ktransformers.place.options import read_options
-from ktransformers.plan import ModelShape, Plan, Training, make_plan, open_shape, with_gpus
+from ktransformers.plan import ModelShape, Plan, Training, make_plan, open_shape, stored_as, with_gpus
 from ktransformers.plan.machine import Machine
 from ktransformers.train.arguments import device_of, dtype_of, step_shape, uses_packing
 from ktransformers.train.batches import split_by_budget
@@ -126,7 +127,8 @@ def plan_inputs(settings: TrainSettings, directory: Path, config: dict[str, obje
     if device_of(settings).type == "cpu":
         machine = with_gpus(machine, "none")
     placement, rest_bytes = read_options(settings.place.model_dump()), dtype_of(settings, config).itemsize
-    shape = _own_experts(open_shape(str(directory)), settings.experts.kt_expert_parallel or 1)
+    released = _own_experts(open_shape(str(directory)), settings.experts.kt_expert_parallel or 1)
+    shape = stored_as(released, encoded_format(placement, settings.experts.kt_backend))
     return PlanInputs(shape, machine, placement.policies, rest_bytes, needs_gpu(settings))
 
 

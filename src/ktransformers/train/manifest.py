@@ -3,7 +3,8 @@
 The format is that of `adapters.manifest`, so every reader checks each tensor against it. Besides shape, dtype, norm and
 SHA-256, each tensor records whether it received a gradient. The base is identified by a hash of its config and of the
 headers, sizes and a few pages of its shards (reading hundreds of gigabytes would take too long); the experts by their
-formats and, if they did not come from the base, by their path. Template, data, seed, versions and ISA are included.
+formats, by the format that they were encoded in while they were loaded, if any, and, if they did not come from the
+base, by their path. Template, data, seed, versions and ISA are included.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from ktransformers.adapters.manifest import MANIFEST_FORMAT, MANIFEST_VERSION
 from ktransformers.adapters.write import record_tensor
 from ktransformers.errors import KTError
 from ktransformers.nn.lora_shards import factor_shards
+from ktransformers.place.backends import encoded_format
+from ktransformers.place.options import read_options
 from ktransformers.train.callbacks import GradientCheck
 from ktransformers.train.settings import TrainSettings
 
@@ -127,6 +130,7 @@ def make_manifest(
         "experts": {
             "path": experts_source(settings, directory),
             "format": expert_formats(model),
+            "encoded": encoded_format(read_options(settings.place.model_dump()), settings.experts.kt_backend),
             "precision": settings.experts.precision,
             "isa": _core.isa(),
         },

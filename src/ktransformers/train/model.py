@@ -22,7 +22,7 @@ from ktransformers.checkpoint.snapshot import fetch_snapshot
 from ktransformers.errors import InputError
 from ktransformers.nn.checkpointing import save_expert_outputs
 from ktransformers.nn.peft_lora import expert_adapters, set_lora_dropout
-from ktransformers.place.backends import isa_of_backend
+from ktransformers.place.backends import format_of_backend, isa_of_backend
 from ktransformers.place.options import read_options
 from ktransformers.train.arguments import device_of
 from ktransformers.train.expert_parallel import connect_ranks, own_shard
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from ktransformers import _core
     from ktransformers.expert_partition import ExpertPartition
+    from ktransformers.operators.plan import OperatorPlan
 
 ATTENTION_IMPLEMENTATIONS = {
     "disabled": "eager",
@@ -76,12 +77,9 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def build_meta_model(directory: Path) -> PreTrainedModel:
     """The model on the meta device, to find the modules to train."""
-    from ktransformers.nn.scaled_input_experts import adapt_experts
+    from ktransformers.nn.skeleton import meta_model
 
-    with torch.device("meta"):
-        model = _from_config(directory)
-    adapt_experts(model)
-    return model
+    return meta_model(directory)
 
 
 def build_fake_model(directory: Path) -> PreTrainedModel:
@@ -90,23 +88,11 @@ def build_fake_model(directory: Path) -> PreTrainedModel:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from ktransformers.nn.scaled_input_experts import adapt_experts
+    from ktransformers.nn.skeleton import model_from_config
 
     with FakeTensorMode():
-        model = _from_config(directory)
+        model = model_from_config(directory)
     adapt_experts(model)
-    return model
-
-
-def _from_config(directory: Path) -> PreTrainedModel:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
-
-    from ktransformers.nn import load
-    from ktransformers.nn.pretrained import naming_config
-
-    config = load.load_config(directory)  # as load_model does; raises for models that cannot be opened
-    auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
-    with naming_config(directory):
-        model: PreTrainedModel = auto.from_config(config)
     return model
 
 
@@ -143,6 +129,13 @@ def build_expert_pool(settings: TrainSettings, spare: bool) -> tuple[_core.Pool 
     return set_default_pool(threads, groups, spare), notes
 
 
+def expert_formats_of(settings: TrainSettings, operators: OperatorPlan | None) -> dict[str, str]:
+    """By rules, for the other layers by `kt_backend`; without either the formats of the files."""
+    given = format_of_backend(settings.experts.kt_backend)
+    by_rule = {} if operators is None else operators.expert_formats
+    return by_rule if given is None else {"": given, **by_rule}
+
+
 def open_model(
     directory: Path,
     settings: TrainSettings,
@@ -150,9 +143,12 @@ def open_model(
     device: torch.device,
     progress: Callable[[int, int], None] | None = None,
     partition: ExpertPartition | None = None,
+    operators: OperatorPlan | None = None,
 ) -> tuple[PreTrainedModel, list[str]]:
     """With a `partition`, this process's experts alone are loaded; the call is then collective."""
     from ktransformers.nn import load_model
+    from ktransformers.operators.apply import apply_operators
+    from ktransformers.operators.loader import Loader
 
     places = device.type != "cpu" and read_options(settings.place.model_dump()).policy != "cpu"
     pool, notes = build_expert_pool(settings, spare=places)
@@ -167,6 +163,8 @@ def open_model(
         progress=progress,
         widen=device_of(settings).type == "cpu",
         shard=own_shard(partition),
+        formats=expert_formats_of(settings, operators),
+        on_loaded=None if operators is None else lambda loaded: apply_operators(loaded, operators, Loader(directory)),
     )
     connect_ranks(model, partition)
     model.name_or_path = str(given_file(directory))  # PEFT writes it into adapter_config.json

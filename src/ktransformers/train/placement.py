@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from ktransformers.place.apply import ModelPlacement, needs_spreading
+from ktransformers.operators.plan import OperatorPlan
+from ktransformers.operators.rules import find_rules, summary_of_name
+from ktransformers.place.apply import ModelPlacement, needs_spreading, plan_rules
 from ktransformers.place.free_memory import bytes_to_allocate
 from ktransformers.place.options import PlacementOptions, read_options
 from ktransformers.place.placement import Placement
-from ktransformers.place.rules import summary_of_name
 from ktransformers.plan import Plan
 from ktransformers.train.arguments import device_of
 from ktransformers.train.settings import TrainSettings
@@ -48,6 +48,7 @@ class TrainPlacement:
     def __init__(self, settings: TrainSettings, plan: Plan | None) -> None:
         self.options, self._plan = options_of(settings).as_planned(plan), plan
         self._device = device_of(settings)
+        self._cpu_asked = settings.trainer.get("use_cpu") is True
         self._placement = ModelPlacement(self.options, training=True)
 
     @property
@@ -60,7 +61,7 @@ class TrainPlacement:
         if self._device.type != "cuda" or int(os.environ.get("WORLD_SIZE", "1")) > 1:
             return 1
         rule = self.options.kt_optimize_rule
-        if rule is not None and not Path(rule).is_file():
+        if rule is not None and find_rules(rule) is None:
             return max(1, min(summary_of_name(rule).gpus, torch.cuda.device_count()))
         return max(1, self._plan.nearest.choice.gpus if self._plan is not None else 1)
 
@@ -70,6 +71,11 @@ class TrainPlacement:
         one_of_many = int(os.environ.get("WORLD_SIZE", "1")) > 1
         spreads = self._device.type == "cuda" and not one_of_many and needs_spreading(self.options, self.gpus)
         return torch.device("cpu") if spreads else self._device
+
+    def plan_operators(self, model: nn.Module) -> tuple[OperatorPlan | None, list[str]]:
+        """What rules make of the modules of `model`, a skeleton, and lines to note."""
+        on_gpu = self._device.type == "cuda"
+        return plan_rules(model, self.options, self.gpus if on_gpu else 0, cpu_asked=self._cpu_asked)
 
     def model_loaded(self, model: nn.Module) -> None:
         if self._device.type == "cuda" and self.loading_device.type == "cpu":

@@ -44,6 +44,7 @@ from ktransformers.train.model import build_fake_model, build_meta_model, locate
 from ktransformers.train.output import check_disk_space, check_output
 from ktransformers.train.packages import package_notes, require_packages
 from ktransformers.train.packing import require_masked_layers
+from ktransformers.train.placement import TrainPlacement
 from ktransformers.train.reachable import predict_targets
 from ktransformers.train.recipe import TrainRecipe, make_recipe
 from ktransformers.train.settings import SECTIONS, TrainSettings
@@ -274,6 +275,7 @@ def make_plan(settings: TrainSettings, *, download: bool = False, predict: bool 
             notes.append(f"{split.dropped} rows have no answer within cutoff_len {options.cutoff_len} and are left out")
         model = build_meta_model(directory)
         partition = make_partition(settings, model)
+        notes += TrainPlacement(settings, forecast).plan_operators(model)[1]
         targets = find_targets(model, settings.lora)
         if predict and settings.lora.adapter_name_or_path is None:
             targets, left_out = predict_targets(build_fake_model(directory), settings.lora)

@@ -17,6 +17,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from ktransformers.operators.rules import operators_of
+from ktransformers.place.backends import format_of_backend
 from ktransformers.train.arguments import step_shape, uses_packing
 from ktransformers.train.data.prepare import DataSplit
 from ktransformers.train.data.render import PreferenceRow
@@ -121,6 +123,8 @@ def make_recipe(settings: TrainSettings, directory: Path, split: DataSplit, proc
         "pure_bf16": settings.model.pure_bf16,
         "precision": settings.experts.precision,
         "kt_weight_path": experts_source(settings, directory),
+        "kt_backend": format_of_backend(settings.experts.kt_backend),
+        "kt_optimize_rule": operators_of(settings.place.kt_optimize_rule),
     }
     if settings.data.stage == "dpo":
         compared |= settings.preference.model_dump(mode="json")

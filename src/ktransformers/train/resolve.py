@@ -20,9 +20,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from ktransformers import model_registry
 from ktransformers.errors import InputError
-from ktransformers.files import parse_yaml, read_yaml_mapping
-from ktransformers.place.backends import isa_of_backend
-from ktransformers.place.rules import summarise_for_training
+from ktransformers.files import find_example, parse_yaml, read_yaml_mapping
+from ktransformers.operators.rules import summarise_for_training
+from ktransformers.place.backends import format_of_backend, isa_of_backend
 from ktransformers.train.keys import DERIVED_KEYS, NO_EFFECT_KEYS, RENAMED_KEYS, UNSUPPORTED_KEYS
 from ktransformers.train.settings import SECTION_OF_KEY, SECTIONS, TrainSettings
 
@@ -210,7 +210,7 @@ def _build_section(name: str, values: dict[str, Any]) -> Any:
 
 def read_settings(source: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> TrainSettings:
     """The settings of a run, with every key accounted for."""
-    file = source if isinstance(source, Mapping) else read_yaml(source)
+    file = source if isinstance(source, Mapping) else read_yaml(find_example(source))
     flat = flatten_kt_config(merge_overrides(file, read_overrides(overrides)))
     if isinstance(flat.get("model_name_or_path"), str):  # a local registry name means nothing on another machine
         flat["model_name_or_path"] = model_registry.portable_name(flat["model_name_or_path"])
@@ -243,6 +243,10 @@ def _check(settings: TrainSettings) -> TrainSettings:
     if experts.kt_weight_path and not Path(experts.kt_weight_path).exists():
         raise InputError("kt_weight_path", experts.kt_weight_path, "a packed directory, GGUF or kt-kernel's files")
     isa_of_backend(experts.kt_backend)
+    encoded, expected = format_of_backend(experts.kt_backend), experts.kt_expert_weight_format
+    if encoded is not None and expected not in ("auto", encoded.partition(":")[0]):
+        given = f"{expected} beside kt_backend {experts.kt_backend}"
+        raise InputError("kt_expert_weight_format", given, f"auto or {encoded.partition(':')[0]}")
     if trainer.get("bf16") and trainer.get("fp16"):
         raise InputError("fp16", "true beside bf16", "one of them")
     packing = data.packing or data.neat_packing

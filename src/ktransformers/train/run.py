@@ -34,7 +34,14 @@ from ktransformers.train.manifest import (
     make_manifest,
     text_hash,
 )
-from ktransformers.train.model import build_lora_config, checkpoint_activations, finish_adapter, open_model, read_config
+from ktransformers.train.model import (
+    build_lora_config,
+    build_meta_model,
+    checkpoint_activations,
+    finish_adapter,
+    open_model,
+    read_config,
+)
 from ktransformers.train.out_of_memory import reporting_out_of_memory
 from ktransformers.train.output import locked_output, prepare_output, write_output
 from ktransformers.train.packed_attention import restore_sdpa, use_packed_attention
@@ -159,7 +166,10 @@ def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
         prepare_output(output, prepared.resume)
     dtype = dtype_of(settings, read_config(directory))
     placing = TrainPlacement(settings, prepared.plan.forecast)
-    model, notes = open_model(directory, settings, dtype, placing.loading_device, watcher.on_load, prepared.partition)
+    operators, _ = placing.plan_operators(build_meta_model(directory))
+    model, notes = open_model(
+        directory, settings, dtype, placing.loading_device, watcher.on_load, prepared.partition, operators
+    )
     placing.model_loaded(model)
     for line in notes:
         watcher.on_note(line)

@@ -106,7 +106,9 @@ class ExpertSettings(TrainSection):
     use_kt: bool = Field(True, description="experts computed by ktransformers; must be true")
     kt_num_threads: int | None = Field(None, ge=1, description="threads for the experts, all NUMA nodes together")
     kt_threadpool_count: int | None = Field(None, ge=1, description="thread groups; default one per NUMA node")
-    kt_backend: str | None = Field(None, description="auto, or a CPU variant as in AMXBF16")
+    kt_backend: str | None = Field(
+        None, description="auto, a CPU variant as in AMXBF16, or AMXInt8 or AMXInt4: experts are encoded on load"
+    )
     kt_weight_path: str | None = Field(
         None,
         description="where the experts come from, if not from the model: a packed directory, GGUF, kt-kernel's files",
@@ -171,7 +173,9 @@ class PlacementSettings(TrainSection):
     )
     kt_expert_update_steps: int = Field(100, ge=1, description="steps between two updates")
     kt_record_experts: str | None = Field(None, description="file for the counts of routed tokens, written at the end")
-    kt_optimize_rule: str | None = Field(None, description="placement rules, or a name that says how many GPUs")
+    kt_optimize_rule: str | None = Field(
+        None, description="operators and devices by rule: a file, or a name that says how many GPUs"
+    )
 
 
 class RunSettings(TrainSection):

@@ -1,0 +1,63 @@
+"""`kt rules`: what a file of rules makes of a model, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ktransformers.cli.sizes import gigabytes
+
+if TYPE_CHECKING:
+    from ktransformers.place.rule_report import RuleReport
+
+
+def rules(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Rules: a YAML file, or the name of one of the package.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder with config.json, or a registered name.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+) -> None:
+    """Print what every module of a model becomes by a file of rules, and its bytes on every device."""
+    from pathlib import Path
+
+    from ktransformers import model_registry
+    from ktransformers.errors import InputError
+    from ktransformers.nn.skeleton import meta_model
+    from ktransformers.operators.rules import require_rules
+    from ktransformers.place.rule_report import report_rules
+    from ktransformers.plan import open_shape
+
+    rule_file = require_rules(file)
+    folder = Path(model_registry.resolve(model)).expanduser()
+    folder = folder.parent if folder.name == "config.json" else folder
+    if not (folder / "config.json").is_file():
+        raise InputError("model", f"{model}, where there is no config.json", "a model's folder; weights are not needed")
+    try:
+        released = open_shape(str(folder)).stored
+    except InputError:  # a family that the planner cannot count
+        released = "bf16"
+    report = report_rules(meta_model(folder), rule_file, released)
+    if as_json:
+        document = {"rules": str(rule_file.path), "model": str(folder), **report.document()}
+        print(json.dumps(document, indent=2))
+        return
+    _print_table(report)
+
+
+def _print_table(report: RuleReport) -> None:
+    from ktransformers.place.rule_report import rows
+
+    lines = [("module", "class", "operator", "on", "format", "modules", "size")]
+    for name, module, count, size in rows(report.modules):
+        place = module.device if module.computed == module.device else f"{module.computed}, out {module.device}"
+        operator = module.operator or "-"
+        lines.append((name or "(model)", module.stock, operator, place, module.format, str(count), gigabytes(size)))
+    widths = [max(len(line[at]) for line in lines) for at in range(7)]
+    for line in lines:
+        print("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())
+    print()
+    for device, size in report.bytes.items():
+        print(f"{device:<8} {gigabytes(size)}")
+    for note in report.notes:
+        print(f"note     {note}")

@@ -1,0 +1,29 @@
+"""A model without its numbers, from config.json alone: on the meta device, for names, classes and shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from ktransformers.nn import load
+from ktransformers.nn.pretrained import naming_config
+from ktransformers.nn.scaled_input_experts import adapt_experts
+
+
+def model_from_config(directory: Path) -> PreTrainedModel:
+    """With tensors of the default device; the class is the one that `load_model` loads."""
+    config = load.load_config(directory)  # raises for models that cannot be opened
+    auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+    with naming_config(directory):
+        model: PreTrainedModel = auto.from_config(config)
+    return model
+
+
+def meta_model(directory: Path) -> PreTrainedModel:
+    with torch.device("meta"):
+        model = model_from_config(directory)
+    adapt_experts(model)
+    return model

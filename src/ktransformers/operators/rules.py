@@ -1,0 +1,258 @@
+"""`kt_optimize_rule`: the YAML form of KTransformers' optimize rules, read into `Rule`s. A file is a list of `match`
+and `replace`; the first rule that fits a module is the module's.
+
+`match.name` is a regular expression that is searched in the module's name, `match.class` a class whose last word is
+compared, whatever its case; both together must fit. `replace.class` is an operator by its import path, or `default`:
+the module stays, and the rule says where it is. `replace.kwargs` are the operator's keywords. With `recursive: False`
+modules below are not matched again.
+
+A file is looked up as it is named, then among those that come with the package (`examples/kt_optimize_rules`). In files
+of a user's own a GPU with a number must exist; those of the package name as many as their name says, and are spread
+over as many as there are. A name without a file says the same as names of the package's files, as in
+`DeepSeek-V3-Chat-sft-amx-multi-gpu-4.yaml`: fine-tuning, AMX, four GPUs (two where no number stands). Without `amx` the
+name means llamafile, that is, any CPU.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ktransformers.errors import InputError
+from ktransformers.files import EXAMPLES, read_yaml, short, validate
+from ktransformers.patterns import FilePatterns
+
+if TYPE_CHECKING:
+    from torch import nn
+
+DEVICES = re.compile(r"cpu|meta|cuda(:\d+)?", re.IGNORECASE)
+NAME = "kt_optimize_rule"
+DEFAULT = "default"
+SHIPPED = EXAMPLES / "kt_optimize_rules"
+DEVICE_KEYWORDS = ("generate_device", "prefill_device", "out_device")
+PLACES = (*DEVICE_KEYWORDS, "transfer_map")
+# Classes of KTransformers' own models -> those of stock transformers, where they differ in more than case.
+STOCK_CLASSES = {
+    "deepseekv2yarnrotaryembedding": "deepseekv2rotaryembedding",
+    "deepseekv3yarnrotaryembedding": "deepseekv3rotaryembedding",
+}
+
+
+class _Match(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: str | None = None
+    kind: str | None = Field(None, alias="class")
+
+
+class _Replace(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    kind: str = Field(DEFAULT, alias="class")
+    kwargs: dict[str, Any] | None = None
+    recursive: bool = True  # some files have it one level deeper than others
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    match: _Match
+    replace: _Replace = Field(default_factory=lambda: _Replace.model_validate({}))
+    recursive: bool = True
+
+
+@dataclass(frozen=True)
+class Rule:
+    where: str  # file and entry
+    name: FilePatterns | None
+    kind: str | None  # last word of the class
+    operator: str  # import path, or DEFAULT
+    arguments: Mapping[str, Any]  # `kwargs` as written
+    device: str | None  # generate_device
+    prefill: str | None
+    out: str | None
+    transfers: dict[int, str]
+    recursive: bool
+    shown: str = ""  # what it matches, as written
+
+    def fits(self, name: str, module: nn.Module) -> bool:
+        if self.name is not None and not self.name.fits(name):
+            return False
+        if self.kind is None:
+            return True
+        word = self.kind.lower()
+        return STOCK_CLASSES.get(word, word) in {item.__name__.lower() for item in type(module).__mro__}
+
+
+@dataclass(frozen=True)
+class RuleFile:
+    path: Path
+    shipped: bool  # with the package
+    rules: tuple[Rule, ...] = field(repr=False)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that are named by numbers, counted up to the highest; 0: none is."""
+        return max((int(device.removeprefix("cuda:")) + 1 for device in devices_of(self.rules)), default=0)
+
+    def on_machine(self, available: int, *, cpu_only: bool = False) -> tuple[tuple[Rule, ...], str]:
+        """The rules for a run that has `available` GPUs, and a line that says what was changed, empty if nothing was. A
+        GPU that a user's file names and that does not exist is refused, unless the run is to be on the CPU."""
+        named, available = self.gpus, 0 if cpu_only else available
+        on_gpu = named or any(rule.device == "cuda" or rule.out == "cuda" for rule in self.rules)
+        if named > available and not self.shipped and not cpu_only:
+            missing = next(device for device in sorted(devices_of(self.rules)) if _number(device) >= available)
+            seen = "no GPU" if not available else f"cuda:0 to cuda:{available - 1}" if available > 1 else "cuda:0"
+            expected = f"what torch sees here, {seen}"
+            remedy = "`cuda` is the GPU that a module would have, or the CPU"
+            raise InputError(NAME, f"{missing} in {self.path}", expected, remedy)
+        if not available:
+            line = f"{NAME}: {'as asked' if cpu_only else 'there is no GPU'}: everything is computed on the CPU"
+            return tuple(_renamed(rule, lambda device: "cuda") for rule in self.rules), line if on_gpu else ""
+        if named <= available:
+            return self.rules, ""
+
+        def spread(device: str) -> str:
+            return f"cuda:{_number(device) * available // named}"
+
+        line = f"{NAME}: written for {named} GPUs, spread over the {available} of this machine"
+        return tuple(_renamed(rule, spread) for rule in self.rules), line
+
+
+def _number(device: str) -> int:
+    return int(device.removeprefix("cuda:"))
+
+
+def _renamed(rule: Rule, rename: Callable[[str], str]) -> Rule:
+    """With other numbers of GPUs."""
+
+    def one(device: str | None) -> str | None:
+        return rename(device) if device is not None and device.startswith("cuda:") else device
+
+    transfers = {layer: str(one(device)) for layer, device in rule.transfers.items()}
+    return replace(rule, device=one(rule.device), prefill=one(rule.prefill), out=one(rule.out), transfers=transfers)
+
+
+def operators_of(given: str | None) -> list[list[Any]]:
+    """What a file computes, wherever that is: modules, operator and keywords of each rule that names an operator."""
+    file = find_rules(given)
+    return [
+        [rule.shown, rule.operator, {word: value for word, value in rule.arguments.items() if word not in PLACES}]
+        for rule in (() if file is None else file.rules)
+        if rule.operator != DEFAULT
+    ]
+
+
+def shipped_names() -> list[str]:
+    return sorted(file.name for file in SHIPPED.glob("*.yaml"))
+
+
+def find_rules(given: str | Path | None) -> RuleFile | None:
+    """The file that is named, or one of the package by its name; None: there is none."""
+    if given is None:
+        return None
+    path = Path(given)
+    file = path if path.is_file() else SHIPPED / path.name.replace("-infer", "")  # a word of the guides, left out here
+    if not file.is_file():
+        return None
+    return RuleFile(path if path.is_file() else file, file.resolve().parent == SHIPPED, read_rules(file))
+
+
+def require_rules(given: str | Path) -> RuleFile:
+    rules = find_rules(given)
+    if rules is None:
+        near = difflib.get_close_matches(Path(given).name, shipped_names(), n=1)
+        expected = f"`{near[0]}`, perhaps" if near else "a YAML file of rules"
+        raise InputError(NAME, f"{given}, which does not exist", expected, "docs/operators.md lists the package's")
+    return rules
+
+
+def read_rules(path: str | Path) -> tuple[Rule, ...]:
+    entries = read_yaml(path, f"{NAME}: a YAML list of match/replace")
+    if not isinstance(entries, list) or not entries:
+        raise InputError(NAME, f"{path}, which holds no list", "a list of match/replace entries")
+    return tuple(_rule(path, at, entry) for at, entry in enumerate(entries))
+
+
+def _rule(path: str | Path, at: int, entry: Any) -> Rule:
+    where = f"{path}, entry {at + 1}"
+    read = validate(_Entry, entry, f"{NAME}: {where}", "an entry has match, with name or class, and replace")
+    if read.match.name is None and read.match.kind is None:
+        raise InputError(NAME, f"{where}: an empty match", "a name, a class, or both")
+    kwargs = read.replace.kwargs or {}
+    layers = kwargs.get("transfer_map") or {}
+    if not isinstance(layers, dict):
+        raise InputError(NAME, f"{where}: transfer_map {short(layers)}", "numbers of layers with their devices")
+    transfers = {_layer(where, key): _device(where, value) for key, value in layers.items()}
+    device, prefill, out = (
+        None if kwargs.get(word) is None else _device(where, kwargs[word]) for word in DEVICE_KEYWORDS
+    )
+    kind = None if read.match.kind is None else read.match.kind.rpartition(".")[2]
+    pattern = None if read.match.name is None else FilePatterns(f"{where}: match.name", [read.match.name], "search")
+    shown = " and ".join(filter(None, [read.match.name, read.match.kind and f"class {read.match.kind}"]))
+    recursive = read.recursive and read.replace.recursive
+    operator = read.replace.kind
+    return Rule(where, pattern, kind, operator, kwargs, device, prefill, out, transfers, recursive, shown)
+
+
+def _layer(where: str, key: Any) -> int:
+    if not str(key).isdigit():
+        raise InputError(NAME, f"{where}: transfer_map with {key!r}", "numbers of layers")
+    return int(key)
+
+
+def _device(where: str, word: Any) -> str:
+    if not isinstance(word, str) or not DEVICES.fullmatch(word):
+        near = difflib.get_close_matches(str(word).lower(), ("cpu", "cuda", "cuda:0"), n=1)
+        hint = f"`{near[0]}`, perhaps" if near else ""
+        raise InputError(NAME, f"{where}: device {word!r}", "cpu, cuda, or cuda:N", hint)
+    return word.lower()
+
+
+def devices_of(rules: Sequence[Rule]) -> set[str]:
+    """Every GPU that is named with its number."""
+    named = {item for rule in rules for item in (rule.device, rule.prefill, rule.out, *rule.transfers.values()) if item}
+    return {item for item in named if item.startswith("cuda:")}
+
+
+@dataclass(frozen=True)
+class RuleSummary:
+    source: str  # "file" or "name"
+    backend: str  # "amx" or "any"
+    gpus: int  # 0: the rule keeps everything on the CPU
+    training: bool
+
+
+def summary_of_name(path: str) -> RuleSummary:
+    name = Path(path).stem.lower()
+    multi_gpu = re.search(r"multi-gpu(?:-(\d+))?", name)
+    gpus = int(multi_gpu[1] or 2) if multi_gpu else 1
+    return RuleSummary("name", "amx" if re.search(r"(^|-)amx(-|$)", name) else "any", gpus, "-sft-" in f"-{name}-")
+
+
+def _summary_of_file(file: RuleFile) -> RuleSummary:
+    backends = [str(rule.arguments["backend"]) for rule in file.rules if rule.arguments.get("backend") is not None]
+    amx = bool(backends) and backends[-1].lower().startswith("amx")
+    words = [word for rule in file.rules for word in (rule.device, rule.prefill, rule.out, *rule.transfers.values())]
+    gpus = file.gpus or int(any(word == "cuda" for word in words))
+    return RuleSummary("file", "amx" if amx else "any", gpus, True)
+
+
+def summarise_for_training(path: str) -> tuple[RuleSummary, str]:
+    """What a recipe's rule means, and the line that says so."""
+    file = find_rules(path)
+    summary = summary_of_name(path) if file is None else _summary_of_file(file)
+    source = "its name, as there is no such file" if file is None else "the file"
+    cpu = "AMX where the CPU has it" if summary.backend == "amx" else "whatever the CPU has"
+    gpus = (
+        f"layers spread over {summary.gpus} GPUs, or as many of them as there are"
+        if summary.gpus > 1
+        else "one GPU, where there is one"
+    )
+    return summary, f"kt_optimize_rule: from {source}: {cpu}; {gpus}"

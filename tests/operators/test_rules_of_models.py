@@ -1,0 +1,271 @@
+"""Rules resolved on models without weights: what is refused, what becomes of every module, and the files that come with
+the package on configurations of the released models."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from ktransformers.cli.main import app
+from ktransformers.errors import InputError
+from ktransformers.operators import BaseInjectedModule, KLinearBase
+from ktransformers.operators.plan import OperatorPlan, find_operator, keywords_of, operators, plan_operators
+from ktransformers.operators.rules import SHIPPED, find_rules, read_rules, require_rules, shipped_names
+from ktransformers.place.rule_devices import devices_by_rules
+from ktransformers.place.rule_report import report_rules
+from tests.support.tiny_models import COMMON, FAMILIES
+
+ROOT = Path(__file__).resolve().parents[2]
+# Sizes of the released models; a config of transformers without any is that of DeepSeek-V3.
+RELEASED: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepSeek-V2-Lite-Chat": (
+        "deepseek_v2",
+        {"num_hidden_layers": 27, "hidden_size": 2048, "n_routed_experts": 64, "q_lora_rank": None},
+    ),
+    "DeepSeek-V2-Chat": ("deepseek_v2", {"num_hidden_layers": 60, "hidden_size": 5120, "n_routed_experts": 160}),
+    "DeepSeek-V3-Chat": ("deepseek_v3", {}),
+    "DeepSeek-R1": ("deepseek_v3", {}),
+    "Kimi-K2": ("deepseek_v3", {"n_routed_experts": 384, "num_attention_heads": 64, "first_k_dense_replace": 1}),
+    "Qwen3Moe": ("qwen3_moe", {"num_hidden_layers": 48, "num_experts": 128}),
+    "Qwen3-30B-A3B": ("qwen3_moe", {"num_hidden_layers": 48, "num_experts": 128}),
+    "Qwen3-235B-A22B": ("qwen3_moe", {"num_hidden_layers": 94, "num_experts": 128, "hidden_size": 4096}),
+}
+
+
+@functools.cache
+def released(name: str) -> Any:
+    family, sizes = RELEASED[name]
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+
+
+def tiny(family: str = "qwen3_moe", **sizes: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(COMMON | FAMILIES[family] | sizes)))
+
+
+def plan(tmp_path: Path, text: str, model: Any = None) -> OperatorPlan:
+    file = tmp_path / "rules.yaml"
+    file.write_text(text)
+    return plan_operators(model or tiny(), read_rules(file))
+
+
+def rule(kind: str, match: str = "name: 'mlp\\.experts$'", **kwargs: Any) -> str:
+    return f"- {{match: {{{match}}}, replace: {{class: {kind}, kwargs: {json.dumps(kwargs)}}}}}\n"
+
+
+EXPERTS = "ktransformers.operators.experts.KTransformersExperts"
+LINEAR = "ktransformers.operators.linear.KTransformersLinear"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (rule("ktransformers.operators.experts.KTransformersExpert"), "imported.*experts.KTransformersExperts`"),
+        (rule("ktransformers.operator.experts.KTransformersExperts"), "cannot be imported.*`ktransformers.operators"),
+        (rule("my_missing_module.Linear"), "PYTHONPATH"),
+        (rule("torch.nn.Linear"), "derives from ktransformers.operators.BaseInjectedModule"),
+        (rule(EXPERTS, generate_devise="cpu"), "keyword generate_devise of.*`generate_device`, perhaps"),
+        (rule("default", generate_op="KLinearTorch"), "keyword generate_op of default"),
+        (rule(EXPERTS, generate_op="KExpertCPU"), "`KExpertsCPU`, perhaps"),
+        (rule(EXPERTS, generate_op="MLPCUDAExperts", generate_device="cpu"), "on cpu, expected generate_device: cuda"),
+        (rule(EXPERTS, backend="AMXInt9"), "`AMXInt8`, perhaps|`AMXInt4`, perhaps"),
+        (rule(EXPERTS, generate_device="cuad"), "`cuda`, perhaps"),
+        (rule(EXPERTS, "name: 'self_attn$'"), "a Qwen3MoeAttention, expected routed experts"),
+        (rule(LINEAR, "name: 'self_attn$'"), "expected a linear layer"),
+        (rule(LINEAR, "class: torch.nn.Linear", generate_op="KLinearMarlim"), "`KLinearMarlin`, perhaps"),
+        (rule("default", "name: '\\.mlp\\.expert$'"), "matches nothing.*`model.layers.0.mlp.experts`"),
+        (rule("default", "class: a.Qwen3MoeAtention"), "matches nothing.*`Qwen3MoeAttention`, perhaps"),
+        (rule("ktransformers.operators.attention.KDeepseekV2Attention", "name: 'self_attn$'"), "latent attention"),
+        (rule("ktransformers.operators.RoPE.RotaryEmbedding", "name: 'self_attn$'"), "a rotary embedding"),
+        (rule("ktransformers.operators.RoPE.YarnRotaryEmbedding", "name: 'rotary_emb$'"), "rope_type default"),
+        (rule("ktransformers.operators.models.KQwen3MoeModel", "name: '^model$'", transfer_map={"7": "cpu"}), "0 to 1"),
+        (rule("ktransformers.operators.experts.KQwen2MoeSparseMoeBlock", "name: 'self_attn$'"), "with routed experts"),
+    ],
+)  # fmt: skip
+def test_wrong_rules_are_refused_before_loading(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        plan(tmp_path, text)
+
+
+def test_a_rule_that_is_never_first_is_noted(tmp_path: Path) -> None:
+    notes = plan(tmp_path, rule("default", "name: self_attn") + rule("default", "name: 'self_attn\\.q_proj$'")).notes
+    assert len(notes) == 1 and "entry 2: earlier rules" in notes[0]
+
+
+def test_formats_follow_from_backends_and_operators(tmp_path: Path) -> None:
+    text = "".join(
+        rule(EXPERTS, f"name: 'layers\\.{layer}\\.mlp\\.experts$'", **words)
+        for layer, words in enumerate(({"backend": "AMXInt8"}, {"backend": "amxint4"}, {"backend": "llamafile"}))
+    )
+    text += rule(EXPERTS, "name: 'layers\\.3\\.mlp\\.experts$'", generate_op="KExpertsMarlin", generate_device="cuda")
+    names = [f"model.layers.{layer}.mlp.experts" for layer in range(4)]
+    found = plan(tmp_path, text, tiny(num_hidden_layers=4)).expert_formats
+    assert found == {names[0]: "int8", names[1]: "int4:32", names[3]: "int4:32"}
+
+
+def test_linear_operators_say_what_they_leave(tmp_path: Path) -> None:
+    """The last words of a class match whatever their case; small layers and matrices of latent attention stay."""
+    model = tiny("deepseek_v3", hidden_size=256, kv_lora_rank=256, v_head_dim=64)
+    found = plan(tmp_path, rule(LINEAR, "class: torch.nn.linear", generate_op="KLinearQ8"), model)
+    formats = {item.name: item.outcome.format for item in found.assignments}
+    assert formats["model.layers.1.self_attn.o_proj"] == "int8"
+    assert formats["model.layers.1.self_attn.kv_b_proj"] is None
+    assert formats["model.layers.1.mlp.shared_experts.up_proj"] is None
+    assert any("multiplied into others" in note for note in found.notes)
+    assert any("fewer than" in note for note in found.notes)
+    on_gpu = plan_operators(model, read_rules(tmp_path / "rules.yaml"), dict.fromkeys(formats, "cuda:0"))
+    assert {item.outcome.format for item in on_gpu.assignments} == {None} and "in bf16 on a GPU" in on_gpu.notes[0]
+
+
+def test_classes_of_the_original_models_are_those_of_stock(tmp_path: Path) -> None:
+    """The guide's own lines, for a DeepSeek-V2."""
+    text = """
+- match: {class: ktransformers.models.modeling_deepseek.DeepseekV2MoE}
+  replace: {class: ktransformers.operators.experts.KDeepseekV2MoE}
+- match: {class: ktransformers.models.modeling_deepseek.DeepseekV2YarnRotaryEmbedding}
+  replace: {class: ktransformers.operators.RoPE.RotaryEmbedding}
+- match: {name: "^model\\\\.layers\\\\..*\\\\.self_attn$"}
+  replace: {class: ktransformers.operators.attention.KDeepseekV2Attention, kwargs: {absorb_for_prefill: False}}
+"""
+    found = plan(tmp_path, text, tiny("deepseek_v2"))
+    assert {(item.stock, item.operator.__name__) for item in found.assignments} == {
+        ("DeepseekV2Moe", "KDeepseekV2MoE"),
+        ("DeepseekV2RotaryEmbedding", "RotaryEmbedding"),
+        ("DeepseekV2Attention", "KDeepseekV2Attention"),
+    }
+    assert any("absorb_for_prefill" in note for note in found.notes)
+
+
+def test_keywords_are_the_constructor_s(tmp_path: Path) -> None:
+    class Own(BaseInjectedModule, KLinearBase):
+        def __init__(
+            self, key: Any, gguf_loader: Any, config: Any, orig_module: Any = None, bits: int = 3, **kwargs: Any
+        ) -> None:
+            super().__init__(key, gguf_loader, config, orig_module, **kwargs)
+
+    class Closed(BaseInjectedModule):
+        def __init__(self, key: Any, gguf_loader: Any, config: Any, orig_module: Any, generate_device: str) -> None:
+            super().__init__(key, gguf_loader, config, orig_module, generate_device)
+
+    assert set(keywords_of(Own)) == {"bits", "generate_device", "prefill_device"}
+    assert keywords_of(Closed) == ("generate_device",)
+    assert "transfer_map" in keywords_of(None)
+    for path, operator in operators().items():
+        text = tmp_path / "one.yaml"
+        text.write_text(rule(path))
+        assert find_operator(read_rules(text)[0]) is operator
+
+
+def test_gpus_that_are_not_here(tmp_path: Path) -> None:
+    """A number in a user's file must exist; without a GPU `cuda` is the CPU; files of the package are spread."""
+    own = tmp_path / "own.yaml"
+    own.write_text(rule("default", "name: self_attn", generate_device="cuda:3"))
+    file = find_rules(own)
+    assert file is not None and not file.shipped and file.gpus == 4
+    for available in (0, 1, 3):
+        with pytest.raises(InputError, match=r"cuda:3 in .*own.yaml, expected what torch sees here"):
+            file.on_machine(available)
+    assert file.on_machine(4) == (file.rules, "")
+    rules, line = file.on_machine(0, cpu_only=True)
+    assert rules[0].device == "cuda" and "as asked: everything is computed on the CPU" in line
+    shipped = require_rules("examples/kt_optimize_rules/DeepSeek-V3-Chat-sft-amx-multi-gpu-4.yaml")
+    assert shipped.shipped and shipped.gpus == 4
+    rules, line = shipped.on_machine(2)
+    assert rules[0].transfers == {15: "cuda:0", 30: "cuda:1", 45: "cuda:1"} and "spread over the 2" in line
+    rules, line = shipped.on_machine(0)
+    assert "there is no GPU" in line and set(rules[0].transfers.values()) == {"cuda"}
+    plain = tmp_path / "plain.yaml"
+    plain.write_text(rule("default", "name: self_attn", generate_device="cpu"))
+    assert require_rules(plain).on_machine(0)[1] == ""
+
+
+def test_files_of_the_package_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = shipped_names()
+    assert len(names) == 60
+    for name in ("DeepSeek-V3-Chat-sft-amx-multi-gpu.yaml", "DeepSeek-V2-Lite-Chat-sft-amx.yaml"):
+        assert require_rules(f"examples/kt_optimize_rules/{name}").path == SHIPPED / name
+    assert (
+        require_rules("x/DeepSeek-V3-Chat-infer-amx-multi-gpu.yaml").path.name == "DeepSeek-V3-Chat-amx-multi-gpu.yaml"
+    )
+    with pytest.raises(InputError, match=r"`Kimi-K2-sft-amx.yaml`, perhaps"):
+        require_rules("Kimi-K2-sft-amxx.yaml")
+    assert (ROOT / "examples" / "kt_optimize_rules").resolve() == SHIPPED, "the same files in a checkout"
+    found = importlib.util.spec_from_file_location("optimize_rules", ROOT / "scripts" / "optimize_rules.py")
+    assert found is not None and found.loader is not None
+    script = importlib.util.module_from_spec(found)
+    monkeypatch.setitem(__import__("sys").modules, "optimize_rules", script)
+    found.loader.exec_module(script)
+    assert {name: (SHIPPED / name).read_text() for name in names} == script.rule_files()
+
+
+@pytest.mark.parametrize("family", RELEASED)
+def test_files_of_the_package_fit_the_released_models(family: str) -> None:
+    """Every module that has weights has a rule, and every rule a module; nothing but experts and embedding is on the
+    CPU; layers are spread evenly."""
+    names = [name for name in shipped_names() if name.startswith((f"{family}.", f"{family}-sft", f"{family}-amx"))]
+    assert len(names) == (4 if family == "Qwen3Moe" else 8)
+    model = released(family)
+    for name in names:
+        file = require_rules(name)
+        found = plan_operators(model, file.rules)
+        assert not [note for note in found.notes if "earlier rules" in note], name
+        weighted = {key.rpartition(".")[0] for key, _ in model.named_parameters()}
+        assert weighted <= found.rule_of.keys(), name
+        assert {type(item.operator) for item in found.assignments} and not found.expert_formats
+        device_map = devices_by_rules(model, file.rules, ["cuda:0"])
+        gpus = 4 if "gpu-4" in name else 2 if "multi-gpu" in name else 1
+        counts = [device_map.layers.count(f"cuda:{place}") for place in range(gpus)]
+        assert sum(counts) == len(device_map.layers) and max(counts) - min(counts) <= 1, name
+        assert (device_map.embedding, device_map.head) == ("cpu", "cuda:0")
+
+
+def test_report_counts_bytes_per_device(tmp_path: Path) -> None:
+    file = tmp_path / "rules.yaml"
+    text = rule(EXPERTS, backend="AMXInt8", generate_device="cpu", out_device="cuda")
+    file.write_text(text + rule("default", "name: 'embed_tokens$'", generate_device="cpu"))
+    model = tiny()
+    report = report_rules(model, require_rules(file))
+    experts = [module for module in report.modules if module.operator == "KTransformersExperts"]
+    numbers = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    embedding = model.get_input_embeddings().weight.numel()
+    rest = sum(p.numel() for p in model.parameters()) - numbers - embedding
+    assert len(experts) == 2 and {(item.computed, item.device, item.format) for item in experts} == {
+        ("cpu", "cuda:0", "int8")
+    }
+    assert sum(item.weights for item in experts) == numbers
+    assert report.bytes["cuda:0"] == 2 * rest
+    assert numbers + 2 * embedding <= report.bytes["cpu"] < 1.01 * numbers + 2 * embedding
+
+
+def test_kt_rules(tmp_path: Path) -> None:
+    """On a folder with config.json alone."""
+    AutoConfig.for_model(
+        "qwen3_moe", **(COMMON | FAMILIES["qwen3_moe"]), architectures=["Qwen3MoeForCausalLM"]
+    ).save_pretrained(tmp_path)
+    document = json.loads(kt("rules", "Qwen3Moe-sft-amx.yaml", str(tmp_path), "--json"))
+    assert document["rules"].endswith("Qwen3Moe-sft-amx.yaml") and set(document["bytes"]) == {"cpu", "cuda:0"}
+    experts = [module for module in document["modules"] if module["operator"] == "KTransformersExperts"]
+    assert len(experts) == 2 and experts[0]["computed"] == "cpu" and experts[0]["rule"] == "entry 1"
+    table = kt("rules", "Qwen3Moe-sft-amx.yaml", str(tmp_path / "config.json"))
+    assert "model.layers.*.mlp.experts" in table and "cuda:0" in table
+    with pytest.raises(InputError, match=r"latent attention|matches nothing"):
+        kt("rules", "DeepSeek-V3-Chat.yaml", str(tmp_path))
+    with pytest.raises(InputError, match=r"no config.json"):
+        kt("rules", "Qwen3Moe.yaml", str(tmp_path / "absent"))
+
+
+def kt(*words: str) -> str:
+    result = CliRunner().invoke(app, list(words))
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
