@@ -18,7 +18,8 @@ from ktransformers.errors import InputError
 CPUS = Path("/sys/devices/system/cpu")
 
 
-def _int_variable(name: str, default: int) -> int:
+def int_variable(name: str, default: int) -> int:
+    """A number that the launcher has put into the environment."""
     text = os.environ.get(name, "").strip()
     if not text:
         return default
@@ -50,7 +51,7 @@ def rank_cpus(cpus: Collection[int], rank: int, ranks: int) -> frozenset[int]:
 
 def bind_rank_cores() -> None:
     """Bind all threads of this process to the rank's CPUs. Further calls change nothing."""
-    rank, ranks = _int_variable("LOCAL_RANK", 0), _int_variable("LOCAL_WORLD_SIZE", 1)
+    rank, ranks = int_variable("LOCAL_RANK", 0), int_variable("LOCAL_WORLD_SIZE", 1)
     if ranks < 2 or multiprocessing.parent_process() is not None:  # children of a rank inherit its mask
         return
     affinity = os.sched_getaffinity(os.getpid())

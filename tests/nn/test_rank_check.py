@@ -1,0 +1,100 @@
+"""Ranks that differ are refused on every rank before anything is loaded, and the message names the rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from ktransformers.errors import InputError
+from ktransformers.nn import rank_check
+from tests.support.forked import Forked
+
+RANK = """
+import json, os, sys
+from ktransformers import system
+from ktransformers.errors import KTError
+from ktransformers.nn import rank_check
+other, folder = sys.argv[1:]
+rank = int(os.environ["RANK"])
+if other == "version" and rank == 1:
+    known = system.version_of
+    rank_check.system.version_of = lambda name: "0.0.1" if name == "peft" else known(name)
+if other == "dies" and rank == 1:
+    sys.exit(7)
+answer = {}
+try:
+    ranks = rank_check.join_ranks(seconds=3 if other == "dies" else 30)
+    rank_check.require_equal_packages(ranks)
+    facts = {"files": "a", "rows": 12} | ({"files": "b"} if other == "files" and rank == 1 else {})
+    rank_check.require_equal(ranks, facts, "copy them")
+    answer["values"] = [ranks.exchange("value", {"rank": rank, "call": call}) for call in range(2)]
+except KTError as error:
+    answer["error"] = str(error)
+open(f"{folder}/{rank}.json", "w").write(json.dumps(answer))
+ranks.exchange("end", None) if "values" in answer else None
+"""
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def run_ranks(tmp_path: Path, other: str, port: str, count: int = 2) -> list[dict[str, object]]:
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    started = [Forked(RANK, other, tmp_path, **where, RANK=str(rank)) for rank in range(count)]
+    ended = [rank.wait(60) for rank in started]
+    assert other == "dies" or not any(rank.returncode for rank in ended), "".join(rank.stderr for rank in ended)
+    files = [tmp_path / f"{rank}.json" for rank in range(count)]
+    return [json.loads(file.read_text()) for file in files if file.is_file()]
+
+
+def test_equal_ranks_exchange_values(tmp_path: Path) -> None:
+    for answer in run_ranks(tmp_path, "nothing", free_port()):
+        assert answer == {"values": [[{"rank": rank, "call": call} for rank in range(2)] for call in range(2)]}
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ("version", ["version of peft of rank 1 on", "given 0.0.1", "as rank 0 on"]),
+        ("files", ["files of rank 1 on", "given b, expected a, as rank 0", "copy them"]),
+        ("dies", ["127.0.0.1:", "expected 2 ranks that reach it"]),
+    ],
+)
+def test_rank_that_differs_is_named_on_every_rank(tmp_path: Path, other: str, words: list[str]) -> None:
+    answers = run_ranks(tmp_path, other, free_port())
+    assert len(answers) == (1 if other == "dies" else 2)
+    for answer in answers:
+        assert all(word in str(answer["error"]) for word in words), answer
+
+
+def test_port_that_another_program_uses_is_refused(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+        rank = Forked(RANK, "nothing", tmp_path, **where, RANK="0")
+        rank.wait(60)
+    answer = json.loads((tmp_path / "0.json").read_text())
+    assert "MASTER_PORT: given 127.0.0.1:" in answer["error"] and "--master-port" in answer["error"]
+
+
+def test_single_process_has_no_ranks_and_wrong_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert rank_check.join_ranks() is None
+    rank_check.require_equal(None, {"files": "a"}, "")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="MASTER_ADDR: given nothing"):
+        rank_check.join_ranks()
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(InputError, match="RANK: given 2, expected less than WORLD_SIZE, 2"):
+        rank_check.join_ranks()
+    assert os.environ["WORLD_SIZE"] == "2"
