@@ -185,13 +185,14 @@ def test_another_recipe_goes_on_if_told_to(saved: dict[str, Any], tmp_path: Path
     assert any("goes on with this one: learning_rate: 0.001, now 0.01" in note for note in watcher.plans[0].notes)
 
 
-def test_number_of_processes_is_part_of_the_recipe(saved: dict[str, Any]) -> None:
-    """Another number would read other random states, and would split rows otherwise."""
+def test_another_number_of_processes_is_the_same_recipe_if_a_step_has_the_same_rows(saved: dict[str, Any]) -> None:
     prepared = make_plan(read_settings(saved))
     assert prepared.directory is not None and prepared.split is not None and prepared.resume.recipe is not None
     settings = read_settings(saved | {"gradient_accumulation_steps": 1})
     of_two = make_recipe(settings, prepared.directory, prepared.split, processes=2)
-    assert prepared.resume.recipe.differences(of_two) == ["processes: 1, now 2"]
+    assert prepared.resume.recipe.differences(of_two) == []
+    of_four = make_recipe(settings, prepared.directory, prepared.split, processes=4)
+    assert prepared.resume.recipe.differences(of_four) == ["rows of a step: 4, now 8"]
 
 
 def test_what_does_not_change_results_does_not_change_the_recipe(

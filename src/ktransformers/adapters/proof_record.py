@@ -33,6 +33,7 @@ from ktransformers.adapters.router_choices import RouterChoices, compare_choices
 from ktransformers.errors import InputError, KTError
 from ktransformers.nn.exchange import any_rank, expert_group
 from ktransformers.nn.lora_shards import factor_shards, scatter_experts
+from ktransformers.nn.sharding import local_tensor, sharding_of
 
 PROOF_FILE = "kt_proof.safetensors"
 MAX_PROOF_ROWS, TOKENS = 4, 256  # at most that many rows of that many tokens
@@ -80,9 +81,10 @@ def record(
     with model.disable_adapter():
         base = measure(model, samples)
     adapter = measure(model, samples, adapted_modules(model))
-    dtype = str(model.get_input_embeddings().weight.dtype).removeprefix("torch.")
+    sharding = sharding_of(model)
+    dtype = str(model.get_input_embeddings().weight.dtype if sharding is None else sharding.compute_dtype)
     token_rows = tuple(tuple(row) for row in samples)
-    return ProofRecord(token_rows, base, adapter, dtype, held_out, tuple(prompts), other_turns)
+    return ProofRecord(token_rows, base, adapter, dtype.removeprefix("torch."), held_out, tuple(prompts), other_turns)
 
 
 def write_record(path: Path, proof: ProofRecord) -> None:
@@ -177,9 +179,10 @@ class ReloadCheck:
         )
 
 
-def check_reload(model: Any, folder: Path, proof: ProofRecord) -> ReloadCheck:
+def check_reload(model: Any, folder: Path, proof: ProofRecord, weights: dict[str, Tensor] | None = None) -> ReloadCheck:
     """Reads the adapter in `folder` back into the model that saved it, after overwriting its parameters with NaN. Where
-    the ranks of a group divide the experts, all of them call it; the first reads, and sends the others their part."""
+    the ranks of a group divide the experts, all of them call it; the first reads, and sends the others their part.
+    `weights` are the adapter's tensors if this process does not see the folder."""
     from peft import load_peft_weights, set_peft_model_state_dict
 
     trained = {
@@ -192,15 +195,16 @@ def check_reload(model: Any, folder: Path, proof: ProofRecord) -> ReloadCheck:
     divided = {name.replace(".default.", "."): shard for name, shard in shards.items()}
     for name, parameter in trained.items():
         if is_first or name in divided:
-            parameter.data.fill_(torch.nan)
-    weights = load_peft_weights(str(folder), device="cpu") if is_first else {}
+            local_tensor(parameter).fill_(torch.nan)
+    if weights is None:
+        weights = load_peft_weights(str(folder), device="cpu") if is_first else {}
     if group is not None:
         for name, shard in divided.items():
             if name in trained:
                 scatter_experts(weights.get(name), trained[name].data, shard, group.members)
     set_peft_model_state_dict(model, weights)
     for name, parameter in trained.items():
-        if not bool(torch.isfinite(parameter).all()):
+        if not bool(torch.isfinite(local_tensor(parameter)).all()):
             raise KTError(f"{name}: trained, and not read back from {folder}; the adapter was not saved whole")
     routers = proof.adapter.routers
     after = measure(model, proof.rows, list(proof.adapter.projections), routers)

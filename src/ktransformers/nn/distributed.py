@@ -1,4 +1,4 @@
-"""Expert LoRA under DistributedDataParallel: excluded from DDP's buckets, with an all-reduce of its own.
+"""Expert LoRA under DistributedDataParallel and FSDP2: left out of both, with an all-reduce of its own.
 
 DDP requires all parameters of a module on one kind of device, and expert LoRA stays in host memory. So the model lists
 the names that DDP ignores: the expert LoRA, and the placeholders and widened weights, which DDP cannot broadcast and
@@ -6,7 +6,7 @@ which are the same on every rank. For the expert LoRA this module then does what
 rank 0, and after every backward pass that DDP synchronises (not under `no_sync`) it averages gradients in place, over
 gloo if DDP's own group has no CPU backend. No call by the trainer is needed: an expert layer that runs inside DDP's
 forward finds the active DDP module and registers the hooks, because trainers build their DDP themselves and know
-nothing of expert LoRA.
+nothing of expert LoRA. Under FSDP2 (`nn/sharding.py`) the same averager is attached when the model is sharded.
 
 Where the ranks of a group divide the experts (`nn/exchange.py`), a rank's gradient is already the mean over its group,
 and is averaged over the ranks that hold the same experts in other groups, if there are any.
@@ -15,7 +15,8 @@ and is averaged over the ranks that hold the same experts in other groups, if th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from ktransformers.nn.widened import WidenedWeight
 # Prefixes of parameter names that DDP sees: of the model itself, and of the model inside a PeftModel.
 DDP_NAME_PREFIXES = ("", "base_model.model.")
 _averagers: weakref.WeakKeyDictionary[nn.Module, GradientAverager] = weakref.WeakKeyDictionary()
+_gloo_groups: dict[Any, Any] = {}  # group without a CPU backend -> gloo group of the same ranks
 
 
 class DdpIgnoredNames:
@@ -66,26 +68,34 @@ def exclude_from_ddp(model: nn.Module) -> None:
 
 
 class GradientAverager:
-    """Averages the gradients of one DDP module's expert LoRA after its backward passes. `parameters` has the same order
-    on all ranks."""
+    """Averages the gradients of a model's expert LoRA over `group` after its backward passes, if `is_synced` says so at
+    the time. `parameters` has the same order on all ranks and gets the values of the group's first rank. Without a
+    group this rank alone has them, and nothing is averaged."""
 
-    def __init__(self, parameters: list[Tensor], ddp: DistributedDataParallel) -> None:
+    def __init__(self, parameters: list[Tensor], group: Any | None, is_synced: Callable[[], bool]) -> None:
         self._parameters = parameters
-        self._ddp = weakref.ref(ddp)
-        self._group = _averaging_group(ddp.module, ddp.process_group)
+        self._is_synced = is_synced
+        self._is_paused = False
+        self._group = group
         self._with_grad: set[int] = set()  # indices of parameters that this backward pass has reached
-        if self._group is not None:
-            rank0 = dist.get_global_rank(self._group, 0)
-            for parameter in parameters:
-                dist.broadcast(parameter.data, rank0, group=self._group)
+        if group is not None:
+            broadcast_tensors([parameter.data for parameter in parameters], group)
             increment_version(parameters)
         for index, parameter in enumerate(parameters):
             hooked: Any = parameter
             hooked.register_post_accumulate_grad_hook(lambda _, index=index: self._grad_accumulated(index))
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backward passes inside accumulate; the next one outside averages the sum."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
     def _grad_accumulated(self, index: int) -> None:
-        ddp = self._ddp()
-        if ddp is None or not ddp.require_backward_grad_sync:
+        if self._is_paused or not self._is_synced():
             return
         if not self._with_grad:
             engine: Any = torch.autograd.Variable._execution_engine
@@ -109,7 +119,14 @@ def attach_to_ddp(ddp: DistributedDataParallel) -> None:
     ]
     trained += own_lora_parameters(ddp.module).values()
     if trained:
-        _averagers[ddp] = GradientAverager(trained, ddp)
+        module = weakref.ref(ddp)
+        _averagers[ddp] = GradientAverager(
+            trained, averaging_group(ddp.module, ddp.process_group), lambda: _syncs(module())
+        )
+
+
+def _syncs(ddp: DistributedDataParallel | None) -> bool:
+    return ddp is not None and bool(ddp.require_backward_grad_sync)
 
 
 def active_ddp() -> DistributedDataParallel | None:
@@ -121,10 +138,8 @@ def active_ddp() -> DistributedDataParallel | None:
 def broadcast_own_lora(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Give all ranks the values of rank 0 for LoRA that is not PEFT's, which no other program broadcasts. A collective
     call."""
-    host_group = _host_group(group or dist.group.WORLD)
     tensors = list(own_lora_parameters(model).values())
-    for tensor in tensors:
-        dist.broadcast(tensor.data, dist.get_global_rank(host_group, 0), group=host_group)
+    broadcast_tensors([tensor.data for tensor in tensors], group or dist.group.WORLD)
     increment_version(tensors)
 
 
@@ -133,16 +148,16 @@ def average_expert_gradients(model: nn.Module, group: dist.ProcessGroup | None =
     parameters: list[Tensor] = [parameter for parameter in lora_parameters(model).values() if parameter.requires_grad]
     parameters += own_lora_parameters(model).values()
     with_grad = {index for index, parameter in enumerate(parameters) if parameter.grad is not None}
-    _average(parameters, with_grad, _averaging_group(model, group or dist.group.WORLD))
+    _average(parameters, with_grad, averaging_group(model, group or dist.group.WORLD))
 
 
-def _averaging_group(model: nn.Module, group: Any) -> Any | None:
+def averaging_group(model: nn.Module, group: Any) -> Any | None:
     """The ranks that hold the same expert LoRA, as a group with a CPU backend; None: this rank alone."""
     experts = expert_group(model)
     if experts is not None:
         return experts.replicas
-    host_group = _host_group(group)
-    return host_group if dist.get_world_size(host_group) > 1 else None
+    on_host = host_group(group)
+    return on_host if dist.get_world_size(on_host) > 1 else None
 
 
 def _average(parameters: list[Tensor], with_grad: set[int], group: Any | None) -> None:
@@ -164,11 +179,26 @@ def _average(parameters: list[Tensor], with_grad: set[int], group: Any | None) -
         gradient.div_(size)
 
 
-def _host_group(group: Any) -> dist.ProcessGroup:
-    """The group itself if it has a CPU backend, otherwise a gloo group of the same ranks."""
+def broadcast_tensors(tensors: Iterable[Tensor], group: Any) -> None:
+    """Give all ranks of the group the values of its first rank. A collective call."""
+    on_host = host_group(group)
+    first = dist.get_global_rank(on_host, 0)
+    for tensor in tensors:
+        if tensor.device.type == "cpu":
+            dist.broadcast(tensor, first, group=on_host)
+        else:
+            copy = tensor.cpu()
+            dist.broadcast(copy, first, group=on_host)
+            tensor.copy_(copy)
+
+
+def host_group(group: Any) -> dist.ProcessGroup:
+    """The group itself if it has a CPU backend, otherwise a gloo group of the same ranks, made once."""
     try:
         group._get_backend(torch.device("cpu"))
     except RuntimeError:
-        gloo: Any = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
-        return gloo  # type: ignore[no-any-return]
+        if group not in _gloo_groups:
+            ranks = dist.get_process_group_ranks(group)
+            _gloo_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return _gloo_groups[group]  # type: ignore[no-any-return]
     return group  # type: ignore[no-any-return]

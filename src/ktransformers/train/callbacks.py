@@ -29,6 +29,7 @@ from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.exchange import expert_group
 from ktransformers.nn.operator import is_placed
 from ktransformers.nn.peft_lora import expert_adapters
+from ktransformers.nn.sharding import is_sharded, local_tensor, on_any_rank
 from ktransformers.plan.calibrate import remeasure_rates, this_machine
 from ktransformers.system import resident_bytes
 from ktransformers.train.expert_parallel import share_flags
@@ -102,19 +103,29 @@ class GradientCheck(TrainerCallback):
             )
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for module, (a, b) in self.pairs.items():
+        for module, (_, b) in self.pairs.items():
             trace = self.traces[module]
-            if trace.experts is None:
-                if trace.b_seen and trace.a_seen:
-                    continue
-                trace.b_seen |= _has_gradient(b)
-            elif b.grad is not None and not bool(trace.experts.all()):
+            if trace.experts is not None and b.grad is not None and not bool(trace.experts.all()):
                 # b is [out, r * E], experts innermost
                 trace.experts |= b.grad.reshape(-1, len(trace.experts)).ne(0).any(0).cpu()
-                trace.b_seen |= bool(trace.experts.any())
-            if not trace.a_seen and bool(b.detach().ne(0).any()):
+        waiting = [module for module, trace in self.traces.items() if not (trace.b_seen and trace.a_seen)]
+        for module, (b_seen, b_nonzero, a_seen) in zip(waiting, self._look_at(waiting), strict=True):
+            trace = self.traces[module]
+            trace.b_seen |= b_seen
+            if not trace.a_seen and b_nonzero:
                 trace.a_could = True
-                trace.a_seen = _has_gradient(a)
+                trace.a_seen = a_seen
+
+    def _look_at(self, modules: list[str]) -> list[tuple[bool, bool, bool]]:
+        """(B has a gradient, B is not zero, A has a gradient) of each pair. Of sharded ones a rank sees its shards, so
+        the answers of all ranks are combined."""
+        flags: list[bool] = []
+        for module in modules:
+            a, b = self.pairs[module]
+            flags += [_has_gradient(b), bool(local_tensor(b).ne(0).any()), _has_gradient(a)]
+        if flags and any(is_sharded(tensor) for module in modules for tensor in self.pairs[module]):
+            flags = on_any_rank(flags)
+        return [(flags[at], flags[at + 1], flags[at + 2]) for at in range(0, len(flags), 3)]
 
     def share(self) -> None:
         """Where ranks divide the experts: joins what they have seen, so that `dead`, `unvisited` and `state` are about
@@ -174,7 +185,7 @@ class GradientCheck(TrainerCallback):
 
 
 def _has_gradient(parameter: Tensor) -> bool:
-    return parameter.grad is not None and bool(parameter.grad.ne(0).any())
+    return parameter.grad is not None and bool(local_tensor(parameter.grad).ne(0).any())
 
 
 @dataclass(frozen=True)
@@ -445,12 +456,15 @@ class Interrupted(KTError):
 
 
 class Stopper(TrainerCallback):
-    """SIGTERM and Ctrl-C end the run after the current step with a checkpoint; a second signal ends it immediately."""
+    """SIGTERM and Ctrl-C end the run after the current step with a checkpoint; a second signal ends it immediately. Of
+    several processes all end after the same step."""
 
     def __init__(self) -> None:
         self.received: str | None = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.world_size > 1 and on_any_rank([self.received is not None])[0]:
+            self.received = self.received or "SIGTERM"  # of another rank, which a launcher has signalled first
         if self.received is not None:
             control.should_save = control.should_training_stop = True
 

@@ -31,6 +31,7 @@ CHECKPOINT_MANIFEST_FILE = "kt_checkpoint.json"
 CHECKPOINT_MANIFEST_VERSION = 1
 STATE_FILES = ("optimizer.pt", "scheduler.pt")
 REQUIRED_FILES = ("trainer_state.json", "adapter_config.json", "adapter_model.safetensors", *STATE_FILES)
+RUN_ID_FILE = ".kt_run_id"  # in the output directory, of a run under torchrun
 HASH_THREADS = 4  # adapter and optimizer are most of the bytes; hashlib releases the GIL
 TORCH_SUFFIXES = (".pt", ".pth")  # zip archives with a CRC-32 of every entry
 
@@ -168,6 +169,7 @@ class ResumePoint:
     start: str  # a line that says so
     named: bool = False  # the settings name this checkpoint by its path
     recipe: TrainRecipe | None = None  # of the checkpoint
+    processes: int | None = None  # that saved it, None if it does not say
     damaged: tuple[Path, ...] = ()  # newer checkpoints that are not used
     notes: tuple[str, ...] = ()
 
@@ -178,7 +180,13 @@ def _resume_from(checkpoint: Path, start: str, problems: dict[Path, str], *, nam
     if manifest is None:
         notes.append(f"{checkpoint} has no {CHECKPOINT_MANIFEST_FILE}: its files and its recipe are not verified")
     recipe = None if manifest is None else manifest.recipe
-    return ResumePoint(checkpoint, start, named, recipe, tuple(problems), tuple(notes))
+    processes = None if manifest is None else manifest.processes
+    if processes not in (None, process_count()):
+        notes.append(
+            f"{checkpoint} was saved by {processes} processes and goes on with {process_count()}: the rows of a step "
+            "are the same, random numbers of dropout and noise are others"
+        )
+    return ResumePoint(checkpoint, start, named, recipe, processes, tuple(problems), tuple(notes))
 
 
 def _newest_whole(output: Path, checkpoints: list[Path]) -> tuple[Path, dict[Path, str]]:
@@ -199,9 +207,21 @@ def _newest_whole(output: Path, checkpoints: list[Path]) -> tuple[Path, dict[Pat
     )
 
 
+def was_restarted(output: Path) -> bool:
+    """Whether this is a restart (`torchrun --max-restarts`) of the run that has written its id into the directory."""
+    file = output / RUN_ID_FILE
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) < 1 or not file.is_file():
+        return False
+    return file.read_text() == os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
 def find_resume_point(settings: TrainSettings) -> ResumePoint:
-    """The checkpoint that `resume_from_checkpoint` and `overwrite_output_dir` ask for, verified."""
+    """The checkpoint that `resume_from_checkpoint` and `overwrite_output_dir` ask for, verified. A run that its
+    launcher has started again goes on from its own last checkpoint, whatever it was asked to start from."""
     output, requested = Path(settings.output_dir), settings.run.resume_from_checkpoint
+    checkpoints = list_checkpoints(output)
+    if checkpoints and was_restarted(output):
+        requested = True
     if isinstance(requested, str):
         if not (Path(requested) / "trainer_state.json").is_file():
             raise InputError("resume_from_checkpoint", requested, "a checkpoint-N folder, or true")
@@ -209,7 +229,6 @@ def find_resume_point(settings: TrainSettings) -> ResumePoint:
         if problem is not None:
             raise InputError("resume_from_checkpoint", f"{requested}: {problem}", "a whole checkpoint", "or true")
         return _resume_from(Path(requested), f"resumes from {requested}", {}, named=True)
-    checkpoints = list_checkpoints(output)
     if requested:
         if not checkpoints:
             return ResumePoint(None, f"starts: no checkpoint in {output} yet")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ktransformers.errors import KTError
+from ktransformers.nn.sharding import local_tensor
 from ktransformers.train.checkpoints import list_checkpoints
 from ktransformers.train.data.render import PreferenceRow
 
@@ -86,9 +87,9 @@ class FiniteCheck(TrainerCallback):
             raise self._error(state.global_step + 1, f"the norm of the gradients is {norm}", batches)
 
     def require_finite_weights(self, step: int) -> None:
-        """Before a save."""
+        """Before a save; of a sharded model each rank looks at its shards."""
         for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad and not bool(torch.isfinite(parameter.detach()).all()):
+            if parameter.requires_grad and not bool(torch.isfinite(local_tensor(parameter)).all()):
                 raise self._error(step, f"{name.removeprefix('base_model.model.')} is not finite", [])
 
     def _error(self, step: int, problem: str, batches: list[dict[str, Any]]) -> NotFiniteError:

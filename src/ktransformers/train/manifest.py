@@ -48,6 +48,22 @@ def base_hash(directory: Path) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
+def files_hash(path: str | None) -> str | None:
+    """Hash of the name, size and some pages of a file, or of the files of a directory; None without one."""
+    if path is None:
+        return None
+    given = Path(path)
+    digest = hashlib.sha256()
+    for file in sorted(file for file in given.rglob("*") if file.is_file()) if given.is_dir() else [given]:
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(given.parent if given.is_file() else given)} {size}".encode())
+        with file.open("rb") as stream:
+            for part in range(HASHED_PAGES):
+                stream.seek(part * size // HASHED_PAGES)
+                digest.update(stream.read(4096))
+    return f"sha256:{digest.hexdigest()}"
+
+
 def experts_source(settings: TrainSettings, directory: Path) -> str | None:
     """Path of the experts if they do not come from the base."""
     path = settings.experts.kt_weight_path

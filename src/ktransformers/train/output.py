@@ -18,12 +18,17 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from ktransformers.adapters import proof_record
 from ktransformers.adapters.manifest import MANIFEST_FILE
 from ktransformers.adapters.proof_record import ProofPrompt, ReloadCheck, check_reload, write_record
 from ktransformers.errors import InputError
 from ktransformers.files import LockedError, exclusive_lock
-from ktransformers.train.checkpoints import ResumePoint, set_aside
+from ktransformers.nn.distributed import broadcast_tensors
+from ktransformers.nn.sharding import sharding_of, whole_state
+from ktransformers.train.checkpoints import RUN_ID_FILE, ResumePoint, set_aside
 from ktransformers.train.data.prepare import DataSplit
 from ktransformers.train.data.render import PreferenceRow
 from ktransformers.train.expert_parallel import whole_adapter
@@ -172,6 +177,8 @@ def prepare_output(output: Path, resume: ResumePoint) -> None:
                 shutil.rmtree(path)
         for name in ("adapter_model.safetensors", proof_record.PROOF_FILE, "trainer_log.jsonl", SVG_FILE, PNG_FILE):
             (output / name).unlink(missing_ok=True)
+    if run_id := os.environ.get("TORCHELASTIC_RUN_ID"):  # from here on, checkpoints here are of this run
+        write_text(output / RUN_ID_FILE, run_id)
 
 
 def _token_ids(row: Any) -> list[int]:
@@ -202,12 +209,13 @@ def _prompts(row: Any, tokenizer: Any) -> tuple[list[ProofPrompt], int]:
 def write_output(
     trainer: Any, settings: TrainSettings, results: dict[str, Any], manifest: dict[str, Any], split: DataSplit
 ) -> ReloadCheck:
-    """Where ranks divide the experts, all ranks of the first group call it, because the recorded rows need them all;
-    the first writes."""
+    """Where ranks divide the experts, all ranks of the first group call it, because the recorded rows need them all,
+    and all ranks of a sharded model; the first writes."""
     output = Path(settings.output_dir)
     staging = output / STAGING_DIR
     trainer.finite_check.require_finite_weights(trainer.state.global_step)
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    writes = bool(trainer.args.should_save)
     rows = [row for row in split.evaluation or split.train if len(_token_ids(row)) > 1][-proof_record.MAX_PROOF_ROWS :]
     by_row = [_prompts(row, trainer.processing_class) for row in rows]
     proof = proof_record.record(
@@ -217,25 +225,38 @@ def write_output(
         prompts=[prompt for prompts, _ in by_row for prompt in prompts],
         other_turns=sum(others for _, others in by_row),
     )
-    whole = whole_adapter(model)
-    if whole is not None and not trainer.args.should_save:
-        return check_reload(model, staging, proof)
+    whole = whole_adapter(model) if trainer.sharding is None else whole_state(model, trained_only=True)
     trained = whole or {name: value for name, value in model.named_parameters() if value.requires_grad}
     with reporting_full_disk(output):
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-        model.save_pretrained(str(staging), state_dict=whole)
-        trainer.processing_class.save_pretrained(str(staging))
-        trainer.state.save_to_json(str(staging / "trainer_state.json"))
-        if settings.run.plot_loss:
-            plot_loss(output, staging / "training_loss.png")
-        draw_final(output, staging)
-        (staging / "README.md").write_text(model_card(settings, results))
-        add_saved_tensors(manifest, staging / "adapter_model.safetensors")
-        check_saved_tensors(manifest, trained)
-        reload_check = check_reload(model, staging, proof)
-        write_record(staging / proof_record.PROOF_FILE, proof)
-        move_files(staging, output)
-        _write_results(output, results)
-        write_text(output / MANIFEST_FILE, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+        if writes:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+            model.save_pretrained(str(staging), state_dict=whole)
+            trainer.processing_class.save_pretrained(str(staging))
+            trainer.state.save_to_json(str(staging / "trainer_state.json"))
+            if settings.run.plot_loss:
+                plot_loss(output, staging / "training_loss.png")
+            draw_final(output, staging)
+            (staging / "README.md").write_text(model_card(settings, results))
+            add_saved_tensors(manifest, staging / "adapter_model.safetensors")
+            check_saved_tensors(manifest, trained)
+        reload_check = check_reload(model, staging, proof, _saved_weights(model, staging, trained, writes))
+        if writes:
+            write_record(staging / proof_record.PROOF_FILE, proof)
+            move_files(staging, output)
+            _write_results(output, results)
+            write_text(output / MANIFEST_FILE, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
     return reload_check
+
+
+def _saved_weights(model: Any, folder: Path, trained: dict[str, Any], writes: bool) -> dict[str, Any] | None:
+    """The adapter's file if all ranks need it: only the rank that wrote it may see it, the others get its tensors."""
+    from peft import get_peft_model_state_dict, load_peft_weights
+
+    if sharding_of(model) is None:
+        return None
+    saved = load_peft_weights(str(folder), device="cpu") if writes else {}
+    expected = get_peft_model_state_dict(model, state_dict=trained)
+    received = {name: saved[name] if writes else torch.empty_like(expected[name]).cpu() for name in sorted(expected)}
+    broadcast_tensors([tensor.contiguous() for tensor in received.values()], dist.group.WORLD)
+    return received

@@ -48,6 +48,7 @@ from ktransformers.train.placement import TrainPlacement
 from ktransformers.train.reachable import predict_targets
 from ktransformers.train.recipe import TrainRecipe, make_recipe
 from ktransformers.train.settings import SECTIONS, TrainSettings
+from ktransformers.train.sharding import read_shard_options
 from ktransformers.train.targets import Targets, count_trained_parameters, find_targets
 
 EXACT_ISAS = ("generic", "avx2", "neon")  # variants with f32 expert kernels
@@ -241,6 +242,7 @@ def make_plan(settings: TrainSettings, *, download: bool = False, predict: bool 
     resume = find_resume_point(settings)
     notes += resume.notes
     notes += package_notes(settings)
+    notes += read_shard_options(settings)[1]
     if uses_packing(settings):
         present = locate_model(settings.model, download=False)
         if present is not None:

@@ -3,8 +3,8 @@
 A recipe has the settings that change results, the hash of the base and the hash of the tokenised rows; threads,
 placement, logging, saving and the length of the run are not part of it. `per_device_train_batch_size` and
 `gradient_accumulation_steps` count as their product over all processes, because a step has the same gradient however it
-is split. Settings that only choose rows (`dataset`, `cutoff_len`, `template`, ...) explain a difference of the rows and
-are compared only if the rows differ: the same rows under another name are the same data.
+is split, over processes too. Settings that only choose rows (`dataset`, `cutoff_len`, `template`, ...) explain a
+difference of the rows and are compared only if the rows differ: the same rows under another name are the same data.
 """
 
 from __future__ import annotations
@@ -116,7 +116,6 @@ def make_recipe(settings: TrainSettings, directory: Path, split: DataSplit, proc
         "lora_alpha": settings.lora.lora_alpha or 2 * settings.lora.lora_rank,
         **trainer,
         "rows of a step": rows * batches * processes,
-        "processes": processes,
         "packing": uses_packing(settings),
         "disable_shuffling": settings.data.disable_shuffling,
         "moe_aux_loss_coef": settings.model.moe_aux_loss_coef,

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ktransformers.files import sync
+from ktransformers.nn.sharding import on_any_rank
 from ktransformers.train.batches import split_by_budget
 from ktransformers.train.files import reporting_full_disk
 from ktransformers.train.finite import NotFiniteError
@@ -79,8 +80,11 @@ def add_reference(trainer: Any, base: str, budget: int, report: Callable[[int, i
     datasets = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
     datasets = {name: dataset for name, dataset in datasets.items() if dataset is not None}
     path = Path(trainer.args.output_dir) / REFERENCE_FILE
-    key = _cache_key(base, str(next(trainer.model.parameters()).dtype), datasets)
+    dtype = next(trainer.model.parameters()).dtype if trainer.sharding is None else trainer.sharding.compute_dtype
+    key = _cache_key(base, str(dtype), datasets)
     logprobs = _read(path, key)
+    if trainer.args.world_size > 1 and on_any_rank([logprobs is None])[0]:
+        logprobs = None  # all ranks compute it, because a sharded model is gathered by all
     computed = logprobs is None
     if logprobs is None:
         was_training = trainer.model.training

@@ -6,11 +6,14 @@ Progress is reported to a `Watcher`; nothing is printed here. An interrupted run
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from ktransformers.nn.rank_check import Ranks, join_ranks, require_equal, require_equal_packages
+from ktransformers.nn.rank_watch import RankWatch
 from ktransformers.plan import Meter, PlanComparison, compare_with_plan, require_fit
 from ktransformers.system import frozen_gc
 from ktransformers.train.arguments import device_of, dtype_of, trainer_arguments, uses_packing
@@ -23,6 +26,7 @@ from ktransformers.train.callbacks import (
     Stopper,
     TrainLog,
 )
+from ktransformers.train.checkpoints import list_checkpoints
 from ktransformers.train.data.render import PreferenceRow
 from ktransformers.train.expert_parallel import check_trained, is_writer
 from ktransformers.train.finite import FiniteCheck
@@ -31,6 +35,7 @@ from ktransformers.train.manifest import (
     check_gradients,
     expert_formats,
     experts_source,
+    files_hash,
     make_manifest,
     text_hash,
 )
@@ -51,8 +56,11 @@ from ktransformers.train.plan import PreparedRun, TrainPlan, make_plan, trainer_
 from ktransformers.train.preference import REFERENCE_FREE_LOSSES
 from ktransformers.train.reachable import drop_untrained, trainable_targets
 from ktransformers.train.settings import TrainSettings
+from ktransformers.train.sharding import leave_out_attention_graphs, read_shard_options, take_launcher_sharding
 from ktransformers.train.targets import find_targets
 from ktransformers.triton_modules import require_compiler
+
+RANK_REMEDY = "copy the model, the experts, the data and the recipe to all hosts, or put them on a shared disk"
 
 
 class Watcher(Protocol):
@@ -124,6 +132,9 @@ def build_trainer(model: Any, prepared: PreparedRun) -> Any:
         if device_of(settings).type == "cpu":
             use_packed_attention(model)
         separate_rows(model)
+    options, _ = read_shard_options(settings)
+    if options is not None:
+        trainer.shard(options)
     trainer.begin_run(settings, GradientCheck(trainer.model), tuple(notes))
     return trainer
 
@@ -146,10 +157,38 @@ def _quiet_stock_callbacks(trainer: Any) -> None:
 def train(settings: TrainSettings, watcher: Watcher, *, force: bool = False) -> Result:
     """`force` continues although the plan predicts that memory is insufficient."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    settings = take_launcher_sharding(settings)
+    ranks = join_ranks()
+    require_equal_packages(ranks)
     with locked_output(Path(settings.output_dir)):
         prepared = make_plan(settings, download=True)
-        with reporting_out_of_memory(prepared.plan):
+        require_equal_runs(ranks, prepared)
+        with RankWatch(ranks, lambda: _restart_hint(Path(settings.output_dir))), reporting_out_of_memory(prepared.plan):
             return _train(prepared, watcher, force)
+
+
+def _restart_hint(output: Path) -> str:
+    checkpoints = list_checkpoints(output)
+    if not checkpoints:
+        return "; no checkpoint was saved before"
+    return f"; started again it goes on from {checkpoints[-1]} (torchrun --max-restarts does it by itself)"
+
+
+def require_equal_runs(ranks: Ranks | None, prepared: PreparedRun) -> None:
+    """Ranks with another model, other rows, other settings or another checkpoint are refused."""
+    settings, recipe, checkpoint = prepared.plan.settings, prepared.recipe, prepared.resume.checkpoint
+    if ranks is None or recipe is None:
+        return
+    settings_text = json.dumps(settings.model_dump(mode="json", exclude={"notes"}), sort_keys=True, default=str)
+    facts: dict[str, Any] = {
+        "files of the model": recipe.base,
+        "files of the experts": files_hash(settings.experts.kt_weight_path),
+        "rows": recipe.rows,
+        "checkpoint": None if checkpoint is None else checkpoint.name,
+        **{f"setting {key}": value for key, value in recipe.settings.items() if key != "kt_weight_path"},
+        "settings": text_hash(settings_text),
+    }
+    require_equal(ranks, facts, RANK_REMEDY)
 
 
 def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
@@ -165,6 +204,8 @@ def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
     if is_main:
         prepare_output(output, prepared.resume)
     dtype = dtype_of(settings, read_config(directory))
+    if read_shard_options(settings)[0] is not None:
+        leave_out_attention_graphs()
     placing = TrainPlacement(settings, prepared.plan.forecast)
     operators, _ = placing.plan_operators(build_meta_model(directory))
     model, notes = open_model(
@@ -216,7 +257,7 @@ def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
     }
     manifest = make_manifest(trainer.model, settings, trainer.gradient_check, directory, facts)
     takes_part, is_main = is_writer(model)
-    if takes_part:
+    if takes_part or trainer.sharding is not None:  # all ranks gather a sharded model's layers
         assert prepared.split is not None
         reloaded = write_output(trainer, settings, results, manifest, prepared.split)
         if is_main:

@@ -187,6 +187,17 @@ class RunSettings(TrainSection):
     )
 
 
+class ShardSettings(TrainSection):
+    """FSDP2 of several processes (`train/sharding.py`)."""
+
+    fsdp: bool | str | tuple[str, ...] | None = Field(
+        None, description="shard everything but the experts over the processes (FSDP2): true, full_shard, offload"
+    )
+    fsdp_config: dict[str, Any] | str | None = Field(
+        None, description="its options, or a file with them: reshard_after_forward, offload_params, ..."
+    )
+
+
 class TrainSettings(TrainSection):
     model: ModelSettings
     lora: LoraSettings
@@ -195,6 +206,7 @@ class TrainSettings(TrainSection):
     experts: ExpertSettings
     place: PlacementSettings = Field(default_factory=lambda: PlacementSettings.model_validate({}))
     run: RunSettings
+    shard: ShardSettings = Field(default_factory=lambda: ShardSettings.model_validate({}))
     trainer: dict[str, Any] = Field(default_factory=dict, description="given keys of the HF Trainer")
     notes: tuple[str, ...] = Field((), description="keys that were translated or have no effect")
 
@@ -211,6 +223,7 @@ SECTIONS: dict[str, type[TrainSection]] = {
     "experts": ExpertSettings,
     "place": PlacementSettings,
     "run": RunSettings,
+    "shard": ShardSettings,
 }
 # key -> section
 SECTION_OF_KEY = {key: section for section, model in SECTIONS.items() for key in model.model_fields}

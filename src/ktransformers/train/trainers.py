@@ -5,7 +5,8 @@ gradient or weight that is not finite ends the run before it is used or saved (`
 by tokens (`batches.py`). B may have a higher learning rate than A (LoRA+). Pairs get LLaMA-Factory's losses
 (`preference.py`), with the reference log-probabilities stored in the rows. TRL would copy an adapter that it is given
 as the reference, so it gets a configuration and creates the adapter itself; the reference is the base. On a CPU the LM
-head processes labelled rows only (`labelled_rows.py`).
+head processes labelled rows only (`labelled_rows.py`). A model that FSDP2 has sharded (`nn/sharding.py`) is clipped,
+saved and loaded by the functions there; its checkpoints are those of one process.
 """
 
 from __future__ import annotations
@@ -22,12 +23,19 @@ from torch import Tensor
 from trl import DPOTrainer, SFTTrainer  # type: ignore[attr-defined]
 
 from ktransformers.errors import KTError
+from ktransformers.nn import sharding as fsdp
 from ktransformers.nn.exchange import expert_group
+from ktransformers.nn.sharding import Sharding, ShardOptions
 from ktransformers.train import grouping
 from ktransformers.train.arguments import step_shape
 from ktransformers.train.batches import split_pairs, split_step
 from ktransformers.train.callbacks import GradientCheck
-from ktransformers.train.checkpoints import find_problem, list_checkpoints, write_checkpoint_manifest
+from ktransformers.train.checkpoints import (
+    STATE_FILES,
+    find_problem,
+    list_checkpoints,
+    write_checkpoint_manifest,
+)
 from ktransformers.train.data.render import IGNORE_INDEX
 from ktransformers.train.expert_parallel import (
     clip_gradients,
@@ -51,6 +59,15 @@ class RunMixin:
     settings: TrainSettings
     gradient_check: GradientCheck
     target_notes: tuple[str, ...]  # on modules that were left out of lora_target
+
+    sharding: Sharding | None = None  # of the model over several processes
+
+    def shard(self: Any, options: ShardOptions) -> None:
+        """Shard everything but the experts over all processes; called once, before an optimizer exists."""
+        self.sharding = fsdp.shard_model(self.model, options, self.accelerator.device)
+        # Autocast alone: the model reduces its gradients itself, and accelerate would wrap it in DDP.
+        self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
+        self.model._is_accelerate_prepared = True
 
     def begin_run(
         self: Any, settings: TrainSettings, gradient_check: GradientCheck, target_notes: tuple[str, ...] = ()
@@ -78,6 +95,8 @@ class RunMixin:
         return str(self._staging or self.args.output_dir)
 
     def _clip_grad_norm(self: Any, model: Any) -> Any:
+        if self.sharding is not None:
+            return fsdp.clip_gradients(model.parameters(), self.args.max_grad_norm)
         return self._norm_of_all_experts(self.args.max_grad_norm) or super()._clip_grad_norm(model)  # type: ignore[misc]
 
     def _norm_of_all_experts(self: Any, max_norm: float) -> Any:
@@ -89,10 +108,21 @@ class RunMixin:
         return clip_gradients(network, max_norm)
 
     def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
-        grad_norm = self._norm_of_all_experts(math.inf) if grad_norm is None else grad_norm
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
+        if self.sharding is not None:
+            norm = fsdp.gradient_norm(model.parameters()) if grad_norm is None else grad_norm
+        else:
+            grad_norm = self._norm_of_all_experts(math.inf) if grad_norm is None else grad_norm
+            norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
         self.finite_check.record_norm(norm)
         return norm
+
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self.sharding is None:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        state = fsdp.whole_state(self.model, trained_only=True)
+        if self.args.should_save:
+            self._save(output_dir, state_dict=state)
 
     def _load_best_model(self: Any) -> None:
         best = Path(self.state.best_model_checkpoint)
@@ -130,10 +160,13 @@ class RunMixin:
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         network, optimizer = self.accelerator.unwrap_model(self.model), self.optimizer
-        if expert_group(network) is None:
+        if self.sharding is None and expert_group(network) is None:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        state = whole_optimizer_state(network, optimizer)
+        if self.sharding is not None:
+            state = fsdp.whole_optimizer_state(optimizer)
+        else:
+            state = whole_optimizer_state(network, optimizer)
         saved: Any = SimpleNamespace(state_dict=lambda: state)
         self.optimizer = saved
         try:
@@ -142,6 +175,12 @@ class RunMixin:
             self.optimizer = optimizer
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        if self.sharding is not None and checkpoint is not None:
+            files = [Path(checkpoint) / name for name in STATE_FILES]
+            optimizer, scheduler = (torch.load(file, map_location="cpu", weights_only=True) for file in files)
+            fsdp.load_optimizer_state(self.optimizer, optimizer)
+            self.lr_scheduler.load_state_dict(scheduler)
+            return
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         if checkpoint is not None:
             cut_optimizer_state(self.accelerator.unwrap_model(self.model), self.optimizer)
@@ -165,6 +204,13 @@ class RunMixin:
                 shutil.rmtree(path)
 
     def create_optimizer(self: Any, model: Any = None) -> Any:
+        is_new = self.optimizer is None
+        optimizer = self._build_optimizer(model)
+        if self.sharding is not None and is_new:
+            fsdp.separate_steps(optimizer)
+        return optimizer
+
+    def _build_optimizer(self: Any, model: Any) -> Any:
         ratio = self.settings.lora.loraplus_lr_ratio
         if ratio is None or self.optimizer is not None:
             return super().create_optimizer(model)  # type: ignore[misc]
