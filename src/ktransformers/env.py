@@ -65,6 +65,11 @@ VARIABLES = (
         "JSON",
         "options of our plugin for SGLang, which its launcher passes to its other processes",
     ),
+    Variable(
+        "KT_HOSTS_TOKEN",
+        "a secret",
+        "that all hosts of one `kt serve` over several hosts know; needed unless rank 0 is at a loopback address",
+    ),
     Variable("API_HOST", "an address", "listening address of `kt serve` without --host"),
     Variable("API_PORT", "a port's number", "port of `kt serve` without --port"),
     Variable("API_KEY", "a key", "API key that `kt serve` without --api-key requires"),

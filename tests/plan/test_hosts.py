@@ -58,14 +58,13 @@ def kt(*words: str) -> tuple[int, str]:
 @pytest.mark.parametrize("counts", [(2, 2, 2), (0, 3, 3), (1, 5, 0), (4, 2, 1)])
 def test_hosts_of_a_token_are_those_of_all_draws(counts: tuple[int, ...]) -> None:
     owner = [host for host, own in enumerate(counts) for _ in range(own)]
-    draws = list(itertools.combinations(range(len(owner)), 3))
-    for host, hit in enumerate(hit_probabilities(counts, 3)):
+    draws = list(itertools.combinations(range(len(owner)), 4))
+    for host, hit in enumerate(hit_probabilities(counts, 4)):
         assert hit == pytest.approx(sum(host in {owner[e] for e in draw} for draw in draws) / len(draws))
-    row = forward_row(64, 3, 4, adapters=True)
     rows = sum(len({owner[e] for e in draw} - {0}) for draw in draws) / len(draws)
-    exchange = layer_exchange(10, row, counts, 3, 0)
+    exchange = layer_exchange(10, forward_row(64, 4, 4, adapters=True), counts, 4, 0)
     peers = sum(1 for own in counts[1:] if own)
-    assert exchange.sent == pytest.approx(10 * rows * (64 * 4 + 3 * 8 + 4) + peers * HEADER_BYTES)
+    assert exchange.sent == pytest.approx(10 * rows * (64 * 4 + 4 * 8 + 4) + peers * HEADER_BYTES)
     assert exchange.returned == pytest.approx(10 * rows * 64 * 4 + peers * HEADER_BYTES)
 
 
@@ -80,7 +79,8 @@ def test_the_busiest_host_is_that_of_all_draws(drawn: int) -> None:
 
 
 def test_backward_returns_gradients_of_weights_and_sends_no_ids() -> None:
-    assert backward_row(64, 8, 2).sent == 128 and backward_row(64, 8, 2).returned == 128 + 32
+    exchange = layer_exchange(1, backward_row(64, 8, 2), (0, 8), 8, 0)
+    assert (exchange.sent, exchange.returned) == (128 + HEADER_BYTES, 128 + 32 + HEADER_BYTES)
 
 
 @pytest.mark.parametrize(("text", "rate"), [("25Gb", 25e9 / 8), ("800 Mbit", 1e8), ("3GB", 3e9), ("10Gb/s", 1.25e9)])

@@ -90,6 +90,7 @@ class EngineHarness:
         dtype: torch.dtype = torch.float32,
         device: str | None = None,  # of everything but the experts
         hash_adapters: bool = False,
+        model: Any = None,  # that is loaded already
     ) -> None:
         from transformers import AutoTokenizer
 
@@ -99,7 +100,7 @@ class EngineHarness:
 
         self.directory = directory
         self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-        self.model = load_model(directory, dtype=dtype, device=device)
+        self.model = load_model(directory, dtype=dtype, device=device) if model is None else model
         self.forward = Forward(self.model)
         self.kv_bytes_per_token = self.forward.check_against_stock()
         self.lora_modules = LoraModules(self.model, hash_content=hash_adapters)

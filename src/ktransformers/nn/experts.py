@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from ktransformers.expert_partition import LayerShard
 from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, new_store, read_contract
 from ktransformers.nn.distributed import active_ddp, attach_to_ddp
 from ktransformers.nn.exchange import LayerExchange, apply_exchanged
-from ktransformers.nn.mixed_lora import current_mixed_lora
+from ktransformers.nn.mixed_lora import MixedLora, current_mixed_lora
 from ktransformers.nn.operator import apply_experts, placed_for
 from ktransformers.nn.padding import mask_padding
 from ktransformers.nn.peft_lora import read_lora
@@ -36,9 +36,18 @@ from ktransformers.nn.placeholder import frozen_placeholder
 from ktransformers.nn.store import ExpertStore
 
 
+class RemoteExperts(Protocol):
+    """Computes a layer in inference with experts of several hosts (`serve/hosts`); the module's `kt_remote`."""
+
+    def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor, mixed: MixedLora | None) -> Tensor: ...
+
+
 def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """`[T, H]`, `[T, k]`, `[T, k]` -> `[T, H]` on the device and in the dtype of the hidden states."""
     store = module.kt_store if hasattr(module, "kt_store") else pack_module(module)
+    remote: RemoteExperts | None = getattr(module, "kt_remote", None)
+    if remote is not None:
+        return remote.forward(hidden_states, mask_padding(top_k_index), top_k_weights, current_mixed_lora(module))
     exchange: LayerExchange | None = getattr(module, "kt_exchange", None)
     if exchange is None and hasattr(module, "kt_shard"):
         given = "a part of the experts, without the ranks that hold the others"

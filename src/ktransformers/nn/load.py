@@ -104,13 +104,8 @@ def load_pretrained(
     `dtype` (a torch dtype or "auto"), `device_map` and any other. `quantizer` gets the source of the experts."""
     if rest not in ("keep", "bf16"):
         rest_format(rest)  # reports a wrong one before anything is loaded
-    facts = read_checkpoint_facts(path)
     read_generation_config(path if path.is_dir() else path.parent)  # a broken one: from_pretrained would use defaults
-    source = open_source(path, facts.rest)  # reports a broken download before anything is built
-    experts_path = None if experts is None else Path(experts)
-    packed = experts_path is not None and is_packed(experts_path)
-    quantizer.source, quantizer.weights = facts.rest, open_expert_source(facts, None if packed else experts_path)
-    quantizer.packed_directory = experts_path if packed else None
+    source = open_files(path, quantizer, experts)
     arguments = {**options, "config": config, "output_loading_info": True}
     if source.quantised:
         quantizer.weights = quantizer.weights or source
@@ -131,6 +126,17 @@ def load_pretrained(
     elif rest != "bf16":
         encode_linears(loaded, rest, quantizer.pool)
     return loaded
+
+
+def open_files(path: Path, quantizer: KTConfig, experts: str | Path | None) -> Source:
+    """The source of the model's weights, whose headers are read; `quantizer` gets that of the experts."""
+    facts = read_checkpoint_facts(path)
+    source = open_source(path, facts.rest)  # reports a broken download before anything is built
+    experts_path = None if experts is None else Path(experts)
+    packed = experts_path is not None and is_packed(experts_path)
+    quantizer.source, quantizer.weights = facts.rest, open_expert_source(facts, None if packed else experts_path)
+    quantizer.packed_directory = experts_path if packed else None
+    return source
 
 
 def load_config(path: Path) -> PreTrainedConfig:

@@ -10,7 +10,7 @@ one that was asked for (`nn/recoded_layer.py`). The quantizer interface is used 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ktransformers import _core
 from ktransformers.checkpoint.quantisation import accept
 from ktransformers.checkpoint.sources import LayerSource, Source, open_source
 from ktransformers.errors import InputError
-from ktransformers.expert_partition import ExpertShard
+from ktransformers.expert_partition import ExpertShard, LayerShard
 from ktransformers.log import logger
 from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, read_contract
 from ktransformers.nn.dense_layers import attach_widened, expect_stored_weights
@@ -136,6 +136,10 @@ class KTQuantizer(HfQuantizer):
         if self._config.packed is None:
             accept("quantization_config", self._config.source)
 
+    def open_layers(self, model: PreTrainedModel, files: list[str]) -> None:
+        """Find the expert layers of a model on the meta device whose other weights are not loaded."""
+        self._process_model_before_weight_loading(model, files)
+
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
@@ -202,25 +206,31 @@ class KTQuantizer(HfQuantizer):
             expected = self._shapes.get(name)
             if expected is not None and tensor.shape != expected:
                 raise InputError(name, f"shape {list(tensor.shape)}", f"{list(expected)}, as config.json says")
+        for layer, shard, store in self.load_stores():
+            attach_store(layer.module, layer.contract, store, layer.dtypes, shard)
+        count = attach_widened(model, self._widened)
+        log.info("%d weights in bf16 are multiplied in float32", count)
+        self._shapes = {}
+        select_implementation(model)
+        exclude_from_ddp(model)
+        return model
+
+    def load_stores(self) -> Iterator[tuple[PendingLayer, LayerShard | None, ExpertStore | None]]:
+        """Every layer with its experts, or with this rank's; then the files are released."""
         config, source = self._config, self._source
         assert source is not None
         for done, layer in enumerate(self._layers, 1):
             shard = None if config.shard is None else config.shard.layer(done - 1)
             store = self._load_store(layer, None if shard is None else shard.experts)
             source.release()
-            attach_store(layer.module, layer.contract, store, layer.dtypes, shard)
             count, size = (0, 0) if store is None else (store.num_experts, store.packed_bytes)
             log.info("%s: %d experts, %d bytes packed", layer.name, count, size)
+            yield layer, shard, store
             if config.progress is not None:
                 config.progress(done, len(self._layers))
             else:
                 report("Packing experts", done, len(self._layers))
-        count = attach_widened(model, self._widened)
-        log.info("%d weights in bf16 are multiplied in float32", count)
-        self._layers, self._shapes, self._source, config.weights = [], {}, None, None
-        select_implementation(model)
-        exclude_from_ddp(model)
-        return model
+        self._layers, self._source, config.weights = [], None, None
 
     def _load_store(self, layer: PendingLayer, experts: Sequence[int] | None) -> ExpertStore | None:
         """The layer's experts, or these of them; None if these are none."""

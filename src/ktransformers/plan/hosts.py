@@ -56,8 +56,9 @@ BY_EXPERTS, BY_LAYERS = "experts", "layers"
 MAX_HOSTS = 64
 FRAME_SHARE = 0.94  # of a link's rate that is payload: 1448 of 1538 bytes of a full Ethernet frame with TCP
 ROUND_TRIP_SECONDS = 100e-6  # of an empty message over Ethernet and back, threads woken at both ends; estimated
-# Of one exchange besides the round trip: Python packing rows and adding results; measured (docs/scale.md).
-EXCHANGE_SECONDS = 0.25e-3
+# Of one exchange besides the round trip: Python packing rows, sockets, adding results. The shortest of 400 exchanges of
+# one row over loopback, less the same experts in one process (bench/host_exchange.py, Cascade Lake beside other work).
+EXCHANGE_SECONDS = 0.8e-3
 RATE_UNITS = {"": 1 / 8, "k": 1e3 / 8, "m": 1e6 / 8, "g": 1e9 / 8, "t": 1e12 / 8}
 
 
@@ -251,23 +252,23 @@ def _training(
     form: str,
     shares: tuple[int, ...],
 ) -> tuple[PredictedTime, Wire]:
-    hosts, k = len(shares), model.top_k
+    hosts = len(shares)
     alone = training_time(model, work, choice, machine)
     parts = alone.parts | {"experts": 0.0, "network": 0.0}
     rank = work.rank if work.adapts_experts else 0
     touched = expected_experts(model, hosts * work.tokens)
     one_pass = 0.0
     for pass_ in (entry for entry in training_passes(model, work, choice, machine) if entry.experts):
-        row = (backward_row if pass_.backward else forward_row)(model.hidden, k, work.rest_bytes)
+        row = (backward_row if pass_.backward else forward_row)(model.hidden, model.top_k, work.rest_bytes)
         options: Any = {"rank": rank, "backward": pass_.backward}
         if form == BY_LAYERS:
             layer = _expert_layer(model, hosts * work.tokens, machine, choice, 1.0, touched, **options)
-            exchange = layer_exchange((hosts - 1) * work.tokens, row, (0, model.experts), k, 0)  # the layer's own host
-            mean = (hosts - 1) / hosts * layer_exchange(work.tokens, row, (0, model.experts), k, 0).bytes
+            exchange = layer_exchange((hosts - 1) * work.tokens, row, (0, model.experts), model.top_k, 0)
+            mean = exchange.bytes / hosts  # the link of the layer's host carries all of them
         else:
             busiest = max(shares) / model.experts
             layer = _expert_layer(model, hosts * work.tokens, machine, choice, busiest, touched * busiest, **options)
-            exchange = layer_exchange(work.tokens, row, shares, k, 0)
+            exchange = layer_exchange(work.tokens, row, shares, model.top_k, 0)
             mean = exchange.bytes
         # What a host sends for its tokens crosses its link beside what it returns for those of others.
         crossing = network.seconds(exchange.bytes) + _round_trip(network, exchange)

@@ -29,7 +29,7 @@ def model_identity(paths: Iterable[Path], options: Mapping[str, Any]) -> bytes:
     versions = [ktransformers.__version__, transformers.__version__]
     digest.update(json.dumps([versions, dict(sorted(options.items()))], default=str).encode())
     for path in paths:
-        for file in _weight_files(path):
+        for file in weight_files(path):
             part = fingerprint(file)
             changed = part.sha256 or file.stat().st_mtime_ns
             name = file.name if path.is_file() else str(file.relative_to(path))
@@ -37,7 +37,7 @@ def model_identity(paths: Iterable[Path], options: Mapping[str, Any]) -> bytes:
     return digest.digest()
 
 
-def _weight_files(path: Path) -> Iterator[Path]:
+def weight_files(path: Path) -> Iterator[Path]:
     if path.is_file():
         yield path
         return

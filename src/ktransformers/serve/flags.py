@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.errors import InputError
+from ktransformers.expert_partition import PARTITIONS as EXPERT_PARTITIONS
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,31 @@ SUPPORTED_FLAGS = (
         int,
     ),
     Flag(
+        ("--hosts-address",),
+        "hosts_address",
+        "several hosts: ADDRESS:PORT on which rank 0 waits for the others; default: MASTER_ADDR and MASTER_PORT + 1",
+        metavar="ADDRESS:PORT",
+    ),
+    Flag(
+        ("--hosts-timeout",),
+        "hosts_timeout",
+        "several hosts: seconds after which a host that does not answer is gone",
+        float,
+        60.0,
+    ),
+    Flag(
+        ("--kt-expert-partition",),
+        "expert_partition",
+        "several hosts: experts (ranges of ids), layers, or frequency, by the counts of --init-expert-location",
+        default="experts",
+    ),
+    Flag(
+        ("--first-host-experts",),
+        "first_host_experts",
+        "several hosts: experts of each layer on rank 0; the others share the rest; default: as many as every host",
+        int,
+    ),
+    Flag(
         ("--cuda-graph-max-bs",),
         "cuda_graph_max_bs",
         "largest batch that is captured in a CUDA graph, 32 at most",
@@ -332,6 +358,10 @@ class Launch:
     deterministic: bool = False
     gpus: int | None = None  # that layers are distributed over
     place: dict[str, Any] = field(default_factory=dict)  # fields of `place.options.PlacementOptions` that the line sets
+    hosts_address: str | None = None
+    hosts_timeout: float = 60.0
+    expert_partition: str = "experts"
+    first_host_experts: int | None = None
     cuda_graph_max_bs: int = 32
     disable_cuda_graph: bool = False
     attention_backend: str = "triton"  # or torch: of new tokens on a GPU
@@ -517,6 +547,10 @@ def _check_ranges(options: dict[str, Any]) -> None:
     if options["chunked_prefill_size"] < 1:
         raise InputError("chunked-prefill-size", options["chunked_prefill_size"], "1 or more, or -1")
     _check_cache(options)
+    if options["expert_partition"] not in EXPERT_PARTITIONS:
+        raise InputError("kt-expert-partition", options["expert_partition"], "one of " + ", ".join(EXPERT_PARTITIONS))
+    if not 0 < options["hosts_timeout"] < math.inf:
+        raise InputError("hosts-timeout", options["hosts_timeout"], "more than 0 seconds")
     if not 0 < options["memory"] <= 1:
         raise InputError("mem-fraction-static", options["memory"], "more than 0, at most 1")
 

@@ -14,17 +14,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ktransformers import env, model_registry, settings, system
 from ktransformers.errors import InputError
 from ktransformers.interrupt import remembered_interrupt
 from ktransformers.plan import Plan, require_fit
 from ktransformers.serve.flags import REST_AS_RELEASED, Launch
+from ktransformers.serve.hosts.options import HostOptions, read_hosts
 from ktransformers.serve.running import RunningServer, forget_server, record_server
 from ktransformers.serve.target import Target, resolve_target
 from ktransformers.serve.yaml_keys import with_yaml_keys
 from ktransformers.triton_modules import require_compiler
+
+if TYPE_CHECKING:
+    from ktransformers.expert_partition import ExpertShard
+    from ktransformers.serve.hosts.group import HostGroup
 
 MAX_HOST_SHARE = 0.8  # of free host memory for the KV cache: --mem-fraction-static is chosen for GPUs
 SHUTDOWN_SECONDS = 30  # for running requests after SIGTERM or Ctrl-C
@@ -118,20 +123,28 @@ def host_cache_tokens(launch: Launch, kv_bytes_per_token: int, state_bytes: int)
 
 
 def open_service(
-    launch: Launch, target: Target, log: LogLine, plan: Plan | None = None, *, many_requests: bool = False
+    launch: Launch,
+    target: Target,
+    log: LogLine,
+    plan: Plan | None = None,
+    *,
+    many_requests: bool = False,
+    group: HostGroup | None = None,
 ) -> Any:
     """Load the model and assemble the service; its engine is not started yet. `many_requests`: prefixes are worth
-    keeping in host memory beside a GPU, unless the line says otherwise."""
+    keeping in host memory beside a GPU, unless the line says otherwise. `group`: hosts that have the other experts."""
     with remembered_interrupt() as check_interrupt:
 
         def log_and_check(line: str) -> None:
             check_interrupt()
             log(line)
 
-        return _load_service(launch, target, log_and_check, plan, many_requests)
+        return _load_service(launch, target, log_and_check, plan, many_requests, group)
 
 
-def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | None, many_requests: bool) -> Any:
+def _load_service(
+    launch: Launch, target: Target, log: LogLine, plan: Plan | None, many_requests: bool, group: HostGroup | None
+) -> Any:
     from ktransformers.nn.coded_weight import describe_coded
     from ktransformers.nn.pretrained import read_tokenizer
     from ktransformers.place.apply import ModelPlacement
@@ -161,13 +174,20 @@ def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | Non
     templates = ServedTemplates(tokenizer, launch, target, log)
     tier_request = open_tiers(launch, target, dtype, many_requests and device != "cpu", log)
     log(f"loading {target.model} ({str(dtype).removeprefix('torch.')}, {device})")
-    placement = ModelPlacement(options_of(launch, target).as_planned(plan))
+    options = options_of(launch, target).as_planned(plan)
+    placement = ModelPlacement(options if group is None else replace(options, kt_place="cpu"))
     multi_gpu = device != "cpu" and spreads_layers(placement.options, launch, plan)
     uses_gpu_experts = device != "cpu" and placement.options.policy != "cpu"
     graphs = device != "cpu" and not launch.disable_cuda_graph and launch.attention_backend == "triton"
+    graphs = graphs and group is None  # experts of other hosts are no part of a graph
     load_device = "cpu" if multi_gpu else device
     operators = plan_operators(placement.options, launch, target, plan, device, log)
-    model = _load_model(launch, target, dtype, load_device, uses_gpu_experts, log, operators, widen=not multi_gpu)
+    shard = None if group is None else group.shard
+    model = _load_model(
+        launch, target, dtype, load_device, uses_gpu_experts, log, operators, widen=not multi_gpu, shard=shard
+    )
+    if group is not None:
+        connect_group(model, group, log)
     if multi_gpu:
         log(placement.move_layers(model, gpus_of(launch, plan)))
     coded = describe_coded(model)
@@ -212,7 +232,9 @@ def _load_service(launch: Launch, target: Target, log: LogLine, plan: Plan | Non
     service.placement = placement
     if placement.placement is not None:
         engine.raise_launched = placement.placement.raise_launched
-    if device != "cpu":
+    if group is not None:
+        service.hosts, engine.unavailable = group.pool, group.pool.unavailable
+    if device != "cpu" and group is None:
         log(_attach_decode_graphs(forward, placement.placement, launch))
     service.attention_backend = "core" if device == "cpu" else "torch" if forward.graphs is None else "triton"
     return service
@@ -300,7 +322,16 @@ def _attach_decode_graphs(forward: Any, placement: Any, launch: Launch) -> str:
 
 
 def _load_model(
-    launch: Launch, target: Target, dtype: Any, device: str, spare: bool, log: LogLine, operators: Any, *, widen: bool
+    launch: Launch,
+    target: Target,
+    dtype: Any,
+    device: str,
+    spare: bool,
+    log: LogLine,
+    operators: Any,
+    *,
+    widen: bool,
+    shard: ExpertShard | None = None,
 ) -> Any:
     """`operators` is the plan of what rules make of it, None without rules."""
     from ktransformers.checkpoint import find_experts
@@ -354,6 +385,7 @@ def _load_model(
         rest=launch.rest if on_cpu else "bf16",
         formats=_expert_formats(launch, target, operators),
         on_loaded=on_loaded,
+        shard=shard,
     )
 
 
@@ -424,11 +456,54 @@ def serve(launch: Launch, log: LogLine, show: ShowPlan, on_ready: OnReady = lamb
     launch = with_environment(launch)
     target = resolve_target(launch.target)
     launch = with_yaml_keys(launch, target.keys)
+    hosts = read_hosts(launch)
+    if hosts is not None and hosts.rank:
+        serve_experts(launch, target, hosts, log)
+        return
     assert launch.host is not None and launch.port is not None
-    listener = bind_socket(launch.host, launch.port)
-    if launch.trust_remote_code:
-        log(_describe_code(target))
-    plan = make_plan(launch, target, log, show)
+    with bind_socket(launch.host, launch.port) as listener:
+        if launch.trust_remote_code:
+            log(_describe_code(target))
+        group = None if hosts is None else serve_experts(launch, target, hosts, log)
+        try:
+            _serve_http(launch, target, group, listener, log, show, on_ready)
+        finally:
+            if group is not None:
+                group.pool.close()
+
+
+def serve_experts(launch: Launch, target: Target, hosts: HostOptions, log: LogLine) -> HostGroup | None:
+    """Rank 0: the group, once all hosts agree. Other ranks: None, when rank 0 has ended."""
+    from ktransformers.nn.pretrained import read_pretrained_config
+    from ktransformers.serve.forecast import serving_workload
+    from ktransformers.serve.hosts.group import start_group
+
+    device = "cpu" if hosts.rank else choose_device(launch)
+    max_positions = _max_positions(read_pretrained_config(target.model))
+    work = serving_workload(launch, parse_dtype(launch.dtype, device).itemsize, max_positions)
+    return start_group(launch, target, hosts, work, int(device != "cpu"), log)
+
+
+def connect_group(model: Any, group: HostGroup, log: LogLine) -> None:
+    from ktransformers.serve.hosts.remote_layer import attach_hosts
+
+    log("waiting for the expert hosts to load")
+    group.pool.wait_until_ready()
+    layers = attach_hosts(model, group.pool)
+    log(f"{layers} layers of experts over {len(group.pool.hosts) + 1} hosts")
+
+
+def _serve_http(
+    launch: Launch,
+    target: Target,
+    group: HostGroup | None,
+    listener: socket.socket,
+    log: LogLine,
+    show: ShowPlan,
+    on_ready: OnReady,
+) -> None:
+    assert launch.host is not None
+    plan = make_plan(launch, target, log, show) if group is None else None
     import uvicorn  # type: ignore[import-not-found,unused-ignore]
 
     from ktransformers.serve import forecast
@@ -437,7 +512,7 @@ def serve(launch: Launch, log: LogLine, show: ShowPlan, on_ready: OnReady = lamb
     from ktransformers.serve.http.listener import make_config
     from ktransformers.serve.http.training import CheckpointWatch, TrainingRuns
 
-    service = open_service(launch, target, log, plan, many_requests=True)
+    service = open_service(launch, target, log, plan, many_requests=True, group=group)
     watch = CheckpointWatch(launch.watch, service.registry) if launch.watch else None
     training = TrainingRuns(launch.watch, partial(training_roots, service))
 
@@ -471,4 +546,3 @@ def serve(launch: Launch, log: LogLine, show: ShowPlan, on_ready: OnReady = lamb
     finally:
         if watch is not None:
             watch.stop()
-        listener.close()

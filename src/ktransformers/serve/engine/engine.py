@@ -54,6 +54,10 @@ class QueueFull(KTError):
     """The queue holds as many requests as it may."""
 
 
+class Unavailable(KTError):
+    """Something that every step needs is gone for now, such as a host with experts."""
+
+
 class Stopped(KTError):
     """The engine accepts no more requests."""
 
@@ -90,6 +94,7 @@ class ServeEngine:
         self.kv_cache = KVCache(limits.max_total_tokens, reuse=not limits.deterministic, spare_states=spare_states)
         self.memory_advice = ""  # what to change when memory runs out
         self.raise_launched: Callable[[], None] = lambda: None  # errors of experts that a step did not wait for
+        self.unavailable: Callable[[], str] = lambda: ""  # why no step can run now; empty: steps can run
         self.tiers: CacheTiers | None = None
         self.prefill_rate = Rate()  # prompt tokens/s of one sequence, from its admission to its first token
         self.running: list[Sequence] = []
@@ -109,13 +114,15 @@ class ServeEngine:
         self.tiers = self.kv_cache.lower = tiers
 
     def submit(self, sequences: Iterable[Sequence]) -> None:
-        """Queue all of them or none; raises QueueFull, Stopped or InputError."""
+        """Queue all of them or none; raises QueueFull, Stopped, Unavailable or InputError."""
         submitted = list(sequences)
         for sequence in submitted:
             limit = min(self.limits.context_length, self.limits.max_total_tokens)
             if len(sequence.tokens) + sequence.request.max_tokens > limit:
                 given = f"{len(sequence.tokens)} prompt tokens and {sequence.request.max_tokens} new ones"
                 raise InputError("max_tokens", given, f"together at most {limit}", "shorten the prompt or ask for less")
+        if reason := self.unavailable():
+            raise Unavailable(reason)
         with self._wakeup:
             if not self._accepting:
                 raise Stopped("the server is shutting down")
@@ -180,6 +187,9 @@ class ServeEngine:
             except BaseException as error:  # one failed batch must not end the server
                 if not (isinstance(error, Exception) or is_panic(error)):
                     raise
+                if isinstance(error, Unavailable):
+                    self._fail_all(str(error), "unavailable")
+                    continue
                 LOG.exception("a step failed; it ends %s", ", ".join(sorted(self._request_ids())) or "no request")
                 self._fail_all(f"{type(error).__name__}: {error}")
         self._end("the server was stopped")
@@ -477,23 +487,23 @@ class ServeEngine:
         self.counts.finished[finish] = self.counts.finished.get(finish, 0) + 1
         sequence.end(finish, text, scores, error)
 
-    def _fail_all(self, error: str) -> None:
+    def _fail_all(self, error: str, finish: str = "error") -> None:
         """End every sequence with an error and clear the cache: after a failed step its contents are undefined."""
         for sequence in [*self.running, *self.waiting]:
             if sequence.slot is not None:  # not released: that may save it to a lower tier
                 self.kv_cache.discard(sequence.slot)
                 sequence.slot = None
-        self._close_all(error)
+        self._close_all(error, finish)
         self.kv_cache.clear()
         if self.tiers is not None:
             self.tiers.forget_all()
 
-    def _close_all(self, error: str) -> None:
+    def _close_all(self, error: str, finish: str = "error") -> None:
         with self._wakeup:
             self.waiting.extend(self._submitted)
             self._submitted.clear()
         for sequence in [*self.running, *self.waiting]:
-            self._close(sequence, "error", error=error)
+            self._close(sequence, finish, error=error)
         self.waiting.clear()
 
 

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -181,7 +181,7 @@ class LoraModules:
             pairs = layer.read()
             for role in sorted(pairs):
                 _hash_pair(digest, f"{layer.root}.{role}", pairs[role])
-            packed[module] = _pack_experts(f"{source}: {layer.root}.experts", module, pairs)
+            packed[module] = _pack_experts(f"{source}: {layer.root}.experts", module, pairs, layer.read)
             if _may_run_on_gpu(module):
                 factors[module] = _gpu_factors(pairs)
         matrices = len(linear_loras) + sum(len(layer.forms) for layer in experts.values())
@@ -242,7 +242,21 @@ def _gpu_factors(pairs: Mapping[str, LoraPair]) -> LoraFactors:
     return LoraFactors(tuple(factors), tuple(factors.values()), (scales[0], scales[1], scales[2]))
 
 
-def _pack_experts(what: str, module: nn.Module, pairs: Mapping[str, LoraPair]) -> _core.Adapter:
+class SharesLora(Protocol):
+    """A layer whose experts are on several hosts (`serve/hosts/remote_layer.py`)."""
+
+    def share_lora(
+        self, what: str, pairs: Mapping[str, LoraPair], read: Callable[[], Mapping[str, LoraPair]]
+    ) -> Any: ...
+
+
+def _pack_experts(
+    what: str, module: nn.Module, pairs: Mapping[str, LoraPair], read: Callable[[], Mapping[str, LoraPair]]
+) -> Any:
+    """A packed adapter of the layer's store, or a `SharedLora` of several hosts."""
+    remote: SharesLora | None = getattr(module, "kt_remote", None)
+    if remote is not None:
+        return remote.share_lora(what, pairs, read)
     store = module.kt_store
     assert isinstance(store, ExpertStore)
     return pack_expert_pairs(what, store, pairs)

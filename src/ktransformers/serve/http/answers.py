@@ -15,11 +15,11 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ktransformers.serve.engine.engine import QueueFull, ServeEngine, Stopped
+from ktransformers.serve.engine.engine import QueueFull, ServeEngine, Stopped, Unavailable
 from ktransformers.serve.engine.sampling import Score
 from ktransformers.serve.engine.sequence import Event, GenerationRequest
 from ktransformers.serve.engine.sequence import Sequence as EngineSequence
-from ktransformers.serve.http.error import ApiError
+from ktransformers.serve.http.error import UNAVAILABLE, ApiError
 from ktransformers.serve.http.prepare import TokenizedPrompt
 
 
@@ -73,6 +73,8 @@ class ResponseStream:
             raise ApiError(429, f"the server is full: {error}", code="queue_full") from error
         except Stopped as error:
             raise ApiError(503, str(error), code="shutting_down") from error
+        except Unavailable as error:
+            raise ApiError(503, str(error), code=UNAVAILABLE) from error
 
     def cancel(self) -> None:
         """End what has not ended. Sequences and this object refer to each other, so they are let go of here and not by
@@ -98,6 +100,8 @@ class ResponseStream:
                     raise ApiError(500, f"the answer could not be computed: {event.error}", code="engine_error")
                 if event.finish == "out_of_memory":
                     raise ApiError(503, event.error, code="out_of_memory")
+                if event.finish == "unavailable":
+                    raise ApiError(503, event.error, code=UNAVAILABLE)
                 if event.finish == "timeout":
                     raise ApiError(
                         504, "the answer was not complete in the time that the server allows", code="timeout"

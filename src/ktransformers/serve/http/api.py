@@ -30,6 +30,7 @@ from pydantic import BaseModel
 import ktransformers
 from ktransformers.errors import KTError
 from ktransformers.log import logger
+from ktransformers.serve.engine.engine import Unavailable
 from ktransformers.serve.http import metrics, openapi
 from ktransformers.serve.http.access import AccessRules
 from ktransformers.serve.http.answers import SSE_DONE, ResponseStream, encode_json, sse_event
@@ -192,7 +193,9 @@ class Api:
         return {"success": True, "message": message, "loaded_adapters": loaded}
 
     async def health(self) -> Response:
-        alive = self.service.engine.alive
+        alive, reason = self.service.engine.alive, self.service.engine.unavailable()
+        if alive and reason:
+            return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503)
         return JSONResponse({"status": "ok" if alive else "stopped"}, status_code=200 if alive else 503)
 
     async def metrics(self) -> Response:
@@ -243,6 +246,8 @@ def _load_adapter(load: Callable[..., Any], asked: LoadAdapter, request_id: str)
         raise ApiError(400, f"{given}, {expected}", param="lora_path", code="adapter_not_found") from error
     try:
         load(asked.lora_name, asked.lora_path, replacing=asked.load_inplace)
+    except Unavailable:
+        raise
     except (KTError, OSError) as error:
         raise ApiError(400, str(error), param="lora_path") from error
     except MemoryError:

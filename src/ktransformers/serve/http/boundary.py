@@ -15,8 +15,9 @@ from starlette.requests import ClientDisconnect  # type: ignore[import-not-found
 
 from ktransformers.errors import KTError
 from ktransformers.log import logger
+from ktransformers.serve.engine.engine import Unavailable
 from ktransformers.serve.http.access import AccessRules
-from ktransformers.serve.http.error import ApiError
+from ktransformers.serve.http.error import UNAVAILABLE, ApiError
 
 LOG = logger(__name__)
 RETRY_STATUSES = (429, 503)
@@ -66,6 +67,8 @@ def api_error(error: Exception, request_id: str) -> ApiError:
         # would keep megabytes until the next full garbage collection.
         error.__cause__ = error.__context__ = None
         return error.with_traceback(None)
+    if isinstance(error, Unavailable):  # an adapter could not be loaded on every host
+        return ApiError(503, str(error), code=UNAVAILABLE)
     if isinstance(error, KTError):
         return ApiError(400, str(error))
     LOG.error("request %s failed", request_id, exc_info=error)

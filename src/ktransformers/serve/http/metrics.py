@@ -54,6 +54,7 @@ def _lines(service: Service, requests: Counter[tuple[str, int]], restarts: int) 
         # All digits: the page draws differences of counters, which six digits of a large one do not show.
         yield f"# HELP {name} {meaning}\n# TYPE {name} {kind}\n{name} {value}\n"
     yield from _tier_lines([] if engine.tiers is None else engine.tiers.states)
+    yield from _host_lines(service)
     yield from _memory_lines()
     yield "# HELP kt_first_token_seconds From arrival to the first token.\n# TYPE kt_first_token_seconds summary\n"
     yield f"kt_first_token_seconds_sum {counts.first_token_seconds}\n"
@@ -91,6 +92,22 @@ def _tier_lines(tiers: Sequence[TierState]) -> Iterator[str]:
         if tiers:
             yield f"# HELP kt_cache_tier_{name} {meaning}\n# TYPE kt_cache_tier_{name} {kind}\n"
         yield from (f'kt_cache_tier_{name}{{tier="{tier.name}"}} {value(tier)}\n' for tier in tiers)
+
+
+def _host_lines(service: Service) -> Iterator[str]:
+    """Of hosts with experts."""
+    if service.hosts is None:
+        return
+    counters = service.hosts.counters()
+    for name, kind, meaning in (
+        ("connected", "gauge", "Hosts with experts that are connected."),
+        ("losses_total", "counter", "Connections to hosts with experts that were lost."),
+        ("exchanges_total", "counter", "Layers of experts that were exchanged with hosts."),
+        ("sent_bytes_total", "counter", "Bytes sent to hosts with experts."),
+        ("received_bytes_total", "counter", "Bytes received from hosts with experts."),
+    ):
+        value = counters[name.removesuffix("_total").removesuffix("_bytes")]
+        yield f"# HELP kt_hosts_{name} {meaning}\n# TYPE kt_hosts_{name} {kind}\nkt_hosts_{name} {value}\n"
 
 
 def _memory_lines() -> Iterator[str]:

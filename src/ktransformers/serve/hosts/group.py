@@ -1,0 +1,134 @@
+"""A launch line of `kt serve` that belongs to a group of hosts: everything is checked before anything is loaded, then
+rank 0 becomes the server and the other ranks hosts of experts.
+
+Refused at once: placement on GPUs, which needs all experts in one process; a partition that leaves a host without
+experts; less memory than the host's part needs; on rank 0 a port in use; hosts that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from ktransformers.errors import InputError
+from ktransformers.expert_partition import ExpertPartition, ExpertShard
+from ktransformers.nn.pool import set_default_pool
+from ktransformers.nn.shard_stores import ShardLayer, load_shard
+from ktransformers.place.options import read_options
+from ktransformers.plan import open_shape, with_gpus
+from ktransformers.plan.formats import counted_as
+from ktransformers.plan.hosts import BY_EXPERTS, BY_LAYERS, evaluate_hosts, parse_network
+from ktransformers.plan.workload import Choice, Serving
+from ktransformers.serve.flags import Launch
+from ktransformers.serve.hosts.expert_host import run_expert_host
+from ktransformers.serve.hosts.host_pool import HostPool
+from ktransformers.serve.hosts.identity import host_facts
+from ktransformers.serve.hosts.options import HostOptions, make_partition
+from ktransformers.serve.target import Target
+
+ALLOWED_PLACEMENT = {"init_expert_location", "kt_record_experts"}  # that do not place experts
+DEFAULT_NETWORK = "25Gb"  # memory does not depend on it
+LogLine = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class HostGroup:
+    """Rank 0's hosts, and its own part of the experts."""
+
+    pool: HostPool
+    shard: ExpertShard
+
+
+def check_launch(launch: Launch, target: Target) -> None:
+    """Flags, and keys of a YAML file, that several hosts have no answer to."""
+    options = read_options(launch.place, target.keys)
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if (
+            field.name not in ALLOWED_PLACEMENT
+            and value != field.default
+            and (field.name, value) != ("kt_place", "cpu")
+        ):
+            raise InputError(field.name, value, "none with several hosts: experts stay on their CPUs")
+    if launch.pages != "lazy":
+        raise InputError(f"--{launch.pages}", "several hosts", "packed experts whose pages are read when they are used")
+    if (launch.gpus or 1) > 1:
+        raise InputError("tensor-parallel-size", launch.gpus, "one GPU on rank 0 with several hosts")
+
+
+def format_on_load(launch: Launch, target: Target) -> str | None:
+    """What experts are encoded in on every host, as `serve/launch.py` decides for one."""
+    return launch.expert_format or (target.expert_format if launch.experts is None else None)
+
+
+def paths_of(launch: Launch, target: Target) -> list[Path]:
+    experts = target.choose_experts(launch.experts)
+    return [target.model] if experts is None else [target.model, experts]
+
+
+def shares_of(partition: ExpertPartition) -> tuple[str, tuple[int, ...]]:
+    """The partition in the planner's words: its form, and experts of a layer, or layers, by host."""
+    first = partition.owners[0]
+    if all(len(set(row)) == 1 for row in partition.owners):
+        owners = [row[0] for row in partition.owners]
+        return BY_LAYERS, tuple(owners.count(rank) for rank in range(partition.ranks))
+    return BY_EXPERTS, tuple(first.count(rank) for rank in range(partition.ranks))
+
+
+def require_memory(launch: Launch, target: Target, work: Serving, shard: ExpertShard, gpus: int, log: LogLine) -> None:
+    """Refuse a part that does not fit into this host's memory, unless --force is given."""
+    from ktransformers.plan.calibrate import this_machine
+
+    try:
+        shape, machine = open_shape(str(target.model)), this_machine()
+    except InputError as error:
+        log(f"no plan of memory and time: {error}")
+        return
+    machine = machine if gpus else with_gpus(machine, "none")
+    (form, shares), name = shares_of(shard.partition), f"host {shard.rank}"
+    choice = Choice(counted_as(shape.stored), gpus)
+    candidate = evaluate_hosts(shape, work, choice, machine, parse_network(DEFAULT_NETWORK), form, shares)
+    planned = candidate.memory[shard.rank].host_bytes
+    log(f"memory   {planned / 1e9:.2f} GB of {machine.memory / 1e9:.1f} GB free memory; experts by {form}")
+    missing = {place: size for place, size in candidate.lacking.items() if place.partition(":")[0] == name}
+    if missing and not launch.force:
+        given = f"{sum(missing.values()) / 1e9:.1f} GB too little memory"
+        remedy = "more hosts, --first-host-experts, or --force; `kt plan --hosts` compares"
+        raise InputError(name, given, "its part of the experts to fit", remedy)
+
+
+def start_group(
+    launch: Launch, target: Target, hosts: HostOptions, work: Serving, gpus: int, log: LogLine
+) -> HostGroup | None:
+    """Rank 0: all hosts have connected and agree. Other ranks: None, after they have served until rank 0 ended. `gpus`
+    of rank 0."""
+    check_launch(launch, target)
+    shard = ExpertShard(make_partition(launch, target, hosts.ranks), hosts.rank)
+    facts = host_facts(paths_of(launch, target), shard.partition, hosts.rank, format_on_load(launch, target))
+    require_memory(launch, target, work, shard, gpus, log)
+    if hosts.rank:
+        run_expert_host(hosts, facts, lambda: _load_experts(launch, target, shard, log), log)
+        return None
+    pool = HostPool(hosts, facts, log)
+    log(f"waiting for {hosts.ranks - 1} expert hosts at {hosts.address}:{pool.port}")
+    try:
+        pool.wait_for_hosts()
+    except BaseException:
+        pool.close()
+        raise
+    return HostGroup(pool, shard)
+
+
+def _load_experts(launch: Launch, target: Target, shard: ExpertShard, log: LogLine) -> list[ShardLayer]:
+    log(f"loading experts of {target.model}")
+    pool = set_default_pool(launch.threads or 0, launch.groups or 0) if launch.threads or launch.groups else None
+    experts = target.choose_experts(launch.experts)
+    return load_shard(
+        target.model,
+        shard,
+        experts=experts,
+        pool=pool,
+        isa=launch.isa,
+        verify=launch.verify,
+        formats=format_on_load(launch, target),
+    )

@@ -1,0 +1,177 @@
+"""One layer of experts whose stores are on several hosts, as `nn/experts.py` calls it on rank 0.
+
+A row goes to every host that has at least one of its experts, with ids in the order of that host's store (-1 for all
+others). Rank 0 computes its own experts while the others compute; then partial sums are added in float32 in the order
+of ranks, so that a token's result does not depend on which host answers first. A host without rows gets no message.
+`SharedLora` is an adapter of one layer: rank 0's factors packed here, those of the others sent to them."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ktransformers import _core
+from ktransformers.adapters import LoraPair
+from ktransformers.adapters.pack import pack_expert_pairs
+from ktransformers.errors import InputError
+from ktransformers.expert_partition import LayerShard
+from ktransformers.nn.contract import expert_modules
+from ktransformers.nn.mixed_lora import MixedLora
+from ktransformers.nn.store import ExpertStore
+from ktransformers.serve.hosts.adapter_wire import encode_pairs, select_experts
+from ktransformers.serve.hosts.host_pool import HostPool, Parts
+from ktransformers.serve.hosts.wire import DTYPES, Header, Kind, dtype_code, tensor_bytes
+
+ReadPairs = Callable[[], Mapping[str, LoraPair]]
+
+
+class SharedLora:
+    """LoRA of one layer's experts on all hosts. Factors of other hosts are not kept here: a host that comes back gets
+    them from the adapter's files, which must not have changed."""
+
+    def __init__(self, what: str, layer: RemoteLayer, pairs: Mapping[str, LoraPair], read: ReadPairs) -> None:
+        self._what, self._layer, self._read = what, layer, read
+        self._pairs: Mapping[str, LoraPair] | None = pairs  # until all hosts have theirs
+        self._digest = _hash_pairs(pairs)
+        self.handle = layer.pool.new_handle()
+        self.local: _core.Adapter | None = None
+        if layer.store is not None:
+            self.local = pack_expert_pairs(what, layer.store, select_experts(pairs, layer.shard.experts))
+
+    @property
+    def packed_bytes(self) -> int:
+        return 0 if self.local is None else self.local.packed_bytes
+
+    def message(self, rank: int) -> tuple[Header, Parts] | None:
+        experts = self._layer.shard.experts_of(rank)
+        if not experts:
+            return None
+        pairs = self._pairs
+        if pairs is None:
+            pairs = self._read()
+            if _hash_pairs(pairs) != self._digest:
+                given = "files that have changed since they were loaded"
+                raise InputError(self._what, given, "those that other hosts have", "unload the adapter, or restore it")
+        parts = encode_pairs(self._what, select_experts(pairs, experts))
+        return Header(Kind.LOAD, layer=self._layer.number, handle=self.handle), parts
+
+    def sent(self) -> None:
+        self._pairs = None
+
+
+def _hash_pairs(pairs: Mapping[str, LoraPair]) -> bytes:
+    digest = hashlib.blake2b(digest_size=20)
+    for role in sorted(pairs):
+        digest.update(f"{role} {pairs[role].scaling!r}".encode())
+        for factor in (pairs[role].a, pairs[role].b):
+            digest.update(f"{factor.dtype} {tuple(factor.shape)}".encode())
+            digest.update(tensor_bytes(factor.detach()))
+    return digest.digest()
+
+
+@dataclass(frozen=True)
+class HostRows:
+    """Rows of a batch for one rank, and its experts' places in the rank's store, -1 for experts of other ranks."""
+
+    rows: Tensor  # int64 [n]
+    places: Tensor  # int32 [n, k]
+
+
+class RemoteLayer:
+    def __init__(self, number: int, store: ExpertStore | None, shard: LayerShard, pool: HostPool) -> None:
+        self.number, self.store, self.shard, self.pool = number, store, shard, pool
+        self._owners = torch.tensor([*shard.owners, -1])  # the last for ids that belong to no expert
+        self._places = torch.tensor([*shard.positions, -1], dtype=torch.int32)
+
+    def route(self, ids: Tensor) -> dict[int, HostRows]:
+        """By rank, ascending; ranks without rows are left out."""
+        experts = len(self.shard.owners)
+        known = torch.where((ids < 0) | (ids >= experts), experts, ids).long()
+        owners = self._owners[known]
+        routed = {}
+        for rank in range(self.shard.ranks):
+            own = owners == rank
+            rows = own.any(1).nonzero().flatten()
+            if rows.numel():
+                routed[rank] = HostRows(rows, torch.where(own[rows], self._places[known[rows]], -1))
+        return routed
+
+    def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor, mixed: MixedLora | None) -> Tensor:
+        """As `ExpertStore.forward`; adapters of `mixed` are `SharedLora`."""
+        if hidden.dtype not in DTYPES:
+            raise InputError("hidden states", str(hidden.dtype), "one of " + ", ".join(map(str, DTYPES)))
+        rows = hidden.reshape(-1, hidden.shape[-1]).detach().cpu()
+        ids = ids.reshape(-1, ids.shape[-1]).cpu()
+        weights = weights.reshape(ids.shape).detach().cpu().float()
+        routed = self.route(ids)
+        remote = [rank for rank in routed if rank]
+        total = torch.zeros(rows.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        with self.pool.exchange(remote) as exchange:
+            for rank in remote:
+                exchange.send(rank, *self._message(rows, weights, routed[rank], mixed))
+            if 0 in routed:
+                self._add_own(total, rows, weights, routed[0], mixed)
+            for rank in remote:
+                part = torch.empty(len(routed[rank].rows), rows.shape[1], dtype=hidden.dtype)
+                exchange.receive(rank, part)
+                total.index_add_(0, routed[rank].rows, part.to(total.dtype))
+        return total.to(hidden.dtype).view(hidden.shape).to(hidden.device)
+
+    def _message(
+        self, hidden: Tensor, weights: Tensor, routed: HostRows, mixed: MixedLora | None
+    ) -> tuple[Header, Parts]:
+        index = routed.rows
+        parts = [hidden[index], weights[index], routed.places]
+        if mixed is not None:
+            handles = torch.tensor([*(_shared(adapter).handle for adapter in mixed.adapters), 0], dtype=torch.int32)
+            parts.append(handles[mixed.rows.cpu().long()[index]])  # -1: the last, no adapter
+        count, top_k = routed.places.shape
+        header = Header(
+            Kind.FORWARD, dtype_code(hidden.dtype), self.number, count, top_k, int(mixed is not None), hidden.shape[1]
+        )
+        return header, [tensor_bytes(part) for part in parts]
+
+    def _add_own(
+        self, total: Tensor, hidden: Tensor, weights: Tensor, routed: HostRows, mixed: MixedLora | None
+    ) -> None:
+        assert self.store is not None
+        index = routed.rows
+        part = torch.empty(len(index), hidden.shape[1], dtype=total.dtype)
+        adapter, adapters = None, list[_core.Adapter]()
+        if mixed is not None:
+            adapter = mixed.rows.cpu()[index]
+            adapters = [local for entry in mixed.adapters if (local := _shared(entry).local) is not None]
+        self.store.forward(hidden[index], routed.places, weights[index], adapter=adapter, adapters=adapters, out=part)
+        total.index_add_(0, index, part)
+
+    def share_lora(self, what: str, pairs: Mapping[str, LoraPair], read: ReadPairs) -> SharedLora:
+        """Pack rank 0's factors and send the others theirs; they are dropped there when the result is let go of."""
+        experts = len(self.shard.owners)
+        for role, pair in pairs.items():
+            if pair.a.shape[0] != experts:
+                raise InputError(f"{what}: {role}", f"{pair.a.shape[0]} experts", f"{experts}")
+        lora = SharedLora(what, self, pairs, read)
+        weakref.finalize(lora, self.pool.unload_adapter, lora.handle).atexit = False
+        self.pool.load_adapter(lora, weakref.ref(lora))
+        lora.sent()
+        return lora
+
+
+def _shared(adapter: object) -> SharedLora:
+    assert isinstance(adapter, SharedLora)
+    return adapter
+
+
+def attach_hosts(model: nn.Module, pool: HostPool) -> int:
+    """Let the model's experts be computed by rank 0 and its hosts; returns the number of layers."""
+    modules: Sequence[nn.Module] = list(expert_modules(model).values())
+    for number, module in enumerate(modules):
+        store, shard = module.kt_store, module.kt_shard
+        assert isinstance(shard, LayerShard) and (store is None or isinstance(store, ExpertStore))
+        module.kt_remote = RemoteLayer(number, store, shard, pool)  # type: ignore[assignment]
+    return len(modules)
