@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from ktransformers.errors import InputError
+from ktransformers.expert_partition import ExpertShard, by_experts
 from ktransformers.nn import load_model
 from ktransformers.nn.coded_weight import CodedWeight
 from ktransformers.nn.contract import expert_modules
@@ -85,6 +86,10 @@ def test_experts_of_a_backend_are_those_of_kt_quant(directory: Path, int8_expert
     weight = stock.model.layers[0].mlp.experts.down_proj[0].float()
     decoded = model.model.layers[0].mlp.experts.kt_store.decode("down", 0).float()
     assert 0 < (decoded - weight).norm() < 0.01 * weight.norm()
+    part = load_model(directory, dtype=torch.float32, formats="int8", shard=ExpertShard(by_experts(2, 6, 2), 1))
+    for module, whole in zip(expert_modules(part).values(), expert_modules(model).values(), strict=True):
+        decoded, expected = module.kt_store.decode("up", 0), whole.kt_store.decode("up", 3)  # type: ignore[union-attr]
+        assert torch.equal(decoded, expected), "experts of one rank"
     with pytest.raises(InputError, match=r"int4:32, where .* is packed in int8"):
         load_model(int8_experts, formats="int4:32")
     with pytest.raises(InputError, match="a format that can be written"):
@@ -226,6 +231,7 @@ def test_training_by_rules(directory: Path, int8_experts: Path, tmp_path: Path) 
     pytest.importorskip("trl")
     from peft import PeftModel
 
+    from ktransformers.serve.target import resolve_target
     from tests.support.training_runs import adapter, difference, run
 
     rules = tmp_path / "rules.yaml"
@@ -244,6 +250,10 @@ def test_training_by_rules(directory: Path, int8_experts: Path, tmp_path: Path) 
         if name == "rule":
             assert any("everything is computed on the CPU" in note for note in watcher.plans[-1].notes)
     assert len(losses["rule"]) == 2 and losses["rule"] == losses["backend"] == losses["quant"]
+    for name in runs:
+        target = resolve_target(str(tmp_path / name))
+        assert target.expert_format == (None if name == "quant" else "int8"), "a server computes with the same experts"
+        assert (target.experts is None) == (name != "quant")
     saved = adapter(tmp_path / "rule")
     assert difference(saved, adapter(tmp_path / "quant")) == 0
     stock = PeftModel.from_pretrained(

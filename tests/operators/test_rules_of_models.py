@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,20 @@ from ktransformers.cli.main import app
 from ktransformers.errors import InputError
 from ktransformers.operators import BaseInjectedModule, KLinearBase
 from ktransformers.operators.plan import OperatorPlan, find_operator, keywords_of, operators, plan_operators
-from ktransformers.operators.rules import SHIPPED, find_rules, read_rules, require_rules, shipped_names
+from ktransformers.operators.rules import (
+    SHIPPED,
+    find_rules,
+    operators_of,
+    own_sources,
+    read_rules,
+    require_rules,
+    shipped_names,
+)
 from ktransformers.place.rule_devices import devices_by_rules
 from ktransformers.place.rule_report import report_rules
+from ktransformers.serve.flags import Launch
+from ktransformers.serve.kv_tiers import open_tiers
+from ktransformers.serve.target import Target
 from tests.support.tiny_models import COMMON, FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -227,6 +239,34 @@ def test_files_of_the_package_fit_the_released_models(family: str) -> None:
         counts = [device_map.layers.count(f"cuda:{place}") for place in range(gpus)]
         assert sum(counts) == len(device_map.layers) and max(counts) - min(counts) <= 1, name
         assert (device_map.embedding, device_map.head) == ("cpu", "cuda:0")
+
+
+def test_what_rules_compute_is_compared_without_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a run that is resumed, and for keys and values on disk, which depend on the code of own operators too."""
+    one, four = (f"DeepSeek-V3-Chat-sft-amx{end}.yaml" for end in ("", "-multi-gpu-4"))
+    assert [entry for entry in operators_of(four) if "Model" not in entry[1]] == operators_of(one)
+    assert ["class torch.nn.Linear" in entry[0] for entry in operators_of(one)].count(True) == 1
+    assert operators_of(one) != operators_of("DeepSeek-V3-Chat.yaml") and operators_of(None) == []
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own_linear.py").write_text("")
+    rules = tmp_path / "own.yaml"
+    rules.write_text(rule("own_linear.Linear") + rule(LINEAR))
+    before = own_sources(str(rules))
+    (tmp_path / "own_linear.py").write_text("changed = True\n")
+    assert list(before) == ["own_linear"] and own_sources(str(rules)) != before and own_sources(one) == {}
+    dtype, launch = torch.float32, Launch("M", device="cpu", kv_host_gb=1.0)
+    target = Target(tmp_path)
+    identities = {
+        request.identity
+        for line, place in (
+            (launch, target),
+            (replace(launch, expert_format="int8"), target),
+            (launch, replace(target, expert_format="int4:32")),
+            (replace(launch, place={"kt_optimize_rule": str(rules)}), target),
+        )
+        if (request := open_tiers(line, place, dtype, False, print)) is not None
+    }
+    assert len(identities) == 4
 
 
 def test_report_counts_bytes_per_device(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ name means llamafile, that is, any CPU.
 from __future__ import annotations
 
 import difflib
+import hashlib
+import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -147,6 +149,21 @@ def operators_of(given: str | None) -> list[list[Any]]:
         for rule in (() if file is None else file.rules)
         if rule.operator != DEFAULT
     ]
+
+
+def own_sources(given: str | None) -> dict[str, str]:
+    """Module of a user's own operators -> hash of its file: what these compute changes with it."""
+    packages = {operator.rpartition(".")[0] for _, operator, _ in operators_of(given)}
+    specs = {
+        package: importlib.util.find_spec(package)
+        for package in sorted(packages)
+        if package and not package.startswith("ktransformers.")
+    }
+    return {
+        package: hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
+        for package, spec in specs.items()
+        if spec is not None and spec.origin is not None
+    }
 
 
 def shipped_names() -> list[str]:

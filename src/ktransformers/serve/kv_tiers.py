@@ -64,12 +64,16 @@ def open_tiers(launch: Launch, target: Target, dtype: Any, by_default: bool, log
         log("no lower tiers of the KV cache: with --deterministic no prefix is used again")
     if launch.deterministic or (launch.kv_disk is None and host_gb == 0):
         return None
+    from ktransformers.operators.rules import operators_of, own_sources
     from ktransformers.serve.cache_identity import model_identity
     from ktransformers.serve.engine.disk_tier import DiskFile
     from ktransformers.serve.placement import options_of
 
     experts, place = target.choose_experts(launch.experts), options_of(launch, target)
     options = {name: getattr(place, name) for name in APPROXIMATIONS} | {"dtype": str(dtype), "rest": launch.rest}
+    options |= {"experts": launch.expert_format or target.expert_format}
+    rules = place.kt_optimize_rule
+    options |= {"operators": operators_of(rules), "sources": own_sources(rules)}
     identity = model_identity([target.model, *([] if experts is None else [experts])], options)
     file = None if launch.kv_disk is None else DiskFile(launch.kv_disk, identity)
     return TierRequest(launch, host_gb, identity, file)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from ktransformers.nn.rank_check import Ranks, join_ranks, require_equal, require_equal_packages
 from ktransformers.nn.rank_watch import RankWatch
+from ktransformers.operators.rules import operators_of
 from ktransformers.plan import Meter, PlanComparison, compare_with_plan, require_fit
 from ktransformers.system import frozen_gc
 from ktransformers.train.arguments import device_of, dtype_of, trainer_arguments, uses_packing
@@ -221,7 +222,8 @@ def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
         from ktransformers.train.reference import add_reference
 
         budget = max(4 * settings.data.cutoff_len, settings.experts.tokens_per_pass or 0)
-        reference_id = (base_hash(directory), str(experts_source(settings, directory)), expert_formats(model))
+        reference_id = [base_hash(directory), str(experts_source(settings, directory)), expert_formats(model)]
+        reference_id += [str(rule) for rule in operators_of(settings.place.kt_optimize_rule)]
         if not add_reference(trainer, " ".join(reference_id), budget, watcher.on_reference):
             watcher.on_note("reference log-probabilities are reused from the earlier run")
     if checkpoint is not None:
