@@ -282,13 +282,68 @@ void PyExperts::verify(nb::handle ids) const {
   w.check_source();
 }
 
+void PyExperts::place_pages() const {
+  nb::gil_scoped_release released;
+  const Reading reading(experts->weights());
+  experts->weights().place_pages();
+}
+
+namespace {
+
+nb::capsule owner_of(std::shared_ptr<const void> memory) {
+  return nb::capsule(new std::shared_ptr<const void>(std::move(memory)),
+                     [](void* p) noexcept { delete (std::shared_ptr<const void>*)p; });
+}
+
+}  // namespace
+
+nb::dict PyExperts::parts() const {
+  const Weights& w = experts->weights();
+  const size_t count = (size_t)experts->shape().experts;
+  nb::dict all;
+  auto put = [&](const char* name, const BlockStore& store) {
+    nb::list list;
+    auto add = [&](size_t offset, const char* at, size_t bytes) {
+      list.append(nb::make_tuple(
+          offset,
+          nb::ndarray<nb::numpy, const uint8_t, nb::ndim<2>>(at, {count, bytes}, owner_of(store.owner())).cast()));
+    };
+    if (const char* at = store.whole()) {
+      add(0, at, (size_t)store.blocks() * store.block_bytes());
+    } else {
+      for (int g = 0; g < store.parts(); g++)
+        if (store.part_bytes(g)) add((size_t)store.begin(g) * store.block_bytes(), store.part(g), store.part_bytes(g));
+    }
+    all[name] = list;
+  };
+  put("gate_up", w.up());
+  put("down", w.down());
+  w.check_source();
+  return all;
+}
+
+nb::dict PyExperts::biases() const {
+  const Weights& w = experts->weights();
+  nb::dict all;
+  auto put = [&](const char* name, std::shared_ptr<const std::vector<char>> biases, const BlockStore& store) {
+    if (biases->empty()) return;
+    size_t count = (size_t)experts->shape().experts * (size_t)store.blocks() * kBlockN;
+    const void* at = biases->data();
+    nb::object owner = owner_of(std::move(biases));
+    if (experts->kernels().sum_bytes == 8) {
+      all[name] = nb::cast(nb::ndarray<nb::numpy, const double, nb::ndim<1>>(at, {count}, owner));
+    } else {
+      all[name] = nb::cast(nb::ndarray<nb::numpy, const float, nb::ndim<1>>(at, {count}, owner));
+    }
+  };
+  put("gate_up_bias", w.up_biases(), w.up());
+  put("down_bias", w.down_biases(), w.down());
+  return all;
+}
+
 nb::dict PyExperts::memory() const {
   const Weights& w = experts->weights();
   nb::dict all;
-  auto owner_of = [](std::shared_ptr<const void> memory) {
-    return nb::capsule(new std::shared_ptr<const void>(std::move(memory)),
-                       [](void* p) noexcept { delete (std::shared_ptr<const void>*)p; });
-  };
   auto put = [&](const char* name, const BlockStore& store) {
     size_t bytes = (size_t)experts->shape().experts * (size_t)store.blocks() * store.block_bytes();
     const char* at = store.whole();
@@ -305,21 +360,9 @@ nb::dict PyExperts::memory() const {
     }
     all[name] = nb::cast(nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(at, {bytes}, owner));
   };
-  auto put_bias = [&](const char* name, std::shared_ptr<const std::vector<char>> biases, const BlockStore& store) {
-    if (biases->empty()) return;
-    size_t count = (size_t)experts->shape().experts * (size_t)store.blocks() * kBlockN;
-    const void* at = biases->data();
-    nb::object owner = owner_of(std::move(biases));
-    if (experts->kernels().sum_bytes == 8) {
-      all[name] = nb::cast(nb::ndarray<nb::numpy, const double, nb::ndim<1>>(at, {count}, owner));
-    } else {
-      all[name] = nb::cast(nb::ndarray<nb::numpy, const float, nb::ndim<1>>(at, {count}, owner));
-    }
-  };
   put("gate_up", w.up());
   put("down", w.down());
-  put_bias("gate_up_bias", w.up_biases(), w.up());
-  put_bias("down_bias", w.down_biases(), w.down());
+  all.update(biases());
   w.check_source();
   return all;
 }

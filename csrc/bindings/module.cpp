@@ -211,6 +211,9 @@ NB_MODULE(_core, m) {
       .def("adopt", &PyExperts::adopt, "gate_up"_a, "down"_a, "gate_up_bias"_a.none() = nb::none(),
            "down_bias"_a.none() = nb::none(), "checksums"_a.none() = nb::none(), "source"_a = "")
       .def("memory", &PyExperts::memory)
+      .def("parts", &PyExperts::parts)
+      .def("biases", &PyExperts::biases)
+      .def("place_pages", &PyExperts::place_pages)
       .def("checksums", &PyExperts::checksums)
       .def("verify", &PyExperts::verify, "experts"_a)
       .def("decode", &PyExperts::decode, "matrix"_a, "expert"_a, "out"_a)

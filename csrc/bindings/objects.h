@@ -103,6 +103,9 @@ struct PyExperts {
   void adopt(nb::handle up, nb::handle down, nb::handle up_bias, nb::handle down_bias, nb::handle checksums,
              const std::string& source);
   nb::dict memory() const;  // packed bytes and biases, read-only; views where they are contiguous, else copies
+  nb::dict parts() const;   // the packed bytes as they lie: lists of (byte offset in an expert, view [E, bytes])
+  nb::dict biases() const;
+  void place_pages() const;
   nb::list checksums() const;
   void verify(nb::handle ids) const;
   void decode(const std::string& matrix, int64_t expert, nb::handle out) const;

@@ -41,6 +41,7 @@ BlockStore::BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t
   bytes_ = (size_t)experts * (size_t)blocks * block_bytes_;
   auto buffer = std::make_shared<Buffer>(bytes_);
   base_.push_back(buffer->data());
+  stride_.push_back((size_t)blocks * block_bytes_);
   owner_ = std::move(buffer);
 }
 
@@ -57,9 +58,11 @@ BlockStore::BlockStore(int32_t experts, int32_t blocks, int32_t k_tiles, int32_t
   first_.back() = blocks;
   auto parts = std::make_shared<std::vector<Buffer>>();
   for (int g = 0; g < groups; g++) {
-    parts->emplace_back((size_t)experts * (size_t)(end(g) - begin(g)) * block_bytes_, pool.node_of(g));
+    parts->emplace_back((size_t)experts * part_bytes(g), pool.node_of(g));
     base_.push_back(parts->back().data());
+    stride_.push_back(part_bytes(g));
   }
+  whole_ = groups == 1;
   owner_ = std::move(parts);
 }
 
@@ -71,8 +74,7 @@ int BlockStore::group_of(int32_t block) const {
 
 const char* BlockStore::at(int32_t expert, int32_t block) const {
   int g = group_of(block);
-  size_t index = (size_t)expert * (size_t)(end(g) - begin(g)) + (size_t)(block - begin(g));
-  return base_[(size_t)g] + index * block_bytes_;
+  return base_[(size_t)g] + (size_t)expert * stride_[(size_t)g] + (size_t)(block - begin(g)) * block_bytes_;
 }
 
 namespace {

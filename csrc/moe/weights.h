@@ -3,6 +3,11 @@
 // A gated block is 16 outputs of gate beside the same 16 of up, so that the activation finds both in one product; an
 // ungated one is 32 outputs of up. Down blocks are 32 outputs. On several NUMA nodes each node holds a range of the
 // *outputs* of every matrix (of I for gate/up, of H for down): no sum ever crosses nodes, only activations do.
+//
+// There is one copy of the experts on any number of nodes. Experts that are packed here have one part per node,
+// [experts] [blocks of the node], each allocated on its node in huge pages. Adopted ones, in a mapped file for example,
+// stay in the layout of one node, [experts][blocks], where a part is a range of each expert's blocks: their pages are
+// placed when they are first read.
 #pragma once
 
 #include <atomic>
@@ -63,15 +68,15 @@ class BlockStore {
   size_t k_bytes(int32_t k_tiles) const { return (size_t)k_tiles * 2 * (size_t)tile_bytes_; }  // as tiles
   const Encoding* encoding() const { return encoding_ ? &*encoding_ : nullptr; }               // null: tiles
   size_t bytes() const { return bytes_; }
-  // Uses existing blocks in the order [experts][blocks]: in place if all belong to one group, else copied, each part by
-  // the threads of its group.
-  void adopt(const char* from, int32_t experts, std::shared_ptr<const void> owner, Pool& pool);
-  // What keeps the memory at whole() alive, whichever blocks are used later.
+  // Uses existing blocks in the order [experts][blocks], in place.
+  void adopt(const char* from, std::shared_ptr<const void> owner);
+  // What keeps the memory of all parts alive, whichever blocks are used later.
   std::shared_ptr<const void> owner() const { return owner_; }
   void copy_to(char* to, int32_t experts) const;  // in the same order
-  const char* whole() const {
-    return parts() == 1 ? base_[0] : nullptr;
-  }  // their address where they are contiguous in that order, else null
+  // Their address where they are contiguous in that order, else null.
+  const char* whole() const { return whole_ ? base_[0] : nullptr; }
+  const char* part(int group) const { return base_[(size_t)group]; }  // of the first expert
+  size_t part_bytes(int group) const { return (size_t)(end(group) - begin(group)) * block_bytes_; }  // of an expert
   int32_t begin(int group) const { return first_[group]; }  // blocks [begin, end) are on this group's node
   int32_t end(int group) const { return first_[group + 1]; }
   int group_of(int32_t block) const;
@@ -81,8 +86,10 @@ class BlockStore {
   int32_t blocks_ = 0, k_tiles_ = 0, tile_bytes_ = 0;
   size_t block_bytes_ = 0, bytes_ = 0;
   std::optional<Encoding> encoding_;
-  std::vector<int32_t> first_;         // [groups + 1]
-  std::vector<const char*> base_;      // [groups] parts, each [experts][blocks of the group][block_bytes]
+  std::vector<int32_t> first_;     // [groups + 1]
+  std::vector<const char*> base_;  // [groups] where the part of the first expert begins
+  std::vector<size_t> stride_;     // [groups] bytes from an expert's part to the next expert's
+  bool whole_ = true;
   std::shared_ptr<const void> owner_;  // of the parts' memory
 };
 
@@ -133,12 +140,14 @@ class Weights {
   void adopt(const AdoptedLayer& layer);
   bool adopted() const { return adopted_; }
 
-  // Experts of an adopted layer with checksums are checked by the first call that reads them. Safe to call from several
-  // threads between enter() and leave(); throws DamagedFile naming the layer and the expert.
+  // Experts of an adopted layer are verified by the first call that reads them: their pages are read in by threads that
+  // prefer the node of their part, and compared with the checksums, if there are any. Safe to call from several threads
+  // between enter() and leave(); throws DamagedFile naming the layer and the expert.
   bool verified(int32_t expert) const {
-    return checksums_.empty() || verified_[(size_t)expert].load(std::memory_order_acquire);
+    return verified_.empty() || verified_[(size_t)expert].load(std::memory_order_acquire);
   }
   void verify(const std::vector<int32_t>& experts) const;
+  void place_pages() const;                 // of all experts, without comparing them; once
   uint32_t checksum(int32_t expert) const;  // CRC-32C of gate_up, down and their biases, as they lie in memory()
   void check_source() const;                // throws DamagedFile if pages of an adopted file were lost
   // Dequantises one matrix of an expert: [N][K] in bf16, or in the precision's type.
@@ -168,6 +177,7 @@ class Weights {
   void pack_biases(const SourceLayer& source);
   uint32_t bias_checksum(int32_t expert, uint32_t checksum) const;
   void compare_checksum(int32_t expert, uint32_t checksum) const;
+  bool has_parts() const { return adopted_ && up_.parts() > 1; }  // of one memory, to be placed
 
   std::mutex packing_;
   Readers readers_;
@@ -185,7 +195,8 @@ class Weights {
   std::string source_;                               // the adopted layer in words
   const Mapping* mappings_[2] = {};                  // files that hold adopted memory, or null
   std::vector<uint32_t> checksums_;                  // [experts], or empty: not known
-  mutable std::vector<std::atomic<bool>> verified_;  // [experts]
+  mutable std::vector<std::atomic<bool>> verified_;  // [experts], or empty: nothing to verify
+  mutable std::atomic<bool> placed_{false};          // pages of all experts
 };
 
 // A reader of the weights, in a scope.

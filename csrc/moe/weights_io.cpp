@@ -1,5 +1,5 @@
-// Import and export of packed experts: blocks packed by another process are used in place and checked by their
-// checksums, and any matrix can be dequantised to rows.
+// Import and export of packed experts: blocks packed by another process are used in place, read in by the node that
+// computes with them and checked by their checksums, and any matrix can be dequantised to rows.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -10,56 +10,23 @@
 
 namespace kt {
 
-namespace {
-
-// Copies what each part of the blocks has of every expert; a unit is one expert's.
-class CopyJob final : public Job {
- public:
-  CopyJob(const BlockStore& store, const char* from, char* const* parts, int32_t experts)
-      : store_(store), from_(from), parts_(parts), experts_(experts), next_((size_t)store.parts()) {}
-
-  void work(const Worker& worker) override {
-    const int groups = store_.parts();
-    for (int i = 0; i < groups; i++) {
-      const int g = (worker.group + i) % groups;
-      const size_t first = (size_t)store_.begin(g), bytes = ((size_t)store_.end(g) - first) * store_.block_bytes();
-      for (int32_t e; !cancelled() && (e = next_[(size_t)g]++) < experts_;)
-        std::memcpy(parts_[g] + (size_t)e * bytes,
-                    from_ + ((size_t)e * (size_t)store_.blocks() + first) * store_.block_bytes(), bytes);
-    }
+void BlockStore::adopt(const char* from, std::shared_ptr<const void> owner) {
+  for (int g = 0; g < parts(); g++) {
+    base_[(size_t)g] = from + (size_t)begin(g) * block_bytes_;
+    stride_[(size_t)g] = (size_t)blocks_ * block_bytes_;
   }
-
- private:
-  const BlockStore& store_;
-  const char* from_;
-  char* const* parts_;
-  const int32_t experts_;
-  std::vector<std::atomic<int32_t>> next_;
-};
-
-}  // namespace
-
-void BlockStore::adopt(const char* from, int32_t experts, std::shared_ptr<const void> owner, Pool& pool) {
-  if (parts() == 1) {
-    base_[0] = from;
-    owner_ = std::move(owner);
-    return;
-  }
-  std::vector<char*> to;
-  for (const char* part : base_) to.push_back(const_cast<char*>(part));
-  CopyJob job(*this, from, to.data(), experts);
-  pool.run(job);
+  whole_ = true;
+  owner_ = std::move(owner);
 }
 
 void BlockStore::copy_to(char* to, int32_t experts) const {
   InterruptPoll interrupted;
   for (int32_t e = 0; e < experts; e++) {
     if (interrupted()) throw Interrupted();
-    for (int g = 0; g < parts(); g++) {
-      size_t count = (size_t)(end(g) - begin(g));
-      std::memcpy(to + ((size_t)e * (size_t)blocks_ + (size_t)begin(g)) * block_bytes_,
-                  base_[(size_t)g] + (size_t)e * count * block_bytes_, count * block_bytes_);
-    }
+    for (int g = 0; g < parts(); g++)
+      if (part_bytes(g))
+        std::memcpy(to + ((size_t)e * (size_t)blocks_ + (size_t)begin(g)) * block_bytes_, at(e, begin(g)),
+                    part_bytes(g));
   }
 }
 
@@ -70,10 +37,10 @@ void Weights::adopt(const AdoptedLayer& layer) {
     Readers& readers;
     ~Unlock() { readers.unlock(); }
   } unlock{readers_};
-  // Incomplete until the end, also where the copying is interrupted.
+  // Incomplete until the end, also where it throws.
   std::fill(present_.begin(), present_.end(), (uint8_t)0);
-  up_.adopt(layer.up, shape_.experts, layer.owner, pool_);
-  down_.adopt(layer.down, shape_.experts, layer.owner, pool_);
+  up_.adopt(layer.up, layer.owner);
+  down_.adopt(layer.down, layer.owner);
   auto take = [&](const char* from, const BlockStore& store) {
     if (!from) return std::make_shared<std::vector<char>>();
     size_t bytes = (size_t)shape_.experts * (size_t)store.blocks() * kBlockN * (size_t)kernels_.sum_bytes;
@@ -85,8 +52,9 @@ void Weights::adopt(const AdoptedLayer& layer) {
   mappings_[1] = mapping_at(layer.down);
   source_ = layer.source.empty() ? "another store" : layer.source;
   checksums_ = layer.checksums;
-  verified_ = std::vector<std::atomic<bool>>(checksums_.size());
   adopted_ = true;
+  placed_.store(false, std::memory_order_release);
+  verified_ = std::vector<std::atomic<bool>>(checksums_.empty() && !has_parts() ? 0 : (size_t)shape_.experts);
   check_source();
   std::fill(present_.begin(), present_.end(), (uint8_t)1);
 }
@@ -97,42 +65,75 @@ void Weights::check_source() const {
 
 namespace {
 
-constexpr size_t kChecksumPiece = 512 << 10;  // bytes that a thread takes at a time
+constexpr size_t kPieceBytes = 512 << 10;  // that a thread takes at a time
 
-struct ChecksumPiece {
+// Bytes of one expert in one part.
+struct Piece {
   const char* data;
   size_t bytes;
+  int group;
   uint32_t checksum;
 };
 
 // The bytes of an expert in order, in pieces; blocks are contiguous within a part.
-void add_pieces(const BlockStore& store, int32_t expert, std::vector<ChecksumPiece>& pieces) {
+void add_pieces(const BlockStore& store, int32_t expert, std::vector<Piece>& pieces) {
   for (int g = 0; g < store.parts(); g++) {
     if (store.begin(g) == store.end(g)) continue;
     const char* at = store.at(expert, store.begin(g));
-    size_t left = (size_t)(store.end(g) - store.begin(g)) * store.block_bytes();
+    size_t left = store.part_bytes(g);
     for (size_t bytes; left; at += bytes, left -= bytes) {
-      bytes = std::min(left, kChecksumPiece);
-      pieces.push_back({at, bytes, 0});
+      bytes = std::min(left, kPieceBytes);
+      pieces.push_back({at, bytes, g, 0});
     }
   }
 }
 
-class ChecksumJob final : public Job {
- public:
-  explicit ChecksumJob(std::vector<ChecksumPiece>& pieces) : pieces_(pieces) {}
+enum class PieceWork : uint8_t { populate, checksum };
 
-  void work(const Worker&) override {
-    for (size_t i; !cancelled() && (i = next_.fetch_add(1)) < pieces_.size();)
-      pieces_[i].checksum = crc32c(pieces_[i].data, pieces_[i].bytes);
+// Reads pieces, each thread those of its own group first. With `place` a page that is not in memory yet is allocated on
+// the node of its part, whichever thread reads it in, and one that an earlier process left on another node is moved.
+class PieceJob final : public Job {
+ public:
+  PieceJob(std::vector<Piece>& pieces, const Pool& pool, PieceWork work, bool place)
+      : pieces_(pieces),
+        pool_(pool),
+        work_(work),
+        place_(place),
+        of_group_((size_t)pool.groups()),
+        next_((size_t)pool.groups()) {
+    for (size_t i = 0; i < pieces.size(); i++) of_group_[(size_t)pieces[i].group].push_back(i);
+  }
+
+  void work(const Worker& worker) override {
+    const size_t groups = of_group_.size();
+    for (size_t i = 0; i < groups; i++) {
+      const size_t g = ((size_t)worker.group + i) % groups;
+      const int node = place_ ? pool_.node_of((int)g) : -1;
+      const PreferNode prefer(of_group_[g].empty() ? -1 : node);
+      for (size_t n; !cancelled() && (n = next_[g].fetch_add(1)) < of_group_[g].size();)
+        read(pieces_[of_group_[g][n]], node);
+    }
   }
 
  private:
-  std::vector<ChecksumPiece>& pieces_;
-  std::atomic<size_t> next_{0};
+  void read(Piece& piece, int node) const {
+    if (work_ == PieceWork::checksum) {
+      piece.checksum = crc32c(piece.data, piece.bytes);
+    } else {
+      populate_read(piece.data, piece.bytes);
+    }
+    move_to_node(piece.data, piece.bytes, node);
+  }
+
+  std::vector<Piece>& pieces_;
+  const Pool& pool_;
+  const PieceWork work_;
+  const bool place_;
+  std::vector<std::vector<size_t>> of_group_;  // indices of pieces
+  std::vector<std::atomic<size_t>> next_;      // [groups]
 };
 
-uint32_t combine(const ChecksumPiece* first, const ChecksumPiece* last) {
+uint32_t combine(const Piece* first, const Piece* last) {
   uint32_t checksum = 0;
   for (; first != last; first++) checksum = crc32c_combine(checksum, first->checksum, first->bytes);
   return checksum;
@@ -148,10 +149,10 @@ uint32_t Weights::bias_checksum(int32_t expert, uint32_t checksum) const {
 }
 
 uint32_t Weights::checksum(int32_t expert) const {
-  std::vector<ChecksumPiece> pieces;
+  std::vector<Piece> pieces;
   add_pieces(up_, expert, pieces);
   add_pieces(down_, expert, pieces);
-  ChecksumJob job(pieces);
+  PieceJob job(pieces, pool_, PieceWork::checksum, has_parts());
   pool_.run(job);
   return bias_checksum(expert, combine(pieces.data(), pieces.data() + pieces.size()));
 }
@@ -170,7 +171,7 @@ void Weights::compare_checksum(int32_t expert, uint32_t checksum) const {
 }
 
 void Weights::verify(const std::vector<int32_t>& experts) const {
-  std::vector<ChecksumPiece> pieces;
+  std::vector<Piece> pieces;
   std::vector<std::pair<int32_t, size_t>> pending;  // expert, end of its pieces
   for (int32_t expert : experts) {
     if (verified(expert)) continue;
@@ -179,14 +180,31 @@ void Weights::verify(const std::vector<int32_t>& experts) const {
     pending.emplace_back(expert, pieces.size());
   }
   if (pending.empty()) return;
-  ChecksumJob job(pieces);
+  PieceJob job(pieces, pool_, checksums_.empty() ? PieceWork::populate : PieceWork::checksum, has_parts());
   pool_.run(job);
   check_source();
-  const ChecksumPiece* first = pieces.data();
+  const Piece* first = pieces.data();
   for (auto [expert, end] : pending) {
+    if (checksums_.empty()) {
+      verified_[(size_t)expert].store(true, std::memory_order_release);
+      continue;
+    }
     compare_checksum(expert, bias_checksum(expert, combine(first, pieces.data() + end)));
     first = pieces.data() + end;
   }
+}
+
+void Weights::place_pages() const {
+  if (!has_parts() || placed_.load(std::memory_order_acquire)) return;
+  std::vector<Piece> pieces;
+  for (int32_t expert = 0; expert < shape_.experts; expert++) {
+    add_pieces(up_, expert, pieces);
+    add_pieces(down_, expert, pieces);
+  }
+  PieceJob job(pieces, pool_, PieceWork::populate, true);
+  pool_.run(job);
+  check_source();
+  placed_.store(true, std::memory_order_release);
 }
 
 void copy_half_rows(const char* tiles, int half, int32_t count, int64_t columns, int32_t tile_bytes, char* out) {

@@ -214,7 +214,14 @@ class Experts:
     ) -> None:
         """`checksums`: int64 [E], each the CRC-32C of an expert; `source` names the layer in errors."""
     def memory(self) -> dict[str, Any]:
-        """Read-only numpy arrays: "gate_up" and "down" in bytes, and the biases that there are."""
+        """Read-only numpy arrays: "gate_up" and "down" in bytes, and the biases that there are; copies where packed
+        bytes lie in several parts."""
+    def parts(self) -> dict[str, list[tuple[int, Any]]]:
+        """The bytes of "gate_up" and "down" as they lie: (offset in an expert's bytes, read-only array [E, bytes])."""
+    def biases(self) -> dict[str, Any]:
+        """The biases of `memory()`."""
+    def place_pages(self) -> None:
+        """Read in the pages of adopted experts, each on the NUMA node that computes with it."""
     def checksums(self) -> list[int]:
         """CRC-32C of every expert's bytes of `memory()`: gate_up, down, gate_up_bias, down_bias."""
     def verify(self, experts: Sequence[int]) -> None:

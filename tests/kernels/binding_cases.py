@@ -372,5 +372,6 @@ WITHOUT_TENSORS = {
     "variants", "isa", "machine", "formats", "format", "grid", "linear_rows", "pooled_array", "pooled_bytes",
     "TaskQueue.__init__", "TaskQueue.submit", "TaskQueue.wait", "TaskQueue.step",
     "host_callbacks", "map_file", "Pool.__init__", "Pool.rate", "Pool.codes_rate", "Call.submit", "Call.wait",
+    "Experts.parts", "Experts.biases", "Experts.place_pages",
     "Experts.__init__", "Experts.memory", "Experts.checksums", "Experts.verify", "Experts.layout", "Adapter.__init__",
 }  # fmt: skip

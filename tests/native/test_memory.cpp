@@ -1,4 +1,7 @@
 // Buffers: alignment, zero fill, moves, and requests that cannot be met.
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <cstdint>
 #include <new>
 #include <utility>
@@ -51,6 +54,32 @@ TEST(memory_is_given_whatever_the_node) {
     buffer.data()[3 * kMega - 1] = 7;
     CHECK_EQ(static_cast<int>(buffer.data()[3 * kMega - 1]), 7);
   }
+}
+
+TEST(memory_is_read_in_and_placed_as_it_is) {
+  const Buffer buffer(5 * kMega);
+  buffer.data()[kMega] = 3;
+  for (int node : {-1, 0, 1, 900, 5000}) {
+    const PreferNode prefer(node);
+    populate_read(buffer.data() + 100, 4 * kMega + 7);
+    move_to_node(buffer.data() + 100, 4 * kMega + 7, node);  // of a node that does not exist: nothing moves
+    move_to_node(buffer.data(), 0, node);
+    CHECK_EQ(static_cast<int>(buffer.data()[kMega]), 3);
+    CHECK_EQ(static_cast<int>(buffer.data()[2 * kMega]), 0);
+  }
+}
+
+TEST(memory_preference_of_a_thread_ends_with_its_scope) {
+  const auto policy = [] {
+    int mode = -1;
+    return syscall(SYS_get_mempolicy, &mode, nullptr, 0, nullptr, 0) == 0 ? mode : -1;
+  };
+  const int before = policy();
+  {
+    const PreferNode prefer(0);
+    if (before >= 0) CHECK_EQ(policy(), 1);  // MPOL_PREFERRED; some containers refuse both calls
+  }
+  CHECK_EQ(policy(), before);
 }
 
 TEST(memory_moves) {

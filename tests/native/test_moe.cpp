@@ -97,6 +97,33 @@ TEST(moe_same_bits_for_any_threads_and_batch) {
   }
 }
 
+// One memory in the layout of one node, read by any number of groups, verified or not.
+TEST(moe_adopted_memory_is_read_in_place_by_all_groups) {
+  const LayerShape shape{4, 170, 90, true};
+  RandomLayer layer(shape, true);
+  auto source = packed(layer, kSilu, kernels(), engine_of(1));
+  RandomBatch want(shape, 37, 3);
+  Call(*source, want.batch(shape)).run();
+  const Weights& w = source->weights();
+  AdoptedLayer adopted{
+      w.up().whole(), w.down().whole(), w.up_biases()->data(), w.down_biases()->data(), nullptr, {}, ""};
+  std::vector<uint32_t> checksums;
+  for (int32_t e = 0; e < shape.experts; e++) checksums.push_back(w.checksum(e));
+  for (int groups : {1, 2, 4, 7})  // seven: more than there are blocks of down
+    for (bool verified : {false, true}) {
+      auto experts = packed(layer, kSilu, kernels(), engine_of(8, groups));
+      adopted.checksums = verified ? checksums : std::vector<uint32_t>{};
+      experts->weights().adopt(adopted);
+      CHECK_EQ(experts->weights().up().whole() == w.up().whole(), true);
+      CHECK_EQ(experts->weights().verified(0), groups == 1 && !verified);
+      experts->weights().place_pages();
+      RandomBatch batch(shape, 37, 3);
+      Call(*experts, batch.batch(shape)).run();
+      CHECK(batch.out == want.out);
+      for (int32_t e = 0; e < shape.experts; e++) CHECK_EQ(experts->weights().checksum(e), checksums[(size_t)e]);
+    }
+}
+
 TEST(moe_calls_of_many_threads) {
   const LayerShape shape{5, 40, 35, true};
   RandomLayer layer(shape, true);

@@ -53,7 +53,7 @@ class PackedOrigin(Origin):
 
         def chunks(experts: Sequence[int] | None = None) -> Iterator[ExpertChunk]:
             store = self._packed.store(name, contract)
-            vectors = {role: tensor for role, tensor in store.memory().items() if role.endswith("_bias")}
+            vectors = store.biases()
             for expert in range(packed.experts) if experts is None else experts:
                 matrices: dict[str, Weight] = {role: store.decode(role, expert)[None] for role in packed.formats}
                 yield ExpertChunk(expert, False, matrices | _biases(vectors, expert, contract))

@@ -35,11 +35,16 @@ def map_file(file: Path, pages: str = "lazy") -> Tensor:
     """All bytes of the file, uint8 [size]."""
     check_pages(pages)
     tensor = read_only_tensor(_core.map_file(os.fspath(file)))
+    load_pages(file, tensor, pages)
+    return tensor
+
+
+def load_pages(file: Path, tensor: Tensor, pages: str) -> None:
+    """What `pages` says of a mapped file, on the calling thread: pages that are not in memory come to its NUMA node."""
     if pages != "lazy":
         _populate(tensor)
     if pages == "lock":
         _lock(file, tensor)
-    return tensor
 
 
 def read_only_tensor(array: Any) -> Tensor:

@@ -1,9 +1,9 @@
 """Experts of a packed directory: files are memory-mapped, and stores compute from the mapping without a copy.
 
 Opening reads the headers and the manifest. Pages are read when a token is routed to their expert, and all processes
-share them. With more than one NUMA node a store copies its slices instead. An expert is compared with its checksum when
-it is first computed with or copied to a GPU. A directory with another layout version than
-these kernels, or of another model, is refused before transformers loads anything.
+share them. On several NUMA nodes each page is read in on the node that computes with it. An expert is compared with its
+checksum when it is first computed with or copied to a GPU. A directory with another layout version than these kernels,
+or of another model, is refused before transformers loads anything.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ktransformers import _core, env
-from ktransformers.checkpoint.mapped import check_pages, map_file
+from ktransformers.checkpoint.mapped import check_pages, load_pages, map_file
 from ktransformers.checkpoint.matrix import DTYPES
 from ktransformers.checkpoint.packed import (
     MANIFEST_FILE,
@@ -94,7 +94,8 @@ class PackedExperts:
         is_part = len(chosen) < layer.experts
         if is_part and self._pages != "lazy":
             raise InputError("pages", self._pages, "lazy with a part of the experts")
-        file = map_file(self.directory / layer.file, self._pages)
+        path = self.directory / layer.file
+        file = map_file(path)
         slots = self._layouts[layer.file].slots
         parts: dict[str, Tensor] = {}
         for role, tensor in layer.tensors.items():
@@ -106,8 +107,11 @@ class PackedExperts:
             index = _as_index(chosen)
             parts = {role: _select(part, layer.experts, index) for role, part in parts.items()}
             checksums = None if checksums is None else checksums[index].contiguous()
-        source = f"{self.directory / layer.file}, layer {layer.module}"
-        store.adopt(**parts, checksums=checksums, source=source)  # roles are the names of adopt's arguments
+        # Roles are the names of adopt's arguments.
+        store.adopt(**parts, checksums=checksums, source=f"{path}, layer {layer.module}")
+        if self._pages != "lazy":
+            store.place_pages()  # before one thread reads all of them
+            load_pages(path, file, self._pages)
         return store
 
     def _checksums(self, file: Tensor, layer: PackedLayer) -> Tensor | None:

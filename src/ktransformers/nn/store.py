@@ -228,10 +228,25 @@ class ExpertStore:
     def memory(self) -> dict[str, Tensor]:
         """The packed bytes "gate_up" and "down", and the biases if any ("gate_up_bias", "down_bias").
 
-        They are read-only views that keep the memory alive; with more than one NUMA node, copies in the layout of one
-        node.
+        They are read-only views that keep the memory alive; if the experts were packed on more than one NUMA node,
+        copies in the layout of one node.
         """
         return {name: read_only_tensor(array) for name, array in self._experts.memory().items()}
+
+    def parts(self) -> dict[str, list[tuple[int, Tensor]]]:
+        """The packed bytes "gate_up" and "down" as they lie, without a copy: (offset in an expert's bytes, read-only
+        uint8 [E, bytes]). One part, or one for every NUMA node if the experts were packed on several."""
+        by_matrix = self._experts.parts().items()
+        return {name: [(offset, read_only_tensor(array)) for offset, array in parts] for name, parts in by_matrix}
+
+    def biases(self) -> dict[str, Tensor]:
+        """The biases of `memory()`."""
+        return {name: read_only_tensor(array) for name, array in self._experts.biases().items()}
+
+    def place_pages(self) -> None:
+        """Read in the pages of adopted experts, each on the NUMA node that computes with it; `verify` does so for
+        single experts. Nothing to do on one node."""
+        self._experts.place_pages()
 
     def checksums(self) -> list[int]:
         """CRC-32C of every expert: of its bytes in `memory()`, gate_up, down and then the biases."""
@@ -254,9 +269,9 @@ class ExpertStore:
     ) -> None:
         """Instead of `pack`: use what `memory` returned for a store of the same shape, formats and `LAYOUT_VERSION`.
 
-        On one NUMA node the tensors, e.g. of a mapped file, are used without a copy and kept alive; nothing can be
-        packed afterwards. `checksums` (int64 [E], of `checksums()`) are compared when an expert is first read; an error
-        names `source`.
+        The tensors, e.g. of a mapped file, are used without a copy and kept alive; nothing can be packed afterwards.
+        Each NUMA node reads its range of the rows of every expert. `checksums` (int64 [E], of `checksums()`) are
+        compared when an expert is first read; an error names `source`.
         """
         self._experts.adopt(gate_up, down, gate_up_bias, down_bias, checksums, source)
 
