@@ -58,13 +58,10 @@ def adopted(packed: ExpertStore, checksums: torch.Tensor | None) -> ExpertStore:
 
 
 def source_of(store: ExpertStore) -> LayerBytes:
-    import torch
+    from ktransformers.place.gpu.expert_cache import ExpertPart, LayerBytes
 
-    from ktransformers.place.gpu.expert_cache import LayerBytes
-
-    memory, experts = store.memory(), store.num_experts
-    parts = [torch.from_numpy(memory[name].numpy().reshape(experts, -1)) for name in ("gate_up", "down")]
-    return LayerBytes(parts[0], parts[1], store.verify)
+    first, down = (tuple(ExpertPart(*part) for part in store.parts()[name]) for name in ("gate_up", "down"))
+    return LayerBytes(first, down, store.verify, store.place_pages)
 
 
 def seconds(call: Callable[[], object], wait: Callable[[], None]) -> float:

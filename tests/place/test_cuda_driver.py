@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from ktransformers import _core
-from ktransformers.place.gpu.cuda_driver import rows_of
-from ktransformers.place.gpu.expert_cache import runs
+from ktransformers.place.gpu.copy_plan import plan_copies, runs
+from ktransformers.place.gpu.expert_cache import with_addresses
 
 COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
@@ -28,7 +28,8 @@ def test_copied_rows_arrive_at_their_offsets() -> None:
     filled = [(0, 4), (1, 5), (2, 6), (5, 9), (8, 1)]  # expert, slot
     address = ctypes.cast(function, ctypes.c_void_p).value
     assert address is not None
-    assert _core.copy_rows(address, rows_of(runs(filled, 2), target, source), 77) == 0
+    rows = with_addresses([(target.view(-1), source.view(-1), plan_copies(runs(filled, 2), 0, 48, 48))])
+    assert _core.copy_rows(address, rows, 77) == 0
     assert calls == [(96, 77), (48, 77), (48, 77), (48, 77)]
     for expert, slot in filled:
         assert torch.equal(target[slot], source[expert])

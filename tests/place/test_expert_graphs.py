@@ -118,8 +118,7 @@ def test_rows_of_other_experts_and_of_padding_are_not_added(needs_grad: bool | N
     ):
         target[: size.tokens] = source
     sizes = geometry(size.experts, size.hidden, size.intermediate, True, dict.fromkeys(("gate", "up", "down"), "bf16"))
-    nothing = torch.empty(0)
-    layer = LayerOnDevice(0, sizes, gate, LayerBytes(nothing, nothing), (None, None))
+    layer = LayerOnDevice(0, sizes, gate, LayerBytes((), ()), (None, None))
     slots = fake_cache(3, 64, 64)
     table = slot_table(size.experts, [SlotRefs(slots, wanted, [0, 1, 2])], slots)
     batch = ExpertBatch(hidden, ids, weights, factors, NO_DROPOUT)

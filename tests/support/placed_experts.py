@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ktransformers import _core
 from ktransformers.checkpoint.encoder import encode
 from ktransformers.nn import ExpertStore
 from ktransformers.nn import attach as pack
@@ -56,7 +57,9 @@ SMALL = Size(8, 128, 64, 2, 41, 4)
 QWEN = Size(128, 2048, 768, 8, 512, 8)
 
 
-def make_store(size: Size, spec: str = "bf16", seed: int = 0, biased: bool = False) -> ExpertStore:
+def make_store(
+    size: Size, spec: str = "bf16", seed: int = 0, biased: bool = False, pool: _core.Pool | None = None
+) -> ExpertStore:
     generator = torch.Generator().manual_seed(seed)
     e, h, i = size.experts, size.hidden, size.intermediate
 
@@ -71,7 +74,7 @@ def make_store(size: Size, spec: str = "bf16", seed: int = 0, biased: bool = Fal
         matrices = {name: encode(matrix, spec) for name, matrix in matrices.items()}
     if biased:
         matrices |= {"gate_bias": random(e, i), "up_bias": random(e, i), "down_bias": random(e, h)}
-    store = ExpertStore(e, h, i, formats=spec)
+    store = ExpertStore(e, h, i, formats=spec, pool=pool)
     store.pack(**matrices)
     return store
 

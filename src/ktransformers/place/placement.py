@@ -31,8 +31,9 @@ from ktransformers.nn.store import ExpertStore
 from ktransformers.place import residents
 from ktransformers.place.dispatch import PlacedLayer
 from ktransformers.place.engine import ExpertEngine
+from ktransformers.place.gpu.copy_plan import check_parts
 from ktransformers.place.gpu.executor import PREFETCHED_GROUPS, LayerOnDevice
-from ktransformers.place.gpu.expert_cache import ExpertCache, LayerBytes
+from ktransformers.place.gpu.expert_cache import ExpertCache, ExpertPart, LayerBytes
 from ktransformers.place.gpu.layer_costs import measured_costs
 from ktransformers.place.gpu.layout import Geometry, PackedMatrix, geometry
 from ktransformers.place.gpu.pinned import MODES, RegisteredMemory
@@ -342,12 +343,16 @@ def _add(
 
 
 def new_layer(engine: ExpertEngine, index: int, store: ExpertStore, gate: Gate, sizes: Geometry) -> PlacedLayer:
-    memory = store.memory()
-    first, down = _by_expert(memory["gate_up"], sizes.experts), _by_expert(memory["down"], sizes.experts)
-    source = LayerBytes(first, down, functools.partial(_verify, weakref.ref(store)))
+    alive, vectors = weakref.ref(store), store.biases()
+    source = LayerBytes(
+        _expert_parts(store, "gate_up", sizes.first),
+        _expert_parts(store, "down", sizes.down),
+        functools.partial(_verify, alive),
+        functools.partial(_place_pages, alive),
+    )
     biases = (
-        _bias(memory.get("gate_up_bias"), sizes.first, sizes.experts, engine.device),
-        _bias(memory.get("down_bias"), sizes.down, sizes.experts, engine.device),
+        _bias(vectors.get("gate_up_bias"), sizes.first, sizes.experts, engine.device),
+        _bias(vectors.get("down_bias"), sizes.down, sizes.experts, engine.device),
     )
     packed = LayerOnDevice(index, sizes, gate, source, biases)
     costs = engine.dispatcher.costs or dict.fromkeys(("forward", "backward"), UNMEASURED)
@@ -360,10 +365,15 @@ def _verify(store: weakref.ref[ExpertStore], experts: Sequence[int]) -> None:
         alive.verify(experts)
 
 
-def _by_expert(packed: Tensor, experts: int) -> Tensor:
-    """[E, bytes] of the same memory, not as a torch view: torch keeps the base of a view until after interpreter exit,
-    and nanobind would report the store behind it as leaked."""
-    return torch.from_numpy(packed.numpy().reshape(experts, -1))
+def _place_pages(store: weakref.ref[ExpertStore]) -> None:
+    if (alive := store()) is not None:
+        alive.place_pages()
+
+
+def _expert_parts(store: ExpertStore, name: str, matrix: PackedMatrix) -> tuple[ExpertPart, ...]:
+    parts = tuple(ExpertPart(offset, data) for offset, data in store.parts()[name])
+    check_parts(name, [(part.offset, part.bytes.shape[1]) for part in parts], matrix.expert_bytes)
+    return parts
 
 
 def _bias(bias: Tensor | None, matrix: PackedMatrix, experts: int, device: torch.device) -> Tensor | None:

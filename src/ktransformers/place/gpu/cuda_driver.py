@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ktransformers import _core
 
@@ -41,19 +39,7 @@ def call_on_host(stream: int, function: int, argument: int) -> None:
         raise RuntimeError(f"cuLaunchHostFunc failed with CUDA error {code}")
 
 
-Run = tuple[int, int, int]  # contiguous rows: first row of the source, first row of the target, count
-
-
-def rows_of(runs: Sequence[Run], target: Tensor, source: Tensor) -> NDArray[np.uint64]:
-    """(target address, source address, bytes) of each run, for buffers `[n, bytes]`."""
-    table = np.array(runs, np.uint64)
-    step = np.uint64(target.shape[1])
-    from_source, from_target, count = (table[:, column] * step for column in range(3))
-    return np.stack((from_target + np.uint64(target.data_ptr()), from_source + np.uint64(source.data_ptr()), count), 1)
-
-
-def copy_to_device(runs: Sequence[Run], pairs: Sequence[tuple[Tensor, Tensor]], stream: int) -> None:
-    """Queue copies of the same runs of every (target, source) on the stream; sources are registered or pinned."""
-    rows = np.concatenate([rows_of(runs, *pair) for pair in pairs])
+def copy_to_device(rows: NDArray[np.uint64], stream: int) -> None:
+    """Queue copies (target address, source address, bytes) on the stream; sources are registered or pinned."""
     if code := _core.copy_rows(_copy_function(), rows, stream):
         raise RuntimeError(f"copying {int(rows[:, 2].sum())} bytes to the GPU failed with CUDA error {code}")

@@ -16,24 +16,37 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ktransformers.place.gpu.cuda_driver import Run, copy_to_device
+from ktransformers.place.gpu.copy_plan import plan_copies, runs
+from ktransformers.place.gpu.cuda_driver import copy_to_device
 from ktransformers.place.gpu.layout import Geometry
 from ktransformers.place.gpu.pinned import RegisteredMemory, StagingRing
 
 
 @dataclass(frozen=True)
-class LayerBytes:
-    """The packed experts of a layer in host memory."""
+class ExpertPart:
+    """A range of every expert's bytes of one matrix: all of them, or those on one NUMA node."""
 
-    first: Tensor  # uint8 [E, bytes]
-    down: Tensor
+    offset: int  # of the range in an expert's bytes
+    bytes: Tensor  # uint8 [E, width], dense
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """The packed experts of a layer in host memory: parts of gate and up, and of down."""
+
+    first: tuple[ExpertPart, ...]
+    down: tuple[ExpertPart, ...]
     verify: Callable[[Sequence[int]], None] = lambda experts: None  # before experts are read for the first time
+    place: Callable[[], None] = lambda: None  # before all pages are read in: each on its NUMA node
 
 
 Key = tuple[int, int]  # layer, expert
+PartCopies = tuple[Tensor, Tensor, NDArray[np.uint64]]  # slots and a part, uint8 [bytes]; rows of `plan_copies`
 # Of one copy: larger ones would delay small copies on the copy engine, and each takes the driver 20 microseconds.
 COPY_BYTES = 64 << 20
 
@@ -100,7 +113,7 @@ class ExpertCache:
         """Whether the copy engine reads `source` without staging; registers it with the driver at the first call."""
         if not self._cuda or self._registered is None:
             return False
-        return self._registered.register(source.first) and self._registered.register(source.down)
+        return all(self._registered.register(part.bytes, source.place) for part in (*source.first, *source.down))
 
     def evict_layer(self, layer: int) -> None:
         """Evict all experts of a layer."""
@@ -158,22 +171,21 @@ class ExpertCache:
         if not assigned:
             return
         self.copied_bytes += len(assigned) * self.expert_bytes
+        copies = self._plan(source, assigned)
         if self._stream is None:
-            for expert, slot in assigned:
-                self.first[slot].copy_(source.first[expert])
-                self.down[slot].copy_(source.down[expert])
+            for target, part, rows in copies:
+                for to, origin, count in rows.tolist():
+                    target[to : to + count].copy_(part[origin : origin + count])
             return
         direct = self.can_copy_directly(source)
         with torch.cuda.stream(self._stream):
             for event in {id(e): e for _, slot in assigned if (e := self._last_read[slot]) is not None}.values():
                 self._stream.wait_event(event)
-            pairs = ((self.first, source.first), (self.down, source.down))
-            copies = runs(assigned, max(1, COPY_BYTES // self.expert_bytes))
             if direct:
-                copy_to_device(copies, pairs, self._stream.cuda_stream)
-            for expert, slot, count in () if direct else copies:
-                for buffer, bytes_ in pairs:
-                    self._stage(buffer[slot : slot + count].view(-1), bytes_[expert : expert + count].view(-1))
+                copy_to_device(with_addresses(copies), self._stream.cuda_stream)
+            for target, part, rows in () if direct else copies:
+                for to, origin, count in rows.tolist():
+                    self._stage(target[to : to + count], part[origin : origin + count])
             done = self._stream.record_event()
         for _, slot in assigned:
             self._copies_queued += 1
@@ -184,6 +196,14 @@ class ExpertCache:
             self.link_free = (
                 max(time.perf_counter(), self.link_free) + len(assigned) * self.expert_bytes / self.link_rate
             )
+
+    def _plan(self, source: LayerBytes, assigned: Sequence[tuple[int, int]]) -> list[PartCopies]:
+        merged = runs(assigned, max(1, COPY_BYTES // self.expert_bytes))
+        return [
+            (slots.view(-1), part.bytes.view(-1), plan_copies(merged, part.offset, part.bytes.shape[1], slots.shape[1]))
+            for slots, parts in ((self.first, source.first), (self.down, source.down))
+            for part in parts
+        ]
 
     def _stage(self, target: Tensor, source: Tensor) -> None:
         if self._staging is None:
@@ -209,14 +229,8 @@ class ExpertCache:
             self._last_read[slot] = event
 
 
-def runs(assigned: Sequence[tuple[int, int]], max_count: int) -> list[Run]:
-    """Runs (first expert, first slot, count) of pairs that both ascend by one, at most `max_count` pairs each."""
-    merged: list[Run] = []
-    for expert, slot in assigned:
-        if merged:
-            first, first_slot, count = merged[-1]
-            if count < max_count and (expert, slot) == (first + count, first_slot + count):
-                merged[-1] = (first, first_slot, count + 1)
-                continue
-        merged.append((expert, slot, 1))
-    return merged
+def with_addresses(copies: Sequence[PartCopies]) -> NDArray[np.uint64]:
+    """Rows (target address, source address, bytes) of all copies."""
+    return np.concatenate(
+        [rows + np.array([target.data_ptr(), part.data_ptr(), 0], np.uint64) for target, part, rows in copies]
+    )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +54,22 @@ class RegisteredMemory:
         self._kept: list[Tensor] = []
         weakref.finalize(self, _unregister, self._kept).atexit = False
 
-    def register(self, buffer: Tensor) -> bool:
-        """Whether the copy engine can read this buffer; registers it at the first call."""
+    def register(self, buffer: Tensor, place: Callable[[], None] = lambda: None) -> bool:
+        """Whether the copy engine can read this buffer; registers it at the first call. The driver then reads in all
+        pages on the calling thread, and they can move no more: `place` has been called before, so that each is on its
+        NUMA node."""
         address, size = buffer.data_ptr(), buffer.numel() * buffer.element_size()
         if address not in self._registered:
-            self._registered[address] = buffer.is_pinned() or self._try_register(buffer, address, size)
+            self._registered[address] = buffer.is_pinned() or self._try_register(buffer, address, size, place)
         return self._registered[address]
 
-    def _try_register(self, buffer: Tensor, address: int, size: int) -> bool:
+    def _try_register(self, buffer: Tensor, address: int, size: int, place: Callable[[], None]) -> bool:
         if size > self.left:
             _log.info(
                 "%d bytes of experts exceed the budget of pinned memory and are copied through staging buffers", size
             )
             return False
+        place()
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = runtime.cudaHostRegister(address, size, 0 if _writable(address) else READ_ONLY)
         if int(code) != 0:
