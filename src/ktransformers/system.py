@@ -34,6 +34,16 @@ class Gpu:
     memory: int  # bytes
 
 
+def hyperthreads_asked_for(threads: int, cores: int, cpus: int) -> str | None:
+    """What is wrong with so many threads of experts on a machine with hyperthreads; None: nothing."""
+    if not cores < threads <= cpus:
+        return None
+    return (
+        f"{threads} threads of experts on {cores} cores: {threads - cores} of them are second hyperthreads, which "
+        "share the multipliers of a core"
+    )
+
+
 def _cgroup_limits(root: Path) -> tuple[int, int] | None:
     """(limit, usage) in bytes of this process's cgroup, None without a limit."""
     for folder, limit, use in (

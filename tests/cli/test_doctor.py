@@ -80,6 +80,34 @@ def test_cpu_limits_governor_and_numa_are_reported(tmp_path: Path) -> None:
     assert checks.threads(8, 16, {"OMP_NUM_THREADS": "8"}) == [] == checks.threads(1, 16, {})
 
 
+def test_threads_on_hyperthreads_are_a_warning() -> None:
+    machine: Any = {**MACHINE, "cpus": 32}
+    for asked in (None, 1, 16):
+        assert checks.expert_threads(asked, machine, {}) == []
+    actual = said(checks.expert_threads(24, machine, {"KT_THREADS": "8"}))
+    assert (
+        "warning cpu: --kt-cpuinfer (kt_num_threads): 24 threads of experts on 16 cores: 8 of them are second" in actual
+    )
+    assert "or ask for 16" in actual
+    assert "asks for 33 threads of experts, and there are 32 CPUs" in said(checks.expert_threads(33, machine, {}))
+    assert "KT_THREADS: 32 threads" in said(checks.expert_threads(None, machine, {"KT_THREADS": "32"}))
+    assert checks.expert_threads(None, machine, {"KT_THREADS": "many"}) == []
+    assert checks.expert_threads(16, MACHINE, {}) == []
+
+
+def test_use_of_numa_nodes_is_said() -> None:
+    assert checks.use_of_nodes(1, 1).startswith("one:")
+    assert "2: each computes its range of the rows of every expert" in checks.use_of_nodes(2, 2)
+    assert "one copy of the experts in all" in checks.use_of_nodes(2, 2)
+    assert "one of 2, because" in checks.use_of_nodes(2, 1)
+
+
+def test_doctor_checks_a_number_of_threads(kt: RunKt) -> None:
+    actual = kt("doctor", "--kt-cpuinfer", "4096")
+    assert "--kt-cpuinfer (kt_num_threads) asks for 4096 threads of experts" in actual.out
+    assert kt("doctor", "--kt-cpuinfer", "0").code == 2
+
+
 def test_low_memory_and_huge_pages_are_reported(tmp_path: Path) -> None:
     assert checks.memory(Memory(64 * GB, 32 * GB, "madvise"), tmp_path) == []
     (tmp_path / "proc/sys/vm").mkdir(parents=True)

@@ -28,7 +28,7 @@ from ktransformers.plan import (
 )
 from ktransformers.plan.expert_time import cpu_layer_seconds
 from ktransformers.plan.machine import parse_bytes
-from ktransformers.plan.memory import loss_bytes, predict_memory
+from ktransformers.plan.memory import HUGE_PAGE, loss_bytes, predict_memory
 from ktransformers.plan.meter import Meter, anonymous_bytes, compare_with_plan
 from ktransformers.plan.planner import evaluate
 from ktransformers.plan.step_time import predict_time
@@ -170,6 +170,19 @@ def test_nodes_add_up_and_hold_the_experts_in_equal_parts() -> None:
     memory = predict_memory(QWEN, Training(), Choice("bf16", 1), profile("dual-xeon-4090"))
     assert sum(memory.nodes) == pytest.approx(memory.host_bytes, abs=2)
     assert len(memory.nodes) == 2 and min(memory.nodes) == memory.host["experts"] // 2
+
+
+def test_experts_are_counted_once_on_any_number_of_nodes() -> None:
+    machine, choice = profile("dual-xeon-4090"), Choice("bf16", 1, policy="stream")
+    on = {
+        nodes: predict_memory(QWEN, Training(), choice, replace(machine, cpu=replace(machine.cpu, nodes=nodes))).host[
+            "experts"
+        ]
+        for nodes in (1, 2, 4, 8)
+    }
+    for nodes, size in on.items():
+        assert on[1] <= size <= on[1] + QWEN.expert_layers * 2 * nodes * HUGE_PAGE
+        assert size < 1.02 * on[1]
 
 
 def test_profiles_are_complete() -> None:

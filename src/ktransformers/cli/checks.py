@@ -264,6 +264,36 @@ def _version_conflicts(
     return findings
 
 
+def expert_threads(asked: int | None, machine: Machine, environment: Mapping[str, str]) -> list[Finding]:
+    """`asked`: for how many --kt-cpuinfer (kt_num_threads) would ask; None: KT_THREADS, if that is a number."""
+    from ktransformers.system import hyperthreads_asked_for
+
+    variable = environment.get("KT_THREADS", "")
+    threads = asked if asked is not None else int(variable) if variable.isdecimal() else 0
+    name = "--kt-cpuinfer (kt_num_threads)" if asked is not None else "KT_THREADS"
+    cores, cpus = machine["cores"], machine["cpus"]
+    if threads > cpus:
+        text = f"{name} asks for {threads} threads of experts, and there are {cpus} CPUs"
+    elif (shared := hyperthreads_asked_for(threads, cores, cpus)) is not None:
+        text = f"{name}: {shared}"
+    else:
+        return []
+    fix = f"leave it out: the pool measures whether hyperthreads help; or ask for {cores}"
+    return [Finding("warning", "cpu", text, fix)]
+
+
+def use_of_nodes(nodes: int, groups: int) -> str:
+    """How experts use the NUMA nodes of this process, in one line; `groups` of threads of the pool."""
+    if nodes == 1:
+        return "one: all experts are in its memory"
+    if groups == 1:
+        return f"one of {nodes}, because the experts have one group of threads (KT_THREADS=1)"
+    return (
+        f"{groups}: each computes its range of the rows of every expert, from memory of its own; one copy of the "
+        "experts in all, and one of a packed directory for all processes"
+    )
+
+
 def threads(torch_threads: int, cores: int, environment: Mapping[str, str]) -> list[Finding]:
     if torch_threads >= min(cores, 4) or "OMP_NUM_THREADS" not in environment:
         return []

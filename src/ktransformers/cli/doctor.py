@@ -179,7 +179,7 @@ def add_registry_facts(report: MachineReport) -> None:
     report.findings += checks.models(entries)
 
 
-def examine(root: Path = ROOT) -> MachineReport:
+def examine(root: Path = ROOT, expert_threads: int | None = None) -> MachineReport:
     from ktransformers import env, system
     from ktransformers.cli import checks
     from ktransformers.triton_modules import c_compiler
@@ -197,6 +197,7 @@ def examine(root: Path = ROOT) -> MachineReport:
         add_dense_products(report)
     if report.machine is not None:
         report.findings += checks.cpu(report.machine, report.variants, report.isa, report.environment, root)
+        report.findings += checks.expert_threads(expert_threads, report.machine, os.environ)
         report.findings += checks.threads(torch_threads or 0, report.machine["cores"], report.environment)
     report.findings += checks.memory(report.memory, root)
     report.findings += checks.gpu(cuda, report.gpus)
@@ -218,7 +219,7 @@ def format_size(count: int) -> str:
 
 
 def report_rows(report: MachineReport) -> list[tuple[str, str]]:
-    from ktransformers.cli.checks import describe_variant
+    from ktransformers.cli.checks import describe_variant, use_of_nodes
 
     rows = [("os", report.os), ("python", report.python)]
     rows += [(name, version or "not installed") for name, version in report.packages.items()]
@@ -230,6 +231,8 @@ def report_rows(report: MachineReport) -> list[tuple[str, str]]:
         cores = f"{machine['cores']} (cpus {machine['cpus']}, NUMA nodes {machine['nodes']}{quota}{guest})"
         rows.append(("cores", cores))
         rows.append(("caches", ", ".join(f"{level} {format_size(machine[level])}" for level in ("l1d", "l2", "l3"))))
+    if report.machine is not None and report.groups is not None and report.machine["nodes"] > 1:
+        rows.append(("nodes of experts", use_of_nodes(report.machine["nodes"], report.groups)))
     rows += [(f"node {index}", line) for index, line in enumerate(report.nodes) if len(report.nodes) > 1]
     rows += [
         (f"variant {variant['name']}", describe_variant(variant, report.isa, report.environment))
@@ -265,9 +268,13 @@ def report_rows(report: MachineReport) -> list[tuple[str, str]]:
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+    expert_threads: Annotated[
+        int | None,
+        typer.Option("--kt-cpuinfer", min=1, metavar="N", help="Check a number of threads for kt serve or kt train."),
+    ] = None,
 ) -> None:
     """Show what this machine offers, what is missing, and how to fix it."""
-    report = examine()
+    report = examine(expert_threads=expert_threads)
     if as_json:
         print(json.dumps(dataclasses.asdict(report) | {"ok": not report.errors}, indent=2))
     else:

@@ -71,6 +71,16 @@ def huge_pages(size: int) -> int:
     return size if size < HUGE_PAGE else -(-size // HUGE_PAGE) * HUGE_PAGE
 
 
+def packed_layer_bytes(model: ModelShape, choice: Choice, nodes: int) -> int:
+    """The experts of one layer, once: on several NUMA nodes each has a part of gate and up and a part of down, which
+    end in huge pages of their own. The engine streams from these parts."""
+    size = model.experts * expert_bytes(model, choice)
+    if nodes == 1:
+        return huge_pages(size)
+    down = size // (3 if model.gated else 2)
+    return sum(nodes * huge_pages(-(-matrix // nodes)) for matrix in (size - down, down))
+
+
 def expert_lora_numbers(model: ModelShape, rank: int) -> int:
     """r (2 H + 3 I) per expert: gate and up have one A and a B of 2 I rows, down an A and a B."""
     gate_up_rows = (2 if model.gated else 1) * model.intermediate
@@ -151,7 +161,7 @@ def rest_weight_bytes(model: ModelShape, rest_bytes: int, choice: Choice, machin
 def predict_memory(
     model: ModelShape, work: Work, choice: Choice, machine: Machine, engine: EngineLimits = ENGINE_LIMITS
 ) -> MemoryPlan:
-    experts = model.expert_layers * huge_pages(model.experts * expert_bytes(model, choice))
+    experts = model.expert_layers * packed_layer_bytes(model, choice, machine.cpu.nodes)
     on_cpu_server = isinstance(work, Serving) and not choice.gpus
     host: Table = {"process": SERVER_PROCESS_BYTES if on_cpu_server else PROCESS_BYTES, "experts": experts}
     gpus: list[Table] = [{} for _ in range(choice.gpus)]

@@ -399,13 +399,15 @@ def _expert_formats(launch: Launch, target: Target, operators: Any) -> dict[str,
 
 def _pool_size(launch: Launch, log: LogLine) -> tuple[int, int]:
     """Threads and groups of the experts, 0 where the pool chooses; a file may come from a larger machine."""
-    from ktransformers import _core
+    from ktransformers import _core, system
 
     machine = _core.machine()
     threads, groups = launch.threads or 0, launch.groups or 0
     if threads > machine["cpus"]:
         log(f"{threads} threads of experts are asked for, {machine['cpus']} CPUs are here: the pool chooses")
         threads = 0
+    if text := system.hyperthreads_asked_for(threads, machine["cores"], machine["cpus"]):
+        log(f"--kt-cpuinfer: {text}; without the flag the pool measures whether they help")
     if groups > machine["nodes"]:
         log(f"{groups} groups of threads are asked for, {machine['nodes']} NUMA nodes are here: one each")
         groups = 0

@@ -112,7 +112,7 @@ def check_formats(model: nn.Module, requested: str) -> None:
 def build_expert_pool(settings: TrainSettings, spare: bool) -> tuple[_core.Pool | None, list[str]]:
     """A thread pool as requested, with at most the CPUs of this process; `spare` reserves a thread to launch GPU
     work."""
-    from ktransformers import _core
+    from ktransformers import _core, system
     from ktransformers.nn.pool import set_default_pool
 
     experts = settings.experts
@@ -123,6 +123,8 @@ def build_expert_pool(settings: TrainSettings, spare: bool) -> tuple[_core.Pool 
     if threads > machine["cpus"]:
         notes.append(f"kt_num_threads: {threads} asked for, {machine['cpus']} CPUs are here: the pool chooses")
         threads = 0
+    if text := system.hyperthreads_asked_for(threads, machine["cores"], machine["cpus"]):
+        notes.append(f"kt_num_threads: {text}; without the key the pool measures whether they help")
     if groups > machine["nodes"]:
         notes.append(f"kt_threadpool_count: {groups} asked for, {machine['nodes']} NUMA nodes are here: one each")
         groups = 0
