@@ -178,13 +178,29 @@ def exchange(fields: Sequence[Tensor], send: list[int], receive: list[int], grou
         for begin, size, field in zip(_begins(widths), sizes, rows, strict=True):
             packed[:, begin : begin + size] = field.view(torch.uint8)
     arrived = torch.empty(sum(receive), sum(widths), dtype=torch.uint8)
-    dist.all_to_all_single(arrived, packed, receive, send, group=group)
+    _all_to_all(arrived, packed, send, receive, group)
     if sizes == widths and len(rows) == 1:
         return [arrived.view(rows[0].dtype)]
     return [  # copies: the fields are outputs of an operator, which must not share memory
         arrived[:, begin : begin + size].view(field.dtype).clone(memory_format=torch.contiguous_format)
         for begin, size, field in zip(_begins(widths), sizes, rows, strict=True)
     ]
+
+
+def _all_to_all(arrived: Tensor, packed: Tensor, send: list[int], receive: list[int], group: Any) -> None:
+    """Rows of `packed` by rank of destination into rows of `arrived` by rank of origin. Sends and receives of all pairs
+    of ranks are in flight together: gloo's own all-to-all uses a link in one direction at a time (docs/log.md)."""
+    own, transfers = dist.get_rank(group), []
+    for rank, part in enumerate(arrived.split(receive)):
+        if rank != own and len(part):
+            transfers.append(dist.irecv(part, group=group, group_src=rank))
+    for rank, part in enumerate(packed.split(send)):
+        if rank == own:
+            arrived.split(receive)[own].copy_(part)
+        elif len(part):
+            transfers.append(dist.isend(part, group=group, group_dst=rank))
+    for transfer in transfers:
+        transfer.wait()  # type: ignore[union-attr]  # None on ranks outside of the group
 
 
 def _begins(widths: list[int]) -> list[int]:
