@@ -191,12 +191,12 @@ def _all_to_all(arrived: Tensor, packed: Tensor, send: list[int], receive: list[
     """Rows of `packed` by rank of destination into rows of `arrived` by rank of origin. Sends and receives of all pairs
     of ranks are in flight together: gloo's own all-to-all uses a link in one direction at a time (docs/log.md)."""
     own, transfers = dist.get_rank(group), []
-    for rank, part in enumerate(arrived.split(receive)):
+    for rank, part in enumerate(torch.split(arrived, receive)):
         if rank != own and len(part):
             transfers.append(dist.irecv(part, group=group, group_src=rank))
-    for rank, part in enumerate(packed.split(send)):
+    for rank, part in enumerate(torch.split(packed, send)):
         if rank == own:
-            arrived.split(receive)[own].copy_(part)
+            torch.split(arrived, receive)[own].copy_(part)
         elif len(part):
             transfers.append(dist.isend(part, group=group, group_dst=rank))
     for transfer in transfers:
