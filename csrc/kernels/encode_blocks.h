@@ -2,7 +2,7 @@
 // `run_encode`, which takes every format that `kt quant` writes.
 #pragma once
 
-#include "kernels/encode.h"
+#include "kernels/encode_groups.h"
 
 namespace kt {
 namespace {
@@ -267,6 +267,7 @@ void run_encode(const Encode& e) {
     return with_element(f, [&](auto element, float limit) { encode_floats<W>(e, row, element, limit, sums); });
   const int32_t zero = f.row().zero_point;
   const Integers element{-zero, (1 << f.bits()) - 1 - zero, zero};
+  if (encode_columns_of<W>(e, sums)) return;
   for_rows<W>(e, row, sums, [&](uint8_t*, char* scales) {
     const float moved = encode_clipped<W>(e, row, element, row.group[0], row.group[1]);
     for (int g = 0; g < row.groups; g++) set_element(scales, g, f.scale, row.group[0][g]);

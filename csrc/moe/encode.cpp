@@ -2,6 +2,7 @@
 #include "moe/encode.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <vector>
 
 #include "interrupt.h"
@@ -9,7 +10,8 @@
 namespace kt {
 namespace {
 
-constexpr int32_t kRowsAtOnce = kBlockScale;   // those that share a scale of fp8:128x128 stay together
+constexpr int32_t kRowsAtOnce = kBlockScale;  // those that share a scale of fp8:128x128 stay together
+constexpr uintptr_t kCacheLine = 64;
 constexpr float kLargestCode = 448.0f * 6.0f;  // e4m3 times e2m1
 constexpr float kLeastTensorScale = 0x1p-100f;
 
@@ -17,7 +19,8 @@ constexpr float kLeastTensorScale = 0x1p-100f;
 
 EncodeSums encode_matrix(const KernelTable& kernels, const Format& format, const Source& source, int32_t rows,
                          int32_t k, const EncodedMatrix& to) {
-  std::vector<char> scratch((size_t)encode_scratch(format, k));
+  std::vector<char> space((size_t)encode_scratch(format, k) + kCacheLine);
+  char* const scratch = space.data() + (-(uintptr_t)space.data() & (kCacheLine - 1));  // vectors lie in one line each
   InterruptPoll interrupted;
   EncodeSums all{0, 0, 0, true};
   auto pass = [&](bool writes) {
@@ -35,7 +38,7 @@ EncodeSums encode_matrix(const KernelTable& kernels, const Format& format, const
       e.row_bytes = to.row_bytes;
       e.scales = to.scales ? to.scales + r / (format.shared ? kBlockScale : 1) * to.scale_stride : nullptr;
       e.scale_stride = to.scale_stride;
-      e.scratch = scratch.data();
+      e.scratch = scratch;
       e.sums = &sums;
       kernels.encode(e);
       all.moved += sums.moved;

@@ -77,6 +77,21 @@ def test_every_variant_writes_the_same(spec: str) -> None:
         assert_same(Encoded(spec, codes, scales, outer, columns=columns), first)
 
 
+@pytest.mark.parametrize("spec", ["int4:32", "int4:128", "int4:32:f16"])
+@pytest.mark.parametrize("columns", [128, 512, 640, 768, 2176])
+def test_groups_that_fill_no_vector(spec: str, columns: int) -> None:
+    """Groups side by side in the lanes of a vector, some of them without a neighbour; scales among the least of f16,
+    under which codes lie beyond the ends."""
+    given = numbers(9, columns, torch.bfloat16)
+    given[1, 1:3] *= 2.0**-14
+    expected = encoder_reference.encode(given, spec)
+    assert expected.scales is not None
+    for isa in VARIANTS:
+        codes, scales = torch.zeros_like(expected.codes), torch.zeros_like(expected.scales)
+        _core.encode(spec, given, codes, scales, None, isa)
+        assert_same(Encoded(spec, codes, scales, None, columns=columns), expected)
+
+
 @pytest.mark.parametrize("spec", [*PLAIN, *BLOCKS])
 def test_the_error_is_that_of_decoded_numbers(spec: str) -> None:
     if not format_of(spec).per_byte:
@@ -99,8 +114,9 @@ def test_numbers_that_are_not_finite_are_refused(spec: str) -> None:
     for wrong in (math.nan, math.inf, -math.inf):
         given = numbers(9, 256)
         given[1, 8, 255] = wrong
-        with pytest.raises(InputError, match="numbers that are not finite"):
-            encode(given, spec)
+        for dtype in (torch.float32, torch.bfloat16):
+            with pytest.raises(InputError, match="numbers that are not finite"):
+                encode(given.to(dtype), spec)
     encode(torch.full((1, 256), 1e30), spec)  # whose squares are not
 
 
