@@ -7,7 +7,7 @@ namespace {
 std::string all_formats() {
   std::string all;
   for (const FormatRow& row : kFormats) all += (all.empty() ? "" : ", ") + std::string(row.name);
-  return all + " (int4:GROUP[:f16|f32], fp8:128x128|1x128|row)";
+  return all + " (int4|uint4|uint8:GROUP[:f16|f32], fp8:128x128|1x128|row)";
 }
 
 // Text up to the next colon, which is taken away.
@@ -75,6 +75,7 @@ nb::dict describe(const Format& f) {
   all["header_bytes"] = f.header();
   all["shared_header"] = f.shared;
   all["tensor_scale"] = row.has_tensor_scale();
+  all["zeros"] = row.has_zeros();
   all["scale_columns"] = row.fields() ? scale_columns(f) : 0;
   all["scale_rows"] = scale_rows(f);
   all["flat_scales"] = has_flat_scales(f);
@@ -161,7 +162,7 @@ ReleasedScales released_scales(const Format& f, int64_t rows, int64_t columns) {
 }
 
 static void check_three(const char* name, nb::handle three, const Format& f) {
-  const std::string expected = std::string("(codes, scales, tensor scale) of format ") + f.row().name;
+  const std::string expected = std::string("(codes, scales, tensor scale or zeros) of format ") + f.row().name;
   if (!PyTuple_Check(three.ptr()) && !PyList_Check(three.ptr())) refuse_type(name, "no encoded matrix", expected);
   if (nb::len(three) != 3) refuse_type(name, std::to_string(nb::len(three)) + " tensors", expected);
 }
@@ -181,7 +182,7 @@ SourceMatrix released_of(const char* name, nb::handle three, const Format& f, in
   const std::string codes_name = std::string("codes of ") + name, scales_name = std::string("scales of ") + name;
   const Array codes = take({codes_name.c_str(), 3, {kUint8, kInt8}}, three[0], alive);
   check_shape(codes_name.c_str(), codes, {experts, rows, row_bytes}, "experts, rows, bytes of a row");
-  if (!row.has_tensor_scale() && !three[2].is_none())
+  if (!row.has_tensor_scale() && !row.has_zeros() && !three[2].is_none())
     refuse_value((std::string("tensor scale of ") + name).c_str(), "a tensor", "None" + in_format);
   SourceMatrix m{};
   m.released.codes = (const uint8_t*)codes.data();
@@ -210,6 +211,14 @@ SourceMatrix released_of(const char* name, nb::handle three, const Format& f, in
     const Array tensor = take({tensor_name.c_str(), 1, {kFloat32}}, three[2], alive);
     check_shape(tensor_name.c_str(), tensor, {experts}, "experts");
     m.released.tensor = (const float*)tensor.data();
+  }
+  if (row.has_zeros()) {
+    const std::string zeros_name = std::string("zeros of ") + name;
+    const Array zeros = take({zeros_name.c_str(), 3, {kUint8, kInt8}}, three[2], alive);
+    check_shape(zeros_name.c_str(), zeros, {experts, shape.rows, shape.spans}, "experts, rows, spans");
+    m.released.zeros = (const uint8_t*)zeros.data();
+    m.released.zero_stride = zeros.stride(1);
+    m.zeros_stride = zeros.stride(0);
   }
   return m;
 }
@@ -341,27 +350,28 @@ nb::dict PyExperts::biases() const {
   return all;
 }
 
+nb::object blocks_of(const BlockStore& store, int32_t experts) {
+  size_t bytes = (size_t)experts * (size_t)store.blocks() * store.block_bytes();
+  const char* at = store.whole();
+  nb::object owner;
+  if (at) {
+    owner = owner_of(store.owner());
+  } else {
+    auto buffer = std::make_shared<Buffer>(bytes);
+    char* copy = buffer->data();
+    owner = owner_of(std::move(buffer));
+    at = copy;
+    nb::gil_scoped_release released;
+    store.copy_to(copy, experts);
+  }
+  return nb::cast(nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(at, {bytes}, owner));
+}
+
 nb::dict PyExperts::memory() const {
   const Weights& w = experts->weights();
   nb::dict all;
-  auto put = [&](const char* name, const BlockStore& store) {
-    size_t bytes = (size_t)experts->shape().experts * (size_t)store.blocks() * store.block_bytes();
-    const char* at = store.whole();
-    nb::object owner;
-    if (at) {
-      owner = owner_of(store.owner());
-    } else {
-      auto buffer = std::make_shared<Buffer>(bytes);
-      char* copy = buffer->data();
-      owner = owner_of(std::move(buffer));
-      at = copy;
-      nb::gil_scoped_release released;
-      store.copy_to(copy, experts->shape().experts);
-    }
-    all[name] = nb::cast(nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(at, {bytes}, owner));
-  };
-  put("gate_up", w.up());
-  put("down", w.down());
+  all["gate_up"] = blocks_of(w.up(), experts->shape().experts);
+  all["down"] = blocks_of(w.down(), experts->shape().experts);
   all.update(biases());
   w.check_source();
   return all;

@@ -2,6 +2,8 @@
 // transpose.
 #include "moe/linear.h"
 
+#include <numeric>
+
 #include "bindings/objects.h"
 #include "mapped_file.h"
 #include "moe/argmax.h"
@@ -161,17 +163,55 @@ void PyCodedLinear::forward(nb::handle x, nb::handle out) const {
                          tokens};
   nb::gil_scoped_release released;
   linear->multiply(given);
+  linear->check_source();
 }
 
 void PyCodedLinear::decode(int64_t first, nb::handle out) const {
   check_packed();
-  Array to = array_of({"out", 2, {kBFloat16}, Strides::dense, Access::write}, out);
+  Array to = array_of({"out", 2, {kBFloat16, kFloat32}, Strides::dense, Access::write}, out);
   const int32_t count = in_range("rows of out", (int64_t)to.shape(0), 0, linear->rows());
   check_shape("out", to, {count, linear->columns()}, "rows, columns of the weight");
   const int32_t from = in_range("first", first, 0, linear->rows() - count);
-  if (from % kBlockN) refuse_value("first", std::to_string(from), "a multiple of " + std::to_string(kBlockN));
+  std::vector<int64_t> rows((size_t)count);
+  std::iota(rows.begin(), rows.end(), from);
   nb::gil_scoped_release released;
-  linear->decode(from, count, (char*)const_cast<void*>(to.data()));
+  linear->decode(rows.data(), count, dtype_of(to), (char*)const_cast<void*>(to.data()));
+  linear->check_source();
+}
+
+void PyCodedLinear::gather(nb::handle rows, nb::handle out) const {
+  check_packed();
+  Array ids = array_of({"rows", 1, {kInt64}, Strides::dense}, rows),
+        to = array_of({"out", 2, {kBFloat16, kFloat32}, Strides::dense, Access::write}, out);
+  const int64_t count = (int64_t)ids.shape(0);
+  check_shape("out", to, {count, linear->columns()}, "rows, columns of the weight");
+  const int64_t* wanted = (const int64_t*)ids.data();
+  for (int64_t i = 0; i < count; i++) in_range("rows", wanted[i], 0, linear->rows() - 1);
+  nb::gil_scoped_release released;
+  linear->decode(wanted, count, dtype_of(to), (char*)const_cast<void*>(to.data()));
+  linear->check_source();
+}
+
+void PyCodedLinear::adopt(nb::handle blocks) {
+  std::vector<Array> alive;
+  alive.push_back(array_of({"blocks", 1, {kUint8}, Strides::dense, Access::read, kAlignment}, blocks));
+  const Array& given = alive.back();
+  check_shape("blocks", given, {(int64_t)linear->bytes()}, "bytes of packed blocks");
+  const char* at = (const char*)given.data();
+  auto owner = std::make_shared<std::vector<Array>>(std::move(alive));  // released under the GIL, which nanobind takes
+  nb::gil_scoped_release released;
+  linear->adopt(at, std::move(owner));
+}
+
+nb::object PyCodedLinear::memory() const {
+  check_packed();
+  return blocks_of(linear->store(), 1);
+}
+
+uint32_t PyCodedLinear::checksum() const {
+  check_packed();
+  nb::gil_scoped_release released;
+  return linear->checksum();
 }
 
 }  // namespace kt

@@ -274,6 +274,10 @@ NB_MODULE(_core, m) {
       .def("pack", &PyCodedLinear::pack, "matrix"_a)
       .def("forward", &PyCodedLinear::forward, "x"_a, "out"_a)
       .def("decode", &PyCodedLinear::decode, "first"_a, "out"_a)
+      .def("gather", &PyCodedLinear::gather, "rows"_a, "out"_a)
+      .def("adopt", &PyCodedLinear::adopt, "blocks"_a)
+      .def("memory", &PyCodedLinear::memory)
+      .def("checksum", &PyCodedLinear::checksum)
       .def_prop_ro("packed_bytes", [](const PyCodedLinear& l) { return l.linear->bytes(); })
       .def_prop_ro("isa", [](const PyCodedLinear& l) { return l.linear->isa(); });
 

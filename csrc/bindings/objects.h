@@ -129,12 +129,18 @@ struct PyCodedLinear {
   PyCodedLinear(const PyPool& pool, int64_t rows, int64_t columns, const std::string& format, const std::string& isa);
   void pack(nb::handle matrix);  // (codes, scales or None, tensor scale or None), of one matrix as of one expert
   void forward(nb::handle x, nb::handle out) const;
-  void decode(int64_t first, nb::handle out) const;
+  void decode(int64_t first, nb::handle out) const;    // rows from `first` on
+  void gather(nb::handle rows, nb::handle out) const;  // rows by number
+  void adopt(nb::handle blocks);                       // those of memory()
+  nb::object memory() const;
+  uint32_t checksum() const;
 
  private:
   void check_packed() const;
 };
 
+// The packed blocks of some experts as bytes; a copy where they lie in several parts.
+nb::object blocks_of(const BlockStore& store, int32_t experts);
 Format format_of(const char* name, const std::string& text);
 // (entries, levels) of grids.h.
 nb::dict describe_format(const std::string& format);

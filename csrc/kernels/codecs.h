@@ -226,6 +226,24 @@ struct ScaleReader<ScaleKind::scale_and_min, type> {
   }
 };
 
+// The offset is exact, and so is code * scale + offset, for scales of 16 bits: no product has more than 19.
+template <FieldType type>
+struct ScaleReader<ScaleKind::scale_and_zero, type> {
+  static constexpr int halves = 1;
+  static constexpr bool offset = true;
+  template <int W>
+  static void scales(const Format& f, Header h, int, const char* strip, RowScales& r) {
+    ScaleReader<ScaleKind::floats, FieldType::by_name>::scales<W>(f, h, 0, strip, r);
+    const uint8_t* zeros = (const uint8_t*)h.at + kTileN * (f.scale == DType::f32 ? 4 : 2);
+    const bool is_signed = f.row().element == ElementKind::int8;
+    for (int n = 0; n < kTileN; n += W) {
+      U32<W> zero = bytes_of<W>(zeros, n);
+      if (is_signed) zero = (U32<W>)((I32<W>)(zero << 24) >> 24);
+      store(r.m[0] + n, -(to_floats<W>(zero) * load<F32<W>>(r.s[0] + n)));
+    }
+  }
+};
+
 // A byte of each of the 16 rows.
 typedef uint8_t RowBytes __attribute__((vector_size(kTileN)));
 

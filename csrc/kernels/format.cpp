@@ -433,12 +433,16 @@ void pack_rows(const StripJob& job) {
   const Strip& s = job.s;
   const Format& f = job.f;
   const Field& field = f.row().header[0];
-  const int header = f.header(), size = size_of(f.type_of(field)),
+  const int scale_bytes = f.field_bytes(field), size = size_of(f.type_of(field)),
             scale_rows = f.rows() < job.rows ? f.rows() : job.rows;
   const char* scales = job.from.scales + job.n0 / job.from.scale_rows * job.from.scale_stride;
   char* headers = job.strip + s.headers;
-  for (int32_t kt = 0; kt < job.k_tiles; kt += s.span_tiles, scales += header, headers += s.span_bytes)
+  for (int32_t kt = 0; kt < job.k_tiles; kt += s.span_tiles, scales += scale_bytes, headers += s.span_bytes) {
     store_field(size, field.count, (const uint8_t*)scales, job.from.scale_stride, scale_rows, f.rows(), headers);
+    if (f.row().has_zeros())
+      store_field(1, 1, job.from.zeros + job.n0 * job.from.zero_stride + kt / s.span_tiles, job.from.zero_stride,
+                  job.rows, kTileN, headers + scale_bytes * kTileN);
+  }
   uint8_t padded[kTileN][kTileK * bits / 8];
   for (int32_t kt = 0; kt < job.k_tiles; kt++) {
     char* out = job.strip + s.codes + (int64_t)kt * s.tile_bytes;
@@ -453,10 +457,12 @@ void pack_rows(const StripJob& job) {
 
 constexpr bool rows_are_bytes_or_nibbles() {
   for (const FormatRow& row : kFormats)
-    if (row.fields() && !row.block && (row.fields() > 1 || (row.plane[0] != 8 && row.plane[0] != 4))) return false;
+    if (row.fields() && !row.block && (row.fields() > 1 + row.has_zeros() || (row.plane[0] != 8 && row.plane[0] != 4)))
+      return false;
   return true;
 }
-static_assert(rows_are_bytes_or_nibbles(), "pack_rows takes formats with one or two codes in a byte and one field");
+static_assert(rows_are_bytes_or_nibbles(),
+              "pack_rows takes formats with one or two codes in a byte, a scale and a zero");
 
 template <Codec codec>
 constexpr auto packer_of() {

@@ -34,19 +34,20 @@ constexpr const char* kElementKinds[] = {"bf16", "int8", "uint", "e4m3", "e2m1",
 // What the fields of a header mean.
 enum class ScaleKind : uint8_t {
   none,
-  floats,         // one scale
-  e8m0,           // one power of two
-  e4m3,           // two scales, of 16 k each, times one f32 of the whole matrix in front of the strip
-  scale_and_min,  // one scale, and one number that is added
-  q2_k,           // 16 scales and minima of 4 bits, f16 for all scales and for all minima
-  q3_k,           // 16 scales of 6 bits, one f16 for all
-  q4_k,           // f16 for all scales and for all minima, 8 scales and minima of 6 bits
-  q6_k,           // 16 scales of 8 bits, one f16 for all
-  iq4_xs,         // one f16 for all, 8 scales of 6 bits
-  grid,           // of the format alone (grids.cpp)
+  floats,          // one scale
+  e8m0,            // one power of two
+  e4m3,            // two scales, of 16 k each, times one f32 of the whole matrix in front of the strip
+  scale_and_min,   // one scale, and one number that is added
+  scale_and_zero,  // one scale, and the code of zero, which is subtracted from codes
+  q2_k,            // 16 scales and minima of 4 bits, f16 for all scales and for all minima
+  q3_k,            // 16 scales of 6 bits, one f16 for all
+  q4_k,            // f16 for all scales and for all minima, 8 scales and minima of 6 bits
+  q6_k,            // 16 scales of 8 bits, one f16 for all
+  iq4_xs,          // one f16 for all, 8 scales of 6 bits
+  grid,            // of the format alone (grids.cpp)
 };
-constexpr const char* kScaleKinds[] = {"none", "floats", "e8m0", "e4m3",   "scale_and_min", "q2_k",
-                                       "q3_k", "q4_k",   "q6_k", "iq4_xs", "grid"};
+constexpr const char* kScaleKinds[] = {"none", "floats", "e8m0", "e4m3", "scale_and_min", "scale_and_zero",
+                                       "q2_k", "q3_k",   "q4_k", "q6_k", "iq4_xs",        "grid"};
 
 enum class FieldType : uint8_t { none, f32, f16, bf16, u8, i8, u16, by_name };  // by_name: bf16, f16 or f32 (Suffix)
 constexpr const char* kFieldTypes[] = {"none", "f32", "f16", "bf16", "u8", "i8", "u16"};
@@ -92,6 +93,7 @@ struct FormatRow {
   }
   constexpr bool in_grid() const { return element == ElementKind::grid; }
   constexpr bool has_tensor_scale() const { return scales == ScaleKind::e4m3; }
+  constexpr bool has_zeros() const { return scales == ScaleKind::scale_and_zero; }
 };
 
 namespace format_table {
@@ -175,6 +177,8 @@ struct Released {
   int64_t scale_stride;  // bytes from one row of scales to the next
   int32_t scale_rows;    // rows that share a scale
   const float* tensor;   // scale of the whole matrix, where the format has one
+  const uint8_t* zeros;  // [rows][spans], a byte each, where the format has them
+  int64_t zero_stride;   // bytes from one row of zeros to the next
 };
 
 // Fills a strip with rows [n0, n0 + 16) of a matrix of n_valid rows and K columns; rows and columns past them are zero.

@@ -5,12 +5,17 @@
 // clang-format off
 
 KT_FORMAT(bf16, .element = E::bf16)
-// Codes and scales are tensors of their own; `kt quant` writes all of these.
+// Codes and scales are tensors of their own; `kt quant` writes all but those with zeros (GPTQ's and AWQ's). Codes and
+// zeros of uint8 are stored less 128.
 KT_FORMAT(int8, .element = E::int8, .plane = {8}, .scales = S::floats, .header = {{f32}}, .written = true)
 KT_FORMAT(int4, .element = E::uint, .zero_point = 8, .plane = {4}, .scales = S::floats, .header = {{by_name}},
           .suffix = Suffix::group, .written = true)
 KT_FORMAT(fp8, .element = E::e4m3, .plane = {8}, .scales = S::floats, .header = {{f32}}, .suffix = Suffix::block,
           .written = true)
+KT_FORMAT(uint4, .element = E::uint, .plane = {4}, .scales = S::scale_and_zero, .header = {{by_name}, {u8}},
+          .suffix = Suffix::group)
+KT_FORMAT(uint8, .element = E::int8, .plane = {8}, .scales = S::scale_and_zero, .header = {{by_name}, {i8}},
+          .suffix = Suffix::group)
 KT_FORMAT(mxfp8, .element = E::e4m3, .plane = {8}, .scales = S::e8m0, .span = 32, .header = {{u8}}, .written = true)
 KT_FORMAT(mxfp4, .element = E::e2m1, .plane = {4}, .scales = S::e8m0, .span = 32, .header = {{u8}}, .gguf_type = 39,
           .written = true)

@@ -22,7 +22,8 @@ struct Int16Codes {
   static constexpr int W = Product::width, halves = scales_of_tile;
   // Few enough constants that all lanes of a strip fit the registers.
   static constexpr bool plain = !looks_up && scales_of_tile == 1 && (bits == 2 || bits == 4 || bits == 8);
-  static constexpr bool may_have_offset = !looks_up && (bits == 2 || bits == 4 || bits == 5);
+  static constexpr bool may_have_offset =
+      !looks_up && (bits == 2 || bits == 4 || bits == 5 || (bits == 8 && halves == 1));
   using Sum = typename Product::template Sums<bits>;
   U8<W> table = {};
 
@@ -347,7 +348,8 @@ struct PackedGemvInt16 {
 
   static bool has_offset(const Format& f) {
     const ScaleKind kind = f.row().scales;
-    return kind == ScaleKind::scale_and_min || kind == ScaleKind::q2_k || kind == ScaleKind::q4_k;
+    return kind == ScaleKind::scale_and_min || kind == ScaleKind::scale_and_zero || kind == ScaleKind::q2_k ||
+           kind == ScaleKind::q4_k;
   }
 
   static QuadLayout layout_of(const Format& f) {

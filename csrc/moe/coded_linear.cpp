@@ -8,6 +8,8 @@
 #include <numeric>
 #include <vector>
 
+#include "crc32c.h"
+
 namespace kt {
 
 namespace {
@@ -30,6 +32,14 @@ char* thread_memory(size_t bytes) {
   thread_local Buffer memory;
   if (memory.size() < bytes) memory = Buffer(bytes);
   return memory.data();
+}
+
+// All variants decode to the same bits: the best native one that has the precision.
+const KernelTable& best_native(Precision precision) {
+  const KernelTable* best = nullptr;
+  for (int i = 0; i < variant_count(); i++)
+    if (variant(i).native && variant(i).table(precision)) best = variant(i).table(precision);
+  return best ? *best : kernels(precision);
 }
 
 }  // namespace
@@ -231,6 +241,7 @@ void CodedLinear::pack(const Released& source) {
     Readers& readers;
     ~Unlock() { readers.unlock(); }
   } unlock{readers_};
+  if (adopted_) throw std::runtime_error("the weight is in memory of another; it cannot be packed");
   packed_ = false;
   PackJob job(*this, source);
   engine_->pool.run(job);
@@ -267,18 +278,89 @@ void CodedLinear::multiply_pass(const LinearRows& rows) const {
   engine_->pool.run(product);
 }
 
-void CodedLinear::decode(int32_t first, int32_t count, char* out) const {
-  const Read read(readers_);
-  const int64_t row_bytes = columns_ * (int64_t)(kernels_.tile_bytes / (kTileK * kTileN));
-  std::vector<char> tiles(store_.k_bytes(store_.k_tiles()));
-  for (int32_t row = first; row < first + count; row += kBlockN) {
-    kernels_.decode({store_.encoding(), store_.at(0, row / kBlockN), 0, store_.k_tiles(), tiles.data()});
-    for (int half = 0; half < 2; half++) {
-      const int32_t from = row + half * kTileN;
-      copy_half_rows(tiles.data(), half, std::min(kTileN, first + count - from), columns_, kernels_.tile_bytes,
-                     out + (from - first) * row_bytes);
+// Rows of W by their numbers, each to its place in `out`; a thread decodes a block for all rows that are wanted of it.
+class CodedLinear::DecodeJob : public Job {
+ public:
+  DecodeJob(const CodedLinear& linear, const KernelTable& kernels, const int64_t* rows, int64_t count, char* out)
+      : linear_(linear), kernels_(kernels), out_(out) {
+    wanted_.reserve((size_t)count);
+    for (int64_t at = 0; at < count; at++) wanted_.push_back({(int32_t)rows[at], at});
+    std::sort(wanted_.begin(), wanted_.end(), [](const Wanted& a, const Wanted& b) { return a.row < b.row; });
+    for (size_t i = 0; i < wanted_.size(); i++)
+      if (!i || wanted_[i].row / kBlockN != wanted_[i - 1].row / kBlockN) begin_.push_back(i);
+    begin_.push_back(wanted_.size());
+  }
+
+  void work(const Worker&) override {
+    const BlockStore& store = linear_.store_;
+    char* tiles = thread_memory<ThreadMemory>((size_t)store.k_tiles() * 2 * (size_t)kernels_.tile_bytes);
+    for (size_t group; !cancelled() && (group = next_.fetch_add(1)) + 1 < begin_.size();) {
+      const size_t first = begin_[group];
+      kernels_.decode({store.encoding(), store.at(0, wanted_[first].row / kBlockN), 0, store.k_tiles(), tiles});
+      for (size_t i = first; i < begin_[group + 1]; i++) copy(tiles, wanted_[i]);
     }
   }
+
+ private:
+  struct Wanted {
+    int32_t row;
+    int64_t at;
+  };
+
+  void copy(const char* tiles, const Wanted& wanted) const {
+    const int32_t half = wanted.row % kBlockN / kTileN, lane = wanted.row % kTileN, columns = linear_.columns_;
+    const char* first = tiles + half * kernels_.tile_bytes;
+    if (kernels_.tile_bytes == 4 * kTileK * kTileN)
+      copy_row<uint32_t>(first, columns, wanted.at, [&](int32_t k) { return k * kTileN + lane; });
+    else
+      copy_row<uint16_t>(first, columns, wanted.at, [&](int32_t k) { return (k / 2 * kTileN + lane) * 2 + k % 2; });
+  }
+
+  template <class Number, class Place>
+  void copy_row(const char* first, int32_t columns, int64_t at, const Place& place) const {
+    Number* out = (Number*)out_ + at * columns;
+    for (int32_t k0 = 0; k0 < columns; k0 += kTileK, first += 2 * kernels_.tile_bytes) {
+      const Number* tile = (const Number*)first;
+      const int32_t count = std::min(kTileK, columns - k0);
+      for (int32_t k = 0; k < count; k++) out[k0 + k] = tile[place(k)];
+    }
+  }
+
+  const CodedLinear& linear_;
+  const KernelTable& kernels_;
+  char* out_;
+  std::vector<Wanted> wanted_;
+  std::vector<size_t> begin_;  // of the rows of each block, and the end
+  std::atomic<size_t> next_{0};
+};
+
+void CodedLinear::decode(const int64_t* rows, int64_t count, DType dtype, char* out) const {
+  const Read read(readers_);
+  DecodeJob job(*this, dtype == DType::f32 ? best_native(Precision::f32) : kernels_, rows, count, out);
+  count < kBlockN ? job.work({}) : engine_->pool.run(job);
+}
+
+void CodedLinear::adopt(const char* blocks, std::shared_ptr<const void> owner) {
+  readers_.lock(kWeights);
+  struct Unlock {
+    Readers& readers;
+    ~Unlock() { readers.unlock(); }
+  } unlock{readers_};
+  packed_ = false;
+  mapping_ = mapping_at(blocks);
+  store_.adopt(blocks, std::move(owner));
+  check_mapping(mapping_);
+  packed_ = adopted_ = true;
+}
+
+uint32_t CodedLinear::checksum() const {
+  const Read read(readers_);
+  uint32_t checksum = 0;
+  for (int group = 0; group < store_.parts(); group++)
+    for (int32_t block = store_.begin(group); block < store_.end(group); block++)
+      checksum = crc32c(store_.at(0, block), store_.block_bytes(), checksum);
+  check_mapping(mapping_);
+  return checksum;
 }
 
 }  // namespace kt

@@ -1,4 +1,4 @@
-// A matrix of a linear layer in the bits of its format: out = x W^T for any number of rows, and W in bf16 again.
+// A matrix of a linear layer in the bits of its format: out = x W^T for any number of rows, and rows of W again.
 //
 // The blocks are those of down in experts (weights.h), and so are the kernels: few rows are multiplied with the codes
 // as they lie, many with dequantised tiles.
@@ -28,7 +28,13 @@ class CodedLinear {
   void pack(const Released& source);
   bool packed() const { return packed_; }  // since the last pack(), which may have been interrupted
   void multiply(const LinearRows& rows) const;
-  void decode(int32_t first, int32_t count, char* out) const;  // rows of W in bf16, `first` a multiple of 32
+  // Rows of W by number, in bf16, or as the codes have them in f32: [count, K].
+  void decode(const int64_t* rows, int64_t count, DType dtype, char* out) const;
+  // Instead of packing: the blocks of another, in its order; they may be read-only.
+  void adopt(const char* blocks, std::shared_ptr<const void> owner);
+  uint32_t checksum() const;                              // CRC-32C of the blocks
+  void check_source() const { check_mapping(mapping_); }  // throws DamagedFile if pages of an adopted file were lost
+  const BlockStore& store() const { return store_; }
 
   int32_t rows() const { return rows_; }
   int32_t columns() const { return columns_; }
@@ -40,6 +46,7 @@ class CodedLinear {
   class PackJob;
   class GatherJob;
   class ProductJob;
+  class DecodeJob;
   class Read;
   void multiply_pass(const LinearRows& rows) const;
 
@@ -48,7 +55,8 @@ class CodedLinear {
   std::shared_ptr<Engine> engine_;
   BlockStore store_;
   Readers readers_;
-  bool packed_ = false;
+  bool packed_ = false, adopted_ = false;
+  const Mapping* mapping_ = nullptr;  // of the file that holds the blocks, or null
 };
 
 }  // namespace kt

@@ -174,6 +174,7 @@ class PackJob : public Job {
       r.codes += expert * m.codes_stride;
       if (r.scales) r.scales += expert * m.scales_stride;
       if (r.tensor) r.tensor += expert;
+      if (r.zeros) r.zeros += expert * m.zeros_stride;
       pack_strip(encoding->format[half], r, p.n0[half], p.n_valid, p.k, p.k_tiles, strip);
       strip += encoding->strip[half].bytes;
     }

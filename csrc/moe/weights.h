@@ -102,7 +102,7 @@ struct SourceMatrix {
   int64_t expert_stride;
   // Instead of `source`, for a matrix in an encoded format; strides in bytes.
   Released released = {};
-  int64_t codes_stride = 0, scales_stride = 0;
+  int64_t codes_stride = 0, scales_stride = 0, zeros_stride = 0;
 };
 
 struct SourceLayer {

@@ -34,12 +34,13 @@ class FormatInfo(TypedDict):
     element: str  # bf16, int8, uint, e4m3, e2m1, iq4, grid: how a code becomes a number
     zero_point: int  # uint: what is subtracted from a code
     planes: list[int]  # bits of the planes that make a code, the low ones first
-    scales: str  # none, floats, e8m0, e4m3, scale_and_min, q2_k, q3_k, q4_k, q6_k, iq4_xs, grid
+    scales: str  # none, floats, e8m0, e4m3, scale_and_min, scale_and_zero, q2_k, q3_k, q4_k, q6_k, iq4_xs, grid
     span: int  # columns that share a header of a strip; 0: all
     header: list[tuple[str, int]]  # its fields: type (f32, f16, bf16, u8, i8, u16) and how many of it
     header_bytes: int  # of one row
     shared_header: bool  # one for the 16 rows of a strip
     tensor_scale: bool  # and one float32 for the whole matrix
+    zeros: bool  # a code for each scale that stands for zero
     scale_columns: int  # columns that share a scale in a checkpoint; 0: all
     scale_rows: int  # rows that share it
     flat_scales: bool  # one scale a row is [rows], not [rows, 1]
@@ -297,7 +298,19 @@ class CodedLinear:
     def __init__(self, pool: Pool, rows: int, columns: int, format: str, isa: str = "") -> None: ...
     def pack(self, matrix: Released) -> None: ...
     def forward(self, x: Array, out: Array) -> None: ...
-    def decode(self, first: int, out: Array) -> None: ...
+    def decode(self, first: int, out: Array) -> None:
+        """Rows from `first` on, in bf16, or as the codes have them in float32."""
+
+    def gather(self, rows: Array, out: Array) -> None:
+        """The same for rows by number, int64."""
+
+    def adopt(self, blocks: Array) -> None:
+        """Instead of `pack`: the blocks of another's `memory()`, which are used in place."""
+
+    def memory(self) -> Any: ...
+    def checksum(self) -> int:
+        """CRC-32C of `memory()`."""
+
     @property
     def packed_bytes(self) -> int: ...
     @property

@@ -181,7 +181,15 @@ def test_unsupported_tensors_are_refused_by_name(tmp_path: Path) -> None:
     refuse(tmp_path, tensors | {f"{name}.qzeros": torch.zeros(8, 20, dtype=torch.int32)}, r"gate_proj\.qzeros: .*asymm")
     turned = tensors | {f"{name}.g_idx": tensors[f"{name}.g_idx"].flip(0)}
     refuse(tmp_path, turned, r"gate_proj\.g_idx: given columns in order of activation \(desc_act\)", words)
+    refuse(tmp_path, tensors, r"gate_proj\.g_idx: given columns in order of", words | {"desc_act": True})
     refuse(tmp_path, tensors, r"gate_proj\.qzeros: .*expected 8 throughout", words | {"checkpoint_format": "gptq_v2"})
+
+    tensors, _ = written("gptq zeros")
+    name, words = f"{MODULE}.0.gate_proj", KINDS["gptq zeros"][2]
+    full = tensors | {f"{name}.qzeros": torch.full_like(tensors[f"{name}.qzeros"], -1)}
+    refuse(tmp_path, full, r"gate_proj\.qzeros: given stored zeros of 15, which programs read in two ways", words)
+    wide = tensors | {f"{name}.scales": tensors[f"{name}.scales"].float()}
+    refuse(tmp_path, wide, r"gate_proj\.scales: .*expected F16 or BF16 scales beside zeros", words)
 
     tensors, _ = written("nvfp4 compressed")
     name = f"{MODULE}.0.gate_proj.weight"
@@ -193,10 +201,9 @@ def test_unsupported_tensors_are_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"quant_method": "awq", "bits": 4}, r"quantised with 'awq' \(bits 4\), expected one of fp8"),
-        ({"quant_method": "gptq", "bits": 4, "desc_act": True}, "desc_act true"),
-        ({"quant_method": "gptq", "bits": 8}, "bits 8, expected bits 4"),
-        ({"quant_method": "gptq", "bits": 4, "sym": False}, "sym false"),
+        ({"quant_method": "hqq", "bits": 4}, r"quantised with 'hqq' \(bits 4\), expected one of fp8"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv', expected 'gemm'"),
+        ({"quant_method": "gptq", "bits": 3}, "bits 3, expected bits 4 or 8"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24'"),

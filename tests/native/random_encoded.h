@@ -9,7 +9,7 @@ namespace kt::check {
 
 // Random released bytes of one matrix of all experts. Scales are small normal numbers in every format.
 struct RandomEncoded {
-  std::vector<uint8_t> codes;
+  std::vector<uint8_t> codes, zeros;
   std::vector<char> scales;
   std::vector<float> tensor;
   SourceMatrix source{};
@@ -30,7 +30,7 @@ struct RandomEncoded {
       put_halves(f, experts * rows * (columns / row.span));
       return;
     }
-    int64_t spans = f.span() ? ceil_div(columns, f.span()) : 1, width = spans * f.header();
+    int64_t spans = f.span() ? ceil_div(columns, f.span()) : 1, width = spans * f.field_bytes(row.header[0]);
     int64_t high = ceil_div(rows, source.released.scale_rows);
     scales.resize((size_t)(experts * high * width));
     if (row.span) {
@@ -43,6 +43,13 @@ struct RandomEncoded {
     source.released.scales = scales.data();
     source.released.scale_stride = width;
     source.scales_stride = high * width;
+    if (row.has_zeros()) {
+      zeros.resize((size_t)(experts * rows * spans));
+      for (uint8_t& zero : zeros) zero = (uint8_t)(any(random) % 16);
+      source.released.zeros = zeros.data();
+      source.released.zero_stride = spans;
+      source.zeros_stride = rows * spans;
+    }
     tensor.assign((size_t)experts, 0.25f);
     source.released.tensor = tensor.data();
   }

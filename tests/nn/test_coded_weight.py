@@ -9,6 +9,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,12 +17,18 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from ktransformers import _core
+from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, decode
 from ktransformers.checkpoint.encoder import encode
+from ktransformers.checkpoint.mapped import read_only_tensor
+from ktransformers.checkpoint.matrix import SPELLED, TensorRef, recognise
+from ktransformers.checkpoint.quantisation import accept
 from ktransformers.errors import InputError
 from ktransformers.nn import coded_weight
 from ktransformers.nn.coded_weight import CodedWeight, describe_coded, encode_linears
 from ktransformers.nn.linear import patch_linears
 from ktransformers.nn.pool import default_pool
+from tests.support.gguf_blocks import random_blocks
+from tests.support.releases import gptq_desc_act
 from tests.support.tiny_models import build
 
 SPECS = ["int8", "int4:32", "int4:128", "fp8:128x128", "fp8:row", "mxfp4", "nvfp4", "mxfp8"]
@@ -45,17 +52,15 @@ def coded(spec: str, dtype: torch.dtype = torch.float32, rows: int = 200) -> tup
     assert encode_linears(layers, spec) == 1 and isinstance(layers.linear.weight, CodedWeight)
     assert not isinstance(layers.small.weight, CodedWeight)
     assert describe_coded(layers).startswith(f"1 linear layers outside of the experts in {spec}")
-    core = _core.CodedLinear(default_pool(), rows, 256, spec)
-    core.pack((exact.codes, exact.scales, exact.tensor_scale))
-    weight = torch.empty(rows, 256, dtype=torch.bfloat16)
-    core.decode(0, weight)
-    return layers, weight
+    numbers = decode(exact)[0]
+    return layers, numbers if dtype == torch.float32 else numbers.bfloat16()
 
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_match_decoded_weights(spec: str, dtype: torch.dtype) -> None:
-    """Few rows and many, outputs that fill no block; weights are rounded to bf16 in the comparison alone."""
+    """Few rows and many, outputs that fill no block. In float32 weights are not rounded, and activations have 16 bits
+    beside codes of integers; in bf16 weights are rounded in products of many rows."""
     layers, weight = coded(spec, dtype)
     for rows in (1, 2, 7, 33, 130, 600):
         x = torch.randn(rows, 256).to(dtype)
@@ -63,7 +68,8 @@ def test_products_match_decoded_weights(spec: str, dtype: torch.dtype) -> None:
             actual = layers(x)
         expected = x.double() @ weight.double().T + layers.linear.bias.detach().double()
         assert actual.dtype == dtype and actual.shape == (rows, 200)
-        assert float((actual.double() - expected).norm() / expected.norm()) < 6e-3
+        limit = 1e-4 if dtype == torch.float32 else 6e-3
+        assert float((actual.double() - expected).norm() / expected.norm()) < limit
     assert layers(torch.empty(0, 256, dtype=dtype)).shape == (0, 200)
 
 
@@ -72,9 +78,11 @@ def test_every_variant_multiplies(isa: str, spec: str) -> None:
     torch.manual_seed(0)
     matrix = encode(torch.randn(70, 2304), spec)  # K in several pieces where tiles are decoded
     core = _core.CodedLinear(default_pool(), 70, 2304, spec, isa)
-    core.pack((matrix.codes, matrix.scales, matrix.tensor_scale))
-    weight = torch.empty(70, 2304, dtype=torch.bfloat16)
+    core.pack(matrix.packable)
+    rounded, weight = torch.empty(70, 2304, dtype=torch.bfloat16), torch.empty(70, 2304)
+    core.decode(0, rounded)
     core.decode(0, weight)
+    assert torch.equal(weight, decode(matrix)[0]) and torch.equal(rounded, weight.bfloat16())
     for rows in (1, 20, 40):
         x, out = torch.randn(rows, 2304), torch.full((rows, 70), torch.nan)
         core.forward(x, out)
@@ -100,7 +108,7 @@ def test_gradient_of_the_input() -> None:
     grad = torch.randn(9, 200)
     layers(x).backward(grad)
     assert x.grad is not None
-    torch.testing.assert_close(x.grad, grad @ weight.float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(x.grad, grad @ weight, rtol=1e-5, atol=1e-5)
     assert layers.linear.weight.grad is None
     none = torch.empty(2, 0, 256, requires_grad=True)
     layers(none).sum().backward()
@@ -110,13 +118,83 @@ def test_gradient_of_the_input() -> None:
 def test_decoded_rows_are_those_of_the_whole_matrix() -> None:
     layers, weight = coded("int4:32", rows=300)
     core = layers.linear.weight.codes.linear
-    part = torch.empty(100, 256, dtype=torch.bfloat16)
-    core.decode(64, part)
-    assert torch.equal(part, weight[64:164])
-    with pytest.raises(ValueError, match="multiple of 32"):
-        core.decode(10, part)
+    for first, count in ((64, 100), (10, 7), (299, 1)):
+        part = torch.empty(count, 256)
+        core.decode(first, part)
+        assert torch.equal(part, weight[first : first + count])
+    rows = torch.tensor([299, 0, 31, 32, 0, 150])
+    for dtype in (torch.float32, torch.bfloat16):
+        gathered = torch.empty(6, 256, dtype=dtype)
+        core.gather(rows, gathered)
+        assert torch.equal(gathered, weight[rows].to(dtype))
     with pytest.raises(ValueError, match="out"):
         core.decode(0, torch.empty(10, 255, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="rows"):
+        core.gather(torch.tensor([300]), torch.empty(1, 256))
+
+
+def test_blocks_of_another_are_used_in_place() -> None:
+    layers, weight = coded("int4:32", rows=300)
+    core = layers.linear.weight.codes.linear
+    blocks = read_only_tensor(core.memory())
+    other = _core.CodedLinear(default_pool(), 300, 256, "int4:32")
+    with pytest.raises(ValueError, match="blocks"):
+        other.adopt(blocks[:-64])
+    other.adopt(blocks)
+    assert other.checksum() == core.checksum()
+    x = torch.randn(3, 256)
+    outs = torch.empty(3, 300), torch.empty(3, 300)
+    core.forward(x, outs[0])
+    other.forward(x, outs[1])
+    assert torch.equal(*outs)
+    with pytest.raises(RuntimeError, match="memory of another"):
+        matrix = encode(weight, "int4:32")
+        other.pack(matrix.packable)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embeddings_decode_the_rows_that_they_look_up(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    matrix = encode(torch.randn(500, 256), "q8_0")
+    embedding = nn.Embedding(500, 256, padding_idx=0)
+    embedding.weight = nn.Parameter(coded_weight.coded_weight(matrix, dtype), requires_grad=False)
+    ids = torch.tensor([[3, 499, 3], [31, 32, 0]])
+    assert torch.equal(embedding(ids), decode(matrix)[0].to(dtype)[ids])
+    assert embedding(torch.empty(0, dtype=torch.int64)).shape == (0, 256)
+    embedding.requires_grad_(True)
+    with pytest.raises(InputError, match="have no gradient"):
+        embedding(ids)
+
+
+@pytest.mark.parametrize("spec", GGUF_BLOCKS)
+def test_every_type_of_gguf(spec: str) -> None:
+    """K and IQ types too: numbers as the `gguf` package decodes them, products of a few rows and of more."""
+    pytest.importorskip("gguf")
+    codes = torch.from_numpy(random_blocks(spec, (1, 70), 512, np.random.default_rng(0)))
+    matrix = Encoded(spec, codes, None, columns=512)
+    weight, numbers = coded_weight.coded_weight(matrix, torch.float32), decode(matrix)[0]
+    assert torch.equal(weight + 0, numbers)
+    for rows in (1, 3, 40):
+        x = torch.randn(rows, 512)
+        expected = x.double() @ numbers.double().T
+        assert float((F.linear(x, weight).double() - expected).norm() / expected.norm()) < 2e-4
+
+
+def test_columns_in_another_order() -> None:
+    """GPTQ with desc_act: products, gradients and rows are those of the matrix."""
+    parts, value = gptq_desc_act(96, 256, 3)
+    refs = {ending: TensorRef(ending, SPELLED[part.dtype], tuple(part.shape)) for ending, part in parts.items()}
+    words = {"quant_method": "gptq", "bits": 4, "desc_act": True, "sym": False}
+    matrix = recognise(refs, 96, 256, accept("config.json", words)).build(lambda name, e8m0=False: parts[name])
+    assert isinstance(matrix, Encoded) and matrix.order is not None
+    weight = coded_weight.coded_weight(matrix, torch.float32)
+    assert torch.equal(weight + 0, value) and torch.equal(F.embedding(torch.tensor([5]), weight), value[5:6])
+    x = torch.randn(7, 256, requires_grad=True)
+    out = F.linear(x, weight)
+    torch.testing.assert_close(out, x @ value.T, rtol=1e-3, atol=1e-3)
+    grad = torch.randn(7, 96)
+    out.backward(grad)
+    torch.testing.assert_close(x.grad, grad @ value, rtol=1e-5, atol=1e-5)
 
 
 def test_torch_sees_an_ordinary_weight() -> None:
@@ -201,7 +279,7 @@ def test_lora_trains_over_codes_as_over_decoded_weights() -> None:
     found, expected = gradients(True), gradients(False)
     assert len(found) == len(expected) == 2
     for one, two in zip(found, expected, strict=True):
-        assert float((one - two).norm()) <= 1e-2 * float(two.norm())
+        assert float((one - two).norm()) <= 2e-4 * float(two.norm())
 
 
 def test_layers_that_are_encoded() -> None:
@@ -245,7 +323,7 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(RuntimeError, match="not packed"):
         core.forward(torch.zeros(1, 64), torch.zeros(1, 64))
     matrix = encode(torch.randn(64, 64), "int8")
-    core.pack((matrix.codes, matrix.scales, matrix.tensor_scale))
+    core.pack(matrix.packable)
     with pytest.raises(ValueError, match="x"):
         core.forward(torch.zeros(1, 32), torch.zeros(1, 64))
     with pytest.raises(TypeError, match="out"):

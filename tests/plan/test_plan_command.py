@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -55,6 +56,24 @@ def test_training_and_serving_are_printed() -> None:
         "published",
     ):
         assert word in text
+
+
+def test_linear_layers_in_few_bits() -> None:
+    """On a CPU they take fewer bytes and less time; a GPU server does not do it, and the plan says so."""
+
+    def served(*words: str) -> dict[str, Any]:
+        code, text = kt("qwen3-30b-a3b", "--serve", "--machine", "desktop-4090", "--json", *words)
+        assert code == 0, text
+        document: dict[str, Any] = json.loads(text)["serve"]
+        return document
+
+    numbers, codes = served("--gpu", "none"), served("--gpu", "none", "--rest", "int4:32")
+    assert "linear layers" in json.dumps(codes) and "linear layers" not in json.dumps(numbers)
+    on_gpu = served("--rest", "int4:32", "--all")
+    assert "linear layers in int4:32 on a GPU" in json.dumps(on_gpu)
+    assert "int4" in json.dumps(served("--format", "int4:32"))
+    for words in (("--rest", "iq2_xs"), ("--rest", "int9"), ("--format", "x")):
+        assert kt("qwen3-30b-a3b", "--serve", "--machine", "desktop-4090", *words)[0] != 0
 
 
 def test_page_draws_memory_against_what_is_there(tmp_path: Path) -> None:

@@ -115,12 +115,12 @@ def test_plan_counts_the_codes() -> None:
     work = serving_workload(parse(["M", "--rest", "int4:32"]), 2, 4096)
     assert work.linear_format == "int4:32"
     plain = serving_workload(parse(["M"]), 2, 4096)
-    coded, as_released = (predict_memory(shape, one, Choice("bf16"), machine) for one in (work, plain))
+    as_released = predict_memory(shape, plain, Choice("bf16"), machine)
+    coded = predict_memory(shape, work, Choice("bf16", linear_format="int4:32"), machine)
     linears = shape.rest - shape.embedding
     assert coded.host["linear layers"] == pytest.approx(linears * (0.5 + 2 / 32))
     assert as_released.mapped - coded.mapped == 2 * linears and "linear layers" not in as_released.host
-    tied = predict_memory(replace(shape, tied=True), work, Choice("bf16"), machine)
+    tied = predict_memory(replace(shape, tied=True), work, Choice("bf16", linear_format="int4:32"), machine)
     assert tied.host["linear layers"] == coded.host["linear layers"], "the head's codes lie beside the embedding"
-    on_gpu = Choice("bf16", 1)
-    assert predict_memory(shape, work, on_gpu, machine) == predict_memory(shape, plain, on_gpu, machine)
+    assert serving_workload(parse(["M", "--rest", "int4:32"]), 2, 4096, "cuda") == plain
     assert bytes_in_format("q8_0") == 34 / 32 and bytes_in_format("int8") == pytest.approx(1, rel=0.01)

@@ -90,6 +90,55 @@ def gptq(n: int, k: int, seed: int, group: int = 32) -> Release:
     return parts, (value - 8).float() * scale.float().T.repeat_interleave(group, 1)
 
 
+def _words(codes: Tensor, bits: int) -> Tensor:
+    """Codes `[..., n]`, several in a word, the first in the lowest bits."""
+    in_word = 32 // bits
+    word = sum((codes[..., i::in_word].long() << (bits * i)) for i in range(in_word))
+    assert isinstance(word, Tensor)
+    return torch.where(word >= 2**31, word - 2**32, word).to(torch.int32).contiguous()
+
+
+def gptq_with_zeros(n: int, k: int, seed: int, bits: int = 4, group: int = 32, desc_act: bool = False) -> Release:
+    """GPTQ with a zero for each group, stored one lower than it is; with `desc_act` the columns of a group are those
+    that were quantised one after the other."""
+    value = torch.randint(0, 2**bits, (n, k), generator=_random(seed))
+    zero = torch.randint(1, 2**bits, (n, k // group), generator=_random(seed + 2))
+    scale = _scales((k // group, n), seed, 4.0 / 2**bits / k**0.5, torch.float16)
+    groups = torch.arange(k) // group
+    if desc_act:
+        groups = groups[torch.randperm(k, generator=_random(seed + 3))]
+    parts = {
+        "qweight": _words(value, bits).T.contiguous(),
+        "scales": scale,
+        "qzeros": _words((zero - 1).T, bits),
+        "g_idx": groups.to(torch.int32),
+    }
+    return parts, (value - zero[:, groups]).float() * scale.float().T[:, groups]
+
+
+def gptq_int8(n: int, k: int, seed: int) -> Release:
+    return gptq_with_zeros(n, k, seed, bits=8)
+
+
+def gptq_desc_act(n: int, k: int, seed: int) -> Release:
+    return gptq_with_zeros(n, k, seed, desc_act=True)
+
+
+def awq(n: int, k: int, seed: int, group: int = 32) -> Release:
+    """Eight rows of the matrix in a word, even ones in its lower half, odd ones in its upper."""
+    value = torch.randint(0, 16, (n, k), generator=_random(seed))
+    zero = torch.randint(0, 16, (n, k // group), generator=_random(seed + 2))
+    scale = _scales((k // group, n), seed, 0.25 / k**0.5, torch.float16)
+    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+
+    def packed(codes: Tensor) -> Tensor:  # [N, any]
+        return _words(codes.T.reshape(codes.shape[1], -1, 8)[..., order].flatten(1), 4)
+
+    parts = {"qweight": packed(value), "scales": scale, "qzeros": packed(zero)}
+    spread = torch.arange(k) // group
+    return parts, (value - zero[:, spread]).float() * scale.float().T[:, spread]
+
+
 def _e2m1(n: int, k: int, seed: int) -> tuple[Tensor, Tensor]:
     code = torch.randint(0, 16, (n, k), generator=_random(seed))
     return (code[:, 0::2] | (code[:, 1::2] << 4)).to(torch.uint8), E2M1[code]
@@ -134,6 +183,17 @@ KINDS: dict[str, tuple[Make, str, dict[str, Any]]] = {
     "compressed int4": (packed_int4, "int4:32", {"quant_method": "compressed-tensors", "format": "pack-quantized"}),
     "compressed int8": (int8_row, "int8", {"quant_method": "compressed-tensors", "format": "int-quantized"}),
     "gptq": (gptq, "int4:32:f16", {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}),
+    "gptq zeros": (
+        gptq_with_zeros,
+        "uint4:32:f16",
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False},
+    ),
+    "gptq 8 bits": (
+        gptq_int8,
+        "uint8:32:f16",
+        {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": False, "sym": False},
+    ),
+    "awq": (awq, "uint4:32:f16", {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
     "mxfp4": (mxfp4, "mxfp4", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
     "nvfp4 modelopt": (nvfp4_modelopt, "nvfp4", {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
     "nvfp4 compressed": (

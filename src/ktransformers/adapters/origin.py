@@ -9,7 +9,7 @@ encoder rounds once, from the float32 sum.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -202,10 +202,10 @@ def _fold_tensor(tensor: PlainTensor, module: Module) -> PlainTensor:
     def read() -> Tensor:
         pair = module.read()
         delta = (pair.b.float() @ pair.a.float()).mul_(pair.scaling)
-        return delta.add_(tensor.read().float()).to(tensor.dtype)
+        return delta.add_(tensor.numbers()).to(tensor.dtype)
 
-    return replace(tensor, read=read)
+    return PlainTensor(tensor.name, tensor.dtype, tensor.shape, read)
 
 
 def _replace_tensor(tensor: PlainTensor, extra: Extra) -> PlainTensor:
-    return replace(tensor, read=lambda: extra.read().to(tensor.dtype))
+    return PlainTensor(tensor.name, tensor.dtype, tensor.shape, lambda: extra.read().to(tensor.dtype))

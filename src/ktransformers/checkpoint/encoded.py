@@ -5,7 +5,8 @@ native core (`_core.format`). Codes are rows of bytes `[E, N, bytes]`, scales li
 has to be contiguous, so gate and up may be views of one tensor. `decode` is the definition that everything else is held
 against: plain, not fast. It is told by the kinds of elements and scales, so that a format of known kinds has no line
 here; blocks of GGUF go to the `gguf` package, which is an optional extra. Four-bit codes lie two in a byte, the even
-column in the low half.
+column in the low half. Formats with zeros (uint4, uint8) have for every scale the code that stands for zero; codes and
+zeros of uint8 are int8, both less 128.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class EncodedFormat:
     multiple: int  # of K
     flat_scales: bool  # one scale a row is [rows], not [rows, 1]
     tensor_scale: bool  # and a scale for the whole matrix
+    zeros: bool  # and a zero for each scale
     written: bool  # `encode` makes it
 
     def row_bytes(self, columns: int) -> int:
@@ -93,6 +95,7 @@ def format_of(name: str) -> EncodedFormat:
         row_span=row["scale_rows"],
         flat_scales=row["flat_scales"],
         tensor_scale=row["tensor_scale"],
+        zeros=row["zeros"],
         written=row["written"],
         **tensors,
     )
@@ -109,6 +112,8 @@ class Encoded:
     codes: Tensor  # uint8 (int8: int8), [E, N, bytes of a row]
     scales: Tensor | None  # as the format has them; None: blocks of GGUF
     tensor_scale: Tensor | None = None  # float32 [E], of formats that have one
+    zeros: Tensor | None = None  # as codes are, in the shape of scales, of formats that have them
+    order: Tensor | None = None  # int64 [K]: column i of the codes is column order[i] of the matrix; None: its own
     columns: int = field(kw_only=True)
     name: str = field(default="", kw_only=True, compare=False)  # of the tensor it came from, for messages
 
@@ -130,6 +135,12 @@ class Encoded:
             raise InputError(where, f"tensor_scale {self.tensor_scale}", f"what {self.format} has")
         if self.tensor_scale is not None:
             expect(f"{where}: tensor_scale", self.tensor_scale, (experts,), torch.float32)
+        if form.zeros != (self.zeros is not None):
+            raise InputError(where, "no zeros" if self.zeros is None else "zeros", f"what {self.format} has")
+        if self.zeros is not None and shape is not None:
+            expect(f"{where}: zeros", self.zeros, (experts, *shape), form.code_dtype)
+        if self.order is not None:
+            expect(f"{where}: order of columns", self.order, (self.columns,), torch.int64)
         if self.codes.stride(2) != 1 and self.codes.shape[2] > 1:
             raise InputError(f"{where}: codes", f"strides {list(self.codes.stride())}", "rows that are contiguous")
 
@@ -144,8 +155,13 @@ class Encoded:
     @property
     def bytes(self) -> int:
         """Bytes of codes and scales."""
-        tensors = [part for part in (self.codes, self.scales, self.tensor_scale) if part is not None]
-        return sum(part.numel() * part.element_size() for part in tensors)
+        parts = (self.codes, self.scales, self.tensor_scale, self.zeros, self.order)
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+    @property
+    def packable(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What the core packs: a format has a scale of the whole matrix, or zeros, or neither."""
+        return self.codes, self.scales, self.tensor_scale if self.zeros is None else self.zeros
 
 
 def expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -166,7 +182,8 @@ def stack(parts: list[Encoded]) -> Encoded:
     codes = joined([part.codes for part in parts])
     assert codes is not None
     scales, tensor_scale = joined([part.scales for part in parts]), joined([part.tensor_scale for part in parts])
-    return Encoded(first.format, codes, scales, tensor_scale, columns=first.columns, name=first.name)
+    zeros = joined([part.zeros for part in parts])
+    return Encoded(first.format, codes, scales, tensor_scale, zeros, columns=first.columns, name=first.name)
 
 
 # float32 numbers of codes, one to an element, by the kind of elements.
@@ -186,6 +203,7 @@ def _nested_scales(scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
 # float32 scales of their stored form and of that of the matrix, by the kind of scales.
 SCALES: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
     "floats": lambda scales, _: scales.float(),
+    "scale_and_zero": lambda scales, _: scales.float(),
     "e8m0": lambda scales, _: e8m0(scales),
     "e4m3": _nested_scales,
 }
@@ -199,11 +217,25 @@ def decode(encoded: Encoded) -> Tensor:
     values = ELEMENTS[form.element](form, nibbles(encoded.codes) if form.per_byte == 2 else encoded.codes)
     assert encoded.scales is not None
     scales = SCALES[form.scales](encoded.scales, encoded.tensor_scale)
-    if not form.span:
-        return values.mul_(scales.reshape(encoded.experts, rows, 1))
-    if form.row_span > 1:
-        scales = scales.repeat_interleave(form.row_span, 1)[:, :rows]
-    return values.mul_(scales.repeat_interleave(form.span, 2)[:, :, :columns])
+
+    def spread(of_groups: Tensor) -> Tensor:
+        if not form.span:
+            return of_groups.reshape(encoded.experts, rows, 1)
+        if form.row_span > 1:
+            of_groups = of_groups.repeat_interleave(form.row_span, 1)[:, :rows]
+        return of_groups.repeat_interleave(form.span, 2)[:, :, :columns]
+
+    if encoded.zeros is not None:
+        values.sub_(spread(encoded.zeros.float()))
+    values.mul_(spread(scales))
+    return values if encoded.order is None else in_own_order(values, encoded.order)
+
+
+def in_own_order(columns: Tensor, order: Tensor) -> Tensor:
+    """The columns of a matrix whose codes are in another order."""
+    result = torch.empty_like(columns)
+    result[..., order] = columns
+    return result
 
 
 def nibbles(codes: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ def read_experts(
     for expert in range(shape.num_experts) if experts is None else experts:
         names = tensors.single[expert]
         by_role: dict[str, Tensor | Encoded] = {
-            role: matrix.build(shards.read_finite)
+            role: _in_own_order(matrix.build(shards.read_finite))
             for role, matrix in _single(shards, tensors, shape, expert, quantisation).items()
         }
         by_role |= {role: shards.read_finite(names[role]) for role in shape.single() if role.endswith("_bias")}
@@ -140,10 +140,23 @@ def _single(
         if not any(ending in endings for ending in CODES):
             raise InputError(f"{label}: {role}", "no such tensor in the checkpoint", f"one of shape {[rows, columns]}")
         refs = {key: shards.ref(name) for key, name in endings.items()}
+        if quantisation.desc_act and "g_idx" in refs:
+            raise _desc_act(refs["g_idx"].name)
         matrices[role] = recognise(refs, rows, columns, quantisation)
     for role, endings in unused.items():
         raise _unexpected(next(iter(endings.values())), role, shape.single())
     return matrices
+
+
+def _in_own_order(matrix: Tensor | Encoded) -> Tensor | Encoded:
+    if isinstance(matrix, Encoded) and matrix.order is not None:
+        raise _desc_act(matrix.name.replace(".qweight", ".g_idx"))
+    return matrix
+
+
+def _desc_act(name: str) -> InputError:
+    given = "columns in order of activation (desc_act)"
+    return InputError(name, given, "experts with columns in their own order", "take another release of the model")
 
 
 def _check_bias(shards: Shards, label: str, name: str | None, shape: tuple[int, ...]) -> None:

@@ -4,7 +4,8 @@ A matrix is stored as several tensors with one name and several endings, its *pa
 `qweight`), scales (`weight_scale_inv`, `scales`, ...) and sometimes more. `recognise` tells the format from names,
 dtypes and shapes, without reading data; `Matrix.build` then makes an `Encoded` of the data, as a view where possible. A
 part that the format has no use for is refused by name; parts about activations are ignored. Scales of e8m0 over blocks
-of 128 become float32, which holds them exactly.
+of 128 become float32, which holds them exactly. GPTQ and AWQ have the matrix transposed and several codes in a word;
+their codes are copied once, in order of rows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ktransformers.checkpoint.encoded import BLOCK, Encoded, e8m0, format_with
+from ktransformers.checkpoint.encoded import BLOCK, Encoded, e8m0, format_with, nibbles, pair_nibbles
 from ktransformers.checkpoint.quantisation import NONE, Quantisation
 from ktransformers.errors import InputError
 
@@ -70,7 +71,7 @@ def recognise(parts: Mapping[str, TensorRef], rows: int, columns: int, quantisat
     """`parts` by ending, one of `CODES` among them."""
     used = {ending: part for ending, part in parts.items() if ending not in ACTIVATIONS}
     if "qweight" in used:
-        return _gptq(used, rows, columns, quantisation)
+        return (_awq if quantisation.method == "awq" else _gptq)(used, rows, columns, quantisation)
     if "weight_packed" in used:
         return _packed(used, rows, columns)
     weight = used["weight"]
@@ -96,10 +97,12 @@ def recognise(parts: Mapping[str, TensorRef], rows: int, columns: int, quantisat
     raise weight.refuse(f"codes of [{rows}, {columns}]: F8_E4M3 or I8 of that shape, or U8 of half the columns")
 
 
-def dimensions(parts: Mapping[str, TensorRef]) -> tuple[int, int]:
+def dimensions(parts: Mapping[str, TensorRef], quantisation: Quantisation = NONE) -> tuple[int, int]:
     """Rows and columns of a quantised matrix, from its parts alone."""
     if "qweight" in parts:
-        return parts["qweight"].shape[1], parts["qweight"].shape[0] * 8
+        first, second = parts["qweight"].shape
+        in_word = 32 // quantisation.bits
+        return (second * in_word, first) if quantisation.method == "awq" else (second, first * in_word)
     codes = parts.get("weight_packed") or parts["weight"]
     rows, across = codes.shape
     scale = next((parts[key] for key in ("weight_scale_inv", "weight_scale", "scale") if key in parts), None)
@@ -231,7 +234,7 @@ def _packed(used: Mapping[str, TensorRef], rows: int, columns: int) -> Matrix:
     _multiple(codes, columns, 8)
     if (codes.dtype, codes.shape) not in (("I32", (rows, columns // 8)), ("U8", (rows, columns // 2))):
         raise codes.refuse(f"I32 [{rows}, {columns // 8}]: eight codes in a word")
-    spec = _int4_spec(scale, scale.shape == (rows, 1), (rows, None), columns)
+    spec = _group_spec("int4", scale, scale.shape == (rows, 1), (rows, None), columns)
     shaped = used.get("weight_shape")
 
     def build(read: Read) -> Encoded:
@@ -254,7 +257,9 @@ def _packed_int8(codes: TensorRef, scale: TensorRef, rows: int, columns: int) ->
     return Matrix("int8", build)
 
 
-def _int4_spec(scale: TensorRef, one_group: bool, shape: tuple[int | None, int | None], columns: int) -> str:
+def _group_spec(
+    word: str, scale: TensorRef, one_group: bool, shape: tuple[int | None, int | None], columns: int
+) -> str:
     """The group follows from the number of scales along K, the dimension that is None in `shape`."""
     suffix = {"BF16": "", "F16": ":f16", "F32": ":f32"}.get(scale.dtype)
     along = shape.index(None)
@@ -264,35 +269,124 @@ def _int4_spec(scale: TensorRef, one_group: bool, shape: tuple[int | None, int |
     group = 0 if one_group else -(-columns // scale.shape[along])
     if group % 32 or (group and -(-columns // group) != scale.shape[along]):
         raise scale.refuse("groups of a multiple of 32 columns")
-    return f"int4:{group}{suffix}"
+    return f"{word}:{group}{suffix}"
 
 
 def _gptq(used: Mapping[str, TensorRef], rows: int, columns: int, quantisation: Quantisation) -> Matrix:
-    """Words hold 8 codes of a column: the codes are copied once, transposed."""
+    """A word has 8 codes of 4 bits, or 4 of 8, of one row of the matrix. Without zeros of its own for every group, and
+    in 4 bits, the matrix is int4; otherwise uint4 or uint8."""
     _only(used, ("qweight", "scales", "qzeros", "g_idx"))
     codes, scale = used["qweight"], _need(used, used["qweight"], "scales")
-    _multiple(codes, columns, 8)
-    if codes.dtype != "I32" or codes.shape != (columns // 8, rows):
-        raise codes.refuse(f"I32 [{columns // 8}, {rows}]: eight codes of 4 bits in a word")
-    spec = _int4_spec(scale, scale.shape == (1, rows), (None, rows), columns)
+    bits = quantisation.bits
+    in_word = 32 // bits
+    _multiple(codes, columns, in_word)
+    if codes.dtype != "I32" or codes.shape != (columns // in_word, rows):
+        raise codes.refuse(f"I32 [{columns // in_word}, {rows}]: {in_word} codes of {bits} bits in a word")
+    symmetric = bits == 4 and quantisation.symmetric
+    spec = _group_spec("int4" if symmetric else f"uint{bits}", scale, scale.shape == (1, rows), (None, rows), columns)
     zeros, order = used.get("qzeros"), used.get("g_idx")
-    if zeros is not None and (zeros.dtype != "I32" or zeros.shape != (scale.shape[0], -(-rows // 8))):
-        raise zeros.refuse(f"I32 [{scale.shape[0]}, {-(-rows // 8)}]")
+    if not symmetric:
+        zeros = _need(used, codes, "qzeros")
+        _exact_with_zeros(scale)
+    if zeros is not None and (zeros.dtype != "I32" or zeros.shape != (scale.shape[0], -(-rows // in_word))):
+        raise zeros.refuse(f"I32 [{scale.shape[0]}, {-(-rows // in_word)}]")
     if order is not None and order.shape != (columns,):
         raise order.refuse(f"[{columns}]")
     group = int(spec.split(":")[1]) or columns
 
     def build(read: Read) -> Encoded:
-        zero = quantisation.gptq_zero
-        if zeros is not None and not bool((_bytes(read(zeros.name)) == zero * 17).all()):
-            raise InputError(zeros.name, "zeros of an asymmetric quantisation", f"{zero} throughout")
-        if order is not None and not _in_order(read(order.name), group):
-            raise InputError(order.name, "columns in order of activation (desc_act)", "their own order")
-        transposed = read(codes.name).T.contiguous()
-        scales = read(scale.name).T.contiguous()[None]
-        return Encoded(spec, _bytes(transposed), scales, columns=columns, name=codes.name)
+        stored = None if zeros is None else _fields(read(zeros.name), bits)[:, :rows]
+        if symmetric and stored is not None and not bool((stored == quantisation.gptq_zero).all()):
+            raise InputError(zeros.name, "zeros of an asymmetric quantisation", f"{quantisation.gptq_zero} throughout")  # type: ignore[union-attr]
+        numbers = read(codes.name).T.contiguous()
+        permutation = None if order is None else _permutation(order, read(order.name).long(), group)
+        of_groups = None
+        if not symmetric and zeros is not None and stored is not None:
+            of_groups = _stored_zeros(zeros, stored, bits, lower=quantisation.gptq_zero == 7).T
+        return _by_rows(spec, _fields(numbers, bits), read(scale.name).T, of_groups, permutation, codes.name)
 
     return Matrix(spec, build)
+
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the rows of the matrix in a word, the lowest bits first
+
+
+def _awq(used: Mapping[str, TensorRef], rows: int, columns: int, quantisation: Quantisation) -> Matrix:
+    """A word has the codes of 8 rows of the matrix at one column, in `AWQ_ORDER`."""
+    _only(used, ("qweight", "scales", "qzeros"))
+    codes, scale, zeros = (_need(used, used["qweight"], ending) for ending in ("qweight", "scales", "qzeros"))
+    if rows % 8 or codes.dtype != "I32" or codes.shape != (columns, rows // 8):
+        raise codes.refuse(f"I32 [{columns}, {rows // 8}]: the codes of eight rows in a word")
+    spec = _group_spec("uint4", scale, scale.shape == (1, rows), (None, rows), columns)
+    _exact_with_zeros(scale)
+    if zeros.dtype != "I32" or zeros.shape != (scale.shape[0], rows // 8):
+        raise zeros.refuse(f"I32 [{scale.shape[0]}, {rows // 8}]")
+
+    def in_order(words: Tensor) -> Tensor:
+        spread = _fields(words, 4).reshape(words.shape[0], -1, 8)
+        result = torch.empty_like(spread)
+        result[..., torch.tensor(AWQ_ORDER)] = spread
+        return result.flatten(1)
+
+    def build(read: Read) -> Encoded:
+        numbers, of_groups = in_order(read(codes.name)).T, in_order(read(zeros.name)).T
+        return _by_rows(spec, numbers, read(scale.name).T, of_groups, None, codes.name)
+
+    return Matrix(spec, build)
+
+
+def _fields(words: Tensor, bits: int) -> Tensor:
+    """The codes in the words of each row, the lowest bits first, as uint8."""
+    octets = words.contiguous().view(torch.uint8)
+    return octets if bits == 8 else nibbles(octets)
+
+
+def _exact_with_zeros(scale: TensorRef) -> None:
+    """(code - zero) * scale has all its bits in float32 for scales of 16 bits."""
+    if scale.dtype not in ("F16", "BF16"):
+        raise scale.refuse("F16 or BF16 scales beside zeros")
+
+
+def _stored_zeros(part: TensorRef, stored: Tensor, bits: int, lower: bool) -> Tensor:
+    """GPTQ's first format stores zeros one lower than they are; for the largest code, programs disagree whether that is
+    the zero after it or 0."""
+    if not lower:
+        return stored
+    if bool((stored == 2**bits - 1).any()):
+        raise InputError(part.name, f"stored zeros of {2**bits - 1}, which programs read in two ways", "smaller ones")
+    return stored + 1
+
+
+def _permutation(part: TensorRef, groups: Tensor, size: int) -> Tensor | None:
+    """The order of columns in which those of a group are neighbours; None: their own."""
+    if _in_order(groups, size):
+        return None
+    order = torch.sort(groups, stable=True).indices
+    if not _in_order(groups[order], size):
+        raise InputError(part.name, "groups of unequal sizes", f"{size} columns in each group")
+    return order
+
+
+def _less_128(octets: Tensor) -> Tensor:
+    """As int8."""
+    return (octets ^ 128).view(torch.int8)
+
+
+def _by_rows(
+    spec: str, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None, name: str
+) -> Encoded:
+    """Codes `[N, K]` as uint8, scales and zeros `[N, groups]`."""
+    columns = codes.shape[1]
+    if order is not None:
+        codes = codes[:, order]
+    if spec.startswith("uint8"):
+        codes, zeros = _less_128(codes), None if zeros is None else _less_128(zeros)
+    else:
+        codes = pair_nibbles(codes)
+    zeros = None if zeros is None else zeros.contiguous()[None]
+    return Encoded(
+        spec, codes.contiguous()[None], scales.contiguous()[None], None, zeros, order, columns=columns, name=name
+    )
 
 
 def _in_order(groups: Tensor, size: int) -> bool:

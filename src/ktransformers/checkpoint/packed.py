@@ -4,6 +4,7 @@
     model-00001-of-00002.safetensors   everything but the experts
     packed-00003.safetensors        the experts of layer 3: the bytes of `ExpertStore.memory()`, at page boundaries
     model.safetensors.index.json    names both kinds
+    linears-00001-of-00001.safetensors   linear layers in codes (`kt quant --rest`), if there are any
     kt_packed.json                  this manifest: formats, shapes, layout version, sizes and checksums, the source
     quality.json                    the receipt of the conversion
 
@@ -73,6 +74,20 @@ class PackedLayer(ManifestModel):
     layout: dict[str, Any]  # sizes of blocks and strips, as the store gives them
 
 
+class PackedLinear(ManifestModel):
+    """A weight outside of the experts, whose bytes are those of the core's `CodedLinear.memory()`."""
+
+    name: str  # of the model's parameter: model.layers.3.self_attn.q_proj.weight
+    file: str
+    tensor: str  # name of the bytes in the file
+    order: str | None  # name of the order of its columns, int64 [columns], where it is not their own
+    rows: int
+    columns: int
+    format: str
+    bytes: int
+    checksum: int  # CRC-32C
+
+
 class Manifest(ManifestModel):
     version: int
     layout: int  # version of the kernels' layout
@@ -82,6 +97,8 @@ class Manifest(ManifestModel):
     source: SourceRecord
     layers: list[PackedLayer]
     shards: dict[str, ShardRecord]
+    rest: str = "bf16"  # requested for linear layers outside of the experts
+    linears: list[PackedLinear] = []  # those that are stored in codes
 
     def locate(self, module: str) -> PackedLayer:
         """The layer of a module of the model; what precedes `layers` in its name may differ."""
@@ -103,8 +120,10 @@ def content_hash(document: Mapping[str, Any]) -> str:
 
 
 def manifest_document(manifest: Manifest) -> dict[str, Any]:
-    """The manifest as it is written, with its own hash."""
-    document = manifest.model_dump(mode="json")
+    """The manifest as it is written, with its own hash. Without linear layers in codes it has no fields for them:
+    earlier versions open it."""
+    without = {"rest", "linears"} if manifest.rest == "bf16" else None
+    document = manifest.model_dump(mode="json", exclude=without)
     return document | {"sha256": content_hash(document)}
 
 

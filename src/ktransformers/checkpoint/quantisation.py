@@ -13,7 +13,7 @@ from typing import Any
 
 from ktransformers.errors import InputError
 
-METHODS = ("fp8", "compressed-tensors", "gptq", "mxfp4", "mxfp8", "nvfp4", "modelopt", "fbgemm_fp8")
+METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "mxfp4", "mxfp8", "nvfp4", "modelopt", "fbgemm_fp8")
 COMPRESSED_FORMATS = {  # of compressed-tensors
     "pack-quantized", "float-quantized", "int-quantized", "naive-quantized", "nvfp4-pack-quantized",
     "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense",
@@ -24,6 +24,9 @@ COMPRESSED_FORMATS = {  # of compressed-tensors
 class Quantisation:
     method: str = ""  # empty: config.json says nothing
     gptq_zero: int = 7  # as stored: the first format of GPTQ subtracts one
+    bits: int = 4  # of GPTQ's codes
+    symmetric: bool = True  # GPTQ: one zero for all groups, in the middle of the codes
+    desc_act: bool = False  # GPTQ: columns were quantised in order of activation, and groups follow that order
 
 
 NONE = Quantisation()
@@ -49,21 +52,27 @@ def accept(where: str, words: Mapping[str, Any] | None) -> Quantisation:
         raise InputError(where, given, "one of " + ", ".join(METHODS), "take another release of the model")
     for wrong, expected in _oddities(str(method), words):
         raise InputError(where, f"{given} and {wrong}", expected, "take another release of the model")
-    return Quantisation(str(method), 8 if words.get("checkpoint_format") == "gptq_v2" else 7)
+    symmetric = words.get("sym", True) is not False and method != "awq"
+    desc_act = method == "gptq" and bool(words.get("desc_act"))
+    zero = 8 if words.get("checkpoint_format") == "gptq_v2" else 7
+    return Quantisation(str(method), zero, int(words.get("bits") or 4), symmetric, desc_act)
 
 
 def _oddities(method: str, words: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(what cannot be read, what could be)."""
     if method == "gptq":
-        if words.get("bits") != 4:
-            yield f"bits {words.get('bits')}", "bits 4"
-        if words.get("desc_act"):
-            yield "desc_act true (columns in order of activation)", "desc_act false"
-        if words.get("sym") is False:
-            yield "sym false", "symmetric weights"
+        if words.get("bits") not in (4, 8):
+            yield f"bits {words.get('bits')}", "bits 4 or 8"
         form = words.get("checkpoint_format", "gptq")
         if form not in ("gptq", "gptq_v2"):
             yield f"checkpoint_format {form!r}", "'gptq' or 'gptq_v2'"
+    if method == "awq":
+        if words.get("bits") != 4:
+            yield f"bits {words.get('bits')}", "bits 4"
+        if str(words.get("version", "gemm")).lower() != "gemm":
+            yield f"version {words.get('version')!r}", "'gemm', whose order of codes is read"
+        if words.get("zero_point", True) is False:
+            yield "zero_point false", "weights with zeros"
     if method == "fp8" and words.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         yield f"fmt {words['fmt']!r}", "'e4m3'"
     if method == "compressed-tensors":

@@ -55,18 +55,20 @@ def rows_of(matrix: Weight, first: int, last: int) -> Weight:
     """Some rows of all experts; `first` is a multiple of what shares a scale."""
     if isinstance(matrix, Tensor):
         return matrix[:, first:last]
-    scales, span = matrix.scales, format_of(matrix.format).row_span
-    if scales is not None:
-        scales = scales[:, first // span : -(-last // span)]
-    return replace(matrix, codes=matrix.codes[:, first:last], scales=scales)
+    span = format_of(matrix.format).row_span
+    scales, zeros = (
+        None if part is None else part[:, first // span : -(-last // span)] for part in (matrix.scales, matrix.zeros)
+    )
+    return replace(matrix, codes=matrix.codes[:, first:last], scales=scales, zeros=zeros)
 
 
 def experts_of(matrix: Weight, first: int, last: int) -> Weight:
     if isinstance(matrix, Tensor):
         return matrix[first:last]
-    scales = None if matrix.scales is None else matrix.scales[first:last]
-    outer = None if matrix.tensor_scale is None else matrix.tensor_scale[first:last]
-    return replace(matrix, codes=matrix.codes[first:last], scales=scales, tensor_scale=outer)
+    scales, outer, zeros = (
+        None if part is None else part[first:last] for part in (matrix.scales, matrix.tensor_scale, matrix.zeros)
+    )
+    return replace(matrix, codes=matrix.codes[first:last], scales=scales, tensor_scale=outer, zeros=zeros)
 
 
 def numbers(matrix: Weight) -> Tensor:

@@ -16,6 +16,7 @@ import typer
 from ktransformers.cli import ask
 from ktransformers.cli.progress import log
 from ktransformers.cli.sizes import gigabytes, table_line
+from ktransformers.errors import InputError
 from ktransformers.progress import rough
 
 if TYPE_CHECKING:
@@ -206,7 +207,8 @@ def _works(serve_alone: bool, size: int, serving: Serving) -> dict[str, Training
     """What is planned without a file: serving, and training unless serving alone is asked for."""
     from ktransformers.plan import Training
 
-    return {**({} if serve_alone else {"train": Training(rest_bytes=size)}), "serve": serving}
+    training = Training(rest_bytes=size, linear_format=serving.linear_format)
+    return {**({} if serve_alone else {"train": training}), "serve": serving}
 
 
 def _bf16_is_fast(machine: Machine) -> bool:
@@ -233,6 +235,33 @@ def _print_machines(as_json: bool) -> None:
         return
     for name, one in profiles().items():
         print(f"{name:<16} {one.cpu.name}, {gigabytes(one.memory)}")
+
+
+def _linear_format(rest: str | None) -> str | None:
+    """Of `--rest`; None: numbers."""
+    from ktransformers import _core
+
+    if rest in (None, "bf16"):
+        return None
+    try:
+        row = _core.format(str(rest))
+    except ValueError as error:
+        raise InputError("rest", rest, str(error)) from error
+    if not row["written"]:
+        raise InputError("rest", rest, "bf16, or a format that `kt quant` writes, such as int8 or int4:32")
+    return str(rest)
+
+
+def _expert_format(word: str | None) -> str | None:
+    """Of `--format`, without the group."""
+    from ktransformers import _core
+
+    if word is None:
+        return None
+    names = {row["name"] for row in _core.formats()}
+    if (name := word.partition(":")[0]) not in names:
+        raise InputError("format", word, "one of " + ", ".join(sorted(names)))
+    return name
 
 
 def serving_summary(model: str) -> list[tuple[str, str]]:
@@ -274,6 +303,17 @@ def plan(
     round_trip: Annotated[
         float, typer.Option("--round-trip", help="With --hosts: microseconds of a message and its answer.")
     ] = 100.0,
+    word: Annotated[
+        str | None, typer.Option("--format", help="Experts in this format, as int4, instead of the release's.")
+    ] = None,
+    rest: Annotated[
+        str | None,
+        typer.Option(
+            "--rest",
+            help="Linear layers outside of the experts in this format, as int4:32. A GPU server does not do that yet: "
+            "with --all its plans are shown as what this version lacks.",
+        ),
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Also other formats and slower plans.")] = False,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine again.")] = False,
     html: Annotated[
@@ -294,13 +334,14 @@ def plan(
     shape = open_shape(model)
     target = _choose_machine(machine, gpu, ram, calibrate)
     size = 2 if _bf16_is_fast(target) else 4  # as `kt train` and `kt serve` choose
-    serving = Serving(context, prompt, sequences, size)
+    linear_format = _linear_format(rest)
+    serving = Serving(context, prompt, sequences, size, linear_format)
     policies = PLANNED_POLICIES if place is None else (place,)
     if hosts is not None:
         from ktransformers.cli.plan_hosts import plan_hosts, refuse_with_hosts
         from ktransformers.plan.hosts import parse_network
 
-        refuse_with_hosts({"--html": html, "--place": place, "--all": everything})
+        refuse_with_hosts({"--html": html, "--place": place, "--all": everything, "--format": word, "--rest": rest})
         works = _works(serve, size, serving)
         if train is not None:
             works = {"train": _train_work(train, words or [], model, shape, target, policies)[0]}
@@ -310,7 +351,9 @@ def plan(
         plans = {"train": _train_plan(train, words or [], model, shape, target, everything, policies)}
     else:
         plans = {
-            name: make_plan(shape, work, target, everything=everything, policies=policies)
+            name: make_plan(
+                shape, work, target, everything=everything, policies=policies, expert_format=_expert_format(word)
+            )
             for name, work in _works(serve, size, serving).items()
         }
     rows = {name: [*plan_rows(planned), *published_rows(shape, name)] for name, planned in plans.items()}

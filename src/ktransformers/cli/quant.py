@@ -122,6 +122,7 @@ def show_plan(plan: ConversionPlan, seconds: float, as_json: bool) -> None:
     ]
     if as_json:
         document: dict[str, Any] = {"layers": layers, "rest_bytes": plan.rest_bytes, "source_bytes": plan.source_bytes}
+        document |= {"rest": plan.rest, "linears": len(plan.linears), "rest_out_bytes": plan.rest_out_bytes}
         document |= {"out_bytes": plan.out_bytes, "seconds": round(seconds, 1), "threads": plan.threads}
         print(json.dumps(document, indent=2))
         return
@@ -130,7 +131,9 @@ def show_plan(plan: ConversionPlan, seconds: float, as_json: bool) -> None:
         print(f"{role:<8} {', '.join(source)} -> {', '.join(target)}")
     experts = sum(layer.packed_bytes for layer in plan.layers)
     print(f"source   {gigabytes(plan.source_bytes)}, {len(plan.layers)} layers of experts")
-    print(f"result   {gigabytes(plan.out_bytes)}: experts {gigabytes(experts)}, the rest {gigabytes(plan.rest_bytes)}")
+    print(
+        f"result   {gigabytes(plan.out_bytes)}: experts {gigabytes(experts)}, the rest {gigabytes(plan.rest_out_bytes)}"
+    )
     estimate = f"{format_duration(seconds)} with {plan.threads} threads, measured on one expert"
     print(f"time     {estimate}; the disk may take longer")
 
@@ -141,6 +144,7 @@ def run_quant(
     *,
     word: str,
     experts: Path | None = None,
+    rest: str = "bf16",
     group: int | None = None,
     down: str | None = None,
     threads: int | None = None,
@@ -164,7 +168,10 @@ def run_quant(
     from ktransformers.quant.receipt import MAX_TOKENS
 
     formats = parse_formats(normalise_format(word), group, None if down is None else normalise_format(down))
-    plan = make_plan(source, formats, threads, experts)
+    plan = make_plan(source, formats, threads, experts, rest)
+    if rest != "bf16" and not plan.linears:
+        reason = "the files have numbers there" if rest == "keep" else "no linear layer of this model is large enough"
+        log(f"--rest {rest}: without effect: {reason}")
     for note in plan.origin.notes:
         log(note)
     if dry_run:
@@ -350,6 +357,13 @@ ResumeLayerOption = Annotated[
 PlainOption = Annotated[
     bool, typer.Option("--plain", help="With --format bf16: an ordinary checkpoint, which stock transformers opens.")
 ]
+RestOption = Annotated[
+    str,
+    typer.Option(
+        "--rest",
+        help="Linear layers outside of the experts: bf16, keep (as released) or a format such as int8 or int4:32.",
+    ),
+]
 CalibOption = Annotated[
     Path | None, typer.Option(help="A text or JSON lines: measure KL and perplexity against the source.")
 ]
@@ -363,6 +377,7 @@ def quant(
     down_format: Annotated[str | None, typer.Option(help="Another format for down.")] = None,
     threads: ThreadsOption = None,
     experts: ExpertsOption = None,
+    rest: RestOption = "bf16",
     layout: LayoutOption = "packed",
     plain: PlainOption = False,
     numa_nodes: NumaNodesOption = None,
@@ -391,15 +406,17 @@ def quant(
     if plain:
         refuse_with_plain(
             word, layout=layout == "kt-kernel" and layout, group=group, down_format=down_format, experts=experts,
-            layers=layers, calib=calib, calib_tokens=calib_tokens, hash_source=hash_source,
+            rest=rest != "bf16" and rest, layers=layers, calib=calib, calib_tokens=calib_tokens,
+            hash_source=hash_source,
         )  # fmt: skip
         warn_ignored(threads=threads, numa_nodes=numa_nodes, no_merge=no_merge, backward=backward, gpu=gpu)
         run_plain(Path(resolve(source)), out, dry_run=dry_run, as_json=as_json)
         return
     if layout == "kt-kernel":
         refuse_with_kt_layout(
-            group=group, down_format=down_format, calib=calib, calib_tokens=calib_tokens, hash_source=hash_source
-        )
+            group=group, down_format=down_format, rest=rest != "bf16" and rest, calib=calib, calib_tokens=calib_tokens,
+            hash_source=hash_source,
+        )  # fmt: skip
         warn_ignored(gpu=gpu)
         run_quant_kt(
             Path(resolve(source)),
@@ -421,6 +438,7 @@ def quant(
         Path(resolve(source)),
         out,
         experts=experts,
+        rest=rest,
         word=word,
         group=group,
         down=down_format,

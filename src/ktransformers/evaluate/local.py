@@ -103,7 +103,7 @@ class LocalModel:
             from ktransformers.nn import load_model
 
             load_device = None if device == "cpu" else device
-            model: Any = load_model(directory, experts=experts, dtype=DTYPES[dtype], device=load_device)
+            model: Any = load_model(directory, experts=experts, dtype=DTYPES[dtype], device=load_device, rest="keep")
         else:
             read_pretrained_config(directory)  # raises if it is broken, and names it
             stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype])

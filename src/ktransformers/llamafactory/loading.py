@@ -135,11 +135,13 @@ def load_packed(model_args: Any, config: Any, device_map: Any, *, training: bool
     quantizer = KTConfig(isa=isa, pool=pool, precision=experts.precision, formats=formats)
     options = {"dtype": "auto", "device_map": device_map}
 
-    def on_loaded(loaded: Any) -> None:
-        if operators is not None:
-            apply_operators(loaded, operators, Loader(directory))
+    def apply_rules(loaded: Any) -> None:
+        apply_operators(loaded, operators, Loader(directory))
 
-    model: Any = load_pretrained(directory, config, quantizer, options, experts.kt_weight_path, on_loaded=on_loaded)
+    rest, on_loaded = "bf16" if on_gpu else experts.rest, None if operators is None else apply_rules
+    model: Any = load_pretrained(
+        directory, config, quantizer, options, experts.kt_weight_path, rest, on_loaded=on_loaded
+    )
     model.name_or_path = str(model_args.model_name_or_path)  # PEFT writes it into adapter_config.json
     check_formats(model, experts.kt_expert_weight_format)
     hide_quantisation(model, SAVING)

@@ -3,14 +3,16 @@
 A decoded token reads every weight once, so bytes are time: in int8 a layer takes half of what bf16 takes, in int4 a
 third. `CodedWeight` holds the codes, packed as the core multiplies them (`csrc/moe/coded_linear.h`), and is a tensor of
 the model's dtype to everything else: PEFT sees an ordinary frozen weight of an ordinary `nn.Linear`. `F.linear`
-multiplies with codes; the gradient of the input decodes PANEL numbers of the weight at a time. Any other operator gets
-a copy in the model's dtype, and so does a copied module; what would write into the weight is refused.
+multiplies with codes, `F.embedding` decodes the rows that it looks up, and the gradient of the input decodes PANEL
+numbers of the weight at a time. A number is what the codes stand for in float32 models, and rounded once in bf16
+models, except where few rows of bf16 are multiplied with codes as they lie. Any other operator gets a copy in the
+model's dtype, and so does a copied module; what would write into the weight is refused.
 
-`keep_released` takes the codes of the files where these are quantised: the same numbers in fewer bytes.
-`encode_linears` takes the codes of a format nearest to the loaded numbers, so results change by what rounding costs
-(docs/quant.md). Activations are not rounded. Left as they are: routers and gates beside experts, whose choices rounding
-could change, and indexers; matrices that are multiplied into others instead of being called (`kv_b_proj` of latent
-attention); embeddings, which are looked up.
+`keep_codes` takes the codes of the files while a model is loaded, so that its quantised weights never exist as numbers:
+the same values in fewer bytes. `encode_linears` takes the codes of a format nearest to the loaded numbers, so results
+change by what rounding costs (docs/quant.md); embeddings are not rounded. Left as they are: routers and gates beside
+experts, whose choices rounding could change, and indexers; matrices that are multiplied into others instead of being
+called (`kv_b_proj` of latent attention).
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ktransformers import _core
-from ktransformers.checkpoint.encoded import Encoded, EncodedFormat, format_of
+from ktransformers.checkpoint.encoded import Encoded, EncodedFormat, decode, format_of, in_own_order
 from ktransformers.checkpoint.encoder import encode
+from ktransformers.checkpoint.recode import rows_of
 from ktransformers.checkpoint.sources import PlainTensor
 from ktransformers.errors import InputError, KTError
 from ktransformers.nn.pool import default_pool
@@ -36,8 +39,9 @@ from ktransformers.nn.widened import stored_weight
 
 MIN_WEIGHTS = 1 << 15  # of a matrix; a smaller one saves nothing
 PANEL = 1 << 22  # weights that are decoded at a time
-ROW_MULTIPLE = 32  # of a weight's first row that is decoded
+CHECKED_ROWS = 128  # whose numbers are compared when codes are packed; as many as share a scale of fp8:128x128
 DTYPES = (torch.bfloat16, torch.float32)
+AS_RELEASED = ("keep", "bf16")  # words for the rest of a model that encode nothing
 # Where putting codes of two planes together (Q3_K, Q5_K, Q6_K) takes longer than reading bf16: on two Neoverse-N1 cores
 # 6.8 ms for 67 million weights in Q6_K, 5.5 in bf16 and 3.5 in Q4_K (docs/log.md).
 ONE_PLANE_VARIANTS = ("neon",)
@@ -51,6 +55,7 @@ class PackedCodes:
     model beyond that, and with them the core's threads."""
 
     core: _core.CodedLinear | None
+    order: Tensor | None = None  # int64 [K]: column i of the codes is column order[i] of the weight
 
     @property
     def linear(self) -> _core.CodedLinear:
@@ -92,6 +97,8 @@ class CodedWeight(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
+            if func is F.embedding:
+                return _embedding(*args, **kwargs)
             if func is F.linear and isinstance(weight := args[1] if len(args) > 1 else kwargs.get("weight"), cls):
                 x = args[0] if args else kwargs["input"]
                 bias = args[2] if len(args) > 2 else kwargs.get("bias")
@@ -112,7 +119,7 @@ class CodedWeight(Tensor):
                 return cls.__torch_dispatch__(func, types, args, kwargs)
         if name in SAME:
             return args[0].with_dtype(args[0].dtype)
-        if name == "_to_copy" and {key for key in kwargs if kwargs[key] is not None} <= {"dtype", "non_blocking"}:
+        if name == "_to_copy" and _changes_dtype_alone(kwargs):
             return args[0].with_dtype(kwargs.get("dtype") or args[0].dtype)
         for alias, value in zip(aliases, args, strict=False):
             if isinstance(value, cls) and alias is not None and alias.is_write:
@@ -149,13 +156,30 @@ class CodedWeight(Tensor):
         return CodedWeight(self.codes, self.spec, self.shape, dtype)
 
     def panels(self) -> Iterator[tuple[int, Tensor]]:
-        """(first row, rows in bf16), some at a time."""
+        """(first row, rows as `decoded` has them), some at a time."""
         rows, columns = self.shape
-        height = max(ROW_MULTIPLE, PANEL // columns // ROW_MULTIPLE * ROW_MULTIPLE)
+        height = max(1, PANEL // columns)
         for first in range(0, rows, height):
-            panel = torch.empty(min(height, rows - first), columns, dtype=torch.bfloat16, device="cpu")
-            self.codes.linear.decode(first, panel)
-            yield first, panel
+            yield first, self.decoded(first, min(first + height, rows))
+
+    def decoded(self, first: int, last: int) -> Tensor:
+        """Rows first .. last - 1: in bf16 if that is the dtype, else in float32, where they are not rounded."""
+        out = torch.empty(last - first, self.shape[1], dtype=self._decoded_dtype, device="cpu")
+        self.codes.linear.decode(first, out)
+        return self._ordered(out)
+
+    def gathered(self, rows: Tensor) -> Tensor:
+        """The same for rows by number, which may repeat: int64 `[n]`."""
+        out = torch.empty(rows.numel(), self.shape[1], dtype=self._decoded_dtype, device="cpu")
+        self.codes.linear.gather(rows, out)
+        return self._ordered(out)
+
+    @property
+    def _decoded_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+
+    def _ordered(self, rows: Tensor) -> Tensor:
+        return rows if self.codes.order is None else in_own_order(rows, self.codes.order)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"CodedWeight({list(self.shape)}, {self.dtype}, stored in {self.spec})"
@@ -164,7 +188,12 @@ class CodedWeight(Tensor):
 def _decoded(value: Any) -> Any:
     if not isinstance(value, CodedWeight):
         return value
-    return torch.cat([panel for _, panel in value.panels()]).to(value.dtype)
+    return value.decoded(0, value.shape[0]).to(value.dtype)
+
+
+def _changes_dtype_alone(kwargs: Mapping[str, Any]) -> bool:
+    given = {key for key in kwargs if kwargs[key] is not None}
+    return given <= {"dtype", "non_blocking", "device"} and str(kwargs.get("device") or "cpu") == "cpu"
 
 
 def _written(name: str) -> InputError:
@@ -186,24 +215,47 @@ class CodedProduct(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1]).float()
         columns = ctx.weight.shape[1]
         total = torch.zeros(rows.shape[0], columns, dtype=torch.float32, device="cpu")
-        for first, panel in ctx.weight.panels():
+        for first, panel in ctx.weight.with_dtype(grad.dtype).panels():
             total.addmm_(rows[:, first : first + panel.shape[0]], panel.float())
         return total.to(grad.dtype).view(*grad.shape[:-1], columns), None
 
 
+def _embedding(
+    ids: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """`F.embedding`; of a frozen weight, padding and frequencies concern gradients alone."""
+    if not isinstance(weight, CodedWeight) or max_norm is not None:
+        return F.embedding(ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    _check_frozen(weight)
+    rows = weight.gathered(ids.reshape(-1).to(torch.int64).contiguous())
+    return rows.to(weight.dtype).view(*ids.shape, weight.shape[1])
+
+
 def _linear(x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
-    if torch.is_grad_enabled() and weight.requires_grad:
-        expected = "a frozen one: weights that are stored in codes have no gradient"
-        raise InputError(
-            "weight", "one that requires a gradient", expected, "train adapters, or load the model in bf16"
-        )
+    _check_frozen(weight)
     needs_grad = torch.is_grad_enabled() and x.requires_grad
     out: Tensor = CodedProduct.apply(x, weight) if needs_grad else _product(x, weight)  # type: ignore[no-untyped-call]
     return out if bias is None else out + bias.to(out.dtype)
 
 
+def _check_frozen(weight: CodedWeight) -> None:
+    if torch.is_grad_enabled() and weight.requires_grad:
+        expected = "a frozen one: weights that are stored in codes have no gradient"
+        raise InputError(
+            "weight", "one that requires a gradient", expected, "train adapters, or load the model in bf16"
+        )
+
+
 def _product(x: Tensor, weight: CodedWeight) -> Tensor:
-    rows = x.detach().reshape(-1, x.shape[-1]).contiguous()
+    order = weight.codes.order
+    rows = x.detach().reshape(-1, x.shape[-1])
+    rows = rows.contiguous() if order is None else rows.index_select(1, order)
     out = torch.empty(rows.shape[0], weight.shape[0], dtype=x.dtype, device="cpu")
     weight.codes.linear.forward(rows, out)
     return out.view(*x.shape[:-1], weight.shape[0])
@@ -255,6 +307,51 @@ def keep_released(model: nn.Module, tensors: Iterable[PlainTensor], pool: _core.
     return kept
 
 
+def keep_codes(tensor: PlainTensor, pool: _core.Pool | None = None, *, verify: bool = True) -> CodedWeight | None:
+    """The matrix of a file in its codes; None: the file has numbers, or codes that numbers outrun here. `verify`: those
+    of a packed directory are compared with their checksum."""
+    if not is_coded(tensor) or (_core.isa() in ONE_PLANE_VARIANTS and _planes(tensor.format) > 1):
+        return None
+    if tensor.packed is not None:
+        mapped = tensor.packed(pool or default_pool(), verify)
+        return weight_of_codes(mapped.core, mapped.format, tensor.shape, tensor.dtype, mapped.order)
+    matrix = None if tensor.codes is None else tensor.codes()
+    if not isinstance(matrix, Encoded):
+        return None
+    weight = coded_weight(matrix, tensor.dtype, pool)
+    checked = rows_of(matrix, 0, min(CHECKED_ROWS, matrix.rows))
+    assert isinstance(checked, Encoded)
+    if not torch.equal(weight.with_dtype(torch.float32).decoded(0, checked.rows), decode(checked)[0]):
+        raise KTError(f"{tensor.name}: packed codes of {matrix.format} are not the numbers of the file; a defect")
+    return weight
+
+
+def is_coded(tensor: PlainTensor) -> bool:
+    """Whether the file has a matrix in codes, and one that is large enough."""
+    return bool(tensor.format) and len(tensor.shape) == 2 and torch.Size(tensor.shape).numel() >= MIN_WEIGHTS
+
+
+def encodable_names(model: nn.Module) -> set[str]:
+    """Names of the weights that `encode_linears` would encode, of a model on any device."""
+    return {f"{name}.weight" for name, linear in coded_candidates(model) if linear.weight.numel() >= MIN_WEIGHTS}
+
+
+def decode_unsuitable(model: nn.Module) -> int:
+    """Give modules that need numbers these in the place of codes that the files had for them; returns how many."""
+    suitable = {id(module.weight) for _, module in _suitable_modules(model)}
+    replaced: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(parameter, CodedWeight) and id(parameter) not in suitable:
+                numbers = replaced.setdefault(
+                    id(parameter), nn.Parameter(_decoded(parameter), requires_grad=parameter.requires_grad)
+                )
+                module.register_parameter(name, numbers)
+            elif isinstance(parameter, CodedWeight):
+                parameter.requires_grad_(False)
+    return len(replaced)
+
+
 def keep_linear(name: str, linear: nn.Linear, matrix: Encoded | None, pool: _core.Pool | None = None) -> bool:
     """Give one layer the codes of its files, which must have the numbers that were loaded; False: it has none that can
     be multiplied here."""
@@ -262,11 +359,9 @@ def keep_linear(name: str, linear: nn.Linear, matrix: Encoded | None, pool: _cor
         return False
     if (matrix.codes.shape[1], matrix.columns) != tuple(linear.weight.shape):
         return False
-    loaded = stored_weight(linear.weight)[:ROW_MULTIPLE].detach().to(torch.bfloat16, copy=True)
+    loaded = stored_weight(linear.weight)[:CHECKED_ROWS].detach().to(torch.bfloat16, copy=True)
     coded = _replace(linear, matrix, pool)
-    decoded = torch.empty_like(loaded)
-    coded.codes.linear.decode(0, decoded)
-    if not torch.equal(decoded, loaded):
+    if not torch.equal(coded.with_dtype(torch.bfloat16).decoded(0, loaded.shape[0]), loaded):
         raise KTError(f"{name}: codes of {matrix.format} are not the numbers that were loaded; a defect")
     return True
 
@@ -276,14 +371,24 @@ def _planes(spec: str) -> int:
 
 
 def _replace(linear: nn.Linear, matrix: Encoded, pool: _core.Pool | None) -> CodedWeight:
-    rows, columns = linear.weight.shape
-    core = _core.CodedLinear(pool or default_pool(), rows, columns, matrix.format)
-    core.pack((matrix.codes, matrix.scales, matrix.tensor_scale))
-    codes = PackedCodes(core)
-    _packed.add(codes)
-    coded = CodedWeight(codes, matrix.format, (rows, columns), linear.weight.dtype)
+    coded = coded_weight(matrix, linear.weight.dtype, pool)
     linear.weight = nn.Parameter(coded, requires_grad=False)
     return coded
+
+
+def coded_weight(matrix: Encoded, dtype: torch.dtype, pool: _core.Pool | None = None) -> CodedWeight:
+    """`[1, N, K]` in codes as a weight `[N, K]`."""
+    core = _core.CodedLinear(pool or default_pool(), matrix.rows, matrix.columns, matrix.format)
+    core.pack(matrix.packable)
+    return weight_of_codes(core, matrix.format, (matrix.rows, matrix.columns), dtype, matrix.order)
+
+
+def weight_of_codes(
+    core: _core.CodedLinear, spec: str, shape: Sequence[int], dtype: torch.dtype, order: Tensor | None = None
+) -> CodedWeight:
+    codes = PackedCodes(core, order)
+    _packed.add(codes)
+    return CodedWeight(codes, spec, shape, dtype)
 
 
 def describe_coded(model: nn.Module) -> str:
@@ -297,12 +402,19 @@ def describe_coded(model: nn.Module) -> str:
 
 
 def _suitable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """With their names."""
+    """Linear layers to be encoded, with their names."""
     return ((name, linear) for name, linear in coded_candidates(model) if _fits(linear.weight))
 
 
 def coded_candidates(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Linear layers that may have codes, by what they are for, whatever their size and device."""
+    for name, module in _suitable_modules(model):
+        if isinstance(module, nn.Linear):
+            yield name, module
+
+
+def _suitable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
+    """Modules whose weights may be codes."""
     routers = _router_modules(model)
     for prefix, module in model.named_modules():
         if hasattr(module, "experts") or module in routers:  # linear layers beside experts are the router and gates
@@ -311,7 +423,9 @@ def coded_candidates(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             continue
         absorbed = getattr(module, "kv_b_proj", None) if callable(getattr(module, "expand_kv", None)) else None
         for name, child in module.named_children():
-            if is_plain_linear(child) and child is not absorbed and child not in routers:
+            if child is absorbed or child in routers:
+                continue
+            if is_plain_linear(child) or isinstance(child, nn.Embedding):
                 yield f"{prefix}.{name}" if prefix else name, child
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ktransformers import _core, system
 from ktransformers.checkpoint.sources import PlainTensor
 from ktransformers.errors import KTError
+from ktransformers.nn.coded_weight import CodedWeight
 from ktransformers.nn.widened import GEMV_PASSES, WidenedWeight, linear_product, product
 
 MIN_WEIGHTS = 1 << 15  # of a matrix; a smaller one saves nothing
@@ -62,7 +63,9 @@ def attach_widened(model: nn.Module, chosen: dict[str, torch.dtype]) -> int:
     widened: dict[int, nn.Parameter] = {}
     for name, dtype in chosen.items():
         weight = model.get_parameter(name)
-        if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous():
+        if isinstance(weight, CodedWeight):
+            widened[id(weight)] = nn.Parameter(weight.with_dtype(dtype), requires_grad=False)
+        elif weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous():
             widened[id(weight)] = nn.Parameter(WidenedWeight(weight.detach(), dtype), weight.requires_grad)
     multiplied: dict[tuple[int, ...], tuple[str, WidenedWeight]] = {}
     for prefix, module in model.named_modules():

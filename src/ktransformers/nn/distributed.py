@@ -1,11 +1,11 @@
 """Expert LoRA under DistributedDataParallel and FSDP2: left out of both, with an all-reduce of its own.
 
 DDP requires all parameters of a module on one kind of device, and expert LoRA stays in host memory. So the model lists
-the names that DDP ignores: the expert LoRA, and the placeholders and widened weights, which DDP cannot broadcast and
-which are the same on every rank. For the expert LoRA this module then does what DDP does: it broadcasts the values of
-rank 0, and after every backward pass that DDP synchronises (not under `no_sync`) it averages gradients in place, over
-gloo if DDP's own group has no CPU backend. No call by the trainer is needed: an expert layer that runs inside DDP's
-forward finds the active DDP module and registers the hooks, because trainers build their DDP themselves and know
+the names that DDP ignores: the expert LoRA, and the placeholders, widened and coded weights, which DDP cannot broadcast
+and which are the same on every rank. For the expert LoRA this module then does what DDP does: it broadcasts the values
+of rank 0, and after every backward pass that DDP synchronises (not under `no_sync`) it averages gradients in place,
+over gloo if DDP's own group has no CPU backend. No call by the trainer is needed: an expert layer that runs inside
+DDP's forward finds the active DDP module and registers the hooks, because trainers build their DDP themselves and know
 nothing of expert LoRA. Under FSDP2 (`nn/sharding.py`) the same averager is attached when the model is sharded.
 
 Where the ranks of a group divide the experts (`nn/exchange.py`), a rank's gradient is already the mean over its group,
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.nn.parallel import DistributedDataParallel
 
+from ktransformers.nn.coded_weight import CodedWeight
 from ktransformers.nn.exchange import expert_group
 from ktransformers.nn.peft_lora import lora_parameters, own_lora_parameters
 from ktransformers.nn.placeholder import Placeholder
@@ -50,7 +51,7 @@ class DdpIgnoredNames:
         if model is None:
             return
         parameters, lora = dict(model.named_parameters()), lora_parameters(model)
-        wrapped = (Placeholder, WidenedWeight)
+        wrapped = (Placeholder, WidenedWeight, CodedWeight)
         names = [name for name, parameter in parameters.items() if isinstance(parameter, wrapped)]
         # DDP raises if it has no trainable parameter. A CPU model that trains expert LoRA alone leaves it to DDP, if
         # all ranks hold the same experts.

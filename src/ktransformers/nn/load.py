@@ -32,11 +32,19 @@ from ktransformers.checkpoint.sources import PlainTensor, Source, open_source
 from ktransformers.errors import InputError
 from ktransformers.expert_partition import ExpertShard
 from ktransformers.nn.checkpoint_facts import open_expert_source, read_checkpoint_facts
-from ktransformers.nn.coded_weight import encode_linears, keep_released, rest_format
+from ktransformers.nn.coded_weight import (
+    AS_RELEASED,
+    DTYPES,
+    encode_linears,
+    keep_codes,
+    keep_released,
+    rest_format,
+)
 from ktransformers.nn.prepare import config_file
 from ktransformers.nn.pretrained import read_generation_config, read_pretrained_config
-from ktransformers.nn.quantizer import KTConfig, Progress
+from ktransformers.nn.quantizer import KTConfig, Progress, is_host_only
 from ktransformers.nn.recoded_layer import ExpertFormats
+from ktransformers.nn.same_model import check_same_model
 
 OnLoaded = Callable[[PreTrainedModel], None]
 
@@ -102,16 +110,26 @@ def load_pretrained(
 ) -> PreTrainedModel:
     """`load_model` for callers that have changed the configuration or pass options of `from_pretrained` themselves:
     `dtype` (a torch dtype or "auto"), `device_map` and any other. `quantizer` gets the source of the experts."""
-    if rest not in ("keep", "bf16"):
+    if rest not in AS_RELEASED:
         rest_format(rest)  # reports a wrong one before anything is loaded
     read_generation_config(path if path.is_dir() else path.parent)  # a broken one: from_pretrained would use defaults
     source = open_files(path, quantizer, experts)
+    if experts is not None:
+        check_same_model(source, quantizer.weights or open_source(Path(experts)))
     arguments = {**options, "config": config, "output_loading_info": True}
     if source.quantised:
+        if experts is None and is_packed(path):
+            quantizer.packed_directory = path
         quantizer.weights = quantizer.weights or source
         if arguments["dtype"] == "auto":  # from_pretrained would read it from a tensor of the files
             arguments["dtype"] = getattr(config, "dtype", None) or torch.bfloat16
-        model, info = _from_tensors(path, source, quantizer, arguments)
+        keeps = (
+            rest == "keep"
+            and on_loaded is None
+            and arguments["dtype"] in DTYPES
+            and is_host_only(arguments.get("device_map"))
+        )
+        model, info = _from_tensors(path, source, quantizer, arguments, keeps)
     else:
         auto: Any = AutoModelForCausalLM if _is_causal(config) else AutoModelForImageTextToText
         model, info = auto.from_pretrained(path, quantization_config=quantizer, **arguments)
@@ -121,9 +139,9 @@ def load_pretrained(
     loaded: PreTrainedModel = model
     if on_loaded is not None:
         on_loaded(loaded)
-    if rest == "keep":
+    if rest == "keep" and on_loaded is not None:  # operators have chosen layers that are numbers
         keep_released(loaded, source.rest(), quantizer.pool)
-    elif rest != "bf16":
+    elif rest not in AS_RELEASED:
         encode_linears(loaded, rest, quantizer.pool)
     return loaded
 
@@ -174,9 +192,13 @@ def _is_causal(config: PreTrainedConfig) -> bool:
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor with the interface of a safetensors slice, dequantised when transformers indexes it."""
+    """A tensor with the interface of a safetensors slice, dequantised when transformers indexes it; with `keeps` its
+    codes are packed instead."""
 
     tensor: PlainTensor
+    keeps: bool = False
+    pool: _core.Pool | None = None
+    verify: bool = True
 
     def get_dtype(self) -> str:
         return SPELLED[self.tensor.dtype]
@@ -185,16 +207,18 @@ class LazyTensor:
         return list(self.tensor.shape)
 
     def __getitem__(self, _: Any) -> Tensor:
-        return self.tensor.read()
+        coded = keep_codes(self.tensor, self.pool, verify=self.verify) if self.keeps else None
+        return self.tensor.read() if coded is None else coded
 
 
 def _from_tensors(
-    path: Path, source: Source, quantizer: KTConfig, options: dict[str, Any]
+    path: Path, source: Source, quantizer: KTConfig, options: dict[str, Any], keeps: bool
 ) -> tuple[Any, dict[str, Any]]:
     """`from_pretrained` with a state dict. It has no directory then, so generation_config.json is read here."""
     config = options["config"]
     classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING if _is_causal(config) else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    tensors = {tensor.name: LazyTensor(tensor) for tensor in source.rest()}
+    verify = quantizer.verify is not False
+    tensors = {tensor.name: LazyTensor(tensor, keeps, quantizer.pool, verify) for tensor in source.rest()}
     model, info = classes[type(config)].from_pretrained(
         None, state_dict=tensors, quantization_config=quantizer, **options
     )

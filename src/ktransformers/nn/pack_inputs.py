@@ -6,6 +6,7 @@ type, device, dtype or shape is refused by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -37,8 +38,8 @@ def split_encoded(fused: Encoded, interleaved: bool) -> tuple[Encoded, Encoded]:
     def view(rows: slice) -> Encoded:
         blocks = slice(*(None if end is None else end // 128 for end in (rows.start, rows.stop)))
         scales = None if fused.scales is None else fused.scales[:, blocks if blockwise else rows]
-        codes = fused.codes[:, rows]
-        return Encoded(fused.format, codes, scales, fused.tensor_scale, columns=fused.columns, name=fused.name)
+        zeros = None if fused.zeros is None else fused.zeros[:, rows]
+        return replace(fused, codes=fused.codes[:, rows], scales=scales, zeros=zeros)
 
     return view(gate_rows), view(up_rows)
 

@@ -55,6 +55,10 @@ class PackedExperts:
         self._said_unverified = False
 
     @property
+    def has_coded_linears(self) -> bool:
+        return bool(self._manifest.linears)
+
+    @property
     def tensors(self) -> list[str]:
         """Names of the tensors in the packed files."""
         return [name for layer in self._manifest.layers for name in self._layouts[layer.file].slots]

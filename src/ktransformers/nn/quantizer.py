@@ -29,6 +29,7 @@ from ktransformers.checkpoint.sources import LayerSource, Source, open_source
 from ktransformers.errors import InputError
 from ktransformers.expert_partition import ExpertShard, LayerShard
 from ktransformers.log import logger
+from ktransformers.nn.coded_weight import decode_unsuitable
 from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, read_contract
 from ktransformers.nn.dense_layers import attach_widened, expect_stored_weights
 from ktransformers.nn.distributed import exclude_from_ddp
@@ -189,6 +190,9 @@ class KTQuantizer(HfQuantizer):
             self._source = open_source(config.experts, config.source)
         elif files:
             self._packed = self._packed or open_packed(files, pages=config.pages, verify=config.verify)
+            if self._packed is not None and self._packed.has_coded_linears:
+                given = "linear layers in codes, which from_pretrained does not read"
+                raise InputError(str(self._packed.directory), given, "numbers", "use ktransformers.nn.load_model")
             self._source = open_source(Path(files[0]).parent, config.source, files=files)
         else:
             raise InputError("checkpoint", "no files", "a safetensors checkpoint", "pass a directory or a model id")
@@ -208,6 +212,7 @@ class KTQuantizer(HfQuantizer):
                 raise InputError(name, f"shape {list(tensor.shape)}", f"{list(expected)}, as config.json says")
         for layer, shard, store in self.load_stores():
             attach_store(layer.module, layer.contract, store, layer.dtypes, shard)
+        decode_unsuitable(model)
         count = attach_widened(model, self._widened)
         log.info("%d weights in bf16 are multiplied in float32", count)
         self._shapes = {}

@@ -208,7 +208,9 @@ class ExpertStore:
                 raise InputError(name, f"format {matrix.format}", stored, "create the store with these formats")
             if (matrix.rows, matrix.columns) != (rows, columns):
                 raise InputError(name, f"{matrix.rows} rows of {matrix.columns}", f"{rows} rows of {columns}")
-            return matrix.codes, matrix.scales, matrix.tensor_scale
+            if matrix.order is not None:
+                raise InputError(name, "columns in order of activation (desc_act)", "experts in their own order")
+            return matrix.packable
         if stored != "bf16":
             raise InputError(name, "a tensor", f"an Encoded of format {stored}", "see ktransformers.checkpoint.encode")
         return as_matrices(name, matrix, rows, columns, transposed)

@@ -151,9 +151,11 @@ def activation_bytes(model: ModelShape, work: Training, layers: int, on_gpu: boo
     return layers * layer + max(0, loss)
 
 
-def rest_weight_bytes(model: ModelShape, rest_bytes: int, choice: Choice, machine: Machine) -> int:
+def rest_weight_bytes(model: ModelShape, rest_bytes: int, choice: Choice, machine: Machine) -> float:
     """Bytes of a weight outside of the experts: those of the computation, or on a CPU that widens bf16 weights those of
     the release."""
+    if choice.linear_format is not None:
+        return bytes_in_format(choice.linear_format)
     widened = not choice.gpus and machine.cpu.products == "widened"
     return min(rest_bytes, model.rest_dtype_bytes) if widened else rest_bytes
 
@@ -169,16 +171,15 @@ def predict_memory(
         host["process"] += CUDA_HOST_BYTES
         for place, table in enumerate(gpus):
             table["context"] = CUDA_CONTEXT_BYTES
-            table["weights"] = _gpu_numbers(model, choice.gpus, place) * work.rest_bytes
+            table["weights"] = _gpu_weight_bytes(model, choice, place, work.rest_bytes)
             table["residents"] = _resident_bytes(model, choice) // choice.gpus
             table["workspace"] = CUBLAS_BYTES
-    weight_bytes = rest_weight_bytes(model, work.rest_bytes, choice, machine)
+    weight_bytes = int(rest_weight_bytes(model, work.rest_bytes, replace(choice, linear_format=None), machine))
     as_released = model.rest_dtype_bytes == weight_bytes  # then they are mapped from the files
     numbers = model.rest
-    if isinstance(work, Serving) and work.linear_format is not None and not choice.gpus:
+    if choice.linear_format is not None and not choice.gpus:
         numbers = model.embedding  # which is looked up and stays as it is
-        head = model.embedding if model.tied else 0  # has codes of its own beside the embedding that it shares
-        host["linear layers"] = round((model.rest - numbers + head) * bytes_in_format(work.linear_format))
+        host["linear layers"] = round(_coded_numbers(model) * bytes_in_format(choice.linear_format))
     mapped = numbers * weight_bytes if not choice.gpus and as_released else 0
     if not choice.gpus and not as_released:
         host["weights"] = numbers * weight_bytes
@@ -206,6 +207,20 @@ def _released_bytes(model: ModelShape) -> int:
     """A checkpoint of unknown size: experts in their released format, the rest unquantised."""
     experts = model.expert_numbers_total * format_of(counted_as(model.stored)).bytes_per_weight
     return round(experts) + model.rest * model.rest_dtype_bytes
+
+
+def _coded_numbers(model: ModelShape) -> int:
+    """Of all linear layers; a head that shares the embedding's numbers has codes of its own beside them."""
+    return model.rest - model.embedding + (model.embedding if model.tied else 0)
+
+
+def _gpu_weight_bytes(model: ModelShape, choice: Choice, place: int, size: int) -> int:
+    numbers = _gpu_numbers(model, choice.gpus, place)
+    if choice.linear_format is None:
+        return numbers * size
+    looked_up = model.embedding if place == 0 else 0
+    head = model.embedding if place == 0 and model.tied else 0
+    return looked_up * size + round((numbers - looked_up + head) * bytes_in_format(choice.linear_format))
 
 
 def _gpu_numbers(model: ModelShape, gpus: int, place: int) -> int:

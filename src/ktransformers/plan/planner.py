@@ -108,11 +108,12 @@ def choices(
 ) -> Iterator[Choice]:
     """Each format, on no GPU, one, or all of them; on a GPU with each policy, and with residents for policies that have
     them (`residents` per layer, else as many as fit)."""
+    linear_format = work.linear_format
     for name, gpus in itertools.product(formats, sorted({0, min(1, len(machine.gpus)), len(machine.gpus)})):
         if not gpus:
-            yield Choice(name)
+            yield Choice(name, linear_format=linear_format)
         for policy in policies if gpus else ():
-            bare, count = Choice(name, gpus, policy=policy), 0
+            bare, count = Choice(name, gpus, policy=policy, linear_format=linear_format), 0
             if policy in RESIDENT_POLICIES:
                 count = _residents(model, work, bare, machine) if residents is None else min(residents, model.experts)
             yield replace(bare, residents=count)
@@ -127,13 +128,17 @@ def make_plan(
     policies: Iterable[str] = (DEFAULT_POLICY,),
     residents: int | None = None,
     needs_gpu: bool = False,
+    expert_format: str | None = None,
 ) -> Plan:
-    """`policies`: placement policies to choose from. `residents`: per layer, instead of as many as fit. `needs_gpu`: a
-    visible GPU is used even if no configuration fits on it."""
+    """`expert_format`: of the experts, instead of that of the release. `policies`: placement policies to choose from.
+    `residents`: per layer, instead of as many as fit. `needs_gpu`: a visible GPU is used even if no configuration fits
+    on it."""
     formats = PROPOSED if everything else (counted_as(model.stored),)
+    if expert_format is not None:
+        formats = (counted_as(expert_format),)
     all_choices = choices(model, work, machine, formats, tuple(policies), residents)
     candidates = [evaluate(model, work, choice, machine) for choice in all_choices]
-    usable = [candidate for candidate in candidates if everything or not candidate.missing]
+    usable = [candidate for candidate in candidates if everything or not candidate.missing] or candidates
     fitting = sorted((candidate for candidate in usable if candidate.fits), key=lambda c: c.seconds_per_token)
     with_gpu = [candidate for candidate in usable if candidate.choice.gpus]
     best = next((c for c in fitting if c.choice.gpus), None)

@@ -26,7 +26,7 @@ from ktransformers.plan.expert_time import (
     training_decision,
 )
 from ktransformers.plan.formats import packed_lora_bytes
-from ktransformers.plan.machine import Machine
+from ktransformers.plan.machine import EFFICIENCY, Machine
 from ktransformers.plan.memory import (
     attention_lora_numbers,
     cached_experts,
@@ -79,14 +79,22 @@ def dense_seconds(
     numbers = model.layers * model.rest_per_layer
     operations = 2 * tokens * (numbers + model.layers * model.scores_width * earlier_tokens)
     weights = numbers * rest_weight_bytes(model, size, choice, machine)
-    return _products(operations, weights, machine, choice, size)
+    return max(_products(operations, weights, machine, choice, size), _opening(numbers, machine, choice))
 
 
 def head_seconds(
     model: ModelShape, tokens: float, machine: Machine, choice: Choice, size: int, share: float = INFERENCE_FLOPS_SHARE
 ) -> float:
     weights = model.embedding * rest_weight_bytes(model, size, choice, machine)
-    return _products(2 * tokens * model.embedding, weights, machine, choice, size, share)
+    products = _products(2 * tokens * model.embedding, weights, machine, choice, size, share)
+    return max(products, _opening(model.embedding, machine, choice))
+
+
+def _opening(numbers: float, machine: Machine, choice: Choice) -> float:
+    """Seconds in which a CPU turns the codes of so many weights into operands, as it does for experts."""
+    if choice.linear_format is None or choice.gpus:
+        return 0.0
+    return numbers * EFFICIENCY[machine.cpu.isa].multiply_code / machine.cpu.tile_flops
 
 
 def _products(

@@ -38,6 +38,7 @@ class Training:
     labelled: float = 1.0  # share of tokens with a label; 1: an upper bound if the data is unknown
     loss_bytes: int | None = None  # of the loss on a GPU; None: TRL's chunked loss
     graphs: bool = True  # attention on a GPU uses CUDA graphs where possible (nn/attention_graphs/replay.py)
+    linear_format: str | None = None  # that linear layers outside of the experts are encoded in, on a CPU
 
     def __post_init__(self) -> None:
         if not self.adapts_experts and not self.adapts_attention:
@@ -99,6 +100,7 @@ class Choice:
     gpus: int = 0  # that hold everything but the experts; 0: everything is on the CPU
     residents: int = 0  # experts per layer that are resident on a GPU
     policy: str = "cpu"  # placement policy of the other experts (place/options.py)
+    linear_format: str | None = None  # that linear layers outside of the experts are stored in; None: numbers
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -114,7 +116,9 @@ class Choice:
     @property
     def missing(self) -> tuple[str, ...]:
         """What this version cannot execute of it."""
-        return () if format_of(self.format).executable else (f"experts in {self.format}",)
+        missing = () if format_of(self.format).executable else (f"experts in {self.format}",)
+        on_gpu = self.linear_format is not None and self.gpus
+        return (*missing, f"linear layers in {self.linear_format} on a GPU") if on_gpu else missing
 
 
 def expert_bytes(model: ModelShape, choice: Choice) -> int:

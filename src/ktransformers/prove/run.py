@@ -41,6 +41,7 @@ from ktransformers.adapters.proof_record import ProofRecord, read_record
 from ktransformers.adapters.router_choices import ChoiceComparison, compare_choices
 from ktransformers.checkpoint.gguf_directory import is_gguf_directory
 from ktransformers.errors import InputError
+from ktransformers.nn.coded_weight import AS_RELEASED
 from ktransformers.nn.prepare import uses_kt_method
 from ktransformers.prove.checks import ProofCheck, ProofFailed
 from ktransformers.prove.messages import check_messages
@@ -154,6 +155,7 @@ def prove(
         device=device,
         max_running_requests=2 * len(rows),
         max_total_tokens=8192,
+        rest=_trained_rest(target) if device == "cpu" else "keep",
     )
     log(f"our server: {server}" if server else "our server, on a free port of this machine")
     served = check_server(server, api_key, launch, target, rows, rounded, counts["matrices"], log, record)
@@ -165,6 +167,11 @@ def prove(
     effect = difference(trainer.adapter, trainer.base)
     names = str(directory), str(target.model), _dtype_name(model_dtype)
     return Proof(*names, len(rows), trainer.base.tokens, sample, floor, effect, tuple(checks), counts)
+
+
+def _trained_rest(target: Target) -> str:
+    """Versions whose manifests do not say it trained on numbers."""
+    return target.rest or "bf16"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -224,7 +231,8 @@ def run_trainer_model(
         from ktransformers.nn import load_model
 
         gpu, experts = None if device == "cpu" else device, target.choose_experts(None)
-        return load_model(target.model, experts=experts, dtype=dtype, device=gpu, precision=precision)
+        rest = _trained_rest(target) if gpu is None else "bf16"
+        return load_model(target.model, experts=experts, dtype=dtype, device=gpu, precision=precision, rest=rest)
 
     def attach_adapter(stock: Any) -> Any:
         from peft import PeftModel
@@ -456,6 +464,9 @@ def check_stock(
     packed = target.choose_experts(None) or (target.model if unreadable else None)
     if packed is not None:  # only our patches make transformers read them, so it would not be stock
         return ProofCheck("stock PEFT", None, f"the experts are those of {packed}, which only ktransformers reads")
+    if _trained_rest(target) not in AS_RELEASED:
+        detail = f"linear layers were trained in {target.rest}, which only ktransformers encodes"
+        return ProofCheck("stock PEFT", None, detail)
     shards = Shards.of_directory(target.model)
     parameters = sum(torch.Size(shards.shape(name)).numel() for name in shards.names)
     needed = int(parameters * dtype.itemsize * STOCK_MEMORY_FACTOR)

@@ -9,7 +9,6 @@ which an interrupted conversion resumes.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import shutil
 import time
@@ -34,8 +33,9 @@ from ktransformers.log import logger
 from ktransformers.nn.store import LAYOUT_VERSION
 from ktransformers.quant.directory import find_existing, write_directory
 from ktransformers.quant.layer_file import LayerFile
+from ktransformers.quant.linears_file import LinearsFile, split_linears
 from ktransformers.quant.plan import ConversionPlan, LayerPlan, partial_store
-from ktransformers.quant.receipt import Receipt, build_receipt
+from ktransformers.quant.receipt import Receipt, build_receipt, relative_error
 
 STORE_BYTES = 256 << 20  # packed size of the staging store
 MAX_QUEUED_MATRICES = 6  # matrices in flight beyond one per thread
@@ -71,7 +71,7 @@ def convert(
         numbers = [layer.origin.number for layer in plan.layers]
         raise InputError("layers", f"{unknown[0]}", f"layers with experts, {min(numbers)} to {max(numbers)}")
     files = plan.origin.files(hashed=hash_source)
-    if (receipt := find_existing(target, plan.formats, files)) is not None:
+    if (receipt := find_existing(target, plan.formats, plan.rest, files)) is not None:
         return Converted(target, True, receipt, 0.0, 0, len(plan.layers))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError(str(target), "something that exists", "a new directory", "remove it or name another")
@@ -90,6 +90,7 @@ def _journal_plan(plan: ConversionPlan) -> dict[str, Any]:
         "made_by": __version__,
         "layout": LAYOUT_VERSION,
         "formats": plan.formats,
+        "rest": plan.rest,
         "source": str(plan.origin.path.absolute()),
         "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
     }
@@ -115,8 +116,11 @@ class _Conversion:
         redone = journal.drop_damaged(plan.threads)
         kept = [layer for layer in plan.layers if layer.file in journal.shards]
         self._bytes_done = sum(layer.origin.bytes for layer in kept)
-        rest = split_into_shards(plan.origin.rest(), {"format": "pt", "conversion": self._conversion})
-        self._check_disk_space(rest)
+        coded = {linear.tensor.name for linear in plan.linears}
+        numbers = [tensor for tensor in plan.origin.rest() if tensor.name not in coded]
+        rest = split_into_shards(numbers, {"format": "pt", "conversion": self._conversion})
+        linears = split_linears(plan.linears, self._conversion)
+        self._check_disk_space(rest, linears)
         threads = torch.get_num_threads()
         workers = ThreadPoolExecutor(plan.threads, "kt-quant", initializer=use_one_thread)
         background = ThreadPoolExecutor(1, "kt-quant-files")
@@ -124,6 +128,8 @@ class _Conversion:
         try:
             for shard in rest:
                 self._write_rest(shard, background)
+            for file in linears:
+                self._write_linears(file, background, pool)
             for layer in plan.layers:
                 selected = self._layers is None or layer.origin.number in self._layers
                 if selected and layer.file not in journal.shards:
@@ -137,15 +143,16 @@ class _Conversion:
         complete = all(layer.file in journal.shards for layer in plan.layers)
         receipt = build_receipt(self._conversion, plan.formats, journal.details)
         if complete:
-            write_directory(plan.origin, journal, plan.formats, files, receipt)
+            write_directory(plan.origin, journal, plan.formats, plan.rest, files, receipt)
         seconds = time.perf_counter() - start
         directory = journal.out if complete else journal.directory
         return Converted(directory, complete, receipt, seconds, self._bytes_read, len(kept), redone)
 
-    def _check_disk_space(self, rest: list[RestShard]) -> None:
+    def _check_disk_space(self, rest: list[RestShard], linears: list[LinearsFile]) -> None:
         layers = [layer for layer in self._plan.layers if layer.file not in self._journal.shards]
         missing = sum(layer.packed_bytes for layer in layers)
         missing += sum(shard.layout.size for shard in rest if shard.file not in self._journal.shards)
+        missing += sum(file.layout().size for file in linears if file.file not in self._journal.shards)
         check_free_space(self._journal.out, missing)
 
     def _report(self, count: int, module: str) -> None:
@@ -160,6 +167,14 @@ class _Conversion:
             return
         shard.write(self._journal.directory, lambda count: self._report(count, "non-expert weights"))
         self._finish_in_background(background, shard.file, lambda: None, {})
+
+    def _write_linears(self, file: LinearsFile, background: ThreadPoolExecutor, pool: _core.Pool) -> None:
+        if file.file in self._journal.shards:
+            self._bytes_done += file.bytes
+            return
+        file.write(self._journal.directory, pool, lambda count: self._report(count, "linear layers"))
+        details = {"linears": [record.model_dump() for record in file.records], "quality": file.quality}
+        self._finish_in_background(background, file.file, lambda: None, details)
 
     def _finish_in_background(
         self, background: ThreadPoolExecutor, name: str, finish: Callable[[], None], details: dict[str, Any]
@@ -207,7 +222,7 @@ class _Conversion:
                 "source": layer.origin.formats[role],
                 "format": layer.formats[role],
                 "kept": kept[role],
-                "error": math.sqrt(squares[role][0] / squares[role][1]) if squares[role][1] else 0.0,
+                "error": relative_error(*squares[role]),
             }
             for role in layer.formats
         }

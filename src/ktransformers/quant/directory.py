@@ -19,6 +19,7 @@ from ktransformers.checkpoint.packed import (
     VERSION,
     Manifest,
     PackedLayer,
+    PackedLinear,
     SourceFile,
     SourceRecord,
     is_packed,
@@ -36,12 +37,18 @@ from ktransformers.quant.receipt import QUALITY_FILE, Receipt, read_receipt
 
 
 def write_directory(
-    origin: Origin, journal: ConversionJournal, formats: dict[str, str], files: Sequence[SourceFile], receipt: Receipt
+    origin: Origin,
+    journal: ConversionJournal,
+    formats: dict[str, str],
+    rest: str,
+    files: Sequence[SourceFile],
+    receipt: Receipt,
 ) -> None:
     """Write index, manifest, configuration, tokenizer and receipt beside the shards, then rename the directory to its
     final name."""
     directory = journal.directory
-    layers = [PackedLayer.model_validate(details["layer"]) for details in journal.details.values() if details]
+    layers = [PackedLayer.model_validate(entry["layer"]) for entry in journal.details.values() if "layer" in entry]
+    linears = [PackedLinear.model_validate(record) for e in journal.details.values() for record in e.get("linears", [])]
     manifest = Manifest(
         version=VERSION,
         layout=LAYOUT_VERSION,
@@ -51,6 +58,8 @@ def write_directory(
         source=SourceRecord(name=origin.name, files=list(files), quantisation=origin.quantisation),
         layers=sorted(layers, key=lambda layer: layer.file),
         shards=dict(sorted(journal.shards.items())),
+        rest=rest,
+        linears=sorted(linears, key=lambda linear: linear.name),
     )
     document = manifest_document(manifest)
     origin.write_small_files(directory)
@@ -79,7 +88,7 @@ def _index(directory: Path, manifest: Manifest) -> dict[str, Any]:
     return {"metadata": {"total_size": size}, "weight_map": names}
 
 
-def find_existing(out: Path, formats: dict[str, str], files: Sequence[SourceFile]) -> Receipt | None:
+def find_existing(out: Path, formats: dict[str, str], rest: str, files: Sequence[SourceFile]) -> Receipt | None:
     """The receipt of an earlier conversion of the same files to the same formats; None: there is none in `out`."""
     if not is_packed(out):
         return None
@@ -87,6 +96,6 @@ def find_existing(out: Path, formats: dict[str, str], files: Sequence[SourceFile
         manifest = read_manifest(out)
         recorded = [(file.name, file.bytes, file.header_sha256) for file in manifest.source.files]
         same = recorded == [(file.name, file.bytes, file.header_sha256) for file in files]
-        if same and manifest.formats == formats and manifest.layout == LAYOUT_VERSION:
+        if same and (manifest.formats, manifest.rest) == (formats, rest) and manifest.layout == LAYOUT_VERSION:
             return read_receipt(out)
     return None

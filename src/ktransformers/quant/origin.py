@@ -104,6 +104,9 @@ class Origin:
     def rest(self) -> list[PlainTensor]:
         return self._source.rest()
 
+    def meta_model(self) -> nn.Module:
+        return build_meta_model(self.path)
+
     def write_small_files(self, target: Path) -> None:
         """Tokenizer, generation settings, licence: the files next to the weights, or the tokenizer of a GGUF file."""
         if self.path.is_dir():

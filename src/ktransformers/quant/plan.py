@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,8 +18,11 @@ from ktransformers import _core
 from ktransformers.checkpoint.encoded import format_of
 from ktransformers.checkpoint.recode import KEEP, check_target, experts_of, recode
 from ktransformers.checkpoint.rest import tensor_bytes
+from ktransformers.checkpoint.sources import PlainTensor
 from ktransformers.errors import InputError
+from ktransformers.nn.coded_weight import AS_RELEASED, encodable_names, is_coded, rest_format
 from ktransformers.nn.contract import Contract, new_store
+from ktransformers.nn.pool import default_pool
 from ktransformers.nn.store import ExpertStore
 from ktransformers.quant.origin import Origin, OriginLayer
 
@@ -36,12 +40,23 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
+class LinearPlan:
+    """A weight outside of the experts that is written in codes."""
+
+    tensor: PlainTensor
+    format: str
+    bytes: int
+
+
+@dataclass(frozen=True)
 class ConversionPlan:
     origin: Origin
     formats: dict[str, str]  # gate, up, down -> requested format or keep
     layers: list[LayerPlan]
-    rest_bytes: int
+    rest_bytes: int  # of the other tensors, as numbers
     threads: int
+    rest: str = "bf16"  # requested for linear layers outside of the experts
+    linears: tuple[LinearPlan, ...] = ()
 
     @property
     def source_bytes(self) -> int:
@@ -49,7 +64,11 @@ class ConversionPlan:
 
     @property
     def out_bytes(self) -> int:
-        return self.rest_bytes + sum(layer.packed_bytes for layer in self.layers)
+        return self.rest_out_bytes + sum(layer.packed_bytes for layer in self.layers)
+
+    @property
+    def rest_out_bytes(self) -> int:
+        return self.rest_bytes - sum(tensor_bytes(linear.tensor) - linear.bytes for linear in self.linears)
 
 
 def parse_formats(word: str, group: int | None = None, down: str | None = None) -> dict[str, str]:
@@ -64,12 +83,20 @@ def parse_formats(word: str, group: int | None = None, down: str | None = None) 
 
 
 def make_plan(
-    path: str | Path, formats: dict[str, str], threads: int | None = None, experts: str | Path | None = None
+    path: str | Path,
+    formats: dict[str, str],
+    threads: int | None = None,
+    experts: str | Path | None = None,
+    rest: str = "bf16",
 ) -> ConversionPlan:
-    return plan_conversion(Origin(path, experts), formats, threads)
+    if rest not in AS_RELEASED:
+        rest_format(rest)
+    return plan_conversion(Origin(path, experts), formats, threads, rest)
 
 
-def plan_conversion(origin: Origin, requested: dict[str, str], threads: int | None = None) -> ConversionPlan:
+def plan_conversion(
+    origin: Origin, requested: dict[str, str], threads: int | None = None, rest: str = "bf16"
+) -> ConversionPlan:
     """The plan for a checkpoint, or for one with a merged adapter (`adapters/origin.py`)."""
     sizes: dict[tuple[object, ...], int] = {}
     layers: list[LayerPlan] = []
@@ -84,8 +111,25 @@ def plan_conversion(origin: Origin, requested: dict[str, str], threads: int | No
         earlier = sum(plan.origin.number == layer.number for plan in layers)  # a layer may have two blocks of experts
         file = f"packed-{layer.number:05}{f'-{earlier}' if earlier else ''}.safetensors"
         layers.append(LayerPlan(layer, file, formats, sizes[key]))
-    rest = sum(tensor_bytes(tensor) for tensor in origin.rest())
-    return ConversionPlan(origin, requested, layers, rest, threads or len(os.sched_getaffinity(0)))
+    rest_bytes = sum(tensor_bytes(tensor) for tensor in origin.rest())
+    threads = threads or len(os.sched_getaffinity(0))
+    return ConversionPlan(origin, requested, layers, rest_bytes, threads, rest, tuple(_plan_linears(origin, rest)))
+
+
+def _plan_linears(origin: Origin, rest: str) -> Iterator[LinearPlan]:
+    """With `keep` every matrix whose codes the files have, embeddings among them; with a format the linear layers that
+    loading would encode, where the file has them under the model's names."""
+    if rest == "bf16":
+        return
+    names = set() if rest == KEEP else encodable_names(origin.meta_model())
+    for tensor in origin.rest():
+        if rest == KEEP and not is_coded(tensor):
+            continue
+        if rest != KEEP and (tensor.name not in names or tensor.shape[1] % format_of(rest).multiple):
+            continue
+        spec = tensor.format if rest == KEEP else rest
+        rows, columns = tensor.shape
+        yield LinearPlan(tensor, spec, _core.CodedLinear(default_pool(), rows, columns, spec).packed_bytes)
 
 
 def check_columns(layer: OriginLayer, formats: dict[str, str]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,12 @@ class LayerQuality:
 
 
 @dataclass(frozen=True)
+class LinearQuality:
+    name: str  # of the weight
+    quality: MatrixQuality
+
+
+@dataclass(frozen=True)
 class Calibration:
     text: str  # the file's name
     tokens: int  # number of predictions
@@ -64,28 +70,37 @@ class Receipt:
     layers: list[LayerQuality]
     calibration: Calibration | None = None
     skipped: str | None = None  # why a requested calibration is missing
+    linears: list[LinearQuality] = field(default_factory=list)  # outside of the experts, those in codes
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """For each matrix: formats, mean and largest error, and the layer with the largest."""
-        by_matrix: dict[str, dict[str, Any]] = {}
+        """For each matrix of the experts, and for the rest: formats, mean and largest error, and the layer with the
+        largest, or the name of the weight."""
+        by_matrix: dict[str, list[tuple[MatrixQuality, int | str]]] = {}
         for role in self.formats:
-            rows = [(layer.matrices[role], layer.number) for layer in self.layers if role in layer.matrices]
-            if not rows:
-                continue
-            worst, worst_layer = max(rows, key=lambda row: row[0].error)
-            by_matrix[role] = {
-                "source": sorted({row.source for row, _ in rows}),
-                "format": sorted({row.format for row, _ in rows}),
-                "kept": sum(row.kept for row, _ in rows),
-                "layers": len(rows),
-                "mean": math.fsum(row.error for row, _ in rows) / len(rows),
-                "largest": worst.error,
-                "layer": worst_layer,
-            }
-        return by_matrix
+            by_matrix[role] = [(layer.matrices[role], layer.number) for layer in self.layers if role in layer.matrices]
+        by_matrix["rest"] = [(linear.quality, linear.name) for linear in self.linears]
+        return {role: _summary_row(rows) for role, rows in by_matrix.items() if rows}
 
     def to_json(self) -> dict[str, Any]:
         return {"version": VERSION, **asdict(self), "summary": self.summary()}
+
+
+def _summary_row(rows: list[tuple[MatrixQuality, int | str]]) -> dict[str, Any]:
+    worst, worst_layer = max(rows, key=lambda row: row[0].error)
+    return {
+        "source": sorted({row.source for row, _ in rows}),
+        "format": sorted({row.format for row, _ in rows}),
+        "kept": sum(row.kept for row, _ in rows),
+        "layers": len(rows),
+        "mean": math.fsum(row.error for row, _ in rows) / len(rows),
+        "largest": worst.error,
+        "layer": worst_layer,
+    }
+
+
+def relative_error(moved: float, norm: float) -> float:
+    """From the sums of squares of the difference and of the source."""
+    return math.sqrt(moved / norm) if norm else 0.0
 
 
 class _StoredReceipt(BaseModel):
@@ -96,6 +111,7 @@ class _StoredReceipt(BaseModel):
     layers: list[LayerQuality]
     calibration: Calibration | None
     skipped: str | None
+    linears: list[LinearQuality] = []
 
 
 def build_receipt(conversion: str, formats: dict[str, str], details: Mapping[str, Mapping[str, Any]]) -> Receipt:
@@ -107,15 +123,21 @@ def build_receipt(conversion: str, formats: dict[str, str], details: Mapping[str
             {role: MatrixQuality(**quality) for role, quality in entry["quality"].items()},
         )
         for entry in details.values()
-        if entry
+        if "layer" in entry
     ]
-    return Receipt(conversion, formats, sorted(layers, key=lambda layer: layer.number))
+    linears = [
+        LinearQuality(name, MatrixQuality(**quality))
+        for entry in details.values()
+        if "linears" in entry
+        for name, quality in entry["quality"].items()
+    ]
+    return Receipt(conversion, formats, sorted(layers, key=lambda layer: layer.number), linears=linears)
 
 
 def read_receipt(directory: Path) -> Receipt:
     file = directory / QUALITY_FILE
     stored = validate(_StoredReceipt, read_json_object(file, "the receipt of a conversion"), str(file))
-    return Receipt(stored.conversion, stored.formats, stored.layers, stored.calibration, stored.skipped)
+    return Receipt(stored.conversion, stored.formats, stored.layers, stored.calibration, stored.skipped, stored.linears)
 
 
 def write_receipt(directory: Path, receipt: Receipt) -> None:

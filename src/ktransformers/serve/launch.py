@@ -87,6 +87,7 @@ def make_plan(launch: Launch, target: Target, log: LogLine, show: ShowPlan) -> P
     from ktransformers.place.options import read_options
     from ktransformers.serve.forecast import forecast
 
+    launch = as_trained(launch, target)
     _check_rest(launch)
     max_positions = _max_positions(read_pretrained_config(target.model))
     options = read_options(launch.place, target.keys)
@@ -107,6 +108,13 @@ def make_plan(launch: Launch, target: Target, log: LogLine, show: ShowPlan) -> P
     show(plan)
     require_fit(plan, force=launch.force)
     return plan
+
+
+def as_trained(launch: Launch, target: Target) -> Launch:
+    """A training output is served on the numbers that it was trained on, unless the line names others."""
+    if launch.rest != "keep" or target.rest is None:
+        return launch
+    return replace(launch, rest=target.rest)
 
 
 def choose_device(launch: Launch, plan: Plan | None = None) -> str:
@@ -139,7 +147,7 @@ def open_service(
             check_interrupt()
             log(line)
 
-        return _load_service(launch, target, log_and_check, plan, many_requests, group)
+        return _load_service(as_trained(launch, target), target, log_and_check, plan, many_requests, group)
 
 
 def _load_service(
@@ -301,7 +309,7 @@ def _check_rest_device(launch: Launch, device: str, dtype: Any) -> None:
     if launch.rest in REST_AS_RELEASED:
         return
     if device != "cpu":
-        expected = "--device cpu: on a GPU linear layers are multiplied in bf16"
+        expected = "--device cpu, or --rest bf16: on a GPU linear layers are multiplied in bf16"
         raise InputError("rest", f"{launch.rest} on {device}", expected)
     if dtype not in DTYPES:
         raise InputError("rest", f"{launch.rest} with --dtype {launch.dtype}", "--dtype bfloat16 or float32")
@@ -384,7 +392,7 @@ def _load_model(
         widen=widen,
         rest=launch.rest if on_cpu else "bf16",
         formats=_expert_formats(launch, target, operators),
-        on_loaded=on_loaded,
+        on_loaded=None if operators is None else on_loaded,
         shard=shard,
     )
 

@@ -34,6 +34,7 @@ class Target:
     experts: Path | None = None  # that training used, if not the model's own
     precision: str = "bf16"  # in which training computed the experts
     expert_format: str | None = None  # that training encoded the experts in while they were loaded
+    rest: str | None = None  # how training stored the linear layers outside of the experts; None: not known
 
     def choose_experts(self, given: Path | None) -> Path | None:
         """The directory of the experts: `given` on the launch line, else that of training; None: the model's own."""
@@ -97,6 +98,7 @@ def _target_of_adapter(path: Path) -> Target:
         experts=experts_path,
         precision=precision,
         expert_format=None if encoded is None else str(encoded),
+        rest=document.get("rest"),
     )
 
 

@@ -38,6 +38,11 @@ def device_of(settings: TrainSettings) -> torch.device:
     return torch.device("cpu" if on_cpu else "cuda")
 
 
+def rest_of(settings: TrainSettings) -> str:
+    """How linear layers outside of the experts are stored: on a GPU, where they are moved to, as numbers."""
+    return settings.experts.rest if device_of(settings).type == "cpu" else "bf16"
+
+
 def dtype_of(settings: TrainSettings, config: dict[str, Any], bf16_fast: bool | None = None) -> torch.dtype:
     """Dtype of all weights but the experts: as pure_bf16, bf16 and fp16 request, else the checkpoint's; where bf16 is
     slow, float32 instead of bf16, unless pure_bf16 is set. `config` is the parsed config.json; `bf16_fast` None: as on

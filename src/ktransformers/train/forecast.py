@@ -16,11 +16,12 @@ from pathlib import Path
 
 from ktransformers import env
 from ktransformers.errors import InputError
+from ktransformers.nn.coded_weight import AS_RELEASED
 from ktransformers.place.backends import encoded_format
 from ktransformers.place.options import read_options
 from ktransformers.plan import ModelShape, Plan, Training, make_plan, open_shape, stored_as, with_gpus
 from ktransformers.plan.machine import Machine
-from ktransformers.train.arguments import device_of, dtype_of, step_shape, uses_packing
+from ktransformers.train.arguments import device_of, dtype_of, rest_of, step_shape, uses_packing
 from ktransformers.train.batches import split_by_budget
 from ktransformers.train.settings import TrainSettings
 from ktransformers.train.targets import EXPERT_GROUP_NAMES, GATE_UP_HALVES
@@ -101,6 +102,7 @@ def training_workload(settings: TrainSettings, rest_bytes: int, lengths: Lengths
         saves=int(settings.trainer.get("save_total_limit") or 1),
         labelled=_labelled_share(settings, tokens, lengths),
         graphs=env.graphs_enabled("attention") and not settings.model.use_reentrant_gc,
+        linear_format=None if rest_of(settings) in AS_RELEASED else settings.experts.rest,
     )
 
 

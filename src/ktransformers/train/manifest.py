@@ -25,6 +25,7 @@ from ktransformers.errors import KTError
 from ktransformers.nn.lora_shards import factor_shards
 from ktransformers.place.backends import encoded_format
 from ktransformers.place.options import read_options
+from ktransformers.train.arguments import rest_of
 from ktransformers.train.callbacks import GradientCheck
 from ktransformers.train.settings import TrainSettings
 
@@ -150,6 +151,7 @@ def make_manifest(
             "precision": settings.experts.precision,
             "isa": _core.isa(),
         },
+        "rest": rest_of(settings),
         "lora_dropout": settings.lora.lora_dropout,
         "seed": int(settings.trainer.get("seed", 42)),
         "kt_tokens_per_batch": settings.experts.tokens_per_pass,

@@ -24,7 +24,7 @@ from ktransformers.nn.checkpointing import save_expert_outputs
 from ktransformers.nn.peft_lora import expert_adapters, set_lora_dropout
 from ktransformers.place.backends import format_of_backend, isa_of_backend
 from ktransformers.place.options import read_options
-from ktransformers.train.arguments import device_of
+from ktransformers.train.arguments import device_of, rest_of
 from ktransformers.train.expert_parallel import connect_ranks, own_shard
 from ktransformers.train.settings import LoraSettings, ModelSettings, TrainSettings
 from ktransformers.train.targets import Targets
@@ -167,6 +167,7 @@ def open_model(
         shard=own_shard(partition),
         formats=expert_formats_of(settings, operators),
         on_loaded=None if operators is None else lambda loaded: apply_operators(loaded, operators, Loader(directory)),
+        rest=rest_of(settings),
     )
     connect_ranks(model, partition)
     model.name_or_path = str(given_file(directory))  # PEFT writes it into adapter_config.json
@@ -178,6 +179,20 @@ def open_model(
             raise InputError("flash_attn", settings.model.flash_attn, "one that is installed", str(error)) from error
     model.config.use_cache = False
     return model, notes
+
+
+def check_rest(settings: TrainSettings, dtype: torch.dtype) -> None:
+    """Raises for a format that cannot be encoded or trained on, before anything is loaded."""
+    from ktransformers.nn.coded_weight import AS_RELEASED, DTYPES, rest_format
+
+    rest = settings.experts.rest
+    if rest in AS_RELEASED:
+        return
+    rest_format(rest)
+    if device_of(settings).type != "cpu":
+        raise InputError("rest", f"{rest} on a GPU", "keep or bf16: there linear layers are multiplied in bf16")
+    if dtype not in DTYPES:
+        raise InputError("rest", f"{rest} with {str(dtype).removeprefix('torch.')}", "bfloat16 or float32")
 
 
 def build_lora_config(model: nn.Module, targets: Targets, settings: LoraSettings) -> LoraConfig:

@@ -40,7 +40,7 @@ from ktransformers.train.data.render import PreferenceRow, Renderer, TrainRow, s
 from ktransformers.train.expert_parallel import check_ranks, make_partition
 from ktransformers.train.forecast import try_plan_inputs
 from ktransformers.train.grouping import Grouping, RowLengths, decide_grouping, with_tokens_per_batch
-from ktransformers.train.model import build_fake_model, build_meta_model, locate_model, read_config
+from ktransformers.train.model import build_fake_model, build_meta_model, check_rest, locate_model, read_config
 from ktransformers.train.output import check_disk_space, check_output
 from ktransformers.train.packages import package_notes, require_packages
 from ktransformers.train.packing import require_masked_layers
@@ -256,7 +256,8 @@ def make_plan(settings: TrainSettings, *, download: bool = False, predict: bool 
     if directory is None:
         notes.append(f"{settings.model.model_name_or_path} is not on this machine: tokens and targets were not checked")
     else:
-        read_config(directory)  # transformers reads it too, for the tokenizer, and does not name it in its errors
+        # transformers reads it too, for the tokenizer, and does not name it in its errors
+        check_rest(settings, dtype_of(settings, read_config(directory)))
         read_generation_config(directory)
         tokenizer, extra_notes = load_tokenizer(directory, settings)
         notes += extra_notes

@@ -124,6 +124,7 @@ def make_recipe(settings: TrainSettings, directory: Path, split: DataSplit, proc
         "kt_weight_path": experts_source(settings, directory),
         "kt_backend": format_of_backend(settings.experts.kt_backend),
         "kt_optimize_rule": operators_of(settings.place.kt_optimize_rule),
+        "rest": settings.experts.rest,
     }
     if settings.data.stage == "dpo":
         compared |= settings.preference.model_dump(mode="json")

@@ -221,7 +221,7 @@ class GGUFSource:
             return _encoded(tensor, (rows if heads is None else unpermute(rows, heads))[None], shape[1])
 
         has_codes = tensor.kind not in FLOATS and len(shape) == 2 and values is None
-        return PlainTensor(name, dtype, shape, read, codes if has_codes else None)
+        return PlainTensor(name, dtype, shape, read, codes if has_codes else None, tensor.kind if has_codes else "")
 
     def _numbers(self, tensor: GGUFTensor) -> Tensor:
         """Floats as they are, everything else in bf16."""

@@ -26,10 +26,12 @@ from ktransformers.checkpoint.experts import (
 from ktransformers.checkpoint.kt_files import MERGED_NAME, plain_name, restored_names
 from ktransformers.checkpoint.layout import ExpertTensors, find_experts, locate, parts
 from ktransformers.checkpoint.matrix import ACTIVATIONS, DTYPES, ENDINGS, FLOATS, TensorRef, dimensions, recognise
+from ktransformers.checkpoint.packed import is_packed, read_manifest
 from ktransformers.checkpoint.quantisation import NONE, Quantisation
 from ktransformers.checkpoint.recode import blocks, rows_of
 from ktransformers.checkpoint.shards import Shards
 from ktransformers.checkpoint.sources.kt_kernel import KTLayers
+from ktransformers.checkpoint.sources.packed_linears import PackedLinears
 from ktransformers.checkpoint.sources.source import LayerSource, PlainTensor
 from ktransformers.errors import InputError
 
@@ -47,7 +49,10 @@ class SafetensorsSource:
         self._renamed = self._names_of_converter() if merged else {}
         self._layers = find_experts(self._shards.names)
         self._experts = {name for tensors in self._layers for name in tensor_names(tensors)} | set(merged)
-        self._quantised = _quantised(self._shards, (name for name in self._shards.names if name not in self._experts))
+        self._linears = _packed_linears(path)
+        left_out = self._experts | (self._linears.stored_names if self._linears is not None else set())
+        self._rest_names = [name for name in self._shards.names if name not in left_out]
+        self._quantised = _quantised(self._shards, self._rest_names)
 
     @property
     def files(self) -> list[Path]:
@@ -61,7 +66,7 @@ class SafetensorsSource:
 
     @property
     def quantised(self) -> bool:
-        return bool(self._quantised) or self._converted is not None
+        return bool(self._quantised) or self._converted is not None or self._linears is not None
 
     def config(self) -> dict[str, Any] | None:
         return None
@@ -83,9 +88,10 @@ class SafetensorsSource:
 
     def rest(self) -> list[PlainTensor]:
         coded = {name for endings in self._quantised.values() for name in endings.values()}
-        plain = [name for name in self._shards.names if name not in self._experts and name not in coded]
+        plain = [name for name in self._rest_names if name not in coded]
         dequantised = [self._dequantised(base, endings) for base, endings in self._quantised.items()]
-        return [self._plain(name) for name in plain] + dequantised
+        packed = [] if self._linears is None else self._linears.tensors()
+        return [self._plain(name) for name in plain] + dequantised + packed
 
     def all_plain(self) -> list[PlainTensor]:
         """Every tensor of the model unquantised, experts and layers without a module (MTP) included, under the names of
@@ -132,7 +138,11 @@ class SafetensorsSource:
     def _dequantised(self, base: str, endings: Mapping[str, str]) -> PlainTensor:
         refs = {ending: self._shards.ref(name) for ending, name in endings.items()}
         shape_name = endings.get("weight_shape")
-        rows, columns = dimensions(refs) if shape_name is None else self._shards.read(shape_name).flatten().tolist()
+        rows, columns = (
+            dimensions(refs, self._quantisation)
+            if shape_name is None
+            else self._shards.read(shape_name).flatten().tolist()
+        )
         matrix = recognise(refs, rows, columns, self._quantisation)
         return PlainTensor(
             self._name(f"{base}.weight"),
@@ -140,6 +150,7 @@ class SafetensorsSource:
             (rows, columns),
             lambda: dequantise(matrix.build(self._shards.read_finite)),
             lambda: matrix.build(self._shards.read_finite),
+            matrix.spec,
         )
 
     def _fused(self, endings: Mapping[str, str]) -> dict[str, PlainTensor]:
@@ -168,6 +179,14 @@ class SafetensorsSource:
             return result
 
         return plain | dict.fromkeys(used.values(), PlainTensor(name, torch.bfloat16, shape, read))
+
+
+def _packed_linears(path: Path) -> PackedLinears | None:
+    """Of a packed directory whose linear layers are stored in codes."""
+    if not is_packed(path):
+        return None
+    manifest = read_manifest(path)
+    return PackedLinears.open(path, manifest) if manifest.linears else None
 
 
 def dequantise(matrix: Tensor | Encoded) -> Tensor:

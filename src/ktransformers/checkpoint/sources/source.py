@@ -15,8 +15,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ktransformers.checkpoint.encoded import Encoded
+from ktransformers import _core
+from ktransformers.checkpoint.encoded import Encoded, decode
 from ktransformers.checkpoint.experts import ExpertChunk, ExpertShape, Formats
+
+
+@dataclass(frozen=True)
+class MappedCodes:
+    """A matrix in the blocks that the core multiplies, in the file's own memory."""
+
+    core: _core.CodedLinear
+    format: str
+    order: Tensor | None  # of columns, as in `Encoded`
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,16 @@ class PlainTensor:
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
     codes: Callable[[], Tensor | Encoded] | None = None  # the same matrix as the file has it quantised
+    format: str = ""  # of these codes; empty: the file has numbers
+    packed: Callable[[_core.Pool, bool], MappedCodes] | None = None  # of a packed directory; whether to verify
+    exact: Callable[[], Tensor] | None = None  # the numbers of packed codes in float32
+
+    def numbers(self) -> Tensor:
+        """In float32, not rounded to bf16 where the file is quantised."""
+        if self.exact is not None:
+            return self.exact()
+        encoded = None if self.codes is None else self.codes()
+        return decode(encoded).reshape(self.shape) if isinstance(encoded, Encoded) else self.read().float()
 
 
 class ReadChunks(Protocol):

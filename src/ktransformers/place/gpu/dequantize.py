@@ -166,6 +166,11 @@ def _scale_and_min(row: Fields, spans: Fields) -> Scaled:
     return spans[0][..., 0], spans[1][..., 0]
 
 
+def _scale_and_zero(row: Fields, spans: Fields) -> Scaled:
+    scale, zero = (field[..., 0] for field in spans or row)
+    return scale, -(zero.float() * scale)
+
+
 def _q2_k(row: Fields, spans: Fields) -> Scaled:
     packed, d, dmin = spans
     return (d * (packed & 15).float()).flatten(-2), -(dmin * (packed >> 4).float()).flatten(-2)
@@ -205,6 +210,7 @@ SCALES: dict[str, Callable[[Fields, Fields], Scaled]] = {
     "e8m0": _e8m0,
     "e4m3": _e4m3,
     "scale_and_min": _scale_and_min,
+    "scale_and_zero": _scale_and_zero,
     "q2_k": _q2_k,
     "q3_k": _q3_k,
     "q4_k": _q4_k,
