@@ -401,7 +401,7 @@ def _expert_formats(launch: Launch, target: Target, operators: Any) -> dict[str,
     """By rules, for the other layers by `kt_backend` or as in the training of the adapter that is served; without any
     of these the formats of the files."""
     by_rule = {} if operators is None else operators.expert_formats
-    given = launch.expert_format or (target.expert_format if launch.experts is None else None)
+    given = target.choose_expert_format(launch.expert_format, launch.experts)
     return by_rule if given is None else {"": given, **by_rule}
 
 

@@ -47,6 +47,11 @@ class Target:
             )
         return experts
 
+    def choose_expert_format(self, given: str | None, experts: Path | None) -> str | None:
+        """What experts are encoded in on load: as `given`, else as in training unless `experts` come from elsewhere;
+        None: they keep the format of their files."""
+        return given or (self.expert_format if experts is None else None)
+
 
 def resolve_target(given: str) -> Target:
     path = find_example(Path(given).expanduser())

@@ -56,11 +56,6 @@ def check_launch(launch: Launch, target: Target) -> None:
         raise InputError("tensor-parallel-size", launch.gpus, "one GPU on rank 0 with several hosts")
 
 
-def format_on_load(launch: Launch, target: Target) -> str | None:
-    """What experts are encoded in on every host, as `serve/launch.py` decides for one."""
-    return launch.expert_format or (target.expert_format if launch.experts is None else None)
-
-
 def paths_of(launch: Launch, target: Target) -> list[Path]:
     experts = target.choose_experts(launch.experts)
     return [target.model] if experts is None else [target.model, experts]
@@ -104,7 +99,8 @@ def start_group(
     of rank 0."""
     check_launch(launch, target)
     shard = ExpertShard(make_partition(launch, target, hosts.ranks), hosts.rank)
-    facts = host_facts(paths_of(launch, target), shard.partition, hosts.rank, format_on_load(launch, target))
+    encoded = target.choose_expert_format(launch.expert_format, launch.experts)
+    facts = host_facts(paths_of(launch, target), shard.partition, hosts.rank, encoded)
     require_memory(launch, target, work, shard, gpus, log)
     if hosts.rank:
         run_expert_host(hosts, facts, lambda: _load_experts(launch, target, shard, log), log)
@@ -130,5 +126,5 @@ def _load_experts(launch: Launch, target: Target, shard: ExpertShard, log: LogLi
         pool=pool,
         isa=launch.isa,
         verify=launch.verify,
-        formats=format_on_load(launch, target),
+        formats=target.choose_expert_format(launch.expert_format, launch.experts),
     )
