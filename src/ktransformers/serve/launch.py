@@ -528,6 +528,8 @@ def _serve_http(
 
     def ended() -> None:  # not after run(): uvicorn re-raises the signal when it is done
         forget_server()
+        if group is not None:
+            group.pool.close()
         if plan is not None:
             log(str(forecast.compare_at_end(plan, service)))
         if (line := service.placement.save_counts()) is not None:
