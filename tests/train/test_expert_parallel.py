@@ -177,6 +177,8 @@ def test_dropout_of_expert_lora_trains(keys_of: Callable[..., dict[str, Any]]) -
         ({"kt_expert_parallel": 4, "kt_expert_partition": "layers"}, 4, "4 ranks for 2 layers"),
         ({"kt_expert_parallel": 2, "kt_expert_partition": "frequency"}, 2, "kt_record_experts"),
         ({"kt_expert_parallel": 2, "kt_place": "stream"}, 2, "kt_place"),
+        ({"kt_expert_parallel": 2, "optim": "adafactor"}, 2, "optim"),
+        ({"kt_expert_parallel": 2, "fp16": True, "bf16": False}, 2, "fp16"),
     ],
 )
 def test_bad_configurations_are_refused_before_anything_is_loaded(

@@ -26,6 +26,7 @@ from ktransformers.nn.lora_shards import FactorShard, factor_shards, gather_expe
 from ktransformers.place.options import read_options
 from ktransformers.place.residents import load_counts
 from ktransformers.train.settings import TrainSettings
+from ktransformers.train.sharding import OPTIMIZERS
 
 
 def check_ranks(settings: TrainSettings) -> None:
@@ -38,12 +39,24 @@ def check_ranks(settings: TrainSettings) -> None:
         given = f"{ranks} with {world} {'process' if world == 1 else 'processes'}"
         remedy = f"start the run with torchrun and {ranks}, {2 * ranks}, ... processes"
         raise InputError("kt_expert_parallel", given, "a divisor of the number of processes", remedy)
-    options = read_options(settings.place.model_dump())
-    if ranks > 1 and options.policy not in ("cpu", "auto"):
-        raise InputError("kt_place", options.policy, "cpu with kt_expert_parallel", "experts are computed by the CPUs")
+    if ranks > 1:
+        _check_settings(settings)
     if settings.experts.kt_expert_partition == "frequency" and settings.place.init_expert_location is None:
         remedy = "record them in an earlier run with kt_record_experts, and name the file"
         raise InputError("init_expert_location", None, "counts of routed tokens for kt_expert_partition", remedy)
+
+
+def _check_settings(settings: TrainSettings) -> None:
+    options = read_options(settings.place.model_dump())
+    if options.policy not in ("cpu", "auto"):
+        raise InputError("kt_place", options.policy, "cpu with kt_expert_parallel", "experts are computed by the CPUs")
+    optimizer = str(settings.trainer.get("optim", OPTIMIZERS[0]))
+    if optimizer not in OPTIMIZERS:
+        expected = f"with kt_expert_parallel one of {', '.join(OPTIMIZERS)}"
+        raise InputError("optim", optimizer, expected, "states of others cannot be divided by experts")
+    if settings.trainer.get("fp16"):
+        remedy = "the gradient scaler of each rank sees the experts of that rank alone"
+        raise InputError("fp16", True, "bf16 or float32 with kt_expert_parallel", remedy)
 
 
 def make_partition(settings: TrainSettings, model: nn.Module) -> ExpertPartition | None:
