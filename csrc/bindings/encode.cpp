@@ -23,8 +23,8 @@ nb::tuple encode(const std::string& spec, nb::handle source, nb::handle codes, n
   int64_t scales_stride = 0;
   Array scale_array, tensor_array;
   const std::string in_format = std::string(" in format ") + row.name;
-  if (row.block) {
-    if (!scales.is_none()) refuse_value("scales", "a tensor", "None: GGUF's blocks hold their scales");
+  if (!has_scale_tensor(f)) {
+    if (!scales.is_none()) refuse_value("scales", "a tensor", "None" + in_format);
   } else {
     const ReleasedScales shape = released_scales(f, rows, columns);
     scale_array = array_of({"scales", shape.flat ? 2 : 3, {shape.element}, Strides::dense, Access::write}, scales);

@@ -81,17 +81,26 @@ nb::dict describe(const Format& f) {
   all["flat_scales"] = has_flat_scales(f);
   all["gguf_type"] = row.gguf_type < 0 ? nb::object(nb::none()) : nb::cast((int)row.gguf_type);
   all["block_bytes"] = (int)row.block;
+  all["scale_tensor"] = has_scale_tensor(f);
+  all["patches"] = row.has_patches();
   all["written"] = row.written;
   return all;
 }
 
 }  // namespace
 
+bool has_scale_tensor(const Format& f) { return !f.row().block && f.row().scales != ScaleKind::high_bytes; }
+
 Format format_of(const char* name, const std::string& text) {
   std::string rest = text, word = next_word(rest);
   Format f;
   int codec = 0;
-  while (codec < kCodecs && word != kFormats[codec].name) codec++;
+  while (codec < kCodecs && text != kFormats[codec].name) codec++;
+  if (codec < kCodecs) {
+    word = text, rest = "";  // bf16:12, and names without a suffix
+  } else {
+    for (codec = 0; codec < kCodecs && word != kFormats[codec].name;) codec++;
+  }
   if (codec == kCodecs) refuse_value(name, "\"" + text + "\"", "one of " + all_formats());
   f.codec = (Codec)codec;
   if (f.row().suffix == Suffix::group) {
@@ -148,6 +157,7 @@ std::string written_formats() {
 
 int64_t released_row_bytes(const char* name, const Format& f, int64_t columns) {
   const FormatRow& row = f.row();
+  if (row.element == ElementKind::bf16_12) return 2 * columns;
   const int64_t step = row.span ? row.span : 8 / f.bits();
   if (columns % step)
     refuse_value(name, std::to_string(columns) + " columns in format " + row.name,
@@ -189,8 +199,8 @@ SourceMatrix released_of(const char* name, nb::handle three, const Format& f, in
   m.released.row_bytes = codes.stride(1);
   m.codes_stride = codes.stride(0);
   m.released.scale_rows = 1;
-  if (row.block) {
-    if (!three[1].is_none()) refuse_value(scales_name.c_str(), "a tensor", "None: GGUF's blocks hold their scales");
+  if (!has_scale_tensor(f)) {
+    if (!three[1].is_none()) refuse_value(scales_name.c_str(), "a tensor", "None" + in_format);
     return m;
   }
   const ReleasedScales shape = released_scales(f, rows, columns);

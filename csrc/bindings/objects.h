@@ -158,6 +158,8 @@ struct ReleasedScales {
   bool flat;  // [rows], not [rows, spans]
   int64_t rows, spans;
 };
+// Blocks of GGUF hold their scales, and bf16:12 is packed from numbers without any.
+bool has_scale_tensor(const Format& format);
 ReleasedScales released_scales(const Format& format, int64_t rows, int64_t columns);
 
 // encode.cpp: source [experts, rows, columns] into codes, scales and tensor scale, on the calling thread. Returns sums

@@ -223,8 +223,21 @@ inline void for_rows(const Encode& e, const RowScratch& row, EncodeSums& sums, E
     sums.finite &= finite_row(row.x, e.k, squares);
     uint8_t* codes = e.codes + r * e.row_bytes;
     sums.moved += encode(codes, e.scales + r * e.scale_stride);
-    if (!e.format->row().block) store_codes(row.code, e.k, e.format->bits(), codes);
+    if (!e.format->row().block && e.format->row().element != ElementKind::bf16_12)
+      store_codes(row.code, e.k, e.format->bits(), codes);
   }
+}
+
+// Numbers as bf16; returns the squares of what they change by.
+inline float store_bf16(const float* x, int32_t k, uint8_t* out) {
+  float moved = 0;
+  for (int i = 0; i < k; i++) {
+    const uint16_t nearest = from_float(x[i], DType::bf16);
+    __builtin_memcpy(out + 2 * i, &nearest, 2);
+    const float change = to_float(nearest, DType::bf16) - x[i];
+    moved += change * change;
+  }
+  return moved;
 }
 
 // Calls act with the element of a format and its largest number.
@@ -250,6 +263,8 @@ void run_encode(const Encode& e) {
   const RowScratch row(e.scratch, e.k, f.span() / (f.row().block ? 1 : f.row().header[0].count));
   if (f.row().block)
     return for_rows<W>(e, row, sums, [&](uint8_t* codes, char*) { return encode_blocks<W>(e, row, codes); });
+  if (f.row().element == ElementKind::bf16_12)
+    return for_rows<W>(e, row, sums, [&](uint8_t* codes, char*) { return store_bf16(row.x, e.k, codes); });
   if (f.row().scales == ScaleKind::e4m3)
     return for_rows<W>(
         e, row, sums, [&](uint8_t*, char* scales) { return encode_e4m3<W>(e, row, E2m1{kE2m1Max}, (uint8_t*)scales); });

@@ -455,9 +455,86 @@ void pack_rows(const StripJob& job) {
   }
 }
 
+// The values of a span's rows, [16][128], zero past the matrix.
+using SpanValues = uint16_t[kTileN][128];
+
+void read_span(const StripJob& job, int32_t column, SpanValues& values) {
+  const int32_t left = job.k - column, columns = left < 128 ? left : 128;
+  if (columns < 128 || job.rows < kTileN) std::memset(values, 0, sizeof values);
+  for (int n = 0; n < job.rows && columns > 0; n++) {
+    const uint8_t* row = job.from.codes + (job.n0 + n) * job.from.row_bytes + 2 * (int64_t)column;
+    std::memcpy(values[n], row, 2 * (size_t)columns);
+    __builtin_prefetch(row + kPackAhead);
+    __builtin_prefetch(row + kPackAhead + 64);
+  }
+}
+
+// The 16 most frequent high bytes of the first columns, ascending; of two that are as frequent, the smaller one.
+void find_table(const SpanValues& values, int columns, uint8_t* table) {
+  uint16_t counts[256] = {};
+  for (const auto& row : values)
+    for (int k = 0; k < columns; k++) counts[row[k] >> 8]++;
+  bool taken[256] = {};
+  for (int i = 0; i < 16; i++) {
+    int best = -1;
+    for (int high = 0; high < 256; high++)
+      if (!taken[high] && (best < 0 || counts[high] > counts[best])) best = high;
+    taken[best] = true;
+  }
+  for (int high = 0, i = 0; high < 256; high++)
+    if (taken[high]) table[i++] = (uint8_t)high;
+}
+
+// bf16:12 from rows of bf16 (bf16_12.h). False: it has more patches than fit.
+bool pack_bf16_12(const StripJob& job) {
+  const Strip& s = job.s;
+  char *first = job.strip + s.patches, *patch = first + patch_index_bytes(job.k_tiles);
+  const int most = patches_of(job.k_tiles);
+  std::memset(patch, 255, 4 * (size_t)most);
+  int count = 0;
+  auto end_tile = [&](int32_t tile) {
+    const uint16_t number = (uint16_t)count;
+    std::memcpy(first + 2 * tile, &number, 2);
+  };
+  end_tile(0);
+  SpanValues values;
+  for (int32_t kt = 0; kt < job.k_tiles; kt++) {
+    const int32_t in_span = kt % s.span_tiles;
+    uint8_t* table = (uint8_t*)job.strip + s.headers + kt / s.span_tiles * s.span_bytes;
+    if (in_span == 0) {
+      read_span(job, kt * kTileK, values);
+      const int tiles = job.k_tiles - kt < s.span_tiles ? job.k_tiles - kt : s.span_tiles;
+      find_table(values, tiles * kTileK, table);
+    }
+    int8_t index_of[256];
+    std::memset(index_of, -1, sizeof index_of);
+    for (int i = 15; i >= 0; i--) index_of[table[i]] = (int8_t)i;
+    uint8_t* codes = (uint8_t*)job.strip + s.codes + (int64_t)kt * s.tile_bytes;
+    for (int k = 0; k < kTileK; k++)
+      for (int n = 0; n < kTileN; n++) {
+        const uint16_t value = values[n][in_span * kTileK + k];
+        const int row = k / 2, lane = 2 * n + k % 2;  // of the tile
+        const int at = row / 2 * 64 + lane / 8 * 16 + row % 2 * 8 + lane % 8;
+        codes[at] = (uint8_t)value;
+        int index = index_of[value >> 8];
+        if (index < 0) {
+          if (count == most) return false;
+          const uint32_t entry = (uint32_t)kt << 17 | (uint32_t)(row * 32 + lane) << 8 | value >> 8;
+          std::memcpy(patch + 4 * count++, &entry, 4);
+          index = 0;
+        }
+        uint8_t& both = codes[kTileN * kTileK + at / 128 * 64 + at % 64];
+        both = at % 128 < 64 ? (uint8_t)index : (uint8_t)(both | index << 4);
+      }
+    end_tile(kt + 1);
+  }
+  return true;
+}
+
 constexpr bool rows_are_bytes_or_nibbles() {
   for (const FormatRow& row : kFormats)
-    if (row.fields() && !row.block && (row.fields() > 1 + row.has_zeros() || (row.plane[0] != 8 && row.plane[0] != 4)))
+    if (row.fields() && !row.block && row.element != ElementKind::bf16_12 &&
+        (row.fields() > 1 + row.has_zeros() || (row.plane[0] != 8 && row.plane[0] != 4)))
       return false;
   return true;
 }
@@ -483,7 +560,7 @@ constexpr void (*kPackers[])(const StripJob&) = {
 
 }  // namespace
 
-void pack_strip(const Format& f, const Released& from, int32_t n0, int32_t n_valid, int32_t k, int32_t k_tiles,
+bool pack_strip(const Format& f, const Released& from, int32_t n0, int32_t n_valid, int32_t k, int32_t k_tiles,
                 char* strip) {
   const Strip s = strip_of(f, k_tiles);
   const int32_t rows = n_valid - n0 < kTileN ? (n_valid > n0 ? n_valid - n0 : 0) : kTileN;
@@ -491,9 +568,12 @@ void pack_strip(const Format& f, const Released& from, int32_t n0, int32_t n_val
   if (f.row().has_tensor_scale()) std::memcpy(strip, from.tensor, 4);
   if (!rows) {
     std::memset(strip + s.codes, 0, (size_t)(s.bytes - s.codes));
-    return;
+    return true;
   }
-  kPackers[(int)f.codec]({f, from, n0, rows, k, k_tiles, s, strip});
+  const StripJob job{f, from, n0, rows, k, k_tiles, s, strip};
+  if (f.row().element == ElementKind::bf16_12) return pack_bf16_12(job);
+  kPackers[(int)f.codec](job);
+  return true;
 }
 
 }  // namespace kt

@@ -5,6 +5,9 @@
 // clang-format off
 
 KT_FORMAT(bf16, .element = E::bf16)
+// Plain bf16 as released, 12 bits and some patches in memory: `kt quant` writes it.
+KT_FORMAT(bf16_12, .element = E::bf16_12, .plane = {8, 4}, .scales = S::high_bytes, .span = 128, .header = {{u8}},
+          .written = true, .spelled = "bf16:12")
 // Codes and scales are tensors of their own; `kt quant` writes all but those with zeros (GPTQ's and AWQ's). Codes and
 // zeros of uint8 are stored less 128.
 KT_FORMAT(int8, .element = E::int8, .plane = {8}, .scales = S::floats, .header = {{f32}}, .written = true)

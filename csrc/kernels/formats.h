@@ -6,6 +6,7 @@
 // of weights; tiles of the exact precisions, and fp8 tiles that contain a NaN, code by code.
 #pragma once
 
+#include "kernels/bf16_12.h"
 #include "kernels/code_bytes.h"
 #include "kernels/grids.h"
 
@@ -288,7 +289,38 @@ inline void decode_tile(RowScales& r, const char* codes, char* tile) {
   }
 }
 
+// A tile of bf16 pairs in the type of an exact precision.
+template <class Real>
+inline void widen_tile(const char* pairs, char* tile) {
+  for (int k = 0; k < kTileK; k++)
+    for (int n = 0; n < kTileN; n++)
+      ((Real*)tile)[k * kTileN + n] =
+          (Real)to_float(load<uint16_t>(pairs + (k / 2 * kTileN + n) * 4 + k % 2 * 2), DType::bf16);
+}
+
 constexpr int kDecodeAhead = 8;  // k tiles by which codes are prefetched into L1
+
+inline void prefetch_codes(const Strip& s, const char* codes) {
+  for (int line = 0; line < s.tile_bytes; line += 64)
+    __builtin_prefetch(codes + kDecodeAhead * s.tile_bytes + line, 0, 3);
+}
+
+// As decode_strip_as, for bf16:12.
+template <int W, class Real>
+__attribute__((noinline)) void decode_strip_bf16_12(const Strip& s, const char* strip, int k0, int count, char* out,
+                                                    int64_t step) {
+  const Patches patches(s, strip);
+  for (int k = k0; k < k0 + count; k++, out += step) {
+    prefetch_codes(s, strip + s.codes + (int64_t)k * s.tile_bytes);
+    if constexpr (__is_same(Real, Bf16Pairs)) {
+      decode_bf16_12<W>(s, strip, k, patches, out);
+    } else {
+      alignas(64) char pairs[kTileBytes];
+      decode_bf16_12<W>(s, strip, k, patches, pairs);
+      widen_tile<Real>(pairs, out);
+    }
+  }
+}
 
 // k tiles [k0, k0 + count) of a strip; tile i at out + i * step.
 // Never inlined: every product calls it, and there are many formats.
@@ -300,8 +332,7 @@ __attribute__((noinline)) void decode_strip_as(const Format& f, const Strip& s, 
   const int span = k0 / s.span_tiles;
   Header header{strip + s.headers + (int64_t)span * s.span_bytes};
   for (int k = k0, in_span = k0 - span * s.span_tiles; k < k0 + count; k++, in_span++) {
-    for (int line = 0; line < s.tile_bytes; line += 64)
-      __builtin_prefetch(codes + kDecodeAhead * s.tile_bytes + line, 0, 3);
+    prefetch_codes(s, codes);
     if (in_span == s.span_tiles) {
       in_span = 0;
       header.at += s.span_bytes;
@@ -321,15 +352,17 @@ __attribute__((noinline)) void decode_strip_as(const Format& f, const Strip& s, 
   }
 }
 
-// The codec whose instantiation decodes a strip: an opened tile of any grid is decoded alike, tiles of bf16 never are.
+// The codec whose instantiation decodes a strip: an opened tile of any grid is decoded alike, tiles of bf16 never are,
+// and bf16:12 has functions of its own.
 constexpr Codec decoded_as(Codec codec) {
   if (kFormats[(int)codec].in_grid()) return Codec::iq2_xxs;
-  return codec == Codec::bf16 ? Codec::int8 : codec;
+  return codec == Codec::bf16 || codec == Codec::bf16_12 ? Codec::int8 : codec;
 }
 
 template <int W, class Real>
 __attribute__((noinline)) void decode_strip(const Format& f, const Strip& s, const char* strip, int k0, int count,
                                             char* out, int64_t step) {
+  if (f.codec == Codec::bf16_12) return decode_strip_bf16_12<W, Real>(s, strip, k0, count, out, step);
   switch (f.codec) {
 #define KT_FORMAT(name, ...) \
   case Codec::name:          \

@@ -62,6 +62,27 @@ inline void begin_with_lora_terms(ProductOf<typename Isa::Real>& p, const Dropou
     }
 }
 
+constexpr int kFewRowsTiles = 8;  // pairs of tiles that are decoded at a time for few rows: 16 KB
+
+// Decodes a few k tiles of a block and multiplies them while they are in L1, and so on. The sums are those of one
+// product over all of K: they are continued in the same order.
+template <class Isa, class Overlap>
+inline void multiply_in_chunks(const EncodedBlocks& encoded, ProductOf<typename Isa::Real> p, Overlap& overlapped) {
+  const char* block = p.contraction.b;
+  const int k_tiles = p.contraction.k_tiles, lora_terms = p.lora_terms;
+  p.contraction.b = encoded.decoded;
+  for (int k = 0; k < k_tiles; k += kFewRowsTiles) {
+    const int count = k_tiles - k < kFewRowsTiles ? k_tiles - k : kFewRowsTiles;
+    decode_block<Isa>(*encoded.encoding, block, encoded.k0 + k, count, encoded.decoded);
+    p.contraction.k_tiles = count;
+    p.lora_terms = k + count == k_tiles ? lora_terms : 0;
+    Isa::multiply(p, overlapped);
+    p.contraction.a += (int64_t)count * p.rows * kTileK * Isa::elem;
+    p.prefetch.at += (int64_t)count * p.prefetch.lines * 64;
+    p.accumulate = true;
+  }
+}
+
 // Multiplies every block with every pair of token tiles. Weights are prefetched one block ahead, and `after` during the
 // last block, unless the blocks are transposed ones in scratch. `place_sums` sets the address of a product's sums,
 // `epilogue(product, first, end)` takes rows whose sums are complete.
@@ -75,6 +96,9 @@ inline void for_each_product(const Unit& u, bool complete, const char* after, co
   DecodeAhead<Isa> decode_ahead(u, passes), *decoding = nullptr;
   if constexpr (requires { u.encoded; }) encoding = u.encoded.encoding;
   if (encoding && Isa::overlaps) decoding = &decode_ahead;
+  // Of other formats few rows are multiplied with codes (packed_gemv.h).
+  constexpr bool chunks = !Isa::overlaps && !kIntegerSums<Isa>;
+  const bool in_chunks = chunks && encoding && passes == 1 && encoding->format[0].row().has_patches();
   using Transposer = typename OverlappedTransposeOf<Isa, transposes && !kIntegerSums<Isa>>::type;
   Transposer overlapped_transpose(transposed);
   Transposer* transposer = transposed && transposed->count ? &overlapped_transpose : nullptr;
@@ -91,7 +115,7 @@ inline void for_each_product(const Unit& u, bool complete, const char* after, co
     const char* next = block + 1 < u.block1 ? p.contraction.b + u.block_bytes : after;
     if (transposed) next = nullptr;
     if constexpr (requires { u.encoded; } && !Isa::overlaps)
-      if (encoding) {
+      if (encoding && !in_chunks) {
         float* channel = kIntegerSums<Isa> ? u.encoded.channel + (int64_t)(block - u.block0) * kBlockN : nullptr;
         begin_decode<Isa>(*encoding, p.contraction.b, channel);
         unpack_block<Isa>(*encoding, p.contraction.b, channel, u.encoded.k0, u.base.k_tiles, u.encoded.decoded);
@@ -109,7 +133,9 @@ inline void for_each_product(const Unit& u, bool complete, const char* after, co
         if (dropout.seeds && !p.accumulate && p.lora_terms) begin_with_lora_terms<Isa>(p, dropout);
       if (decoding && pass == 0) decoding->begin();
       OverlappedWork<Rows, DecodeAhead<Isa>, Transposer> overlapped{pending, decoding, transposer};
-      Isa::multiply(p, overlapped);
+      if constexpr (requires { u.encoded; } && chunks)
+        if (in_chunks) multiply_in_chunks<Isa>(u.encoded, p, overlapped);
+      if (!in_chunks) Isa::multiply(p, overlapped);
       pending.all();
       if (complete) pending.set(p);
     }

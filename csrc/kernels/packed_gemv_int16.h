@@ -142,7 +142,7 @@ struct PackedGemvInt16 {
   static int32_t rows_of(const Format& f) {
     const FormatRow& row = f.row();
     if (row.element == ElementKind::e4m3) return kFp8Rows;
-    if (f.is_tiles()) return 0;
+    if (f.is_tiles() || row.element == ElementKind::bf16_12) return 0;  // rounding would not be bf16's
     const bool unpacks_fast = !row.plane[1] && !has_halves(row) && !row.in_grid();
     return unpacks_fast || max_rows < kSlowCodesRows ? max_rows : kSlowCodesRows;
   }

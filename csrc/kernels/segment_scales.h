@@ -49,12 +49,16 @@ constexpr Codec reads_scales_as(Codec codec) {
   return codec;
 }
 
+constexpr bool has_scales(const FormatRow& row) {
+  return !row.in_grid() && row.scales != ScaleKind::none && row.scales != ScaleKind::high_bytes;
+}
+
 template <int W>
 inline void read_scales(const Format& f, const Strip& s, const char* strip, int k0, int count, SegmentScales& out) {
   switch (f.codec) {
 #define KT_FORMAT(name, ...)                                                               \
   case Codec::name:                                                                        \
-    if constexpr (!kFormats[(int)Codec::name].in_grid() && Codec::name != Codec::bf16)     \
+    if constexpr (has_scales(kFormats[(int)Codec::name]))                                  \
       return read_scales_as<W, reads_scales_as(Codec::name)>(f, s, strip, k0, count, out); \
     return;
 #include "kernels/format_table.h"

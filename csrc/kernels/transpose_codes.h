@@ -3,7 +3,7 @@
 // A strip of bytes holds eight k of two neighbouring outputs in sixteen bytes. A row of a transposed tile is two
 // outputs along k, so the selection of bytes that makes floats (code_bytes.h) takes them in that order and nothing else
 // is shuffled: transposing costs what dequantising costs, and the bits are those of a tile that was dequantised first
-// and then transposed. Formats of fewer bits are unpacked into such bytes first.
+// and then transposed. Formats of fewer bits are unpacked into such bytes first; tiles of bf16:12 are decoded first.
 #pragma once
 
 #include "kernels/formats.h"
@@ -214,6 +214,12 @@ template <int W>
 inline void transpose_codes(const Encoding& e, const char* block, int k_tile, int half, char* out) {
   const Format& f = e.format[half];
   const char* strip = block + (half ? e.strip[0].bytes : 0);
+  if (f.codec == Codec::bf16_12) {
+    const Strip& s = e.strip[half];
+    alignas(64) char tile[kTileBytes];
+    decode_bf16_12<W>(s, strip, k_tile, Patches(s, strip), tile);
+    return transpose_tile<W>(tile, half, out);
+  }
   switch (f.codec) {
 #define KT_FORMAT(name, ...) \
   case Codec::name:          \

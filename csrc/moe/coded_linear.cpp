@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <atomic>
 #include <numeric>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "crc32c.h"
@@ -107,16 +109,20 @@ class CodedLinear::PackJob : public Job {
     for (int32_t block; !cancelled() && (block = next_++) < store.blocks();) {
       char* strip = store.at(0, block);
       for (int half = 0; half < 2; half++) {
-        pack_strip(encoding.format[half], source_, block * kBlockN + half * kTileN, linear_.rows_, linear_.columns_,
-                   store.k_tiles(), strip);
+        if (!pack_strip(encoding.format[half], source_, block * kBlockN + half * kTileN, linear_.rows_,
+                        linear_.columns_, store.k_tiles(), strip))
+          unpatched_ = true;
         strip += encoding.strip[half].bytes;
       }
     }
   }
 
+  bool unpatched() const { return unpatched_; }
+
  private:
   CodedLinear& linear_;
   const Released& source_;
+  std::atomic<bool> unpatched_{false};  // a strip has more values to patch than patches
   std::atomic<int32_t> next_{0};
 };
 
@@ -245,6 +251,7 @@ void CodedLinear::pack(const Released& source) {
   packed_ = false;
   PackJob job(*this, source);
   engine_->pool.run(job);
+  if (job.unpatched()) throw std::overflow_error(std::string("the weight") + kUnpatched);
   packed_ = true;
 }
 

@@ -97,6 +97,14 @@ class PackJob : public Job {
         next_(up.parts()),
         next_page_(up.parts()) {}
 
+  // The matrix and the expert of the call of which a strip has more values to patch than patches, or empty.
+  std::string unpatched() const {
+    const int64_t at = unpatched_;
+    if (at < 0) return "";
+    const char* const matrices[] = {"gate", "up", "down"};
+    return std::string(matrices[at % 3]) + " of expert " + std::to_string(source_.first + at / 3);
+  }
+
   void work(const Worker& worker) override {
     int groups = (int)next_.size();
     for (int i = 0; fresh_ && i < groups; i++) populate_pages((worker.group + i) % groups);
@@ -154,18 +162,20 @@ class PackJob : public Job {
     p.k = shape_.hidden;
     p.k_tiles = up_.k_tiles();
     p.out = up_.at(source_.first + expert, block);
-    pack_block(p, shape_.gated ? source_.gate : source_.up, source_.up, expert, up_.encoding());
+    pack_block(p, shape_.gated ? source_.gate : source_.up, source_.up, expert, up_.encoding(), shape_.gated ? 0 : 1,
+               1);
   }
 
   void pack_down(int32_t expert, int32_t block) {
     Source down = of_expert(source_.down, expert);
     Pack p{{down, down},    {block * kBlockN, block * kBlockN + kTileN}, shape_.hidden, shape_.intermediate,
            down_.k_tiles(), down_.at(source_.first + expert, block)};
-    pack_block(p, source_.down, source_.down, expert, down_.encoding());
+    pack_block(p, source_.down, source_.down, expert, down_.encoding(), 2, 2);
   }
 
+  // Numbers of the halves' matrices: gate, up and down.
   void pack_block(const Pack& p, const SourceMatrix& first, const SourceMatrix& second, int32_t expert,
-                  const Encoding* encoding) {
+                  const Encoding* encoding, int first_number, int second_number) {
     if (!encoding) return kernels_.pack(p);
     char* strip = p.out;
     for (int half = 0; half < 2; half++) {
@@ -175,7 +185,8 @@ class PackJob : public Job {
       if (r.scales) r.scales += expert * m.scales_stride;
       if (r.tensor) r.tensor += expert;
       if (r.zeros) r.zeros += expert * m.zeros_stride;
-      pack_strip(encoding->format[half], r, p.n0[half], p.n_valid, p.k, p.k_tiles, strip);
+      if (!pack_strip(encoding->format[half], r, p.n0[half], p.n_valid, p.k, p.k_tiles, strip))
+        unpatched_ = 3 * (int64_t)expert + (half ? second_number : first_number);
       strip += encoding->strip[half].bytes;
     }
   }
@@ -186,6 +197,7 @@ class PackJob : public Job {
   BlockStore& up_;
   BlockStore& down_;
   const bool fresh_;
+  std::atomic<int64_t> unpatched_{-1};
   std::vector<std::atomic<int64_t>> next_, next_page_;
 };
 
@@ -225,6 +237,8 @@ void Weights::pack(const SourceLayer& source) {
   PackJob job(source, shape_, kernels_, up_, down_,
               std::find(written, written + source.count, 0) != written + source.count);
   pool_.run(job);
+  if (const std::string unpatched = job.unpatched(); !unpatched.empty())
+    throw std::overflow_error(unpatched + kUnpatched);
   std::fill_n(written, source.count, (uint8_t)1);
   with_sums_of(kernels_, [&](auto zero) { pack_biases<decltype(zero)>(source); });
   std::fill_n(present_.begin() + source.first, source.count, (uint8_t)1);

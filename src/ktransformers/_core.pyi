@@ -30,11 +30,12 @@ class FormatInfo(TypedDict):
     """A row of csrc/kernels/format_table.h; csrc/kernels/format.h says what the kinds mean."""
 
     spec: str  # with what follows the name: int4:32, fp8:1x128
-    name: str  # int4, fp8
-    element: str  # bf16, int8, uint, e4m3, e2m1, iq4, grid: how a code becomes a number
+    name: str  # int4, fp8, bf16:12
+    element: str  # bf16, int8, uint, e4m3, e2m1, iq4, grid, bf16_12: how a code becomes a number
     zero_point: int  # uint: what is subtracted from a code
     planes: list[int]  # bits of the planes that make a code, the low ones first
-    scales: str  # none, floats, e8m0, e4m3, scale_and_min, scale_and_zero, q2_k, q3_k, q4_k, q6_k, iq4_xs, grid
+    # none, floats, e8m0, e4m3, scale_and_min, scale_and_zero, q2_k, q3_k, q4_k, q6_k, iq4_xs, grid, high_bytes
+    scales: str
     span: int  # columns that share a header of a strip; 0: all
     header: list[tuple[str, int]]  # its fields: type (f32, f16, bf16, u8, i8, u16) and how many of it
     header_bytes: int  # of one row
@@ -46,6 +47,8 @@ class FormatInfo(TypedDict):
     flat_scales: bool  # one scale a row is [rows], not [rows, 1]
     gguf_type: int | None  # its number in GGUF files
     block_bytes: int  # of `span` values in GGUF; 0: codes and scales are separate tensors
+    scale_tensor: bool  # a matrix in a checkpoint has a tensor of scales
+    patches: bool  # strips have a list of patches
     written: bool  # `kt quant` writes it
 
 class HostCallbacks(TypedDict):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.checkpoint.encoded import Encoded, decode, format_of
+from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, decode, format_of
 from ktransformers.checkpoint.encoder import encode, encode_with_error
 from ktransformers.errors import InputError
 from tests.support import encoder_reference
@@ -17,7 +17,8 @@ from tests.support import encoder_reference
 WRITTEN = [row["spec"] for row in _core.formats() if row["written"]]
 PLAIN = [spec for spec in WRITTEN if format_of(spec).per_byte]
 PLAIN += ["int4:0", "int4:128", "int4:64:f16", "int4:96:f32"]
-BLOCKS = [spec for spec in WRITTEN if not format_of(spec).per_byte]
+BLOCKS = [spec for spec in WRITTEN if spec in GGUF_BLOCKS]
+ALL = [*PLAIN, *BLOCKS, "bf16:12"]
 VARIANTS = [row["name"] for row in _core.variants() if row["native"] or row["emulated"]]
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -63,7 +64,7 @@ def test_blocks_are_those_of_the_gguf_package(spec: str) -> None:
     assert torch.equal(encode(given, spec).codes, torch.from_numpy(expected))
 
 
-@pytest.mark.parametrize("spec", [*PLAIN, *BLOCKS])
+@pytest.mark.parametrize("spec", ALL)
 def test_every_variant_writes_the_same(spec: str) -> None:
     form, columns = format_of(spec), 512
     given = numbers(9, columns, torch.bfloat16)
@@ -92,9 +93,9 @@ def test_groups_that_fill_no_vector(spec: str, columns: int) -> None:
         assert_same(Encoded(spec, codes, scales, None, columns=columns), expected)
 
 
-@pytest.mark.parametrize("spec", [*PLAIN, *BLOCKS])
+@pytest.mark.parametrize("spec", ALL)
 def test_the_error_is_that_of_decoded_numbers(spec: str) -> None:
-    if not format_of(spec).per_byte:
+    if spec in GGUF_BLOCKS:
         pytest.importorskip("gguf")
     given = numbers(70, 256, torch.bfloat16)
     found = encode_with_error(given, spec)
@@ -109,7 +110,7 @@ def test_any_strides_are_read() -> None:
     assert_same(encode(given[:, ::2], "mxfp4"), encode(given[:, ::2].contiguous(), "mxfp4"))
 
 
-@pytest.mark.parametrize("spec", [*PLAIN, *BLOCKS])
+@pytest.mark.parametrize("spec", ALL)
 def test_numbers_that_are_not_finite_are_refused(spec: str) -> None:
     for wrong in (math.nan, math.inf, -math.inf):
         given = numbers(9, 256)

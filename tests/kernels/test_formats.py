@@ -16,7 +16,7 @@ from ktransformers.nn import ExpertStore
 from tests.support.formats import SPECS
 from tests.support.gguf_blocks import HALVES, SMALL, random_blocks
 
-FORMATS = [*SPECS, *HALVES]
+FORMATS = [*SPECS, "bf16:12", *HALVES]
 EXPERTS, HIDDEN, INTERMEDIATE = 3, 512, 256
 
 
@@ -120,7 +120,7 @@ def test_gradients_by_differences(formats: tuple[str, str, str]) -> None:
     assert torch.allclose(slope, (grad_weights * turn).sum(), rtol=1e-9)
 
 
-@pytest.mark.parametrize("format", ["int4:32", "fp8:128x128", "q6_k", "bf16", *SMALL])
+@pytest.mark.parametrize("format", ["int4:32", "fp8:128x128", "q6_k", "bf16", "bf16:12", *SMALL])
 def test_memory_moves_from_store_to_store(format: str) -> None:
     store = stores("int8", "generic")[1] if format == "bf16" else stores(format, "generic")[0]
     other = ExpertStore(EXPERTS, HIDDEN, INTERMEDIATE, isa="generic", formats=format)
@@ -193,7 +193,7 @@ def test_refusals() -> None:
 
     with pytest.raises(ValueError, match="int4:33"):
         make(formats="int4:33")
-    with pytest.raises(ValueError, match="one of bf16, int8"):
+    with pytest.raises(ValueError, match="one of bf16, bf16:12, int8"):
         make(formats="q9_k")
     with pytest.raises(ValueError, match="one with a grid"):
         _core.grid("q4_k")

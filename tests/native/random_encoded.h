@@ -16,20 +16,21 @@ struct RandomEncoded {
 
   RandomEncoded(const Format& f, int32_t experts, int32_t rows, int32_t columns, std::mt19937& random) {
     const FormatRow& row = f.row();
-    int64_t row_bytes = row.block ? columns / row.span * row.block : columns * f.bits() / 8;
+    int64_t row_bytes = row.block                             ? columns / row.span * row.block
+                        : row.element == ElementKind::bf16_12 ? 2 * columns
+                                                              : columns * f.bits() / 8;
     codes.resize((size_t)(experts * rows * row_bytes));
     std::uniform_int_distribution<int> any(0, 255);
     for (uint8_t& c : codes) c = (uint8_t)any(random);
     if (row.element == ElementKind::e4m3)
       for (uint8_t& c : codes) c &= 0xbf;  // no NaN
+    if (row.element == ElementKind::bf16_12) put_bf16(random);
     source.released.codes = codes.data();
     source.released.row_bytes = row_bytes;
     source.codes_stride = rows * row_bytes;
     source.released.scale_rows = f.shared ? 128 : 1;
-    if (row.block) {
-      put_halves(f, experts * rows * (columns / row.span));
-      return;
-    }
+    if (row.block) put_halves(f, experts * rows * (columns / row.span));
+    if (row.block || row.element == ElementKind::bf16_12) return;
     int64_t spans = f.span() ? ceil_div(columns, f.span()) : 1, width = spans * f.field_bytes(row.header[0]);
     int64_t high = ceil_div(rows, source.released.scale_rows);
     scales.resize((size_t)(experts * high * width));
@@ -52,6 +53,15 @@ struct RandomEncoded {
     }
     tensor.assign((size_t)experts, 0.25f);
     source.released.tensor = tensor.data();
+  }
+
+  // Weights as trained ones are, and one in 2048 of any bits.
+  void put_bf16(std::mt19937& random) {
+    std::normal_distribution<float> normal(0, 0.05f);
+    for (size_t at = 0; at < codes.size(); at += 2) {
+      uint16_t bits = from_float(random() % 2048 ? normal(random) : (float)random() * 0x1p-50f, DType::bf16);
+      std::memcpy(&codes[at], &bits, 2);
+    }
   }
 
   // Sets GGUF's 16-bit scales, at their offsets in a block.

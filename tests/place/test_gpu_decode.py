@@ -24,7 +24,7 @@ def blocks(spec: str, rows: int, columns: int, random: np.random.Generator) -> E
 
 @devices
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("spec", ["bf16", *SPECS, *HALVES])
+@pytest.mark.parametrize("spec", ["bf16", "bf16:12", *SPECS, *HALVES])
 def test_equal_bits(spec: str, gated: bool, device: str) -> None:
     random = np.random.default_rng(0)
     shapes = {"gate": (I, H), "up": (I, H), "down": (H, I)}

@@ -107,6 +107,14 @@ def test_the_smallest_types_are_counted_as_they_are(stored: str, bits: float) ->
     assert not any("experts in" in change for way in tight.remedies for change in way.changes)
 
 
+def test_bf16_in_12_bits_is_counted_as_it_is() -> None:
+    model, machine = replace(QWEN, stored="bf16:12"), with_gpus(profile("desktop-4090"), "24GB")
+    best = make_plan(model, Serving(), with_memory(machine, "96GB")).best
+    assert best is not None and best.choice.format == "bf16:12" and not best.missing
+    weights = 3 * QWEN.hidden * QWEN.intermediate
+    assert 1.5 * weights <= expert_bytes(model, best.choice) <= 1.55 * weights
+
+
 def test_require_fit_names_the_shortfall_and_remedies_unless_forced() -> None:
     plan = make_plan(QWEN, Training(retain=True), with_memory(profile("desktop-4090"), "64GB"))
     with pytest.raises(InputError, match=r"host lacks [\d.]+ GB.*--force"):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ktransformers.checkpoint.encoded import Encoded, decode
@@ -161,6 +162,7 @@ class Block:
         if name.partition(".")[0] == "ktransformers":
             raise ImportError(name)
 sys.meta_path.insert(0, Block())
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 for directory in sys.argv[1:]:
     try:
@@ -284,3 +286,35 @@ def test_recoding_in_blocks_of_rows_is_exact(target: str, monkeypatch: pytest.Mo
     assert math.isclose(math.sqrt(parts.moved / parts.norm), error.item(), rel_tol=1e-5)
     kept = recode(source, KEEP, "a")
     assert kept.matrix is source and kept.kept and kept.moved == 0
+
+
+def test_bf16_in_12_bits_has_the_logits_of_the_source(source: Path, tmp_path: Path) -> None:
+    done = pack(source, tmp_path / "out", "bf16:12")
+    got, want = (load_model(path, dtype=torch.float32) for path in (tmp_path / "out", source))
+    assert [module.kt_store.formats["up"] for module in expert_modules_with_stores(got)] == ["bf16:12"] * 2
+    assert torch.equal(logits(got), logits(want)) and torch.equal(training_logits(got), training_logits(want))
+    assert {matrix.error for layer in done.receipt.layers for matrix in layer.matrices.values()} == {0.0}
+
+
+@pytest.mark.parametrize("role", ["up", "down"])
+def test_a_matrix_that_12_bits_cannot_hold_is_packed_as_bf16(role: str, tmp_path: Path) -> None:
+    origin = tiny(tmp_path / "model")
+    numbers = load_file(origin / "model.safetensors")
+    fused = "down_proj" if role == "down" else "gate_up_proj"
+    for name, tensor in numbers.items():
+        if "layers.1." in name and "experts" in name and (role in name or fused in name):
+            wild = torch.empty(tensor.shape).uniform_(-60, 60, generator=torch.Generator().manual_seed(0))
+            numbers[name] = wild.exp().bfloat16().to(tensor.dtype)
+    save_file(numbers, origin / "model.safetensors", {"format": "pt"})
+    done = pack(origin, tmp_path / "out", "bf16:12")
+    inner, outer = ("bf16:12", "bf16") if role == "down" else ("bf16", "bf16:12")
+    expected = [dict.fromkeys(("gate", "up", "down"), "bf16:12"), {"gate": inner, "up": inner, "down": outer}]
+    assert [layer.formats for layer in read_manifest(tmp_path / "out").layers] == expected
+    assert [layer.matrices["down"].format for layer in done.receipt.layers] == ["bf16:12", outer]
+    got, want = (load_model(path, dtype=torch.float32) for path in (tmp_path / "out", origin))
+    for new, old in zip(expert_modules_with_stores(got), expert_modules_with_stores(want), strict=True):
+        assert new.kt_store.formats in expected
+        for matrix in new.kt_store.formats:
+            for expert in range(old.kt_store.num_experts):
+                assert torch.equal(new.kt_store.decode(matrix, expert), old.kt_store.decode(matrix, expert))
+    assert pack(origin, tmp_path / "out", "bf16:12").kept_layers == 2  # it is whole, and nothing is written again

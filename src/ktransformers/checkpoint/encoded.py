@@ -6,7 +6,8 @@ has to be contiguous, so gate and up may be views of one tensor. `decode` is the
 against: plain, not fast. It is told by the kinds of elements and scales, so that a format of known kinds has no line
 here; blocks of GGUF go to the `gguf` package, which is an optional extra. Four-bit codes lie two in a byte, the even
 column in the low half. Formats with zeros (uint4, uint8) have for every scale the code that stands for zero; codes and
-zeros of uint8 are int8, both less 128.
+zeros of uint8 are int8, both less 128. `bf16:12` is plain bf16 here, two bytes a number; it takes 12 bits once it is
+packed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ FORMATS = tuple(row["spec"] for row in _core.formats() if row["element"] != "bf1
 # Blocks of GGUF: values and bytes of each.
 GGUF_BLOCKS = {row["name"]: (row["span"], row["block_bytes"]) for row in _core.formats() if row["block_bytes"]}
 SCALE_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "u8": torch.uint8}
+LOSSLESS = "bf16_12"  # the element of bf16:12
 BLOCK = 128  # rows and columns that share a scale of fp8:128x128
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same, negative, from 8 on
 
@@ -40,7 +42,7 @@ class EncodedFormat:
     zero_point: int  # of unsigned codes
     scales: str  # how scales are written: csrc/kernels/format.h, ScaleKind
     code_dtype: torch.dtype
-    per_byte: int  # codes in a byte; 0: blocks of GGUF
+    per_byte: int  # codes in a byte; 0: blocks of GGUF, or bf16
     span: int  # columns that share a scale; 0: all of a row
     scale_dtype: torch.dtype | None
     row_span: int  # rows that share it
@@ -53,6 +55,8 @@ class EncodedFormat:
     def row_bytes(self, columns: int) -> int:
         if self.per_byte:
             return columns // self.per_byte
+        if self.element == LOSSLESS:
+            return 2 * columns
         values, size = GGUF_BLOCKS[self.name]
         return columns // values * size
 
@@ -77,9 +81,12 @@ def format_of(name: str) -> EncodedFormat:
         raise InputError("format", name, str(error)) from None
     if row["spec"] != name:
         raise InputError("format", name, row["spec"])
+    if name not in FORMATS and row["element"] == "bf16":
+        raise InputError("format", name, "a format with codes", "plain numbers are tensors")
     bits = sum(row["planes"])
-    if row["block_bytes"]:
-        tensors: dict[str, Any] = {"per_byte": 0, "span": 0, "scale_dtype": None, "multiple": row["span"]}
+    if not row["scale_tensor"]:
+        whole = 1 if row["element"] == LOSSLESS else row["span"]
+        tensors: dict[str, Any] = {"per_byte": 0, "span": 0, "scale_dtype": None, "multiple": whole}
     else:
         # A suffix chooses the group, and the last one may be shorter; a span of the format itself is always whole.
         whole = row["scale_columns"] if row["spec"] == row["name"] else 0
@@ -110,7 +117,7 @@ def format_with(element: str, scales: str) -> str:
 class Encoded:
     format: str
     codes: Tensor  # uint8 (int8: int8), [E, N, bytes of a row]
-    scales: Tensor | None  # as the format has them; None: blocks of GGUF
+    scales: Tensor | None  # as the format has them; None: blocks of GGUF, or bf16
     tensor_scale: Tensor | None = None  # float32 [E], of formats that have one
     zeros: Tensor | None = None  # as codes are, in the shape of scales, of formats that have them
     order: Tensor | None = None  # int64 [K]: column i of the codes is column order[i] of the matrix; None: its own
@@ -212,6 +219,8 @@ SCALES: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
 def decode(encoded: Encoded) -> Tensor:
     """Float32 `[E, N, K]`: the numbers that the bytes stand for."""
     form, rows, columns = format_of(encoded.format), encoded.rows, encoded.columns
+    if form.element == LOSSLESS:
+        return encoded.codes.contiguous().view(torch.bfloat16).float()
     if not form.per_byte:
         return _decode_gguf(encoded)
     values = ELEMENTS[form.element](form, nibbles(encoded.codes) if form.per_byte == 2 else encoded.codes)

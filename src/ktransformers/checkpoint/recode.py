@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ktransformers.checkpoint.encoded import Encoded, decode, format_of
+from ktransformers.checkpoint.encoded import LOSSLESS, Encoded, decode, format_of
 from ktransformers.checkpoint.encoder import encode, encode_with_error
 from ktransformers.checkpoint.experts import ExpertChunk
 from ktransformers.errors import InputError
@@ -89,6 +89,8 @@ def recode(source: Weight, target: str, name: str) -> Recoded:
     columns = source.columns if isinstance(source, Encoded) else source.shape[2]
     rows = source.rows if isinstance(source, Encoded) else source.shape[1]
     target = "bf16" if target == KEEP else target
+    if isinstance(source, Tensor) and source.dtype == torch.bfloat16 and format_of(target).element == LOSSLESS:
+        return Recoded(encode(source, target), kept=True)
     try:
         if target == "bf16":
             return _to_bf16(source, rows, columns)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ktransformers import _core
-from ktransformers.checkpoint.encoded import Encoded, EncodedFormat, decode, format_of, in_own_order
+from ktransformers.checkpoint.encoded import LOSSLESS, Encoded, EncodedFormat, decode, format_of, in_own_order
 from ktransformers.checkpoint.encoder import encode
 from ktransformers.checkpoint.recode import rows_of
 from ktransformers.checkpoint.sources import PlainTensor
@@ -264,8 +264,8 @@ def _product(x: Tensor, weight: CodedWeight) -> Tensor:
 def rest_format(spec: str) -> EncodedFormat:
     """One that `encode_linears` takes."""
     form = format_of(spec)
-    if not form.written:
-        raise InputError("rest", spec, "keep, bf16, or a format that `kt quant` writes, such as int8 or int4:32")
+    if not form.written or form.element == LOSSLESS:
+        raise InputError("rest", spec, "keep, bf16, or a format that `kt quant` rounds to, such as int8 or int4:32")
     return form
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ktransformers import _core
 from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.checkpoint.mapped import read_only_tensor
-from ktransformers.errors import InputError
+from ktransformers.errors import InputError, KTError
 from ktransformers.nn import buffer_pool
 from ktransformers.nn.expert_call import ExpertCall
 from ktransformers.nn.pack_inputs import (
@@ -46,6 +46,14 @@ class Dropout:
 
 
 NO_DROPOUT = Dropout()
+
+
+class PatchOverflowError(KTError, ValueError):
+    """A matrix in bf16:12 has more values to patch than its strips have patches; it can be stored as bf16."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.role = message.partition(" ")[0]  # gate, up or down
 
 
 class ExpertStore:
@@ -190,15 +198,16 @@ class ExpertStore:
         if not self.gated:
             require_none("gate" if gate_up is None else "gate_up", gate, "None: these experts have no gate")
         transposed_halves = transposed and gate_up is None
-        self._experts.pack(
-            first_expert,
+        matrices = (
             None if gate is None else self._core_matrix("gate", gate, intermediate, hidden, transposed_halves),
             self._core_matrix("up", up, intermediate, hidden, transposed_halves),
             self._core_matrix("down", down, hidden, intermediate, transposed),
-            gate_bias,
-            up_bias,
-            None if down_bias is None else as_vectors("down_bias", down_bias, hidden),
         )
+        down_vector = None if down_bias is None else as_vectors("down_bias", down_bias, hidden)
+        try:
+            self._experts.pack(first_expert, *matrices, gate_bias, up_bias, down_vector)
+        except OverflowError as error:
+            raise PatchOverflowError(str(error)) from None
 
     def _core_matrix(self, name: str, matrix: Tensor | Encoded, rows: int, columns: int, transposed: bool) -> Any:
         """The core's argument for a matrix: a view of the tensor, or codes, scales and tensor scale."""

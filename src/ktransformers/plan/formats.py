@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ktransformers._core import FormatInfo
 
 TILE_K, BLOCK_N, TILE_BYTES = 32, 32, 1024  # csrc/types.h: a block is two tiles side by side, 2 KB per step of K
+PATCH_BYTES = 6 / 512  # of a weight in bf16:12: csrc/kernels/format.h has one patch, and its index, for each k tile
 PROPOSED = ("bf16", "fp8", "int8", "int4")  # with rates of their own in plan/profiles
 TYPICAL_COLUMNS = 2048  # of a matrix whose rows have one scale each
 RELEASED_METHODS = {"gptq": "int4"}  # quantisation methods that are stored in a format of another name
@@ -59,6 +60,8 @@ def _formats() -> dict[str, WeightFormat]:
         group = (row["span"] or TYPICAL_COLUMNS) * row["scale_rows"] if row["header"] else 1
         table[name] = WeightFormat(name, sum(row["planes"]), group, row["header_bytes"])
     for name, row in _table().items():
+        if row["patches"]:
+            table[name] = WeightFormat(name, 8 * bytes_in_format(name))
         if _is_small(row):
             table[name] = WeightFormat(name, 8 * row["block_bytes"] / row["span"])
     return table
@@ -77,7 +80,13 @@ def bytes_in_format(spec: str) -> float:
     row = _core.format(spec)
     if row["block_bytes"]:
         return row["block_bytes"] / row["span"]
-    return sum(row["planes"]) / 8 + row["header_bytes"] / ((row["span"] or TYPICAL_COLUMNS) * row["scale_rows"])
+    scales = row["header_bytes"] / ((row["span"] or TYPICAL_COLUMNS) * row["scale_rows"])
+    return sum(row["planes"]) / 8 + scales + (PATCH_BYTES if row["patches"] else 0.0)
+
+
+def name_of(spec: str) -> str:
+    """The name of a format without what its groups are: int4 of int4:32, but bf16:12."""
+    return spec if spec in _table() else spec.partition(":")[0]
 
 
 def counted_as(stored: str) -> str:

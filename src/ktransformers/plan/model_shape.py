@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ktransformers.errors import InputError
 from ktransformers.model_registry import did_you_mean, known_model, known_names
 from ktransformers.plan.attention_shape import BIASED, LinearShape, attention_layers, config_number, index_layers
+from ktransformers.plan.formats import name_of
 from ktransformers.plan.layer_kinds import NO_STATES, StateNumbers, layer_types, scan_numbers, state_numbers
 
 if TYPE_CHECKING:
@@ -266,7 +267,7 @@ def _of_directory(folder: Path) -> ModelShape:
         experts=first.experts,
         intermediate=first.intermediate,
         gated=first.gated,
-        stored=first.formats["up"].partition(":")[0],
+        stored=name_of(first.formats["up"]),
     )
 
 

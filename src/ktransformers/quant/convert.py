@@ -30,11 +30,11 @@ from ktransformers.checkpoint.rest import RestShard, split_into_shards
 from ktransformers.checkpoint.tensorfile import read_layout, sha256
 from ktransformers.errors import InputError
 from ktransformers.log import logger
-from ktransformers.nn.store import LAYOUT_VERSION
+from ktransformers.nn.store import LAYOUT_VERSION, PatchOverflowError
 from ktransformers.quant.directory import find_existing, write_directory
 from ktransformers.quant.layer_file import LayerFile
 from ktransformers.quant.linears_file import LinearsFile, split_linears
-from ktransformers.quant.plan import ConversionPlan, LayerPlan, partial_store
+from ktransformers.quant.plan import ConversionPlan, LayerPlan, partial_store, without_patches
 from ktransformers.quant.receipt import Receipt, build_receipt, relative_error
 
 STORE_BYTES = 256 << 20  # packed size of the staging store
@@ -194,6 +194,17 @@ class _Conversion:
             self._pending_file = None
 
     def _convert_layer(
+        self, layer: LayerPlan, workers: ThreadPoolExecutor, background: ThreadPoolExecutor, pool: _core.Pool
+    ) -> None:
+        done = self._bytes_done, self._bytes_read
+        try:
+            self._write_layer(layer, workers, background, pool)
+        except PatchOverflowError as error:
+            log.warning("%s: %s is packed again as bf16, because %s", layer.origin.module, error.role, error)
+            self._bytes_done, self._bytes_read = done
+            self._convert_layer(without_patches(layer, error.role), workers, background, pool)
+
+    def _write_layer(
         self, layer: LayerPlan, workers: ThreadPoolExecutor, background: ThreadPoolExecutor, pool: _core.Pool
     ) -> None:
         start = time.perf_counter()

@@ -107,7 +107,7 @@ def plan_conversion(
         check_columns(layer, formats)
         key = (layer.contract.shape, *formats.values())
         if key not in sizes:
-            sizes[key] = partial_store(layer.contract, formats, 1).packed_bytes
+            sizes[key] = packed_expert_size(layer, formats)
         earlier = sum(plan.origin.number == layer.number for plan in layers)  # a layer may have two blocks of experts
         file = f"packed-{layer.number:05}{f'-{earlier}' if earlier else ''}.safetensors"
         layers.append(LayerPlan(layer, file, formats, sizes[key]))
@@ -138,6 +138,18 @@ def check_columns(layer: OriginLayer, formats: dict[str, str]) -> None:
         if columns % multiple:
             given = f"{columns} columns"
             raise InputError(f"{layer.module}: {role}", given, f"a multiple of {multiple} for {formats[role]}")
+
+
+def packed_expert_size(layer: OriginLayer, formats: dict[str, str]) -> int:
+    return partial_store(layer.contract, formats, 1).packed_bytes
+
+
+def without_patches(layer: LayerPlan, role: str) -> LayerPlan:
+    """The layer with bf16 for a matrix that has too many values to patch in bf16:12. Gate and up lie in one block, so
+    that both are bf16 or neither is."""
+    roles = ("down",) if role == "down" else ("gate", "up")
+    formats = {name: "bf16" if name in roles else format for name, format in layer.formats.items()}
+    return replace(layer, formats=formats, expert_bytes=packed_expert_size(layer.origin, formats))
 
 
 def partial_store(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ktransformers.place.gpu.dequantize_bf16_12 import bf16_12_values
 from ktransformers.place.gpu.dequantize_grids import grid_values, rows_of_tiles
 from ktransformers.place.gpu.layout import SIZES, TILE_BYTES, TILE_K, TILE_N, Field, PackedMatrix, Strip, StripFormat
 from ktransformers.triton_modules import import_triton_module
@@ -70,6 +71,8 @@ def _strip_half(blocks: Tensor, matrix: PackedMatrix, half: int) -> Tensor:
     strip, form = matrix.strip(half), matrix.strip(half).format
     start = matrix.strip_at(half)
     strips = blocks[:, start : start + strip.bytes]
+    if form.element == "bf16_12":
+        return bf16_12_values(strips, strip)
     row = _fields(strips, 0, form.row, 1)
     spans = _fields(strips, strip.row_bytes, form.fields, strip.spans) if strip.spans else []
     if form.in_grid:

@@ -17,6 +17,7 @@ from ktransformers import _core
 from ktransformers.errors import InputError
 
 TILE_K, TILE_N, LINE, TILE_BYTES = 32, 16, 64, 1024
+MORE_PATCHES = 16  # than k tiles, in a strip of bf16:12
 NOWHERE = -1  # an expert that no token routes to: no slot, and no distance, because all are even
 SIZES = {"f32": 4, "f16": 2, "bf16": 2, "u16": 2, "u8": 1, "i8": 1}
 
@@ -44,6 +45,7 @@ class StripFormat:
     span: int  # values of K that share the fields below; 0: none
     fields: tuple[Field, ...] = ()
     row: tuple[Field, ...] = ()  # of the whole row
+    patches: bool = False  # behind the headers: csrc/kernels/format.h
 
     @property
     def bits(self) -> int:
@@ -65,7 +67,7 @@ def format_of(spec: str) -> StripFormat:
     whole = (Field("f32", shared=True),) if row["tensor_scale"] else ()
     fields, of_row = (header, whole) if row["span"] else ((), header)
     kinds = row["element"], row["zero_point"], row["scales"]
-    return StripFormat(row["spec"], *kinds, tuple(row["planes"]), row["span"], fields, of_row)
+    return StripFormat(row["spec"], *kinds, tuple(row["planes"]), row["span"], fields, of_row, row["patches"])
 
 
 def _round_up(value: int, step: int) -> int:
@@ -93,8 +95,18 @@ class Strip:
         return sum(field.bytes for field in self.format.fields)
 
     @functools.cached_property
+    def patches_at(self) -> int:
+        """The patches, behind the number of the first one of every k tile."""
+        return self.row_bytes + self.spans * self.span_bytes + _round_up(2 * (self.k_tiles + 1), 4)
+
+    @functools.cached_property
+    def patches(self) -> int:
+        return self.k_tiles + MORE_PATCHES if self.format.patches else 0
+
+    @functools.cached_property
     def codes_at(self) -> int:
-        return _round_up(self.row_bytes + self.spans * self.span_bytes, LINE)
+        headers = self.row_bytes + self.spans * self.span_bytes
+        return _round_up(self.patches_at + 4 * self.patches if self.patches else headers, LINE)
 
     @functools.cached_property
     def bytes(self) -> int:
