@@ -135,10 +135,8 @@ def load_packed(model_args: Any, config: Any, device_map: Any, *, training: bool
     quantizer = KTConfig(isa=isa, pool=pool, precision=experts.precision, formats=formats)
     options = {"dtype": "auto", "device_map": device_map}
 
-    def apply_rules(loaded: Any) -> None:
-        apply_operators(loaded, operators, Loader(directory))
-
-    rest, on_loaded = "bf16" if on_gpu else experts.rest, None if operators is None else apply_rules
+    on_loaded = None if operators is None else lambda loaded: apply_operators(loaded, operators, Loader(directory))
+    rest = "bf16" if on_gpu else experts.rest
     model: Any = load_pretrained(
         directory, config, quantizer, options, experts.kt_weight_path, rest, on_loaded=on_loaded
     )
