@@ -181,6 +181,28 @@ def linear_decode() -> Case:
     return Case(call, {"out": bf16(40, H)}, frozenset({"out"}))
 
 
+def linear_gather() -> Case:
+    linear = coded_linear()
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        linear.gather(**given)
+        return [given["out"]]
+
+    return Case(call, {"rows": torch.tensor([3, 0, 39, 3]), "out": f32(4, H)}, frozenset({"out"}))
+
+
+def linear_adopt() -> Case:
+    source = coded_linear()
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        linear, out = _core.CodedLinear(new_pool(), 40, H, "int4:32"), torch.empty(40, H)
+        linear.adopt(given["blocks"])
+        linear.decode(0, out)
+        return [out]
+
+    return Case(call, {"blocks": torch.from_numpy(source.memory().copy())})
+
+
 def argmax() -> Case:
     pool = new_pool()
     return Case(lambda given: pool.argmax(given["x"]), {"x": f32(3, 100)})
@@ -348,6 +370,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "CodedLinear.forward": lambda: linear_forward(3),
     "CodedLinear.forward, many rows": lambda: linear_forward(70),
     "CodedLinear.decode": linear_decode,
+    "CodedLinear.gather": linear_gather,
+    "CodedLinear.adopt": linear_adopt,
     "Pool.argmax": argmax,
     "Pool.attend": attend,
     "Pool.attend, one head": lambda: attend(1, 1),
@@ -368,7 +392,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "Adapter.pack": adapter_pack,
 }
 WITHOUT_TENSORS = {
-    "CodedLinear.__init__",
+    "CodedLinear.__init__", "CodedLinear.memory", "CodedLinear.checksum",
     "variants", "isa", "machine", "formats", "format", "grid", "linear_rows", "pooled_array", "pooled_bytes",
     "TaskQueue.__init__", "TaskQueue.submit", "TaskQueue.wait", "TaskQueue.step",
     "host_callbacks", "map_file", "Pool.__init__", "Pool.rate", "Pool.codes_rate", "Call.submit", "Call.wait",

@@ -49,7 +49,7 @@ def test_every_binding_has_a_case() -> None:
     assert with_cases | WITHOUT_TENSORS == set(signatures)
     assert not with_cases & WITHOUT_TENSORS
     for name in WITHOUT_TENSORS - {"Experts.verify"}:  # which takes a list of numbers
-        assert "object" not in signatures[name], f"{name} takes an object: give it a case"
+        assert "object" not in signatures[name].partition("->")[0], f"{name} takes an object: give it a case"
     for name, make in CASES.items():
         case = make()
         parameters = re.findall(r"(\w+): (?:object|list)", signatures[name.split(",")[0]])
