@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ktransformers.checkpoint.dense import TOKENIZER_FILES
 from ktransformers.checkpoint.gguf_tokenizer import tokenizer_files
@@ -31,8 +29,8 @@ from ktransformers.errors import InputError
 from ktransformers.nn import checkpoint_facts, load
 from ktransformers.nn.contract import Contract, expert_modules, read_contract
 from ktransformers.nn.prepare import read_config, split_quantisation, to_stock_config
-from ktransformers.nn.pretrained import naming_config, require_json
-from ktransformers.nn.scaled_input_experts import adapt_experts
+from ktransformers.nn.pretrained import require_json
+from ktransformers.nn.skeleton import meta_model
 
 HASHED_PREFIX_BYTES = 1 << 20  # of a file without a safetensors header
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
@@ -147,14 +145,10 @@ class Origin:
 
 
 def build_meta_model(directory: Path) -> nn.Module:
-    """The model on the meta device."""
-    config = load.load_config(directory)
+    """The model on the meta device, once the small files that are copied beside it have been checked."""
+    load.load_config(directory)  # first: its errors name the model, those of the next line a file
     require_json(directory)  # tokenizer and generation_config.json, which are copied
-    auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
-    with torch.device("meta"), naming_config(directory):
-        model: nn.Module = auto.from_config(config)
-    adapt_experts(model)
-    return model
+    return meta_model(directory)
 
 
 def fingerprint(path: Path, *, hashed: bool = False) -> SourceFile:
