@@ -19,8 +19,8 @@ from tests.support.tiny_models import build, save, tokens
 
 EXACT = 1e-4
 UNKNOWN = {
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128},
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
+    "gptq": {"quant_method": "gptq", "bits": 3, "group_size": 128},
 }
 
 
