@@ -168,7 +168,7 @@ def test_refusals() -> None:
         ({"codes": good.codes.view(torch.int8)}, "x: codes: given torch.int8, expected torch.uint8"),
         ({"tensor_scale": torch.ones(1)}, "x: given tensor_scale"),
         ({"format": "int4:48"}, "a multiple of 32"),
-        ({"format": "int5"}, "format: given 'int5', expected one of int8"),
+        ({"format": "int5"}, "format: given 'int5', expected one of bf16:12, int8"),
         ({"codes": good.codes.transpose(1, 2).contiguous().transpose(1, 2)}, "rows that are contiguous"),
     ):
         parts: dict[str, Any] = {"format": "int4:32", "codes": good.codes, "scales": good.scales, "columns": 64}

@@ -211,7 +211,7 @@ def test_quantised_releases_have_the_sizes_of_their_model(kind: str, tmp_path: P
     for name in ("experts", "intermediate", "gated", "expert_layers", "rest_per_layer", "embedding", "tied"):
         assert getattr(found, name) == getattr(plain, name), name
     assert sorted(map(repr, found.linears)) == sorted(map(repr, plain.linears))
-    assert counted_as(found.stored) == {"fp8": "fp8", "int8": "int8", "mxfp8": "int8"}.get(
+    assert counted_as(found.stored) == {"fp8": "fp8", "int8": "int8", "uint8": "int8", "mxfp8": "int8"}.get(
         spec.partition(":")[0], "int4"
     )
 

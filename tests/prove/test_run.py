@@ -189,8 +189,9 @@ def test_experts_of_training_are_served(trained: tuple[Path, list[str]], tmp_pat
     done = run(tmp_path / "out", "--json")
     assert done.exit_code == 0, done.output
     checks = {check["what"]: check for check in json.loads(done.stdout)["checks"]}
-    # A server multiplies codes of int8, which training rounds to bf16.
-    for what, most in (("as trained", 2e-5), ("server, adapter", 2e-3), ("server, base", 2e-3)):
+    # A server multiplies codes of int8, which training rounds to bf16 (by up to 4e-3 of a weight). Up to how many rows
+    # of an expert it does so depends on the CPU, and with it the difference: up to 0.005 with AVX-512.
+    for what, most in (("as trained", 2e-5), ("server, adapter", 1e-2), ("server, base", 1e-2)):
         assert checks[what]["passed"] and checks[what]["difference"]["max"] < most, what
     assert checks["stock PEFT"]["passed"] is None and str(packed) in checks["stock PEFT"]["said"]
     packed.rename(tmp_path / "gone")

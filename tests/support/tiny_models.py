@@ -279,13 +279,13 @@ def build(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     return round_weights(model)
 
 
-def tie_experts(model: Any) -> None:
-    """Experts 0 and 1 of a qwen3_moe get the same router row but for 1e-7, so that roundings choose between them."""
+def tie_experts(model: Any, gap: float = 1e-7) -> None:
+    """Experts 0 and 1 of a qwen3_moe get the same router row but for `gap`, so that roundings choose between them."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for layer in model.model.layers:
             weight = layer.mlp.gate.weight
-            weight[1] = weight[0] + 1e-7 * torch.randn(weight.shape[1], generator=generator)
+            weight[1] = weight[0] + gap * torch.randn(weight.shape[1], generator=generator)
 
 
 @contextmanager

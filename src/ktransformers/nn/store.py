@@ -9,7 +9,9 @@ docs/formats.md: its codes are rearranged, never dequantised. A store is below a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +48,18 @@ class Dropout:
 
 
 NO_DROPOUT = Dropout()
+_rounds_weights: ContextVar[bool] = ContextVar("rounds_weights", default=False)
+
+
+@contextmanager
+def round_weights() -> Iterator[None]:
+    """Stores that are called inside compute as with `needs_grad`: quantised weights are rounded to bf16 for experts
+    with few rows too, so a row's result does not depend on how many rows its experts have."""
+    token = _rounds_weights.set(True)
+    try:
+        yield
+    finally:
+        _rounds_weights.reset(token)
 
 
 class PatchOverflowError(KTError, ValueError):
@@ -329,7 +343,7 @@ class ExpertStore:
             dropout.rate,
             dropout.seed,
             w8a8,
-            needs_grad,
+            needs_grad or (_rounds_weights.get() and not w8a8),
         )
         return out
 

@@ -301,8 +301,8 @@ def _matrix_shape(shards: Shards, name: str) -> tuple[int, ...] | None:
     """[N, K] of the matrix that a tensor of packed codes holds; None: scales and the like of another tensor."""
     stem, _, ending = name.rpartition(".")
     size = shards.shape(name)
-    if ending == "qweight":  # GPTQ: eight codes per word, transposed
-        return size[1], 8 * size[0]
+    if ending == "qweight":
+        return _qweight_shape(shards, stem)
     dtype = shards.dtype(name)
     if ending == "weight_packed" or (ending == "weight" and dtype == "U8" and len(size) == 2):
         return size[0], size[1] * (8 if dtype == "I32" else 2)
@@ -310,6 +310,22 @@ def _matrix_shape(shards: Shards, name: str) -> tuple[int, ...] | None:
         f"{stem}.{word}" in shards for word in ("weight", "qweight", "weight_packed")
     )
     return None if beside else size
+
+
+def _qweight_bits(shards: Shards, stem: str) -> int:
+    """Bits of a code: `qzeros` has one for each scale, in words of 32 bits."""
+    scales, zeros = f"{stem}.scales", f"{stem}.qzeros"
+    if scales not in shards or zeros not in shards:
+        return 4
+    return 32 * shards.shape(zeros)[1] // shards.shape(scales)[1]
+
+
+def _qweight_shape(shards: Shards, stem: str) -> tuple[int, int]:
+    """[N, K] of a transposed matrix whose codes lie in words: GPTQ `[K / codes in a word, N]`, AWQ `[K, N / codes in a
+    word]`; scales are `[groups, N]`."""
+    first, second = shards.shape(f"{stem}.qweight")
+    outputs = shards.shape(f"{stem}.scales")[1] if f"{stem}.scales" in shards else second
+    return (second, first * 32 // _qweight_bits(shards, stem)) if outputs == second else (outputs, first)
 
 
 def _experts_of(shards: Shards, tensors: ExpertTensors, shape: ModelShape) -> dict[str, Any]:
@@ -324,6 +340,8 @@ def _experts_of(shards: Shards, tensors: ExpertTensors, shape: ModelShape) -> di
         count = shards.shape(next(iter(downs.values())))[0] if downs else shape.experts
     facts: dict[str, Any] = {"experts": count, "gated": any(role.startswith("gate") for role in roles)}
     if "" not in downs:
+        if "qweight" in downs and _qweight_bits(shards, downs["qweight"].rpartition(".")[0]) == 8:
+            return facts | {"stored": "int8"}
         kinds = [kind for ending, kind in FORMAT_BY_ENDING.items() if ending in downs]
         return facts | ({"stored": kinds[0]} if kinds else {})
     inner = math.prod(shards.shape(downs[""])) // shape.hidden // (count if tensors.fused else 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,12 +11,14 @@ import torch
 
 from ktransformers.adapters import logit_error
 from ktransformers.errors import InputError
+from ktransformers.nn import load_model
+from ktransformers.serve.engine import forward as forward_module
 from ktransformers.serve.engine.attention import ATTENTION_NAME
 from ktransformers.serve.engine.forward import Chunk, Forward, SequentialForward, argmax_of_rows, make_forward
 from ktransformers.serve.engine.head import collect_rows
 from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.sampling import Sampling, make_generator, sample_token
-from tests.support.tiny_models import build, rounding_otherwise, tie_experts
+from tests.support.tiny_models import build, rounding_otherwise, save, tie_experts
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -61,7 +65,7 @@ def test_family_that_cannot_be_chunked_is_refused_by_name() -> None:
 
 def tied_forward(way: type[Forward] | type[SequentialForward]) -> Any:
     model: Any = build("qwen3_moe")
-    tie_experts(model)
+    tie_experts(model, 1e-8)
     return way(model)
 
 
@@ -109,6 +113,31 @@ def test_wrong_chunks_are_refused_beside_tied_experts(damage: Any) -> None:
     damage(forward.model)
     with rounding_otherwise(forward.model, 1e-6), pytest.raises(InputError, match="differ by"):
         forward.check_against_stock()
+
+
+@pytest.fixture
+def int8_forward(tmp_path: Path) -> Forward:
+    """Two experts for every token: 24 rows of an expert in a whole prompt, few in a chunk."""
+    path = save(build("qwen3_moe", num_experts=2, num_experts_per_tok=2), tmp_path / "model")
+    model = load_model(path, dtype=torch.float32, isa="avx2", formats="int8")
+    return Forward(model)
+
+
+def test_quantised_experts_round_otherwise_in_chunks_and_are_served(
+    int8_forward: Forward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward_module, "round_weights", contextlib.nullcontext)
+    with pytest.raises(InputError, match="differ by 0"):
+        int8_forward.check_against_stock()
+    monkeypatch.undo()
+    assert int8_forward.check_against_stock() > 0
+
+
+@pytest.mark.parametrize("damage", [scale_attention, change_router])
+def test_wrong_chunks_are_refused_beside_quantised_experts(damage: Any, int8_forward: Forward) -> None:
+    damage(int8_forward.model)
+    with pytest.raises(InputError, match="differ by"):
+        int8_forward.check_against_stock()
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral", "glm4_moe"])

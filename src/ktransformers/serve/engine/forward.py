@@ -27,10 +27,12 @@ from transformers import DynamicCache, PreTrainedModel
 from ktransformers.adapters.logit_error import ForwardPass, logit_error
 from ktransformers.adapters.router_choices import token_numbers
 from ktransformers.errors import InputError
+from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.linear import patch_linears
 from ktransformers.nn.mixed_lora import use_mixed_lora
 from ktransformers.nn.norm import patch_norms
 from ktransformers.nn.pool import default_pool
+from ktransformers.nn.store import ExpertStore, round_weights
 from ktransformers.serve.engine.attention import ATTENTION_NAME, Span, attend_to_slots
 from ktransformers.serve.engine.cache_blocks import BlockLayout
 from ktransformers.serve.engine.head import LogitsHead, LogitsReader, ScoredRows, collect_rows
@@ -314,11 +316,33 @@ def _chunk_logits(
 
 
 def _check_chunks(forward: Forward | SequentialForward) -> KVSlot:
-    """Compare two sequences in chunks with the stock model; returns a slot that holds one of them."""
+    """Compare two sequences in chunks with the stock model; returns a slot that holds one of them.
+
+    Quantised experts round their weights where an expert has many rows, as in a whole prompt, and not where it has few,
+    as in a chunk (docs/formats.md). Logits that differ by more than the limit are compared once more with all weights
+    rounded, so that only what chunks change is left.
+    """
+    limit = MAX_LOGIT_ERROR.get(forward.model.dtype, MAX_LOGIT_ERROR_16_BIT)
+    error, slot = _chunk_error(forward, limit)
+    if not error <= limit and _has_quantised_experts(forward.model):
+        with round_weights():
+            error, slot = _chunk_error(forward, limit)
+    if not error <= limit:
+        kind = forward.model.config.model_type
+        given = f"{kind}, whose logits differ by {error:.2g} when it is computed in chunks"
+        raise InputError("model", given, f"at most {limit:g}", "this family cannot be served")
+    return slot
+
+
+def _has_quantised_experts(model: Any) -> bool:
+    stores = (getattr(module, "kt_store", None) for module in expert_modules(model).values())
+    return any(set(store.formats.values()) - {"bf16"} for store in stores if isinstance(store, ExpertStore))
+
+
+def _chunk_error(forward: Forward | SequentialForward, limit: float) -> tuple[float, KVSlot]:
     slots = [KVSlot(None, capacity=24), KVSlot(None, capacity=24)]
-    prompts, dtype = _check_prompts(forward.model), forward.model.dtype
-    limit = MAX_LOGIT_ERROR.get(dtype, MAX_LOGIT_ERROR_16_BIT)
-    with compared_selections(slots, [len(prompt) for prompt in prompts], dtype):
+    prompts = _check_prompts(forward.model)
+    with compared_selections(slots, [len(prompt) for prompt in prompts], forward.model.dtype):
         error = logit_error(
             forward.model,
             prompts,
@@ -326,11 +350,7 @@ def _check_chunks(forward: Forward | SequentialForward) -> KVSlot:
             lambda forward_pass: _chunk_logits(forward, slots, forward_pass),
             limit,
         )
-    if not error <= limit:
-        kind = forward.model.config.model_type
-        given = f"{kind}, whose logits differ by {error:.2g} when it is computed in chunks"
-        raise InputError("model", given, f"at most {limit:g}", "this family cannot be served")
-    return slots[0]
+    return error, slots[0]
 
 
 def argmax_of_rows(logits: Tensor, rows: list[int]) -> list[int]:
