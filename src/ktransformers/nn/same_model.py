@@ -2,9 +2,9 @@
 
 Experts may come from other files than the rest of a model: routed experts from a GGUF in one or four bits beside the
 directory of the FP8 release, for example. Shapes do not tell two models of one family apart (DeepSeek-V3 and R1 have
-the same), and mixed weights compute nonsense without an error. Releases of one model share tensors that nobody
-quantises much, norms and routers: some of them are read from both and compared. Files with experts alone (those of
-kt-kernel's converter) have none, and are not compared.
+the same), and mixed weights compute wrong results without an error. Releases of one model share tensors that are
+quantised little or not at all, norms and routers: some of them are read from both and compared. Files with experts
+alone (those of kt-kernel's converter) have none, and are not compared.
 """
 
 from __future__ import annotations
