@@ -62,8 +62,8 @@ class KLinearBase(nn.Linear):
         return weight if bias is None else (weight, _frozen(bias if device is None else bias.to(device)))
 
     def load(self, w: Weights | None = None, device: str | torch.device | None = None) -> None:
-        """Make of the weights what `forward` multiplies with."""
-        raise NotImplementedError(f"{type(self).__name__} has no load")
+        """Make of the weights what `forward` multiplies with; a class without a `load` of its own multiplies with the
+        weights of the original layer."""
 
     def unload(self) -> None:
         """Drop what `load` made."""
