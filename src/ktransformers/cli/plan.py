@@ -275,6 +275,24 @@ def serving_summary(model: str) -> list[tuple[str, str]]:
     return summary_rows(make_plan(shape, work, machine, policies=PLANNED_POLICIES))
 
 
+PlaceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--place",
+        help="Mode of the experts: auto, cpu, resident, host_callback, stream, stream_all, split. "
+        "Default: the fastest of auto, cpu, stream and resident.",
+    ),
+]
+RestOption = Annotated[
+    str | None,
+    typer.Option(
+        "--rest",
+        help="Linear layers outside of the experts in this format, as int4:32. A GPU server does not do that yet: "
+        "with --all its plans are shown as what this version lacks.",
+    ),
+]
+
+
 def plan(
     model: Annotated[
         str | None, typer.Argument(help="A folder with config.json, a name of `kt model list`, or a known hub id.")
@@ -290,14 +308,7 @@ def plan(
     context: Annotated[int, typer.Option(help="Serving: longest sequence, in tokens.")] = 8192,
     prompt: Annotated[int, typer.Option(help="Serving: tokens of a prompt.")] = 1024,
     sequences: Annotated[int, typer.Option(help="Serving: concurrent requests.")] = 1,
-    place: Annotated[
-        str | None,
-        typer.Option(
-            "--place",
-            help="Mode of the experts: auto, cpu, resident, host_callback, stream, stream_all, split. "
-            "Default: the fastest of auto, cpu, stream and resident.",
-        ),
-    ] = None,
+    place: PlaceOption = None,
     hosts: Annotated[int | None, typer.Option(help="Share the experts over so many machines like this one.")] = None,
     net: Annotated[str, typer.Option(help="With --hosts: rate of every host's link, 25Gb.")] = "25Gb",
     round_trip: Annotated[
@@ -306,14 +317,7 @@ def plan(
     word: Annotated[
         str | None, typer.Option("--format", help="Experts in this format, as int4, instead of the release's.")
     ] = None,
-    rest: Annotated[
-        str | None,
-        typer.Option(
-            "--rest",
-            help="Linear layers outside of the experts in this format, as int4:32. A GPU server does not do that yet: "
-            "with --all its plans are shown as what this version lacks.",
-        ),
-    ] = None,
+    rest: RestOption = None,
     everything: Annotated[bool, typer.Option("--all", help="Also other formats and slower plans.")] = False,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine again.")] = False,
     html: Annotated[
@@ -324,7 +328,6 @@ def plan(
     """Plan memory by device, time, and the best configuration that fits."""
     from ktransformers.model_registry import resolve
     from ktransformers.plan import Serving, make_plan, open_shape
-    from ktransformers.plan.document import plan_document
     from ktransformers.plan.workload import PLANNED_POLICIES
 
     if machine == "list":
@@ -356,6 +359,15 @@ def plan(
             )
             for name, work in _works(serve, size, serving).items()
         }
+    _show_plans(plans, shape, target, html, as_json)
+    if any(planned.best is None for planned in plans.values()):
+        raise typer.Exit(2)
+
+
+def _show_plans(plans: dict[str, Plan], shape: ModelShape, target: Machine, html: Path | None, as_json: bool) -> None:
+    """Print the plans, or one JSON document; with `html` also write a page."""
+    from ktransformers.plan.document import plan_document
+
     rows = {name: [*plan_rows(planned), *published_rows(shape, name)] for name, planned in plans.items()}
     numbers = f"{shape.numbers / 1e9:.4g} billion numbers, {shape.expert_numbers_total / shape.numbers:.0%} in experts"
     gpus = ", ".join(planned.name for planned in target.gpus) or "no GPU"
@@ -368,12 +380,10 @@ def plan(
         write_text(html, plan_page(f"{shape.name}: {numbers}", machine_text, drawn))
     if as_json:
         print(json.dumps({name: plan_document(planned) for name, planned in plans.items()}, indent=2))
-    else:
-        print(f"{'model':<10} {shape.name}: {numbers}")
-        print(f"{'machine':<10} {machine_text}")
-        for name, planned in plans.items():
-            print(f"\n{name}: {'fits' if planned.best else 'does not fit'}")
-            for row, value in rows[name]:
-                print(f"{row:<10} {value}")
-    if any(planned.best is None for planned in plans.values()):
-        raise typer.Exit(2)
+        return
+    print(f"{'model':<10} {shape.name}: {numbers}")
+    print(f"{'machine':<10} {machine_text}")
+    for name, planned in plans.items():
+        print(f"\n{name}: {'fits' if planned.best else 'does not fit'}")
+        for row, value in rows[name]:
+            print(f"{row:<10} {value}")

@@ -369,6 +369,14 @@ CalibOption = Annotated[
 ]
 
 
+def _only_source(model: str | None, input_path: str | None) -> str:
+    """MODEL or `--input-path`, which mean the same."""
+    source = model or input_path
+    if not source or (model and input_path):
+        raise InputError("MODEL", "two" if source else "nothing", "the model to convert")
+    return source
+
+
 def quant(
     model: Annotated[str | None, typer.Argument(help="A model's directory, a GGUF file, or a registered name.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", "--output", help="The directory to write.")] = None,
@@ -398,9 +406,7 @@ def quant(
     """Convert a checkpoint into a packed directory, opened without reading, into kt-kernel's files, or into bf16."""
     from ktransformers.model_registry import resolve
 
-    source = model or input_path
-    if not source or (model and input_path):
-        raise InputError("MODEL", "two" if source else "nothing", "the model to convert")
+    source = _only_source(model, input_path)
     if layout not in LAYOUTS:
         raise InputError("layout", layout, " or ".join(LAYOUTS))
     if plain:
