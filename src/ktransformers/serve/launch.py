@@ -29,7 +29,12 @@ from ktransformers.triton_modules import require_compiler
 
 if TYPE_CHECKING:
     from ktransformers.expert_partition import ExpertShard
+    from ktransformers.operators.plan import OperatorPlan
+    from ktransformers.place.options import PlacementOptions
+    from ktransformers.serve.engine.engine import ServeEngine
+    from ktransformers.serve.engine.forward import Forward, SequentialForward
     from ktransformers.serve.hosts.group import HostGroup
+    from ktransformers.serve.kv_tiers import TierRequest
 
 MAX_HOST_SHARE = 0.8  # of free host memory for the KV cache: --mem-fraction-static is chosen for GPUs
 SHUTDOWN_SECONDS = 30  # for running requests after SIGTERM or Ctrl-C
@@ -156,15 +161,12 @@ def _load_service(
     from ktransformers.nn.coded_weight import describe_coded
     from ktransformers.nn.pretrained import read_tokenizer
     from ktransformers.place.apply import ModelPlacement
-    from ktransformers.serve.engine.engine import ServeEngine
     from ktransformers.serve.engine.forward import make_forward
     from ktransformers.serve.http.service import PrepareOptions, Service
     from ktransformers.serve.http.templates import ServedTemplates
-    from ktransformers.serve.kv_tiers import make_tiers, open_tiers
-    from ktransformers.serve.memory_advice import memory_advice
+    from ktransformers.serve.kv_tiers import open_tiers
     from ktransformers.serve.placement import (
         attach_experts,
-        cache_tokens,
         fill_gpus,
         gpus_of,
         options_of,
@@ -204,6 +206,46 @@ def _load_service(
     forward = make_forward(model)
     kv_bytes_per_token = forward.check_against_stock()
     attach_experts(model, placement, log, graphs)
+    engine, cache_bytes = _make_engine(launch, plan, forward, device, kv_bytes_per_token, tier_request, log)
+    service = Service(
+        engine,
+        _open_registry(launch, target, engine, templates, log),
+        tokenizer,
+        timeout=launch.request_timeout or None,
+        template=templates.base,
+        kv_bytes_per_token=kv_bytes_per_token,
+        request_limits=_request_limits(launch),
+        prepare=PrepareOptions(launch.prepare_workers, launch.prepare_timeout),
+    )
+    service.approximations = fill_gpus(placement, cache_bytes, launch.chunked_prefill_size, plan, graphs, log)
+    service.approximations |= _encoded_on_load(launch, target, placement.options, operators, coded=bool(coded))
+    service.placement = placement
+    if placement.placement is not None:
+        engine.raise_launched = placement.placement.raise_launched
+    if group is not None:
+        service.hosts, engine.unavailable = group.pool, group.pool.unavailable
+    if device != "cpu" and group is None:
+        log(_attach_decode_graphs(forward, placement.placement, launch))
+    service.attention_backend = "core" if device == "cpu" else "torch" if forward.graphs is None else "triton"
+    return service
+
+
+def _make_engine(
+    launch: Launch,
+    plan: Plan | None,
+    forward: Forward | SequentialForward,
+    device: str,
+    kv_bytes_per_token: int,
+    tier_request: TierRequest | None,
+    log: LogLine,
+) -> tuple[ServeEngine, int]:
+    """The engine with its KV cache and tiers, and the bytes of the cache when it is full."""
+    from ktransformers.serve.engine.engine import ServeEngine
+    from ktransformers.serve.kv_tiers import make_tiers
+    from ktransformers.serve.memory_advice import memory_advice
+    from ktransformers.serve.placement import cache_tokens
+
+    model = forward.model
     context = launch.context_length or _max_positions(model.config)
     state_bytes = 2 * launch.max_running_requests * forward.bytes_per_sequence  # of running ones, and copies
     capacity = (
@@ -219,33 +261,21 @@ def _load_service(
     if (tiers := make_tiers(tier_request, forward, limits.context_length, log)) is not None:
         engine.attach_tiers(tiers)
     engine.memory_advice = memory_advice(launch, plan, tokens, tokens * kv_bytes_per_token)
-    service = Service(
-        engine,
-        _open_registry(launch, target, engine, templates, log),
-        tokenizer,
-        timeout=launch.request_timeout or None,
-        template=templates.base,
-        kv_bytes_per_token=kv_bytes_per_token,
-        request_limits=_request_limits(launch),
-        prepare=PrepareOptions(launch.prepare_workers, launch.prepare_timeout),
-    )
-    cache_bytes, prefill = tokens * kv_bytes_per_token + state_bytes, launch.chunked_prefill_size
-    service.approximations = fill_gpus(placement, cache_bytes, prefill, plan, graphs, log)
+    return engine, tokens * kv_bytes_per_token + state_bytes
+
+
+def _encoded_on_load(
+    launch: Launch, target: Target, options: PlacementOptions, operators: OperatorPlan | None, *, coded: bool
+) -> dict[str, str]:
+    """Flag or key -> what it rounds while the model is loaded; `coded`: linear layers have codes."""
+    approximations = {}
     if coded and launch.rest not in REST_AS_RELEASED:
-        service.approximations["rest"] = launch.rest
+        approximations["rest"] = launch.rest
     if (encoded := launch.expert_format or target.expert_format) is not None:
-        service.approximations["kt_backend"] = encoded
+        approximations["kt_backend"] = encoded
     if operators is not None and operators.encodes:
-        service.approximations["kt_optimize_rule"] = Path(str(placement.options.kt_optimize_rule)).name
-    service.placement = placement
-    if placement.placement is not None:
-        engine.raise_launched = placement.placement.raise_launched
-    if group is not None:
-        service.hosts, engine.unavailable = group.pool, group.pool.unavailable
-    if device != "cpu" and group is None:
-        log(_attach_decode_graphs(forward, placement.placement, launch))
-    service.attention_backend = "core" if device == "cpu" else "torch" if forward.graphs is None else "triton"
-    return service
+        approximations["kt_optimize_rule"] = Path(str(options.kt_optimize_rule)).name
+    return approximations
 
 
 def _engine_limits(launch: Launch, tokens: int, context: int) -> Any:
