@@ -151,9 +151,10 @@ def train(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
     """The output directory of a run; each is made once."""
 
     @functools.cache
-    def run_once(release: str, *, use_kt: bool, processes: int = 1) -> Path:
+    def run_once(release: str, *, use_kt: bool, processes: int = 1, gpu: bool = False) -> Path:
         folder = tmp_path_factory.mktemp("run")
         keys = {**TRAINING, "model_name_or_path": str(model), "output_dir": str(folder / "out")}
+        keys |= {"use_cpu": False, "bf16": True} if gpu else {}
         keys |= {"use_kt": True} if use_kt else {"lora_target": EXPERTS}
         keys |= {"ddp_backend": "gloo"} if processes > 1 else {}
         variables = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(processes)} if processes > 1 else {}
@@ -173,9 +174,9 @@ def adapter(output: Path) -> dict[str, torch.Tensor]:
     return load_file(output / "adapter_model.safetensors")
 
 
-def require_equal_runs(ours: Path, stock: Path) -> None:
+def require_equal_runs(ours: Path, stock: Path, *, rel: float = 2e-3) -> None:
     assert len(losses(ours)) == STEPS and losses(ours)[-1] < losses(ours)[0]
-    assert losses(ours) == pytest.approx(losses(stock), rel=2e-3)
+    assert losses(ours) == pytest.approx(losses(stock), rel=rel)
     found, expected = adapter(ours), adapter(stock)
     assert {name: tensor.shape for name, tensor in found.items()} == {n: t.shape for n, t in expected.items()}
     # q, k, v, o, gate_up and down in each layer, A and B of each.
@@ -187,6 +188,12 @@ def require_equal_runs(ours: Path, stock: Path) -> None:
 def test_training_with_use_kt_equals_expert_lora_of_the_stock_model(release: str, train: Train) -> None:
     """`lora_target: all` here, the names of the experts there."""
     require_equal_runs(train(release, use_kt=True), train(release, use_kt=False))
+
+
+@pytest.mark.gpu
+def test_training_on_a_gpu_equals_that_of_the_stock_model(train: Train) -> None:
+    """Everything but the experts is on the GPU, and the experts are streamed to it, in bf16."""
+    require_equal_runs(*(train("0.9.5", use_kt=use_kt, gpu=True) for use_kt in (True, False)), rel=2e-2)
 
 
 def test_training_in_two_processes_equals_that_of_the_stock_model(train: Train) -> None:
