@@ -14,8 +14,8 @@ from ktransformers.checkpoint import decode, encode
 from ktransformers.checkpoint.encoded import format_of
 from ktransformers.checkpoint.recode import check_target
 from ktransformers.nn import ExpertStore
-from ktransformers.place.gpu import layout
-from ktransformers.place.gpu.dequantize import decode_plain
+from ktransformers.nn.device_codes import layout
+from ktransformers.nn.device_codes.dequantize import decode_plain
 from ktransformers.plan.formats import counted_as
 from tests.support.formats import SPECS
 

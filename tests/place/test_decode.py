@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ktransformers.errors import InputError
-from ktransformers.place.gpu.dequantize import decode, decode_plain
-from ktransformers.place.gpu.layout import PackedMatrix, format_of, geometry
+from ktransformers.nn.device_codes.dequantize import decode, decode_plain
+from ktransformers.nn.device_codes.layout import PackedMatrix, format_of, geometry
 from tests.support.formats import ROWS, SPECS, FormatRow, e8m0
 
 from .packing import Coded, bf16_bits, pack

@@ -12,6 +12,7 @@ import torch
 
 from ktransformers.nn import cuda_graphs
 from ktransformers.nn.cuda_graphs import GraphPool
+from ktransformers.nn.device_codes.layout import geometry
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.lora_factors import factors_of
 from ktransformers.nn.store import NO_DROPOUT, Dropout
@@ -30,7 +31,6 @@ from ktransformers.place.gpu.expert_graphs import (
     slot_table,
 )
 from ktransformers.place.gpu.grouped_mlp import Decoded, GroupedRows, GroupLora, StackedLora
-from ktransformers.place.gpu.layout import geometry
 from ktransformers.place.placed_store import PlacedStore
 from ktransformers.place.placement import geometry_of, new_layer
 from tests.support.placed_experts import (

@@ -9,8 +9,8 @@ import torch
 from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.checkpoint.encoder import encode
 from ktransformers.nn import ExpertStore
-from ktransformers.place.gpu.dequantize import decode
-from ktransformers.place.gpu.layout import geometry
+from ktransformers.nn.device_codes.dequantize import decode
+from ktransformers.nn.device_codes.layout import geometry
 from tests.support.formats import SPECS
 from tests.support.gguf_blocks import HALVES, random_blocks
 

@@ -13,13 +13,13 @@ import torch
 
 from ktransformers.errors import InputError
 from ktransformers.nn import ExpertStore
+from ktransformers.nn.device_codes.dequantize import decode_plain
+from ktransformers.nn.device_codes.layout import PackedMatrix, format_of
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.store import NO_DROPOUT
 from ktransformers.place.gpu import resident_decode
-from ktransformers.place.gpu.dequantize import decode_plain
 from ktransformers.place.gpu.executor import ExpertBatch, LayerOnDevice
 from ktransformers.place.gpu.expert_cache import ExpertCache
-from ktransformers.place.gpu.layout import PackedMatrix, format_of
 from ktransformers.place.host_callback import HostCallbackPath, ResidentTable
 from ktransformers.place.placement import geometry_of
 from ktransformers.plan.modes import MAX_DECODE_TOKENS

@@ -24,6 +24,7 @@ from ktransformers import _core, env, log
 from ktransformers.errors import InputError
 from ktransformers.nn.attention_graphs.replay import GraphedAttention, record_attention
 from ktransformers.nn.contract import Contract, expert_modules
+from ktransformers.nn.device_codes.layout import Geometry, PackedMatrix, geometry
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.operator import place_store
 from ktransformers.nn.out_of_memory import free_bytes
@@ -35,7 +36,6 @@ from ktransformers.place.gpu.copy_plan import check_parts
 from ktransformers.place.gpu.executor import PREFETCHED_GROUPS, LayerOnDevice
 from ktransformers.place.gpu.expert_cache import ExpertCache, ExpertPart, LayerBytes
 from ktransformers.place.gpu.layer_costs import measured_costs
-from ktransformers.place.gpu.layout import Geometry, PackedMatrix, geometry
 from ktransformers.place.gpu.pinned import MODES, RegisteredMemory
 from ktransformers.place.gpu.resident_decode import DECODED_BYTES, decodes_first
 from ktransformers.place.placed_store import Deferral, PlacedStore

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ktransformers.log import logger
+from ktransformers.nn.device_codes.layout import Geometry
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.store import NO_DROPOUT, ExpertStore
 from ktransformers.place.dispatch import PlacedLayer
 from ktransformers.place.engine import ExpertEngine
 from ktransformers.place.gpu.executor import ExpertBatch
 from ktransformers.place.gpu.expert_cache import ExpertCache
-from ktransformers.place.gpu.layout import Geometry
 from ktransformers.place.gpu.pinned import RegisteredMemory
 from ktransformers.place.placement import cache_size, geometry_of, new_layer
 from ktransformers.plan.modes import STREAM

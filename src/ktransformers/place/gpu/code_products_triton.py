@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktransformers.place.gpu import dequantize_gguf_triton, dequantize_triton
-from ktransformers.place.gpu.dequantize_gguf_triton import gguf_values
-from ktransformers.place.gpu.dequantize_triton import NESTED, number_of, scale_of
-from ktransformers.place.gpu.layout import TILE_K, PackedMatrix
+from ktransformers.nn.device_codes import dequantize_gguf_triton, dequantize_triton
+from ktransformers.nn.device_codes.dequantize_gguf_triton import gguf_values
+from ktransformers.nn.device_codes.dequantize_triton import NESTED, number_of, scale_of
+from ktransformers.nn.device_codes.layout import TILE_K, PackedMatrix
 
 TILES = 16  # of 32 numbers of K, of one step
 COLUMNS = 128  # of K of one step, of GGUF's types

@@ -16,17 +16,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ktransformers.nn.device_codes.dequantize import decode
+from ktransformers.nn.device_codes.layout import Geometry
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.lora_factors import LoraFactors
 from ktransformers.nn.store import Dropout
 from ktransformers.place.gpu import grouped_mlp
-from ktransformers.place.gpu.dequantize import decode
 from ktransformers.place.gpu.device_lora import DeviceFactors, FactorGradients, select_experts
 from ktransformers.place.gpu.epilogue import DropoutMask
 from ktransformers.place.gpu.expert_cache import ExpertCache, Key, LayerBytes
 from ktransformers.place.gpu.expert_graphs import ExpertGraphs, GraphInputs, PassKey, SlotRefs, can_capture, slot_table
 from ktransformers.place.gpu.grouped_mlp import Decoded, GroupedRows, GroupLora, StackedLora
-from ktransformers.place.gpu.layout import Geometry
 from ktransformers.place.gpu.multi_lora import LoraCache, MultiLora, lora_cache_bytes
 from ktransformers.plan.memory import ENGINE_LIMITS
 

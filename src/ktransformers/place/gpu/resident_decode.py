@@ -18,13 +18,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ktransformers.nn.device_codes.dequantize import decode_plain
+from ktransformers.nn.device_codes.layout import Geometry, PackedMatrix
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.reference import ACTIVATIONS
-from ktransformers.place.gpu.dequantize import decode_plain
 from ktransformers.place.gpu.epilogue import SILU
 from ktransformers.place.gpu.executor import LayerOnDevice
 from ktransformers.place.gpu.expert_cache import ExpertCache
-from ktransformers.place.gpu.layout import Geometry, PackedMatrix
 from ktransformers.place.gpu.multi_lora import LoraPointers, Pairs
 from ktransformers.triton_modules import import_triton_module
 

@@ -1,10 +1,10 @@
 """Triton kernels for the resident experts of a few tokens; expert ids are read in device memory, so the host does not
 synchronise.
 
-Packed bf16 weights are read in place, in tiles of 16 outputs by 32 of K (`place/gpu/layout.py`): 16 pairs along K, each
-with its two numbers for 16 outputs next to each other, so `[pairs, 32]` of a tile is one contiguous kilobyte. Codes of
-other formats are read in place too (`code_products_triton.py`); where gate and up have different formats they are
-dequantised first, one dense matrix per (token, slot). The first kernel has a program per (token, slot) and
+Packed bf16 weights are read in place, in tiles of 16 outputs by 32 of K (`nn/device_codes/layout.py`): 16 pairs along
+K, each with its two numbers for 16 outputs next to each other, so `[pairs, 32]` of a tile is one contiguous kilobyte.
+Codes of other formats are read in place too (`code_products_triton.py`); where gate and up have different formats they
+are dequantised first, one dense matrix per (token, slot). The first kernel has a program per (token, slot) and
 block of gate and up, or of up alone; the second one per token and half block of down, which sums the token's residents
 in the order of its slots: no atomics, the same bits every time. A program whose expert is not resident
 (`slot_of[expert]` is -1) ends at once. Tokens that share an expert each read it, because there are so few that the
@@ -24,9 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktransformers.place.gpu import code_products_triton, dequantize_triton
+from ktransformers.nn.device_codes import dequantize_triton
+from ktransformers.nn.device_codes.layout import TILE_BYTES, PackedMatrix
+from ktransformers.place.gpu import code_products_triton
 from ktransformers.place.gpu.code_products_triton import code_products, sum_pairs
-from ktransformers.place.gpu.layout import TILE_BYTES, PackedMatrix
 
 PAIRS_PER_STEP = 128  # along K of one step; of a dense matrix as many single numbers
 PLAIN, DENSE, CODES = (tl.constexpr(number) for number in range(3))  # what is read: packed bf16, a matrix, codes

@@ -15,12 +15,21 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ktransformers.place.gpu.dequantize_bf16_12 import bf16_12_values
-from ktransformers.place.gpu.dequantize_grids import grid_values, rows_of_tiles
-from ktransformers.place.gpu.layout import SIZES, TILE_BYTES, TILE_K, TILE_N, Field, PackedMatrix, Strip, StripFormat
+from ktransformers.nn.device_codes.dequantize_bf16_12 import bf16_12_values
+from ktransformers.nn.device_codes.dequantize_grids import grid_values, rows_of_tiles
+from ktransformers.nn.device_codes.layout import (
+    SIZES,
+    TILE_BYTES,
+    TILE_K,
+    TILE_N,
+    Field,
+    PackedMatrix,
+    Strip,
+    StripFormat,
+)
 from ktransformers.triton_modules import import_triton_module
 
-TRITON = "ktransformers.place.gpu.dequantize_triton"
+TRITON = "ktransformers.nn.device_codes.dequantize_triton"
 
 Fields = list[Tensor]  # float32 or integers, [..., 16, spans, count]
 DTYPES = {
