@@ -67,12 +67,12 @@ class Bench:
         import torch
 
         from ktransformers.place import attach
-        from ktransformers.serve.engine.forward import Forward
+        from ktransformers.serve.engine.forward import make_forward
 
         self.args, self.device = args, torch.device(args.device)
         recipe = replace(recipes()[args.shape], layers=args.layers, vocabulary=args.vocabulary)
         model = build_packed(recipe, self.device, args.format)
-        self.forward = Forward(model)
+        self.forward = make_forward(model)
         if self.device.type == "cuda":
             placement = attach(model, policy=args.policy)
             assert placement is not None and not placement.left, placement

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e_models import Recipe, build_packed, recipes
+from kernel_profile import print_kernels, profile_kernels
 from timing import Table, describe_machine, print_last_line, save
 
 PARTS = ("kernel", "model", "attention")
@@ -62,6 +63,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--attention-contexts", type=numbers, default=[8192, 139_000])
     parser.add_argument("--chunk", type=int, default=512, help="tokens of the prompt that is measured")
     parser.add_argument("--seconds", type=float, default=0.5, help="of a cell and way")
+    parser.add_argument("--profile", action="store_true", help="also print the kernels of a layer, of `attention`")
     parser.add_argument("--device", default="cuda", help="cpu only shows that it runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the document here, after every cell")
     args = parser.parse_args(argv)
@@ -168,13 +170,17 @@ class Bench:
         """Seconds of a step of new tokens, whether it was captured, and bytes of the cache a token."""
         from ktransformers.serve.engine.forward import Chunk
 
-        slots = self.slots(forward, streams, context)
+        slots, vocabulary = self.slots(forward, streams, context), forward.model.config.vocab_size
         forward.graphs = graphs
         before, taken, warm = graphs.replayed if graphs is not None else 0, list[float](), 8
         begun = time.perf_counter()
         while len(taken) < warm + 4 or time.perf_counter() - begun < self.args.seconds:
+            tokens = [(7919 * len(taken) + 263 * index + 17) % vocabulary for index in range(streams)]
+            chunks = [
+                Chunk(slot, [new], slot.length, None, greedy=True) for slot, new in zip(slots, tokens, strict=True)
+            ]
             start = time.perf_counter()
-            forward.run([Chunk(slot, [7], slot.length, None, greedy=True) for slot in slots])
+            forward.run(chunks)
             taken.append(time.perf_counter() - start)
             if len(taken) == warm:
                 begun = time.perf_counter()
@@ -184,6 +190,18 @@ class Bench:
         forward.graphs = None
         captured = graphs is not None and graphs.replayed - before >= len(taken) - warm
         return statistics.median(taken[warm:]), captured, slots[0].bytes() // slots[0].capacity
+
+    def profile(self, forward: Any, graphs: Any, context: int) -> None:
+        from ktransformers.serve.engine.forward import Chunk
+
+        slot = self.slots(forward, 1, context)[0]
+        forward.graphs = graphs
+        rows = profile_kernels(
+            lambda: forward.run([Chunk(slot, [7], slot.length, None, greedy=True)]), self.args.attention_layers
+        )
+        forward.graphs = None
+        self.document.setdefault("kernels", {})[str(context)] = rows
+        print_kernels(f"{context} tokens of context", rows)
 
     def slots(self, forward: Any, streams: int, context: int) -> list[Any]:
         """With `context` tokens of random contents."""
@@ -256,7 +274,7 @@ class Bench:
         import torch
         from e2e_models import _blank, _fill
 
-        from ktransformers.serve.engine.forward import Forward
+        from ktransformers.serve.engine.forward import make_forward
         from ktransformers.serve.graphs.decode_graphs import DecodeGraphs
 
         words = V3_ATTENTION
@@ -266,7 +284,7 @@ class Bench:
         model = _blank(recipe, self.device, "eager")
         _fill(model, self.device)
         weights = sum(one.numel() * one.element_size() for name, one in model.named_parameters() if "embed" not in name)
-        forward = Forward(model)
+        forward: Any = make_forward(model)
         heads, width, products = 128, 576, 1088
         table = Table(("context", "ms", "launched ms", "bar ms", "bytes roof ms", "GB"), [8, 8, 12, 8, 14, 6])
         for context in self.args.attention_contexts:
@@ -283,6 +301,8 @@ class Bench:
             self.record("attention", row | {"bytes_per_token": size})
             times = [f"{1e3 * one:.2f}" for one in (taken, launched, bar, roof)]
             table.row([str(context), *times, f"{(weights + cache) / 1e9:.1f}"])
+            if self.args.profile and graphs is not None:
+                self.profile(forward, graphs, context)
             torch.cuda.empty_cache()
 
 
