@@ -143,7 +143,9 @@ def test_formats_match_the_cpu(
     assert not place.layer.last_split, "somebody asked"
     assert relative_error(got, want) < CLOSE if residents else torch.equal(got.cpu(), want)
     monkeypatch.setattr(resident_decode, "DECODED_BYTES", 9 * geometry_of(store).decoded_bytes)
-    assert place.engine._inference_mode(place.layer, given) != "host_callback", "too large, or no residents"
+    refused = not residents or resident_decode.decodes_first(geometry_of(store), torch.device(device))
+    mode = place.engine._inference_mode(place.layer, given)
+    assert (mode != "host_callback") == refused, "no residents, or too large once decoded"
     assert not place.engine.callbacks.refusal(place.layer.packed, small_batch(SMALL, 4, device), "resident")
     place.engine.callbacks.warming_up = True
     assert not place.engine.callbacks.refusal(place.layer.packed, given, "resident"), (
