@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from ktransformers.errors import InputError
 from ktransformers.nn import rank_check
@@ -87,6 +88,34 @@ def test_port_that_another_program_uses_is_refused(tmp_path: Path) -> None:
         rank.wait(60)
     answer = json.loads((tmp_path / "0.json").read_text())
     assert "MASTER_PORT: given 127.0.0.1:" in answer["error"] and "--master-port" in answer["error"]
+
+
+RESTARTED = """
+import json, os, sys, torch
+import torch.distributed as dist
+from ktransformers.nn.rank_check import join_ranks, open_process_group
+ranks = join_ranks(seconds=30)
+pids = ranks.exchange("process", os.getpid())
+open_process_group(ranks, cpu=True, backend=None, seconds=30)
+total = torch.tensor([os.getpid()])
+dist.all_reduce(total)
+open(f"{sys.argv[1]}/{ranks.rank}.json", "w").write(json.dumps([pids, int(total)]))
+os._exit(9)  # as if killed: nothing is taken back from the store
+"""
+
+
+def test_restarted_ranks_do_not_read_what_those_before_them_wrote(tmp_path: Path) -> None:
+    """torchrun's static rendezvous keeps one store for all restarts."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    where |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
+    for _ in range(2):
+        ranks = [Forked(RESTARTED, tmp_path, **where, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+        ended = [rank.wait(60) for rank in ranks]
+        assert [rank.returncode for rank in ended] == [9, 9], "".join(rank.stderr[-2000:] for rank in ended)
+        pids = [rank.pid for rank in ranks]
+        for rank in range(2):
+            assert json.loads((tmp_path / f"{rank}.json").read_text()) == [pids, sum(pids)]
 
 
 def test_single_process_has_no_ranks_and_wrong_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

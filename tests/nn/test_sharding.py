@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.tiny_models import build, tokens
 from tests.nn.test_distributed import ATTENTION, EXPERTS, loss
 from tests.nn.test_sharding import widen
-from ktransformers.nn import attach, sharding
+from ktransformers.nn import attach, sharding, whole_state
 from ktransformers.nn.checkpointing import save_expert_outputs
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
@@ -87,7 +87,7 @@ def check(case):
     with torch.no_grad():
         model(input_ids=own)  # leaves the root gathered
     loss(model, own).backward()
-    norm = sharding.clip_gradients(model.parameters(), 0.1)
+    norm = whole_state.clip_gradients(model, 0.1)
     expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
     assert abs(float(norm) / float(expected) - 1) < 1e-5, (what, norm, expected)
     close(gradients(model), {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}, what + " clipped")
@@ -99,12 +99,12 @@ def check(case):
         loss(alone, batch).backward(); single.step(); alone.zero_grad()
         loss(model, own).backward(); several.step(); model.zero_grad()
         if step == 0:
-            state = sharding.whole_optimizer_state(several)
+            state = whole_state.whole_optimizer_state(model, several)
             assert all(type(v) is torch.Tensor for entry in state["state"].values() for v in entry.values())
             fresh = optimizer_of(alone); fresh.load_state_dict(copy.deepcopy(state)); single = fresh
             several = optimizer_of(model); sharding.separate_steps(several)
-            sharding.load_optimizer_state(several, copy.deepcopy(state))
-    trained = sharding.whole_state(model, trained_only=True)
+            whole_state.load_optimizer_state(model, several, copy.deepcopy(state))
+    trained = whole_state.whole_trained(model)
     assert all(type(tensor) is not DTensor for tensor in trained.values())
     close(trained, {n: p for n, p in alone.named_parameters() if p.requires_grad}, what + " trained", 2e-4)
     # the adapter's file: written from whole tensors, read back by PEFT into shards
@@ -114,7 +114,7 @@ def check(case):
             sharding.local_tensor(parameter).fill_(float("nan"))
     result = set_peft_model_state_dict(model, saved)
     assert not result.unexpected_keys
-    close(sharding.whole_state(model, trained_only=True), trained, what + " read back", 0)
+    close(whole_state.whole_trained(model), trained, what + " read back", 0)
     set_peft_model_state_dict(alone, saved)
     with torch.no_grad():
         ours, stock = loss(model, batch), loss(alone, batch)

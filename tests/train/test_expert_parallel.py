@@ -161,6 +161,32 @@ def test_checkpoints_resume_with_other_numbers_of_ranks(keys_of: Callable[..., d
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_fsdp_beside_divided_experts_and_resumed_with_other_numbers(
+    stage: str, keys_of: Callable[..., dict[str, Any]]
+) -> None:
+    """FSDP2 shards the rest over all ranks; 2 ranks, 4 ranks, and two groups of 2 ranks divide the experts."""
+    plain: dict[str, Any] = {"kt_tokens_per_batch": "off"}
+    if stage == "dpo":
+        plain |= {"stage": "dpo", "dataset": "style_neko_en_dpo", "cutoff_len": 80, "max_samples": 16}
+        plain |= {"per_device_train_batch_size": 1}
+    one = train_ranks(keys_of("one", **plain, gradient_accumulation_steps=4), 0)
+    cases = {"two": (2, 2, "experts"), "four": (4, 4, "experts"), "groups": (4, 2, "layers")}
+    for name, (ranks, group, partition) in cases.items():
+        options = {"kt_expert_parallel": group, "kt_expert_partition": partition, "fsdp": "full_shard"}
+        options |= {"gradient_accumulation_steps": 4 // ranks}
+        assert_same_run(train_ranks(keys_of(name, **plain, **options), ranks), one)
+        plain["kt_cpu_activation"] = "retain"  # of the runs that follow, with the same results
+    groups = Path(keys_of("groups")["output_dir"])
+    again = plain | {"gradient_accumulation_steps": 4, "resume_from_checkpoint": str(groups / "checkpoint-1")}
+    assert_same_run(train_ranks(keys_of("alone", **again), 0), one)
+    again |= {"gradient_accumulation_steps": 2, "fsdp": "offload", "kt_expert_parallel": 2}
+    assert_same_run(train_ranks(keys_of("other", **again), 2), one)
+    again |= {"resume_from_checkpoint": str(one / "checkpoint-1")}
+    assert_same_run(train_ranks(keys_of("from-one", **again), 2), one)
+
+
+@pytest.mark.slow
 def test_dropout_of_expert_lora_trains(keys_of: Callable[..., dict[str, Any]]) -> None:
     """Masks are drawn where rows are computed, so they are not those of one process: losses stay near, not equal."""
     options = {"lora_dropout": 0.2, "kt_tokens_per_batch": "off", "gradient_accumulation_steps": 1, "max_steps": 4}

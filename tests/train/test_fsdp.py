@@ -181,7 +181,6 @@ def test_options_of_recipes_and_of_accelerate(monkeypatch: pytest.MonkeyPatch, t
         ({"fsdp": True, "fsdp_config": "nowhere.json"}, "fsdp_config: given nowhere.json"),
         ({"fsdp": True, "optim": "adafactor"}, "optim: given adafactor, expected with fsdp one of"),
         ({"fsdp": True, "fp16": True}, "fp16: given True"),
-        ({"fsdp": True, "kt_expert_parallel": 2}, "kt_expert_parallel: given 2, expected none beside fsdp"),
         ({"fsdp": True, "kt_tokens_per_batch": 512}, "kt_tokens_per_batch: given 512, expected off or auto"),
     ],
 )

@@ -31,9 +31,10 @@ from ktransformers.adapters.comparison import (
 )
 from ktransformers.adapters.router_choices import RouterChoices, compare_choices
 from ktransformers.errors import InputError, KTError
+from ktransformers.nn.distributed import broadcast_tensors
 from ktransformers.nn.exchange import any_rank, expert_group
 from ktransformers.nn.lora_shards import factor_shards, scatter_experts
-from ktransformers.nn.sharding import local_tensor, sharding_of
+from ktransformers.nn.sharding import local_tensor, on_any_rank, sharding_of
 
 PROOF_FILE = "kt_proof.safetensors"
 MAX_PROOF_ROWS, TOKENS = 4, 256  # at most that many rows of that many tokens
@@ -181,8 +182,8 @@ class ReloadCheck:
 
 def check_reload(model: Any, folder: Path, proof: ProofRecord, weights: dict[str, Tensor] | None = None) -> ReloadCheck:
     """Reads the adapter in `folder` back into the model that saved it, after overwriting its parameters with NaN. Where
-    the ranks of a group divide the experts, all of them call it; the first reads, and sends the others their part.
-    `weights` are the adapter's tensors if this process does not see the folder."""
+    the ranks of a group divide the experts, all of them call it; the first reads, and sends the others their part. All
+    ranks of a sharded model call it with `weights`, the tensors of the folder that each of them needs."""
     from peft import load_peft_weights, set_peft_model_state_dict
 
     trained = {
@@ -194,22 +195,24 @@ def check_reload(model: Any, folder: Path, proof: ProofRecord, weights: dict[str
     is_first = group is None or group.rank == 0
     divided = {name.replace(".default.", "."): shard for name, shard in shards.items()}
     for name, parameter in trained.items():
-        if is_first or name in divided:
+        if is_first or name in divided or weights is not None:
             local_tensor(parameter).fill_(torch.nan)
     if weights is None:
         weights = load_peft_weights(str(folder), device="cpu") if is_first else {}
-    if group is not None:
-        for name, shard in divided.items():
-            if name in trained:
-                scatter_experts(weights.get(name), trained[name].data, shard, group.members)
+    parts = {name: trained[name].data for name in divided if name in trained}
+    if group is not None and group.is_first_group:
+        for name, part in parts.items():
+            scatter_experts(weights.get(name), part, divided[name], group.members)
     set_peft_model_state_dict(model, weights)
+    if sharding_of(model) is not None and group is not None and group.replicas is not None:
+        broadcast_tensors(parts.values(), group.replicas)  # to the other groups
     for name, parameter in trained.items():
         if not bool(torch.isfinite(local_tensor(parameter)).all()):
             raise KTError(f"{name}: trained, and not read back from {folder}; the adapter was not saved whole")
     routers = proof.adapter.routers
     after = measure(model, proof.rows, list(proof.adapter.projections), routers)
     deviation = difference(after, proof.adapter)
-    if any_rank(not deviation.is_zero, group):
+    if _on_any_rank(model, not deviation.is_zero):
         _check_routers(after, proof.adapter)
         noise = difference(measure(model, proof.rows, replay=routers), after)
         if not deviation.is_zero and not deviation.within(noise):
@@ -219,6 +222,13 @@ def check_reload(model: Any, folder: Path, proof: ProofRecord, weights: dict[str
                 f"where computing twice makes {noise.max:.3g}; the file is not what was trained"
             )
     return ReloadCheck(len(trained), len(proof.rows), after.tokens, deviation, proof.held_out)
+
+
+def _on_any_rank(model: Any, flag: bool) -> bool:
+    """Whether the flag is set on any of the ranks that compute the model together. A collective call of these."""
+    if sharding_of(model) is not None:
+        return on_any_rank([flag])[0]
+    return any_rank(flag, expert_group(model))
 
 
 def _check_routers(after: LogprobsAndNorms, before: LogprobsAndNorms) -> None:

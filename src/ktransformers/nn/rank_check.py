@@ -5,13 +5,19 @@ or wait for each other in a collective that the other never calls, and no messag
 store at MASTER_ADDR and MASTER_PORT, which `init_process_group` uses too, so no backend (gloo, NCCL) is needed yet;
 `require_equal` publishes JSON of this rank's facts there and compares those of all ranks with rank 0's. Every rank
 raises the same error. A process without a launcher has no ranks, and nothing is compared.
+
+torchrun's static rendezvous, its default, keeps the store when it restarts ranks, with all that those before had
+written: a restarted rank would read their facts, and gloo their addresses, and wait or fail. So the ranks of one start
+agree on a random word first, and `init_process_group` gets the store with that word as prefix.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,12 +25,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from ktransformers import system
 from ktransformers.errors import InputError, KTError
 from ktransformers.nn.rank_cores import int_variable
 
+POLL_SECONDS = 0.02  # between two looks at the store
 JOIN_SECONDS = 300.0  # until all ranks have started and imported their packages
 PACKAGES = ("ktransformers", "torch", "transformers", "peft", "trl", "accelerate", "numpy", "safetensors", "tokenizers")
 
@@ -101,7 +109,53 @@ def join_ranks(seconds: float = JOIN_SECONDS) -> Ranks | None:
     except (dist.DistStoreError, ValueError) as error:
         text = str(error).splitlines()[0]
         raise InputError("MASTER_ADDR", f"{where} ({text})", f"{count} ranks that reach it") from error
-    return Ranks(store, rank, count, seconds)
+    with _reporting_a_lost_store(rank):
+        word = _shared_word(store, rank, count, seconds)
+    return Ranks(PrefixStore(f"kt-{word}", store), rank, count, seconds)
+
+
+def _shared_word(store: Any, rank: int, count: int, seconds: float) -> str:
+    """A random word of rank 0 that the ranks of this start know. Every other rank greets with a random word of its own
+    and takes the answer to it alone; rank 0 answers each greeting, also those of earlier starts that are still in the
+    store, until all ranks have confirmed its word."""
+    own, deadline = secrets.token_hex(8), time.monotonic() + seconds
+    if rank:
+        store.set(f"kt/greeting/{rank}", own)
+    answered: dict[int, str] = {}  # rank -> its greeting
+    while time.monotonic() < deadline:
+        if rank:
+            greeting, _, word = _value(store, f"kt/answer/{rank}").partition(" ")
+            if greeting == own:
+                store.set(f"kt/confirmed/{rank}", word)
+                return word
+        else:
+            for other in range(1, count):
+                greeting = _value(store, f"kt/greeting/{other}")
+                if greeting and answered.get(other) != greeting:
+                    store.set(f"kt/answer/{other}", f"{greeting} {own}")
+                    answered[other] = greeting
+            if all(_value(store, f"kt/confirmed/{other}") == own for other in range(1, count)):
+                return own
+        time.sleep(POLL_SECONDS)
+    missing = [other for other in range(1, count) if _value(store, f"kt/confirmed/{other}") != own] if not rank else [0]
+    listed = ", ".join(map(str, missing))
+    raise KTError(f"rank {listed} of {count} has not answered within {seconds:.0f} s; its own output says why")
+
+
+def _value(store: Any, key: str) -> str:
+    """Empty if there is none; `get` would wait for one."""
+    return str(store.get(key).decode()) if store.check([key]) else ""
+
+
+def open_process_group(ranks: Ranks | None, *, cpu: bool, backend: str | None, seconds: float) -> None:
+    """The process group of torch.distributed with the backend that accelerate chooses, in the store of this start."""
+    if ranks is None or dist.is_initialized():
+        return
+    from accelerate import PartialState  # type: ignore[import-untyped]
+
+    store = PrefixStore("process-group", ranks.store)
+    given: dict[str, Any] = {"store": store, "rank": ranks.rank, "world_size": ranks.count}
+    PartialState(cpu=cpu, backend=backend, timeout=timedelta(seconds=seconds), **given)
 
 
 def rank_name(rank: int, host: str) -> str:

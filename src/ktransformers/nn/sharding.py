@@ -1,9 +1,10 @@
 """FSDP2 for everything but the routed experts: torch's `fully_shard` on decoder layers and on the rest of the model.
 
 Each rank holds a share of attention, norms, routers, shared experts, embeddings, head and their LoRA, and gathers one
-layer at a time. Experts are packed in host memory, one copy for all ranks of a host, so placeholders are left out; so
-is expert LoRA, which stays whole in host memory and whose gradients `nn/distributed.py` averages. Gradients are summed
-and divided, because gloo has no average.
+layer at a time. Experts are packed in host memory, one copy for all ranks of a host or divided over groups of ranks
+(`nn/exchange.py`), so placeholders are left out; so is expert LoRA, which stays in host memory and whose gradients
+`nn/distributed.py` averages. Gradients are summed and divided, because gloo has no average. `nn/whole_state.py` makes
+whole tensors of all parts.
 
 Two things would surprise a reader. `WidenedWeight` (bf16 numbers that compute in float32) becomes a plain bf16
 parameter that FSDP widens when it gathers: shards are stored in bf16, and a layer computes in float32 as before. And a
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from ktransformers.errors import InputError
-from ktransformers.nn.distributed import GradientAverager, broadcast_tensors, host_group
+from ktransformers.nn.distributed import GradientAverager, averaging_group, broadcast_tensors, host_group
 from ktransformers.nn.peft_lora import lora_parameters, own_lora_parameters
 from ktransformers.nn.placeholder import Placeholder
 from ktransformers.nn.widened import WidenedWeight
@@ -79,7 +80,8 @@ def shard_model(model: Any, options: ShardOptions, device: torch.device) -> Shar
     model.set_force_sum_reduction_for_comms(True)
     trained: list[Tensor] = [parameter for parameter in expert_lora if parameter.requires_grad]
     trained += own_lora_parameters(model).values()
-    averager = GradientAverager(trained, host_group(dist.group.WORLD), lambda: True) if trained else None
+    same_experts = averaging_group(model, dist.group.WORLD)
+    averager = GradientAverager(trained, same_experts, lambda: True) if trained else None
     sharding = _shardings[model] = Sharding(mesh, compute_dtype, averager)
     model.register_load_state_dict_pre_hook(_load_shards)
     model.no_sync = lambda: _without_reduction(model, sharding)
@@ -202,16 +204,6 @@ def _load_shards(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
             state[prefix + name] = parameter.detach()
 
 
-def whole_state(model: nn.Module, *, trained_only: bool) -> dict[str, Tensor]:
-    """Name -> whole tensor of the parameters. A collective call."""
-    reshard(model)
-    return {
-        name: whole_tensor(parameter)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad or not trained_only
-    }
-
-
 def parameter_bytes(model: nn.Module) -> int:
     """Bytes of this rank for everything but the routed experts and their LoRA; a tied weight counts once."""
     reshard(model)
@@ -230,33 +222,6 @@ def on_any_rank(flags: list[bool]) -> list[bool]:
     values = torch.tensor(flags, dtype=torch.uint8, device="cpu")
     dist.all_reduce(values, dist.ReduceOp.MAX, group=host_group(dist.group.WORLD))
     return [bool(value) for value in values.tolist()]
-
-
-def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """The norm of all gradients, sharded and whole, on the CPU. A collective call."""
-    sharded = torch.zeros((), dtype=torch.float64, device="cpu")
-    whole = torch.zeros((), dtype=torch.float64, device="cpu")
-    for parameter in parameters:
-        if parameter.grad is not None:
-            square = local_tensor(parameter.grad).double().square().sum().cpu()
-            if isinstance(parameter.grad, DTensor):
-                sharded += square
-            else:
-                whole += square
-    dist.all_reduce(sharded, group=host_group(dist.group.WORLD))
-    return (sharded + whole).sqrt().float()
-
-
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` over sharded and whole gradients; returns the norm before. A collective call."""
-    listed = list(parameters)
-    norm = gradient_norm(listed)
-    scale = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
-    if scale < 1.0 or not bool(norm.isfinite()):
-        for parameter in listed:
-            if parameter.grad is not None:
-                local_tensor(parameter.grad).mul_(scale)
-    return norm
 
 
 def split_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -284,28 +249,3 @@ def separate_steps(optimizer: Any) -> None:
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
-
-
-def whole_optimizer_state(optimizer: Any) -> dict[str, Any]:
-    """The optimiser's state dict as one process would have it. A collective call."""
-    state = optimizer.state_dict()
-    entries = {
-        index: {key: whole_tensor(value) if isinstance(value, Tensor) else value for key, value in entry.items()}
-        for index, entry in state["state"].items()
-    }
-    return {**state, "state": entries}
-
-
-def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """The reverse of `whole_optimizer_state`, from a run with any number of ranks."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    entries = {}
-    for index, entry in state["state"].items():
-        like = parameters[int(index)]
-        entries[index] = {
-            key: sharded_like(value, like)
-            if isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.shape
-            else value
-            for key, value in entry.items()
-        }
-    optimizer.load_state_dict({**state, "state": entries})

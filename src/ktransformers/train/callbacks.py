@@ -119,13 +119,15 @@ class GradientCheck(TrainerCallback):
     def _look_at(self, modules: list[str]) -> list[tuple[bool, bool, bool]]:
         """(B has a gradient, B is not zero, A has a gradient) of each pair. Of sharded ones a rank sees its shards, so
         the answers of all ranks are combined."""
-        flags: list[bool] = []
+        seen: dict[str, tuple[bool, bool, bool]] = {}
         for module in modules:
             a, b = self.pairs[module]
-            flags += [_has_gradient(b), bool(local_tensor(b).ne(0).any()), _has_gradient(a)]
-        if flags and any(is_sharded(tensor) for module in modules for tensor in self.pairs[module]):
-            flags = on_any_rank(flags)
-        return [(flags[at], flags[at + 1], flags[at + 2]) for at in range(0, len(flags), 3)]
+            seen[module] = (_has_gradient(b), bool(local_tensor(b).ne(0).any()), _has_gradient(a))
+        sharded = [module for module in modules if any(is_sharded(tensor) for tensor in self.pairs[module])]
+        if sharded:  # the same on all ranks, where experts that have been seen may be others
+            flags = on_any_rank([flag for module in sharded for flag in seen[module]])
+            seen |= {module: (flags[3 * at], flags[3 * at + 1], flags[3 * at + 2]) for at, module in enumerate(sharded)}
+        return [seen[module] for module in modules]
 
     def share(self) -> None:
         """Where ranks divide the experts: joins what they have seen, so that `dead`, `unvisited` and `state` are about

@@ -1,10 +1,9 @@
 """Expert parallelism of a run (`kt_expert_parallel: N` under torchrun): groups of N ranks divide the experts.
 
 Every rank trains on its own rows, attention and router included; rows travel to the ranks that hold their experts
-(`nn/exchange.py`). What the stock trainer takes for one process's whole state is divided here: the norm of the
-gradients is that of all ranks of a group, files get the factors and optimiser states of all experts, and a rank that
-has fewer passes in a step than others takes part in the rest of theirs with rows that count nothing. Partition and
-number of processes are checked before a model is loaded.
+(`nn/exchange.py`). A rank that has fewer passes in a step than others takes part in the rest of theirs with rows that
+count nothing. Partition and number of processes are checked before a model is loaded. Norms, adapters and optimiser
+states over all experts are made by `nn/whole_state.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from torch import Tensor, nn
 from ktransformers.errors import InputError
 from ktransformers.expert_partition import ExpertPartition, ExpertShard, by_experts, by_frequency, by_layers
 from ktransformers.nn.contract import expert_modules, read_contract
-from ktransformers.nn.exchange import ExpertGroup, connect, expert_group, new_expert_group
-from ktransformers.nn.lora_shards import FactorShard, factor_shards, gather_experts
+from ktransformers.nn.exchange import connect, expert_group, new_expert_group
+from ktransformers.nn.lora_shards import factor_shards
 from ktransformers.place.options import read_options
 from ktransformers.place.residents import load_counts
 from ktransformers.train.settings import TrainSettings
@@ -102,28 +101,6 @@ def check_trained(model: nn.Module) -> None:
         )
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor | None:
-    """Clips the gradients by their norm over all experts, and returns that norm; None if this process has them all."""
-    group = expert_group(model)
-    if group is None:
-        return None
-    shards = factor_shards(model)
-    squares = torch.zeros(2, dtype=torch.float64)  # of the shards, of what every rank has
-    gradients = []
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            gradients.append(parameter.grad)
-            squares[0 if name in shards else 1] += parameter.grad.detach().double().square().sum().cpu()
-    divided = squares[:1].clone()
-    dist.all_reduce(divided, group=group.members)
-    norm = (divided[0] + squares[1]).sqrt()
-    scale = max_norm / (norm + 1e-6)
-    if scale < 1:
-        for gradient in gradients:
-            gradient.mul_(scale.to(gradient.device, gradient.dtype))
-    return norm.float()
-
-
 def most_passes(model: nn.Module, passes: int) -> int:
     """The largest number of passes that a rank of the group has in this step. A collective call."""
     group = expert_group(model)
@@ -132,80 +109,6 @@ def most_passes(model: nn.Module, passes: int) -> int:
     most = torch.tensor([passes])
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group.members)
     return int(most)
-
-
-def _gather(part: Tensor, divided: FactorShard, group: ExpertGroup) -> Tensor | None:
-    """On the first process of all; ranks of other groups hold the same and take no part."""
-    return gather_experts(part, divided, group.members) if group.is_first_group else None
-
-
-def whole_adapter(model: nn.Module) -> dict[str, Tensor] | None:
-    """Name -> whole tensor of every trained parameter on the first process, where ranks divide experts; on others the
-    divided ones are missing. None if this process has all. A collective call of the first group."""
-    group = expert_group(model)
-    if group is None:
-        return None
-    shards = factor_shards(model)
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        whole = _gather(parameter, shards[name], group) if name in shards else parameter.detach()
-        if whole is not None:
-            tensors[name] = whole
-    return tensors
-
-
-def whole_optimizer_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """`optimizer.state_dict()` with the states of all experts, on the first process; a collective call of the first
-    group. States of other shapes than their parameter's cannot be divided."""
-    state: dict[str, Any] = optimizer.state_dict()
-    group = expert_group(model)
-    if group is None:
-        return state
-    whole_states = dict(state["state"])
-    for index, divided, parameter in _divided_states(model, optimizer, state):
-        own = whole_states[index]
-        whole_states[index] = {
-            key: _gather(value, divided, group) if _is_divided(key, value, parameter) else value
-            for key, value in own.items()
-        }
-    return {**state, "state": whole_states}
-
-
-def cut_optimizer_state(model: nn.Module, optimizer: Any) -> None:
-    """Keep this rank's part of states that were loaded whole."""
-    if expert_group(model) is None:
-        return
-    shards = factor_shards(model)
-    divided_by = {parameter: shards[name] for name, parameter in model.named_parameters() if name in shards}
-    for parameter, divided in divided_by.items():
-        own = optimizer.state.get(parameter, {})
-        for key, value in own.items():
-            if isinstance(value, Tensor) and tuple(value.shape) == divided.whole_shape(parameter):
-                own[key] = divided.cut(value).clone()
-
-
-def _divided_states(model: nn.Module, optimizer: Any, state: dict[str, Any]) -> list[tuple[int, FactorShard, Tensor]]:
-    """(index in the state dict, division, parameter) of the divided parameters that have a state, in the order of the
-    optimiser, which is the same on all ranks."""
-    shards = factor_shards(model)
-    divided_by = {parameter: shards[name] for name, parameter in model.named_parameters() if name in shards}
-    rows = []
-    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        for parameter, index in zip(group["params"], saved["params"], strict=True):
-            if parameter in divided_by and index in state["state"]:
-                rows.append((index, divided_by[parameter], parameter))
-    return rows
-
-
-def _is_divided(key: str, value: Any, parameter: Tensor) -> bool:
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return False
-    if value.shape != parameter.shape:
-        given = f"an optimizer with {key} of shape {list(value.shape)} for a parameter of {list(parameter.shape)}"
-        raise InputError("optim", given, "one whose states have the shape of their parameter, with kt_expert_parallel")
-    return True
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,12 @@ from ktransformers.adapters.proof_record import ProofPrompt, ReloadCheck, check_
 from ktransformers.errors import InputError
 from ktransformers.files import LockedError, exclusive_lock
 from ktransformers.nn.distributed import broadcast_tensors
-from ktransformers.nn.sharding import sharding_of, whole_state
+from ktransformers.nn.lora_shards import factor_shards
+from ktransformers.nn.sharding import sharding_of
+from ktransformers.nn.whole_state import is_divided, whole_trained
 from ktransformers.train.checkpoints import RUN_ID_FILE, ResumePoint, set_aside
 from ktransformers.train.data.prepare import DataSplit
 from ktransformers.train.data.render import PreferenceRow
-from ktransformers.train.expert_parallel import whole_adapter
 from ktransformers.train.files import STAGING_DIR, move_files, reporting_full_disk, write_json, write_text
 from ktransformers.train.manifest import add_saved_tensors, check_saved_tensors
 from ktransformers.train.pictures import PNG_FILE, SVG_FILE, draw_final, plot_loss
@@ -225,7 +226,7 @@ def write_output(
         prompts=[prompt for prompts, _ in by_row for prompt in prompts],
         other_turns=sum(others for _, others in by_row),
     )
-    whole = whole_adapter(model) if trainer.sharding is None else whole_state(model, trained_only=True)
+    whole = whole_trained(model) if is_divided(model) else None
     trained = whole or {name: value for name, value in model.named_parameters() if value.requires_grad}
     with reporting_full_disk(output):
         if writes:
@@ -250,13 +251,16 @@ def write_output(
 
 
 def _saved_weights(model: Any, folder: Path, trained: dict[str, Any], writes: bool) -> dict[str, Any] | None:
-    """The adapter's file if all ranks need it: only the rank that wrote it may see it, the others get its tensors."""
+    """The tensors of the adapter's file that all ranks need, on the rank that wrote it all tensors: the others may not
+    see the file. None if they need none. Factors of divided experts are not among those that all need."""
     from peft import get_peft_model_state_dict, load_peft_weights
 
     if sharding_of(model) is None:
         return None
     saved = load_peft_weights(str(folder), device="cpu") if writes else {}
-    expected = get_peft_model_state_dict(model, state_dict=trained)
+    divided = factor_shards(model)
+    on_all = {name: tensor for name, tensor in trained.items() if name not in divided}
+    expected = get_peft_model_state_dict(model, state_dict=on_all)
     received = {name: saved[name] if writes else torch.empty_like(expected[name]).cpu() for name in sorted(expected)}
     broadcast_tensors([tensor.contiguous() for tensor in received.values()], dist.group.WORLD)
-    return received
+    return saved | received

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ktransformers.nn.rank_check import Ranks, join_ranks, require_equal, require_equal_packages
+from ktransformers.nn.rank_check import (
+    Ranks,
+    join_ranks,
+    open_process_group,
+    require_equal,
+    require_equal_packages,
+)
 from ktransformers.nn.rank_watch import RankWatch
 from ktransformers.operators.rules import operators_of
 from ktransformers.plan import Meter, PlanComparison, compare_with_plan, require_fit
@@ -61,6 +67,7 @@ from ktransformers.train.sharding import leave_out_attention_graphs, read_shard_
 from ktransformers.train.targets import find_targets
 from ktransformers.triton_modules import require_compiler
 
+DDP_SECONDS = 1800.0  # until a collective fails, as in transformers
 RANK_REMEDY = "copy the model, the experts, the data and the recipe to all hosts, or put them on a shared disk"
 
 
@@ -161,11 +168,18 @@ def train(settings: TrainSettings, watcher: Watcher, *, force: bool = False) -> 
     settings = take_launcher_sharding(settings)
     ranks = join_ranks()
     require_equal_packages(ranks)
+    _open_process_group(ranks, settings)
     with locked_output(Path(settings.output_dir)):
         prepared = make_plan(settings, download=True)
         require_equal_runs(ranks, prepared)
         with RankWatch(ranks, lambda: _restart_hint(Path(settings.output_dir))), reporting_out_of_memory(prepared.plan):
             return _train(prepared, watcher, force)
+
+
+def _open_process_group(ranks: Ranks | None, settings: TrainSettings) -> None:
+    """Before transformers does it, which would use the store as launchers give it."""
+    backend, seconds = settings.trainer.get("ddp_backend"), float(settings.trainer.get("ddp_timeout", DDP_SECONDS))
+    open_process_group(ranks, cpu=device_of(settings).type == "cpu", backend=backend, seconds=seconds)
 
 
 def _restart_hint(output: Path) -> str:

@@ -145,9 +145,6 @@ def _check_settings(settings: TrainSettings) -> None:
         raise InputError("optim", optimizer, f"with fsdp one of {', '.join(OPTIMIZERS)}", "others need whole tensors")
     if settings.trainer.get("fp16"):
         raise InputError("fp16", True, "bf16 or float32 with fsdp", "the gradient scaler sees one shard at a time")
-    parallel = settings.experts.kt_expert_parallel
-    if parallel is not None and parallel > 1:
-        raise InputError("kt_expert_parallel", parallel, "none beside fsdp", "choose one of them")
     if settings.experts.tokens_per_pass is not None:
         given = settings.experts.kt_tokens_per_batch
         remedy = "ranks gather layers together, so all must have as many passes in a step"

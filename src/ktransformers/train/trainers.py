@@ -5,14 +5,13 @@ gradient or weight that is not finite ends the run before it is used or saved (`
 by tokens (`batches.py`). B may have a higher learning rate than A (LoRA+). Pairs get LLaMA-Factory's losses
 (`preference.py`), with the reference log-probabilities stored in the rows. TRL would copy an adapter that it is given
 as the reference, so it gets a configuration and creates the adapter itself; the reference is the base. On a CPU the LM
-head processes labelled rows only (`labelled_rows.py`). A model that FSDP2 has sharded (`nn/sharding.py`) is clipped,
-saved and loaded by the functions there; its checkpoints are those of one process.
+head processes labelled rows only (`labelled_rows.py`). Where several processes hold parts of the model (FSDP2, expert
+parallelism), it is clipped, saved and loaded by `nn/whole_state.py`; its checkpoints are those of one process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,8 +23,15 @@ from trl import DPOTrainer, SFTTrainer  # type: ignore[attr-defined]
 
 from ktransformers.errors import KTError
 from ktransformers.nn import sharding as fsdp
-from ktransformers.nn.exchange import expert_group
 from ktransformers.nn.sharding import Sharding, ShardOptions
+from ktransformers.nn.whole_state import (
+    clip_gradients,
+    gradient_norm,
+    is_divided,
+    load_optimizer_state,
+    whole_optimizer_state,
+    whole_trained,
+)
 from ktransformers.train import grouping
 from ktransformers.train.arguments import step_shape
 from ktransformers.train.batches import split_pairs, split_step
@@ -37,13 +43,7 @@ from ktransformers.train.checkpoints import (
     write_checkpoint_manifest,
 )
 from ktransformers.train.data.render import IGNORE_INDEX
-from ktransformers.train.expert_parallel import (
-    clip_gradients,
-    cut_optimizer_state,
-    most_passes,
-    whole_adapter,
-    whole_optimizer_state,
-)
+from ktransformers.train.expert_parallel import most_passes
 from ktransformers.train.files import STAGING_DIR, reporting_full_disk, sync_tree, write_json
 from ktransformers.train.finite import FiniteCheck
 from ktransformers.train.labelled_rows import labelled_rows_only
@@ -74,7 +74,6 @@ class RunMixin:
     ) -> None:
         self.settings, self.gradient_check, self.target_notes = settings, gradient_check, target_notes
         self._staging: Path | None = None
-        self._whole_adapter: dict[str, Tensor] | None = None  # while a checkpoint is saved, if ranks divide the experts
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Disabled: output.py writes the card at the end."""
@@ -94,33 +93,30 @@ class RunMixin:
     def _get_output_dir(self: Any, trial: Any) -> str:
         return str(self._staging or self.args.output_dir)
 
-    def _clip_grad_norm(self: Any, model: Any) -> Any:
-        if self.sharding is not None:
-            return fsdp.clip_gradients(model.parameters(), self.args.max_grad_norm)
-        return self._norm_of_all_experts(self.args.max_grad_norm) or super()._clip_grad_norm(model)  # type: ignore[misc]
+    def _network(self: Any) -> Any:
+        """The model without DDP around it."""
+        return self.accelerator.unwrap_model(self.model)
 
-    def _norm_of_all_experts(self: Any, max_norm: float) -> Any:
-        """Clips by the norm over all ranks that divide the experts; None if they do not."""
-        network = self.accelerator.unwrap_model(self.model)
-        if expert_group(network) is None:
-            return None
-        self.accelerator.unscale_gradients()
-        return clip_gradients(network, max_norm)
+    def _clip_grad_norm(self: Any, model: Any) -> Any:
+        network = self._network()
+        if not is_divided(network):
+            return super()._clip_grad_norm(model)  # type: ignore[misc]
+        return clip_gradients(network, self.args.max_grad_norm)
 
     def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
-        if self.sharding is not None:
-            norm = fsdp.gradient_norm(model.parameters()) if grad_norm is None else grad_norm
-        else:
-            grad_norm = self._norm_of_all_experts(math.inf) if grad_norm is None else grad_norm
-            norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
+        network = self._network()
+        if grad_norm is None and is_divided(network):
+            grad_norm = gradient_norm(network)
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
         self.finite_check.record_norm(norm)
         return norm
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if self.sharding is None:
+        network = self._network()
+        if not is_divided(network):
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
-        state = fsdp.whole_state(self.model, trained_only=True)
+        state = whole_trained(network)
         if self.args.should_save:
             self._save(output_dir, state_dict=state)
 
@@ -141,7 +137,6 @@ class RunMixin:
         self.accelerator.wait_for_everyone()
         self._staging = staging
         self.gradient_check.share()
-        self._whole_adapter = whole_adapter(self.accelerator.unwrap_model(self.model))
         try:
             with reporting_full_disk(output):
                 super()._save_checkpoint(model, trial)  # type: ignore[misc]
@@ -149,24 +144,18 @@ class RunMixin:
                 if self.args.should_save:
                     self._publish(staging / name, output / name)
         finally:
-            self._staging = self._whole_adapter = None
+            self._staging = None
             self.gradient_check.keep_own()
             if self.args.should_save:
                 shutil.rmtree(staging, ignore_errors=True)
         self.accelerator.wait_for_everyone()
 
-    def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, self._whole_adapter or state_dict)  # type: ignore[misc]
-
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
-        network, optimizer = self.accelerator.unwrap_model(self.model), self.optimizer
-        if self.sharding is None and expert_group(network) is None:
+        network, optimizer = self._network(), self.optimizer
+        if not is_divided(network):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        if self.sharding is not None:
-            state = fsdp.whole_optimizer_state(optimizer)
-        else:
-            state = whole_optimizer_state(network, optimizer)
+        state = whole_optimizer_state(network, optimizer)
         saved: Any = SimpleNamespace(state_dict=lambda: state)
         self.optimizer = saved
         try:
@@ -175,15 +164,14 @@ class RunMixin:
             self.optimizer = optimizer
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
-        if self.sharding is not None and checkpoint is not None:
-            files = [Path(checkpoint) / name for name in STATE_FILES]
-            optimizer, scheduler = (torch.load(file, map_location="cpu", weights_only=True) for file in files)
-            fsdp.load_optimizer_state(self.optimizer, optimizer)
-            self.lr_scheduler.load_state_dict(scheduler)
+        network = self._network()
+        if checkpoint is None or not is_divided(network):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        if checkpoint is not None:
-            cut_optimizer_state(self.accelerator.unwrap_model(self.model), self.optimizer)
+        files = [Path(checkpoint) / name for name in STATE_FILES]
+        optimizer, scheduler = (torch.load(file, map_location="cpu", weights_only=True) for file in files)
+        load_optimizer_state(network, self.optimizer, optimizer)
+        self.lr_scheduler.load_state_dict(scheduler)
 
     def _publish(self: Any, staged: Path, final: Path) -> None:
         best = self.state.best_model_checkpoint
@@ -212,27 +200,33 @@ class RunMixin:
 
     def _build_optimizer(self: Any, model: Any) -> Any:
         ratio = self.settings.lora.loraplus_lr_ratio
-        if ratio is None or self.optimizer is not None:
+        if self.optimizer is not None or (ratio is None and self.sharding is None):
             return super().create_optimizer(model)  # type: ignore[misc]
         network = self.model if model is None else model
         optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, network)
-        decaying = set(self.get_decay_parameter_names(network))
-        groups: dict[tuple[bool, bool], list[Tensor]] = {}
-        for name, parameter in network.named_parameters():
-            if parameter.requires_grad:
-                groups.setdefault(("lora_B" in name, name in decaying), []).append(parameter)
-        self.optimizer = optimizer_class(
-            [
-                {
-                    "params": parameters,
-                    "lr": options["lr"] * (ratio if is_b else 1.0),
-                    "weight_decay": self.args.weight_decay if decays else 0.0,
-                }
-                for (is_b, decays), parameters in groups.items()
-            ],
-            **options,
-        )
+        self.optimizer = optimizer_class(self._parameter_groups(network, options["lr"], ratio), **options)
         return self.optimizer
+
+    def _parameter_groups(self: Any, network: Any, rate: float, ratio: float | None) -> list[dict[str, Any]]:
+        """Without a ratio those of the HF Trainer for one process, which would split them by kinds of tensors: states
+        in a checkpoint are numbered by groups."""
+        decaying = set(self.get_decay_parameter_names(network))
+        trained = [(name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad]
+        if ratio is None:
+            parts = [[p for name, p in trained if (name in decaying) == decays] for decays in (True, False)]
+            decays = (self.args.weight_decay, 0.0)
+            return [{"params": part, "weight_decay": decay} for part, decay in zip(parts, decays, strict=True)]
+        groups: dict[tuple[bool, bool], list[Tensor]] = {}
+        for name, parameter in trained:
+            groups.setdefault(("lora_B" in name, name in decaying), []).append(parameter)
+        return [
+            {
+                "params": parameters,
+                "lr": rate * (ratio if is_b else 1.0),
+                "weight_decay": self.args.weight_decay if decays else 0.0,
+            }
+            for (is_b, decays), parameters in groups.items()
+        ]
 
     def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         budget = self.settings.experts.tokens_per_pass
@@ -245,7 +239,7 @@ class RunMixin:
             num_items_in_batch = inputs["labels"][:, 1:].ne(IGNORE_INDEX).sum()
         total: Tensor | float = 0.0
         parts = split_pairs(inputs, budget, step_shape(self.settings)[0]) if self.pairs else split_step(inputs, budget)
-        passes = most_passes(self.accelerator.unwrap_model(self.model), len(parts))
+        passes = most_passes(self._network(), len(parts))
         for number in range(1, passes + 1):
             sync = self.accelerator.no_sync(model) if number < passes else contextlib.nullcontext()
             if number > len(parts):  # other ranks need this one's experts, and DDP its last pass
