@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,33 @@ import pytest
 from ktransformers.nn.rank_watch import EXIT_CODE
 from ktransformers.train.checkpoints import RUN_ID_FILE, find_problem, find_resume_point, list_checkpoints
 from ktransformers.train.resolve import read_settings
-from tests.support.rank_runs import launcher_environment, run_ranks, start_ranks, tiny_model, torchrun
+from tests.support.rank_runs import free_port, launcher_environment, run_ranks, start_ranks, tiny_model
 from tests.support.training import recipe
-from tests.support.training_runs import SCRIPT, adapter, difference
+from tests.support.training_runs import adapter, difference
 
 KEYS: dict[str, Any] = {"use_cpu": True, "max_samples": 32, "seed": 3, "gradient_accumulation_steps": 1, "fsdp": True}
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
 KILLS = int(os.environ.get("KT_KILLS", "20"))
+# argv: port, restarts, recipe. torchrun's agent with its default rendezvous; ranks are forks of it, because importing
+# their packages would take most of the time between two kills.
+LAUNCHER = """
+import sys
+import transformers.models.qwen3_moe.modeling_qwen3_moe
+import trl.trainer.sft_trainer
+import typer
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+import ktransformers.train.run, ktransformers.train.trainers
+from ktransformers.cli.train import train
+
+def rank(file):
+    sys.argv = ["kt-train", file]
+    typer.run(train)
+
+port, restarts, file = sys.argv[1:]
+options = {"rdzv_backend": "static", "rdzv_endpoint": f"127.0.0.1:{port}", "rdzv_configs": {"rank": 0}}
+options |= {"run_id": "none", "max_restarts": int(restarts), "start_method": "fork", "monitor_interval": 0.1}
+elastic_launch(LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, **options), rank)(file)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +67,8 @@ def test_killed_rank_is_named_and_ends_the_run(model: Path, tmp_path: Path, vict
     wait_for_step(tmp_path / "run", 2, 300, lambda: all(rank.alive for rank in ranks))
     os.kill(ranks[victim].pid, signal.SIGKILL)
     killed = time.monotonic()
+    time.sleep(0.1)
+    os.kill(ranks[1 - victim].pid, signal.SIGTERM)  # torchrun does so when it sees that a rank has ended
     while ranks[1 - victim].alive and time.monotonic() - killed < 60:
         time.sleep(0.05)
     seconds = time.monotonic() - killed
@@ -78,21 +101,21 @@ def test_restarted_run_goes_on_although_it_was_asked_to_start_over(
 
 @pytest.mark.soak
 def test_kills_of_random_ranks_lose_nothing(model: Path, tmp_path: Path) -> None:
-    """Under torchrun --max-restarts; KT_KILLS says how often."""
+    """Restarted by torchrun's agent; KT_KILLS says how often."""
     steps = 4 * KILLS + 8
     keys = recipe(model, tmp_path / "whole" / "run", **KEYS | SAVING, max_steps=steps, lr_scheduler_type="constant")
     run_ranks(keys, tmp_path / "whole", 2)
     run, choose = tmp_path / "killed" / "run", random.Random(7)
     (tmp_path / "keys.yaml").write_text(json.dumps(keys | {"output_dir": str(run), "overwrite_output_dir": True}))
-    (tmp_path / "kt.py").write_text(SCRIPT)
-    command = torchrun(2, "--max-restarts", str(KILLS + 2), str(tmp_path / "kt.py"), str(tmp_path / "keys.yaml"))
+    (tmp_path / "launch.py").write_text(LAUNCHER)
+    command = [sys.executable, str(tmp_path / "launch.py"), free_port(), str(KILLS + 2), str(tmp_path / "keys.yaml")]
     with (tmp_path / "log").open("w") as log:
         launched = subprocess.Popen(command, stdout=log, stderr=log, env=launcher_environment(tmp_path))
         for _ in range(KILLS):
             if choose.random() < 0.7:  # while it trains or saves; otherwise at any moment, also while it starts
                 wait_for_step(run, last_step(run) + 1, 300, lambda: launched.poll() is None)
             time.sleep(choose.random())
-            while not (ranks := rank_processes(launched.pid)):
+            while len(ranks := rank_processes(launched.pid)) < 2:
                 assert launched.poll() is None, (tmp_path / "log").read_text()[-4000:]
                 time.sleep(0.05)
             os.kill(choose.choice(ranks), signal.SIGKILL)
@@ -110,9 +133,8 @@ def last_step(run: Path) -> int:
 
 
 def rank_processes(launcher: int) -> list[int]:
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    ranks = []
-    for pid in children:
-        with contextlib.suppress(OSError):  # it has ended
-            ranks += [int(pid)] if "kt.py" in Path(f"/proc/{pid}/cmdline").read_text() else []
+    ranks: list[int] = []
+    with contextlib.suppress(OSError):  # a thread of the launcher has ended
+        for file in Path(f"/proc/{launcher}/task").glob("*/children"):
+            ranks += map(int, file.read_text().split())
     return ranks

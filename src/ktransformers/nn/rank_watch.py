@@ -11,12 +11,13 @@ a sudden end leaves nothing half-written, and `torchrun --max-restarts` starts t
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -57,6 +58,18 @@ def _start_time(pid: int) -> str:
     return "" if fields[0] in "ZX" else fields[19]
 
 
+@contextmanager
+def _ignoring_terminations() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
 class RankWatch:
     """A context: ranks that end inside of it end the run. Entering and leaving are collective calls."""
 
@@ -82,7 +95,8 @@ class RankWatch:
         if self._ranks is None:
             return
         if kind is not None and not issubclass(kind, KTError):
-            self._thread.join(FOUND_SECONDS)  # a collective that failed: the thread says which rank is gone, and ends
+            with _ignoring_terminations():  # a launcher sends one as soon as a rank is gone
+                self._thread.join(FOUND_SECONDS)  # a collective failed: the thread says which rank is gone, and ends
         if kind is None:
             self._ranks.store.set(self._key("done", self._ranks.rank), "")
             with suppress(dist.DistError, KTError):  # the store may end with the first rank
