@@ -33,6 +33,13 @@ SCALE_KINDS = {
 
 
 @triton.jit
+def unsigned_number(code, ZERO: tl.constexpr):
+    """code - ZERO for codes of at most 23 bits, by the bits of 2^23 + code: GPUs convert integers at a quarter of the
+    rate of other instructions."""
+    return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
+
+
+@triton.jit
 def _plane(words, base, n, k, inside, BITS: tl.constexpr):
     """A plane's codes; `base` is the word at which its part of the tile begins."""
     step, lane = (k % 32) // 2, n * 2 + k % 2
@@ -46,12 +53,70 @@ def _plane(words, base, n, k, inside, BITS: tl.constexpr):
 
 @triton.jit
 def _byte(bytes_, at, inside):
-    return tl.load(bytes_ + at, mask=inside, other=0).to(tl.int32)
+    """Of a buffer of bytes, or of words of 32 bits."""
+    if bytes_.dtype.element_ty == tl.int32:
+        byte = (tl.load(bytes_ + at // 4, mask=inside, other=0) >> ((at & 3) * 8).to(tl.int32)) & 255
+    else:
+        byte = tl.load(bytes_ + at, mask=inside, other=0).to(tl.int32)
+    return byte
 
 
 @triton.jit
 def _half(halves, at, inside):
-    return tl.load(halves + at // 2, mask=inside, other=0).to(tl.float32)
+    """Of a buffer of float16, or of words of 32 bits."""
+    if halves.dtype.element_ty == tl.int32:
+        word = tl.load(halves + at // 4, mask=inside, other=0) >> ((at & 2) * 8).to(tl.int32)
+        half = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        half = tl.load(halves + at // 2, mask=inside, other=0).to(tl.float32)
+    return half
+
+
+@triton.jit
+def gguf_scales(bytes_, halves, base, n, k, inside, span_bytes, KIND: tl.constexpr, SPAN: tl.constexpr):
+    """float32: what the numbers of outputs n at numbers k of K are multiplied with, and what is added (`has_offset`).
+    `base` is the first byte of the strip."""
+    header = base + (k // SPAN) * span_bytes
+    sub = k % SPAN
+    slope = _half(halves, header + 2 * n, inside) if KIND <= SCALE_AND_MIN else 0.0
+    offset = slope
+    if KIND == SCALE_AND_MIN:
+        offset = _half(halves, header + 32 + 2 * n, inside)
+    elif KIND == Q6_K:
+        scale = _byte(bytes_, header + (sub // 16) * 16 + n, inside)
+        scale = tl.where(scale > 127, scale - 256, scale).to(tl.float32)
+        slope = _half(halves, header + 256 + 2 * n, inside) * scale
+        offset = slope
+    elif KIND == Q2_K:
+        both = _byte(bytes_, header + (sub // 16) * 16 + n, inside)
+        slope = _half(halves, header + 256 + 2 * n, inside) * (both & 15).to(tl.float32)
+        offset = -(_half(halves, header + 288 + 2 * n, inside) * (both >> 4).to(tl.float32))
+    elif KIND == Q3_K:
+        at = sub // 16
+        nibble = (_byte(bytes_, header + (at % 8) * 16 + n, inside) >> (4 * (at // 8))) & 15
+        pair = (_byte(bytes_, header + (8 + at % 4) * 16 + n, inside) >> (2 * (at // 4))) & 3
+        slope = _half(halves, header + 192 + 2 * n, inside) * ((nibble | (pair << 4)) - 32).to(tl.float32)
+        offset = slope
+    elif KIND == Q4_K:
+        at, scales = sub // 32, header + 64
+        four = at % 4
+        d = _byte(bytes_, scales + four * 16 + n, inside)
+        m = _byte(bytes_, scales + (4 + four) * 16 + n, inside)
+        top = _byte(bytes_, scales + (8 + four) * 16 + n, inside)
+        scale = tl.where(at < 4, d & 63, (top & 15) | ((d >> 2) & 48)).to(tl.float32)
+        least = tl.where(at < 4, m & 63, (top >> 4) | ((m >> 2) & 48)).to(tl.float32)
+        slope = _half(halves, header + 2 * n, inside) * scale
+        offset = -(_half(halves, header + 32 + 2 * n, inside) * least)
+    return slope, offset
+
+
+@triton.jit
+def gguf_value(number, slope, offset, KIND: tl.constexpr):
+    """float32, rounded after the product and after the sum: for kernels that are compiled without fused products."""
+    value = number * slope
+    if KIND == SCALE_AND_MIN or KIND == Q2_K or KIND == Q4_K:  # noqa: SIM109
+        value = value + offset
+    return value
 
 
 @triton.jit
@@ -76,40 +141,8 @@ def gguf_values(
     code = _plane(words, tile, n, k, inside, LOW)
     if HIGH > 0:
         code = code | (_plane(words, tile + 16 * LOW, n, k, inside, HIGH) << LOW)
-    header = base + (k // SPAN) * span_bytes
-    sub = k % SPAN
-    if KIND == FLOAT:
-        value = (code - ZERO).to(tl.float32) * _half(halves, header + 2 * n, inside)
-    elif KIND == SCALE_AND_MIN:
-        value = code.to(tl.float32) * _half(halves, header + 2 * n, inside)
-        value = value + _half(halves, header + 32 + 2 * n, inside)
-    elif KIND == Q6_K:
-        scale = _byte(bytes_, header + (sub // 16) * 16 + n, inside)
-        scale = tl.where(scale > 127, scale - 256, scale).to(tl.float32)
-        value = _half(halves, header + 256 + 2 * n, inside) * scale * (code - ZERO).to(tl.float32)
-    elif KIND == Q2_K:
-        both = _byte(bytes_, header + (sub // 16) * 16 + n, inside)
-        slope = _half(halves, header + 256 + 2 * n, inside) * (both & 15).to(tl.float32)
-        low = _half(halves, header + 288 + 2 * n, inside) * (both >> 4).to(tl.float32)
-        value = slope * code.to(tl.float32) - low
-    elif KIND == Q3_K:
-        at = sub // 16
-        nibble = (_byte(bytes_, header + (at % 8) * 16 + n, inside) >> (4 * (at // 8))) & 15
-        pair = (_byte(bytes_, header + (8 + at % 4) * 16 + n, inside) >> (2 * (at // 4))) & 3
-        scale = ((nibble | (pair << 4)) - 32).to(tl.float32)
-        value = _half(halves, header + 192 + 2 * n, inside) * scale * (code - ZERO).to(tl.float32)
-    else:
-        at, scales = sub // 32, header + 64
-        four = at % 4
-        d = _byte(bytes_, scales + four * 16 + n, inside)
-        m = _byte(bytes_, scales + (4 + four) * 16 + n, inside)
-        top = _byte(bytes_, scales + (8 + four) * 16 + n, inside)
-        scale = tl.where(at < 4, d & 63, (top & 15) | ((d >> 2) & 48)).to(tl.float32)
-        least = tl.where(at < 4, m & 63, (top >> 4) | ((m >> 2) & 48)).to(tl.float32)
-        slope = _half(halves, header + 2 * n, inside) * scale
-        low = _half(halves, header + 32 + 2 * n, inside) * least
-        value = slope * code.to(tl.float32) - low
-    return value
+    slope, offset = gguf_scales(bytes_, halves, base, n, k, inside, span_bytes, KIND, SPAN)
+    return gguf_value(unsigned_number(code, ZERO), slope, offset, KIND)
 
 
 @triton.jit

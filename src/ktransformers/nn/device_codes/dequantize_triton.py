@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ktransformers.nn.device_codes import dequantize_gguf_triton
-from ktransformers.nn.device_codes.dequantize_gguf_triton import LINE, NOWHERE
+from ktransformers.nn.device_codes.dequantize_gguf_triton import LINE, NOWHERE, unsigned_number
 from ktransformers.nn.device_codes.layout import TILE_BYTES, PackedMatrix, StripFormat
 
 COLUMNS = 128  # of K that a program takes
@@ -30,30 +30,22 @@ SCALES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "u
 
 
 @triton.jit
-def _signed(value, sign):
-    """By its bit: a difference from zero would lose the sign of a zero."""
-    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _from_e4m3(code):
-    exponent, mantissa = (code >> 3) & 15, code & 7
-    normal = (((exponent + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
-    value = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, normal)
-    value = tl.where((code & 127) == 127, float("nan"), value)
-    return _signed(value, (code & 128) << 24)
+def from_e4m3(code):
+    """Exponent and mantissa are moved into float32's, whose bias is larger by 120; subnormal numbers stay exact."""
+    bits = ((code & 127) << 20) | ((code & 128) << 24)
+    value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    return tl.where((code & 127) == 127, float("nan"), value)
 
 
 @triton.jit
 def _from_e2m1(code):
-    exponent, mantissa = (code >> 1) & 3, code & 1
-    normal = (((exponent + 126) << 23) | (mantissa << 22)).to(tl.float32, bitcast=True)
-    value = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.5, normal)
-    return _signed(value, (code & 8) << 28)
+    """As `from_e4m3`; the bias is larger by 126."""
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
 
 
 @triton.jit
-def _from_e8m0(code):
+def from_e8m0(code):
     bits = code.to(tl.int32)
     bits = tl.where(bits == 0, 0x00400000, tl.where(bits == 255, 0x7FC00000, bits << 23))
     return bits.to(tl.float32, bitcast=True)
@@ -63,11 +55,11 @@ def _from_e8m0(code):
 def number_of(code, CODE: tl.constexpr, ZERO: tl.constexpr):
     """Codes as float32."""
     if CODE == INT8:
-        number = tl.where(code > 127, code - 256, code).to(tl.float32)
+        number = unsigned_number(code ^ 128, 128)
     elif CODE == UINT:
-        number = (code - ZERO).to(tl.float32)
+        number = unsigned_number(code, ZERO)
     elif CODE == E4M3:
-        number = _from_e4m3(code)
+        number = from_e4m3(code)
     else:
         number = _from_e2m1(code)
     return number
@@ -92,11 +84,11 @@ def scale_of(
     if SCALE == NESTED:
         sub = span * 32 + ((k % SPAN) // 16) * 16
         inner = tl.load(scales + base + spans_at + sub + n, mask=inside, other=0)
-        scale = _from_e4m3(inner.to(tl.int32)) * tl.load(factors + base // 4)
+        scale = from_e4m3(inner.to(tl.int32)) * tl.load(factors + base // 4)
     else:
         entry = n if ENTRIES == 16 else n * 0
         raw = tl.load(scales + (base + spans_at) // SCALE_BYTES + span * ENTRIES + entry, mask=inside, other=0)
-        scale = _from_e8m0(raw) if SCALE == E8M0 else raw.to(tl.float32)
+        scale = from_e8m0(raw) if SCALE == E8M0 else raw.to(tl.float32)
     return scale
 
 

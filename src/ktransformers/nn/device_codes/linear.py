@@ -1,0 +1,91 @@
+"""A weight `[N, K]` of a linear layer in packed codes in GPU memory: products, and rows of it again.
+
+Up to DIRECT_ROWS rows of x are multiplied with the codes as they lie (`linear_triton.py`), which reads the bytes of the
+codes alone. More rows, formats without such a product and other dtypes than bf16 decode PANEL numbers of the weight at
+a time for torch's product. Both multiply the same bf16 values. Nothing waits for the host, and what is allocated has a
+size that the shapes determine, so calls can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ktransformers.nn.device_codes.dequantize import decode
+from ktransformers.nn.device_codes.layout import TILE_N, PackedMatrix, format_of
+from ktransformers.triton_modules import import_triton_module
+
+TRITON = "ktransformers.nn.device_codes.linear_triton"
+DIRECT_ROWS = 64
+PANEL = 1 << 27  # numbers of a weight that are decoded at a time: 256 MiB in bf16
+BLOCK_ROWS = 2 * TILE_N
+
+
+def packed_linear(rows: int, columns: int, spec: str) -> PackedMatrix:
+    """The layout of a linear layer's weight."""
+    form = format_of(spec)
+    return PackedMatrix(rows, columns, (form, form), paired=False)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class DeviceCodes:
+    """The packed codes of one weight on a device: uint8 `[bytes]`, as `_core.CodedLinear.memory()` has them."""
+
+    def __init__(self, packed: Tensor, matrix: PackedMatrix) -> None:
+        self.packed, self.matrix = packed, matrix
+        self._first = torch.zeros(1, dtype=torch.int32, device=packed.device)  # the only slot of the decoders' buffer
+        kernels = import_triton_module(TRITON) if packed.is_cuda else None
+        self._kernels: Any = kernels if kernels is not None and kernels.supports(matrix) else None
+        self._space = None if self._kernels is None else self._kernels.workspace(matrix, packed.device)
+
+    @property
+    def reads_codes(self) -> bool:
+        """Whether few rows are multiplied without decoding."""
+        return self._kernels is not None
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """x `[rows, K]` -> `[rows, N]` in its dtype."""
+        rows = x.shape[0]
+        if self._kernels is not None and 0 < rows <= DIRECT_ROWS and x.dtype == torch.bfloat16:
+            config = self._kernels.configuration(rows, self.matrix, _processors(x.device))
+            out: Tensor = self._kernels.product(x.contiguous(), self.packed, self.matrix, self._space, config)
+            return out
+        parts = [F.linear(x, panel.to(x.dtype)) for _, panel in self.panels()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def multiply_transposed(self, grad: Tensor) -> Tensor:
+        """grad `[rows, N]` -> `[rows, K]`, the gradient of x."""
+        total: Tensor | None = None
+        for first, panel in self.panels():
+            part = grad[:, first : first + panel.shape[0]] @ panel.to(grad.dtype)
+            if panel.shape[0] == self.matrix.rows:
+                return part
+            total = part.float() if total is None else total.add_(part)
+        assert total is not None
+        return total.to(grad.dtype)
+
+    def panels(self) -> Iterator[tuple[int, Tensor]]:
+        """(first row, bf16 rows), PANEL numbers at a time."""
+        height = max(1, PANEL // (BLOCK_ROWS * self.matrix.columns)) * BLOCK_ROWS
+        for first in range(0, self.matrix.rows, height):
+            yield first, self.decoded(first, min(first + height, self.matrix.rows))
+
+    def decoded(self, first: int, last: int) -> Tensor:
+        """Rows first .. last - 1 in bf16; blocks of 32 rows are decoded whole."""
+        start = first // BLOCK_ROWS
+        blocks = -(-last // BLOCK_ROWS) - start
+        part = replace(self.matrix, rows=min(blocks * BLOCK_ROWS, self.matrix.rows - start * BLOCK_ROWS))
+        size = self.matrix.block_bytes
+        out = torch.empty(1, part.rows, part.columns, dtype=torch.bfloat16, device=self.packed.device)
+        decode(self.packed[start * size : (start + blocks) * size].view(1, -1), (0,), self._first, part, out)
+        return out[0, first - start * BLOCK_ROWS : last - start * BLOCK_ROWS]

@@ -1,0 +1,125 @@
+"""Linear layers in packed codes on a device: products and rows against the native core, in every format. Without a GPU
+the Triton product runs in the interpreter if TRITON_INTERPRET=1, which truncates to bf16 instead of rounding."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ktransformers import _core
+from ktransformers.checkpoint.encoded import Encoded
+from ktransformers.checkpoint.encoder import encode
+from ktransformers.nn.coded_weight import coded_weight
+from ktransformers.nn.device_codes import linear as device_linear
+from ktransformers.nn.device_codes.linear import DeviceCodes, packed_linear
+from tests.support.formats import SPECS
+from tests.support.gguf_blocks import HALVES, random_blocks
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ROUNDING = 0.012 if INTERPRETED else 0.004  # of weights and results to bf16
+cuda = pytest.param("cuda:0", marks=pytest.mark.gpu)
+devices = pytest.mark.parametrize("device", ["cpu", cuda])
+kernel_devices = pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="no interpreter")), cuda]
+)
+
+
+def core_of(spec: str, rows: int, columns: int) -> _core.CodedLinear:
+    if spec in HALVES:
+        data = random_blocks(spec, (1, rows), columns, np.random.default_rng(0))
+        matrix = Encoded(spec, torch.from_numpy(data), None, columns=columns)
+    else:
+        torch.manual_seed(0)
+        matrix = encode(torch.randn(rows, columns) / columns**0.5, spec)
+    return coded_weight(matrix, torch.bfloat16).codes.linear
+
+
+def codes_of(spec: str, rows: int, columns: int, device: str) -> tuple[DeviceCodes, Tensor]:
+    """The codes, and the decoded numbers `[rows, columns]` on the device."""
+    core = core_of(spec, rows, columns)
+    numbers = torch.empty(rows, columns, dtype=torch.bfloat16)
+    core.decode(0, numbers)
+    packed = torch.from_dlpack(core.memory()).view(-1).clone()
+    return DeviceCodes(packed.to(device), packed_linear(rows, columns, spec)), numbers.to(device)
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+@pytest.fixture
+def interpreter_dot(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The interpreter of Triton multiplies the bits of bf16 as integers."""
+    if INTERPRETED:
+        interpreter = pytest.importorskip("triton.runtime.interpreter")
+        language = pytest.importorskip("triton.language")
+
+        def numbers(handle: Any) -> Any:
+            is_bf16 = handle.dtype.scalar == language.bfloat16
+            return (handle.data.astype(np.uint32) << 16).view(np.float32) if is_bf16 else handle.data
+
+        def create_dot(_: Any, a: Any, b: Any, total: Any, *__: Any) -> Any:
+            product = np.matmul(numbers(a), numbers(b), dtype=np.float32) + total.data
+            return interpreter.TensorHandle(product, total.dtype.scalar)
+
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+    yield
+
+
+@devices
+@pytest.mark.parametrize("spec", [*SPECS, *HALVES])
+def test_rows_are_those_of_the_core(spec: str, device: str) -> None:
+    codes, numbers = codes_of(spec, 112, 512, device)
+    assert torch.equal(codes.decoded(0, 112).view(torch.int16), numbers.view(torch.int16))
+    assert torch.equal(codes.decoded(40, 75).view(torch.int16), numbers[40:75].view(torch.int16))
+
+
+@devices
+@pytest.mark.parametrize("panel", [1, 1 << 27])
+def test_products_with_decoded_panels(device: str, panel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_linear, "PANEL", panel)
+    codes, numbers = codes_of("int4:32", 112, 512, device)
+    x, grad = (torch.randn(130, size, device=device).bfloat16() for size in (512, 112))
+    assert error(codes.multiply(x), x.double() @ numbers.double().T) < ROUNDING
+    assert error(codes.multiply_transposed(grad), grad.double() @ numbers.double()) < ROUNDING
+
+
+@kernel_devices
+@pytest.mark.parametrize("rows", [1, 16, 33])
+@pytest.mark.parametrize("spec", [*SPECS, *HALVES])
+def test_few_rows_are_multiplied_with_codes(spec: str, rows: int, device: str, interpreter_dot: None) -> None:
+    kernels = pytest.importorskip(device_linear.TRITON)
+    outputs, columns = 112, 2048 if rows == 16 else 1024 + 256
+    codes, numbers = codes_of(spec, outputs, columns, device)
+    if not kernels.supports(codes.matrix):
+        assert spec.startswith(("iq", "tq", "uint")), "a format whose codes are multiplied"
+        pytest.skip("decoded first")
+    x = torch.randn(rows, columns, device=device).bfloat16()
+    space = kernels.workspace(codes.matrix, x.device)
+    expected = x.double() @ numbers.double().T
+    for splits in (1, 3):
+        config = kernels.Configuration(max(16, 2 ** (rows - 1).bit_length()), 32, 8, splits)
+        first, again = (kernels.product(x, codes.packed, codes.matrix, space, config) for _ in range(2))
+        assert error(first, expected) < ROUNDING
+        assert torch.equal(first, again), "sums in no fixed order"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", ["int4:32", "fp8:128x128", "q4_k"])
+def test_a_captured_product_reads_new_inputs(spec: str) -> None:
+    codes, numbers = codes_of(spec, 512, 4096, "cuda:0")
+    x = torch.randn(5, 4096, device="cuda:0").bfloat16()
+    codes.multiply(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = codes.multiply(x)
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        assert error(out, x.double() @ numbers.double().T) < ROUNDING
