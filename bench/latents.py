@@ -125,7 +125,14 @@ class Bench:
         from ktransformers.serve.engine.attention import AttentionSpec
         from ktransformers.serve.engine.latent import LatentProjection
         from ktransformers.serve.graphs.decode_attention import attend_latents
-        from ktransformers.serve.graphs.step_table import ACTIVE, CAPACITY, FIRST_ADDRESS, POSITION, table_lines
+        from ktransformers.serve.graphs.step_table import (
+            ACTIVE,
+            CAPACITY,
+            FIRST_ADDRESS,
+            POSITION,
+            CacheLines,
+            table_lines,
+        )
 
         table_of_cells = Table(("shape", "rows", "context", "us", "GB/s", "TFLOPS", "of roof"), [8, 5, 8, 8, 7, 7, 8])
         cells = KERNEL_CELLS if self.device.type == "cuda" else ((1, 64),)
@@ -142,7 +149,7 @@ class Bench:
                     table[POSITION, row], table[CAPACITY, row], table[ACTIVE, row] = context, context + 1, 1
                     table[FIRST_ADDRESS, row] = slot.data_ptr()
                 table = table.to(self.device)
-                call = self.captured(lambda: attend_latents(table, FIRST_ADDRESS, spec, query, key))  # noqa: B023
+                call = self.captured(lambda: attend_latents(table, CacheLines.of_layer(0, 1), spec, query, key))  # noqa: B023
                 taken = self.seconds(call)
                 moved = rows * context * (rank + rope) * 2
                 operations = 2 * rows * context * heads * (2 * rank + rope)

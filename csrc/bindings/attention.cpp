@@ -11,6 +11,10 @@ int64_t bytes_between(const Array& array, size_t dim) {
   return array.shape(dim) > 1 ? array.stride(dim) * (array.dtype().bits / 8) : 0;
 }
 
+uint8_t* bytes_at(const Array& array, int64_t index) {
+  return const_cast<uint8_t*>((const uint8_t*)array.data()) + index;
+}
+
 Array of_type(const char* name, nb::handle tensor, const Array& query, Access access = Access::read) {
   Array array = array_of({name, 3, {kBFloat16, kFloat32}, Strides::rows, access}, tensor);
   check_same_dtype(name, array, "query", query);
@@ -22,6 +26,11 @@ void check_rows(const char* name, const Array& array) {
   if (array.size() && array.shape(1) > 1 && array.stride(1) != (int64_t)array.shape(2))
     refuse_value(name, "a stride of " + std::to_string(array.stride(1)) + " in dimension 1",
                  std::to_string(array.shape(2)) + ", a dense one", "pass " + std::string(name) + ".contiguous()");
+}
+
+// Codes of e4m3 or scales of e8m0, as bytes.
+Array codes_of(const char* name, nb::handle tensor) {
+  return array_of({name, 3, {kUint8}, Strides::rows, Access::write}, tensor);
 }
 
 }  // namespace
@@ -46,8 +55,10 @@ void PyPool::attend(nb::handle query, nb::handle key, nb::handle value, nb::hand
   std::vector<Array> alive;
   for (nb::handle place : places) {
     int64_t given = length_of("places", place);
-    if (given != 5) refuse_value("places", std::to_string(given) + " of a place", "5");
-    Array keys = of_type("keys", place[3], q, Access::write), values = of_type("values", place[4], q, Access::write);
+    if (given != 5 && given != 7) refuse_value("places", std::to_string(given) + " of a place", "5, or 7 of codes");
+    const bool coded = given == 7;
+    Array keys = coded ? codes_of("keys", place[3]) : of_type("keys", place[3], q, Access::write),
+          values = coded ? codes_of("values", place[4]) : of_type("values", place[4], q, Access::write);
     int64_t capacity = (int64_t)keys.shape(1);
     check_shape("keys", keys, {groups, capacity, size}, "heads of key, its capacity, size of key's heads");
     check_shape("values", values, {groups, capacity, wide}, "heads of value, capacity of keys, size of value's heads");
@@ -63,6 +74,17 @@ void PyPool::attend(nb::handle query, nb::handle key, nb::handle value, nb::hand
                            at(q, row, bytes_between(q, 1)), at(k, row, bytes_between(k, 1)),
                            at(v, row, bytes_between(v, 1)), bytes_between(q, 0), bytes_between(k, 0),
                            bytes_between(v, 0), at(to, row, bytes_between(to, 0))});
+    if (coded) {
+      Array key_scales = codes_of("key scales", place[5]), value_scales = codes_of("value scales", place[6]);
+      check_shape("key scales", key_scales, {groups, capacity, 1}, "heads and capacity of keys, 1");
+      check_shape("value scales", value_scales, {groups, capacity, 1}, "heads and capacity of values, 1");
+      KVSequence& sequence = a.sequences.back();
+      sequence.key_scales = bytes_at(key_scales, start), sequence.value_scales = bytes_at(value_scales, start);
+      sequence.key_scale_group_stride = bytes_between(key_scales, 0);
+      sequence.value_scale_group_stride = bytes_between(value_scales, 0);
+      alive.push_back(std::move(key_scales));
+      alive.push_back(std::move(value_scales));
+    }
     alive.push_back(std::move(keys));
     alive.push_back(std::move(values));
   }

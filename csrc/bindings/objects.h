@@ -28,7 +28,8 @@ struct PyPool {
   nb::list argmax(nb::handle x) const;  // of each row
   // Rows of query [heads, T, d], key [groups, T, d], value [groups, T, dv] -> rows of out [T, heads, dv]. For each of
   // `places`, (row, start, end, keys, values): the row's key and value are written to end - 1 of keys [groups,
-  // capacity, d] and values [groups, capacity, dv], then its query attends to [start, end).
+  // capacity, d] and values [groups, capacity, dv], then its query attends to [start, end). With (..., key scales,
+  // value scales) these are codes of e4m3 with scales of e8m0 [groups, capacity, 1], all uint8.
   void attend(nb::handle query, nb::handle key, nb::handle value, nb::handle out, nb::list places, double scale) const;
   double rate(const std::string& what, double seconds, int64_t threads, const std::string& isa, int64_t bytes);
   double codes_rate(const std::string& format, int64_t rows, double seconds, int64_t threads, const std::string& isa);

@@ -6,6 +6,7 @@
 // f32.
 #pragma once
 
+#include "kernels/codecs.h"
 #include "kernels/elementwise.h"
 
 namespace kt {
@@ -87,6 +88,17 @@ void run_attention_split(const AttentionSplit& a) {
   int32_t head = 0;
   for (; head + max_heads <= a.heads; head += max_heads) attention_heads<W, max_heads>(a, head);
   for (; head < a.heads; head++) attention_heads<W, 1>(a, head);
+}
+
+template <int W>
+void run_decode_cache(const CacheRows& c) {
+  for (int64_t row = 0; row < c.rows; row++) {
+    const F32<W> scale = e8m0<W>(splat<U32<W>>((uint32_t)c.scales[row]));
+    const uint8_t* codes = c.codes + row * c.stride;
+    char* out = c.out + row * c.size * 2;
+    for (int32_t i = 0; i < c.size; i += W)
+      to_bf16<W>(out + i * 2, finite_e4m3<W, false>(bytes_of<W>(codes, i) << 24) * scale);
+  }
 }
 
 }  // namespace

@@ -47,6 +47,15 @@ struct AttentionSplit {
   float* out;                  // [heads][value_size]: the sum of e^(score - max_score) v
 };
 
+// Rows of a KV cache in codes of e4m3, each with a scale of e8m0, as bf16. That is exact: a code has four significant
+// bits, and scales are powers of two.
+struct CacheRows {
+  const uint8_t *codes, *scales;
+  int64_t stride;      // of codes, from row to row; scales are adjacent
+  int32_t rows, size;  // size: a multiple of kHeadSizeStep
+  char* out;           // [rows][size]
+};
+
 // RMS norm: rows divided by their root mean square, rounded, times a weight; x, weight and out have one type, bf16 or
 // f32.
 struct Norm {

@@ -245,6 +245,7 @@ constexpr KernelTable table_of(const char* name) {
           bf16_only<Isa>(&GemvImpl::pack_rows),
           bf16_only<Isa>(&GemvImpl::multiply),
           bf16_only<Isa>(&run_attention_split<Isa::width>),
+          bf16_only<Isa>(&run_decode_cache<Isa::width>),
           bf16_only<Isa>(&run_norm<Isa::width>),
           bf16_only<Isa>(&run_lora_gemv<Isa::width>),
           if_int8<Int8Isa>(&quantise_rows<kDecodeWidth<Isa>>),

@@ -368,6 +368,7 @@ struct KernelTable {
   void (*pack_rows)(const PackRows&);              // null: absent in this precision
   void (*gemv_rows)(const Gemv&);                  // likewise
   void (*attention_split)(const AttentionSplit&);  // likewise
+  void (*decode_cache)(const CacheRows&);          // likewise
   void (*norm)(const Norm&);                       // likewise
   void (*lora_gemv)(const LoraGemv&);              // likewise
   void (*quantise)(const Quantise&);               // likewise, and then W8A8 is unsupported

@@ -19,12 +19,16 @@ struct KVSequence {
   const char *query, *key, *value;  // the new token's: [heads][key_size], [groups][key_size], [groups][value_size]
   int64_t query_head_stride, key_head_stride, value_head_stride;  // bytes from head to head of these
   char* out;                                                      // [heads][value_size]
+  // Of a cache in codes of e4m3: e8m0 [groups][tokens], from the first visible token on. Null: the cache has the type
+  // of the other tensors.
+  uint8_t *key_scales = nullptr, *value_scales = nullptr;
+  int64_t key_scale_group_stride = 0, value_scale_group_stride = 0;
 };
 
 struct Attention {
   std::vector<KVSequence> sequences;
   int32_t heads, groups, key_size, value_size;
-  DType type;  // of all tensors
+  DType type;  // of all tensors, apart from a cache in codes
   float scale;
 };
 

@@ -169,7 +169,7 @@ def test_own_flags_parse() -> None:
         ("M --kv-disk x --kv-disk-gb 0", "kv-disk-gb: given 0.0, expected more than 0"),
         ("M --kv-disk x --kv-disk-gb inf", "kv-disk-gb"),
         ("M --kv-disk-gb 3", "--kv-disk PATH beside it"),
-        ("M --kv-cache-dtype fp8_e4m3", "kv-cache-dtype: given fp8_e4m3, expected auto or bf16"),
+        ("M --kv-cache-dtype fp8_e5m2", "kv-cache-dtype: given fp8_e5m2, expected auto, bf16 or fp8"),
     ],
 )
 def test_invalid_launch_lines_are_refused(line: str, words: str) -> None:

@@ -237,6 +237,14 @@ def _print_machines(as_json: bool) -> None:
         print(f"{name:<16} {one.cpu.name}, {gigabytes(one.memory)}")
 
 
+def _is_fp8(kv_cache_dtype: str) -> bool:
+    from ktransformers.serve.flags import CACHE_DTYPES, FP8_WORDS
+
+    if kv_cache_dtype not in CACHE_DTYPES:
+        raise InputError("kv-cache-dtype", kv_cache_dtype, "auto, bf16 or fp8")
+    return kv_cache_dtype in FP8_WORDS
+
+
 def _linear_format(rest: str | None) -> str | None:
     """Of `--rest`; None: numbers."""
     from ktransformers import _core
@@ -318,6 +326,9 @@ def plan(
         str | None, typer.Option("--format", help="Experts in this format, as int4, instead of the release's.")
     ] = None,
     rest: RestOption = None,
+    kv_cache_dtype: Annotated[
+        str, typer.Option("--kv-cache-dtype", help="Serving: keys and values in auto or fp8, as `kt serve` has it.")
+    ] = "auto",
     everything: Annotated[bool, typer.Option("--all", help="Also other formats and slower plans.")] = False,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine again.")] = False,
     html: Annotated[
@@ -338,7 +349,7 @@ def plan(
     target = _choose_machine(machine, gpu, ram, calibrate)
     size = 2 if _bf16_is_fast(target) else 4  # as `kt train` and `kt serve` choose
     linear_format = _linear_format(rest)
-    serving = Serving(context, prompt, sequences, size, linear_format)
+    serving = Serving(context, prompt, sequences, size, linear_format, _is_fp8(kv_cache_dtype))
     policies = PLANNED_POLICIES if place is None else (place,)
     if hosts is not None:
         from ktransformers.cli.plan_hosts import plan_hosts, refuse_with_hosts

@@ -40,6 +40,7 @@ class AttentionShape:
     scores: int = 0  # multiplications of a token per earlier token
     cache: int = 0  # numbers of a token's keys and values, those of latents expanded
     latent: int = 0  # numbers of a token in a cache of latents; 0: no latent attention
+    cache_rows: int = 0  # heads of a token's keys and values in the cache; of latents one
     absorbed: int = 0  # numbers that multiply queries for latents
     index: tuple[LinearShape, ...] = ()  # queries, key and weights of heads of an indexer; frozen
     windowed: bool = False  # a token attends to the last ones only
@@ -96,6 +97,7 @@ def _latent(text_config: Mapping[str, Any]) -> AttentionShape:
         scores=scores,
         cache=scores,
         latent=latent + rope,
+        cache_rows=1,
         absorbed=heads * nope * latent,
         index=_indexer(text_config),
     )
@@ -144,6 +146,7 @@ def _grouped(text_config: Mapping[str, Any], kind: str) -> AttentionShape:
         width=queries + heads * value + cache,
         scores=heads * (size + value),
         cache=cache,
+        cache_rows=2 * pairs,
         windowed=kind in WINDOWED,
     )
 

@@ -325,7 +325,7 @@ def _training(
 
 def _serving(model: ModelShape, work: Serving, host: Table, gpus: list[Table]) -> int:
     """Add what serving needs to the tables; returns the pinned bytes."""
-    cache = work.sequences * work.context * model.cached_numbers * work.rest_bytes
+    cache = work.sequences * work.context * model.cached_bytes(work.rest_bytes, fp8=work.fp8_cache)
     if not gpus and model.absorbed_numbers:
         host["absorbed keys"] = model.absorbed_numbers * model.rest_dtype_bytes
     width = 8 * model.hidden + 2 * model.attention_width + model.mlp_width

@@ -74,6 +74,7 @@ class ModelShape:
     checkpoint_bytes: int = 0  # on disk; 0: unknown
     counted: bool = False  # from shard headers, not by formulas
     latent_width: int = 0  # numbers of a token in a KV cache of latents, all layers together; 0: no latent attention
+    cache_rows: int = 0  # heads of a token's keys and values in the KV cache, all layers together: scales in fp8
     absorbed_numbers: int = 0  # that multiply queries for latents (serve/engine/latent.py), all layers together
     index_width: int = 0  # numbers of a token's keys for indexers, all layers together; 0: keys are not selected
     index_topk: int = 0  # keys that a new token attends to, if an indexer selects them
@@ -95,6 +96,22 @@ class ModelShape:
         attended = min(context, self.index_topk) if self.index_width else context
         unread = max(0.0, context - self.window) * self.window_width
         return attended * (self.latent_width or self.cache_width) - unread + context * self.index_width
+
+    def cached_bytes(self, number_bytes: int, *, fp8: bool) -> int:
+        """Of a token in the KV cache. In fp8 every head of keys and values is bytes and a scale of one byte; keys of
+        indexers keep their dtype (serve/engine/cache_codes.py)."""
+        if not fp8:
+            return self.cached_numbers * number_bytes
+        return (self.latent_width or self.cache_width) + self.cache_rows + self.index_width * number_bytes
+
+    def read_bytes(self, context: float, number_bytes: int, *, fp8: bool) -> float:
+        """That a new token reads in the KV cache of its `context` tokens."""
+        index = context * self.index_width
+        keys = self.read_numbers(context) - index
+        if not fp8:
+            return (keys + index) * number_bytes
+        scale_bytes = 1 + self.cache_rows / max(1, self.latent_width or self.cache_width)
+        return keys * scale_bytes + index * number_bytes
 
     @property
     def expert_numbers(self) -> int:
@@ -229,6 +246,7 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
         mlp_width=3 * max(shared, dense),
         cache_width=sum(layer.cache for layer in attention),
         latent_width=sum(layer.latent for layer in attention),
+        cache_rows=sum(layer.cache_rows for layer in attention),
         absorbed_numbers=sum(layer.absorbed for layer in attention),
         context=config_number(text_config, "max_position_embeddings", default=32768),
         rest_dtype_bytes=_dtype_bytes(text_config),

@@ -257,7 +257,8 @@ def serving_time(model: ModelShape, work: Serving, choice: Choice, machine: Mach
         inference_pass(model, tokens, earlier_tokens, machine, choice, work.rest_bytes)
         for tokens, earlier_tokens in serving_passes(work).values()
     )
-    cache = work.sequences * model.read_numbers((work.prompt + work.context) / 2) * work.rest_bytes
+    context = (work.prompt + work.context) / 2
+    cache = work.sequences * model.read_bytes(context, work.rest_bytes, fp8=work.fp8_cache)
     cache += 2 * work.sequences * model.states.bytes(work.rest_bytes)  # read and written
     bandwidth = machine.gpus[0].bandwidth if choice.gpus else machine.cpu.read_bytes
     return PredictedTime(decode.parts | {"cache": cache / bandwidth}, work.sequences, prefill.seconds)

@@ -75,6 +75,7 @@ class Serving:
     sequences: int = 1
     rest_bytes: int = 2
     linear_format: str | None = None  # that linear layers outside of the experts are encoded in, on a CPU
+    fp8_cache: bool = False  # keys and values in codes of 8 bits
 
     def __post_init__(self) -> None:
         for name in ("context", "prompt", "sequences"):

@@ -143,7 +143,14 @@ SUPPORTED_FLAGS = (
     ),
     Flag(("--kv-disk",), "kv_disk", "a file, or a folder for it, that keeps blocks of the KV cache over restarts"),
     Flag(("--kv-disk-gb",), "kv_disk_gb", "GiB of that file; default: half of what is free on its disk", float),
-    Flag(("--kv-cache-dtype",), "kv_cache_dtype", "auto, or bf16 for a model in bf16; 8 bits are refused", str, "auto"),
+    Flag(
+        ("--kv-cache-dtype",),
+        "kv_cache_dtype",
+        "of keys and values: auto, as the model is computed, bf16 for a model in bf16, or fp8, codes of e4m3 with a "
+        "scale for each token and head",
+        str,
+        "auto",
+    ),
     Flag(("--max-body-bytes",), "max_body_bytes", "bytes of one request", int, 16 * 2**20),
     Flag(("--max-prompts",), "max_prompts", "prompts of one /v1/completions", int, 128),
     Flag(("--max-messages",), "max_messages", "messages of one chat", int, 4096),
@@ -239,6 +246,8 @@ SUPPORTED_FLAGS = (
 
 # Words of --kv-cache-dtype -> the dtype of the model that they ask for; None: any.
 CACHE_DTYPES: dict[str, str | None] = {"auto": None, "bf16": "bfloat16", "bfloat16": "bfloat16"}
+FP8_WORDS = ("fp8", "fp8_e4m3")  # the second is SGLang's
+CACHE_DTYPES |= dict.fromkeys(FP8_WORDS)
 
 # What `kt run` has besides: an answer to one prompt.
 RUN_FLAGS = (
@@ -369,6 +378,11 @@ class Launch:
     log_level: str = "warning"
     force: bool = False
     notes: tuple[str, ...] = field(default=())  # on flags that were accepted without effect
+
+    @property
+    def fp8_cache(self) -> bool:
+        """Keys and values are codes of 8 bits."""
+        return self.kv_cache_dtype in FP8_WORDS
 
 
 class _Parser(argparse.ArgumentParser):
@@ -566,7 +580,7 @@ def _check_cache(options: dict[str, Any]) -> None:
     if options["kv_disk"] == "":
         raise InputError("kv-disk", "an empty path", "a file or a folder")
     if dtype not in CACHE_DTYPES:
-        raise InputError("kv-cache-dtype", dtype, "auto or bf16: keys and values are kept in the model's dtype")
+        raise InputError("kv-cache-dtype", dtype, "auto, bf16 or fp8 (e4m3)")
 
 
 def _parse_lora_path(word: str) -> tuple[str, str]:

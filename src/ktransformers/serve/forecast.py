@@ -31,6 +31,7 @@ def serving_workload(launch: Launch, rest_bytes: int, max_positions: int, device
         sequences=1,
         rest_bytes=rest_bytes,
         linear_format=None if launch.rest in REST_AS_RELEASED or device != "cpu" else launch.rest,
+        fp8_cache=launch.fp8_cache,
     )
 
 

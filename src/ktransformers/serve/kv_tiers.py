@@ -71,6 +71,8 @@ def open_tiers(launch: Launch, target: Target, dtype: Any, by_default: bool, log
 
     experts, place = target.choose_experts(launch.experts), options_of(launch, target)
     options = {name: getattr(place, name) for name in APPROXIMATIONS} | {"dtype": str(dtype), "rest": launch.rest}
+    if launch.fp8_cache:
+        options["kv_cache_dtype"] = "fp8"
     options |= {"experts": launch.expert_format or target.expert_format}
     rules = place.kt_optimize_rule
     options |= {"operators": operators_of(rules), "sources": own_sources(rules)}

@@ -203,8 +203,13 @@ def _load_service(
     coded = describe_coded(model)
     if coded or launch.rest not in REST_AS_RELEASED:
         log(coded or f"--rest {launch.rest}: without effect: no linear layer of this model is large enough")
-    forward = make_forward(model)
+    forward = make_forward(model, fp8_cache=launch.fp8_cache)
+    if forward.reason:
+        log(f"sequences of {model.config.model_type} are computed one at a time: {forward.reason}")
     kv_bytes_per_token = forward.check_against_stock()
+    if forward.fp8_cache:
+        kept = "; keys of indexers and recurrent states keep their dtype" if forward.indexers or forward.states else ""
+        log(f"keys and values in fp8 (e4m3): logits of a short text differ by {forward.fp8_error:.2g}{kept}")
     attach_experts(model, placement, log, graphs)
     engine, cache_bytes = _make_engine(launch, plan, forward, device, kv_bytes_per_token, tier_request, log)
     service = Service(
@@ -268,7 +273,7 @@ def _encoded_on_load(
     launch: Launch, target: Target, options: PlacementOptions, operators: OperatorPlan | None, *, coded: bool
 ) -> dict[str, str]:
     """Flag or key -> what it rounds while the model is loaded; `coded`: linear layers have codes."""
-    approximations = {}
+    approximations = {"kv_cache_dtype": "fp8_e4m3"} if launch.fp8_cache else {}
     if coded and launch.rest not in REST_AS_RELEASED:
         approximations["rest"] = launch.rest
     if (encoded := launch.expert_format or target.expert_format) is not None:

@@ -50,11 +50,17 @@ class Family:
     """A tiny model in place of the `EngineHarness` of a served one."""
 
     def __init__(
-        self, family: str, dtype: torch.dtype = torch.float32, device: str = "cpu", positions: int = 512
+        self,
+        family: str,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        positions: int = 512,
+        *,
+        fp8: bool = False,
     ) -> None:
         self._positions = positions
         model: Any = build(family, max_position_embeddings=positions, **OPTIONS.get(family, {}))
-        self.forward = Forward(model.to(device, dtype))
+        self.forward = Forward(model.to(device, dtype), fp8_cache=fp8)
         self.bytes_per_token = self.forward.check_against_stock()
 
     def engine(self, **limits: int) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ktransformers.serve.engine.attention import AttentionSpec
+from ktransformers.serve.engine.cache_codes import round_trip
 from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.latent import LatentProjection
 from ktransformers.serve.graphs import decode_attention
@@ -36,17 +37,17 @@ def attend(backend: str, *given: object) -> Tensor:
     return actual
 
 
-def filled(length: int, sizes: tuple[int, int, int], dtype: torch.dtype, device: str) -> KVSlot:
+def filled(length: int, sizes: tuple[int, int, int], dtype: torch.dtype, device: str, *, fp8: bool = False) -> KVSlot:
     groups, key, value = sizes
-    slot = KVSlot(None, capacity=length + 9)
-    slot.write("keys", 2, 0, torch.randn(groups, length, key).to(dtype).to(device))
-    slot.write("values", 2, 0, torch.randn(groups, length, value).to(dtype).to(device))
+    slot = KVSlot(None, capacity=length + 9, fp8=fp8)
+    slot.store("keys", 2, 0, torch.randn(groups, length, key).to(dtype).to(device))
+    slot.store("values", 2, 0, torch.randn(groups, length, value).to(dtype).to(device))
     return slot
 
 
 def oracle(query: Tensor, slot: KVSlot, end: int, kind: AttentionSpec) -> Tensor:
     """query [heads, d] -> [heads, dv], in float64."""
-    keys, values = (held[2][:, :end].cpu().double() for held in (slot.keys, slot.values))
+    keys, values = (slot.read(part, 2, 0, end, torch.float32).cpu().double() for part in ("keys", "values"))
     start = 0 if kind.window is None else max(0, end - kind.window)
     repeat = query.shape[0] // keys.shape[0]
     keys, values = (held[:, start:].repeat_interleave(repeat, 0) for held in (keys, values))
@@ -63,16 +64,24 @@ def oracle(query: Tensor, slot: KVSlot, end: int, kind: AttentionSpec) -> Tensor
 
 def table_of(slots: list[KVSlot | None], positions: list[int]) -> Tensor:
     """The table of two layers, of which the second is used; None: an inactive row."""
-    table = torch.zeros(FIRST_ADDRESS + 4, len(slots), dtype=torch.int64)
+    table = torch.zeros(FIRST_ADDRESS + 8, len(slots), dtype=torch.int64)
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         if slot is not None:
             table[POSITION, row], table[CAPACITY, row], table[ACTIVE, row] = position, slot.capacity, 1
             table[FIRST_ADDRESS + 1, row] = slot.keys[2].data_ptr()
             table[FIRST_ADDRESS + 3, row] = slot.values[2].data_ptr() if slot.values else 0
+            table[FIRST_ADDRESS + 5, row] = slot.key_scales[2].data_ptr() if slot.fp8 else 0
+            table[FIRST_ADDRESS + 7, row] = slot.value_scales[2].data_ptr() if slot.value_scales else 0
     return table
 
 
+def stored_rows(rows: Tensor, *, fp8: bool) -> Tensor:
+    """What a slot holds of these rows."""
+    return round_trip(rows) if fp8 else rows
+
+
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
+@pytest.mark.parametrize("fp8", [False, True], ids=["numbers", "codes"])
 @pytest.mark.parametrize(
     ("sizes", "dtype", "window", "extra"),
     [
@@ -88,14 +97,20 @@ def table_of(slots: list[KVSlot | None], positions: list[int]) -> Tensor:
     ],
 )
 def test_decode_attention_matches_float64(
-    sizes: tuple[int, int, int, int], dtype: torch.dtype, window: int | None, extra: str, backend: str, device: str
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    window: int | None,
+    extra: str,
+    fp8: bool,
+    backend: str,
+    device: str,
 ) -> None:
     heads, groups, key, value = sizes
     if backend == "kernels" and device == "cpu" and dtype == torch.bfloat16:
         dtype = torch.float16  # the interpreter multiplies the bits of bf16 as if they were integers
     torch.manual_seed(0)
     lengths = [1, 33, 0, 700, 64]
-    slots: list[KVSlot | None] = [filled(length, (groups, key, value), dtype, device) for length in lengths]
+    slots: list[KVSlot | None] = [filled(length, (groups, key, value), dtype, device, fp8=fp8) for length in lengths]
     slots[4] = None
     query = torch.randn(len(slots), heads, key).to(dtype).to(device).transpose(0, 1)
     new_keys = torch.randn(len(slots), groups, key).to(dtype).to(device).transpose(0, 1)
@@ -103,14 +118,15 @@ def test_decode_attention_matches_float64(
     sinks = torch.randn(heads).to(dtype).to(device) if extra == "sinks" else None
     spec = AttentionSpec(2, key**-0.5, window, 1.5 if extra == "cap" else None, sinks)
     table = table_of(slots, lengths).to(device)
-    actual = attend(backend, table, CacheLines(FIRST_ADDRESS + 1, FIRST_ADDRESS + 3), spec, query, new_keys, new_values)
+    actual = attend(backend, table, CacheLines.of_layer(1, 2, fp8=fp8), spec, query, new_keys, new_values)
     assert actual.shape == (len(slots), heads, value) and actual.dtype == dtype
     for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
         if slot is None:
             assert not actual[row].any()
             continue
-        assert torch.equal(slot.keys[2][:, length], new_keys[:, row])
-        assert torch.equal(slot.values[2][:, length], new_values[:, row])
+        for part, new in (("keys", new_keys), ("values", new_values)):
+            held = slot.read(part, 2, length, length + 1, dtype)
+            assert torch.equal(held, stored_rows(new[:, row : row + 1], fp8=fp8))
         expected = oracle(query[:, row], slot, length + 1, spec)
         limit = LIMITS[dtype]
         torch.testing.assert_close(actual[row].cpu().double(), expected, rtol=limit, atol=limit)
@@ -129,9 +145,9 @@ def test_row_is_bit_identical_in_every_batch(backend: str, device: str) -> None:
         assert torch.equal(alone[0], together[row])
 
 
-def latents(length: int, width: int, dtype: torch.dtype, device: str) -> KVSlot:
-    slot = KVSlot(None, capacity=length + 9)
-    slot.write("keys", 2, 0, torch.randn(1, length, width).to(dtype).to(device))
+def latents(length: int, width: int, dtype: torch.dtype, device: str, *, fp8: bool = False) -> KVSlot:
+    slot = KVSlot(None, capacity=length + 9, fp8=fp8)
+    slot.store("keys", 2, 0, torch.randn(1, length, width).to(dtype).to(device))
     return slot
 
 
@@ -140,15 +156,19 @@ def latent_spec(heads: int, rank: int, rope: int, scale: float) -> AttentionSpec
     return AttentionSpec(2, scale, None, None, None, projection)
 
 
-def attend_latents(backend: str, table: Tensor, spec: AttentionSpec, query: Tensor, key: Tensor) -> Tensor:
+def attend_latents(
+    backend: str, table: Tensor, spec: AttentionSpec, query: Tensor, key: Tensor, *, fp8: bool = False
+) -> Tensor:
+    lines = CacheLines.of_layer(1, 2, fp8=fp8)
     if backend == "twin":
-        return decode_attention.attend_latents(table, FIRST_ADDRESS + 1, spec, query, key)
+        return decode_attention.attend_latents(table, lines, spec, query, key)
     kernels = pytest.importorskip("ktransformers.serve.graphs.decode_latents_triton")
-    actual: Tensor = kernels.attend(table, FIRST_ADDRESS + 1, spec, query, key)
+    actual: Tensor = kernels.attend(table, lines, spec, query, key)
     return actual
 
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
+@pytest.mark.parametrize("fp8", [False, True], ids=["numbers", "codes"])
 @pytest.mark.parametrize(
     ("heads", "rank", "rope", "dtype"),
     [
@@ -159,26 +179,26 @@ def attend_latents(backend: str, table: Tensor, spec: AttentionSpec, query: Tens
     ],
 )
 def test_latent_attention_matches_float64(
-    heads: int, rank: int, rope: int, dtype: torch.dtype, backend: str, device: str
+    heads: int, rank: int, rope: int, dtype: torch.dtype, fp8: bool, backend: str, device: str
 ) -> None:
     """Contexts of no, one and many splits, and an inactive row."""
     if backend == "kernels" and device == "cpu" and dtype == torch.bfloat16:
         dtype = torch.float16  # the interpreter multiplies the bits of bf16 as if they were integers
     torch.manual_seed(0)
     width, lengths = rank + rope, [1, 33, 0, 2300, 64]
-    slots: list[KVSlot | None] = [latents(length, width, dtype, device) for length in lengths]
+    slots: list[KVSlot | None] = [latents(length, width, dtype, device, fp8=fp8) for length in lengths]
     slots[4] = None
     query = torch.randn(len(slots), heads, width).to(dtype).to(device).transpose(0, 1)
     new = torch.randn(1, len(slots), width).to(dtype).to(device)
     spec = latent_spec(heads, rank, rope, width**-0.5)
-    actual = attend_latents(backend, table_of(slots, lengths).to(device), spec, query, new)
+    actual = attend_latents(backend, table_of(slots, lengths).to(device), spec, query, new, fp8=fp8)
     assert actual.shape == (len(slots), heads, rank) and actual.dtype == dtype
     for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
         if slot is None:
             assert not actual[row].any()
             continue
-        held = slot.keys[2][0, : length + 1]
-        assert torch.equal(held[length], new[0, row])
+        held = slot.read("keys", 2, 0, length + 1, dtype)[0]
+        assert torch.equal(held[length:], stored_rows(new[:, row : row + 1], fp8=fp8)[0])
         held = held.double()
         expected = (query[:, row].double() @ held.T * spec.scale).softmax(-1) @ held[:, :rank]
         limit = LIMITS[dtype]

@@ -97,6 +97,7 @@ class AttentionSpec:
 AttentionFn = Callable[
     [AttentionSpec, Tensor, Tensor, Tensor], Tensor
 ]  # [heads, T, d], [kv, T, d], [kv, T, dv] -> [T, heads, dv]
+CorePlace = tuple[Any, ...]  # row, first and last + 1 of its keys, keys, values; of codes the scales of both
 _attention_fn: ContextVar[AttentionFn | None] = ContextVar("kt_attention_fn", default=None)
 _spans: ContextVar[Sequence[Span] | None] = ContextVar("kt_spans", default=None)
 
@@ -197,13 +198,8 @@ def _attend_selecting(
     assert spec.selection is not None
     selected = []
     for span in spans:
-        rows, values = slice(span.first, span.last), None
-        keys = span.slot.write("keys", spec.layer, span.position, key[:, rows])
-        if spec.latent is None:
-            values = span.slot.write("values", spec.layer, span.position, value[:, rows])
         lora = None if spec.latent is None or span.adapter is None else span.adapter.linears.get(spec.latent.linear)
-        chosen = spec.selection.of_rows[span.first]
-        selected.append(SelectedRows(span.first, span.position, keys, values, chosen, lora))
+        selected.append(_selected_rows(span, spec, key, None if spec.latent is not None else value, lora))
     if spec.latent is None:
         native = _core_decodes(query, value, None, spec.sinks)
         attend_selected(selected, query, out, spec.scale, spec.sinks, native=native)
@@ -212,9 +208,27 @@ def _attend_selecting(
         attend_selected_latents(spec.latent, selected, query, out, spec.scale, spec.sinks, native=native)
 
 
+def _selected_rows(
+    span: Span, spec: AttentionSpec, key: Tensor, value: Tensor | None, lora: LinearLora | None
+) -> SelectedRows:
+    """Stores the span's keys and values. Of a new token over codes, only what it has selected is decoded."""
+    assert spec.selection is not None
+    chosen, rows, slot = spec.selection.of_rows[span.first], slice(span.first, span.last), span.slot
+    parts = {"keys": key} | ({} if value is None else {"values": value})
+    for part, new in parts.items():
+        slot.store(part, spec.layer, span.position, new[:, rows])
+    position, end = span.position, span.position + span.rows
+    if slot.fp8 and span.rows == 1:
+        held = [slot.select(part, spec.layer, chosen[0], new.dtype) for part, new in parts.items()]
+        position, chosen = chosen.shape[1] - 1, torch.arange(chosen.shape[1], device=chosen.device)[None]
+    else:
+        held = [slot.read(part, spec.layer, 0, end, new.dtype) for part, new in parts.items()]
+    return SelectedRows(span.first, position, held[0], held[1] if len(held) > 1 else None, chosen, lora)
+
+
 def _attend_keys(spans: Sequence[Span], spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
-    native = _core_decodes(query, value, spec.softcap, spec.sinks)
+    native = _core_decodes(query, value, spec.softcap, spec.sinks) and not any(span.slot.rounded for span in spans)
     if spec.chunk is not None:
         spans = [piece for span in spans for piece in _cut_at_chunks(span, spec.chunk)]
     decoding = [span for span in spans if native and span.rows == 1]
@@ -222,10 +236,9 @@ def _attend_keys(spans: Sequence[Span], spec: AttentionSpec, query: Tensor, key:
         _decode_in_core(spec, decoding, query, key, value, out)
     for span in (span for span in spans if not native or span.rows > 1):
         rows = slice(span.first, span.last)
-        keys = span.slot.write("keys", spec.layer, span.position, key[:, rows])
-        values = span.slot.write("values", spec.layer, span.position, value[:, rows])
         start = spec.first_key(span.position)
-        keys, values = keys[:, start:], values[:, start:]
+        keys = span.slot.write("keys", spec.layer, span.position, key[:, rows], start)
+        values = span.slot.write("values", spec.layer, span.position, value[:, rows], start)
         window = (span.position - start, spec.window)
         out[rows] = _attend_in_torch(spec, query[:, rows], keys, values, *window, spec.sinks).transpose(0, 1)
     return out
@@ -260,7 +273,8 @@ def _decode_latents(
     latent: LatentProjection, spans: Sequence[Span], spec: AttentionSpec, query: Tensor, key: Tensor
 ) -> Tensor:
     """New tokens: queries `[heads, n, rank + rope]` over latents -> weighted sums of latents `[heads, n, rank]`."""
-    if not _core_decodes(query, key[..., : latent.rank], None, spec.sinks):
+    native = _core_decodes(query, key[..., : latent.rank], None, spec.sinks)
+    if not native or any(span.slot.rounded for span in spans):
         sums = []
         for row, span in enumerate(spans):
             rows = slice(row, row + 1)
@@ -268,10 +282,10 @@ def _decode_latents(
             latents = keys[..., : latent.rank]
             sums.append(_attend_in_torch(spec, query[:, rows], keys, latents, span.position, None, spec.sinks))
         return torch.cat(sums, dim=1)
-    places: list[tuple[int, int, int, Tensor, Tensor]] = []
+    places: list[CorePlace] = []
     for row, span in enumerate(spans):
-        keys = span.slot.buffer("keys", spec.layer, key)
-        places.append((row, 0, span.position + 1, keys, keys[..., : latent.rank]))
+        keys, *scales = _core_buffers(span.slot, "keys", spec.layer, key)
+        places.append((row, 0, span.position + 1, keys, keys[..., : latent.rank], *scales, *scales))
     out = query.new_empty(len(spans), latent.heads, latent.rank)
     default_pool().attend(query, key, key[..., : latent.rank], out, places, spec.scale)
     return out.transpose(0, 1)
@@ -317,12 +331,19 @@ def _core_decodes(query: Tensor, value: Tensor, softcap: float | None, sinks: Te
 def _decode_in_core(
     spec: AttentionSpec, spans: Sequence[Span], query: Tensor, key: Tensor, value: Tensor, out: Tensor
 ) -> None:
-    rows: list[tuple[int, int, int, Tensor, Tensor]] = []
+    rows: list[CorePlace] = []
     for span in spans:
         start, end = spec.first_key(span.position), span.position + 1
-        buffers = span.slot.buffer("keys", spec.layer, key), span.slot.buffer("values", spec.layer, value)
-        rows.append((span.first, start, end, *buffers))
+        keys, *key_scales = _core_buffers(span.slot, "keys", spec.layer, key)
+        values, *value_scales = _core_buffers(span.slot, "values", spec.layer, value)
+        rows.append((span.first, start, end, keys, values, *key_scales, *value_scales))
     default_pool().attend(query, key, value, out, rows, spec.scale)
+
+
+def _core_buffers(slot: KVSlot, part: str, layer: int, like: Tensor) -> list[Tensor]:
+    """The whole buffer as the core takes it; of codes, bytes and the scales."""
+    buffer = slot.buffer(part, layer, like)
+    return [buffer.view(torch.uint8), slot.scales(part, layer, like)] if slot.has_codes(part) else [buffer]
 
 
 def _cut_at_chunks(span: Span, chunk: int) -> Iterator[Span]:

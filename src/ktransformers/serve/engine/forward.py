@@ -9,11 +9,14 @@ longest sequence of the batch, attention with a bias of positions) one sequence 
 cache. On a GPU, steps of new tokens only may be replayed from CUDA graphs (`graphs/decode_graphs.py`), which are tried
 first. `check_against_stock` computes two sequences in chunks, across the edge of every sliding window, and compares the
 logits with the stock model: a family for which they differ is refused by name before the server starts. Experts that
-tie in a router are no difference.
+tie in a router are no difference. With keys and values in codes (`cache_codes.py`) the two sequences are computed twice
+more, in slots of codes and in slots of numbers that are rounded to codes: these may differ no more than that, and the
+difference from the stock model, which is what 8 bits cost, is bounded loosely and logged.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ktransformers.adapters.logit_error import ForwardPass, logit_error
+from ktransformers.adapters.logit_error import ComputeLogits, ForwardPass, logit_error
 from ktransformers.adapters.router_choices import token_numbers
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
@@ -61,6 +64,7 @@ BATCHED_LAYER_TYPES |= {"moe", "mlp"}  # without anything between tokens
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # rope types that depend on the longest sequence of a batch
 MAX_LOGIT_ERROR = {torch.float32: 1e-3}  # relative, between served and stock logits
 MAX_LOGIT_ERROR_16_BIT = 0.1  # in bfloat16 and float16
+MAX_LOGIT_ERROR_FP8 = 0.5  # with keys and values in codes of 8 bits; other experts may be chosen
 
 
 @dataclass(frozen=True)
@@ -83,9 +87,12 @@ class ForwardResult:
 
 class Forward:
     batched = True
+    reason = ""  # why sequences are not computed together
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, fp8_cache: bool = False) -> None:
         self.model: Any = model
+        self.fp8_cache = fp8_cache  # slots hold codes
+        self.fp8_error = 0.0  # of logits with codes, relative to the stock model's, after `check_against_stock`
         self.bytes_per_sequence = 0  # of convolution and recurrent states, after `check_against_stock`
         nn.Module.eval(model)
         self.device = next(model.parameters()).device
@@ -174,6 +181,8 @@ class Forward:
             with reduced_windows(self.model), reduced_topk(self.model):
                 require_reduced(self.model.config.model_type, read_windows(self.model))
                 slot = _check_chunks(self)
+                if self.fp8_cache:
+                    self.fp8_error, slot = _check_codes(self)
         finally:
             read_windows(self.model)
         self.bytes_per_sequence = state_bytes(slot.states)
@@ -194,6 +203,7 @@ class SequentialForward:
     """Computes one sequence at a time, its state in a cache of transformers."""
 
     batched = False
+    fp8_cache, fp8_error = False, 0.0  # transformers' cache holds what the model computes
     bytes_per_sequence = 0
     states: Mapping[str, bool] = MappingProxyType({})
     graphs: DecodeGraphs | None = None
@@ -201,8 +211,9 @@ class SequentialForward:
     position_scales = 0  # layers whose queries are scaled by position
     block_layout: BlockLayout | None = None  # slots hold caches of transformers, which have no blocks
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, reason: str = "") -> None:
         self.model: Any = model
+        self.reason = reason  # why sequences are not computed together
         nn.Module.eval(model)
         self.device = next(model.parameters()).device
         self._head = LogitsHead(model)
@@ -248,7 +259,7 @@ class SequentialForward:
         return nullcontext()
 
 
-def make_forward(model: PreTrainedModel) -> Forward | SequentialForward:
+def make_forward(model: PreTrainedModel, *, fp8_cache: bool = False) -> Forward | SequentialForward:
     """Chosen by the model's configuration and attention; `check_against_stock` verifies the choice."""
     patch_linears(model)
     patch_norms(model)
@@ -257,14 +268,21 @@ def make_forward(model: PreTrainedModel) -> Forward | SequentialForward:
     rope_settings = [rope, *(settings for settings in rope.values() if isinstance(settings, dict))]
     depends_on_length = any(settings.get("rope_type") in LENGTH_DEPENDENT_ROPE for settings in rope_settings)
     layer_types = BATCHED_LAYER_TYPES | ({INDEX_LAYER_TYPE} if has_indexers(model) else set())
-    batched = set(getattr(config, "layer_types", None) or []) <= layer_types
+    other_types = sorted(set(getattr(config, "layer_types", None) or []) - layer_types)
     stock_attention = model.config._attn_implementation
-    if batched and not depends_on_length:
+    reason = f"it has layers of the type {other_types[0]}" if other_types else ""
+    if depends_on_length:
+        reason = "its position embeddings depend on the longest sequence of a batch"
+    if not reason:
         try:
-            return Forward(model)
-        except InputError:  # of its attention or masks
+            return Forward(model, fp8_cache=fp8_cache)
+        except InputError as error:  # of its attention, masks or states
             model.set_attn_implementation(stock_attention)
-    return SequentialForward(model)
+            reason = str(error)
+    if fp8_cache:
+        given = f"fp8 with {config.model_type}, which is computed one sequence at a time: {reason}"
+        raise InputError("kv-cache-dtype", given, "auto or bf16")
+    return SequentialForward(model, reason)
 
 
 def _check_prompts(model: Any) -> list[list[int]]:
@@ -332,6 +350,27 @@ def _check_chunks(forward: Forward | SequentialForward) -> KVSlot:
         given = f"{kind}, whose logits differ by {error:.2g} when it is computed in chunks"
         raise InputError("model", given, f"at most {limit:g}", "this family cannot be served")
     return slot
+
+
+def _check_codes(forward: Forward) -> tuple[float, KVSlot]:
+    """Compare slots of codes with slots of rounded numbers; returns the difference of their logits from the stock
+    model's, and a slot of codes."""
+    prompts, kind = _check_prompts(forward.model), forward.model.config.model_type
+    coded = [KVSlot(None, capacity=24, fp8=True) for _ in prompts]
+    rounded = [KVSlot(None, capacity=24, rounded=True) for _ in prompts]
+
+    def difference(expected: ComputeLogits, limit: float) -> float:
+        return logit_error(
+            forward.model, prompts, expected, lambda passes: _chunk_logits(forward, coded, passes), limit
+        )
+
+    limit = MAX_LOGIT_ERROR.get(forward.model.dtype, MAX_LOGIT_ERROR_16_BIT)
+    error = difference(lambda passes: _chunk_logits(forward, rounded, passes), limit)
+    from_stock = difference(lambda passes: _stock_logits(forward, passes), math.inf)
+    if not error <= limit or not from_stock <= MAX_LOGIT_ERROR_FP8:
+        given = f"fp8 with {kind}, whose logits differ by {error:.2g}, from the stock model's by {from_stock:.2g}"
+        raise InputError("kv-cache-dtype", given, f"at most {limit:g} and {MAX_LOGIT_ERROR_FP8:g}", "use auto")
+    return from_stock, coded[0]
 
 
 def _has_quantised_experts(model: Any) -> bool:

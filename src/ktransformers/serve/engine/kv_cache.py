@@ -1,7 +1,8 @@
 """The KV cache: one contiguous slot per sequence, kept after the sequence ends as a prefix cache.
 
 What a layer keeps between tokens is of two kinds. *Per token*: keys `[heads, capacity, d]` and values
-`[heads, capacity, dv]`, latents in the form of keys of one head (`latent.py`), keys of an indexer. *Per sequence*:
+`[heads, capacity, dv]`, latents in the form of keys of one head (`latent.py`), keys of an indexer; keys and values may
+be codes of 8 bits with scales beside them (`cache_codes.py`). *Per sequence*:
 convolution and recurrent states, of the last token only, with copies at some earlier positions (`snapshots.py`) at
 which the slot can be truncated or copied. The first `length` positions of a slot belong to `tokens`,
 computed under `owner`: the name and version of an adapter, None for the base, because another adapter computes other
@@ -18,10 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ktransformers.nn.out_of_memory import exhausted_memory
+from ktransformers.serve.engine.cache_codes import CODE_DTYPE, SCALE_OF, decode, encode, round_trip
 from ktransformers.serve.engine.sampling import Score
 from ktransformers.serve.engine.snapshots import Snapshots, States, copy_states
 
@@ -38,6 +41,10 @@ class KVSlot:
     keys: dict[int, Tensor] = field(default_factory=dict)  # layer -> [heads, capacity, d]
     values: dict[int, Tensor] = field(default_factory=dict)  # none where they are the beginning of the keys (latents)
     index_keys: dict[int, Tensor] = field(default_factory=dict)  # [1, capacity, d], of indexers
+    fp8: bool = False  # keys and values are codes
+    rounded: bool = False  # numbers are rounded to codes before they are stored: what `fp8` is compared with
+    key_scales: dict[int, Tensor] = field(default_factory=dict)  # uint8 [heads, capacity, 1], of codes
+    value_scales: dict[int, Tensor] = field(default_factory=dict)
     states: States = field(default_factory=States)  # per sequence, after the last of `tokens`
     snapshots: Snapshots = field(default_factory=Snapshots)  # of `states`, at earlier positions
     scores: list[Score] = field(default_factory=list)  # of the first tokens, as far as they were requested
@@ -55,21 +62,53 @@ class KVSlot:
     @property
     def parts(self) -> dict[str, dict[int, Tensor]]:
         """What is kept per token: name -> layer -> [heads, capacity, d]."""
-        return {"keys": self.keys, "values": self.values, "index_keys": self.index_keys}
+        parts = {"keys": self.keys, "values": self.values, "index_keys": self.index_keys}
+        return parts | ({"key_scales": self.key_scales, "value_scales": self.value_scales} if self.fp8 else {})
 
     def buffer(self, part: str, layer: int, like: Tensor) -> Tensor:
-        """The whole buffer `[heads, capacity, d]` of a layer, allocated like `[heads, n, d]` on first use."""
+        """The whole buffer `[heads, capacity, d]` of a layer, allocated like `[heads, n, d]` on first use; of codes
+        where the slot has them."""
         buffers = self.parts[part]
         if layer not in buffers:
-            buffers[layer] = like.new_empty(like.shape[0], self.capacity, like.shape[2])
+            dtype = CODE_DTYPE if self.fp8 and part in SCALE_OF else like.dtype
+            buffers[layer] = like.new_empty(like.shape[0], self.capacity, like.shape[2], dtype=dtype)
         return buffers[layer]
 
-    def write(self, part: str, layer: int, position: int, rows: Tensor) -> Tensor:
-        """Store `[heads, n, d]` at `position`; returns everything up to the last one stored."""
-        buffer = self.buffer(part, layer, rows)
-        end = position + rows.shape[1]
-        buffer[:, position:end] = rows
-        return buffer[:, :end]
+    def scales(self, part: str, layer: int, like: Tensor) -> Tensor:
+        """The whole buffer of the scales of codes, allocated on first use."""
+        return self.buffer(SCALE_OF[part], layer, like.new_empty(like.shape[0], 0, 1, dtype=torch.uint8))
+
+    def store(self, part: str, layer: int, position: int, rows: Tensor) -> None:
+        """Store `[heads, n, d]` at `position`."""
+        buffer, written = self.buffer(part, layer, rows), slice(position, position + rows.shape[1])
+        if self.rounded and part in SCALE_OF:
+            rows = round_trip(rows)
+        if buffer.dtype == CODE_DTYPE and rows.dtype != CODE_DTYPE:
+            rows, scales = encode(rows)
+            self.scales(part, layer, rows)[:, written] = scales
+        buffer[:, written] = rows
+
+    def read(self, part: str, layer: int, first: int, end: int, dtype: torch.dtype) -> Tensor:
+        """Rows `first` .. `end` - 1, `[heads, n, d]`: a view, or a decoded copy."""
+        rows = self.parts[part][layer][:, first:end]
+        return decode(rows, self.parts[SCALE_OF[part]][layer][:, first:end], dtype) if self.has_codes(part) else rows
+
+    def select(self, part: str, layer: int, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy of the rows at these positions."""
+        buffer = self.parts[part][layer]
+        if not self.has_codes(part):
+            return buffer.index_select(1, positions)
+        codes = buffer.view(torch.uint8).index_select(1, positions).view(CODE_DTYPE)
+        return decode(codes, self.parts[SCALE_OF[part]][layer].index_select(1, positions), dtype)
+
+    def write(self, part: str, layer: int, position: int, rows: Tensor, first: int = 0) -> Tensor:
+        """Store `[heads, n, d]` at `position`; returns everything from `first` up to the last one stored, as it is
+        stored."""
+        self.store(part, layer, position, rows)
+        return self.read(part, layer, first, position + rows.shape[1], rows.dtype)
+
+    def has_codes(self, part: str) -> bool:
+        return self.fp8 and part in SCALE_OF
 
     def restart(self, shared: int) -> int:
         """The last position up to `shared` from which the slot can be continued or copied."""
@@ -101,10 +140,11 @@ class KVSlot:
 
     def addresses(self) -> NDArray[np.int64]:
         """int64 `[2 L]`: device addresses of the keys of every computed layer in order, then of the values; 0 where
-        there are none. They are valid until the slot grows."""
+        there are none; `[4 L]` with those of the scales of codes. They are valid until the slot grows."""
         state = self.capacity, len(self.keys)
         if self._addresses is None or self._addresses[0] != state:
-            tensors = [part.get(layer) for part in (self.keys, self.values) for layer in sorted(self.keys)]
+            parts = (self.keys, self.values, *((self.key_scales, self.value_scales) if self.fp8 else ()))
+            tensors = [part.get(layer) for part in parts for layer in sorted(self.keys)]
             found = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
             self._addresses = state, np.array(found, np.int64)
         return self._addresses[1]
@@ -137,10 +177,10 @@ class CachedPrefix:
 
 class KVCache:
     """Allocates slots within `tokens` tokens, and keeps at most `spare_states` states that no running sequence needs.
-    Without `reuse` every slot starts empty."""
+    Without `reuse` every slot starts empty. With `fp8` slots hold keys and values as codes."""
 
-    def __init__(self, tokens: int, *, reuse: bool = True, spare_states: int = 16) -> None:
-        self._reuse, self._spare_states = reuse, spare_states
+    def __init__(self, tokens: int, *, reuse: bool = True, spare_states: int = 16, fp8: bool = False) -> None:
+        self._reuse, self._spare_states, self._fp8 = reuse, spare_states, fp8
         self.peak_states = 0  # largest number of states so far, copies included
         self.limit = -(-tokens // CAPACITY_BLOCK) * CAPACITY_BLOCK
         self.slots: list[KVSlot] = []
@@ -182,7 +222,7 @@ class KVCache:
                 return slot
             slot.busy = False
             return None
-        slot = KVSlot(owner)
+        slot = KVSlot(owner, fp8=self._fp8)
         self.slots.append(slot)
         if not self.grow(slot, len(tokens)):
             self.slots.remove(slot)
@@ -192,7 +232,7 @@ class KVCache:
             try:
                 for part, buffers in source.parts.items():
                     for layer, held in buffers.items():
-                        slot.write(part, layer, 0, held[:, :shared])
+                        slot.store(part, layer, 0, held[:, :shared])
                 slot.states = source.states_at(shared)
             except Exception:  # no memory
                 self.discard(slot)

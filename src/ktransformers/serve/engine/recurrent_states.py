@@ -1,8 +1,9 @@
 """Convolution and recurrent states of many sequences (gated delta rule, Mamba, short convolutions) in one forward pass.
 
 transformers has one contract for such states: a module asks the cache for them (`get_conv_state`,
-`get_recurrent_state`) and returns them (`update_...`); MiniMax has an older one of the same kind. `StateBatch` is that
-contract over the states of slots (`KVSlot.states`). Modules are recognised by using it: `serve_states` calls the model
+`get_recurrent_state`, in releases up to 5.17 `layers[i].conv_states` and `layers[i].recurrent_states`) and returns them
+(`update_...`); MiniMax has an older one of the same kind. `StateBatch` is that contract over the states of slots
+(`KVSlot.states`). Modules are recognised by using it: `serve_states` calls the model
 once with two tokens, gives every module that accepts a cache one of its own, and replaces the forward of those that put
 a state into it.
 
@@ -69,12 +70,36 @@ class SlotStates:
             slot.states.put(layer, name, row)
 
 
+class _Indexed:
+    """What a function returns for an index, in the place of a sequence."""
+
+    def __init__(self, get: Callable[[int], Any]) -> None:
+        self._get = get
+
+    def __getitem__(self, index: int) -> Any:
+        return self._get(index)
+
+
+class _LayerStates:
+    """The states of one layer under the names of transformers up to 5.17."""
+
+    record_past = False  # no state is kept that would be rolled back
+
+    def __init__(self, batch: StateBatch, layer: int) -> None:
+        self.conv_states = _Indexed(functools.partial(batch.get_conv_state, layer))
+        self.recurrent_states = _Indexed(functools.partial(batch.get_recurrent_state, layer))
+
+
 class StateBatch:
     """The cache of one call of a module."""
 
     def __init__(self, rows: StateRows) -> None:
         self._rows = rows
         self._states: dict[tuple[int, str], Tensor] = {}  # [n, ...], read or written by this call
+
+    @property
+    def layers(self) -> _Indexed:
+        return _Indexed(functools.partial(_LayerStates, self))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self._get(layer_idx, f"{CONVOLUTION}{state_idx}")

@@ -5,7 +5,8 @@ group against a block of keys at a time. The second kernel combines the splits. 
 depends on the model only; their length is computed from the position, read on the device. So the result of a sequence
 does not depend on its batch, and one graph serves slots of any length. The new key is not read back from the slot: the
 program of the first split has it in registers, starts its sums with it and stores it, and the other splits read older
-keys only, so that no program waits for another.
+keys only, so that no program waits for another. Slots of codes (FP8): scales multiply scores and weights instead of the
+decoded blocks, which is the same, as they are powers of two; the new key is used as it is stored.
 """
 
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc"
@@ -20,6 +21,14 @@ from torch import Tensor
 
 from ktransformers.serve.engine.attention import AttentionSpec
 from ktransformers.serve.graphs import step_table
+from ktransformers.serve.graphs.cache_codes_triton import (
+    decode_block,
+    decode_codes,
+    encode_numbers,
+    magnitude_bits,
+    scale_code,
+    scale_number,
+)
 from ktransformers.serve.graphs.step_table import CacheLines
 
 PROGRAMS_PER_ROW = 128  # about as many as a GPU has multiprocessors
@@ -46,6 +55,16 @@ def _softcap(scores, softcap, CAPPED: tl.constexpr):
 
 
 @triton.jit
+def _store_code(codes, scale, number, column, SIZE: tl.constexpr):
+    """Stores a row of SIZE numbers at `codes` and its scale; returns the row as it is stored."""
+    code_scale = scale_code(tl.max(magnitude_bits(number)))
+    code = encode_numbers(number, code_scale)
+    tl.store(codes + column, code, mask=column < SIZE)
+    tl.store(scale, code_scale.to(tl.uint8))
+    return decode_codes(code, tl.float32) * scale_number(code_scale)
+
+
+@triton.jit
 def _attend_split(
     query,  # [heads, R, D]
     key,  # [kv, R, D]
@@ -55,6 +74,8 @@ def _attend_split(
     states,  # float32 [R, heads, SPLITS, 2]: maximum of the scores, sum of their exponentials
     keys_line,
     values_line,
+    key_scales_line,  # not read unless FP8
+    value_scales_line,
     rows,
     heads,
     scale,
@@ -76,6 +97,7 @@ def _attend_split(
     WIDE: tl.constexpr,
     WIDE_V: tl.constexpr,
     PRECISION: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     active = tl.load(table + ACTIVE * rows + row)
@@ -87,10 +109,15 @@ def _attend_split(
     if (active != 0) & ((split == 0) | (first < last)):
         g, d, dv = tl.arange(0, GROUPS), tl.arange(0, WIDE), tl.arange(0, WIDE_V)
         dtype = key.dtype.element_ty
-        keys = tl.load(table + keys_line * rows + row).to(tl.pointer_type(dtype))
-        values = tl.load(table + values_line * rows + row).to(tl.pointer_type(dtype))
+        stored: tl.constexpr = tl.uint8 if FP8 else dtype
+        keys = tl.load(table + keys_line * rows + row).to(tl.pointer_type(stored))
+        values = tl.load(table + values_line * rows + row).to(tl.pointer_type(stored))
         keys = tl.multiple_of(keys, 16) + head * capacity * D
         values = tl.multiple_of(values, 16) + head * capacity * DV
+        if FP8:
+            key_scales = tl.load(table + key_scales_line * rows + row).to(tl.pointer_type(tl.uint8)) + head * capacity
+            value_scales = tl.load(table + value_scales_line * rows + row).to(tl.pointer_type(tl.uint8))
+            value_scales += head * capacity
         inside = (g < GROUP)[:, None]
         q_at = (head * GROUP + g)[:, None] * query_head + row * query_row + d[None, :]
         q = tl.load(query + q_at, mask=inside & (d < D)[None, :], other=0.0)
@@ -100,22 +127,37 @@ def _attend_split(
         if split == 0:
             new_key = tl.load(key + head * key_head + row * key_row + d, mask=d < D, other=0.0)
             new_value = tl.load(value + head * value_head + row * value_row + dv, mask=dv < DV, other=0.0)
-            tl.store(keys + position * D + d, new_key, mask=d < D)
-            tl.store(values + position * DV + dv, new_value, mask=dv < DV)
-            score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1) * scale
+            key_number, value_number = new_key.to(tl.float32), new_value.to(tl.float32)
+            if FP8:
+                key_number = _store_code(keys + position * D, key_scales + position, key_number, d, D)
+                value_number = _store_code(values + position * DV, value_scales + position, value_number, dv, DV)
+            else:
+                tl.store(keys + position * D + d, new_key, mask=d < D)
+                tl.store(values + position * DV + dv, new_value, mask=dv < DV)
+            score = tl.sum(q.to(tl.float32) * key_number[None, :], axis=1) * scale
             max_score = _softcap(score, softcap, CAPPED)
             exp_sum += 1.0
-            weighted_sum += new_value.to(tl.float32)[None, :]
+            weighted_sum += value_number[None, :]
         for block_start in range(first, last, BLOCK):
             n = block_start + tl.arange(0, BLOCK)
             in_split = n < last
-            k = tl.load(keys + n[:, None] * D + d[None, :], mask=in_split[:, None] & (d < D)[None, :], other=0.0)
-            v = tl.load(values + n[:, None] * DV + dv[None, :], mask=in_split[:, None] & (dv < DV)[None, :], other=0.0)
-            scores = _softcap(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, softcap, CAPPED)
+            k = tl.load(keys + n[:, None] * D + d[None, :], mask=in_split[:, None] & (d < D)[None, :], other=0)
+            v = tl.load(values + n[:, None] * DV + dv[None, :], mask=in_split[:, None] & (dv < DV)[None, :], other=0)
+            if FP8:
+                key_scale = scale_number(tl.load(key_scales + n, mask=in_split, other=127))
+                value_scale = scale_number(tl.load(value_scales + n, mask=in_split, other=127))
+                k, key_scale = decode_block(k, key_scale, dtype)
+                v, value_scale = decode_block(v, value_scale, dtype)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            if FP8:
+                scores *= key_scale[None, :]
+            scores = _softcap(scores, softcap, CAPPED)
             scores = tl.where(in_split[None, :], scores, float("-inf"))
             new_max = tl.maximum(max_score, tl.max(scores, axis=1))
             weights, rescale = tl.exp(scores - new_max[:, None]), tl.exp(max_score - new_max)
             exp_sum = exp_sum * rescale + tl.sum(weights, axis=1)
+            if FP8:
+                weights *= value_scale[None, :]
             weighted_sum = weighted_sum * rescale[:, None] + tl.dot(weights.to(dtype), v, input_precision=PRECISION)
             max_score = new_max
         index = (row * heads + head * GROUP + g) * SPLITS + split
@@ -184,6 +226,8 @@ def attend(table: Tensor, lines: CacheLines, spec: AttentionSpec, query: Tensor,
         states,
         lines.keys,
         lines.values,
+        lines.key_scales or 0,
+        lines.value_scales or 0,
         rows,
         heads,
         spec.scale,
@@ -198,6 +242,7 @@ def attend(table: Tensor, lines: CacheLines, spec: AttentionSpec, query: Tensor,
         GROUPS=max(MIN_TILE, triton.next_power_of_2(heads // groups)),
         WIDE=wide,
         PRECISION="ieee" if key.dtype == torch.float32 else "tf32",
+        FP8=lines.fp8,
         **constants,
     )
     combine_splits: Any = _combine_splits[(rows, heads)]

@@ -125,6 +125,7 @@ class DecodeGraphs:
         self.sets: OrderedDict[Adapters, AdapterSet] = OrderedDict()  # least recently used first; without the base
         self._generation = self._current_generation()
         self._layers: tuple[int, ...] = ()
+        self._fp8 = False  # slots hold codes
         self._arena: StateArena | None = None  # of a model with convolution or recurrent states
         self.replayed = 0  # steps
 
@@ -164,7 +165,7 @@ class DecodeGraphs:
         if size is None or self.graphs.closed:
             return None
         if not self._layers:
-            self._layers = tuple(sorted(chunks[0].slot.keys))
+            self._layers, self._fp8 = tuple(sorted(chunks[0].slot.keys)), chunks[0].slot.fp8
             self._arena = StateArena(self.max_rows) if chunks[0].slot.states else None
         layers, states = len(self._layers), self._arena is not None
         fits = (
@@ -172,6 +173,7 @@ class DecodeGraphs:
             and chunk.logits_reader is None
             and len(chunk.slot.keys) == layers
             and bool(chunk.slot.states) == states
+            and chunk.slot.fp8 == self._fp8
             for chunk in chunks
         )
         return size if layers and all(fits) else None
@@ -236,7 +238,8 @@ class DecodeGraphs:
             given = f"copies of {adapter_set.bytes} bytes for linear layers"
             raise InputError("CUDA graph", given, f"{MAX_SET_BYTES} at most")
         pinned = self.device.type == "cuda"
-        table = torch.zeros(table_lines(len(self._layers)), key.rows, dtype=torch.int64, pin_memory=pinned)
+        lines = table_lines(len(self._layers), fp8=self._fp8)
+        table = torch.zeros(lines, key.rows, dtype=torch.int64, pin_memory=pinned)
         tokens = torch.zeros(key.rows, dtype=torch.int64, pin_memory=pinned)
         device_table = torch.zeros(table.shape, dtype=table.dtype, device=self.device)
         compute = functools.partial(self._compute, adapter_set, table, device_table, tokens)
@@ -272,12 +275,12 @@ class DecodeGraphs:
     def _attend(
         self, table: Tensor, lora_of: RowLoraFn, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        line = FIRST_ADDRESS + self._layers.index(spec.layer)
+        lines = CacheLines.of_layer(self._layers.index(spec.layer), len(self._layers), fp8=self._fp8)
         if spec.latent is None:
-            return attend_new_tokens(table, CacheLines(line, line + len(self._layers)), spec, query, key, value)
+            return attend_new_tokens(table, lines, spec, query, key, value)
         lora = lora_of(spec.latent.linear)
         loras = [] if lora is None else [(slice(None), lora)]
-        sums = attend_latents(table, line, spec, spec.latent.absorb(query, loras), key)
+        sums = attend_latents(table, lines, spec, spec.latent.absorb(query, loras), key)
         return spec.latent.values_of(sums.transpose(0, 1), loras).transpose(0, 1)
 
     def _record_on_device(self, compute: Compute) -> Compute:

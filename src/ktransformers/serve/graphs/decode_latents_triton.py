@@ -6,6 +6,9 @@ part, with the weights. The second kernel combines the splits. As for other atte
 alone, so that the result of a sequence does not depend on its batch, and only the programs of the first split use the
 new latent.
 
+Slots of codes (FP8): a block is decoded without its scales, which multiply scores and weights instead. They are powers
+of two, so that is the same. The new latent is encoded, and attended to as it is stored.
+
 A split's sums are `heads * rank` numbers in float32, as many bytes as some hundred latents. Splits are therefore short
 where the context is, for latency, and grow with it up to MAX_LENGTH before their number grows further.
 """
@@ -22,6 +25,15 @@ from torch import Tensor
 
 from ktransformers.serve.engine.attention import AttentionSpec
 from ktransformers.serve.graphs import step_table
+from ktransformers.serve.graphs.cache_codes_triton import (
+    decode_block,
+    decode_codes,
+    encode_numbers,
+    magnitude_bits,
+    scale_code,
+    scale_number,
+)
+from ktransformers.serve.graphs.step_table import CacheLines
 
 MIN_TILE = 16  # rows and columns of tl.dot, at least
 COMBINED_COLUMNS = 128  # of a program that combines splits
@@ -57,6 +69,7 @@ def _attend_split(
     sums,  # float32 [R, heads, SPLITS, RANK]
     states,  # float32 [R, heads, SPLITS, 2]: maximum of the scores, sum of their exponentials
     line,
+    scales_line,  # not read unless FP8
     rows,
     heads,
     scale,
@@ -71,6 +84,7 @@ def _attend_split(
     WIDE: tl.constexpr,  # RANK and ROPE, padded
     WIDE_ROPE: tl.constexpr,
     PRECISION: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     row, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     active = tl.load(table + ACTIVE * rows + row)
@@ -82,7 +96,10 @@ def _attend_split(
         h, c, e = tile * HEADS + tl.arange(0, HEADS), tl.arange(0, WIDE), tl.arange(0, WIDE_ROPE)
         in_rank, in_rope = c < RANK, e < ROPE
         dtype = key.dtype.element_ty
-        latents = tl.multiple_of(tl.load(table + line * rows + row).to(tl.pointer_type(dtype)), 16)
+        stored: tl.constexpr = tl.uint8 if FP8 else dtype
+        latents = tl.multiple_of(tl.load(table + line * rows + row).to(tl.pointer_type(stored)), 16)
+        if FP8:
+            scales = tl.load(table + scales_line * rows + row).to(tl.pointer_type(tl.uint8))
         inside = (h < heads)[:, None]
         of_query = query + h[:, None] * query_head + row * query_row
         q = tl.load(of_query + c[None, :], mask=inside & in_rank[None, :], other=0.0)
@@ -93,26 +110,46 @@ def _attend_split(
         if split == 0:
             new = tl.load(key + row * key_row + c, mask=in_rank, other=0.0)
             new_rope = tl.load(key + row * key_row + RANK + e, mask=in_rope, other=0.0)
-            if tile == 0:
-                tl.store(latents + position * (RANK + ROPE) + c, new, mask=in_rank)
-                tl.store(latents + position * (RANK + ROPE) + RANK + e, new_rope, mask=in_rope)
-            score = tl.sum(q.to(tl.float32) * new.to(tl.float32)[None, :], axis=1)
-            score += tl.sum(q_rope.to(tl.float32) * new_rope.to(tl.float32)[None, :], axis=1)
+            number, number_rope = new.to(tl.float32), new_rope.to(tl.float32)
+            at = latents + position * (RANK + ROPE)
+            if FP8:
+                largest = tl.maximum(tl.max(magnitude_bits(number)), tl.max(magnitude_bits(number_rope)))
+                code_scale = scale_code(largest)
+                code, code_rope = encode_numbers(number, code_scale), encode_numbers(number_rope, code_scale)
+                number = decode_codes(code, tl.float32) * scale_number(code_scale)
+                number_rope = decode_codes(code_rope, tl.float32) * scale_number(code_scale)
+                if tile == 0:
+                    tl.store(at + c, code, mask=in_rank)
+                    tl.store(at + RANK + e, code_rope, mask=in_rope)
+                    tl.store(scales + position, code_scale.to(tl.uint8))
+            elif tile == 0:
+                tl.store(at + c, new, mask=in_rank)
+                tl.store(at + RANK + e, new_rope, mask=in_rope)
+            score = tl.sum(q.to(tl.float32) * number[None, :], axis=1)
+            score += tl.sum(q_rope.to(tl.float32) * number_rope[None, :], axis=1)
             max_score = score * scale
             exp_sum += 1.0
-            weighted_sum += new.to(tl.float32)[None, :]
+            weighted_sum += number[None, :]
         for block_start in range(first, last, BLOCK):
             n = block_start + tl.arange(0, BLOCK)
             in_split = n < last
             of_block = latents + n.to(tl.int64)[:, None] * (RANK + ROPE)
-            k = tl.load(of_block + c[None, :], mask=in_split[:, None] & in_rank[None, :], other=0.0)
-            k_rope = tl.load(of_block + RANK + e[None, :], mask=in_split[:, None] & in_rope[None, :], other=0.0)
+            k = tl.load(of_block + c[None, :], mask=in_split[:, None] & in_rank[None, :], other=0)
+            k_rope = tl.load(of_block + RANK + e[None, :], mask=in_split[:, None] & in_rope[None, :], other=0)
+            if FP8:
+                stored_scale = scale_number(tl.load(scales + n, mask=in_split, other=127))
+                k, block_scale = decode_block(k, stored_scale, dtype)
+                k_rope, block_scale = decode_block(k_rope, stored_scale, dtype)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision=PRECISION) * scale
+            if FP8:
+                scores *= block_scale[None, :]
             scores = tl.where(in_split[None, :], scores, float("-inf"))
             new_max = tl.maximum(max_score, tl.max(scores, axis=1))
             weights, rescale = tl.exp(scores - new_max[:, None]), tl.exp(max_score - new_max)
             exp_sum = exp_sum * rescale + tl.sum(weights, axis=1)
+            if FP8:
+                weights *= block_scale[None, :]
             weighted_sum = tl.dot(weights.to(dtype), k, weighted_sum * rescale[:, None], input_precision=PRECISION)
             max_score = new_max
         index = (row * heads + h) * SPLITS + split
@@ -163,7 +200,7 @@ def tiling(heads: int, width: int, element: int, shared_memory: int) -> Tiling:
     return Tiling(SMALL.heads, block, SMALL.warps, stages)
 
 
-def attend(table: Tensor, line: int, spec: AttentionSpec, query: Tensor, key: Tensor) -> Tensor:
+def attend(table: Tensor, lines: CacheLines, spec: AttentionSpec, query: Tensor, key: Tensor) -> Tensor:
     """`decode_attention.attend_latents` on a GPU."""
     assert spec.latent is not None
     (heads, rows, width), rank = query.shape, spec.latent.rank
@@ -180,7 +217,8 @@ def attend(table: Tensor, line: int, spec: AttentionSpec, query: Tensor, key: Te
         table,
         sums,
         states,
-        line,
+        lines.keys,
+        lines.key_scales or 0,
         rows,
         heads,
         spec.scale,
@@ -194,6 +232,7 @@ def attend(table: Tensor, line: int, spec: AttentionSpec, query: Tensor, key: Te
         WIDE=max(MIN_TILE, triton.next_power_of_2(rank)),
         WIDE_ROPE=max(MIN_TILE, triton.next_power_of_2(width - rank)),
         PRECISION="ieee" if key.dtype == torch.float32 else "tf32",
+        FP8=lines.fp8,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

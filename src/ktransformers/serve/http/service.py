@@ -85,6 +85,8 @@ class Service:
         slots."""
         layout, tiers = self.engine.forward.block_layout, self.engine.tiers
         cache: dict[str, Any] = {"bytes_per_token": self.kv_bytes_per_token}
+        if self.engine.forward.fp8_cache:
+            cache["dtype"] = "fp8_e4m3"
         if self.engine.forward.bytes_per_sequence:
             cache["bytes_per_sequence"] = self.engine.forward.bytes_per_sequence
         if layout is not None:
