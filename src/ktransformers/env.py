@@ -52,6 +52,12 @@ VARIABLES = (
         "default all; the rest is launched kernel by kernel",
     ),
     Variable(
+        "KT_GROUPED_PRODUCT",
+        "torch, triton",
+        "the grouped product of expert passes on a GPU; default torch's where that is one kernel (compute capability 9 "
+        "and 10), elsewhere ours in Triton",
+    ),
+    Variable(
         "KT_LOG", "debug, info, warning, error", "log to stderr from this level up; debug includes the choices made"
     ),
     Variable("KT_KERNEL_DEBUG", "1", "the same as KT_LOG=debug"),

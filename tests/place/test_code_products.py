@@ -3,7 +3,6 @@ Triton's interpreter if TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -21,16 +20,9 @@ from tests.place.test_gpu_decode import blocks
 from tests.support.formats import SPECS
 from tests.support.gguf_blocks import HALVES
 from tests.support.placed_experts import Size, make_store
+from tests.support.triton_devices import triton_devices
 
 E, H, I, TOP_K = 3, 256, 256, 2  # noqa: E741
-DEVICES = [
-    pytest.param(
-        "cpu",
-        id="interpreted",
-        marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="no interpreter"),
-    ),
-    pytest.param("cuda:0", id="gpu", marks=pytest.mark.gpu),
-]
 
 
 def stored(spec: str) -> ExpertStore:
@@ -62,7 +54,7 @@ def batch(tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return tuple(tensor.to(device) for tensor in (slot_of, hidden, ids, weights))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@triton_devices
 @pytest.mark.parametrize("spec", [*SPECS, *HALVES])
 def test_products_match_decoded_matrices(spec: str, device: str) -> None:
     kernels = pytest.importorskip(resident_decode.TRITON)

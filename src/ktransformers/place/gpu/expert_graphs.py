@@ -14,7 +14,6 @@ multiplied all the same, from whatever the buffers held, and added to no result:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,9 +41,6 @@ from ktransformers.triton_modules import import_triton_module
 if TYPE_CHECKING:
     from ktransformers.place.gpu.executor import ExpertBatch, LayerOnDevice
 
-# Compute capabilities where torch's grouped product is one kernel; elsewhere it reads the group sizes back to the host,
-# which a graph cannot hold.
-CAPABILITIES = (9, 10)
 LoraLayout = tuple[Any, ...]
 
 
@@ -165,18 +161,13 @@ class ExpertGraph:
         self.compute()
 
 
-@functools.cache
-def _is_capable(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] in CAPABILITIES
-
-
 def can_capture(layer: LayerOnDevice, batch: ExpertBatch) -> bool:
     """Whether everything that such a pass launches can be part of a graph."""
     geometry, kernels = layer.geometry, import_triton_module("ktransformers.nn.device_codes.dequantize_triton")
     return (
         batch.hidden.is_cuda
         and kernels is not None
-        and _is_capable(batch.hidden.device)
+        and grouped_mlp.is_capturable(batch.hidden.device)
         and torch.cuda.current_device() == batch.hidden.device.index
         and geometry.hidden % ALIGN == 0 == geometry.intermediate % ALIGN
         and geometry.gated

@@ -1,7 +1,7 @@
 """Grouped MLPs of some experts on a device over dequantised weights: forward, and the gradients.
 
 Rows `[R, H]` are sorted by expert (and by adapter, in batches that mix adapters); `ends` holds where the rows of each
-expert end. Products are torch's grouped GEMMs in bf16 with float32 accumulation; the activation, biases and routing
+expert end. Products are grouped GEMMs in bf16 with float32 accumulation, torch's or ours (`own_kernels`); the activation, biases and routing
 weights are applied in float32, so results differ from the CPU's by the rounding of gate, up and the output row to bf16.
 Backward takes only the inputs of the rows and recomputes gate and up, because the weights have to be there anyway. The
 gradient of a routing weight is the inner product of the activation and its own gradient, so no output row is computed
@@ -11,18 +11,27 @@ two products is one kernel (`place/gpu/epilogue.py`).
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ktransformers import env
+from ktransformers.errors import InputError
 from ktransformers.nn.gate import Gate
 from ktransformers.place.gpu import epilogue
 from ktransformers.place.gpu.epilogue import DropoutMask
+from ktransformers.triton_modules import import_triton_module
 
-ALIGN = 8  # bf16 numbers in 16 bytes: the stride alignment that grouped GEMMs require
+TRITON = "ktransformers.place.gpu.grouped_product_triton"
+ALIGN = 8  # bf16 numbers in 16 bytes: the stride alignment that torch's grouped GEMMs require
+# Major compute capabilities where torch's grouped GEMM is one kernel; elsewhere it reads the group sizes back to the
+# host and launches a product for each group, which a CUDA graph cannot hold.
+TORCH_CAPABILITIES = (9, 10)
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,24 @@ class GroupedRows:
 Gradient = tuple[Tensor, Tensor]  # of A and of B, as in StackedLora
 
 
+@functools.cache
+def own_kernels(device: torch.device) -> ModuleType | None:
+    """Our grouped products, if they are the ones to use on this device; None: torch's."""
+    choice = env.text("KT_GROUPED_PRODUCT")
+    if choice not in ("", "torch", "triton"):
+        raise InputError("KT_GROUPED_PRODUCT", repr(choice), "torch or triton")
+    if device.type != "cuda" or choice == "torch":
+        return None
+    if not choice and torch.cuda.get_device_capability(device)[0] in TORCH_CAPABILITIES:
+        return None
+    return import_triton_module(TRITON)
+
+
+def is_capturable(device: torch.device) -> bool:
+    """Whether a grouped product does not synchronise the host, so that a CUDA graph can hold it."""
+    return own_kernels(device) is not None or torch.cuda.get_device_capability(device)[0] in TORCH_CAPABILITIES
+
+
 def _grouped(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     if not a.is_cuda and a.dtype == torch.bfloat16:  # tests: not every CPU multiplies bf16
         return _grouped(a.float(), b.float(), ends).to(torch.bfloat16)
@@ -80,6 +107,9 @@ def _grouped(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """rows of group g times matrices[g]: [R, K], [G, K, N] -> [R, N]."""
+    if (kernels := own_kernels(rows.device)) is not None:
+        product: Tensor = kernels.product(rows.contiguous(), matrices, ends)
+        return product
     if rows.shape[1] % ALIGN == 0 and matrices.shape[2] % ALIGN == 0:
         return _grouped(rows, matrices, ends)
     bounds = [0, *ends.tolist()]
@@ -89,6 +119,9 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """left of group g, transposed, times right of group g: [R, M], [R, N] -> [G, M, N]."""
+    if (kernels := own_kernels(left.device)) is not None:
+        product: Tensor = kernels.outer(left.contiguous(), right.contiguous(), ends)
+        return product
     if left.shape[1] % ALIGN == 0 and right.shape[1] % ALIGN == 0:
         return _grouped(left.t(), right, ends)
     bounds = [0, *ends.tolist()]
