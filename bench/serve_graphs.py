@@ -68,12 +68,12 @@ class Bench:
         import torch
 
         from ktransformers.place import attach
-        from ktransformers.serve.engine.forward import Forward
+        from ktransformers.serve.engine.forward import make_forward
 
         self.args, self.device = args, torch.device(args.device)
         recipe = replace(recipes()[args.shape], layers=args.layers, vocabulary=args.vocabulary)
         self.model = build_packed(recipe, self.device, args.format)
-        self.forward = Forward(self.model)
+        self.forward = make_forward(self.model)
         given = "cpu" if self.device.type == "cpu" else None
         placement = attach(self.model, policy=args.policy, device=given)
         assert placement is not None and not placement.left, placement

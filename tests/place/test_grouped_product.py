@@ -1,9 +1,10 @@
 """Our grouped products against products of each group in float64, and the shared memory of their programs on devices
-that are not here. Without a GPU the kernels run in Triton's interpreter if TRITON_INTERPRET=1; it multiplies no bf16, so
-numbers are float16 there."""
+that are not here. Without a GPU the kernels run in Triton's interpreter if TRITON_INTERPRET=1; it multiplies no bf16,
+so numbers are float16 there."""
 
 from __future__ import annotations
 
+import itertools
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -75,7 +76,7 @@ def test_outer_products_of_groups(kernels: ModuleType, device: str, left: int, r
     a, b = (torch.randn(sum(counts) + 4, columns).to(device, dtype_on(device)) for columns in (left, right))
     actual = kernels.outer(a, b, ends)
     bounds = [0, *ends.tolist()]
-    parts = [(a[i:j].double().T @ b[i:j].double()).cpu() for i, j in zip(bounds, bounds[1:], strict=False)]
+    parts = [(a[i:j].double().T @ b[i:j].double()).cpu() for i, j in itertools.pairwise(bounds)]
     assert_near(actual, torch.stack(parts))
     assert not actual[1].any(), "a group without rows has a gradient of zero"
 
@@ -160,8 +161,15 @@ def test_compiled_programs_fit_into_shared_memory(kernels: ModuleType, capabilit
 
 @pytest.mark.parametrize(
     ("capability", "choice", "own"),
-    [((8, 0), "", True), ((8, 9), "", True), ((12, 0), "", True), ((9, 0), "", False), ((10, 0), "", False)]
-    + [((9, 0), "triton", True), ((8, 9), "torch", False)],
+    [
+        ((8, 0), "", True),
+        ((8, 9), "", True),
+        ((12, 0), "", True),
+        ((9, 0), "", False),
+        ((10, 0), "", False),
+        ((9, 0), "triton", True),
+        ((8, 9), "torch", False),
+    ],
 )
 def test_ours_are_used_where_torch_has_no_single_kernel(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], choice: str, own: bool

@@ -139,13 +139,13 @@ def test_the_plan_takes_the_policies_that_it_is_given(monkeypatch: pytest.Monkey
 
 
 def test_captured_passes_are_predicted_faster() -> None:
-    """Few bits, some thousand tokens, a GPU that has one kernel for grouped products; then nobody waits for ids."""
+    """Few bits and some thousand tokens; then the host does not wait for ids."""
     work, few = Training(tokens=2048, tokens_per_step=2048, sequence=512, rank=8), Choice("int4", 1, policy="auto")
     assert captures_expert_passes(QWEN, work, few, MACHINE)
     assert not captures_expert_passes(QWEN, work, replace(few, format="bf16"), MACHINE)
     assert not captures_expert_passes(QWEN, work, replace(few, policy="cpu"), MACHINE)
     assert not captures_expert_passes(QWEN, replace(work, tokens=8192), few, MACHINE)
-    assert not captures_expert_passes(QWEN, work, few, with_gpus(MACHINE, "rtx-4090"))
+    assert captures_expert_passes(QWEN, work, few, with_gpus(MACHINE, "rtx-4090"))
     lead = 5e-3
     asked, unasked = (placed_layer_seconds(QWEN, 2048, 128, MACHINE, few, lead, captured=one) for one in (False, True))
     assert unasked < 0.9 * asked

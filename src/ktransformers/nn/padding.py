@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
 from torch import Tensor
 
 _real_rows: ContextVar[Tensor | None] = ContextVar("real_rows", default=None)
@@ -32,4 +33,4 @@ def use_padding_mask(real_rows: Tensor) -> Iterator[None]:
 def mask_padding(ids: Tensor) -> Tensor:
     """Expert ids `[T, k]` with -1 in padding rows; unchanged outside of `use_padding_mask`."""
     real_rows = _real_rows.get()
-    return ids if real_rows is None else ids.masked_fill(~real_rows[:, None], -1)
+    return ids if real_rows is None else torch.where(real_rows[:, None], ids, -1)

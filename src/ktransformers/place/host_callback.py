@@ -5,7 +5,8 @@ Hidden states `[T, H]`, ids and routing weights `[T, k]` are copied into pinned 
 callback submits every expert that is not resident (`skip`) to the core's threads, a second one waits for them, and the
 result is copied to the device. Meanwhile the current stream computes the resident experts from the ids in device memory
 (`place/gpu/resident_decode.py`); then the two results are added. Since the host never sees the ids, rows are counted on
-the device and fetched by `add_counts`. Without residents everything is queued on the current stream.
+the device and fetched by `add_counts`. Without residents everything is queued on the current stream; if all experts
+are resident the CPU has no share.
 
 In CUDA graphs the rows of a batch may use different LoRA adapters, or none: int32 `[T]` on the device names the adapter
 of each row and is copied down with the ids, so one graph serves every mixture of the adapters that it was captured
@@ -17,7 +18,9 @@ the device is synchronised before any of these is freed, and everything that a c
 is kept as long as this object, or, with adapters, until `release_unused_adapters`. When residents change within their
 cache the tables are rewritten in place (the core reads `skip` at every call) and graphs stay valid. When they get
 another cache, the tables of captured calls are cleared: an older graph still computes correct results, with all experts
-of that layer on the CPU, until it is captured again.
+of that layer on the CPU, until it is captured again. A graph whose capture was prepared by `warming_up` is not replayed
+once `generation` has changed, so it leaves the CPU out if all experts are resident; a graph that a program captured by
+itself has the CPU's share all the same, in case residents are changed later.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from ktransformers.place.gpu.cuda_driver import call_on_host
 from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
 from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.gpu.multi_lora import LoraPointers, MultiLora
+from ktransformers.place.gpu.resident_decode import DeviceRouting
 from ktransformers.plan.modes import MAX_DECODE_TOKENS, STREAM, STREAM_ALL
 
 Size = tuple[tuple[int, ...], int, tuple[torch.dtype, ...]]  # shape of hidden; k; dtypes of hidden, ids and weights
@@ -66,6 +70,7 @@ class ResidentTable:
     cache: ExpertCache
     slot_of: Tensor  # int32 [E] on the device: slot of each expert, or -1
     skip: Tensor  # bool [E] in host memory: experts that the core leaves out
+    complete: bool  # all experts are resident
 
 
 @dataclass(frozen=True)
@@ -169,9 +174,11 @@ class HostCallbackPath:
             self._queue_cpu_share(prepared, inputs, out)
             resident_decode.count(ids, self._counts[layer.index])
             return out
+        on_device = DeviceRouting(residents.slot_of, ids, weights, self._counts[layer.index])
+        if residents.complete and (self.warming_up or not self._stream_captures()):
+            return resident_decode.forward(layer, residents.cache, on_device, hidden, hidden.dtype, lora)
         cpu_done = self._start_cpu_share(prepared, inputs) if self._cuda else None
-        resident_decode.count(ids, self._counts[layer.index])
-        part = resident_decode.forward(layer, residents.cache, residents.slot_of, hidden, ids, weights, lora)
+        part = resident_decode.forward(layer, residents.cache, on_device, hidden, torch.float32, lora)
         if cpu_done is not None:
             torch.cuda.current_stream(self.device).wait_event(cpu_done)
         else:
@@ -315,13 +322,15 @@ class HostCallbackPath:
         if cache is None:
             return None
         slot_of = find_resident_slots(layer, cache)
-        return ResidentTable(cache, slot_of.to(self.device), slot_of >= 0)
+        resident = slot_of >= 0
+        return ResidentTable(cache, slot_of.to(self.device), resident, bool(resident.all()))
 
     def replace_residents(self, layer: LayerOnDevice, change: Callable[[], None]) -> None:
         """Run `change`, which fetches other residents into the same cache, and rewrite the tables in place, so that
-        prepared calls and graphs use the new residents."""
+        prepared calls and graphs use the new residents. Graphs without the CPU's share are captured again: if the
+        change fails, they would leave experts out."""
         table = self._residents.get(layer.index)
-        if table is None or not self._is_current(layer.index):
+        if table is None or table.complete or not self._is_current(layer.index):
             self.drop_calls(layer.index)
             change()
             return

@@ -178,7 +178,7 @@ def _dense_rate(name: str) -> float:
 def _gpu(gpu: system.Gpu) -> GpuRates:
     rows = gpu_rows()
     like = next((row for row in rows.values() if row.name.removeprefix("GeForce ") in gpu.name), rows["rtx-4090"])
-    return GpuRates(gpu.name, gpu.memory, like.flops, like.bandwidth, like.link, like.captures)
+    return GpuRates(gpu.name, gpu.memory, like.flops, like.bandwidth, like.link)
 
 
 def this_machine(*, remeasure: bool = False) -> Machine:

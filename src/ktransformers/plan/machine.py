@@ -94,7 +94,6 @@ class GpuRates:
     flops: float  # dense bf16 with float32 accumulation
     bandwidth: float  # bytes per second of its memory
     link: float  # bytes per second over PCIe, pinned memory, one direction
-    captures: bool = False  # CUDA graphs of expert passes (place/gpu/expert_graphs.py): compute capability 9 and 10
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,6 @@ class _GpuRow(BaseModel):
     tflops: float
     bandwidth_gbs: float
     link_gbs: float
-    records: bool = False
     source: str
 
 
@@ -169,7 +167,6 @@ def gpu_rows() -> dict[str, GpuRates]:
             row.tflops * 1e12,
             row.bandwidth_gbs * GB,
             row.link_gbs * GB,
-            row.records,
         )
         for name, row in rows.items()
     }

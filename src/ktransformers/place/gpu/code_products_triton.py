@@ -1,8 +1,11 @@
-"""Products of 16 outputs of a packed expert with one row of activations, read from codes: no decoded matrix is written.
+"""Products of 16 outputs of a packed expert with up to 16 rows of activations, read from packed bytes: no decoded
+matrix is written.
 
-Values are rounded to bf16 before the product, so they are those of the decoded matrix. Codes of one plane are read as
-32-bit words, each of which holds codes of one output and every second number of K: a word is loaded once and shifted.
-GGUF's K types and codes in two planes take the values of their decoder (`dequantize_gguf_triton.py`).
+Values are rounded to bf16 before the product, so they are those of the decoded matrix. A strip of 16 outputs lies in
+tiles of 32 numbers of K (`nn/device_codes/layout.py`), in which two numbers of K of one output are neighbours. Codes of
+one plane are read as 32-bit words, each of which holds codes of one output and every second number of K: a word is
+loaded once and shifted, and dimensions are permuted in registers. bf16 is read in the same order. GGUF's K types and
+codes in two planes take the values of their decoder (`nn/device_codes/dequantize_gguf_triton.py`).
 """
 
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc"
@@ -20,99 +23,59 @@ from ktransformers.nn.device_codes.dequantize_gguf_triton import gguf_values
 from ktransformers.nn.device_codes.dequantize_triton import NESTED, number_of, scale_of
 from ktransformers.nn.device_codes.layout import TILE_K, PackedMatrix
 
-TILES = 16  # of 32 numbers of K, of one step
-COLUMNS = 128  # of K of one step, of GGUF's types
+PLAIN, DENSE, CODES, GGUF = (tl.constexpr(number) for number in range(4))  # what is read: packed bf16, a matrix, codes
+COLUMNS = 256  # of K of one step
+GGUF_COLUMNS = 128
+NO_CODES = dict.fromkeys(("CODE", "ZERO", "SCALE", "LOW", "HIGH", "SPAN", "ENTRIES", "SCALE_BYTES"), 0)
 
 
 @triton.jit
-def sum_pairs(total):
-    """[Q, 32] -> [16]: lanes are an output and the parity of K."""
-    return tl.sum(tl.reshape(tl.sum(total, axis=0), (16, 2)), axis=1)
+def _plain_values(words, base, start, columns, STEP: tl.constexpr, EVEN: tl.constexpr):
+    """bf16 [STEP, 16] of packed bf16; a tile of 32 numbers of K is followed by that of the other half of the block."""
+    pair, lane = start // 2 + tl.arange(0, STEP // 2)[:, None], tl.arange(0, 32)[None, :]
+    at = words + base // 2 + (pair // 16 * 1024 + pair % 16 * 32) + lane
+    values = tl.load(at) if EVEN else tl.load(at, mask=2 * pair + lane * 0 < columns, other=0.0)
+    values = tl.permute(tl.reshape(values, (STEP // 2, 16, 2)), (0, 2, 1))
+    return tl.reshape(values, (STEP, 16))
 
 
 @triton.jit
-def _activations(x, k, inside):
-    return tl.load(x + k, mask=inside, other=0.0).to(tl.bfloat16).to(tl.float32)
+def _code_values(
+    words, scales, factors, base, start, columns, codes_at, spans_at,
+    CODE: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr, BITS: tl.constexpr, SPAN: tl.constexpr,
+    ENTRIES: tl.constexpr, SCALE_BYTES: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """bf16 [STEP, 16] of codes in one plane."""
+    PER_WORD: tl.constexpr = 32 // BITS
+    WORDS: tl.constexpr = STEP // (2 * PER_WORD)
+    word_index, lane = start // (2 * PER_WORD) + tl.arange(0, WORDS)[:, None], tl.arange(0, 32)[None, :]
+    # The first number of K of a word; scales of 16 numbers belong to codes of 4 bits, of which a word has 16 of K.
+    k = word_index * (2 * PER_WORD) + lane * 0
+    inside = k < columns
+    at = words + (base + codes_at) // 4 + word_index * 32 + lane
+    word = tl.load(at) if EVEN else tl.load(at, mask=inside, other=0)
+    scale = scale_of(scales, factors, base, spans_at, lane // 2, k, inside, SCALE, SPAN, ENTRIES, SCALE_BYTES)
+    shift = (tl.arange(0, PER_WORD) * BITS)[None, :, None]
+    code = (word[:, None, :] >> shift) & ((1 << BITS) - 1)
+    values = (number_of(code, CODE, ZERO) * scale[:, None, :]).to(tl.bfloat16)
+    values = tl.permute(tl.reshape(values, (WORDS, PER_WORD, 16, 2)), (0, 1, 3, 2))
+    return tl.reshape(values, (STEP, 16))
 
 
 @triton.jit
-def _words(
-    words,
-    scales,
-    factors,
-    base,
-    x,
-    columns,
-    codes_at,
-    spans_at,
-    CODE: tl.constexpr,
-    ZERO: tl.constexpr,
-    SCALE: tl.constexpr,
-    BITS: tl.constexpr,
-    SPAN: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    lane = tl.arange(0, 32)[None, :]
-    total = tl.zeros((TILES, 32), tl.float32)
-    for start in range(0, tl.cdiv(columns, 32), TILES):
-        tile = start + tl.arange(0, TILES)[:, None]
-        inside = (tile * 32 < columns) & (lane < 32)
-        at = (base + codes_at) // 4 + tile * (16 * BITS) + lane
-        for w in tl.static_range(BITS // 2):
-            word = tl.load(words + at + w * 32, mask=inside, other=0)
-            # The first number of K of a word; scales of 16 numbers belong to codes of 4 bits, of which a word has 16.
-            k = tile * 32 + w * (64 // BITS)
-            scale = scale_of(scales, factors, base, spans_at, lane // 2, k, inside, SCALE, SPAN, ENTRIES, SCALE_BYTES)
-            for s in tl.static_range(32 // BITS):
-                code = (word >> (s * BITS)) & ((1 << BITS) - 1)
-                value = (number_of(code, CODE, ZERO) * scale).to(tl.bfloat16).to(tl.float32)
-                at_k = k + 2 * s + lane % 2
-                total += value * _activations(x, at_k, inside & (at_k < columns))
-    return sum_pairs(total)
-
-
-@triton.jit
-def _gguf(
-    words,
-    bytes_,
-    halves,
-    base,
-    x,
-    columns,
-    codes_at,
-    span_bytes,
-    KIND: tl.constexpr,
-    ZERO: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    SPAN: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    total = tl.zeros((16, WIDTH), tl.float32)
-    n = tl.arange(0, 16)[:, None]
-    for start in range(0, columns, WIDTH):
-        k = start + tl.arange(0, WIDTH)[None, :]
-        inside = (k < columns) & (n < 16)
-        value = gguf_values(
-            words, bytes_, halves, base, n, k, inside, codes_at, span_bytes, KIND, ZERO, LOW, HIGH, SPAN
-        )
-        total += value.to(tl.bfloat16).to(tl.float32) * _activations(x, k, inside)
-    return tl.sum(total, axis=1)
-
-
-@triton.jit
-def code_products(
-    words,  # the packed experts as int32
+def strip_values(
+    words,  # the packed experts as bf16 or, of codes, as int32; a dense matrix
     scales,  # in the type of the scales; of GGUF's types bytes
     factors,  # as float32; of GGUF's types as float16
     base,  # first byte of the strip
-    x,  # [columns]
+    matrix,  # of a dense matrix: its first number,
+    row,  # and the outputs [16]
+    valid,
+    start,  # first number of K
     columns,
     codes_at,  # within the strip
     spans_at,  # of GGUF's types bytes of a span
-    GGUF: tl.constexpr,
+    SOURCE: tl.constexpr,
     CODE: tl.constexpr,  # of GGUF's types the kind of scales
     ZERO: tl.constexpr,
     SCALE: tl.constexpr,
@@ -121,17 +84,46 @@ def code_products(
     SPAN: tl.constexpr,
     ENTRIES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
-    STEP: tl.constexpr,
+    STEP: tl.constexpr,  # numbers of K
+    EVEN: tl.constexpr,  # K is a multiple of STEP
 ):
-    """float32 [16]"""
-    if GGUF:
-        sums = _gguf(words, scales, factors, base, x, columns, codes_at, spans_at, CODE, ZERO, LOW, HIGH, SPAN, STEP)
-    else:
-        sums = _words(
-            words, scales, factors, base, x, columns, codes_at, spans_at,
-            CODE, ZERO, SCALE, LOW, SPAN, ENTRIES, SCALE_BYTES, STEP,
+    """bf16 [STEP, 16]: the weights of 16 outputs."""
+    if SOURCE == PLAIN:
+        values = _plain_values(words, base, start, columns, STEP, EVEN)
+    elif SOURCE == DENSE:
+        k = start + tl.arange(0, STEP)
+        at = words + matrix + row[None, :] * columns + k[:, None]
+        values = tl.load(at, mask=valid[None, :] & (k < columns)[:, None], other=0.0)
+    elif SOURCE == CODES:
+        values = _code_values(
+            words, scales, factors, base, start, columns, codes_at, spans_at,
+            CODE, ZERO, SCALE, LOW, SPAN, ENTRIES, SCALE_BYTES, STEP, EVEN,
         )  # fmt: skip
-    return sums
+    else:
+        n, k = tl.arange(0, 16)[None, :], start + tl.arange(0, STEP)[:, None]
+        inside = (k < columns) & (n < 16)
+        values = gguf_values(
+            words, scales, factors, base, n, k, inside, codes_at, spans_at, CODE, ZERO, LOW, HIGH, SPAN
+        ).to(tl.bfloat16)
+    return values
+
+
+@triton.jit
+def load_rows(x, present, start, columns, STEP: tl.constexpr):
+    """bf16 [M, STEP] of the rows at pointers x [M]."""
+    k = start + tl.arange(0, STEP)
+    rows = tl.load(x[:, None] + k[None, :], mask=present[:, None] & (k < columns)[None, :], other=0.0)
+    return rows.to(tl.bfloat16)
+
+
+@triton.jit
+def multiply_add(rows, values, total, WIDEN: tl.constexpr):
+    """`total` [M, 16] plus the product; WIDEN: of the interpreter, which multiplies no bf16."""
+    if WIDEN:
+        total = tl.dot(rows.to(tl.float32), values.to(tl.float32), total, input_precision="ieee")
+    else:
+        total = tl.dot(rows, values, total)
+    return total
 
 
 def supports(matrix: PackedMatrix) -> bool:
@@ -146,20 +138,30 @@ def supports(matrix: PackedMatrix) -> bool:
     return whole_tiles and form.bits in ((4,) if kind[1] == NESTED else (2, 4, 8))
 
 
-def arguments(packed: Tensor, matrix: PackedMatrix) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int], Any]:
-    """Of `code_products`: words, scales and factors; codes_at and spans_at; constants."""
+def dense_arguments(matrices: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int], dict[str, Any]]:
+    """Of `strip_values` for dequantised matrices."""
+    return (matrices, matrices, matrices), (0, 0), NO_CODES | {"SOURCE": DENSE, "STEP": COLUMNS}
+
+
+def arguments(packed: Tensor, matrix: PackedMatrix) -> tuple[tuple[Tensor, ...], tuple[int, int], dict[str, Any]]:
+    """Of `strip_values`: words, scales and factors; codes_at and spans_at; constants."""
     flat, form, strip = packed.view(-1), matrix.formats[0], matrix.strip(0)
+    if matrix.plain:
+        words = flat.view(torch.bfloat16)
+        return (words, words, words), (0, 0), NO_CODES | {"SOURCE": PLAIN, "STEP": COLUMNS}
     kind = dequantize_triton.kind_of(form)
     planes = {"LOW": form.planes[0], "HIGH": form.planes[1] if len(form.planes) > 1 else 0}
     shared = {"ZERO": form.zero_point, "SPAN": form.span, **planes}
     if kind is None:
-        constants = {"GGUF": True, "CODE": dequantize_gguf_triton.SCALE_KINDS[form.scales], "SCALE": 0}
-        constants |= {"ENTRIES": 16, "SCALE_BYTES": 1, "STEP": COLUMNS}
+        constants = {"SOURCE": GGUF, "CODE": dequantize_gguf_triton.SCALE_KINDS[form.scales], "SCALE": 0}
+        constants |= {"ENTRIES": 16, "SCALE_BYTES": 1, "STEP": GGUF_COLUMNS}
+        # A fused multiply-add would round values of GGUF's types once less than their decoder does.
+        constants["enable_fp_fusion"] = False
         views = flat.view(torch.int32), flat, flat.view(torch.float16)
         return views, (strip.codes_at, strip.span_bytes), shared | constants
     field = (form.fields or form.row)[0]
     scales = flat.view(dequantize_triton.SCALES[field.kind])
-    constants = {"GGUF": False, "CODE": kind[0], "SCALE": kind[1], "ENTRIES": 1 if field.shared else 16}
-    constants |= {"SCALE_BYTES": scales.element_size(), "STEP": TILES}
+    constants = {"SOURCE": CODES, "CODE": kind[0], "SCALE": kind[1], "ENTRIES": 1 if field.shared else 16}
+    constants |= {"SCALE_BYTES": scales.element_size(), "STEP": COLUMNS}
     views = flat.view(torch.int32), scales, flat.view(torch.float32)
     return views, (strip.codes_at, strip.row_bytes if form.span else 0), shared | constants

@@ -1,12 +1,12 @@
 """Grouped MLPs of some experts on a device over dequantised weights: forward, and the gradients.
 
 Rows `[R, H]` are sorted by expert (and by adapter, in batches that mix adapters); `ends` holds where the rows of each
-expert end. Products are grouped GEMMs in bf16 with float32 accumulation, torch's or ours (`own_kernels`); the activation, biases and routing
-weights are applied in float32, so results differ from the CPU's by the rounding of gate, up and the output row to bf16.
-Backward takes only the inputs of the rows and recomputes gate and up, because the weights have to be there anyway. The
-gradient of a routing weight is the inner product of the activation and its own gradient, so no output row is computed
-twice. The formulas are written out instead of being left to autograd, because launch time dominates: what lies between
-two products is one kernel (`place/gpu/epilogue.py`).
+expert end. Products are grouped GEMMs in bf16 with float32 accumulation, torch's or ours (`own_kernels`); the
+activation, biases and routing weights are applied in float32, so results differ from the CPU's by the rounding of gate,
+up and the output row to bf16. Backward takes only the inputs of the rows and recomputes gate and up, because the
+weights have to be there anyway. The gradient of a routing weight is the inner product of the activation and its own
+gradient, so no output row is computed twice. The formulas are written out instead of being left to autograd, because
+launch time dominates: what lies between two products is one kernel (`place/gpu/epilogue.py`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Grouped products of `place/gpu/grouped_mlp.py` in Triton, for GPUs on which torch's are not one kernel: bf16 rows sorted
-by group times one matrix per group (forward and the gradient of the rows), and the outer products of rows (the gradient
-of LoRA factors). `ends` int32 `[G]` is read on the device, where the rows of each group end: no synchronisation, so a
-CUDA graph can hold them. Sums are float32.
+"""Grouped products of `place/gpu/grouped_mlp.py` in Triton, for GPUs on which torch's are not one kernel: bf16 rows
+sorted by group times one matrix per group (forward and the gradient of the rows), and the outer products of rows (the
+gradient of LoRA factors). `ends` int32 `[G]` is read on the device, where the rows of each group end: no
+synchronisation, so a CUDA graph can hold them. Sums are float32.
 
-The grid does not depend on the routing. R rows of G groups have at most R / BLOCK_M + G tiles of rows; a program finds the
-group of its tile by a sum over the groups, and programs behind the last tile end at once. Rows behind `ends[-1]` are not
-written.
+The grid does not depend on the routing. R rows of G groups have at most R / BLOCK_M + G tiles of rows; a program finds
+the group of its tile by a sum over the groups, and programs behind the last tile end at once. Rows behind `ends[-1]`
+are not written.
 
 Sizes of tiles and the number of pipeline stages are a function of the shape and of the shared memory of the device
 (`configuration`): 99 KiB a program on cards of capability 8.6, 8.9 and 12.0, 163 on 8.0, 227 on 9.0 and 10.0.
@@ -70,7 +70,8 @@ def _product(
         m = first + tl.arange(0, BLOCK_M)
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
-        # Rows of the next group are read at the end of a group and not written; the last row is read for those behind it.
+        # Rows of the next group are read at the end of a group and not written; the last row is read for those behind
+        # it.
         x = rows + tl.minimum(m, count - 1).to(tl.int64)[:, None] * row_stride + k[None, :]
         w = matrices + group.to(tl.int64) * group_stride + k.to(tl.int64)[:, None] * k_stride
         w += n.to(tl.int64)[None, :] * n_stride
@@ -141,9 +142,15 @@ class Tile:
 
 def configuration(rows: int, groups: int, columns: int, inner: int, shared_bytes: int) -> Tile:
     """The tile for R rows in G groups, N columns and K numbers of a row, on a device with so much shared memory."""
-    row_tile = _between(MIN_TILE, -(-rows // max(1, groups)), 128)
-    large = shared_bytes >= LARGE_SHARED_BYTES
-    column_tile, inner_tile, stages = (256, 64, 3) if large and row_tile >= 128 else (128, 64 if large else 32, 4)
+    per_group = -(-rows // max(1, groups))
+    if shared_bytes >= LARGE_SHARED_BYTES:
+        row_tile = _between(MIN_TILE if per_group <= MIN_TILE else 64, per_group, 128)
+        column_tile, inner_tile, stages = (256, 64, 4 if per_group <= 256 else 3) if row_tile == 128 else (128, 64, 4)
+    else:
+        row_tile = _between(MIN_TILE, per_group, 128)
+        column_tile, inner_tile, stages = 128, 32, 4
+    if 2 * stages * inner_tile * (row_tile + column_tile) > shared_bytes:
+        stages -= 1
     column_tile = _between(MIN_TILE, columns, column_tile)
     warps = 8 if row_tile * column_tile > 128 * 128 else 4
     return Tile(row_tile, column_tile, _between(MIN_TILE, inner, inner_tile), stages, warps)
@@ -157,12 +164,16 @@ def outer_configuration(left: int, right: int) -> Tile:
 
 def _between(low: int, value: int, high: int) -> int:
     """The power of two at or above `value`, within bounds."""
-    return max(low, min(high, triton.next_power_of_2(value)))
+    return int(max(low, min(high, triton.next_power_of_2(value))))
 
 
 @functools.cache
 def _shared_bytes(device: torch.device) -> int:
-    return SHARED_BYTES if device.type != "cuda" else torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    """Shared memory that one program may use."""
+    if device.type != "cuda":
+        return SHARED_BYTES
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:

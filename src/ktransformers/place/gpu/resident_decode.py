@@ -15,6 +15,8 @@ LoRA.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
@@ -68,39 +70,54 @@ def count(ids: Tensor, counts: Tensor) -> None:
     counts += torch.bincount(valid.reshape(-1), minlength=counts.shape[0]).to(counts.dtype)
 
 
+@dataclass(frozen=True)
+class DeviceRouting:
+    """The routing of a few tokens and the layer's residents, all in device memory."""
+
+    slot_of: Tensor  # int32 [E]: slot of each resident, or -1
+    ids: Tensor  # [T, k], contiguous
+    weights: Tensor  # [T, k], contiguous
+    counts: Tensor  # int32 [E]: rows of each expert so far, to which those of this batch are added
+
+
 def forward(
     layer: LayerOnDevice,
     cache: ExpertCache,
-    slot_of: Tensor,
+    routing: DeviceRouting,
     hidden: Tensor,
-    ids: Tensor,
-    weights: Tensor,
+    dtype: torch.dtype,
     lora: Lora | None = None,
 ) -> Tensor:
-    """float32 `[T, H]`: the weighted sum over the resident experts; inputs are contiguous `[T, H]`, `[T, k]`, `[T, k]`
-    on the cache's device. If the dequantised matrices exceed DECODED_BYTES the tokens are computed in pieces."""
+    """`[T, H]` in `dtype`: the weighted sum over the resident experts, in float32; `hidden` is contiguous `[T, H]` on
+    the cache's device. If the dequantised matrices exceed DECODED_BYTES the tokens are computed in pieces."""
     geometry, (first_bias, down_bias) = layer.geometry, layer.biases
+    slot_of, ids, weights = routing.slot_of, routing.ids, routing.weights
     max_tokens = max(1, DECODED_BYTES // (ids.shape[1] * geometry.decoded_bytes))
     if hidden.shape[0] > max_tokens and decodes_first(geometry, hidden.device):
         starts = range(0, hidden.shape[0], max_tokens)
         pieces = [slice(start, start + max_tokens) for start in starts]
         loras = [None if lora is None else (lora[0][piece], lora[1]) for piece in pieces]
         parts = [
-            forward(layer, cache, slot_of, hidden[piece], ids[piece], weights[piece], part_lora)
+            forward(
+                layer, cache, replace(routing, ids=ids[piece], weights=weights[piece]), hidden[piece], dtype, part_lora
+            )
             for piece, part_lora in zip(pieces, loras, strict=True)
         ]
         return torch.cat(parts)
     kernels = import_triton_module(TRITON) if hidden.is_cuda else None
     if kernels is None:
-        return _reference_forward(layer, cache, slot_of, hidden, ids, weights, lora)
+        count(ids, routing.counts)
+        return _reference_forward(layer, cache, slot_of, hidden, ids, weights, lora).to(dtype)
     first_lora, down_lora = (
         (None, None) if lora is None else (lora[1].kernel_arguments(lora[0], name) for name in ("first", "down"))
     )
     fused = geometry.gated and layer.gate == SILU
-    h: Tensor = kernels.first(hidden, ids, slot_of, cache.first, first_bias, geometry.first, fused, first_lora)
+    h: Tensor = kernels.first(
+        hidden, ids, slot_of, cache.first, first_bias, geometry.first, fused, first_lora, routing.counts
+    )
     if not fused:
         h = _activate(h, layer.gate, geometry.gated)
-    out: Tensor = kernels.down(h, ids, weights, slot_of, cache.down, down_bias, geometry.down, down_lora)
+    out: Tensor = kernels.down(h, ids, weights, slot_of, cache.down, down_bias, geometry.down, down_lora, dtype)
     return out
 
 

@@ -1,17 +1,17 @@
 """Triton kernels for the resident experts of a few tokens; expert ids are read in device memory, so the host does not
 synchronise.
 
-Packed bf16 weights are read in place, in tiles of 16 outputs by 32 of K (`nn/device_codes/layout.py`): 16 pairs along
-K, each with its two numbers for 16 outputs next to each other, so `[pairs, 32]` of a tile is one contiguous kilobyte.
-Codes of other formats are read in place too (`code_products_triton.py`); where gate and up have different formats they
-are dequantised first, one dense matrix per (token, slot). The first kernel has a program per (token, slot) and
-block of gate and up, or of up alone; the second one per token and half block of down, which sums the token's residents
-in the order of its slots: no atomics, the same bits every time. A program whose expert is not resident
-(`slot_of[expert]` is -1) ends at once. Tokens that share an expert each read it, because there are so few that the
-second read comes from L2 or is far cheaper than the CPU's share beside it.
+A program takes 16 or 32 outputs of one expert and up to 16 rows of it, so an expert that several tokens share is read
+once. Its rows are found in the program: the grid has a program for every (token, slot) and block of outputs; the first
+of the pairs with one expert computes for all of them, the others end at once, as does one whose expert is not resident
+(`slot_of[expert]` is -1). Weights are read as they are packed (`code_products_triton.py`): decoded in registers,
+rounded to bf16 and multiplied on tensor cores with float32 sums. Where gate and up have different formats they are
+dequantised first, one dense matrix per (token, slot). Down's kernel writes the weighted output of every (token, slot),
+and a third one sums those of a token in the order of its slots: no atomics, the same bits every time and in every
+batch.
 
 LoRA factors are found through a table of addresses (`LoraPointers` of `place/gpu/multi_lora.py`): one more kernel has a
-program per (token, slot) and 16 ranks of A, and the two kernels above add B's product for tokens with an adapter.
+program per (token, slot) and 16 ranks of A, and the kernels above add B's product to rows with an adapter.
 """
 
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc"
@@ -27,13 +27,11 @@ from torch import Tensor
 from ktransformers.nn.device_codes import dequantize_triton
 from ktransformers.nn.device_codes.layout import TILE_BYTES, PackedMatrix
 from ktransformers.place.gpu import code_products_triton
-from ktransformers.place.gpu.code_products_triton import code_products, sum_pairs
+from ktransformers.place.gpu.code_products_triton import load_rows, multiply_add, strip_values
 
-PAIRS_PER_STEP = 128  # along K of one step; of a dense matrix as many single numbers
-PLAIN, DENSE, CODES = (tl.constexpr(number) for number in range(3))  # what is read: packed bf16, a matrix, codes
-NO_CODES = dict.fromkeys(
-    ("GGUF", "CODE", "ZERO", "SCALE", "LOW", "HIGH", "SPAN", "ENTRIES", "SCALE_BYTES", "STEP"), 0
-)  # constants of `code_products` for other sources
+ROWS = tl.constexpr(16)  # of one expert in a program: the smallest tile of a product
+MAX_COLUMNS = 1024  # of a program that sums outputs
+RANKS_PER_STEP = 128  # numbers of a row of A or B that a step of LoRA's products takes
 
 Lora = tuple[
     Tensor, Tensor, int
@@ -41,46 +39,9 @@ Lora = tuple[
 
 
 @triton.jit
-def _input_pairs(x, q, columns, j):
-    """[Q, 32]: the inputs that the two numbers of a pair are multiplied with, for each output; rounded to bf16."""
-    even = tl.load(x + 2 * q, mask=2 * q < columns, other=0.0).to(tl.bfloat16).to(tl.float32)
-    odd = tl.load(x + 2 * q + 1, mask=2 * q + 1 < columns, other=0.0).to(tl.bfloat16).to(tl.float32)
-    return tl.where(j % 2 == 0, even[:, None], odd[:, None])
-
-
-@triton.jit
-def _block(words, x, columns, pairs, Q: tl.constexpr):
-    """Products of the two halves of a packed block, 16 outputs each."""
-    j = tl.arange(0, 32)[None, :]
-    low_sum = tl.zeros((Q, 32), tl.float32)
-    high_sum = tl.zeros((Q, 32), tl.float32)
-    for start in range(0, pairs, Q):
-        q = start + tl.arange(0, Q)
-        value = _input_pairs(x, q, columns, j)
-        offset = (q // 16 * 1024 + q % 16 * 32)[:, None] + j
-        valid = (q < pairs)[:, None]
-        low_sum += tl.load(words + offset, mask=valid, other=0.0).to(tl.float32) * value
-        high_sum += tl.load(words + offset + 512, mask=valid, other=0.0).to(tl.float32) * value
-    return sum_pairs(low_sum), sum_pairs(high_sum)
-
-
-@triton.jit
-def _half(words, x, columns, pairs, Q: tl.constexpr):
-    """Products of one half of a packed block."""
-    j = tl.arange(0, 32)[None, :]
-    total = tl.zeros((Q, 32), tl.float32)
-    for start in range(0, pairs, Q):
-        q = start + tl.arange(0, Q)
-        offset = (q // 16 * 1024 + q % 16 * 32)[:, None] + j
-        weight = tl.load(words + offset, mask=(q < pairs)[:, None], other=0.0).to(tl.float32)
-        total += weight * _input_pairs(x, q, columns, j)
-    return sum_pairs(total)
-
-
-@triton.jit
-def _dense_rows(matrix, x, row, valid, columns, K: tl.constexpr):
-    """Products of 16 rows of a dense matrix."""
-    total = tl.zeros((16, K), tl.float32)
+def _dense_rows(matrix, x, row, valid, columns, N: tl.constexpr, K: tl.constexpr):
+    """Products of N rows of a dense matrix with one row of numbers."""
+    total = tl.zeros((N, K), tl.float32)
     for start in range(0, columns, K):
         k = start + tl.arange(0, K)
         value = tl.load(x + k, mask=k < columns, other=0.0).to(tl.bfloat16).to(tl.float32)
@@ -115,20 +76,39 @@ def _lora_a(
         if block * 16 < rank:
             a = tl.load(factors + 3 * adapter).to(tl.pointer_type(tl.bfloat16)) + expert * rank * columns
             row = (route if BY_ROUTE else route // top_k).to(tl.int64)
-            value = _dense_rows(a, x + row * columns, r, r < rank, columns, Q)
+            value = _dense_rows(a, x + row * columns, r, r < rank, columns, 16, Q)
             tl.store(inner + route * RANKS + r, value.to(tl.bfloat16))
 
 
 @triton.jit
-def _lora_b(route, expert, top_k, adapters, factors, inner, row, valid, outputs, RANKS: tl.constexpr):
-    """B times a row's ranks, for 16 outputs; zeros if the token has no adapter."""
-    adapter = tl.load(adapters + route // top_k).to(tl.int64)
-    rank = tl.load(factors + 3 * adapter + 2, mask=adapter >= 0, other=0).to(tl.int32)
-    value = tl.zeros((16,), tl.float32)
-    if rank > 0:
-        b = tl.load(factors + 3 * adapter + 1).to(tl.pointer_type(tl.bfloat16)) + expert * outputs * rank
-        value = _dense_rows(b, inner + route * RANKS, row, valid, rank, RANKS)
-    return value
+def _add_lora_b(
+    sums, pairs, present, expert, top_k, adapters, factors, inner, row, valid, outputs,
+    N: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """`sums` [ROWS, N] plus B times the ranks of each row; nothing is added to rows without an adapter."""
+    m = tl.arange(0, ROWS)
+    for at in range(tl.sum(present.to(tl.int32), axis=0)):
+        route = tl.sum(tl.where(m == at, pairs, 0), axis=0)
+        adapter = tl.load(adapters + route // top_k).to(tl.int64)
+        rank = tl.load(factors + 3 * adapter + 2, mask=adapter >= 0, other=0).to(tl.int32)
+        if rank > 0:
+            b = tl.load(factors + 3 * adapter + 1).to(tl.pointer_type(tl.bfloat16)) + expert * outputs * rank
+            value = _dense_rows(b, inner + route * RANKS, row, valid, rank, N, RANKS)
+            sums += tl.where((m == at)[:, None], value[None, :], 0.0)
+    return sums
+
+
+@triton.jit
+def _pairs_of_expert(ids, route, expert, routes, ROUTES: tl.constexpr):
+    """Whether this (token, slot) computes for others with the same expert; up to ROWS of them, itself first, and which
+    of these exist. The pairs of an expert are numbered in their order; every ROWS-th computes."""
+    r, m = tl.arange(0, ROUTES), tl.arange(0, ROWS)
+    same = (tl.load(ids + r, mask=r < routes, other=-1) == expert) & (r < routes)
+    number = tl.sum((same & (r < route)).to(tl.int32), axis=0)
+    position = tl.cumsum(same.to(tl.int32), axis=0) - 1
+    chosen = same[None, :] & (position[None, :] == number + m[:, None])
+    pairs = tl.sum(tl.where(chosen, r[None, :], 0), axis=1)
+    return number % ROWS == 0, pairs, tl.sum(chosen.to(tl.int32), axis=1) > 0
 
 
 @triton.jit
@@ -136,26 +116,26 @@ def _first(
     hidden,  # [T, columns]
     ids,  # [T, k]
     slot_of,  # int32 [E]
+    counts,  # int32 [E]: rows of each expert, added to; or unused
     words,  # the packed slots as bf16 or, of codes, as int32; if DENSE one matrix per (token, slot)
-    scales,  # of codes: as `code_products` takes them, otherwise unused
+    scales,  # of codes: as `strip_values` takes them, otherwise unused
     scale_factors,
     bias,  # float32 [E, outputs], or unused
     adapters,  # int32 [T], or unused
     factors,  # as above, or unused
     inner,  # bf16 [T * k, RANKS], or unused
     out,  # bf16 [T * k, rows] if SILU, else float32 [T * k, outputs]
+    routes,
     experts,
     top_k,
     rows,
     columns,
-    pairs,
     expert_bytes,
     block_bytes,
     half_bytes,
     codes_at,
     spans_at,
     SOURCE: tl.constexpr,
-    GGUF: tl.constexpr,
     CODE: tl.constexpr,
     ZERO: tl.constexpr,
     SCALE: tl.constexpr,
@@ -165,53 +145,67 @@ def _first(
     ENTRIES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     STEP: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDEN: tl.constexpr,
+    ROUTES: tl.constexpr,
+    COUNT: tl.constexpr,
     PAIRED: tl.constexpr,
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
     RANKS: tl.constexpr,  # 0: no LoRA
-    Q: tl.constexpr,
 ):
     route, block = tl.program_id(0), tl.program_id(1)
     expert = tl.load(ids + route).to(tl.int64)
-    slot = tl.load(slot_of + expert, mask=(expert >= 0) & (expert < experts), other=-1).to(tl.int64)
+    known = (expert >= 0) & (expert < experts)
+    if COUNT:
+        tl.atomic_add(counts + expert, 1, mask=known & (block == 0), sem="relaxed")
+    slot = tl.load(slot_of + expert, mask=known, other=-1).to(tl.int64)
     if slot >= 0:
-        x = hidden + (route // top_k).to(tl.int64) * columns
-        n = tl.arange(0, 16)
-        if PAIRED:
-            low, low_valid, outputs = block * 16 + n, block * 16 + n < rows, 2 * rows
-            high, high_valid = low + rows, low_valid
-        else:
-            low, low_valid, outputs = block * 32 + n, block * 32 + n < rows, rows
-            high, high_valid = low + 16, low + 16 < rows
-        base = slot * expert_bytes + block.to(tl.int64) * block_bytes
-        if SOURCE == DENSE:
-            matrix = words + route.to(tl.int64) * outputs * columns
-            low_sum = _dense_rows(matrix, x, low, low_valid, columns, Q)
-            high_sum = _dense_rows(matrix, x, high, high_valid, columns, Q)
-        elif SOURCE == CODES:
-            low_sum = code_products(
-                words, scales, scale_factors, base, x, columns, codes_at, spans_at,
-                GGUF, CODE, ZERO, SCALE, LOW, HIGH, SPAN, ENTRIES, SCALE_BYTES, STEP,
-            )  # fmt: skip
-            high_sum = code_products(
-                words, scales, scale_factors, base + half_bytes, x, columns, codes_at, spans_at,
-                GGUF, CODE, ZERO, SCALE, LOW, HIGH, SPAN, ENTRIES, SCALE_BYTES, STEP,
-            )  # fmt: skip
-        else:
-            low_sum, high_sum = _block(words + base // 2, x, columns, pairs, Q)
-        if BIAS:
-            low_sum += tl.load(bias + expert * outputs + low, mask=low_valid, other=0.0)
-            high_sum += tl.load(bias + expert * outputs + high, mask=high_valid, other=0.0)
-        if RANKS:
-            low_sum += _lora_b(route, expert, top_k, adapters, factors, inner, low, low_valid, outputs, RANKS)
-            high_sum += _lora_b(route, expert, top_k, adapters, factors, inner, high, high_valid, outputs, RANKS)
-        if SILU:
-            tl.store(
-                out + route * rows + low, (low_sum * tl.sigmoid(low_sum) * high_sum).to(tl.bfloat16), mask=low_valid
-            )
-        else:
-            tl.store(out + route * outputs + low, low_sum, mask=low_valid)
-            tl.store(out + route * outputs + high, high_sum, mask=high_valid)
+        computes, pairs, present = _pairs_of_expert(ids, route, expert, routes, ROUTES)
+        if computes:
+            n = tl.arange(0, 16)
+            if PAIRED:
+                low, low_valid, outputs = block * 16 + n, block * 16 + n < rows, 2 * rows
+                high, high_valid = low + rows, low_valid
+            else:
+                low, low_valid, outputs = block * 32 + n, block * 32 + n < rows, rows
+                high, high_valid = low + 16, low + 16 < rows
+            base = slot * expert_bytes + block.to(tl.int64) * block_bytes
+            matrix = route.to(tl.int64) * outputs * columns
+            x = hidden + (pairs // top_k).to(tl.int64) * columns
+            low_sum, high_sum = tl.zeros((ROWS, 16), tl.float32), tl.zeros((ROWS, 16), tl.float32)
+            for start in range(0, columns, STEP):
+                tile = load_rows(x, present, start, columns, STEP)
+                low_values = strip_values(
+                    words, scales, scale_factors, base, matrix, low, low_valid, start, columns, codes_at, spans_at,
+                    SOURCE, CODE, ZERO, SCALE, LOW, HIGH, SPAN, ENTRIES, SCALE_BYTES, STEP, EVEN,
+                )  # fmt: skip
+                high_values = strip_values(
+                    words, scales, scale_factors, base + half_bytes, matrix, high, high_valid, start, columns,
+                    codes_at, spans_at,
+                    SOURCE, CODE, ZERO, SCALE, LOW, HIGH, SPAN, ENTRIES, SCALE_BYTES, STEP, EVEN,
+                )  # fmt: skip
+                low_sum = multiply_add(tile, low_values, low_sum, WIDEN)
+                high_sum = multiply_add(tile, high_values, high_sum, WIDEN)
+            if BIAS:
+                low_sum += tl.load(bias + expert * outputs + low, mask=low_valid, other=0.0)[None, :]
+                high_sum += tl.load(bias + expert * outputs + high, mask=high_valid, other=0.0)[None, :]
+            if RANKS:
+                low_sum = _add_lora_b(
+                    low_sum, pairs, present, expert, top_k, adapters, factors, inner, low, low_valid, outputs, 16, RANKS
+                )
+                high_sum = _add_lora_b(
+                    high_sum, pairs, present, expert, top_k, adapters, factors, inner, high, high_valid, outputs,
+                    16, RANKS,
+                )  # fmt: skip
+            if SILU:
+                activated = (low_sum * tl.sigmoid(low_sum) * high_sum).to(tl.bfloat16)
+                target = out + pairs[:, None] * rows + low[None, :]
+                tl.store(target, activated, mask=present[:, None] & low_valid[None, :])
+            else:
+                target = out + pairs[:, None] * outputs
+                tl.store(target + low[None, :], low_sum, mask=present[:, None] & low_valid[None, :])
+                tl.store(target + high[None, :], high_sum, mask=present[:, None] & high_valid[None, :])
 
 
 @triton.jit
@@ -227,19 +221,18 @@ def _down(
     adapters,
     factors,
     inner,
-    out,  # float32 [T, rows]
+    out,  # float32 [T * k, rows]: weighted
+    routes,
     experts,
     top_k,
     rows,
     columns,
-    pairs,
     expert_bytes,
     block_bytes,
     half_bytes,
     codes_at,
     spans_at,
     SOURCE: tl.constexpr,
-    GGUF: tl.constexpr,
     CODE: tl.constexpr,
     ZERO: tl.constexpr,
     SCALE: tl.constexpr,
@@ -249,36 +242,51 @@ def _down(
     ENTRIES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     STEP: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDEN: tl.constexpr,
+    ROUTES: tl.constexpr,
     BIAS: tl.constexpr,
     RANKS: tl.constexpr,
-    Q: tl.constexpr,
 ):
-    token, half_block = tl.program_id(0), tl.program_id(1)
-    offset = (half_block // 2).to(tl.int64) * block_bytes + half_block % 2 * half_bytes
-    row = half_block * 16 + tl.arange(0, 16)
-    total = tl.zeros((16,), tl.float32)
+    route, half_block = tl.program_id(0), tl.program_id(1)
+    expert = tl.load(ids + route).to(tl.int64)
+    slot = tl.load(slot_of + expert, mask=(expert >= 0) & (expert < experts), other=-1).to(tl.int64)
+    if slot >= 0:
+        computes, pairs, present = _pairs_of_expert(ids, route, expert, routes, ROUTES)
+        if computes:
+            row = half_block * 16 + tl.arange(0, 16)
+            base = slot * expert_bytes + (half_block // 2).to(tl.int64) * block_bytes + half_block % 2 * half_bytes
+            matrix, x = route.to(tl.int64) * rows * columns, h + pairs.to(tl.int64) * columns
+            sums = tl.zeros((ROWS, 16), tl.float32)
+            for start in range(0, columns, STEP):
+                values = strip_values(
+                    words, scales, scale_factors, base, matrix, row, row < rows, start, columns, codes_at, spans_at,
+                    SOURCE, CODE, ZERO, SCALE, LOW, HIGH, SPAN, ENTRIES, SCALE_BYTES, STEP, EVEN,
+                )  # fmt: skip
+                sums = multiply_add(load_rows(x, present, start, columns, STEP), values, sums, WIDEN)
+            if BIAS:
+                sums += tl.load(bias + expert * rows + row, mask=row < rows, other=0.0)[None, :]
+            if RANKS:
+                sums = _add_lora_b(
+                    sums, pairs, present, expert, top_k, adapters, factors, inner, row, row < rows, rows, 16, RANKS
+                )
+            weight = tl.load(weights + pairs, mask=present, other=0.0).to(tl.float32)
+            target = out + pairs.to(tl.int64)[:, None] * rows + row[None, :]
+            tl.store(target, sums * weight[:, None], mask=present[:, None] & (row < rows)[None, :])
+
+
+@triton.jit
+def _sum_slots(outputs, ids, slot_of, out, experts, top_k, columns, BLOCK: tl.constexpr):
+    """The outputs [T * k, columns] of each token's resident experts, added in the order of its slots."""
+    token, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
     for choice in range(top_k):
         route = token * top_k + choice
         expert = tl.load(ids + route).to(tl.int64)
-        slot = tl.load(slot_of + expert, mask=(expert >= 0) & (expert < experts), other=-1).to(tl.int64)
+        slot = tl.load(slot_of + expert, mask=(expert >= 0) & (expert < experts), other=-1)
         if slot >= 0:
-            x = h + route.to(tl.int64) * columns
-            base = slot * expert_bytes + offset
-            if SOURCE == DENSE:
-                y = _dense_rows(words + route.to(tl.int64) * rows * columns, x, row, row < rows, columns, Q)
-            elif SOURCE == CODES:
-                y = code_products(
-                    words, scales, scale_factors, base, x, columns, codes_at, spans_at,
-                    GGUF, CODE, ZERO, SCALE, LOW, HIGH, SPAN, ENTRIES, SCALE_BYTES, STEP,
-                )  # fmt: skip
-            else:
-                y = _half(words + base // 2, x, columns, pairs, Q)
-            if BIAS:
-                y += tl.load(bias + expert * rows + row, mask=row < rows, other=0.0)
-            if RANKS:
-                y += _lora_b(route, expert, top_k, adapters, factors, inner, row, row < rows, rows, RANKS)
-            total += y * tl.load(weights + route).to(tl.float32)
-    tl.store(out + token * rows + row, total, mask=row < rows)
+            total += tl.load(outputs + route.to(tl.int64) * columns + c, mask=c < columns, other=0.0)
+    tl.store(out + token.to(tl.int64) * columns + c, total.to(out.dtype.element_ty), mask=c < columns)
 
 
 @triton.jit
@@ -292,21 +300,18 @@ def _weight_arguments(
     packed: Tensor, ids: Tensor, slot_of: Tensor, bias: Tensor | None, matrix: PackedMatrix
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
     """Weights and biases as arguments of both kernels: tensors, sizes and constexpr values."""
-    places, constants = (0, 0), NO_CODES
-    if matrix.plain:
-        source, words = PLAIN, (packed.view(torch.bfloat16), slot_of, slot_of)
-    elif code_products_triton.supports(matrix):
-        source = CODES
+    if reads_codes(matrix):
         words, places, constants = code_products_triton.arguments(packed, matrix)
     else:
-        source, words = DENSE, (_dequantised(packed, ids, slot_of, matrix), slot_of, slot_of)
+        dense = _dequantised(packed, ids, slot_of, matrix)
+        words, places, constants = code_products_triton.dense_arguments(dense)
     half_bytes = TILE_BYTES if matrix.plain else matrix.strip_at(1)
-    sizes = (matrix.rows, matrix.columns, -(-matrix.columns // 2), matrix.expert_bytes, matrix.block_bytes, half_bytes)
-    constants = {**constants, "SOURCE": source, "BIAS": bias is not None, "Q": PAIRS_PER_STEP}
-    # A fused multiply-add would round values of GGUF's types once less than their decoder does.
-    constants["enable_fp_fusion"] = not constants["GGUF"]
+    sizes = (matrix.rows, matrix.columns, matrix.expert_bytes, matrix.block_bytes, half_bytes)
+    routes = ids.numel()
+    constants = {**constants, "BIAS": bias is not None, "ROUTES": max(16, triton.next_power_of_2(routes))}
+    constants |= {"EVEN": matrix.columns % constants["STEP"] == 0, "WIDEN": not packed.is_cuda}
     tensors = (*words, slot_of if bias is None else bias)
-    return tensors, (slot_of.shape[0], ids.shape[1], *sizes, *places), constants
+    return tensors, (routes, slot_of.shape[0], ids.shape[1], *sizes, *places), constants
 
 
 def reads_codes(matrix: PackedMatrix) -> bool:
@@ -336,7 +341,7 @@ def _lora_arguments(
     launch: Any = _lora_a[(ids.numel(), ranks // 16)]
     sizes = (slot_of.shape[0], ids.shape[1], matrix.columns)
     by_route = x.shape[0] == ids.numel()  # equal if k is 1, where both index the same row
-    launch(x, ids, slot_of, adapters, factors, inner, *sizes, BY_ROUTE=by_route, RANKS=ranks, Q=PAIRS_PER_STEP)
+    launch(x, ids, slot_of, adapters, factors, inner, *sizes, BY_ROUTE=by_route, RANKS=ranks, Q=RANKS_PER_STEP)
     return (adapters, factors, inner), ranks
 
 
@@ -349,9 +354,10 @@ def first(
     matrix: PackedMatrix,
     silu: bool,
     lora: Lora | None = None,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """bf16 `[T * k, rows]` after the activation if that is silu, else float32 products `[T * k, out_rows]`. Rows of
-    experts that are not resident are not written."""
+    experts that are not resident are not written. The rows of each expert are added to `counts` int32 `[E]`."""
     routes = ids.numel()
     shape, dtype = ((routes, matrix.rows), torch.bfloat16) if silu else ((routes, matrix.out_rows), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=hidden.device)
@@ -362,10 +368,12 @@ def first(
         hidden,
         ids,
         slot_of,
+        slot_of if counts is None else counts,
         *tensors,
         *lora_tensors,
         out,
         *sizes,
+        COUNT=counts is not None,
         PAIRED=matrix.paired,
         SILU=silu,
         RANKS=ranks,
@@ -383,13 +391,18 @@ def down(
     bias: Tensor | None,
     matrix: PackedMatrix,
     lora: Lora | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """float32 `[T, rows]`: the weighted sum over the resident experts."""
-    out = torch.empty(ids.shape[0], matrix.rows, dtype=torch.float32, device=h.device)
+    """`[T, rows]`: the weighted sum over the resident experts."""
+    outputs = torch.empty(ids.numel(), matrix.rows, dtype=torch.float32, device=h.device)
     tensors, sizes, constants = _weight_arguments(packed, ids, slot_of, bias, matrix)
     lora_tensors, ranks = _lora_arguments(h, ids, slot_of, matrix, lora)
-    launch: Any = _down[(ids.shape[0], 2 * matrix.blocks)]
-    launch(h, ids, weights, slot_of, *tensors, *lora_tensors, out, *sizes, RANKS=ranks, **constants)
+    launch: Any = _down[(ids.numel(), 2 * matrix.blocks)]
+    launch(h, ids, weights, slot_of, *tensors, *lora_tensors, outputs, *sizes, RANKS=ranks, **constants)
+    out = torch.empty(ids.shape[0], matrix.rows, dtype=dtype, device=h.device)
+    block = min(MAX_COLUMNS, triton.next_power_of_2(matrix.rows))
+    add: Any = _sum_slots[(ids.shape[0], -(-matrix.rows // block))]
+    add(outputs, ids, slot_of, out, slot_of.shape[0], ids.shape[1], matrix.rows, BLOCK=block)
     return out
 
 

@@ -125,6 +125,11 @@ def use_attention(attention: AttentionFn) -> Iterator[None]:
         _attention_fn.reset(token)
 
 
+def current_attention() -> AttentionFn | None:
+    """The function that was set; None: the model is not being served."""
+    return _attention_fn.get()
+
+
 @contextmanager
 def attend_to_slots(spans: Sequence[Span]) -> Iterator[None]:
     """While the model is called, rows attend to the slots of these spans, which cover the batch."""

@@ -35,9 +35,11 @@ from ktransformers.nn.linear import patch_linears
 from ktransformers.nn.mixed_lora import use_mixed_lora
 from ktransformers.nn.norm import patch_norms
 from ktransformers.nn.pool import default_pool
+from ktransformers.nn.router import patch_routers
 from ktransformers.nn.store import ExpertStore, round_weights
 from ktransformers.serve.engine.attention import ATTENTION_NAME, Span, attend_to_slots
 from ktransformers.serve.engine.cache_blocks import BlockLayout
+from ktransformers.serve.engine.fused_attention import patch_attention
 from ktransformers.serve.engine.head import LogitsHead, LogitsReader, ScoredRows, collect_rows
 from ktransformers.serve.engine.indexer import (
     INDEX_LAYER_TYPE,
@@ -263,6 +265,8 @@ def make_forward(model: PreTrainedModel, *, fp8_cache: bool = False) -> Forward 
     """Chosen by the model's configuration and attention; `check_against_stock` verifies the choice."""
     patch_linears(model)
     patch_norms(model)
+    patch_routers(model)
+    patch_attention(model)
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
     rope_settings = [rope, *(settings for settings in rope.values() if isinstance(settings, dict))]

@@ -112,6 +112,11 @@ def use_linear_lora(add: LinearLoraFn | None) -> Iterator[None]:
         _linear_lora_fn.reset(token)
 
 
+def current_linear_lora() -> LinearLoraFn | None:
+    """The function that was set; None: no row has LoRA."""
+    return _linear_lora_fn.get()
+
+
 def apply_linear_lora(adapter_rows: Sequence[AdapterRows], token_count: int) -> AbstractContextManager[None]:
     return use_linear_lora(functools.partial(_add_row_ranges, adapter_rows, token_count) if adapter_rows else None)
 
