@@ -205,7 +205,7 @@ def test_importing_does_not_import_torch() -> None:
 
 def table_rows(heading: str) -> list[list[str]]:
     """Rows of the first table under a heading, without its head."""
-    section = SCALE.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    section = re.split(r"\n##+ ", SCALE.read_text().partition(f"## {heading}\n")[2])[0]
     lines = re.findall(r"^\|.*\|$", section, re.MULTILINE)
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -228,3 +228,33 @@ def test_tables_of_the_page_are_the_planners() -> None:
             hosts = f"{(other.host_bytes + other.mapped) / 1e9:.0f}"
             expected.append([name, kind, host_0, hosts, gpu, per_token, size_text(moved), speed, network])
     assert rows == expected
+
+
+def scaling_rows() -> list[list[str]]:
+    rows = []
+    for name, model in MODELS.items():
+        shape, of_four = open_shape(model), 0.0
+        for hosts in (4, 8, 16, 32, 64):
+            training, serving = (plan(shape, work, hosts=hosts).best for work in (Training(), Serving()))
+            assert training is not None and serving is not None and training.form == BY_EXPERTS
+            rate, memory = training.time.tokens_per_second, training.memory[-1]
+            of_four = of_four or rate / hosts
+            rows.append(
+                [
+                    name,
+                    str(hosts),
+                    str(training.shares[-1]),
+                    f"{(memory.host_bytes + memory.mapped) / 1e9:.0f}",
+                    f"{training.wire.hosts_of_token:.1f}",
+                    size_text(training.wire.per_token),
+                    f"{rate:.0f}",
+                    f"{rate / hosts / of_four:.0%}",
+                    f"{training.time.parts['network'] / training.time.seconds:.0%}",
+                    f"{serving.time.tokens_per_second:.3g}, {serving.time.first_token:.1f} s",
+                ]
+            )
+    return rows
+
+
+def test_table_of_many_hosts_is_the_planners() -> None:
+    assert table_rows("On paper") == scaling_rows()
