@@ -290,6 +290,8 @@ class Bench:
         recipe = Recipe("v3-attention", words, (), layers=self.args.attention_layers, vocabulary=1024)
         model = _blank(recipe, self.device, "eager")
         _fill(model, self.device)
+        for layer in model.model.layers:
+            layer.mlp = torch.nn.Identity()  # the bench is of attention alone
         weights = sum(one.numel() * one.element_size() for name, one in model.named_parameters() if "embed" not in name)
         forward: Any = make_forward(model)
         heads, width, products = 128, 576, 1088

@@ -39,6 +39,15 @@ def patch_norms(model: nn.Module) -> int:
     return patched
 
 
+def norm_epsilon(module: Any) -> float | None:
+    """Of an RMS norm whose forward was replaced by `patch_norms`; None: of any other module."""
+    forward = getattr(module, "forward", None)
+    if not isinstance(forward, functools.partial) or forward.func is not _forward:
+        return None
+    epsilon: float = forward.args[2]
+    return epsilon
+
+
 def _fits(module: Any) -> bool:
     parameters = dict(module.named_parameters())
     weight = parameters.get("weight")

@@ -53,6 +53,7 @@ from ktransformers.serve.engine.windows import CHUNK_ATTRIBUTE
 from ktransformers.serve.graphs import decode_attention
 from ktransformers.serve.graphs.adapter_set import Adapters, AdapterSet, RowLoraFn, sort_adapters
 from ktransformers.serve.graphs.decode_attention import attend_latents, attend_new_tokens
+from ktransformers.serve.graphs.latent_inputs import fuse_latents, fused_latents
 from ktransformers.serve.graphs.state_arena import ArenaRows, StateArena
 from ktransformers.serve.graphs.step_table import (
     ACTIVE,
@@ -123,6 +124,7 @@ class DecodeGraphs:
         self.graphs: GraphCache[StepKey, DecodeStep] = GraphCache(NAME, GraphPool(self.device))
         self._base = AdapterSet((), self.device)
         self.sets: OrderedDict[Adapters, AdapterSet] = OrderedDict()  # least recently used first; without the base
+        fuse_latents(model)
         self._generation = self._current_generation()
         self._layers: tuple[int, ...] = ()
         self._fp8 = False  # slots hold codes
@@ -266,6 +268,9 @@ class DecodeGraphs:
             use_padding_mask(device_table[ACTIVE] != 0),
             adapter_set.applied(device_table[ADAPTER]) as lora_of,
             use_attention(functools.partial(self._attend, device_table, lora_of)),
+            fused_latents(
+                functools.partial(self._attend_latents, device_table), lambda linear: lora_of(linear) is not None
+            ),
             nullcontext() if arena is None else use_batch_states(ArenaRows(arena, device_table[STATES])),
         ):
             logits: Tensor = self._model(**words).logits[0]
@@ -275,13 +280,18 @@ class DecodeGraphs:
     def _attend(
         self, table: Tensor, lora_of: RowLoraFn, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        lines = CacheLines.of_layer(self._layers.index(spec.layer), len(self._layers), fp8=self._fp8)
         if spec.latent is None:
-            return attend_new_tokens(table, lines, spec, query, key, value)
+            return attend_new_tokens(table, self._lines(spec), spec, query, key, value)
         lora = lora_of(spec.latent.linear)
         loras = [] if lora is None else [(slice(None), lora)]
-        sums = attend_latents(table, lines, spec, spec.latent.absorb(query, loras), key)
+        sums = self._attend_latents(table, spec, spec.latent.absorb(query, loras), key)
         return spec.latent.values_of(sums.transpose(0, 1), loras).transpose(0, 1)
+
+    def _attend_latents(self, table: Tensor, spec: AttentionSpec, query: Tensor, key: Tensor) -> Tensor:
+        return attend_latents(table, self._lines(spec), spec, query, key)
+
+    def _lines(self, spec: AttentionSpec) -> CacheLines:
+        return CacheLines.of_layer(self._layers.index(spec.layer), len(self._layers), fp8=self._fp8)
 
     def _record_on_device(self, compute: Compute) -> Compute:
         device = self.device
