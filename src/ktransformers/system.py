@@ -1,7 +1,7 @@
 """Facts about the machine besides its cores: memory available to this process, GPUs, installed packages.
 
-Cores, caches and NUMA nodes come from the native core (`_core.machine()`). torch is imported only by `gpus()`,
-`dense_products()` and `bf16_is_fast()`.
+Cores, caches and NUMA nodes come from the native core (`_core.machine()`). torch is imported only by
+functions of GPUs, `dense_products()` and `bf16_is_fast()`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from pathlib import Path
 
 from ktransformers import env
 from ktransformers.errors import InputError
+from ktransformers.log import logger
+
+MIN_CAPABILITY = (8, 0)  # of a GPU: older ones have no bf16 instructions, which all kernels here use
+_log = logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Memory:
 class Gpu:
     name: str
     memory: int  # bytes
+    capability: tuple[int, int] = MIN_CAPABILITY
 
 
 def hyperthreads_asked_for(threads: int, cores: int, cpus: int) -> str | None:
@@ -84,8 +89,8 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
-def gpus() -> list[Gpu]:
-    """CUDA devices that torch can use; empty without torch."""
+def all_gpus() -> list[Gpu]:
+    """CUDA devices that torch sees; empty without torch."""
     if importlib.util.find_spec("torch") is None:
         return []
     import torch
@@ -93,7 +98,43 @@ def gpus() -> list[Gpu]:
     if not torch.cuda.is_available():
         return []
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [Gpu(device.name, device.total_memory) for device in devices]
+    return [Gpu(device.name, device.total_memory, (device.major, device.minor)) for device in devices]
+
+
+def gpus() -> list[Gpu]:
+    """CUDA devices that are computed on: all before the first that is older than MIN_CAPABILITY. One line names what is
+    left out."""
+    return list(_supported(tuple(all_gpus())))
+
+
+@functools.cache
+def _supported(devices: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
+    old = [index for index, device in enumerate(devices) if device.capability < MIN_CAPABILITY]
+    if not old:
+        return devices
+    supported = [str(index) for index in range(len(devices)) if index not in old]
+    remedy = f"; CUDA_VISIBLE_DEVICES={','.join(supported)} shows the others alone" if supported else ""
+    first = devices[old[0]]
+    behind = " and the GPUs behind it are" if len(devices) > old[0] + 1 else " is"
+    capability = ".".join(map(str, first.capability))
+    _log.warning(
+        "%s%s left out: compute capability %s, where 8.0 is the oldest%s", first.name, behind, capability, remedy
+    )
+    return devices[: old[0]]
+
+
+def has_gpu() -> bool:
+    return bool(gpus())
+
+
+def require_supported(device: str, option: str, remedy: str) -> None:
+    """Raises InputError if this device, which was asked for by `option`, is a GPU that is not computed on."""
+    kind, _, index = device.partition(":")
+    devices = all_gpus() if kind == "cuda" else []
+    place = int(index or 0)
+    if place < len(devices) and devices[place].capability < MIN_CAPABILITY:
+        chosen = devices[place]
+        raise InputError(option, f"{device}, {chosen.name}", "a GPU of compute capability 8.0 or later", remedy)
 
 
 def gpu_memory() -> list[tuple[int, int]]:

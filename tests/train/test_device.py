@@ -12,6 +12,8 @@ import torch
 
 from ktransformers.errors import InputError
 from ktransformers.plan import Machine, profile, require_fit, with_gpus
+from ktransformers.system import Gpu
+from ktransformers.train.arguments import device_of
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.settings import TrainSettings
@@ -91,3 +93,12 @@ def test_gpu_is_kept_if_no_configuration_fits(beside: Any, tiny: Path, tmp_path:
     plan = make_plan(read_settings(recipe(tiny, tmp_path / "out"))).plan
     assert plan.device == "cuda" and plan.forecast is not None and plan.forecast.best is None
     assert plan.forecast.nearest.choice.gpus == 1 and set(plan.forecast.nearest.lacking) == {"host", "gpu0"}
+
+
+def test_old_gpu_is_left_out_and_refused_by_key(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ktransformers.system.all_gpus", lambda: [Gpu("GTX 1080 Ti", 11 << 30, (6, 1))])
+    keys = recipe(tiny, tmp_path / "out")
+    keys.pop("use_cpu", None)
+    assert device_of(read_settings(keys)).type == "cpu"
+    with pytest.raises(InputError, match="GTX 1080 Ti"):
+        device_of(read_settings(keys | {"use_cpu": False}))

@@ -177,9 +177,9 @@ def gpu(cuda: Cuda, gpus: Sequence[system.Gpu]) -> list[Finding]:
         elif built_for and capability[0] > max(built_for)[0]:
             text = f"{device.name} is of {capability[0]}.{capability[1]}, newer than what this torch has code for"
             findings.append(Finding("warning", "gpu", text, "a newer torch: https://pytorch.org/get-started/locally"))
-        elif capability < (8, 0):
-            text = f"{device.name} has no bf16 instructions"
-            findings.append(Finding("note", "gpu", text, "`--dtype float16` where a verb has it"))
+        elif capability < (8, 0):  # system.MIN_CAPABILITY
+            text = f"{device.name} is of {capability[0]}.{capability[1]}, has no bf16 instructions and is left out"
+            findings.append(Finding("warning", "gpu", text, "CUDA_VISIBLE_DEVICES without it, if there are others"))
     return findings
 
 

@@ -187,7 +187,7 @@ def examine(root: Path = ROOT, expert_threads: int | None = None) -> MachineRepo
     versions = {name: system.version_of(name) for name in (*PACKAGES, *OPTIONAL_PACKAGES)}
     packages = {name: version for name, version in versions.items() if version or name in PACKAGES}
     cuda, torch_threads = read_torch(root)
-    report = MachineReport(packages, env.current(), system.memory(), system.gpus(), cuda, read_disks(root))
+    report = MachineReport(packages, env.current(), system.memory(), system.all_gpus(), cuda, read_disks(root))
     report.environment |= {name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ}
     report.torch_threads, report.nodes = torch_threads, read_numa_nodes(root)
     if platform.system() != "Linux":

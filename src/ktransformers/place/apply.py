@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ktransformers import system
 from ktransformers.errors import InputError
 from ktransformers.nn.out_of_memory import free_bytes
 from ktransformers.operators.plan import OperatorPlan, plan_operators
@@ -34,7 +35,7 @@ def rules_of(options: PlacementOptions) -> tuple[Rule, ...]:
 
 
 def _gpus_here() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return len(system.gpus())
 
 
 def plan_rules(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ktransformers import system
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
 
@@ -125,7 +126,7 @@ def _to(value: Any, device: torch.device) -> Any:
 
 def visible_gpus(count: int) -> list[str]:
     """The first `count` GPUs of this process."""
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    available = len(system.gpus())
     if count > available:
         raise InputError(
             "GPUs", f"{count} asked for", f"at most {available}, the GPUs that torch sees", "leave it out to use one"

@@ -18,9 +18,9 @@ the device is synchronised before any of these is freed, and everything that a c
 is kept as long as this object, or, with adapters, until `release_unused_adapters`. When residents change within their
 cache the tables are rewritten in place (the core reads `skip` at every call) and graphs stay valid. When they get
 another cache, the tables of captured calls are cleared: an older graph still computes correct results, with all experts
-of that layer on the CPU, until it is captured again. A graph whose capture was prepared by `warming_up` is not replayed
-once `generation` has changed, so it leaves the CPU out if all experts are resident; a graph that a program captured by
-itself has the CPU's share all the same, in case residents are changed later.
+of that layer on the CPU, until it is captured again. If all experts are resident it has the CPU's share for that
+reason alone; a graph of which its owner says that it is not replayed once `generation` has changed (`recaptured`) has
+none.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class HostCallbackPath:
     def __init__(self, device: torch.device, executor: GpuExecutor) -> None:
         self.device, self.executor = device, executor
         self.warming_up = False  # batches are accepted and refused as in a capture, and what a graph needs is allocated
+        self.recaptured = False  # graphs captured now are not replayed once `generation` has changed
         self.generation = 0  # counts resident caches that were replaced: older graphs leave such layers to the CPU
         self._cuda = device.type == "cuda"
         self._buffers: dict[Size, PinnedBuffers] = {}
@@ -175,7 +176,7 @@ class HostCallbackPath:
             resident_decode.count(ids, self._counts[layer.index])
             return out
         on_device = DeviceRouting(residents.slot_of, ids, weights, self._counts[layer.index])
-        if residents.complete and (self.warming_up or not self._stream_captures()):
+        if residents.complete and (self.recaptured or not self._stream_captures()):
             return resident_decode.forward(layer, residents.cache, on_device, hidden, hidden.dtype, lora)
         cpu_done = self._start_cpu_share(prepared, inputs) if self._cuda else None
         part = resident_decode.forward(layer, residents.cache, on_device, hidden, torch.float32, lora)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ktransformers import _core, env, log
+from ktransformers import _core, env, log, system
 from ktransformers.errors import InputError
 from ktransformers.nn.attention_graphs.replay import GraphedAttention, record_attention
 from ktransformers.nn.contract import Contract, expert_modules
@@ -220,15 +220,17 @@ class Placement:
         return sum(engine.callbacks.generation for engine in self.engines)
 
     @contextmanager
-    def capture_warmup(self) -> Iterator[None]:
-        """Batches run as in a capture: what a graph needs is allocated, and what it cannot hold is refused."""
+    def capture_warmup(self, recaptured: bool = False) -> Iterator[None]:
+        """Batches run as in a capture: what a graph needs is allocated, and what it cannot hold is refused. With
+        `recaptured` the caller promises not to replay graphs captured here once `generation` has changed: they have no
+        share of the CPU in layers whose experts are all resident."""
         for engine in self.engines:
-            engine.callbacks.warming_up = True
+            engine.callbacks.warming_up, engine.callbacks.recaptured = True, recaptured
         try:
             yield
         finally:
             for engine in self.engines:
-                engine.callbacks.warming_up = False
+                engine.callbacks.warming_up = engine.callbacks.recaptured = False
 
     def raise_pending(self, tokens: int) -> None:
         """Raise errors of the CPU in replayed batches of `tokens` tokens."""
@@ -291,7 +293,7 @@ def attach(
     if policy_name == "cpu":
         return None
     fixed_device = None if device is None else _with_index(torch.device(device))
-    if fixed_device is None and not torch.cuda.is_available():
+    if fixed_device is None and not system.has_gpu():
         _warn_once("no CUDA device: all experts are computed on the CPU")
         return None
     registered = RegisteredMemory(pin_bytes if pin_bytes is not None else 1 << 62) if pin_mode == "map" else None

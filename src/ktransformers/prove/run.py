@@ -133,7 +133,9 @@ def prove(
     content = open_content(directory)
     tensor_check, counts = check_tensors(content, str(target.model))
     record = read_record(directory)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device is not None:
+        system.require_supported(device, "--device", "--device cpu, or CUDA_VISIBLE_DEVICES with another GPU")
+    device = device or ("cuda" if system.has_gpu() else "cpu")
     dtype_name = record.dtype if record is not None and dtype == "auto" else dtype
     model_dtype = parse_dtype(dtype_name, device)
     rows, sample = _sample_rows(record, target)

@@ -124,10 +124,11 @@ def as_trained(launch: Launch, target: Target) -> Launch:
 
 def choose_device(launch: Launch, plan: Plan | None = None) -> str:
     """The line's device, otherwise a visible GPU unless the plan leaves it out."""
-    import torch
-
+    if launch.device is not None:
+        system.require_supported(launch.device, "--device", "--device cpu, or CUDA_VISIBLE_DEVICES with another GPU")
+        return launch.device
     left_out = plan is not None and not plan.nearest.choice.gpus
-    return launch.device or ("cuda" if torch.cuda.is_available() and not left_out else "cpu")
+    return "cuda" if system.has_gpu() and not left_out else "cpu"
 
 
 def host_cache_tokens(launch: Launch, kv_bytes_per_token: int, state_bytes: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ktransformers import system
 from ktransformers.nn.out_of_memory import free_bytes
 from ktransformers.nn.skeleton import meta_model
 from ktransformers.nn.w8a8 import use_w8a8
@@ -39,7 +40,7 @@ def options_of(launch: Launch, target: Target) -> PlacementOptions:
 
 def gpus_of(launch: Launch, plan: Plan | None) -> int:
     """As many as are asked for, of those that are here; else as many as the plan needs."""
-    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    here = len(system.gpus())
     if launch.gpus is not None:
         return max(1, min(launch.gpus, here))
     return max(1, plan.nearest.choice.gpus if plan is not None else 1)

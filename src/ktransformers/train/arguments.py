@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ktransformers import system
 from ktransformers.errors import InputError
 from ktransformers.system import bf16_is_fast
 from ktransformers.train.resolve import trainer_fields
@@ -34,8 +35,10 @@ def step_shape(settings: TrainSettings) -> tuple[int, int]:
 
 
 def device_of(settings: TrainSettings) -> torch.device:
-    on_cpu = settings.trainer.get("use_cpu", False) or not torch.cuda.is_available()
-    return torch.device("cpu" if on_cpu else "cuda")
+    use_cpu = settings.trainer.get("use_cpu")
+    if use_cpu is False:
+        system.require_supported("cuda", "use_cpu: false", "use_cpu: true, or CUDA_VISIBLE_DEVICES with another GPU")
+    return torch.device("cpu" if use_cpu or not system.has_gpu() else "cuda")
 
 
 def rest_of(settings: TrainSettings) -> str:

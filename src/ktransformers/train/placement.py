@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+from ktransformers import system
 from ktransformers.operators.plan import OperatorPlan
 from ktransformers.operators.rules import find_rules, summary_of_name
 from ktransformers.place.apply import ModelPlacement, needs_spreading, plan_rules
@@ -62,7 +63,7 @@ class TrainPlacement:
             return 1
         rule = self.options.kt_optimize_rule
         if rule is not None and find_rules(rule) is None:
-            return max(1, min(summary_of_name(rule).gpus, torch.cuda.device_count()))
+            return max(1, min(summary_of_name(rule).gpus, len(system.gpus())))
         return max(1, self._plan.nearest.choice.gpus if self._plan is not None else 1)
 
     @property

@@ -249,7 +249,7 @@ class DecodeGraphs:
         rows = self._state_rows(chunks)
         step.fill(chunks, rows)
         with (
-            nullcontext() if self._placement is None else self._placement.capture_warmup(),
+            nullcontext() if self._placement is None else self._placement.capture_warmup(recaptured=True),
             nullcontext() if self._arena is None else self._arena.preserved(rows),
         ):
             step = replace(step, replay=(self._record or self._record_on_device)(compute))
