@@ -252,3 +252,29 @@ def test_buffers_are_shared_by_layers_of_a_size() -> None:
         packed, other, small_batch(SMALL, 1, "cpu")
     )  # buffers made in inference mode are written to outside of it
     assert len(path._buffers) == 2
+
+
+def test_the_cpu_has_no_share_if_all_experts_are_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of graphs; in a graph only if its owner captures it again when residents change."""
+    store = make_store(ODD)
+    place = placed_for_inference(store, "cpu", "resident", residents=tuple(range(ODD.experts)))
+    path, packed, given = place.engine.callbacks, place.layer.packed, small_batch(ODD, 4, "cpu")
+    queued: list[int] = []
+    queue = path._queue_cpu_share
+    monkeypatch.setattr(path, "_queue_cpu_share", lambda *words: (queued.append(1), queue(*words)))
+    alone = path.forward(packed, store, given)
+    assert not queued and relative_error(alone, cpu_output(store, given)) < CLOSE
+    monkeypatch.setattr(path, "_stream_captures", lambda: True)
+    assert torch.equal(path.forward(packed, store, given), alone) and queued == [1]
+    path.recaptured = True
+    assert torch.equal(path.forward(packed, store, given), alone) and queued == [1]
+    before = path.generation
+    assert place.update_residents(np.ones(ODD.experts, np.int64)) == 0 and path.generation == before, "nothing changes"
+
+    def fail() -> None:
+        raise OSError("the link")
+
+    monkeypatch.setattr(path, "_stream_captures", lambda: False)
+    with pytest.raises(OSError, match="the link"):
+        path.replace_residents(packed, fail)
+    assert path.generation == before + 1, "graphs without the CPU's share are captured again"

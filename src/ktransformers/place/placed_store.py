@@ -158,6 +158,8 @@ class PlacedStore:
             return 0
         order = sorted(range(len(counts)), key=lambda expert: (-int(counts[expert]), expert not in residents, expert))
         busiest = frozenset(order[: cache.count])
+        if busiest == residents:
+            return 0
 
         def change() -> None:
             cache.evict_except(index, busiest)
