@@ -68,7 +68,7 @@ struct VnniSums {
 };
 
 struct VnniProduct : WordProduct<16> {
-  static constexpr int byte_offset = 128;
+  static constexpr int byte_offset = 128, max_rows = 1 << 20;
   template <int bits>
   using Sums = VnniSums<bits>;
 };

@@ -390,10 +390,12 @@ inline F32<W> without_payload(F32<W> v) {
   return (F32<W>)(((U32<W>)v & ~(is_nan & 0xffffu)) | (is_nan & 0x00400000u));
 }
 
-// Two vectors of products into a row of a tile.
-template <int W>
+// Two vectors of products into a row of a tile. `exact`: they are bf16 numbers already.
+template <int W, bool exact>
 inline void put_pair(char* out, F32<W> first, F32<W> second) {
-  if constexpr (kEvenAndOdd<W>) {
+  if constexpr (kEvenAndOdd<W> && exact) {
+    store(out, (U32<W>)first >> 16 | ((U32<W>)second & 0xffff0000u));
+  } else if constexpr (kEvenAndOdd<W>) {
     store(out, round_pairs<W>(first, second));
   } else {
 #if defined(__AVX512BF16__)

@@ -173,6 +173,12 @@ inline void scales_of_pair(const float* rows, int n, F32<W> (&s)[2]) {
 template <int W, Codec C>
 constexpr bool kLooksUpNibbles = W == 16 && CodeWords<W, C>::low == 4 && CodeWords<W, C>::high == 0;
 
+// Whether numbers times scales are bf16 numbers: 0.5 to 6 times a power of two of at least 2^-127. Numbers of e4m3
+// times a small one would be below the least bf16 number.
+template <Codec C>
+constexpr bool kExactInBf16 =
+    kFormats[(int)C].element == ElementKind::e2m1 && kFormats[(int)C].scales == ScaleKind::e8m0;
+
 template <int W, Codec C, bool usual>
 inline void decode_pairs(const RowScales& r, const char* codes, char* __restrict tile) {
   using D = Decoder<C>;
@@ -186,8 +192,8 @@ inline void decode_pairs(const RowScales& r, const char* codes, char* __restrict
     const LanePair<W> high = Words::load_high(codes, n);
     auto put = [&](int j, F32<W> first, F32<W> second) {
       const int half = j / (kTileK / 2 / D::halves);
-      put_pair<W>(tile + j * 64 + n * 4, scaled<D::offset>(first, s[half][0], m[half][0]),
-                  scaled<D::offset>(second, s[half][1], m[half][1]));
+      put_pair<W, kExactInBf16<C>>(tile + j * 64 + n * 4, scaled<D::offset>(first, s[half][0], m[half][0]),
+                                   scaled<D::offset>(second, s[half][1], m[half][1]));
     };
 #pragma GCC unroll 4
     for (int word = 0; word < Words::words; word++) {

@@ -1,10 +1,11 @@
 // Look-ups in grids: eight weights at a time, a word of 64 bits from a table of entries, and signs as a mask from a
-// table of masks. The largest table, IQ1's, has 16 KB and stays in L1.
+// table of masks. The largest table, IQ1's, has 16 KB and stays in L1. grids_avx2.h has signs and indices in vectors.
 #include "kernels/grids.h"
 
 #include <cstring>
 
 #include "kernels/grid_tables.h"
+#include "kernels/grids_portable.h"
 
 namespace kt {
 namespace {
@@ -264,7 +265,7 @@ constexpr Grid kGridTq1 = {open_tq1_0, 1, {-1, 0, 1}, nullptr, 0};
 
 }  // namespace
 
-const Grid& grid_of(Codec codec) {
+const Grid& portable_grid_of(Codec codec) {
   switch (codec) {
     case Codec::iq1_s:
       return kGridIq1S;
@@ -286,3 +287,54 @@ const Grid& grid_of(Codec codec) {
 }
 
 }  // namespace kt
+
+#if defined(__x86_64__)
+#include "kernels/grids_avx2.h"
+
+namespace kt {
+namespace {
+
+constexpr Grid opened_by(Grid grid, decltype(Grid::open) open) {
+  grid.open = open;
+  return grid;
+}
+
+constexpr Grid kIq1SAvx2 = opened_by(kGridIq1S, open_iq1_s_avx2);
+constexpr Grid kIq2XxsAvx2 = opened_by(kGridIq2Xxs, open_iq2_xxs_avx2);
+constexpr Grid kIq2XsAvx2 = opened_by(kGridIq2Xs, open_iq2_xs_avx2);
+constexpr Grid kIq2SAvx2 = opened_by(kGridIq2S, open_iq2_s_avx2);
+constexpr Grid kIq3XxsAvx2 = opened_by(kGridIq3Xxs, open_iq3_xxs_avx2);
+constexpr Grid kIq3SAvx2 = opened_by(kGridIq3S, open_iq3_s_avx2);
+
+const Grid& avx2_grid_of(Codec codec) {
+  switch (codec) {
+    case Codec::iq1_s:
+      return kIq1SAvx2;
+    case Codec::iq2_xxs:
+      return kIq2XxsAvx2;
+    case Codec::iq2_xs:
+      return kIq2XsAvx2;
+    case Codec::iq2_s:
+      return kIq2SAvx2;
+    case Codec::iq3_xxs:
+      return kIq3XxsAvx2;
+    case Codec::iq3_s:
+      return kIq3SAvx2;
+    default:
+      return portable_grid_of(codec);
+  }
+}
+
+}  // namespace
+
+const Grid& grid_of(Codec codec) {
+  static const bool has_avx2 = __builtin_cpu_supports("avx2");  // and the operating system saves its registers
+  return has_avx2 ? avx2_grid_of(codec) : portable_grid_of(codec);
+}
+
+}  // namespace kt
+#else
+namespace kt {
+const Grid& grid_of(Codec codec) { return portable_grid_of(codec); }
+}  // namespace kt
+#endif

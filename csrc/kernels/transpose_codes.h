@@ -142,7 +142,7 @@ inline void transpose_bytes(const RowScales& r, const char* bytes, int row0, cha
       if constexpr (D::offset) splat_pair<W>(r.m[half] + 2 * pair, m);
       char* row = out + tile * kTileBytes + (row0 + pair) * 64;
       auto put = [&](int k, V a, V b) {
-        put_pair<W>(row + k * 4, scaled<D::offset>(a, s[0], m[0]), scaled<D::offset>(b, s[1], m[1]));
+        put_pair<W, kExactInBf16<C>>(row + k * 4, scaled<D::offset>(a, s[0], m[0]), scaled<D::offset>(b, s[1], m[1]));
       };
       if constexpr (!kEvenAndOdd<W> && W == 16) {
         put(0, N::of(load_pair<W>(bytes, 2 * tile, pair)).template one<BothAlongK<0>>(),
