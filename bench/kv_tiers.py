@@ -43,6 +43,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=2048, help="prompt tokens of one step")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--disk", type=Path, help="a folder for the file; default: a temporary one")
+    parser.add_argument("--fp8", action="store_true", help="keys and values in codes of 8 bits")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the document here")
     return parser.parse_args(argv)
@@ -72,7 +73,7 @@ class Bench:
         self.args, self.device = args, torch.device(args.device)
         recipe = replace(recipes()[args.shape], layers=args.layers, vocabulary=args.vocabulary)
         model = build_packed(recipe, self.device, args.format)
-        self.forward = make_forward(model)
+        self.forward = make_forward(model, fp8_cache=args.fp8)
         if self.device.type == "cuda":
             placement = attach(model, policy=args.policy)
             assert placement is not None and not placement.left, placement

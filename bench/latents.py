@@ -63,6 +63,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--attention-contexts", type=numbers, default=[8192, 139_000])
     parser.add_argument("--chunk", type=int, default=512, help="tokens of the prompt that is measured")
     parser.add_argument("--seconds", type=float, default=0.5, help="of a cell and way")
+    parser.add_argument("--fp8", action="store_true", help="latents in codes of 8 bits, of `attention`")
     parser.add_argument("--profile", action="store_true", help="also print the kernels of a layer, of `attention`")
     parser.add_argument("--device", default="cuda", help="cpu only shows that it runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the document here, after every cell")
@@ -217,12 +218,14 @@ class Bench:
         from ktransformers.serve.engine.forward import Chunk
         from ktransformers.serve.engine.kv_cache import KVSlot
 
-        slots = [KVSlot(None, capacity=context + 1024) for _ in range(streams)]
+        slots = [KVSlot(None, capacity=context + 1024, fp8=forward.fp8_cache) for _ in range(streams)]
         for slot in slots:
             forward.run([Chunk(slot, [1, 2, 3], 0, None)])
             with torch.inference_mode():
-                for held in slot.tensors():
-                    held.normal_(std=0.1)
+                for held in (*slot.keys.values(), *slot.values.values()):
+                    held.copy_(torch.randn(held.shape, dtype=torch.bfloat16, device=held.device) * 0.1)
+                for held in (*slot.key_scales.values(), *slot.value_scales.values()):
+                    held.fill_(127)  # a scale of 1
             slot.tokens[:] = [5] * context
         return slots
 
@@ -293,7 +296,7 @@ class Bench:
         for layer in model.model.layers:
             layer.mlp = torch.nn.Identity()  # the bench is of attention alone
         weights = sum(one.numel() * one.element_size() for name, one in model.named_parameters() if "embed" not in name)
-        forward: Any = make_forward(model)
+        forward: Any = make_forward(model, fp8_cache=self.args.fp8)
         heads, width, products = 128, 576, 1088
         table = Table(("context", "ms", "launched ms", "bar ms", "bytes roof ms", "GB"), [8, 8, 12, 8, 14, 6])
         for context in self.args.attention_contexts:
