@@ -3,7 +3,7 @@
 Codes are read as 32-bit words (16-bit for bf16), of which a tile's 512 values share a few, so that the loads of a warp
 fall into one or two lines; headers are read through views of the same buffer in their own types. Kinds of elements and
 scales are numbers at compile time. Formats whose codes lie in two planes or whose scales are those of GGUF's K types
-have another kernel (`dequantize_gguf_triton.py`).
+have another kernel (`dequantize_gguf_triton.py`), and so has bf16:12 (`dequantize_bf16_12_triton.py`).
 """
 
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc"
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktransformers.nn.device_codes import dequantize_gguf_triton
+from ktransformers.nn.device_codes import dequantize_bf16_12_triton, dequantize_gguf_triton
 from ktransformers.nn.device_codes.dequantize_gguf_triton import LINE, NOWHERE, unsigned_number
 from ktransformers.nn.device_codes.layout import TILE_BYTES, PackedMatrix, StripFormat
 
@@ -152,7 +152,8 @@ def kind_of(form: StripFormat) -> tuple[Any, Any] | None:
 
 
 def supports(matrix: PackedMatrix) -> bool:
-    return all(kind_of(form) is not None or dequantize_gguf_triton.supports(form) for form in matrix.formats)
+    others = (dequantize_gguf_triton.supports, dequantize_bf16_12_triton.supports)
+    return all(kind_of(form) is not None or any(supported(form) for supported in others) for form in matrix.formats)
 
 
 def unit_of(where: Tensor, matrix: PackedMatrix) -> int:
@@ -168,7 +169,8 @@ def decode(packed: Tensor, where: Tensor, matrix: PackedMatrix, out: Tensor) -> 
         form = matrix.formats[half]
         kind = kind_of(form)
         if kind is None:
-            dequantize_gguf_triton.decode_half(packed, where, unit_of(where, matrix), matrix, half, out)
+            decoder = dequantize_bf16_12_triton if dequantize_bf16_12_triton.supports(form) else dequantize_gguf_triton
+            decoder.decode_half(packed, where, unit_of(where, matrix), matrix, half, out)
             continue
         strip = matrix.strip(half)
         field = (form.fields or form.row)[0] if not matrix.plain else None
