@@ -111,7 +111,7 @@ def test_attach_places_and_replaces_residents(tmp_path: Path, caplog: pytest.Log
         placement.place_residents(count=2, strategy="frequency")
     for index, layer in enumerate(placement.layers):
         layer.counts[[index, 5]] = 10
-    placement.save_statistics(tmp_path / "seen.safetensors")
+    save_counts(tmp_path / "seen.safetensors", *placement.statistics())
     copied = sum(room.copied_bytes for room in side.residents.values())
     found = placement.place_residents(count=2, strategy="frequency", statistics=tmp_path / "seen.safetensors")
     assert found == [(0, 5), (1, 5), (2, 5)]

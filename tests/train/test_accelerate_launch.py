@@ -1,5 +1,5 @@
-"""`accelerate launch` with a config file in the form of LLaMA-Factory's `fsdp2_kt_*.yaml`, end to end: two processes under
-FSDP2 train what one process trains."""
+"""`accelerate launch` with a config file in the form of LLaMA-Factory's `fsdp2_kt_*.yaml`, end to end: two processes
+under FSDP2 train what one process trains."""
 
 from __future__ import annotations
 

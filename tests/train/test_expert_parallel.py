@@ -90,12 +90,24 @@ def assert_same_run(got: Path, want: Path) -> None:
     assert gradients[0] == gradients[1]
 
 
-def test_two_ranks_train_what_one_process_trains(keys_of: Callable[..., dict[str, Any]]) -> None:
+def assert_same_counts(one: Path, several: Path, *, within: float) -> None:
+    """Of routed tokens, by layer and expert: the ranks' counts together are those of one process."""
+    rows, expected = (json.loads(file.read_text()) for file in (several, one))
+    assert list(rows) == list(expected) and len(rows) == 2
+    for name in expected:
+        different = sum(abs(mine - theirs) for mine, theirs in zip(rows[name], expected[name], strict=True))
+        assert sum(expected[name]) > 0 and different <= within * sum(expected[name]), (name, rows, expected)
+
+
+def test_two_ranks_train_what_one_process_trains(keys_of: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     """Rows of different lengths are split by tokens, so the ranks have different numbers of passes in a step."""
-    budget = {"kt_tokens_per_batch": 100}
-    one = train_ranks(keys_of("one", **budget, gradient_accumulation_steps=2), 0)
-    two = train_ranks(keys_of("two", **budget, gradient_accumulation_steps=1, kt_expert_parallel=2), 2)
+    budget, counts = {"kt_tokens_per_batch": 100}, [str(tmp_path / f"counts-{ranks}.json") for ranks in (1, 2)]
+    options = {"gradient_accumulation_steps": 2, "kt_record_experts": counts[0]}
+    one = train_ranks(keys_of("one", **budget, **options), 0)
+    options = {"gradient_accumulation_steps": 1, "kt_expert_parallel": 2, "kt_record_experts": counts[1]}
+    two = train_ranks(keys_of("two", **budget, **options), 2)
     assert_same_run(two, one)
+    assert_same_counts(*map(Path, counts), within=0.05)  # a pass that only takes part has two tokens
     manifest = json.loads((two / "kt_manifest.json").read_text())
     expected = json.loads((one / "kt_manifest.json").read_text())
     shapes = [{name: tensor["shape"] for name, tensor in found["tensors"].items()} for found in (manifest, expected)]
@@ -122,10 +134,13 @@ def test_two_groups_of_two_ranks_with_experts_by_frequency(
     counts = {f"model.layers.{layer}.mlp.experts": [9, 1, 7, 1, 5, 1, 3, 0] for layer in range(2)}
     (tmp_path / "counts.json").write_text(json.dumps(counts))
     options = {"kt_tokens_per_batch": "off", "kt_cpu_activation": "recompute"}
-    one = train_ranks(keys_of("one", **options, gradient_accumulation_steps=4), 0)
+    record = {"kt_record_experts": str(tmp_path / "one.json")}
+    one = train_ranks(keys_of("one", **options, **record, gradient_accumulation_steps=4), 0)
+    options |= {"kt_record_experts": str(tmp_path / "four.json")}
     options |= {"kt_expert_partition": "frequency", "init_expert_location": str(tmp_path / "counts.json")}
     four = train_ranks(keys_of("four", **options, gradient_accumulation_steps=1, kt_expert_parallel=2), 4)
     assert_same_run(four, one)
+    assert_same_counts(tmp_path / "one.json", tmp_path / "four.json", within=0.0)
 
 
 @pytest.mark.slow

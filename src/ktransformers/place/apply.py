@@ -22,6 +22,7 @@ from ktransformers.place.device_map import DeviceMap, find_decoder_layers, move_
 from ktransformers.place.free_memory import resident_bytes
 from ktransformers.place.options import PlacementOptions
 from ktransformers.place.placement import Placement, attach
+from ktransformers.place.residents import Row, save_counts
 from ktransformers.place.routing_counts import RoutingCounter
 from ktransformers.place.rule_devices import devices_by_rules, devices_of_modules
 from ktransformers.plan.modes import CPU, RESIDENT
@@ -190,6 +191,8 @@ class ModelPlacement:
     def fill(self, bytes_to_come: Callable[[int, torch.device], int], sizes: Collection[int]) -> list[str]:
         """Residents in what GPU memory is left beside `bytes_to_come` of each device, by its place and itself; then the
         modes of batches of these `sizes`. Lines that say what was done."""
+        if self._counter is not None:
+            self._counter.reset()  # passes that found the modules to train, or the reference of pairs, count nothing
         if self.placement is None or self.cpu_only:
             return []
         later = {device: bytes_to_come(place, device) for place, device in enumerate(self.placement.devices())}
@@ -198,10 +201,14 @@ class ModelPlacement:
         modes = self.placement.tune(sizes, training=self._training)
         return [describe(self.placement, self.options, residents), *(f"experts, {line}" for line in modes)]
 
-    def save_counts(self) -> str | None:
-        """Write counts of routed tokens where the options name a file; a line that says so."""
+    def save_counts(self, total: Callable[[Row], Row] | None = None, *, writes: bool = True) -> str | None:
+        """Write counts of routed tokens where the options name a file; a line that says so. With several processes
+        `total` adds the counts of all, and one of them writes."""
         path, source = self.options.kt_record_experts, self.placement or self._counter
         if path is None or source is None:
             return None
-        source.save_statistics(Path(path))
+        names, counts = source.statistics()
+        counts = counts if total is None else [total(row) for row in counts]
+        if writes:
+            save_counts(Path(path), names, counts)
         return f"counts of routed tokens are in {path}"

@@ -79,8 +79,9 @@ class Placement:
             placed.engine.callbacks.add_counts(placed.layer.packed.index, placed.layer.counts)
         return [layer.counts for layer in self.layers]
 
-    def save_statistics(self, path: str | Path) -> None:
-        residents.save_counts(Path(path), self.names, self.counts())
+    def statistics(self) -> tuple[list[str], list[residents.Row]]:
+        """Names of the layers of experts, and the routed tokens of each expert of each."""
+        return list(self.names), list(self.counts())
 
     def devices(self) -> list[torch.device]:
         return list(dict.fromkeys(engine.device for engine in self.engines))

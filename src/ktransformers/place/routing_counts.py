@@ -3,14 +3,13 @@ statistics from which a later run, or another machine, places residents. A place
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import nn
 
 from ktransformers.nn.contract import expert_modules
-from ktransformers.place.residents import Row, save_counts
+from ktransformers.place.residents import Row
 
 
 class RoutingCounter:
@@ -31,8 +30,13 @@ class RoutingCounter:
 
         return count
 
-    def save_statistics(self, path: str | Path) -> None:
-        save_counts(Path(path), list(self.counts), list(self.counts.values()))
+    def statistics(self) -> tuple[list[str], list[Row]]:
+        """Names of the modules, and the rows of each expert of each."""
+        return list(self.counts), list(self.counts.values())
+
+    def reset(self) -> None:
+        for row in self.counts.values():
+            row[:] = 0
 
     def close(self) -> None:
         for handle in self._handles:

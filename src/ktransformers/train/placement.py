@@ -12,16 +12,19 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback
 
 from ktransformers import system
+from ktransformers.nn.distributed import host_group
 from ktransformers.operators.plan import OperatorPlan
 from ktransformers.operators.rules import find_rules, summary_of_name
 from ktransformers.place.apply import ModelPlacement, needs_spreading, plan_rules
 from ktransformers.place.free_memory import bytes_to_allocate
 from ktransformers.place.options import PlacementOptions, read_options
 from ktransformers.place.placement import Placement
+from ktransformers.place.residents import Row
 from ktransformers.plan import Plan
 from ktransformers.train.arguments import device_of
 from ktransformers.train.settings import TrainSettings
@@ -98,5 +101,16 @@ class TrainPlacement:
         return [ResidentUpdate(self.placement, self.options.kt_expert_update_steps)]
 
     def run_ended(self, note: Callable[[str], None]) -> None:
-        if int(os.environ.get("RANK", "0")) == 0 and (line := self._placement.save_counts()) is not None:
+        """A collective call of all processes."""
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        writes = int(os.environ.get("RANK", "0")) == 0
+        line = self._placement.save_counts(_sum_over_ranks if several else None, writes=writes)
+        if line is not None and writes:
             note(line)
+
+
+def _sum_over_ranks(row: Row) -> Row:
+    total = torch.from_numpy(row.copy())
+    dist.all_reduce(total, group=host_group(dist.group.WORLD))
+    summed: Row = total.numpy()
+    return summed
