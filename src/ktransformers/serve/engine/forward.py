@@ -31,6 +31,7 @@ from ktransformers.adapters.logit_error import ComputeLogits, ForwardPass, logit
 from ktransformers.adapters.router_choices import token_numbers
 from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
+from ktransformers.nn.delta_rule import patch_delta_rule
 from ktransformers.nn.linear import patch_linears
 from ktransformers.nn.mixed_lora import use_mixed_lora
 from ktransformers.nn.norm import patch_norms
@@ -265,6 +266,7 @@ def make_forward(model: PreTrainedModel, *, fp8_cache: bool = False) -> Forward 
     """Chosen by the model's configuration and attention; `check_against_stock` verifies the choice."""
     patch_linears(model)
     patch_norms(model)
+    patch_delta_rule(model)
     patch_routers(model)
     patch_attention(model)
     config = model.config.get_text_config(decoder=True)
