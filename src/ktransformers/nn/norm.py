@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ktransformers import _core
+from ktransformers.nn.fused_check import matches
 from ktransformers.triton_modules import import_triton_module
 
 TRITON = "ktransformers.nn.norm_triton"
@@ -75,10 +76,7 @@ def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
             return False
         finally:
             weight.copy_(original)
-    if not isinstance(expected, Tensor) or expected.dtype != x.dtype or expected.shape != x.shape:
-        return False
-    tolerance = 1e-5 if x.dtype == torch.float32 else 1e-2
-    return bool((fused.float() - expected.float()).norm() <= tolerance * expected.float().norm())
+    return matches(fused, expected)
 
 
 def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ktransformers.nn.fused_check import matches
 from ktransformers.triton_modules import import_triton_module
 
 TRITON = "ktransformers.nn.router_triton"
@@ -64,11 +65,11 @@ def _normalises(module: Any) -> tuple[bool, torch.dtype] | None:
         if not _is_router_output(outputs, (PROBE_ROWS, *weight.shape[:1]), module.top_k):
             return None
         logits, scores, ids = outputs
-        if not _near(logits, F.linear(x, weight, module._parameters.get("bias"))):
+        if not matches(F.linear(x, weight, module._parameters.get("bias")), logits):
             return None
         for normalise in (False, True):
             fused, fused_ids = select(logits, module.top_k, normalise, scores.dtype)
-            if _near(scores, fused) and torch.equal(logits.gather(1, fused_ids), logits.gather(1, ids)):
+            if matches(fused, scores) and torch.equal(logits.gather(1, fused_ids), logits.gather(1, ids)):
                 return normalise, scores.dtype
     return None
 
@@ -79,11 +80,6 @@ def _is_router_output(outputs: Any, shape: tuple[int, int], top_k: int) -> bool:
     logits, scores, ids = outputs
     pair = (shape[0], top_k)
     return bool(logits.shape == shape and scores.shape == pair == ids.shape and ids.dtype == torch.int64)
-
-
-def _near(actual: Tensor, expected: Tensor) -> bool:
-    tolerance = 1e-5 if actual.dtype == torch.float32 else 1e-2
-    return bool((actual.float() - expected.float()).norm() <= tolerance * expected.float().norm())
 
 
 def select(logits: Tensor, top_k: int, normalise: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

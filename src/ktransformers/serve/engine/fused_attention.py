@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ktransformers.nn.fused_check import matches
 from ktransformers.nn.norm import EPSILON_NAMES
 from ktransformers.serve.engine.attention import AttentionSpec, current_attention, use_attention
 from ktransformers.serve.engine.lora import current_linear_lora, use_linear_lora
@@ -35,6 +36,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 Norm = tuple[Tensor, float]  # weight [d], epsilon
 AttentionOutput = tuple[Tensor, Any]
+REFUSED: tuple[Norm, Norm] = ((torch.empty(0), 0.0), (torch.empty(0), 0.0))  # norms that are not those of each head
 
 
 def patch_attention(model: nn.Module) -> int:
@@ -143,7 +145,7 @@ class FusedAttention:
         spec, *inputs = calls[0]
         if spec.latent is not None or spec.selection is not None or getattr(self._module, SCALED_ATTRIBUTE, False):
             return None
-        if not _near(result[0], expected):
+        if not matches(expected, result[0]):
             return None
         width = embeddings[0].shape[2]
         for self._angles_of_halves in (False, True):
@@ -151,12 +153,9 @@ class FusedAttention:
                 continue
             with use_linear_lora(None):
                 fused = self._inputs(probe[0], *embeddings)
-            if all(_near(ours.transpose(0, 1), stock) for ours, stock in zip(fused, inputs, strict=True)):
+            if all(matches(ours.transpose(0, 1), stock) for ours, stock in zip(fused, inputs, strict=True)):
                 return spec
         return None
-
-
-REFUSED: tuple[Norm, Norm] = ((torch.empty(0), 0.0), (torch.empty(0), 0.0))
 
 
 def _head_norms(module: Any) -> tuple[Norm, Norm] | None:
@@ -194,10 +193,3 @@ def _join_tensors(parts: list[Any]) -> Tensor:
     for part, view in zip(parts, torch.split(joint, [len(part) for part in parts]), strict=True):
         part.data = view
     return joint
-
-
-def _near(actual: Tensor, expected: Tensor) -> bool:
-    if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return False
-    tolerance = 1e-5 if actual.dtype == torch.float32 else 1e-2
-    return bool((actual.float() - expected.float()).norm() <= tolerance * expected.float().norm())
