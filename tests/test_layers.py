@@ -26,6 +26,7 @@ GROUND = {
     "files",
     "html_page",
     "interrupt",
+    "linear_storage",
     "log",
     "model_registry",
     "openmp",

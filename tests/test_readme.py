@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ktransformers.linear_storage import KEEP
 from ktransformers.plan import Choice, Serving, Training, open_shape, profile
 from ktransformers.plan.memory import predict_memory
 
@@ -30,7 +31,7 @@ def row(title: str) -> str:
         for work in works:
             sizes = []
             for name in ("int4", "bf16"):
-                memory = predict_memory(shape, work, Choice(name, 1, policy="stream"), machine)
+                memory = predict_memory(shape, work, Choice(name, 1, policy="stream", linear_format=KEEP), machine)
                 sizes.append((memory.host_bytes if what == "host" else memory.gpu_bytes[0]) / 1e9)
             cells.append(f"{sizes[0]:.0f} ({sizes[1]:.0f})")
     return f"| {title} | " + " | ".join(cells) + " |"

@@ -15,7 +15,7 @@ from torch import Tensor
 from ktransformers import _core
 from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.checkpoint.encoder import encode
-from ktransformers.nn.coded_weight import coded_weight
+from ktransformers.nn.coded_weight import CodedWeight, GpuCodes, coded_weight
 from ktransformers.nn.device_codes import linear as device_linear
 from ktransformers.nn.device_codes.linear import DeviceCodes, packed_linear
 from tests.support.formats import SPECS
@@ -108,6 +108,24 @@ def test_few_rows_are_multiplied_with_codes(spec: str, rows: int, device: str, i
         first, again = (kernels.product(x, codes.packed, codes.matrix, space, config) for _ in range(2))
         assert error(first, expected) < ROUNDING
         assert torch.equal(first, again), "sums in no fixed order"
+
+
+@pytest.mark.parametrize("spec", ["int8", "q4_k"])
+def test_a_weight_of_device_codes_is_a_weight(spec: str) -> None:
+    """Products, gradients of the input, rows and groups of rows, with codes of a device that is here the CPU."""
+    codes, numbers = codes_of(spec, 192, 256, "cpu")
+    weight = CodedWeight(GpuCodes(codes), spec, (192, 256), torch.bfloat16)
+    torch.manual_seed(0)
+    x = torch.randn(3, 7, 256).bfloat16().requires_grad_(True)
+    out = torch.nn.functional.linear(x, weight)
+    out.sum().backward()
+    assert error(out, x.detach().double() @ numbers.double().T) < ROUNDING
+    assert x.grad is not None and error(x.grad, numbers.double().sum(0).expand(3, 7, -1)) < ROUNDING
+    ids = torch.tensor([[0, 191], [64, 0]])
+    assert torch.equal(torch.nn.functional.embedding(ids, weight), numbers[ids])
+    assert torch.equal(weight.row_groups(32, 32, 96), numbers.view(2, 96, 256)[:, 32:64])
+    assert torch.equal(weight + 0, numbers)
+    assert torch.equal(weight.to(torch.float32) + 0, numbers.float())
 
 
 @pytest.mark.gpu

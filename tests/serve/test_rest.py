@@ -87,14 +87,14 @@ def test_what_cannot_be_done_is_refused_before_loading(wide_directory: Path, mon
     for spec, words in (("int9", "format"), ("iq2_xs", "keep, bf16, or a format")):
         with pytest.raises(InputError, match=words):
             served(wide_directory, lines, "--rest", spec)
-    with pytest.raises(InputError, match="int8 with --dtype float16, expected --dtype bfloat16 or float32"):
+    with pytest.raises(InputError, match="int8 with --dtype float16 on cpu, expected --dtype bfloat16 or float32"):
         served(wide_directory, lines, "--rest", "int8", "--dtype", "float16")
     with pytest.raises(InputError, match="'int9'"):  # the plan of `kt serve` comes first
         make_plan(parse([str(wide_directory), "--rest", "int9"]), resolve_target(str(wide_directory)), print, print)
     assert not any("loading" in line for line in lines)
     monkeypatch.setattr("ktransformers.serve.launch.require_compiler", lambda *given: None)
-    line = parse([str(wide_directory), "--device", "cuda", "--rest", "int8"])
-    with pytest.raises(InputError, match="int8 on cuda, expected --device cpu"):
+    line = parse([str(wide_directory), "--device", "cuda", "--rest", "int8", "--dtype", "float32"])
+    with pytest.raises(InputError, match="int8 with --dtype float32 on cuda, expected --dtype bfloat16"):
         open_service(line, resolve_target(str(wide_directory)), lines.append)
 
 
@@ -110,17 +110,38 @@ def test_cached_blocks_of_other_bits_are_not_used(wide_directory: Path, tmp_path
 
 
 def test_plan_counts_the_codes() -> None:
-    """Embeddings stay as they are; on a GPU nothing changes."""
+    """Embeddings and routers stay as they are."""
     shape, machine = open_shape("qwen3-30b-a3b"), profile("amx16-h200")
     work = serving_workload(parse(["M", "--rest", "int4:32"]), 2, 4096)
     assert work.linear_format == "int4:32"
     plain = serving_workload(parse(["M"]), 2, 4096)
     as_released = predict_memory(shape, plain, Choice("bf16"), machine)
     coded = predict_memory(shape, work, Choice("bf16", linear_format="int4:32"), machine)
-    linears = shape.rest - shape.embedding
+    linears = shape.rest - shape.embedding - shape.router_numbers
     assert coded.host["linear layers"] == pytest.approx(linears * (0.5 + 2 / 32))
     assert as_released.mapped - coded.mapped == 2 * linears and "linear layers" not in as_released.host
     tied = predict_memory(replace(shape, tied=True), work, Choice("bf16", linear_format="int4:32"), machine)
     assert tied.host["linear layers"] == coded.host["linear layers"], "the head's codes lie beside the embedding"
-    assert serving_workload(parse(["M", "--rest", "int4:32"]), 2, 4096, "cuda") == plain
+    on_gpu = predict_memory(shape, work, Choice("bf16", gpus=1, linear_format="int4:32"), machine)
+    plain_gpu = predict_memory(shape, plain, Choice("bf16", gpus=1), machine)
+    saved = plain_gpu.gpus[0]["weights"] - on_gpu.gpus[0]["weights"]
+    assert saved == pytest.approx(linears * (2 - 0.5 - 2 / 32), rel=1e-6)
     assert bytes_in_format("q8_0") == 34 / 32 and bytes_in_format("int8") == pytest.approx(1, rel=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", ["int8", "int4:32"])
+def test_a_gpu_decodes_with_codes_in_graphs(spec: str, wide_directory: Path) -> None:
+    """Codes in the memory of the GPU, read by the captured step; the same tokens as without graphs."""
+    answers = []
+    for words in ([], ["--disable-cuda-graph"]):
+        lines: list[str] = []
+        line = [str(wide_directory), "--device", "cuda", "--dtype", "bfloat16", "--max-total-tokens", "256"]
+        service = open_service(
+            parse([*line, "--rest", spec, *words]), resolve_target(str(wide_directory)), lines.append
+        )
+        coded = [one for one in service.engine.forward.model.parameters() if isinstance(one, CodedWeight)]
+        assert coded and all(one.device.type == "cuda" for one in coded)
+        assert any(spec in line and "linear layers" in line for line in lines)
+        answers.append(logits(service))
+    assert float((answers[0] - answers[1]).norm() / answers[1].norm()) < 2e-2

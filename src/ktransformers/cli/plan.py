@@ -17,6 +17,7 @@ from ktransformers.cli import ask
 from ktransformers.cli.progress import log
 from ktransformers.cli.sizes import gigabytes, table_line
 from ktransformers.errors import InputError
+from ktransformers.linear_storage import KEEP
 from ktransformers.progress import rough
 
 if TYPE_CHECKING:
@@ -246,17 +247,19 @@ def _is_fp8(kv_cache_dtype: str) -> bool:
 
 
 def _linear_format(rest: str | None) -> str | None:
-    """Of `--rest`; None: numbers."""
+    """Of `--rest`, which is KEEP unless it is given; None: numbers."""
     from ktransformers import _core
 
-    if rest in (None, "bf16"):
+    if rest in (None, KEEP):
+        return KEEP
+    if rest == "bf16":
         return None
     try:
         row = _core.format(str(rest))
     except ValueError as error:
         raise InputError("rest", rest, str(error)) from error
     if not row["written"]:
-        raise InputError("rest", rest, "bf16, or a format that `kt quant` writes, such as int8 or int4:32")
+        raise InputError("rest", rest, "keep, bf16, or a format that `kt quant` writes, such as int8 or int4:32")
     return str(rest)
 
 
@@ -279,7 +282,7 @@ def serving_summary(model: str) -> list[tuple[str, str]]:
     from ktransformers.plan.workload import PLANNED_POLICIES
 
     shape, machine = open_shape(resolve(model)), _choose_machine("this", None, None, False)
-    work = Serving(rest_bytes=2 if _bf16_is_fast(machine) else 4)
+    work = Serving(rest_bytes=2 if _bf16_is_fast(machine) else 4, linear_format=KEEP)
     return summary_rows(make_plan(shape, work, machine, policies=PLANNED_POLICIES))
 
 
@@ -295,8 +298,8 @@ RestOption = Annotated[
     str | None,
     typer.Option(
         "--rest",
-        help="Linear layers outside of the experts in this format, as int4:32. A GPU server does not do that yet: "
-        "with --all its plans are shown as what this version lacks.",
+        help="Linear layers outside of the experts: keep (the codes of the release where it is quantised), bf16, or a "
+        "format, as int4:32. Default: keep.",
     ),
 ]
 

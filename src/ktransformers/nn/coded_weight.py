@@ -1,18 +1,19 @@
-"""Linear layers outside of the experts in few bits, on the CPU: their weights become `CodedWeight`.
+"""Linear layers outside of the experts in few bits: their weights become `CodedWeight`.
 
 A decoded token reads every weight once, so bytes are time: in int8 a layer takes half of what bf16 takes, in int4 a
 third. `CodedWeight` holds the codes, packed as the core multiplies them (`csrc/moe/coded_linear.h`), and is a tensor of
 the model's dtype to everything else: PEFT sees an ordinary frozen weight of an ordinary `nn.Linear`. `F.linear`
-multiplies with codes, `F.embedding` decodes the rows that it looks up, and the gradient of the input decodes PANEL
-numbers of the weight at a time. A number is what the codes stand for in float32 models, and rounded once in bf16
-models, except where few rows of bf16 are multiplied with codes as they lie. Any other operator gets a copy in the
-model's dtype, and so does a copied module; what would write into the weight is refused.
+multiplies with codes, `F.embedding` decodes the rows that it looks up, and the gradient of the input decodes a panel of
+the weight at a time. A number is what the codes stand for in float32 models, and rounded once in bf16 models, except
+where a CPU multiplies few rows of bf16 with codes as they lie. Any other operator gets a copy in the model's dtype, and
+so does a copied module; what would write into the weight is refused. `to` moves the codes, the same bytes, between the
+CPU and a GPU (`nn/device_codes/linear.py`), where they are used in bf16 models.
 
 `keep_codes` takes the codes of the files while a model is loaded, so that its quantised weights never exist as numbers:
 the same values in fewer bytes. `encode_linears` takes the codes of a format nearest to the loaded numbers, so results
 change by what rounding costs (docs/quant.md); embeddings are not rounded. Left as they are: routers and gates beside
 experts, whose choices rounding could change, and indexers; matrices that are multiplied into others instead of being
-called (`kv_b_proj` of latent attention).
+called (`kv_b_proj` of latent attention), except on a GPU, where a step that absorbs them decodes them.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ from torch.utils._pytree import tree_map
 from ktransformers import _core
 from ktransformers.checkpoint.encoded import LOSSLESS, Encoded, EncodedFormat, decode, format_of, in_own_order
 from ktransformers.checkpoint.encoder import encode
+from ktransformers.checkpoint.mapped import read_only_tensor
 from ktransformers.checkpoint.recode import rows_of
 from ktransformers.checkpoint.sources import PlainTensor
 from ktransformers.errors import InputError, KTError
+from ktransformers.nn.device_codes.linear import BLOCK_ROWS, DeviceCodes, packed_linear
 from ktransformers.nn.pool import default_pool
 from ktransformers.nn.widened import stored_weight
 
@@ -41,7 +44,6 @@ MIN_WEIGHTS = 1 << 15  # of a matrix; a smaller one saves nothing
 PANEL = 1 << 22  # weights that are decoded at a time
 CHECKED_ROWS = 128  # whose numbers are compared when codes are packed; as many as share a scale of fp8:128x128
 DTYPES = (torch.bfloat16, torch.float32)
-AS_RELEASED = ("keep", "bf16")  # words for the rest of a model that encode nothing
 # Where putting codes of two planes together (Q3_K, Q5_K, Q6_K) takes longer than reading bf16: on two Neoverse-N1 cores
 # 6.8 ms for 67 million weights in Q6_K, 5.5 in bf16 and 3.5 in Q4_K (docs/log.md).
 ONE_PLANE_VARIANTS = ("neon",)
@@ -51,8 +53,8 @@ ROUTERS = ("gate", "router")  # ends of the names of modules beside experts that
 
 @dataclass(eq=False)
 class PackedCodes:
-    """The packed codes of a weight. The core's object is dropped when Python ends: torch would keep the tensors of a
-    model beyond that, and with them the core's threads."""
+    """The packed codes of a weight in host memory. The core's object is dropped when Python ends: torch would keep the
+    tensors of a model beyond that, and with them the core's threads."""
 
     core: _core.CodedLinear | None
     order: Tensor | None = None  # int64 [K]: column i of the codes is column order[i] of the weight
@@ -61,6 +63,65 @@ class PackedCodes:
     def linear(self) -> _core.CodedLinear:
         assert self.core is not None, "Python is ending"
         return self.core
+
+    @property
+    def bytes(self) -> int:
+        return self.linear.packed_bytes
+
+    def decoded(self, weight: CodedWeight, first: int, last: int) -> Tensor:
+        out = torch.empty(last - first, weight.shape[1], dtype=weight.decoded_dtype, device="cpu")
+        self.linear.decode(first, out)
+        return self._ordered(out)
+
+    def gathered(self, weight: CodedWeight, rows: Tensor) -> Tensor:
+        out = torch.empty(rows.numel(), weight.shape[1], dtype=weight.decoded_dtype, device="cpu")
+        self.linear.gather(rows, out)
+        return self._ordered(out)
+
+    def multiply(self, weight: CodedWeight, x: Tensor) -> Tensor:
+        rows = x.contiguous() if self.order is None else x.index_select(1, self.order)
+        out = torch.empty(rows.shape[0], weight.shape[0], dtype=x.dtype, device="cpu")
+        self.linear.forward(rows, out)
+        return out
+
+    def multiply_transposed(self, weight: CodedWeight, grad: Tensor) -> Tensor:
+        rows, columns, numbers = grad.float(), weight.shape[1], weight.with_dtype(grad.dtype)
+        total = torch.zeros(rows.shape[0], columns, dtype=torch.float32, device="cpu")
+        height = max(1, PANEL // columns)
+        for first in range(0, weight.shape[0], height):
+            last = min(first + height, weight.shape[0])
+            total.addmm_(rows[:, first:last], numbers.decoded(first, last).float())
+        return total.to(grad.dtype)
+
+    def _ordered(self, rows: Tensor) -> Tensor:
+        return rows if self.order is None else in_own_order(rows, self.order)
+
+
+@dataclass(eq=False)
+class GpuCodes:
+    """The same in the memory of a GPU. Numbers are rounded to bf16, whatever the dtype of the model."""
+
+    device: DeviceCodes
+    order: Tensor | None = None
+
+    @property
+    def bytes(self) -> int:
+        return self.device.packed.numel()
+
+    def decoded(self, weight: CodedWeight, first: int, last: int) -> Tensor:
+        return self._ordered(self.device.decoded(first, last))
+
+    def gathered(self, weight: CodedWeight, rows: Tensor) -> Tensor:
+        return self._ordered(self.device.gathered(rows))
+
+    def multiply(self, weight: CodedWeight, x: Tensor) -> Tensor:
+        return self.device.multiply(x if self.order is None else x.index_select(1, self.order))
+
+    def multiply_transposed(self, weight: CodedWeight, grad: Tensor) -> Tensor:
+        return self._ordered(self.device.multiply_transposed(grad))
+
+    def _ordered(self, rows: Tensor) -> Tensor:
+        return rows if self.order is None else in_own_order(rows, self.order)
 
 
 _packed: weakref.WeakSet[PackedCodes] = weakref.WeakSet()
@@ -75,16 +136,17 @@ def _drop_codes() -> None:
 class CodedWeight(Tensor):
     """A weight `[N, K]` whose numbers are codes."""
 
-    codes: PackedCodes
+    codes: PackedCodes | GpuCodes
     spec: str
 
     @staticmethod
-    def __new__(cls, codes: PackedCodes, spec: str, shape: Sequence[int], dtype: torch.dtype) -> CodedWeight:
-        tensor: CodedWeight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
+    def __new__(cls, codes: PackedCodes | GpuCodes, spec: str, shape: Sequence[int], dtype: torch.dtype) -> CodedWeight:
+        device = codes.device.packed.device if isinstance(codes, GpuCodes) else torch.device("cpu")
+        tensor: CodedWeight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         tensor.codes, tensor.spec = codes, spec
         return tensor
 
-    def __init__(self, codes: PackedCodes, spec: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, codes: PackedCodes | GpuCodes, spec: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Everything is set by `__new__`."""
 
     @classmethod
@@ -102,9 +164,9 @@ class CodedWeight(Tensor):
             if func is F.linear and isinstance(weight := args[1] if len(args) > 1 else kwargs.get("weight"), cls):
                 x = args[0] if args else kwargs["input"]
                 bias = args[2] if len(args) > 2 else kwargs.get("bias")
-                if torch.is_autocast_enabled("cpu"):
-                    x = x.to(torch.get_autocast_dtype("cpu"))
-                if x.dtype in DTYPES and x.is_cpu:
+                if torch.is_autocast_enabled(x.device.type):
+                    x = x.to(torch.get_autocast_dtype(x.device.type))
+                if x.dtype in DTYPES and x.device == weight.device:
                     return _linear(x, weight, bias)
             return func(*args, **kwargs)
 
@@ -119,8 +181,8 @@ class CodedWeight(Tensor):
                 return cls.__torch_dispatch__(func, types, args, kwargs)
         if name in SAME:
             return args[0].with_dtype(args[0].dtype)
-        if name == "_to_copy" and _changes_dtype_alone(kwargs):
-            return args[0].with_dtype(kwargs.get("dtype") or args[0].dtype)
+        if name == "_to_copy" and _moves_alone(kwargs):
+            return args[0].moved(kwargs.get("device")).with_dtype(kwargs.get("dtype") or args[0].dtype)
         for alias, value in zip(aliases, args, strict=False):
             if isinstance(value, cls) and alias is not None and alias.is_write:
                 raise _written(name)
@@ -134,7 +196,8 @@ class CodedWeight(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """The same codes in another dtype, which `nn.Module.to` sets; other numbers would be lost."""
+        """The same codes in another dtype, which `nn.Module.to` sets; other numbers would be lost. On another device
+        that sets a new parameter."""
         if not isinstance(value, CodedWeight) or value.codes is not self.codes:
             raise _written("an assignment to .data")
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
@@ -155,31 +218,44 @@ class CodedWeight(Tensor):
     def with_dtype(self, dtype: torch.dtype) -> CodedWeight:
         return CodedWeight(self.codes, self.spec, self.shape, dtype)
 
-    def panels(self) -> Iterator[tuple[int, Tensor]]:
-        """(first row, rows as `decoded` has them), some at a time."""
-        rows, columns = self.shape
-        height = max(1, PANEL // columns)
-        for first in range(0, rows, height):
-            yield first, self.decoded(first, min(first + height, rows))
+    def moved(self, device: torch.device | str | None) -> CodedWeight:
+        """The same bytes in the memory of a device."""
+        target = self.device if device is None else torch.device(device)
+        if target.type == "cuda" and target.index is None:
+            target = torch.device("cuda", torch.cuda.current_device())
+        if target == self.device:
+            return self
+        codes = self.codes
+        order = None if codes.order is None else codes.order.to(target)
+        if isinstance(codes, PackedCodes):
+            packed = read_only_tensor(codes.linear.memory()).view(-1).to(target)
+        else:
+            packed = codes.device.packed.to(target)
+        if target.type == "cpu":
+            core = _core.CodedLinear(default_pool(), self.shape[0], self.shape[1], self.spec)
+            core.adopt(packed)
+            return weight_of_codes(core, self.spec, self.shape, self.dtype, order)
+        matrix = packed_linear(self.shape[0], self.shape[1], self.spec)
+        return CodedWeight(GpuCodes(DeviceCodes(packed, matrix), order), self.spec, self.shape, self.dtype)
 
     def decoded(self, first: int, last: int) -> Tensor:
         """Rows first .. last - 1: in bf16 if that is the dtype, else in float32, where they are not rounded."""
-        out = torch.empty(last - first, self.shape[1], dtype=self._decoded_dtype, device="cpu")
-        self.codes.linear.decode(first, out)
-        return self._ordered(out)
+        return self.codes.decoded(self, first, last)
 
     def gathered(self, rows: Tensor) -> Tensor:
         """The same for rows by number, which may repeat: int64 `[n]`."""
-        out = torch.empty(rows.numel(), self.shape[1], dtype=self._decoded_dtype, device="cpu")
-        self.codes.linear.gather(rows, out)
-        return self._ordered(out)
+        return self.codes.gathered(self, rows)
+
+    def row_groups(self, first: int, rows: int, step: int) -> Tensor:
+        """Rows first .. first + rows - 1 of every `step` rows: `[N / step, rows, K]`."""
+        whole_blocks = not any(size % BLOCK_ROWS for size in (first, rows, step))
+        if isinstance(self.codes, GpuCodes) and self.codes.order is None and whole_blocks:
+            return self.codes.device.decoded_groups(first, rows, step)
+        return self.decoded(0, self.shape[0]).view(-1, step, self.shape[1])[:, first : first + rows]
 
     @property
-    def _decoded_dtype(self) -> torch.dtype:
+    def decoded_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
-
-    def _ordered(self, rows: Tensor) -> Tensor:
-        return rows if self.codes.order is None else in_own_order(rows, self.codes.order)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"CodedWeight({list(self.shape)}, {self.dtype}, stored in {self.spec})"
@@ -191,9 +267,10 @@ def _decoded(value: Any) -> Any:
     return value.decoded(0, value.shape[0]).to(value.dtype)
 
 
-def _changes_dtype_alone(kwargs: Mapping[str, Any]) -> bool:
+def _moves_alone(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a copy differs in dtype and device alone, and the device has memory."""
     given = {key for key in kwargs if kwargs[key] is not None}
-    return given <= {"dtype", "non_blocking", "device"} and str(kwargs.get("device") or "cpu") == "cpu"
+    return given <= {"dtype", "non_blocking", "device"} and torch.device(kwargs.get("device") or "cpu").type != "meta"
 
 
 def _written(name: str) -> InputError:
@@ -212,12 +289,8 @@ class CodedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = grads[0]
-        rows = grad.reshape(-1, grad.shape[-1]).float()
-        columns = ctx.weight.shape[1]
-        total = torch.zeros(rows.shape[0], columns, dtype=torch.float32, device="cpu")
-        for first, panel in ctx.weight.with_dtype(grad.dtype).panels():
-            total.addmm_(rows[:, first : first + panel.shape[0]], panel.float())
-        return total.to(grad.dtype).view(*grad.shape[:-1], columns), None
+        rows = ctx.weight.codes.multiply_transposed(ctx.weight, grad.reshape(-1, grad.shape[-1]))
+        return rows.view(*grad.shape[:-1], ctx.weight.shape[1]), None
 
 
 def _embedding(
@@ -253,11 +326,7 @@ def _check_frozen(weight: CodedWeight) -> None:
 
 
 def _product(x: Tensor, weight: CodedWeight) -> Tensor:
-    order = weight.codes.order
-    rows = x.detach().reshape(-1, x.shape[-1])
-    rows = rows.contiguous() if order is None else rows.index_select(1, order)
-    out = torch.empty(rows.shape[0], weight.shape[0], dtype=x.dtype, device="cpu")
-    weight.codes.linear.forward(rows, out)
+    out = weight.codes.multiply(weight, x.detach().reshape(-1, x.shape[-1]))
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -274,11 +343,11 @@ def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def encode_linears(model: nn.Module, spec: str, pool: _core.Pool | None = None) -> int:
+def encode_linears(model: nn.Module, spec: str, pool: _core.Pool | None = None, *, on_gpu: bool = False) -> int:
     """Encode the weights of all suitable linear layers on the CPU, one after the other, whose memory is released;
-    returns how many."""
+    returns how many. `on_gpu`: the model is moved to one afterwards."""
     form, encoded = rest_format(spec), 0
-    for name, linear in _suitable(model):
+    for name, linear in _suitable(model, on_gpu):
         if linear.weight.shape[1] % form.multiple == 0:
             code_linear(name, linear, spec, pool=pool)
             encoded += 1
@@ -294,13 +363,15 @@ def code_linear(
         _replace(linear, encode(stored_weight(linear.weight).detach(), spec), pool)
 
 
-def keep_released(model: nn.Module, tensors: Iterable[PlainTensor], pool: _core.Pool | None = None) -> int:
+def keep_released(
+    model: nn.Module, tensors: Iterable[PlainTensor], pool: _core.Pool | None = None, *, on_gpu: bool = False
+) -> int:
     """Give suitable linear layers on the CPU the codes of the files that they were loaded from; returns how many. A
-    head that shares the embedding's weight takes a copy of that one's codes."""
+    head that shares the embedding's weight takes a copy of that one's codes. `on_gpu`: the model is moved to one."""
     released = {tensor.name: tensor.codes for tensor in tensors if tensor.codes is not None}
     names = {id(parameter): name for name, parameter in model.named_parameters()}  # of a shared one, the first
     kept = 0
-    for name, linear in _suitable(model):
+    for name, linear in _suitable(model, on_gpu):
         codes = released.get(f"{name}.weight") or released.get(names[id(linear.weight)])
         matrix = None if codes is None else codes()
         kept += keep_linear(name, linear, matrix if isinstance(matrix, Encoded) else None, pool)
@@ -336,9 +407,9 @@ def encodable_names(model: nn.Module) -> set[str]:
     return {f"{name}.weight" for name, linear in coded_candidates(model) if linear.weight.numel() >= MIN_WEIGHTS}
 
 
-def decode_unsuitable(model: nn.Module) -> int:
+def decode_unsuitable(model: nn.Module, *, on_gpu: bool = False) -> int:
     """Give modules that need numbers these in the place of codes that the files had for them; returns how many."""
-    suitable = {id(module.weight) for _, module in _suitable_modules(model)}
+    suitable = {id(module.weight) for _, module in _suitable_modules(model, on_gpu)}
     replaced: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -397,23 +468,23 @@ def describe_coded(model: nn.Module) -> str:
     if not held:
         return ""
     formats = ", ".join(sorted({weight.spec for weight in held}))
-    size = sum(weight.codes.linear.packed_bytes for weight in held) / 2**30
+    size = sum(weight.codes.bytes for weight in held) / 2**30
     return f"{len(held)} linear layers outside of the experts in {formats}: {size:.2f} GiB"
 
 
-def _suitable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+def _suitable(model: nn.Module, on_gpu: bool) -> Iterator[tuple[str, nn.Linear]]:
     """Linear layers to be encoded, with their names."""
-    return ((name, linear) for name, linear in coded_candidates(model) if _fits(linear.weight))
+    return ((name, linear) for name, linear in coded_candidates(model, on_gpu) if _fits(linear.weight))
 
 
-def coded_candidates(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Linear layers that may have codes, by what they are for, whatever their size and device."""
-    for name, module in _suitable_modules(model):
+def coded_candidates(model: nn.Module, on_gpu: bool = False) -> Iterator[tuple[str, nn.Linear]]:
+    """Linear layers that may have codes, by what they are for, whatever their size."""
+    for name, module in _suitable_modules(model, on_gpu):
         if isinstance(module, nn.Linear):
             yield name, module
 
 
-def _suitable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
+def _suitable_modules(model: nn.Module, on_gpu: bool = False) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
     """Modules whose weights may be codes."""
     routers = _router_modules(model)
     for prefix, module in model.named_modules():
@@ -423,7 +494,7 @@ def _suitable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Em
             continue
         absorbed = getattr(module, "kv_b_proj", None) if callable(getattr(module, "expand_kv", None)) else None
         for name, child in module.named_children():
-            if child is absorbed or child in routers:
+            if (child is absorbed and not on_gpu) or child in routers:
                 continue
             if is_plain_linear(child) or isinstance(child, nn.Embedding):
                 yield f"{prefix}.{name}" if prefix else name, child

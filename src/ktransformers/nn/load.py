@@ -31,9 +31,9 @@ from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.sources import PlainTensor, Source, open_source
 from ktransformers.errors import InputError
 from ktransformers.expert_partition import ExpertShard
+from ktransformers.linear_storage import AS_RELEASED
 from ktransformers.nn.checkpoint_facts import open_expert_source, read_checkpoint_facts
 from ktransformers.nn.coded_weight import (
-    AS_RELEASED,
     DTYPES,
     encode_linears,
     keep_codes,
@@ -76,12 +76,13 @@ def load_model(
     or "lock"). Its experts are compared with their checksums when they are first read; with `verify` every file is
     hashed before that, and with `verify=False` nothing is compared. On a CPU without bf16 products other weights stay
     in bf16 and are widened when they are multiplied (`nn/dense_layers.py`), unless `widen` is False: for a model that
-    is moved to a GPU afterwards. `rest` says how linear layers outside of the experts are stored on the CPU: "bf16", as
-    numbers; "keep", in the codes of the files where these are quantised; or a format that they are encoded in
-    (`nn/coded_weight.py`). `shard`: one rank's part of the experts, if several ranks divide them
-    (`expert_partition.py`); the others' bytes are neither read nor packed, and `connect` (`nn/exchange.py`) must be
-    called before the model computes. `formats` are those that experts are encoded in on the way, one for all or by the
-    name of their module; None: as they are in the files. `on_loaded` is called with the model before `rest` is applied.
+    is moved to a GPU afterwards. `rest` says how linear layers outside of the experts are stored: "bf16", as numbers;
+    "keep", in the codes of the files where these are quantised; or a format that they are encoded in
+    (`nn/coded_weight.py`). Codes are packed in host memory and then moved to `device`; on a GPU the model must be bf16.
+    `shard`: one rank's part of the experts, if several ranks divide them (`expert_partition.py`); the others' bytes
+    are neither read nor packed, and `connect` (`nn/exchange.py`) must be called before the model computes.
+    `formats` are those that experts are encoded in on the way, one for all or by the name of their module; None: as
+    they are in the files. `on_loaded` is called with the model before `rest` is applied.
     """
     path = Path(path)
     quantizer = KTConfig(
@@ -117,6 +118,10 @@ def load_pretrained(
     if experts is not None:
         check_same_model(source, quantizer.weights or open_source(Path(experts)))
     arguments = {**options, "config": config, "output_loading_info": True}
+    device = codes_device(arguments, rest, quantised=source.quantised)
+    on_gpu = device is not None
+    if on_gpu:
+        arguments["device_map"], quantizer.widen, quantizer.on_gpu = None, False, True
     if source.quantised:
         if experts is None and is_packed(path):
             quantizer.packed_directory = path
@@ -140,10 +145,27 @@ def load_pretrained(
     if on_loaded is not None:
         on_loaded(loaded)
     if rest == "keep" and on_loaded is not None:  # operators have chosen layers that are numbers
-        keep_released(loaded, source.rest(), quantizer.pool)
+        keep_released(loaded, source.rest(), quantizer.pool, on_gpu=on_gpu)
     elif rest not in AS_RELEASED:
-        encode_linears(loaded, rest, quantizer.pool)
+        encode_linears(loaded, rest, quantizer.pool, on_gpu=on_gpu)
+    if on_gpu:
+        torch.nn.Module.to(loaded, device)
     return loaded
+
+
+def codes_device(options: Mapping[str, Any], rest: str, *, quantised: bool) -> torch.device | None:
+    """The GPU to which codes are moved once they are packed; None: the model is loaded where it stays. `quantised`:
+    some files have codes."""
+    device_map = options.get("device_map")
+    if rest == "bf16" or (rest == "keep" and not quantised) or is_host_only(device_map):
+        return None
+    devices = {str(device) for device in device_map.values()} if isinstance(device_map, dict) else {str(device_map)}
+    if len(devices) > 1 or torch.device(*devices).type != "cuda" or options["dtype"] not in ("auto", torch.bfloat16):
+        if rest != "keep":
+            given = f"{rest} with {options['dtype']} on {', '.join(sorted(devices))}"
+            raise InputError("rest", given, "one device, a GPU with bfloat16 or the CPU", "pass rest='bf16'")
+        return None
+    return torch.device(*devices)
 
 
 def open_files(path: Path, quantizer: KTConfig, experts: str | Path | None) -> Source:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ktransformers.linear_storage import KEEP
 from ktransformers.plan.expert_time import CPU_ALL, CPU_NONE, cpu_share
 from ktransformers.plan.formats import TILE_K, bytes_in_format, counted_as, format_of, packed_lora_bytes, tiles
 from ktransformers.plan.machine import Machine
@@ -28,6 +29,7 @@ THREAD_SCRATCH_BYTES = 3_000_000  # of one thread of the pool
 HUGE_PAGE = 2 << 20  # from this size on the core maps whole huge pages
 # Memory of attention graphs over what autograd keeps of a layer, measured with pieces of 512 and 1024 tokens.
 GRAPH_SHARE = 1.35
+PANEL_NUMBERS = 1 << 27  # of a weight in codes that a GPU decodes at a time (nn/device_codes/linear.py)
 FACTOR_BYTES = 14  # on the GPU per number of a layer's expert LoRA: two layers in bf16, gradients; fitted
 
 Table = dict[str, int]  # purpose -> bytes
@@ -152,12 +154,28 @@ def activation_bytes(model: ModelShape, work: Training, layers: int, on_gpu: boo
 
 
 def rest_weight_bytes(model: ModelShape, rest_bytes: int, choice: Choice, machine: Machine) -> float:
-    """Bytes of a weight outside of the experts: those of the computation, or on a CPU that widens bf16 weights those of
-    the release."""
-    if choice.linear_format is not None:
-        return bytes_in_format(choice.linear_format)
+    """Bytes of a weight outside of the experts, of an average one if some are in codes: those of the computation, or on
+    a CPU that widens bf16 weights those of the release."""
     widened = not choice.gpus and machine.cpu.products == "widened"
-    return min(rest_bytes, model.rest_dtype_bytes) if widened else rest_bytes
+    size = min(rest_bytes, model.rest_dtype_bytes) if widened else rest_bytes
+    if choice.codes == KEEP:
+        return (model.coded_bytes + (model.rest - model.coded_numbers) * size) / model.rest
+    return size if choice.codes is None else bytes_in_format(choice.codes)
+
+
+def coded_part(model: ModelShape, choice: Choice) -> tuple[int, int]:
+    """Numbers outside of the experts that are stored in codes, and the bytes of these codes. Routers and, unless the
+    release has it in codes, the embedding are numbers; a head that shares the embedding's has codes of its own. On a
+    CPU so is `kv_b_proj` of latent attention, as large for values as for keys."""
+    absorbed = 0 if choice.gpus else 2 * model.absorbed_numbers
+    if choice.codes is None:
+        return 0, 0
+    if choice.codes == KEEP:
+        numbers = max(0, model.coded_numbers - absorbed)
+        return numbers, round(model.coded_bytes * numbers / model.coded_numbers) if numbers else 0
+    numbers = model.rest - model.embedding - model.router_numbers - absorbed
+    shared_head = model.embedding if model.tied else 0
+    return numbers, round((numbers + shared_head) * bytes_in_format(choice.codes))
 
 
 def predict_memory(
@@ -172,14 +190,16 @@ def predict_memory(
         for place, table in enumerate(gpus):
             table["context"] = CUDA_CONTEXT_BYTES
             table["weights"] = _gpu_weight_bytes(model, choice, place, work.rest_bytes)
+            if choice.codes is not None and coded_part(model, choice)[0]:
+                table["decoded weights"] = _panel_bytes(model)
             table["residents"] = _resident_bytes(model, choice) // choice.gpus
             table["workspace"] = CUBLAS_BYTES
     weight_bytes = int(rest_weight_bytes(model, work.rest_bytes, replace(choice, linear_format=None), machine))
     as_released = model.rest_dtype_bytes == weight_bytes  # then they are mapped from the files
-    numbers = model.rest
-    if choice.linear_format is not None and not choice.gpus:
-        numbers = model.embedding  # which is looked up and stays as it is
-        host["linear layers"] = round(_coded_numbers(model) * bytes_in_format(choice.linear_format))
+    coded, coded_bytes = coded_part(model, choice)
+    numbers = model.rest - coded
+    if coded and not choice.gpus:
+        host["linear layers"] = coded_bytes
     mapped = numbers * weight_bytes if not choice.gpus and as_released else 0
     if not choice.gpus and not as_released:
         host["weights"] = numbers * weight_bytes
@@ -209,18 +229,17 @@ def _released_bytes(model: ModelShape) -> int:
     return round(experts) + model.rest * model.rest_dtype_bytes
 
 
-def _coded_numbers(model: ModelShape) -> int:
-    """Of all linear layers; a head that shares the embedding's numbers has codes of its own beside them."""
-    return model.rest - model.embedding + (model.embedding if model.tied else 0)
-
-
 def _gpu_weight_bytes(model: ModelShape, choice: Choice, place: int, size: int) -> int:
     numbers = _gpu_numbers(model, choice.gpus, place)
-    if choice.linear_format is None:
-        return numbers * size
-    looked_up = model.embedding if place == 0 else 0
-    head = model.embedding if place == 0 and model.tied else 0
-    return looked_up * size + round((numbers - looked_up + head) * bytes_in_format(choice.linear_format))
+    coded, coded_bytes = coded_part(model, choice)
+    return (numbers - coded // choice.gpus) * size + coded_bytes // choice.gpus
+
+
+def _panel_bytes(model: ModelShape) -> int:
+    """Of a weight in bf16 that is decoded for a product with many rows (nn/device_codes/linear.py)."""
+    mlp = model.hidden * model.mlp_width // 3
+    largest = max(mlp, model.head, *(linear.inputs * linear.outputs for linear in model.linears))
+    return 2 * min(PANEL_NUMBERS, largest)
 
 
 def _gpu_numbers(model: ModelShape, gpus: int, place: int) -> int:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ktransformers.errors import InputError
 from ktransformers.model_registry import did_you_mean, known_model, known_names
 from ktransformers.plan.attention_shape import BIASED, LinearShape, attention_layers, config_number, index_layers
-from ktransformers.plan.formats import name_of
+from ktransformers.plan.formats import bytes_in_format, name_of
 from ktransformers.plan.layer_kinds import NO_STATES, StateNumbers, layer_types, scan_numbers, state_numbers
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 ATTENTION_MODULES = ("self_attn", "linear_attn", "attn", "attention", "self_attention", "mixer")
 WEIGHT_ENDINGS = ("weight", "qweight", "weight_packed")
 FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
+GGUF_NUMBERS = ("f32", "f16", "bf16")
 # Endings of tensors with scales and the like of a quantised matrix.
 SCALE_ENDINGS = {
     "weight_scale_inv",
@@ -44,6 +45,9 @@ FORMAT_BY_ENDING = {
     "weight_global_scale": "nvfp4",
     "weight_packed": "int4",
 }  # by ending
+
+# Methods of releases that quantise linear layers besides the experts too, except router, embedding and head.
+CODED_LINEARS = {"fp8": "fp8:128x128", "gptq": "int4:128:f16"}
 
 # Model types whose router adds a number to the score of every expert, or has a bias.
 CORRECTED_ROUTERS = ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm_moe_dsa", "minimax_m2", *BIASED)
@@ -84,6 +88,8 @@ class ModelShape:
     states: StateNumbers = NO_STATES  # convolution and recurrent states of a sequence, all layers together
     scan_width: int = 0  # float32 numbers of a prompt's token while one layer computes its states
     stored: str = "bf16"  # format of the experts in the release
+    coded_numbers: int = 0  # of linear layers and embeddings besides experts that the release has in codes
+    coded_bytes: int = 0  # of these codes and their scales
     published: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
 
     @property
@@ -130,6 +136,11 @@ class ModelShape:
     def rest(self) -> int:
         """Numbers of everything but the routed experts."""
         return self.layers * self.rest_per_layer + self.embedding + self.head
+
+    @property
+    def router_numbers(self) -> int:
+        """Of the linear layers that choose experts, which stay as they are."""
+        return self.expert_layers * self.experts * self.hidden
 
     @property
     def numbers(self) -> int:
@@ -225,6 +236,8 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
         rest += indexers * numbers
     rest += sparse * (experts * hidden + correction + 3 * hidden * shared + gate)
     rest += (layers - sparse) * 3 * hidden * dense
+    linears = sum(linear.inputs * linear.outputs for layer in attention for linear in layer.linears)
+    coded = linears + 3 * hidden * (sparse * shared + (layers - sparse) * dense) if stored in CODED_LINEARS else 0
     vocabulary, window = config_number(text_config, "vocab_size"), text_config.get("sliding_window")
     window = window if type(window) is int else 0
     return ModelShape(
@@ -251,6 +264,8 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
         context=config_number(text_config, "max_position_embeddings", default=32768),
         rest_dtype_bytes=_dtype_bytes(text_config),
         stored=stored,
+        coded_numbers=coded,
+        coded_bytes=round(coded * bytes_in_format(CODED_LINEARS[stored])) if coded else 0,
         index_width=index[1].outputs * indexers if index else 0,
         index_topk=config_number(text_config, "index_topk", default=0),
         window=window,
@@ -295,9 +310,17 @@ def _counted_gguf(folder: Path, shape: ModelShape) -> dict[str, Any]:
     from ktransformers.checkpoint.sources.gguf_header import read_header
 
     files = gguf_files(folder)
-    kinds = [tensor.kind for file in files for tensor in read_header(file).tensors if "ffn_up_exps" in tensor.name]
-    stored = {} if not kinds else {"stored": "bf16" if kinds[0] in ("f32", "f16", "bf16") else kinds[0]}
-    return {"checkpoint_bytes": sum(file.stat().st_size for file in files), **stored}
+    tensors = [tensor for file in files for tensor in read_header(file).tensors]
+    kinds = [tensor.kind for tensor in tensors if "ffn_up_exps" in tensor.name]
+    stored = {} if not kinds else {"stored": "bf16" if kinds[0] in GGUF_NUMBERS else kinds[0]}
+    coded = [
+        (math.prod(tensor.shape), bytes_in_format(tensor.kind))
+        for tensor in tensors
+        if len(tensor.shape) == 2 and tensor.kind not in GGUF_NUMBERS and "_exps" not in tensor.name
+    ]
+    codes = {"coded_numbers": sum(count for count, _ in coded)}
+    codes["coded_bytes"] = round(sum(count * size for count, size in coded))
+    return {"checkpoint_bytes": sum(file.stat().st_size for file in files), **stored, **codes}
 
 
 def _stored(config: Mapping[str, Any]) -> str:
@@ -328,6 +351,18 @@ def _matrix_shape(shards: Shards, name: str) -> tuple[int, ...] | None:
         f"{stem}.{word}" in shards for word in ("weight", "qweight", "weight_packed")
     )
     return None if beside else size
+
+
+def _bytes_of_code(shards: Shards, name: str) -> float:
+    """Bytes of a weight with its share of the scales, of a tensor of codes; 0: numbers."""
+    ending, dtype = name.rpartition(".")[2], shards.dtype(name)
+    if ending == "qweight":
+        return _qweight_bits(shards, name.rpartition(".")[0]) / 8 + 3 / 128
+    if ending == "weight_packed" or (ending == "weight" and dtype == "U8"):
+        return bytes_in_format("int4:32")
+    if ending == "weight" and (dtype.startswith("F8") or dtype == "I8"):
+        return bytes_in_format("fp8:128x128")
+    return 0.0
 
 
 def _qweight_bits(shards: Shards, stem: str) -> int:
@@ -385,7 +420,7 @@ def _counted(folder: Path, shape: ModelShape) -> dict[str, Any]:
     own = [tensors for tensors in expert_tensors if not _is_extra_layer(f"{tensors.root}.experts", shape.layers)]
     if not own:
         raise InputError(str(folder), "a checkpoint without routed experts", "a Mixture-of-Experts model")
-    rest, linears, embedding = 0, [], 0
+    rest, linears, embedding, coded, coded_bytes = 0, [], 0, 0, 0.0
     for name in shards.names:
         if name in expert_names or _is_extra_layer(name, shape.layers):
             continue
@@ -393,6 +428,8 @@ def _counted(folder: Path, shape: ModelShape) -> dict[str, Any]:
         if size is None:
             continue
         parts = name.split(".")
+        if (bytes_of_code := _bytes_of_code(shards, name)) and len(size) == 2:
+            coded, coded_bytes = coded + math.prod(size), coded_bytes + math.prod(size) * bytes_of_code
         if "embed_tokens" in parts:
             embedding = math.prod(size)
         elif "lm_head" not in parts:
@@ -408,6 +445,8 @@ def _counted(folder: Path, shape: ModelShape) -> dict[str, Any]:
         "embedding": embedding or shape.embedding,
         "tied": "lm_head.weight" not in shards,
         "linears": tuple(linears) or shape.linears,
+        "coded_numbers": coded,
+        "coded_bytes": round(coded_bytes),
         "checkpoint_bytes": sum(file.stat().st_size for file in files),
         "counted": True,
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ktransformers.linear_storage import KEEP
 from ktransformers.plan.expert_time import (
     CPU_NONE,
     INFERENCE_FLOPS_SHARE,
@@ -79,7 +80,7 @@ def dense_seconds(
     numbers = model.layers * model.rest_per_layer
     operations = 2 * tokens * (numbers + model.layers * model.scores_width * earlier_tokens)
     weights = numbers * rest_weight_bytes(model, size, choice, machine)
-    return max(_products(operations, weights, machine, choice, size), _opening(numbers, machine, choice))
+    return max(_products(operations, weights, machine, choice, size), _opening(model, numbers, machine, choice))
 
 
 def head_seconds(
@@ -87,14 +88,15 @@ def head_seconds(
 ) -> float:
     weights = model.embedding * rest_weight_bytes(model, size, choice, machine)
     products = _products(2 * tokens * model.embedding, weights, machine, choice, size, share)
-    return max(products, _opening(model.embedding, machine, choice))
+    return max(products, _opening(model, model.embedding, machine, choice))
 
 
-def _opening(numbers: float, machine: Machine, choice: Choice) -> float:
+def _opening(model: ModelShape, numbers: float, machine: Machine, choice: Choice) -> float:
     """Seconds in which a CPU turns the codes of so many weights into operands, as it does for experts."""
-    if choice.linear_format is None or choice.gpus:
+    if choice.codes is None or choice.gpus:
         return 0.0
-    return numbers * EFFICIENCY[machine.cpu.isa].multiply_code / machine.cpu.tile_flops
+    share = model.coded_numbers / model.rest if choice.codes == KEEP else 1.0
+    return share * numbers * EFFICIENCY[machine.cpu.isa].multiply_code / machine.cpu.tile_flops
 
 
 def _products(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ktransformers.errors import InputError
+from ktransformers.linear_storage import KEEP
 from ktransformers.plan.formats import format_of, packed_expert_bytes
 from ktransformers.plan.model_shape import ModelShape
 from ktransformers.plan.modes import MODES
@@ -38,7 +39,7 @@ class Training:
     labelled: float = 1.0  # share of tokens with a label; 1: an upper bound if the data is unknown
     loss_bytes: int | None = None  # of the loss on a GPU; None: TRL's chunked loss
     graphs: bool = True  # attention on a GPU uses CUDA graphs where possible (nn/attention_graphs/replay.py)
-    linear_format: str | None = None  # that linear layers outside of the experts are encoded in, on a CPU
+    linear_format: str | None = None  # of linear layers outside of the experts; KEEP: as released; None: numbers
 
     def __post_init__(self) -> None:
         if not self.adapts_experts and not self.adapts_attention:
@@ -74,7 +75,7 @@ class Serving:
     prompt: int = 1024  # tokens of a request
     sequences: int = 1
     rest_bytes: int = 2
-    linear_format: str | None = None  # that linear layers outside of the experts are encoded in, on a CPU
+    linear_format: str | None = None  # of linear layers outside of the experts; KEEP: as released; None: numbers
     fp8_cache: bool = False  # keys and values in codes of 8 bits
 
     def __post_init__(self) -> None:
@@ -101,7 +102,7 @@ class Choice:
     gpus: int = 0  # that hold everything but the experts; 0: everything is on the CPU
     residents: int = 0  # experts per layer that are resident on a GPU
     policy: str = "cpu"  # placement policy of the other experts (place/options.py)
-    linear_format: str | None = None  # that linear layers outside of the experts are stored in; None: numbers
+    linear_format: str | None = None  # of linear layers outside of the experts; KEEP: as released; None: numbers
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -118,8 +119,13 @@ class Choice:
     def missing(self) -> tuple[str, ...]:
         """What this version cannot execute of it."""
         missing = () if format_of(self.format).executable else (f"experts in {self.format}",)
-        on_gpu = self.linear_format is not None and self.gpus
-        return (*missing, f"linear layers in {self.linear_format} on a GPU") if on_gpu else missing
+        spread = self.linear_format not in (None, KEEP) and self.gpus > 1
+        return (*missing, f"linear layers in {self.linear_format} on several GPUs") if spread else missing
+
+    @property
+    def codes(self) -> str | None:
+        """`linear_format`, where it applies: on several GPUs released codes become numbers."""
+        return None if self.gpus > 1 and self.linear_format == KEEP else self.linear_format
 
 
 def expert_bytes(model: ModelShape, choice: Choice) -> int:

@@ -41,7 +41,7 @@ from ktransformers.adapters.proof_record import ProofRecord, read_record
 from ktransformers.adapters.router_choices import ChoiceComparison, compare_choices
 from ktransformers.checkpoint.gguf_directory import is_gguf_directory
 from ktransformers.errors import InputError
-from ktransformers.nn.coded_weight import AS_RELEASED
+from ktransformers.linear_storage import AS_RELEASED
 from ktransformers.nn.prepare import uses_kt_method
 from ktransformers.prove.checks import ProofCheck, ProofFailed
 from ktransformers.prove.messages import check_messages

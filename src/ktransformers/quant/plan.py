@@ -20,7 +20,8 @@ from ktransformers.checkpoint.recode import KEEP, check_target, experts_of, reco
 from ktransformers.checkpoint.rest import tensor_bytes
 from ktransformers.checkpoint.sources import PlainTensor
 from ktransformers.errors import InputError
-from ktransformers.nn.coded_weight import AS_RELEASED, encodable_names, is_coded, rest_format
+from ktransformers.linear_storage import AS_RELEASED
+from ktransformers.nn.coded_weight import encodable_names, is_coded, rest_format
 from ktransformers.nn.contract import Contract, new_store
 from ktransformers.nn.pool import default_pool
 from ktransformers.nn.store import ExpertStore

@@ -276,7 +276,6 @@ KT_METHODS: dict[str, str | None] = {
 }
 
 ATTENTION_BACKENDS = ("triton", "torch")
-REST_AS_RELEASED = ("keep", "bf16")  # values of --rest that encode nothing
 OTHER_ATTENTION_BACKENDS: dict[str, str] = {  # SGLang's words, and what is used instead
     **dict.fromkeys(("torch_native", "flex_attention", "intel_amx", "ascend"), "torch"),
     **dict.fromkeys(("flashinfer", "fa3", "fa4", "flashmla", "cutlass_mla", "trtllm_mla", "trtllm_mha"), "triton"),

@@ -15,14 +15,14 @@ from ktransformers.errors import InputError
 from ktransformers.plan import Plan, PlanComparison, Serving, make_plan, open_shape, stored_as, with_gpus
 from ktransformers.plan.meter import anonymous_bytes
 from ktransformers.plan.workload import DEFAULT_POLICY
-from ktransformers.serve.flags import REST_AS_RELEASED, Launch
+from ktransformers.serve.flags import Launch
 from ktransformers.serve.http.service import Service
 
 DEFAULT_CONTEXT = 4096  # tokens of a request, if the line sets none and the model allows more
 
 
-def serving_workload(launch: Launch, rest_bytes: int, max_positions: int, device: str = "cpu") -> Serving:
-    """`max_positions`: the model's own limit of a sequence. On a GPU linear layers are numbers."""
+def serving_workload(launch: Launch, rest_bytes: int, max_positions: int) -> Serving:
+    """`max_positions`: the model's own limit of a sequence."""
     context = min(launch.context_length or DEFAULT_CONTEXT, max_positions)
     cache_tokens = launch.max_total_tokens or context
     return Serving(
@@ -30,7 +30,7 @@ def serving_workload(launch: Launch, rest_bytes: int, max_positions: int, device
         prompt=min(launch.chunked_prefill_size, cache_tokens),
         sequences=1,
         rest_bytes=rest_bytes,
-        linear_format=None if launch.rest in REST_AS_RELEASED or device != "cpu" else launch.rest,
+        linear_format=None if launch.rest == "bf16" else launch.rest,
         fp8_cache=launch.fp8_cache,
     )
 
@@ -53,7 +53,7 @@ def forecast(
         shape = stored_as(open_shape(str(directory)), expert_format)
         machine = this_machine()
         machine = with_gpus(machine, "none") if device == "cpu" else machine
-        work = serving_workload(launch, rest_bytes, max_positions, device)
+        work = serving_workload(launch, rest_bytes, max_positions)
         return make_plan(shape, work, machine, policies=policies, needs_gpu=needs_gpu), ""
     except InputError as error:
         return None, f"no plan of memory and time: {error}"

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 from ktransformers import env, model_registry, settings, system
 from ktransformers.errors import InputError
 from ktransformers.interrupt import remembered_interrupt
+from ktransformers.linear_storage import AS_RELEASED
 from ktransformers.plan import Plan, require_fit
-from ktransformers.serve.flags import REST_AS_RELEASED, Launch
+from ktransformers.serve.flags import Launch
 from ktransformers.serve.hosts.options import HostOptions, read_hosts
 from ktransformers.serve.running import RunningServer, forget_server, record_server
 from ktransformers.serve.target import Target, resolve_target
@@ -202,7 +203,7 @@ def _load_service(
     if multi_gpu:
         log(placement.move_layers(model, gpus_of(launch, plan)))
     coded = describe_coded(model)
-    if coded or launch.rest not in REST_AS_RELEASED:
+    if coded or launch.rest not in AS_RELEASED:
         log(coded or f"--rest {launch.rest}: without effect: no linear layer of this model is large enough")
     forward = make_forward(model, fp8_cache=launch.fp8_cache)
     if forward.reason:
@@ -275,7 +276,7 @@ def _encoded_on_load(
 ) -> dict[str, str]:
     """Flag or key -> what it rounds while the model is loaded; `coded`: linear layers have codes."""
     approximations = {"kv_cache_dtype": "fp8_e4m3"} if launch.fp8_cache else {}
-    if coded and launch.rest not in REST_AS_RELEASED:
+    if coded and launch.rest not in AS_RELEASED:
         approximations["rest"] = launch.rest
     if (encoded := launch.expert_format or target.expert_format) is not None:
         approximations["kt_backend"] = encoded
@@ -335,20 +336,21 @@ def _check_deterministic(launch: Launch, device: str) -> None:
 def _check_rest(launch: Launch) -> None:
     from ktransformers.nn.coded_weight import rest_format
 
-    if launch.rest not in REST_AS_RELEASED:
+    if launch.rest not in AS_RELEASED:
         rest_format(launch.rest)
 
 
 def _check_rest_device(launch: Launch, device: str, dtype: Any) -> None:
     from ktransformers.nn.coded_weight import DTYPES
 
-    if launch.rest in REST_AS_RELEASED:
+    if launch.rest in AS_RELEASED:
         return
-    if device != "cpu":
-        expected = "--device cpu, or --rest bf16: on a GPU linear layers are multiplied in bf16"
-        raise InputError("rest", f"{launch.rest} on {device}", expected)
-    if dtype not in DTYPES:
-        raise InputError("rest", f"{launch.rest} with --dtype {launch.dtype}", "--dtype bfloat16 or float32")
+    import torch
+
+    allowed = DTYPES if device == "cpu" else (torch.bfloat16,)
+    if dtype not in allowed:
+        names = " or ".join(str(one).removeprefix("torch.") for one in allowed)
+        raise InputError("rest", f"{launch.rest} with --dtype {launch.dtype} on {device}", f"--dtype {names}")
 
 
 def _attach_decode_graphs(forward: Any, placement: Any, launch: Launch) -> str:
@@ -399,8 +401,8 @@ def _load_model(
 
         stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
         on_loaded(stock)
-        if launch.rest not in REST_AS_RELEASED:
-            encode_linears(stock, launch.rest)
+        if launch.rest not in AS_RELEASED:
+            encode_linears(stock, launch.rest, on_gpu=device != "cpu")
         return stock.to(device)
     from ktransformers.nn import load_model
     from ktransformers.nn.pool import set_default_pool
@@ -415,7 +417,8 @@ def _load_model(
             f"--{launch.pages}: without effect: these experts are read into memory; `kt quant` writes some to be mapped"
         )
     gpu = None if device == "cpu" else device
-    on_cpu = gpu is None and widen  # not a model that is moved to GPUs afterwards
+    if (spreads := gpu is None and not widen) and launch.rest not in AS_RELEASED:  # moved to several GPUs afterwards
+        raise InputError("rest", f"{launch.rest} on several GPUs", "keep or bf16, or one GPU")
     return load_model(
         directory,
         experts=experts,
@@ -426,7 +429,7 @@ def _load_model(
         pages=launch.pages,
         verify=launch.verify,
         widen=widen,
-        rest=launch.rest if on_cpu else "bf16",
+        rest="bf16" if spreads else launch.rest,
         formats=_expert_formats(launch, target, operators),
         on_loaded=None if operators is None else on_loaded,
         shard=shard,

@@ -8,6 +8,7 @@ results needs a function, which a configuration file cannot hold.
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,8 +43,10 @@ def device_of(settings: TrainSettings) -> torch.device:
 
 
 def rest_of(settings: TrainSettings) -> str:
-    """How linear layers outside of the experts are stored: on a GPU, where they are moved to, as numbers."""
-    return settings.experts.rest if device_of(settings).type == "cpu" else "bf16"
+    """How linear layers outside of the experts are stored; as numbers on GPUs of several processes, which divide
+    them."""
+    many = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return "bf16" if many and device_of(settings).type != "cpu" else settings.experts.rest
 
 
 def dtype_of(settings: TrainSettings, config: dict[str, Any], bf16_fast: bool | None = None) -> torch.dtype:

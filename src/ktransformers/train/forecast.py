@@ -16,7 +16,6 @@ from pathlib import Path
 
 from ktransformers import env
 from ktransformers.errors import InputError
-from ktransformers.nn.coded_weight import AS_RELEASED
 from ktransformers.place.backends import encoded_format
 from ktransformers.place.options import read_options
 from ktransformers.plan import ModelShape, Plan, Training, make_plan, open_shape, stored_as, with_gpus
@@ -102,7 +101,7 @@ def training_workload(settings: TrainSettings, rest_bytes: int, lengths: Lengths
         saves=int(settings.trainer.get("save_total_limit") or 1),
         labelled=_labelled_share(settings, tokens, lengths),
         graphs=env.graphs_enabled("attention") and not settings.model.use_reentrant_gc,
-        linear_format=None if rest_of(settings) in AS_RELEASED else settings.experts.rest,
+        linear_format=None if rest_of(settings) == "bf16" else settings.experts.rest,
     )
 
 

@@ -20,6 +20,7 @@ from ktransformers.checkpoint.gguf_directory import given_file, model_directory
 from ktransformers.checkpoint.model_config import read_model_config
 from ktransformers.checkpoint.snapshot import fetch_snapshot
 from ktransformers.errors import InputError
+from ktransformers.linear_storage import AS_RELEASED
 from ktransformers.nn.checkpointing import save_expert_outputs
 from ktransformers.nn.peft_lora import expert_adapters, set_lora_dropout
 from ktransformers.place.backends import format_of_backend, isa_of_backend
@@ -183,16 +184,18 @@ def open_model(
 
 def check_rest(settings: TrainSettings, dtype: torch.dtype) -> None:
     """Raises for a format that cannot be encoded or trained on, before anything is loaded."""
-    from ktransformers.nn.coded_weight import AS_RELEASED, DTYPES, rest_format
+    from ktransformers.nn.coded_weight import DTYPES, rest_format
 
     rest = settings.experts.rest
     if rest in AS_RELEASED:
         return
     rest_format(rest)
-    if device_of(settings).type != "cpu":
-        raise InputError("rest", f"{rest} on a GPU", "keep or bf16: there linear layers are multiplied in bf16")
-    if dtype not in DTYPES:
-        raise InputError("rest", f"{rest} with {str(dtype).removeprefix('torch.')}", "bfloat16 or float32")
+    if rest_of(settings) != rest:
+        raise InputError("rest", f"{rest} on GPUs of several processes", "keep or bf16, or one process")
+    on_gpu = device_of(settings).type != "cpu"
+    if dtype not in ((torch.bfloat16,) if on_gpu else DTYPES):
+        expected = "bfloat16 on a GPU" if on_gpu else "bfloat16 or float32"
+        raise InputError("rest", f"{rest} with {str(dtype).removeprefix('torch.')}", expected)
 
 
 def build_lora_config(model: nn.Module, targets: Targets, settings: LoraSettings) -> LoraConfig:

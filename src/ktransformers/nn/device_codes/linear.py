@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ktransformers.nn.device_codes.dequantize import TRITON as DECODERS
 from ktransformers.nn.device_codes.dequantize import decode
 from ktransformers.nn.device_codes.layout import TILE_N, PackedMatrix, format_of
 from ktransformers.triton_modules import import_triton_module
@@ -25,6 +26,7 @@ TRITON = "ktransformers.nn.device_codes.linear_triton"
 DIRECT_ROWS = 64
 PANEL = 1 << 27  # numbers of a weight that are decoded at a time: 256 MiB in bf16
 BLOCK_ROWS = 2 * TILE_N
+GATHERED = 256  # rows that are looked up at a time
 
 
 def packed_linear(rows: int, columns: int, spec: str) -> PackedMatrix:
@@ -47,6 +49,11 @@ class DeviceCodes:
         kernels = import_triton_module(TRITON) if packed.is_cuda else None
         self._kernels: Any = kernels if kernels is not None and kernels.supports(matrix) else None
         self._space = None if self._kernels is None else self._kernels.workspace(matrix, packed.device)
+
+    @property
+    def _decodes_by_distance(self) -> bool:
+        kernels = import_triton_module(DECODERS) if self.packed.is_cuda else None
+        return kernels is not None and self.matrix.block_bytes % BLOCK_ROWS == 0 and kernels.supports(self.matrix)
 
     @property
     def reads_codes(self) -> bool:
@@ -74,11 +81,36 @@ class DeviceCodes:
         assert total is not None
         return total.to(grad.dtype)
 
+    def gathered(self, rows: Tensor) -> Tensor:
+        """Rows by number, int64 `[n]` -> bf16 `[n, K]`. The blocks of 32 rows around them are decoded."""
+        parts = [self._gathered(chosen) for chosen in torch.split(rows, GATHERED)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _gathered(self, rows: Tensor) -> Tensor:
+        count, block = rows.shape[0], replace(self.matrix, rows=BLOCK_ROWS)
+        blocks = self.packed.view(-1, self.matrix.block_bytes)[rows // BLOCK_ROWS]
+        out = torch.empty(count, BLOCK_ROWS, block.columns, dtype=torch.bfloat16, device=rows.device)
+        numbers = torch.arange(count, dtype=torch.int32, device=rows.device)
+        decode(blocks, range(count), numbers, block, out)
+        return out[numbers, rows % BLOCK_ROWS]
+
     def panels(self) -> Iterator[tuple[int, Tensor]]:
         """(first row, bf16 rows), PANEL numbers at a time."""
         height = max(1, PANEL // (BLOCK_ROWS * self.matrix.columns)) * BLOCK_ROWS
         for first in range(0, self.matrix.rows, height):
             yield first, self.decoded(first, min(first + height, self.matrix.rows))
+
+    def decoded_groups(self, first: int, rows: int, step: int) -> Tensor:
+        """bf16 `[N / step, rows, K]`: rows first .. first + rows - 1 of every `step` rows, all multiples of 32."""
+        assert not any(size % BLOCK_ROWS for size in (first, rows, step)) and self.matrix.rows % step == 0
+        count, part = self.matrix.rows // step, replace(self.matrix, rows=rows)
+        if not self._decodes_by_distance:
+            return self.decoded(0, self.matrix.rows).view(count, step, -1)[:, first : first + rows]
+        size = self.matrix.block_bytes // BLOCK_ROWS  # of a row, in a whole block
+        distances = size * torch.arange(first, self.matrix.rows, step, dtype=torch.int64, device=self.packed.device)
+        out = torch.empty(count, rows, part.columns, dtype=torch.bfloat16, device=self.packed.device)
+        decode(self.packed.view(1, -1), (), distances, part, out)
+        return out
 
     def decoded(self, first: int, last: int) -> Tensor:
         """Rows first .. last - 1 in bf16; blocks of 32 rows are decoded whole."""

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ktransformers import _core
+from ktransformers.nn.coded_weight import CodedWeight
 from ktransformers.nn.pool import default_pool
 from ktransformers.nn.widened import COLUMN_MULTIPLE, stored_weight, weight_rows
 from ktransformers.serve.engine.lora import LinearLora
@@ -63,19 +64,34 @@ class LatentProjection:
     rope: int
     value: int
 
-    @functools.cached_property
+    @property
     def of_keys(self) -> Tensor:
-        """[heads, rank, nope], on the CPU a copy: the core's products of queries run along its rows."""
+        """[heads, rank, nope]; decoded for every call if the weight is in codes."""
+        weight = self.linear.weight
+        if isinstance(weight, CodedWeight):
+            return weight.row_groups(0, self.nope, self.nope + self.value).transpose(1, 2)
+        return self._numbers_of_keys
+
+    @property
+    def of_values(self) -> Tensor:
+        """[heads, value, rank]"""
+        weight = self.linear.weight
+        if isinstance(weight, CodedWeight):
+            return weight.row_groups(self.nope, self.value, self.nope + self.value)
+        return self._by_head()[:, self.nope :]
+
+    @functools.cached_property
+    def _numbers_of_keys(self) -> Tensor:
+        """On the CPU a copy: the core's products of queries run along its rows."""
         by_head = self._by_head()[:, : self.nope].transpose(1, 2)
         return by_head.contiguous() if by_head.is_cpu else by_head
 
-    @functools.cached_property
-    def of_values(self) -> Tensor:
-        """[heads, value, rank]"""
-        return self._by_head()[:, self.nope :]
-
     def _by_head(self) -> Tensor:
         return stored_weight(self.linear.weight).detach().view(self.heads, self.nope + self.value, self.rank)
+
+    def _rows(self, first: int, last: int) -> Tensor:
+        weight = self.linear.weight
+        return weight.decoded(first, last) if isinstance(weight, CodedWeight) else weight_rows(weight, first, last)
 
     def prefers_absorbed(self, rows: int, keys: int) -> bool:
         """Whether `rows` queries over `keys` cached tokens take fewer products absorbed than expanded."""
@@ -107,7 +123,7 @@ class LatentProjection:
         `[n, rank + rope]`."""
         size = self.nope + self.value
         compressed, rotary = latents[:, : self.rank], latents[:, self.rank :]
-        expanded = F.linear(compressed, weight_rows(self.linear.weight, first * size, last * size))
+        expanded = F.linear(compressed, self._rows(first * size, last * size))
         if lora is not None:
             ranks = compressed.float() @ lora.a.T
             expanded = (expanded.float() + ranks @ lora.b[:, first * size : last * size] * lora.scaling).to(latents)

@@ -1,0 +1,6 @@
+"""Words of `rest` and `--rest`: how linear layers outside of the experts are stored. Any other word is a format."""
+
+from __future__ import annotations
+
+KEEP = "keep"
+AS_RELEASED = (KEEP, "bf16")  # in the codes of the files, or decoded: these encode nothing
