@@ -14,7 +14,7 @@ from ktransformers.serve.engine.forward import Chunk, Forward, SequentialForward
 from ktransformers.serve.engine.head import collect_rows
 from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.lora import LinearLora, LoadedAdapter, LoraModules
-from ktransformers.serve.engine.recurrent_states import StateBatch, StatefulForward
+from ktransformers.serve.engine.recurrent_states import SlotStates, StateBatch, StatefulForward
 from tests.support.tiny_models import RECURRENT_LAYERS, build
 
 FAMILIES = [
@@ -201,3 +201,14 @@ def test_states_hold_no_activations_of_a_chunk(family: str) -> None:
     forward.run([Chunk(slot, prompts()[0], 0, None)])
     for states in slot.states.values():
         assert all(state.untyped_storage().nbytes() == state.nbytes for state in states.values())
+
+
+def test_states_have_the_names_of_older_releases() -> None:
+    """Up to transformers 5.17 modules read `layers[i].conv_states[j]` and `layers[i].recurrent_states[j]`."""
+    slot = KVSlot(None)
+    batch = StateBatch(SlotStates([slot], started=False))
+    batch.update_conv_state(torch.ones(1, 4, 2), 3, conv_kernel_size=4)
+    batch.update_recurrent_state(torch.full((1, 2, 2), 5.0), 3, state_idx=1)
+    assert torch.equal(batch.layers[3].conv_states[0], batch.get_conv_state(3))
+    assert torch.equal(batch.layers[3].recurrent_states[1], torch.full((1, 2, 2), 5.0))
+    assert batch.layers[3].recurrent_states[0] is None and batch.layers[3].record_past is False
