@@ -74,6 +74,23 @@ def test_a_restarted_server_finds_its_prefixes(
     assert list(cache["kinds"]) == ["keys_and_values"] and cache["tiers"]["disk"]["blocks"] == 6
 
 
+def test_a_server_with_codes_has_a_file_of_its_own(model_directory: Path, tmp_path: Path) -> None:
+    disk = ["--kv-disk", str(tmp_path), "--kv-disk-gb", "1"]
+    with opened(model_directory, *disk) as (service, _):
+        ask(service)
+        numbers = service.kv_bytes_per_token
+    with opened(model_directory, *disk, "--kv-cache-dtype", "fp8") as (service, lines):
+        assert any(line.startswith("keys and values in fp8 (e4m3): logits of a short text differ by") for line in lines)
+        answer = ask(service)
+        assert answer.events[-1].cached == 0
+    with opened(model_directory, *disk, "--kv-cache-dtype", "fp8_e4m3") as (service, _):
+        again, cache = ask(service), service.describe_cache()
+        assert again.events[-1].cached == 192 and again.tokens == answer.tokens
+        assert cache["dtype"] == "fp8_e4m3" and service.approximations["kv_cache_dtype"] == "fp8_e4m3"
+        assert cache["bytes_per_token"] == sum(cache["kinds"].values()) < 0.3 * numbers
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_an_adapter_that_was_trained_again_is_no_hit(
     model_directory: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
