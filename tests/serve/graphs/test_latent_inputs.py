@@ -62,6 +62,7 @@ def test_steps_equal_the_stock_module(family: str) -> None:
     with torch.inference_mode():
         told, wanted = decode(forward, prompts, 5)
         forward.graphs = DecodeGraphs(model, None, record=lambda compute: compute)
+        assert fuse_latents(model) == len(model.model.layers)
         forwards = [layer.self_attn.forward for layer in model.model.layers]
         assert all(isinstance(one, FusedLatentAttention) and one.style == style for one in forwards)
         calls: list[int] = []

@@ -124,7 +124,7 @@ class DecodeGraphs:
         self.graphs: GraphCache[StepKey, DecodeStep] = GraphCache(NAME, GraphPool(self.device))
         self._base = AdapterSet((), self.device)
         self.sets: OrderedDict[Adapters, AdapterSet] = OrderedDict()  # least recently used first; without the base
-        fuse_latents(model)
+        self._fused: int | None = None  # modules of latent attention with fused steps, after the first capture
         self._generation = self._current_generation()
         self._layers: tuple[int, ...] = ()
         self._fp8 = False  # slots hold codes
@@ -233,6 +233,8 @@ class DecodeGraphs:
         return Refusal.CACHE
 
     def _capture(self, key: StepKey, chunks: Sequence[Chunk]) -> DecodeStep:
+        if self._fused is None:
+            self._fused = fuse_latents(self._model)
         adapter_set = self._base
         if key.adapters:
             adapter_set = self.sets.get(key.adapters) or AdapterSet(key.adapters, self.device)
