@@ -198,6 +198,33 @@ def test_experts_of_training_are_served(trained: tuple[Path, list[str]], tmp_pat
     assert "pass --kt-weight-path" in str(run(tmp_path / "out").exception)
 
 
+def test_linear_layers_in_codes_are_proven(
+    trained: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trained, served and proven on the same encoded weights, which the stock model does not have; a server with other
+    bits or rules says so."""
+    from ktransformers.serve.flags import parse
+    from ktransformers.serve.launch import as_trained, differences_from_training
+    from ktransformers.serve.target import resolve_target
+    from tests.support.training import recipe
+    from tests.support.training_runs import run as train
+
+    monkeypatch.setattr("ktransformers.nn.coded_weight.MIN_WEIGHTS", 1 << 12)
+    train(recipe(trained[0].parent / "base", tmp_path / "out", val_size=3, learning_rate=2e-2, rest="int8"))
+    done = run(tmp_path / "out", "--json")
+    assert done.exit_code == 0, done.output
+    checks = {check["what"]: check for check in json.loads(done.stdout)["checks"]}
+    assert checks["as trained"]["passed"] and checks["server, adapter"]["passed"] and checks["server, base"]["passed"]
+    assert checks["stock PEFT"]["passed"] is None and "trained in int8" in checks["stock PEFT"]["said"]
+    target = resolve_target(str(tmp_path / "out"))
+    assert target.operators == []
+    assert not differences_from_training(as_trained(parse(["M"]), target), target, None)
+    (line,) = differences_from_training(parse(["M", "--rest", "bf16"]), target, None)
+    assert line.startswith("--rest bf16: the adapter was trained with `rest: int8`")
+    (line,) = differences_from_training(as_trained(parse(["M"]), target), target, "Qwen3Moe.yaml")
+    assert "other operators" in line
+
+
 def test_float32_experts_are_proven(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
     """Trained in float32: the trainer's model equals the record and stock PEFT; only the server uses bf16."""
     from ktransformers.prove.run import check_record, run_trainer_model

@@ -157,7 +157,7 @@ def prove(
         device=device,
         max_running_requests=2 * len(rows),
         max_total_tokens=8192,
-        rest=_trained_rest(target) if device == "cpu" else "keep",
+        rest=_trained_rest(target, device, model_dtype),
     )
     log(f"our server: {server}" if server else "our server, on a free port of this machine")
     served = check_server(server, api_key, launch, target, rows, rounded, counts["matrices"], log, record)
@@ -171,9 +171,10 @@ def prove(
     return Proof(*names, len(rows), trainer.base.tokens, sample, floor, effect, tuple(checks), counts)
 
 
-def _trained_rest(target: Target) -> str:
-    """Versions whose manifests do not say it trained on numbers."""
-    return target.rest or "bf16"
+def _trained_rest(target: Target, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> str:
+    """Versions whose manifests do not say it trained on numbers; a GPU has codes in bf16 models alone."""
+    has_codes = device == "cpu" or dtype == torch.bfloat16
+    return (target.rest or "bf16") if has_codes else "bf16"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -233,7 +234,7 @@ def run_trainer_model(
         from ktransformers.nn import load_model
 
         gpu, experts = None if device == "cpu" else device, target.choose_experts(None)
-        rest = _trained_rest(target) if gpu is None else "bf16"
+        rest = _trained_rest(target, device, dtype)
         return load_model(target.model, experts=experts, dtype=dtype, device=gpu, precision=precision, rest=rest)
 
     def attach_adapter(stock: Any) -> Any:

@@ -123,6 +123,20 @@ def as_trained(launch: Launch, target: Target) -> Launch:
     return replace(launch, rest=target.rest)
 
 
+def differences_from_training(launch: Launch, target: Target, rules: str | None) -> list[str]:
+    """Lines on what changes numbers and is not as in the training of the adapter that is served."""
+    from ktransformers.operators.rules import operators_of
+
+    lines = []
+    trained_codes = target.rest if target.rest is not None and target.rest not in AS_RELEASED else None
+    if target.rest is not None and (launch.rest if launch.rest not in AS_RELEASED else None) != trained_codes:
+        lines.append(f"--rest {launch.rest}: the adapter was trained with `rest: {target.rest}`, on other numbers")
+    if target.operators is not None and target.operators != operators_of(rules):
+        given = "no rules" if rules is None else f"the rules of {Path(rules).name}"
+        lines.append(f"kt_optimize_rule: the adapter was trained with other operators than {given}")
+    return lines
+
+
 def choose_device(launch: Launch, plan: Plan | None = None) -> str:
     """The line's device, otherwise a visible GPU unless the plan leaves it out."""
     if launch.device is not None:
@@ -187,6 +201,8 @@ def _load_service(
     tier_request = open_tiers(launch, target, dtype, many_requests and device != "cpu", log)
     log(f"loading {target.model} ({str(dtype).removeprefix('torch.')}, {device})")
     options = options_of(launch, target).as_planned(plan)
+    for line in differences_from_training(launch, target, options.kt_optimize_rule):
+        log(f"warning: {line}")
     placement = ModelPlacement(options if group is None else replace(options, kt_place="cpu"))
     multi_gpu = device != "cpu" and spreads_layers(placement.options, launch, plan)
     uses_gpu_experts = device != "cpu" and placement.options.policy != "cpu"

@@ -35,6 +35,7 @@ class Target:
     precision: str = "bf16"  # in which training computed the experts
     expert_format: str | None = None  # that training encoded the experts in while they were loaded
     rest: str | None = None  # how training stored the linear layers outside of the experts; None: not known
+    operators: list[Any] | None = None  # of the rules of training (operators/rules.py); None: not known
 
     def choose_experts(self, given: Path | None) -> Path | None:
         """The directory of the experts: `given` on the launch line, else that of training; None: the model's own."""
@@ -104,6 +105,7 @@ def _target_of_adapter(path: Path) -> Target:
         precision=precision,
         expert_format=None if encoded is None else str(encoded),
         rest=document.get("rest"),
+        operators=document.get("operators"),
     )
 
 

@@ -23,6 +23,7 @@ from ktransformers.adapters.manifest import MANIFEST_FORMAT, MANIFEST_VERSION
 from ktransformers.adapters.write import record_tensor
 from ktransformers.errors import KTError
 from ktransformers.nn.lora_shards import factor_shards
+from ktransformers.operators.rules import operators_of
 from ktransformers.place.backends import encoded_format
 from ktransformers.place.options import read_options
 from ktransformers.train.arguments import rest_of
@@ -152,6 +153,7 @@ def make_manifest(
             "isa": _core.isa(),
         },
         "rest": rest_of(settings),
+        "operators": operators_of(settings.place.kt_optimize_rule),
         "lora_dropout": settings.lora.lora_dropout,
         "seed": int(settings.trainer.get("seed", 42)),
         "kt_tokens_per_batch": settings.experts.tokens_per_pass,
