@@ -90,17 +90,19 @@ def whole_optimizer_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     None."""
     state: dict[str, Any] = optimizer.state_dict()
     group, divisions, parameters = expert_group(model), _divisions(model), _parameters(optimizer)
-    entries = {}
-    for index in sorted(state["state"]):
-        divided = divisions.get(parameters[index])
-        entries[index] = {
-            key: _gather(_like(key, value, parameters[index]), divided, group)
-            if divided is not None and group is not None and isinstance(value, Tensor) and value.dim()
-            else whole_tensor(value)
-            if isinstance(value, Tensor)
-            else value
-            for key, value in state["state"][index].items()
-        }
+
+    def whole(key: str, value: Any, parameter: Tensor) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        divided = divisions.get(parameter)
+        if divided is None or group is None or not value.dim():
+            return whole_tensor(value)
+        return _gather(_like(key, value, parameter), divided, group)
+
+    entries = {
+        index: {key: whole(key, value, parameters[index]) for key, value in state["state"][index].items()}
+        for index in sorted(state["state"])
+    }
     return {**state, "state": entries}
 
 
@@ -121,7 +123,9 @@ def load_optimizer_state(model: nn.Module, optimizer: Any, state: Mapping[str, A
             return value
         if divided is not None and tuple(value.shape) == divided.whole_shape(parameter):
             return divided.cut(value).clone()
-        return sharded_like(value, parameter) if isinstance(parameter, DTensor) and value.dim() else value
+        if isinstance(parameter, DTensor) and value.shape == parameter.shape:
+            return sharded_like(value, parameter)
+        return value
 
     entries = {
         index: {key: own(value, parameters[int(index)]) for key, value in entry.items()}
