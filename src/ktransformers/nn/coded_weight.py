@@ -21,7 +21,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import torch
@@ -58,6 +58,7 @@ class PackedCodes:
 
     core: _core.CodedLinear | None
     order: Tensor | None = None  # int64 [K]: column i of the codes is column order[i] of the weight
+    identity: object = field(default_factory=object)  # of the numbers, wherever they are moved
 
     @property
     def linear(self) -> _core.CodedLinear:
@@ -103,6 +104,7 @@ class GpuCodes:
 
     device: DeviceCodes
     order: Tensor | None = None
+    identity: object = field(default_factory=object)
 
     @property
     def bytes(self) -> int:
@@ -196,11 +198,11 @@ class CodedWeight(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """The same codes in another dtype, which `nn.Module.to` sets; other numbers would be lost. On another device
-        that sets a new parameter."""
-        if not isinstance(value, CodedWeight) or value.codes is not self.codes:
+        """The same numbers in another dtype or on another device, which `nn.Module.to` sets; others would be lost."""
+        if not isinstance(value, CodedWeight) or value.codes.identity is not self.codes.identity:
             raise _written("an assignment to .data")
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.codes = value.codes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """An ordinary parameter: a module is copied to train the copy."""
@@ -234,9 +236,12 @@ class CodedWeight(Tensor):
         if target.type == "cpu":
             core = _core.CodedLinear(default_pool(), self.shape[0], self.shape[1], self.spec)
             core.adopt(packed)
-            return weight_of_codes(core, self.spec, self.shape, self.dtype, order)
+            moved = weight_of_codes(core, self.spec, self.shape, self.dtype, order)
+            moved.codes.identity = codes.identity
+            return moved
         matrix = packed_linear(self.shape[0], self.shape[1], self.spec)
-        return CodedWeight(GpuCodes(DeviceCodes(packed, matrix), order), self.spec, self.shape, self.dtype)
+        on_gpu = GpuCodes(DeviceCodes(packed, matrix), order, codes.identity)
+        return CodedWeight(on_gpu, self.spec, self.shape, self.dtype)
 
     def decoded(self, first: int, last: int) -> Tensor:
         """Rows first .. last - 1: in bf16 if that is the dtype, else in float32, where they are not rounded."""
@@ -269,7 +274,7 @@ def _decoded(value: Any) -> Any:
 
 def _moves_alone(kwargs: Mapping[str, Any]) -> bool:
     """Whether a copy differs in dtype and device alone, and the device has memory."""
-    given = {key for key in kwargs if kwargs[key] is not None}
+    given = {key for key, value in kwargs.items() if value not in (None, torch.strided, torch.preserve_format)}
     return given <= {"dtype", "non_blocking", "device"} and torch.device(kwargs.get("device") or "cpu").type != "meta"
 
 
