@@ -204,7 +204,7 @@ void open_iq1_s(const char* header, int tile, const char* codes, OpenTile& out) 
   });
 }
 
-void open_iq1_m(const char* header, int tile, const char* codes, OpenTile& out) {
+void scales_iq1_m(const char* header, int tile, OpenTile& out) {
   auto scales = [&](int i, int n) { return half_of(header, 16 + 2 * i, n); };
   for (int n = 0; n < kTileN; n++) {
     // The four words of scales have a quarter of d each.
@@ -214,6 +214,10 @@ void open_iq1_m(const char* header, int tile, const char* codes, OpenTile& out) 
     uint32_t both = scales(tile / 2, n) >> (6 * (tile % 2));
     for (int half = 0; half < 2; half++) out.odd[half][n] = (uint8_t)(2 * ((both >> (3 * half)) & 7) + 1);
   }
+}
+
+void open_iq1_m(const char* header, int tile, const char* codes, OpenTile& out) {
+  scales_iq1_m(header, tile, out);
   put_codes(out, [&](int n, int g) {
     uint32_t high = byte_of(header, 2 * tile + g / 2, n) >> (4 * (g % 2));
     return with_delta(((Bytes)codes)[4 * n + g] | (high & 7) << 8, high >> 3 & 1);
@@ -299,7 +303,9 @@ constexpr Grid opened_by(Grid grid, decltype(Grid::open) open) {
   return grid;
 }
 
+constexpr Grid kTq1Avx2 = opened_by(kGridTq1, open_tq1_0_avx2);
 constexpr Grid kIq1SAvx2 = opened_by(kGridIq1S, open_iq1_s_avx2);
+constexpr Grid kIq1MAvx2 = opened_by(kGridIq1M, open_iq1_m_avx2);
 constexpr Grid kIq2XxsAvx2 = opened_by(kGridIq2Xxs, open_iq2_xxs_avx2);
 constexpr Grid kIq2XsAvx2 = opened_by(kGridIq2Xs, open_iq2_xs_avx2);
 constexpr Grid kIq2SAvx2 = opened_by(kGridIq2S, open_iq2_s_avx2);
@@ -310,6 +316,8 @@ const Grid& avx2_grid_of(Codec codec) {
   switch (codec) {
     case Codec::iq1_s:
       return kIq1SAvx2;
+    case Codec::iq1_m:
+      return kIq1MAvx2;
     case Codec::iq2_xxs:
       return kIq2XxsAvx2;
     case Codec::iq2_xs:
@@ -321,7 +329,7 @@ const Grid& avx2_grid_of(Codec codec) {
     case Codec::iq3_s:
       return kIq3SAvx2;
     default:
-      return portable_grid_of(codec);
+      return kTq1Avx2;
   }
 }
 

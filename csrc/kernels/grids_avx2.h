@@ -1,7 +1,7 @@
 // Look-ups of grids.cpp with AVX2: the same tables and the same bytes, signs and indices of a k tile in vectors.
 //
-// Entries are loaded one by one into their places; then 32 bytes at a time are negated by sign bits. Gathers take
-// longer where microcode mitigates gather data sampling: 20 to 30 cycles for eight entries. Functions have
+// Entries are loaded one by one into the quarters of a vector, where they get their signs. Gathers take longer where
+// microcode mitigates gather data sampling: 20 to 30 cycles for eight entries. Functions, not lambdas, have
 // `target("avx2")`, since the file is compiled for the baseline; grids.cpp, which has the tables and includes it, calls
 // them if the CPU has AVX2.
 #pragma once
@@ -38,37 +38,98 @@ struct SignBytes {
   }
 }
 
-// Negates the weights whose sign bits are set.
-[[gnu::target("avx2")]] inline void negate_codes(const SignBytes& signs, OpenTile& out) {
+// Entries of four rows, next to each other.
+[[gnu::target("avx2")]] inline __m256i four_entries(const uint64_t* table, uint32_t a, uint32_t b, uint32_t c,
+                                                    uint32_t d) {
+  const __m128i first = _mm_loadl_epi64((const __m128i*)(table + a)),
+                third = _mm_loadl_epi64((const __m128i*)(table + c));
+  const __m128 low = _mm_loadh_pi(_mm_castsi128_ps(first), (const __m64*)(table + b)),
+               high = _mm_loadh_pi(_mm_castsi128_ps(third), (const __m64*)(table + d));
+  return _mm256_setr_m128i(_mm_castps_si128(low), _mm_castps_si128(high));
+}
+
+// 255 in the bytes of weights whose sign bits are set; `rows` has the sign bytes of four rows in both halves.
+[[gnu::target("avx2")]] inline __m256i sign_masks(__m256i rows, int g) {
   const __m256i bits = _mm256_set1_epi64x((long long)0x8020080240100401u);
   const __m256i first = _mm256_setr_epi64x(0, 0x0404040404040404, 0x0808080808080808, 0x0c0c0c0c0c0c0c0c);
+  const __m256i of_row = _mm256_shuffle_epi8(rows, _mm256_add_epi8(first, _mm256_set1_epi8((char)g)));
+  return _mm256_cmpeq_epi8(_mm256_and_si256(of_row, bits), bits);
+}
+
+// `four(n, g)`: bytes of rows n ... n + 3 at k = 8 g ... 8 g + 7, without signs.
+template <class Four>
+[[gnu::target("avx2")]] inline void put_signed_codes(const SignBytes& signs, OpenTile& out, const Four& four) {
   for (int n = 0; n < kTileN; n += 4) {
     const __m256i rows = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)signs.at[n]));
+#pragma GCC unroll 4
     for (int g = 0; g < kTileK / 8; g++) {
-      const __m256i of_row = _mm256_shuffle_epi8(rows, _mm256_add_epi8(first, _mm256_set1_epi8((char)g)));
-      const __m256i negative = _mm256_cmpeq_epi8(_mm256_and_si256(of_row, bits), bits);
-      __m256i* at = (__m256i*)out.codes[g][n];
-      _mm256_store_si256(at, _mm256_sub_epi8(_mm256_xor_si256(_mm256_load_si256(at), negative), negative));
+      const __m256i negative = sign_masks(rows, g);
+      _mm256_store_si256((__m256i*)out.codes[g][n], _mm256_sub_epi8(_mm256_xor_si256(four(n, g), negative), negative));
     }
   }
 }
 
+// Entries by indices in rows of `stride` bytes, one for each eight weights.
+struct ByteIndices {
+  const uint64_t* table;
+  Bytes codes;
+  int stride;
+  [[gnu::target("avx2")]] __m256i operator()(int n, int g) const {
+    Bytes row = codes + stride * n + g;
+    return four_entries(table, row[0], row[stride], row[2 * stride], row[3 * stride]);
+  }
+};
+
+// By indices [g][n] of 16 bits.
+struct HalfIndices {
+  const uint64_t* table;
+  const uint16_t (*index)[kTileN];
+  [[gnu::target("avx2")]] __m256i operator()(int n, int g) const {
+    const uint16_t* at = index[g] + n;
+    return four_entries(table, at[0], at[1], at[2], at[3]);
+  }
+};
+
+// By indices [n][8] of 16 bits, each of four weights.
+struct PairIndices {
+  const uint64_t* table;
+  const uint16_t (*index)[8];
+  [[gnu::target("avx2")]] __m256i operator()(int n, int g) const {
+    auto at = [&](int i) { return index[n + i][2 * g]; };
+    auto next = [&](int i) { return index[n + i][2 * g + 1]; };
+    return _mm256_or_si256(four_entries(table, at(0), at(1), at(2), at(3)),
+                           _mm256_slli_epi64(four_entries(table, next(0), next(1), next(2), next(3)), 16));
+  }
+};
+
+// By indices in rows of `stride` bytes, each of four weights.
+struct PairBytes {
+  const uint64_t* table;
+  Bytes codes;
+  int stride;
+  [[gnu::target("avx2")]] __m256i operator()(int n, int g) const {
+    Bytes row = codes + stride * n + 2 * g;
+    const int s = stride;
+    return _mm256_or_si256(
+        four_entries(table, row[0], row[s], row[2 * s], row[3 * s]),
+        _mm256_slli_epi64(four_entries(table, row[1], row[s + 1], row[2 * s + 1], row[3 * s + 1]), 16));
+  }
+};
+
 [[gnu::target("avx2")]] void open_iq2_xxs_avx2(const char* header, int, const char* codes, OpenTile& out) {
   read_d(header, 0, out);
-  auto row = [&](int n) { return (Bytes)codes + 8 * n; };
-  put_codes(out, [&](int n, int g) { return kWordsXxs2.at[row(n)[g]]; });
   alignas(32) uint32_t words[kTileN];
-  for (int n = 0; n < kTileN; n++) words[n] = word_at(row(n) + 4);
+  for (int n = 0; n < kTileN; n++) words[n] = word_at((Bytes)codes + 8 * n + 4);
   for (int n = 0; n < kTileN; n++) put_scale(out, n, words[n] >> 28);
   SignBytes signs;
   even_sign_bytes(words, signs);
-  negate_codes(signs, out);
+  put_signed_codes(signs, out, ByteIndices{kWordsXxs2.at, (Bytes)codes, 8});
 }
 
+// Lower 9 bits of 16: an index; the others: signs.
 [[gnu::target("avx2")]] void open_iq2_xs_avx2(const char* header, int tile, const char* codes, OpenTile& out) {
   read_d(header, 0, out);
   for (int n = 0; n < kTileN; n++) put_scales(out, n, byte_of(header, 2 + tile, n));
-  put_codes(out, [&](int n, int g) { return kWordsXs2.at[half_at((Bytes)codes + 8 * n + 2 * g) & 511]; });
   SignBytes signs;
   for (int n = 0; n < kTileN; n += 8) {
     const __m256i a = _mm256_srli_epi16(_mm256_loadu_si256((const __m256i*)(codes + 8 * n)), 9),
@@ -76,76 +137,157 @@ struct SignBytes {
     const __m256i seven = _mm256_permute4x64_epi64(_mm256_packus_epi16(a, b), 0xd8);
     _mm256_store_si256((__m256i*)signs.at[n], with_parity(seven));
   }
-  negate_codes(signs, out);
+  alignas(32) uint16_t index[kTileN][4];
+  for (int n = 0; n < kTileN; n += 4)
+    _mm256_store_si256((__m256i*)index[n],
+                       _mm256_and_si256(_mm256_loadu_si256((const __m256i*)(codes + 8 * n)), _mm256_set1_epi16(511)));
+  struct RowIndices {
+    const uint16_t (*index)[4];
+    [[gnu::target("avx2")]] __m256i operator()(int n, int g) const {
+      return four_entries(kWordsXs2.at, index[n][g], index[n + 1][g], index[n + 2][g], index[n + 3][g]);
+    }
+  };
+  put_signed_codes(signs, out, RowIndices{index});
+}
+
+// Byte g of 16 rows of four bytes, as 16 bits each.
+[[gnu::target("avx2")]] inline __m256i bytes_of_rows(__m256i a, __m256i b, int g) {
+  const __m256i byte = _mm256_set1_epi32(255);
+  const __m256i low = _mm256_packus_epi32(_mm256_and_si256(_mm256_srli_epi32(a, 8 * g), byte),
+                                          _mm256_and_si256(_mm256_srli_epi32(b, 8 * g), byte));
+  return _mm256_permute4x64_epi64(low, 0xd8);
 }
 
 [[gnu::target("avx2")]] void open_iq2_s_avx2(const char* header, int tile, const char* codes, OpenTile& out) {
   read_d(header, 0, out);
   for (int n = 0; n < kTileN; n++) put_scales(out, n, byte_of(header, 10 + tile, n));
-  auto row = [&](int n) { return (Bytes)codes + 8 * n; };
-  put_codes(
-      out, [&](int n, int g) { return kWordsS2.at[row(n)[g] | ((byte_of(header, 2 + tile, n) >> (2 * g)) & 3) << 8]; });
+  alignas(32) uint32_t low[kTileN];
   SignBytes signs;
-  for (int n = 0; n < kTileN; n++) std::memcpy(signs.at[n], row(n) + 4, 4);
-  negate_codes(signs, out);
+  for (int n = 0; n < kTileN; n++) {
+    low[n] = word_at((Bytes)codes + 8 * n);
+    std::memcpy(signs.at[n], codes + 8 * n + 4, 4);
+  }
+  const __m256i a = _mm256_load_si256((const __m256i*)low), b = _mm256_load_si256((const __m256i*)(low + 8)),
+                high = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(header + (2 + tile) * kTileN)));
+  alignas(32) uint16_t index[kTileK / 8][kTileN];
+  for (int g = 0; g < kTileK / 8; g++) {
+    const __m256i two = _mm256_and_si256(_mm256_srli_epi16(high, 2 * g), _mm256_set1_epi16(3));
+    _mm256_store_si256((__m256i*)index[g], _mm256_or_si256(bytes_of_rows(a, b, g), _mm256_slli_epi16(two, 8)));
+  }
+  put_signed_codes(signs, out, HalfIndices{kWordsS2.at, index});
 }
 
 [[gnu::target("avx2")]] void open_iq3_xxs_avx2(const char* header, int, const char* codes, OpenTile& out) {
   read_d(header, 0, out);
-  auto row = [&](int n) { return (Bytes)codes + 12 * n; };
-  put_codes(out, [&](int n, int g) { return kWordsXxs3.at[row(n)[2 * g]] | kWordsXxs3.at[row(n)[2 * g + 1]] << 16; });
   alignas(32) uint32_t words[kTileN];
-  for (int n = 0; n < kTileN; n++) words[n] = word_at(row(n) + 8);
+  for (int n = 0; n < kTileN; n++) words[n] = word_at((Bytes)codes + 12 * n + 8);
   for (int n = 0; n < kTileN; n++) put_scale(out, n, words[n] >> 28);
   SignBytes signs;
   even_sign_bytes(words, signs);
-  negate_codes(signs, out);
+  put_signed_codes(signs, out, PairBytes{kWordsXxs3.at, (Bytes)codes, 12});
 }
 
 [[gnu::target("avx2")]] void open_iq3_s_avx2(const char* header, int tile, const char* codes, OpenTile& out) {
   read_d(header, 0, out);
   for (int n = 0; n < kTileN; n++) put_scale(out, n, (byte_of(header, 10 + tile / 2, n) >> (4 * (tile % 2))) & 15);
-  auto row = [&](int n) { return (Bytes)codes + 12 * n; };
+  auto row = [&](int n) { return codes + 12 * n; };
+  // Bit i of a byte of the header is the ninth of index i: two rows at a time.
+  const __m256i bit = _mm256_broadcastsi128_si256(_mm_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128)),
+                second = _mm256_setr_epi64x(0, 0, 0x0101010101010101, 0x0101010101010101),
+                header_bytes =
+                    _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)(header + (2 + tile) * kTileN)));
   alignas(32) uint16_t index[kTileN][8];
-  const __m128i bit = _mm_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128);
-  for (int n = 0; n < kTileN; n++) {
-    const __m128i high = _mm_and_si128(_mm_set1_epi16((short)byte_of(header, 2 + tile, n)), bit);
-    const __m128i low = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)row(n)));
-    const __m128i above = _mm_and_si128(_mm_cmpeq_epi16(high, bit), _mm_set1_epi16(256));
-    _mm_store_si128((__m128i*)index[n], _mm_or_si128(low, above));
-  }
-  put_codes(out, [&](int n, int g) { return kWordsS3.at[index[n][2 * g]] | kWordsS3.at[index[n][2 * g + 1]] << 16; });
   SignBytes signs;
-  for (int n = 0; n < kTileN; n++) std::memcpy(signs.at[n], row(n) + 8, 4);
-  negate_codes(signs, out);
+  for (int n = 0; n < kTileN; n += 2) {
+    const __m128 both =
+        _mm_loadh_pi(_mm_castsi128_ps(_mm_loadl_epi64((const __m128i*)row(n))), (const __m64*)row(n + 1));
+    const __m256i low = _mm256_cvtepu8_epi16(_mm_castps_si128(both));
+    const __m256i high = _mm256_shuffle_epi8(header_bytes, _mm256_add_epi8(second, _mm256_set1_epi8((char)n)));
+    const __m256i above = _mm256_cmpeq_epi16(_mm256_and_si256(high, bit), bit);
+    _mm256_store_si256((__m256i*)index[n], _mm256_or_si256(low, _mm256_and_si256(above, _mm256_set1_epi16(256))));
+    std::memcpy(signs.at[n], row(n) + 8, 4);
+    std::memcpy(signs.at[n + 1], row(n + 1) + 8, 4);
+  }
+  put_signed_codes(signs, out, PairIndices{kWordsS3.at, index});
 }
+
+// Indices of a k tile of IQ1, and 2 for each eight weights that are an eighth less.
+struct Iq1Tile {
+  alignas(32) uint16_t index[kTileK / 8][kTileN];
+  alignas(16) uint8_t less[kTileK / 8][kTileN];
+
+  // `high` of 16 rows: three bits of the index, and `below`, 1 or 0.
+  [[gnu::target("avx2")]] void set(int g, __m256i low, __m256i high, __m256i below) {
+    const __m256i three = _mm256_and_si256(high, _mm256_set1_epi16(7)), two = _mm256_slli_epi16(below, 1);
+    _mm256_store_si256((__m256i*)index[g], _mm256_or_si256(low, _mm256_slli_epi16(three, 8)));
+    _mm_store_si128((__m128i*)less[g], _mm_packus_epi16(_mm256_castsi256_si128(two), _mm256_extracti128_si256(two, 1)));
+  }
+
+  [[gnu::target("avx2")]] void put_codes(OpenTile& out) {
+    const __m256i first = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const HalfIndices entries{kWords1.at, index};
+    for (int g = 0; g < kTileK / 8; g++) {
+      const __m256i rows = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)less[g]));
+#pragma GCC unroll 4
+      for (int n = 0; n < kTileN; n += 4) {
+        const __m256i of_row = _mm256_shuffle_epi8(rows, _mm256_add_epi8(first, _mm256_set1_epi8((char)n)));
+        _mm256_store_si256((__m256i*)out.codes[g][n],
+                           _mm256_xor_si256(_mm256_sub_epi8(entries(n, g), of_row), _mm256_set1_epi8((char)128)));
+      }
+    }
+  }
+};
 
 [[gnu::target("avx2")]] void open_iq1_s_avx2(const char* header, int tile, const char* codes, OpenTile& out) {
   read_d(header, 0, out);
   for (int n = 0; n < kTileN; n++) put_scale(out, n, (half_of(header, 2 + 2 * tile, n) >> 12) & 7);
   const __m256i high = _mm256_loadu_si256((const __m256i*)(header + (2 + 2 * tile) * kTileN));
   const __m256i a = _mm256_loadu_si256((const __m256i*)codes), b = _mm256_loadu_si256((const __m256i*)(codes + 32));
-  const __m256i byte = _mm256_set1_epi32(255);
-  alignas(32) uint16_t index[kTileK / 8][kTileN];
+  Iq1Tile indices;
+  for (int g = 0; g < kTileK / 8; g++)
+    indices.set(g, bytes_of_rows(a, b, g), _mm256_srli_epi16(high, 3 * g), _mm256_srli_epi16(high, 15));
+  indices.put_codes(out);
+}
+
+[[gnu::target("avx2")]] void open_iq1_m_avx2(const char* header, int tile, const char* codes, OpenTile& out) {
+  scales_iq1_m(header, tile, out);
+  const __m256i a = _mm256_loadu_si256((const __m256i*)codes), b = _mm256_loadu_si256((const __m256i*)(codes + 32));
+  Iq1Tile indices;
   for (int g = 0; g < kTileK / 8; g++) {
-    const __m256i low = _mm256_packus_epi32(_mm256_and_si256(_mm256_srli_epi32(a, 8 * g), byte),
-                                            _mm256_and_si256(_mm256_srli_epi32(b, 8 * g), byte));
-    const __m256i three = _mm256_and_si256(_mm256_srli_epi16(high, 3 * g), _mm256_set1_epi16(7));
-    _mm256_store_si256((__m256i*)index[g],
-                       _mm256_or_si256(_mm256_permute4x64_epi64(low, 0xd8), _mm256_slli_epi16(three, 8)));
+    const __m128i byte = _mm_loadu_si128((const __m128i*)(header + (2 * tile + g / 2) * kTileN));
+    const __m256i high = _mm256_srli_epi16(_mm256_cvtepu8_epi16(byte), 4 * (g % 2));
+    const __m256i below = _mm256_and_si256(_mm256_srli_epi16(high, 3), _mm256_set1_epi16(1));
+    indices.set(g, bytes_of_rows(a, b, g), high, below);
   }
-  put_codes(out, [&](int n, int g) { return kWords1.at[index[g][n]]; });
-  // 2 in the rows whose weights are an eighth less.
-  const __m256i two = _mm256_slli_epi16(_mm256_srli_epi16(high, 15), 1);
-  const __m128i delta = _mm_packus_epi16(_mm256_castsi256_si128(two), _mm256_extracti128_si256(two, 1));
-  const __m256i first = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+  indices.put_codes(out);
+}
+
+// 16 trits of four rows: three bytes, and the lowest byte of `last`.
+[[gnu::target("avx2")]] inline void sixteen_trits(Bytes codes, Bytes third, __m256i last, __m256i (&out)[2]) {
+  const __m256i first = four_entries(kTrits.at, codes[0], codes[4], codes[8], codes[12]),
+                second = four_entries(kTrits.at, codes[1], codes[5], codes[9], codes[13]),
+                end = four_entries(kTrits.at, third[0], third[1], third[2], third[3]);
+  out[0] = _mm256_or_si256(first, _mm256_slli_epi64(second, 40));
+  out[1] = _mm256_or_si256(_mm256_or_si256(_mm256_srli_epi64(second, 24), _mm256_slli_epi64(end, 16)),
+                           _mm256_slli_epi64(last, 56));
+}
+
+[[gnu::target("avx2")]] void open_tq1_0_avx2(const char* header, int tile, const char* codes, OpenTile& out) {
+  read_d(header, 20, out);
+  std::memset(out.odd, 1, sizeof out.odd);
   for (int n = 0; n < kTileN; n += 4) {
-    const __m256i rows =
-        _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(delta), _mm256_add_epi8(first, _mm256_set1_epi8((char)n)));
-    for (int g = 0; g < kTileK / 8; g++) {
-      __m256i* at = (__m256i*)out.codes[g][n];
-      _mm256_store_si256(at,
-                         _mm256_xor_si256(_mm256_sub_epi8(_mm256_load_si256(at), rows), _mm256_set1_epi8((char)128)));
+    Bytes row = (Bytes)codes + 4 * n, third = (Bytes)header + 2 * tile * kTileN + n,
+          shared = (Bytes)header + (16 + tile / 2) * kTileN + n;
+    const __m256i last = _mm256_srl_epi64(four_entries(kTrits.at, shared[0], shared[1], shared[2], shared[3]),
+                                          _mm_cvtsi32_si128(16 * (tile % 2)));
+    __m256i even[2], odd[2];
+    sixteen_trits(row, third, last, even);
+    sixteen_trits(row + 2, third + kTileN, _mm256_srli_epi64(last, 8), odd);
+    for (int half = 0; half < 2; half++) {
+      const __m256i low = _mm256_blend_epi32(even[half], _mm256_slli_epi64(odd[half], 32), 0xaa),
+                    high = _mm256_blend_epi32(_mm256_srli_epi64(even[half], 32), odd[half], 0xaa);
+      _mm256_store_si256((__m256i*)out.codes[2 * half][n], low);
+      _mm256_store_si256((__m256i*)out.codes[2 * half + 1][n], high);
     }
   }
 }
