@@ -100,10 +100,12 @@ def test_restarted_run_goes_on_although_it_was_asked_to_start_over(
 
 
 @pytest.mark.soak
-def test_kills_of_random_ranks_lose_nothing(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_kills_of_random_ranks_lose_nothing(model: Path, tmp_path: Path, parallel: int) -> None:
     """Restarted by torchrun's agent; KT_KILLS says how often."""
     steps = 4 * KILLS + 8
     keys = recipe(model, tmp_path / "whole" / "run", **KEYS | SAVING, max_steps=steps, lr_scheduler_type="constant")
+    keys |= {"kt_expert_parallel": parallel}
     run_ranks(keys, tmp_path / "whole", 2)
     run, choose = tmp_path / "killed" / "run", random.Random(7)
     (tmp_path / "keys.yaml").write_text(json.dumps(keys | {"output_dir": str(run), "overwrite_output_dir": True}))
