@@ -135,10 +135,12 @@ class Bench:
 
     def chosen_bytes(self, forward: Any, placement: Any, streams: int) -> tuple[float, int]:
         """How many experts of a layer a step chooses, and the bytes of those of all layers."""
-        slots = self.slots(forward, streams)
-        before = [row.copy() for row in placement.counts()]
+        from ktransformers.place.routing_counts import RoutingCounter
+
+        slots, counter = self.slots(forward, streams), RoutingCounter(forward.model)
         forward.run(self.chunks(slots, 0))
-        chosen = [int((now > was).sum()) for now, was in zip(placement.counts(), before, strict=True)]
+        counter.close()
+        chosen = [int((row > 0).sum()) for row in counter.counts.values()]
         sizes = [layer.packed.geometry.expert_bytes for layer in placement.layers]
         return statistics.mean(chosen), sum(count * size for count, size in zip(chosen, sizes, strict=True))
 

@@ -78,6 +78,8 @@ void PyPool::attend(nb::handle query, nb::handle key, nb::handle value, nb::hand
       Array key_scales = codes_of("key scales", place[5]), value_scales = codes_of("value scales", place[6]);
       check_shape("key scales", key_scales, {groups, capacity, 1}, "heads and capacity of keys, 1");
       check_shape("value scales", value_scales, {groups, capacity, 1}, "heads and capacity of values, 1");
+      check_rows("key scales", key_scales);
+      check_rows("value scales", value_scales);
       KVSequence& sequence = a.sequences.back();
       sequence.key_scales = bytes_at(key_scales, start), sequence.value_scales = bytes_at(value_scales, start);
       sequence.key_scale_group_stride = bytes_between(key_scales, 0);

@@ -221,6 +221,21 @@ def attend(heads: int = 4, groups: int = 2) -> Case:
     return Case(call, tensors, frozenset({"out", "places.keys", "places.values"}))
 
 
+def attend_codes() -> Case:
+    """A cache in codes of e4m3 with scales of e8m0, all bytes."""
+    pool, parts = new_pool(), ("keys", "values", "key scales", "value scales")
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        cache = [given.pop(f"places.{part}") for part in parts]
+        pool.attend(**given, places=[(1, 1, 6, *cache)], scale=0.5)
+        return [given["out"][1], *cache]
+
+    tensors = {"query": f32(4, 3, 32), "key": f32(2, 3, 32), "value": f32(2, 3, 16), "out": f32(3, 4, 16)}
+    for part, size in zip(parts, (32, 16, 1, 1), strict=True):
+        tensors[f"places.{part}"] = torch.full((2, 8, size), 60 if size > 1 else 127, dtype=torch.uint8)
+    return Case(call, tensors, frozenset({"out", *(f"places.{part}" for part in parts)}))
+
+
 def pack() -> Case:
     def call(given: dict[str, Any]) -> list[Any]:
         experts = new_experts()
@@ -375,6 +390,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "Pool.argmax": argmax,
     "Pool.attend": attend,
     "Pool.attend, one head": lambda: attend(1, 1),
+    "Pool.attend, codes": attend_codes,
     "Experts.pack": pack,
     "Experts.pack, int8": lambda: encoded("int8", lambda rows, columns: f32(E, rows).abs(), False),
     "Experts.pack, int4": lambda: encoded("int4:32", lambda rows, columns: bf16(E, rows, columns // 32).abs(), False),

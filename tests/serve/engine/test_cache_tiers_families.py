@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from ktransformers.serve.engine.cache_blocks import (
 )
 from ktransformers.serve.engine.cache_copies import _adjacent_rows
 from ktransformers.serve.engine.cache_kinds import bytes_by_kind
-from ktransformers.serve.engine.engine import Limits, ServeEngine
+from ktransformers.serve.engine.engine import FETCH_POLL_SECONDS, Limits, ServeEngine
 from ktransformers.serve.engine.forward import Forward
 from ktransformers.serve.engine.host_tier import HostTier
 from ktransformers.serve.engine.kv_cache import KVSlot
@@ -74,7 +75,8 @@ class Family:
         request = GenerationRequest(tuple(prompt), 6, Sampling(temperature=0), logprobs=2)
         engine.submit([Sequence(request, Words(), recorded)])
         while engine.busy:
-            engine.step()
+            if not engine.step():  # as the engine's own thread waits: without a pause the readers would not get on
+                time.sleep(FETCH_POLL_SECONDS)
         assert recorded.finish == "length", recorded.events
         return recorded
 

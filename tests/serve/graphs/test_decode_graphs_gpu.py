@@ -263,7 +263,7 @@ def test_served_model_decodes_in_graphs(model_directory: Path) -> None:
     launch = Launch(str(model_directory), memory=0.01, max_running_requests=4, context_length=256)
     said: list[str] = []
     service = open_service(launch, Target(model_directory, name="tiny"), said.append)
-    assert "in CUDA graphs, batches of up to 32" in said[-1], said
+    assert "in CUDA graphs, batches of up to 4 sequences" in said[-1], said
     harness = EngineHarness.__new__(EngineHarness)
     harness.directory, harness.tokenizer, harness.forward = model_directory, service.tokenizer, service.engine.forward
     service.engine.start()

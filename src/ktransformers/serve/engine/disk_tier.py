@@ -151,6 +151,7 @@ class DiskTier:
         self._used, self._stamp = 0, 0  # records of the file; the last stamp
         self._queued: set[BlockHash] = set()
         self._reads: set[Future[bool]] = set()  # that have not ended
+        self._active, self._marked = 0, 0.0  # reads now; when the last one ended, or the first of these began
         self._closing = False
         self._open_records()
         self._queue: queue.Queue[tuple[HostBlock, Callable[[HostBlock], None]] | None] = queue.Queue(queue_blocks)
@@ -217,13 +218,15 @@ class DiskTier:
         return reading
 
     def _read(self, block: HostBlock) -> bool:
-        started = time.perf_counter()
         block.wait()
         with self._lock:
             record = self._records.get(block.name)
             if record is None:
                 return False
             record.readers += 1
+            if not self._active:
+                self._marked = time.perf_counter()
+            self._active += 1
         valid = False
         try:
             valid = self._read_record(record.index, block)
@@ -232,8 +235,12 @@ class DiskTier:
         finally:
             with self._lock:
                 record.readers -= 1
+                self._active -= 1
+                # Seconds since the last read ended: of reads side by side the sum is the time that all of them took.
+                now = time.perf_counter()
+                seconds, self._marked = now - self._marked, now
                 if valid:
-                    self.counts.add_read(self.block_bytes, time.perf_counter() - started)
+                    self.counts.add_read(self.block_bytes, seconds)
                 else:
                     self.counts.errors += 1
                     if self._records.get(block.name) is record:
