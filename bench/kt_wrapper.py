@@ -45,6 +45,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a tiny layer, to try this script")
     parser.add_argument("--out", help="write JSON")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--site", help=argparse.SUPPRESS)
     parser.add_argument("--weights", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
@@ -52,11 +53,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 # The process under test.
 
 
+def import_wrapper(site: Path) -> Any:
+    """`KTMoEWrapper` of the `kt_kernel` below `site`. An editable install of ours answers imports before PYTHONPATH
+    does, and ours would be timed beside itself, so its finder is removed."""
+    if site.resolve() != SOURCE:
+        sys.meta_path[:] = [one for one in sys.meta_path if "editable" not in type(one).__module__]
+    import kt_kernel
+
+    if not Path(kt_kernel.__file__).resolve().is_relative_to(site.resolve()):
+        raise SystemExit(f"kt_kernel was imported from {kt_kernel.__file__}, expected one below {site}")
+    return kt_kernel.KTMoEWrapper
+
+
 class Worker:
     def __init__(self, args: argparse.Namespace) -> None:
         import torch
 
-        from kt_kernel import KTMoEWrapper
+        KTMoEWrapper = import_wrapper(Path(args.site))
 
         self.torch, self.args, self.method = torch, args, args.worker
         self.sft = args.worker.endswith("_SFT")
@@ -224,8 +237,7 @@ class Process:
     def __init__(self, args: argparse.Namespace, method: str, weights: str | None, site: str | None) -> None:
         command = [sys.executable, "-P", __file__, "--worker", method, "--tokens", args.tokens]
         command += ["--threads", str(args.threads), "--layers", str(args.layers), *(["--tiny"] if args.tiny else [])]
-        if weights:
-            command += ["--weights", weights]
+        command += ["--site", site or str(SOURCE), *(["--weights", weights] if weights else [])]
         paths = [site or str(SOURCE), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
         if site:
             paths = [path for path in paths if Path(path).resolve() != SOURCE]
@@ -336,16 +348,20 @@ def main(argv: list[str] | None = None) -> None:
             else:
                 weights.mkdir()  # kt-kernel writes quantised experts there
             results.append(measure(args, method, str(weights)))
-    if args.out:
-        command = " ".join(["python", "bench/kt_wrapper.py", *(argv if argv is not None else sys.argv[1:])])
-        document = {
-            "command": command,
-            "shape": SHAPE,
-            "threads": args.threads,
-            "layers": args.layers,
-            "results": results,
-        }
-        Path(args.out).write_text(json.dumps(document, indent=1) + "\n")
+            if args.out:
+                write(args, argv if argv is not None else sys.argv[1:], results)
+
+
+def write(args: argparse.Namespace, words: list[str], results: list[dict[str, Any]]) -> None:
+    """The document so far; a run that is cut off has lost one method."""
+    document = {
+        "command": " ".join(["python", "bench/kt_wrapper.py", *words]),
+        "shape": SHAPE,
+        "threads": args.threads,
+        "layers": args.layers,
+        "results": results,
+    }
+    Path(args.out).write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":
