@@ -328,3 +328,19 @@ def test_wrong_arguments_are_refused() -> None:
         core.forward(torch.zeros(1, 32), torch.zeros(1, 64))
     with pytest.raises(TypeError, match="out"):
         core.forward(torch.zeros(1, 64), torch.zeros(1, 64).bfloat16())
+
+
+def test_a_copy_on_a_device_keeps_the_codes() -> None:
+    """What `to` and `nn.Module.to` give the weight, with a device that this machine may lack."""
+    weight = coded_weight.coded_weight(encode(torch.randn(64, 256), "int8"), torch.bfloat16)
+    given = {"dtype": torch.bfloat16, "layout": torch.strided, "device": torch.device("cuda:0")}
+    assert coded_weight._moves_alone(given)
+    assert not coded_weight._moves_alone(given | {"device": torch.device("meta")})
+    assert not coded_weight._moves_alone(given | {"pin_memory": True})
+    layer, other = torch.nn.Linear(256, 64, bias=False), weight.with_dtype(torch.float32)
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    layer._apply(lambda _: other)
+    assert isinstance(layer.weight, coded_weight.CodedWeight) and layer.weight.dtype == torch.float32
+    stranger = coded_weight.coded_weight(encode(torch.randn(64, 256), "int8"), torch.bfloat16)
+    with pytest.raises(InputError, match=r"assignment to \.data"):
+        layer.weight.data = stranger

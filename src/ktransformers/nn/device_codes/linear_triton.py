@@ -254,13 +254,16 @@ class Configuration:
 
 
 def configuration(rows: int, matrix: PackedMatrix, processors: int) -> Configuration:
-    """For x of `rows` rows on a GPU with so many multiprocessors."""
-    block_m = max(16, triton.next_power_of_2(rows))
-    block_n, step = 64, 16
-    per_step = step * (64 // matrix.formats[0].planes[0])
+    """For x of `rows` rows on a GPU with so many multiprocessors. For 64 rows a program has at most 88 KiB of shared
+    memory; cards of capability 8.6, 8.9 and 12.0 have 99."""
+    form = matrix.formats[0]
+    block_m, block_n = max(16, triton.next_power_of_2(rows)), 64
+    step = 8 if form.planes[0] == 2 else 16
+    stages = 3 if dequantize_triton.kind_of(form) is not None else 2  # headers of GGUF's types are copied too
+    per_step = step * (64 // form.planes[0])
     programs = -(-matrix.rows // block_n)
     splits = max(1, min(4 * processors // programs, matrix.columns // (4 * per_step), 16))
-    return Configuration(block_m, block_n, step, splits)
+    return Configuration(block_m, block_n, step, splits, stages=stages)
 
 
 def supports(matrix: PackedMatrix) -> bool:
