@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ktransformers.checkpoint.encoder import encode
 from ktransformers.nn import coded_weight, load_model
 from ktransformers.nn.coded_weight import CodedWeight, GpuCodes
+from tests.support.coded_models import codes_of, with_numbers
 from tests.support.packing import as_fp8
 from tests.support.quantised_models import release
 from tests.support.tiny_models import build, save
@@ -25,16 +26,6 @@ TOKENS = torch.tensor([[(7 * at + 3) % 90 for at in range(24)]])
 @pytest.fixture(autouse=True)
 def _small_weights_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coded_weight, "MIN_WEIGHTS", 1 << 12)
-
-
-def codes_of(model: nn.Module) -> dict[str, CodedWeight]:
-    return {name: one for name, one in model.named_parameters() if isinstance(one, CodedWeight)}
-
-
-def with_numbers(model: Any) -> Any:
-    for name, weight in codes_of(model).items():
-        model.get_submodule(name.removesuffix(".weight")).weight = nn.Parameter(weight + 0, requires_grad=False)
-    return model
 
 
 def fp8(folder: Path) -> Path:

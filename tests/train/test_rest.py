@@ -25,6 +25,7 @@ from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.flags import parse
 from ktransformers.serve.launch import as_trained
 from ktransformers.serve.target import resolve_target
+from tests.support.coded_models import codes_of, with_numbers
 from tests.support.memory import resident
 from tests.support.packing import as_fp8
 from tests.support.tiny_models import build, save
@@ -47,17 +48,6 @@ def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in TOKENIZER.glob("*.json"):
         shutil.copyfile(file, folder / file.name)
     return as_fp8(folder)
-
-
-def codes_of(model: nn.Module) -> dict[str, CodedWeight]:
-    return {name: one for name, one in model.named_parameters() if isinstance(one, CodedWeight)}
-
-
-def with_numbers(model: Any) -> Any:
-    """The same model with the numbers that the codes stand for."""
-    for name, weight in codes_of(model).items():
-        model.get_submodule(name.removesuffix(".weight")).weight = nn.Parameter(weight + 0, requires_grad=False)
-    return model
 
 
 def adapted(model: Any) -> Any:
