@@ -3,7 +3,9 @@ Triton's interpreter if TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,16 +66,39 @@ def test_products_match_decoded_matrices(spec: str, device: str) -> None:
     if not (kernels.reads_codes(first) and kernels.reads_codes(down)):
         assert not kernels.dequantize_triton.supports(first) or first.formats[0].span % 32, "codes could be read"
         pytest.skip("decoded first")
-    slot_of, hidden, ids, weights = batch(4, device)
-    h = kernels.first(hidden, ids, slot_of, cache.first, None, first, True)
+    check_products(layer, cache, batch(4, device), device)
+
+
+@triton_devices
+@pytest.mark.parametrize("spec", ["bf16", "int4:32", "q4_k"])
+def test_experts_with_many_rows(spec: str, device: str) -> None:
+    """More (token, slot) pairs than FEW_ROUTES, and more rows of one expert than a program takes; the same expert
+    twice."""
+    pytest.importorskip(resident_decode.TRITON)
+    layer, cache = cached(stored(spec), device)
+    slot_of, *_ = batch(4, device)
+    torch.manual_seed(1)
+    ids = torch.tensor([[2, 0]] * 17 + [[0, 0], [1, 2], [-1, 9]])
+    hidden, weights = torch.randn(len(ids), H).bfloat16(), torch.rand(len(ids), TOP_K)
+    check_products(layer, cache, (slot_of, *(tensor.to(device) for tensor in (hidden, ids, weights))), device)
+
+
+def check_products(layer: LayerOnDevice, cache: ExpertCache, given: tuple[Tensor, ...], device: str) -> None:
+    kernels: Any = importlib.import_module(resident_decode.TRITON)
+    slot_of, hidden, ids, weights = given
+    counts = torch.zeros(E, dtype=torch.int32, device=device)
+    first, down = layer.geometry.first, layer.geometry.down
+    h = kernels.first(hidden, ids, slot_of, cache.first, None, first, True, None, counts)
     actual = kernels.down(h, ids, weights, slot_of, cache.down, None, down)
-    on_host = [tensor.cpu() for tensor in (slot_of, hidden, ids, weights)]
+    on_host = [tensor.cpu() for tensor in given]
     host_cache = ExpertCache(layer.geometry, E, torch.device("cpu"), None)
     host_cache.first, host_cache.down = cache.first.cpu(), cache.down.cpu()
     expected = resident_decode._reference_forward(replace(layer), host_cache, *on_host, None)
     limit = 2e-2 if device == "cpu" else 5e-3  # the interpreter cuts numbers off where a GPU rounds them to bf16
     assert float((actual.cpu() - expected).norm() / expected.norm()) < limit
     assert float(expected.abs().max()) > 0
+    valid = ids[(ids >= 0) & (ids < E)].cpu()
+    assert torch.equal(counts.cpu(), torch.bincount(valid, minlength=E).int()), "rows of experts are counted"
 
 
 def test_formats_that_are_read_as_codes() -> None:

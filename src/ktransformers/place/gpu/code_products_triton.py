@@ -24,8 +24,13 @@ from ktransformers.nn.device_codes.dequantize_triton import NESTED, number_of, s
 from ktransformers.nn.device_codes.layout import TILE_K, PackedMatrix
 
 PLAIN, DENSE, CODES, GGUF = (tl.constexpr(number) for number in range(4))  # what is read: packed bf16, a matrix, codes
-COLUMNS = 256  # of K of one step
-GGUF_COLUMNS = 128
+# Numbers of K of one step and warps of a program. All warps of a program multiply the same 16 by 16 outputs, so one
+# warp has the least work; four decode codes sooner where programs are few.
+PLAIN_TILE = {"STEP": 128, "num_warps": 1}
+CODES_TILE = {"STEP": 64, "num_warps": 1}
+FEW_TILE = {"STEP": 256, "num_warps": 4}  # of codes, for at most FEW_ROUTES (token, slot) pairs
+SLOW_TILE = {"STEP": 128, "num_warps": 4}  # of values that take many instructions or loads
+FEW_ROUTES = 16
 NO_CODES = dict.fromkeys(("CODE", "ZERO", "SCALE", "LOW", "HIGH", "SPAN", "ENTRIES", "SCALE_BYTES"), 0)
 
 
@@ -140,21 +145,23 @@ def supports(matrix: PackedMatrix) -> bool:
 
 def dense_arguments(matrices: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int], dict[str, Any]]:
     """Of `strip_values` for dequantised matrices."""
-    return (matrices, matrices, matrices), (0, 0), NO_CODES | {"SOURCE": DENSE, "STEP": COLUMNS}
+    return (matrices, matrices, matrices), (0, 0), NO_CODES | {"SOURCE": DENSE} | SLOW_TILE
 
 
-def arguments(packed: Tensor, matrix: PackedMatrix) -> tuple[tuple[Tensor, ...], tuple[int, int], dict[str, Any]]:
-    """Of `strip_values`: words, scales and factors; codes_at and spans_at; constants."""
+def arguments(
+    packed: Tensor, matrix: PackedMatrix, routes: int
+) -> tuple[tuple[Tensor, ...], tuple[int, int], dict[str, Any]]:
+    """Of `strip_values`: words, scales and factors; codes_at and spans_at; constants. `routes`: (token, slot) pairs."""
     flat, form, strip = packed.view(-1), matrix.formats[0], matrix.strip(0)
     if matrix.plain:
         words = flat.view(torch.bfloat16)
-        return (words, words, words), (0, 0), NO_CODES | {"SOURCE": PLAIN, "STEP": COLUMNS}
+        return (words, words, words), (0, 0), NO_CODES | {"SOURCE": PLAIN} | PLAIN_TILE
     kind = dequantize_triton.kind_of(form)
     planes = {"LOW": form.planes[0], "HIGH": form.planes[1] if len(form.planes) > 1 else 0}
     shared = {"ZERO": form.zero_point, "SPAN": form.span, **planes}
     if kind is None:
         constants = {"SOURCE": GGUF, "CODE": dequantize_gguf_triton.SCALE_KINDS[form.scales], "SCALE": 0}
-        constants |= {"ENTRIES": 16, "SCALE_BYTES": 1, "STEP": GGUF_COLUMNS}
+        constants |= {"ENTRIES": 16, "SCALE_BYTES": 1} | SLOW_TILE
         # A fused multiply-add would round values of GGUF's types once less than their decoder does.
         constants["enable_fp_fusion"] = False
         views = flat.view(torch.int32), flat, flat.view(torch.float16)
@@ -162,6 +169,6 @@ def arguments(packed: Tensor, matrix: PackedMatrix) -> tuple[tuple[Tensor, ...],
     field = (form.fields or form.row)[0]
     scales = flat.view(dequantize_triton.SCALES[field.kind])
     constants = {"SOURCE": CODES, "CODE": kind[0], "SCALE": kind[1], "ENTRIES": 1 if field.shared else 16}
-    constants |= {"SCALE_BYTES": scales.element_size(), "STEP": COLUMNS}
+    constants |= {"SCALE_BYTES": scales.element_size()} | (FEW_TILE if routes <= FEW_ROUTES else CODES_TILE)
     views = flat.view(torch.int32), scales, flat.view(torch.float32)
     return views, (strip.codes_at, strip.row_bytes if form.span else 0), shared | constants

@@ -7,8 +7,7 @@ of the pairs with one expert computes for all of them, the others end at once, a
 (`slot_of[expert]` is -1). Weights are read as they are packed (`code_products_triton.py`): decoded in registers,
 rounded to bf16 and multiplied on tensor cores with float32 sums. Where gate and up have different formats they are
 dequantised first, one dense matrix per (token, slot). Down's kernel writes the weighted output of every (token, slot),
-and a third one sums those of a token in the order of its slots: no atomics, the same bits every time and in every
-batch.
+and a third one sums those of a token in the order of its slots: no atomics, the same bits every time.
 
 LoRA factors are found through a table of addresses (`LoraPointers` of `place/gpu/multi_lora.py`): one more kernel has a
 program per (token, slot) and 16 ranks of A, and the kernels above add B's product to rows with an adapter.
@@ -27,10 +26,11 @@ from torch import Tensor
 from ktransformers.nn.device_codes import dequantize_triton
 from ktransformers.nn.device_codes.layout import TILE_BYTES, PackedMatrix
 from ktransformers.place.gpu import code_products_triton
-from ktransformers.place.gpu.code_products_triton import load_rows, multiply_add, strip_values
+from ktransformers.place.gpu.code_products_triton import FEW_ROUTES, load_rows, multiply_add, strip_values
 
 ROWS = tl.constexpr(16)  # of one expert in a program: the smallest tile of a product
 MAX_COLUMNS = 1024  # of a program that sums outputs
+PARTS = 4  # half blocks of down in a program, of batches with many (token, slot) pairs
 RANKS_PER_STEP = 128  # numbers of a row of A or B that a step of LoRA's products takes
 
 Lora = tuple[
@@ -247,32 +247,35 @@ def _down(
     ROUTES: tl.constexpr,
     BIAS: tl.constexpr,
     RANKS: tl.constexpr,
+    PARTS: tl.constexpr,  # half blocks of a program
 ):
-    route, half_block = tl.program_id(0), tl.program_id(1)
+    route, group = tl.program_id(0), tl.program_id(1)
     expert = tl.load(ids + route).to(tl.int64)
     slot = tl.load(slot_of + expert, mask=(expert >= 0) & (expert < experts), other=-1).to(tl.int64)
     if slot >= 0:
         computes, pairs, present = _pairs_of_expert(ids, route, expert, routes, ROUTES)
         if computes:
-            row = half_block * 16 + tl.arange(0, 16)
-            base = slot * expert_bytes + (half_block // 2).to(tl.int64) * block_bytes + half_block % 2 * half_bytes
             matrix, x = route.to(tl.int64) * rows * columns, h + pairs.to(tl.int64) * columns
-            sums = tl.zeros((ROWS, 16), tl.float32)
-            for start in range(0, columns, STEP):
-                values = strip_values(
-                    words, scales, scale_factors, base, matrix, row, row < rows, start, columns, codes_at, spans_at,
-                    SOURCE, CODE, ZERO, SCALE, LOW, HIGH, SPAN, ENTRIES, SCALE_BYTES, STEP, EVEN,
-                )  # fmt: skip
-                sums = multiply_add(load_rows(x, present, start, columns, STEP), values, sums, WIDEN)
-            if BIAS:
-                sums += tl.load(bias + expert * rows + row, mask=row < rows, other=0.0)[None, :]
-            if RANKS:
-                sums = _add_lora_b(
-                    sums, pairs, present, expert, top_k, adapters, factors, inner, row, row < rows, rows, 16, RANKS
-                )
             weight = tl.load(weights + pairs, mask=present, other=0.0).to(tl.float32)
-            target = out + pairs.to(tl.int64)[:, None] * rows + row[None, :]
-            tl.store(target, sums * weight[:, None], mask=present[:, None] & (row < rows)[None, :])
+            for part in range(PARTS):
+                half_block = group * PARTS + part
+                row = half_block * 16 + tl.arange(0, 16)
+                base = slot * expert_bytes + (half_block // 2).to(tl.int64) * block_bytes + half_block % 2 * half_bytes
+                sums = tl.zeros((ROWS, 16), tl.float32)
+                for start in range(0, columns, STEP):
+                    values = strip_values(
+                        words, scales, scale_factors, base, matrix, row, row < rows, start, columns, codes_at, spans_at,
+                        SOURCE, CODE, ZERO, SCALE, LOW, HIGH, SPAN, ENTRIES, SCALE_BYTES, STEP, EVEN,
+                    )  # fmt: skip
+                    sums = multiply_add(load_rows(x, present, start, columns, STEP), values, sums, WIDEN)
+                if BIAS:
+                    sums += tl.load(bias + expert * rows + row, mask=row < rows, other=0.0)[None, :]
+                if RANKS:
+                    sums = _add_lora_b(
+                        sums, pairs, present, expert, top_k, adapters, factors, inner, row, row < rows, rows, 16, RANKS
+                    )
+                target = out + pairs.to(tl.int64)[:, None] * rows + row[None, :]
+                tl.store(target, sums * weight[:, None], mask=present[:, None] & (row < rows)[None, :])
 
 
 @triton.jit
@@ -301,7 +304,7 @@ def _weight_arguments(
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
     """Weights and biases as arguments of both kernels: tensors, sizes and constexpr values."""
     if reads_codes(matrix):
-        words, places, constants = code_products_triton.arguments(packed, matrix)
+        words, places, constants = code_products_triton.arguments(packed, matrix, ids.numel())
     else:
         dense = _dequantised(packed, ids, slot_of, matrix)
         words, places, constants = code_products_triton.dense_arguments(dense)
@@ -397,8 +400,10 @@ def down(
     outputs = torch.empty(ids.numel(), matrix.rows, dtype=torch.float32, device=h.device)
     tensors, sizes, constants = _weight_arguments(packed, ids, slot_of, bias, matrix)
     lora_tensors, ranks = _lora_arguments(h, ids, slot_of, matrix, lora)
-    launch: Any = _down[(ids.numel(), 2 * matrix.blocks)]
-    launch(h, ids, weights, slot_of, *tensors, *lora_tensors, outputs, *sizes, RANKS=ranks, **constants)
+    # Finding the rows of an expert takes as long as a half block; with many programs a few share it.
+    parts = next(n for n in (PARTS, 2) if 2 * matrix.blocks % n == 0) if ids.numel() > FEW_ROUTES else 1
+    launch: Any = _down[(ids.numel(), 2 * matrix.blocks // parts)]
+    launch(h, ids, weights, slot_of, *tensors, *lora_tensors, outputs, *sizes, RANKS=ranks, PARTS=parts, **constants)
     out = torch.empty(ids.shape[0], matrix.rows, dtype=dtype, device=h.device)
     block = min(MAX_COLUMNS, triton.next_power_of_2(matrix.rows))
     add: Any = _sum_slots[(ids.shape[0], -(-matrix.rows // block))]

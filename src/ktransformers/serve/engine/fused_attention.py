@@ -62,7 +62,7 @@ class FusedAttention:
         self._module: Any = module
         self._stock: Callable[..., AttentionOutput] = module.forward
         self._norms = _head_norms(module)
-        self._joint = _join(module)
+        self._joint = None if self._norms is REFUSED else _join(module)
         self._angles_of_halves = False  # cosines and sines are those of one half of the rotated numbers
         self._spec: AttentionSpec | None = None  # of a module that was compared with its stock code and is fused
         self._compared = self._norms is REFUSED
