@@ -294,6 +294,8 @@ def attach(
     if policy_name == "cpu":
         return None
     fixed_device = None if device is None else _with_index(torch.device(device))
+    if fixed_device is not None:
+        system.require_supported(str(fixed_device), "device", "another GPU, or no placement")
     if fixed_device is None and not system.has_gpu():
         _warn_once("no CUDA device: all experts are computed on the CPU")
         return None
