@@ -74,7 +74,8 @@ def _half(halves, at, inside):
 
 @triton.jit
 def gguf_scales(bytes_, halves, base, n, k, inside, span_bytes, KIND: tl.constexpr, SPAN: tl.constexpr):
-    """float32: what the numbers of outputs n at numbers k of K are multiplied with, and what is added (`has_offset`).
+    """float32: what the numbers of outputs n at numbers k of K are multiplied with, and what `gguf_value` adds or
+    subtracts.
     `base` is the first byte of the strip."""
     header = base + (k // SPAN) * span_bytes
     sub = k % SPAN
@@ -90,7 +91,7 @@ def gguf_scales(bytes_, halves, base, n, k, inside, span_bytes, KIND: tl.constex
     elif KIND == Q2_K:
         both = _byte(bytes_, header + (sub // 16) * 16 + n, inside)
         slope = _half(halves, header + 256 + 2 * n, inside) * (both & 15).to(tl.float32)
-        offset = -(_half(halves, header + 288 + 2 * n, inside) * (both >> 4).to(tl.float32))
+        offset = _half(halves, header + 288 + 2 * n, inside) * (both >> 4).to(tl.float32)
     elif KIND == Q3_K:
         at = sub // 16
         nibble = (_byte(bytes_, header + (at % 8) * 16 + n, inside) >> (4 * (at // 8))) & 15
@@ -106,7 +107,7 @@ def gguf_scales(bytes_, halves, base, n, k, inside, span_bytes, KIND: tl.constex
         scale = tl.where(at < 4, d & 63, (top & 15) | ((d >> 2) & 48)).to(tl.float32)
         least = tl.where(at < 4, m & 63, (top >> 4) | ((m >> 2) & 48)).to(tl.float32)
         slope = _half(halves, header + 2 * n, inside) * scale
-        offset = -(_half(halves, header + 32 + 2 * n, inside) * least)
+        offset = _half(halves, header + 32 + 2 * n, inside) * least
     return slope, offset
 
 
@@ -114,8 +115,10 @@ def gguf_scales(bytes_, halves, base, n, k, inside, span_bytes, KIND: tl.constex
 def gguf_value(number, slope, offset, KIND: tl.constexpr):
     """float32, rounded after the product and after the sum: for kernels that are compiled without fused products."""
     value = number * slope
-    if KIND == SCALE_AND_MIN or KIND == Q2_K or KIND == Q4_K:  # noqa: SIM109
+    if KIND == SCALE_AND_MIN:
         value = value + offset
+    elif KIND == Q2_K or KIND == Q4_K:  # noqa: SIM109
+        value = value - offset  # a negated sum would lose the sign of a zero
     return value
 
 
