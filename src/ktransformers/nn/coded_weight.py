@@ -467,6 +467,16 @@ def weight_of_codes(
     return CodedWeight(codes, spec, shape, dtype)
 
 
+def check_on_device(model: nn.Module) -> None:
+    """Compares products with codes on a GPU with those of decoded weights, for one weight of every format and shape."""
+    checked: set[tuple[str, torch.Size]] = set()
+    for weight in model.parameters():
+        if isinstance(weight, CodedWeight) and isinstance(weight.codes, GpuCodes):
+            if (weight.spec, weight.shape) not in checked:
+                weight.codes.device.check()
+            checked.add((weight.spec, weight.shape))
+
+
 def describe_coded(model: nn.Module) -> str:
     """How many layers have codes, in which formats and bytes, in words; empty: none."""
     held = [parameter for parameter in model.parameters() if isinstance(parameter, CodedWeight)]

@@ -31,10 +31,11 @@ from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.sources import PlainTensor, Source, open_source
 from ktransformers.errors import InputError
 from ktransformers.expert_partition import ExpertShard
-from ktransformers.linear_storage import AS_RELEASED
+from ktransformers.linear_storage import AS_RELEASED, NUMBERS_SHARE
 from ktransformers.nn.checkpoint_facts import open_expert_source, read_checkpoint_facts
 from ktransformers.nn.coded_weight import (
     DTYPES,
+    check_on_device,
     encode_linears,
     keep_codes,
     keep_released,
@@ -118,7 +119,7 @@ def load_pretrained(
     if experts is not None:
         check_same_model(source, quantizer.weights or open_source(Path(experts)))
     arguments = {**options, "config": config, "output_loading_info": True}
-    device = codes_device(arguments, rest, quantised=source.quantised)
+    device = codes_device(arguments, rest, source)
     on_gpu = device is not None
     if on_gpu:
         arguments["device_map"], quantizer.widen, quantizer.on_gpu = None, False, True
@@ -150,14 +151,15 @@ def load_pretrained(
         encode_linears(loaded, rest, quantizer.pool, on_gpu=on_gpu)
     if on_gpu:
         torch.nn.Module.to(loaded, device)
+        check_on_device(loaded)
     return loaded
 
 
-def codes_device(options: Mapping[str, Any], rest: str, *, quantised: bool) -> torch.device | None:
-    """The GPU to which codes are moved once they are packed; None: the model is loaded where it stays. `quantised`:
-    some files have codes."""
+def codes_device(options: Mapping[str, Any], rest: str, source: Source) -> torch.device | None:
+    """The GPU to which codes are moved once they are packed; None: the model is loaded where it stays. With "keep"
+    numbers are preferred while they take less than NUMBERS_SHARE of the free memory: their products are faster."""
     device_map = options.get("device_map")
-    if rest == "bf16" or (rest == "keep" and not quantised) or is_host_only(device_map):
+    if rest == "bf16" or (rest == "keep" and not source.quantised) or is_host_only(device_map):
         return None
     devices = {str(device) for device in device_map.values()} if isinstance(device_map, dict) else {str(device_map)}
     if len(devices) > 1 or torch.device(*devices).type != "cuda" or options["dtype"] not in ("auto", torch.bfloat16):
@@ -165,7 +167,12 @@ def codes_device(options: Mapping[str, Any], rest: str, *, quantised: bool) -> t
             given = f"{rest} with {options['dtype']} on {', '.join(sorted(devices))}"
             raise InputError("rest", given, "one device, a GPU with bfloat16 or the CPU", "pass rest='bf16'")
         return None
-    return torch.device(*devices)
+    device = torch.device(*devices)
+    if rest == "keep":
+        numbers = 2 * sum(torch.Size(tensor.shape).numel() for tensor in source.rest())
+        if numbers < NUMBERS_SHARE * torch.cuda.mem_get_info(device)[0]:
+            return None
+    return device
 
 
 def open_files(path: Path, quantizer: KTConfig, experts: str | Path | None) -> Source:

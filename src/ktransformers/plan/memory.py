@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ktransformers.linear_storage import KEEP
+from ktransformers.linear_storage import KEEP, NUMBERS_SHARE
 from ktransformers.plan.expert_time import CPU_ALL, CPU_NONE, cpu_share
 from ktransformers.plan.formats import TILE_K, bytes_in_format, counted_as, format_of, packed_lora_bytes, tiles
 from ktransformers.plan.machine import Machine
@@ -156,11 +156,20 @@ def activation_bytes(model: ModelShape, work: Training, layers: int, on_gpu: boo
 def rest_weight_bytes(model: ModelShape, rest_bytes: int, choice: Choice, machine: Machine) -> float:
     """Bytes of a weight outside of the experts, of an average one if some are in codes: those of the computation, or on
     a CPU that widens bf16 weights those of the release."""
+    choice = as_stored(model, choice, machine)
     widened = not choice.gpus and machine.cpu.products == "widened"
     size = min(rest_bytes, model.rest_dtype_bytes) if widened else rest_bytes
     if choice.codes == KEEP:
         return (model.coded_bytes + (model.rest - model.coded_numbers) * size) / model.rest
     return size if choice.codes is None else bytes_in_format(choice.codes)
+
+
+def as_stored(model: ModelShape, choice: Choice, machine: Machine) -> Choice:
+    """KEEP on a GPU: numbers while they take less than NUMBERS_SHARE of its memory, as `load_model` decides."""
+    if choice.linear_format != KEEP or not choice.gpus:
+        return choice
+    fits = 2 * model.rest < NUMBERS_SHARE * machine.gpus[0].memory
+    return replace(choice, linear_format=None) if fits else choice
 
 
 def coded_part(model: ModelShape, choice: Choice) -> tuple[int, int]:
@@ -181,6 +190,7 @@ def coded_part(model: ModelShape, choice: Choice) -> tuple[int, int]:
 def predict_memory(
     model: ModelShape, work: Work, choice: Choice, machine: Machine, engine: EngineLimits = ENGINE_LIMITS
 ) -> MemoryPlan:
+    choice = as_stored(model, choice, machine)
     experts = model.expert_layers * packed_layer_bytes(model, choice, machine.cpu.nodes)
     on_cpu_server = isinstance(work, Serving) and not choice.gpus
     host: Table = {"process": SERVER_PROCESS_BYTES if on_cpu_server else PROCESS_BYTES, "experts": experts}

@@ -17,15 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ktransformers.errors import KTError
 from ktransformers.nn.device_codes.dequantize import TRITON as DECODERS
 from ktransformers.nn.device_codes.dequantize import decode
 from ktransformers.nn.device_codes.layout import TILE_N, PackedMatrix, format_of
 from ktransformers.triton_modules import import_triton_module
 
 TRITON = "ktransformers.nn.device_codes.linear_triton"
-DIRECT_ROWS = 64
+DIRECT_ROWS = 32
 PANEL = 1 << 27  # numbers of a weight that are decoded at a time: 256 MiB in bf16
 BLOCK_ROWS = 2 * TILE_N
+CHECKED_ROWS = 256  # of a weight, when its products are checked
+TOLERANCE = 1e-2  # of float32 products in tf32 and results in bf16
 GATHERED = 256  # rows that are looked up at a time
 
 
@@ -49,6 +52,24 @@ class DeviceCodes:
         kernels = import_triton_module(TRITON) if packed.is_cuda else None
         self._kernels: Any = kernels if kernels is not None and kernels.supports(matrix) else None
         self._space = None if self._kernels is None else self._kernels.workspace(matrix, packed.device)
+
+    def check(self) -> None:
+        """Compare products with codes with those of the decoded weight on this device, and raise if they differ."""
+        if self._kernels is None:
+            return
+        generator = torch.Generator().manual_seed(0)
+        height = min(self.matrix.rows, CHECKED_ROWS)
+        decoded = self.decoded(0, height).float()
+        for rows in (1, DIRECT_ROWS):
+            x = torch.randn(rows, self.matrix.columns, generator=generator).bfloat16().to(self.packed.device)
+            expected = x.float() @ decoded.T
+            difference = float((self.multiply(x)[:, :height].float() - expected).norm() / expected.norm())
+            if not difference < TOLERANCE:
+                raise KTError(
+                    f"products with codes of {self.matrix.formats[0].spec} `[{self.matrix.rows}, "
+                    f"{self.matrix.columns}]` on {self.packed.device} differ by {difference:.2g} from those of the "
+                    "decoded weight; this is a defect of ktransformers or of Triton. --rest bf16 computes without them"
+                )
 
     @property
     def _decodes_by_distance(self) -> bool:
