@@ -19,6 +19,10 @@ def run_ranks(code: str, count: int, *arguments: object, seconds: float = 300, *
     where |= {"LOCAL_WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1", "KT_THREADS": "1", **variables}
     ranks = [Forked(code, *arguments, **where, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(count)]
     results = [rank.wait(seconds) for rank in ranks]
-    failed = [f"rank {rank}: {done.stderr[-3000:]}" for rank, done in enumerate(results) if done.returncode != 0]
+    failed = [
+        f"rank {rank}, exit status {done.returncode}: {done.stdout[-1000:]} {done.stderr[-3000:]}"
+        for rank, done in enumerate(results)
+        if done.returncode != 0
+    ]
     assert not failed, "\n".join(failed)
     return [done.stdout for done in results]
