@@ -60,7 +60,7 @@ def import_wrapper(site: Path) -> Any:
         sys.meta_path[:] = [one for one in sys.meta_path if "editable" not in type(one).__module__]
     import kt_kernel
 
-    if not Path(kt_kernel.__file__).resolve().is_relative_to(site.resolve()):
+    if not Path(kt_kernel.__file__).is_relative_to(site.absolute()):
         raise SystemExit(f"kt_kernel was imported from {kt_kernel.__file__}, expected one below {site}")
     return kt_kernel.KTMoEWrapper
 
