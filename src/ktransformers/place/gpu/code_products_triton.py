@@ -24,10 +24,10 @@ from ktransformers.nn.device_codes.dequantize_triton import NESTED, number_of, s
 from ktransformers.nn.device_codes.layout import TILE_K, PackedMatrix
 
 PLAIN, DENSE, CODES, GGUF = (tl.constexpr(number) for number in range(4))  # what is read: packed bf16, a matrix, codes
-# Numbers of K of one step and warps of a program. All warps of a program multiply the same 16 by 16 outputs, so one
-# warp has the least work; four decode codes sooner where programs are few.
-PLAIN_TILE = {"STEP": 128, "num_warps": 1}
-CODES_TILE = {"STEP": 64, "num_warps": 1}
+# Numbers of K of one step and warps of a program, as measured. All warps of a program multiply the same 16 by 16
+# outputs; whether fewer are faster has not been measured.
+PLAIN_TILE = {"STEP": 256, "num_warps": 4}
+CODES_TILE = {"STEP": 128, "num_warps": 4}
 FEW_TILE = {"STEP": 256, "num_warps": 4}  # of codes, for at most FEW_ROUTES (token, slot) pairs
 SLOW_TILE = {"STEP": 128, "num_warps": 4}  # of values that take many instructions or loads
 FEW_ROUTES = 16
