@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from ktransformers import triton_modules
+from ktransformers import system, triton_modules
 from ktransformers.errors import InputError
 from ktransformers.serve import launch
 from ktransformers.train import run
@@ -26,7 +25,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(triton_modules, "is_installed", lambda module: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(system, "all_gpus", lambda: [system.Gpu("H200", 141 << 30)])
     return tmp_path
 
 

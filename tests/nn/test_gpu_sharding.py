@@ -130,6 +130,7 @@ def check(model: tuple[Path, Path], device: str, experts: str, shards: str) -> l
     return ranks
 
 
+@pytest.mark.xfail(reason="torch 2.11: whole tensors of DTensors over gloo on a GPU end in a segmentation fault")
 @pytest.mark.parametrize(("experts", "shards"), [("whole", "resident"), ("whole", "offload"), ("divided", "resident")])
 def test_two_ranks_on_one_gpu_equal_one_process(model: tuple[Path, Path], experts: str, shards: str) -> None:
     check(model, "cuda:0", experts, shards)
