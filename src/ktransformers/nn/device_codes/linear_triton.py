@@ -175,7 +175,6 @@ def _product(
     SPLIT: tl.constexpr,  # several ranges of K
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SHARING: tl.constexpr,  # rows of words that share a scale, which is copied once for them
     STEP: tl.constexpr,  # rows of words; a row is the words of all lanes with the same numbers of K
     STAGES: tl.constexpr,
 ):
@@ -226,12 +225,7 @@ def _product(
                 value = gguf_value(number, slope, offset, CODE)
             else:
                 if s == 0:
-                    at_k = (start + tl.arange(0, STEP // SHARING) * SHARING)[:, None, None, None] * PER_ROW
-                    valid = at_k < columns
-                    scale = FACTOR * _scales(words, table, base, spans_at, output, at_k, valid, SCALE, SPAN, ENTRIES)
-                    if SHARING > 1:
-                        scale = tl.broadcast_to(scale[:, None], (STEP // SHARING, SHARING, 1, STRIPS, 16))
-                        scale = tl.reshape(scale, (STEP, 1, STRIPS, 16))
+                    scale = FACTOR * _scales(words, table, base, spans_at, output, k, inside, SCALE, SPAN, ENTRIES)
                 value = _values(low, scale, table, s, CODE, ZERO, SCALE, LOW)
             weight = tl.reshape(value.to(tl.bfloat16), (2 * STEP, BLOCK_N))
             if EVEN:
@@ -263,12 +257,12 @@ def configuration(rows: int, matrix: PackedMatrix, processors: int) -> Configura
     """For x of `rows` rows on a GPU with so many multiprocessors. For 64 rows a program has at most 88 KiB of shared
     memory; cards of capability 8.6, 8.9 and 12.0 have 99."""
     form = matrix.formats[0]
-    block_m = max(16, triton.next_power_of_2(rows))
-    gguf = dequantize_triton.kind_of(form) is None  # whose headers are copied too
-    block_n, step, stages = (64, 8 if form.planes[0] == 2 else 16, 2) if gguf else (128, 8, 3)
+    block_m, block_n = max(16, triton.next_power_of_2(rows)), 64
+    step = 8 if form.planes[0] == 2 else 16
+    stages = 3 if dequantize_triton.kind_of(form) is not None else 2  # headers of GGUF's types are copied too
     per_step = step * (64 // form.planes[0])
     programs = -(-matrix.rows // block_n)
-    splits = max(1, min((4 if gguf else 3) * processors // programs, matrix.columns // (4 * per_step), 16))
+    splits = max(1, min(4 * processors // programs, matrix.columns // (4 * per_step), 16))
     return Configuration(block_m, block_n, step, splits, stages=stages)
 
 
@@ -298,14 +292,6 @@ def constants_of(matrix: PackedMatrix) -> dict[str, Any]:
     factor, sum_factor = FACTORS.get(form.element, (1.0, 1.0))
     constants = {"GGUF": False, "CODE": kind[0], "SCALE": stored, "ENTRIES": 1 if field.shared else 16}
     return shared | constants | {"FACTOR": factor, "SUM_FACTOR": sum_factor}
-
-
-def _rows_of_scale(matrix: PackedMatrix, step: int) -> int:
-    """Copies of 4 bytes limit the kernel, so a scale is copied once for all rows of words of its span."""
-    form = matrix.formats[0]
-    rows = max(1, form.span * form.planes[0] // 64) if form.span else step
-    rows = 1 if form.scales == "e4m3" else min(step, rows)  # nvfp4: two scales in a span
-    return rows if step % rows == 0 else 1
 
 
 def product(x: Tensor, packed: Tensor, matrix: PackedMatrix, space: Tensor, config: Configuration) -> Tensor:
@@ -343,7 +329,6 @@ def product(x: Tensor, packed: Tensor, matrix: PackedMatrix, space: Tensor, conf
         SPLIT=splits > 1,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        SHARING=_rows_of_scale(matrix, config.step),
         STEP=config.step,
         STAGES=config.stages,
         num_warps=config.warps,
