@@ -193,10 +193,11 @@ def wait_until(condition: Any) -> None:
 
 
 def test_reads_of_a_cancelled_request_are_given_up(
-    tiers_harness: EngineHarness, tmp_path: Path, hanging_disk: threading.Event
+    tiers_harness: EngineHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hanging_disk: threading.Event
 ) -> None:
     """Those that have not begun; the others let go of their rows when they end."""
-    prompt = random_prompt(6, 460)  # seven blocks, four threads
+    monkeypatch.setattr(disk_tier, "READERS", 4)
+    prompt = random_prompt(6, 460)  # seven blocks
     with tiered_engine(tiers_harness, disk=tmp_path / "kv") as engine:
         tiers_harness.run(engine, tiers_harness.sequence(prompt)[0])
     with tiered_engine(tiers_harness, disk=tmp_path / "kv") as engine:
