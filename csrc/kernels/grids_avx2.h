@@ -1,7 +1,7 @@
 // Look-ups of grids.cpp with AVX2: the same tables and the same bytes, signs and indices of a k tile in vectors.
 //
-// Entries are loaded one by one into the quarters of a vector, where they get their signs. Gathers take longer where
-// microcode mitigates gather data sampling: 20 to 30 cycles for eight entries. Functions, not lambdas, have
+// Entries are loaded one by one into the quarters of a vector, where they get their signs. Gathers took 20 to 30 cycles
+// for eight entries on Cascade Lake, longer than these loads. Functions, not lambdas, have
 // `target("avx2")`, since the file is compiled for the baseline; grids.cpp, which has the tables and includes it, calls
 // them if the CPU has AVX2.
 #pragma once

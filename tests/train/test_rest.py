@@ -23,8 +23,8 @@ from ktransformers.nn.coded_weight import CodedWeight
 from ktransformers.serve.engine.forward import Chunk, make_forward
 from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.flags import parse
-from ktransformers.serve.launch import as_trained
 from ktransformers.serve.target import resolve_target
+from ktransformers.serve.training_numbers import as_trained
 from tests.support.coded_models import codes_of, with_numbers
 from tests.support.memory import resident
 from tests.support.packing import as_fp8

@@ -25,6 +25,7 @@ from ktransformers.serve.flags import Launch
 from ktransformers.serve.hosts.options import HostOptions, read_hosts
 from ktransformers.serve.running import RunningServer, forget_server, record_server
 from ktransformers.serve.target import Target, resolve_target
+from ktransformers.serve.training_numbers import as_trained, differences_from_training
 from ktransformers.serve.yaml_keys import with_yaml_keys
 from ktransformers.triton_modules import require_compiler
 
@@ -114,27 +115,6 @@ def make_plan(launch: Launch, target: Target, log: LogLine, show: ShowPlan) -> P
     show(plan)
     require_fit(plan, force=launch.force)
     return plan
-
-
-def as_trained(launch: Launch, target: Target) -> Launch:
-    """A training output is served on the numbers that it was trained on, unless the line names others."""
-    if launch.rest != "keep" or target.rest is None:
-        return launch
-    return replace(launch, rest=target.rest)
-
-
-def differences_from_training(launch: Launch, target: Target, rules: str | None) -> list[str]:
-    """Lines on what changes numbers and is not as in the training of the adapter that is served."""
-    from ktransformers.operators.rules import operators_of
-
-    lines = []
-    trained_codes = target.rest if target.rest is not None and target.rest not in AS_RELEASED else None
-    if target.rest is not None and (launch.rest if launch.rest not in AS_RELEASED else None) != trained_codes:
-        lines.append(f"--rest {launch.rest}: the adapter was trained with `rest: {target.rest}`, on other numbers")
-    if target.operators is not None and target.operators != operators_of(rules):
-        given = "no rules" if rules is None else f"the rules of {Path(rules).name}"
-        lines.append(f"kt_optimize_rule: the adapter was trained with other operators than {given}")
-    return lines
 
 
 def choose_device(launch: Launch, plan: Plan | None = None) -> str:
