@@ -14,6 +14,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from ktransformers.nn import router as router_module
 from ktransformers.nn.router import MAX_ROWS, TRITON, patch_routers
 from tests.support.triton_devices import triton_devices
 
@@ -85,6 +86,33 @@ def test_stock_routers_are_patched_and_match(name: str, dtype: torch.dtype) -> N
     assert torch.equal(logits.gather(1, fused_ids), logits.gather(1, ids))
     assert torch.allclose(fused_scores.float(), scores.float(), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
     assert router(x.requires_grad_())[1].requires_grad
+
+
+def select_by_torch(logits: Tensor, top_k: int, normalise: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    scores, ids = logits.float().softmax(-1).topk(top_k)
+    return (scores / scores.sum(-1, keepdim=True) if normalise else scores).to(dtype), ids
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_normalisation_is_recognised_whatever_the_size_of_the_weights(
+    normalise: bool, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large weights would make one score of every row equal to one, with and without normalisation."""
+    monkeypatch.setattr(router_module, "select", select_by_torch)
+    torch.manual_seed(0)
+    router = router_of("qwen3_moe" if normalise else "not normalised", torch.bfloat16)
+    with torch.no_grad():
+        router.weight *= scale
+    assert router_module._normalises(router) == (normalise, torch.bfloat16)
+
+
+def test_a_router_that_its_bias_decides_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "select", select_by_torch)
+    router = router_of("gpt_oss", torch.bfloat16)
+    with torch.no_grad():
+        router.bias.copy_(100 * torch.arange(40))
+    assert router_module._normalises(router) is None
 
 
 @pytest.mark.gpu

@@ -53,11 +53,10 @@ def _fits(module: Any) -> bool:
 
 def _normalises(module: Any) -> tuple[bool, torch.dtype] | None:
     """Whether the scores are a softmax over the selected experts alone, and their dtype; None: neither this nor one
-    over all experts."""
+    over all experts, or the numbers cannot tell."""
     weight = module.weight
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(PROBE_ROWS, weight.shape[1], generator=generator).to(weight)
     with torch.no_grad():
+        x = _probe(weight)
         try:
             outputs = module(x)
         except (TypeError, ValueError, RuntimeError):
@@ -67,11 +66,20 @@ def _normalises(module: Any) -> tuple[bool, torch.dtype] | None:
         logits, scores, ids = outputs
         if not matches(F.linear(x, weight, module._parameters.get("bias")), logits):
             return None
+        found = []
         for normalise in (False, True):
             fused, fused_ids = select(logits, module.top_k, normalise, scores.dtype)
             if matches(fused, scores) and torch.equal(logits.gather(1, fused_ids), logits.gather(1, ids)):
-                return normalise, scores.dtype
-    return None
+                found.append((normalise, scores.dtype))
+    return found[0] if len(found) == 1 or (module.top_k == len(weight) and found) else None
+
+
+def _probe(weight: Tensor) -> Tensor:
+    """Random rows whose logits have a standard deviation of about one. Where one logit is far above the others its
+    score is one with and without normalisation, and a router of either kind would match both."""
+    x = torch.randn(PROBE_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+    spread = F.linear(x.float(), weight.float()).std(dim=1, keepdim=True, correction=0)
+    return (x / torch.where(spread > 0, spread, 1)).to(weight.dtype)
 
 
 def _is_router_output(outputs: Any, shape: tuple[int, int], top_k: int) -> bool:
