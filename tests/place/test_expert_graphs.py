@@ -16,6 +16,7 @@ from ktransformers.nn.device_codes.layout import geometry
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.lora_factors import factors_of
 from ktransformers.nn.store import NO_DROPOUT, Dropout
+from ktransformers.place import dispatch
 from ktransformers.place.gpu import executor, expert_graphs, grouped_mlp
 from ktransformers.place.gpu.device_lora import DeviceFactors, FactorGradients, empty_like_factors
 from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
@@ -259,7 +260,7 @@ def test_dropout_and_grouped_experts_are_not_captured(at_once: list[str], monkey
     store, given = make_store(LARGER, "int4:32"), make_inputs(LARGER, "cuda:0")
     place = place_store_on(store, "cuda:0", "stream", LARGER.experts)
     run_with_gradients(place, given, True, Dropout(0.4, 7))
-    monkeypatch.setattr(executor, "WHOLE_LAYER_BYTES", 0)
+    place.engine.executor.whole_layer_bytes = 0
     monkeypatch.setattr(executor, "GROUP_BYTES", 1 << 20)
     run_with_gradients(place, given, True)
     assert not at_once
@@ -310,3 +311,41 @@ def test_captured_pass_with_all_experts_does_not_synchronise_on_ids(
     out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)
     monkeypatch.setattr(GpuExecutor, "replays", lambda *_: False)
     assert_close([out, *torch.autograd.grad(out, given.leaves(), given.grad)], cpu_results(store, given))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", ["bf16", "int4:32"])
+def test_divided_pass_waits_neither_for_ids_nor_for_the_cpu(
+    spec: str, at_once: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The division is made from the batch before: experts get rows that had none, on either side."""
+    monkeypatch.setattr(dispatch, "AHEAD_SECONDS", {"forward": 0.0, "backward": 0.0})
+    store = make_store(LARGER, spec)
+    place = place_store_on(store, "cuda:0", "split", LARGER.experts, split=False)
+    for turn in range(5):
+        given = other_routing(make_inputs(LARGER, "cuda:0", seed=turn), LARGER, turn, least=0 if turn else 1)
+        out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)
+        assert len(place.engine._uncounted) == min(turn, 1), "ids that the host has not seen"
+        assert_close([out, *torch.autograd.grad(out, given.leaves(), given.grad)], cpu_results(store, given))
+        assert all(one.streamed and one.cpu for one in place.layer.last_split.values())
+    assert at_once == ["forward", "backward"] * 5
+
+
+@pytest.mark.gpu
+def test_failed_cpu_share_is_raised_and_does_not_block_the_stream(
+    at_once: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "AHEAD_SECONDS", {"forward": 0.0, "backward": 0.0})
+    store = make_store(LARGER)
+    place = place_store_on(store, "cuda:0", "split", LARGER.experts, split=False)
+    given = make_inputs(LARGER, "cuda:0")
+    run_with_gradients(place, given, True)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no expert today")
+
+    monkeypatch.setattr(type(store), "forward", fail)
+    out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="no expert today"):
+        torch.autograd.grad(out, given.leaves(), given.grad)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ktransformers.nn.lora_factors import factors_of
 from ktransformers.nn.store import NO_DROPOUT
+from ktransformers.place import dispatch
 from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
 from ktransformers.place.placed_store import PlacedStore
 from ktransformers.plan.modes import size_bucket
@@ -58,7 +59,7 @@ def step(place: PlacedStore, seed: int) -> tuple[list[Tensor], list[Tensor], Ten
         ("stream", 0, None, True),
         ("auto", 2, "stream_all", True),
         ("auto", 2, "stream", True),
-        ("auto", 2, "split", False),
+        ("auto", 2, "split", True),
         ("auto", SMALL.experts, "split", True),
         ("resident", 2, None, False),
         ("resident", SMALL.experts, None, True),
@@ -104,3 +105,45 @@ def test_backward_without_a_graph_uses_the_ids(recorded: list[str], monkeypatch:
     monkeypatch.setattr(GpuExecutor, "replays", lambda *_: False)
     assert_close([out, *torch.autograd.grad(out, given.leaves(), given.grad)], cpu_results(store, given))
     assert recorded == ["backward", "forward"] and not place.engine._uncounted
+
+
+@pytest.mark.parametrize("residents", [0, 2])
+def test_division_made_before_the_ids_are_known(
+    residents: int, recorded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The busiest experts of the last batch are the GPU's, with or without tokens, and every other one the CPU's."""
+    monkeypatch.setattr(dispatch, "AHEAD_SECONDS", {"forward": 0.0, "backward": 0.0})
+    store = make_store(SMALL)
+    place = place_store_on(store, "cpu", "split", 2 * SMALL.experts, tuple(range(residents)))
+    for seed in range(4):
+        before = place.layer.last_counts.get(size_bucket(SMALL.tokens))
+        found, want, _ = step(place, seed)
+        assert_close(found, want)
+        division = place.layer.last_split["forward"]
+        if before is None:
+            continue
+        assert division.streamed and division.cpu and division.resident == tuple(range(residents))
+        assert sorted(division.gpu + division.cpu) == list(range(SMALL.experts))
+        others = [int(before[expert]) for expert in division.cpu]
+        assert min(int(before[expert]) for expert in division.streamed) >= max(others)
+    assert recorded == ["backward", *["forward", "backward"] * 3]
+
+
+def test_failed_share_of_the_cpu_is_raised_by_the_next_pass(
+    recorded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "AHEAD_SECONDS", {"forward": 0.0, "backward": 0.0})
+    store = make_store(SMALL)
+    place = place_store_on(store, "cpu", "split", 2 * SMALL.experts)
+    step(place, 0)
+    monkeypatch.setattr(place.engine._jobs, "stream_waits_for", lambda job: None)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no expert today")
+
+    monkeypatch.setattr(type(store), "forward", fail)
+    given = make_inputs(SMALL, "cpu", 1)
+    out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)
+    place.engine._worker.submit(lambda: None).result()  # after the failed one
+    with pytest.raises(RuntimeError, match="no expert today"):
+        torch.autograd.grad(out, given.leaves(), given.grad)

@@ -24,6 +24,7 @@ from ktransformers.plan.modes import (
     NEARLY_ALL,
     RESIDENT,
     SPLIT,
+    SPLIT_AHEAD,
     STREAM,
     STREAM_ALL,
     Decision,
@@ -38,6 +39,10 @@ from ktransformers.plan.split import Costs, Split, split
 
 COPYING = (STREAM, STREAM_ALL, SPLIT)  # modes that copy experts to the GPU
 
+# Of the GPU between two layers of experts in a training step (attention, norms, the router; in backward recomputed and
+# with gradients): experts cross the link in that time, and the CPU has no rows yet.
+AHEAD_SECONDS = {"forward": 3e-3, "backward": 6e-3}
+
 
 @dataclass
 class PlacedLayer:
@@ -47,6 +52,7 @@ class PlacedLayer:
     counts: NDArray[np.int64]  # rows of each expert, of all forward passes so far
     last_split: dict[str, Split] = field(default_factory=dict)  # by pass
     last_counts: dict[int, NDArray[np.int64]] = field(default_factory=dict)  # rows of experts by size bucket
+    next_split: dict[tuple[str, int], Split] = field(default_factory=dict)  # by pass and bucket, once copies are queued
 
     @property
     def store(self) -> ExpertStore:
@@ -130,6 +136,8 @@ class Dispatcher:
             mode = STREAM_ALL
         if mode == STREAM_ALL and not self._is_captured(layer, batch, factor_grads):
             mode = STREAM
+        if mode == SPLIT and training and self._is_captured(layer, batch, factor_grads):
+            mode = SPLIT_AHEAD
         return CPU if mode == RESIDENT and not residents else mode
 
     def split(self, layer: PlacedLayer, counts: NDArray[np.int64], tokens: int, direction: str, mode: str) -> Split:
@@ -145,6 +153,24 @@ class Dispatcher:
         on_gpu = residents | (cache.present(index) - frozenset(queued))
         how = STREAM if mode == STREAM_ALL else mode
         return split(counts, tokens, costs, resident=on_gpu, queued=queued, backlog=cache.backlog(), mode=how)
+
+    def split_ahead(self, layer: PlacedLayer, tokens: int, pass_name: str) -> Split:
+        """The division of the next pass, from the rows of the last batch of this size: as many of the busiest experts
+        as the cost model says are streamed, with or without tokens, and all others are the CPU's."""
+        counts = layer.last_counts[size_bucket(tokens)]
+        direction = "backward" if pass_name == "backward" else "forward"
+        residents = self._executor.resident_experts(layer.packed.index)
+        lead = AHEAD_SECONDS[direction]
+        division = split(counts, tokens, layer.costs[direction], resident=residents, backlog=-lead, mode=SPLIT)
+        streamed = division.streamed[: self._executor.cache.count]
+        on_gpu = residents.union(streamed)
+        cpu = tuple(expert for expert in range(len(counts)) if expert not in on_gpu)
+        return Split(tuple(sorted(residents)), streamed, cpu, division.seconds)
+
+    def take_split_ahead(self, layer: PlacedLayer, tokens: int, pass_name: str) -> Split:
+        """The division whose copies were queued for this pass, or a new one."""
+        queued = layer.next_split.pop((pass_name, size_bucket(tokens)), None)
+        return queued or self.split_ahead(layer, tokens, pass_name)
 
     def all_on_gpu(self, layer: PlacedLayer) -> Split:
         """Every expert on the GPU, with or without tokens."""

@@ -35,11 +35,22 @@ from ktransformers.place.dispatch import Dispatcher, PlacedLayer
 from ktransformers.place.gpu.device_lora import PendingCopies, start_to_host
 from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor
 from ktransformers.place.gpu.expert_cache import ExpertCache
+from ktransformers.place.gpu.host_jobs import HostJobs
 from ktransformers.place.gpu.multi_lora import host_options
 from ktransformers.place.gpu.zero_copy import ZeroCopyReader
 from ktransformers.place.host_callback import HostCallbackPath
 from ktransformers.place.prefetch import Prefetcher
-from ktransformers.plan.modes import CPU, HOST_CALLBACK, MAX_DECODE_TOKENS, RESIDENT, STREAM, STREAM_ALL, size_bucket
+from ktransformers.plan.memory import ENGINE_LIMITS
+from ktransformers.plan.modes import (
+    CPU,
+    HOST_CALLBACK,
+    MAX_DECODE_TOKENS,
+    RESIDENT,
+    SPLIT,
+    SPLIT_AHEAD,
+    STREAM_ALL,
+    size_bucket,
+)
 from ktransformers.plan.split import Split
 
 Result = TypeVar("Result")
@@ -58,6 +69,8 @@ class ExpertEngine:
     def __init__(self, device: torch.device, policy: str, cache: ExpertCache) -> None:
         self.device, self.cache = device, cache
         self.executor = GpuExecutor(device, cache)
+        if policy == SPLIT:
+            self.executor.whole_layer_bytes = ENGINE_LIMITS.split_layer_bytes
         self.dispatcher = Dispatcher(policy, self.executor)
         self.callbacks = HostCallbackPath(device, self.executor)
         self.layers: dict[int, PlacedLayer] = {}
@@ -65,6 +78,7 @@ class ExpertEngine:
         self._reader = ZeroCopyReader(device)
         self._worker = ThreadPoolExecutor(1, "kt-experts", initializer=avoid_pool_cpus)
         weakref.finalize(self, self._worker.shutdown, wait=False)
+        self._jobs = HostJobs(device, self._worker)
         self._lora_prefetch = LoraPrefetch(self._worker)
         self._lock = threading.RLock()
         self._uncounted: deque[tuple[PlacedLayer, DeviceToHost]] = deque()  # ids that the host has not waited for
@@ -97,7 +111,10 @@ class ExpertEngine:
     ) -> tuple[Tensor, SavedForBackward]:
         """The result in hidden's dtype, and what backward needs; with `retain` the CPU keeps gate and up."""
         with self._lock:
+            self._jobs.raise_failed()
             mode = self._without_callbacks(layer, self.dispatcher.mode(layer, batch, training=training))
+            if mode == SPLIT_AHEAD:
+                return self._forward_ahead(layer, batch)
             return self._forward(layer, batch, retain, mode, training)
 
     def infer(self, layer: PlacedLayer, batch: ExpertBatch) -> Tensor:
@@ -142,7 +159,7 @@ class ExpertEngine:
             self._prefetcher.layer_asks((layer.packed.index, name), tokens)
             division = self.dispatcher.split(layer, counts, tokens, "forward", mode)
         layer.last_split[name] = division
-        keeps = retain and self.dispatcher.decided_mode(tokens, training) not in (STREAM, STREAM_ALL)
+        keeps = retain and self.dispatcher.decided_mode(tokens, training) in (CPU, RESIDENT, HOST_CALLBACK)
         keep = layer.store.new_keep(*ids.shape) if keeps else ids.new_empty(0, dtype=torch.uint8)
         cpu = mask(division.cpu, layer.packed.geometry.experts)
         cpu_share = None
@@ -174,13 +191,24 @@ class ExpertEngine:
         """Gradients of hidden, of the routing weights and, with `factor_grads`, of the LoRA factors in host memory,
         whose copies the caller finishes before it reads them."""
         with self._lock:
-            return self._backward(layer, batch, grad_out, saved, factor_grads and batch.factors is not None)
+            self._jobs.raise_failed()
+            factor_grads = factor_grads and batch.factors is not None
+            mode = self.dispatcher.mode(layer, batch, training=True, factor_grads=factor_grads)
+            mode = self._without_callbacks(layer, mode)
+            if mode == SPLIT_AHEAD:
+                return self._backward_ahead(layer, batch, grad_out, saved, factor_grads)
+            return self._backward(layer, batch, grad_out, saved, factor_grads, mode)
 
     def _backward(
-        self, layer: PlacedLayer, batch: ExpertBatch, grad_out: Tensor, saved: SavedForBackward, factor_grads: bool
+        self,
+        layer: PlacedLayer,
+        batch: ExpertBatch,
+        grad_out: Tensor,
+        saved: SavedForBackward,
+        factor_grads: bool,
+        mode: str,
     ) -> tuple[Tensor, Tensor, list[Tensor], PendingCopies | None]:
-        mode, counts = self.dispatcher.mode(layer, batch, training=True, factor_grads=factor_grads), None
-        mode = self._without_callbacks(layer, mode)
+        counts = None
         self.count_pending(wait=mode != STREAM_ALL)
         if mode == STREAM_ALL:
             division = self.dispatcher.all_on_gpu(layer)
@@ -229,6 +257,89 @@ class ExpertEngine:
         elif factor_grads and batch.factors is not None:
             grads = [torch.zeros_like(tensor) for tensor in batch.factors.tensors]
         return *results, grads, pending
+
+    # Passes that are divided before the ids are known: nothing here waits for the device or for the CPU.
+
+    def _forward_ahead(self, layer: PlacedLayer, batch: ExpertBatch) -> tuple[Tensor, SavedForBackward]:
+        self.count_pending(wait=False)
+        name, tokens = _forward_pass(True), batch.ids.shape[0]
+        division = layer.last_split[name] = self.dispatcher.take_split_ahead(layer, tokens, name)
+        cpu = mask(division.cpu, layer.packed.geometry.experts)
+        copy = start_device_to_host((batch.ids, batch.hidden, batch.weights))
+        self._uncounted.append((layer, copy))
+        ids = copy.targets[0]
+        out = torch.empty(batch.hidden.shape, dtype=batch.hidden.dtype, pin_memory=self.device.type == "cuda")
+
+        def compute() -> None:
+            ids, hidden, weights = copy.finish()
+            layer.store.forward(
+                hidden,
+                ids,
+                weights,
+                skip=~cpu,
+                out=out,
+                adapters=_adapters(layer, batch),
+                dropout=batch.dropout,
+                needs_grad=batch.needs_grad,
+            )
+
+        job = self._jobs.start(compute) if division.cpu else None
+        result = self.executor.forward(layer.packed, batch, division.gpu, None)
+        self._prefetch_next(layer, name, batch, True)
+        if job is not None:
+            self._jobs.stream_waits_for(job)
+            self._reader.add(out, result)
+            if batch.factors is not None:
+                self._lora_prefetch.layer_done(layer.store)
+        result = result.to(batch.hidden.dtype)
+        self.executor.record_finished()
+        return result, SavedForBackward(ids, ids.new_empty(0, dtype=torch.uint8), cpu)
+
+    def _backward_ahead(
+        self, layer: PlacedLayer, batch: ExpertBatch, grad_out: Tensor, saved: SavedForBackward, factor_grads: bool
+    ) -> tuple[Tensor, Tensor, list[Tensor], PendingCopies | None]:
+        self.count_pending(wait=False)
+        pinned = self.device.type == "cuda"
+        division = self.dispatcher.take_split_ahead(layer, batch.ids.shape[0], "backward")
+        layer.last_split["backward"] = division
+        cpu = mask(division.cpu, layer.packed.geometry.experts)
+        copy = start_device_to_host((grad_out, batch.weights, batch.hidden))
+        grads: list[Tensor] = []
+        views: Sequence[Tensor | None] = ()
+        if factor_grads and batch.factors is not None and division.cpu:
+            grads, views = empty_gradients(batch.factors, pinned=pinned)
+        outs = (
+            torch.empty(batch.hidden.shape, dtype=batch.hidden.dtype, pin_memory=pinned),
+            torch.empty(batch.weights.shape, dtype=torch.float32, pin_memory=pinned),
+        )
+
+        def compute() -> None:
+            host_grad_out, weights, hidden = copy.finish()  # the ids were copied before them
+            layer.store.backward(
+                host_grad_out,
+                hidden,
+                saved.ids,
+                weights,
+                skip=~cpu,
+                adapters=_adapters(layer, batch),
+                factors=[views] if views else None,
+                dropout=batch.dropout,
+                out=outs,
+            )
+
+        job = self._jobs.start(compute) if division.cpu else None
+        grad_hidden, grad_weights, device_grads = self.executor.backward(
+            layer.packed, batch, grad_out, division.gpu, None, factor_grads
+        )
+        self._prefetch_next(layer, "backward", batch, True)
+        if job is not None:
+            self._jobs.stream_waits_for(job)
+            for on_host, on_device in zip((*outs, *grads), (grad_hidden, grad_weights, *device_grads), strict=True):
+                self._reader.add(on_host, on_device)
+        pending = start_to_host(device_grads) if device_grads else None
+        results = grad_hidden.to(batch.hidden.dtype), grad_weights.to(batch.weights.dtype)
+        self.executor.record_finished()
+        return *results, pending.tensors if pending is not None else [], pending
 
     # The CPU's share: tensors in host memory.
 

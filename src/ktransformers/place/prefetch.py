@@ -61,7 +61,11 @@ class Prefetcher:
         if last_counts is None or mode not in COPYING or not self._cache.can_copy_directly(target.packed.source):
             return
         last = target.last_split.get(following[1])
-        if mode != SPLIT and last is not None and len(last.gpu) == len(last_counts):
+        if training and mode == SPLIT:
+            division = self._dispatcher.split_ahead(target, tokens, following[1])
+            target.next_split[following[1], size_bucket(tokens)] = division
+            experts = division.streamed
+        elif mode != SPLIT and last is not None and len(last.gpu) == len(last_counts):
             experts = last.streamed  # all of them, regardless of routing
         else:
             costs = target.costs["backward" if following[1] == "backward" else "forward"]

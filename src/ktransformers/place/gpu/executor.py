@@ -80,6 +80,7 @@ class GpuExecutor:
         self._buffers: dict[tuple[str, int, int], Tensor] = {}
         self._graphs = ExpertGraphs(device)
         self._finished: torch.cuda.Event | None = None
+        self.whole_layer_bytes = WHOLE_LAYER_BYTES  # a layer that fits into them with the cache is decoded at once
 
     @property
     def geometry(self) -> Geometry:
@@ -94,7 +95,7 @@ class GpuExecutor:
         layer_bytes = geometry.experts * geometry.decoded_bytes
         return max(
             1,
-            (layer_bytes if self.cache.bytes + layer_bytes <= WHOLE_LAYER_BYTES else GROUP_BYTES)
+            (layer_bytes if self.cache.bytes + layer_bytes <= self.whole_layer_bytes else GROUP_BYTES)
             // geometry.decoded_bytes,
         )
 
