@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,12 +35,13 @@ ATTENTION = {
 }
 
 
-def make_model(folder: Path, shape: Shape, layers: int) -> Path:
-    """As it lies there already, if it is the same."""
+def make_model(folder: Path, shape: Shape, layers: int, vocabulary: int | None = None) -> Path:
+    """As it lies there already, if it is the same; `vocabulary`: if not that of the shape."""
     import torch
     from safetensors.torch import save_file
 
     attention = ATTENTION[shape.name]
+    attention = attention if vocabulary is None else replace(attention, vocabulary=vocabulary)
     made = {"shape": asdict(shape), "layers": layers, "attention": asdict(attention)}
     mark = folder / "made.json"
     if mark.is_file() and json.loads(mark.read_text()) == made:
