@@ -25,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 LONGEST_FIRST = (
+    "serve",
     "kernels",
     "train",
     "nn",
@@ -36,9 +37,13 @@ LONGEST_FIRST = (
     "prove",
     "adapters",
 )
-ALONE = ("kernels/test_interrupt.py", "test_import.py", "serve")
+ALONE = ("kernels/test_interrupt.py", "test_import.py", "serve/http")
 NO_TESTS = 5  # pytest's exit code where all are deselected
 COUNTED = re.compile(r"(\d+) (passed|failed|skipped|deselected|errors?|xfailed)")
+
+
+def _tests_in(paths: tuple[Path, ...]) -> set[Path]:
+    return {file for path in paths for file in (path.rglob("test_*.py") if path.is_dir() else [path])}
 
 
 @dataclass(frozen=True)
@@ -51,8 +56,7 @@ class Group:
         return " ".join(str(path.relative_to(ROOT)) for path in self.paths)
 
     def files(self) -> set[Path]:
-        found = {file for path in self.paths for file in (path.rglob("test_*.py") if path.is_dir() else [path])}
-        return found - set(self.ignored)
+        return _tests_in(self.paths) - _tests_in(self.ignored)
 
 
 def make_groups() -> tuple[list[Group], Group]:
