@@ -88,8 +88,10 @@ def check_products(layer: LayerOnDevice, cache: ExpertCache, given: tuple[Tensor
     slot_of, hidden, ids, weights = given
     counts = torch.zeros(E, dtype=torch.int32, device=device)
     first, down = layer.geometry.first, layer.geometry.down
-    h = kernels.first(hidden, ids, slot_of, cache.first, None, first, True, None, counts)
-    actual = kernels.down(h, ids, weights, slot_of, cache.down, None, down)
+    groups = kernels.group_routes(ids, slot_of, counts, first, down)
+    left = counts if groups is None else None
+    h = kernels.first(hidden, ids, slot_of, cache.first, None, first, True, None, left, groups)
+    actual = kernels.down(h, ids, weights, slot_of, cache.down, None, down, groups=groups)
     on_host = [tensor.cpu() for tensor in given]
     host_cache = ExpertCache(layer.geometry, E, torch.device("cpu"), None)
     host_cache.first, host_cache.down = cache.first.cpu(), cache.down.cpu()

@@ -112,12 +112,14 @@ def forward(
         (None, None) if lora is None else (lora[1].kernel_arguments(lora[0], name) for name in ("first", "down"))
     )
     fused = geometry.gated and layer.gate == SILU
+    groups = kernels.group_routes(ids, slot_of, routing.counts, geometry.first, geometry.down)
+    counts = routing.counts if groups is None else None
     h: Tensor = kernels.first(
-        hidden, ids, slot_of, cache.first, first_bias, geometry.first, fused, first_lora, routing.counts
+        hidden, ids, slot_of, cache.first, first_bias, geometry.first, fused, first_lora, counts, groups
     )
     if not fused:
         h = _activate(h, layer.gate, geometry.gated)
-    out: Tensor = kernels.down(h, ids, weights, slot_of, cache.down, down_bias, geometry.down, down_lora, dtype)
+    out: Tensor = kernels.down(h, ids, weights, slot_of, cache.down, down_bias, geometry.down, down_lora, dtype, groups)
     return out
 
 

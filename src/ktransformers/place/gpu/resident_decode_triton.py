@@ -16,6 +16,7 @@ program per (token, slot) and 16 ranks of A, and the kernels above add B's produ
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc"
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,11 +26,13 @@ from torch import Tensor
 
 from ktransformers.nn.device_codes import dequantize_triton
 from ktransformers.nn.device_codes.layout import TILE_BYTES, PackedMatrix
-from ktransformers.place.gpu import code_products_triton
+from ktransformers.place.gpu import block_products_triton, code_products_triton
+from ktransformers.place.gpu.block_products_triton import block_products
 from ktransformers.place.gpu.code_products_triton import FEW_ROUTES, load_rows, multiply_add, strip_values
 
 ROWS = tl.constexpr(16)  # of one expert in a program: the smallest tile of a product
-MAX_COLUMNS = 1024  # of a program that sums outputs
+SUM_COLUMNS = 256  # of a program that sums outputs
+GROUP_ROWS = 2  # of one expert that are computed together from a block of it: 2 or 4
 PARTS = 4  # half blocks of down in a program, of batches with many (token, slot) pairs
 RANKS_PER_STEP = 128  # numbers of a row of A or B that a step of LoRA's products takes
 
@@ -99,7 +102,7 @@ def _add_lora_b(
 
 
 @triton.jit
-def _pairs_of_expert(ids, route, expert, routes, ROUTES: tl.constexpr):
+def _pairs_of_expert(ids, route, expert, routes, ROUTES: tl.constexpr, ROWS: tl.constexpr):
     """Whether this (token, slot) computes for others with the same expert; up to ROWS of them, itself first, and which
     of these exist. The pairs of an expert are numbered in their order; every ROWS-th computes."""
     r, m = tl.arange(0, ROUTES), tl.arange(0, ROWS)
@@ -161,7 +164,7 @@ def _first(
         tl.atomic_add(counts + expert, 1, mask=known & (block == 0), sem="relaxed")
     slot = tl.load(slot_of + expert, mask=known, other=-1).to(tl.int64)
     if slot >= 0:
-        computes, pairs, present = _pairs_of_expert(ids, route, expert, routes, ROUTES)
+        computes, pairs, present = _pairs_of_expert(ids, route, expert, routes, ROUTES, ROWS)
         if computes:
             n = tl.arange(0, 16)
             if PAIRED:
@@ -253,7 +256,7 @@ def _down(
     expert = tl.load(ids + route).to(tl.int64)
     slot = tl.load(slot_of + expert, mask=(expert >= 0) & (expert < experts), other=-1).to(tl.int64)
     if slot >= 0:
-        computes, pairs, present = _pairs_of_expert(ids, route, expert, routes, ROUTES)
+        computes, pairs, present = _pairs_of_expert(ids, route, expert, routes, ROUTES, ROWS)
         if computes:
             matrix, x = route.to(tl.int64) * rows * columns, h + pairs.to(tl.int64) * columns
             weight = tl.load(weights + pairs, mask=present, other=0.0).to(tl.float32)
@@ -279,16 +282,279 @@ def _down(
 
 
 @triton.jit
-def _sum_slots(outputs, ids, slot_of, out, experts, top_k, columns, BLOCK: tl.constexpr):
-    """The outputs [T * k, columns] of each token's resident experts, added in the order of its slots."""
+def _group_routes(
+    ids,  # [T, k]
+    slot_of,  # int32 [E]
+    counts,  # int32 [E]: rows of each expert, added to; or unused
+    slots,  # int32 [T * k]: the slot of a pair that computes, or -1
+    pairs,  # int32 [T * k, ROWS]: pairs that it computes for, or -1
+    routes,
+    experts,
+    ROUTES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """One program per (token, slot) pair: of every ROWS pairs with the same expert the first computes for all."""
+    route, m = tl.program_id(0), tl.arange(0, ROWS)
+    expert = tl.load(ids + route).to(tl.int64)
+    known = (expert >= 0) & (expert < experts)
+    if COUNT:
+        tl.atomic_add(counts + expert, 1, mask=known, sem="relaxed")
+    slot = tl.load(slot_of + expert, mask=known, other=-1)
+    computes, members, present = _pairs_of_expert(ids, route, expert, routes, ROUTES, ROWS)
+    tl.store(slots + route, tl.where(computes, slot, -1))
+    tl.store(pairs + route * ROWS + m, tl.where(present, members, -1))
+
+
+@triton.jit
+def _slot_of_route(ids, slot_of, counts, slots, route, block, experts, COUNT: tl.constexpr, GROUPED: tl.constexpr):
+    """The slot that a program reads, or -1."""
+    if GROUPED:
+        slot = tl.load(slots + route)
+    else:
+        expert = tl.load(ids + route)
+        known = (expert >= 0) & (expert < experts)
+        if COUNT:
+            tl.atomic_add(counts + expert, 1, mask=known & (block == 0), sem="relaxed")
+        slot = tl.load(slot_of + expert, mask=known, other=-1)
+    return slot.to(tl.int64)
+
+
+@triton.jit
+def _pair(pairs, route, m: tl.constexpr, ROWS: tl.constexpr, GROUPED: tl.constexpr):
+    """The m-th (token, slot) pair of a program, or -1."""
+    pair = route if m == 0 else -1
+    if GROUPED and m < ROWS:
+        pair = tl.load(pairs + route * ROWS + m)
+    return pair
+
+
+@triton.jit
+def _lora_b(sums, pair, expert, top_k, adapters, factors, inner, row, valid, outputs, RANKS: tl.constexpr):
+    """`sums` [16] of one pair plus B times its ranks if it has an adapter."""
+    adapter = tl.load(adapters + pair // top_k).to(tl.int64)
+    rank = tl.load(factors + 3 * adapter + 2, mask=adapter >= 0, other=0).to(tl.int32)
+    if rank > 0:
+        b = tl.load(factors + 3 * adapter + 1).to(tl.pointer_type(tl.bfloat16)) + expert * outputs * rank
+        sums += _dense_rows(b, inner + pair.to(tl.int64) * RANKS, row, valid, rank, 16, RANKS)
+    return sums
+
+
+@triton.jit
+def _store_first(
+    pair, low_sum, high_sum, expert, bias, adapters, factors, inner, out, low, high, low_valid, high_valid, outputs,
+    rows, top_k, BIAS: tl.constexpr, SILU: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """Gate and up of one pair, after bias and LoRA; activated if SILU."""
+    if pair >= 0:
+        if BIAS:
+            low_sum += tl.load(bias + expert * outputs + low, mask=low_valid, other=0.0)
+            high_sum += tl.load(bias + expert * outputs + high, mask=high_valid, other=0.0)
+        if RANKS:
+            low_sum = _lora_b(low_sum, pair, expert, top_k, adapters, factors, inner, low, low_valid, outputs, RANKS)
+            high_sum = _lora_b(
+                high_sum, pair, expert, top_k, adapters, factors, inner, high, high_valid, outputs, RANKS
+            )
+        if SILU:
+            activated = (low_sum * tl.sigmoid(low_sum) * high_sum).to(tl.bfloat16)
+            tl.store(out + pair.to(tl.int64) * rows + low, activated, mask=low_valid)
+        else:
+            tl.store(out + pair.to(tl.int64) * outputs + low, low_sum, mask=low_valid)
+            tl.store(out + pair.to(tl.int64) * outputs + high, high_sum, mask=high_valid)
+
+
+@triton.jit
+def _first_rows(
+    hidden,  # int32 [T, columns / 2]: pairs of bf16
+    ids,
+    slot_of,
+    counts,
+    slots,  # of `_group_routes`, or unused
+    pairs,
+    words,
+    scales,
+    scale_factors,
+    bias,
+    adapters,
+    factors,
+    inner,
+    out,  # as that of `_first`
+    experts,
+    top_k,
+    rows,
+    expert_bytes,
+    block_bytes,
+    half_bytes,
+    columns,
+    codes_at,
+    spans_at,
+    PLAIN: tl.constexpr,
+    CODE: tl.constexpr,
+    ZERO: tl.constexpr,
+    SCALE: tl.constexpr,
+    BITS: tl.constexpr,
+    SPAN: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    STEP: tl.constexpr,
+    UNROLL: tl.constexpr,
+    EVEN: tl.constexpr,
+    PACK: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    COUNT: tl.constexpr,
+    PAIRED: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    block, route = tl.program_id(0), tl.program_id(1)
+    slot = _slot_of_route(ids, slot_of, counts, slots, route, block, experts, COUNT, GROUPED)
+    if slot >= 0:
+        pair_0, pair_1 = _pair(pairs, route, 0, ROWS, GROUPED), _pair(pairs, route, 1, ROWS, GROUPED)
+        pair_2, pair_3 = _pair(pairs, route, 2, ROWS, GROUPED), _pair(pairs, route, 3, ROWS, GROUPED)
+        length = columns // 2
+        x_0, x_1 = hidden + pair_0 // top_k * length, hidden + tl.maximum(pair_1, 0) // top_k * length
+        x_2, x_3 = hidden + tl.maximum(pair_2, 0) // top_k * length, hidden + tl.maximum(pair_3, 0) // top_k * length
+        base = slot * expert_bytes + block.to(tl.int64) * block_bytes
+        low_0, high_0, low_1, high_1, low_2, high_2, low_3, high_3 = block_products(
+            x_0, x_1, x_2, x_3, words, scales, scale_factors, base, half_bytes, columns, codes_at, spans_at,
+            PLAIN, CODE, ZERO, SCALE, BITS, SPAN, ENTRIES, SCALE_BYTES, STEP, UNROLL, EVEN, PACK, ROWS,
+        )  # fmt: skip
+        expert, n = tl.load(ids + route).to(tl.int64), tl.arange(0, 16)
+        if PAIRED:
+            low, outputs = block * 16 + n, 2 * rows
+            high, low_valid, high_valid = low + rows, low < rows, low < rows
+        else:
+            low, outputs = block * 32 + n, rows
+            high, low_valid, high_valid = low + 16, low < rows, low + 16 < rows
+        _store_first(
+            pair_0, low_0, high_0, expert, bias, adapters, factors, inner, out, low, high, low_valid, high_valid,
+            outputs, rows, top_k, BIAS, SILU, RANKS,
+        )  # fmt: skip
+        if ROWS > 1:
+            _store_first(
+                pair_1, low_1, high_1, expert, bias, adapters, factors, inner, out, low, high, low_valid, high_valid,
+                outputs, rows, top_k, BIAS, SILU, RANKS,
+            )  # fmt: skip
+        if ROWS > 2:
+            _store_first(
+                pair_2, low_2, high_2, expert, bias, adapters, factors, inner, out, low, high, low_valid, high_valid,
+                outputs, rows, top_k, BIAS, SILU, RANKS,
+            )  # fmt: skip
+            _store_first(
+                pair_3, low_3, high_3, expert, bias, adapters, factors, inner, out, low, high, low_valid, high_valid,
+                outputs, rows, top_k, BIAS, SILU, RANKS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _store_down(
+    pair, low_sum, high_sum, expert, weights, bias, adapters, factors, inner, out, row, rows, top_k,
+    BIAS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """Both halves of a block of one pair, after bias and LoRA, times the pair's weight."""
+    if pair >= 0:
+        weight = tl.load(weights + pair).to(tl.float32)
+        high = row + 16
+        if BIAS:
+            low_sum += tl.load(bias + expert * rows + row, mask=row < rows, other=0.0)
+            high_sum += tl.load(bias + expert * rows + high, mask=high < rows, other=0.0)
+        if RANKS:
+            low_sum = _lora_b(low_sum, pair, expert, top_k, adapters, factors, inner, row, row < rows, rows, RANKS)
+            high_sum = _lora_b(high_sum, pair, expert, top_k, adapters, factors, inner, high, high < rows, rows, RANKS)
+        target = out + pair.to(tl.int64) * rows
+        tl.store(target + row, low_sum * weight, mask=row < rows)
+        tl.store(target + high, high_sum * weight, mask=high < rows)
+
+
+@triton.jit
+def _down_rows(
+    h,  # int32 [T * k, columns / 2]: pairs of bf16
+    ids,
+    weights,  # [T, k]
+    slot_of,
+    slots,
+    pairs,
+    words,
+    scales,
+    scale_factors,
+    bias,
+    adapters,
+    factors,
+    inner,
+    out,  # float32 [T * k, rows]: weighted
+    experts,
+    top_k,
+    rows,
+    expert_bytes,
+    block_bytes,
+    half_bytes,
+    columns,
+    codes_at,
+    spans_at,
+    PLAIN: tl.constexpr,
+    CODE: tl.constexpr,
+    ZERO: tl.constexpr,
+    SCALE: tl.constexpr,
+    BITS: tl.constexpr,
+    SPAN: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    STEP: tl.constexpr,
+    UNROLL: tl.constexpr,
+    EVEN: tl.constexpr,
+    PACK: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    BIAS: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    block, route = tl.program_id(0), tl.program_id(1)
+    slot = _slot_of_route(ids, slot_of, slots, slots, route, block, experts, False, GROUPED)
+    if slot >= 0:
+        pair_0, pair_1 = _pair(pairs, route, 0, ROWS, GROUPED), _pair(pairs, route, 1, ROWS, GROUPED)
+        pair_2, pair_3 = _pair(pairs, route, 2, ROWS, GROUPED), _pair(pairs, route, 3, ROWS, GROUPED)
+        length = columns // 2
+        x_0, x_1 = h + pair_0 * length, h + tl.maximum(pair_1, 0) * length
+        x_2, x_3 = h + tl.maximum(pair_2, 0) * length, h + tl.maximum(pair_3, 0) * length
+        base = slot * expert_bytes + block.to(tl.int64) * block_bytes
+        low_0, high_0, low_1, high_1, low_2, high_2, low_3, high_3 = block_products(
+            x_0, x_1, x_2, x_3, words, scales, scale_factors, base, half_bytes, columns, codes_at, spans_at,
+            PLAIN, CODE, ZERO, SCALE, BITS, SPAN, ENTRIES, SCALE_BYTES, STEP, UNROLL, EVEN, PACK, ROWS,
+        )  # fmt: skip
+        expert, row = tl.load(ids + route).to(tl.int64), block * 32 + tl.arange(0, 16)
+        _store_down(
+            pair_0, low_0, high_0, expert, weights, bias, adapters, factors, inner, out, row, rows, top_k, BIAS, RANKS
+        )
+        if ROWS > 1:
+            _store_down(
+                pair_1, low_1, high_1, expert, weights, bias, adapters, factors, inner, out, row, rows, top_k,
+                BIAS, RANKS,
+            )  # fmt: skip
+        if ROWS > 2:
+            _store_down(
+                pair_2, low_2, high_2, expert, weights, bias, adapters, factors, inner, out, row, rows, top_k,
+                BIAS, RANKS,
+            )  # fmt: skip
+            _store_down(
+                pair_3, low_3, high_3, expert, weights, bias, adapters, factors, inner, out, row, rows, top_k,
+                BIAS, RANKS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _sum_slots(
+    outputs, ids, slot_of, out, experts, top_k, columns, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The outputs [T * k, columns] of each token's resident experts, added in one order for any number of tokens."""
     token, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for choice in range(top_k):
-        route = token * top_k + choice
-        expert = tl.load(ids + route).to(tl.int64)
-        slot = tl.load(slot_of + expert, mask=(expert >= 0) & (expert < experts), other=-1)
-        if slot >= 0:
-            total += tl.load(outputs + route.to(tl.int64) * columns + c, mask=c < columns, other=0.0)
+    choice = tl.arange(0, SLOTS)
+    route = token * top_k + choice
+    expert = tl.load(ids + route, mask=choice < top_k, other=-1).to(tl.int64)
+    slot = tl.load(slot_of + expert, mask=(expert >= 0) & (expert < experts), other=-1)
+    at = outputs + route.to(tl.int64)[:, None] * columns + c[None, :]
+    total = tl.sum(tl.load(at, mask=(slot >= 0)[:, None] & (c < columns)[None, :], other=0.0), axis=0)
     tl.store(out + token.to(tl.int64) * columns + c, total.to(out.dtype.element_ty), mask=c < columns)
 
 
@@ -348,6 +614,62 @@ def _lora_arguments(
     return (adapters, factors, inner), ranks
 
 
+@dataclass(frozen=True)
+class Groups:
+    """(token, slot) pairs by expert."""
+
+    slots: Tensor  # int32 [T * k]: the slot of a pair that computes for itself and others, or -1
+    pairs: Tensor  # int32 [T * k, rows]: the pairs that it computes for, or -1
+
+    @property
+    def rows(self) -> int:
+        return self.pairs.shape[1]
+
+
+def group_routes(
+    ids: Tensor, slot_of: Tensor, counts: Tensor | None, first: PackedMatrix, down: PackedMatrix
+) -> Groups | None:
+    """Groups of GROUP_ROWS pairs for `first` and `down`; the rows of each expert are added to `counts` int32 `[E]`.
+    None if no program of theirs would compute several pairs: nothing is counted."""
+    if ids.shape[0] == 1 or not any(block_products_triton.supports(matrix) for matrix in (first, down)):
+        return None
+    routes = ids.numel()
+    pairs = torch.empty(routes, GROUP_ROWS, dtype=torch.int32, device=ids.device)
+    slots = torch.empty(routes, dtype=torch.int32, device=ids.device)
+    launch: Any = _group_routes[(routes,)]
+    launch(
+        ids,
+        slot_of,
+        slot_of if counts is None else counts,
+        slots,
+        pairs,
+        routes,
+        slot_of.shape[0],
+        ROUTES=max(16, triton.next_power_of_2(routes)),
+        ROWS=GROUP_ROWS,
+        COUNT=counts is not None,
+        num_warps=1,
+    )
+    return Groups(slots, pairs)
+
+
+def _row_arguments(
+    packed: Tensor, ids: Tensor, slot_of: Tensor, bias: Tensor | None, matrix: PackedMatrix, groups: Groups | None
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
+    """Arguments of `_first_rows` and `_down_rows`: groups; weights and biases; sizes; constants."""
+    views, places, constants = block_products_triton.arguments(packed, matrix, block_products_triton.tile_of(matrix))
+    constants |= {"BIAS": bias is not None, "GROUPED": groups is not None}
+    constants["ROWS"] = 1 if groups is None else groups.rows
+    sizes = (slot_of.shape[0], ids.shape[1], matrix.rows, matrix.expert_bytes, matrix.block_bytes, *places)
+    grouping = (slot_of, slot_of) if groups is None else (groups.slots, groups.pairs)
+    return grouping, (*views, slot_of if bias is None else bias), sizes, constants
+
+
+def _as_pairs(rows: Tensor) -> Tensor:
+    """Rows of bf16 as int32: pairs of neighbours."""
+    return rows.to(torch.bfloat16).contiguous().view(torch.int32)
+
+
 def first(
     hidden: Tensor,
     ids: Tensor,
@@ -358,30 +680,28 @@ def first(
     silu: bool,
     lora: Lora | None = None,
     counts: Tensor | None = None,
+    groups: Groups | None = None,
 ) -> Tensor:
     """bf16 `[T * k, rows]` after the activation if that is silu, else float32 products `[T * k, out_rows]`. Rows of
-    experts that are not resident are not written. The rows of each expert are added to `counts` int32 `[E]`."""
+    experts that are not resident are not written. The rows of each expert are added to `counts` int32 `[E]`. With
+    `groups` pairs of one expert are computed together."""
     routes = ids.numel()
     shape, dtype = ((routes, matrix.rows), torch.bfloat16) if silu else ((routes, matrix.out_rows), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=hidden.device)
-    tensors, sizes, constants = _weight_arguments(packed, ids, slot_of, bias, matrix)
     lora_tensors, ranks = _lora_arguments(hidden, ids, slot_of, matrix, lora)
+    counted = slot_of if counts is None else counts
+    flags = {"COUNT": counts is not None, "PAIRED": matrix.paired, "SILU": silu, "RANKS": ranks}
+    if block_products_triton.supports(matrix):
+        grouping, tensors, sizes, constants = _row_arguments(packed, ids, slot_of, bias, matrix, groups)
+        multiply: Any = _first_rows[(matrix.blocks, routes)]
+        multiply(
+            _as_pairs(hidden), ids, slot_of, counted, *grouping, *tensors, *lora_tensors, out, *sizes,
+            **constants, **flags,
+        )  # fmt: skip
+        return out
+    tensors, sizes, constants = _weight_arguments(packed, ids, slot_of, bias, matrix)
     launch: Any = _first[(routes, matrix.blocks)]
-    launch(
-        hidden,
-        ids,
-        slot_of,
-        slot_of if counts is None else counts,
-        *tensors,
-        *lora_tensors,
-        out,
-        *sizes,
-        COUNT=counts is not None,
-        PAIRED=matrix.paired,
-        SILU=silu,
-        RANKS=ranks,
-        **constants,
-    )
+    launch(hidden, ids, slot_of, counted, *tensors, *lora_tensors, out, *sizes, **constants, **flags)
     return out
 
 
@@ -395,19 +715,34 @@ def down(
     matrix: PackedMatrix,
     lora: Lora | None = None,
     dtype: torch.dtype = torch.float32,
+    groups: Groups | None = None,
 ) -> Tensor:
     """`[T, rows]`: the weighted sum over the resident experts."""
     outputs = torch.empty(ids.numel(), matrix.rows, dtype=torch.float32, device=h.device)
-    tensors, sizes, constants = _weight_arguments(packed, ids, slot_of, bias, matrix)
     lora_tensors, ranks = _lora_arguments(h, ids, slot_of, matrix, lora)
+    if block_products_triton.supports(matrix):
+        grouping, tensors, sizes, constants = _row_arguments(packed, ids, slot_of, bias, matrix, groups)
+        multiply: Any = _down_rows[(matrix.blocks, ids.numel())]
+        multiply(
+            _as_pairs(h), ids, weights, slot_of, *grouping, *tensors, *lora_tensors, outputs, *sizes,
+            RANKS=ranks, **constants,
+        )  # fmt: skip
+        return _sum(outputs, ids, slot_of, dtype)
+    tensors, sizes, constants = _weight_arguments(packed, ids, slot_of, bias, matrix)
     # Finding the rows of an expert takes as long as a half block; with many programs a few share it.
     parts = next(n for n in (PARTS, 2) if 2 * matrix.blocks % n == 0) if ids.numel() > FEW_ROUTES else 1
     launch: Any = _down[(ids.numel(), 2 * matrix.blocks // parts)]
     launch(h, ids, weights, slot_of, *tensors, *lora_tensors, outputs, *sizes, RANKS=ranks, PARTS=parts, **constants)
-    out = torch.empty(ids.shape[0], matrix.rows, dtype=dtype, device=h.device)
-    block = min(MAX_COLUMNS, triton.next_power_of_2(matrix.rows))
-    add: Any = _sum_slots[(ids.shape[0], -(-matrix.rows // block))]
-    add(outputs, ids, slot_of, out, slot_of.shape[0], ids.shape[1], matrix.rows, BLOCK=block)
+    return _sum(outputs, ids, slot_of, dtype)
+
+
+def _sum(outputs: Tensor, ids: Tensor, slot_of: Tensor, dtype: torch.dtype) -> Tensor:
+    tokens, top_k = ids.shape
+    columns = outputs.shape[1]
+    out = torch.empty(tokens, columns, dtype=dtype, device=outputs.device)
+    launch: Any = _sum_slots[(tokens, -(-columns // SUM_COLUMNS))]
+    slots = triton.next_power_of_2(top_k)
+    launch(outputs, ids, slot_of, out, slot_of.shape[0], top_k, columns, SLOTS=slots, BLOCK=SUM_COLUMNS, num_warps=2)
     return out
 
 

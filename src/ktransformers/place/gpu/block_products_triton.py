@@ -1,0 +1,221 @@
+"""Products of a block of 32 outputs of a packed expert with one, two or four rows of activations, in float32
+multiplications: for decoding, where most experts have one or two rows.
+
+Packed bytes go from memory to registers in the order in which they lie, 16 bytes a thread, and stay there: no tile in
+shared memory, no barrier before the sums of a program's threads are added. A word of 32 bits holds two neighbouring
+numbers of K of one output in bf16, and every second number of K of one output in codes (`nn/device_codes/layout.py`).
+Rows of x are read as pairs of neighbouring bf16 numbers, which every word of the same numbers of K shares. Values of
+codes are rounded to bf16 before the product, so they are those of the decoded matrix.
+
+Loads of weights and scales have one shape per program size, in which Triton gives a thread the scales of its own
+words; others would be exchanged between threads through shared memory. Hence a step has 4 rows of words (8 of bf16) for
+each warp, and UNROLL steps are written out so that their loads are in flight together.
+"""
+
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc"
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ktransformers.nn.device_codes import dequantize_triton
+from ktransformers.nn.device_codes.dequantize_triton import E8M0, NESTED, from_e4m3, from_e8m0, number_of
+from ktransformers.nn.device_codes.layout import TILE_BYTES, TILE_K, PackedMatrix
+
+
+@dataclass(frozen=True)
+class Tile:
+    warps: int  # of a program
+    unroll: int  # steps that are written out
+
+
+def tile_of(matrix: PackedMatrix) -> Tile:
+    return Tile(4, 4)
+
+
+@triton.jit
+def _halves(word):
+    """Two bf16 numbers of a word, as float32."""
+    return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _multiply_add(low, high, x, low_even, low_odd, high_even, high_odd):
+    """Sums of both halves of a block plus a row's two numbers of K times their weights."""
+    even, odd = _halves(x)
+    low = tl.fma(low_odd, odd, tl.fma(low_even, even, low))
+    high = tl.fma(high_odd, odd, tl.fma(high_even, even, high))
+    return low, high
+
+
+@triton.jit
+def _decoded(
+    even, odd, scale, s: tl.constexpr, CODE: tl.constexpr, ZERO: tl.constexpr, BITS: tl.constexpr, PACK: tl.constexpr
+):
+    """The s-th numbers of words of even and odd numbers of K, rounded to bf16, as float32."""
+    even_value = number_of((even >> (s * BITS)) & ((1 << BITS) - 1), CODE, ZERO) * scale
+    odd_value = number_of((odd >> (s * BITS)) & ((1 << BITS) - 1), CODE, ZERO) * scale
+    if PACK:  # one instruction rounds two numbers
+        word = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even_value, odd_value], dtype=tl.int32, is_pure=True, pack=1
+        )
+        values = _halves(word)
+    else:
+        values = even_value.to(tl.bfloat16).to(tl.float32), odd_value.to(tl.bfloat16).to(tl.float32)
+    return values
+
+
+@triton.jit
+def _scales(
+    scales, factors, base, spans_at, n, k, inside,
+    SCALE: tl.constexpr, SPAN: tl.constexpr, SCALE_BYTES: tl.constexpr, ENTRIES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """float32, of outputs n and numbers k of K: `scale_of`, with what Triton must know to load two of a thread."""
+    span = k // SPAN if SPAN > 0 else k * 0
+    if SCALE == NESTED:
+        at = scales + tl.multiple_of(base + spans_at, 4) + (span * 32 + (k % SPAN) // 16 * 16 + n)
+        scale = from_e4m3(_load(at, inside, EVEN).to(tl.int32)) * tl.load(factors + base // 4)
+    else:
+        at = scales + tl.multiple_of((base + spans_at) // SCALE_BYTES, 2) + (span * ENTRIES + n)
+        raw = _load(at, inside, EVEN)
+        scale = from_e8m0(raw) if SCALE == E8M0 else raw.to(tl.float32)
+    return scale
+
+
+@triton.jit
+def _load(at, inside, EVEN: tl.constexpr):
+    return tl.load(at) if EVEN else tl.load(at, mask=inside, other=0)
+
+
+@triton.jit
+def block_products(
+    x_0,  # rows of x: int32, pairs of bf16
+    x_1,
+    x_2,
+    x_3,
+    words,  # packed experts as int32
+    scales,  # in the type of the scales
+    factors,  # as float32
+    base,  # first byte of the block
+    half_bytes,
+    columns,
+    codes_at,
+    spans_at,
+    PLAIN: tl.constexpr,  # bf16
+    CODE: tl.constexpr,
+    ZERO: tl.constexpr,
+    SCALE: tl.constexpr,
+    BITS: tl.constexpr,
+    SPAN: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    STEP: tl.constexpr,  # rows of words
+    UNROLL: tl.constexpr,
+    EVEN: tl.constexpr,  # K has whole steps alone
+    PACK: tl.constexpr,  # not in the interpreter, which has no assembler
+    ROWS: tl.constexpr,
+):
+    """float32 [16] for each half of the block and row of x; those of rows from ROWS on are zeros."""
+    PER_WORD: tl.constexpr = 1 if PLAIN else 32 // BITS  # pairs of K of a row of words
+    LANES: tl.constexpr = 16 if PLAIN else 32
+    q, lane = tl.arange(0, STEP), tl.arange(0, LANES)[None, :]
+    low_at = words + tl.multiple_of((base + codes_at) // 4, 16) + lane
+    high_at = words + tl.multiple_of((base + half_bytes + codes_at) // 4, 16) + lane
+    n = tl.arange(0, 16)[None, :] if ENTRIES == 16 else tl.zeros((1, 1), tl.int32)
+    low_0 = tl.zeros((STEP, 16), tl.float32)
+    high_0, low_1, high_1, low_2, high_2, low_3, high_3 = low_0, low_0, low_0, low_0, low_0, low_0, low_0
+    if SPAN == 0 and not PLAIN:
+        first = tl.zeros((1, 1), tl.int32)
+        low_scale = _scales(
+            scales, factors, base, spans_at, n, first, first == 0, SCALE, SPAN, SCALE_BYTES, ENTRIES, True
+        )
+        high_scale = _scales(
+            scales, factors, base + half_bytes, spans_at, n, first, first == 0, SCALE, SPAN, SCALE_BYTES, ENTRIES, True
+        )
+    pairs = columns // 2
+    for start in range(0, tl.cdiv(pairs, PER_WORD), STEP * UNROLL):
+        for u in tl.static_range(UNROLL):
+            row = start + u * STEP + q[:, None]
+            inside = row * PER_WORD < pairs
+            if PLAIN:
+                at = row // 16 * 512 + row % 16 * 16
+                low_even, low_odd = _halves(_load(low_at + at, inside, EVEN))
+                high_even, high_odd = _halves(_load(high_at + at, inside, EVEN))
+            else:
+                low_word = tl.reshape(_load(low_at + row * 32, inside, EVEN), (STEP, 16, 2))
+                high_word = tl.reshape(_load(high_at + row * 32, inside, EVEN), (STEP, 16, 2))
+                low_words, low_words_odd = tl.split(low_word)
+                high_words, high_words_odd = tl.split(high_word)
+                if SPAN > 0:
+                    k = row * (2 * PER_WORD)
+                    low_scale = _scales(
+                        scales, factors, base, spans_at, n, k, inside, SCALE, SPAN, SCALE_BYTES, ENTRIES, EVEN
+                    )
+                    high_scale = _scales(
+                        scales, factors, base + half_bytes, spans_at, n, k, inside,
+                        SCALE, SPAN, SCALE_BYTES, ENTRIES, EVEN,
+                    )  # fmt: skip
+            for s in tl.static_range(PER_WORD):
+                if not PLAIN:
+                    low_even, low_odd = _decoded(low_words, low_words_odd, low_scale, s, CODE, ZERO, BITS, PACK)
+                    high_even, high_odd = _decoded(high_words, high_words_odd, high_scale, s, CODE, ZERO, BITS, PACK)
+                pair = row * PER_WORD + s
+                x = _load(x_0 + pair, inside, EVEN)
+                low_0, high_0 = _multiply_add(low_0, high_0, x, low_even, low_odd, high_even, high_odd)
+                if ROWS > 1:
+                    x = _load(x_1 + pair, inside, EVEN)
+                    low_1, high_1 = _multiply_add(low_1, high_1, x, low_even, low_odd, high_even, high_odd)
+                if ROWS > 2:
+                    x = _load(x_2 + pair, inside, EVEN)
+                    low_2, high_2 = _multiply_add(low_2, high_2, x, low_even, low_odd, high_even, high_odd)
+                    x = _load(x_3 + pair, inside, EVEN)
+                    low_3, high_3 = _multiply_add(low_3, high_3, x, low_even, low_odd, high_even, high_odd)
+    return (
+        tl.sum(low_0, 0), tl.sum(high_0, 0), tl.sum(low_1, 0), tl.sum(high_1, 0),
+        tl.sum(low_2, 0), tl.sum(high_2, 0), tl.sum(low_3, 0), tl.sum(high_3, 0),
+    )  # fmt: skip
+
+
+def supports(matrix: PackedMatrix) -> bool:
+    """Whether both halves have one format: bf16, or codes of 4 or 8 bits in one plane."""
+    form = matrix.formats[0]
+    if matrix.plain:
+        return True
+    kind = dequantize_triton.kind_of(form)
+    if form != matrix.formats[1] or kind is None:
+        return False
+    return form.span % TILE_K == 0 and form.bits in ((4,) if kind[1] == dequantize_triton.NESTED else (4, 8))
+
+
+def arguments(
+    packed: Tensor, matrix: PackedMatrix, tile: Tile
+) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
+    """Of `block_products`: words, scales and factors; half_bytes, columns, codes_at and spans_at; constants."""
+    flat, form, strip = packed.view(-1), matrix.formats[0], matrix.strip(0)
+    warps, unroll = tile.warps, tile.unroll
+    words, floats = flat.view(torch.int32), flat.view(torch.float32)
+    if matrix.plain:
+        step, per_row = 8 * warps, 2
+        places = (TILE_BYTES, matrix.columns, 0, 0)
+        constants = dict.fromkeys(("CODE", "ZERO", "SCALE", "BITS", "SPAN", "SCALE_BYTES"), 0) | {"ENTRIES": 16}
+        views = (words, words, floats)
+    else:
+        kind, field = dequantize_triton.kind_of(form), (form.fields or form.row)[0]
+        assert kind is not None
+        step, per_row = 4 * warps, 64 // form.bits
+        places = (matrix.strip_at(1), matrix.columns, strip.codes_at, strip.row_bytes if form.span else 0)
+        scales = flat.view(dequantize_triton.SCALES[field.kind])
+        constants = {"CODE": kind[0], "ZERO": form.zero_point, "SCALE": kind[1], "BITS": form.bits, "SPAN": form.span}
+        constants |= {"ENTRIES": 1 if field.shared else 16, "SCALE_BYTES": scales.element_size()}
+        views = (words, scales, floats)
+    steps = -(-matrix.columns // (step * per_row))
+    unroll = next((n for n in range(min(unroll, steps), 1, -1) if steps % n == 0), min(unroll, steps))
+    even = matrix.columns % (step * per_row * unroll) == 0
+    constants |= {"PLAIN": matrix.plain, "STEP": step, "UNROLL": unroll, "EVEN": even, "num_warps": warps}
+    constants["PACK"] = packed.is_cuda
+    return views, places, constants
