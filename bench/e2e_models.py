@@ -46,6 +46,7 @@ class Recipe:
     variants: tuple[str, ...] = VARIANTS
     loss_rows: int = 0  # rows of logits that exist at a time; 0: all, as in the stock model
     published: tuple[str, ...] = ()
+    stands_for: int = 0  # layers of experts of the whole model, of which these are a few; 0: all are here
 
 
 def _card(name: str) -> dict[str, Any]:
@@ -80,6 +81,7 @@ def _tiny(model_type: str) -> dict[str, Any]:
 
 
 _QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
+_LATENT_LOW_RANK = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 _LATENT = ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 _ROUTED = {
     "routed_scaling_factor": 1.0,
@@ -107,9 +109,21 @@ def recipes() -> dict[str, Recipe]:
                 dropout=0.1,
                 tokens=(8192,),
                 accumulate=(16, 1),
-                variants=("kt",),
                 loss_rows=1024,
                 published=("530.38 tokens/s, 6.08 GB GPU", "227.6 tokens/s, 30 GB host"),
+            ),
+            Recipe(
+                "dsv3",
+                {**_card("deepseek-v3"), "first_k_dense_replace": 0},
+                _LATENT_LOW_RANK,
+                layers=2,
+                vocabulary=4096,
+                alpha=32,
+                tokens=(8192,),
+                variants=("kt",),
+                loss_rows=1024,
+                published=("40.35 tokens/s, 70 GB GPU, 1300 GB host, 58 layers of experts",),
+                stands_for=58,
             ),
             Recipe("tiny", _tiny("qwen3_moe"), _QKVO, layers=2, vocabulary=128, length=32, tokens=(32, 64)),
             Recipe(
@@ -123,7 +137,6 @@ def recipes() -> dict[str, Recipe]:
                 dropout=0.1,
                 tokens=(64,),
                 accumulate=(2, 1),
-                variants=("kt",),
                 loss_rows=24,
                 published=("1 token/s",),
             ),
@@ -307,9 +320,10 @@ def _build_fsdp(recipe: Recipe, device: torch.device, activation: str, spec: str
     _checkpoint(peft, False)
     mesh = init_device_mesh(device.type, (1,))
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, offload_policy=offload)
-    fully_shard(peft, mesh=mesh, offload_policy=offload)
+    # Not the PEFT model as one: `loss_of` calls the decoder and the head themselves, and the parameters of a module
+    # that is not called stay sharded.
+    for module in (*model.model.layers, model.model, model.lm_head):
+        fully_shard(module, mesh=mesh, offload_policy=offload)
     return peft
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from e2e_clock import Clock
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 MANY = 8  # pieces
 FILLED = 0.95  # of the memory that is allowed
 SPARE = 48 << 20  # bytes between residents and somebody else's peak
+CONTEXT_LOSS_ROWS = 1024  # rows of logits at a time of a long sequence
 WARM = 4  # steps before any is timed: graphs are captured in the third
 
 
@@ -86,14 +88,14 @@ class Trainer:
         made = torch.randint(self.recipe.vocabulary, (rows, self.recipe.length), generator=self._generator)
         return list(made.to(self.device).chunk(pieces))
 
-    def step(self, batches: list[torch.Tensor], clock: Clock | None = None) -> float:
+    def step(self, batches: list[torch.Tensor], clock: Clock | None = None, loss_rows: int = 0) -> float:
         """The loss; the optimizer has moved when it is back."""
         import torch
 
         total = 0.0
         for batch in batches:
             with torch.autocast(self.device.type, dtype=torch.bfloat16):
-                loss = loss_of(self.model, batch, self.recipe.loss_rows) / len(batches)
+                loss = loss_of(self.model, batch, loss_rows or self.recipe.loss_rows) / len(batches)
             if clock:
                 clock.in_backward = True
             loss.backward()
@@ -149,6 +151,42 @@ class Trainer:
             "parts": parts,
             "touched": touched,
         }
+
+    def longest_contexts(self, memory: list[int], lengths: list[int]) -> Iterator[dict[str, Any]]:
+        """For every limit in GiB, ascending, the longest of these sequences, ascending, whose step stays within it. A
+        length that fits into a smaller limit fits into a larger one."""
+        import torch
+
+        longest: dict[str, Any] = {"tokens": 0, "step_s": 0.0}
+        for gib in memory:
+            self.allow(gib)
+            longest |= {"gib": gib, "out_of_memory_at": 0}
+            for length in lengths:
+                if length <= longest["tokens"]:
+                    continue
+                begun = time.perf_counter()
+                try:
+                    self.step([self._sequence(length)], loss_rows=CONTEXT_LOSS_ROWS)
+                except torch.OutOfMemoryError:
+                    longest["out_of_memory_at"] = length
+                    break
+                longest |= {"tokens": length, "step_s": time.perf_counter() - begun}
+            self._free()
+            yield dict(longest)
+
+    def _sequence(self, length: int) -> torch.Tensor:
+        import torch
+
+        return torch.randint(self.recipe.vocabulary, (1, length), generator=self._generator).to(self.device)
+
+    def _free(self) -> None:
+        """After a step that ran out of memory: what it left is garbage."""
+        import torch
+
+        self.optimizer.zero_grad()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def touched(self, batch: torch.Tensor) -> float:
         """Experts of a layer that a piece of a step asks for: fewer than there are, as random routers are not fair."""

@@ -6,7 +6,8 @@ A step is forward, backward (non-reentrant checkpointing) and AdamW on random to
 autocast as the HF trainer does it. Variants (`e2e_models.py`): `kt`, experts on the CPU; `gpu`, the stock model wholly
 on the GPU; `fsdp`, the stock model under FSDP2 with CPU offload. `kt` is measured for each of `--policies` (where
 experts are computed) and `--formats` (of their packed bytes). Each variant and format runs in a process of its own, so
-that no peak is another's; its policies take turns on one model, the CPU's first. Steps come first until `auto` has
+that no peak is another's; with `--contexts`, the longest of these sequences whose step stays within each of
+`--context-memory` is told. Its policies take turns on one model, the CPU's first. Steps come first until `auto` has
 settled (`warm_s`: the seconds of each, `settled`: whether it has). The seconds are the median of steps after that,
 which nothing interrupts (`timed_s`: of each); where they go is told by one more step, in which the device is waited for
 at every border. A step is over when its results are there: copies of experts that were queued for the next one go on,
@@ -66,6 +67,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         choices=VARIANTS,
         help="residents of kt in what this one, measured before, took at the same tokens",
     )
+    parser.add_argument(
+        "--contexts", type=numbers, default=[], help="lengths: the longest that trains, with the last policy"
+    )
+    parser.add_argument(
+        "--context-memory", type=numbers, default=[8, 16, 24], help="GiB that torch may allocate for it"
+    )
     parser.add_argument("--limits", type=limits, default={}, help=argparse.SUPPRESS)
     parser.add_argument("--activation", choices=["retain", "recompute"], default="retain", help="of the experts of kt")
     parser.add_argument("--serve", type=int, default=0, metavar="N", help="also a prompt of N tokens and 16 new ones")
@@ -118,12 +125,27 @@ def child(args: argparse.Namespace, recipe: Recipe) -> int:
                     named["residents"] = trainer.fill(limit, tokens, pieces, reserved=False)
                 cell = trainer.measure(tokens, pieces, args.seconds_per_cell)
                 print(json.dumps({**named, **cell, **trainer.built}), flush=True)
+        if args.contexts and policy in ("", args.policies[-1]):
+            for longest in trainer.longest_contexts(sorted(args.context_memory), sorted(args.contexts)):
+                print(json.dumps({**named, "context": longest}), flush=True)
         if args.serve:
+            trainer.allow(gib)
             served = answer(trainer.model, recipe, trainer.device, args.serve)
             print(json.dumps({**named, "serve": served}), flush=True)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return 0
+
+
+def expert_tflops(recipe: Recipe, cell: dict[str, Any]) -> dict[str, float]:
+    """Of a profiled step's time in experts: by the formula of KTransformers' guides, 16 operations for each weight of a
+    token's expert of H x I, and by the 12 that frozen gate, up and down take, 6 forward and 6 backward."""
+    words = recipe.config
+    sparse = cell["layers"] - words.get("first_k_dense_replace", 0)
+    weights = words["num_experts_per_tok"] * words["hidden_size"] * words["moe_intermediate_size"] * sparse
+    seconds = sum(cell["parts"][part] for part in ("experts_forward", "experts_again", "experts_backward"))
+    rate = cell["tokens"] * weights / seconds / 1e12
+    return {"guide": 16 * rate, "products": 12 * rate}
 
 
 class Bench:
@@ -159,6 +181,14 @@ class Bench:
         row += [f"{cell['gpu_peak_gib']:.2f}", f"{cell['host_peak_gib']:.2f}"]
         row += [f"{cell['parts'][part]:.3f}" for part in PARTS]
         self.table.row(row)
+        tflops = cell["expert_tflops"]
+        words = (
+            f"    experts: {tflops['guide']:.1f} TFLOPS by the guides' formula, {tflops['products']:.1f} of products"
+        )
+        if whole := recipes()[cell["model"]].stands_for:
+            seconds = cell["step_s"] * whole / cell["layers"]
+            words += f"; times {whole}/{cell['layers']} layers {seconds:.1f} s, {cell['tokens'] / seconds:.1f} tokens/s"
+        print(words, flush=True)
         if cell["modes"]:
             print(f"    auto: {cell['modes']['mode']}", flush=True)
         if self.args.json:
@@ -172,6 +202,16 @@ class Bench:
         )
         within = f" within {cell['gpu_memory']} GiB" if cell["gpu_memory"] else ""
         print(f"    {cell['model']}, {cell['policy']} {cell['format']}{within}: {words}", flush=True)
+        if self.args.json:
+            save(self.document, self.args.json)
+
+    def context(self, cell: dict[str, Any]) -> None:
+        self.document.setdefault("contexts", []).append(cell)
+        of = cell["context"]
+        end = f"out of memory at {of['out_of_memory_at']}" if of["out_of_memory_at"] else "the longest that was tried"
+        variant = f"{cell['variant']} {cell['policy']}".rstrip()
+        words = f"a sequence of {of['tokens']} tokens within {of['gib']} GiB, {of['step_s']:.2f} s ({end})"
+        print(f"    {cell['model']}, {variant} {cell['format']}: {words}", flush=True)
         if self.args.json:
             save(self.document, self.args.json)
 
@@ -197,6 +237,7 @@ class Bench:
         command += ["--tokens", commas(self.args.tokens or recipe.tokens), "--formats", spec]
         command += ["--gpu-memory", commas(self.args.gpu_memory), "--serve", str(self.args.serve)]
         command += ["--accumulate", commas(self.args.accumulate or recipe.accumulate)]
+        command += ["--contexts", commas(self.args.contexts), "--context-memory", commas(self.args.context_memory)]
         command += ["--seconds-per-cell", str(self.args.seconds_per_cell)]
         command += ["--policies", ",".join(sorted(self.args.policies, key=POLICIES.index))]
         if variant == "kt" and self.args.fill_like:
@@ -215,6 +256,10 @@ class Bench:
                     if "serve" in cell:
                         self.serve(cell)
                         continue
+                    if "context" in cell:
+                        self.context(cell)
+                        continue
+                    cell["expert_tflops"] = expert_tflops(recipe, cell)
                     if variant == "kt":
                         cell["ideal"] = ideal(recipe, cell, self.rates)
                     self.add(cell)

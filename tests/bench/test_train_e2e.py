@@ -51,14 +51,50 @@ def test_variants_train_the_same_model(run_script: Run, tmp_path: Path) -> None:
 
 def test_the_headline_recipe_in_small(run_bench: Run) -> None:
     """Latent attention, dropout, a dense first layer, a loss in pieces, accumulation."""
-    table, document = run_bench("train_e2e", *SHORT, "--models", "tiny-latent", "--activation", "recompute")
+    options = ["--models", "tiny-latent", "--variants", "kt", "--activation", "recompute"]
+    table, document = run_bench("train_e2e", *SHORT, *options, "--contexts", "32,96", "--context-memory", "8,16")
     assert [(cell["tokens"], cell["pieces"]) for cell in document["cells"]] == [(64, 2), (64, 1)]
     for cell in document["cells"]:
         check(cell)
         assert cell["parts"]["experts_again"] > 0
         assert 0 < cell["ideal"]["seconds"] < cell["step_s"], "faster than the machine's bare loops"
+        assert cell["expert_tflops"]["guide"] == pytest.approx(4 / 3 * cell["expert_tflops"]["products"], rel=1e-4)
     assert document["models"]["tiny-latent"]["activation"] == "recompute"
     assert any("published" in line and "1 token/s" in line for line in table)
+    contexts = [cell["context"] for cell in document["contexts"]]
+    assert [(one["gib"], one["tokens"], one["out_of_memory_at"]) for one in contexts] == [(8, 96, 0), (16, 96, 0)]
+
+
+def test_longest_context_ends_where_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    import e2e_trainer
+    import torch
+
+    trainer = e2e_trainer.Trainer.__new__(e2e_trainer.Trainer)
+    limit, steps = [0], []
+    monkeypatch.setattr(trainer, "allow", lambda gib: limit.__setitem__(0, 100 * gib), raising=False)
+    monkeypatch.setattr(trainer, "_free", lambda: None, raising=False)
+    monkeypatch.setattr(trainer, "_sequence", lambda length: torch.zeros(1, length), raising=False)
+
+    def step(batches: list[torch.Tensor], loss_rows: int) -> None:
+        steps.append(batches[0].numel())
+        if steps[-1] > limit[0]:
+            raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(trainer, "step", step, raising=False)
+    contexts = trainer.longest_contexts([1, 2, 9], [50, 150, 250, 400])
+    ends = [(one["gib"], one["tokens"], one["out_of_memory_at"]) for one in contexts]
+    assert ends == [(1, 50, 150), (2, 150, 250), (9, 400, 0)]
+    assert steps == [50, 150, 150, 250, 250, 400], "a length that fits was tried again"
+
+
+@pytest.mark.slow
+def test_latent_variants_train_the_same_model(run_script: Run) -> None:
+    """Also under FSDP2, whose loss in pieces calls the decoder and the head apart."""
+    _, document = run_script("train_e2e", *SHORT, "--models", "tiny-latent", "--accumulate", "1")
+    losses = {cell["variant"]: cell["losses"][0] for cell in document["cells"]}
+    assert list(losses) == ["kt", "gpu", "fsdp"] and "notes" not in document
+    assert losses["fsdp"] == pytest.approx(losses["gpu"], rel=5e-2), "dropout differs"
 
 
 def test_recipes_have_the_real_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +104,7 @@ def test_recipes_have_the_real_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name, (layers, experts, gate_up) in {
         "qwen3-30b": (8, 128, (128, 1536, 2048)),
+        "dsv3": (2, 256, (256, 4096, 7168)),
         "dsv2-lite": (27, 64, (64, 2816, 2048)),
     }.items():
         recipe = e2e_models.recipes()[name]
