@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ktransformers.nn.device_codes import dequantize_triton
-from ktransformers.nn.device_codes.dequantize_triton import E8M0, NESTED, from_e4m3, from_e8m0, number_of
+from ktransformers.nn.device_codes.dequantize_triton import E2M1, E4M3, E8M0, INT8, NESTED, from_e4m3, from_e8m0
 from ktransformers.nn.device_codes.layout import TILE_BYTES, TILE_K, PackedMatrix
 
 
@@ -54,12 +54,47 @@ def _multiply_add(low, high, x, low_even, low_odd, high_even, high_odd):
 
 
 @triton.jit
+def _integer(word, mask, s: tl.constexpr, BITS: tl.constexpr, FLIP: tl.constexpr):
+    """2^e + code for the s-th code of a word, FLIP an exclusive or with its bits; and 2^e. The code is left where its
+    bits are part of the mantissa, so words are shifted for two or three codes at once; with a mask in a register,
+    one instruction takes a code and puts the exponent beside it. Returns float32."""
+    if BITS == 4:
+        PLACE: tl.constexpr = 4 * s + 8 if s < 2 else (4 * s if s < 5 else 4 * s - 12)
+        moved = word << 8 if s < 2 else (word if s < 5 else word >> 12)
+    else:
+        PLACE: tl.constexpr = 8
+        moved = word << 8 if s == 0 else (word if s == 1 else word >> (8 * s - 8))
+    BITS_OF_E: tl.constexpr = ((150 - PLACE) << 23) | (FLIP << PLACE)
+    E: tl.constexpr = 1 << (23 - PLACE)
+    return ((moved & (mask << PLACE)) ^ BITS_OF_E).to(tl.float32, bitcast=True), E
+
+
+@triton.jit
+def _values(
+    word, mask, scale, s: tl.constexpr, CODE: tl.constexpr, ZERO: tl.constexpr, BITS: tl.constexpr, EXACT: tl.constexpr
+):  # fmt: skip
+    """float32: the s-th numbers of words times their scale; EXACT: a fused product of an integer and the scale is
+    exact, because the bits of both fit into those of float32. Floating-point codes: by their bits, whose exponent has
+    another bias in float32; half of that is in the scale and half left to the sum, where neither overflows."""
+    if CODE == E4M3:
+        value = (((word << (24 - 8 * s)) >> 4) & -0x78100000).to(tl.float32, bitcast=True) * scale
+    elif CODE == E2M1:
+        value = (((word << (28 - 4 * s)) >> 6) & -0x7E400000).to(tl.float32, bitcast=True) * scale
+    else:
+        POINT: tl.constexpr = 128 if CODE == INT8 else ZERO
+        number, e = _integer(word, mask, s, BITS, 128 if CODE == INT8 else 0)
+        value = tl.fma(number, scale, scale * (-e - POINT)) if EXACT else (number - (e + POINT)) * scale
+    return value
+
+
+@triton.jit
 def _decoded(
-    even, odd, scale, s: tl.constexpr, CODE: tl.constexpr, ZERO: tl.constexpr, BITS: tl.constexpr, PACK: tl.constexpr
-):
+    even, odd, mask, scale, s: tl.constexpr,
+    CODE: tl.constexpr, ZERO: tl.constexpr, BITS: tl.constexpr, EXACT: tl.constexpr, PACK: tl.constexpr,
+):  # fmt: skip
     """The s-th numbers of words of even and odd numbers of K, rounded to bf16, as float32."""
-    even_value = number_of((even >> (s * BITS)) & ((1 << BITS) - 1), CODE, ZERO) * scale
-    odd_value = number_of((odd >> (s * BITS)) & ((1 << BITS) - 1), CODE, ZERO) * scale
+    even_value = _values(even, mask, scale, s, CODE, ZERO, BITS, EXACT)
+    odd_value = _values(odd, mask, scale, s, CODE, ZERO, BITS, EXACT)
     if PACK:  # one instruction rounds two numbers
         word = tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even_value, odd_value], dtype=tl.int32, is_pure=True, pack=1
@@ -106,6 +141,7 @@ def block_products(
     columns,
     codes_at,
     spans_at,
+    mask,  # of a code
     PLAIN: tl.constexpr,  # bf16
     CODE: tl.constexpr,
     ZERO: tl.constexpr,
@@ -121,6 +157,8 @@ def block_products(
     ROWS: tl.constexpr,
 ):
     """float32 [16] for each half of the block and row of x; those of rows from ROWS on are zeros."""
+    EXACT: tl.constexpr = BITS == 4 and SCALE_BYTES == 2
+    FACTOR: tl.constexpr = 1.0 if PLAIN else (2.0**60 if CODE == E4M3 else (2.0**63 if CODE == E2M1 else 1.0))
     PER_WORD: tl.constexpr = 1 if PLAIN else 32 // BITS  # pairs of K of a row of words
     LANES: tl.constexpr = 16 if PLAIN else 32
     q, lane = tl.arange(0, STEP), tl.arange(0, LANES)[None, :]
@@ -131,10 +169,10 @@ def block_products(
     high_0, low_1, high_1, low_2, high_2, low_3, high_3 = low_0, low_0, low_0, low_0, low_0, low_0, low_0
     if SPAN == 0 and not PLAIN:
         first = tl.zeros((1, 1), tl.int32)
-        low_scale = _scales(
+        low_scale = FACTOR * _scales(
             scales, factors, base, spans_at, n, first, first == 0, SCALE, SPAN, SCALE_BYTES, ENTRIES, True
         )
-        high_scale = _scales(
+        high_scale = FACTOR * _scales(
             scales, factors, base + half_bytes, spans_at, n, first, first == 0, SCALE, SPAN, SCALE_BYTES, ENTRIES, True
         )
     pairs = columns // 2
@@ -153,17 +191,21 @@ def block_products(
                 high_words, high_words_odd = tl.split(high_word)
                 if SPAN > 0:
                     k = row * (2 * PER_WORD)
-                    low_scale = _scales(
+                    low_scale = FACTOR * _scales(
                         scales, factors, base, spans_at, n, k, inside, SCALE, SPAN, SCALE_BYTES, ENTRIES, EVEN
                     )
-                    high_scale = _scales(
+                    high_scale = FACTOR * _scales(
                         scales, factors, base + half_bytes, spans_at, n, k, inside,
                         SCALE, SPAN, SCALE_BYTES, ENTRIES, EVEN,
                     )  # fmt: skip
             for s in tl.static_range(PER_WORD):
                 if not PLAIN:
-                    low_even, low_odd = _decoded(low_words, low_words_odd, low_scale, s, CODE, ZERO, BITS, PACK)
-                    high_even, high_odd = _decoded(high_words, high_words_odd, high_scale, s, CODE, ZERO, BITS, PACK)
+                    low_even, low_odd = _decoded(
+                        low_words, low_words_odd, mask, low_scale, s, CODE, ZERO, BITS, EXACT, PACK
+                    )
+                    high_even, high_odd = _decoded(
+                        high_words, high_words_odd, mask, high_scale, s, CODE, ZERO, BITS, EXACT, PACK
+                    )
                 pair = row * PER_WORD + s
                 x = _load(x_0 + pair, inside, EVEN)
                 low_0, high_0 = _multiply_add(low_0, high_0, x, low_even, low_odd, high_even, high_odd)
@@ -176,8 +218,8 @@ def block_products(
                     x = _load(x_3 + pair, inside, EVEN)
                     low_3, high_3 = _multiply_add(low_3, high_3, x, low_even, low_odd, high_even, high_odd)
     return (
-        tl.sum(low_0, 0), tl.sum(high_0, 0), tl.sum(low_1, 0), tl.sum(high_1, 0),
-        tl.sum(low_2, 0), tl.sum(high_2, 0), tl.sum(low_3, 0), tl.sum(high_3, 0),
+        FACTOR * tl.sum(low_0, 0), FACTOR * tl.sum(high_0, 0), FACTOR * tl.sum(low_1, 0), FACTOR * tl.sum(high_1, 0),
+        FACTOR * tl.sum(low_2, 0), FACTOR * tl.sum(high_2, 0), FACTOR * tl.sum(low_3, 0), FACTOR * tl.sum(high_3, 0),
     )  # fmt: skip
 
 
@@ -195,20 +237,21 @@ def supports(matrix: PackedMatrix) -> bool:
 def arguments(
     packed: Tensor, matrix: PackedMatrix, tile: Tile
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
-    """Of `block_products`: words, scales and factors; half_bytes, columns, codes_at and spans_at; constants."""
+    """Of `block_products`: words, scales and factors; half_bytes to mask; constants."""
     flat, form, strip = packed.view(-1), matrix.formats[0], matrix.strip(0)
     warps, unroll = tile.warps, tile.unroll
     words, floats = flat.view(torch.int32), flat.view(torch.float32)
     if matrix.plain:
         step, per_row = 8 * warps, 2
-        places = (TILE_BYTES, matrix.columns, 0, 0)
+        places = (TILE_BYTES, matrix.columns, 0, 0, 0)
         constants = dict.fromkeys(("CODE", "ZERO", "SCALE", "BITS", "SPAN", "SCALE_BYTES"), 0) | {"ENTRIES": 16}
         views = (words, words, floats)
     else:
         kind, field = dequantize_triton.kind_of(form), (form.fields or form.row)[0]
         assert kind is not None
         step, per_row = 4 * warps, 64 // form.bits
-        places = (matrix.strip_at(1), matrix.columns, strip.codes_at, strip.row_bytes if form.span else 0)
+        spans_at = strip.row_bytes if form.span else 0
+        places = (matrix.strip_at(1), matrix.columns, strip.codes_at, spans_at, (1 << form.bits) - 1)
         scales = flat.view(dequantize_triton.SCALES[field.kind])
         constants = {"CODE": kind[0], "ZERO": form.zero_point, "SCALE": kind[1], "BITS": form.bits, "SPAN": form.span}
         constants |= {"ENTRIES": 1 if field.shared else 16, "SCALE_BYTES": scales.element_size()}

@@ -388,6 +388,7 @@ def _first_rows(
     columns,
     codes_at,
     spans_at,
+    mask,
     PLAIN: tl.constexpr,
     CODE: tl.constexpr,
     ZERO: tl.constexpr,
@@ -419,7 +420,7 @@ def _first_rows(
         base = slot * expert_bytes + block.to(tl.int64) * block_bytes
         low_0, high_0, low_1, high_1, low_2, high_2, low_3, high_3 = block_products(
             x_0, x_1, x_2, x_3, words, scales, scale_factors, base, half_bytes, columns, codes_at, spans_at,
-            PLAIN, CODE, ZERO, SCALE, BITS, SPAN, ENTRIES, SCALE_BYTES, STEP, UNROLL, EVEN, PACK, ROWS,
+            mask, PLAIN, CODE, ZERO, SCALE, BITS, SPAN, ENTRIES, SCALE_BYTES, STEP, UNROLL, EVEN, PACK, ROWS,
         )  # fmt: skip
         expert, n = tl.load(ids + route).to(tl.int64), tl.arange(0, 16)
         if PAIRED:
@@ -493,6 +494,7 @@ def _down_rows(
     columns,
     codes_at,
     spans_at,
+    mask,
     PLAIN: tl.constexpr,
     CODE: tl.constexpr,
     ZERO: tl.constexpr,
@@ -521,7 +523,7 @@ def _down_rows(
         base = slot * expert_bytes + block.to(tl.int64) * block_bytes
         low_0, high_0, low_1, high_1, low_2, high_2, low_3, high_3 = block_products(
             x_0, x_1, x_2, x_3, words, scales, scale_factors, base, half_bytes, columns, codes_at, spans_at,
-            PLAIN, CODE, ZERO, SCALE, BITS, SPAN, ENTRIES, SCALE_BYTES, STEP, UNROLL, EVEN, PACK, ROWS,
+            mask, PLAIN, CODE, ZERO, SCALE, BITS, SPAN, ENTRIES, SCALE_BYTES, STEP, UNROLL, EVEN, PACK, ROWS,
         )  # fmt: skip
         expert, row = tl.load(ids + route).to(tl.int64), block * 32 + tl.arange(0, 16)
         _store_down(
