@@ -170,7 +170,7 @@ def run(args: argparse.Namespace, document: dict[str, Any], model: Path) -> None
         file = make_file(args, model, name)
         peer = Peer(args, file)
         document["peer"] = {"features": peer.features, "threads": args.peer_threads}
-        with open_ours(args, gguf_folder(model, file), {}) as client:
+        with open_ours(args, gguf_folder(model, file), {}, clock=False) as client:
             for test, streams in tests:
                 cell = measure(args, client, peer, name, test, streams)
                 document["cells"].append(cell)

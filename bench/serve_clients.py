@@ -51,9 +51,9 @@ class ExpertClock:
 class InProcess:
     """The engine, stepped by hand."""
 
-    def __init__(self, service: Any) -> None:
+    def __init__(self, service: Any, clock: bool) -> None:
         self._service = service
-        self._clock = ExpertClock(service.engine.forward.model)
+        self._clock = ExpertClock(service.engine.forward.model) if clock else None
 
     def begin(self, prompts: list[list[int]], new: int, names: list[str | None]) -> list[list[float]]:
         from ktransformers.serve.engine.sampling import Sampling
@@ -85,7 +85,7 @@ class InProcess:
         return times
 
     def expert_seconds(self) -> float:
-        return self._clock.take()
+        return self._clock.take() if self._clock else 0.0
 
 
 class OverHttp:
@@ -127,9 +127,15 @@ class OverHttp:
 
 @contextmanager
 def open_ours(
-    args: argparse.Namespace, model: Path, adapters: dict[str, Path], experts: Path | None = None
+    args: argparse.Namespace,
+    model: Path,
+    adapters: dict[str, Path],
+    experts: Path | None = None,
+    *,
+    clock: bool = True,
 ) -> Iterator[Client]:
-    """`experts`: where they come from if not from the model's own directory."""
+    """`experts`: where they come from if not from the model's own directory. `clock`: seconds in experts are taken in
+    this process, by hooks, which decoder layers then call."""
     from ktransformers.serve.flags import Launch
     from ktransformers.serve.launch import open_service
     from ktransformers.serve.target import Target
@@ -150,7 +156,7 @@ def open_ours(
     )
     target = Target(model, name="base")
     if args.engine:
-        yield InProcess(open_service(launch, target, lambda line: print(f"    {line}", flush=True)))
+        yield InProcess(open_service(launch, target, lambda line: print(f"    {line}", flush=True)), clock)
         return
     from ktransformers.prove.server import start_server
 

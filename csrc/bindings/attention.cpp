@@ -17,7 +17,7 @@ uint8_t* bytes_at(const Array& array, int64_t index) {
 
 Array of_type(const char* name, nb::handle tensor, const Array& query, Access access = Access::read) {
   Array array = array_of({name, 3, {kBFloat16, kFloat32}, Strides::rows, access}, tensor);
-  check_same_dtype(name, array, "query", query);
+  check_same_dtype(name, array, query.ndim() == 3 ? "query" : "x", query);
   return array;
 }
 
@@ -33,7 +33,47 @@ Array codes_of(const char* name, nb::handle tensor) {
   return array_of({name, 3, {kUint8}, Strides::rows, Access::write}, tensor);
 }
 
+char* at(const Array& array, int64_t index, int64_t stride) {
+  return const_cast<char*>((const char*)array.data()) + index * stride;
+}
+
 }  // namespace
+
+BoundCache cache_of(nb::handle place, const Array& like, const CacheShape& shape, std::vector<Array>& alive) {
+  int64_t given = length_of("places", place);
+  if (given != 5 && given != 7) refuse_value("places", std::to_string(given) + " of a place", "5, or 7 of codes");
+  const bool coded = given == 7;
+  Array keys = coded ? codes_of("keys", place[3]) : of_type("keys", place[3], like, Access::write),
+        values = coded ? codes_of("values", place[4]) : of_type("values", place[4], like, Access::write);
+  int64_t capacity = (int64_t)keys.shape(1);
+  check_shape("keys", keys, {shape.groups, capacity, shape.key_size},
+              "heads of key, its capacity, size of key's heads");
+  check_shape("values", values, {shape.groups, capacity, shape.value_size},
+              "heads of value, capacity of keys, size of value's heads");
+  BoundCache cache{integer_of("places: row", place[0]), {}};
+  int64_t end = in_range("places: end", integer_of("places: end", place[2]), 1, capacity);
+  int64_t start = in_range("places: start", integer_of("places: start", place[1]), 0, end - 1);
+  KVSequence& s = cache.sequence;
+  s.key_stride = bytes_between(keys, 1), s.value_stride = bytes_between(values, 1);
+  s.keys = at(keys, start, s.key_stride), s.values = at(values, start, s.value_stride);
+  s.key_group_stride = bytes_between(keys, 0), s.value_group_stride = bytes_between(values, 0);
+  s.count = (int32_t)(end - start);
+  if (coded) {
+    Array key_scales = codes_of("key scales", place[5]), value_scales = codes_of("value scales", place[6]);
+    check_shape("key scales", key_scales, {shape.groups, capacity, 1}, "heads and capacity of keys, 1");
+    check_shape("value scales", value_scales, {shape.groups, capacity, 1}, "heads and capacity of values, 1");
+    check_rows("key scales", key_scales);
+    check_rows("value scales", value_scales);
+    s.key_scales = bytes_at(key_scales, start), s.value_scales = bytes_at(value_scales, start);
+    s.key_scale_group_stride = bytes_between(key_scales, 0);
+    s.value_scale_group_stride = bytes_between(value_scales, 0);
+    alive.push_back(std::move(key_scales));
+    alive.push_back(std::move(value_scales));
+  }
+  alive.push_back(std::move(keys));
+  alive.push_back(std::move(values));
+  return cache;
+}
 
 void PyPool::attend(nb::handle query, nb::handle key, nb::handle value, nb::handle out, nb::list places,
                     double scale) const {
@@ -54,41 +94,13 @@ void PyPool::attend(nb::handle query, nb::handle key, nb::handle value, nb::hand
   Attention a{{}, (int32_t)heads, (int32_t)groups, (int32_t)size, (int32_t)wide, dtype_of(q), (float)scale};
   std::vector<Array> alive;
   for (nb::handle place : places) {
-    int64_t given = length_of("places", place);
-    if (given != 5 && given != 7) refuse_value("places", std::to_string(given) + " of a place", "5, or 7 of codes");
-    const bool coded = given == 7;
-    Array keys = coded ? codes_of("keys", place[3]) : of_type("keys", place[3], q, Access::write),
-          values = coded ? codes_of("values", place[4]) : of_type("values", place[4], q, Access::write);
-    int64_t capacity = (int64_t)keys.shape(1);
-    check_shape("keys", keys, {groups, capacity, size}, "heads of key, its capacity, size of key's heads");
-    check_shape("values", values, {groups, capacity, wide}, "heads of value, capacity of keys, size of value's heads");
-    int64_t row = in_range("places: row", integer_of("places: row", place[0]), 0, rows - 1);
-    int64_t end = in_range("places: end", integer_of("places: end", place[2]), 1, capacity);
-    int64_t start = in_range("places: start", integer_of("places: start", place[1]), 0, end - 1);
-    auto at = [](const Array& array, int64_t index, int64_t stride) {
-      return const_cast<char*>((const char*)array.data()) + index * stride;
-    };
-    const int64_t key_stride = bytes_between(keys, 1), value_stride = bytes_between(values, 1);
-    a.sequences.push_back({at(keys, start, key_stride), at(values, start, value_stride), bytes_between(keys, 0),
-                           bytes_between(values, 0), key_stride, value_stride, (int32_t)(end - start),
-                           at(q, row, bytes_between(q, 1)), at(k, row, bytes_between(k, 1)),
-                           at(v, row, bytes_between(v, 1)), bytes_between(q, 0), bytes_between(k, 0),
-                           bytes_between(v, 0), at(to, row, bytes_between(to, 0))});
-    if (coded) {
-      Array key_scales = codes_of("key scales", place[5]), value_scales = codes_of("value scales", place[6]);
-      check_shape("key scales", key_scales, {groups, capacity, 1}, "heads and capacity of keys, 1");
-      check_shape("value scales", value_scales, {groups, capacity, 1}, "heads and capacity of values, 1");
-      check_rows("key scales", key_scales);
-      check_rows("value scales", value_scales);
-      KVSequence& sequence = a.sequences.back();
-      sequence.key_scales = bytes_at(key_scales, start), sequence.value_scales = bytes_at(value_scales, start);
-      sequence.key_scale_group_stride = bytes_between(key_scales, 0);
-      sequence.value_scale_group_stride = bytes_between(value_scales, 0);
-      alive.push_back(std::move(key_scales));
-      alive.push_back(std::move(value_scales));
-    }
-    alive.push_back(std::move(keys));
-    alive.push_back(std::move(values));
+    BoundCache cache = cache_of(place, q, {groups, size, wide}, alive);
+    const int64_t row = in_range("places: row", cache.row, 0, rows - 1);
+    KVSequence& s = a.sequences.emplace_back(cache.sequence);
+    s.query = at(q, row, bytes_between(q, 1)), s.query_head_stride = bytes_between(q, 0);
+    s.key = at(k, row, bytes_between(k, 1)), s.key_head_stride = bytes_between(k, 0);
+    s.value = at(v, row, bytes_between(v, 1)), s.value_head_stride = bytes_between(v, 0);
+    s.out = at(to, row, bytes_between(to, 0));
   }
   nb::gil_scoped_release released;
   kt::attend(engine->pool, kernels(), a);

@@ -281,6 +281,15 @@ NB_MODULE(_core, m) {
       .def_prop_ro("packed_bytes", [](const PyCodedLinear& l) { return l.linear->bytes(); })
       .def_prop_ro("isa", [](const PyCodedLinear& l) { return l.linear->isa(); });
 
+  nb::class_<PyDecodeLayer>(m, "DecodeLayer")
+      .def(nb::init<const PyPool&, int64_t>(), "pool"_a, "hidden"_a)
+      .def("set_attention", &PyDecodeLayer::set_attention, "norm"_a, "query_norm"_a.none(), "key_norm"_a.none(),
+           "epsilons"_a, "weights"_a, "head_size"_a, "scale"_a)
+      .def("set_experts", &PyDecodeLayer::set_experts, "norm"_a, "epsilon"_a, "router"_a, "experts"_a, "top_k"_a,
+           "normalise"_a)
+      .def("attend", &PyDecodeLayer::attend, "x"_a, "out"_a, "cos"_a, "sin"_a, "places"_a)
+      .def("route", &PyDecodeLayer::route, "x"_a, "out"_a, "w8a8"_a = false, "needs_grad"_a = false);
+
   nb::class_<PyAdapter>(m, "Adapter")
       .def(nb::init<const PyExperts&, int64_t, int64_t, int64_t, bool>(), "experts"_a, "gate_rank"_a = 0,
            "up_rank"_a = 0, "down_rank"_a = 0, "shared"_a = false)

@@ -13,6 +13,7 @@
 
 #include "bindings/tensors.h"
 #include "moe/coded_linear.h"
+#include "moe/decode_layer.h"
 #include "moe/moe.h"
 
 namespace kt {
@@ -138,6 +139,42 @@ struct PyCodedLinear {
 
  private:
   void check_packed() const;
+};
+
+// The KV cache of one place of PyPool::attend, without what belongs to its new token.
+struct BoundCache {
+  int64_t row;  // as given
+  KVSequence sequence;
+};
+struct CacheShape {
+  int64_t groups, key_size, value_size;
+};
+// `like`: a tensor of the cache's type where it has no codes. The cache's tensors are added to `alive`.
+BoundCache cache_of(nb::handle place, const Array& like, const CacheShape& shape, std::vector<Array>& alive);
+
+// One decoder layer for new tokens; decode_layer.cpp.
+struct PyDecodeLayer {
+  std::unique_ptr<DecodeLayer> layer;
+  std::vector<Array> tensors;       // keeps the memory alive
+  std::vector<nb::object> objects;  // likewise
+  bool attends = false, routes = false;
+
+  PyDecodeLayer(const PyPool& pool, int64_t hidden);
+  // Weights are bfloat16 [N, K] or a CodedLinear; norms [d] of the type of the hidden states, those of heads or None.
+  void set_attention(nb::handle norm, nb::handle query_norm, nb::handle key_norm, nb::list epsilons, nb::list weights,
+                     int64_t head_size, double scale);
+  void set_experts(nb::handle norm, double epsilon, nb::handle router, const PyExperts& experts, int64_t top_k,
+                   bool normalise);
+  void attend(nb::handle x, nb::handle out, nb::handle cos, nb::handle sin, nb::list places) const;
+  void route(nb::handle x, nb::handle out, bool w8a8, bool needs_grad) const;
+
+ private:
+  struct Call;
+  Call bind(nb::handle x, nb::handle out) const;
+  RmsNorm bind_norm(const char* name, nb::handle weight, int64_t size, double epsilon);
+  DenseWeight bind_weight(const char* name, nb::handle weight, int64_t rows, int64_t columns);
+  DType type_ = DType::f32;
+  bool typed_ = false;  // a norm has set the type
 };
 
 // The packed blocks of some experts as bytes; a copy where they lie in several parts.

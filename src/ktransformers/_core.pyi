@@ -153,7 +153,7 @@ class Pool:
         key: Any,
         value: Any,
         out: Any,
-        places: list[tuple[int, int, int, Any, Any]],
+        places: list[tuple[Any, ...]],
         scale: float,
     ) -> None:
         """Decode attention of single new tokens, in bfloat16 or float32: rows of query [heads, T, d], key
@@ -318,6 +318,37 @@ class CodedLinear:
     def packed_bytes(self) -> int: ...
     @property
     def isa(self) -> str: ...
+
+class DecodeLayer:
+    """A decoder layer for at most `linear_rows()` rows of hidden states, new tokens of as many sequences. x and out are
+    dense [T, hidden] in the dtype of the norms, bfloat16 or float32, and do not overlap."""
+
+    def __init__(self, pool: Pool, hidden: int) -> None: ...
+    def set_attention(
+        self,
+        norm: Any,
+        query_norm: Any | None,
+        key_norm: Any | None,
+        epsilons: list[float],
+        weights: list[Any],
+        head_size: int,
+        scale: float,
+    ) -> None:
+        """`weights`: of queries, keys, values and the output, each bfloat16 [N, K] or a `CodedLinear`. `epsilons`: of
+        the three norms. Tensors are kept alive and used in place."""
+
+    def set_experts(
+        self, norm: Any, epsilon: float, router: Any, experts: Experts, top_k: int, normalise: bool
+    ) -> None:
+        """`router`: bfloat16, or float32 beside hidden states in float32, [E, hidden]. Scores are a softmax of its
+        products over all experts, with `normalise` over the `top_k` selected ones."""
+
+    def attend(self, x: Any, out: Any, cos: Any, sin: Any, places: list[tuple[Any, ...]]) -> None:
+        """out = x + attention(norm(x)). cos and sin [T, r]: number i of a head is rotated with i + r / 2. Places are
+        those of `Pool.attend`, one for each row."""
+
+    def route(self, x: Any, out: Any, w8a8: bool = False, needs_grad: bool = False) -> None:
+        """out = x + experts(norm(x)); flags as in `Experts.forward`."""
 
 class Adapter:
     def __init__(

@@ -221,6 +221,73 @@ def attend(heads: int = 4, groups: int = 2) -> Case:
     return Case(call, tensors, frozenset({"out", "places.keys", "places.values"}))
 
 
+WEIGHTS = ("weight of queries", "weight of keys", "weight of values", "weight of the output")
+
+
+def attention_tensors() -> dict[str, Tensor]:
+    """Of a layer with four heads of 16 numbers, and two of keys."""
+    norms = {"norm": f32(H), "query_norm": f32(16), "key_norm": f32(16)}
+    matrices = zip(WEIGHTS, (bf16(64, H), bf16(32, H), bf16(32, H), bf16(H, 64)), strict=True)
+    return norms | {f"weights.{name}": matrix for name, matrix in matrices}
+
+
+def set_attention(layer: _core.DecodeLayer, given: dict[str, Any]) -> None:
+    weights = [given[f"weights.{name}"] for name in WEIGHTS]
+    norms = (given["norm"], given["query_norm"], given["key_norm"])
+    layer.set_attention(*norms, epsilons=[1e-6, 1e-5, 1e-4], weights=weights, head_size=16, scale=0.25)
+
+
+def attention_inputs() -> dict[str, Tensor]:
+    tensors = {"x": f32(1, H), "out": f32(1, H), "cos": f32(1, 8), "sin": f32(1, 8)}
+    return tensors | {"places.keys": f32(2, 8, 16), "places.values": f32(2, 8, 16)}
+
+
+def attend_in_layer(layer: _core.DecodeLayer, given: dict[str, Any]) -> list[Any]:
+    keys, values = given["places.keys"], given["places.values"]
+    layer.attend(given["x"], given["out"], given["cos"], given["sin"], places=[(0, 1, 6, keys, values)])
+    return [given["out"], keys, values]
+
+
+def decode_layer_set_attention() -> Case:
+    def call(given: dict[str, Any]) -> list[Any]:
+        layer = _core.DecodeLayer(new_pool(), H)
+        set_attention(layer, given)
+        return attend_in_layer(layer, attention_inputs())
+
+    optional = frozenset({"query_norm", "key_norm"})
+    return Case(call, attention_tensors(), optional=optional, plain=frozenset({"epsilons"}))
+
+
+def decode_layer_attend() -> Case:
+    layer = _core.DecodeLayer(new_pool(), H)
+    set_attention(layer, attention_tensors())
+    written = frozenset({"out", "places.keys", "places.values"})
+    return Case(lambda given: attend_in_layer(layer, given), attention_inputs(), written)
+
+
+def decode_layer_set_experts() -> Case:
+    experts = packed_experts()
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        layer, out = _core.DecodeLayer(new_pool(), H), torch.empty(3, H)
+        layer.set_experts(**given, epsilon=1e-6, experts=experts, top_k=2, normalise=True)
+        layer.route(f32(3, H), out)
+        return [out]
+
+    return Case(call, {"norm": f32(H), "router": f32(E, H)})
+
+
+def decode_layer_route() -> Case:
+    layer = _core.DecodeLayer(new_pool(), H)
+    layer.set_experts(f32(H), epsilon=1e-6, router=bf16(E, H), experts=packed_experts(), top_k=2, normalise=False)
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        layer.route(**given)
+        return [given["out"]]
+
+    return Case(call, {"x": f32(3, H), "out": f32(3, H)}, frozenset({"out"}))
+
+
 def attend_codes() -> Case:
     """A cache in codes of e4m3 with scales of e8m0, all bytes."""
     pool, parts = new_pool(), ("keys", "values", "key scales", "value scales")
@@ -391,6 +458,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "Pool.attend": attend,
     "Pool.attend, one head": lambda: attend(1, 1),
     "Pool.attend, codes": attend_codes,
+    "DecodeLayer.set_attention": decode_layer_set_attention,
+    "DecodeLayer.set_experts": decode_layer_set_experts,
+    "DecodeLayer.attend": decode_layer_attend,
+    "DecodeLayer.route": decode_layer_route,
     "Experts.pack": pack,
     "Experts.pack, int8": lambda: encoded("int8", lambda rows, columns: f32(E, rows).abs(), False),
     "Experts.pack, int4": lambda: encoded("int4:32", lambda rows, columns: bf16(E, rows, columns // 32).abs(), False),
@@ -408,7 +479,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "Adapter.pack": adapter_pack,
 }
 WITHOUT_TENSORS = {
-    "CodedLinear.__init__", "CodedLinear.memory", "CodedLinear.checksum",
+    "DecodeLayer.__init__", "CodedLinear.__init__", "CodedLinear.memory", "CodedLinear.checksum",
     "variants", "isa", "machine", "formats", "format", "grid", "linear_rows", "pooled_array", "pooled_bytes",
     "TaskQueue.__init__", "TaskQueue.submit", "TaskQueue.wait", "TaskQueue.step",
     "host_callbacks", "map_file", "Pool.__init__", "Pool.rate", "Pool.codes_rate", "Call.submit", "Call.wait",

@@ -62,6 +62,11 @@ def round_weights() -> Iterator[None]:
         _rounds_weights.reset(token)
 
 
+def weights_are_rounded() -> bool:
+    """Whether the calling code is inside of `round_weights`."""
+    return _rounds_weights.get()
+
+
 class PatchOverflowError(KTError, ValueError):
     """A matrix in bf16:12 has more values to patch than its strips have patches; it can be stored as bf16."""
 
@@ -118,6 +123,11 @@ class ExpertStore:
         # Packed experts are frozen, so a copy of a model (a reference model, an average of weights) shares them: a
         # second set would not fit into memory.
         return self
+
+    @property
+    def core(self) -> _core.Experts:
+        """For calls of the core that compute more than the experts."""
+        return self._experts
 
     @property
     def num_experts(self) -> int:

@@ -289,7 +289,7 @@ def _decode_latents(
         return torch.cat(sums, dim=1)
     places: list[CorePlace] = []
     for row, span in enumerate(spans):
-        keys, *scales = _core_buffers(span.slot, "keys", spec.layer, key)
+        keys, *scales = core_buffers(span.slot, "keys", spec.layer, key)
         places.append((row, 0, span.position + 1, keys, keys[..., : latent.rank], *scales, *scales))
     out = query.new_empty(len(spans), latent.heads, latent.rank)
     default_pool().attend(query, key, key[..., : latent.rank], out, places, spec.scale)
@@ -339,13 +339,13 @@ def _decode_in_core(
     rows: list[CorePlace] = []
     for span in spans:
         start, end = spec.first_key(span.position), span.position + 1
-        keys, *key_scales = _core_buffers(span.slot, "keys", spec.layer, key)
-        values, *value_scales = _core_buffers(span.slot, "values", spec.layer, value)
+        keys, *key_scales = core_buffers(span.slot, "keys", spec.layer, key)
+        values, *value_scales = core_buffers(span.slot, "values", spec.layer, value)
         rows.append((span.first, start, end, keys, values, *key_scales, *value_scales))
     default_pool().attend(query, key, value, out, rows, spec.scale)
 
 
-def _core_buffers(slot: KVSlot, part: str, layer: int, like: Tensor) -> list[Tensor]:
+def core_buffers(slot: KVSlot, part: str, layer: int, like: Tensor) -> list[Tensor]:
     """The whole buffer as the core takes it; of codes, bytes and the scales."""
     buffer = slot.buffer(part, layer, like)
     return [buffer.view(torch.uint8), slot.scales(part, layer, like)] if slot.has_codes(part) else [buffer]

@@ -40,6 +40,7 @@ from ktransformers.nn.router import patch_routers
 from ktransformers.nn.store import ExpertStore, round_weights
 from ktransformers.serve.engine.attention import ATTENTION_NAME, Span, attend_to_slots
 from ktransformers.serve.engine.cache_blocks import BlockLayout
+from ktransformers.serve.engine.decode_layer import patch_decode_layers
 from ktransformers.serve.engine.fused_attention import patch_attention
 from ktransformers.serve.engine.head import LogitsHead, LogitsReader, ScoredRows, collect_rows
 from ktransformers.serve.engine.indexer import (
@@ -269,6 +270,7 @@ def make_forward(model: PreTrainedModel, *, fp8_cache: bool = False) -> Forward 
     patch_delta_rule(model)
     patch_routers(model)
     patch_attention(model)
+    patch_decode_layers(model)
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
     rope_settings = [rope, *(settings for settings in rope.values() if isinstance(settings, dict))]

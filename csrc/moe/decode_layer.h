@@ -1,0 +1,92 @@
+// A decoder layer for the new tokens of a few sequences, in few calls: x + attention(norm(x)), and x + experts(norm(x))
+// with a softmax router.
+//
+// Between two products of a decoded token there is little work and, from Python, about twenty operators whose overhead
+// is longer than the products. Here norms, rotary embedding, the router's choice and residuals are computed on the
+// calling thread, and the pool's threads, which wait for the next product meanwhile, do not go to sleep. Numbers are
+// rounded to the type of the hidden states where the operators of a stock model round them.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "moe/attention.h"
+#include "moe/coded_linear.h"
+#include "moe/moe.h"
+
+namespace kt {
+
+// The weight of one product, [rows, columns]: bf16 in the checkpoint's layout, or codes.
+struct DenseWeight {
+  const char* data = nullptr;
+  int64_t stride = 0;  // bytes
+  const CodedLinear* coded = nullptr;
+  int32_t rows = 0, columns = 0;
+};
+
+struct RmsNorm {
+  const char* weight = nullptr;  // null: there is none
+  float epsilon = 0;
+};
+
+struct AttentionBlock {
+  RmsNorm input, query, key;  // the last two: of each head
+  DenseWeight q, k, v, o;
+  int32_t heads, groups, head_size;
+  float scale;
+};
+
+struct ExpertBlock {
+  RmsNorm input;
+  const char* router;  // [experts, hidden], dense
+  DType router_type;   // bf16 or f32
+  int32_t num_experts, top_k;
+  bool normalise;  // scores are a softmax over the selected experts; otherwise over all
+  std::shared_ptr<Experts> experts;
+};
+
+// Cosines and sines [tokens, size] of the type of the hidden states; element i is rotated with i + size / 2.
+struct Rotary {
+  const char *cos, *sin;
+  int64_t stride;  // bytes
+  int32_t size;
+};
+
+struct HiddenRows {
+  const char* x;
+  char* out;  // [tokens, hidden], dense, as x; other memory
+  DType type;
+  int32_t tokens;
+};
+
+class DecodeLayer {
+ public:
+  DecodeLayer(std::shared_ptr<Engine> engine, const KernelTable& kernels, int32_t hidden)
+      : engine_(std::move(engine)), kernels_(kernels), hidden_(hidden) {}
+
+  AttentionBlock attention{};
+  ExpertBlock experts{};
+  int32_t hidden() const { return hidden_; }
+  int32_t max_tokens() const { return kernels_.gemv_max_tokens; }
+
+  // `sequences`: caches of the tokens in their order; what belongs to the new token itself is set here.
+  void attend(const HiddenRows& rows, const Rotary& rotary, std::vector<KVSequence> sequences);
+  void route(const HiddenRows& rows, bool w8a8, bool needs_grad);
+
+ private:
+  class RouterJob;
+  char* buffer(int which, int64_t bytes);
+  void norm(const RmsNorm& by, const char* x, char* out, DType type, int64_t rows, int64_t size) const;
+  void multiply(const HiddenRows& x, const DenseWeight* const* weights, char* const* outs, int count) const;
+  void logits(const HiddenRows& rows, const char* x, char* out);
+  void select(DType type, const char* logits, int32_t* ids, float* scores) const;
+
+  std::shared_ptr<Engine> engine_;
+  const KernelTable& kernels_;
+  int32_t hidden_;
+  std::mutex calls_;  // the buffers belong to one call at a time
+  std::vector<std::vector<char>> buffers_;
+};
+
+}  // namespace kt

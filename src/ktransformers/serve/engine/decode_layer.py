@@ -1,0 +1,296 @@
+"""Decoder layers of stock models for new tokens on the CPU in two calls of the core (`csrc/moe/decode_layer.h`):
+x + attention(norm(x)), and x + experts(norm(x)) with a softmax router.
+
+While one token is decoded, a stock layer spends more time in Python and in torch's small operators than in its matrix
+products. A layer is recognised by what it computes. It has `input_layernorm`, `self_attn`, `post_attention_layernorm`
+and `mlp`. Before the first batch its own parts are called with random hidden states, random cosines and sines and
+caches of random keys and values: its attention is computed by the core if the result is the same, and so are its
+routed experts; each half for itself, and neither if the layer does more than add the two. The core runs for batches of
+single new tokens without LoRA; otherwise, and while a part of the layer has hooks, the layer's own `forward` runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ktransformers import _core
+from ktransformers.nn.coded_weight import CodedWeight, PackedCodes
+from ktransformers.nn.fused_check import matches
+from ktransformers.nn.mixed_lora import current_mixed_lora
+from ktransformers.nn.norm import norm_epsilon
+from ktransformers.nn.operator import is_placed
+from ktransformers.nn.padding import mask_padding
+from ktransformers.nn.peft_lora import read_lora
+from ktransformers.nn.pool import default_pool
+from ktransformers.nn.store import ExpertStore, weights_are_rounded
+from ktransformers.nn.widened import stored_weight
+from ktransformers.serve.engine.attention import (
+    AttentionSpec,
+    CorePlace,
+    Span,
+    core_buffers,
+    current_spans,
+    use_attention,
+)
+from ktransformers.serve.engine.lora import current_linear_lora, use_linear_lora
+from ktransformers.serve.engine.query_scales import SCALED_ATTRIBUTE
+
+DTYPES = (torch.bfloat16, torch.float32)
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+NOT_HERE = ("kt_remote", "kt_exchange", "kt_shard", "kt_lora")  # of experts that are not this store's alone
+PROBE_KEYS = (5, 1, 8)  # of the sequences that both compute; the last one of each is new
+PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError)  # of code that was not written for it
+
+Result = TypeVar("Result")
+
+
+def patch_decode_layers(model: nn.Module) -> int:
+    """Replace the forward of every layer that may be computed by the core; returns how many."""
+    layers = [module for module in model.modules() if _may_decode(module)]
+    for module in layers:
+        module.forward = CoreDecodeLayer(module)
+    return len(layers)
+
+
+def _may_decode(module: Any) -> bool:
+    norms = [norm_epsilon(getattr(module, name, None)) for name in ("input_layernorm", "post_attention_layernorm")]
+    if None in norms or not isinstance(getattr(module, "self_attn", None), nn.Module):
+        return False
+    weight = module.input_layernorm.weight
+    return isinstance(getattr(module, "mlp", None), nn.Module) and weight.is_cpu and weight.dtype in DTYPES
+
+
+class CoreDecodeLayer:
+    """The forward of one decoder layer."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module: Any = module
+        self._stock: Callable[..., Any] = module.forward
+        self._compared = False
+        self._core: _core.DecodeLayer | None = None
+        self._spec: AttentionSpec | None = None  # of attention that the core computes
+        self._store: ExpertStore | None = None  # of experts that the core computes
+        self._like = torch.empty(0)  # [groups, 0, d], of keys and values
+        self._weights: list[tuple[nn.Module, Any]] = []  # modules and the weights that the core was given
+        self._watched = _parts(module)  # hooks of these would not be called
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        spans = self._fitting_spans(hidden_states, args, kwargs)
+        if spans is None:
+            return self._stock(hidden_states, *args, **kwargs)
+        if not self._compared and not _has_hooks(self._watched):
+            self._compared = True
+            self._compare(hidden_states, kwargs)
+        if self._core is None or self._changed():
+            return self._stock(hidden_states, *args, **kwargs)
+        attended = self._attend(hidden_states, spans, kwargs)
+        if self._store is None:
+            return attended + self._module.mlp(self._module.post_attention_layernorm(attended))
+        out = torch.empty_like(attended)
+        w8a8 = self._store.w8a8
+        self._core.route(attended[0], out[0], w8a8, weights_are_rounded() and not w8a8)
+        return out
+
+    def _fitting_spans(self, hidden: Tensor, args: Any, kwargs: dict[str, Any]) -> Sequence[Span] | None:
+        """Of a batch of single new tokens without LoRA."""
+        spans = current_spans()
+        if spans is None or args or hidden.dim() != 3 or len(spans) != hidden.shape[1] or hidden.shape[0] != 1:
+            return None
+        if len(spans) > _core.linear_rows() or torch.is_grad_enabled() or kwargs.get("past_key_values") is not None:
+            return None
+        embeddings: Any = kwargs.get("position_embeddings")
+        if current_linear_lora() is not None or not isinstance(embeddings, tuple) or len(embeddings) != 2:
+            return None
+        if not hidden.is_contiguous() or any(span.rows != 1 or span.slot.rounded for span in spans):
+            return None
+        return spans
+
+    def _changed(self) -> bool:
+        """Whether weights were replaced, hooks were added or the experts have LoRA since the layer was compared."""
+        if any(module._parameters.get("weight") is not weight for module, weight in self._weights):
+            return True
+        if _has_hooks(self._watched):
+            return True
+        if self._store is None:
+            return False
+        experts = self._module.mlp.experts
+        return is_placed(self._store) or experts.kt_store is not self._store or _has_lora(experts)
+
+    def _attend(self, hidden: Tensor, spans: Sequence[Span], kwargs: dict[str, Any]) -> Tensor:
+        """x + attention(norm(x))."""
+        module, spec = self._module, self._spec
+        if spec is None:
+            attended: Tensor = hidden + module.self_attn(hidden_states=module.input_layernorm(hidden), **kwargs)[0]
+            return attended
+        assert self._core is not None
+        places: list[CorePlace] = []
+        for row, span in enumerate(spans):
+            keys, *key_scales = core_buffers(span.slot, "keys", spec.layer, self._like)
+            values, *value_scales = core_buffers(span.slot, "values", spec.layer, self._like)
+            start, end = spec.first_key(span.position), span.position + 1
+            places.append((row, start, end, keys, values, *key_scales, *value_scales))
+        cos, sin = kwargs["position_embeddings"]
+        out = torch.empty_like(hidden)
+        self._core.attend(hidden[0], out[0], cos[0].contiguous(), sin[0].contiguous(), places)
+        return out
+
+    def _compare(self, hidden: Tensor, kwargs: dict[str, Any]) -> None:
+        module = self._module
+        probe = Probe(hidden, kwargs)
+        core = _core.DecodeLayer(default_pool(), hidden.shape[-1])
+        with use_linear_lora(None):
+            if not _attempt(lambda: probe.is_sum_of_halves(module, self._stock)):
+                return
+            spec = _attempt(lambda: probe.bind_attention(module, core))
+            store = _attempt(lambda: probe.bind_experts(module, core))
+        if spec is None and store is None:
+            return
+        self._core, self._spec, self._store = core, spec, store
+        parts = [module.input_layernorm, module.post_attention_layernorm]
+        if spec is not None:
+            groups = module.self_attn.k_proj.out_features // module.self_attn.head_dim
+            self._like = hidden.new_empty(groups, 0, module.self_attn.head_dim)
+            parts += [getattr(module.self_attn, name, None) for name in (*PROJECTIONS, "q_norm", "k_norm")]
+        if store is not None:
+            parts.append(module.mlp.gate)
+        self._weights = [(part, part._parameters["weight"]) for part in parts if part is not None]
+
+
+def _attempt(call: Callable[[], Result | None]) -> Result | None:
+    """None as well where the stock code or the core does not accept what it is given."""
+    try:
+        return call()
+    except PROBE_ERRORS:
+        return None
+
+
+def _parts(module: Any) -> list[nn.Module]:
+    """Of a decoder layer."""
+    parts = [module.self_attn, module.mlp, module.input_layernorm, module.post_attention_layernorm]
+    parts += [getattr(module.mlp, name, None) for name in ("gate", "experts")]
+    return [part for part in parts if isinstance(part, nn.Module)]
+
+
+def _has_hooks(modules: Sequence[nn.Module]) -> bool:
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
+
+def _has_lora(experts: Any) -> bool:
+    if current_mixed_lora(experts) is not None or any(hasattr(experts, name) for name in NOT_HERE):
+        return True
+    return read_lora(experts, experts.kt_contract) is not None
+
+
+class Probe:
+    """Random inputs that the stock code and the core compute."""
+
+    def __init__(self, hidden: Tensor, kwargs: dict[str, Any]) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+        self._rows = len(PROBE_KEYS)
+        self._hidden = self._random(1, self._rows, hidden.shape[2]).to(hidden)
+        embeddings = tuple(self._random(1, self._rows, one.shape[2]).to(one) for one in kwargs["position_embeddings"])
+        self._arguments = kwargs | {"position_embeddings": embeddings}
+        self._cos, self._sin = embeddings[0][0], embeddings[1][0]
+        self._caches: list[tuple[Tensor, Tensor]] = []  # of each row: keys and values [groups, keys, d]
+        self._specs: list[AttentionSpec] = []
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._generator)
+
+    def _attention(self, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of stock code to the caches, whose last key and value are the row's own: `[T, heads, d]`."""
+        if not self._caches:
+            self._caches = [
+                tuple(self._random(new.shape[0], keys, new.shape[2]).to(new) for new in (key, value))  # type: ignore[misc]
+                for keys in PROBE_KEYS
+            ]
+        self._specs.append(spec)
+        rows, group = [], query.shape[0] // key.shape[0]
+        for row, (keys, values) in enumerate(self._caches):
+            held = torch.cat([keys[:, :-1], key[:, row : row + 1]], dim=1).float().repeat_interleave(group, dim=0)
+            read = torch.cat([values[:, :-1], value[:, row : row + 1]], dim=1).float().repeat_interleave(group, dim=0)
+            scores = (held @ query[:, row].float()[:, :, None])[..., 0] * spec.scale
+            rows.append((scores.softmax(-1)[:, None] @ read)[:, 0])
+        return torch.stack(rows).to(query)
+
+    def _stock_attention(self, module: Any, hidden: Tensor) -> Tensor:
+        with use_attention(self._attention):
+            out: Tensor = module.self_attn(hidden_states=module.input_layernorm(hidden), **self._arguments)[0]
+        return hidden + out
+
+    def _stock_experts(self, module: Any, hidden: Tensor) -> Tensor:
+        out: Tensor = hidden + module.mlp(module.post_attention_layernorm(hidden))
+        return out
+
+    def is_sum_of_halves(self, module: Any, stock: Callable[..., Any]) -> bool:
+        """Whether the layer adds its attention and its experts, each of the norm of its input, and nothing else."""
+        with use_attention(self._attention):
+            whole = stock(self._hidden, **self._arguments)
+        halves = self._stock_experts(module, self._stock_attention(module, self._hidden))
+        return matches(halves, whole)
+
+    def bind_attention(self, module: Any, core: _core.DecodeLayer) -> AttentionSpec | None:
+        """None: the core would compute something else."""
+        attention = module.self_attn
+        weights = [_core_weight(getattr(attention, name, None)) for name in PROJECTIONS]
+        spec = self._specs[-1] if self._specs else None
+        if any(weight is None for weight in weights) or spec is None or getattr(attention, SCALED_ATTRIBUTE, False):
+            return None
+        others = (spec.softcap, spec.sinks, spec.latent, spec.selection, spec.chunk)
+        if any(other is not None for other in others):
+            return None
+        head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        epsilons = [norm_epsilon(norm) for norm in (module.input_layernorm, *head_norms)]
+        if any(norm is not None and norm_epsilon(norm) is None for norm in head_norms):
+            return None
+        core.set_attention(
+            module.input_layernorm.weight.detach(),
+            None if head_norms[0] is None else head_norms[0].weight.detach(),
+            None if head_norms[1] is None else head_norms[1].weight.detach(),
+            [epsilon or 0.0 for epsilon in epsilons],
+            weights,
+            attention.head_dim,
+            spec.scale,
+        )
+        expected, out = self._stock_attention(module, self._hidden), torch.empty_like(self._hidden)
+        places = [
+            (row, 0, PROBE_KEYS[row], keys.clone(), values.clone()) for row, (keys, values) in enumerate(self._caches)
+        ]
+        core.attend(self._hidden[0], out[0], self._cos, self._sin, places)
+        return spec if matches(out, expected) else None
+
+    def bind_experts(self, module: Any, core: _core.DecodeLayer) -> ExpertStore | None:
+        """None: the core would compute something else."""
+        experts, gate = getattr(module.mlp, "experts", None), getattr(module.mlp, "gate", None)
+        store = getattr(experts, "kt_store", None)
+        top_k = getattr(gate, "top_k", getattr(module.mlp, "top_k", None))
+        if not isinstance(store, ExpertStore) or not isinstance(top_k, int) or not isinstance(gate, nn.Module):
+            return None
+        if is_placed(store) or _has_lora(experts) or set(gate._parameters) - {"weight"} or gate._buffers:
+            return None
+        ids = torch.zeros(1, 1, dtype=torch.int64)
+        if mask_padding(ids) is not ids:
+            return None
+        router, norm = stored_weight(gate.get_parameter("weight")).detach(), module.post_attention_layernorm
+        expected, out = self._stock_experts(module, self._hidden), torch.empty_like(self._hidden)
+        for normalise in (True, False):
+            core.set_experts(norm.weight.detach(), norm_epsilon(norm) or 0.0, router, store.core, top_k, normalise)
+            core.route(self._hidden[0], out[0], store.w8a8, weights_are_rounded() and not store.w8a8)
+            if matches(out, expected):
+                return store
+        return None
+
+
+def _core_weight(linear: Any) -> Any:
+    """The weight of a linear layer as the core takes it; None: it takes another one."""
+    if not isinstance(linear, nn.Linear) or linear.bias is not None:
+        return None
+    weight = stored_weight(linear.weight)
+    if isinstance(weight, CodedWeight):
+        codes = weight.codes
+        return codes.linear if isinstance(codes, PackedCodes) and codes.order is None else None
+    return weight.detach() if weight.dtype == torch.bfloat16 and weight.is_contiguous() else None

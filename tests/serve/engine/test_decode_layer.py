@@ -1,0 +1,176 @@
+"""Decoder layers that the core computes for new tokens: the logits of the stock code, for which families and halves the
+core is chosen, and batches that are left to the stock code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ktransformers import _core
+from ktransformers.nn import load_model
+from ktransformers.serve.engine.decode_layer import CoreDecodeLayer
+from ktransformers.serve.engine.forward import Chunk, make_forward
+from ktransformers.serve.engine.kv_cache import KVSlot
+from tests.support.tiny_models import build, save
+
+PROMPTS = ([5, 9, 2, 7, 1], [3, 3, 8], [4])
+NEW = ([11, 12], [13, 14], [15, 16])
+SIZES = {"hidden_size": 256, "head_dim": 64}  # large enough for weights that are kept in bf16
+FAMILIES: dict[str, tuple[dict[str, Any], bool, bool]] = {  # changes, whether attention and experts are the core's
+    "qwen3_moe": ({}, True, True),
+    "mixtral": ({}, True, True),
+    "olmoe": ({}, False, True),  # norms of all heads together
+    "qwen2_moe": ({}, False, False),  # biases; a shared expert
+    "glm4_moe": ({}, True, False),  # scores of a sigmoid, shared experts
+    "gpt_oss": ({}, False, False),  # sinks; biases in the router
+}
+
+
+def layers_of(model: Any) -> list[CoreDecodeLayer]:
+    return [layer.forward for layer in model.model.layers]
+
+
+def open_model(tmp_path: Path, family: str, dtype: torch.dtype, **changes: Any) -> Any:
+    model: Any = build(family, **(SIZES | changes))
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return make_forward(load_model(save(model.bfloat16(), tmp_path / family), dtype=dtype))
+
+
+def decode(forward: Any, adapter: Any = None, **slot: Any) -> list[Tensor]:
+    """Logits of two steps of three sequences of other lengths."""
+    slots = [KVSlot(None, capacity=16, **slot) for _ in PROMPTS]
+    forward.run([Chunk(one, prompt, 0, None) for one, prompt in zip(slots, PROMPTS, strict=True)])
+    logits = []
+    for step in range(2):
+        chunks = [
+            Chunk(one, [new[step]], len(prompt) + step, adapter)
+            for one, prompt, new in zip(slots, PROMPTS, NEW, strict=True)
+        ]
+        logits += [result.logits.float().clone() for result in forward.run(chunks)]
+    return logits
+
+
+@contextmanager
+def stock_layers(forward: Any) -> Iterator[None]:
+    layers = forward.model.model.layers
+    patched = [layer.forward for layer in layers]
+    for layer, native in zip(layers, patched, strict=True):
+        layer.forward = native._stock
+    try:
+        yield
+    finally:
+        for layer, native in zip(layers, patched, strict=True):
+            layer.forward = native
+
+
+def error(actual: list[Tensor], expected: list[Tensor]) -> float:
+    return max(float((one - other).norm() / other.norm()) for one, other in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_core_computes_what_the_stock_layers_compute(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    changes, attends, routes = FAMILIES[family]
+    forward = open_model(tmp_path, family, dtype, **changes)
+    actual = decode(forward)
+    for layer in layers_of(forward.model):
+        assert (layer._spec is not None, layer._store is not None) == (attends, routes)
+    with stock_layers(forward):
+        expected = decode(forward)
+    assert error(actual, expected) <= (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "int4:32"])
+def test_linear_layers_in_codes(kind: str, tmp_path: Path) -> None:
+    from ktransformers.nn.coded_weight import encode_linears
+
+    model = load_model(save(build("qwen3_moe", **SIZES), tmp_path / "model"), dtype=torch.float32)
+    encode_linears(model, kind)
+    forward: Any = make_forward(model)
+    actual = decode(forward)
+    assert all(layer._spec is not None and layer._store is not None for layer in layers_of(model))
+    with stock_layers(forward):
+        assert error(actual, decode(forward)) <= 1e-4  # activations are rounded to int16
+
+
+def test_cache_in_codes(tmp_path: Path) -> None:
+    forward = open_model(tmp_path, "qwen3_moe", torch.float32)
+    actual = decode(forward, fp8=True)
+    with stock_layers(forward):
+        assert error(actual, decode(forward, fp8=True)) <= 1e-3  # a rounding may fall on the other side of a code
+
+
+class CountedCalls:
+    """How often the core computes a half of a layer."""
+
+    def __init__(self, forward: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        attend = CoreDecodeLayer._attend
+
+        def counted(layer: CoreDecodeLayer, *args: Any) -> Tensor:
+            self.count += 1
+            return attend(layer, *args)
+
+        monkeypatch.setattr(CoreDecodeLayer, "_attend", counted)
+        self._forward = forward
+
+    def during(self, **slot: Any) -> int:
+        self.count = 0
+        decode(self._forward, **slot)
+        return self.count
+
+
+def test_batches_that_are_left_to_the_stock_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = open_model(tmp_path, "qwen3_moe", torch.float32)
+    calls, layers = CountedCalls(forward, monkeypatch), forward.model.model.layers
+    assert calls.during() == 2 * len(layers)
+    assert calls.during(rounded=True) == 0
+    handle = layers[0].mlp.gate.register_forward_hook(lambda *_: None)
+    assert calls.during() == 2 * (len(layers) - 1)
+    handle.remove()
+    layers[0].input_layernorm.weight = nn.Parameter(2 * layers[0].input_layernorm.weight.detach())
+    assert calls.during() == 2 * (len(layers) - 1)
+    assert not any(layer._changed() for layer in layers_of(forward.model)[1:])
+
+
+def test_layer_that_does_more_than_add_its_halves_is_left_alone(tmp_path: Path) -> None:
+    forward = open_model(tmp_path, "qwen3_moe", torch.float32)
+    layer = forward.model.model.layers[0]
+    stock = layer.forward._stock
+    layer.forward._stock = lambda hidden, **kwargs: 0.5 * stock(hidden, **kwargs)
+    decode(forward)
+    core = layers_of(forward.model)
+    assert core[0]._core is None and core[1]._core is not None
+
+
+def test_scores_over_all_experts(tmp_path: Path) -> None:
+    forward = open_model(tmp_path, "qwen3_moe", torch.float32, norm_topk_prob=False)
+    actual = decode(forward)
+    assert all(layer._store is not None for layer in layers_of(forward.model))
+    with stock_layers(forward):
+        assert error(actual, decode(forward)) <= 1e-5
+
+
+def test_equal_logits_select_the_lower_index() -> None:
+    pool = _core.Pool(threads=2, groups=1, spin_us=0, pin=False)
+    experts = _core.Experts(pool, 4, 64, 64)
+    matrices = [torch.zeros(4, 64, 64) for _ in range(3)]
+    for expert in range(4):  # down of expert e adds e + 1 to every number
+        matrices[0][expert], matrices[1][expert], matrices[2][expert] = 0.5, 0.5, 2.0**expert
+    experts.pack(0, *matrices)
+    layer, x = _core.DecodeLayer(pool, 64), torch.ones(1, 64)
+    outs = []
+    for router in (torch.zeros(4, 64), torch.tensor([[-1.0], [1.0], [1.0], [1.0]]).repeat(1, 64)):
+        layer.set_experts(torch.ones(64), 0.0, router, experts, 2, True)
+        outs.append(torch.empty(1, 64))
+        layer.route(x, outs[-1])
+    first, second = (float(out[0, 0]) - 1 for out in outs)
+    assert second / first == pytest.approx((2 + 4) / (1 + 2), rel=1e-2)  # experts 1 and 2, experts 0 and 1
