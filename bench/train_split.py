@@ -38,7 +38,6 @@ from ktransformers.place.engine import ExpertEngine
 from ktransformers.place.gpu.executor import GpuExecutor
 from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.plan.memory import ENGINE_LIMITS
-from ktransformers.plan.modes import size_bucket
 from ktransformers.plan.split import Split
 
 WARM_STEPS = 5  # graphs are captured in the third
@@ -141,7 +140,7 @@ def fixed_shares(forward: float, backward: float) -> Callable[..., Split]:
     """`Dispatcher.split_ahead` with so many of the experts that had tokens, the busiest, on the GPU."""
 
     def divide(self: Dispatcher, layer: PlacedLayer, tokens: int, pass_name: str) -> Split:
-        counts = layer.last_counts[size_bucket(tokens)]
+        counts = self.expected_counts(layer, tokens, pass_name)
         active = int((counts > 0).sum())
         number = round((backward if pass_name == "backward" else forward) * active)
         order = sorted(range(len(counts)), key=lambda expert: -int(counts[expert]))
@@ -183,16 +182,6 @@ def step(trainer: Trainer, tokens: int) -> float:
     begun = time.perf_counter()
     trainer.step(batches)
     return time.perf_counter() - begun
-
-
-def pin_factors(trainer: Trainer) -> int:
-    """Register the experts' LoRA factors with the driver, so that their copies do not block the host."""
-    runtime, count = torch.cuda.cudart(), 0
-    for parameter in trainer.model.parameters():
-        if parameter.requires_grad and not parameter.is_cuda and not parameter.is_pinned():
-            size = parameter.numel() * parameter.element_size()
-            count += not int(runtime.cudaHostRegister(parameter.untyped_storage().data_ptr(), size, 0))
-    return count
 
 
 def traced(trainer: Trainer, tokens: int) -> dict[str, Any]:
@@ -275,7 +264,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=words, default=[], help="names of configurations")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4, help="of a configuration in a round")
-    parser.add_argument("--pin", action="store_true", help="register LoRA factors with the driver")
     parser.add_argument("--trace", type=words, default=["stream", "ahead"], help="configurations")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args(argv)
@@ -287,11 +275,8 @@ def main(argv: list[str] | None = None) -> int:
     begun = time.perf_counter()
     trainer = Trainer("kt", recipes()[args.model], "retain", args.format)
     trainer.place("split")
-    pinned = pin_factors(trainer) if args.pin else 0
     costs = trainer.model.placement.engines[0].dispatcher.costs
-    print(
-        f"built in {time.perf_counter() - begun:.0f} s, {pinned} tensors registered; {costs.get('forward')}", flush=True
-    )
+    print(f"built in {time.perf_counter() - begun:.0f} s; {costs.get('forward')}", flush=True)
     document["costs"] = {name: vars(one) for name, one in costs.items()}
     table = Table(
         ["format", "tokens", "configuration", "s/step", "fastest", "stream /", "GPU GiB"], [8, 6, 14, 8, 8, 8, 8]

@@ -39,9 +39,10 @@ from ktransformers.plan.split import Costs, Split, split
 
 COPYING = (STREAM, STREAM_ALL, SPLIT)  # modes that copy experts to the GPU
 
-# Of the GPU between two layers of experts in a training step (attention, norms, the router; in backward recomputed and
-# with gradients): experts cross the link in that time, and the CPU has no rows yet.
-AHEAD_SECONDS = {"forward": 3e-3, "backward": 6e-3}
+# From the end of the CPU's share of a layer to the beginning of the next in a training step that waits for nothing:
+# attention, norms and the router on the GPU, copies of rows; in backward with recomputation. The link copies meanwhile.
+AHEAD_SECONDS = {"forward": 3.2e-3, "backward": 4.2e-3}
+RECENT = 0.25  # weight of a batch in `mean_counts`
 
 
 @dataclass
@@ -52,6 +53,7 @@ class PlacedLayer:
     counts: NDArray[np.int64]  # rows of each expert, of all forward passes so far
     last_split: dict[str, Split] = field(default_factory=dict)  # by pass
     last_counts: dict[int, NDArray[np.int64]] = field(default_factory=dict)  # rows of experts by size bucket
+    mean_counts: dict[int, NDArray[np.float64]] = field(default_factory=dict)  # the same over many batches
     next_split: dict[tuple[str, int], Split] = field(default_factory=dict)  # by pass and bucket, once copies are queued
 
     @property
@@ -155,9 +157,9 @@ class Dispatcher:
         return split(counts, tokens, costs, resident=on_gpu, queued=queued, backlog=cache.backlog(), mode=how)
 
     def split_ahead(self, layer: PlacedLayer, tokens: int, pass_name: str) -> Split:
-        """The division of the next pass, from the rows of the last batch of this size: as many of the busiest experts
-        as the cost model says are streamed, with or without tokens, and all others are the CPU's."""
-        counts = layer.last_counts[size_bucket(tokens)]
+        """The division of the next pass: as many of the busiest experts as the cost model says are streamed, with or
+        without tokens, and all others are the CPU's."""
+        counts = self.expected_counts(layer, tokens, pass_name)
         direction = "backward" if pass_name == "backward" else "forward"
         residents = self._executor.resident_experts(layer.packed.index)
         lead = AHEAD_SECONDS[direction]
@@ -166,6 +168,13 @@ class Dispatcher:
         on_gpu = residents.union(streamed)
         cpu = tuple(expert for expert in range(len(counts)) if expert not in on_gpu)
         return Split(tuple(sorted(residents)), streamed, cpu, division.seconds)
+
+    def expected_counts(self, layer: PlacedLayer, tokens: int, pass_name: str) -> NDArray[np.int64]:
+        """Rows of each expert in the next pass: those of its own forward pass, or the mean of earlier batches."""
+        bucket = size_bucket(tokens)
+        if pass_name == "forward":
+            return np.rint(layer.mean_counts[bucket]).astype(np.int64)
+        return layer.last_counts[bucket]
 
     def take_split_ahead(self, layer: PlacedLayer, tokens: int, pass_name: str) -> Split:
         """The division whose copies were queued for this pass, or a new one."""

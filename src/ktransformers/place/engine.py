@@ -31,7 +31,7 @@ from ktransformers.nn.lora_factors import empty_gradients, match_factor_strides,
 from ktransformers.nn.lora_prefetch import LoraPrefetch
 from ktransformers.nn.pool import avoid_pool_cpus
 from ktransformers.nn.transfer import DeviceToHost, start_device_to_host
-from ktransformers.place.dispatch import Dispatcher, PlacedLayer
+from ktransformers.place.dispatch import RECENT, Dispatcher, PlacedLayer
 from ktransformers.place.gpu.device_lora import PendingCopies, start_to_host
 from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor
 from ktransformers.place.gpu.expert_cache import ExpertCache
@@ -95,7 +95,10 @@ class ExpertEngine:
     def _count(self, layer: PlacedLayer, ids: Tensor) -> NDArray[np.int64]:
         counts = count(ids, layer.packed.geometry.experts)
         layer.counts += counts
-        layer.last_counts[size_bucket(ids.shape[0])] = counts
+        bucket = size_bucket(ids.shape[0])
+        layer.last_counts[bucket] = counts
+        mean = layer.mean_counts.get(bucket, counts)
+        layer.mean_counts[bucket] = mean + RECENT * (counts - mean)
         return counts
 
     def counts(self, layer: PlacedLayer) -> NDArray[np.int64]:
@@ -265,7 +268,7 @@ class ExpertEngine:
         name, tokens = _forward_pass(True), batch.ids.shape[0]
         division = layer.last_split[name] = self.dispatcher.take_split_ahead(layer, tokens, name)
         cpu = mask(division.cpu, layer.packed.geometry.experts)
-        copy = start_device_to_host((batch.ids, batch.hidden, batch.weights))
+        copy = start_device_to_host((batch.ids, batch.hidden, batch.weights), sleeps=True)
         self._uncounted.append((layer, copy))
         ids = copy.targets[0]
         out = torch.empty(batch.hidden.shape, dtype=batch.hidden.dtype, pin_memory=self.device.type == "cuda")
@@ -298,12 +301,12 @@ class ExpertEngine:
     def _backward_ahead(
         self, layer: PlacedLayer, batch: ExpertBatch, grad_out: Tensor, saved: SavedForBackward, factor_grads: bool
     ) -> tuple[Tensor, Tensor, list[Tensor], PendingCopies | None]:
-        self.count_pending(wait=False)
+        self.count_pending()  # of this batch's forward passes, long over: backward is divided by their rows
         pinned = self.device.type == "cuda"
         division = self.dispatcher.take_split_ahead(layer, batch.ids.shape[0], "backward")
         layer.last_split["backward"] = division
         cpu = mask(division.cpu, layer.packed.geometry.experts)
-        copy = start_device_to_host((grad_out, batch.weights, batch.hidden))
+        copy = start_device_to_host((grad_out, batch.weights, batch.hidden), sleeps=True)
         grads: list[Tensor] = []
         views: Sequence[Tensor | None] = ()
         if factor_grads and batch.factors is not None and division.cpu:

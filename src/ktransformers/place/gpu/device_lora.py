@@ -21,6 +21,7 @@ from torch import Tensor
 from ktransformers.nn.lora_factors import LoraFactors
 from ktransformers.nn.transfer import DeviceToHost, start_device_to_host
 from ktransformers.place.gpu.grouped_mlp import ALIGN, GroupLora, StackedLora
+from ktransformers.place.gpu.pinned import RegisteredMemory
 from ktransformers.plan.memory import ENGINE_LIMITS
 
 CACHED_BYTES = ENGINE_LIMITS.factor_bytes
@@ -113,12 +114,18 @@ class _CacheEntry:
 class DeviceFactors:
     """LRU cache of stacked factors, refreshed when the optimiser has changed them."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, registered: RegisteredMemory | None = None) -> None:
+        """`registered`: trained factors are registered with the driver, which otherwise blocks the host until the
+        device has reached their copy."""
+        self._device, self._registered = device, registered
         self._entries: OrderedDict[tuple[object, ...], _CacheEntry] = OrderedDict()
 
-    def get(self, factors: LoraFactors, gate_up_rows: int) -> dict[str, StackedLora]:
-        """Stacked pairs of all experts of a layer."""
+    def get(self, factors: LoraFactors, gate_up_rows: int, trained: bool = False) -> dict[str, StackedLora]:
+        """Stacked pairs of all experts of a layer. `trained`: nothing writes to the factors until backward is over, so
+        their copies need not be waited for."""
+        if trained and self._registered is not None:
+            for tensor in factors.tensors:
+                self._registered.try_register(tensor.detach())
         if any(tensor.is_inference() for tensor in factors.tensors):
             return self._stack(factors, gate_up_rows)
         key = (factors.scales, *((t.data_ptr(), t.shape, t.stride()) for t in factors.tensors))
@@ -207,7 +214,8 @@ class PendingCopies:
 
 def start_to_host(tensors: Sequence[Tensor]) -> PendingCopies:
     orders = [dims_in_memory(tensor) for tensor in tensors]
-    copy = start_device_to_host([tensor.permute(order) for order, tensor in zip(orders, tensors, strict=True)])
+    dense = [tensor.permute(order) for order, tensor in zip(orders, tensors, strict=True)]
+    copy = start_device_to_host(dense, sleeps=True)  # a thread of autograd waits while the CPU computes the next layer
     on_host = [
         target.permute([order.index(dim) for dim in range(target.dim())])
         for order, target in zip(orders, copy.targets, strict=True)

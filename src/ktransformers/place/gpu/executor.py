@@ -75,7 +75,7 @@ class GpuExecutor:
     def __init__(self, device: torch.device, cache: ExpertCache) -> None:
         self.device, self.cache = device, cache
         self.residents: dict[int, ExpertCache] = {}  # by layer: a cache of its own that is filled once
-        self._lora = DeviceFactors(device)
+        self._lora = DeviceFactors(device, cache.registered)
         self.lora_cache = LoraCache(device, lora_cache_bytes(device))
         self._buffers: dict[tuple[str, int, int], Tensor] = {}
         self._graphs = ExpertGraphs(device)
@@ -198,7 +198,7 @@ class GpuExecutor:
         share, seed = batch.dropout.rate, batch.dropout.seed
         pairs: dict[str, StackedLora] = {}
         if batch.factors is not None:
-            pairs = self._lora.get(batch.factors, layer.geometry.first.out_rows)
+            pairs = self._lora.get(batch.factors, layer.geometry.first.out_rows, batch.needs_grad)
         first = 0
         for at, group in enumerate(groups):
             slots = self._fetch(layer, groups, at)
@@ -249,7 +249,9 @@ class GpuExecutor:
                 slot_refs.append(SlotRefs(cache, wanted, slots))
         first = self._buffer("first", geometry.experts, geometry.first.out_rows, geometry.hidden, per_group)
         down = self._buffer("down", geometry.experts, geometry.hidden, geometry.intermediate, per_group)
-        pairs = self._lora.get(batch.factors, geometry.first.out_rows) if batch.factors is not None else {}
+        pairs = {}
+        if batch.factors is not None:
+            pairs = self._lora.get(batch.factors, geometry.first.out_rows, batch.needs_grad)
         table = slot_table(geometry.experts, slot_refs, self.cache)
         return key, GraphInputs(layer, batch, self.cache, slot_refs, Decoded(first, down), table, pairs)
 

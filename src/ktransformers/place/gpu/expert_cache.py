@@ -63,7 +63,7 @@ class ExpertCache:
         self.copied_bytes = 0
         self.link_free = 0.0  # time at which the copies queued so far will have finished
         self.link_rate = 0.0  # bytes per second; 0: not measured
-        self._registered = registered
+        self.registered = registered
         self._cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
         if self._stream is not None:
@@ -111,9 +111,9 @@ class ExpertCache:
 
     def can_copy_directly(self, source: LayerBytes) -> bool:
         """Whether the copy engine reads `source` without staging; registers it with the driver at the first call."""
-        if not self._cuda or self._registered is None:
+        if not self._cuda or self.registered is None:
             return False
-        return all(self._registered.register(part.bytes, source.place) for part in (*source.first, *source.down))
+        return all(self.registered.register(part.bytes, source.place) for part in (*source.first, *source.down))
 
     def evict_layer(self, layer: int) -> None:
         """Evict all experts of a layer."""

@@ -63,6 +63,14 @@ class RegisteredMemory:
             self._registered[address] = buffer.is_pinned() or self._try_register(buffer, address, size, place)
         return self._registered[address]
 
+    def try_register(self, buffer: Tensor) -> bool:
+        """The same for memory that may share its pages with a neighbour that is registered: a refusal is normal."""
+        address, size = buffer.data_ptr(), buffer.numel() * buffer.element_size()
+        if address not in self._registered:
+            fits = size <= self.left
+            self._registered[address] = buffer.is_pinned() or (fits and not self._register(buffer, address, size))
+        return self._registered[address]
+
     def _try_register(self, buffer: Tensor, address: int, size: int, place: Callable[[], None]) -> bool:
         if size > self.left:
             _log.info(
@@ -70,17 +78,22 @@ class RegisteredMemory:
             )
             return False
         place()
+        if code := self._register(buffer, address, size):
+            _log.warning(
+                "the driver refused to register %d bytes (%s); they are copied through staging buffers", size, code
+            )
+        return not code
+
+    def _register(self, buffer: Tensor, address: int, size: int) -> Any:
+        """The driver's error, or 0."""
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = runtime.cudaHostRegister(address, size, 0 if _writable(address) else READ_ONLY)
         if int(code) != 0:
             _clear_error()
-            _log.warning(
-                "the driver refused to register %d bytes (%s); they are copied through staging buffers", size, code
-            )
-            return False
+            return code
         self.left -= size
         self._kept.append(buffer)
-        return True
+        return 0
 
     def close(self) -> None:
         """Unregister everything; to be called before the memory is freed."""
