@@ -97,8 +97,8 @@ class ExpertEngine:
         layer.counts += counts
         bucket = size_bucket(ids.shape[0])
         layer.last_counts[bucket] = counts
-        mean = layer.mean_counts.get(bucket, counts)
-        layer.mean_counts[bucket] = mean + RECENT * (counts - mean)
+        mean = layer.mean_counts.get(bucket, counts.astype(np.float64))
+        layer.mean_counts[bucket] = (1 - RECENT) * mean + RECENT * counts
         return counts
 
     def counts(self, layer: PlacedLayer) -> NDArray[np.int64]:
