@@ -2,6 +2,7 @@
 #include "moe/encode.h"
 
 #include "bindings/objects.h"
+#include "kt_rows.h"
 
 namespace kt {
 
@@ -60,6 +61,24 @@ nb::tuple encode(const std::string& spec, nb::handle source, nb::handle codes, n
     check_mapping(mapping_at(from.data()));
   }
   return nb::make_tuple(all.moved, all.norm, all.finite);
+}
+
+bool quantise_rows(nb::handle source, int64_t bits, nb::handle codes, nb::handle scales) {
+  if (bits != 4 && bits != 8) refuse_value("bits", std::to_string(bits), "4 or 8");
+  const Array from = array_of({"source", 2, {kBFloat16, kFloat32}, Strides::rows}, source);
+  const Array to = array_of({"codes", 2, {kInt8, kUint8}, Strides::dense, Access::write}, codes);
+  const Array scale = array_of({"scales", 1, {kFloat32}, Strides::dense, Access::write}, scales);
+  const int64_t rows = (int64_t)from.shape(0), columns = (int64_t)from.shape(1);
+  const bool paired = to.dtype() == nb::dtype<uint8_t>();
+  if (paired && (bits != 4 || columns % 2))
+    refuse_value("codes", "uint8", "int8, or bits 4 and an even number of columns");
+  check_shape("codes", to, {rows, paired ? columns / 2 : columns}, paired ? "rows, pairs of columns" : "rows, columns");
+  check_shape("scales", scale, {rows}, "rows");
+  const KtRows matrix{from.data(), dtype_of(from) == DType::bf16, from.stride(0), rows, columns};
+  nb::gil_scoped_release released;
+  const bool finite = quantise_kt_rows(matrix, (int)bits, paired, const_cast<void*>(to.data()), (float*)scale.data());
+  check_mapping(mapping_at(from.data()));
+  return finite;
 }
 
 }  // namespace kt

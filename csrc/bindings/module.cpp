@@ -154,6 +154,7 @@ NB_MODULE(_core, m) {
   m.def("format", &describe_format, "spec"_a);
   m.def("grid", &describe_grid, "format"_a);
   m.def("encode", &encode, "format"_a, "source"_a, "codes"_a, "scales"_a.none(), "tensor_scale"_a.none(), "isa"_a = "");
+  m.def("quantise_rows", &quantise_rows, "source"_a, "bits"_a, "codes"_a, "scales"_a);
   m.def("linear_rows", [] { return kernels().gemv_max_tokens; });
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "out"_a, "epsilon"_a);
   m.def("add_lora", &add_lora, "x"_a, "a"_a, "b"_a, "out"_a, "scale"_a);

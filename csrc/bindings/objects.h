@@ -204,6 +204,9 @@ ReleasedScales released_scales(const Format& format, int64_t rows, int64_t colum
 // of squares of what the numbers change by and of the numbers, and whether all of them are finite.
 nb::tuple encode(const std::string& format, nb::handle source, nb::handle codes, nb::handle scales, nb::handle tensor,
                  const std::string& isa);
+// encode.cpp: source [rows, columns] into codes and scales of rows by kt-kernel's rule (kt_rows.h), on the calling
+// thread. Returns whether all numbers are finite.
+bool quantise_rows(nb::handle source, int64_t bits, nb::handle codes, nb::handle scales);
 
 // For a destructor, which cannot throw: what a signal handler raised meanwhile is raised at the next instruction.
 void raise_later();

@@ -8,7 +8,9 @@ precedes it in the names. Runtime expert i is the checkpoint's expert `order[i]`
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -196,12 +198,15 @@ def _pack(
     places: dict[int, list[int]] = {}
     for runtime, expert in enumerate(order):
         places.setdefault(expert, []).append(runtime)
-    for chunk in chunks:
-        for expert, matrices in _single_experts(chunk, contract.shape.transposed):
-            if expert in places:
-                converted = {role: convert(matrix) for role, matrix in matrices.items()}
-                for runtime in places[expert]:
-                    store.pack(**converted, first_expert=runtime)  # type: ignore[arg-type]  # roles are arguments
+    with ThreadPoolExecutor(store.threads, "kt-quantise") as workers:
+        for chunk in chunks:
+            wanted = (one for one in _single_experts(chunk, contract.shape.transposed) if one[0] in places)
+            # As many at a time as there are threads, so that few experts are in memory twice.
+            while some := list(itertools.islice(wanted, store.threads)):
+                converted = workers.map(lambda one: {role: convert(matrix) for role, matrix in one[1].items()}, some)
+                for (expert, _), matrices in zip(some, converted, strict=True):
+                    for runtime in places[expert]:
+                        store.pack(**matrices, first_expert=runtime)  # type: ignore[arg-type]  # roles are arguments
     return store
 
 

@@ -77,6 +77,11 @@ def encode(
     they are decoded and rounded to bfloat16, that of the numbers, and whether all of them are finite; if not, what was
     written is no use."""
 
+def quantise_rows(source: Any, bits: int, codes: Any, scales: Any) -> bool:
+    """Writes `codes` int8 [N, K], or uint8 [N, K / 2] of two codes of 4 bits (each plus 8, the even column in the low
+    half), and `scales` float32 [N] of `source` [N, K] in bfloat16 or float32, by the rule of kt-kernel's converter for
+    8 or 4 bits; on the calling thread. Returns whether all numbers are finite; if not, what was written is no use."""
+
 def linear_rows() -> int:
     """The most rows of x that `Pool.linear` takes, in the variant in use."""
 

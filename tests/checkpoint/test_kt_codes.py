@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ktransformers import _core
 from ktransformers.checkpoint import Encoded, decode
+from ktransformers.checkpoint.encoded import nibbles
 from ktransformers.checkpoint.encoder import encode
 from ktransformers.checkpoint.kt_codes import (
     check_size,
@@ -66,6 +68,18 @@ def test_halves_round_to_even_and_sixteenths_away_from_zero() -> None:
     assert quantize_rows(eight, 8)[0].tolist() == [[127, 0, 2, 2, 0, -2, -2, 126]]
     four = torch.tensor([[112.0, 7, 7.5, 8, 23, 24, -7, -8, -23, -24, 104, 103, -104, -112]])
     assert quantize_rows(four, 4)[0].tolist() == [[7, 0, 1, 1, 1, 2, 0, -1, -1, -2, 7, 6, -7, -7]]
+
+
+def test_native_rows_check_their_arguments() -> None:
+    matrix, scales = gaussian(4, 6), torch.empty(4)
+    for bits, columns, dtype in ((5, 6, torch.int8), (8, 3, torch.uint8), (4, 6, torch.uint8), (4, 5, torch.int8)):
+        with pytest.raises(ValueError, match=r"bits|codes"):
+            _core.quantise_rows(matrix, bits, torch.empty(4, columns, dtype=dtype), scales)
+    with pytest.raises(ValueError, match="codes"):
+        _core.quantise_rows(gaussian(4, 7), 4, torch.empty(4, 3, dtype=torch.uint8), scales)
+    paired, codes = torch.empty(4, 3, dtype=torch.uint8), torch.empty(4, 6, dtype=torch.int8)
+    assert _core.quantise_rows(matrix, 4, paired, scales) and _core.quantise_rows(matrix, 4, codes, scales)
+    assert torch.equal(nibbles(paired).to(torch.int8) - 8, codes)
 
 
 def test_subnormal_scales_stay_in_range() -> None:

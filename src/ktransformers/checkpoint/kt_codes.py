@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ktransformers import _core
 from ktransformers.checkpoint.encoded import Encoded, format_of, nibbles, pair_nibbles
 from ktransformers.errors import InputError
 
 ROWS, BYTES, K_BLOCK = 32, 64, 3584  # of a step; columns of a block
-MAX_CHUNK_NUMBERS = 1 << 18  # of a matrix at a time, so that they stay in a core's cache
 
 
 @dataclass(frozen=True)
@@ -65,37 +65,23 @@ def quantize_rows(matrix: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     part by itself, which matters to down alone: give its parts of columns one by one, or use `encode_rows`. A row of
     zeros has scale 0. Numbers that are not finite are refused.
     """
-    form = tile_format(bits)
+    return _quantised(matrix, tile_format(bits), paired=False)
+
+
+def _quantised(matrix: Tensor, form: TileFormat, *, paired: bool) -> tuple[Tensor, Tensor]:
+    """`paired`: bytes `[N, K/2]` of two codes, each plus 8."""
     if matrix.dim() != 2 or not matrix.is_floating_point():
         raise InputError("matrix", f"{matrix.dtype} of shape {list(matrix.shape)}", "floats of shape [rows, columns]")
+    if matrix.dtype not in (torch.bfloat16, torch.float32):
+        matrix = matrix.float()
+    if matrix.stride(1) != 1:
+        matrix = matrix.contiguous()
     rows, columns = matrix.shape
-    codes = torch.empty(rows, columns, dtype=torch.int8)
+    codes = torch.empty(rows, columns // 2 if paired else columns, dtype=torch.uint8 if paired else torch.int8)
     scales = torch.empty(rows, dtype=torch.float32)
-    for first, last in _row_ranges(rows, columns):
-        numbers = matrix[first:last].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        largest = torch.maximum(numbers.amax(1), numbers.amin(1).neg_())  # four times as fast as aminmax
-        if not torch.isfinite(largest).all():  # both propagate NaN
-            raise InputError("matrix", "numbers that are not finite", "finite ones", "the source is damaged")
-        # A product with a reciprocal and a quotient differ in the last bit, and now and then in a code.
-        scale = largest * (1 / form.limit) if bits == 8 else largest / form.limit
-        scales[first:last] = scale
-        divisor = torch.where(scale == 0, 1.0, scale)[:, None]
-        if bits == 8:
-            numbers.mul_(divisor.reciprocal().clamp_(max=torch.finfo(torch.float32).max))  # infinite if s is subnormal
-        else:
-            numbers.div_(divisor)
-        # The limits matter to scales that are subnormal numbers, which have few bits.
-        code = numbers.round_().clamp_(-form.limit, form.limit).to(torch.int8)
-        if bits == 4:
-            code = (code + 8).add_(code >> 7).bitwise_right_shift_(4)
-        codes[first:last] = code
+    if not _core.quantise_rows(matrix, form.bits, codes, scales):
+        raise InputError("matrix", "numbers that are not finite", "finite ones", "the source is damaged")
     return codes, scales
-
-
-def _row_ranges(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    step = max(1, MAX_CHUNK_NUMBERS // max(1, columns))
-    for first in range(0, rows, step):
-        yield first, min(first + step, rows)
 
 
 def encode_rows(matrix: Tensor, bits: int, parts: int = 1, name: str = "") -> Encoded | Tensor:
@@ -110,6 +96,11 @@ def encode_rows(matrix: Tensor, bits: int, parts: int = 1, name: str = "") -> En
     experts, rows, columns = stacked.shape
     if columns % parts:
         raise InputError(name or "matrix", f"{columns} columns", f"a multiple of {parts}, the NUMA parts")
+    if bits == 4 and parts == 1 and columns % 2 == 0:
+        paired, scale = _quantised(stacked.reshape(experts * rows, columns), tile_format(bits), paired=True)
+        spec = spec_of(bits, columns, parts)
+        codes, scales = paired.view(experts, rows, -1), scale.view(experts, rows, 1)
+        return Encoded(spec, codes, scales * 16, columns=columns, name=name)
     pieces = [
         quantize_rows(part.reshape(experts * rows, columns // parts), bits) for part in stacked.chunk(parts, dim=2)
     ]
