@@ -3,9 +3,10 @@
     python bench/resident_decode.py --formats bf16,int4:32,fp8:128x128 --streams 1,4,16 --json resident_decode.json
 
 Packed bytes are random, tokens take different experts at random; a CUDA graph holds calls with several routings, more
-bytes than the L2 cache has. `share` is the time of reading the experts that a call touches, at the rate of a copy in
-the same run, over the time of the call. `--tiles` W/U/R: warps of a program, steps written out, rows of one expert
-computed together; `mma` is the kernel of formats whose values take many instructions.
+bytes than the L2 cache has. `share` is the time of reading the experts that a call touches, at the rate at which a sum
+reads memory in the same run, over the time of the call. `--tiles` W/S/R: warps of a program, rows of bf16 words of a
+warp in a step, rows of one expert computed together; `mma` is the kernel of formats whose values take many
+instructions.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import shlex
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", default="qwen3-30b", choices=list(SHAPES))
     parser.add_argument("--formats", default="bf16,int4:32,fp8:128x128")
     parser.add_argument("--streams", default="1,4,16")
-    parser.add_argument("--tiles", default="", help="comma-separated W/U/R or mma; default: what the server takes")
+    parser.add_argument("--tiles", default="", help="comma-separated W/S/R or mma; default: what the server takes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the document here, after every cell")
     return parser.parse_args(argv)
 
@@ -84,19 +87,19 @@ def seconds_of_graph(call: Any) -> float:
     return statistics.median(taken[2:])
 
 
-def copy_rate() -> float:
-    """Bytes/s that a copy within the GPU's memory reads and writes."""
+def read_rate() -> float:
+    """Bytes/s at which a sum reads the GPU's memory."""
     import torch
 
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / seconds_of_graph(lambda: target.copy_(source))
+    data = torch.zeros(1 << 29, dtype=torch.float32, device="cuda")
+    return data.numel() * data.element_size() / seconds_of_graph(data.sum)
 
 
 def cell(layer: Layer, tokens: int, rate: float) -> dict[str, Any]:
     import torch
 
     from ktransformers.place.gpu import resident_decode_triton as kernels
+    from ktransformers.place.gpu.epilogue import SILU
 
     sizes, routings = layer.geometry, layer.routings(tokens)
     x = torch.randn(tokens, sizes.hidden, device="cuda").bfloat16()
@@ -110,7 +113,7 @@ def cell(layer: Layer, tokens: int, rate: float) -> dict[str, Any]:
 
     def first() -> None:
         for ids, one in zip(routings, groups, strict=True):
-            kernels.first(x, ids, layer.slot_of, layer.first, None, sizes.first, True, None, None, one)
+            kernels.first(x, ids, layer.slot_of, layer.first, None, sizes.first, SILU, None, None, one)
 
     def down() -> None:
         for ids, one in zip(routings, groups, strict=True):
@@ -119,7 +122,7 @@ def cell(layer: Layer, tokens: int, rate: float) -> dict[str, Any]:
     def everything() -> None:
         for ids in routings:
             one = group(ids)
-            y = kernels.first(x, ids, layer.slot_of, layer.first, None, sizes.first, True, None, None, one)
+            y = kernels.first(x, ids, layer.slot_of, layer.first, None, sizes.first, SILU, None, None, one)
             kernels.down(y, ids, weights, layer.slot_of, layer.down, None, sizes.down, None, torch.bfloat16, one)
 
     grouping = seconds_of_graph(lambda: [group(ids) for ids in routings]) if groups[0] is not None else 0.0
@@ -131,16 +134,22 @@ def cell(layer: Layer, tokens: int, rate: float) -> dict[str, Any]:
     return {"streams": tokens, "experts": touched, "roof_us": 1e6 * roof, **row, "share": 1e6 * roof / row["all_us"]}
 
 
-def take_tile(tile: str) -> None:
-    """Set the sizes of programs; "" leaves them."""
-    from ktransformers.place.gpu import block_products_triton, resident_decode_triton
+@contextmanager
+def tile_taken(tile: str) -> Iterator[None]:
+    """Other sizes of programs; "" leaves them."""
+    from ktransformers.place.gpu import block_products_triton as products
+    from ktransformers.place.gpu import resident_decode_triton as kernels
 
+    supports, tile_of, group_rows = products.supports, products.tile_of, kernels.GROUP_ROWS
     if tile == "mma":
-        block_products_triton.supports = lambda matrix: False
+        products.supports = lambda matrix: False
     elif tile:
-        warps, unroll, rows = map(int, tile.split("/"))
-        block_products_triton.tile_of = lambda *given: block_products_triton.Tile(warps, unroll)
-        resident_decode_triton.GROUP_ROWS = rows
+        warps, rows, group = map(int, tile.split("/"))
+        products.tile_of, kernels.GROUP_ROWS = (lambda matrix: products.Tile(warps, rows)), group
+    try:
+        yield
+    finally:
+        products.supports, products.tile_of, kernels.GROUP_ROWS = supports, tile_of, group_rows
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -150,24 +159,24 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("resident_decode.py: no CUDA device", file=sys.stderr)
         return 1
-    begun, rate = time.perf_counter(), copy_rate()
+    begun, rate = time.perf_counter(), read_rate()
     document: dict[str, Any] = {
         "bench": "resident_decode",
         "command": shlex.join(["python", "bench/resident_decode.py", *(sys.argv[1:] if argv is None else argv)]),
         "machine": describe_machine() | {"gpu": torch.cuda.get_device_name()},
         "shape": args.shape,
-        "copy_bytes_per_s": rate,
+        "read_bytes_per_s": rate,
         "cells": [],
     }
-    print(f"a copy has {rate / 1e9:.0f} GB/s", flush=True)
+    print(f"the GPU reads {rate / 1e9:.0f} GB/s", flush=True)
     table = Table(HEADS, [12, 7, 7, 7, 8, 10, 8, 8, 6])
     for spec in args.formats.split(","):
         layer = Layer(args.shape, spec)
         for tile in args.tiles.split(","):
-            take_tile(tile)
             for streams in map(int, args.streams.split(",")):
                 try:
-                    row = cell(layer, streams, rate)
+                    with tile_taken(tile):
+                        row = cell(layer, streams, rate)
                 except Exception as error:  # a tile that does not compile leaves the others
                     print(f"{spec} {tile} {streams}: {error!r}"[:300], flush=True)
                     continue

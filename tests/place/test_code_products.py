@@ -90,7 +90,7 @@ def check_products(layer: LayerOnDevice, cache: ExpertCache, given: tuple[Tensor
     first, down = layer.geometry.first, layer.geometry.down
     groups = kernels.group_routes(ids, slot_of, counts, first, down)
     left = counts if groups is None else None
-    h = kernels.first(hidden, ids, slot_of, cache.first, None, first, True, None, left, groups)
+    h = kernels.first(hidden, ids, slot_of, cache.first, None, first, layer.gate, None, left, groups)
     actual = kernels.down(h, ids, weights, slot_of, cache.down, None, down, groups=groups)
     on_host = [tensor.cpu() for tensor in given]
     host_cache = ExpertCache(layer.geometry, E, torch.device("cpu"), None)

@@ -160,7 +160,7 @@ def test_adapters_over_the_budget_leave_nothing_pinned() -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="no interpreter")
-@pytest.mark.parametrize("gate", [Gate("silu"), Gate("gelu")])
+@pytest.mark.parametrize("gate", [Gate("silu"), Gate("gelu"), Gate("silu", 0.5), Gate("swiglu_oai", 0.5, 1.702)])
 def test_kernels_match_torch_in_the_interpreter(gate: Gate) -> None:
     gemv = pytest.importorskip("ktransformers.place.gpu.resident_decode_triton")
     store = make_store(SMALL, biased=True)
@@ -178,9 +178,9 @@ def test_kernels_match_torch_in_the_interpreter(gate: Gate) -> None:
 
     def computed(lora: resident_decode.Lora | None) -> Tensor:
         first, down = (None if lora is None else pointers.kernel_arguments(lora[0], name) for name in ("first", "down"))
-        fused = gate.activation == "silu"
+        fused = gate if gemv.fuses(gate) else None
         h = gemv.first(*inputs[:2], where, cache.first, layer.biases[0], layer.geometry.first, fused, first)
-        h = h if fused else resident_decode._activate(h, gate, True)
+        h = h if fused is not None else resident_decode._activate(h, gate, True)
         found: Tensor = gemv.down(h, *inputs[1:], where, cache.down, layer.biases[1], layer.geometry.down, down)
         return found
 

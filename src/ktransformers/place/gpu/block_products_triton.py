@@ -8,11 +8,11 @@ Rows of x are read as pairs of neighbouring bf16 numbers, which every word of th
 codes are rounded to bf16 before the product, so they are those of the decoded matrix.
 
 Loads of weights and scales have one shape per program size, in which Triton gives a thread the scales of its own
-words; others would be exchanged between threads through shared memory. Hence a step has 4 rows of words (8 of bf16) for
-each warp, and UNROLL steps are written out so that their loads are in flight together.
+words; others would be exchanged between threads through shared memory. Hence a step has 4 rows of words for each warp,
+or 8 or 16 of bf16. Words of the next step are loaded before those of this one are multiplied.
 """
 
-# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc"
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc,no-redef"
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -31,11 +31,11 @@ from ktransformers.nn.device_codes.layout import TILE_BYTES, TILE_K, PackedMatri
 @dataclass(frozen=True)
 class Tile:
     warps: int  # of a program
-    unroll: int  # steps that are written out
+    rows: int  # of bf16 in a step: 8 a warp, or 16
 
 
 def tile_of(matrix: PackedMatrix) -> Tile:
-    return Tile(4, 4)
+    return Tile(4, 16)
 
 
 @triton.jit
@@ -106,25 +106,36 @@ def _decoded(
 
 
 @triton.jit
-def _scales(
-    scales, factors, base, spans_at, n, k, inside,
-    SCALE: tl.constexpr, SPAN: tl.constexpr, SCALE_BYTES: tl.constexpr, ENTRIES: tl.constexpr, EVEN: tl.constexpr,
+def _raw_scales(
+    scales, base, spans_at, n, k, inside,
+    SCALE: tl.constexpr, SPAN: tl.constexpr, SCALE_BYTES: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """float32, of outputs n and numbers k of K: `scale_of`, with what Triton must know to load two of a thread."""
+    """Scales as they are stored, of outputs n and numbers k of K, with what Triton must know to load two of a thread in
+    one instruction."""
     span = k // SPAN if SPAN > 0 else k * 0
     if SCALE == NESTED:
         at = scales + tl.multiple_of(base + spans_at, 4) + (span * 32 + (k % SPAN) // 16 * 16 + n)
-        scale = from_e4m3(_load(at, inside, EVEN).to(tl.int32)) * tl.load(factors + base // 4)
     else:
         at = scales + tl.multiple_of((base + spans_at) // SCALE_BYTES, 2) + (span * ENTRIES + n)
-        raw = _load(at, inside, EVEN)
-        scale = from_e8m0(raw) if SCALE == E8M0 else raw.to(tl.float32)
-    return scale
+    return tl.load(at, mask=inside, other=0)
 
 
 @triton.jit
-def _load(at, inside, EVEN: tl.constexpr):
-    return tl.load(at) if EVEN else tl.load(at, mask=inside, other=0)
+def _scales(raw, factors, base, SCALE: tl.constexpr, FACTOR: tl.constexpr):
+    """float32, times FACTOR."""
+    if SCALE == NESTED:
+        scale = from_e4m3(raw.to(tl.int32)) * tl.load(factors + base // 4)
+    elif SCALE == E8M0:
+        scale = from_e8m0(raw)
+    else:
+        scale = raw.to(tl.float32)
+    return FACTOR * scale
+
+
+@triton.jit
+def _words(words, row, inside, PLAIN: tl.constexpr):
+    """Rows of words; a tile of 16 rows of bf16 is followed by that of the other half of the block."""
+    return tl.load(words + (row // 16 * 512 + row % 16 * 16 if PLAIN else row * 32), mask=inside, other=0)
 
 
 @triton.jit
@@ -151,8 +162,6 @@ def block_products(
     ENTRIES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     STEP: tl.constexpr,  # rows of words
-    UNROLL: tl.constexpr,
-    EVEN: tl.constexpr,  # K has whole steps alone
     PACK: tl.constexpr,  # not in the interpreter, which has no assembler
     ROWS: tl.constexpr,
 ):
@@ -161,62 +170,62 @@ def block_products(
     FACTOR: tl.constexpr = 1.0 if PLAIN else (2.0**60 if CODE == E4M3 else (2.0**63 if CODE == E2M1 else 1.0))
     PER_WORD: tl.constexpr = 1 if PLAIN else 32 // BITS  # pairs of K of a row of words
     LANES: tl.constexpr = 16 if PLAIN else 32
-    q, lane = tl.arange(0, STEP), tl.arange(0, LANES)[None, :]
+    row, lane = tl.arange(0, STEP)[:, None], tl.arange(0, LANES)[None, :]
+    high_base, pairs = base + half_bytes, columns // 2
     low_at = words + tl.multiple_of((base + codes_at) // 4, 16) + lane
-    high_at = words + tl.multiple_of((base + half_bytes + codes_at) // 4, 16) + lane
+    high_at = words + tl.multiple_of((high_base + codes_at) // 4, 16) + lane
     n = tl.arange(0, 16)[None, :] if ENTRIES == 16 else tl.zeros((1, 1), tl.int32)
     low_0 = tl.zeros((STEP, 16), tl.float32)
     high_0, low_1, high_1, low_2, high_2, low_3, high_3 = low_0, low_0, low_0, low_0, low_0, low_0, low_0
-    if SPAN == 0 and not PLAIN:
-        first = tl.zeros((1, 1), tl.int32)
-        low_scale = FACTOR * _scales(
-            scales, factors, base, spans_at, n, first, first == 0, SCALE, SPAN, SCALE_BYTES, ENTRIES, True
-        )
-        high_scale = FACTOR * _scales(
-            scales, factors, base + half_bytes, spans_at, n, first, first == 0, SCALE, SPAN, SCALE_BYTES, ENTRIES, True
-        )
-    pairs = columns // 2
-    for start in range(0, tl.cdiv(pairs, PER_WORD), STEP * UNROLL):
-        for u in tl.static_range(UNROLL):
-            row = start + u * STEP + q[:, None]
-            inside = row * PER_WORD < pairs
-            if PLAIN:
-                at = row // 16 * 512 + row % 16 * 16
-                low_even, low_odd = _halves(_load(low_at + at, inside, EVEN))
-                high_even, high_odd = _halves(_load(high_at + at, inside, EVEN))
-            else:
-                low_word = tl.reshape(_load(low_at + row * 32, inside, EVEN), (STEP, 16, 2))
-                high_word = tl.reshape(_load(high_at + row * 32, inside, EVEN), (STEP, 16, 2))
-                low_words, low_words_odd = tl.split(low_word)
-                high_words, high_words_odd = tl.split(high_word)
-                if SPAN > 0:
-                    k = row * (2 * PER_WORD)
-                    low_scale = FACTOR * _scales(
-                        scales, factors, base, spans_at, n, k, inside, SCALE, SPAN, SCALE_BYTES, ENTRIES, EVEN
-                    )
-                    high_scale = FACTOR * _scales(
-                        scales, factors, base + half_bytes, spans_at, n, k, inside,
-                        SCALE, SPAN, SCALE_BYTES, ENTRIES, EVEN,
-                    )  # fmt: skip
-            for s in tl.static_range(PER_WORD):
-                if not PLAIN:
-                    low_even, low_odd = _decoded(
-                        low_words, low_words_odd, mask, low_scale, s, CODE, ZERO, BITS, EXACT, PACK
-                    )
-                    high_even, high_odd = _decoded(
-                        high_words, high_words_odd, mask, high_scale, s, CODE, ZERO, BITS, EXACT, PACK
-                    )
-                pair = row * PER_WORD + s
-                x = _load(x_0 + pair, inside, EVEN)
-                low_0, high_0 = _multiply_add(low_0, high_0, x, low_even, low_odd, high_even, high_odd)
-                if ROWS > 1:
-                    x = _load(x_1 + pair, inside, EVEN)
-                    low_1, high_1 = _multiply_add(low_1, high_1, x, low_even, low_odd, high_even, high_odd)
-                if ROWS > 2:
-                    x = _load(x_2 + pair, inside, EVEN)
-                    low_2, high_2 = _multiply_add(low_2, high_2, x, low_even, low_odd, high_even, high_odd)
-                    x = _load(x_3 + pair, inside, EVEN)
-                    low_3, high_3 = _multiply_add(low_3, high_3, x, low_even, low_odd, high_even, high_odd)
+    inside = row * PER_WORD < pairs
+    next_low, next_high = _words(low_at, row, inside, PLAIN), _words(high_at, row, inside, PLAIN)
+    if not PLAIN:
+        k = row * (2 * PER_WORD)
+        if SPAN == 0:
+            k, inside = tl.zeros((1, 1), tl.int32), tl.full((1, 1), 1, tl.int1)
+        next_low_scale = _raw_scales(scales, base, spans_at, n, k, inside, SCALE, SPAN, SCALE_BYTES, ENTRIES)
+        next_high_scale = _raw_scales(scales, high_base, spans_at, n, k, inside, SCALE, SPAN, SCALE_BYTES, ENTRIES)
+        low_scale = _scales(next_low_scale, factors, base, SCALE, FACTOR)
+        high_scale = _scales(next_high_scale, factors, high_base, SCALE, FACTOR)
+    for start in range(0, tl.cdiv(pairs, PER_WORD), STEP):
+        low, high = next_low, next_high
+        here, row_after = start + row, start + STEP + row
+        after = row_after * PER_WORD < pairs
+        next_low, next_high = _words(low_at, row_after, after, PLAIN), _words(high_at, row_after, after, PLAIN)
+        if PLAIN:
+            low_even, low_odd = _halves(low)
+            high_even, high_odd = _halves(high)
+        else:
+            low_words, low_words_odd = tl.split(tl.reshape(low, (STEP, 16, 2)))
+            high_words, high_words_odd = tl.split(tl.reshape(high, (STEP, 16, 2)))
+            if SPAN > 0:
+                low_scale = _scales(next_low_scale, factors, base, SCALE, FACTOR)
+                high_scale = _scales(next_high_scale, factors, high_base, SCALE, FACTOR)
+                k = row_after * (2 * PER_WORD)
+                next_low_scale = _raw_scales(scales, base, spans_at, n, k, after, SCALE, SPAN, SCALE_BYTES, ENTRIES)
+                next_high_scale = _raw_scales(
+                    scales, high_base, spans_at, n, k, after, SCALE, SPAN, SCALE_BYTES, ENTRIES
+                )
+        for s in tl.static_range(PER_WORD):
+            if not PLAIN:
+                low_even, low_odd = _decoded(
+                    low_words, low_words_odd, mask, low_scale, s, CODE, ZERO, BITS, EXACT, PACK
+                )
+                high_even, high_odd = _decoded(
+                    high_words, high_words_odd, mask, high_scale, s, CODE, ZERO, BITS, EXACT, PACK
+                )
+            pair = here * PER_WORD + s
+            present = here * PER_WORD < pairs
+            x = tl.load(x_0 + pair, mask=present, other=0)
+            low_0, high_0 = _multiply_add(low_0, high_0, x, low_even, low_odd, high_even, high_odd)
+            if ROWS > 1:
+                x = tl.load(x_1 + pair, mask=present, other=0)
+                low_1, high_1 = _multiply_add(low_1, high_1, x, low_even, low_odd, high_even, high_odd)
+            if ROWS > 2:
+                x = tl.load(x_2 + pair, mask=present, other=0)
+                low_2, high_2 = _multiply_add(low_2, high_2, x, low_even, low_odd, high_even, high_odd)
+                x = tl.load(x_3 + pair, mask=present, other=0)
+                low_3, high_3 = _multiply_add(low_3, high_3, x, low_even, low_odd, high_even, high_odd)
     return (
         FACTOR * tl.sum(low_0, 0), FACTOR * tl.sum(high_0, 0), FACTOR * tl.sum(low_1, 0), FACTOR * tl.sum(high_1, 0),
         FACTOR * tl.sum(low_2, 0), FACTOR * tl.sum(high_2, 0), FACTOR * tl.sum(low_3, 0), FACTOR * tl.sum(high_3, 0),
@@ -239,26 +248,21 @@ def arguments(
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
     """Of `block_products`: words, scales and factors; half_bytes to mask; constants."""
     flat, form, strip = packed.view(-1), matrix.formats[0], matrix.strip(0)
-    warps, unroll = tile.warps, tile.unroll
     words, floats = flat.view(torch.int32), flat.view(torch.float32)
     if matrix.plain:
-        step, per_row = 8 * warps, 2
+        step = tile.rows * tile.warps
         places = (TILE_BYTES, matrix.columns, 0, 0, 0)
         constants = dict.fromkeys(("CODE", "ZERO", "SCALE", "BITS", "SPAN", "SCALE_BYTES"), 0) | {"ENTRIES": 16}
         views = (words, words, floats)
     else:
         kind, field = dequantize_triton.kind_of(form), (form.fields or form.row)[0]
         assert kind is not None
-        step, per_row = 4 * warps, 64 // form.bits
+        step = 4 * tile.warps
         spans_at = strip.row_bytes if form.span else 0
         places = (matrix.strip_at(1), matrix.columns, strip.codes_at, spans_at, (1 << form.bits) - 1)
         scales = flat.view(dequantize_triton.SCALES[field.kind])
         constants = {"CODE": kind[0], "ZERO": form.zero_point, "SCALE": kind[1], "BITS": form.bits, "SPAN": form.span}
         constants |= {"ENTRIES": 1 if field.shared else 16, "SCALE_BYTES": scales.element_size()}
         views = (words, scales, floats)
-    steps = -(-matrix.columns // (step * per_row))
-    unroll = next((n for n in range(min(unroll, steps), 1, -1) if steps % n == 0), min(unroll, steps))
-    even = matrix.columns % (step * per_row * unroll) == 0
-    constants |= {"PLAIN": matrix.plain, "STEP": step, "UNROLL": unroll, "EVEN": even, "num_warps": warps}
-    constants["PACK"] = packed.is_cuda
+    constants |= {"PLAIN": matrix.plain, "STEP": step, "PACK": packed.is_cuda, "num_warps": tile.warps}
     return views, places, constants

@@ -24,7 +24,6 @@ from ktransformers.nn.device_codes.dequantize import decode_plain
 from ktransformers.nn.device_codes.layout import Geometry, PackedMatrix
 from ktransformers.nn.gate import Gate
 from ktransformers.nn.reference import ACTIVATIONS
-from ktransformers.place.gpu.epilogue import SILU
 from ktransformers.place.gpu.executor import LayerOnDevice
 from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.gpu.multi_lora import LoraPointers, Pairs
@@ -111,13 +110,13 @@ def forward(
     first_lora, down_lora = (
         (None, None) if lora is None else (lora[1].kernel_arguments(lora[0], name) for name in ("first", "down"))
     )
-    fused = geometry.gated and layer.gate == SILU
+    gate = layer.gate if geometry.gated and kernels.fuses(layer.gate) else None
     groups = kernels.group_routes(ids, slot_of, routing.counts, geometry.first, geometry.down)
     counts = routing.counts if groups is None else None
     h: Tensor = kernels.first(
-        hidden, ids, slot_of, cache.first, first_bias, geometry.first, fused, first_lora, counts, groups
+        hidden, ids, slot_of, cache.first, first_bias, geometry.first, gate, first_lora, counts, groups
     )
-    if not fused:
+    if gate is None:
         h = _activate(h, layer.gate, geometry.gated)
     out: Tensor = kernels.down(h, ids, weights, slot_of, cache.down, down_bias, geometry.down, down_lora, dtype, groups)
     return out

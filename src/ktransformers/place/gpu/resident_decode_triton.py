@@ -1,13 +1,17 @@
 """Triton kernels for the resident experts of a few tokens; expert ids are read in device memory, so the host does not
 synchronise.
 
-A program takes 16 or 32 outputs of one expert and up to 16 rows of it, so an expert that several tokens share is read
-once. Its rows are found in the program: the grid has a program for every (token, slot) and block of outputs; the first
-of the pairs with one expert computes for all of them, the others end at once, as does one whose expert is not resident
-(`slot_of[expert]` is -1). Weights are read as they are packed (`code_products_triton.py`): decoded in registers,
-rounded to bf16 and multiplied on tensor cores with float32 sums. Where gate and up have different formats they are
-dequantised first, one dense matrix per (token, slot). Down's kernel writes the weighted output of every (token, slot),
-and a third one sums those of a token in the order of its slots: no atomics, the same bits every time.
+Three kernels compute a layer, with one before them if there are several tokens. That one groups the (token, slot) pairs
+of an expert by two (`_group_routes`), so that an expert that two tokens share is read once; a pair whose expert is not
+resident (`slot_of[expert]` is -1) is in no group. The others have a program for every pair and block of 32 outputs, of
+which those without a group end at once: gate and up with the activation, then down, which writes the weighted output of
+every pair (`block_products_triton.py`); a third kernel sums those of a token in one order: no atomics, the same bits
+every time.
+
+GGUF's K types, codes of two bits, and gate and up of different formats, which are dequantised first, have two other
+kernels (`_first`, `_down`): 16 or 32 outputs by up to 16 rows of an expert, values moved through shared memory and
+multiplied on tensor cores (`code_products_triton.py`). A program finds the rows itself: the first of the pairs with one
+expert computes for all of them.
 
 LoRA factors are found through a table of addresses (`LoraPointers` of `place/gpu/multi_lora.py`): one more kernel has a
 program per (token, slot) and 16 ranks of A, and the kernels above add B's product to rows with an adapter.
@@ -26,6 +30,7 @@ from torch import Tensor
 
 from ktransformers.nn.device_codes import dequantize_triton
 from ktransformers.nn.device_codes.layout import TILE_BYTES, PackedMatrix
+from ktransformers.nn.gate import Gate
 from ktransformers.place.gpu import block_products_triton, code_products_triton
 from ktransformers.place.gpu.block_products_triton import block_products
 from ktransformers.place.gpu.code_products_triton import FEW_ROUTES, load_rows, multiply_add, strip_values
@@ -115,6 +120,14 @@ def _pairs_of_expert(ids, route, expert, routes, ROUTES: tl.constexpr, ROWS: tl.
 
 
 @triton.jit
+def _activated(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr, ADDED: tl.constexpr):
+    """bf16: `Gate` of gate and up for silu and for OpenAI's SwiGLU."""
+    if LIMIT > 0:
+        gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    return (gate * tl.sigmoid(ALPHA * gate) * (up + ADDED)).to(tl.bfloat16)
+
+
+@triton.jit
 def _first(
     hidden,  # [T, columns]
     ids,  # [T, k]
@@ -127,7 +140,7 @@ def _first(
     adapters,  # int32 [T], or unused
     factors,  # as above, or unused
     inner,  # bf16 [T * k, RANKS], or unused
-    out,  # bf16 [T * k, rows] if SILU, else float32 [T * k, outputs]
+    out,  # bf16 [T * k, rows] if GATE, else float32 [T * k, outputs]
     routes,
     experts,
     top_k,
@@ -154,7 +167,10 @@ def _first(
     COUNT: tl.constexpr,
     PAIRED: tl.constexpr,
     BIAS: tl.constexpr,
-    SILU: tl.constexpr,
+    GATE: tl.constexpr,  # the activation is applied
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    ADDED: tl.constexpr,
     RANKS: tl.constexpr,  # 0: no LoRA
 ):
     route, block = tl.program_id(0), tl.program_id(1)
@@ -201,8 +217,8 @@ def _first(
                     high_sum, pairs, present, expert, top_k, adapters, factors, inner, high, high_valid, outputs,
                     16, RANKS,
                 )  # fmt: skip
-            if SILU:
-                activated = (low_sum * tl.sigmoid(low_sum) * high_sum).to(tl.bfloat16)
+            if GATE:
+                activated = _activated(low_sum, high_sum, LIMIT, ALPHA, ADDED)
                 target = out + pairs[:, None] * rows + low[None, :]
                 tl.store(target, activated, mask=present[:, None] & low_valid[None, :])
             else:
@@ -343,9 +359,10 @@ def _lora_b(sums, pair, expert, top_k, adapters, factors, inner, row, valid, out
 @triton.jit
 def _store_first(
     pair, low_sum, high_sum, expert, bias, adapters, factors, inner, out, low, high, low_valid, high_valid, outputs,
-    rows, top_k, BIAS: tl.constexpr, SILU: tl.constexpr, RANKS: tl.constexpr,
+    rows, top_k, BIAS: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, ADDED: tl.constexpr,
+    RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up of one pair, after bias and LoRA; activated if SILU."""
+    """Gate and up of one pair, after bias and LoRA; activated if GATE."""
     if pair >= 0:
         if BIAS:
             low_sum += tl.load(bias + expert * outputs + low, mask=low_valid, other=0.0)
@@ -355,8 +372,8 @@ def _store_first(
             high_sum = _lora_b(
                 high_sum, pair, expert, top_k, adapters, factors, inner, high, high_valid, outputs, RANKS
             )
-        if SILU:
-            activated = (low_sum * tl.sigmoid(low_sum) * high_sum).to(tl.bfloat16)
+        if GATE:
+            activated = _activated(low_sum, high_sum, LIMIT, ALPHA, ADDED)
             tl.store(out + pair.to(tl.int64) * rows + low, activated, mask=low_valid)
         else:
             tl.store(out + pair.to(tl.int64) * outputs + low, low_sum, mask=low_valid)
@@ -398,15 +415,16 @@ def _first_rows(
     ENTRIES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     STEP: tl.constexpr,
-    UNROLL: tl.constexpr,
-    EVEN: tl.constexpr,
     PACK: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPED: tl.constexpr,
     COUNT: tl.constexpr,
     PAIRED: tl.constexpr,
     BIAS: tl.constexpr,
-    SILU: tl.constexpr,
+    GATE: tl.constexpr,  # the activation is applied
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    ADDED: tl.constexpr,
     RANKS: tl.constexpr,
 ):
     block, route = tl.program_id(0), tl.program_id(1)
@@ -420,7 +438,7 @@ def _first_rows(
         base = slot * expert_bytes + block.to(tl.int64) * block_bytes
         low_0, high_0, low_1, high_1, low_2, high_2, low_3, high_3 = block_products(
             x_0, x_1, x_2, x_3, words, scales, scale_factors, base, half_bytes, columns, codes_at, spans_at,
-            mask, PLAIN, CODE, ZERO, SCALE, BITS, SPAN, ENTRIES, SCALE_BYTES, STEP, UNROLL, EVEN, PACK, ROWS,
+            mask, PLAIN, CODE, ZERO, SCALE, BITS, SPAN, ENTRIES, SCALE_BYTES, STEP, PACK, ROWS,
         )  # fmt: skip
         expert, n = tl.load(ids + route).to(tl.int64), tl.arange(0, 16)
         if PAIRED:
@@ -431,21 +449,21 @@ def _first_rows(
             high, low_valid, high_valid = low + 16, low < rows, low + 16 < rows
         _store_first(
             pair_0, low_0, high_0, expert, bias, adapters, factors, inner, out, low, high, low_valid, high_valid,
-            outputs, rows, top_k, BIAS, SILU, RANKS,
+            outputs, rows, top_k, BIAS, GATE, LIMIT, ALPHA, ADDED, RANKS,
         )  # fmt: skip
         if ROWS > 1:
             _store_first(
                 pair_1, low_1, high_1, expert, bias, adapters, factors, inner, out, low, high, low_valid, high_valid,
-                outputs, rows, top_k, BIAS, SILU, RANKS,
+                outputs, rows, top_k, BIAS, GATE, LIMIT, ALPHA, ADDED, RANKS,
             )  # fmt: skip
         if ROWS > 2:
             _store_first(
                 pair_2, low_2, high_2, expert, bias, adapters, factors, inner, out, low, high, low_valid, high_valid,
-                outputs, rows, top_k, BIAS, SILU, RANKS,
+                outputs, rows, top_k, BIAS, GATE, LIMIT, ALPHA, ADDED, RANKS,
             )  # fmt: skip
             _store_first(
                 pair_3, low_3, high_3, expert, bias, adapters, factors, inner, out, low, high, low_valid, high_valid,
-                outputs, rows, top_k, BIAS, SILU, RANKS,
+                outputs, rows, top_k, BIAS, GATE, LIMIT, ALPHA, ADDED, RANKS,
             )  # fmt: skip
 
 
@@ -504,8 +522,6 @@ def _down_rows(
     ENTRIES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     STEP: tl.constexpr,
-    UNROLL: tl.constexpr,
-    EVEN: tl.constexpr,
     PACK: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPED: tl.constexpr,
@@ -523,7 +539,7 @@ def _down_rows(
         base = slot * expert_bytes + block.to(tl.int64) * block_bytes
         low_0, high_0, low_1, high_1, low_2, high_2, low_3, high_3 = block_products(
             x_0, x_1, x_2, x_3, words, scales, scale_factors, base, half_bytes, columns, codes_at, spans_at,
-            mask, PLAIN, CODE, ZERO, SCALE, BITS, SPAN, ENTRIES, SCALE_BYTES, STEP, UNROLL, EVEN, PACK, ROWS,
+            mask, PLAIN, CODE, ZERO, SCALE, BITS, SPAN, ENTRIES, SCALE_BYTES, STEP, PACK, ROWS,
         )  # fmt: skip
         expert, row = tl.load(ids + route).to(tl.int64), block * 32 + tl.arange(0, 16)
         _store_down(
@@ -667,6 +683,18 @@ def _row_arguments(
     return grouping, (*views, slot_of if bias is None else bias), sizes, constants
 
 
+def fuses(gate: Gate) -> bool:
+    """Whether `first` applies the activation."""
+    return gate.activation in ("silu", "swiglu_oai")
+
+
+def _gate_arguments(gate: Gate | None) -> dict[str, Any]:
+    if gate is None:
+        return {"GATE": False, "LIMIT": 0.0, "ALPHA": 1.0, "ADDED": 0.0}
+    alpha, added = (gate.alpha, 1.0) if gate.activation == "swiglu_oai" else (1.0, 0.0)
+    return {"GATE": True, "LIMIT": gate.limit, "ALPHA": alpha, "ADDED": added}
+
+
 def _as_pairs(rows: Tensor) -> Tensor:
     """Rows of bf16 as int32: pairs of neighbours."""
     return rows.to(torch.bfloat16).contiguous().view(torch.int32)
@@ -679,20 +707,22 @@ def first(
     packed: Tensor,
     bias: Tensor | None,
     matrix: PackedMatrix,
-    silu: bool,
+    gate: Gate | None,
     lora: Lora | None = None,
     counts: Tensor | None = None,
     groups: Groups | None = None,
 ) -> Tensor:
-    """bf16 `[T * k, rows]` after the activation if that is silu, else float32 products `[T * k, out_rows]`. Rows of
-    experts that are not resident are not written. The rows of each expert are added to `counts` int32 `[E]`. With
+    """bf16 `[T * k, rows]` after `gate`, or float32 products `[T * k, out_rows]` without it. Rows of experts
+    that are not resident are not written. The rows of each expert are added to `counts` int32 `[E]`. With
     `groups` pairs of one expert are computed together."""
     routes = ids.numel()
-    shape, dtype = ((routes, matrix.rows), torch.bfloat16) if silu else ((routes, matrix.out_rows), torch.float32)
+    shape, dtype = (
+        ((routes, matrix.rows), torch.bfloat16) if gate is not None else ((routes, matrix.out_rows), torch.float32)
+    )
     out = torch.empty(shape, dtype=dtype, device=hidden.device)
     lora_tensors, ranks = _lora_arguments(hidden, ids, slot_of, matrix, lora)
     counted = slot_of if counts is None else counts
-    flags = {"COUNT": counts is not None, "PAIRED": matrix.paired, "SILU": silu, "RANKS": ranks}
+    flags = {"COUNT": counts is not None, "PAIRED": matrix.paired, "RANKS": ranks} | _gate_arguments(gate)
     if block_products_triton.supports(matrix):
         grouping, tensors, sizes, constants = _row_arguments(packed, ids, slot_of, bias, matrix, groups)
         multiply: Any = _first_rows[(matrix.blocks, routes)]

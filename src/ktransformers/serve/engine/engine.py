@@ -470,10 +470,10 @@ class ServeEngine:
         ready = sequence.text.add(token)
         if sequence.text.stopped is not None:
             self._close(sequence, "stop", ready, scores)
-        elif len(sequence.new_tokens) >= sequence.request.max_tokens:
+        elif sequence.new_count >= sequence.request.max_tokens:
             self._close(sequence, "length", ready + sequence.text.end(), scores)
         else:
-            sequence.deliver(Event(ready, scores, (), None, len(sequence.new_tokens), sequence.cached))
+            sequence.deliver(Event(ready, scores, (), None, sequence.new_count, sequence.cached))
 
     def _close(
         self, sequence: Sequence, finish: str, text: str = "", scores: tuple[Score, ...] = (), error: str = ""

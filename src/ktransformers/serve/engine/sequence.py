@@ -93,6 +93,11 @@ class Sequence:
         return self.tokens[len(self.request.prompt) :]
 
     @property
+    def new_count(self) -> int:
+        """Of new tokens."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
     def owner(self) -> Owner:
         """Of its KV slot."""
         return None if self.request.adapter is None else self.request.adapter.owner
@@ -114,4 +119,4 @@ class Sequence:
         if self.finished:
             return
         self.finished = True
-        self.deliver(Event(text, scores, (), finish, len(self.new_tokens), self.cached, error))
+        self.deliver(Event(text, scores, (), finish, self.new_count, self.cached, error))
