@@ -94,11 +94,16 @@ def seconds_of(calls: list[Callable[[], object]], seconds: float) -> float:
 
 def coded_calls(buffer: torch.Tensor, shape: tuple[int, int], spec: str, x: torch.Tensor) -> tuple[list[Any], int]:
     """Products with copies of a weight, and the bytes of one."""
+    import torch
+
     from ktransformers.nn.device_codes.linear import DeviceCodes, packed_linear
+    from ktransformers.nn.device_codes.words import word_layout
 
     matrix = packed_linear(*shape, spec)
-    size = matrix.expert_bytes
-    copies = [DeviceCodes(buffer[at * size : (at + 1) * size], matrix) for at in range(count_copies(size))]
+    layout = word_layout(matrix)
+    assert layout is not None, "a format whose codes are multiplied"
+    size, words = 4 * layout.words, buffer.view(torch.int32).split(layout.words)
+    copies = [DeviceCodes(words[at], matrix, layout) for at in range(count_copies(size))]
     return [lambda codes=codes: codes.multiply(x) for codes in copies], size
 
 

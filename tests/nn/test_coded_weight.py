@@ -25,6 +25,7 @@ from ktransformers.checkpoint.quantisation import accept
 from ktransformers.errors import InputError
 from ktransformers.nn import coded_weight
 from ktransformers.nn.coded_weight import CodedWeight, describe_coded, encode_linears
+from ktransformers.nn.host_rows import HostRows
 from ktransformers.nn.linear import patch_linears
 from ktransformers.nn.pool import default_pool
 from tests.support.gguf_blocks import random_blocks
@@ -344,3 +345,23 @@ def test_a_copy_on_a_device_keeps_the_codes() -> None:
     stranger = coded_weight.coded_weight(encode(torch.randn(64, 256), "int8"), torch.bfloat16)
     with pytest.raises(InputError, match=r"assignment to \.data"):
         layer.weight.data = stranger
+
+
+def test_an_embedding_stays_in_host_memory() -> None:
+    """Its table is that of a frozen weight wherever the model is moved; one that the head shares moves with it."""
+    model = build("qwen3_moe", vocab_size=640)
+    ids = torch.tensor([[3, 639, 64, 3]])
+    expected = model.get_input_embeddings()(ids).detach()
+    assert coded_weight.keep_embedding_on_host(model, pin=False)
+    held = model.get_input_embeddings().weight
+    assert isinstance(held, CodedWeight) and isinstance(held.codes, HostRows) and not held.requires_grad
+    assert torch.equal(model.get_input_embeddings()(ids), expected)
+    moved = held.moved("meta")
+    assert moved.device.type == "meta" and moved.codes.rows is held.codes.rows, "nothing is copied"
+    assert torch.equal(held.decoded(3, 4)[0], expected[0, 0])
+    assert coded_weight.describe_coded(model) == "", "no linear layer has codes"
+    with pytest.raises(InputError, match="frozen"):
+        held.add_(1)
+    tied = build("qwen3_moe", vocab_size=640, tie_word_embeddings=True)
+    assert not coded_weight.keep_embedding_on_host(tied, pin=False)
+    assert not isinstance(tied.get_input_embeddings().weight, CodedWeight)

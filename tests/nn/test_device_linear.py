@@ -18,6 +18,7 @@ from ktransformers.checkpoint.encoder import encode
 from ktransformers.nn.coded_weight import CodedWeight, GpuCodes, coded_weight
 from ktransformers.nn.device_codes import linear as device_linear
 from ktransformers.nn.device_codes.linear import DeviceCodes, packed_linear
+from ktransformers.nn.device_codes.words import from_words, to_words, word_layout
 from tests.support.formats import SPECS
 from tests.support.gguf_blocks import HALVES, random_blocks
 
@@ -46,7 +47,21 @@ def codes_of(spec: str, rows: int, columns: int, device: str) -> tuple[DeviceCod
     numbers = torch.empty(rows, columns, dtype=torch.bfloat16)
     core.decode(0, numbers)
     packed = torch.from_dlpack(core.memory()).view(-1).clone()
-    return DeviceCodes(packed.to(device), packed_linear(rows, columns, spec)), numbers.to(device)
+    return DeviceCodes.of(packed.to(device), packed_linear(rows, columns, spec)), numbers.to(device)
+
+
+def words_of(spec: str, rows: int, columns: int, device: str) -> tuple[DeviceCodes, Tensor]:
+    """The same in words, also without a GPU; skips formats that have none."""
+    codes, numbers = codes_of(spec, rows, columns, device)
+    if codes.layout is None:
+        layout = word_layout(codes.matrix)
+        if layout is None:
+            assert spec.startswith(("iq", "tq1", "uint", "int4:96")), "a format whose codes are multiplied"
+            pytest.skip("decoded first")
+        words = to_words(codes.packed, layout)
+        assert words is not None
+        codes = DeviceCodes(words, codes.matrix, layout)
+    return codes, numbers
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
@@ -90,22 +105,58 @@ def test_products_with_decoded_panels(device: str, panel: int, monkeypatch: pyte
     assert error(codes.multiply_transposed(grad), grad.double() @ numbers.double()) < ROUNDING
 
 
+@pytest.mark.parametrize("columns", [512, 768])
+@pytest.mark.parametrize("spec", [*SPECS, *HALVES])
+def test_words_have_every_code_and_scale(spec: str, columns: int) -> None:
+    """To words and back: the same bytes, hardly more of them."""
+    codes, _ = codes_of(spec, 112, columns, "cpu")
+    layout = word_layout(codes.matrix)
+    if layout is None:
+        pytest.skip("decoded first")
+    words = to_words(codes.packed, layout)
+    assert words is not None and torch.equal(from_words(words, layout), codes.packed)
+    if columns == 512:
+        assert words.numel() * 4 <= 1.05 * codes.packed.numel()
+
+
+def test_scales_beyond_float32_stay_in_the_layout_of_the_cpu() -> None:
+    matrix = encode(torch.randn(64, 256) * 2.0**60, "int4:32")
+    packed = torch.from_dlpack(coded_weight(matrix, torch.bfloat16).codes.linear.memory()).view(-1)
+    layout = word_layout(packed_linear(64, 256, "int4:32"))
+    assert layout is not None and to_words(packed.clone(), layout) is None
+
+
+@kernel_devices
+@pytest.mark.parametrize("spec", [*SPECS, *HALVES])
+def test_words_are_decoded(spec: str, device: str) -> None:
+    codes, numbers = words_of(spec, 112, 768, device)
+    expected = numbers.view(torch.int16)
+    assert same_bits(codes.decoded(0, 112), expected)
+    assert same_bits(codes.decoded(40, 75), expected[40:75])
+    rows = torch.tensor([3, 111, 64, 3], device=device)
+    assert same_bits(codes.gathered(rows), expected[rows])
+
+
+def same_bits(actual: Tensor, expected: Tensor) -> bool:
+    """The interpreter truncates to bf16."""
+    return int((actual.view(torch.int16).int() - expected.int()).abs().max()) <= (1 if INTERPRETED else 0)
+
+
 @kernel_devices
 @pytest.mark.parametrize("rows", [1, 16, 33])
 @pytest.mark.parametrize("spec", [*SPECS, *HALVES])
 def test_few_rows_are_multiplied_with_codes(spec: str, rows: int, device: str, interpreter_dot: None) -> None:
     kernels = pytest.importorskip(device_linear.TRITON)
     outputs, columns = 112, 2048 if rows == 16 else 1024 + 256
-    codes, numbers = codes_of(spec, outputs, columns, device)
-    if not kernels.supports(codes.matrix):
-        assert spec.startswith(("iq", "tq", "uint")), "a format whose codes are multiplied"
-        pytest.skip("decoded first")
+    codes, numbers = words_of(spec, outputs, columns, device)
+    layout = codes.layout
+    assert layout is not None
     x = torch.randn(rows, columns, device=device).bfloat16()
-    space = kernels.workspace(codes.matrix, x.device)
+    space = kernels.workspace(layout, x.device)
     expected = x.double() @ numbers.double().T
-    for splits in (1, 3):
-        config = kernels.Configuration(max(16, 2 ** (rows - 1).bit_length()), 32, 8, splits)
-        first, again = (kernels.product(x, codes.packed, codes.matrix, space, config) for _ in range(2))
+    for splits in (1, 2):
+        config = kernels.Configuration(16, 32, splits)
+        first, again = (kernels.product(x, layout.parts_of(codes.packed), layout, space, config) for _ in range(2))
         assert error(first, expected) < ROUNDING
         assert torch.equal(first, again), "sums in no fixed order"
 

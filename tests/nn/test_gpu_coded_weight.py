@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ktransformers.checkpoint.encoder import encode
 from ktransformers.nn import coded_weight, load_model
 from ktransformers.nn.coded_weight import CodedWeight, GpuCodes
+from ktransformers.nn.host_rows import HostRows
 from ktransformers.nn.placeholder import Placeholder
 from tests.support.coded_models import codes_of, with_numbers
 from tests.support.packing import as_fp8
@@ -47,6 +48,8 @@ def test_a_release_keeps_its_bits(kind: str, tmp_path: Path) -> None:
     on_cpu = load_model(tmp_path, dtype=torch.bfloat16, rest="keep", widen=False)
     model = load_model(tmp_path, dtype=torch.bfloat16, rest="keep", device="cuda:0")
     kept = codes_of(model)
+    table = kept.pop("model.embed_tokens.weight")
+    assert isinstance(table.codes, HostRows) and table.codes.rows.is_pinned() and table.device.type == "cuda"
     assert all(one.device.type == "cuda" and isinstance(one.codes, GpuCodes) for one in kept.values())
     assert any("kv_b_proj" in name for name in kept), "absorbed matrices have codes on a GPU"
     others = [one for one in model.parameters() if not isinstance(one, Placeholder)]
@@ -108,6 +111,24 @@ def test_embeddings_are_looked_up_in_a_graph(spec: str) -> None:
     ids.copy_(torch.tensor([1, 2, 150, 31]))
     graph.replay()
     assert torch.equal(out.cpu(), nn.functional.embedding(ids.cpu(), weight))
+
+
+@cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_embedding_in_host_memory_is_looked_up_in_a_graph(dtype: torch.dtype) -> None:
+    model = build("qwen3_moe", vocab_size=640).to(dtype)
+    table = model.get_input_embeddings().weight.detach().clone()
+    assert coded_weight.keep_embedding_on_host(model)
+    model.get_input_embeddings().to("cuda:0")
+    embedding, ids = model.get_input_embeddings(), torch.tensor([[3, 639, 64, 3]], device="cuda:0")
+    assert torch.equal(embedding(ids).cpu(), table[ids.cpu()])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = embedding(ids)
+    ids.copy_(torch.tensor([[1, 2, 150, 31]]))
+    graph.replay()
+    assert torch.equal(out.cpu(), table[ids.cpu()])
+    embedding.weight.codes.check(embedding.weight)
 
 
 @cuda

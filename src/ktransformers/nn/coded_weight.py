@@ -6,8 +6,8 @@ the model's dtype to everything else: PEFT sees an ordinary frozen weight of an 
 multiplies with codes, `F.embedding` decodes the rows that it looks up, and the gradient of the input decodes a panel of
 the weight at a time. A number is what the codes stand for in float32 models, and rounded once in bf16 models, except
 where a CPU multiplies few rows of bf16 with codes as they lie. Any other operator gets a copy in the model's dtype, and
-so does a copied module; what would write into the weight is refused. `to` moves the codes, the same bytes, between the
-CPU and a GPU (`nn/device_codes/linear.py`), where they are used in bf16 models.
+so does a copied module; what would write into the weight is refused. `to` moves the codes between the
+CPU and a GPU (`nn/device_codes/linear.py`, in a layout of its own), where they are used in bf16 models.
 
 `keep_codes` takes the codes of the files while a model is loaded, so that its quantised weights never exist as numbers:
 the same values in fewer bytes. `encode_linears` takes the codes of a format nearest to the loaded numbers, so results
@@ -37,6 +37,7 @@ from ktransformers.checkpoint.recode import rows_of
 from ktransformers.checkpoint.sources import PlainTensor
 from ktransformers.errors import InputError, KTError
 from ktransformers.nn.device_codes.linear import BLOCK_ROWS, DeviceCodes, packed_linear
+from ktransformers.nn.host_rows import HostRows
 from ktransformers.nn.pool import default_pool
 from ktransformers.nn.widened import stored_weight
 
@@ -68,6 +69,10 @@ class PackedCodes:
     @property
     def bytes(self) -> int:
         return self.linear.packed_bytes
+
+    @property
+    def location(self) -> torch.device:
+        return torch.device("cpu")
 
     def decoded(self, weight: CodedWeight, first: int, last: int) -> Tensor:
         out = torch.empty(last - first, weight.shape[1], dtype=weight.decoded_dtype, device="cpu")
@@ -108,7 +113,11 @@ class GpuCodes:
 
     @property
     def bytes(self) -> int:
-        return self.device.packed.numel()
+        return self.device.bytes
+
+    @property
+    def location(self) -> torch.device:
+        return self.device.packed.device
 
     def decoded(self, weight: CodedWeight, first: int, last: int) -> Tensor:
         return self._ordered(self.device.decoded(first, last))
@@ -126,6 +135,7 @@ class GpuCodes:
         return rows if self.order is None else in_own_order(rows, self.order)
 
 
+Codes = PackedCodes | GpuCodes | HostRows
 _packed: weakref.WeakSet[PackedCodes] = weakref.WeakSet()
 
 
@@ -138,17 +148,16 @@ def _drop_codes() -> None:
 class CodedWeight(Tensor):
     """A weight `[N, K]` whose numbers are codes."""
 
-    codes: PackedCodes | GpuCodes
+    codes: Codes
     spec: str
 
     @staticmethod
-    def __new__(cls, codes: PackedCodes | GpuCodes, spec: str, shape: Sequence[int], dtype: torch.dtype) -> CodedWeight:
-        device = codes.device.packed.device if isinstance(codes, GpuCodes) else torch.device("cpu")
-        tensor: CodedWeight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+    def __new__(cls, codes: Codes, spec: str, shape: Sequence[int], dtype: torch.dtype) -> CodedWeight:
+        tensor: CodedWeight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.location)
         tensor.codes, tensor.spec = codes, spec
         return tensor
 
-    def __init__(self, codes: PackedCodes | GpuCodes, spec: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, codes: Codes, spec: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Everything is set by `__new__`."""
 
     @classmethod
@@ -221,27 +230,29 @@ class CodedWeight(Tensor):
         return CodedWeight(self.codes, self.spec, self.shape, dtype)
 
     def moved(self, device: torch.device | str | None) -> CodedWeight:
-        """The same bytes in the memory of a device."""
+        """The same codes in the memory of a device."""
         target = self.device if device is None else torch.device(device)
         if target.type == "cuda" and target.index is None:
             target = torch.device("cuda", torch.cuda.current_device())
         if target == self.device:
             return self
         codes = self.codes
+        if isinstance(codes, HostRows):
+            return CodedWeight(codes.moved(target), self.spec, self.shape, self.dtype)
         order = None if codes.order is None else codes.order.to(target)
-        if isinstance(codes, PackedCodes):
-            packed = read_only_tensor(codes.linear.memory()).view(-1).to(target)
-        else:
-            packed = codes.device.packed.to(target)
         if target.type == "cpu":
+            assert isinstance(codes, GpuCodes)
             core = _core.CodedLinear(default_pool(), self.shape[0], self.shape[1], self.spec)
-            core.adopt(packed)
+            core.adopt(codes.device.packed_on_host())
             moved = weight_of_codes(core, self.spec, self.shape, self.dtype, order)
             moved.codes.identity = codes.identity
             return moved
-        matrix = packed_linear(self.shape[0], self.shape[1], self.spec)
-        on_gpu = GpuCodes(DeviceCodes(packed, matrix), order, codes.identity)
-        return CodedWeight(on_gpu, self.spec, self.shape, self.dtype)
+        if isinstance(codes, GpuCodes):
+            on_device = codes.device.moved(target)
+        else:
+            packed = read_only_tensor(codes.linear.memory()).view(-1).to(target)
+            on_device = DeviceCodes.of(packed, packed_linear(self.shape[0], self.shape[1], self.spec))
+        return CodedWeight(GpuCodes(on_device, order, codes.identity), self.spec, self.shape, self.dtype)
 
     def decoded(self, first: int, last: int) -> Tensor:
         """Rows first .. last - 1: in bf16 if that is the dtype, else in float32, where they are not rounded."""
@@ -467,11 +478,31 @@ def weight_of_codes(
     return CodedWeight(codes, spec, shape, dtype)
 
 
+def keep_embedding_on_host(model: Any, *, pin: bool = True) -> bool:
+    """Give the input embedding of a model on the CPU a table that stays in host memory when the model is moved; False:
+    its weight is in codes, is used by another module too, or is none of a plain embedding."""
+    embedding = model.get_input_embeddings()
+    if not isinstance(embedding, nn.Embedding) or embedding.max_norm is not None:
+        return False
+    weight = embedding.weight
+    owners = sum(one is weight for _, one in model.named_parameters(remove_duplicate=False))
+    stored = stored_weight(weight)
+    if owners != 1 or isinstance(stored, CodedWeight) or stored.device.type != "cpu" or stored.dtype not in DTYPES:
+        return False
+    numbers = stored.detach().contiguous()
+    rows = HostRows(numbers.pin_memory() if pin else numbers)
+    held = CodedWeight(rows, str(stored.dtype).removeprefix("torch."), numbers.shape, stored.dtype)
+    embedding.weight = nn.Parameter(held, requires_grad=False)
+    return True
+
+
 def check_on_device(model: nn.Module) -> None:
     """Compares products with codes on a GPU with those of decoded weights, for one weight of every format and shape."""
     checked: set[tuple[str, torch.Size]] = set()
     for weight in model.parameters():
-        if isinstance(weight, CodedWeight) and isinstance(weight.codes, GpuCodes):
+        if isinstance(weight, CodedWeight) and isinstance(weight.codes, HostRows):
+            weight.codes.check(weight)
+        elif isinstance(weight, CodedWeight) and isinstance(weight.codes, GpuCodes):
             if (weight.spec, weight.shape) not in checked:
                 weight.codes.device.check()
             checked.add((weight.spec, weight.shape))
@@ -479,12 +510,15 @@ def check_on_device(model: nn.Module) -> None:
 
 def describe_coded(model: nn.Module) -> str:
     """How many layers have codes, in which formats and bytes, in words; empty: none."""
-    held = [parameter for parameter in model.parameters() if isinstance(parameter, CodedWeight)]
+    coded = [parameter for parameter in model.parameters() if isinstance(parameter, CodedWeight)]
+    held = [weight for weight in coded if not isinstance(weight.codes, HostRows)]
     if not held:
         return ""
     formats = ", ".join(sorted({weight.spec for weight in held}))
     size = sum(weight.codes.bytes for weight in held) / 2**30
-    return f"{len(held)} linear layers outside of the experts in {formats}: {size:.2f} GiB"
+    on_host = sum(weight.codes.bytes for weight in coded if isinstance(weight.codes, HostRows)) / 2**30
+    embedding = f"; the embedding in host memory: {on_host:.2f} GiB" if on_host else ""
+    return f"{len(held)} linear layers outside of the experts in {formats}: {size:.2f} GiB{embedding}"
 
 
 def _suitable(model: nn.Module, on_gpu: bool) -> Iterator[tuple[str, nn.Linear]]:

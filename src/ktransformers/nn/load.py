@@ -38,6 +38,7 @@ from ktransformers.nn.coded_weight import (
     check_on_device,
     encode_linears,
     keep_codes,
+    keep_embedding_on_host,
     keep_released,
     rest_format,
 )
@@ -79,7 +80,8 @@ def load_model(
     in bf16 and are widened when they are multiplied (`nn/dense_layers.py`), unless `widen` is False: for a model that
     is moved to a GPU afterwards. `rest` says how linear layers outside of the experts are stored: "bf16", as numbers;
     "keep", in the codes of the files where these are quantised; or a format that they are encoded in
-    (`nn/coded_weight.py`). Codes are packed in host memory and then moved to `device`; on a GPU the model must be bf16.
+    (`nn/coded_weight.py`). Codes are packed in host memory and then moved to `device`; on a GPU the model must be bf16,
+    and the table of the input embedding stays in host memory (`nn/host_rows.py`), unless the head shares it.
     `shard`: one rank's part of the experts, if several ranks divide them (`expert_partition.py`); the others' bytes
     are neither read nor packed, and `connect` (`nn/exchange.py`) must be called before the model computes.
     `formats` are those that experts are encoded in on the way, one for all or by the name of their module; None: as
@@ -150,6 +152,7 @@ def load_pretrained(
     elif rest not in AS_RELEASED:
         encode_linears(loaded, rest, quantizer.pool, on_gpu=on_gpu)
     if on_gpu:
+        keep_embedding_on_host(loaded)
         torch.nn.Module.to(loaded, device)
         check_on_device(loaded)
     return loaded

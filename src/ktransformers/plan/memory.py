@@ -214,6 +214,8 @@ def predict_memory(
     mapped = numbers * weight_bytes if not choice.gpus and as_released else 0
     if not choice.gpus and not as_released:
         host["weights"] = numbers * weight_bytes
+    if on_host := host_embedding(model, choice):
+        host["embedding"] = on_host * work.rest_bytes
     share = cpu_share(model, work, choice, machine)
     host["workspace"] = workspace_bytes(model, work, machine) if share != CPU_NONE else 0
     if isinstance(work, Training):
@@ -231,6 +233,7 @@ def predict_memory(
     sliced, elsewhere = host["experts"], sum(host.values()) - host["experts"]
     nodes = [sliced // machine.cpu.nodes] * machine.cpu.nodes
     nodes[0] += elsewhere  # allocated by one process, on its first node
+    pinned += host.get("embedding", 0)
     return MemoryPlan(host, tuple(gpus), disk, tuple(nodes), pinned, mapped)
 
 
@@ -240,8 +243,17 @@ def _released_bytes(model: ModelShape) -> int:
     return round(experts) + model.rest * model.rest_dtype_bytes
 
 
+def host_embedding(model: ModelShape, choice: Choice) -> int:
+    """Numbers of an input embedding that stays in host memory (`nn/host_rows.py`): with codes on a GPU, unless the head
+    shares them or they are codes too."""
+    if not choice.gpus or choice.codes is None or model.tied:
+        return 0
+    is_coded = choice.codes == KEEP and model.coded_numbers > model.rest - model.embedding
+    return 0 if is_coded else model.embedding
+
+
 def _gpu_weight_bytes(model: ModelShape, choice: Choice, place: int, size: int) -> int:
-    numbers = _gpu_numbers(model, choice.gpus, place)
+    numbers = _gpu_numbers(model, choice.gpus, place) - (host_embedding(model, choice) if place == 0 else 0)
     coded, coded_bytes = coded_part(model, choice)
     return (numbers - coded // choice.gpus) * size + coded_bytes // choice.gpus
 

@@ -82,8 +82,8 @@ def _strip_half(blocks: Tensor, matrix: PackedMatrix, half: int) -> Tensor:
     strips = blocks[:, start : start + strip.bytes]
     if form.element == "bf16_12":
         return bf16_12_values(strips, strip)
-    row = _fields(strips, 0, form.row, 1)
-    spans = _fields(strips, strip.row_bytes, form.fields, strip.spans) if strip.spans else []
+    row = packed_fields(strips, 0, form.row, 1)
+    spans = packed_fields(strips, strip.row_bytes, form.fields, strip.spans) if strip.spans else []
     if form.in_grid:
         return grid_values(form.spec, rows_of_tiles(strips[:, strip.codes_at :], strip), spans).to(torch.bfloat16)
     numbers = ELEMENTS[form.element](form, planes(strips[:, strip.codes_at :], strip))
@@ -111,7 +111,20 @@ def planes(codes: Tensor, strip: Strip) -> Tensor:
     return joined
 
 
-def _fields(strips: Tensor, start: int, fields: Sequence[Field], spans: int) -> Fields:
+def packed_planes(codes: Tensor, strip: Strip) -> Tensor:
+    """The inverse of `planes`: uint8 [blocks, code bytes]."""
+    count, parts, low = codes.shape[0], [], 0
+    for bits in strip.format.planes:
+        words, width, each = max(1, bits // 2), 4 if bits > 1 else 2, 8 // bits
+        cut = ((codes >> low) & (2**bits - 1)).view(count, TILE_N, strip.k_tiles, words, width, each, 2)
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
+        raw = (cut.permute(0, 2, 3, 1, 6, 4, 5) << shifts).sum(-1, dtype=torch.uint8)
+        parts.append(raw.reshape(count, strip.k_tiles, 64 * bits))
+        low += bits
+    return torch.cat(parts, dim=2).flatten(1)
+
+
+def packed_fields(strips: Tensor, start: int, fields: Sequence[Field], spans: int) -> Fields:
     """Each as [blocks, 16 or 1, spans, count], in float32 where it is a float."""
     values, at, step = [], 0, sum(field.bytes for field in fields)
     area = strips[:, start : start + spans * step].reshape(strips.shape[0], spans, step)
@@ -122,6 +135,17 @@ def _fields(strips: Tensor, start: int, fields: Sequence[Field], spans: int) -> 
         values.append(value.float() if field.kind in ("f32", "f16", "bf16") else value)
         at += SIZES[field.kind] * field.count * entries
     return values
+
+
+def put_fields(strips: Tensor, start: int, fields: Sequence[Field], values: Fields) -> None:
+    """The inverse of `packed_fields`, into `strips`."""
+    at, step = 0, sum(field.bytes for field in fields)
+    for field, value in zip(fields, values, strict=True):
+        spans = value.shape[2]
+        raw = value.permute(0, 2, 3, 1).to(DTYPES[field.kind]).flatten().view(torch.uint8)
+        area = strips[:, start : start + spans * step].view(-1, spans, step)
+        area[:, :, at : at + field.bytes] = raw.view(-1, spans, field.bytes)
+        at += field.bytes
 
 
 def _spread(value: Tensor, span: int, columns: int) -> Tensor:
@@ -188,21 +212,45 @@ def _q2_k(row: Fields, spans: Fields) -> Scaled:
     return (d * (packed & 15).float()).flatten(-2), -(dmin * (packed >> 4).float()).flatten(-2)
 
 
-def _q3_k(row: Fields, spans: Fields) -> Scaled:
-    packed, d = spans[0].int(), spans[1]
-    low, high = packed[..., :8], packed[..., 8:]
+def q3_k_scales(packed: Tensor) -> Tensor:
+    """Sixteen of 6 bits, from 0, in 12 bytes -> int32 [..., 16]."""
+    low, high = packed.int()[..., :8], packed.int()[..., 8:]
     nibbles = torch.cat((low & 15, low >> 4), dim=-1)
     pairs = torch.cat([(high >> shift) & 3 for shift in (0, 2, 4, 6)], dim=-1)
-    return (d * ((nibbles | (pairs << 4)) - 32).float()).flatten(-2), None
+    return nibbles | (pairs << 4)
+
+
+def packed_q3_k_scales(scales: Tensor) -> Tensor:
+    """The inverse of `q3_k_scales`."""
+    low = (scales[..., :8] & 15) | ((scales[..., 8:] & 15) << 4)
+    pairs = (scales >> 4).view(*scales.shape[:-1], 4, 4)
+    return torch.cat(
+        (low, pairs[..., 0, :] | (pairs[..., 1, :] << 2) | (pairs[..., 2, :] << 4) | (pairs[..., 3, :] << 6)), dim=-1
+    )
+
+
+def _q3_k(row: Fields, spans: Fields) -> Scaled:
+    return (spans[1] * (q3_k_scales(spans[0]) - 32).float()).flatten(-2), None
+
+
+def q4_k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight scales and eight minima of 6 bits in 12 bytes -> int32 [..., 8] each."""
+    s, m, high = (packed.int()[..., at : at + 4] for at in (0, 4, 8))
+    scale = torch.cat((s & 63, (high & 15) | ((s >> 2) & 48)), dim=-1)
+    least = torch.cat((m & 63, (high >> 4) | ((m >> 2) & 48)), dim=-1)
+    return scale, least
+
+
+def packed_q4_k_scales(scale: Tensor, least: Tensor) -> Tensor:
+    """The inverse of `q4_k_scales`."""
+    first, second = (part[..., :4] | ((part[..., 4:] & 48) << 2) for part in (scale, least))
+    return torch.cat((first, second, (scale[..., 4:] & 15) | ((least[..., 4:] & 15) << 4)), dim=-1)
 
 
 def _q4_k(row: Fields, spans: Fields) -> Scaled:
     d, dmin, packed = spans
-    # Eight scales and eight minima of 6 bits in 12 bytes.
-    s, m, high = (packed.int()[..., at : at + 4] for at in (0, 4, 8))
-    scale = torch.cat((s & 63, (high & 15) | ((s >> 2) & 48)), dim=-1).float()
-    least = torch.cat((m & 63, (high >> 4) | ((m >> 2) & 48)), dim=-1).float()
-    return (d * scale).flatten(-2), -(dmin * least).flatten(-2)
+    scale, least = q4_k_scales(packed)
+    return (d * scale.float()).flatten(-2), -(dmin * least.float()).flatten(-2)
 
 
 def _q6_k(row: Fields, spans: Fields) -> Scaled:

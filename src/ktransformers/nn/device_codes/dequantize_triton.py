@@ -38,7 +38,7 @@ def from_e4m3(code):
 
 
 @triton.jit
-def _from_e2m1(code):
+def from_e2m1(code):
     """As `from_e4m3`; the bias is larger by 126."""
     bits = ((code & 7) << 22) | ((code & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
@@ -61,7 +61,7 @@ def number_of(code, CODE: tl.constexpr, ZERO: tl.constexpr):
     elif CODE == E4M3:
         number = from_e4m3(code)
     else:
-        number = _from_e2m1(code)
+        number = from_e2m1(code)
     return number
 
 

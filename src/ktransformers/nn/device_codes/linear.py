@@ -1,8 +1,9 @@
 """A weight `[N, K]` of a linear layer in packed codes in GPU memory: products, and rows of it again.
 
-Up to DIRECT_ROWS rows of x are multiplied with the codes as they lie (`linear_triton.py`), which reads the bytes of the
-codes alone. More rows, formats without such a product and other dtypes than bf16 decode PANEL numbers of the weight at
-a time for torch's product. Both multiply the same bf16 values. Nothing waits for the host, and what is allocated has a
+On a GPU with Triton codes lie in words of 32 bits (`words.py`), and up to DIRECT_ROWS rows of x are multiplied with
+them (`linear_triton.py`), which reads the bytes of the codes alone. More rows, formats without such a layout (theirs is
+the CPU's) and other dtypes than bf16 decode PANEL numbers of the weight at a time for torch's product. Both multiply
+the same bf16 values. Nothing waits for the host, and what is allocated has a
 size that the shapes determine, so calls can be captured in a CUDA graph.
 """
 
@@ -21,10 +22,11 @@ from ktransformers.errors import KTError
 from ktransformers.nn.device_codes.dequantize import TRITON as DECODERS
 from ktransformers.nn.device_codes.dequantize import decode
 from ktransformers.nn.device_codes.layout import TILE_N, PackedMatrix, format_of
+from ktransformers.nn.device_codes.words import WordLayout, from_words, to_words, word_layout
 from ktransformers.triton_modules import import_triton_module
 
 TRITON = "ktransformers.nn.device_codes.linear_triton"
-DIRECT_ROWS = 32
+DIRECT_ROWS = 64
 PANEL = 1 << 27  # numbers of a weight that are decoded at a time: 256 MiB in bf16
 BLOCK_ROWS = 2 * TILE_N
 CHECKED_ROWS = 256  # of a weight, when its products are checked
@@ -44,14 +46,38 @@ def _processors(device: torch.device) -> int:
 
 
 class DeviceCodes:
-    """The packed codes of one weight on a device: uint8 `[bytes]`, as `_core.CodedLinear.memory()` has them."""
+    """The codes of one weight on a device: uint8 `[bytes]`, as `_core.CodedLinear.memory()` has them, or the int32
+    words of `layout`."""
 
-    def __init__(self, packed: Tensor, matrix: PackedMatrix) -> None:
-        self.packed, self.matrix = packed, matrix
-        self._first = torch.zeros(1, dtype=torch.int32, device=packed.device)  # the only slot of the decoders' buffer
-        kernels = import_triton_module(TRITON) if packed.is_cuda else None
-        self._kernels: Any = kernels if kernels is not None and kernels.supports(matrix) else None
-        self._space = None if self._kernels is None else self._kernels.workspace(matrix, packed.device)
+    def __init__(self, packed: Tensor, matrix: PackedMatrix, layout: WordLayout | None = None) -> None:
+        self.packed, self.matrix, self.layout = packed, matrix, layout
+        self._kernels: Any = None
+        if layout is None:
+            self._first = torch.zeros(1, dtype=torch.int32, device=packed.device)  # the decoders' only slot
+        else:
+            self._kernels = import_triton_module(TRITON)
+            self._parts = layout.parts_of(packed)
+            self._space = self._kernels.workspace(layout, packed.device)
+
+    @classmethod
+    def of(cls, packed: Tensor, matrix: PackedMatrix) -> DeviceCodes:
+        """Of codes in the CPU's layout, converted where the device has a product with words."""
+        layout = word_layout(matrix) if packed.is_cuda and import_triton_module(TRITON) is not None else None
+        words = None if layout is None else to_words(packed, layout)
+        return cls(packed, matrix) if words is None else cls(words, matrix, layout)
+
+    @property
+    def bytes(self) -> int:
+        return self.packed.numel() * self.packed.element_size()
+
+    def packed_on_host(self) -> Tensor:
+        """uint8 in the CPU's layout."""
+        packed = self.packed if self.layout is None else from_words(self.packed, self.layout)
+        return packed.cpu()
+
+    def moved(self, device: torch.device) -> DeviceCodes:
+        """To another GPU."""
+        return DeviceCodes(self.packed.to(device), self.matrix, self.layout)
 
     def check(self) -> None:
         """Compare products with codes with those of the decoded weight on this device, and raise if they differ."""
@@ -85,8 +111,8 @@ class DeviceCodes:
         """x `[rows, K]` -> `[rows, N]` in its dtype."""
         rows = x.shape[0]
         if self._kernels is not None and 0 < rows <= DIRECT_ROWS and x.dtype == torch.bfloat16:
-            config = self._kernels.configuration(rows, self.matrix, _processors(x.device))
-            out: Tensor = self._kernels.product(x.contiguous(), self.packed, self.matrix, self._space, config)
+            config = self._kernels.configuration(rows, self.layout, _processors(x.device))
+            out: Tensor = self._kernels.product(x.contiguous(), self._parts, self.layout, self._space, config)
             return out
         parts = [F.linear(x, panel.to(x.dtype)) for _, panel in self.panels()]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -103,7 +129,12 @@ class DeviceCodes:
         return total.to(grad.dtype)
 
     def gathered(self, rows: Tensor) -> Tensor:
-        """Rows by number, int64 `[n]` -> bf16 `[n, K]`. The blocks of 32 rows around them are decoded."""
+        """Rows by number, int64 `[n]` -> bf16 `[n, K]`. In the CPU's layout the blocks of 32 rows around them are
+        decoded."""
+        if self._kernels is not None:
+            out = self._numbers(rows.shape[0])
+            self._kernels.decode(self._parts, self.layout, out, numbers=rows)
+            return out
         parts = [self._gathered(chosen) for chosen in torch.split(rows, GATHERED)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -125,6 +156,10 @@ class DeviceCodes:
         """bf16 `[N / step, rows, K]`: rows first .. first + rows - 1 of every `step` rows, all multiples of 32."""
         assert not any(size % BLOCK_ROWS for size in (first, rows, step)) and self.matrix.rows % step == 0
         count, part = self.matrix.rows // step, replace(self.matrix, rows=rows)
+        if self._kernels is not None:
+            numbers = self._numbers(count * rows)
+            self._kernels.decode(self._parts, self.layout, numbers, first, groups=(rows, step))
+            return numbers.view(count, rows, -1)
         if not self._decodes_by_distance:
             return self.decoded(0, self.matrix.rows).view(count, step, -1)[:, first : first + rows]
         size = self.matrix.block_bytes // BLOCK_ROWS  # of a row, in a whole block
@@ -134,7 +169,11 @@ class DeviceCodes:
         return out
 
     def decoded(self, first: int, last: int) -> Tensor:
-        """Rows first .. last - 1 in bf16; blocks of 32 rows are decoded whole."""
+        """Rows first .. last - 1 in bf16; in the CPU's layout blocks of 32 rows are decoded whole."""
+        if self._kernels is not None:
+            numbers = self._numbers(last - first)
+            self._kernels.decode(self._parts, self.layout, numbers, first)
+            return numbers
         start = first // BLOCK_ROWS
         blocks = -(-last // BLOCK_ROWS) - start
         part = replace(self.matrix, rows=min(blocks * BLOCK_ROWS, self.matrix.rows - start * BLOCK_ROWS))
@@ -142,3 +181,6 @@ class DeviceCodes:
         out = torch.empty(1, part.rows, part.columns, dtype=torch.bfloat16, device=self.packed.device)
         decode(self.packed[start * size : (start + blocks) * size].view(1, -1), (0,), self._first, part, out)
         return out[0, first - start * BLOCK_ROWS : last - start * BLOCK_ROWS]
+
+    def _numbers(self, rows: int) -> Tensor:
+        return torch.empty(rows, self.matrix.columns, dtype=torch.bfloat16, device=self.packed.device)
