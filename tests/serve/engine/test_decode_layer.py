@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ktransformers import _core
+from ktransformers import _core, system
 from ktransformers.nn import load_model
 from ktransformers.serve.engine.decode_layer import CoreDecodeLayer
 from ktransformers.serve.engine.forward import Chunk, make_forward
@@ -30,6 +30,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], bool, bool]] = {  # changes, whether a
     "glm4_moe": ({}, True, False),  # scores of a sigmoid, shared experts
     "gpt_oss": ({}, False, False),  # sinks; biases in the router
 }
+
+
+@pytest.fixture(autouse=True)
+def bf16_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any CPU the weights of linear layers stay in bf16, also where the model computes in float32."""
+    monkeypatch.setattr(system, "dense_products", lambda: "widened")
 
 
 def layers_of(model: Any) -> list[CoreDecodeLayer]:
@@ -60,13 +66,15 @@ def decode(forward: Any, adapter: Any = None, **slot: Any) -> list[Tensor]:
 
 @contextmanager
 def stock_layers(forward: Any) -> Iterator[None]:
-    layers = forward.model.model.layers
-    patched = [layer.forward for layer in layers]
+    layers, stack = forward.model.model.layers, forward._decode_stack
+    patched, used = [layer.forward for layer in layers], stack._matches
+    stack._matches = False
     for layer, native in zip(layers, patched, strict=True):
         layer.forward = native._stock
     try:
         yield
     finally:
+        stack._matches = used
         for layer, native in zip(layers, patched, strict=True):
             layer.forward = native
 
@@ -86,6 +94,7 @@ def test_core_computes_what_the_stock_layers_compute(family: str, dtype: torch.d
     with stock_layers(forward):
         expected = decode(forward)
     assert error(actual, expected) <= (1e-5 if dtype == torch.float32 else 2e-2)
+    assert forward._decode_stack._matches == (attends and routes)
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "int4:32"])
@@ -109,7 +118,7 @@ def test_cache_in_codes(tmp_path: Path) -> None:
 
 
 class CountedCalls:
-    """How often the core computes a half of a layer."""
+    """How often the core computes attention."""
 
     def __init__(self, forward: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
@@ -131,6 +140,7 @@ class CountedCalls:
 def test_batches_that_are_left_to_the_stock_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = open_model(tmp_path, "qwen3_moe", torch.float32)
     calls, layers = CountedCalls(forward, monkeypatch), forward.model.model.layers
+    assert calls.during() > 2 * len(layers)  # and once more for the comparison of the model
     assert calls.during() == 2 * len(layers)
     assert calls.during(rounded=True) == 0
     handle = layers[0].mlp.gate.register_forward_hook(lambda *_: None)
@@ -149,6 +159,42 @@ def test_layer_that_does_more_than_add_its_halves_is_left_alone(tmp_path: Path) 
     decode(forward)
     core = layers_of(forward.model)
     assert core[0]._core is None and core[1]._core is not None
+
+
+def test_model_with_scaled_embeddings_keeps_its_own_forward(tmp_path: Path) -> None:
+    """Every layer is the core's, but what is around the layers is more than the parts that are called."""
+    forward = open_model(tmp_path, "qwen3_moe", torch.float32)
+    body = forward.model.model
+    stock = body.forward
+
+    def scaled(input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any) -> Any:
+        return stock(inputs_embeds=2 * body.embed_tokens(input_ids), **kwargs)
+
+    body.forward = scaled
+    actual = decode(forward)
+    stack = forward._decode_stack
+    assert stack._compared and not stack._matches and all(layer.computes_whole_layer for layer in stack._layers)
+    with stock_layers(forward):
+        assert error(actual, decode(forward)) <= 1e-5
+
+
+def test_stack_computes_batches_of_new_tokens_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = open_model(tmp_path, "qwen3_moe", torch.float32)
+    decode(forward)
+    calls: list[int] = []
+    compute = forward._decode_stack._compute
+    monkeypatch.setattr(forward._decode_stack, "_compute", lambda *args: calls.append(1) or compute(*args))
+    decode(forward)
+    assert len(calls) == 2  # not the prompts
+    handle = forward.model.model.layers[1].mlp.gate.register_forward_hook(lambda *_: None)
+    decode(forward)
+    assert len(calls) == 2
+    handle.remove()
+    slots = [KVSlot(None, capacity=16) for _ in range(2)]
+    forward.run([Chunk(slots[0], [1], 0, None), Chunk(slots[1], [1, 2], 0, None)])
+    forward.run([Chunk(slots[0], [3], 1, None, wants_logits=False)])
+    assert len(calls) == 2
+    assert decode(forward)[0].shape == (forward.model.config.vocab_size,) and len(calls) == 4
 
 
 def test_scores_over_all_experts(tmp_path: Path) -> None:

@@ -48,6 +48,13 @@ PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError)
 Result = TypeVar("Result")
 
 
+def fits_core(spans: Sequence[Span]) -> bool:
+    """Whether the core may compute a batch of these spans: single new tokens, and not too many."""
+    if len(spans) > _core.linear_rows():
+        return False
+    return not any(span.rows != 1 or span.slot.rounded for span in spans)
+
+
 def patch_decode_layers(model: nn.Module) -> int:
     """Replace the forward of every layer that may be computed by the core; returns how many."""
     layers = [module for module in model.modules() if _may_decode(module)]
@@ -75,67 +82,80 @@ class CoreDecodeLayer:
         self._spec: AttentionSpec | None = None  # of attention that the core computes
         self._store: ExpertStore | None = None  # of experts that the core computes
         self._like = torch.empty(0)  # [groups, 0, d], of keys and values
-        self._weights: list[tuple[nn.Module, Any]] = []  # modules and the weights that the core was given
-        self._watched = _parts(module)  # hooks of these would not be called
+        self._weights: list[tuple[dict[str, Any], Any]] = []  # parameters of modules, weights that the core has
+        self._hooks = [hooks for part in _parts(module) for hooks in (part._forward_hooks, part._forward_pre_hooks)]
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         spans = self._fitting_spans(hidden_states, args, kwargs)
         if spans is None:
             return self._stock(hidden_states, *args, **kwargs)
-        if not self._compared and not _has_hooks(self._watched):
+        if not self._compared and not any(self._hooks):  # they would be called with random numbers
             self._compared = True
             self._compare(hidden_states, kwargs)
         if self._core is None or self._changed():
             return self._stock(hidden_states, *args, **kwargs)
-        attended = self._attend(hidden_states, spans, kwargs)
+        if self._spec is None:
+            inner = self._module.self_attn(hidden_states=self._module.input_layernorm(hidden_states), **kwargs)[0]
+            attended = hidden_states + inner
+        else:
+            cos, sin = kwargs["position_embeddings"]
+            attended = self._attend(hidden_states[0], spans, cos[0].contiguous(), sin[0].contiguous())[None]
         if self._store is None:
             return attended + self._module.mlp(self._module.post_attention_layernorm(attended))
-        out = torch.empty_like(attended)
-        w8a8 = self._store.w8a8
-        self._core.route(attended[0], out[0], w8a8, weights_are_rounded() and not w8a8)
-        return out
+        return self._route(attended[0])[None]
+
+    @property
+    def computes_whole_layer(self) -> bool:
+        """With the weights that the layer was compared with."""
+        return self._spec is not None and self._store is not None and not self._changed()
+
+    def compute(self, rows: Tensor, spans: Sequence[Span], cos: Tensor, sin: Tensor) -> Tensor:
+        """The layer for rows `[T, H]`, new tokens of these spans, if `computes_whole_layer`; cos and sin `[T, r]`."""
+        return self._route(self._attend(rows, spans, cos, sin))
 
     def _fitting_spans(self, hidden: Tensor, args: Any, kwargs: dict[str, Any]) -> Sequence[Span] | None:
         """Of a batch of single new tokens without LoRA."""
         spans = current_spans()
         if spans is None or args or hidden.dim() != 3 or len(spans) != hidden.shape[1] or hidden.shape[0] != 1:
             return None
-        if len(spans) > _core.linear_rows() or torch.is_grad_enabled() or kwargs.get("past_key_values") is not None:
+        if torch.is_grad_enabled() or kwargs.get("past_key_values") is not None or not fits_core(spans):
             return None
         embeddings: Any = kwargs.get("position_embeddings")
         if current_linear_lora() is not None or not isinstance(embeddings, tuple) or len(embeddings) != 2:
             return None
-        if not hidden.is_contiguous() or any(span.rows != 1 or span.slot.rounded for span in spans):
-            return None
-        return spans
+        return spans if hidden.is_contiguous() else None
 
     def _changed(self) -> bool:
         """Whether weights were replaced, hooks were added or the experts have LoRA since the layer was compared."""
-        if any(module._parameters.get("weight") is not weight for module, weight in self._weights):
-            return True
-        if _has_hooks(self._watched):
+        for parameters, weight in self._weights:
+            if parameters["weight"] is not weight:
+                return True
+        if any(self._hooks):
             return True
         if self._store is None:
             return False
         experts = self._module.mlp.experts
         return is_placed(self._store) or experts.kt_store is not self._store or _has_lora(experts)
 
-    def _attend(self, hidden: Tensor, spans: Sequence[Span], kwargs: dict[str, Any]) -> Tensor:
+    def _attend(self, rows: Tensor, spans: Sequence[Span], cos: Tensor, sin: Tensor) -> Tensor:
         """x + attention(norm(x))."""
-        module, spec = self._module, self._spec
-        if spec is None:
-            attended: Tensor = hidden + module.self_attn(hidden_states=module.input_layernorm(hidden), **kwargs)[0]
-            return attended
-        assert self._core is not None
+        spec = self._spec
+        assert self._core is not None and spec is not None
         places: list[CorePlace] = []
         for row, span in enumerate(spans):
             keys, *key_scales = core_buffers(span.slot, "keys", spec.layer, self._like)
             values, *value_scales = core_buffers(span.slot, "values", spec.layer, self._like)
             start, end = spec.first_key(span.position), span.position + 1
             places.append((row, start, end, keys, values, *key_scales, *value_scales))
-        cos, sin = kwargs["position_embeddings"]
-        out = torch.empty_like(hidden)
-        self._core.attend(hidden[0], out[0], cos[0].contiguous(), sin[0].contiguous(), places)
+        out = torch.empty_like(rows)
+        self._core.attend(rows, out, cos, sin, places)
+        return out
+
+    def _route(self, rows: Tensor) -> Tensor:
+        """x + experts(norm(x))."""
+        assert self._core is not None and self._store is not None
+        out, w8a8 = torch.empty_like(rows), self._store.w8a8
+        self._core.route(rows, out, w8a8, weights_are_rounded() and not w8a8)
         return out
 
     def _compare(self, hidden: Tensor, kwargs: dict[str, Any]) -> None:
@@ -157,7 +177,7 @@ class CoreDecodeLayer:
             parts += [getattr(module.self_attn, name, None) for name in (*PROJECTIONS, "q_norm", "k_norm")]
         if store is not None:
             parts.append(module.mlp.gate)
-        self._weights = [(part, part._parameters["weight"]) for part in parts if part is not None]
+        self._weights = [(part._parameters, part._parameters["weight"]) for part in parts if part is not None]
 
 
 def _attempt(call: Callable[[], Result | None]) -> Result | None:
@@ -173,10 +193,6 @@ def _parts(module: Any) -> list[nn.Module]:
     parts = [module.self_attn, module.mlp, module.input_layernorm, module.post_attention_layernorm]
     parts += [getattr(module.mlp, name, None) for name in ("gate", "experts")]
     return [part for part in parts if isinstance(part, nn.Module)]
-
-
-def _has_hooks(modules: Sequence[nn.Module]) -> bool:
-    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
 def _has_lora(experts: Any) -> bool:

@@ -41,6 +41,7 @@ from ktransformers.nn.store import ExpertStore, round_weights
 from ktransformers.serve.engine.attention import ATTENTION_NAME, Span, attend_to_slots
 from ktransformers.serve.engine.cache_blocks import BlockLayout
 from ktransformers.serve.engine.decode_layer import patch_decode_layers
+from ktransformers.serve.engine.decode_stack import DecodeStack
 from ktransformers.serve.engine.fused_attention import patch_attention
 from ktransformers.serve.engine.head import LogitsHead, LogitsReader, ScoredRows, collect_rows
 from ktransformers.serve.engine.indexer import (
@@ -102,6 +103,7 @@ class Forward:
         self.device = next(model.parameters()).device
         self.stock_attention = model.config._attn_implementation
         self._head = LogitsHead(model)
+        self._decode_stack = DecodeStack(model)
         self.graphs: DecodeGraphs | None = None  # replays steps of new tokens only
         self.states = serve_states(model)  # modules that keep a state of each sequence
         self.block_layout: BlockLayout | None = None  # of lower cache tiers, after `check_against_stock`
@@ -146,7 +148,14 @@ class Forward:
                 scored.append(ScoredRows(first, len(tokens), chunk.logits_reader))
             if chunk.wants_logits:
                 last_rows[index] = len(tokens) - 1
-        logits = self._call_model(tokens, positions, spans, list(last_rows.values()), scored)
+        rows = list(last_rows.values())
+        decodes = not scored and len(rows) == len(tokens)
+        logits = self._decode_stack.logits(tokens, positions, spans) if decodes else None
+        if logits is None:
+            trial = self._decode_stack.trial(tokens, positions, spans) if decodes else None
+            logits = self._call_model(tokens, positions, spans, rows, scored)
+            if trial is not None:
+                self._decode_stack.judge(trial, logits)
         logit_rows = {index: row for row, index in enumerate(last_rows)}
         greedy = [index for index in last_rows if chunks[index].greedy]
         argmax_tokens = dict(zip(greedy, argmax_of_rows(logits, [logit_rows[index] for index in greedy]), strict=True))
