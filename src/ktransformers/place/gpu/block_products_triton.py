@@ -61,6 +61,9 @@ def _integer(word, mask, s: tl.constexpr, BITS: tl.constexpr, FLIP: tl.constexpr
     if BITS == 4:
         PLACE: tl.constexpr = 4 * s + 8 if s < 2 else (4 * s if s < 5 else 4 * s - 12)
         moved = word << 8 if s < 2 else (word if s < 5 else word >> 12)
+    elif BITS == 2:
+        PLACE: tl.constexpr = 2 * s % 16
+        moved = word if s < 8 else word >> 16
     else:
         PLACE: tl.constexpr = 8
         moved = word << 8 if s == 0 else (word if s == 1 else word >> (8 * s - 8))
@@ -115,6 +118,8 @@ def _raw_scales(
     span = k // SPAN if SPAN > 0 else k * 0
     if SCALE == NESTED:
         at = scales + tl.multiple_of(base + spans_at, 4) + (span * 32 + (k % SPAN) // 16 * 16 + n)
+    elif SCALE_BYTES == 1:  # divided by one, the hint would be lost
+        at = scales + tl.multiple_of(base + spans_at, 4) + (span * ENTRIES + n)
     else:
         at = scales + tl.multiple_of((base + spans_at) // SCALE_BYTES, 2) + (span * ENTRIES + n)
     return tl.load(at, mask=inside, other=0)
@@ -233,14 +238,14 @@ def block_products(
 
 
 def supports(matrix: PackedMatrix) -> bool:
-    """Whether both halves have one format: bf16, or codes of 4 or 8 bits in one plane."""
+    """Whether both halves have one format: bf16, or codes of 2, 4 or 8 bits in one plane."""
     form = matrix.formats[0]
     if matrix.plain:
         return True
     kind = dequantize_triton.kind_of(form)
     if form != matrix.formats[1] or kind is None:
         return False
-    return form.span % TILE_K == 0 and form.bits in ((4,) if kind[1] == dequantize_triton.NESTED else (4, 8))
+    return form.span % TILE_K == 0 and form.bits in ((4,) if kind[1] == dequantize_triton.NESTED else (2, 4, 8))
 
 
 def arguments(
