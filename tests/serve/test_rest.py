@@ -3,6 +3,7 @@ the decoded weights computes, and refuses before it loads what cannot be done.""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,20 @@ from typing import Any
 import pytest
 import torch
 
+from ktransformers.adapters import LoraPair, adapter_from_tensors
 from ktransformers.errors import InputError
+from ktransformers.nn import coded_weight
 from ktransformers.nn.coded_weight import CodedWeight
+from ktransformers.nn.contract import expert_modules
+from ktransformers.nn.experts import pack_module, select_implementation
 from ktransformers.plan import open_shape, profile
 from ktransformers.plan.formats import bytes_in_format
 from ktransformers.plan.memory import predict_memory
 from ktransformers.plan.workload import Choice
 from ktransformers.serve import kv_tiers
-from ktransformers.serve.engine.forward import Chunk
+from ktransformers.serve.engine.forward import Chunk, Forward
 from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.engine.lora import LoadedAdapter, LoraModules
 from ktransformers.serve.flags import parse
 from ktransformers.serve.forecast import serving_workload
 from ktransformers.serve.launch import make_plan, open_service
@@ -125,7 +131,10 @@ def test_plan_counts_the_codes() -> None:
     on_gpu = predict_memory(shape, work, Choice("bf16", gpus=1, linear_format="int4:32"), machine)
     plain_gpu = predict_memory(shape, plain, Choice("bf16", gpus=1), machine)
     saved = plain_gpu.gpus[0]["weights"] - on_gpu.gpus[0]["weights"]
-    assert saved == pytest.approx(linears * (2 - 0.5 - 2 / 32), rel=1e-6)
+    assert saved == pytest.approx(linears * (2 - 0.5 - 2 / 32) + 2 * shape.embedding, rel=1e-6)
+    assert on_gpu.host["embedding"] == 2 * shape.embedding, "rows of it are read over the bus"
+    shared = predict_memory(replace(shape, tied=True), work, Choice("bf16", gpus=1, linear_format="int4:32"), machine)
+    assert "embedding" not in shared.host and "embedding" not in plain_gpu.host
     assert bytes_in_format("q8_0") == 34 / 32 and bytes_in_format("int8") == pytest.approx(1, rel=0.01)
 
 
@@ -145,3 +154,50 @@ def test_a_gpu_decodes_with_codes_in_graphs(spec: str, wide_directory: Path) -> 
         assert any(spec in line and "linear layers" in line for line in lines)
         answers.append(logits(service))
     assert float((answers[0] - answers[1]).norm() / answers[1].norm()) < 2e-2
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_adapters_of_a_batch_over_codes(family: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two adapters and the base in one batch, over linear layers in codes: what each gives alone. On a GPU the absorbed
+    matrix of latent attention has codes too, and the embedding stays in host memory."""
+    monkeypatch.setattr(coded_weight, "MIN_WEIGHTS", 1 << 10)
+    torch.manual_seed(0)
+    model: Any = build(family).to(torch.bfloat16 if device != "cpu" else torch.float32)
+    for module in expert_modules(model).values():
+        pack_module(module, free=True)
+    select_implementation(model)
+    on_gpu = device != "cpu"
+    assert coded_weight.encode_linears(model, "int8", on_gpu=on_gpu)
+    assert coded_weight.keep_embedding_on_host(model, pin=on_gpu)
+    forward, modules = Forward(model.to(device)), LoraModules(model)
+    names = [name for name, one in model.named_modules() if name.endswith("o_proj")]
+    names += [name for name, one in model.named_modules() if on_gpu and name.endswith("kv_b_proj")]
+    assert all(isinstance(model.get_submodule(name).weight, CodedWeight) for name in names)
+
+    def adapter(name: str, rank: int) -> LoadedAdapter:
+        pairs = {}
+        for target in names:
+            linear = model.get_submodule(target)
+            a = torch.randn(rank, linear.in_features) * 0.3
+            pairs[target] = LoraPair(a, torch.randn(linear.out_features, rank) * 0.3, 0.5)
+        return modules.bind(adapter_from_tensors({}, pairs), name, name, 1)
+
+    adapters = [adapter("one", 4), None, adapter("two", 2)]
+
+    def steps(chosen: Sequence[LoadedAdapter | None]) -> torch.Tensor:
+        slots = [KVSlot(None, capacity=64) for _ in chosen]
+        logits = []
+        for tokens in (PROMPT, [5], [7]):
+            chunks = [
+                Chunk(slot, tokens, slot.length, one, greedy=True) for slot, one in zip(slots, chosen, strict=True)
+            ]
+            logits.append(torch.stack([one.logits for one in forward.run(chunks) if one is not None]).float().cpu())
+        return torch.stack(logits, dim=1)
+
+    with torch.inference_mode():
+        together = steps(adapters)
+        for row, one in enumerate(adapters):
+            alone = steps([one])[0]
+            assert float((together[row] - alone).norm() / alone.norm()) < (3e-2 if on_gpu else 1e-4)
+    assert all(float((together[row] - together[1]).norm() / together[1].norm()) > 0.1 for row in (0, 2))
