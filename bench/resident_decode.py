@@ -5,8 +5,7 @@
 Packed bytes are random, tokens take different experts at random; a CUDA graph holds calls with several routings, more
 bytes than the L2 cache has. `share` is the time of reading the experts that a call touches, at the rate at which a sum
 reads memory in the same run, over the time of the call. `--tiles` W/S/R: warps of a program, rows of bf16 words of a
-warp in a step, rows of one expert computed together; `mma` is the kernel of formats whose values take many
-instructions.
+warp in a step, rows of one expert computed together.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", default="qwen3-30b", choices=list(SHAPES))
     parser.add_argument("--formats", default="bf16,int4:32,fp8:128x128")
     parser.add_argument("--streams", default="1,4,16")
-    parser.add_argument("--tiles", default="", help="comma-separated W/S/R or mma; default: what the server takes")
+    parser.add_argument("--tiles", default="", help="comma-separated W/S/R; default: what the server takes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the document here, after every cell")
     return parser.parse_args(argv)
 
@@ -140,16 +139,14 @@ def tile_taken(tile: str) -> Iterator[None]:
     from ktransformers.place.gpu import block_products_triton as products
     from ktransformers.place.gpu import resident_decode_triton as kernels
 
-    supports, tile_of, group_rows = products.supports, products.tile_of, kernels.GROUP_ROWS
-    if tile == "mma":
-        products.supports = lambda matrix: False
-    elif tile:
+    tile_of, group_rows = products.tile_of, kernels.GROUP_ROWS
+    if tile:
         warps, rows, group = map(int, tile.split("/"))
         products.tile_of, kernels.GROUP_ROWS = (lambda matrix: products.Tile(warps, rows)), group
     try:
         yield
     finally:
-        products.supports, products.tile_of, kernels.GROUP_ROWS = supports, tile_of, group_rows
+        products.tile_of, kernels.GROUP_ROWS = tile_of, group_rows
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,10 +8,10 @@ which those without a group end at once: gate and up with the activation, then d
 every pair (`block_products_triton.py`); a third kernel sums those of a token in one order: no atomics, the same bits
 every time.
 
-GGUF's K types, codes of two bits, and gate and up of different formats, which are dequantised first, have two other
-kernels (`_first`, `_down`): 16 or 32 outputs by up to 16 rows of an expert, values moved through shared memory and
-multiplied on tensor cores (`code_products_triton.py`). A program finds the rows itself: the first of the pairs with one
-expert computes for all of them.
+GGUF's K types, and gate and up of different formats, which are dequantised first, have two other kernels
+(`_first`, `_down`): 16 or 32 outputs by up to 16 rows of an expert, values moved through shared memory and multiplied
+on tensor cores (`code_products_triton.py`). A program finds the rows itself: the first of the pairs with one expert
+computes for all of them.
 
 LoRA factors are found through a table of addresses (`LoraPointers` of `place/gpu/multi_lora.py`): one more kernel has a
 program per (token, slot) and 16 ranks of A, and the kernels above add B's product to rows with an adapter.
@@ -29,16 +29,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ktransformers.nn.device_codes import dequantize_triton
-from ktransformers.nn.device_codes.layout import TILE_BYTES, PackedMatrix
+from ktransformers.nn.device_codes.layout import PackedMatrix
 from ktransformers.nn.gate import Gate
 from ktransformers.place.gpu import block_products_triton, code_products_triton
 from ktransformers.place.gpu.block_products_triton import block_products
-from ktransformers.place.gpu.code_products_triton import FEW_ROUTES, load_rows, multiply_add, strip_values
+from ktransformers.place.gpu.code_products_triton import load_rows, multiply_add, strip_values
 
 ROWS = tl.constexpr(16)  # of one expert in a program: the smallest tile of a product
 SUM_COLUMNS = 256  # of a program that sums outputs
 GROUP_ROWS = 2  # of one expert that are computed together from a block of it: 2 or 4
-PARTS = 4  # half blocks of down in a program, of batches with many (token, slot) pairs
+PARTS, FEW_ROUTES = 4, 16  # half blocks of down in a program, of batches with more (token, slot) pairs than these
 RANKS_PER_STEP = 128  # numbers of a row of A or B that a step of LoRA's products takes
 
 Lora = tuple[
@@ -133,8 +133,8 @@ def _first(
     ids,  # [T, k]
     slot_of,  # int32 [E]
     counts,  # int32 [E]: rows of each expert, added to; or unused
-    words,  # the packed slots as bf16 or, of codes, as int32; if DENSE one matrix per (token, slot)
-    scales,  # of codes: as `strip_values` takes them, otherwise unused
+    words,  # as `strip_values` takes them; if DENSE one matrix per (token, slot)
+    scales,
     scale_factors,
     bias,  # float32 [E, outputs], or unused
     adapters,  # int32 [T], or unused
@@ -150,18 +150,14 @@ def _first(
     block_bytes,
     half_bytes,
     codes_at,
-    spans_at,
+    span_bytes,
     SOURCE: tl.constexpr,
     CODE: tl.constexpr,
     ZERO: tl.constexpr,
-    SCALE: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     SPAN: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
     STEP: tl.constexpr,
-    EVEN: tl.constexpr,
     WIDEN: tl.constexpr,
     ROUTES: tl.constexpr,
     COUNT: tl.constexpr,
@@ -196,13 +192,12 @@ def _first(
             for start in range(0, columns, STEP):
                 tile = load_rows(x, present, start, columns, STEP)
                 low_values = strip_values(
-                    words, scales, scale_factors, base, matrix, low, low_valid, start, columns, codes_at, spans_at,
-                    SOURCE, CODE, ZERO, SCALE, LOW, HIGH, SPAN, ENTRIES, SCALE_BYTES, STEP, EVEN,
+                    words, scales, scale_factors, base, matrix, low, low_valid, start, columns,
+                    codes_at, span_bytes, SOURCE, CODE, ZERO, LOW, HIGH, SPAN, STEP,
                 )  # fmt: skip
                 high_values = strip_values(
                     words, scales, scale_factors, base + half_bytes, matrix, high, high_valid, start, columns,
-                    codes_at, spans_at,
-                    SOURCE, CODE, ZERO, SCALE, LOW, HIGH, SPAN, ENTRIES, SCALE_BYTES, STEP, EVEN,
+                    codes_at, span_bytes, SOURCE, CODE, ZERO, LOW, HIGH, SPAN, STEP,
                 )  # fmt: skip
                 low_sum = multiply_add(tile, low_values, low_sum, WIDEN)
                 high_sum = multiply_add(tile, high_values, high_sum, WIDEN)
@@ -250,18 +245,14 @@ def _down(
     block_bytes,
     half_bytes,
     codes_at,
-    spans_at,
+    span_bytes,
     SOURCE: tl.constexpr,
     CODE: tl.constexpr,
     ZERO: tl.constexpr,
-    SCALE: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     SPAN: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
     STEP: tl.constexpr,
-    EVEN: tl.constexpr,
     WIDEN: tl.constexpr,
     ROUTES: tl.constexpr,
     BIAS: tl.constexpr,
@@ -283,8 +274,8 @@ def _down(
                 sums = tl.zeros((ROWS, 16), tl.float32)
                 for start in range(0, columns, STEP):
                     values = strip_values(
-                        words, scales, scale_factors, base, matrix, row, row < rows, start, columns, codes_at, spans_at,
-                        SOURCE, CODE, ZERO, SCALE, LOW, HIGH, SPAN, ENTRIES, SCALE_BYTES, STEP, EVEN,
+                        words, scales, scale_factors, base, matrix, row, row < rows, start, columns,
+                        codes_at, span_bytes, SOURCE, CODE, ZERO, LOW, HIGH, SPAN, STEP,
                     )  # fmt: skip
                     sums = multiply_add(load_rows(x, present, start, columns, STEP), values, sums, WIDEN)
                 if BIAS:
@@ -588,22 +579,21 @@ def _weight_arguments(
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
     """Weights and biases as arguments of both kernels: tensors, sizes and constexpr values."""
     if reads_codes(matrix):
-        words, places, constants = code_products_triton.arguments(packed, matrix, ids.numel())
+        words, places, constants = code_products_triton.arguments(packed, matrix)
     else:
         dense = _dequantised(packed, ids, slot_of, matrix)
         words, places, constants = code_products_triton.dense_arguments(dense)
-    half_bytes = TILE_BYTES if matrix.plain else matrix.strip_at(1)
-    sizes = (matrix.rows, matrix.columns, matrix.expert_bytes, matrix.block_bytes, half_bytes)
+    sizes = (matrix.rows, matrix.columns, matrix.expert_bytes, matrix.block_bytes, matrix.strip_at(1))
     routes = ids.numel()
     constants = {**constants, "BIAS": bias is not None, "ROUTES": max(16, triton.next_power_of_2(routes))}
-    constants |= {"EVEN": matrix.columns % constants["STEP"] == 0, "WIDEN": not packed.is_cuda}
+    constants["WIDEN"] = not packed.is_cuda
     tensors = (*words, slot_of if bias is None else bias)
     return tensors, (routes, slot_of.shape[0], ids.shape[1], *sizes, *places), constants
 
 
 def reads_codes(matrix: PackedMatrix) -> bool:
     """Whether the weights are multiplied as they are packed."""
-    return matrix.plain or code_products_triton.supports(matrix)
+    return block_products_triton.supports(matrix) or code_products_triton.supports(matrix)
 
 
 def _dequantised(packed: Tensor, ids: Tensor, slot_of: Tensor, matrix: PackedMatrix) -> Tensor:
