@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <deque>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -28,12 +29,15 @@ constexpr const char* kWeights = "weights of a linear layer";
 struct PanelMemory {};
 struct ThreadMemory {};
 
-// Memory of the calling thread for one purpose, which its later calls reuse.
+constexpr int kMaxPanels = 4;  // of products in one job
+
+// Memory of the calling thread for one purpose, which its later calls reuse; `which`: one of several at a time.
 template <class Purpose>
-char* thread_memory(size_t bytes) {
-  thread_local Buffer memory;
-  if (memory.size() < bytes) memory = Buffer(bytes);
-  return memory.data();
+char* thread_memory(size_t bytes, int which = 0) {
+  thread_local Buffer memory[kMaxPanels];
+  Buffer& own = memory[which];
+  if (own.size() < bytes) own = Buffer(bytes);
+  return own.data();
 }
 
 // All variants decode to the same bits: the best native one that has the precision.
@@ -48,7 +52,7 @@ const KernelTable& best_native(Precision precision) {
 
 // The rows of a pass as the kernels read them.
 struct CodedLinear::Panel {
-  Panel(const CodedLinear& linear, const LinearRows& given)
+  Panel(const CodedLinear& linear, const LinearRows& given, int which = 0)
       : rows(given), tiling(linear.kernels_.tiling(given.tokens)) {
     const KernelTable& kernels = linear.kernels_;
     const Encoding& encoding = *linear.store_.encoding();
@@ -62,7 +66,7 @@ struct CodedLinear::Panel {
                   operands = round_up((int64_t)given.tokens * k_tiles * packed_bytes, 64),
                   sums = chunk < k_tiles ? (int64_t)linear.store_.blocks() * given.tokens * kBlockN * kernels.sum_bytes
                                          : 0;
-    data = thread_memory<PanelMemory>((size_t)(panel + operands + sums));
+    data = thread_memory<PanelMemory>((size_t)(panel + operands + sums), which);
     packed_rows = packed_bytes ? data + panel : nullptr;
     sum = data + panel + operands;
     token.resize((size_t)given.tokens);
@@ -255,22 +259,64 @@ void CodedLinear::pack(const Released& source) {
   packed_ = true;
 }
 
+// Dequantised tiles are rounded to bf16, codes as they lie are not. In float32 all rows are multiplied with codes, so
+// that a token has the same result in a prompt and alone.
+int32_t CodedLinear::pass_rows(DType dtype) const {
+  const int32_t most = dtype == DType::f32 && kernels_.packed_gemv_rows
+                           ? std::min(kPassRows, kernels_.packed_gemv_rows(*store_.encoding()))
+                           : kPassRows;
+  return most > 0 ? most : kPassRows;
+}
+
 void CodedLinear::multiply(const LinearRows& rows) const {
   const Read read(readers_);
   const int64_t size = (int64_t)size_of(rows.dtype);
-  // Dequantised tiles are rounded to bf16, codes as they lie are not. In float32 all rows are multiplied with codes, so
-  // that a token has the same result in a prompt and alone.
-  const int32_t most = rows.dtype == DType::f32 && kernels_.packed_gemv_rows
-                           ? std::min(kPassRows, kernels_.packed_gemv_rows(*store_.encoding()))
-                           : kPassRows,
-                pass_rows = most > 0 ? most : kPassRows;
-  for (int32_t first = 0; first < rows.tokens; first += pass_rows) {
+  const int32_t step = pass_rows(rows.dtype);
+  for (int32_t first = 0; first < rows.tokens; first += step) {
     LinearRows pass = rows;
     pass.x = (const char*)rows.x + first * rows.x_stride * size;
     pass.out = (char*)rows.out + first * rows.out_stride * size;
-    pass.tokens = std::min(pass_rows, rows.tokens - first);
+    pass.tokens = std::min(step, rows.tokens - first);
     multiply_pass(pass);
   }
+}
+
+// A thread that finds no range of one product takes those of the next: nothing waits between them.
+class CodedLinear::JointJob : public Job {
+ public:
+  explicit JointJob(std::deque<ProductJob>& products) : products_(products) {}
+
+  void work(const Worker& worker) override {
+    for (ProductJob& product : products_)
+      if (!cancelled()) product.work(worker);
+  }
+
+ private:
+  std::deque<ProductJob>& products_;
+};
+
+void CodedLinear::multiply_all(const std::vector<Product>& products) {
+  const bool one_job = !products.empty() && products.size() <= (size_t)kMaxPanels &&
+                       std::all_of(products.begin(), products.end(), [&](const Product& p) {
+                         return p.linear->engine_ == products[0].linear->engine_ &&
+                                p.rows.tokens < std::min(kParallelRows, p.linear->pass_rows(p.rows.dtype) + 1);
+                       });
+  if (!one_job) {
+    for (const Product& p : products) p.linear->multiply(p.rows);
+    return;
+  }
+  std::deque<Read> reads;  // neither they nor jobs can be moved
+  std::deque<Panel> panels;
+  std::deque<ProductJob> jobs;
+  for (const Product& p : products) {
+    const CodedLinear& linear = *p.linear;
+    reads.emplace_back(linear.readers_);
+    const Panel& panel = panels.emplace_back(linear, p.rows, (int)panels.size());
+    panel.gather(linear.kernels_, *linear.store_.encoding(), linear.columns_, 0, panel.tiling.tiles);
+    jobs.emplace_back(linear, panel);
+  }
+  JointJob joint(jobs);
+  products[0].linear->engine_->pool.run(joint);
 }
 
 void CodedLinear::multiply_pass(const LinearRows& rows) const {

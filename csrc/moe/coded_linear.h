@@ -5,6 +5,7 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "moe/task.h"
 
@@ -28,6 +29,12 @@ class CodedLinear {
   void pack(const Released& source);
   bool packed() const { return packed_; }  // since the last pack(), which may have been interrupted
   void multiply(const LinearRows& rows) const;
+  // Products of several weights with a few rows each, in one job where that is possible.
+  struct Product {
+    const CodedLinear* linear;
+    LinearRows rows;
+  };
+  static void multiply_all(const std::vector<Product>& products);
   // Rows of W by number, in bf16, or as the codes have them in f32: [count, K].
   void decode(const int64_t* rows, int64_t count, DType dtype, char* out) const;
   // Instead of packing: the blocks of another, in its order; they may be read-only.
@@ -47,8 +54,10 @@ class CodedLinear {
   class GatherJob;
   class ProductJob;
   class DecodeJob;
+  class JointJob;
   class Read;
   void multiply_pass(const LinearRows& rows) const;
+  int32_t pass_rows(DType dtype) const;  // the most rows of a pass
 
   int32_t rows_, columns_;
   const KernelTable& kernels_;

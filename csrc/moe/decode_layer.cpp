@@ -113,17 +113,19 @@ void DecodeLayer::norm(const RmsNorm& by, const char* x, char* out, DType type, 
   kernels_.norm({x, by.weight, out, type, rows, size, by.epsilon});
 }
 
-// Products of the same rows: those in bf16 are one job.
+// Products of the same rows: those in bf16 are one job, and so are those with codes.
 void DecodeLayer::multiply(const HiddenRows& x, const DenseWeight* const* weights, char* const* outs, int count) const {
   std::vector<Matrix> matrices;
+  std::vector<CodedLinear::Product> coded;
   for (int i = 0; i < count; i++) {
     const DenseWeight& w = *weights[i];
     if (w.coded) {
-      w.coded->multiply({x.x, outs[i], x.type, w.columns, w.rows, x.tokens});
+      coded.push_back({w.coded, {x.x, outs[i], x.type, w.columns, w.rows, x.tokens}});
     } else {
       matrices.push_back({x.x, w.data, w.stride, w.rows, outs[i], w.rows});
     }
   }
+  CodedLinear::multiply_all(coded);
   if (matrices.empty()) return;
   const int64_t columns = weights[0]->columns;
   kt::multiply(engine_->pool, kernels_,
