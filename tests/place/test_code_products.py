@@ -83,6 +83,23 @@ def test_experts_with_many_rows(spec: str, device: str) -> None:
     check_products(layer, cache, (slot_of, *(tensor.to(device) for tensor in (hidden, ids, weights))), device)
 
 
+@triton_devices
+def test_pairs_of_one_expert_are_grouped(device: str) -> None:
+    """The first of every GROUP_ROWS pairs computes for them; pairs of experts that are not resident do not."""
+    kernels = pytest.importorskip(resident_decode.TRITON)
+    matrix = geometry_of(ExpertStore(E, H, I, formats="bf16")).first
+    slot_of = torch.tensor([2, -1, 0], dtype=torch.int32, device=device)
+    counts = torch.zeros(E, dtype=torch.int32, device=device)
+    ids = torch.tensor([[2, 0], [2, 1], [-1, 2], [9, 0]], device=device)
+    groups = kernels.group_routes(ids, slot_of, counts, matrix, matrix)
+    assert kernels.GROUP_ROWS == 2 and counts.tolist() == [2, 1, 3]
+    assert groups.slots.tolist() == [0, 2, -1, -1, -1, 0, -1, -1]
+    pairs = groups.pairs.tolist()
+    assert [pairs[route] for route in (0, 1, 5)] == [[0, 2], [1, 7], [5, -1]]
+    assert kernels.group_routes(ids[:1], slot_of, counts, matrix, matrix) is None, "one token has nothing to share"
+    assert counts.tolist() == [2, 1, 3]
+
+
 def check_products(layer: LayerOnDevice, cache: ExpertCache, given: tuple[Tensor, ...], device: str) -> None:
     kernels: Any = importlib.import_module(resident_decode.TRITON)
     slot_of, hidden, ids, weights = given
