@@ -4,8 +4,8 @@ A decoding step that runs as a CUDA graph has a fixed number of rows, of which s
 for padding too, so its ids `[T, k]` become -1 where the experts are called, and every kernel skips -1. The mask is a
 tensor rather than a count, because a captured graph then serves any number of real rows up to its size.
 
-The ContextVar `_real_rows` carries that mask, bool `[T]` on the device of the hidden states and in their order, from
-the code that runs the model past the stock model to the experts. It holds for the calling thread.
+The ContextVar `_real_rows` carries that mask, bool `[T]` on the device of the hidden states and in their order, and -1
+on that device, from the code that runs the model past the stock model to the experts. It holds for the calling thread.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-_real_rows: ContextVar[Tensor | None] = ContextVar("real_rows", default=None)
+_real_rows: ContextVar[tuple[Tensor, Tensor] | None] = ContextVar("real_rows", default=None)
 
 
 @contextmanager
 def use_padding_mask(real_rows: Tensor) -> Iterator[None]:
     """While the model is called: rows with `real_rows[t]` False are padding."""
-    token = _real_rows.set(real_rows)
+    nowhere = torch.full((), -1, device=real_rows.device)  # once: `where` would make a tensor of a number in every layer
+    token = _real_rows.set((real_rows, nowhere))
     try:
         yield
     finally:
@@ -32,5 +33,5 @@ def use_padding_mask(real_rows: Tensor) -> Iterator[None]:
 
 def mask_padding(ids: Tensor) -> Tensor:
     """Expert ids `[T, k]` with -1 in padding rows; unchanged outside of `use_padding_mask`."""
-    real_rows = _real_rows.get()
-    return ids if real_rows is None else torch.where(real_rows[:, None], ids, -1)
+    padding = _real_rows.get()
+    return ids if padding is None else torch.where(padding[0][:, None], ids, padding[1])
