@@ -111,7 +111,7 @@ def test_backward_without_a_graph_uses_the_ids(recorded: list[str], monkeypatch:
 def test_division_made_before_the_ids_are_known(
     residents: int, recorded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The busiest experts of the batches before are the GPU's, with or without tokens, and every other one the CPU's."""
+    """The busiest experts of the batches before are the GPU's, with or without tokens, and every other the CPU's."""
     monkeypatch.setattr(dispatch, "AHEAD_SECONDS", {"forward": 0.0, "backward": 0.0})
     store = make_store(SMALL)
     place = place_store_on(store, "cpu", "split", 2 * SMALL.experts, tuple(range(residents)))

@@ -23,7 +23,7 @@ _real_rows: ContextVar[tuple[Tensor, Tensor] | None] = ContextVar("real_rows", d
 @contextmanager
 def use_padding_mask(real_rows: Tensor) -> Iterator[None]:
     """While the model is called: rows with `real_rows[t]` False are padding."""
-    nowhere = torch.full((), -1, device=real_rows.device)  # once: `where` would make a tensor of a number in every layer
+    nowhere = torch.full((), -1, device=real_rows.device)  # `where` would make a tensor of a number in every layer
     token = _real_rows.set((real_rows, nowhere))
     try:
         yield
