@@ -4,7 +4,8 @@
 //   width, copies        lanes of a vector; how often eight bytes of x are stored, so that a load needs no broadcast
 //   joins                whether the two lanes of an output are added at the end of a k tile
 //   accumulators         registers for sums
-//   max_rows             for which this takes less time than dequantised tiles and products in f32
+//   max_rows, slow_rows  for which this takes less time than dequantised tiles and products in f32; slow_rows: of codes
+//                        that take long to unpack
 //   start                initial sum of even k, besides what makes up for codes that are too large
 //   byte_offset          added to signed bytes, whose sums are then too large
 //   Sums<bits>           accumulators for codes of `bits` bits; 8: signed bytes
@@ -61,7 +62,7 @@ struct WordSums {
 template <int W>
 struct WordProduct {
   static constexpr int width = W, copies = 1, byte_offset = 0, start = 0, accumulators = W == 16 ? 16 : 8;
-  static constexpr int max_rows = 16;
+  static constexpr int max_rows = 16, slow_rows = 16;
   static constexpr bool joins = false;
   template <int bits>
   using Sums = WordSums<W, bits>;

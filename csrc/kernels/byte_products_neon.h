@@ -49,7 +49,7 @@ struct SdotSums {
 
 struct SdotProduct {
   static constexpr int width = 4, copies = 2, byte_offset = 0, start = kFloatBits, accumulators = 16;
-  static constexpr int max_rows = 1 << 20;
+  static constexpr int max_rows = 1 << 20, slow_rows = 16;
   static constexpr bool joins = true;
   template <int bits>
   using Sums = SdotSums;

@@ -44,6 +44,7 @@ struct MaddSums {
 
 template <int W>
 struct MaddProduct : WordProduct<W> {
+  static constexpr int max_rows = W == 16 ? 8 : 12, slow_rows = 8;
   template <int bits>
   using Sums = typename Either<bits == 8, WordSums<W, 8>, MaddSums<W>>::type;
 };

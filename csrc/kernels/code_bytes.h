@@ -377,6 +377,12 @@ inline U32<W> round_pairs(F32<W> low, F32<W> high) {
 
 template <int W>
 inline bool any_of(U8<W> v) {
+#ifdef __AVX512F__
+  if constexpr (W == 16) return _mm512_test_epi32_mask((__m512i)v, (__m512i)v) != 0;
+#endif
+#ifdef __AVX2__
+  if constexpr (W == 8) return !_mm256_testz_si256((__m256i)v, (__m256i)v);
+#endif
   typename Vec<W>::u64 words = (typename Vec<W>::u64)v;
   uint64_t any = 0;
   for (int i = 0; i < W / 2; i++) any |= words[i];

@@ -2,8 +2,8 @@
 // and into which slot.
 #pragma once
 
-#include "kernels/formats.h"
 #include "kernels/quantise.h"
+#include "kernels/rounded_tiles.h"
 #include "kernels/table.h"
 
 namespace kt {
@@ -17,11 +17,17 @@ inline void begin_decode(const Encoding& e, const char* block, float* channel) {
   if constexpr (kIntegerSums<Isa>) channel_scales<Isa::width>(e, block, channel);
 }
 
+// Whether tiles of bf16 are widened to f32 to be multiplied, and may as well be f32.
+template <class Isa>
+constexpr bool kMultipliesF32 = requires { typename Isa::F32Tiles; } && kRoundsByFma<Isa::width>;
+
 // Unpacks k tiles, or int8 steps, of a block from `k0` on.
 template <class Isa>
 inline void unpack_block(const Encoding& e, const char* block, const float* channel, int k0, int count, char* out) {
   if constexpr (kIntegerSums<Isa>) {
     block_to_int8_tiles<Isa::width>(e, block, channel, k0, count, out);
+  } else if constexpr (kMultipliesF32<Isa>) {
+    decode_product_block<Isa::width, RoundedBf16Tile>(e, block, k0, count, out);
   } else {
     decode_block<Isa>(e, block, k0, count, out);
   }

@@ -328,34 +328,50 @@ __attribute__((noinline)) void decode_strip_bf16_12(const Strip& s, const char* 
   }
 }
 
+// Whether all k tiles of a span have the same scales.
+template <Codec C>
+constexpr bool kScalesOfSpan =
+    kFormats[(int)C].scales == ScaleKind::floats || kFormats[(int)C].scales == ScaleKind::scale_and_zero;
+
+// Calls act(scales, codes, same) for k tiles [k0, k0 + count) of a strip. `same`: the scales are those of the call
+// before, which must not have changed them; only with `keep`.
+template <int W, Codec C, bool keep, class Act>
+inline void for_each_tile(const Format& f, const Strip& s, const char* strip, int k0, int count, const Act& act) {
+  const char* codes = strip + s.codes + (int64_t)k0 * s.tile_bytes;
+  const Grid* grid = kFormats[(int)C].in_grid() ? &grid_of(f.codec) : nullptr;
+  const int span = k0 / s.span_tiles;
+  Header header{strip + s.headers + (int64_t)span * s.span_bytes};
+  RowScales scales;
+  bool same = false;
+  for (int k = k0, in_span = k0 - span * s.span_tiles; k < k0 + count; k++, in_span++) {
+    prefetch_codes(s, codes);
+    if (in_span == s.span_tiles) {
+      in_span = 0, same = false;
+      header.at += s.span_bytes;
+    }
+    if constexpr (kFormats[(int)C].in_grid()) {
+      OpenTile tile;
+      grid->open(header.at, in_span, codes, tile);
+      scales_of<W>(tile, grid->unit, scales);
+      act(scales, (const char*)tile.codes, false);
+    } else {
+      if (!same) Decoder<C>::template scales<W>(f, header, in_span, strip, scales);
+      act(scales, codes, same);
+      same = keep && kScalesOfSpan<C>;
+    }
+    codes += s.tile_bytes;
+  }
+}
+
 // k tiles [k0, k0 + count) of a strip; tile i at out + i * step.
 // Never inlined: every product calls it, and there are many formats.
 template <int W, class Real, Codec C>
 __attribute__((noinline)) void decode_strip_as(const Format& f, const Strip& s, const char* strip, int k0, int count,
                                                char* out, int64_t step) {
-  const char* codes = strip + s.codes + (int64_t)k0 * s.tile_bytes;
-  const Grid* grid = kFormats[(int)C].in_grid() ? &grid_of(f.codec) : nullptr;
-  const int span = k0 / s.span_tiles;
-  Header header{strip + s.headers + (int64_t)span * s.span_bytes};
-  for (int k = k0, in_span = k0 - span * s.span_tiles; k < k0 + count; k++, in_span++) {
-    prefetch_codes(s, codes);
-    if (in_span == s.span_tiles) {
-      in_span = 0;
-      header.at += s.span_bytes;
-    }
-    RowScales scales;
-    if constexpr (kFormats[(int)C].in_grid()) {
-      OpenTile tile;
-      grid->open(header.at, in_span, codes, tile);
-      scales_of<W>(tile, grid->unit, scales);
-      decode_tile<W, Real, C>(scales, (const char*)tile.codes, out);
-    } else {
-      Decoder<C>::template scales<W>(f, header, in_span, strip, scales);
-      decode_tile<W, Real, C>(scales, codes, out);
-    }
-    codes += s.tile_bytes;
+  for_each_tile<W, C, false>(f, s, strip, k0, count, [&](RowScales& scales, const char* codes, bool) {
+    decode_tile<W, Real, C>(scales, codes, out);
     out += step;
-  }
+  });
 }
 
 // The codec whose instantiation decodes a strip: an opened tile of any grid is decoded alike, tiles of bf16 never are,

@@ -62,25 +62,46 @@ inline void begin_with_lora_terms(ProductOf<typename Isa::Real>& p, const Dropou
     }
 }
 
-constexpr int kFewRowsTiles = 8;  // pairs of tiles that are decoded at a time for few rows: 16 KB
+// Few rows: pairs of tiles that are decoded at a time, 16 KB.
+template <class Tiles>
+constexpr int kTilesInL1 = 16384 / (2 * Tiles::tile_bytes);
 
 // Decodes a few k tiles of a block and multiplies them while they are in L1, and so on. The sums are those of one
-// product over all of K: they are continued in the same order.
-template <class Isa, class Overlap>
-inline void multiply_in_chunks(const EncodedBlocks& encoded, ProductOf<typename Isa::Real> p, Overlap& overlapped) {
-  const char* block = p.contraction.b;
+// product over all of K: they are continued in the same order. `Tiles` multiplies the decoded tiles, `decode(k, count)`
+// makes them.
+template <class Isa, class Tiles, class Decode, class Overlap>
+inline void multiply_in_chunks(const EncodedBlocks& encoded, ProductOf<typename Isa::Real> p, Overlap& overlapped,
+                               const Decode& decode) {
   const int k_tiles = p.contraction.k_tiles, lora_terms = p.lora_terms;
   p.contraction.b = encoded.decoded;
-  for (int k = 0; k < k_tiles; k += kFewRowsTiles) {
-    const int count = k_tiles - k < kFewRowsTiles ? k_tiles - k : kFewRowsTiles;
-    decode_block<Isa>(*encoded.encoding, block, encoded.k0 + k, count, encoded.decoded);
+  p.lora_terms = 0;
+  for (int k = 0; k < k_tiles; k += kTilesInL1<Tiles>) {
+    const int count = k_tiles - k < kTilesInL1<Tiles> ? k_tiles - k : kTilesInL1<Tiles>;
+    decode(k, count);
     p.contraction.k_tiles = count;
-    p.lora_terms = k + count == k_tiles ? lora_terms : 0;
-    Isa::multiply(p, overlapped);
+    Tiles::multiply(p, overlapped);
     p.contraction.a += (int64_t)count * p.rows * kTileK * Isa::elem;
     p.prefetch.at += (int64_t)count * p.prefetch.lines * 64;
     p.accumulate = true;
   }
+  p.lora_terms = lora_terms;
+  multiply_lora_terms<Isa>(p);
+}
+
+// One block of few rows: f32 tiles where the ISA multiplies those, its own for bf16:12.
+template <class Isa, class Overlap>
+inline void multiply_few_rows(const EncodedBlocks& encoded, const ProductOf<typename Isa::Real>& p,
+                              Overlap& overlapped) {
+  const Encoding& e = *encoded.encoding;
+  const char* block = p.contraction.b;
+  if constexpr (kMultipliesF32<Isa>)
+    if (!e.format[0].row().has_patches())
+      return multiply_in_chunks<Isa, typename Isa::F32Tiles>(encoded, p, overlapped, [&](int k, int count) {
+        decode_product_block<Isa::width, RoundedF32Tile>(e, block, encoded.k0 + k, count, encoded.decoded);
+      });
+  multiply_in_chunks<Isa, Isa>(encoded, p, overlapped, [&](int k, int count) {
+    decode_block<Isa>(e, block, encoded.k0 + k, count, encoded.decoded);
+  });
 }
 
 // Multiplies every block with every pair of token tiles. Weights are prefetched one block ahead, and `after` during the
@@ -96,9 +117,9 @@ inline void for_each_product(const Unit& u, bool complete, const char* after, co
   DecodeAhead<Isa> decode_ahead(u, passes), *decoding = nullptr;
   if constexpr (requires { u.encoded; }) encoding = u.encoded.encoding;
   if (encoding && Isa::overlaps) decoding = &decode_ahead;
-  // Of other formats few rows are multiplied with codes (packed_gemv.h).
   constexpr bool chunks = !Isa::overlaps && !kIntegerSums<Isa>;
-  const bool in_chunks = chunks && encoding && passes == 1 && encoding->format[0].row().has_patches();
+  const bool in_chunks =
+      chunks && encoding && passes == 1 && (kMultipliesF32<Isa> || encoding->format[0].row().has_patches());
   using Transposer = typename OverlappedTransposeOf<Isa, transposes && !kIntegerSums<Isa>>::type;
   Transposer overlapped_transpose(transposed);
   Transposer* transposer = transposed && transposed->count ? &overlapped_transpose : nullptr;
@@ -134,7 +155,7 @@ inline void for_each_product(const Unit& u, bool complete, const char* after, co
       if (decoding && pass == 0) decoding->begin();
       OverlappedWork<Rows, DecodeAhead<Isa>, Transposer> overlapped{pending, decoding, transposer};
       if constexpr (requires { u.encoded; } && chunks)
-        if (in_chunks) multiply_in_chunks<Isa>(u.encoded, p, overlapped);
+        if (in_chunks) multiply_few_rows<Isa>(u.encoded, p, overlapped);
       if (!in_chunks) Isa::multiply(p, overlapped);
       pending.all();
       if (complete) pending.set(p);

@@ -14,8 +14,6 @@
 namespace kt {
 namespace {
 
-constexpr int kSlowCodesRows = 16;  // at most, of codes that take long to unpack
-
 // Codes of one format: quads, the number of scales of a k tile, and the table that codes are looked up in, if any.
 template <class Product, class Quads, int scales_of_tile, int bits, bool looks_up = false>
 struct Int16Codes {
@@ -144,7 +142,7 @@ struct PackedGemvInt16 {
     if (row.element == ElementKind::e4m3) return kFp8Rows;
     if (f.is_tiles() || row.element == ElementKind::bf16_12) return 0;  // rounding would not be bf16's
     const bool unpacks_fast = !row.plane[1] && !has_halves(row) && !row.in_grid();
-    return unpacks_fast || max_rows < kSlowCodesRows ? max_rows : kSlowCodesRows;
+    return unpacks_fast || max_rows < Product::slow_rows ? max_rows : Product::slow_rows;
   }
 
   // Calls act with the Int16Codes of a format and what the rows must know about it.

@@ -12,12 +12,23 @@
 namespace kt {
 namespace {
 
+// acc[m] += x[m][k] * w[k] in the type of the sums.
+template <class V>
+struct Exact {
+  using Vector = V;
+  static constexpr int elem = sizeof(Lane<V>), step_k = 1, step_bytes = elem, tile_bytes = kTileK * kTileN * elem;
+  static constexpr DType panel = kDouble<V> ? DType::f64 : DType::f32;
+  static V unpack(const char* w) { return load<V>(w); }
+  static V step(V acc, const char* x, const V& w) { return acc + load<Lane<V>>(x) * w; }
+};
+
 // acc[m] += x[m][k] * w[k] + x[m][k + 1] * w[k + 1] in f32, activations f32.
 template <int W>
 struct WidenToF32 {
   using Vector = F32<W>;
   static constexpr int elem = 4, step_k = 2, step_bytes = 8, tile_bytes = kTileBytes;
   static constexpr DType panel = DType::f32;
+  using F32Tiles = Exact<F32<W>>;  // takes the same panel
   struct Pair {
     F32<W> low, high;
   };
@@ -29,16 +40,6 @@ struct WidenToF32 {
     acc = acc + load<float>(x) * w.low;
     return acc + load<float>(x + 4) * w.high;
   }
-};
-
-// acc[m] += x[m][k] * w[k] in the type of the sums.
-template <class V>
-struct Exact {
-  using Vector = V;
-  static constexpr int elem = sizeof(Lane<V>), step_k = 1, step_bytes = elem, tile_bytes = kTileK * kTileN * elem;
-  static constexpr DType panel = kDouble<V> ? DType::f64 : DType::f32;
-  static V unpack(const char* w) { return load<V>(w); }
-  static V step(V acc, const char* x, const V& w) { return acc + load<Lane<V>>(x) * w; }
 };
 
 // acc[m] += four int8 products by a dp4a. A row of an int8 tile is as long as one of bf16 pairs, and the panel's row
@@ -233,9 +234,21 @@ __attribute__((noinline)) void int8_tile_by_block(int live, const char* a, int t
   tile_by_block<Arith, NV, MR>(live, a, tile_rows, b, steps, accumulate, prefetch, c);
 }
 
+template <class Arith, int NV, int MR>
+struct RowIsa;
+
+// The form of an ISA that multiplies tiles of f32, where its own are of bf16 and widened.
+template <class Arith, int NV, int MR>
+struct F32TilesOf {};
+template <class Arith, int NV, int MR>
+  requires requires { typename Arith::F32Tiles; }
+struct F32TilesOf<Arith, NV, MR> {
+  using F32Tiles = RowIsa<typename Arith::F32Tiles, NV, MR>;
+};
+
 // An ISA that multiplies rows: MR rows by NV vectors in registers.
 template <class Arith, int NV, int MR>
-struct RowIsa {
+struct RowIsa : F32TilesOf<Arith, NV, MR> {
   using Arithmetic = Arith;
   using Vector = typename Arith::Vector;
   using Real = Lane<Vector>;
