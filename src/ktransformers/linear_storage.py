@@ -3,5 +3,7 @@
 from __future__ import annotations
 
 KEEP = "keep"
-NUMBERS_SHARE = 0.5  # of a GPU's memory that numbers may take before `keep` keeps codes there: bf16 is faster still
+# Of a GPU's memory that numbers may take before `keep` keeps codes there. Models so small have small layers, whose
+# products take about as long in codes as in bf16, and prompts are slower with codes (docs/log.md).
+NUMBERS_SHARE = 0.2
 AS_RELEASED = (KEEP, "bf16")  # in the codes of the files, or decoded: these encode nothing

@@ -160,7 +160,7 @@ def load_pretrained(
 
 def codes_device(options: Mapping[str, Any], rest: str, source: Source) -> torch.device | None:
     """The GPU to which codes are moved once they are packed; None: the model is loaded where it stays. With "keep"
-    numbers are preferred while they take less than NUMBERS_SHARE of the free memory: their products are faster."""
+    numbers are preferred while they take less than NUMBERS_SHARE of the free memory."""
     device_map = options.get("device_map")
     if rest == "bf16" or (rest == "keep" and not source.quantised) or is_host_only(device_map):
         return None

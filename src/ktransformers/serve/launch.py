@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ktransformers import env, model_registry, settings, system
 from ktransformers.errors import InputError
 from ktransformers.interrupt import remembered_interrupt
-from ktransformers.linear_storage import AS_RELEASED
+from ktransformers.linear_storage import AS_RELEASED, KEEP
 from ktransformers.plan import Plan, require_fit
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.hosts.options import HostOptions, read_hosts
@@ -400,6 +400,7 @@ def _load_model(
         if launch.rest not in AS_RELEASED:
             encode_linears(stock, launch.rest, on_gpu=device != "cpu")
         return stock.to(device)
+    from ktransformers.checkpoint.sources import open_source
     from ktransformers.nn import load_model
     from ktransformers.nn.pool import set_default_pool
 
@@ -415,6 +416,10 @@ def _load_model(
     gpu = None if device == "cpu" else device
     if (spreads := gpu is None and not widen) and launch.rest not in AS_RELEASED:  # moved to several GPUs afterwards
         raise InputError("rest", f"{launch.rest} on several GPUs", "keep or bf16, or one GPU")
+    if spreads and launch.rest == KEEP and open_source(directory).quantised:
+        log(
+            "several GPUs: weights outside of the experts are decoded to bf16; one GPU can keep the bits of the release"
+        )
     return load_model(
         directory,
         experts=experts,

@@ -342,7 +342,7 @@ def configuration(rows: int, layout: WordLayout, processors: int) -> Configurati
     programs = -(-matrix.rows // block_n)
     splits = max(1, min((3 if wide else 2) * processors // programs, layout.steps // MIN_STEPS))
     stage = block_n * 4 * layout.words // (layout.width * layout.steps) + 2 * block_m * form.step
-    stages = max(2, min(3 if wide else 4, 1 + SHARED_BYTES // stage))
+    stages = max(2, min(3, 1 + SHARED_BYTES // stage))
     return Configuration(block_m, block_n, splits, stages=stages)
 
 
