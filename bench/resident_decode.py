@@ -142,7 +142,7 @@ def tile_taken(tile: str) -> Iterator[None]:
     tile_of, group_rows = products.tile_of, kernels.GROUP_ROWS
     if tile:
         warps, rows, group = map(int, tile.split("/"))
-        products.tile_of, kernels.GROUP_ROWS = (lambda matrix: products.Tile(warps, rows)), group
+        products.tile_of, kernels.GROUP_ROWS = (lambda tokens: products.Tile(warps, rows)), group
     try:
         yield
     finally:

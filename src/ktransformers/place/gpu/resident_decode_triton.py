@@ -665,7 +665,9 @@ def _row_arguments(
     packed: Tensor, ids: Tensor, slot_of: Tensor, bias: Tensor | None, matrix: PackedMatrix, groups: Groups | None
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
     """Arguments of `_first_rows` and `_down_rows`: groups; weights and biases; sizes; constants."""
-    views, places, constants = block_products_triton.arguments(packed, matrix, block_products_triton.tile_of(matrix))
+    views, places, constants = block_products_triton.arguments(
+        packed, matrix, block_products_triton.tile_of(ids.shape[0])
+    )
     constants |= {"BIAS": bias is not None, "GROUPED": groups is not None}
     constants["ROWS"] = 1 if groups is None else groups.rows
     sizes = (slot_of.shape[0], ids.shape[1], matrix.rows, matrix.expert_bytes, matrix.block_bytes, *places)
