@@ -129,9 +129,11 @@ def test_division_made_before_the_ids_are_known(
     assert recorded == ["backward", *["forward", "backward"] * 3]
 
 
-def test_failed_share_of_the_cpu_is_raised_by_the_next_pass(
-    recorded: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_failed_share_of_the_cpu_is_raised_in_its_own_step(
+    direction: str, recorded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where a stream would wait for the number instead of the host."""
     monkeypatch.setattr(dispatch, "AHEAD_SECONDS", {"forward": 0.0, "backward": 0.0})
     store = make_store(SMALL)
     place = place_store_on(store, "cpu", "split", 2 * SMALL.experts)
@@ -141,7 +143,7 @@ def test_failed_share_of_the_cpu_is_raised_by_the_next_pass(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no expert today")
 
-    monkeypatch.setattr(type(store), "forward", fail)
+    monkeypatch.setattr(type(store), direction, fail)
     given = make_inputs(SMALL, "cpu", 1)
     out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)
     place.engine._worker.submit(lambda: None).result()  # after the failed one

@@ -339,7 +339,9 @@ class ExpertEngine:
             self._jobs.stream_waits_for(job)
             for on_host, on_device in zip((*outs, *grads), (grad_hidden, grad_weights, *device_grads), strict=True):
                 self._reader.add(on_host, on_device)
-        pending = start_to_host(device_grads) if device_grads else None
+        pending = start_to_host(device_grads, job) if device_grads else None
+        if job is not None and pending is None:
+            job.future.result()  # no thread waits for gradients of factors, which would raise its error
         results = grad_hidden.to(batch.hidden.dtype), grad_weights.to(batch.weights.dtype)
         self.executor.record_finished()
         return *results, pending.tensors if pending is not None else [], pending

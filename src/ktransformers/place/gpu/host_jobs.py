@@ -3,12 +3,14 @@
 A job runs in one thread, in the order of submission: it waits for its inputs (copies to the host, whose event it
 synchronises with) and computes. After each job the thread writes the job's number into pinned memory, also where the
 job failed; a stream waits for that number by the driver's call, so kernels behind it may read what the job has written
-into pinned memory. An error is raised by the next call of `raise_failed` or by the job's own `result`. Where the driver
-refuses such waits, and on a CPU, the host waits.
+into pinned memory. An error is raised by the next call of `raise_failed` or by the job's own future: the caller sees to
+it that one of them comes before the results are used. Where the driver refuses such waits, and on a CPU, the host
+waits.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,6 +41,8 @@ class HostJobs:
         self._unchecked: deque[HostJob] = deque()
         if self._stream_waits:
             self._done = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+            # The number must stay where it is until no stream waits for it.
+            weakref.finalize(self, _synchronize, device, self._done).atexit = False
 
     def start(self, compute: Callable[[], object]) -> HostJob:
         """`compute` must not allocate pinned or device memory: a driver that waits for the device would wait for a
@@ -72,3 +76,7 @@ class HostJobs:
         """Raise the error of a job that has ended."""
         while self._unchecked and self._unchecked[0].future.done():
             self._unchecked.popleft().future.result()
+
+
+def _synchronize(device: torch.device, number: torch.Tensor) -> None:
+    torch.cuda.synchronize(device)
