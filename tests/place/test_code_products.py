@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.nn import ExpertStore
+from ktransformers.nn.device_codes.layout import PackedMatrix, format_of
 from ktransformers.nn.gate import Gate
 from ktransformers.place.gpu import resident_decode
 from ktransformers.place.gpu.executor import LayerOnDevice
@@ -118,6 +119,17 @@ def check_products(layer: LayerOnDevice, cache: ExpertCache, given: tuple[Tensor
     assert float(expected.abs().max()) > 0
     valid = ids[(ids >= 0) & (ids < E)].cpu()
     assert torch.equal(counts.cpu(), torch.bincount(valid, minlength=E).int()), "rows of experts are counted"
+
+
+@pytest.mark.parametrize(("spec", "columns"), [("bf16", 2), ("int4:0", 16), ("int8", 8)])
+def test_rows_of_words_must_be_whole(spec: str, columns: int) -> None:
+    """Otherwise numbers of x behind K would be multiplied; such experts are dequantised first."""
+    kernels = pytest.importorskip(resident_decode.TRITON)
+    form = format_of(spec)
+    supported = {
+        k: kernels.reads_codes(PackedMatrix(32, k, (form, form), False)) for k in (5 * columns, 5 * columns + 1)
+    }
+    assert list(supported.values()) == [True, False]
 
 
 def test_formats_that_are_read_as_codes() -> None:

@@ -79,7 +79,8 @@ def _values(
 ):  # fmt: skip
     """float32: the s-th numbers of words times their scale; EXACT: a fused product of an integer and the scale is
     exact, because the bits of both fit into those of float32. Floating-point codes: by their bits, whose exponent has
-    another bias in float32; half of that is in the scale and half left to the sum, where neither overflows."""
+    another bias in float32; half of that is in the scale and half left to the sum, where neither overflows. The code of
+    NaN in e4m3 is 480 here; prompts, which are computed from decoded matrices, have the NaN."""
     if CODE == E4M3:
         value = (((word << (24 - 8 * s)) >> 4) & -0x78100000).to(tl.float32, bitcast=True) * scale
     elif CODE == E2M1:
@@ -239,14 +240,16 @@ def block_products(
 
 
 def supports(matrix: PackedMatrix) -> bool:
-    """Whether both halves have one format: bf16, or codes of 2, 4 or 8 bits in one plane."""
+    """Whether both halves have one format: bf16, or codes of 2, 4 or 8 bits in one plane; and K has whole rows of
+    words, since x is not masked within one."""
     form = matrix.formats[0]
     if matrix.plain:
-        return True
+        return matrix.columns % 2 == 0
     kind = dequantize_triton.kind_of(form)
-    if form != matrix.formats[1] or kind is None:
+    if form != matrix.formats[1] or kind is None or form.span % TILE_K:
         return False
-    return form.span % TILE_K == 0 and form.bits in ((4,) if kind[1] == dequantize_triton.NESTED else (2, 4, 8))
+    bits = (4,) if kind[1] == dequantize_triton.NESTED else (2, 4, 8)
+    return form.bits in bits and matrix.columns % (64 // form.bits) == 0
 
 
 def arguments(
