@@ -184,8 +184,8 @@ def step(trainer: Trainer, tokens: int) -> float:
     return time.perf_counter() - begun
 
 
-def traced(trainer: Trainer, tokens: int) -> dict[str, Any]:
-    """One step of the configuration in force, as a document; prints one layer of it."""
+def traced(trainer: Trainer, tokens: int, layer: int) -> dict[str, Any]:
+    """One step of the configuration in force, as a document; prints this layer of it."""
     trace = Trace()
     remove = instrument(trace)
     trace.start()
@@ -207,7 +207,7 @@ def traced(trainer: Trainer, tokens: int) -> dict[str, Any]:
         if during and repeated:
             words = f"beside copies {statistics.median(during):.1f}, alone {statistics.median(repeated):.1f}"
             print(f"    CPU, {direction}, ms: {words}")
-        _print_layer(rows, 4, direction)
+        _print_layer(rows, layer, direction)
     return {"whole_ms": 1e3 * whole, "rows": rows, "alone": alone}
 
 
@@ -294,15 +294,16 @@ def main(argv: list[str] | None = None) -> int:
                 if round_number == args.rounds - 1:
                     median = statistics.median(one.seconds)
                     ratio = statistics.median(listed[0].seconds) / median
-                    engine = trainer.model.placement.engines[0]
-                    sizes = {name: len(part.streamed) for name, part in engine.layers[4].last_split.items()}
+                    layers = trainer.model.placement.engines[0].layers
+                    middle = len(layers) // 2
+                    sizes = {name: len(part.streamed) for name, part in layers[middle].last_split.items()}
                     cell = {"tokens": tokens, "name": one.name, "seconds": one.seconds, "gpu_gib": peak, "sizes": sizes}
                     document["cells"].append(cell)
                     row = [args.format, str(tokens), one.name, f"{median:.3f}", f"{min(one.seconds):.3f}"]
                     table.row([*row, f"{ratio:.2f}", f"{peak:.2f}"])
                     if one.name in args.trace:
-                        print(f"    streamed experts of layer 4: {sizes}")
-                        cell["trace"] = traced(trainer, tokens)
+                        print(f"    streamed experts of layer {middle}: {sizes}")
+                        cell["trace"] = traced(trainer, tokens, middle)
         if args.json:
             save(document, args.json)
     print_last_line({key: value for key, value in document.items() if key != "cells"})

@@ -118,7 +118,7 @@ class DeviceFactors:
     def __init__(self, device: torch.device, registered: RegisteredMemory | None = None) -> None:
         """`registered`: trained factors are registered with the driver, which otherwise blocks the host until the
         device has reached their copy."""
-        self._device, self._registered = device, registered
+        self._device, self._registered = device, registered if device.type == "cuda" else None
         self._entries: OrderedDict[tuple[object, ...], _CacheEntry] = OrderedDict()
 
     def get(self, factors: LoraFactors, gate_up_rows: int, trained: bool = False) -> dict[str, StackedLora]:
