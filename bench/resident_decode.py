@@ -4,8 +4,8 @@
 
 Packed bytes are random, tokens take different experts at random; a CUDA graph holds calls with several routings, more
 bytes than the L2 cache has. `share` is the time of reading the experts that a call touches, at the rate at which a sum
-reads memory in the same run, over the time of the call. `--tiles` W/S/R: warps of a program, rows of bf16 words of a
-warp in a step, rows of one expert computed together.
+reads memory in the same run, over the time of the call. `--tiles` W/S: warps of a program, rows of bf16 words of a
+warp in a step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", default="qwen3-30b", choices=list(SHAPES))
     parser.add_argument("--formats", default="bf16,int4:32,fp8:128x128")
     parser.add_argument("--streams", default="1,4,16")
-    parser.add_argument("--tiles", default="", help="comma-separated W/S/R; default: what the server takes")
+    parser.add_argument("--tiles", default="", help="comma-separated W/S; default: what the server takes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the document here, after every cell")
     return parser.parse_args(argv)
 
@@ -137,16 +137,15 @@ def cell(layer: Layer, tokens: int, rate: float) -> dict[str, Any]:
 def tile_taken(tile: str) -> Iterator[None]:
     """Other sizes of programs; "" leaves them."""
     from ktransformers.place.gpu import block_products_triton as products
-    from ktransformers.place.gpu import resident_decode_triton as kernels
 
-    tile_of, group_rows = products.tile_of, kernels.GROUP_ROWS
+    tile_of = products.tile_of
     if tile:
-        warps, rows, group = map(int, tile.split("/"))
-        products.tile_of, kernels.GROUP_ROWS = (lambda tokens: products.Tile(warps, rows)), group
+        warps, rows = map(int, tile.split("/"))
+        products.tile_of = lambda tokens: products.Tile(warps, rows)
     try:
         yield
     finally:
-        products.tile_of, kernels.GROUP_ROWS = tile_of, group_rows
+        products.tile_of = tile_of
 
 
 def main(argv: list[str] | None = None) -> int:

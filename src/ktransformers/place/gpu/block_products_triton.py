@@ -1,4 +1,4 @@
-"""Products of a block of 32 outputs of a packed expert with one, two or four rows of activations, in float32
+"""Products of a block of 32 outputs of a packed expert with one or two rows of activations, in float32
 multiplications: for decoding, where most experts have one or two rows.
 
 Packed bytes go from memory to registers in the order in which they lie, 16 bytes a thread, and stay there: no tile in
@@ -149,8 +149,6 @@ def _words(words, row, inside, PLAIN: tl.constexpr):
 def block_products(
     x_0,  # rows of x: int32, pairs of bf16
     x_1,
-    x_2,
-    x_3,
     words,  # packed experts as int32
     scales,  # in the type of the scales
     factors,  # as float32
@@ -172,7 +170,7 @@ def block_products(
     PACK: tl.constexpr,  # not in the interpreter, which has no assembler
     ROWS: tl.constexpr,
 ):
-    """float32 [16] for each half of the block and row of x; those of rows from ROWS on are zeros."""
+    """float32 [16] for each half of the block and row of x; those of the second row are zeros if ROWS is 1."""
     EXACT: tl.constexpr = BITS == 4 and SCALE_BYTES == 2
     FACTOR: tl.constexpr = 1.0 if PLAIN else (2.0**60 if CODE == E4M3 else (2.0**63 if CODE == E2M1 else 1.0))
     PER_WORD: tl.constexpr = 1 if PLAIN else 32 // BITS  # pairs of K of a row of words
@@ -183,7 +181,7 @@ def block_products(
     high_at = words + tl.multiple_of((high_base + codes_at) // 4, 16) + lane
     n = tl.arange(0, 16)[None, :] if ENTRIES == 16 else tl.zeros((1, 1), tl.int32)
     low_0 = tl.zeros((STEP, 16), tl.float32)
-    high_0, low_1, high_1, low_2, high_2, low_3, high_3 = low_0, low_0, low_0, low_0, low_0, low_0, low_0
+    high_0, low_1, high_1 = low_0, low_0, low_0
     inside = row * PER_WORD < pairs
     next_low, next_high = _words(low_at, row, inside, PLAIN), _words(high_at, row, inside, PLAIN)
     if not PLAIN:
@@ -228,15 +226,7 @@ def block_products(
             if ROWS > 1:
                 x = tl.load(x_1 + pair, mask=present, other=0)
                 low_1, high_1 = _multiply_add(low_1, high_1, x, low_even, low_odd, high_even, high_odd)
-            if ROWS > 2:
-                x = tl.load(x_2 + pair, mask=present, other=0)
-                low_2, high_2 = _multiply_add(low_2, high_2, x, low_even, low_odd, high_even, high_odd)
-                x = tl.load(x_3 + pair, mask=present, other=0)
-                low_3, high_3 = _multiply_add(low_3, high_3, x, low_even, low_odd, high_even, high_odd)
-    return (
-        FACTOR * tl.sum(low_0, 0), FACTOR * tl.sum(high_0, 0), FACTOR * tl.sum(low_1, 0), FACTOR * tl.sum(high_1, 0),
-        FACTOR * tl.sum(low_2, 0), FACTOR * tl.sum(high_2, 0), FACTOR * tl.sum(low_3, 0), FACTOR * tl.sum(high_3, 0),
-    )  # fmt: skip
+    return FACTOR * tl.sum(low_0, 0), FACTOR * tl.sum(high_0, 0), FACTOR * tl.sum(low_1, 0), FACTOR * tl.sum(high_1, 0)
 
 
 def supports(matrix: PackedMatrix) -> bool:

@@ -37,7 +37,7 @@ from ktransformers.place.gpu.code_products_triton import load_rows, multiply_add
 
 ROWS = tl.constexpr(16)  # of one expert in a program: the smallest tile of a product
 SUM_COLUMNS = 256  # of a program that sums outputs
-GROUP_ROWS = 2  # of one expert that are computed together from a block of it: 2 or 4
+GROUP_ROWS = 2  # of one expert that are computed together from a block of it
 PARTS, FEW_ROUTES = 4, 16  # half blocks of down in a program, of batches with more (token, slot) pairs than these
 RANKS_PER_STEP = 128  # numbers of a row of A or B that a step of LoRA's products takes
 
@@ -422,13 +422,11 @@ def _first_rows(
     slot = _slot_of_route(ids, slot_of, counts, slots, route, block, experts, COUNT, GROUPED)
     if slot >= 0:
         pair_0, pair_1 = _pair(pairs, route, 0, ROWS, GROUPED), _pair(pairs, route, 1, ROWS, GROUPED)
-        pair_2, pair_3 = _pair(pairs, route, 2, ROWS, GROUPED), _pair(pairs, route, 3, ROWS, GROUPED)
         length = columns // 2
         x_0, x_1 = hidden + pair_0 // top_k * length, hidden + tl.maximum(pair_1, 0) // top_k * length
-        x_2, x_3 = hidden + tl.maximum(pair_2, 0) // top_k * length, hidden + tl.maximum(pair_3, 0) // top_k * length
         base = slot * expert_bytes + block.to(tl.int64) * block_bytes
-        low_0, high_0, low_1, high_1, low_2, high_2, low_3, high_3 = block_products(
-            x_0, x_1, x_2, x_3, words, scales, scale_factors, base, half_bytes, columns, codes_at, spans_at,
+        low_0, high_0, low_1, high_1 = block_products(
+            x_0, x_1, words, scales, scale_factors, base, half_bytes, columns, codes_at, spans_at,
             mask, PLAIN, CODE, ZERO, SCALE, BITS, SPAN, ENTRIES, SCALE_BYTES, STEP, PACK, ROWS,
         )  # fmt: skip
         expert, n = tl.load(ids + route).to(tl.int64), tl.arange(0, 16)
@@ -445,15 +443,6 @@ def _first_rows(
         if ROWS > 1:
             _store_first(
                 pair_1, low_1, high_1, expert, bias, adapters, factors, inner, out, low, high, low_valid, high_valid,
-                outputs, rows, top_k, BIAS, GATE, LIMIT, ALPHA, ADDED, RANKS,
-            )  # fmt: skip
-        if ROWS > 2:
-            _store_first(
-                pair_2, low_2, high_2, expert, bias, adapters, factors, inner, out, low, high, low_valid, high_valid,
-                outputs, rows, top_k, BIAS, GATE, LIMIT, ALPHA, ADDED, RANKS,
-            )  # fmt: skip
-            _store_first(
-                pair_3, low_3, high_3, expert, bias, adapters, factors, inner, out, low, high, low_valid, high_valid,
                 outputs, rows, top_k, BIAS, GATE, LIMIT, ALPHA, ADDED, RANKS,
             )  # fmt: skip
 
@@ -523,13 +512,11 @@ def _down_rows(
     slot = _slot_of_route(ids, slot_of, slots, slots, route, block, experts, False, GROUPED)
     if slot >= 0:
         pair_0, pair_1 = _pair(pairs, route, 0, ROWS, GROUPED), _pair(pairs, route, 1, ROWS, GROUPED)
-        pair_2, pair_3 = _pair(pairs, route, 2, ROWS, GROUPED), _pair(pairs, route, 3, ROWS, GROUPED)
         length = columns // 2
         x_0, x_1 = h + pair_0 * length, h + tl.maximum(pair_1, 0) * length
-        x_2, x_3 = h + tl.maximum(pair_2, 0) * length, h + tl.maximum(pair_3, 0) * length
         base = slot * expert_bytes + block.to(tl.int64) * block_bytes
-        low_0, high_0, low_1, high_1, low_2, high_2, low_3, high_3 = block_products(
-            x_0, x_1, x_2, x_3, words, scales, scale_factors, base, half_bytes, columns, codes_at, spans_at,
+        low_0, high_0, low_1, high_1 = block_products(
+            x_0, x_1, words, scales, scale_factors, base, half_bytes, columns, codes_at, spans_at,
             mask, PLAIN, CODE, ZERO, SCALE, BITS, SPAN, ENTRIES, SCALE_BYTES, STEP, PACK, ROWS,
         )  # fmt: skip
         expert, row = tl.load(ids + route).to(tl.int64), block * 32 + tl.arange(0, 16)
@@ -539,15 +526,6 @@ def _down_rows(
         if ROWS > 1:
             _store_down(
                 pair_1, low_1, high_1, expert, weights, bias, adapters, factors, inner, out, row, rows, top_k,
-                BIAS, RANKS,
-            )  # fmt: skip
-        if ROWS > 2:
-            _store_down(
-                pair_2, low_2, high_2, expert, weights, bias, adapters, factors, inner, out, row, rows, top_k,
-                BIAS, RANKS,
-            )  # fmt: skip
-            _store_down(
-                pair_3, low_3, high_3, expert, weights, bias, adapters, factors, inner, out, row, rows, top_k,
                 BIAS, RANKS,
             )  # fmt: skip
 
