@@ -65,8 +65,8 @@ class DecodeStack:
 
     def _compute(self, tokens: Sequence[int], positions: Sequence[int], spans: Sequence[Span]) -> Tensor:
         with torch.inference_mode():
-            hidden = self._body.embed_tokens(torch.tensor([tokens]))
-            cos, sin = self._body.rotary_emb(hidden, position_ids=torch.tensor([positions]))
+            hidden = self._body.embed_tokens(torch.tensor([tokens], device="cpu"))
+            cos, sin = self._body.rotary_emb(hidden, position_ids=torch.tensor([positions], device="cpu"))
             rows, cos, sin = hidden[0].contiguous(), cos[0].contiguous(), sin[0].contiguous()
             for layer in self._layers:
                 rows = layer.compute(rows, spans, cos, sin)
