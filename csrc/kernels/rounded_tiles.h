@@ -207,7 +207,11 @@ __attribute__((noinline)) void decode_unusual_tile(RowScales r, const char* code
   } else {
     alignas(64) char pairs[kTileBytes];
     decode_tile<W, Bf16Pairs, C>(r, codes, pairs);
-    widen_tile<float>(pairs, tile);
+    for (int j = 0; j < kTileK / 2; j++)
+      for (int n = 0; n < kTileN; n += W) {
+        const U32<W> both = load<U32<W>>(pairs + (j * kTileN + n) * 4);
+        RoundedF32Tile::put<W>(tile, j, n, (F32<W>)(both << 16), (F32<W>)(both & 0xffff0000u));
+      }
   }
 }
 
