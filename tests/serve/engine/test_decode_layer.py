@@ -161,6 +161,28 @@ def test_layer_that_does_more_than_add_its_halves_is_left_alone(tmp_path: Path) 
     assert core[0]._core is None and core[1]._core is not None
 
 
+@pytest.mark.parametrize("part", ["self_attn", "mlp"])
+def test_halves_that_are_small_beside_the_hidden_states_are_compared_too(part: str, tmp_path: Path) -> None:
+    """In a sum of bf16 numbers what is added would be lost, and any other computation would match."""
+    model: Any = build("qwen3_moe", **SIZES)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj")):
+            nn.init.normal_(parameter, std=1e-3)
+    forward = make_forward(load_model(save(model.bfloat16(), tmp_path / "small"), dtype=torch.bfloat16))
+    layers = forward.model.model.layers
+    stock = getattr(layers[0], part).forward
+
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        out = stock(*args, **kwargs)
+        return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
+
+    getattr(layers[0], part).forward = doubled
+    decode(forward)
+    first, second = layers_of(forward.model)
+    assert (first._spec is None, first._store is None) == (part == "self_attn", part == "mlp")
+    assert second._spec is not None and second._store is not None
+
+
 def test_model_with_scaled_embeddings_keeps_its_own_forward(tmp_path: Path) -> None:
     """Every layer is the core's, but what is around the layers is more than the parts that are called."""
     forward = open_model(tmp_path, "qwen3_moe", torch.float32)

@@ -43,6 +43,8 @@ DTYPES = (torch.bfloat16, torch.float32)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NOT_HERE = ("kt_remote", "kt_exchange", "kt_shard", "kt_lora")  # of experts that are not this store's alone
 PROBE_KEYS = (5, 1, 8)  # of the sequences that both compute; the last one of each is new
+SMALLEST_PROBE = 1 / 128  # size of hidden states
+ROUTER_TRIALS = 4  # with other hidden states: two experts that are nearly equal may be chosen in another order
 PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError)  # of code that was not written for it
 
 Result = TypeVar("Result")
@@ -234,20 +236,31 @@ class Probe:
         return torch.stack(rows).to(query)
 
     def _stock_attention(self, module: Any, hidden: Tensor) -> Tensor:
+        """What the layer adds to its hidden states, before it does so."""
         with use_attention(self._attention):
             out: Tensor = module.self_attn(hidden_states=module.input_layernorm(hidden), **self._arguments)[0]
-        return hidden + out
-
-    def _stock_experts(self, module: Any, hidden: Tensor) -> Tensor:
-        out: Tensor = hidden + module.mlp(module.post_attention_layernorm(hidden))
         return out
 
+    def _stock_experts(self, module: Any, hidden: Tensor) -> Tensor:
+        """What the layer adds after attention."""
+        out: Tensor = module.mlp(module.post_attention_layernorm(hidden))
+        return out
+
+    def _sized(self, added: Tensor) -> Tensor:
+        """Hidden states of an eighth of the size of what is added to them: larger ones would hide it in a sum of few
+        bits, whatever it is. A norm gives nearly the same numbers for both, unless they are so small that its epsilon
+        counts."""
+        size = added.float().square().mean().sqrt() / 8
+        return (self._hidden.float() * size.clamp(min=SMALLEST_PROBE)).to(self._hidden)
+
     def is_sum_of_halves(self, module: Any, stock: Callable[..., Any]) -> bool:
-        """Whether the layer adds its attention and its experts, each of the norm of its input, and nothing else."""
+        """Whether the layer adds its attention and its experts, each of the norm of its input, and nothing else: bit
+        by bit, because one half may be much smaller than the other."""
+        hidden = self._sized(self._stock_attention(module, self._hidden))
         with use_attention(self._attention):
-            whole = stock(self._hidden, **self._arguments)
-        halves = self._stock_experts(module, self._stock_attention(module, self._hidden))
-        return matches(halves, whole)
+            whole = stock(hidden, **self._arguments)
+        attended = hidden + self._stock_attention(module, hidden)
+        return isinstance(whole, Tensor) and torch.equal(attended + self._stock_experts(module, attended), whole)
 
     def bind_attention(self, module: Any, core: _core.DecodeLayer) -> AttentionSpec | None:
         """None: the core would compute something else."""
@@ -272,15 +285,16 @@ class Probe:
             attention.head_dim,
             spec.scale,
         )
-        expected, out = self._stock_attention(module, self._hidden), torch.empty_like(self._hidden)
+        hidden = self._sized(self._stock_attention(module, self._hidden))
+        expected, out = self._stock_attention(module, hidden), torch.empty_like(hidden)
         places = [
             (row, 0, PROBE_KEYS[row], keys.clone(), values.clone()) for row, (keys, values) in enumerate(self._caches)
         ]
-        core.attend(self._hidden[0], out[0], self._cos, self._sin, places)
-        return spec if matches(out, expected) else None
+        core.attend(hidden[0], out[0], self._cos, self._sin, places)
+        return spec if matches(_difference(out, hidden), expected) else None
 
     def bind_experts(self, module: Any, core: _core.DecodeLayer) -> ExpertStore | None:
-        """None: the core would compute something else."""
+        """None: the core would compute something else, or a score of nearly one hides whether scores are normalised."""
         experts, gate = getattr(module.mlp, "experts", None), getattr(module.mlp, "gate", None)
         store = getattr(experts, "kt_store", None)
         top_k = getattr(gate, "top_k", getattr(module.mlp, "top_k", None))
@@ -292,13 +306,25 @@ class Probe:
         if mask_padding(ids) is not ids:
             return None
         router, norm = stored_weight(gate.get_parameter("weight")).detach(), module.post_attention_layernorm
-        expected, out = self._stock_experts(module, self._hidden), torch.empty_like(self._hidden)
-        for normalise in (True, False):
+
+        def is_same(normalise: bool) -> bool:
             core.set_experts(norm.weight.detach(), norm_epsilon(norm) or 0.0, router, store.core, top_k, normalise)
-            core.route(self._hidden[0], out[0], store.w8a8, weights_are_rounded() and not store.w8a8)
-            if matches(out, expected):
+            core.route(hidden[0], out[0], store.w8a8, weights_are_rounded() and not store.w8a8)
+            return matches(_difference(out, hidden), expected)
+
+        for _ in range(ROUTER_TRIALS):
+            hidden = self._sized(self._stock_experts(module, self._hidden))
+            expected, out = self._stock_experts(module, hidden), torch.empty_like(hidden)
+            matching = [normalise for normalise in (True, False) if is_same(normalise)]
+            if len(matching) == 1 and is_same(matching[0]):
                 return store
+            self._hidden = self._random(*self._hidden.shape).to(self._hidden)
         return None
+
+
+def _difference(sum: Tensor, hidden: Tensor) -> Tensor:
+    """What was added to the hidden states, in their dtype."""
+    return (sum.float() - hidden.float()).to(hidden)
 
 
 def _core_weight(linear: Any) -> Any:
