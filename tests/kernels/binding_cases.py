@@ -369,6 +369,15 @@ def encode(format: str, scales: Tensor, tensor_scale: Tensor | None = None) -> C
     return Case(call, tensors, frozenset(tensors) - {"source"}, plain=frozenset({"tensor_scale"} - tensors.keys()))
 
 
+def quantise_rows() -> Case:
+    def call(given: dict[str, Any]) -> list[Any]:
+        _core.quantise_rows(given["source"], 8, given["codes"], given["scales"])
+        return [given["codes"], given["scales"]]
+
+    tensors = {"source": bf16(I, H), "codes": torch.zeros(I, H, dtype=torch.int8), "scales": f32(I)}
+    return Case(call, tensors, frozenset({"codes", "scales"}))
+
+
 def transpose() -> Case:
     experts = packed_experts()
 
@@ -470,6 +479,7 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "encode": lambda: encode("int4:32", bf16(E, I, H // 32)),
     "encode, nvfp4": lambda: encode("nvfp4", torch.zeros(E, I, H // 16, dtype=torch.uint8), f32(E)),
+    "quantise_rows": quantise_rows,
     "Experts.adopt": adopt,
     "Experts.decode": decode,
     "Experts.transpose": transpose,

@@ -38,9 +38,11 @@ from ktransformers.serve.engine.attention import (
 )
 from ktransformers.serve.engine.lora import current_linear_lora, use_linear_lora
 from ktransformers.serve.engine.query_scales import SCALED_ATTRIBUTE
+from ktransformers.serve.engine.recurrent_states import StatefulForward
 
 DTYPES = (torch.bfloat16, torch.float32)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+ATTENTION_PARTS = {*PROJECTIONS, "q_norm", "k_norm"}
 NOT_HERE = ("kt_remote", "kt_exchange", "kt_shard", "kt_lora")  # of experts that are not this store's alone
 PROBE_KEYS = (5, 1, 8)  # of the sequences that both compute; the last one of each is new
 SMALLEST_PROBE = 1 / 128  # size of hidden states
@@ -66,8 +68,15 @@ def patch_decode_layers(model: nn.Module) -> int:
 
 
 def _may_decode(module: Any) -> bool:
+    """Whether the parts of a layer may be called with random numbers: attention that writes more than keys and values
+    for its sequences (convolution and recurrent states, keys of an indexer) would write those."""
     norms = [norm_epsilon(getattr(module, name, None)) for name in ("input_layernorm", "post_attention_layernorm")]
     if None in norms or not isinstance(getattr(module, "self_attn", None), nn.Module):
+        return False
+    attention = module.self_attn
+    if not {name for name, part in attention.named_children() if list(part.parameters())} <= ATTENTION_PARTS:
+        return False
+    if set(attention._parameters) - {"sinks"} or attention._buffers:
         return False
     weight = module.input_layernorm.weight
     return isinstance(getattr(module, "mlp", None), nn.Module) and weight.is_cpu and weight.dtype in DTYPES
@@ -162,6 +171,8 @@ class CoreDecodeLayer:
 
     def _compare(self, hidden: Tensor, kwargs: dict[str, Any]) -> None:
         module = self._module
+        if any(isinstance(part.forward, StatefulForward) for part in module.modules()):
+            return
         probe = Probe(hidden, kwargs)
         core = _core.DecodeLayer(default_pool(), hidden.shape[-1])
         with use_linear_lora(None):
