@@ -1,9 +1,11 @@
 // The calling thread takes part in every product and computes what lies between them.
 #include "moe/decode_layer.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <limits>
+#include <utility>
+#include <vector>
 
 #include "moe/linear.h"
 
@@ -175,22 +177,25 @@ void DecodeLayer::logits(const HiddenRows& rows, const char* x, char* out) {
   }
 }
 
-// The top_k largest logits of a row in descending order, the lower index first where two are equal, and their scores.
+// The top_k largest logits of a row in descending order, and their scores. Where logits are equal, which are chosen
+// depends on the algorithm alone: it is that of torch.topk, so that stock code chooses the same experts.
 void DecodeLayer::select(DType type, const char* logits, int32_t* ids, float* scores) const {
   const int32_t count = experts.num_experts, top_k = experts.top_k;
   auto logit = [&](int32_t i) {
     return type == DType::bf16 ? load<DType::bf16>(logits, i) : load<DType::f32>(logits, i);
   };
-  int32_t taken = 0;
-  for (int32_t i = 0; i < count; i++) {
-    const float value = logit(i);
-    int32_t at = taken;
-    while (at > 0 && scores[at - 1] < value) at--;
-    if (at == top_k) continue;
-    taken = std::min(taken + 1, top_k);
-    for (int32_t j = taken - 1; j > at; j--) scores[j] = scores[j - 1], ids[j] = ids[j - 1];
-    scores[at] = value, ids[at] = i;
+  using Choice = std::pair<float, int32_t>;
+  std::vector<Choice> choices((size_t)count);
+  for (int32_t i = 0; i < count; i++) choices[(size_t)i] = {logit(i), i};
+  const auto larger = [](const Choice& x, const Choice& y) { return x.first > y.first; };
+  const auto first = choices.begin(), last = first + top_k;
+  if ((int64_t)top_k * 64 <= count) {
+    std::partial_sort(first, last, choices.end(), larger);
+  } else {
+    std::nth_element(first, last - 1, choices.end(), larger);
+    std::sort(first, last - 1, larger);
   }
+  for (int32_t j = 0; j < top_k; j++) scores[j] = first[j].first, ids[j] = first[j].second;
   const float largest = scores[0];
   float sum = 0;
   if (!experts.normalise)

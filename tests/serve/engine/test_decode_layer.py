@@ -227,18 +227,25 @@ def test_scores_over_all_experts(tmp_path: Path) -> None:
         assert error(actual, decode(forward)) <= 1e-5
 
 
-def test_equal_logits_select_the_lower_index() -> None:
+@pytest.mark.parametrize(("experts", "top_k"), [(4, 2), (40, 3), (128, 8), (128, 2), (512, 8)])
+def test_of_equal_logits_those_are_selected_that_torch_selects(experts: int, top_k: int) -> None:
+    """Down of expert e gives numbers by which the chosen experts are known; logits have few values."""
     pool = _core.Pool(threads=2, groups=1, spin_us=0, pin=False)
-    experts = _core.Experts(pool, 4, 64, 64)
-    matrices = [torch.zeros(4, 64, 64) for _ in range(3)]
-    for expert in range(4):  # down of expert e adds e + 1 to every number
-        matrices[0][expert], matrices[1][expert], matrices[2][expert] = 0.5, 0.5, 2.0**expert
-    experts.pack(0, *matrices)
+    store = _core.Experts(pool, experts, 64, 64)
+    gate = torch.full((experts, 64, 64), 0.5)
+    down = torch.zeros(experts, 64, 64)
+    for expert in range(experts):
+        down[expert, expert // 8] = 2.0 ** (expert % 8)  # a bit of an output
+    store.pack(0, gate, gate, down)
     layer, x = _core.DecodeLayer(pool, 64), torch.ones(1, 64)
-    outs = []
-    for router in (torch.zeros(4, 64), torch.tensor([[-1.0], [1.0], [1.0], [1.0]]).repeat(1, 64)):
-        layer.set_experts(torch.ones(64), 0.0, router, experts, 2, True)
-        outs.append(torch.empty(1, 64))
-        layer.route(x, outs[-1])
-    first, second = (float(out[0, 0]) - 1 for out in outs)
-    assert second / first == pytest.approx((2 + 4) / (1 + 2), rel=1e-2)  # experts 1 and 2, experts 0 and 1
+    for seed in range(20):
+        values = torch.randint(0, 4, (experts, 1), generator=torch.Generator().manual_seed(seed)).float()
+        router, out = (values / 64).repeat(1, 64), torch.empty(1, 64)
+        layer.set_experts(torch.ones(64), 0.0, router, store, top_k, True)
+        layer.route(x, out)
+        scores, ids = torch.topk(torch.softmax(values[:, 0], 0), top_k)
+        added = torch.zeros(64)
+        for score, expert in zip(scores / scores.sum(), ids.tolist(), strict=True):
+            added[expert // 8] += float(score) * 2.0 ** (expert % 8)
+        found = out[0] - x[0]
+        assert torch.allclose(found / found.sum(), added / added.sum(), rtol=2e-2, atol=1e-4)
