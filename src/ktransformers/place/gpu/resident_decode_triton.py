@@ -8,10 +8,8 @@ which those without a group end at once: gate and up with the activation, then d
 every pair (`block_products_triton.py`); a third kernel sums those of a token in one order: no atomics, the same bits
 every time.
 
-GGUF's K types, and gate and up of different formats, which are dequantised first, have two other kernels
-(`_first`, `_down`): 16 or 32 outputs by up to 16 rows of an expert, values moved through shared memory and multiplied
-on tensor cores (`code_products_triton.py`). A program finds the rows itself: the first of the pairs with one expert
-computes for all of them.
+GGUF's K types, and gate and up of different formats, which are dequantised first, have two other kernels, on tensor
+cores (`resident_tiles_triton.py`).
 
 LoRA factors are found through a table of addresses (`LoraPointers` of `place/gpu/multi_lora.py`): one more kernel has a
 program per (token, slot) and 16 ranks of A, and the kernels above add B's product to rows with an adapter.
@@ -33,9 +31,9 @@ from ktransformers.nn.device_codes.layout import PackedMatrix
 from ktransformers.nn.gate import Gate
 from ktransformers.place.gpu import block_products_triton, code_products_triton
 from ktransformers.place.gpu.block_products_triton import block_products
-from ktransformers.place.gpu.code_products_triton import load_rows, multiply_add, strip_values
+from ktransformers.place.gpu.resident_pairs_triton import activate, dense_rows, pairs_of_expert
+from ktransformers.place.gpu.resident_tiles_triton import down_tiles, first_tiles
 
-ROWS = tl.constexpr(16)  # of one expert in a program: the smallest tile of a product
 SUM_COLUMNS = 256  # of a program that sums outputs
 GROUP_ROWS = 2  # of one expert that are computed together from a block of it
 PARTS, FEW_ROUTES = 4, 16  # half blocks of down in a program, of batches with more (token, slot) pairs than these
@@ -44,19 +42,6 @@ RANKS_PER_STEP = 128  # numbers of a row of A or B that a step of LoRA's product
 Lora = tuple[
     Tensor, Tensor, int
 ]  # of one matrix: adapters int32 [T], LoraPointers' table int64 [adapters, 3], largest rank
-
-
-@triton.jit
-def _dense_rows(matrix, x, row, valid, columns, N: tl.constexpr, K: tl.constexpr):
-    """Products of N rows of a dense matrix with one row of numbers."""
-    total = tl.zeros((N, K), tl.float32)
-    for start in range(0, columns, K):
-        k = start + tl.arange(0, K)
-        value = tl.load(x + k, mask=k < columns, other=0.0).to(tl.bfloat16).to(tl.float32)
-        offset = row[:, None] * columns + k[None, :]
-        weight = tl.load(matrix + offset, mask=valid[:, None] & (k < columns)[None, :], other=0.0)
-        total += weight.to(tl.float32) * value[None, :]
-    return tl.sum(total, axis=1)
 
 
 @triton.jit
@@ -84,208 +69,8 @@ def _lora_a(
         if block * 16 < rank:
             a = tl.load(factors + 3 * adapter).to(tl.pointer_type(tl.bfloat16)) + expert * rank * columns
             row = (route if BY_ROUTE else route // top_k).to(tl.int64)
-            value = _dense_rows(a, x + row * columns, r, r < rank, columns, 16, Q)
+            value = dense_rows(a, x + row * columns, r, r < rank, columns, 16, Q)
             tl.store(inner + route * RANKS + r, value.to(tl.bfloat16))
-
-
-@triton.jit
-def _add_lora_b(
-    sums, pairs, present, expert, top_k, adapters, factors, inner, row, valid, outputs,
-    N: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
-    """`sums` [ROWS, N] plus B times the ranks of each row; nothing is added to rows without an adapter."""
-    m = tl.arange(0, ROWS)
-    for at in range(tl.sum(present.to(tl.int32), axis=0)):
-        route = tl.sum(tl.where(m == at, pairs, 0), axis=0)
-        adapter = tl.load(adapters + route // top_k).to(tl.int64)
-        rank = tl.load(factors + 3 * adapter + 2, mask=adapter >= 0, other=0).to(tl.int32)
-        if rank > 0:
-            b = tl.load(factors + 3 * adapter + 1).to(tl.pointer_type(tl.bfloat16)) + expert * outputs * rank
-            value = _dense_rows(b, inner + route * RANKS, row, valid, rank, N, RANKS)
-            sums += tl.where((m == at)[:, None], value[None, :], 0.0)
-    return sums
-
-
-@triton.jit
-def _pairs_of_expert(ids, route, expert, routes, ROUTES: tl.constexpr, ROWS: tl.constexpr):
-    """Whether this (token, slot) computes for others with the same expert; up to ROWS of them, itself first, and which
-    of these exist. The pairs of an expert are numbered in their order; every ROWS-th computes."""
-    r, m = tl.arange(0, ROUTES), tl.arange(0, ROWS)
-    same = (tl.load(ids + r, mask=r < routes, other=-1) == expert) & (r < routes)
-    number = tl.sum((same & (r < route)).to(tl.int32), axis=0)
-    position = tl.cumsum(same.to(tl.int32), axis=0) - 1
-    chosen = same[None, :] & (position[None, :] == number + m[:, None])
-    pairs = tl.sum(tl.where(chosen, r[None, :], 0), axis=1)
-    return number % ROWS == 0, pairs, tl.sum(chosen.to(tl.int32), axis=1) > 0
-
-
-@triton.jit
-def _activated(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr, ADDED: tl.constexpr):
-    """bf16: `Gate` of gate and up for silu and for OpenAI's SwiGLU."""
-    if LIMIT > 0:
-        gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    return (gate * tl.sigmoid(ALPHA * gate) * (up + ADDED)).to(tl.bfloat16)
-
-
-@triton.jit
-def _first(
-    hidden,  # [T, columns]
-    ids,  # [T, k]
-    slot_of,  # int32 [E]
-    counts,  # int32 [E]: rows of each expert, added to; or unused
-    words,  # as `strip_values` takes them; if DENSE one matrix per (token, slot)
-    scales,
-    scale_factors,
-    bias,  # float32 [E, outputs], or unused
-    adapters,  # int32 [T], or unused
-    factors,  # as above, or unused
-    inner,  # bf16 [T * k, RANKS], or unused
-    out,  # bf16 [T * k, rows] if GATE, else float32 [T * k, outputs]
-    routes,
-    experts,
-    top_k,
-    rows,
-    columns,
-    expert_bytes,
-    block_bytes,
-    half_bytes,
-    codes_at,
-    span_bytes,
-    SOURCE: tl.constexpr,
-    CODE: tl.constexpr,
-    ZERO: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    SPAN: tl.constexpr,
-    STEP: tl.constexpr,
-    WIDEN: tl.constexpr,
-    ROUTES: tl.constexpr,
-    COUNT: tl.constexpr,
-    PAIRED: tl.constexpr,
-    BIAS: tl.constexpr,
-    GATE: tl.constexpr,  # the activation is applied
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
-    ADDED: tl.constexpr,
-    RANKS: tl.constexpr,  # 0: no LoRA
-):
-    route, block = tl.program_id(0), tl.program_id(1)
-    expert = tl.load(ids + route).to(tl.int64)
-    known = (expert >= 0) & (expert < experts)
-    if COUNT:
-        tl.atomic_add(counts + expert, 1, mask=known & (block == 0), sem="relaxed")
-    slot = tl.load(slot_of + expert, mask=known, other=-1).to(tl.int64)
-    if slot >= 0:
-        computes, pairs, present = _pairs_of_expert(ids, route, expert, routes, ROUTES, ROWS)
-        if computes:
-            n = tl.arange(0, 16)
-            if PAIRED:
-                low, low_valid, outputs = block * 16 + n, block * 16 + n < rows, 2 * rows
-                high, high_valid = low + rows, low_valid
-            else:
-                low, low_valid, outputs = block * 32 + n, block * 32 + n < rows, rows
-                high, high_valid = low + 16, low + 16 < rows
-            base = slot * expert_bytes + block.to(tl.int64) * block_bytes
-            matrix = route.to(tl.int64) * outputs * columns
-            x = hidden + (pairs // top_k).to(tl.int64) * columns
-            low_sum, high_sum = tl.zeros((ROWS, 16), tl.float32), tl.zeros((ROWS, 16), tl.float32)
-            for start in range(0, columns, STEP):
-                tile = load_rows(x, present, start, columns, STEP)
-                low_values = strip_values(
-                    words, scales, scale_factors, base, matrix, low, low_valid, start, columns,
-                    codes_at, span_bytes, SOURCE, CODE, ZERO, LOW, HIGH, SPAN, STEP,
-                )  # fmt: skip
-                high_values = strip_values(
-                    words, scales, scale_factors, base + half_bytes, matrix, high, high_valid, start, columns,
-                    codes_at, span_bytes, SOURCE, CODE, ZERO, LOW, HIGH, SPAN, STEP,
-                )  # fmt: skip
-                low_sum = multiply_add(tile, low_values, low_sum, WIDEN)
-                high_sum = multiply_add(tile, high_values, high_sum, WIDEN)
-            if BIAS:
-                low_sum += tl.load(bias + expert * outputs + low, mask=low_valid, other=0.0)[None, :]
-                high_sum += tl.load(bias + expert * outputs + high, mask=high_valid, other=0.0)[None, :]
-            if RANKS:
-                low_sum = _add_lora_b(
-                    low_sum, pairs, present, expert, top_k, adapters, factors, inner, low, low_valid, outputs, 16, RANKS
-                )
-                high_sum = _add_lora_b(
-                    high_sum, pairs, present, expert, top_k, adapters, factors, inner, high, high_valid, outputs,
-                    16, RANKS,
-                )  # fmt: skip
-            if GATE:
-                activated = _activated(low_sum, high_sum, LIMIT, ALPHA, ADDED)
-                target = out + pairs[:, None] * rows + low[None, :]
-                tl.store(target, activated, mask=present[:, None] & low_valid[None, :])
-            else:
-                target = out + pairs[:, None] * outputs
-                tl.store(target + low[None, :], low_sum, mask=present[:, None] & low_valid[None, :])
-                tl.store(target + high[None, :], high_sum, mask=present[:, None] & high_valid[None, :])
-
-
-@triton.jit
-def _down(
-    h,  # bf16 [T * k, columns]
-    ids,
-    weights,  # [T, k]
-    slot_of,
-    words,
-    scales,
-    scale_factors,
-    bias,
-    adapters,
-    factors,
-    inner,
-    out,  # float32 [T * k, rows]: weighted
-    routes,
-    experts,
-    top_k,
-    rows,
-    columns,
-    expert_bytes,
-    block_bytes,
-    half_bytes,
-    codes_at,
-    span_bytes,
-    SOURCE: tl.constexpr,
-    CODE: tl.constexpr,
-    ZERO: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    SPAN: tl.constexpr,
-    STEP: tl.constexpr,
-    WIDEN: tl.constexpr,
-    ROUTES: tl.constexpr,
-    BIAS: tl.constexpr,
-    RANKS: tl.constexpr,
-    PARTS: tl.constexpr,  # half blocks of a program
-):
-    route, group = tl.program_id(0), tl.program_id(1)
-    expert = tl.load(ids + route).to(tl.int64)
-    slot = tl.load(slot_of + expert, mask=(expert >= 0) & (expert < experts), other=-1).to(tl.int64)
-    if slot >= 0:
-        computes, pairs, present = _pairs_of_expert(ids, route, expert, routes, ROUTES, ROWS)
-        if computes:
-            matrix, x = route.to(tl.int64) * rows * columns, h + pairs.to(tl.int64) * columns
-            weight = tl.load(weights + pairs, mask=present, other=0.0).to(tl.float32)
-            for part in range(PARTS):
-                half_block = group * PARTS + part
-                row = half_block * 16 + tl.arange(0, 16)
-                base = slot * expert_bytes + (half_block // 2).to(tl.int64) * block_bytes + half_block % 2 * half_bytes
-                sums = tl.zeros((ROWS, 16), tl.float32)
-                for start in range(0, columns, STEP):
-                    values = strip_values(
-                        words, scales, scale_factors, base, matrix, row, row < rows, start, columns,
-                        codes_at, span_bytes, SOURCE, CODE, ZERO, LOW, HIGH, SPAN, STEP,
-                    )  # fmt: skip
-                    sums = multiply_add(load_rows(x, present, start, columns, STEP), values, sums, WIDEN)
-                if BIAS:
-                    sums += tl.load(bias + expert * rows + row, mask=row < rows, other=0.0)[None, :]
-                if RANKS:
-                    sums = _add_lora_b(
-                        sums, pairs, present, expert, top_k, adapters, factors, inner, row, row < rows, rows, 16, RANKS
-                    )
-                target = out + pairs.to(tl.int64)[:, None] * rows + row[None, :]
-                tl.store(target, sums * weight[:, None], mask=present[:, None] & (row < rows)[None, :])
 
 
 @triton.jit
@@ -308,7 +93,7 @@ def _group_routes(
     if COUNT:
         tl.atomic_add(counts + expert, 1, mask=known, sem="relaxed")
     slot = tl.load(slot_of + expert, mask=known, other=-1)
-    computes, members, present = _pairs_of_expert(ids, route, expert, routes, ROUTES, ROWS)
+    computes, members, present = pairs_of_expert(ids, route, expert, routes, ROUTES, ROWS)
     tl.store(slots + route, tl.where(computes, slot, -1))
     tl.store(pairs + route * ROWS + m, tl.where(present, members, -1))
 
@@ -343,7 +128,7 @@ def _lora_b(sums, pair, expert, top_k, adapters, factors, inner, row, valid, out
     rank = tl.load(factors + 3 * adapter + 2, mask=adapter >= 0, other=0).to(tl.int32)
     if rank > 0:
         b = tl.load(factors + 3 * adapter + 1).to(tl.pointer_type(tl.bfloat16)) + expert * outputs * rank
-        sums += _dense_rows(b, inner + pair.to(tl.int64) * RANKS, row, valid, rank, 16, RANKS)
+        sums += dense_rows(b, inner + pair.to(tl.int64) * RANKS, row, valid, rank, 16, RANKS)
     return sums
 
 
@@ -364,8 +149,8 @@ def _store_first(
                 high_sum, pair, expert, top_k, adapters, factors, inner, high, high_valid, outputs, RANKS
             )
         if GATE:
-            activated = _activated(low_sum, high_sum, LIMIT, ALPHA, ADDED)
-            tl.store(out + pair.to(tl.int64) * rows + low, activated, mask=low_valid)
+            h = activate(low_sum, high_sum, LIMIT, ALPHA, ADDED)
+            tl.store(out + pair.to(tl.int64) * rows + low, h, mask=low_valid)
         else:
             tl.store(out + pair.to(tl.int64) * outputs + low, low_sum, mask=low_valid)
             tl.store(out + pair.to(tl.int64) * outputs + high, high_sum, mask=high_valid)
@@ -386,7 +171,7 @@ def _first_rows(
     adapters,
     factors,
     inner,
-    out,  # as that of `_first`
+    out,  # as that of `first_tiles`
     experts,
     top_k,
     rows,
@@ -702,7 +487,7 @@ def first(
         )  # fmt: skip
         return out
     tensors, sizes, constants = _weight_arguments(packed, ids, slot_of, bias, matrix)
-    launch: Any = _first[(routes, matrix.blocks)]
+    launch: Any = first_tiles[(routes, matrix.blocks)]
     launch(hidden, ids, slot_of, counted, *tensors, *lora_tensors, out, *sizes, **constants, **flags)
     return out
 
@@ -733,7 +518,7 @@ def down(
     tensors, sizes, constants = _weight_arguments(packed, ids, slot_of, bias, matrix)
     # Finding the rows of an expert takes as long as a half block; with many programs a few share it.
     parts = next(n for n in (PARTS, 2) if 2 * matrix.blocks % n == 0) if ids.numel() > FEW_ROUTES else 1
-    launch: Any = _down[(ids.numel(), 2 * matrix.blocks // parts)]
+    launch: Any = down_tiles[(ids.numel(), 2 * matrix.blocks // parts)]
     launch(h, ids, weights, slot_of, *tensors, *lora_tensors, outputs, *sizes, RANKS=ranks, PARTS=parts, **constants)
     return _sum(outputs, ids, slot_of, dtype)
 
