@@ -125,6 +125,7 @@ def recipes() -> dict[str, Recipe]:
                 published=("40.35 tokens/s, 70 GB GPU, 1300 GB host, 58 layers of experts",),
                 stands_for=58,
             ),
+            Recipe("gpt-oss-20b", _card("gpt-oss-20b"), _QKVO, layers=24, vocabulary=201088, variants=("kt",)),
             Recipe("tiny", _tiny("qwen3_moe"), _QKVO, layers=2, vocabulary=128, length=32, tokens=(32, 64)),
             Recipe(
                 "tiny-latent",
@@ -151,6 +152,8 @@ def _blank(recipe: Recipe, device: torch.device, experts: str) -> Any:
     from transformers.initialization import no_init_weights
 
     words = {**recipe.config, "num_hidden_layers": recipe.layers, "vocab_size": recipe.vocabulary}
+    if "layer_types" in words:
+        words["layer_types"] = words["layer_types"][: recipe.layers]
     config = AutoConfig.for_model(words.pop("model_type"), **words, use_cache=False, pad_token_id=None)
     with no_init_weights(), torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, experts_implementation=experts)
@@ -257,11 +260,10 @@ def _pack(model: Any, spec: str) -> None:
             for expert in range(contract.shape.num_experts):
                 tensors: dict[str, Any] = {role: tensor[expert].detach() for role, tensor in parameters.items()}
                 if spec != "bf16":
-                    gate, up = tensors.pop("gate_up").chunk(2)
-                    tensors = {
-                        role: encode(matrix, spec) for role, matrix in (tensors | {"gate": gate, "up": up}).items()
-                    }
-                pack_chunk(store, contract, ExpertChunk(expert, spec == "bf16", tensors))
+                    for role in ("gate_up", "down"):
+                        matrix = tensors[role].T if contract.shape.transposed else tensors[role]
+                        tensors[role] = encode(matrix.contiguous(), spec)
+                pack_chunk(store, contract, ExpertChunk(expert, True, tensors))
             made = store.memory()
         else:
             experts = contract.shape.num_experts

@@ -51,6 +51,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=128, help="tokens before an answer")
     parser.add_argument("--chunk", type=int, default=512, help="tokens of the prompt that is measured")
     parser.add_argument("--seconds", type=float, default=1.0, help="of a cell and way")
+    parser.add_argument(
+        "--disable-overlap-schedule", action="store_true", help="launch a step when the one before has been read"
+    )
     parser.add_argument("--device", default="cuda", help="cpu: everything is computed again in place of graphs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the document here, after every cell")
     return parser.parse_args(argv)
@@ -123,7 +126,8 @@ class Bench:
 
             return again
 
-        return DecodeGraphs(self.model, self.placement, record if self.device.type == "cpu" else None)
+        overlap = not self.args.disable_overlap_schedule
+        return DecodeGraphs(self.model, self.placement, record if self.device.type == "cpu" else None, overlap=overlap)
 
     def engine(self, streams: int, new: int) -> Any:
         from ktransformers.serve.engine.engine import Limits, ServeEngine
@@ -168,6 +172,8 @@ class Bench:
             if len(taken) == warm:
                 begun = time.perf_counter()
         self.forward.graphs = None
+        if graphs is not None:
+            graphs.drop_ahead()
         return taken[warm:]
 
     def rates(self) -> tuple[float, float]:
@@ -214,6 +220,7 @@ def main(argv: list[str] | None = None) -> int:
         "layers": args.layers,
         "format": args.format,
         "adapters": args.adapters,
+        "overlap": not args.disable_overlap_schedule,
         "read_bytes_per_s": {"host": host, "gpu": gpu},
         "seconds_to_build": time.perf_counter() - begun,
         "prompts": [],

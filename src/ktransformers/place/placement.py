@@ -216,6 +216,15 @@ class Placement:
         return any(placed.deferral is not None for placed in self._placed)
 
     @property
+    def all_resident(self) -> bool:
+        """Whether every expert of every layer is on the GPU, so that a captured step has no share of the CPU."""
+        return all(
+            (cache := placed.engine.executor.residents.get(placed.layer.packed.index)) is not None
+            and len(cache.present(placed.layer.packed.index)) == placed.layer.packed.geometry.experts
+            for placed in self._placed
+        )
+
+    @property
     def generation(self) -> int:
         """Changes when residents get another cache: graphs captured before have to be captured again."""
         return sum(engine.callbacks.generation for engine in self.engines)

@@ -228,6 +228,12 @@ SUPPORTED_FLAGS = (
     ),
     Flag(("--disable-cuda-graph",), "disable_cuda_graph", "decode without CUDA graphs", bool),
     Flag(
+        ("--disable-overlap-schedule",),
+        "disable_overlap_schedule",
+        "CUDA graphs: launch a decode step only when the host has read the tokens of the step before",
+        bool,
+    ),
+    Flag(
         ("--rest",),
         "rest",
         "linear layers outside of the experts on the CPU: keep, in the bits of the release, bf16, or a format such as "
@@ -372,6 +378,7 @@ class Launch:
     first_host_experts: int | None = None
     cuda_graph_max_bs: int = 32
     disable_cuda_graph: bool = False
+    disable_overlap_schedule: bool = False
     attention_backend: str = "triton"  # or torch: of new tokens on a GPU
     rest: str = "keep"  # or bf16, or the format of linear layers outside of the experts
     log_level: str = "warning"

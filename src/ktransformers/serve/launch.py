@@ -359,7 +359,8 @@ def _attach_decode_graphs(forward: Any, placement: Any, launch: Launch) -> str:
     if reason:
         return f"decode without CUDA graphs: {reason}"
     max_rows = min(launch.cuda_graph_max_bs, launch.max_running_requests)
-    forward.graphs = DecodeGraphs(forward.model, placement, max_rows=max_rows)
+    overlap = not launch.disable_overlap_schedule
+    forward.graphs = DecodeGraphs(forward.model, placement, max_rows=max_rows, overlap=overlap)
     return f"decode in CUDA graphs, batches of up to {forward.graphs.max_rows} sequences"
 
 

@@ -220,7 +220,7 @@ def test_graph_of_larger_set_is_reused(placed: tuple[EngineHarness, Placement], 
     assert capture.captures == 2 and sets_of(placed_harness) == [["one", "two"]], "its factors are there already"
     steps(placed_harness.forward, placed_harness.loaded, [["attention", "one"]] * CAPTURE_AT)
     assert sets_of(placed_harness) == [["one", "two"], ["attention", "one"]]
-    table = graphs.graphs.captured[StepKey(2, next(reversed(graphs.sets)))].table
+    table = graphs.graphs.captured[StepKey(2, next(reversed(graphs.sets)))].device_table
     assert table[4].tolist() == [1, 2] and table[3].tolist() == [1, 1]
 
 

@@ -122,7 +122,7 @@ def test_padding_rows_are_not_routed(placed: tuple[EngineHarness, Placement], ca
     placed_harness.run(engine, *(one for one, _ in made))
     graphs = graphs_of(placed_harness)
     assert list(graphs.graphs.captured) == [(4, ())]
-    table = graphs.graphs.captured[StepKey(4, ())].table
+    table = graphs.graphs.captured[StepKey(4, ())].device_table
     assert table[3].tolist() == [1, 1, 1, 0] and not table[:, 3].any()
     top_k = placed_harness.model.config.num_experts_per_tok
     tokens = 3 * (6 + 19) + 3  # the step that was recorded was computed once more

@@ -166,6 +166,32 @@ def test_adapters_match_eager(on_gpu: EngineHarness, placement: Placement) -> No
         agree(found, launched(on_gpu, lengths, names), GPU_TOLERANCE)
 
 
+@pytest.mark.parametrize("placement", [("resident", 6)], indirect=True, ids=str)
+def test_steps_ahead_give_the_same_tokens(on_gpu: EngineHarness, placement: Placement) -> None:
+    """All experts resident: the next step is queued before the host reads the tokens of this one. Sequences join, stop
+    at a token and leave; two have an adapter."""
+
+    def decode(overlap: bool, stops: list[frozenset[int]]) -> list[list[int]]:
+        graphs = on_gpu.forward.graphs = DecodeGraphs(on_gpu.model, placement, overlap=overlap)
+        engine, made = on_gpu.engine(max_running_requests=5), []
+        for seed, stop in enumerate(stops):
+            options: dict[str, Any] = {"logprobs": None, "stop_tokens": stop, "max_tokens": 40 + 7 * seed}
+            name = "one" if seed % 3 == 1 else None
+            made.append(on_gpu.sequence(random_prompt(seed, 5 + 9 * seed), name, **options)[0])
+            engine.submit(made[-1:])
+            for _ in range(6):
+                engine.step()
+        while engine.busy:
+            engine.step()
+        assert (graphs.overlapped > graphs.replayed // 2) == overlap
+        return [sequence.new_tokens for sequence in made]
+
+    answers = decode(False, [frozenset()] * 7)
+    stops = [frozenset({tokens[20]}) if seed % 2 else frozenset() for seed, tokens in enumerate(answers)]
+    plain = decode(False, stops)
+    assert decode(True, stops) == plain and [len(tokens) for tokens in plain] != [len(tokens) for tokens in answers]
+
+
 @pytest.mark.parametrize("placement", [("resident", 2)], indirect=True, ids=str)
 def test_base_rows_are_bit_identical_beside_adapters(on_gpu: EngineHarness, placement: Placement) -> None:
     def logits(names: list[str | None], told: int) -> torch.Tensor:

@@ -230,6 +230,8 @@ class ServeEngine:
                     raise
                 LOG.exception("a sequence of request %s failed", sequence.request.request_id)
                 self._close(sequence, "error", error=f"{type(error).__name__}: {error}")
+        if not self.running:
+            self._drop_ahead()
         self.counts.steps += 1
         self.counts.busy_seconds += time.monotonic() - started
         return True
@@ -246,6 +248,7 @@ class ServeEngine:
         except Exception as error:
             if exhausted_memory(error) is None:
                 raise
+            self._drop_ahead()
             largest, chunk = max(reversed(batch), key=lambda entry: len(entry[1].tokens))
             self._end_for_memory(largest, len(chunk.tokens), error)
         for sequence, chunk in batch:
@@ -263,7 +266,8 @@ class ServeEngine:
         results = []
         for chunk in chunks:
             (result,) = self.forward.run([chunk])  # its logits are valid until the next call
-            results.append(None if result is None else ForwardResult(result.logits.clone(), result.token))
+            logits = None if result is None or result.logits is None else result.logits.clone()
+            results.append(None if result is None else ForwardResult(logits, result.token))
         return results
 
     def _end_for_memory(self, sequence: Sequence, tokens: int, error: Exception) -> None:
@@ -279,6 +283,11 @@ class ServeEngine:
         traceback.clear_frames(error.__traceback__)  # which hold tensors of the failed step
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def _drop_ahead(self) -> None:
+        """Wait for a step that was launched before it was asked for, and forget it and the slots that it refers to."""
+        if self.forward.graphs is not None:
+            self.forward.graphs.drop_ahead()
 
     def _requeue(self, sequence: Sequence) -> None:
         """Back to the head of the queue, without its slot; it is computed again."""
@@ -352,6 +361,8 @@ class ServeEngine:
     def _allocate(self, sequence: Sequence) -> bool:
         """Give the sequence a slot with everything of it that is cached; False: no capacity now."""
         top_logprobs = (sequence.request.logprobs or 0) if sequence.request.prompt_logprobs else None
+        if self.forward.graphs is not None:  # a step ahead may write to the slot of a sequence that has ended
+            self.forward.graphs.wait_for_ahead()
         slot = sequence.slot = self.kv_cache.allocate(*_key(sequence), top_logprobs)
         if slot is None:
             return False
@@ -388,9 +399,17 @@ class ServeEngine:
             reader = _prompt_scorer(sequence, position) if scores_prompt else None
             tokens, last, greedy = sequence.tokens[position:end], token_count == uncomputed, sequence.greedy
             adapter, greedy = sequence.request.adapter, last and greedy
-            chunk = Chunk(sequence.slot, tokens, position, adapter, reader, last, greedy, snapshot)
+            continues = greedy and self._continues(sequence, end)
+            chunk = Chunk(sequence.slot, tokens, position, adapter, reader, last, greedy, snapshot, continues)
             batch.append((sequence, chunk))
         return [(sequence, chunk) for sequence, chunk in batch if sequence.slot is chunk.slot]
+
+    def _continues(self, sequence: Sequence, end: int) -> bool:
+        """Whether a greedy sequence computed up to `end` needs nothing but the token that follows, and, unless that
+        ends it, another token, for which its slot has capacity."""
+        if self.limits.deterministic or sequence.request.logprobs is not None or sequence.slot is None:
+            return False
+        return sequence.new_count + 1 < sequence.request.max_tokens and end < sequence.slot.capacity
 
     def _cut_for_snapshot(self, sequence: Sequence, end: int) -> tuple[int, bool]:
         """Where a chunk up to `end` ends, and whether a copy of the states is made there."""
@@ -440,11 +459,13 @@ class ServeEngine:
             return
         logits, token = result.logits, result.token
         if token is None:
+            assert logits is not None, "logits of a sequence that is not greedy"
             allowed = None if sequence.grammar is None else sequence.grammar.allowed(logits.numel())
             sampling, new_tokens = sequence.request.sampling, sequence.new_tokens
             token = sample_token(logits.float(), sampling, prompt, new_tokens, sequence.rng, allowed)
         scores: tuple[Score, ...] = ()
         if sequence.request.logprobs is not None:
+            assert logits is not None, "logits of a sequence with scores"
             scores = tuple(score_tokens(logits.float()[None], [token], sequence.request.logprobs))
         sequence.tokens.append(token)
         self.counts.new_tokens += 1
@@ -491,6 +512,10 @@ class ServeEngine:
 
     def _fail_all(self, error: str, finish: str = "error") -> None:
         """End every sequence with an error and clear the cache: after a failed step its contents are undefined."""
+        try:
+            self._drop_ahead()
+        except Exception:  # of the GPU: no request waits for this step
+            LOG.exception("a step that was launched ahead failed")
         for sequence in [*self.running, *self.waiting]:
             if sequence.slot is not None:  # not released: that may save it to a lower tier
                 self.kv_cache.discard(sequence.slot)

@@ -82,11 +82,12 @@ class Chunk:
     wants_logits: bool = True  # of the last row; not in the middle of a prompt
     greedy: bool = False  # the argmax of the last row is the next token
     takes_snapshot: bool = False  # states after its last row are kept
+    continues: bool = False  # greedy, its logits are not read, and unless its token ends the sequence another follows
 
 
 @dataclass(frozen=True)
 class ForwardResult:
-    logits: Tensor  # [V], of the chunk's last row
+    logits: Tensor | None  # [V], of the chunk's last row; None: the next step was launched, which overwrites them
     token: int | None = None  # argmax, where the chunk is greedy
 
 

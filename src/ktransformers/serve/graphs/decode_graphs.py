@@ -3,10 +3,18 @@ their kernels.
 
 Steps come in a few sizes R; rows between two sizes are computed and thrown away. What differs from step to step is a
 table (`step_table.py`), int64 `[lines, R]`: tokens, positions, adapters, addresses of KV cache slots. It is
-written into pinned memory; the graph begins with the copy to the device and ends with the copy of the most likely
-tokens to the host. Logits `[R, V]` stay on the device, in memory that the next step overwrites. Attention is
-`decode_attention.py`'s, experts are `place/host_callback.py`'s, LoRA is `adapter_set.py`'s, everything else is the
-stock model, called under capture as it is called otherwise.
+written into pinned memory and copied to the device before the graph; the graph leaves the most likely tokens in
+`_latest` on the device, from which they are copied to the host. Logits `[R, V]` stay on the device, in memory that the
+next step overwrites. Attention is `decode_attention.py`'s, experts are `place/host_callback.py`'s, LoRA is
+`adapter_set.py`'s, everything else is the stock model, called under capture as it is called otherwise.
+
+Overlap: if every sequence of a step is greedy and wants another token (`Chunk.continues`), the next step is launched
+before the host waits for this one: same slots, next positions, tokens from `_latest`. So the GPU computes while the
+host detokenises, delivers and builds the next batch. A step launched ahead is used only if the next batch has nothing
+else than its rows, with the same slots, positions and tokens; rows of sequences that have ended meanwhile are ignored.
+Otherwise it is waited for and forgotten: what it wrote, keys and values of the next position, is written again. That
+is not so for convolution and recurrent states, and errors of host callbacks belong to a step, so models with states
+and steps with experts on the CPU are not launched ahead. At most one step is ahead of the one that is waited for.
 
 A graph is captured for a size and a set of adapters, and serves every mixture of these and of the base: a step takes
 the smallest set that has all adapters of its rows, and steps of the base alone take the graph without LoRA. A few sets
@@ -29,7 +37,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -53,12 +61,12 @@ from ktransformers.serve.engine.windows import CHUNK_ATTRIBUTE
 from ktransformers.serve.graphs import decode_attention
 from ktransformers.serve.graphs.adapter_set import Adapters, AdapterSet, RowLoraFn, sort_adapters
 from ktransformers.serve.graphs.decode_attention import attend_latents, attend_new_tokens
+from ktransformers.serve.graphs.decode_step import Compute, DecodeStep, LaunchedStep, StepRow
 from ktransformers.serve.graphs.latent_inputs import fuse_latents, fused_latents
 from ktransformers.serve.graphs.state_arena import ArenaRows, StateArena
 from ktransformers.serve.graphs.step_table import (
     ACTIVE,
     ADAPTER,
-    FIRST_ADDRESS,
     POSITION,
     STATES,
     TOKEN,
@@ -71,7 +79,6 @@ SIZES = (1, 2, 4, 8, 16, 24, MAX_DECODE_TOKENS)  # rows
 MAX_ADAPTER_SETS = 4
 MAX_SET_BYTES = 1 << 30  # of the factors that sets of adapters have copied
 
-Compute = Callable[[], Tensor]  # the logits [R, V] of what the table says
 Record = Callable[[Compute], Compute]  # one that does the same without Python
 
 
@@ -85,28 +92,9 @@ class StepKey(NamedTuple):
         return f"{NAME} of {self.rows} rows" + (f" with {names}" if names else "")
 
 
-@dataclass(frozen=True)
-class DecodeStep:
-    """One captured step. A graph knows the tensors by their addresses alone: they live as long as it does."""
-
-    table: Tensor  # int64 [lines, R], pinned
-    device_table: Tensor  # the same on the device
-    tokens: Tensor  # int64 [R], pinned: the most likely ones
-    adapter_set: AdapterSet
-    replay: Compute
-
-    def fill(self, chunks: Sequence[Chunk], state_rows: Sequence[int]) -> None:
-        table = self.table.numpy()
-        table[:] = 0
-        for row, (chunk, states) in enumerate(zip(chunks, state_rows, strict=True)):
-            adapter = 0 if chunk.adapter is None else self.adapter_set.indices[chunk.adapter]
-            table[:FIRST_ADDRESS, row] = chunk.tokens[0], chunk.position, chunk.slot.capacity, 1, adapter, states
-            table[FIRST_ADDRESS:, row] = chunk.slot.addresses()
-
-
 class DecodeGraphs:
     """The graphs of a model on one device. `placement` has its experts, None where it has none. `record` stands in for
-    the capture in tests without a GPU."""
+    the capture in tests without a GPU. Without `overlap` no step is launched ahead."""
 
     def __init__(
         self,
@@ -114,6 +102,7 @@ class DecodeGraphs:
         placement: Placement | None,
         record: Record | None = None,
         max_rows: int = MAX_DECODE_TOKENS,
+        overlap: bool = True,
     ) -> None:
         self._model: Any = model
         self._placement = placement
@@ -129,35 +118,113 @@ class DecodeGraphs:
         self._layers: tuple[int, ...] = ()
         self._fp8 = False  # slots hold codes
         self._arena: StateArena | None = None  # of a model with convolution or recurrent states
+        self._overlap = overlap
+        self._ahead: LaunchedStep | None = None
+        self._launches = 0
+        cuda = self.device.type == "cuda"
+        self._latest = torch.zeros(self.max_rows, dtype=torch.int64, device=self.device)  # tokens in, then argmax out
+        self._argmax = torch.zeros(2, self.max_rows, dtype=torch.int64, pin_memory=cuda)
+        self._events = [torch.cuda.Event() if cuda else None for _ in range(2)]
         self.replayed = 0  # steps
+        self.overlapped = 0  # of these, launched ahead
+        self.discarded = 0  # steps launched ahead for another batch than the next one
 
     def run(self, chunks: Sequence[Chunk]) -> list[ForwardResult | None] | None:
         """As `Forward.run`; None: this step goes kernel by kernel. Logits are valid until the next step."""
-        size = self._size(chunks)
-        if size is None:
+        launched, rows = self._launched_for(chunks)
+        if launched is None:
             return None
+        ahead = self._ahead = self._launch_ahead(launched.step, chunks, rows)
+        tokens = launched.wait()
+        if self._placement is not None:
+            self._placement.raise_pending(launched.step.size)
+        self.replayed += 1
+        if ahead is not None:
+            self._ahead = replace(ahead, inputs=[tokens[row.token] for row in ahead.rows])
+        return [
+            ForwardResult(None if ahead is not None else launched.logits[row], tokens[row] if chunk.greedy else None)
+            if chunk.wants_logits
+            else None
+            for row, chunk in zip(rows, chunks, strict=True)
+        ]
+
+    def _launched_for(self, chunks: Sequence[Chunk]) -> tuple[LaunchedStep | None, list[int]]:
+        """The launch that computes these chunks and the row of each: the step ahead, or a new one; None: no graph."""
         if self._current_generation() != self._generation:
             self.clear()
             self._generation = self._current_generation()
+        if self._ahead is not None:
+            rows = self._ahead.rows_of(chunks)
+            if rows is not None:
+                launched, self._ahead = self._ahead, None
+                self.overlapped += 1
+                return launched, rows
+            self.drop_ahead()
+        size = self._size(chunks)
+        if size is None:
+            return None, []
         key = self._key(size, chunks)
         step = self.graphs.get(key)
         if step is None and self.graphs.due(key):
             make = functools.partial(self._capture, key, chunks)
             step = self.graphs.capture(key, make, key.description, self._on_failure)
         if step is None:
-            return None
-        step.fill(chunks, self._state_rows(chunks))
+            return None, []
         if key.adapters:
             self.sets.move_to_end(key.adapters)
-        logits = step.replay()
-        if self._placement is not None:
-            self._placement.raise_pending(size)
-        self.replayed += 1
-        tokens = step.tokens.tolist()
-        return [
-            ForwardResult(logits[row], tokens[row] if chunk.greedy else None) if chunk.wants_logits else None
-            for row, chunk in enumerate(chunks)
-        ]
+        return self._launch(step, self._rows(chunks)), list(range(len(chunks)))
+
+    def _launch_ahead(self, step: DecodeStep, chunks: Sequence[Chunk], rows: Sequence[int]) -> LaunchedStep | None:
+        """Queue the step after the one that computes `chunks` in `rows`; None: it cannot be known yet."""
+        continues = self._overlap and self._arena is None and all(chunk.continues for chunk in chunks)
+        if not continues or step.uses_host:
+            return None
+        size = next(size for size in self._sizes if len(chunks) <= size)
+        following = self.graphs.get(self._key(size, chunks))
+        if following is None:
+            return None
+        return self._launch(
+            following,
+            [
+                StepRow(chunk.slot, row, chunk.position + 1, chunk.adapter, chunk.slot.capacity)
+                for row, chunk in zip(rows, chunks, strict=True)
+            ],
+            ahead=True,
+        )
+
+    def _launch(self, step: DecodeStep, rows: Sequence[StepRow], *, ahead: bool = False) -> LaunchedStep:
+        """Queue a step. When a launch uses a pinned buffer, the last launch but one, which used it before, has been
+        waited for."""
+        which, size = self._launches % 2, step.size
+        argmax, finished = self._argmax[which, :size], self._events[which]
+        self._launches += 1
+        with nullcontext() if finished is None else torch.cuda.device(self.device):
+            self._load(step, which, rows, ahead=ahead)
+            logits = step.replay()
+            argmax.copy_(self._latest[:size], non_blocking=True)
+            if finished is not None:
+                finished.record(torch.cuda.current_stream(self.device))
+        return LaunchedStep(step, rows, logits, argmax, finished)
+
+    def _load(self, step: DecodeStep, which: int, rows: Sequence[StepRow], *, ahead: bool = False) -> None:
+        """Queue what a replay reads: the table, and the tokens in `_latest`."""
+        step.copy_table(which, rows)
+        if not ahead:
+            self._latest[: step.size].copy_(step.device_table[TOKEN])
+        elif any(row.token != index for index, row in enumerate(rows)):  # sequences have left
+            self._latest[: len(rows)] = self._latest[step.device_table[TOKEN, : len(rows)]]
+
+    def wait_for_ahead(self) -> None:
+        """Wait for a step that was launched ahead, before slots that it writes get other contents."""
+        if self._ahead is not None:
+            self._ahead.wait()
+
+    def drop_ahead(self) -> None:
+        """Wait for a step that was launched ahead, and forget it."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            self.discarded += 1
+            ahead.wait()
 
     def _current_generation(self) -> int:
         return 0 if self._placement is None else self._placement.generation
@@ -180,9 +247,13 @@ class DecodeGraphs:
         )
         return size if layers and all(fits) else None
 
-    def _state_rows(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Rows of the arena that hold the states of these chunks."""
-        return [0] * len(chunks) if self._arena is None else self._arena.place([chunk.slot for chunk in chunks])
+    def _rows(self, chunks: Sequence[Chunk]) -> list[StepRow]:
+        """The rows that compute these chunks."""
+        states = [0] * len(chunks) if self._arena is None else self._arena.place([chunk.slot for chunk in chunks])
+        return [
+            StepRow(chunk.slot, chunk.tokens[0], chunk.position, chunk.adapter, chunk.slot.capacity, state_row)
+            for chunk, state_row in zip(chunks, states, strict=True)
+        ]
 
     def _key(self, size: int, chunks: Sequence[Chunk]) -> StepKey:
         wanted = {chunk.adapter for chunk in chunks if chunk.adapter is not None}
@@ -194,10 +265,12 @@ class DecodeGraphs:
 
     def forget(self, owner: Owner) -> None:
         """An adapter was unloaded, and no request uses it any more. Others that were refused may fit now."""
+        self.drop_ahead()
         self._drop([adapters for adapters in self.sets if any(adapter.owner == owner for adapter in adapters)])
         self.graphs.reset(lambda key: bool(key.adapters))
 
     def clear(self) -> None:
+        self.drop_ahead()
         self.graphs.evict()
         self.graphs.reset()
         self._drop(list(self.sets))
@@ -241,30 +314,29 @@ class DecodeGraphs:
         if adapter_set.bytes > MAX_SET_BYTES:
             given = f"copies of {adapter_set.bytes} bytes for linear layers"
             raise InputError("CUDA graph", given, f"{MAX_SET_BYTES} at most")
-        pinned = self.device.type == "cuda"
         lines = table_lines(len(self._layers), fp8=self._fp8)
-        table = torch.zeros(lines, key.rows, dtype=torch.int64, pin_memory=pinned)
-        tokens = torch.zeros(key.rows, dtype=torch.int64, pin_memory=pinned)
-        device_table = torch.zeros(table.shape, dtype=table.dtype, device=self.device)
-        compute = functools.partial(self._compute, adapter_set, table, device_table, tokens)
-        step = DecodeStep(table, device_table, tokens, adapter_set, compute)
-        rows = self._state_rows(chunks)
-        step.fill(chunks, rows)
+        tables = torch.zeros(2, lines, key.rows, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        device_table = torch.zeros(lines, key.rows, dtype=torch.int64, device=self.device)
+        compute = functools.partial(self._compute, adapter_set, device_table)
+        uses_host = self._placement is not None and not self._placement.all_resident
+        step = DecodeStep(tables, device_table, adapter_set, uses_host, compute)
+        rows = self._rows(chunks)
+        load = functools.partial(self._load, step, 0, rows)
+        load()
         with (
             nullcontext() if self._placement is None else self._placement.capture_warmup(recaptured=True),
-            nullcontext() if self._arena is None else self._arena.preserved(rows),
+            nullcontext() if self._arena is None else self._arena.preserved([row.states for row in rows]),
         ):
-            step = replace(step, replay=(self._record or self._record_on_device)(compute))
+            record = self._record or functools.partial(self._record_on_device, load)
+            step = replace(step, replay=record(compute))
         if key.adapters:
             self.sets[key.adapters] = adapter_set
             self._evict_sets()
         return step
 
-    def _compute(self, adapter_set: AdapterSet, table: Tensor, device_table: Tensor, tokens: Tensor) -> Tensor:
-        device_table.copy_(table, non_blocking=True)
-        arena = self._arena
-        position_ids = device_table[POSITION][None]
-        words = {"input_ids": device_table[TOKEN][None], "position_ids": position_ids, "use_cache": False}
+    def _compute(self, adapter_set: AdapterSet, device_table: Tensor) -> Tensor:
+        arena, tokens = self._arena, self._latest[: device_table.shape[1]]
+        words = {"input_ids": tokens[None], "position_ids": device_table[POSITION][None], "use_cache": False}
         with (
             torch.inference_mode(),
             use_padding_mask(device_table[ACTIVE] != 0),
@@ -276,7 +348,7 @@ class DecodeGraphs:
             nullcontext() if arena is None else use_batch_states(ArenaRows(arena, device_table[STATES])),
         ):
             logits: Tensor = self._model(**words).logits[0]
-            tokens.copy_(logits.argmax(-1), non_blocking=True)
+            torch.argmax(logits, -1, out=tokens)
         return logits
 
     def _attend(
@@ -295,26 +367,18 @@ class DecodeGraphs:
     def _lines(self, spec: AttentionSpec) -> CacheLines:
         return CacheLines.of_layer(self._layers.index(spec.layer), len(self._layers), fp8=self._fp8)
 
-    def _record_on_device(self, compute: Compute) -> Compute:
-        device = self.device
-
+    def _record_on_device(self, load: Callable[[], None], compute: Compute) -> Compute:
         def rehearse() -> None:
-            stream = capture_stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
+            stream = capture_stream(self.device)
+            stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(stream):
                 compute()
+                load()  # a step overwrites its tokens
                 with _synchronisation_refused():
                     compute()
 
-        with torch.cuda.device(device):
-            replay = self.graphs.pool.record(compute, rehearse)
-
-        def replay_and_wait() -> Tensor:  # without `self`: graphs are freed with the last reference, not by a cycle
-            logits = replay()
-            torch.cuda.current_stream(device).synchronize()
-            return logits
-
-        return replay_and_wait
+        with torch.cuda.device(self.device):
+            return self.graphs.pool.record(compute, rehearse)
 
 
 @contextmanager
