@@ -23,12 +23,13 @@ from ktransformers.checkpoint.mapped import read_only_tensor
 from ktransformers.checkpoint.matrix import SPELLED, TensorRef, recognise
 from ktransformers.checkpoint.quantisation import accept
 from ktransformers.errors import InputError
-from ktransformers.nn import coded_weight
+from ktransformers.nn import coded_weight, load_model
 from ktransformers.nn.coded_weight import CodedWeight, describe_coded, encode_linears
 from ktransformers.nn.host_rows import HostRows
 from ktransformers.nn.linear import patch_linears
 from ktransformers.nn.pool import default_pool
 from tests.support.gguf_blocks import random_blocks
+from tests.support.quantised_models import release
 from tests.support.releases import gptq_desc_act
 from tests.support.tiny_models import build
 
@@ -365,3 +366,34 @@ def test_an_embedding_stays_in_host_memory() -> None:
     tied = build("qwen3_moe", vocab_size=640, tie_word_embeddings=True)
     assert not coded_weight.keep_embedding_on_host(tied, pin=False)
     assert not isinstance(tied.get_input_embeddings().weight, CodedWeight)
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "gptq"])
+def test_a_release_is_loaded_in_its_bits_for_several_gpus(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In host memory, from where layers are moved: codes where numbers would take much of the GPUs, `kv_b_proj` and an
+    embedding in host memory included; numbers otherwise."""
+    monkeypatch.setattr(coded_weight, "MIN_WEIGHTS", 1 << 12)
+    release(tmp_path, kind)
+    asked: list[torch.device] = []
+
+    def free(device: torch.device, size: int) -> int:
+        asked.append(device)
+        return size
+
+    monkeypatch.setattr("ktransformers.nn.load.free_bytes", functools.partial(free, size=1 << 10))
+    model: Any = load_model(tmp_path, rest="keep", widen=False, later_gpus=2)
+    assert asked == [torch.device("cuda:0"), torch.device("cuda:1")]
+    kept = {name: one for name, one in model.named_parameters() if isinstance(one, CodedWeight)}
+    assert isinstance(kept.pop("model.embed_tokens.weight").codes, HostRows)
+    assert any("kv_b_proj" in name for name in kept)
+    on_cpu = load_model(tmp_path, rest="keep", widen=False)
+    for name, one in on_cpu.named_parameters():
+        if isinstance(one, CodedWeight):
+            assert torch.equal(kept[name].decoded(0, one.shape[0]), one.decoded(0, one.shape[0])), name
+    monkeypatch.setattr("ktransformers.nn.load.free_bytes", functools.partial(free, size=1 << 40))
+    plain = load_model(tmp_path, rest="keep", widen=False, later_gpus=2)
+    assert not any(isinstance(one, CodedWeight) for one in plain.parameters())
+    encoded = load_model(tmp_path, rest="int8", widen=False, later_gpus=2)
+    assert any("kv_b_proj" in name for name, one in encoded.named_parameters() if isinstance(one, CodedWeight))

@@ -15,8 +15,11 @@ from torch import Tensor
 from ktransformers import _core
 from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.checkpoint.encoder import encode
+from ktransformers.errors import KTError
 from ktransformers.nn.coded_weight import CodedWeight, GpuCodes, coded_weight
+from ktransformers.nn.device_codes import head_products
 from ktransformers.nn.device_codes import linear as device_linear
+from ktransformers.nn.device_codes.head_products import HeadRows, check_heads, decoded_rows
 from ktransformers.nn.device_codes.linear import DeviceCodes, packed_linear
 from ktransformers.nn.device_codes.words import from_words, to_words, word_layout
 from tests.support.formats import SPECS
@@ -174,7 +177,7 @@ def test_a_weight_of_device_codes_is_a_weight(spec: str) -> None:
     assert x.grad is not None and error(x.grad, numbers.double().sum(0).expand(3, 7, -1)) < ROUNDING
     ids = torch.tensor([[0, 191], [64, 0]])
     assert torch.equal(torch.nn.functional.embedding(ids, weight), numbers[ids])
-    assert torch.equal(weight.row_groups(32, 32, 96), numbers.view(2, 96, 256)[:, 32:64])
+    assert torch.equal(decoded_rows(codes, HeadRows(32, 32, 96)), numbers.view(2, 96, 256)[:, 32:64])
     assert torch.equal(weight + 0, numbers)
     assert torch.equal(weight.to(torch.float32) + 0, numbers.float())
 
@@ -192,3 +195,83 @@ def test_a_captured_product_reads_new_inputs(spec: str) -> None:
         x.normal_()
         graph.replay()
         assert error(out, x.double() @ numbers.double().T) < ROUNDING
+
+
+HEADS, PER_HEAD = 3, 72  # rows of a head: 40 of keys and 32 of values
+PARTS = [HeadRows(0, 40, PER_HEAD), HeadRows(40, 32, PER_HEAD)]
+
+
+def expected_of_heads(x: Tensor, numbers: Tensor, rows: HeadRows, along_rows: bool) -> Tensor:
+    part = numbers.double().view(-1, rows.step, numbers.shape[1])[:, rows.first : rows.first + rows.count]
+    return torch.bmm(x.double(), part if along_rows else part.transpose(1, 2))
+
+
+def strided(heads: int, rows: int, size: int, device: str) -> Tensor:
+    """`[heads, rows, size]` as attention has them: rows of heads in the order of tokens, beside other numbers."""
+    return torch.randn(rows, heads, size + 8, device=device).bfloat16()[..., :size].transpose(0, 1)
+
+
+@kernel_devices
+@pytest.mark.parametrize("along_rows", [False, True])
+@pytest.mark.parametrize("spec", [*SPECS, *HALVES])
+def test_heads_are_multiplied_with_codes(spec: str, along_rows: bool, device: str, interpreter_dot: None) -> None:
+    kernels = pytest.importorskip(head_products.TRITON)
+    codes, numbers = words_of(spec, HEADS * PER_HEAD, 768, device)
+    layout = codes.layout
+    assert layout is not None
+    torch.manual_seed(0)
+    for rows, tokens in zip(PARTS, (1, 33), strict=True):
+        x = strided(HEADS, tokens, rows.count if along_rows else 768, device)
+        out = strided(HEADS, tokens, 768 if along_rows else rows.count, device)
+        config = kernels.configuration(tokens, rows.count, along_rows)
+        span = rows.first, rows.count, rows.step
+        kernels.multiply_heads(x, layout.parts_of(codes.packed), layout, span, out, along_rows, config)
+        assert error(out, expected_of_heads(x, numbers, rows, along_rows)) < ROUNDING
+
+
+@devices
+@pytest.mark.parametrize("along_rows", [False, True])
+@pytest.mark.parametrize("spec", ["int4:32", "fp8:128x128", "iq4_xs"])
+def test_heads_of_a_weight(spec: str, along_rows: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One entry for few rows, which are not decoded where codes lie in words, for many rows and for other dtypes."""
+    codes, numbers = codes_of(spec, 4 * 96, 512, device)
+    weight = CodedWeight(GpuCodes(codes), spec, (4 * 96, 512), torch.bfloat16)
+    rows = HeadRows(32, 64, 96)
+    torch.manual_seed(0)
+    for tokens, dtype in ((2, torch.bfloat16), (device_linear.DIRECT_ROWS + 1, torch.bfloat16), (2, torch.float32)):
+        x = strided(4, tokens, 64 if along_rows else 512, device).to(dtype)
+        if codes.reads_codes and tokens == 2 and dtype == torch.bfloat16:
+            monkeypatch.setattr(head_products, "decoded_rows", lambda *_: pytest.fail("decoded"))
+        actual = weight.multiply_heads(x, rows, along_rows=along_rows)
+        monkeypatch.undo()
+        expected = expected_of_heads(x, numbers, rows, along_rows)
+        assert actual.dtype == dtype and error(actual, expected) < ROUNDING
+        out = torch.empty_like(actual)
+        assert torch.equal(weight.multiply_heads(x, rows, along_rows=along_rows, out=out), actual)
+        assert torch.equal(out, actual)
+    weight.check_heads(rows)
+
+
+@devices
+def test_heads_of_a_weight_in_another_order_of_columns(device: str) -> None:
+    codes, numbers = codes_of("int8", 4 * 96, 512, device)
+    torch.manual_seed(0)
+    order = torch.randperm(512, device=device)
+    weight = CodedWeight(GpuCodes(codes, order), "int8", (4 * 96, 512), torch.bfloat16)
+    own, rows = torch.empty_like(numbers), HeadRows(0, 32, 96)
+    own[:, order] = numbers
+    for along_rows, size in ((False, 512), (True, 32)):
+        x = strided(4, 3, size, device)
+        expected = expected_of_heads(x, own, rows, along_rows)
+        assert error(weight.multiply_heads(x, rows, along_rows=along_rows), expected) < ROUNDING
+
+
+@pytest.mark.gpu
+def test_wrong_products_of_heads_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes, _ = codes_of("int8", 4 * 96, 512, "cuda:0")
+    check_heads(codes, HeadRows(0, 64, 96))
+    kernels = pytest.importorskip(head_products.TRITON)
+    multiply = kernels.multiply_heads
+    monkeypatch.setattr(kernels, "multiply_heads", lambda x, *given: multiply(x * 1.05, *given))
+    with pytest.raises(KTError, match="products of heads with codes of int8"):
+        check_heads(codes, HeadRows(0, 64, 96))

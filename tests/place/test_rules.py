@@ -11,14 +11,25 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ktransformers.errors import InputError
+from ktransformers.nn import coded_weight
+from ktransformers.nn.coded_weight import CodedWeight
 from ktransformers.nn.contract import expert_modules
+from ktransformers.nn.experts import pack_module, select_implementation
 from ktransformers.operators.plan import first_rules
 from ktransformers.operators.rules import devices_of, read_rules
 from ktransformers.place import attach
-from ktransformers.place.device_map import DeviceMap, find_decoder_layers, move_to_devices, spread_layers
+from ktransformers.place.device_map import (
+    DeviceMap,
+    find_decoder_layers,
+    make_current,
+    move_to_devices,
+    spread_layers,
+)
 from ktransformers.place.placement import device_of
 from ktransformers.place.rule_devices import devices_by_rules
+from tests.support.coded_models import codes_of
 from tests.support.placed_experts import tiny_packed_model
+from tests.support.tiny_models import build
 
 # KTransformers' guide, "Multi-GPU", for six layers instead of sixty.
 GUIDE = r"""
@@ -160,6 +171,63 @@ def test_model_on_two_devices_computes_the_same() -> None:
     with torch.inference_mode():
         assert torch.equal(model(tokens).logits, want)
     assert not hasattr(model, "hf_device_map")
+
+
+def test_the_gpu_of_a_module_is_current_while_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device; also after an error, and while one module calls another."""
+    current = [0]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(int(getattr(device, "index", device))))
+    seen: list[int] = []
+
+    class Layer(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module | None = None, fails: bool = False) -> None:
+            super().__init__()
+            self.inner, self.fails = inner, fails
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x if self.inner is None else self.inner(x)
+            seen.append(current[-1])
+            if self.fails:
+                raise ValueError("in the layer")
+            return x
+
+    inner, failing = Layer(), Layer(fails=True)
+    outer = Layer(inner)
+    for module, place in ((inner, 2), (outer, 1), (failing, 3)):
+        make_current(module, torch.device("cuda", place))
+    outer(torch.ones(1))
+    assert seen == [2, 1] and current[-1] == 0
+    with pytest.raises(ValueError, match="in the layer"):
+        failing(torch.ones(1))
+    assert seen[-1] == 3 and current[-1] == 0
+
+
+@pytest.mark.parametrize("gpu", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_codes_are_moved_with_their_layers(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer stays on the CPU, the others go to a GPU, for which the CPU stands in: each linear layer's codes
+    are on its module's device, and `kv_b_proj` has numbers where products of heads decode."""
+    monkeypatch.setattr(coded_weight, "MIN_WEIGHTS", 1 << 10)
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    model: Any = build("deepseek_v3", num_hidden_layers=3).to(torch.bfloat16 if gpu != "cpu" else torch.float32).eval()
+    for module in expert_modules(model).values():
+        pack_module(module, free=True)
+    select_implementation(model)
+    assert coded_weight.encode_linears(model, "int8", on_gpu=True)
+    assert coded_weight.keep_embedding_on_host(model, pin=gpu != "cpu")
+    with torch.inference_mode():
+        wanted = model(tokens).logits.float()
+    move_to_devices(model, DeviceMap(("cpu", gpu, gpu), gpu, gpu, {}))
+    assert coded_weight.decode_absorbed_on_host(model) == (1 if gpu != "cpu" else 3)
+    coded_weight.check_on_device(model)
+    kinds = [type(layer.self_attn.kv_b_proj.weight) for layer in model.model.layers]
+    assert kinds == [torch.nn.Parameter, *[CodedWeight if gpu != "cpu" else torch.nn.Parameter] * 2]
+    for name, weight in codes_of(model).items():
+        expected = "cpu" if "layers.0." in name else gpu
+        assert str(weight.device) == expected, name
+    with torch.inference_mode():
+        logits = model(tokens.to(gpu)).logits.float().cpu()
+    assert float((logits - wanted).norm() / wanted.norm()) < (2e-2 if gpu != "cpu" else 1e-3)
 
 
 @pytest.mark.gpu

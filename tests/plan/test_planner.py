@@ -31,7 +31,7 @@ from ktransformers.plan.machine import parse_bytes
 from ktransformers.plan.memory import HUGE_PAGE, loss_bytes, predict_memory
 from ktransformers.plan.meter import Meter, anonymous_bytes, compare_with_plan
 from ktransformers.plan.planner import evaluate
-from ktransformers.plan.step_time import predict_time
+from ktransformers.plan.step_time import dense_seconds, predict_time
 from ktransformers.plan.workload import expert_bytes
 
 QWEN = open_shape("qwen3-30b-a3b")
@@ -133,6 +133,54 @@ def test_several_gpus_share_layers_and_are_proposed_where_one_does_not_do() -> N
     serving = Serving(context=1024, prompt=512)
     assert make_plan(QWEN, serving, with_gpus(machine, "24GB,24GB")).nearest.choice.gpus == 1, "one is enough"
     assert make_plan(QWEN, serving, with_gpus(machine, "3.4GB,3.4GB")).nearest.choice.gpus == 2
+
+
+@pytest.mark.parametrize("linear_format", ["keep", "int4:32"])
+def test_codes_are_divided_among_gpus(linear_format: str) -> None:
+    """Each has those of its layers, the first one the head's; together as many as one would have."""
+    machine = with_gpus(profile("dual-xeon-4090"), "24GB,24GB")
+    model, work = open_shape("deepseek-v3"), Serving()
+    choices = [Choice("fp8", gpus, linear_format=linear_format) for gpus in (1, 2)]
+    one, two = (predict_memory(model, work, choice, machine) for choice in choices)
+    assert not choices[1].missing
+    first, second = (table["weights"] for table in two.gpus)
+    assert first + second == pytest.approx(one.gpus[0]["weights"], rel=1e-6) and first > second
+    assert two.host["embedding"] == one.host["embedding"] > 0
+    numbers = predict_memory(model, work, Choice("fp8", 2), machine)
+    assert first < 0.6 * numbers.gpus[0]["weights"]
+
+
+def test_codes_are_read_at_their_measured_rate() -> None:
+    """Of a token on a GPU, bytes at the share of the bandwidth that the format reaches; prompts decode first."""
+    model, machine = open_shape("deepseek-v3"), profile("amx16-h200")
+
+    def seconds(tokens: int, linear_format: str | None) -> float:
+        return dense_seconds(model, tokens, 0, machine, Choice("fp8", 1, linear_format=linear_format), 2)
+
+    numbers, bandwidth = model.layers * model.rest_per_layer, machine.gpus[0].bandwidth
+    assert seconds(1, None) == pytest.approx(2 * numbers / bandwidth)
+    assert seconds(1, "int4:32") == pytest.approx(numbers * (0.5 + 2 / 32) / (0.52 * bandwidth))
+    order = [seconds(1, name) for name in ("int4:32", "int8", "fp8:128x128", "q6_k", None, "iq4_xs")]
+    assert order == sorted(order), "as measured: four bits take as long as eight, and fewer than bf16"
+    assert seconds(4096, "int8") == pytest.approx(seconds(4096, None) + 3 * numbers / (0.7 * bandwidth), rel=0.01)
+    keeps = replace(model, coded_numbers=model.rest, coded_bytes=model.rest)
+    small = replace(machine, gpus=(replace(machine.gpus[0], memory=24 << 30),))
+    kept = dense_seconds(keeps, 1, 0, small, Choice("fp8", 1, linear_format="keep"), 2)
+    assert kept == pytest.approx(numbers / (0.73 * bandwidth))
+
+
+def test_split_dequantises_larger_layers_at_once() -> None:
+    """Up to 4 GiB with the cache, where other policies stop at 2."""
+    machine = with_gpus(profile("dual-xeon-4090"), "24GB")
+    model = open_shape("qwen3-30b-a3b")
+    stream, split = (
+        predict_memory(model, Training(), Choice("bf16", 1, policy=policy), machine) for policy in ("stream", "split")
+    )
+    layer = 2 * model.expert_numbers * model.experts
+    grown = split.gpus[0]["groups"] - stream.gpus[0]["groups"]
+    slots = split.gpus[0]["slots"]
+    assert slots == stream.gpus[0]["slots"] and 2 << 30 < slots + layer <= 4 << 30
+    assert 0 < grown <= layer + Training().tokens * model.hidden * 4
 
 
 @settings(max_examples=60, deadline=None)

@@ -47,7 +47,7 @@ def check(model: Any, family: str) -> None:
     # The states of the sequence, and a copy of them.
     assert host.get("states", 0) == 2 * state_bytes(slot.states) == 2 * forward.bytes_per_sequence
     latents = [getattr(module, LATENT_ATTRIBUTE, None) for module in model.modules()]
-    absorbed = sum(latent.of_keys.numel() for latent in latents if latent is not None)
+    absorbed = sum(latent._numbers_of_keys.numel() for latent in latents if latent is not None)
     assert shape.absorbed_numbers == absorbed and bool(absorbed) == bool(shape.latent_width)
 
 

@@ -13,7 +13,8 @@ CPU and a GPU (`nn/device_codes/linear.py`, in a layout of its own), where they 
 the same values in fewer bytes. `encode_linears` takes the codes of a format nearest to the loaded numbers, so results
 change by what rounding costs (docs/quant.md); embeddings are not rounded. Left as they are: routers and gates beside
 experts, whose choices rounding could change, and indexers; matrices that are multiplied into others instead of being
-called (`kv_b_proj` of latent attention), except on a GPU, where a step that absorbs them decodes them.
+called (`kv_b_proj` of latent attention), except on a GPU, where products of heads read their codes
+(`nn/device_codes/head_products.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -36,7 +38,8 @@ from ktransformers.checkpoint.mapped import read_only_tensor
 from ktransformers.checkpoint.recode import rows_of
 from ktransformers.checkpoint.sources import PlainTensor
 from ktransformers.errors import InputError, KTError
-from ktransformers.nn.device_codes.linear import BLOCK_ROWS, DeviceCodes, packed_linear
+from ktransformers.nn.device_codes.head_products import HeadRows, check_heads, multiply_heads
+from ktransformers.nn.device_codes.linear import DeviceCodes, packed_linear
 from ktransformers.nn.host_rows import HostRows
 from ktransformers.nn.pool import default_pool
 from ktransformers.nn.widened import stored_weight
@@ -262,12 +265,27 @@ class CodedWeight(Tensor):
         """The same for rows by number, which may repeat: int64 `[n]`."""
         return self.codes.gathered(self, rows)
 
-    def row_groups(self, first: int, rows: int, step: int) -> Tensor:
-        """Rows first .. first + rows - 1 of every `step` rows: `[N / step, rows, K]`."""
-        whole_blocks = not any(size % BLOCK_ROWS for size in (first, rows, step))
-        if isinstance(self.codes, GpuCodes) and self.codes.order is None and whole_blocks:
-            return self.codes.device.decoded_groups(first, rows, step)
-        return self.decoded(0, self.shape[0]).view(-1, step, self.shape[1])[:, first : first + rows]
+    def multiply_heads(
+        self, x: Tensor, rows: HeadRows, *, along_rows: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        """Products of x, head by head, with rows of each head (`nn/device_codes/head_products.py`)."""
+        codes = self.codes
+        if not isinstance(codes, GpuCodes):
+            numbers = self.decoded(0, self.shape[0]).view(-1, rows.step, self.shape[1])
+            numbers = numbers[:, rows.first : rows.first + rows.count].to(x.dtype)
+            return torch.bmm(x, numbers if along_rows else numbers.transpose(1, 2), out=out)
+        if codes.order is None:
+            return multiply_heads(codes.device, x, rows, along_rows=along_rows, out=out)
+        if not along_rows:
+            return multiply_heads(codes.device, x.index_select(2, codes.order), rows, out=out)
+        result = in_own_order(multiply_heads(codes.device, x, rows, along_rows=True), codes.order)
+        return result if out is None else out.copy_(result)
+
+    def check_heads(self, rows: HeadRows) -> None:
+        """Compare products of heads with codes on a GPU with those of decoded rows."""
+        if isinstance(self.codes, GpuCodes):
+            with _current(self.device):
+                check_heads(self.codes.device, rows)
 
     @property
     def decoded_dtype(self) -> torch.dtype:
@@ -439,6 +457,23 @@ def decode_unsuitable(model: nn.Module, *, on_gpu: bool = False) -> int:
     return len(replaced)
 
 
+def decode_absorbed_on_host(model: nn.Module) -> int:
+    """Give `kv_b_proj` of latent attention numbers where its layer stays on the CPU, beside layers on GPUs, for which
+    it was kept in codes; returns how many."""
+    decoded = 0
+    for module in model.modules():
+        absorbed = _absorbed(module)
+        if absorbed is not None and isinstance(absorbed.weight, CodedWeight) and absorbed.weight.device.type == "cpu":
+            absorbed.weight = nn.Parameter(_decoded(absorbed.weight), requires_grad=False)
+            decoded += 1
+    return decoded
+
+
+def _absorbed(module: nn.Module) -> Any:
+    """`kv_b_proj`, if this is an attention module that is served over latents."""
+    return getattr(module, "kv_b_proj", None) if callable(getattr(module, "expand_kv", None)) else None
+
+
 def keep_linear(name: str, linear: nn.Linear, matrix: Encoded | None, pool: _core.Pool | None = None) -> bool:
     """Give one layer the codes of its files, which must have the numbers that were loaded; False: it has none that can
     be multiplied here."""
@@ -497,15 +532,24 @@ def keep_embedding_on_host(model: Any, *, pin: bool = True) -> bool:
 
 
 def check_on_device(model: nn.Module) -> None:
-    """Compares products with codes on a GPU with those of decoded weights, for one weight of every format and shape."""
-    checked: set[tuple[str, torch.Size]] = set()
+    """Compares products with codes on a GPU with those of decoded weights, for one weight of every format and
+    shape on each of them."""
+    checked: set[tuple[str, torch.Size, torch.device]] = set()
     for weight in model.parameters():
-        if isinstance(weight, CodedWeight) and isinstance(weight.codes, HostRows):
-            weight.codes.check(weight)
-        elif isinstance(weight, CodedWeight) and isinstance(weight.codes, GpuCodes):
-            if (weight.spec, weight.shape) not in checked:
-                weight.codes.device.check()
-            checked.add((weight.spec, weight.shape))
+        if not isinstance(weight, CodedWeight):
+            continue
+        with _current(weight.device):
+            if isinstance(weight.codes, HostRows):
+                weight.codes.check(weight)
+            elif isinstance(weight.codes, GpuCodes):
+                if (kind := (weight.spec, weight.shape, weight.device)) not in checked:
+                    weight.codes.device.check()
+                checked.add(kind)
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """The GPU that Triton launches kernels on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def describe_coded(model: nn.Module) -> str:
@@ -541,7 +585,7 @@ def _suitable_modules(model: nn.Module, on_gpu: bool = False) -> Iterator[tuple[
             continue
         if hasattr(module, "index_topk"):  # an indexer, which chooses keys
             continue
-        absorbed = getattr(module, "kv_b_proj", None) if callable(getattr(module, "expand_kv", None)) else None
+        absorbed = _absorbed(module)
         for name, child in module.named_children():
             if (child is absorbed and not on_gpu) or child in routers:
                 continue

@@ -8,7 +8,7 @@ transformers indexes it. A missing tensor, which stock transformers initialises 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from ktransformers.nn.coded_weight import (
     keep_released,
     rest_format,
 )
+from ktransformers.nn.out_of_memory import free_bytes
 from ktransformers.nn.prepare import config_file
 from ktransformers.nn.pretrained import read_generation_config, read_pretrained_config
 from ktransformers.nn.quantizer import KTConfig, Progress, is_host_only
@@ -68,6 +69,7 @@ def load_model(
     shard: ExpertShard | None = None,
     formats: ExpertFormats | None = None,
     on_loaded: OnLoaded | None = None,
+    later_gpus: int = 0,
 ) -> PreTrainedModel:
     """The model in `path`, ready to run: experts in host memory, other weights in `dtype` on `device` (None: the CPU).
 
@@ -85,7 +87,8 @@ def load_model(
     `shard`: one rank's part of the experts, if several ranks divide them (`expert_partition.py`); the others' bytes
     are neither read nor packed, and `connect` (`nn/exchange.py`) must be called before the model computes.
     `formats` are those that experts are encoded in on the way, one for all or by the name of their module; None: as
-    they are in the files. `on_loaded` is called with the model before `rest` is applied.
+    they are in the files. `on_loaded` is called with the model before `rest` is applied. `later_gpus`: the caller moves
+    the layers to so many GPUs afterwards (`place/device_map.py`), for which codes are chosen as for one.
     """
     path = Path(path)
     quantizer = KTConfig(
@@ -100,7 +103,7 @@ def load_model(
         formats=formats,
     )
     options = {"dtype": dtype, "device_map": None if device is None else {"": torch.device(device)}}
-    return load_pretrained(path, load_config(path), quantizer, options, experts, rest, on_loaded)
+    return load_pretrained(path, load_config(path), quantizer, options, experts, rest, on_loaded, later_gpus)
 
 
 def load_pretrained(
@@ -111,6 +114,7 @@ def load_pretrained(
     experts: str | Path | None = None,
     rest: str = "bf16",
     on_loaded: OnLoaded | None = None,
+    later_gpus: int = 0,
 ) -> PreTrainedModel:
     """`load_model` for callers that have changed the configuration or pass options of `from_pretrained` themselves:
     `dtype` (a torch dtype or "auto"), `device_map` and any other. `quantizer` gets the source of the experts."""
@@ -122,7 +126,9 @@ def load_pretrained(
         check_same_model(source, quantizer.weights or open_source(Path(experts)))
     arguments = {**options, "config": config, "output_loading_info": True}
     device = codes_device(arguments, rest, source)
-    on_gpu = device is not None
+    if later_gpus:
+        rest = rest_on_gpus(rest, source, arguments["dtype"], later_gpus)
+    on_gpu = device is not None or (later_gpus > 0 and rest != "bf16")
     if on_gpu:
         arguments["device_map"], quantizer.widen, quantizer.on_gpu = None, False, True
     if source.quantised:
@@ -152,7 +158,8 @@ def load_pretrained(
     elif rest not in AS_RELEASED:
         encode_linears(loaded, rest, quantizer.pool, on_gpu=on_gpu)
     if on_gpu:
-        keep_embedding_on_host(loaded)
+        keep_embedding_on_host(loaded, pin=torch.cuda.is_available())
+    if device is not None:
         torch.nn.Module.to(loaded, device)
         check_on_device(loaded)
     return loaded
@@ -171,11 +178,25 @@ def codes_device(options: Mapping[str, Any], rest: str, source: Source) -> torch
             raise InputError("rest", given, "one device, a GPU with bfloat16 or the CPU", "pass rest='bf16'")
         return None
     device = torch.device(*devices)
-    if rest == "keep":
-        numbers = 2 * sum(torch.Size(tensor.shape).numel() for tensor in source.rest())
-        if numbers < NUMBERS_SHARE * torch.cuda.mem_get_info(device)[0]:
-            return None
+    if rest == "keep" and _prefers_numbers(source, [device]):
+        return None
     return device
+
+
+def rest_on_gpus(rest: str, source: Source, dtype: torch.dtype | str, gpus: int) -> str:
+    """What becomes of `rest` where layers go to several GPUs: "bf16" where "keep" has no codes or numbers are
+    preferred."""
+    if rest != "keep":
+        return rest
+    devices = [torch.device("cuda", place) for place in range(gpus)]
+    has_codes = source.quantised and dtype in ("auto", torch.bfloat16)
+    return "keep" if has_codes and not _prefers_numbers(source, devices) else "bf16"
+
+
+def _prefers_numbers(source: Source, devices: Sequence[torch.device]) -> bool:
+    """Whether all numbers in bf16 take less than NUMBERS_SHARE of the free memory of these GPUs."""
+    numbers = 2 * sum(torch.Size(tensor.shape).numel() for tensor in source.rest())
+    return numbers < NUMBERS_SHARE * sum(free_bytes(device) for device in devices)
 
 
 def open_files(path: Path, quantizer: KTConfig, experts: str | Path | None) -> Source:

@@ -139,9 +139,7 @@ def _why_as_loaded(match: Match, wanted: str) -> str | None:
     """Why a layer keeps the numbers that it was loaded with; None: it does not."""
     weight = match.module.weight
     assert isinstance(weight, Tensor)
-    if match.on_gpu:
-        return "in bf16 on a GPU"
-    if match.name not in match.model.coded_names:
+    if match.name not in (match.model.coded_names_on_gpu if match.on_gpu else match.model.coded_names):
         return "as loaded: a router, an indexer or a matrix that is multiplied into others"
     if weight.numel() < MIN_WEIGHTS:
         return f"as loaded: fewer than {MIN_WEIGHTS} weights"

@@ -96,6 +96,8 @@ def move_to_devices(model: nn.Module, device_map: DeviceMap) -> None:
     for module, device in device_of_module.items():
         module.to(device)
         module.register_forward_pre_hook(_move_inputs_hook(torch.device(device)), with_kwargs=True)
+        if device.startswith("cuda") and device_map.spans_devices:
+            make_current(module, torch.device(device))
     if device_map.spans_devices:  # the HF Trainer reads it before it moves a model
         model.hf_device_map = {names[module]: device for module, device in device_of_module.items()}  # type: ignore[assignment]
 
@@ -105,6 +107,21 @@ def _move_own(module: nn.Module, device: torch.device) -> None:
         parameter.data = parameter.data.to(device)
     for index, buffer in module.named_buffers(recurse=False):
         setattr(module, index, buffer.to(device))
+
+
+def make_current(module: nn.Module, device: torch.device) -> None:
+    """While the module is called, its GPU is the current one: Triton launches kernels there, wherever tensors are."""
+    entered: list[int] = []
+
+    def enter(*_: Any) -> None:
+        entered.append(torch.cuda.current_device())
+        torch.cuda.set_device(device)
+
+    def leave(*_: Any) -> None:
+        torch.cuda.set_device(entered.pop())
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)
 
 
 def _move_inputs_hook(device: torch.device) -> Any:

@@ -15,6 +15,7 @@ from ktransformers.plan.expert_time import CPU_ALL, CPU_NONE, cpu_share
 from ktransformers.plan.formats import TILE_K, bytes_in_format, counted_as, format_of, packed_lora_bytes, tiles
 from ktransformers.plan.machine import Machine
 from ktransformers.plan.model_shape import ModelShape
+from ktransformers.plan.modes import SPLIT
 from ktransformers.plan.workload import GRAPH_PIECE_TOKENS, Choice, Serving, Training, Work, expert_bytes
 
 PROCESS_BYTES = 390_000_000  # Python with torch, transformers and TRL: 347 MB measured, the rest fitted to runs
@@ -160,16 +161,16 @@ def rest_weight_bytes(model: ModelShape, rest_bytes: int, choice: Choice, machin
     choice = as_stored(model, choice, machine)
     widened = not choice.gpus and machine.cpu.products == "widened"
     size = min(rest_bytes, model.rest_dtype_bytes) if widened else rest_bytes
-    if choice.codes == KEEP:
+    if choice.linear_format == KEEP:
         return (model.coded_bytes + (model.rest - model.coded_numbers) * size) / model.rest
-    return size if choice.codes is None else bytes_in_format(choice.codes)
+    return size if choice.linear_format is None else bytes_in_format(choice.linear_format)
 
 
 def as_stored(model: ModelShape, choice: Choice, machine: Machine) -> Choice:
-    """KEEP on a GPU: numbers while they take less than NUMBERS_SHARE of its memory, as `load_model` decides."""
+    """KEEP on GPUs: numbers while they take less than NUMBERS_SHARE of their memory, as `load_model` decides."""
     if choice.linear_format != KEEP or not choice.gpus:
         return choice
-    fits = 2 * model.rest < NUMBERS_SHARE * machine.gpus[0].memory
+    fits = 2 * model.rest < NUMBERS_SHARE * sum(gpu.memory for gpu in machine.gpus[: choice.gpus])
     return replace(choice, linear_format=None) if fits else choice
 
 
@@ -178,14 +179,14 @@ def coded_part(model: ModelShape, choice: Choice) -> tuple[int, int]:
     release has it in codes, the embedding are numbers; a head that shares the embedding's has codes of its own. On a
     CPU so is `kv_b_proj` of latent attention, as large for values as for keys."""
     absorbed = 0 if choice.gpus else 2 * model.absorbed_numbers
-    if choice.codes is None:
+    if choice.linear_format is None:
         return 0, 0
-    if choice.codes == KEEP:
+    if choice.linear_format == KEEP:
         numbers = max(0, model.coded_numbers - absorbed)
         return numbers, round(model.coded_bytes * numbers / model.coded_numbers) if numbers else 0
     numbers = model.rest - model.embedding - model.router_numbers - absorbed
     shared_head = model.embedding if model.tied else 0
-    return numbers, round((numbers + shared_head) * bytes_in_format(choice.codes))
+    return numbers, round((numbers + shared_head) * bytes_in_format(choice.linear_format))
 
 
 def predict_memory(
@@ -201,7 +202,7 @@ def predict_memory(
         for place, table in enumerate(gpus):
             table["context"] = CUDA_CONTEXT_BYTES
             table["weights"] = _gpu_weight_bytes(model, choice, place, work.rest_bytes)
-            if choice.codes is not None and coded_part(model, choice)[0]:
+            if choice.linear_format is not None and coded_part(model, choice)[0]:
                 table["decoded weights"] = _panel_bytes(model)
             table["residents"] = _resident_bytes(model, choice) // choice.gpus
             table["workspace"] = CUBLAS_BYTES
@@ -246,16 +247,19 @@ def _released_bytes(model: ModelShape) -> int:
 def host_embedding(model: ModelShape, choice: Choice) -> int:
     """Numbers of an input embedding that stays in host memory (`nn/host_rows.py`): with codes on a GPU, unless the head
     shares them or they are codes too."""
-    if not choice.gpus or choice.codes is None or model.tied:
+    if not choice.gpus or choice.linear_format is None or model.tied:
         return 0
-    is_coded = choice.codes == KEEP and model.coded_numbers > model.rest - model.embedding
+    is_coded = choice.linear_format == KEEP and model.coded_numbers > model.rest - model.embedding
     return 0 if is_coded else model.embedding
 
 
 def _gpu_weight_bytes(model: ModelShape, choice: Choice, place: int, size: int) -> int:
-    numbers = _gpu_numbers(model, choice.gpus, place) - (host_embedding(model, choice) if place == 0 else 0)
+    """Of several GPUs each has its part of the codes, the first one the head's too."""
+    on_host = host_embedding(model, choice)
+    own = [_gpu_numbers(model, choice.gpus, one) - (on_host if one == 0 else 0) for one in range(choice.gpus)]
     coded, coded_bytes = coded_part(model, choice)
-    return (numbers - coded // choice.gpus) * size + coded_bytes // choice.gpus
+    share = own[place] / sum(own)
+    return round((own[place] - share * coded) * size + share * coded_bytes)
 
 
 def _panel_bytes(model: ModelShape) -> int:
@@ -302,7 +306,8 @@ def captures_expert_passes(
     rows = work.tokens * model.top_k
     return (
         model.experts - choice.residents <= slots
-        and slots * expert_bytes(model, choice) + 2 * model.expert_numbers * model.experts <= engine.whole_layer_bytes
+        and slots * expert_bytes(model, choice) + 2 * model.expert_numbers * model.experts
+        <= _whole_layer_bytes(choice, engine)
         and rows <= engine.group_rows + engine.token_rows * work.tokens
     )
 
@@ -312,14 +317,19 @@ def _cache_experts(model: ModelShape, choice: Choice, free: int, engine: EngineL
     return max(0, min(int(engine.cached_layers * model.experts), max_experts))
 
 
+def _whole_layer_bytes(choice: Choice, engine: EngineLimits) -> int:
+    """Up to which a layer is dequantised at once, with its cache; more where experts are divided before their ids are
+    known, which needs captured passes."""
+    return engine.split_layer_bytes if choice.policy == SPLIT else engine.whole_layer_bytes
+
+
 def _engine_bytes(model: ModelShape, work: Work, choice: Choice, free: int, engine: EngineLimits) -> Table:
     """GPU memory of the engine: the expert cache, dequantised weights and rows of a group, results in float32."""
     table = {"slots": _cache_experts(model, choice, free, engine) * expert_bytes(model, choice)}
     expert = 2 * model.expert_numbers
     layer = expert * model.experts
-    decoded = (
-        layer if table["slots"] + layer <= engine.whole_layer_bytes else max(1, engine.group_bytes // expert) * expert
-    )
+    whole = table["slots"] + layer <= _whole_layer_bytes(choice, engine)
+    decoded = layer if whole else max(1, engine.group_bytes // expert) * expert
     rows = min(work.tokens * model.top_k, engine.group_rows + engine.token_rows * work.tokens)
     hidden_bytes = 14 if decoded == layer else 10  # per number of a hidden state; captured passes have static inputs
     table["groups"] = (

@@ -26,9 +26,10 @@ from ktransformers.plan.expert_time import (
     planned_decision,
     training_decision,
 )
-from ktransformers.plan.formats import packed_lora_bytes
+from ktransformers.plan.formats import bytes_in_format, packed_lora_bytes
 from ktransformers.plan.machine import EFFICIENCY, Machine
 from ktransformers.plan.memory import (
+    as_stored,
     attention_lora_numbers,
     cached_experts,
     captures_expert_passes,
@@ -53,6 +54,14 @@ CALLBACK_SECONDS = 50e-6  # of a layer's experts: two host callbacks of 23 us, m
 HEAD_PASSES = 3  # the head: forward, recomputed in backward, and its gradient
 ADAM_BYTES = 28  # read and written per trained number: weight, gradient, two moments
 ADAM_SHARE = 0.62  # of the read rate that torch's AdamW reaches with eight threads: 16 ms for 53 million numbers
+# Share of a GPU's nominal bandwidth at which few rows read the codes of a large matrix: DeepSeek-V3's head in one row
+# on an H200 (bench/results/current/gpu-linear.json); bf16 reaches 0.95 and counts as 1. What small matrices take beside
+# that, 6 to 7 us each in any format, is part of INFERENCE_LAYER_SECONDS.
+CODES_SHARE = {"fp8": 0.73, "int8": 0.87, "int4": 0.52, "mxfp4": 0.40, "q4_k": 0.47, "q6_k": 0.46}
+EIGHT_BITS, FEWER_BITS = "fp8", "q6_k"  # whose shares other formats have
+DECODED_FIRST = ("iq", "tq1", "uint")  # how formats begin whose codes no GPU kernel multiplies
+CODED_ROWS = 64  # that are multiplied with codes; for more the weight is decoded (nn/device_codes/linear.py),
+DECODE_SHARE = 0.7  # at this share of the nominal bandwidth for what is read and written: V3's o, measured there
 PREFETCH_ROWS = 4  # per expert on average: from here on the next layer's experts are prefetched
 
 
@@ -79,35 +88,60 @@ def dense_seconds(
     """GEMMs of all layers besides their experts in one forward pass; `earlier_tokens`: average number per token."""
     numbers = model.layers * model.rest_per_layer
     operations = 2 * tokens * (numbers + model.layers * model.scores_width * earlier_tokens)
-    weights = numbers * rest_weight_bytes(model, size, choice, machine)
-    return max(_products(operations, weights, machine, choice, size), _opening(model, numbers, machine, choice))
+    return _products(model, numbers, tokens, operations, machine, choice, size)
 
 
 def head_seconds(
     model: ModelShape, tokens: float, machine: Machine, choice: Choice, size: int, share: float = INFERENCE_FLOPS_SHARE
 ) -> float:
-    weights = model.embedding * rest_weight_bytes(model, size, choice, machine)
-    products = _products(2 * tokens * model.embedding, weights, machine, choice, size, share)
-    return max(products, _opening(model, model.embedding, machine, choice))
+    return _products(model, model.embedding, tokens, 2 * tokens * model.embedding, machine, choice, size, share)
+
+
+def _products(
+    model: ModelShape,
+    numbers: float,
+    tokens: float,
+    operations: float,
+    machine: Machine,
+    choice: Choice,
+    size: int,
+    share: float = INFERENCE_FLOPS_SHARE,
+) -> float:
+    """Seconds of products with so many weights outside of the experts."""
+    if choice.gpus:
+        reading, decoding = _gpu_reading(model, numbers, tokens, machine, choice, size)
+        return max(operations / (machine.gpus[0].flops * share), reading) + decoding
+    cpu = machine.cpu
+    in_bf16 = size < 4 and cpu.products == "bfloat16"
+    weights = numbers * rest_weight_bytes(model, size, choice, machine)
+    products = max(operations / (cpu.dense_flops if in_bf16 else cpu.dense_flops_f32), weights / cpu.read_bytes)
+    return max(products, _opening(model, numbers, machine, choice))
+
+
+def _gpu_reading(
+    model: ModelShape, numbers: float, tokens: float, machine: Machine, choice: Choice, size: int
+) -> tuple[float, float]:
+    """Seconds in which products on a GPU read their weights, and those in which codes are decoded before."""
+    bandwidth, stored = machine.gpus[0].bandwidth, as_stored(model, choice, machine).linear_format
+    if stored is None:
+        return numbers * size / bandwidth, 0.0
+    keeps = stored == KEEP
+    coded = numbers * (model.coded_numbers / model.rest if keeps else 1.0)
+    of_code = model.coded_bytes / max(1, model.coded_numbers) if keeps else bytes_in_format(stored)
+    plain = (numbers - coded) * size / bandwidth
+    if tokens > CODED_ROWS or (not keeps and stored.startswith(DECODED_FIRST)):
+        return plain + coded * size / bandwidth, coded * (of_code + size) / (bandwidth * DECODE_SHARE)
+    other = CODES_SHARE[EIGHT_BITS if of_code >= 1 else FEWER_BITS]
+    share = CODES_SHARE.get(stored.partition(":")[0], other)
+    return plain + coded * of_code / (bandwidth * share), 0.0
 
 
 def _opening(model: ModelShape, numbers: float, machine: Machine, choice: Choice) -> float:
     """Seconds in which a CPU turns the codes of so many weights into operands, as it does for experts."""
-    if choice.codes is None or choice.gpus:
+    if choice.linear_format is None or choice.gpus:
         return 0.0
-    share = model.coded_numbers / model.rest if choice.codes == KEEP else 1.0
+    share = model.coded_numbers / model.rest if choice.linear_format == KEEP else 1.0
     return share * numbers * EFFICIENCY[machine.cpu.isa].multiply_code / machine.cpu.tile_flops
-
-
-def _products(
-    operations: float, weights: float, machine: Machine, choice: Choice, size: int, share: float = INFERENCE_FLOPS_SHARE
-) -> float:
-    if choice.gpus:
-        gpu = machine.gpus[0]
-        return max(operations / (gpu.flops * share), weights / gpu.bandwidth)
-    cpu = machine.cpu
-    in_bf16 = size < 4 and cpu.products == "bfloat16"
-    return max(operations / (cpu.dense_flops if in_bf16 else cpu.dense_flops_f32), weights / cpu.read_bytes)
 
 
 def transfer_seconds(
@@ -190,7 +224,10 @@ def _training_rest(model: ModelShape, work: Training, machine: Machine, choice: 
         launching = CPU_LAUNCH_SHARE * machine.layer_seconds * (model.layers + 1)
         moving = ACTIVATION_MOVES * model.layers * layer_bytes(model, work) / machine.cpu.read_bytes
         return pass_.products * products + pass_.launches / LAUNCHES_PER_STEP * (launching + moving)
-    return model.layers * dense_layer_seconds(model, work, machine, choice, pass_.launches, pass_.products)
+    layers = model.layers * dense_layer_seconds(model, work, machine, choice, pass_.launches, pass_.products)
+    numbers = model.layers * model.rest_per_layer
+    _, decoding = _gpu_reading(model, numbers, work.tokens, machine, choice, work.rest_bytes)
+    return layers + pass_.products * decoding
 
 
 def _factor_seconds(model: ModelShape, work: Training, choice: Choice, machine: Machine) -> float:

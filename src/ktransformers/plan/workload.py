@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ktransformers.errors import InputError
-from ktransformers.linear_storage import KEEP
 from ktransformers.plan.formats import format_of, packed_expert_bytes
 from ktransformers.plan.model_shape import ModelShape
 from ktransformers.plan.modes import MODES
@@ -118,14 +117,7 @@ class Choice:
     @property
     def missing(self) -> tuple[str, ...]:
         """What this version cannot execute of it."""
-        missing = () if format_of(self.format).executable else (f"experts in {self.format}",)
-        spread = self.linear_format not in (None, KEEP) and self.gpus > 1
-        return (*missing, f"linear layers in {self.linear_format} on several GPUs") if spread else missing
-
-    @property
-    def codes(self) -> str | None:
-        """`linear_format`, where it applies: on several GPUs released codes become numbers."""
-        return None if self.gpus > 1 and self.linear_format == KEEP else self.linear_format
+        return () if format_of(self.format).executable else (f"experts in {self.format}",)
 
 
 def expert_bytes(model: ModelShape, choice: Choice) -> int:

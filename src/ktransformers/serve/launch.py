@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ktransformers import env, model_registry, settings, system
 from ktransformers.errors import InputError
 from ktransformers.interrupt import remembered_interrupt
-from ktransformers.linear_storage import AS_RELEASED, KEEP
+from ktransformers.linear_storage import AS_RELEASED
 from ktransformers.plan import Plan, require_fit
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.hosts.options import HostOptions, read_hosts
@@ -191,13 +191,14 @@ def _load_service(
     load_device = "cpu" if multi_gpu else device
     operators = plan_operators(placement.options, launch, target, plan, device, log)
     shard = None if group is None else group.shard
+    gpus = gpus_of(launch, plan) if multi_gpu else 0
     model = _load_model(
-        launch, target, dtype, load_device, uses_gpu_experts, log, operators, widen=not multi_gpu, shard=shard
+        launch, target, dtype, load_device, uses_gpu_experts, log, operators, later_gpus=gpus, shard=shard
     )
     if group is not None:
         connect_group(model, group, log)
     if multi_gpu:
-        log(placement.move_layers(model, gpus_of(launch, plan)))
+        log(placement.move_layers(model, gpus))
     coded = describe_coded(model)
     if coded or launch.rest not in AS_RELEASED:
         log(coded or f"--rest {launch.rest}: without effect: no linear layer of this model is large enough")
@@ -373,10 +374,11 @@ def _load_model(
     log: LogLine,
     operators: Any,
     *,
-    widen: bool,
+    later_gpus: int = 0,
     shard: ExpertShard | None = None,
 ) -> Any:
-    """`operators` is the plan of what rules make of it, None without rules."""
+    """`operators` is the plan of what rules make of it, None without rules; `later_gpus` that layers are moved to
+    afterwards."""
     from ktransformers.checkpoint import find_experts
     from ktransformers.checkpoint.gguf_directory import is_gguf_directory
     from ktransformers.checkpoint.packed import is_packed
@@ -399,9 +401,8 @@ def _load_model(
         stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
         on_loaded(stock)
         if launch.rest not in AS_RELEASED:
-            encode_linears(stock, launch.rest, on_gpu=device != "cpu")
+            encode_linears(stock, launch.rest, on_gpu=device != "cpu" or later_gpus > 0)
         return stock.to(device)
-    from ktransformers.checkpoint.sources import open_source
     from ktransformers.nn import load_model
     from ktransformers.nn.pool import set_default_pool
 
@@ -415,12 +416,6 @@ def _load_model(
             f"--{launch.pages}: without effect: these experts are read into memory; `kt quant` writes some to be mapped"
         )
     gpu = None if device == "cpu" else device
-    if (spreads := gpu is None and not widen) and launch.rest not in AS_RELEASED:  # moved to several GPUs afterwards
-        raise InputError("rest", f"{launch.rest} on several GPUs", "keep or bf16, or one GPU")
-    if spreads and launch.rest == KEEP and open_source(directory).quantised:
-        log(
-            "several GPUs: weights outside of the experts are decoded to bf16; one GPU can keep the bits of the release"
-        )
     return load_model(
         directory,
         experts=experts,
@@ -430,11 +425,12 @@ def _load_model(
         isa=launch.isa,
         pages=launch.pages,
         verify=launch.verify,
-        widen=widen,
-        rest="bf16" if spreads else launch.rest,
+        widen=not later_gpus,
+        rest=launch.rest,
         formats=_expert_formats(launch, target, operators),
         on_loaded=None if operators is None else on_loaded,
         shard=shard,
+        later_gpus=later_gpus,
     )
 
 

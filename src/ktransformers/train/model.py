@@ -147,8 +147,10 @@ def open_model(
     progress: Callable[[int, int], None] | None = None,
     partition: ExpertPartition | None = None,
     operators: OperatorPlan | None = None,
+    later_gpus: int = 0,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """With a `partition`, this process's experts alone are loaded; the call is then collective."""
+    """With a `partition`, this process's experts alone are loaded; the call is then collective. `later_gpus`: that
+    layers are moved to afterwards."""
     from ktransformers.nn import load_model
     from ktransformers.operators.apply import apply_operators
     from ktransformers.operators.loader import Loader
@@ -169,6 +171,7 @@ def open_model(
         formats=expert_formats_of(settings, operators),
         on_loaded=None if operators is None else lambda loaded: apply_operators(loaded, operators, Loader(directory)),
         rest=rest_of(settings),
+        later_gpus=later_gpus,
     )
     connect_ranks(model, partition)
     model.name_or_path = str(given_file(directory))  # PEFT writes it into adapter_config.json

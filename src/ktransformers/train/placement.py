@@ -76,14 +76,19 @@ class TrainPlacement:
         spreads = self._device.type == "cuda" and not one_of_many and needs_spreading(self.options, self.gpus)
         return torch.device("cpu") if spreads else self._device
 
+    @property
+    def later_gpus(self) -> int:
+        """GPUs that layers are moved to from host memory; 0: the model is loaded where it stays."""
+        return self.gpus if self._device.type == "cuda" and self.loading_device.type == "cpu" else 0
+
     def plan_operators(self, model: nn.Module) -> tuple[OperatorPlan | None, list[str]]:
         """What rules make of the modules of `model`, a skeleton, and lines to note."""
         on_gpu = self._device.type == "cuda"
         return plan_rules(model, self.options, self.gpus if on_gpu else 0, cpu_asked=self._cpu_asked)
 
     def model_loaded(self, model: nn.Module) -> None:
-        if self._device.type == "cuda" and self.loading_device.type == "cpu":
-            self._placement.move_layers(model, self.gpus)
+        if gpus := self.later_gpus:
+            self._placement.move_layers(model, gpus)
         self._placement.attach(model)
 
     def trainer_built(self, note: Callable[[str], None], sizes: Collection[int] = ()) -> list[TrainerCallback]:

@@ -224,7 +224,14 @@ def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
     placing = TrainPlacement(settings, prepared.plan.forecast)
     operators, _ = placing.plan_operators(build_meta_model(directory))
     model, notes = open_model(
-        directory, settings, dtype, placing.loading_device, watcher.on_load, prepared.partition, operators
+        directory,
+        settings,
+        dtype,
+        placing.loading_device,
+        watcher.on_load,
+        prepared.partition,
+        operators,
+        placing.later_gpus,
     )
     placing.model_loaded(model)
     for line in notes:

@@ -13,9 +13,14 @@ import torch
 
 from ktransformers.adapters import LoraPair, adapter_from_tensors
 from ktransformers.errors import InputError
+from ktransformers.nn import coded_weight
+from ktransformers.nn.coded_weight import CodedWeight, GpuCodes
 from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.cuda_graphs import CAPTURE_AT
+from ktransformers.nn.device_codes import head_products
+from ktransformers.nn.device_codes.linear import DeviceCodes, packed_linear
 from ktransformers.nn.experts import pack_module, select_implementation
+from ktransformers.nn.norm import patch_norms
 from ktransformers.nn.padding import mask_padding, use_padding_mask
 from ktransformers.place import attach
 from ktransformers.place.placement import Placement
@@ -24,6 +29,7 @@ from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.lora import LoadedAdapter, LoraModules
 from ktransformers.serve.engine.sampling import Sampling
 from ktransformers.serve.graphs.decode_graphs import DecodeGraphs, StepKey, why_not
+from ktransformers.serve.graphs.latent_inputs import fuse_latents
 from tests.support.decode_recorder import EagerCapture, graphs_of
 from tests.support.serving import EngineHarness, random_prompt, same_completion
 from tests.support.tiny_models import build
@@ -245,11 +251,61 @@ def test_adapters_of_latents_match_eager(device: str) -> None:
     placement.detach()
 
 
-def served(family: str, device: str) -> tuple[Any, Forward, Placement]:
-    model: Any = build(family)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("spec", ["fp8:128x128", "int4:32", "mxfp4"])
+def test_steps_read_the_codes_of_latents(spec: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`kv_b_proj` in codes: logits of a model with the numbers that they stand for. On a GPU no step decodes them; a
+    CPU that stands in for one does."""
+    monkeypatch.setattr(coded_weight, "MIN_WEIGHTS", 1 << 10)
+    sizes = {"kv_lora_rank": 256, "qk_nope_head_dim": 32, "v_head_dim": 48}
+    prompts = [[(seed + 7 * at) % 90 for at in range(length)] for seed, length in ((3, 5), (4, 21), (5, 12))]
+    logits, told = [], None
+    for has_codes in (False, True):
+        model, forward, placement = served("deepseek_v3", device, spec, has_codes=has_codes, **sizes)
+        weights = [layer.self_attn.kv_b_proj.weight for layer in model.model.layers]
+        assert all(isinstance(weight, CodedWeight) == has_codes for weight in weights)
+        with torch.inference_mode():
+            first, wanted = decode(forward, prompts, 8, told)
+            told = told or first
+            forward.graphs = DecodeGraphs(model, placement, EagerCapture(placement) if device == "cpu" else None)
+            patch_norms(model)
+            assert fuse_latents(model) == len(weights)
+            if device != "cpu" and has_codes:
+                monkeypatch.setattr(head_products, "decoded_rows", lambda *_: pytest.fail("decoded"))
+            _, measured = decode(forward, prompts, 8, told)
+        assert forward.graphs.replayed == 8 - CAPTURE_AT + 1
+        logits += [wanted, measured]
+        placement.detach()
+    for other in logits[1:]:
+        assert error(other, logits[0]) < (1e-2 if device == "cpu" else 3e-2)
+
+
+def error(measured: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    return max(float((one - two).norm() / two.norm()) for one, two in zip(measured, wanted, strict=True))
+
+
+def as_on_a_gpu(weight: CodedWeight, device: str) -> torch.nn.Parameter:
+    """The same codes in the memory of a device, which may be the CPU."""
+    packed = torch.from_dlpack(weight.codes.linear.memory()).view(-1).clone()  # type: ignore[union-attr]
+    codes = DeviceCodes.of(packed.to(device), packed_linear(*weight.shape, weight.spec))
+    return torch.nn.Parameter(CodedWeight(GpuCodes(codes), weight.spec, weight.shape, weight.dtype), False)
+
+
+def served(
+    family: str, device: str, latents: str | None = None, *, has_codes: bool = False, **sizes: int
+) -> tuple[Any, Forward, Placement]:
+    """`latents`: `kv_b_proj` has codes of this format, or the numbers that these stand for."""
+    model: Any = build(family, **sizes)
     for module in expert_modules(model).values():
         pack_module(module, free=True)
     select_implementation(model)
+    if latents is not None and device != "cpu":
+        model.to(torch.bfloat16)
+    for layer in model.model.layers if latents is not None else ():
+        linear = layer.self_attn.kv_b_proj
+        coded_weight.code_linear("kv_b_proj", linear, latents)
+        codes = as_on_a_gpu(linear.weight, device)
+        linear.weight = codes if has_codes else torch.nn.Parameter(codes + 0, False)
     forward = Forward(model.to(device))
     placement = attach(model, policy="resident", device=device)
     assert placement is not None and not placement.left

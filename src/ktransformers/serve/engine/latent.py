@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ktransformers import _core
 from ktransformers.nn.coded_weight import CodedWeight
+from ktransformers.nn.device_codes.head_products import HeadRows
 from ktransformers.nn.pool import default_pool
 from ktransformers.nn.widened import COLUMN_MULTIPLE, stored_weight, weight_rows
 from ktransformers.serve.engine.lora import LinearLora
@@ -65,24 +66,31 @@ class LatentProjection:
     value: int
 
     @property
-    def of_keys(self) -> Tensor:
-        """[heads, rank, nope]; decoded for every call if the weight is in codes."""
-        weight = self.linear.weight
-        if isinstance(weight, CodedWeight):
-            return weight.row_groups(0, self.nope, self.nope + self.value).transpose(1, 2)
-        return self._numbers_of_keys
+    def key_rows(self) -> HeadRows:
+        """Of the weight, those that make keys."""
+        return HeadRows(0, self.nope, self.nope + self.value)
 
     @property
-    def of_values(self) -> Tensor:
-        """[heads, value, rank]"""
+    def value_rows(self) -> HeadRows:
+        return HeadRows(self.nope, self.value, self.nope + self.value)
+
+    def query_latents(self, passed: Tensor, out: Tensor | None = None) -> Tensor:
+        """`[heads, T, nope]` of queries times the keys' part: `[heads, T, rank]`."""
         weight = self.linear.weight
         if isinstance(weight, CodedWeight):
-            return weight.row_groups(self.nope, self.value, self.nope + self.value)
-        return self._by_head()[:, self.nope :]
+            return weight.multiply_heads(passed, self.key_rows, along_rows=True, out=out)
+        return head_products(passed, self._numbers_of_keys, out)
+
+    def latent_values(self, latent: Tensor, out: Tensor | None = None) -> Tensor:
+        """`[heads, T, rank]` of latents times the values' part: `[heads, T, value]`."""
+        weight = self.linear.weight
+        if isinstance(weight, CodedWeight):
+            return weight.multiply_heads(latent, self.value_rows, out=out)
+        return head_products(latent, self._by_head()[:, self.nope :], out)
 
     @functools.cached_property
     def _numbers_of_keys(self) -> Tensor:
-        """On the CPU a copy: the core's products of queries run along its rows."""
+        """`[heads, rank, nope]`; on the CPU a copy: the core's products of queries run along its rows."""
         by_head = self._by_head()[:, : self.nope].transpose(1, 2)
         return by_head.contiguous() if by_head.is_cpu else by_head
 
@@ -91,7 +99,8 @@ class LatentProjection:
 
     def _rows(self, first: int, last: int) -> Tensor:
         weight = self.linear.weight
-        return weight.decoded(first, last) if isinstance(weight, CodedWeight) else weight_rows(weight, first, last)
+        is_coded = isinstance(weight, CodedWeight)
+        return weight.decoded(first, last).to(weight.dtype) if is_coded else weight_rows(weight, first, last)
 
     def prefers_absorbed(self, rows: int, keys: int) -> bool:
         """Whether `rows` queries over `keys` cached tokens take fewer products absorbed than expanded."""
@@ -102,7 +111,7 @@ class LatentProjection:
     def absorb(self, query: Tensor, loras: RowLoras) -> Tensor:
         """Queries `[heads, T, nope + rope]` for latents: `[heads, T, rank + rope]`."""
         passed = query[..., : self.nope]
-        latent = head_products(passed, self.of_keys)
+        latent = self.query_latents(passed)
         for rows, lora in loras:
             b = lora.b.view(-1, self.heads, self.nope + self.value)[..., : self.nope]
             ranks = torch.einsum("htd,rhd->htr", passed[:, rows].float(), b) * lora.scales
@@ -111,7 +120,7 @@ class LatentProjection:
 
     def values_of(self, latent: Tensor, loras: RowLoras) -> Tensor:
         """Weighted sums of latents `[heads, T, rank]` as sums of values `[heads, T, value]`."""
-        out = head_products(latent, self.of_values)
+        out = self.latent_values(latent)
         for rows, lora in loras:
             b = lora.b.view(-1, self.heads, self.nope + self.value)[..., self.nope :]
             ranks = (latent[:, rows].float() @ lora.a.T) * lora.scales
@@ -137,12 +146,13 @@ class LatentProjection:
         return [(first, min(first + step, self.heads)) for first in range(0, self.heads, step)]
 
 
-def head_products(x: Tensor, weights: Tensor) -> Tensor:
+def head_products(x: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
     """`[heads, T, K]` times `[heads, N, K]` transposed, head by head: `[heads, T, N]`."""
     fits = x.is_cpu and weights.dtype == torch.bfloat16 and x.shape[-1] % COLUMN_MULTIPLE == 0
     if not fits:
-        return torch.bmm(x, weights.to(x.dtype).transpose(1, 2))
-    out = x.new_empty(x.shape[0], x.shape[1], weights.shape[1])
+        return torch.bmm(x, weights.to(x.dtype).transpose(1, 2), out=out)
+    if out is None:
+        out = x.new_empty(x.shape[0], x.shape[1], weights.shape[1])
     for first in range(0, x.shape[1], _core.linear_rows()):
         rows = slice(first, first + _core.linear_rows())
         default_pool().linear_heads(x[:, rows], weights, out[:, rows])
@@ -151,12 +161,19 @@ def head_products(x: Tensor, weights: Tensor) -> Tensor:
 
 def use_latents(model: nn.Module, is_served: Callable[[], bool]) -> int:
     """Makes the slots of all MLA modules hold latents while `is_served`; returns how many there are. Otherwise
-    `expand_kv` expands, as while the stock attention is compared."""
+    `expand_kv` expands, as while the stock attention is compared. Products with codes are compared with those of
+    decoded weights, for one weight of every format and shape on each device."""
     found = 0
+    checked: set[tuple[Any, ...]] = set()
     for module in model.modules():
         projection = _projection_of(module)
         if projection is not None:
             setattr(module, LATENT_ATTRIBUTE, projection)
+            weight = projection.linear.weight
+            if isinstance(weight, CodedWeight) and (kind := (weight.spec, weight.shape, weight.device)) not in checked:
+                weight.check_heads(projection.key_rows)
+                weight.check_heads(projection.value_rows)
+                checked.add(kind)
             attention: Any = module
             attention.expand_kv = functools.partial(_keep_latents, is_served, attention.expand_kv)
             found += 1

@@ -139,7 +139,7 @@ class FusedLatentAttention:
         sums = attend(self.spec, absorbed, key[None])
         latent, rows = self.projection, sums.shape[0]
         values = sums.new_empty(rows, latent.heads, latent.value)
-        torch.bmm(sums.transpose(0, 1), _like(latent.of_values, sums).transpose(1, 2), out=values.transpose(0, 1))
+        latent.latent_values(sums.transpose(0, 1), out=values.transpose(0, 1))
         projected: Tensor = self.module.o_proj(values.view(1, rows, -1))
         return projected
 
@@ -156,13 +156,8 @@ class FusedLatentAttention:
         key = query.new_empty(rows, latent.rank + latent.rope)
         weight = module.kv_a_layernorm.weight.detach()
         write_inputs(query, compressed, weight, self.epsilon, angles, self.style, absorbed, key)
-        passed = query[..., : latent.nope].transpose(0, 1)
-        torch.bmm(passed, _like(latent.of_keys, query).transpose(1, 2), out=absorbed[..., : latent.rank])
+        latent.query_latents(query[..., : latent.nope].transpose(0, 1), out=absorbed[..., : latent.rank])
         return absorbed, key
-
-
-def _like(weights: Tensor, x: Tensor) -> Tensor:
-    return weights if weights.dtype == x.dtype else weights.to(x.dtype)
 
 
 def fuse_latents(model: nn.Module) -> int:

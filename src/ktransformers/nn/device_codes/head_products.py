@@ -1,0 +1,89 @@
+"""Products of x `[heads, T, .]`, head by head, with some rows of each head in one weight `[N, K]` in packed codes.
+
+That is how latent attention uses `kv_b_proj` when it absorbs it (`serve/engine/latent.py`). Up to DIRECT_ROWS rows of
+bf16 are multiplied with codes that lie in words, in one kernel for all heads (`head_products_triton.py`), which reads
+the bytes of the codes alone. Everything else decodes the rows of the heads, for this product alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ktransformers.errors import KTError
+from ktransformers.nn.device_codes.linear import BLOCK_ROWS, DIRECT_ROWS, TOLERANCE, DeviceCodes
+from ktransformers.triton_modules import import_triton_module
+
+TRITON = "ktransformers.nn.device_codes.head_products_triton"
+CHECKED_ROWS = (1, DIRECT_ROWS)
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Rows first .. first + count - 1 of every `step` rows of a weight: those of one head after the other."""
+
+    first: int
+    count: int
+    step: int
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether the CPU's blocks of rows can be decoded without those of other parts."""
+        return not any(size % BLOCK_ROWS for size in (self.first, self.count, self.step))
+
+
+def decoded_rows(codes: DeviceCodes, rows: HeadRows) -> Tensor:
+    """bf16 `[heads, count, K]`."""
+    if rows.in_blocks:
+        return codes.decoded_groups(rows.first, rows.count, rows.step)
+    by_head = codes.decoded(0, codes.matrix.rows).view(-1, rows.step, codes.matrix.columns)
+    return by_head[:, rows.first : rows.first + rows.count]
+
+
+def multiply_heads(
+    codes: DeviceCodes, x: Tensor, rows: HeadRows, *, along_rows: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """x `[heads, T, K]` times the rows of its head transposed: `[heads, T, count]`; `along_rows`: x `[heads, T, count]`
+    times these rows, `[heads, T, K]`."""
+    if out is None:
+        out = x.new_empty(*x.shape[:2], codes.matrix.columns if along_rows else rows.count)
+    if reads_codes(codes, x, rows, along_rows):
+        kernels, layout = import_triton_module(TRITON), codes.layout
+        assert kernels is not None and layout is not None
+        config = kernels.configuration(x.shape[1], rows.count, along_rows)
+        span = rows.first, rows.count, rows.step
+        kernels.multiply_heads(x, layout.parts_of(codes.packed), layout, span, out, along_rows, config)
+        return out
+    numbers = decoded_rows(codes, rows).to(x.dtype)
+    return torch.bmm(x, numbers if along_rows else numbers.transpose(1, 2), out=out)
+
+
+def reads_codes(codes: DeviceCodes, x: Tensor, rows: HeadRows, along_rows: bool) -> bool:
+    """Whether x is multiplied without decoding."""
+    if not codes.reads_codes or x.dtype != torch.bfloat16 or not 0 < x.shape[1] <= DIRECT_ROWS or x.stride(2) != 1:
+        return False
+    kernels = import_triton_module(TRITON)
+    return kernels is not None and (not along_rows or rows.count <= kernels.MAX_COUNT)
+
+
+def check_heads(codes: DeviceCodes, rows: HeadRows) -> None:
+    """Compare both products with those of decoded rows on this device, and raise if they differ."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = decoded_rows(codes, rows)
+    for along_rows in (False, True):
+        size = rows.count if along_rows else codes.matrix.columns
+        for count in CHECKED_ROWS:
+            x = torch.randn(numbers.shape[0], count, size, generator=generator).bfloat16().to(numbers.device)
+            if not reads_codes(codes, x, rows, along_rows):
+                continue
+            actual = multiply_heads(codes, x, rows, along_rows=along_rows).float()
+            expected = torch.bmm(x, numbers if along_rows else numbers.transpose(1, 2)).float()
+            difference = float((actual - expected).norm() / expected.norm())
+            if not difference < TOLERANCE:
+                raise KTError(
+                    f"products of heads with codes of {codes.matrix.formats[0].spec} `[{codes.matrix.rows}, "
+                    f"{codes.matrix.columns}]` on {numbers.device} differ by {difference:.2g} from those of decoded "
+                    "rows; this is a defect of ktransformers or of Triton. --rest bf16 computes without them"
+                )
