@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -232,7 +233,7 @@ def test_report_has_metrics_answers_and_proof(place: Path) -> None:
     assert report.answers == (AnswerPair("Why?", "So.", "Nya."), AnswerPair("Why?", "So.", "Nya."))
     assert answer_lines(report.answers[0], "neko") == ["asked  Why?", "base   So.", "neko   Nya."]
     details = "\n".join(detail_lines(report))
-    assert "proven by 1 checks" in details and "12 steps" in details and "train 0 s" in details
+    assert "proven by 1 checks" in details and "12 steps" in details and re.search(r"train \d+ s", details)
     kept = json.loads((place / "run" / "report.json").read_text())
     html = (place / "run" / "report.html").read_text()
     assert html.count("<figure class='chart'>") == 4 and "+80.0**" in html and "href='eval/report.html'" in html
@@ -313,6 +314,29 @@ def test_pace_beside_other_programs_says_so() -> None:
     on_gpu = pace.measure_pace(busy, plan | {"device": "cuda"})
     assert on_gpu is not None and on_gpu.alone == 23.0, "a GPU waits for no core"
     assert pace.measure_pace([{"loss": 1.0}], plan) is None
+
+
+def test_no_step_is_timed_where_the_recipe_takes_its_least_anyway(place: Path) -> None:
+    """The plan forecasts 6 steps for these minutes: 13 are more than twice as many, 11 could be fewer than fit."""
+    runner = Runner(read_loop(place / "loop.yaml", ["train.least_steps=13"]), Quiet())
+    assert {step.name: step.status for step in runner.run_stages()}["pace"] == "skipped"
+    assert not (place / "run" / "pace").exists()
+    assert json.loads((place / "run" / "pace.json").read_text())["timed"] is False
+    assert "max_steps: 13" in (place / "run" / "train.yaml").read_text()
+    for words in (["train.least_steps=11"], ["train.least_steps=13", "train.pace_steps=3"]):
+        steps = Runner(read_loop(place / "loop.yaml", words), Quiet()).run_stages()
+        assert {step.name: step.status for step in steps}["pace"] == "run", words
+
+
+def test_the_server_takes_as_many_sequences_as_are_judged_at_once(place: Path) -> None:
+    def running(*words: str) -> list[str]:
+        loop = read_loop(place / "loop.yaml", words)
+        arguments = serve_arguments(loop, run_paths(loop), 1)
+        return [arguments[i + 1] for i, word in enumerate(arguments) if word == "--max-running-requests"]
+
+    assert running() == ["16"] and running("eval.options.batch_size=8") == ["16"]
+    assert running("eval.options.batch_size=48") == ["48"]
+    assert running("eval.options.batch_size=48", "serve.max_running_requests=4") == ["4"]
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(0.1, 20), (2.0, 10), (60.0, 3)])

@@ -4,14 +4,15 @@ The measurement is a separate run (same keys, few steps, output discarded), so t
 total from the start. The first step warms up and is not counted. The plan's forecast decides how many steps are timed:
 many where they are short, because two steps beside other work of the machine say little. What other programs take is
 measured too: threads that wait for a core are counted by the kernel, and the rate without them is reported beside the
-rate of now, since that work may end while this run trains.
+rate of now, since that work may end while this run trains. Nothing is timed where the measurement could not change the
+number of steps, which is the recipe's least on a machine that is far too slow for more.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ktransformers.progress import rough
 
 PACE_SECONDS = 20.0  # that the timed steps take, by the plan
 PACE_STEPS = (3, 20)  # at least and at most, the first step included
+SURE_RATIO = 2.0  # a forecast is not further off; where least_steps are more than even that allows, nothing is timed
 BUSY_RATIO = 1.2  # from here on the rate without other programs is worth a word
 
 
@@ -33,6 +35,7 @@ class Pace:
     tokens_per_step: float
     most: int  # steps of the recipe
     alone: float | None = None  # tokens per second if no other program used the CPUs; None: not known
+    timed: bool = True  # False: by the plan's forecast
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,19 @@ def predict_pace(plan: dict[str, Any]) -> Pace | None:
     forecast, data = plan.get("forecast"), plan.get("data")
     if not forecast or not data:
         return None
-    return Pace(float(forecast["tokens_per_second"]), data["tokens"] / data["steps_per_epoch"], int(data["steps"]))
+    tokens_per_step = data["tokens"] / data["steps_per_epoch"]
+    return Pace(float(forecast["tokens_per_second"]), tokens_per_step, int(data["steps"]), timed=False)
+
+
+def settle_pace(train: LoopTraining, run: Path) -> list[str] | None:
+    """Writes pace.json from the plan's forecast and returns the decision as a line; None: steps have to be timed."""
+    pace = predict_pace(json.loads((run / "plan.json").read_text()))
+    if pace is None or train.pace_steps is not None:
+        return None
+    if decide_steps(train, replace(pace, tokens_per_second=SURE_RATIO * pace.tokens_per_second)).bound != "least_steps":
+        return None
+    write_json(run / "pace.json", asdict(pace))
+    return [f"{'steps':<8} {decide_steps(train, pace)} by the plan"]
 
 
 def read_decision(train: LoopTraining, run: Path) -> PaceDecision | None:

@@ -98,6 +98,9 @@ class Runner:
                     steps.append(
                         StageStatus(stage.name, "skipped", previous.seconds, child.command_line(stage.arguments))
                     )
+                elif stage.settle is not None and (lines := stage.settle()) is not None:
+                    self._listener.on_end(stage, 0.0, [*lines, *self._time_lines(stage)])
+                    steps.append(StageStatus(stage.name, "skipped", 0.0, child.command_line(stage.arguments)))
                 else:
                     if stage.needs_server and address is None:
                         address, status = self._start_server(serving, previous, lock)

@@ -28,6 +28,7 @@ from ktransformers.packages import require_extra
 SERVER = "SERVER"
 BASE_NAME = "base"  # model name of the base in requests
 TRAINING_STAGES = ("pace", "train")
+DEFAULT_RUNNING = 16  # of `kt serve --max-running-requests`
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 
 
@@ -46,6 +47,7 @@ class Stage:
     is_check: bool = False  # its failure is a result: later stages still run, and the loop exits with an error
     prepare: Callable[[bool], bool] | None = None  # (preview) -> whether its file changes; written unless preview
     finish: Callable[[], list[str]] | None = None  # returns lines for the listener
+    settle: Callable[[], list[str] | None] | None = None  # the same if its result is known without it; None: it runs
 
 
 @dataclass(frozen=True)
@@ -274,6 +276,7 @@ def _pace(loop: Loop, paths: RunPaths) -> Stage:
         extra_inputs=functools.partial(dataset_files, loop, paths),
         prepare=functools.partial(update_pace_file, loop, paths),
         finish=functools.partial(pace.write_pace, loop.train, paths.run),
+        settle=functools.partial(pace.settle_pace, loop.train, paths.run),
     )
 
 
@@ -409,7 +412,15 @@ def serve_arguments(loop: Loop, paths: RunPaths, port: int, runs: Sequence[Loop]
     adapters = [f"{one.name}={one.adapter}" for one in served]
     arguments = ["serve", paths.model, "--lora-paths", *adapters, "--served-model-name", BASE_NAME]
     arguments += _expert_flags("--kt-weight-path", loop, paths)
-    return [*arguments, "--host", "127.0.0.1", "--port", str(port), *to_flags(loop.serve)]
+    own = {key.replace("-", "_"): value for key, value in loop.serve.items()}
+    options = {"max_running_requests": max(DEFAULT_RUNNING, _judged_at_once(loop))} | own
+    return [*arguments, "--host", "127.0.0.1", "--port", str(port), *to_flags(options)]
+
+
+def _judged_at_once(loop: Loop) -> int:
+    """Sequences that `kt eval` asks for at the same time; what the server would queue is computed in fewer rows."""
+    batch = loop.eval.options.get("batch_size", loop.eval.options.get("batch-size"))
+    return int(batch) if loop.eval.tasks and str(batch).isdigit() else 0
 
 
 def _check_verbs(loop: Loop) -> None:
