@@ -124,7 +124,7 @@ class DecodeGraphs:
         cuda = self.device.type == "cuda"
         self._latest = torch.zeros(self.max_rows, dtype=torch.int64, device=self.device)  # tokens in, then argmax out
         self._argmax = torch.zeros(2, self.max_rows, dtype=torch.int64, pin_memory=cuda)
-        self._events = [torch.cuda.Event() if cuda else None for _ in range(2)]
+        self._events = [torch.cuda.Event() if cuda else None for _ in range(2)]  # type: ignore[no-untyped-call]
         self.replayed = 0  # steps
         self.overlapped = 0  # of these, launched ahead
         self.discarded = 0  # steps launched ahead for another batch than the next one
