@@ -83,7 +83,7 @@ IN_INT4 = "--rest int4:32 --format int4"
     ("line", "weights"),
     [
         ("deepseek-v3 --ram 1024GB --gpu 24GB", 17.5e9),
-        (f"deepseek-v3 --ram 382GiB --gpu 24GB --context 139000 {IN_INT4}", 10e9),
+        (f"deepseek-v3 --ram 382GB --gpu 24GB --context 139000 {IN_INT4}", 10e9),
         (f"deepseek-v2 --ram 256GB --gpu 11GB --context 8192 {IN_INT4}", 8.2e9),
     ],
 )

@@ -41,7 +41,7 @@ from ktransformers.plan.memory import (
     workspace_bytes,
 )
 from ktransformers.plan.model_shape import ModelShape
-from ktransformers.plan.planner import GPU_MEMORY_SHARE, HOST_MEMORY_SHARE, MAX_REMEDIES, changes, round_up
+from ktransformers.plan.planner import GPU_MEMORY_SHARE, MAX_REMEDIES, changes, host_memory_for, usable_host_bytes
 from ktransformers.plan.step_time import (
     PredictedTime,
     optimiser_seconds,
@@ -332,7 +332,7 @@ def evaluate_hosts(
     memory = _memory(model, work, choice, machine, form, shares)
     lacking = {}
     for place, one in enumerate(memory):
-        short = one.host_bytes + one.mapped - int(machine.memory * HOST_MEMORY_SHARE)
+        short = one.host_bytes + one.mapped - usable_host_bytes(machine.memory)
         if short > 0:
             lacking[f"host {place}"] = short
         for index, table in enumerate(one.gpus):
@@ -423,7 +423,7 @@ def _remedies(
                 by_kind[change.kind] = remedy
     order = sorted(by_kind.values(), key=lambda one: (not one.same_results, one.candidate.seconds_per_token))
     memory = max(one.host_bytes + one.mapped for one in nearest.memory)
-    larger = replace(machine, memory=max(machine.memory, round_up(memory / HOST_MEMORY_SHARE)))
+    larger = replace(machine, memory=max(machine.memory, host_memory_for(memory)))
     with_memory = evaluate_hosts(model, work, choice, larger, network, nearest.form, nearest.shares)
     words = f"{larger.memory / 1e9:.0f} GB of memory in every host"
     last = [HostsRemedy((words,), with_memory, True)] if with_memory.fits else []

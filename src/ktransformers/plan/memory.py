@@ -167,11 +167,13 @@ def rest_weight_bytes(model: ModelShape, rest_bytes: int, choice: Choice, machin
 
 
 def as_stored(model: ModelShape, choice: Choice, machine: Machine) -> Choice:
-    """KEEP on GPUs: numbers while they take less than NUMBERS_SHARE of their memory, as `load_model` decides."""
+    """KEEP on GPUs: numbers of a release without codes, and while they take less than NUMBERS_SHARE of their memory, as
+    `load_model` decides."""
     if choice.linear_format != KEEP or not choice.gpus:
         return choice
-    fits = 2 * model.rest < NUMBERS_SHARE * sum(gpu.memory for gpu in machine.gpus[: choice.gpus])
-    return replace(choice, linear_format=None) if fits else choice
+    memory = sum(gpu.memory for gpu in machine.gpus[: choice.gpus])
+    has_numbers = not model.coded_numbers or 2 * model.rest < NUMBERS_SHARE * memory
+    return replace(choice, linear_format=None) if has_numbers else choice
 
 
 def coded_part(model: ModelShape, choice: Choice) -> tuple[int, int]:

@@ -22,7 +22,8 @@ from ktransformers.plan.model_shape import ModelShape
 from ktransformers.plan.step_time import PredictedTime, predict_time
 from ktransformers.plan.workload import DEFAULT_POLICY, PLANNED_POLICIES, Choice, Serving, Training, Work, expert_bytes
 
-HOST_MEMORY_SHARE = 0.97  # of the free memory that a plan may use
+HOST_MEMORY_SHARE = 0.97  # of the free memory that a plan may use; what it leaves to others is
+MOST_SPARE_BYTES = 8_000_000_000  # at most: other programs take no more on a larger machine
 GPU_MEMORY_SHARE = 0.95
 MAX_REMEDIES = 3
 RESIDENT_POLICIES = ("auto", "resident")  # policies that fill free GPU memory with residents (place/apply.py)
@@ -73,10 +74,20 @@ class Plan:
     gpu_unused_reason: str = ""  # why the best uses no GPU although there is one
 
 
+def usable_host_bytes(memory: int) -> int:
+    """Of a host with so much free memory."""
+    return max(int(memory * HOST_MEMORY_SHARE), memory - MOST_SPARE_BYTES)
+
+
+def host_memory_for(used: int) -> int:
+    """Memory of a host in which a plan may use so much, in whole GB."""
+    return round_up(min(used / HOST_MEMORY_SHARE, used + MOST_SPARE_BYTES))
+
+
 def evaluate(model: ModelShape, work: Work, choice: Choice, machine: Machine) -> Candidate:
     memory = predict_memory(model, work, choice, machine)
     lacking = {}
-    short = memory.host_bytes + memory.mapped - int(machine.memory * HOST_MEMORY_SHARE)
+    short = memory.host_bytes + memory.mapped - usable_host_bytes(machine.memory)
     if short > 0:
         lacking["host"] = short
     for place, used in enumerate(memory.gpu_bytes):
@@ -253,7 +264,7 @@ def _with_hardware(model: ModelShape, candidate: Candidate, machine: Machine, wo
     memory, gpus, more = machine.memory, list(machine.gpus), []
     for place, short in candidate.lacking.items():
         if place == "host":
-            memory = round_up((memory * HOST_MEMORY_SHARE + short) / HOST_MEMORY_SHARE)
+            memory = host_memory_for(usable_host_bytes(memory) + short)
             more.append(f"{memory / 1e9:.0f} GB of host memory")
         else:
             index = int(place.removeprefix("gpu"))

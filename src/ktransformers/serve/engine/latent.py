@@ -99,8 +99,9 @@ class LatentProjection:
 
     def _rows(self, first: int, last: int) -> Tensor:
         weight = self.linear.weight
-        is_coded = isinstance(weight, CodedWeight)
-        return weight.decoded(first, last).to(weight.dtype) if is_coded else weight_rows(weight, first, last)
+        if isinstance(weight, CodedWeight):
+            return weight.decoded(first, last).to(weight.dtype)
+        return weight_rows(weight, first, last)
 
     def prefers_absorbed(self, rows: int, keys: int) -> bool:
         """Whether `rows` queries over `keys` cached tokens take fewer products absorbed than expanded."""
