@@ -7,3 +7,9 @@ KEEP = "keep"
 # products take about as long in codes as in bf16, and prompts are slower with codes (docs/log.md).
 NUMBERS_SHARE = 0.2
 AS_RELEASED = (KEEP, "bf16")  # in the codes of the files, or decoded: these encode nothing
+SHORT = {"fp8": "fp8:128x128", "int4": "int4:32"}  # formats without their blocks or groups
+
+
+def rest_word(word: str) -> str:
+    """`rest` as it is used: a format with its blocks or groups."""
+    return SHORT.get(word, word)

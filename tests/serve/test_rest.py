@@ -13,7 +13,7 @@ import torch
 
 from ktransformers.adapters import LoraPair, adapter_from_tensors
 from ktransformers.errors import InputError
-from ktransformers.nn import coded_weight
+from ktransformers.nn import coded_weight, load_model
 from ktransformers.nn.coded_weight import CodedWeight
 from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.experts import pack_module, select_implementation
@@ -29,6 +29,7 @@ from ktransformers.serve.flags import parse
 from ktransformers.serve.forecast import serving_workload
 from ktransformers.serve.launch import make_plan, open_service
 from ktransformers.serve.target import resolve_target
+from ktransformers.train.settings import ExpertSettings
 from tests.support.tiny_models import build
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
@@ -78,6 +79,16 @@ def test_logits_are_those_of_decoded_weights(spec: str, wide_directory: Path) ->
     actual, expected = logits(service), logits(plain)
     assert float((actual - expected).norm() / expected.norm()) < 1e-2
     assert float((actual - released).norm() / released.norm()) > 1e-3, "the weights were not rounded"
+
+
+def test_words_without_blocks_or_groups(wide_directory: Path) -> None:
+    """`fp8` and `int4`, on every border where `rest` is given."""
+    assert parse(["M", "--rest", "fp8"]).rest == "fp8:128x128" and parse(["M", "--rest", "int4"]).rest == "int4:32"
+    assert parse(["M"]).rest == "keep" and parse(["M", "--rest", "mxfp4"]).rest == "mxfp4"
+    assert ExpertSettings(rest="fp8").rest == "fp8:128x128"
+    model = load_model(wide_directory, dtype=torch.float32, rest="fp8")
+    coded = {one.spec for one in model.parameters() if isinstance(one, CodedWeight)}
+    assert coded == {"fp8:128x128"}
 
 
 def test_a_model_without_suitable_layers(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

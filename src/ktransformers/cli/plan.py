@@ -17,7 +17,7 @@ from ktransformers.cli import ask
 from ktransformers.cli.progress import log
 from ktransformers.cli.sizes import gigabytes, table_line
 from ktransformers.errors import InputError
-from ktransformers.linear_storage import KEEP
+from ktransformers.linear_storage import KEEP, rest_word
 from ktransformers.progress import rough
 
 if TYPE_CHECKING:
@@ -254,13 +254,14 @@ def _linear_format(rest: str | None) -> str | None:
         return KEEP
     if rest == "bf16":
         return None
+    rest = rest_word(str(rest))
     try:
-        row = _core.format(str(rest))
+        row = _core.format(rest)
     except ValueError as error:
         raise InputError("rest", rest, str(error)) from error
     if not row["written"]:
         raise InputError("rest", rest, "keep, bf16, or a format that `kt quant` writes, such as int8 or int4:32")
-    return str(rest)
+    return rest
 
 
 def _expert_format(word: str | None) -> str | None:

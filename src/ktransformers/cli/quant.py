@@ -19,6 +19,7 @@ import typer
 from ktransformers.cli.progress import log, progress_bar
 from ktransformers.cli.sizes import gigabytes
 from ktransformers.errors import InputError
+from ktransformers.linear_storage import rest_word
 
 if TYPE_CHECKING:
     from ktransformers.quant.convert import Converted
@@ -168,6 +169,7 @@ def run_quant(
     from ktransformers.quant.receipt import MAX_TOKENS
 
     formats = parse_formats(normalise_format(word), group, None if down is None else normalise_format(down))
+    rest = rest_word(rest)
     plan = make_plan(source, formats, threads, experts, rest)
     if rest != "bf16" and not plan.linears:
         reason = "the files have numbers there" if rest == "keep" else "no linear layer of this model is large enough"

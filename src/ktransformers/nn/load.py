@@ -31,7 +31,7 @@ from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.sources import PlainTensor, Source, open_source
 from ktransformers.errors import InputError
 from ktransformers.expert_partition import ExpertShard
-from ktransformers.linear_storage import AS_RELEASED, NUMBERS_SHARE
+from ktransformers.linear_storage import AS_RELEASED, NUMBERS_SHARE, rest_word
 from ktransformers.nn.checkpoint_facts import open_expert_source, read_checkpoint_facts
 from ktransformers.nn.coded_weight import (
     DTYPES,
@@ -118,6 +118,7 @@ def load_pretrained(
 ) -> PreTrainedModel:
     """`load_model` for callers that have changed the configuration or pass options of `from_pretrained` themselves:
     `dtype` (a torch dtype or "auto"), `device_map` and any other. `quantizer` gets the source of the experts."""
+    rest = rest_word(rest)
     if rest not in AS_RELEASED:
         rest_format(rest)  # reports a wrong one before anything is loaded
     read_generation_config(path if path.is_dir() else path.parent)  # a broken one: from_pretrained would use defaults

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ktransformers.linear_storage import rest_word
 from ktransformers.nn.contract import expert_modules
 from ktransformers.operators.linear import KEEP
 from ktransformers.operators.plan import OperatorPlan, plan_operators
@@ -62,7 +63,7 @@ def report_rules(model: nn.Module, file: RuleFile, released: str = "bf16") -> Ru
             continue
         computed = device_map.experts.get(name, HOST) if name in experts else devices[name]
         spec = (item.outcome.format if item is not None else None) or (released if name in experts else "bf16")
-        size = round(weights * (BF16_BYTES if spec in (KEEP, "bf16") else bytes_in_format(_spec(spec))))
+        size = round(weights * (BF16_BYTES if spec in (KEEP, "bf16") else bytes_in_format(rest_word(spec))))
         for place in {HOST, computed} if name in experts else {devices[name]}:  # residents are in host memory as well
             totals[place] = totals.get(place, 0) + size
         operator = item.operator.__name__ if item is not None else "" if rule is None else "default"
@@ -86,11 +87,6 @@ def _names_gpu(file: RuleFile) -> bool:
     return any((device or "").startswith("cuda") for rule in file.rules for device in (rule.device, rule.out)) or any(
         rule.transfers for rule in file.rules
     )
-
-
-def _spec(spec: str) -> str:
-    """A format as the core names it: a release may say `fp8` or `int4` without its groups."""
-    return {"fp8": "fp8:128x128", "int4": "int4:32"}.get(spec, spec)
 
 
 def _notes(file: RuleFile, plan: OperatorPlan) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from ktransformers.errors import InputError
 from ktransformers.expert_partition import PARTITIONS as EXPERT_PARTITIONS
+from ktransformers.linear_storage import rest_word
 
 
 @dataclass(frozen=True)
@@ -236,8 +237,8 @@ SUPPORTED_FLAGS = (
     Flag(
         ("--rest",),
         "rest",
-        "linear layers outside of the experts on the CPU: keep, in the bits of the release, bf16, or a format such as "
-        "int8 or int4:32 that they are encoded in",
+        "linear layers outside of the experts: keep, in the bits of the release, bf16, or a format such as int8, "
+        "int4:32 or fp8 that they are encoded in",
         default="keep",
     ),
     Flag(
@@ -500,6 +501,7 @@ def _make_launch(options: dict[str, Any], program: str) -> Launch:
     for name in VERB_FLAGS:
         options.pop(f"moot {name}")
     notes += _method_notes(options.pop("method"))
+    options["rest"] = rest_word(options["rest"])
     options["attention_backend"], note = _attention_backend(options["attention_backend"])
     notes += note
     _check_ranges(options)

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from ktransformers.linear_storage import rest_word
+
 Names = tuple[str, ...]
 
 
@@ -127,7 +129,7 @@ class ExpertSettings(TrainSection):
     )
     rest: str = Field(
         "keep",
-        description="linear layers outside of the experts on a CPU: keep (the bits of the release), bf16, or a format",
+        description="linear layers outside of the experts: keep (the bits of the release), bf16, or a format",
     )
     kt_cpu_activation: Literal["retain", "recompute"] | None = Field(
         None, description="with checkpointing: keep the experts' results, or recompute them"
@@ -136,6 +138,11 @@ class ExpertSettings(TrainSection):
         "auto",
         description="tokens of a step per pass: a number, off, or auto (planned); gradients as with accumulation",
     )
+
+    @field_validator("rest")
+    @classmethod
+    def _rest(cls, value: str) -> str:
+        return rest_word(value)
 
     @field_validator("kt_tokens_per_batch", mode="before")
     @classmethod
