@@ -419,8 +419,8 @@ def serve_arguments(loop: Loop, paths: RunPaths, port: int, runs: Sequence[Loop]
 
 def _judged_at_once(loop: Loop) -> int:
     """Sequences that `kt eval` asks for at the same time; what the server would queue is computed in fewer rows."""
-    batch = loop.eval.options.get("batch_size", loop.eval.options.get("batch-size"))
-    return int(batch) if loop.eval.tasks and str(batch).isdigit() else 0
+    batch = str(loop.eval.options.get("batch_size", loop.eval.options.get("batch-size", "")))
+    return int(batch) if loop.eval.tasks and batch.isdigit() else 0
 
 
 def _check_verbs(loop: Loop) -> None:
