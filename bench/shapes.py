@@ -60,10 +60,11 @@ SHAPES = {
         Shape("dsv2-lite", 2048, 1408, 64, 6),
         Shape("dsv3-slice", 7168, 2048, 16, 8),
         Shape("qwen3-235b-slice", 4096, 1536, 32, 8),
+        Shape("gpt-oss", 2880, 2880, 32, 4),
         Shape("tiny", 512, 256, 8, 2),
     )
 }
-DEFAULT_SHAPES = tuple(name for name in SHAPES if name != "tiny")  # tiny is for tests
+DEFAULT_SHAPES = tuple(name for name in SHAPES if name not in ("gpt-oss", "tiny"))  # the former by name, tiny in tests
 DEFAULT_TOKENS = (1, 4, 16, 128, 512, 2048, 8192)
 
 
