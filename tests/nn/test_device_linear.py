@@ -275,3 +275,33 @@ def test_wrong_products_of_heads_are_found(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(kernels, "multiply_heads", lambda x, *given: multiply(x * 1.05, *given))
     with pytest.raises(KTError, match="products of heads with codes of int8"):
         check_heads(codes, HeadRows(0, 64, 96))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@pytest.mark.parametrize("capability", [80, 89, 120])
+def test_products_of_heads_compile_for_every_capability(capability: int) -> None:
+    """Within 99 KiB of shared memory, the least of these devices; none of them need be here."""
+    kernels = pytest.importorskip(head_products.TRITON)
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    layout = word_layout(packed_linear(32 * 448, 512, "fp8:128x128"))
+    assert layout is not None
+    names = kernels._product.arg_names
+    pointers = dict.fromkeys(("low_words", "high_words", "heads", "scales"), "*i32") | {"x": "*bf16", "out": "*bf16"}
+    for along_rows, count in ((True, 192), (False, 256)):
+        config = kernels.configuration(64, count, along_rows)
+        constants = kernels.constants_of(layout.format) | {
+            "ALONG_ROWS": along_rows,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "STAGES": config.stages,
+        }
+        signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
+        constexprs = {(names.index(name),): value for name, value in constants.items()}
+        attributes = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name in pointers}
+        source = ASTSource(kernels._product, signature, constexprs=constexprs, attrs=attributes)
+        options = {"num_warps": config.warps, "enable_fp_fusion": False}
+        compiled = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        assert 0 < compiled.metadata.shared <= 99 << 10

@@ -5,9 +5,9 @@ rows of a part are `count` of every `step` rows of the weight. A word is loaded 
 rounded to bf16 as `linear_triton.decode` rounds them: they are those of the decoded matrix bit for bit. Products are
 summed in float32.
 
-Along columns a program has BLOCK outputs of one head and passes through all of K. Along rows it has all rows of a head
-and one step of K: values times x transposed are the result transposed, so that nothing is summed over programs and no
-value is transposed. Launches depend on shapes alone and nothing is allocated, so calls can be captured.
+Along columns a program has some outputs of one head and passes through all of K. Along rows it has all rows of a head
+and one step of K, so that nothing is summed over programs. Launches depend on shapes alone and nothing is allocated, so
+calls can be captured.
 """
 
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc,no-redef"
@@ -28,8 +28,9 @@ MAX_COUNT = 256  # rows of a head that a program has in registers
 
 class Configuration(NamedTuple):
     block_m: int  # rows of x
-    block_n: int  # outputs of a head
-    warps: int
+    block_n: int  # rows of the weight
+    warps: int = 4
+    stages: int = 3  # of copies ahead of their use
 
 
 @triton.jit
@@ -66,6 +67,7 @@ def _product(
     ALONG_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     PARTS: tl.constexpr = 32 // (HIGH if HIGH > 0 else LOW)
     STEP: tl.constexpr = ROWS * PARTS
@@ -77,8 +79,8 @@ def _product(
     if ALONG_ROWS:
         begin = tl.program_id(0)
         end = begin + 1
-        x_mask = (n < count)[:, None] & (m < rows)[None, :]
-        inputs = tl.load(x + m.to(tl.int64)[None, :] * x_row + n[:, None], mask=x_mask, other=0.0)  # [count, T]
+        x_mask = (m < rows)[:, None] & (n < count)[None, :]
+        inputs = tl.load(x + m.to(tl.int64)[:, None] * x_row + n[None, :], mask=x_mask, other=0.0)
     else:
         begin = 0
         end = steps
@@ -87,7 +89,7 @@ def _product(
     stride, scale_stride = width.to(tl.int64), scale_width.to(tl.int64)
     head = tl.zeros((1, BLOCK_N), tl.int32)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for step in tl.range(begin, end):
+    for step in tl.range(begin, end, num_stages=STAGES):
         high = 0
         if HIGH > 0:
             high = tl.load(high_words + (step * ROWS + q)[:, None] * stride + lane, mask=inside, other=0)
@@ -106,24 +108,26 @@ def _product(
             value = _exact_value(low, high, slope, offset, s, ELEMENT, ZERO, LOW, HIGH, ADDS).to(tl.bfloat16)
             k = step * STEP + s * ROWS + q
             if ALONG_ROWS:
-                product = tl.dot(value, inputs, tl.zeros((ROWS, BLOCK_M), tl.float32))
-                target = out + m.to(tl.int64)[None, :] * out_row + k[:, None]
-                tl.store(target, product.to(tl.bfloat16), mask=(k < columns)[:, None] & (m < rows)[None, :])
+                product = tl.dot(inputs, tl.trans(value), tl.zeros((BLOCK_M, ROWS), tl.float32))
+                target = out + m.to(tl.int64)[:, None] * out_row + k[None, :]
+                tl.store(target, product.to(tl.bfloat16), mask=(m < rows)[:, None] & (k < columns)[None, :])
             else:
                 mask = (m < rows)[:, None] & (k < columns)[None, :]
-                total = tl.dot(
-                    tl.load(x + m.to(tl.int64)[:, None] * x_row + k[None, :], mask=mask, other=0.0), value, total
-                )
+                latents = tl.load(x + m.to(tl.int64)[:, None] * x_row + k[None, :], mask=mask, other=0.0)
+                total = tl.dot(latents, value, total)
     if not ALONG_ROWS:
         target = out + m.to(tl.int64)[:, None] * out_row + n[None, :]
         tl.store(target, total.to(tl.bfloat16), mask=(m < rows)[:, None] & inside)
 
 
 def configuration(rows: int, count: int, along_rows: bool) -> Configuration:
-    """For x of `rows` rows and `count` rows of the weight for each head."""
-    block_m = max(MIN_BLOCK, min(64, triton.next_power_of_2(rows)))
+    """For x of `rows` rows and `count` rows of the weight for each head. Along rows a program has one step: with two
+    stages of copies, in shared memory for the layout alone, all programs of a layer are resident at once, and more than
+    16 rows of x are other programs."""
     whole = max(MIN_BLOCK, triton.next_power_of_2(count))
-    return Configuration(block_m, whole if along_rows else min(64, whole), 4)
+    if along_rows:
+        return Configuration(MIN_BLOCK, whole, stages=2)
+    return Configuration(max(MIN_BLOCK, min(64, triton.next_power_of_2(rows))), min(64, whole))
 
 
 def multiply_heads(
@@ -160,6 +164,7 @@ def multiply_heads(
         ALONG_ROWS=along_rows,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
+        STAGES=config.stages,
         num_warps=config.warps,
         enable_fp_fusion=False,
         **constants_of(layout.format),
