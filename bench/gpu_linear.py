@@ -5,7 +5,9 @@
 Layers of DeepSeek-V3 and Qwen3-30B-A3B. Calls rotate over copies of a weight that are together larger than the
 second-level cache and are timed in CUDA graphs. `share` is the rate at which the bytes of the codes are read, divided
 by the rate of a device-to-device copy in the same run; `bf16` is the time of torch's product with as many copies of the
-weight in bf16, and `ratio` the time with codes divided by it. The bytes are random: speed alone is measured here.
+weight in bf16, and `ratio` the time with codes divided by it. The time of a kernel that does nothing, one program a
+multiprocessor in the same kind of graph, is printed first: small layers take little more. The bytes are random: speed
+alone is measured here.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", type=words, default=["fp8:128x128", "int4:32", "int8", "mxfp4", "q4_k"])
     parser.add_argument("--layers", type=words, default=list(LAYERS))
-    parser.add_argument("--rows", type=words, default=["1", "4", "16", "32", "64", "512"])
+    parser.add_argument("--rows", type=words, default=["1", "4", "16", "32", "64", "256", "512", "1024", "2048"])
     parser.add_argument("--seconds", type=float, default=0.01, help="for each number")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the document here")
     return parser.parse_args(argv)
@@ -92,6 +94,16 @@ def seconds_of(calls: list[Callable[[], object]], seconds: float) -> float:
     return best / len(calls)
 
 
+def launch_seconds(seconds: float) -> float:
+    """Of a kernel that does nothing, in a graph."""
+    import torch
+    from empty_kernel_triton import launch
+
+    flag = torch.zeros(1, device="cuda")
+    processors = torch.cuda.get_device_properties(flag.device).multi_processor_count
+    return seconds_of([lambda: launch(flag, processors)] * MAX_COPIES, seconds)
+
+
 def coded_calls(buffer: torch.Tensor, shape: tuple[int, int], spec: str, x: torch.Tensor) -> tuple[list[Any], int]:
     """Products with copies of a weight, and the bytes of one."""
     import torch
@@ -130,7 +142,9 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     buffer = torch.randint(0, 256, (BUFFER_BYTES,), dtype=torch.uint8, device="cuda")
     rate = copy_rate(buffer)
-    print(f"{torch.cuda.get_device_name()}, device-to-device copy {rate / 1e9:.0f} GB/s", flush=True)
+    floor = launch_seconds(args.seconds)
+    gpu = torch.cuda.get_device_name()
+    print(f"{gpu}, device-to-device copy {rate / 1e9:.0f} GB/s, empty kernel {1e6 * floor:.1f} us", flush=True)
     table = Table(["layer", "format", "rows", "us", "share", "bf16 us", "ratio"], [14, 11, 4, 8, 5, 8, 5])
     cells = []
     with torch.inference_mode():
@@ -146,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
                     cells.append(cell | {"bf16_us": 1e6 * plain, "ratio": ratio})
                     times = [f"{1e6 * taken:.1f}", f"{share:.2f}", f"{1e6 * plain:.1f}", f"{ratio:.2f}"]
                     table.row([name, spec, str(rows), *times])
-    machine = describe_machine() | {"gpu": torch.cuda.get_device_name(), "copy_rate": rate}
+    machine = describe_machine() | {"gpu": gpu, "copy_rate": rate, "empty_kernel_us": 1e6 * floor}
     document = {"bench": "gpu_linear", "machine": machine, "cells": cells}
     if args.json:
         save(document, args.json)

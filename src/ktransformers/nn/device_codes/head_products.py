@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from ktransformers.errors import KTError
-from ktransformers.nn.device_codes.linear import BLOCK_ROWS, DIRECT_ROWS, TOLERANCE, DeviceCodes
+from ktransformers.nn.device_codes.linear import BLOCK_ROWS, TOLERANCE, DeviceCodes
 from ktransformers.triton_modules import import_triton_module
 
 TRITON = "ktransformers.nn.device_codes.head_products_triton"
+DIRECT_ROWS = 64
 CHECKED_ROWS = (1, DIRECT_ROWS)
 
 

@@ -59,6 +59,7 @@ def _product(
     SCALES: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
+    HIGH_AT: tl.constexpr,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     PER: tl.constexpr,
@@ -102,10 +103,12 @@ def _product(
                 head = tl.load(heads + head_at + lane, mask=inside, other=0)
             if s * ROWS % GROUP == 0:
                 if s * ROWS // GROUP % PER == 0:
-                    at = _scale_at(scales, step, lane, scale_stride, row_stride, s * ROWS, STEP, GROUP, SCALES, PER)
+                    at = _scale_at(
+                        scales, step * STEP, lane, scale_stride, row_stride, s * ROWS, STEP, GROUP, SCALES, PER
+                    )
                     word = tl.load(at, mask=inside, other=0)
-                slope, offset = _slope(word, head, s * ROWS // GROUP, SCALES, True)
-            value = _exact_value(low, high, slope, offset, s, ELEMENT, ZERO, LOW, HIGH, ADDS).to(tl.bfloat16)
+                slope, offset = _slope(word, head, s * ROWS // GROUP, SCALES, True, 1.0, 1.0)
+            value = _exact_value(low, high, slope, offset, s, ELEMENT, ZERO, LOW, HIGH, HIGH_AT, ADDS).to(tl.bfloat16)
             k = step * STEP + s * ROWS + q
             if ALONG_ROWS:
                 product = tl.dot(inputs, tl.trans(value), tl.zeros((BLOCK_M, ROWS), tl.float32))

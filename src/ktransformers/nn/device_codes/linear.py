@@ -1,15 +1,14 @@
 """A weight `[N, K]` of a linear layer in packed codes in GPU memory: products, and rows of it again.
 
-On a GPU with Triton codes lie in words of 32 bits (`words.py`), and up to DIRECT_ROWS rows of x are multiplied with
-them (`linear_triton.py`), which reads the bytes of the codes alone. More rows, formats without such a layout (theirs is
-the CPU's) and other dtypes than bf16 decode PANEL numbers of the weight at a time for torch's product. Both multiply
-the same bf16 values. Nothing waits for the host, and what is allocated has a
+On a GPU with Triton codes lie in words of 32 bits (`words.py`), and as many rows of x as `linear_triton.configuration`
+has tiles for (64, 128 on capability 9) are multiplied with them, which reads the bytes of the codes alone. More rows,
+formats without such a layout (theirs is the CPU's) and other dtypes than bf16 decode PANEL numbers of the weight at a
+time for torch's product. Both multiply the same bf16 values. Nothing waits for the host, and what is allocated has a
 size that the shapes determine, so calls can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -26,10 +25,10 @@ from ktransformers.nn.device_codes.words import WordLayout, from_words, to_words
 from ktransformers.triton_modules import import_triton_module
 
 TRITON = "ktransformers.nn.device_codes.linear_triton"
-DIRECT_ROWS = 64
 PANEL = 1 << 27  # numbers of a weight that are decoded at a time: 256 MiB in bf16
 BLOCK_ROWS = 2 * TILE_N
 CHECKED_ROWS = 256  # of a weight, when its products are checked
+CHECKED_BATCHES = (1, 16, 64, 128)  # rows of x
 TOLERANCE = 1e-2  # of float32 products in tf32 and results in bf16
 GATHERED = 256  # rows that are looked up at a time
 
@@ -38,11 +37,6 @@ def packed_linear(rows: int, columns: int, spec: str) -> PackedMatrix:
     """The layout of a linear layer's weight."""
     form = format_of(spec)
     return PackedMatrix(rows, columns, (form, form), paired=False)
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class DeviceCodes:
@@ -86,7 +80,7 @@ class DeviceCodes:
         generator = torch.Generator().manual_seed(0)
         height = min(self.matrix.rows, CHECKED_ROWS)
         decoded = self.decoded(0, height).float()
-        for rows in (1, DIRECT_ROWS):
+        for rows in CHECKED_BATCHES:
             x = torch.randn(rows, self.matrix.columns, generator=generator).bfloat16().to(self.packed.device)
             expected = x.float() @ decoded.T
             difference = float((self.multiply(x)[:, :height].float() - expected).norm() / expected.norm())
@@ -109,13 +103,18 @@ class DeviceCodes:
 
     def multiply(self, x: Tensor) -> Tensor:
         """x `[rows, K]` -> `[rows, N]` in its dtype."""
-        rows = x.shape[0]
-        if self._kernels is not None and 0 < rows <= DIRECT_ROWS and x.dtype == torch.bfloat16:
-            config = self._kernels.configuration(rows, self.layout, _processors(x.device))
+        config = self._configuration(x)
+        if config is not None:
             out: Tensor = self._kernels.product(x.contiguous(), self._parts, self.layout, self._space, config)
             return out
         parts = [F.linear(x, panel.to(x.dtype)) for _, panel in self.panels()]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _configuration(self, x: Tensor) -> Any:
+        """Of the product with codes; None: the weight is decoded first."""
+        if self._kernels is None or not x.shape[0] or x.dtype != torch.bfloat16:
+            return None
+        return self._kernels.configuration(x.shape[0], self.layout, self._kernels.card_of(x.device))
 
     def multiply_transposed(self, grad: Tensor) -> Tensor:
         """grad `[rows, N]` -> `[rows, K]`, the gradient of x."""

@@ -1,15 +1,18 @@
-"""out = x W^T for a few rows of bf16 x, with W `[N, K]` in words of codes (`words.py`), and W in bf16 again.
+"""out = x W^T for up to 128 rows of bf16 x, with W `[N, K]` in words of codes (`words.py`), and W in bf16 again.
 
-The s-th codes of the words of a step are a matrix `[rows, outputs]` that tensor cores multiply with as many columns of
-x, which are neighbours; a word is loaded once and shifted. Values are rounded to bf16 before the product, so they are
-those of the decoded matrix. Triton copies words, scales and x ahead of their use and keeps everything computed from
-them in the registers from which tensor cores read, as long as it is computed from loads in the loop and constants
-alone: hence a scale of a whole row is loaded in every step (`row_stride` is 0).
+The s-th codes of the words of a step are a matrix `[outputs, rows]` that tensor cores multiply with as many columns of
+x, which are neighbours; a word is loaded once and shifted. W is the first operand of the product, which tensor cores
+read from registers. Values are rounded to bf16 before the product, so they are those of the decoded matrix. Triton
+copies words, scales and x ahead of their use and keeps everything computed from them in the registers from which tensor
+cores read, as long as it is computed from loads in the loop and constants alone: hence a scale of a whole row is loaded
+in every step (`row_stride` is 0), and where a step is too large for x of many rows, a turn of the loop takes half of
+the rows of its words and not half of the codes of every word.
 
-Codes of integers are left where they are in their word: masked, they are the lowest bits of a float32 number with an
-exponent of zero, code * 2^(place - 149). One fused operation with a scale that is larger by 2^(84 - place) gives the
-value, smaller by 2^65, with one rounding; the sum is multiplied with 2^65. Likewise the bits of floating-point codes
-become those of a float32 number that is too small by the difference of the biases.
+Values are made two at a time where one rounding suffices (`code_pairs_triton.py`). Elsewhere codes of integers are left
+where they are in their word: masked, they are the lowest bits of a float32 number with an exponent of zero, code *
+2^(place - 149). One fused operation with a scale that is larger by 2^(84 - place) gives the value, smaller by 2^65,
+with one rounding; the sum is multiplied with 2^65. Likewise the bits of floating-point codes become those of a float32
+number that is too small by the difference of the biases.
 
 A program has BLOCK_N outputs and one of `splits` ranges of K. The last program of an output's ranges adds their float32
 sums in the order of K, so results do not depend on which program ends first; it resets the counter for the next call,
@@ -19,6 +22,7 @@ so a captured graph can be replayed. Sizes are a function of the shape (`configu
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc,no-redef"
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,16 +32,25 @@ import triton.language as tl
 from torch import Tensor
 
 from ktransformers.nn.device_codes import words
+from ktransformers.nn.device_codes.code_pairs_triton import (
+    PAIR_EXPONENTS,
+    e2m1_pairs,
+    e2m1_scale_pairs,
+    e4m3_pairs,
+    int4_pairs,
+    int4_scale_pairs,
+)
 from ktransformers.nn.device_codes.dequantize_gguf_triton import unsigned_number
 from ktransformers.nn.device_codes.dequantize_triton import from_e2m1, from_e4m3, from_e8m0
 from ktransformers.nn.device_codes.words import WordFormat, WordLayout
 
 UINT, E4M3, E2M1 = (tl.constexpr(number) for number in range(3))
-ROW, STRIP, F32, F16, BF16, E8M0, NESTED, MINS, Q4K, Q2K, BYTES = (tl.constexpr(number) for number in range(11))
+ROW, STRIP, F32, F16, BF16, E8M0, NESTED, MINS, Q4K, Q2K, BYTES, F16_ZERO, BF16_ZERO = (
+    tl.constexpr(number) for number in range(13)
+)
 ROW_BLOCKS = 4
 LARGE_MATRIX = 1 << 26
-MIN_STEPS = 4
-SHARED_BYTES = 96 << 10
+FIXED_BYTES = 4 << 10  # of shared memory, besides the copies in flight
 SUM_EXPONENT = 65  # of two, with which sums of integers' products are multiplied
 # Of scales, and of sums: together the difference between float32's bias and the code's.
 FLOAT_EXPONENTS = {words.E4M3: (60, 60), words.E2M1: (63, 63)}
@@ -50,34 +63,45 @@ def _half(word, UPPER: tl.constexpr):
 
 
 @triton.jit
-def _slope(word, head, g: tl.constexpr, SCALES: tl.constexpr, EXACT: tl.constexpr):
-    """float32: what numbers of the g-th group of a step are multiplied with, and what is added to or subtracted from
-    the product."""
+def _slope(
+    word, head, g: tl.constexpr, SCALES: tl.constexpr, EXACT: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr
+):
+    """float32: UP times what numbers of the g-th group of a step are multiplied with, and DOWN times what is added to
+    or subtracted from the product. A factor of a head is one of all of its groups."""
     offset = 0.0
     if SCALES <= F32:
-        slope = word.to(tl.float32, bitcast=True)
+        slope = _times(word.to(tl.float32, bitcast=True), UP)
     elif SCALES == F16:
-        slope = _half(word, g % 2)
+        slope = _times(_half(word, g % 2), UP)
     elif SCALES == BF16:
-        slope = (word & -65536 if g % 2 else word << 16).to(tl.float32, bitcast=True)
+        slope = _times((word & -65536 if g % 2 else word << 16).to(tl.float32, bitcast=True), UP)
+    elif SCALES >= F16_ZERO:
+        scale = _half(word, 0) if SCALES == F16_ZERO else (word << 16).to(tl.float32, bitcast=True)
+        slope = _times(scale, UP)
+        offset = unsigned_number(word >> 16, 0) * _times(scale, DOWN)
     elif SCALES == MINS:
-        slope = _half(word, 0)
-        offset = _half(word, 1)
+        slope = _times(_half(word, 0), UP)
+        offset = _times(_half(word, 1), DOWN)
     elif SCALES == Q4K:
-        slope = unsigned_number((word >> (g % 2 * 16)) & 255, 0) * _half(head, 0)
-        offset = unsigned_number((word >> (g % 2 * 16 + 8)) & 255, 0) * _half(head, 1)
+        slope = unsigned_number((word >> (g % 2 * 16)) & 255, 0) * _times(_half(head, 0), UP)
+        offset = unsigned_number((word >> (g % 2 * 16 + 8)) & 255, 0) * _times(_half(head, 1), DOWN)
     else:
         byte = (word >> (g % 4 * 8)) & 255
         if SCALES == Q2K:
-            slope = unsigned_number(byte & 15, 0) * _half(head, 0)
-            offset = unsigned_number(byte >> 4, 0) * _half(head, 1)
+            slope = unsigned_number(byte & 15, 0) * _times(_half(head, 0), UP)
+            offset = unsigned_number(byte >> 4, 0) * _times(_half(head, 1), DOWN)
         elif SCALES == BYTES:
-            slope = unsigned_number(byte, 128) * head.to(tl.float32, bitcast=True)
+            slope = unsigned_number(byte, 128) * _times(head.to(tl.float32, bitcast=True), UP)
         elif SCALES == NESTED:
-            slope = from_e4m3(byte) * head.to(tl.float32, bitcast=True)
+            slope = _times(from_e4m3(byte) * head.to(tl.float32, bitcast=True), UP)
         else:  # E8M0
-            slope = from_e8m0(byte) if EXACT else (byte << 23).to(tl.float32, bitcast=True)
+            slope = _times(from_e8m0(byte) if EXACT else (byte << 23).to(tl.float32, bitcast=True), UP)
     return slope, offset
+
+
+@triton.jit
+def _times(value, FACTOR: tl.constexpr):
+    return value if FACTOR == 1.0 else value * FACTOR
 
 
 @triton.jit
@@ -87,21 +111,23 @@ def _words(pointer, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def _scale_at(
-    scales, step, n, stride, row_stride, k: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
-    PER: tl.constexpr,
+    scales, first, n, stride, row_stride, k: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
+    SCALES: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to the words with the scale of number k of a step."""
-    if SCALES == ROW:
-        at = step * row_stride
+    """Pointers to the words with the scale of number k of the STEP numbers of K from `first`."""
+    if GROUP >= 1 << 30:
+        at = first * row_stride
     elif GROUP > STEP:
-        at = (step * STEP // GROUP) * stride
+        at = first // GROUP * stride
     else:
-        at = (step * (STEP // GROUP // PER) + k // GROUP // PER) * stride
+        at = (first // (GROUP * PER) + k // GROUP // PER) * stride
     return scales + at + (n // 16 if SCALES == STRIP else n)
 
 
 @triton.jit
-def _small_number(low, high, s: tl.constexpr, ELEMENT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
+def _small_number(
+    low, high, s: tl.constexpr, ELEMENT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, HIGH_AT: tl.constexpr
+):
     """float32: the numbers of part s, too small by a power of two that depends on s."""
     i: tl.constexpr = s % (32 // LOW)
     if ELEMENT == E4M3:
@@ -113,7 +139,7 @@ def _small_number(low, high, s: tl.constexpr, ELEMENT: tl.constexpr, LOW: tl.con
         PLACE: tl.constexpr = i * LOW - MOVE
         bits = (low if MOVE == 0 else low >> MOVE) & (((1 << LOW) - 1) << PLACE)
         if HIGH > 0:
-            SHIFT: tl.constexpr = HIGH * s - LOW - PLACE
+            SHIFT: tl.constexpr = ((HIGH_AT >> (5 * s)) & 31) - LOW - PLACE
             top = high if SHIFT == 0 else (high >> SHIFT if SHIFT > 0 else high << -SHIFT)
             bits = bits | (top & (((1 << HIGH) - 1) << (LOW + PLACE)))
     return bits.to(tl.float32, bitcast=True)
@@ -121,16 +147,19 @@ def _small_number(low, high, s: tl.constexpr, ELEMENT: tl.constexpr, LOW: tl.con
 
 @triton.jit
 def _small_value(
-    low, high, slope, offset, s: tl.constexpr, ELEMENT: tl.constexpr, ZERO: tl.constexpr, LOW: tl.constexpr,
-    HIGH: tl.constexpr, ADDS: tl.constexpr,
+    low, high, word, head, g: tl.constexpr, s: tl.constexpr, ELEMENT: tl.constexpr, ZERO: tl.constexpr,
+    SCALES: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, HIGH_AT: tl.constexpr, FACTOR: tl.constexpr,
+    ADDS: tl.constexpr,
 ):  # fmt: skip
-    number = _small_number(low, high, s, ELEMENT, LOW, HIGH)
+    """float32, too small by the factor of sums."""
+    number = _small_number(low, high, s, ELEMENT, LOW, HIGH, HIGH_AT)
     if ELEMENT == UINT:
         i: tl.constexpr = s % (32 // LOW)
         PLACE: tl.constexpr = i * LOW - (0 if i * LOW <= (8 if LOW == 8 else 16) else (16 if LOW == 8 else 12))
-        added = offset * (ADDS * 2.0**-65) if ADDS != 0 else slope * (-ZERO * 2.0**-65)
-        value = tl.fma(number, slope * 2.0 ** (84 - PLACE), added)
+        slope, offset = _slope(word, head, g, SCALES, False, 2.0 ** (84 - PLACE), ADDS * 2.0**-65)
+        value = tl.fma(number, slope, offset if ADDS != 0 else slope * (-ZERO * 2.0 ** (PLACE - 149)))
     else:
+        slope, offset = _slope(word, head, g, SCALES, False, FACTOR, 1.0)
         value = number * slope
     return value
 
@@ -138,12 +167,12 @@ def _small_value(
 @triton.jit
 def _exact_value(
     low, high, slope, offset, s: tl.constexpr, ELEMENT: tl.constexpr, ZERO: tl.constexpr, LOW: tl.constexpr,
-    HIGH: tl.constexpr, ADDS: tl.constexpr,
+    HIGH: tl.constexpr, HIGH_AT: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """float32, with the sign of zeros, which a fused operation would lose."""
     code = (low >> (s % (32 // LOW) * LOW)) & ((1 << LOW) - 1)
     if HIGH > 0:
-        code = code | (((high >> (s * HIGH)) & ((1 << HIGH) - 1)) << LOW)
+        code = code | (((high >> ((HIGH_AT >> (5 * s)) & 31)) & ((1 << HIGH) - 1)) << LOW)
     if ELEMENT == E4M3:
         value = from_e4m3(code) * slope
     elif ELEMENT == E2M1:
@@ -163,17 +192,17 @@ def _store_or_add(
 ):
     """Stores the sums of one range of K; the last of the ranges adds them and stores the result."""
     block, split = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0), tl.program_id(1)
-    at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    at = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     mine = partials + block.to(tl.int64) * splits * (BLOCK_M * BLOCK_N)
     tl.store(mine + split * (BLOCK_M * BLOCK_N) + at, total)
     tl.debug_barrier()  # all threads of the program have stored before one counts
     if tl.atomic_add(counters + block, 1, sem="acq_rel") == splits - 1:
         tl.debug_barrier()
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for other in range(splits):
             total += tl.load(mine + other * (BLOCK_M * BLOCK_N) + at, cache_modifier=".cg")
-        mask = (m < rows)[:, None] & (n < outputs)[None, :]
-        tl.store(out + m.to(tl.int64)[:, None] * outputs + n[None, :], total.to(tl.bfloat16), mask=mask)
+        mask = (n < outputs)[:, None] & (m < rows)[None, :]
+        tl.store(out + m.to(tl.int64)[None, :] * outputs + n[:, None], total.to(tl.bfloat16), mask=mask)
         tl.store(counters + block, 0)
 
 
@@ -185,7 +214,7 @@ def _product(
     scales,
     x,  # bf16 [rows, columns]
     out,  # bf16 [rows, outputs]
-    partials,  # float32 [blocks of rows and outputs, splits, BLOCK_M, BLOCK_N]
+    partials,  # float32 [blocks of rows and outputs, splits, BLOCK_N, BLOCK_M]
     counters,  # int32 [blocks of rows and outputs], zeros
     rows,
     outputs,
@@ -201,6 +230,7 @@ def _product(
     SCALES: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
+    HIGH_AT: tl.constexpr,  # the bits at which the second plane's codes begin, 5 bits each
     ROWS: tl.constexpr,  # words of an output in a step
     GROUP: tl.constexpr,
     PER: tl.constexpr,  # scales in a word
@@ -208,6 +238,8 @@ def _product(
     SUM_FACTOR: tl.constexpr,  # of sums
     HEADS: tl.constexpr,
     ADDS: tl.constexpr,  # 1: offsets are added, -1: subtracted, 0: there are none
+    PAIRS: tl.constexpr,  # two values at a time
+    TURNS: tl.constexpr,  # of the loop for a step, each of which takes as many rows of words
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     SPLIT: tl.constexpr,  # several ranges of K
@@ -219,47 +251,75 @@ def _product(
     STEP: tl.constexpr = ROWS * PARTS
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    q = tl.arange(0, ROWS)
-    inside, lane = (n < width)[None, :], n[None, :]
+    TAKEN: tl.constexpr = ROWS // TURNS
+    q = tl.arange(0, TAKEN)
+    inside, lane = (n < width)[:, None], n[:, None]
     stride, scale_stride = width.to(tl.int64), scale_width.to(tl.int64)
-    low_at, high_at = low_words + q[:, None] * width + lane, high_words + q[:, None] * width + lane
-    x_at = x + m[:, None] * columns + q[None, :]
-    head = tl.zeros((1, BLOCK_N), tl.int32)
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    low_at, high_at = low_words + q[None, :] * width + lane, high_words + q[None, :] * width + lane
+    x_at = x + m[None, :] * columns + q[:, None]
+    head = tl.zeros((BLOCK_N, 1), tl.int32)
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     first = tl.program_id(1) * split_steps
-    for step in tl.range(first, tl.minimum(first + split_steps, steps), num_stages=STAGES):
+    last = tl.minimum(first + split_steps, steps)
+    for turn in tl.range(first * TURNS, last * TURNS, num_stages=STAGES):
+        step = turn // TURNS
+        k = step * STEP
+        skipped = turn % TURNS * TAKEN  # rows of words of a step that another turn takes
         high = 0
         if HIGH > 0:
-            high = _words(high_at + step * (ROWS * stride), inside, EVEN_N)
+            high = _words(high_at + (step * ROWS + skipped) * stride, inside, EVEN_N)
         for s in tl.static_range(PARTS):
             if s % (32 // LOW) == 0:
                 low_row = step * (PARTS * LOW // 32) + s // (32 // LOW)
-                low = _words(low_at + low_row * (ROWS * stride), inside, EVEN_N)
+                low = _words(low_at + (low_row * ROWS + skipped) * stride, inside, EVEN_N)
             if HEADS and s * ROWS % 256 == 0:
-                head_at = step * row_stride if SCALES == NESTED else ((step * STEP + s * ROWS) // 256) * stride
+                head_at = step * row_stride if SCALES == NESTED else ((k + s * ROWS) // 256) * stride
                 head = _words(heads + head_at + lane, inside, EVEN_N)
-            if s * ROWS % GROUP == 0:
-                if s * ROWS // GROUP % PER == 0:
-                    at = _scale_at(scales, step, lane, scale_stride, row_stride, s * ROWS, STEP, GROUP, SCALES, PER)
-                    word = _words(at, inside, EVEN_N)
-                slope, offset = _slope(word, head, s * ROWS // GROUP, SCALES, False)
-                if FACTOR != 1.0:
-                    slope = slope * FACTOR
-            weight = _small_value(low, high, slope, offset, s, ELEMENT, ZERO, LOW, HIGH, ADDS).to(tl.bfloat16)
-            mask = (m < rows)[:, None]
+            if s * ROWS % GROUP == 0 and s * ROWS // GROUP % PER == 0:
+                at = _scale_at(scales, k, lane, scale_stride, row_stride, s * ROWS, STEP, GROUP, SCALES, PER)
+                word = _words(at, inside, EVEN_N)
+            if PAIRS == 0:
+                value = _small_value(
+                    low, high, word, head, s * ROWS // GROUP, s, ELEMENT, ZERO, SCALES, LOW, HIGH, HIGH_AT, FACTOR, ADDS
+                )
+                weight = value.to(tl.bfloat16)
+            elif ELEMENT == UINT:
+                slope, offset = int4_scale_pairs(word, s * ROWS // GROUP, s)
+                wide, wide_offset = tl.broadcast_to(slope, (BLOCK_N, TAKEN)), tl.broadcast_to(offset, (BLOCK_N, TAKEN))
+                weight = int4_pairs(low, wide, wide_offset, s)
+            elif ELEMENT == E4M3:
+                slope, offset = _slope(word, head, s * ROWS // GROUP, SCALES, False, 1.0, 1.0)
+                weight = e4m3_pairs(low, tl.broadcast_to(slope, (BLOCK_N, TAKEN)), s)
+            else:
+                power = e2m1_scale_pairs(word, s * ROWS // GROUP)
+                weight = e2m1_pairs(low, tl.broadcast_to(power, (BLOCK_N, TAKEN)), s)
+            mask = (m < rows)[None, :]
             if not EVEN_K:
-                mask = mask & (step * STEP + s * ROWS + q < columns)[None, :]
-            inputs = tl.load(x_at + step * STEP + s * ROWS, mask=mask, other=0.0)
-            total = tl.dot(inputs, weight, total)
+                mask = mask & (k + s * ROWS + skipped + q < columns)[:, None]
+            inputs = tl.load(x_at + k + s * ROWS + skipped, mask=mask, other=0.0)
+            total = tl.dot(weight, inputs, total)
     total = total * SUM_FACTOR
     if SPLIT:
         _store_or_add(total, out, partials, counters, m, n, rows, outputs, splits, BLOCK_M, BLOCK_N)
     else:
-        mask = (m < rows)[:, None] & (n < outputs)[None, :]
-        tl.store(out + m.to(tl.int64)[:, None] * outputs + n[None, :], total.to(tl.bfloat16), mask=mask)
+        mask = (n < outputs)[:, None] & (m < rows)[None, :]
+        tl.store(out + m.to(tl.int64)[None, :] * outputs + n[:, None], total.to(tl.bfloat16), mask=mask)
 
 
-@triton.jit(do_not_specialize=["count", "row_stride", "group_rows", "group_step"])
+@triton.jit
+def _exact_part(
+    low, high, head, scale_row, stride, k, inside, s: tl.constexpr, more: tl.constexpr, ELEMENT: tl.constexpr,
+    ZERO: tl.constexpr, SCALES: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, HIGH_AT: tl.constexpr,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, PER: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    """bf16 [outputs, words]: part s + more of a step, `more` parts behind number k of K."""
+    at = 0 if GROUP >= 1 << 30 else (k + more * ROWS) // (GROUP * PER) * stride
+    word = tl.load(scale_row + at, mask=inside, other=0)
+    slope, offset = _slope(word, head, (s + more) * ROWS // GROUP, SCALES, True, 1.0, 1.0)
+    return _exact_value(low, high, slope, offset, s + more, ELEMENT, ZERO, LOW, HIGH, HIGH_AT, ADDS).to(tl.bfloat16)
+
+
+@triton.jit(do_not_specialize=["count", "group_rows", "group_step"])
 def _decode(
     low_words,
     high_words,
@@ -274,12 +334,12 @@ def _decode(
     width,
     scale_width,
     columns,
-    row_stride,
     ELEMENT: tl.constexpr,
     ZERO: tl.constexpr,
     SCALES: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
+    HIGH_AT: tl.constexpr,  # the bits at which the second plane's codes begin, 5 bits each
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     PER: tl.constexpr,
@@ -299,28 +359,109 @@ def _decode(
     else:
         n = first + row
     q, step = tl.arange(0, ROWS), tl.program_id(1)
-    inside, lane = (row < count)[None, :] & (n < width)[None, :], n[None, :]
+    inside, lane = ((row < count) & (n < width))[:, None], n[:, None]
     stride, scale_stride = width.to(tl.int64), scale_width.to(tl.int64)
-    head = tl.zeros((1, BLOCK_N), tl.int32)
+    scale_row = scales + (lane // 16 if SCALES == STRIP else lane)
+    head = tl.zeros((BLOCK_N, 1), tl.int32)
     high = 0
     if HIGH > 0:
-        high = tl.load(high_words + (step * ROWS + q)[:, None] * stride + lane, mask=inside, other=0)
-    for s in tl.static_range(PARTS):
+        high = tl.load(high_words + (step * ROWS + q)[None, :] * stride + lane, mask=inside, other=0)
+    for s in tl.static_range(0, PARTS, 4):
+        k = step * STEP + s * ROWS
         if s % (32 // LOW) == 0:
             low_row = (step * (PARTS * LOW // 32) + s // (32 // LOW)) * ROWS + q
-            low = tl.load(low_words + low_row[:, None] * stride + lane, mask=inside, other=0)
+            low = tl.load(low_words + low_row[None, :] * stride + lane, mask=inside, other=0)
         if HEADS and s * ROWS % 256 == 0:
-            head_at = step * row_stride if SCALES == NESTED else ((step * STEP + s * ROWS) // 256) * stride
-            head = tl.load(heads + head_at + lane, mask=inside, other=0)
-        if s * ROWS % GROUP == 0:
-            if s * ROWS // GROUP % PER == 0:
-                at = _scale_at(scales, step, lane, scale_stride, row_stride, s * ROWS, STEP, GROUP, SCALES, PER)
-                word = tl.load(at, mask=inside, other=0)
-            slope, offset = _slope(word, head, s * ROWS // GROUP, SCALES, True)
-        value = _exact_value(low, high, slope, offset, s, ELEMENT, ZERO, LOW, HIGH, ADDS).to(tl.bfloat16)
-        k = step * STEP + s * ROWS + q
-        target = out + row.to(tl.int64)[None, :] * columns + k[:, None]
-        tl.store(target, value, mask=(k < columns)[:, None] & (row < count)[None, :])
+            head = tl.load(heads + (0 if SCALES == NESTED else k // 256 * stride) + lane, mask=inside, other=0)
+        value_0 = _exact_part(
+            low,
+            high,
+            head,
+            scale_row,
+            scale_stride,
+            k,
+            inside,
+            s,
+            0,
+            ELEMENT,
+            ZERO,
+            SCALES,
+            LOW,
+            HIGH,
+            HIGH_AT,
+            ROWS,
+            GROUP,
+            PER,
+            ADDS,
+        )
+        value_1 = _exact_part(
+            low,
+            high,
+            head,
+            scale_row,
+            scale_stride,
+            k,
+            inside,
+            s,
+            1,
+            ELEMENT,
+            ZERO,
+            SCALES,
+            LOW,
+            HIGH,
+            HIGH_AT,
+            ROWS,
+            GROUP,
+            PER,
+            ADDS,
+        )
+        value_2 = _exact_part(
+            low,
+            high,
+            head,
+            scale_row,
+            scale_stride,
+            k,
+            inside,
+            s,
+            2,
+            ELEMENT,
+            ZERO,
+            SCALES,
+            LOW,
+            HIGH,
+            HIGH_AT,
+            ROWS,
+            GROUP,
+            PER,
+            ADDS,
+        )
+        value_3 = _exact_part(
+            low,
+            high,
+            head,
+            scale_row,
+            scale_stride,
+            k,
+            inside,
+            s,
+            3,
+            ELEMENT,
+            ZERO,
+            SCALES,
+            LOW,
+            HIGH,
+            HIGH_AT,
+            ROWS,
+            GROUP,
+            PER,
+            ADDS,
+        )
+        joined = tl.join(tl.join(value_0, value_2), tl.join(value_1, value_3))  # [outputs, words, 2, 2]
+        values = tl.reshape(tl.permute(joined, (0, 2, 3, 1)), (BLOCK_N, 4 * ROWS))
+        column = k + tl.arange(0, 4 * ROWS)
+        target = out + row.to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(target, values, mask=(row < count)[:, None] & (column < columns)[None, :])
 
 
 @dataclass(frozen=True)
@@ -329,21 +470,54 @@ class Configuration:
     block_n: int
     splits: int  # ranges of K
     warps: int = 4
-    stages: int = 4
+    stages: int = 3
+    pairs: bool = False
+    turns: int = 1
 
 
-def configuration(rows: int, layout: WordLayout, processors: int) -> Configuration:
-    """For x of `rows` rows on a GPU with so many multiprocessors, as measured on an H200 (docs/log.md): large matrices
-    and those of few steps in wide tiles, others in narrow ones, with at least MIN_STEPS steps a program. Copies in
-    flight take at most SHARED_BYTES of shared memory; cards of capability 8.6, 8.9 and 12.0 have 99 KiB."""
+@dataclass(frozen=True)
+class Card:
+    """What tiles depend on."""
+
+    processors: int
+    capability: tuple[int, int]
+    shared_bytes: int  # of one program
+
+
+@functools.cache
+def card_of(device: torch.device) -> Card:
+    if device.type != "cuda":  # Triton's interpreter
+        return Card(132, (0, 0), 99 << 10)
+    properties: Any = torch.cuda.get_device_properties(device)
+    capability = properties.major, properties.minor
+    return Card(properties.multi_processor_count, capability, properties.shared_memory_per_block_optin)
+
+
+def configuration(rows: int, layout: WordLayout, card: Card) -> Configuration | None:
+    """For x of `rows` rows, as measured on an H200 (docs/log.md); None: decoding W first is faster. Up to 16 rows a
+    program has 64 outputs and two warps, with which tensor cores get x from registers; with four warps and more rows
+    they read x from shared memory, and a step is divided so that several programs fit into a multiprocessor."""
     form, matrix = layout.format, layout.matrix
-    wide = matrix.rows * matrix.columns >= LARGE_MATRIX or layout.steps <= MIN_STEPS
-    block_m, block_n = max(16, min(32 if form.low < 8 else 64, triton.next_power_of_2(rows))), 128 if wide else 64
-    programs = -(-matrix.rows // block_n)
-    splits = max(1, min((3 if wide else 2) * processors // programs, layout.steps // MIN_STEPS))
-    stage = block_n * 4 * layout.words // (layout.width * layout.steps) + 2 * block_m * form.step
-    stages = max(2, min(3, 1 + SHARED_BYTES // stage))
-    return Configuration(block_m, block_n, splits, stages=stages)
+    large = matrix.rows * matrix.columns >= LARGE_MATRIX
+    halves = 2 if form.rows == 32 else 1
+    if rows <= 16:
+        wide = rows <= 8 and large and form.low == 4
+        block_m, block_n, warps, stages, turns = 8 if rows <= 8 else 16, 128 if wide else 64, 4 if wide else 2, 3, 1
+        programs = (3 if wide else 4 if large else 2) * card.processors
+    elif rows <= 64:
+        block_m, block_n, warps, turns = triton.next_power_of_2(rows), 128 if halves == 2 else 64, 4, halves
+        stages, programs = 4, (2 if large else 1) * card.processors
+    elif rows <= 128 and halves == 2 and card.capability[0] == 9:
+        block_m, block_n, warps, stages, turns, programs = 128, 256, 8, 3, halves, card.processors
+    else:
+        return None
+    if rows > 16 and form.low == 8 and block_m <= 64:
+        turns, stages = 1, 3
+    blocks = -(-matrix.rows // block_n)
+    splits = max(1, min(programs // blocks, layout.steps // 2))
+    stage = (4 * block_n * layout.words // (layout.width * layout.steps) + 2 * block_m * form.step) // turns
+    stages = max(2, min(stages, (card.shared_bytes - FIXED_BYTES) // stage))
+    return Configuration(block_m, block_n, splits, warps, stages, makes_pairs(form, card.capability), turns)
 
 
 def constants_of(form: WordFormat) -> dict[str, Any]:
@@ -354,17 +528,31 @@ def constants_of(form: WordFormat) -> dict[str, Any]:
         "SCALES": form.scales,
         "LOW": form.low,
         "HIGH": form.high,
+        "HIGH_AT": sum(place << (5 * part) for part, place in enumerate(form.high_places)),
         "ROWS": form.rows,
         "GROUP": form.group,
         "PER": words.PER_WORD.get(form.scales, 1),
         "HEADS": form.has_heads,
-        "ADDS": {words.MINS: 1, words.Q4K: -1, words.Q2K: -1}.get(form.scales, 0),
+        "ADDS": {words.MINS: 1, words.Q4K: -1, words.Q2K: -1, words.F16_ZERO: -1, words.BF16_ZERO: -1}.get(
+            form.scales, 0
+        ),
     }
 
 
-def _factors(form: WordFormat) -> dict[str, float]:
+def _factors(form: WordFormat, pairs: bool = False) -> dict[str, float]:
     scale, total = FLOAT_EXPONENTS.get(form.element, (0, SUM_EXPONENT))
-    return {"FACTOR": 2.0**scale, "SUM_FACTOR": 2.0**total}
+    if pairs:
+        scale, total = 0, PAIR_EXPONENTS[form.element]
+    return {"FACTOR": 2.0**scale, "SUM_FACTOR": 2.0**total, "PAIRS": int(pairs)}
+
+
+def makes_pairs(form: WordFormat, capability: tuple[int, int]) -> bool:
+    """Whether values of two codes are made at a time, by instructions that the interpreter does not know."""
+    if capability < (8, 0):
+        return False
+    if form.element == words.UINT:
+        return form.low == 4 and not form.high and form.scales == words.BF16 and form.zero == 8
+    return capability >= (8, 9) if form.element == words.E4M3 else form.scales == words.E8M0
 
 
 def workspace(layout: WordLayout, device: torch.device) -> Tensor:
@@ -400,6 +588,7 @@ def product(x: Tensor, parts: tuple[Tensor, ...], layout: WordLayout, space: Ten
         split_steps,
         splits,
         0,
+        TURNS=config.turns,
         EVEN_N=layout.width % config.block_n == 0,
         EVEN_K=columns % layout.format.step == 0,
         SPLIT=splits > 1,
@@ -408,7 +597,7 @@ def product(x: Tensor, parts: tuple[Tensor, ...], layout: WordLayout, space: Ten
         STAGES=config.stages,
         num_warps=config.warps,
         **constants_of(layout.format),
-        **_factors(layout.format),
+        **_factors(layout.format, config.pairs),
     )
     return out
 
@@ -423,7 +612,8 @@ def decode(
 ) -> None:
     """Rows of W into bf16 `[count, K]`: those from `first`; of `groups` (rows, step) as many of every `step` rows; or
     those of `numbers`, int64 `[count]`."""
-    count, block_n = out.shape[0], 32
+    count = out.shape[0]
+    block_n = 64 if count >= 64 else 32
     launch: Any = _decode[(-(-count // block_n), layout.steps)]
     launch(
         *parts,
@@ -435,7 +625,6 @@ def decode(
         layout.width,
         layout.scale_width,
         layout.matrix.columns,
-        0,
         GATHERED=numbers is not None,
         GROUPED=groups is not None,
         BLOCK_N=block_n,

@@ -32,15 +32,48 @@ from ktransformers.nn.device_codes.layout import TILE_K, TILE_N, PackedMatrix, S
 
 # How codes become numbers, and how the words of scales are read (linear_triton.py).
 UINT, E4M3, E2M1 = range(3)
-ROW, STRIP, F32, F16, BF16, E8M0, NESTED, MINS, Q4K, Q2K, BYTES = range(11)
+ROW, STRIP, F32, F16, BF16, E8M0, NESTED, MINS, Q4K, Q2K, BYTES, F16_ZERO, BF16_ZERO = range(13)
 PER_WORD = {F16: 2, BF16: 2, E8M0: 4, NESTED: 4, Q4K: 2, Q2K: 4, BYTES: 4}
 K_TYPES = {"q2_k": (Q2K, 16), "q3_k": (BYTES, 16), "q4_k": (Q4K, 32), "q6_k": (BYTES, 16)}
 SUPER_BLOCK = 256  # numbers of K that share a head
+WHOLE_ROW = 1 << 30  # the group of a scale of all of K
+E4M3_NAN = 127  # without its sign
 CHUNK = 1 << 24  # codes that are converted at a time
 # Numbers that codes stand for are multiplied with scales in float32 far from 1 (linear_triton.py), where scales beyond
 # these would overflow. No weight has such.
 LARGEST_SCALE = 2.0**40
+LARGEST_BF16_SCALE = 2.0**13
 LARGEST_E8M0 = {UINT: 160, E4M3: 190, E2M1: 190}
+
+
+def low_place(low: int, part: int) -> tuple[int, int]:
+    """By how many bits the kernel moves a word of the first plane for the codes of a part, and where they are then: at
+    most at bit 16, so that with the bits of the second plane they are part of a float32 number's mantissa."""
+    at = part % (32 // low) * low
+    move = 0 if at <= (8 if low == 8 else 16) else (16 if low == 8 else 12)
+    return move, at - move
+
+
+@functools.cache
+def high_places(low: int, high: int) -> tuple[int, ...]:
+    """The bit of a word of the second plane at which the code of each part begins, so that few different shifts put
+    them above those of the first plane (`low_place`)."""
+    wanted = {part: low + low_place(low, part)[1] for part in range(32 // high)}
+    places: dict[int, int] = {}
+    free = set(range(0, 32, high))
+    while wanted:
+        fits: list[dict[int, int]] = []
+        for shift in sorted(range(-32, 32), key=abs):
+            taken: dict[int, int] = {}
+            for part, at in wanted.items():
+                if at + shift in free and at + shift not in taken.values():
+                    taken[part] = at + shift
+            fits.append(taken)
+        best = max(fits, key=len)
+        places |= best
+        free -= set(best.values())
+        wanted = {part: at for part, at in wanted.items() if part not in best}
+    return tuple(places[part] for part in range(32 // high))
 
 
 @dataclass(frozen=True)
@@ -58,6 +91,14 @@ class WordFormat:
         return 32 // (self.high or self.low)
 
     @property
+    def low_places(self) -> tuple[int, ...]:
+        return tuple(range(0, 32, self.low))
+
+    @property
+    def high_places(self) -> tuple[int, ...]:
+        return high_places(self.low, self.high) if self.high else ()
+
+    @property
     def step(self) -> int:
         """Numbers of K."""
         return self.rows * self.parts
@@ -68,6 +109,11 @@ class WordFormat:
         return max(1, self.step // self.group // PER_WORD.get(self.scales, 1))
 
     @property
+    def of_row(self) -> bool:
+        """Whether a scale is of all numbers of an output."""
+        return self.group == WHOLE_ROW
+
+    @property
     def has_heads(self) -> bool:
         return self.scales in (Q4K, Q2K, BYTES, NESTED)
 
@@ -75,7 +121,8 @@ class WordFormat:
 @functools.cache
 def word_format(form: StripFormat) -> WordFormat | None:
     """None: a format that has no such layout."""
-    elements = {"int8": (UINT, 128), "uint": (UINT, form.zero_point), "e4m3": (E4M3, 0), "e2m1": (E2M1, 0)}
+    zero = 0 if form.scales == "scale_and_zero" else 128
+    elements = {"int8": (UINT, zero), "uint": (UINT, form.zero_point), "e4m3": (E4M3, 0), "e2m1": (E2M1, 0)}
     if form.element not in elements or len(form.planes) > 2 or form.planes[0] == 1:
         return None
     scales = _scales_of(form)
@@ -86,7 +133,7 @@ def word_format(form: StripFormat) -> WordFormat | None:
     words = WordFormat(*elements[form.element], scales[0], low, high, scales[1], rows)
     if words.scales in (F16, BF16) and words.step // words.group % 2:
         words = WordFormat(*elements[form.element], F32, low, high, scales[1], rows)
-    if words.scales == ROW:
+    if words.of_row:
         return words
     whole = words.group % rows == 0 and (words.step % words.group == 0 or words.group % words.step == 0)
     return words if whole and words.step // words.group % PER_WORD.get(words.scales, 1) == 0 else None
@@ -98,7 +145,10 @@ def _scales_of(form: StripFormat) -> tuple[int, int] | None:
     if form.scales == "floats":
         if field.shared:
             return (STRIP, form.span) if form.span and field.kind == "f32" else None
-        return ({"f32": F32, "f16": F16, "bf16": BF16}[field.kind], form.span) if form.span else (ROW, 1 << 30)
+        return ({"f32": F32, "f16": F16, "bf16": BF16}[field.kind], form.span) if form.span else (ROW, WHOLE_ROW)
+    if form.scales == "scale_and_zero":
+        zeros = {"f16": F16_ZERO, "bf16": BF16_ZERO}
+        return (zeros[field.kind], form.span or WHOLE_ROW) if field.kind in zeros else None
     kinds = {"e8m0": (E8M0, form.span), "e4m3": (NESTED, 16), "scale_and_min": (MINS, form.span)} | K_TYPES
     return kinds.get(form.scales)
 
@@ -135,7 +185,7 @@ class WordLayout:
     @functools.cached_property
     def scale_rows(self) -> int:
         form = self.format
-        if form.scales == ROW:
+        if form.of_row:
             return 1
         return self.steps * form.scale_words if form.group <= form.step else -(-self.steps * form.step // form.group)
 
@@ -164,7 +214,7 @@ def word_layout(matrix: PackedMatrix) -> WordLayout | None:
 
 def to_words(packed: Tensor, layout: WordLayout) -> Tensor | None:
     """uint8 in the CPU's layout -> int32 `[words]` on the same device; None: a scale is beyond what kernels multiply
-    with."""
+    with, or a code is not a number."""
     words = torch.zeros(layout.words, dtype=torch.int32, device=packed.device)
     low, high, heads, scales = layout.parts_of(words)
     matrix, strip = layout.matrix, layout.matrix.strip(0)
@@ -176,8 +226,10 @@ def to_words(packed: Tensor, layout: WordLayout) -> Tensor | None:
             start = matrix.strip_at(half)
             strips = blocks[first : first + height, start : start + strip.bytes]
             at = slice(first, first + strips.shape[0]), half
-            _put_codes(planes(strips[:, strip.codes_at :], strip), layout, low, high, at)
-            form = strip.format
+            codes, form = planes(strips[:, strip.codes_at :], strip), strip.format
+            if layout.format.element == E4M3:
+                in_range &= ((codes & E4M3_NAN) != E4M3_NAN).all()
+            _put_codes(codes, layout, low, high, at)
             row = packed_fields(strips, 0, form.row, 1)
             spans = packed_fields(strips, strip.row_bytes, form.fields, strip.spans) if strip.spans else []
             entries, head_entries = _scale_entries(layout.format, form, row, spans)
@@ -198,15 +250,16 @@ def _put(words: Tensor, target: Tensor, at: tuple[slice, int]) -> None:
 def _put_codes(codes: Tensor, layout: WordLayout, low: Tensor, high: Tensor, at: tuple[slice, int]) -> None:
     """uint8 `[blocks, 16, K]`."""
     form = layout.format
-    if form.zero == 128 and layout.matrix.formats[0].element == "int8":
+    if layout.matrix.formats[0].element == "int8":
         codes = codes ^ 128
     padded = torch.nn.functional.pad(codes, (0, layout.steps * form.step - codes.shape[-1]))
-    for bits, lowest, target in ((form.low, 0, low), (form.high, form.low, high)):
+    planes_of_words = (form.low, 0, form.low_places, low), (form.high, form.low, form.high_places, high)
+    for bits, lowest, places, target in planes_of_words:
         if bits:
             parts = padded.view(*codes.shape[:2], -1, 32 // bits, form.rows)
             words = torch.zeros_like(parts[..., 0, :], dtype=torch.int32)
-            for part in range(32 // bits):
-                words |= ((parts[..., part, :].int() >> lowest) & ((1 << bits) - 1)) << (bits * part)
+            for part, place in enumerate(places):
+                words |= ((parts[..., part, :].int() >> lowest) & ((1 << bits) - 1)) << place
             _put(words.flatten(2), target, at)
 
 
@@ -223,6 +276,10 @@ def _scale_entries(form: WordFormat, strip: StripFormat, row: Fields, spans: Fie
     if form.scales in (ROW, STRIP, F32, F16, BF16):
         dtype = {F16: half, BF16: torch.bfloat16}.get(form.scales, torch.float32)
         return _bits((spans or row)[0][..., 0], dtype), None
+    if form.scales in (F16_ZERO, BF16_ZERO):
+        scale, zero = (field[..., 0] for field in spans or row)
+        unsigned = zero.int() + (128 if strip.element == "int8" else 0)
+        return _bits(scale, half if form.scales == F16_ZERO else torch.bfloat16) | (unsigned << 16), None
     if form.scales == E8M0:
         return spans[0][..., 0].int(), None
     if form.scales == NESTED:
@@ -248,8 +305,8 @@ def _are_in_range(entries: Tensor, form: WordFormat) -> Tensor:
         return (entries <= LARGEST_E8M0[form.element]).all()
     if form.scales in (ROW, STRIP, F32):
         return (entries.view(torch.float32).abs() < LARGEST_SCALE).all()
-    if form.scales == BF16:
-        return ((entries << 16).view(torch.float32).abs() < LARGEST_SCALE).all()
+    if form.scales in (BF16, BF16_ZERO):
+        return ((entries << 16).view(torch.float32).abs() < LARGEST_BF16_SCALE).all()
     return torch.ones((), dtype=torch.bool, device=entries.device)
 
 
@@ -276,9 +333,9 @@ def from_words(words: Tensor, layout: WordLayout) -> Tensor:
         for half in range(2):
             at = slice(first, first + height), half
             strips = blocks[at[0], matrix.strip_at(half) : matrix.strip_at(half) + strip.bytes]
-            codes = _taken_codes(_taken(low, at, TILE_N), form.low, form.rows)
+            codes = _taken_codes(_taken(low, at, TILE_N), form.low, form.low_places, form.rows)
             if form.high:
-                codes |= _taken_codes(_taken(high, at, TILE_N), form.high, form.rows) << form.low
+                codes |= _taken_codes(_taken(high, at, TILE_N), form.high, form.high_places, form.rows) << form.low
             if strip.format.element == "int8":
                 codes ^= 128
             strips[:, strip.codes_at :] = packed_planes(codes[..., : strip.k_tiles * TILE_K], strip)
@@ -295,9 +352,9 @@ def _taken(words: Tensor, at: tuple[slice, int], entries: int) -> Tensor:
     return words.view(words.shape[0], -1, 2, entries)[:, at[0], at[1]].permute(1, 2, 0)
 
 
-def _taken_codes(words: Tensor, bits: int, rows: int) -> Tensor:
+def _taken_codes(words: Tensor, bits: int, places: tuple[int, ...], rows: int) -> Tensor:
     """uint8 `[blocks, 16, K]`."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)[:, None]
+    shifts = torch.tensor(places, dtype=torch.int32, device=words.device)[:, None]
     parts = (words.reshape(*words.shape[:-1], -1, rows).unsqueeze(-2) >> shifts) & ((1 << bits) - 1)
     return parts.to(torch.uint8).flatten(2)
 
@@ -326,6 +383,10 @@ def _field_values(form: WordFormat, strip: Strip, entries: Tensor, heads: Tensor
     held = entries[..., :count].reshape(*entries.shape[:-1], max(1, spans), -1)
     if form.scales in (ROW, STRIP, F32, F16, BF16):
         value = [_number(held, {F16: half, BF16: torch.bfloat16}.get(form.scales, torch.float32))]
+        return ([], value) if spans else (value, [])
+    if form.scales in (F16_ZERO, BF16_ZERO):
+        zero = (held >> 16) - (128 if strip.format.element == "int8" else 0)
+        value = [_number(held, half if form.scales == F16_ZERO else torch.bfloat16), zero]
         return ([], value) if spans else (value, [])
     if form.scales == E8M0:
         return [], [held]
