@@ -285,3 +285,28 @@ def test_serving_by_rules(directory: Path, tmp_path: Path) -> None:
     assert any("everything is computed on the CPU" in line for line in lines)
     modules = service.registry._modules._linears
     assert sum(isinstance(module, CountingLinear) for module in modules.values()) == 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "spec"), [("KLinearQ8", "int8"), ("KLinearMarlin", "int4:32")])
+def test_linear_operators_on_a_gpu(op: str, spec: str, directory: Path, tmp_path: Path) -> None:
+    """Encoded in host memory and moved: the same numbers as on the CPU, read by captured steps."""
+    from ktransformers.serve.flags import Launch
+    from ktransformers.serve.launch import open_service
+    from ktransformers.serve.target import resolve_target
+
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(linear_rule(op))
+    file = tmp_path / "infer.yaml"
+    file.write_text(json.dumps({"model_name_or_path": str(directory), "kt_optimize_rule": str(rules)}))
+    lines: list[str] = []
+    launch = Launch(str(file), device="cuda", dtype="bfloat16", max_total_tokens=256, prepare_workers=1)
+    service = open_service(launch, resolve_target(str(file)), lines.append)
+    model = service.engine.forward.model
+    layer, name = model.model.layers[0].self_attn.q_proj, "model.layers.0.self_attn.q_proj.weight"
+    assert isinstance(layer, KTransformersLinear) and isinstance(layer.weight, CodedWeight)
+    assert (layer.weight.spec, layer.weight.device.type) == (spec, "cuda")
+    expected = load_model(directory, rest=spec, widen=False).get_parameter(name)
+    assert torch.equal((layer.weight + 0).cpu(), expected + 0)
+    assert service.approximations["kt_optimize_rule"] == "rules.yaml"
+    assert any(f"linear layers outside of the experts in {spec}" in line for line in lines), lines

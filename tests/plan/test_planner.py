@@ -28,7 +28,7 @@ from ktransformers.plan import (
 )
 from ktransformers.plan.expert_time import cpu_layer_seconds
 from ktransformers.plan.machine import parse_bytes
-from ktransformers.plan.memory import HUGE_PAGE, loss_bytes, predict_memory
+from ktransformers.plan.memory import HUGE_PAGE, coded_part, loss_bytes, predict_memory
 from ktransformers.plan.meter import Meter, anonymous_bytes, compare_with_plan
 from ktransformers.plan.planner import evaluate
 from ktransformers.plan.step_time import dense_seconds, predict_time
@@ -167,6 +167,24 @@ def test_codes_are_read_at_their_measured_rate() -> None:
     small = replace(machine, gpus=(replace(machine.gpus[0], memory=24 << 30),))
     kept = dense_seconds(keeps, 1, 0, small, Choice("fp8", 1, linear_format="keep"), 2)
     assert kept == pytest.approx(numbers / (0.73 * bandwidth))
+
+
+@pytest.mark.parametrize(
+    ("name", "linear_format"), [("deepseek-v3", "keep"), ("deepseek-v3", "q4_k"), ("deepseek-v2", "q4_k")]
+)
+def test_a_token_reads_little_more_than_the_file_on_a_cpu(name: str, linear_format: str) -> None:
+    """`kv_b_proj` is in bf16 there, once for its keys and once for its values; everything else in the bits of the
+    release: at most 1.1 times the bytes of the file."""
+    model = open_shape(name)
+    form = "fp8" if linear_format == "keep" else "int4"
+    experts = model.expert_layers * model.top_k * expert_bytes(model, Choice(form))
+    numbers, size = coded_part(model, Choice(form, linear_format=linear_format))
+    in_codes = model.coded_numbers if linear_format == "keep" else numbers + 2 * model.absorbed_numbers
+    per_code = size / numbers
+    others = model.rest - model.embedding - in_codes  # of routers and norms, numbers in both
+    file = experts + in_codes * per_code + 2 * others
+    read = experts + size + 2 * (2 * model.absorbed_numbers) + 2 * others
+    assert 1 < read / file < 1.1
 
 
 def test_split_dequantises_larger_layers_at_once() -> None:
