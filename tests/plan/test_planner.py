@@ -170,11 +170,12 @@ def test_codes_are_read_at_their_measured_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "linear_format"), [("deepseek-v3", "keep"), ("deepseek-v3", "q4_k"), ("deepseek-v2", "q4_k")]
+    ("name", "linear_format", "most"),
+    [("deepseek-v3", "keep", 1.04), ("deepseek-v3", "q4_k", 1.1), ("deepseek-v2", "q4_k", 1.13)],
 )
-def test_a_token_reads_little_more_than_the_file_on_a_cpu(name: str, linear_format: str) -> None:
-    """`kv_b_proj` is in bf16 there, once for its keys and once for its values; everything else in the bits of the
-    release: at most 1.1 times the bytes of the file."""
+def test_a_token_reads_little_more_than_the_file_on_a_cpu(name: str, linear_format: str, most: float) -> None:
+    """In bf16 `kv_b_proj` is numbers there, half of them for keys and half for values; everything else has the bits of
+    the release. DeepSeek-V2 has most of it for its size."""
     model = open_shape(name)
     form = "fp8" if linear_format == "keep" else "int4"
     experts = model.expert_layers * model.top_k * expert_bytes(model, Choice(form))
@@ -184,7 +185,7 @@ def test_a_token_reads_little_more_than_the_file_on_a_cpu(name: str, linear_form
     others = model.rest - model.embedding - in_codes  # of routers and norms, numbers in both
     file = experts + in_codes * per_code + 2 * others
     read = experts + size + 2 * (2 * model.absorbed_numbers) + 2 * others
-    assert 1 < read / file < 1.1
+    assert 1 < read / file < most
 
 
 def test_split_dequantises_larger_layers_at_once() -> None:
