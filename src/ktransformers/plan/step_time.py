@@ -59,7 +59,7 @@ ADAM_SHARE = 0.62  # of the read rate that torch's AdamW reaches with eight thre
 # that, 6 to 7 us each in any format, is part of INFERENCE_LAYER_SECONDS.
 CODES_SHARE = {"fp8": 0.73, "int8": 0.87, "int4": 0.52, "mxfp4": 0.40, "q4_k": 0.47, "q6_k": 0.46}
 EIGHT_BITS, FEWER_BITS = "fp8", "q6_k"  # whose shares other formats have
-DECODED_FIRST = ("iq", "tq1", "uint")  # how formats begin whose codes no GPU kernel multiplies
+DECODED_FIRST = ("iq", "tq1")  # how formats begin whose codes no GPU kernel multiplies
 CODED_ROWS = 64  # that are multiplied with codes; for more the weight is decoded (nn/device_codes/linear.py),
 DECODE_SHARE = 0.7  # at this share of the nominal bandwidth for what is read and written: V3's o, measured there
 PREFETCH_ROWS = 4  # per expert on average: from here on the next layer's experts are prefetched
