@@ -50,6 +50,7 @@ ROW, STRIP, F32, F16, BF16, E8M0, NESTED, MINS, Q4K, Q2K, BYTES, F16_ZERO, BF16_
 )
 ROW_BLOCKS = 4
 LARGE_MATRIX = 1 << 26
+SHARED_BYTES = 104 << 10  # that copies in flight take at most for up to 64 rows, so that two programs fit
 FIXED_BYTES = 4 << 10  # of shared memory, besides the copies in flight
 SUM_EXPONENT = 65  # of two, with which sums of integers' products are multiplied
 # Of scales, and of sums: together the difference between float32's bias and the code's.
@@ -426,15 +427,16 @@ def card_of(device: torch.device) -> Card:
 
 
 def configuration(rows: int, layout: WordLayout, card: Card) -> Configuration | None:
-    """For x of `rows` rows, as measured on an H200 (docs/log.md); None: decoding W first is faster. Up to 16 rows a
-    program has 64 outputs and two warps, with which tensor cores get x from registers; with four warps and more rows
-    they read x from shared memory, and a step is divided so that several programs fit into a multiprocessor."""
+    """For x of `rows` rows, as measured on an H200 (docs/log.md); None: decoding W first is faster. On capability 9
+    tensor cores get x from registers in programs of two warps, which is faster for small tiles, and from shared memory
+    in larger ones. A step of many rows is divided so that several programs fit into a multiprocessor."""
     form, matrix = layout.format, layout.matrix
     large = matrix.rows * matrix.columns >= LARGE_MATRIX
     halves = 2 if form.rows == 32 else 1
     if rows <= 16:
-        wide = rows <= 8 and large and form.low == 4
-        block_m, block_n, warps, stages, turns = 8 if rows <= 8 else 16, 128 if wide else 64, 4 if wide else 2, 3, 1
+        wide = large and (rows <= 8 or form.low == 8 or form.high > 0)
+        block_m, turns, stages = 8 if rows <= 8 else 16, 1, 2 if wide and form.high else 3
+        block_n, warps = (128, 4) if wide else (64, 4 if form.high else 2)
         programs = (3 if wide else 4 if large else 2) * card.processors
     elif rows <= 64:
         block_m, block_n, warps, turns = triton.next_power_of_2(rows), 128 if halves == 2 else 64, 4, halves
@@ -448,7 +450,8 @@ def configuration(rows: int, layout: WordLayout, card: Card) -> Configuration | 
     blocks = -(-matrix.rows // block_n)
     splits = max(1, min(programs // blocks, layout.steps // 2))
     stage = (4 * block_n * layout.words // (layout.width * layout.steps) + 2 * block_m * form.step) // turns
-    stages = max(2, min(stages, (card.shared_bytes - FIXED_BYTES) // stage))
+    copies = min(card.shared_bytes - FIXED_BYTES, card.shared_bytes if rows > 64 else SHARED_BYTES)
+    stages = max(2, min(stages, copies // stage))
     return Configuration(block_m, block_n, splits, warps, stages, makes_pairs(form, card.capability), turns)
 
 
