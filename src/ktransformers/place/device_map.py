@@ -118,7 +118,8 @@ def make_current(module: nn.Module, device: torch.device) -> None:
         torch.cuda.set_device(device)
 
     def leave(*_: Any) -> None:
-        torch.cuda.set_device(entered.pop())
+        if entered:  # none where an earlier hook has failed
+            torch.cuda.set_device(entered.pop())
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, always_call=True)
