@@ -230,7 +230,7 @@ struct DownBackward {
   TransposedBlocks transposed;
   size_t block_bytes;
   int32_t block0, block1;
-  const LoraTerm* lora_term;  // applied in the first chunk
+  const LoraTerm* lora_term;  // applied in the last chunk, with dropout in the first
   int32_t lora_terms;
   Dropout dropout;  // of the LoRA terms' sum
   bool first, last;

@@ -113,7 +113,9 @@ void Backward::run_unit(const UpUnit& unit, const UpUnit*, char* slice) {
       back.transposed = transpose_blocks(store, segment.expert, k, now, j, back.block1, overlap, transposed, jobs);
       back.sums = slice + plan_.panel_bytes + (j - first) * block_sums;
       std::vector<LoraTerm> lora_terms;
-      if (back.first) lora_terms = transposed_lora_terms(unit, Factor::down_a, j, back.block1, slice);
+      // After all of K, as without chunks: how many chunks there are depends on the rows. With dropout they come first.
+      if (back.dropout.seeds ? back.first : back.last)
+        lora_terms = transposed_lora_terms(unit, Factor::down_a, j, back.block1, slice);
       back.lora_term = lora_terms.data();
       back.lora_terms = (int32_t)lora_terms.size();
       kernels.down_backward(back);

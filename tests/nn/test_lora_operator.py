@@ -237,3 +237,26 @@ def test_gradients_have_the_strides_of_their_factors() -> None:
     lora = ExpertLora(gate_up=Factor(a, dense, 0.5))
     apply_experts(store, hidden, ids, weights, lora=lora).sum().backward()
     assert torch.equal(b.grad, twin.grad)
+
+
+def test_gradients_do_not_depend_on_other_rows_where_k_is_cut(isa: str) -> None:
+    """Few rows take hidden whole, 150 rows take it in chunks: LoRA's terms are added after all of it in both."""
+    hidden_size, wide, rank = 3584, 16, 4
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).bfloat16()
+
+    store = ExpertStore(1, hidden_size, wide, isa=isa)
+    store.pack(gate=normal(1, wide, hidden_size), up=normal(1, wide, hidden_size), down=normal(1, hidden_size, wide))
+    gate, up = (Factor(normal(1, rank, hidden_size), normal(1, wide, rank), 2.0) for _ in range(2))
+    down = Factor(normal(1, rank, wide), normal(1, hidden_size, rank), 2.0)
+    adapters = [packed_adapter(store, factors_of(ExpertLora(gate=gate, up=up, down=down)))]
+    rows, grads = normal(150, hidden_size), normal(150, hidden_size)
+
+    def backward(count: int) -> tuple[Tensor, Tensor]:
+        ids, weights = torch.zeros(count, 1, dtype=torch.int64), torch.ones(count, 1)
+        return store.backward(grads[:count], rows[:count], ids, weights, adapters=adapters)
+
+    for all_rows, few_rows in zip(backward(150), backward(20), strict=True):
+        assert torch.equal(all_rows[:20], few_rows)
