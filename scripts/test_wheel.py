@@ -25,6 +25,7 @@ from pythons import Interpreter, find
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "test-wheel"
 FIXTURES = ROOT / "tests" / "data" / "v0.1.0"
+EXAMPLES = ROOT / "src" / "ktransformers" / "examples"
 KEPT = ("HOME", "LANG", "TMPDIR")  # of the environment, and what pip is configured by
 
 
@@ -100,6 +101,12 @@ def train_serve_prove(venv: Venv, folder: Path) -> str:
     return str(report["proof"])
 
 
+def missing_examples(package: Path) -> list[str]:
+    """Rule files and recipes of the checkout that an installed package lacks."""
+    names = [str(file.relative_to(EXAMPLES)) for file in sorted(EXAMPLES.rglob("*.yaml"))]
+    return [name for name in names if not (package / "examples" / name).is_file()]
+
+
 def check(python: Interpreter, wheel: Path, offline: bool) -> None:
     venv = Venv(WORK / f"python{python}")
     begin = time.monotonic()
@@ -108,6 +115,8 @@ def check(python: Interpreter, wheel: Path, offline: bool) -> None:
     module = Path(venv.run("python", "-c", "from ktransformers import _core; print(_core.__file__)").strip())
     if not module.is_relative_to(venv.path):
         raise SystemExit(f"{module} is not of {venv.path}")
+    if missing := missing_examples(module.parent):
+        raise SystemExit(f"{wheel} lacks {', '.join(missing)}")
     doctor = json.loads(venv.run("kt", "doctor", "--json"))
     proof = train_serve_prove(venv, WORK / f"loop{python}")
     print(f"Python {python}: {wheel.name}, {doctor['isa']}, installed in {installed - begin:.0f} s")
