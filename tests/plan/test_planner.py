@@ -159,14 +159,14 @@ def test_codes_are_read_at_their_measured_rate() -> None:
 
     numbers, bandwidth = model.layers * model.rest_per_layer, machine.gpus[0].bandwidth
     assert seconds(1, None) == pytest.approx(2 * numbers / bandwidth)
-    assert seconds(1, "int4:32") == pytest.approx(numbers * (0.5 + 2 / 32) / (0.52 * bandwidth))
-    order = [seconds(1, name) for name in ("int4:32", "int8", "fp8:128x128", "q6_k", None, "iq4_xs")]
-    assert order == sorted(order), "as measured: four bits take as long as eight, and fewer than bf16"
+    assert seconds(1, "int4:32") == pytest.approx(numbers * (0.5 + 2 / 32) / (0.74 * bandwidth))
+    order = [seconds(1, name) for name in ("int4:32", "fp8:128x128", "q6_k", None, "iq4_xs")]
+    assert order == sorted(order), "as measured: fewer bits take less time, until codes are decoded first"
     assert seconds(4096, "int8") == pytest.approx(seconds(4096, None) + 3 * numbers / (0.7 * bandwidth), rel=0.01)
     keeps = replace(model, coded_numbers=model.rest, coded_bytes=model.rest)
     small = replace(machine, gpus=(replace(machine.gpus[0], memory=24 << 30),))
     kept = dense_seconds(keeps, 1, 0, small, Choice("fp8", 1, linear_format="keep"), 2)
-    assert kept == pytest.approx(numbers / (0.73 * bandwidth))
+    assert kept == pytest.approx(numbers / (0.85 * bandwidth))
 
 
 @pytest.mark.parametrize(

@@ -54,10 +54,10 @@ CALLBACK_SECONDS = 50e-6  # of a layer's experts: two host callbacks of 23 us, m
 HEAD_PASSES = 3  # the head: forward, recomputed in backward, and its gradient
 ADAM_BYTES = 28  # read and written per trained number: weight, gradient, two moments
 ADAM_SHARE = 0.62  # of the read rate that torch's AdamW reaches with eight threads: 16 ms for 53 million numbers
-# Share of a GPU's nominal bandwidth at which few rows read the codes of a large matrix: DeepSeek-V3's head in one row
-# on an H200 (bench/results/current/gpu-linear.json); bf16 reaches 0.95 and counts as 1. What small matrices take beside
-# that, 6 to 7 us each in any format, is part of INFERENCE_LAYER_SECONDS.
-CODES_SHARE = {"fp8": 0.73, "int8": 0.87, "int4": 0.52, "mxfp4": 0.40, "q4_k": 0.47, "q6_k": 0.46}
+# Share of a GPU's nominal bandwidth at which few rows read the codes of a large matrix: DeepSeek-V3's head in one and
+# in 16 rows on an H200 (bench/gpu_linear.py), the mean; bf16 reaches 0.95 and counts as 1. What small matrices take
+# beside that, 6 to 7 us each in any format, is part of INFERENCE_LAYER_SECONDS.
+CODES_SHARE = {"fp8": 0.85, "int8": 0.85, "int4": 0.74, "mxfp4": 0.59, "q4_k": 0.51, "q6_k": 0.42}
 EIGHT_BITS, FEWER_BITS = "fp8", "q6_k"  # whose shares other formats have
 DECODED_FIRST = ("iq", "tq1")  # how formats begin whose codes no GPU kernel multiplies
 CODED_ROWS = 64  # that are multiplied with codes; for more the weight is decoded (nn/device_codes/linear.py),

@@ -1,8 +1,9 @@
 """Products of x `[heads, T, .]`, head by head, with some rows of each head in one weight `[N, K]` in packed codes.
 
 That is how latent attention uses `kv_b_proj` when it absorbs it (`serve/engine/latent.py`). Up to DIRECT_ROWS rows of
-bf16 are multiplied with codes that lie in words, in one kernel for all heads (`head_products_triton.py`), which reads
-the bytes of the codes alone. Everything else decodes the rows of the heads, for this product alone.
+bf16, or half as many along rows, are multiplied with codes that lie in words, in one kernel for all heads
+(`head_products_triton.py`), which reads the bytes of the codes alone. Everything else decodes the rows of the heads,
+for this product alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from ktransformers.triton_modules import import_triton_module
 
 TRITON = "ktransformers.nn.device_codes.head_products_triton"
 DIRECT_ROWS = 64
-CHECKED_ROWS = (1, DIRECT_ROWS)
+DIRECT_ROWS_ALONG_ROWS = 32  # that take no longer than decoding: programs have 16 of them
+CHECKED_ROWS = (1, DIRECT_ROWS_ALONG_ROWS)
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ def multiply_heads(
 
 def reads_codes(codes: DeviceCodes, x: Tensor, rows: HeadRows, along_rows: bool) -> bool:
     """Whether x is multiplied without decoding."""
-    if not codes.reads_codes or x.dtype != torch.bfloat16 or not 0 < x.shape[1] <= DIRECT_ROWS or x.stride(2) != 1:
+    most = DIRECT_ROWS_ALONG_ROWS if along_rows else DIRECT_ROWS
+    if not codes.reads_codes or x.dtype != torch.bfloat16 or not 0 < x.shape[1] <= most or x.stride(2) != 1:
         return False
     kernels = import_triton_module(TRITON)
     return kernels is not None and (not along_rows or rows.count <= kernels.MAX_COUNT)

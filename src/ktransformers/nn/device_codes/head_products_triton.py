@@ -124,12 +124,11 @@ def _product(
 
 
 def configuration(rows: int, count: int, along_rows: bool) -> Configuration:
-    """For x of `rows` rows and `count` rows of the weight for each head. Along rows a program has one step: with two
-    stages of copies, in shared memory for the layout alone, all programs of a layer are resident at once, and more than
-    16 rows of x are other programs."""
+    """For x of `rows` rows and `count` rows of the weight for each head, as measured on an H200 (docs/log.md). Along
+    rows a program has one step, and more than 16 rows of x are other programs."""
     whole = max(MIN_BLOCK, triton.next_power_of_2(count))
     if along_rows:
-        return Configuration(MIN_BLOCK, whole, stages=2)
+        return Configuration(MIN_BLOCK, whole)
     return Configuration(max(MIN_BLOCK, min(64, triton.next_power_of_2(rows))), min(64, whole))
 
 
