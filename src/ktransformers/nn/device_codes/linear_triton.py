@@ -49,7 +49,7 @@ ROW, STRIP, F32, F16, BF16, E8M0, NESTED, MINS, Q4K, Q2K, BYTES, F16_ZERO, BF16_
     tl.constexpr(number) for number in range(13)
 )
 ROW_BLOCKS = 4
-LARGE_MATRIX = 1 << 26
+LARGE_MATRIX, MANY_ROWS_MATRIX = 1 << 26, 1 << 24  # weights; the latter for more than 64 rows
 SHARED_BYTES = 104 << 10  # that copies in flight take at most for up to 64 rows, so that two programs fit
 FIXED_BYTES = 4 << 10  # of shared memory, besides the copies in flight
 SUM_EXPONENT = 65  # of two, with which sums of integers' products are multiplied
@@ -431,17 +431,18 @@ def configuration(rows: int, layout: WordLayout, card: Card) -> Configuration | 
     tensor cores get x from registers in programs of two warps, which is faster for small tiles, and from shared memory
     in larger ones. A step of many rows is divided so that several programs fit into a multiprocessor."""
     form, matrix = layout.format, layout.matrix
-    large = matrix.rows * matrix.columns >= LARGE_MATRIX
+    size = matrix.rows * matrix.columns
+    large = size >= LARGE_MATRIX
     halves = 2 if form.rows == 32 else 1
     if rows <= 16:
         wide = large and (rows <= 8 or form.low == 8 or form.high > 0)
-        block_m, turns, stages = 8 if rows <= 8 else 16, 1, 2 if wide and form.high else 3
+        block_m, turns, stages = 8 if rows <= 8 and halves == 2 else 16, 1, 2 if wide and form.high else 3
         block_n, warps = (128, 4) if wide else (64, 4 if form.high else 2)
         programs = (3 if wide else 4 if large else 2) * card.processors
     elif rows <= 64:
         block_m, block_n, warps, turns = triton.next_power_of_2(rows), 128 if halves == 2 else 64, 4, halves
         stages, programs = 4, (2 if large else 1) * card.processors
-    elif rows <= 128 and halves == 2 and card.capability[0] == 9:
+    elif rows <= 128 and halves == 2 and size >= MANY_ROWS_MATRIX and card.capability[0] == 9:
         block_m, block_n, warps, stages, turns, programs = 128, 256, 8, 3, halves, card.processors
     else:
         return None
