@@ -141,8 +141,8 @@ def _scales(raw, factors, base, SCALE: tl.constexpr, FACTOR: tl.constexpr):
 
 @triton.jit
 def _words(words, row, inside, PLAIN: tl.constexpr):
-    """Rows of words; a tile of 16 rows of bf16 is followed by that of the other half of the block. Each is read once, so
-    that L1 is left to x."""
+    """Rows of words; a tile of 16 rows of bf16 is followed by that of the other half of the block. Each is read once:
+    L1 is left to x."""
     at = words + (row // 16 * 512 + row % 16 * 16 if PLAIN else row * 32)
     return tl.load(at, mask=inside, other=0, eviction_policy="evict_first")
 
