@@ -8,8 +8,8 @@ roof of small batches: the weights over the rate of the variant's own packed GEM
 share of the slower of the two. A
 few experts are encoded and the others repeat their bytes, since encoding a layer would take longer than measuring it;
 errors are taken on those few alone. Formats of GGUF hold random blocks and have no error: most have no encoder.
-`int8+w8a8` is int8 with 8-bit activations, and so is `int4:32+w8a8`; their roof is the bare product of bytes, and they
-are not trained.
+`int8+w8a8` is int8 with 8-bit activations, and so are `int4:32+w8a8` and `q4_k+w8a8`; their roof is the bare product of
+bytes, and they are not trained.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ktransformers.checkpoint.encoded import Encoded
 
 W8A8 = "+w8a8"  # behind a format: activations as bytes, too
+WITHOUT_W8A8 = ("bf16", "fp8", "mxfp8")
 DEFAULT_FORMATS = ("int8", "int8+w8a8", "int4:32", "int4:32+w8a8", "fp8:128x128", "mxfp4", "q4_k", "q6_k", "bf16")
 DEFAULT_TOKENS = (1, 16, 512, 2048, 8192)
 MODES = ("forward_lora", "backward_lora")
@@ -108,8 +109,8 @@ def check_formats(parser: argparse.ArgumentParser, formats: list[str]) -> None:
             )
         try:
             stored = name.removesuffix(W8A8)
-            if name != stored and stored.partition(":")[0] not in ("int8", "int4"):
-                parser.error(f"--formats: {name}: only int8 and int4 have 8-bit activations")
+            if name != stored and stored.partition(":")[0] in WITHOUT_W8A8:
+                parser.error(f"--formats: {name}: {stored} has no integer codes, and so no 8-bit activations")
             if name != "bf16":
                 format_of(stored)
         except InputError as error:

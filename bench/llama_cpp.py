@@ -8,7 +8,8 @@ Q8_0 and Q4_K_M. For each file llama.cpp (`peers/llama_speed.cpp`) and our engin
 times one, then the other: new tokens of 1 and 8 streams, and prompts. Ours chooses each token (argmax) and turns it
 into text; llama.cpp decodes random tokens and samples nothing. A ratio is the median over rounds of ours over
 llama.cpp's of the same round. `--vocabulary` is smaller than a real one, so that the output matrix has the share of a
-step that it has in a model with all its layers. The bars are those of serving on a CPU: see `BARS`.
+step that it has in a model with all its layers. The bars are those of serving on a CPU: see `BARS`. With `--w8a8` every
+round also times ours with 8-bit activations (`kt serve --kt-w8a8`), which llama.cpp always has; not in BF16.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ FILES = ("BF16", "Q8_0", "Q4_K_M")
 BARS = {"BF16": 1.0, "Q8_0": 0.9, "Q4_K_M": 0.9}  # one stream
 BAR_OF_STREAMS, BAR_OF_PROMPTS = 1.1, 2.0
 WARM = 4  # tokens that are written before any are counted
-HEADS = ("file", "test", "streams", "ours t/s", "llama.cpp t/s", "ratio", "spread", "bar", "foreign")
-WIDTHS = (6, 6, 7, 9, 13, 6, 6, 10, 7)
+HEADS = ("file", "test", "streams", "ours t/s", "llama.cpp t/s", "ratio", "spread", "bar", "foreign", "w8a8")
+WIDTHS = (6, 6, 7, 9, 13, 6, 6, 10, 7, 6)
 
 
 class Peer:
@@ -90,6 +91,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--peer-threads", type=int, default=len(os.sched_getaffinity(0)), help="default: every CPU")
     parser.add_argument("--chunk", type=int, default=512, help="prompt tokens in a step, as --chunked-prefill-size")
     parser.add_argument("--dtype", default="auto", help="of everything but the experts")
+    parser.add_argument("--w8a8", action="store_true", help="in every round also ours with 8-bit activations")
     parser.add_argument("--folder", type=Path, help="for the model; kept. Default: a temporary one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the document here, after every cell")
     args = parser.parse_args(argv)
@@ -130,24 +132,49 @@ def measure_ours(client: Client, draw: random.Random, top: int, test: Test, stre
     return rate(test, client.begin(prompts, test.new + 1, [None] * streams))
 
 
+class Activations:
+    """Switches a client's model between exact and 8-bit activations."""
+
+    def __init__(self, client: Client, wanted: bool) -> None:
+        from ktransformers.nn.w8a8 import use_w8a8
+
+        self._switch = use_w8a8
+        self._model = client.model if wanted else None
+
+    @property
+    def modes(self) -> tuple[bool, ...]:
+        return (False,) if self._model is None else (False, True)
+
+    def use(self, w8a8: bool) -> None:
+        if self._model is not None:
+            self._switch(self._model, w8a8)
+
+
 def measure(
     args: argparse.Namespace, client: Client, peer: Peer, file: str, test: Test, streams: int
 ) -> dict[str, Any]:
     draw = random.Random(test.prompt + streams)
+    activations = Activations(client, args.w8a8 and file != "BF16")
     warm = Test(test.prompt, min(test.new, WARM))
-    measure_ours(client, draw, args.vocabulary, warm, streams)
+    for w8a8 in activations.modes:
+        activations.use(w8a8)
+        measure_ours(client, draw, args.vocabulary, warm, streams)
     peer.rate(warm, streams)
     ours: list[float] = []
     theirs: list[float] = []
+    rounded: list[float] = []
     foreign, first = 0.0, time.perf_counter()
     while not ours or (len(ours) < args.rounds and time.perf_counter() - first < args.seconds):
         theirs.append(peer.rate(test, streams))
         watch = Watch()
-        ours.append(measure_ours(client, draw, args.vocabulary, test, streams))
+        for w8a8 in activations.modes:
+            activations.use(w8a8)
+            (rounded if w8a8 else ours).append(measure_ours(client, draw, args.vocabulary, test, streams))
         foreign = max(foreign, watch.foreign())
+    activations.use(False)
     ratios = [own / other for own, other in zip(ours, theirs, strict=True)]
     ratio, least = statistics.median(ratios), bar(file, test, streams)
-    return {
+    cell = {
         "file": file,
         "test": test.name,
         "streams": streams,
@@ -160,6 +187,11 @@ def measure(
         "met": ratio >= least,
         "foreign": foreign,  # share of the CPUs that other programs took in our round, the most of all rounds
     }
+    if rounded:
+        cell["w8a8_tokens_per_second"] = statistics.median(rounded)
+        cell["w8a8_samples"] = rounded
+        cell["w8a8_ratio"] = statistics.median([own / other for own, other in zip(rounded, theirs, strict=True)])
+    return cell
 
 
 def run(args: argparse.Namespace, document: dict[str, Any], model: Path) -> None:
@@ -195,6 +227,7 @@ def print_cell(table: Table, cell: dict[str, Any]) -> None:
             f"{max(ratios) - min(ratios):.2f}",
             f"{cell['bar']:.1f} {'met' if cell['met'] else 'missed'}",
             f"{cell['foreign']:.0%}",
+            f"{cell['w8a8_ratio']:.2f}" if "w8a8_ratio" in cell else "-",
         )
     )
 

@@ -53,7 +53,8 @@ class InProcess:
 
     def __init__(self, service: Any, clock: bool) -> None:
         self._service = service
-        self._clock = ExpertClock(service.engine.forward.model) if clock else None
+        self.model = service.engine.forward.model
+        self._clock = ExpertClock(self.model) if clock else None
 
     def begin(self, prompts: list[list[int]], new: int, names: list[str | None]) -> list[list[float]]:
         from ktransformers.serve.engine.sampling import Sampling

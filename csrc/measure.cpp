@@ -41,7 +41,7 @@ class MeasureJob final : public Job {
     const int slices = std::max(1, (int)std::ceil(m_.seconds / kSlice));
     double sum = 0;
     for (int i = 0; i < slices && !cancelled(); i++)
-      sum += m_.codes ? kernels_.codes_rate(*m_.codes, m_.rows, m_.seconds / slices, scratch_[index].data(),
+      sum += m_.codes ? kernels_.codes_rate(*m_.codes, m_.rows, m_.x_int8, m_.seconds / slices, scratch_[index].data(),
                                             scratch_[index].size())
                       : kernels_.rate(m_.what, m_.seconds / slices, scratch_[index].data(), scratch_[index].size());
     rates_[index] = sum / slices;

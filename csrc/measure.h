@@ -15,7 +15,8 @@ struct Measurement {
   int threads = 0;                  // number of threads; 0: all
   size_t bytes = 0;                 // scratch of each thread; 0: 640 KiB for `panels`, 64 MiB for `read`
   const Encoding* codes = nullptr;  // instead of `what`: KernelTable::codes_rate of such a block ...
-  int32_t rows = 1;                 // ... and of this many rows
+  int32_t rows = 1;                 // ... and of this many rows,
+  bool x_int8 = false;              // in int8
 };
 
 // Units per second of all threads together. Throws std::runtime_error where the threads do not arrive in time because

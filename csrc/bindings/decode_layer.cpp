@@ -10,6 +10,11 @@ struct PyDecodeLayer::Call {
   HiddenRows rows;
 };
 
+struct PyDecodeLayer::BoundRotary {
+  Array cos, sin;
+  Rotary rotary;
+};
+
 PyDecodeLayer::PyDecodeLayer(const PyPool& pool, int64_t hidden) {
   const int32_t size = in_range("hidden", hidden, 1, 1 << 20);
   if (size % kGemvK) refuse_value("hidden", std::to_string(size), "a multiple of " + std::to_string(kGemvK));
@@ -112,44 +117,91 @@ PyDecodeLayer::Call PyDecodeLayer::bind(nb::handle x, nb::handle out) const {
   return call;
 }
 
-void PyDecodeLayer::attend(nb::handle x, nb::handle out, nb::handle cos, nb::handle sin, nb::list places) const {
-  if (!attends) throw std::runtime_error("the layer has no attention; call set_attention() first");
-  const Call call = bind(x, out);
-  const int64_t tokens = call.rows.tokens;
-  Array c = array_of({"cos", 2, {kBFloat16, kFloat32}}, cos), s = array_of({"sin", 2, {kBFloat16, kFloat32}}, sin);
-  const int64_t size = (int64_t)c.shape(1);
-  const AttentionBlock& a = layer->attention;
-  if (size % 2 || size > a.head_size)
-    refuse_value("cos", std::to_string(size) + " columns", "an even number, at most " + std::to_string(a.head_size));
+PyDecodeLayer::BoundRotary PyDecodeLayer::bind_rotary(nb::handle cos, nb::handle sin, const Call& call) const {
+  BoundRotary bound{
+      array_of({"cos", 2, {kBFloat16, kFloat32}}, cos), array_of({"sin", 2, {kBFloat16, kFloat32}}, sin), {}};
+  const Array &c = bound.cos, &s = bound.sin;
+  const int64_t size = (int64_t)c.shape(1), tokens = call.rows.tokens, head_size = layer->attention.head_size;
+  if (size % 2 || size > head_size)
+    refuse_value("cos", std::to_string(size) + " columns", "an even number, at most " + std::to_string(head_size));
   check_shape("cos", c, {tokens, size}, "tokens, rotated numbers of a head");
   check_shape("sin", s, {tokens, size}, "tokens, rotated numbers of a head");
   check_same_dtype("cos", c, "x", call.x);
   check_same_dtype("sin", s, "x", call.x);
   if (row_stride(c) != row_stride(s)) refuse_value("sin", "another stride than cos", "the same");
+  bound.rotary = {(const char*)c.data(), (const char*)s.data(), row_stride(c) * (int64_t)size_of(type_), (int32_t)size};
+  return bound;
+}
+
+std::vector<KVSequence> PyDecodeLayer::bind_places(nb::handle places, const Call& call,
+                                                   std::vector<Array>& alive) const {
+  const AttentionBlock& a = layer->attention;
+  const int64_t tokens = call.rows.tokens;
   if (length_of("places", places) != tokens)
-    refuse_value("places", std::to_string(places.size()), std::to_string(tokens) + ", one for each row of x");
-  std::vector<Array> alive;
+    refuse_value("places", std::to_string(length_of("places", places)),
+                 std::to_string(tokens) + ", one for each row of x");
   std::vector<KVSequence> sequences;
   for (int64_t row = 0; row < tokens; row++) {
     BoundCache cache = cache_of(places[row], call.x, {a.groups, a.head_size, a.head_size}, alive);
     if (cache.row != row) refuse_value("places", "row " + std::to_string(cache.row), "rows in their order");
     sequences.push_back(cache.sequence);
   }
-  const Rotary rotary{(const char*)c.data(), (const char*)s.data(), row_stride(c) * (int64_t)size_of(type_),
-                      (int32_t)size};
+  return sequences;
+}
+
+void PyDecodeLayer::check_attends() const {
+  if (!attends) throw std::runtime_error("the layer has no attention; call set_attention() first");
+}
+
+void PyDecodeLayer::check_routes(bool w8a8) const {
+  if (!routes) throw std::runtime_error("the layer has no experts; call set_experts() first");
+  const std::string why = w8a8 ? layer->experts.experts->w8a8_unsupported() : "";
+  if (!why.empty()) refuse_value("w8a8", "True", "False for these experts", why);
+}
+
+void PyDecodeLayer::attend(nb::handle x, nb::handle out, nb::handle cos, nb::handle sin, nb::list places) const {
+  check_attends();
+  const Call call = bind(x, out);
+  const BoundRotary bound = bind_rotary(cos, sin, call);
+  std::vector<Array> alive;
+  std::vector<KVSequence> sequences = bind_places(places, call, alive);
   nb::gil_scoped_release released;
-  layer->attend(call.rows, rotary, std::move(sequences));
+  layer->attend(call.rows, bound.rotary, std::move(sequences));
 }
 
 void PyDecodeLayer::route(nb::handle x, nb::handle out, bool w8a8, bool needs_grad) const {
-  if (!routes) throw std::runtime_error("the layer has no experts; call set_experts() first");
+  check_routes(w8a8);
   const Call call = bind(x, out);
-  if (w8a8) {
-    const std::string why = layer->experts.experts->w8a8_unsupported();
-    if (!why.empty()) refuse_value("w8a8", "True", "False for these experts", why);
-  }
   nb::gil_scoped_release released;
   layer->route(call.rows, w8a8, needs_grad);
+}
+
+void PyDecodeLayer::decode_layers(nb::list layers, nb::handle x, nb::handle out, nb::handle cos, nb::handle sin,
+                                  nb::list places, nb::list w8a8, bool needs_grad) {
+  const int64_t count = length_of("layers", layers);
+  if (!count) refuse_value("layers", "none", "one or more");
+  if (length_of("places", places) != count || length_of("w8a8", w8a8) != count)
+    refuse_value("places", std::to_string(places.size()) + " and w8a8 " + std::to_string(w8a8.size()),
+                 std::to_string(count) + " each, as many as layers");
+  const auto& first = nb::cast<const PyDecodeLayer&>(layers[0]);
+  const Call call = first.bind(x, out);
+  const BoundRotary bound = first.bind_rotary(cos, sin, call);
+  std::vector<Array> alive;
+  std::vector<LayerCall> calls;
+  for (int64_t i = 0; i < count; i++) {
+    const auto& given = nb::cast<const PyDecodeLayer&>(layers[i]);
+    const bool rounds = nb::cast<bool>(w8a8[i]);
+    given.check_attends();
+    given.check_routes(rounds);
+    if (given.layer->engine() != first.layer->engine() || given.layer->hidden() != first.layer->hidden() ||
+        given.type_ != first.type_ || given.layer->attention.head_size < bound.rotary.size)
+      refuse_value("layers", "layers of several pools, hidden sizes, dtypes or head sizes", "the same of all");
+    for (const LayerCall& other : calls)
+      if (other.layer == given.layer.get()) refuse_value("layers", "a layer twice", "each once");
+    calls.push_back({given.layer.get(), given.bind_places(places[i], call, alive), rounds, needs_grad && !rounds});
+  }
+  nb::gil_scoped_release released;
+  kt::decode_layers(calls, call.rows, bound.rotary);
 }
 
 }  // namespace kt

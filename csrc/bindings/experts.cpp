@@ -45,7 +45,7 @@ double PyPool::rate(const std::string& what, double seconds, int64_t threads, co
 }
 
 double PyPool::codes_rate(const std::string& format, int64_t rows, double seconds, int64_t threads,
-                          const std::string& isa) {
+                          const std::string& isa, bool w8a8) {
   constexpr int32_t k_tiles = 16;  // of a block that stays in L1
   const Format of_codes = format_of("format", format);
   const Encoding codes(of_codes, of_codes, k_tiles);
@@ -53,6 +53,7 @@ double PyPool::codes_rate(const std::string& format, int64_t rows, double second
   if (!(seconds > 0 && seconds <= 60)) refuse_value("seconds", std::to_string(seconds), "more than 0 and at most 60");
   m.threads = in_range("threads", threads, 0, engine->pool.threads());
   m.rows = in_range("rows", rows, 1, kMaxRows);
+  m.x_int8 = w8a8;
   const KernelTable& table = table_for(isa);
   nb::gil_scoped_release released;
   std::lock_guard lock(measuring);

@@ -166,6 +166,11 @@ void PyCodedLinear::forward(nb::handle x, nb::handle out) const {
   linear->check_source();
 }
 
+void PyCodedLinear::set_w8a8(bool on) {
+  if (on && !linear->supports_w8a8()) refuse_value("w8a8", "True", "False for this format", kNoIntegerCodes);
+  linear->set_w8a8(on);
+}
+
 void PyCodedLinear::decode(int64_t first, nb::handle out) const {
   check_packed();
   Array to = array_of({"out", 2, {kBFloat16, kFloat32}, Strides::dense, Access::write}, out);

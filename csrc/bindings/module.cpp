@@ -184,7 +184,7 @@ NB_MODULE(_core, m) {
       .def("attend", &PyPool::attend, "query"_a, "key"_a, "value"_a, "out"_a, "places"_a, "scale"_a)
       .def("rate", &PyPool::rate, "what"_a, "seconds"_a = 0.1, "threads"_a = 0, "isa"_a = "", "bytes"_a = 0)
       .def("codes_rate", &PyPool::codes_rate, "format"_a, "rows"_a = 1, "seconds"_a = 0.1, "threads"_a = 0,
-           "isa"_a = "");
+           "isa"_a = "", "w8a8"_a = false);
 
   nb::class_<PyCall>(m, "Call")
       .def("submit",
@@ -280,6 +280,9 @@ NB_MODULE(_core, m) {
       .def("memory", &PyCodedLinear::memory)
       .def("checksum", &PyCodedLinear::checksum)
       .def_prop_ro("packed_bytes", [](const PyCodedLinear& l) { return l.linear->bytes(); })
+      .def_prop_ro("supports_w8a8", [](const PyCodedLinear& l) { return l.linear->supports_w8a8(); })
+      .def_prop_rw(
+          "w8a8", [](const PyCodedLinear& l) { return l.linear->w8a8(); }, &PyCodedLinear::set_w8a8)
       .def_prop_ro("isa", [](const PyCodedLinear& l) { return l.linear->isa(); });
 
   nb::class_<PyDecodeLayer>(m, "DecodeLayer")
@@ -290,6 +293,8 @@ NB_MODULE(_core, m) {
            "normalise"_a)
       .def("attend", &PyDecodeLayer::attend, "x"_a, "out"_a, "cos"_a, "sin"_a, "places"_a)
       .def("route", &PyDecodeLayer::route, "x"_a, "out"_a, "w8a8"_a = false, "needs_grad"_a = false);
+  m.def("decode_layers", &PyDecodeLayer::decode_layers, "layers"_a, "x"_a, "out"_a, "cos"_a, "sin"_a, "places"_a,
+        "w8a8"_a, "needs_grad"_a = false);
 
   nb::class_<PyAdapter>(m, "Adapter")
       .def(nb::init<const PyExperts&, int64_t, int64_t, int64_t, bool>(), "experts"_a, "gate_rank"_a = 0,

@@ -33,7 +33,8 @@ struct PyPool {
   // value scales) these are codes of e4m3 with scales of e8m0 [groups, capacity, 1], all uint8.
   void attend(nb::handle query, nb::handle key, nb::handle value, nb::handle out, nb::list places, double scale) const;
   double rate(const std::string& what, double seconds, int64_t threads, const std::string& isa, int64_t bytes);
-  double codes_rate(const std::string& format, int64_t rows, double seconds, int64_t threads, const std::string& isa);
+  double codes_rate(const std::string& format, int64_t rows, double seconds, int64_t threads, const std::string& isa,
+                    bool w8a8);
 };
 
 constexpr int kAlignment = 64;  // of memory that holds what the kernels lay out themselves
@@ -134,6 +135,7 @@ struct PyCodedLinear {
   void decode(int64_t first, nb::handle out) const;    // rows from `first` on
   void gather(nb::handle rows, nb::handle out) const;  // rows by number
   void adopt(nb::handle blocks);                       // those of memory()
+  void set_w8a8(bool on);
   nb::object memory() const;
   uint32_t checksum() const;
 
@@ -167,9 +169,16 @@ struct PyDecodeLayer {
                    bool normalise);
   void attend(nb::handle x, nb::handle out, nb::handle cos, nb::handle sin, nb::list places) const;
   void route(nb::handle x, nb::handle out, bool w8a8, bool needs_grad) const;
+  static void decode_layers(nb::list layers, nb::handle x, nb::handle out, nb::handle cos, nb::handle sin,
+                            nb::list places, nb::list w8a8, bool needs_grad);
 
  private:
   struct Call;
+  struct BoundRotary;
+  BoundRotary bind_rotary(nb::handle cos, nb::handle sin, const Call& call) const;
+  std::vector<KVSequence> bind_places(nb::handle places, const Call& call, std::vector<Array>& alive) const;
+  void check_attends() const;
+  void check_routes(bool w8a8) const;
   Call bind(nb::handle x, nb::handle out) const;
   RmsNorm bind_norm(const char* name, nb::handle weight, int64_t size, double epsilon);
   DenseWeight bind_weight(const char* name, nb::handle weight, int64_t rows, int64_t columns);

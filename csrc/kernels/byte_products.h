@@ -1,4 +1,4 @@
-// Sums of products of code bytes and int16 activations, in 32-bit lanes: how each kind of CPU multiplies them.
+// Sums of products of code bytes and int16 or int8 activations, in 32-bit lanes: how each kind of CPU multiplies them.
 //
 // A `Product` has
 //   width, copies        lanes of a vector; how often eight bytes of x are stored, so that a load needs no broadcast
@@ -8,8 +8,8 @@
 //                        that take long to unpack
 //   start                initial sum of even k, besides what makes up for codes that are too large
 //   byte_offset          added to signed bytes, whose sums are then too large
-//   Sums<bits>           accumulators for codes of `bits` bits; 8: signed bytes
-//   look_up              table[code] of every byte
+//   Sums<bits, planes>   accumulators for codes of `bits` bits; 8: signed bytes. planes: 2 bytes of x, or 1 if x is
+//   int8 look_up              table[code] of every byte
 // and its `Sums` have
 //   pairs                whether x is multiplied as int16 pairs; else as two signed bytes
 //   Factor, factor       an operand of x, loaded from Int16Tile
@@ -64,7 +64,7 @@ struct WordProduct {
   static constexpr int width = W, copies = 1, byte_offset = 0, start = 0, accumulators = W == 16 ? 16 : 8;
   static constexpr int max_rows = 16, slow_rows = 16;
   static constexpr bool joins = false;
-  template <int bits>
+  template <int bits, int planes>
   using Sums = WordSums<W, bits>;
 
   static U8<W> look_up(const U8<W>& table, const U8<W>& codes) { return shuffle_bytes<W>(table, codes); }

@@ -22,22 +22,23 @@ inline I32<W> add_neighbours(U32<W> sums) {
 
 // 16-bit sums of a k tile of codes up to 31, or of half a k tile of codes up to 63: at most 8 * 31 * 128 or 4 * 63 *
 // 128.
-template <int W>
+template <int W, int planes>
 struct MaddSums {
   static constexpr bool pairs = false;
   using Factor = U32<W>;
-  U32<W> high, low;  // of the two bytes of x
+  U32<W> high, low;  // of the two bytes of x; int8: the second alone
 
   static Factor factor(const char* x) { return broadcast_pairs<W>(x); }
   static U32<W> widen(const U8<W>& codes) { return (U32<W>)codes; }
   void begin(const char*, const char*) { high = low = U32<W>{}; }
   void add(const U32<W>& codes, const Factor& x_high, const Factor& x_low) {
-    high = (U32<W>)((U16<W>)high + (U16<W>)multiply_add_bytes<W>(codes, x_high));
+    if constexpr (planes == 2) high = (U32<W>)((U16<W>)high + (U16<W>)multiply_add_bytes<W>(codes, x_high));
     low = (U32<W>)((U16<W>)low + (U16<W>)multiply_add_bytes<W>(codes, x_low));
   }
   F32<W> total(const char* start_high, const char* start_low) const {
-    const I32<W> highs = add_neighbours<W>(high) + (I32<W>)broadcast_pairs<W>(start_high);
     const I32<W> lows = add_neighbours<W>(low) + (I32<W>)broadcast_pairs<W>(start_low);
+    if constexpr (planes == 1) return __builtin_convertvector(lows, F32<W>);
+    const I32<W> highs = add_neighbours<W>(high) + (I32<W>)broadcast_pairs<W>(start_high);
     return __builtin_convertvector((highs << 8) + lows, F32<W>);
   }
 };
@@ -45,11 +46,11 @@ struct MaddSums {
 template <int W>
 struct MaddProduct : WordProduct<W> {
   static constexpr int max_rows = W == 16 ? 8 : 12, slow_rows = 8;
-  template <int bits>
-  using Sums = typename Either<bits == 8, WordSums<W, 8>, MaddSums<W>>::type;
+  template <int bits, int planes>
+  using Sums = typename Either<bits == 8, WordSums<W, 8>, MaddSums<W, planes>>::type;
 };
 
-template <int bits>
+template <int bits, int planes>
 struct VnniSums {
   static constexpr bool pairs = false;
   using Factor = U32<16>;
@@ -58,20 +59,23 @@ struct VnniSums {
   static Factor factor(const char* x) { return broadcast_pairs<16>(x); }
   static U32<16> widen(const U8<16>& codes) { return bits == 8 ? (U32<16>)codes ^ 0x80808080u : (U32<16>)codes; }
   void begin(const char* start_high, const char* start_low) {
-    high = (I32<16>)broadcast_pairs<16>(start_high);
+    if constexpr (planes == 2) high = (I32<16>)broadcast_pairs<16>(start_high);
     low = (I32<16>)broadcast_pairs<16>(start_low);
   }
   void add(const U32<16>& codes, const Factor& x_high, const Factor& x_low) {
-    high = (I32<16>)_mm512_dpbusd_epi32((__m512i)high, (__m512i)codes, (__m512i)x_high);
+    if constexpr (planes == 2) high = (I32<16>)_mm512_dpbusd_epi32((__m512i)high, (__m512i)codes, (__m512i)x_high);
     low = (I32<16>)_mm512_dpbusd_epi32((__m512i)low, (__m512i)codes, (__m512i)x_low);
   }
-  F32<16> total(const char*, const char*) const { return __builtin_convertvector((high << 8) + low, F32<16>); }
+  F32<16> total(const char*, const char*) const {
+    if constexpr (planes == 1) return __builtin_convertvector(low, F32<16>);
+    return __builtin_convertvector((high << 8) + low, F32<16>);
+  }
 };
 
 struct VnniProduct : WordProduct<16> {
-  static constexpr int byte_offset = 128, max_rows = 1 << 20;
-  template <int bits>
-  using Sums = VnniSums<bits>;
+  static constexpr int byte_offset = 128, max_rows = kAnyRows;
+  template <int bits, int planes>
+  using Sums = VnniSums<bits, planes>;
 };
 
 }  // namespace

@@ -312,8 +312,8 @@ void run_up_with(const Up& u) {
 
 // Most rows that a packed GEMV takes of blocks with this encoding; 0: none.
 template <class Gemv>
-int32_t packed_gemv_rows(const Encoding& e) {
-  const int32_t a = Gemv::rows_of(e.format[0]), b = Gemv::rows_of(e.format[1]);
+int32_t packed_gemv_rows(const Encoding& e, bool x_int8) {
+  const int32_t a = Gemv::rows_of(e.format[0], x_int8), b = Gemv::rows_of(e.format[1], x_int8);
   return a < b ? a : b;
 }
 
@@ -431,7 +431,7 @@ void run_down(const Down& d) {
 }
 
 template <class Isa>
-constexpr auto packed_gemv_rows_of() -> int32_t (*)(const Encoding&) {
+constexpr auto packed_gemv_rows_of() -> int32_t (*)(const Encoding&, bool) {
   if constexpr (kHasPackedGemvInt16<Isa>) return &packed_gemv_rows<PackedGemvInt16<Isa>>;
   return nullptr;
 }

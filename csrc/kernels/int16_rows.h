@@ -1,8 +1,11 @@
 // Rows of x as operands of integer dot products with the codes of a format.
+//
+// x is int16 or, in W8A8, int8: then the first of its two signed bytes is zero and not multiplied.
 #pragma once
 
 #include "kernels/byte_products.h"
 #include "kernels/packed_gemv.h"
+#include "kernels/quantise.h"
 
 namespace kt {
 namespace {
@@ -43,21 +46,44 @@ inline int32_t largest_lane(const I32<W>& v) {
   }
 }
 
-// 32 values as int16, in order of k, and the power of two that they are to be multiplied with.
-template <int W, DType panel>
-inline float to_int16(const char* row, int16_t (&out)[kTileK]) {
+// 32 values of a row.
+template <int W>
+struct TileValues {
   F32<W> v[kTileK / W];
-  I32<W> largest = {};
-  for (int i = 0; i < kTileK / W; i++) {
-    if constexpr (panel == DType::bf16) {
-      v[i] = from_bf16<W>(row + i * W * 2);
-    } else {
-      v[i] = load<F32<W>>(row + i * W * 4);
+  int32_t largest_bits;  // of the largest magnitude
+
+  template <DType panel>
+  static TileValues of(const char* row) {
+    TileValues x;
+    I32<W> largest = {};
+    for (int i = 0; i < kTileK / W; i++) {
+      if constexpr (panel == DType::bf16) {
+        x.v[i] = from_bf16<W>(row + i * W * 2);
+      } else {
+        x.v[i] = load<F32<W>>(row + i * W * 4);
+      }
+      const I32<W> magnitude = (I32<W>)x.v[i] & 0x7fffffff;
+      largest = magnitude > largest ? magnitude : largest;
     }
-    const I32<W> magnitude = (I32<W>)v[i] & 0x7fffffff;
-    largest = magnitude > largest ? magnitude : largest;
+    x.largest_bits = largest_lane<W>(largest);
+    return x;
   }
-  int32_t bits = largest_lane<W>(largest);
+
+  // Whole registers at a time, as they are read: a load waits for two stores of half its size.
+  void store_rounded(float inverse, int16_t (&out)[kTileK]) const {
+    using Pairs = typename Vec<W>::pairs;
+    Pairs low_halves;
+    for (int i = 0; i < 2 * W; i++) low_halves[i] = (uint16_t)(2 * i);
+    for (int i = 0; i < kTileK / W; i += 2)
+      store(out + i * W,
+            __builtin_shuffle((Pairs)rounded<W>(v[i], inverse), (Pairs)rounded<W>(v[i + 1], inverse), low_halves));
+  }
+};
+
+// 32 values as int16, in order of k, and the power of two that they are to be multiplied with.
+template <int W>
+inline float to_int16(const TileValues<W>& x, int16_t (&out)[kTileK]) {
+  int32_t bits = x.largest_bits;
   // The first signed byte reaches 127, so numbers reach 32,639.
   float most;
   __builtin_memcpy(&most, &bits, 4);
@@ -68,14 +94,16 @@ inline float to_int16(const char* row, int16_t (&out)[kTileK]) {
   uint32_t scale_bits = (uint32_t)(exponent - 14) << 23, inverse_bits = (uint32_t)(268 - exponent) << 23;
   __builtin_memcpy(&scale, &scale_bits, 4);
   __builtin_memcpy(&inverse, &inverse_bits, 4);
-  auto rounded = [&](int i) { return v[i] * splat<F32<W>>(inverse) + splat<F32<W>>(kRounding); };
-  // Whole registers at a time, as they are read: a load waits for two stores of half its size.
-  typename Vec<W>::pairs low_halves;
-  for (int i = 0; i < 2 * W; i++) low_halves[i] = (uint16_t)(2 * i);
-  for (int i = 0; i < kTileK / W; i += 2)
-    store(out + i * W,
-          __builtin_shuffle((typename Vec<W>::pairs)rounded(i), (typename Vec<W>::pairs)rounded(i + 1), low_halves));
+  x.store_rounded(inverse, out);
   return finite ? scale : most;  // what is not finite makes the whole tile's results not finite
+}
+
+// 32 values as int8 in int16, and the scale that they are to be multiplied with.
+template <int W>
+inline float to_int8(const TileValues<W>& x, int16_t (&out)[kTileK]) {
+  const RowScale r = scale_of(x.largest_bits);
+  x.store_rounded(r.inverse, out);
+  return r.scale;
 }
 
 // Sums of even and of odd k of a vector in order of k, twice.

@@ -5,6 +5,8 @@
 // costs. Bytes are what CPUs multiply fastest, so where codes have few bits x is split into two signed bytes, 256 times
 // the first plus the second, and each is multiplied with the codes; codes of 8 bits are widened and multiplied with the
 // int16 numbers themselves. `Product` of the ISA says how (byte_products.h). A row's bits do not depend on the others.
+//
+// In W8A8 of these formats a k tile of x becomes int8 numbers times its largest magnitude / 127: half of the products.
 #pragma once
 
 #include "kernels/int16_rows.h"
@@ -15,14 +17,15 @@ namespace kt {
 namespace {
 
 // Codes of one format: quads, the number of scales of a k tile, and the table that codes are looked up in, if any.
-template <class Product, class Quads, int scales_of_tile, int bits, bool looks_up = false>
+// `SumOf`: their accumulators for x of one or of two bytes.
+template <class Product, class Quads, int scales_of_tile, int bits, bool looks_up, class SumOf>
 struct Int16Codes {
   static constexpr int W = Product::width, halves = scales_of_tile;
   // Few enough constants that all lanes of a strip fit the registers.
   static constexpr bool plain = !looks_up && scales_of_tile == 1 && (bits == 2 || bits == 4 || bits == 8);
   static constexpr bool may_have_offset =
       !looks_up && (bits == 2 || bits == 4 || bits == 5 || (bits == 8 && halves == 1));
-  using Sum = typename Product::template Sums<bits>;
+  using Sum = SumOf;
   U8<W> table = {};
 
   template <int quad>
@@ -137,16 +140,17 @@ struct PackedGemvInt16 {
   static_assert(sizeof(Tile) >= kTileK * sizeof(float));
   static_assert(row_bytes || max_rows * 2 * sizeof(Tile) <= 2 * kTileBytes);
 
-  static int32_t rows_of(const Format& f) {
+  static int32_t rows_of(const Format& f, bool x_int8) {
     const FormatRow& row = f.row();
-    if (row.element == ElementKind::e4m3) return kFp8Rows;
+    if (row.element == ElementKind::e4m3) return x_int8 ? 0 : kFp8Rows;
     if (f.is_tiles() || row.element == ElementKind::bf16_12) return 0;  // rounding would not be bf16's
+    if (x_int8) return Isa::panel == DType::bf16 ? max_rows : kAnyRows;
     const bool unpacks_fast = !row.plane[1] && !has_halves(row) && !row.in_grid();
     return unpacks_fast || max_rows < Product::slow_rows ? max_rows : Product::slow_rows;
   }
 
-  // Calls act with the Int16Codes of a format and what the rows must know about it.
-  template <class Act>
+  // Calls act with the Int16Codes of a format for x of `planes` bytes, and what the rows must know about it.
+  template <int planes, class Act>
   static void with_codes(const Format& f, const Act& act) {
     const FormatRow& row = f.row();
     const bool halves = has_halves(row);
@@ -155,20 +159,21 @@ struct PackedGemvInt16 {
       layout.floats = true;
       return act(FloatCodes{}, layout);
     }
-    if (row.in_grid()) return with_quads<PlaneQuads<W, Codec::int8>, 2, 8>(Product::byte_offset, act);
+    if (row.in_grid()) return with_quads<PlaneQuads<W, Codec::int8>, 2, 8, planes>(Product::byte_offset, act);
     if (row.element == ElementKind::int8)
-      return with_quads<PlaneQuads<W, Codec::int8>, 1, 8>(Product::byte_offset, act);
+      return with_quads<PlaneQuads<W, Codec::int8>, 1, 8, planes>(Product::byte_offset, act);
     if (row.element == ElementKind::iq4)
-      return with_table<1, 8>((const uint8_t (&)[16])kIq4Bytes, Product::byte_offset, 1, act);
+      return with_table<1, 8, planes>((const uint8_t (&)[16])kIq4Bytes, Product::byte_offset, 1, act);
     if (row.element == ElementKind::e2m1)
-      return halves ? with_table<2, 5>(kE2m1Doubled, 12, 0.5f, act) : with_table<1, 5>(kE2m1Doubled, 12, 0.5f, act);
+      return halves ? with_table<2, 5, planes>(kE2m1Doubled, 12, 0.5f, act)
+                    : with_table<1, 5, planes>(kE2m1Doubled, 12, 0.5f, act);
     const int low = row.plane[0], high = row.plane[1], zero = row.zero_point;
-    if (low == 2 && high == 1) return with_quads<HalfQuads<W, Codec::q3_k>, 2, 3>(zero, act);
-    if (low == 2 && halves) return with_quads<HalfQuads<W, Codec::q2_k>, 2, 2>(zero, act);
-    if (low == 2) return with_quads<PlaneQuads<W, Codec::tq2_0>, 1, 2>(zero, act);
-    if (high == 2) return with_quads<PlaneQuads<W, Codec::q6_k>, 2, 6>(zero, act);
-    if (high == 1) return with_quads<PlaneQuads<W, Codec::q5_k>, 1, 5>(zero, act);
-    with_quads<PlaneQuads<W, Codec::int4>, 1, 4>(zero, act);
+    if (low == 2 && high == 1) return with_quads<HalfQuads<W, Codec::q3_k>, 2, 3, planes>(zero, act);
+    if (low == 2 && halves) return with_quads<HalfQuads<W, Codec::q2_k>, 2, 2, planes>(zero, act);
+    if (low == 2) return with_quads<PlaneQuads<W, Codec::tq2_0>, 1, 2, planes>(zero, act);
+    if (high == 2) return with_quads<PlaneQuads<W, Codec::q6_k>, 2, 6, planes>(zero, act);
+    if (high == 1) return with_quads<PlaneQuads<W, Codec::q5_k>, 1, 5, planes>(zero, act);
+    with_quads<PlaneQuads<W, Codec::int4>, 1, 4, planes>(zero, act);
   }
 
   // Writes all rows into the scratch of dequantised tiles: groups of rows, in each [k_tiles][rows]. A pass over tiles
@@ -177,7 +182,7 @@ struct PackedGemvInt16 {
   static PackedGemvPanel write_rows(const Unit& u) {
     if constexpr (requires { u.packed_rows; })
       if (u.packed_rows) return {{u.packed_rows, u.packed_rows}};
-    return write_panel(u.base, u.tiling.rows, u.live, *u.encoded.encoding, (Tile*)u.encoded.decoded);
+    return write_panel(u.base, u.tiling.rows, u.live, *u.encoded.encoding, u.encoded.x_int8, (Tile*)u.encoded.decoded);
   }
 
   // Bytes of a k tile of a row where both halves of a block take the same rows.
@@ -185,7 +190,7 @@ struct PackedGemvInt16 {
     return layout_of(e.format[0]) == layout_of(e.format[1]) ? (int32_t)sizeof(Tile) : 0;
   }
   static void write_packed_rows(const PackedRows& p) {
-    write_panel(p.panel, p.tiling.rows, p.live, *p.encoding, (Tile*)p.out);
+    write_panel(p.panel, p.tiling.rows, p.live, *p.encoding, p.x_int8, (Tile*)p.out);
   }
 
   // One block times the rows, into p.c. `next`: bytes from this block to the next one.
@@ -198,7 +203,7 @@ struct PackedGemvInt16 {
       const StripPart part{f, e.strip[half], p.contraction.b + half * e.strip[0].bytes, encoded.k0};
       alignas(64) float numbers[kPassTiles * kMaxRows * kLanesOfTile];
       __builtin_memset(numbers, 0, (size_t)p.live * kLanesOfTile * sizeof(float));
-      with_codes(f, [&]<class Codes>(const Codes& kind, const QuadLayout&) {
+      auto multiply = [&]<class Codes>(const Codes& kind, const QuadLayout&) {
         for (int k = 0; k < k_tiles; k += kSegmentTiles) {
           Segment segment(part, k, k_tiles - k < kSegmentTiles ? k_tiles - k : kSegmentTiles, next);
           for (int row = 0; row < p.live; row += kInt16GroupRows) {
@@ -211,7 +216,8 @@ struct PackedGemvInt16 {
             segment.next = 0;
           }
         }
-      });
+      };
+      encoded.x_int8 ? with_codes<1>(f, multiply) : with_codes<2>(f, multiply);
       const bool joined = Product::joins && f.row().element != ElementKind::e4m3;
       joined ? store_outputs(numbers, p, half) : join_lanes<W>(numbers, p.live, p.accumulate, p.c + half * kTileN);
     }
@@ -317,7 +323,7 @@ struct PackedGemvInt16 {
   }
 
   __attribute__((noinline)) static PackedGemvPanel write_panel(const Contraction& panel, int tile_rows, int rows,
-                                                               const Encoding& e, Tile* to) {
+                                                               const Encoding& e, bool x_int8, Tile* to) {
     const QuadLayout first = layout_of(e.format[0]), second = layout_of(e.format[1]);
     const OperandOrder<W> order[2] = {OperandOrder<W>(first), OperandOrder<W>(second)};
     const bool same = first == second;
@@ -331,7 +337,8 @@ struct PackedGemvInt16 {
       for (int k = 0; k < k_tiles; k++) {
         const char* tile = from + (int64_t)k * tile_rows * (kTileK * Isa::elem);
         alignas(64) int16_t x[kTileK];
-        const float scale = to_int16<W, Isa::panel>(tile, x);
+        const auto values = TileValues<W>::template of<Isa::panel>(tile);
+        const float scale = x_int8 ? to_int8<W>(values, x) : to_int16<W>(values, x);
         const int64_t begin = (int64_t)group * k_tiles + (int64_t)k * count, at = row - group;
         auto write = [&](const QuadLayout& layout, const OperandOrder<W>& operands, Tile* tiles) {
           if (layout.floats) return write_floats(tile, (float*)(tiles + begin) + at * kTileK);
@@ -352,20 +359,23 @@ struct PackedGemvInt16 {
 
   static QuadLayout layout_of(const Format& f) {
     QuadLayout layout;
-    with_codes(f, [&](const auto&, const QuadLayout& of_format) { layout = of_format; });
+    with_codes<2>(f, [&](const auto&, const QuadLayout& of_format) { layout = of_format; });
     return layout;
   }
 
-  template <class Quads, int halves, int bits, class Act>
+  template <int bits, int planes>
+  using SumsOf = typename Product::template Sums<bits, planes>;
+
+  template <class Quads, int halves, int bits, int planes, class Act>
   static void with_quads(int zero, const Act& act) {
-    using Codes = Int16Codes<Product, Quads, halves, bits>;
+    using Codes = Int16Codes<Product, Quads, halves, bits, false, SumsOf<bits, planes>>;
     act(Codes{}, layout_for<Quads, typename Codes::Sum>(halves, zero, 1));
   }
 
-  template <int halves, int bits, class Act>
+  template <int halves, int bits, int planes, class Act>
   static void with_table(const uint8_t (&table)[16], int zero, float unit, const Act& act) {
     using Quads = PlaneQuads<W, Codec::int4>;
-    using Codes = Int16Codes<Product, Quads, halves, bits, true>;
+    using Codes = Int16Codes<Product, Quads, halves, bits, true, SumsOf<bits, planes>>;
     Codes codes;
     for (int i = 0; i < 4 * W; i++) codes.table[i] = table[i % 16];
     act(codes, layout_for<Quads, typename Codes::Sum>(halves, zero, unit));

@@ -39,15 +39,18 @@ struct ScaledSums {
 struct RowScale {
   float inverse, scale;
 };
+inline RowScale scale_of(int32_t largest_bits) {
+  float largest;
+  __builtin_memcpy(&largest, &largest_bits, 4);
+  if (largest_bits >= 0x7f800000) return {0, largest};
+  if (largest < 0x1p-100f) return {0, 0};
+  return {127.0f / largest, largest / 127.0f};
+}
 template <int W>
 inline RowScale scale_of(I32<W> magnitudes) {
   int32_t bits = 0;
   for (int i = 0; i < W; i++) bits = magnitudes[i] > bits ? magnitudes[i] : bits;
-  float largest;
-  __builtin_memcpy(&largest, &bits, 4);
-  if (bits >= 0x7f800000) return {0, largest};
-  if (largest < 0x1p-100f) return {0, 0};
-  return {127.0f / largest, largest / 127.0f};
+  return scale_of(bits);
 }
 
 // Rounds to int8 in the low bits of the lanes, ties to even.

@@ -147,7 +147,8 @@ struct PackedGemvUnit {
 };
 
 template <class Isa, class Gemv>
-double packed_gemv_rate(const Encoding& encoding, int32_t rows, double seconds, char* scratch, size_t bytes) {
+double packed_gemv_rate(const Encoding& encoding, int32_t rows, bool x_int8, double seconds, char* scratch,
+                        size_t bytes) {
   const int32_t k_tiles = encoding.k_tiles;
   const Tiling tiling = Isa::tiling(rows);
   const int64_t tile = (int64_t)tiling.rows * kTileK * Isa::elem * k_tiles;
@@ -160,7 +161,8 @@ double packed_gemv_rate(const Encoding& encoding, int32_t rows, double seconds, 
   for (int64_t i = 0; i < encoding.block_bytes(); i++) block[i] &= 0x77;  // no NaN of fp8
   for (int half = 0; half < 2; half++)  // a normal number in every type of scales: others are slow
     __builtin_memset(block + half * encoding.strip[0].bytes, 0x3f, (size_t)encoding.strip[half].codes);
-  PackedGemvUnit unit{{panel, (size_t)tile, block, k_tiles}, {&encoding, 0, decoded}, tiling, rows, {}};
+  PackedGemvUnit unit{
+      {panel, (size_t)tile, block, k_tiles}, {&encoding, 0, decoded, nullptr, x_int8}, tiling, rows, {}};
   for (int32_t r = 0; r < rows && r < kPackedGemvRows; r++) unit.packed_gemv.row[r] = panel + r * kTileK * Isa::elem;
   unit.packed_gemv.step = (int64_t)tiling.rows * kTileK * Isa::elem;
   const PackedGemvPanel written = Gemv::write_rows(unit);
@@ -173,12 +175,12 @@ double packed_gemv_rate(const Encoding& encoding, int32_t rows, double seconds, 
 }
 
 template <class Isa>
-double measure_codes(const Encoding& encoding, int32_t rows, double seconds, char* scratch, size_t bytes) {
+double measure_codes(const Encoding& encoding, int32_t rows, bool x_int8, double seconds, char* scratch, size_t bytes) {
   const Format& format = encoding.format[0];
   if (rows < 1 || rows > kPassTiles * Isa::max_rows) return 0;
   if constexpr (kHasPackedGemvInt16<Isa>)
-    if (rows <= PackedGemvInt16<Isa>::rows_of(format))
-      return packed_gemv_rate<Isa, PackedGemvInt16<Isa>>(encoding, rows, seconds, scratch, bytes);
+    if (rows <= PackedGemvInt16<Isa>::rows_of(format, x_int8))
+      return packed_gemv_rate<Isa, PackedGemvInt16<Isa>>(encoding, rows, x_int8, seconds, scratch, bytes);
   return 0;
 }
 

@@ -37,6 +37,7 @@ struct EncodedBlocks {
   int32_t k0;
   char* decoded;
   float* channel = nullptr;  // W8A8: scales of the 32 outputs of each block, written when it is unpacked
+  bool x_int8 = false;       // packed GEMV rounds x to int8, each k tile of a row with a scale of its own
 };
 
 // Small batches: codes are multiplied straight from the packed weights (packed_gemv.h), without dequantised tiles;
@@ -44,7 +45,8 @@ struct EncodedBlocks {
 // int16 activations are taken from the panel, any number of rows; for the others, a row comes in steps of 64 bytes: 64
 // of K in W8A8 (Quantise), where there is no panel and all of K is taken at once, or one k tile of a bf16 panel.
 constexpr int kPackedGemvRows = 6;      // at most; `packed_gemv_rows` gives the limit per encoding
-constexpr int kPackedGemvInt8Rows = 4;  // in W8A8
+constexpr int kPackedGemvInt8Rows = 4;  // of int8 and int4 in W8A8
+constexpr int kAnyRows = 1 << 20;       // no limit
 struct PackedGemvRows {
   const char* row[kPackedGemvRows];
   int64_t step;  // bytes from one step to the next; 0: packed GEMV is not used
@@ -176,7 +178,8 @@ struct PackedRows {
   Tiling tiling;
   int32_t live;
   const Encoding* encoding;
-  char* out;  // live * k_tiles times packed_row_bytes
+  char* out;            // live * k_tiles times packed_row_bytes
+  bool x_int8 = false;  // as in EncodedBlocks
 };
 
 // W8A8: quantises rows to int8, each row with its own scale, largest magnitude / 127. An int8 panel has steps of 64 of
@@ -375,7 +378,8 @@ struct KernelTable {
   void (*quantise_panel)(const QuantisePanel&);    // likewise
   void (*gather_int8)(const GatherInt8&);          // likewise
   void (*encode)(const Encode&);                   // likewise
-  int32_t (*packed_gemv_rows)(const Encoding&);    // most rows for which packed GEMV takes this encoding; null: none
+  // Most rows for which packed GEMV takes this encoding, 0 if it does not; null: none.
+  int32_t (*packed_gemv_rows)(const Encoding&, bool x_int8);
   int32_t packed_gemv_row_bytes;  // scratch for a k tile of a row in packed GEMV; 0: that of dequantised tiles suffices
   int32_t (*packed_row_bytes)(const Encoding&);  // of a k tile of a row in PackedRows; 0 or null: not for this encoding
   void (*write_packed_rows)(const PackedRows&);
@@ -384,7 +388,8 @@ struct KernelTable {
   double (*rate)(Rate what, double seconds, char* scratch, size_t bytes);
   // Weights per second of packed GEMV times `rows` rows, over one block that stays in L1; 0 where it does not take
   // them.
-  double (*codes_rate)(const Encoding& encoding, int32_t rows, double seconds, char* scratch, size_t bytes);
+  double (*codes_rate)(const Encoding& encoding, int32_t rows, bool x_int8, double seconds, char* scratch,
+                       size_t bytes);
 };
 
 // What a variant exports: a table for each precision that it has, null for the others.

@@ -196,6 +196,10 @@ class AttentionJob : public Job {
 
 }  // namespace
 
+std::unique_ptr<Job> attention_job(const KernelTable& kernels, const Attention& attention, int threads) {
+  return std::make_unique<AttentionJob>(kernels, attention, threads);
+}
+
 void attend(Pool& pool, const KernelTable& kernels, const Attention& attention) {
   AttentionJob job(kernels, attention, pool.threads());
   pool.run(job);

@@ -1,6 +1,7 @@
 // Attention of single new tokens (decoding), each over the KV cache of its own sequence.
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "kernels/table.h"
@@ -33,5 +34,7 @@ struct Attention {
 };
 
 void attend(Pool& pool, const KernelTable& kernels, const Attention& attention);
+// The same as a step of a job of `threads` threads; `attention` outlives it.
+std::unique_ptr<Job> attention_job(const KernelTable& kernels, const Attention& attention, int threads);
 
 }  // namespace kt

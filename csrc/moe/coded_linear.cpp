@@ -29,13 +29,12 @@ constexpr const char* kWeights = "weights of a linear layer";
 struct PanelMemory {};
 struct ThreadMemory {};
 
-constexpr int kMaxPanels = 4;  // of products in one job
-
 // Memory of the calling thread for one purpose, which its later calls reuse; `which`: one of several at a time.
 template <class Purpose>
 char* thread_memory(size_t bytes, int which = 0) {
-  thread_local Buffer memory[kMaxPanels];
-  Buffer& own = memory[which];
+  thread_local std::deque<Buffer> memory;
+  while (memory.size() <= (size_t)which) memory.emplace_back();
+  Buffer& own = memory[(size_t)which];
   if (own.size() < bytes) own = Buffer(bytes);
   return own.data();
 }
@@ -59,7 +58,8 @@ struct CodedLinear::Panel {
     k_tiles = linear.store_.k_tiles();
     row_bytes = (int64_t)kTileK * kernels.elem;
     tile_bytes = tiling.rows * row_bytes * k_tiles;
-    packed = kernels.packed_gemv_rows && given.tokens <= kernels.packed_gemv_rows(encoding);
+    x_int8 = linear.w8a8();
+    packed = kernels.packed_gemv_rows && given.tokens <= kernels.packed_gemv_rows(encoding, x_int8);
     packed_bytes = packed && kernels.packed_row_bytes ? kernels.packed_row_bytes(encoding) : 0;
     chunk = packed ? k_tiles : std::min(k_tiles, kChunkTiles);
     const int64_t panel = round_up(tiling.tiles * tile_bytes, 64),
@@ -78,6 +78,9 @@ struct CodedLinear::Panel {
     slice_bytes = (size_t)(kScratchSums * kernels.sum_bytes + std::max(decoded, reordered));
   }
 
+  // The same rows, for another weight.
+  Panel(const Panel& same, const LinearRows& given) : Panel(same) { rows = given; }
+
   // Gathers tiles [first, end) and writes them as operands; `first` is a multiple of two, as passes of the kernels are.
   void gather(const KernelTable& kernels, const Encoding& encoding, int32_t width, int32_t first, int32_t end) const {
     const int32_t row = first * tiling.rows, live = std::min(rows.tokens, end * tiling.rows) - row;
@@ -89,7 +92,8 @@ struct CodedLinear::Panel {
                                  part,
                                  live,
                                  &encoding,
-                                 packed_rows + (int64_t)row * k_tiles * packed_bytes});
+                                 packed_rows + (int64_t)row * k_tiles * packed_bytes,
+                                 x_int8});
   }
 
   LinearRows rows;
@@ -97,6 +101,7 @@ struct CodedLinear::Panel {
   int32_t k_tiles, chunk, packed_bytes;
   int64_t row_bytes, tile_bytes;
   bool packed;  // codes are multiplied as they lie
+  bool x_int8;  // with x in int8
   char *data, *packed_rows, *sum;
   size_t slice_bytes;  // of each thread
   std::vector<int32_t> token;
@@ -209,7 +214,7 @@ class CodedLinear::ProductJob : public Job {
       down.last = k + count == panel_.k_tiles;
       down.base = {panel_.data + k * panel_.tiling.rows * panel_.row_bytes, (size_t)panel_.tile_bytes,
                    store.at(0, range.first), count};
-      down.encoded = {store.encoding(), k, decoded};
+      down.encoded = {store.encoding(), k, decoded, nullptr, panel_.x_int8};
       down.next = down.last ? next : nullptr;
       if (panel_.packed) {
         for (int32_t r = 0; r < std::min(rows.tokens, kPackedGemvRows); r++)
@@ -263,13 +268,18 @@ void CodedLinear::pack(const Released& source) {
 // that a token has the same result in a prompt and alone.
 int32_t CodedLinear::pass_rows(DType dtype) const {
   const int32_t most = dtype == DType::f32 && kernels_.packed_gemv_rows
-                           ? std::min(kPassRows, kernels_.packed_gemv_rows(*store_.encoding()))
+                           ? std::min(kPassRows, kernels_.packed_gemv_rows(*store_.encoding(), w8a8()))
                            : kPassRows;
   return most > 0 ? most : kPassRows;
 }
 
-void CodedLinear::multiply(const LinearRows& rows) const {
-  const Read read(readers_);
+bool CodedLinear::supports_w8a8() const {
+  return kernels_.packed_gemv_rows && kernels_.packed_gemv_rows(*store_.encoding(), true) > 0;
+}
+
+// Calls act with some rows at a time, as many as a pass takes.
+template <class Act>
+void CodedLinear::for_each_pass(const LinearRows& rows, const Act& act) const {
   const int64_t size = (int64_t)size_of(rows.dtype);
   const int32_t step = pass_rows(rows.dtype);
   for (int32_t first = 0; first < rows.tokens; first += step) {
@@ -277,14 +287,35 @@ void CodedLinear::multiply(const LinearRows& rows) const {
     pass.x = (const char*)rows.x + first * rows.x_stride * size;
     pass.out = (char*)rows.out + first * rows.out_stride * size;
     pass.tokens = std::min(step, rows.tokens - first);
-    multiply_pass(pass);
+    act(pass);
   }
+}
+
+void CodedLinear::multiply(const LinearRows& rows) const {
+  const Read read(readers_);
+  for_each_pass(rows, [&](const LinearRows& pass) { multiply_pass(pass); });
 }
 
 // A thread that finds no range of one product takes those of the next: nothing waits between them.
 class CodedLinear::JointJob : public Job {
  public:
-  explicit JointJob(std::deque<ProductJob>& products) : products_(products) {}
+  explicit JointJob(const std::vector<Product>& products) {
+    for (const Product& product : products) {
+      reads_.emplace_back(product.linear->readers_);
+      product.linear->for_each_pass(product.rows, [&](const LinearRows& pass) {
+        const CodedLinear& linear = *product.linear;
+        const Panel* same = panel_of_same_rows(linear, pass);
+        if (same) {
+          panels_.emplace_back(*same, pass);
+        } else {
+          panels_.emplace_back(linear, pass, (int)panels_.size())
+              .gather(linear.kernels_, *linear.store_.encoding(), linear.columns_, 0, panels_.back().tiling.tiles);
+        }
+        linears_.push_back(&linear);
+        products_.emplace_back(linear, panels_.back());
+      });
+    }
+  }
 
   void work(const Worker& worker) override {
     for (ProductJob& product : products_)
@@ -292,31 +323,28 @@ class CodedLinear::JointJob : public Job {
   }
 
  private:
-  std::deque<ProductJob>& products_;
+  // Operands depend on the format alone. What is dequantised has sums of its own.
+  const Panel* panel_of_same_rows(const CodedLinear& linear, const LinearRows& rows) const {
+    for (size_t i = 0; i < panels_.size(); i++) {
+      const LinearRows& given = panels_[i].rows;
+      const bool same_rows = given.x == rows.x && given.x_stride == rows.x_stride && given.dtype == rows.dtype &&
+                             given.tokens == rows.tokens;
+      const bool same_operands = linears_[i]->store_.encoding()->format[0] == linear.store_.encoding()->format[0] &&
+                                 linears_[i]->columns_ == linear.columns_ && linears_[i]->w8a8() == linear.w8a8() &&
+                                 &linears_[i]->kernels_ == &linear.kernels_;
+      if (same_rows && same_operands && panels_[i].packed) return &panels_[i];
+    }
+    return nullptr;
+  }
+
+  std::deque<Read> reads_;  // neither they nor jobs can be moved
+  std::deque<Panel> panels_;
+  std::vector<const CodedLinear*> linears_;
+  std::deque<ProductJob> products_;
 };
 
-void CodedLinear::multiply_all(const std::vector<Product>& products) {
-  const bool one_job = !products.empty() && products.size() <= (size_t)kMaxPanels &&
-                       std::all_of(products.begin(), products.end(), [&](const Product& p) {
-                         return p.linear->engine_ == products[0].linear->engine_ &&
-                                p.rows.tokens < std::min(kParallelRows, p.linear->pass_rows(p.rows.dtype) + 1);
-                       });
-  if (!one_job) {
-    for (const Product& p : products) p.linear->multiply(p.rows);
-    return;
-  }
-  std::deque<Read> reads;  // neither they nor jobs can be moved
-  std::deque<Panel> panels;
-  std::deque<ProductJob> jobs;
-  for (const Product& p : products) {
-    const CodedLinear& linear = *p.linear;
-    reads.emplace_back(linear.readers_);
-    const Panel& panel = panels.emplace_back(linear, p.rows, (int)panels.size());
-    panel.gather(linear.kernels_, *linear.store_.encoding(), linear.columns_, 0, panel.tiling.tiles);
-    jobs.emplace_back(linear, panel);
-  }
-  JointJob joint(jobs);
-  products[0].linear->engine_->pool.run(joint);
+std::unique_ptr<Job> CodedLinear::product_job(const std::vector<Product>& products) {
+  return std::make_unique<JointJob>(products);
 }
 
 void CodedLinear::multiply_pass(const LinearRows& rows) const {

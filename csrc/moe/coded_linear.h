@@ -4,6 +4,7 @@
 // as they lie, many with dequantised tiles.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -29,12 +30,13 @@ class CodedLinear {
   void pack(const Released& source);
   bool packed() const { return packed_; }  // since the last pack(), which may have been interrupted
   void multiply(const LinearRows& rows) const;
-  // Products of several weights with a few rows each, in one job where that is possible.
+  // Products of several weights with a few rows each in one job of the weights' pool, at least one product. Rows that
+  // several products share are written once.
   struct Product {
     const CodedLinear* linear;
     LinearRows rows;
   };
-  static void multiply_all(const std::vector<Product>& products);
+  static std::unique_ptr<Job> product_job(const std::vector<Product>& products);
   // Rows of W by number, in bf16, or as the codes have them in f32: [count, K].
   void decode(const int64_t* rows, int64_t count, DType dtype, char* out) const;
   // Instead of packing: the blocks of another, in its order; they may be read-only.
@@ -42,6 +44,10 @@ class CodedLinear {
   uint32_t checksum() const;                              // CRC-32C of the blocks
   void check_source() const { check_mapping(mapping_); }  // throws DamagedFile if pages of an adopted file were lost
   const BlockStore& store() const { return store_; }
+  // Rows of x are rounded to int8, each 32 columns with a scale of their own (packed_gemv_int16.h).
+  bool supports_w8a8() const;
+  bool w8a8() const { return w8a8_.load(std::memory_order_relaxed); }
+  void set_w8a8(bool on) { w8a8_.store(on, std::memory_order_relaxed); }
 
   int32_t rows() const { return rows_; }
   int32_t columns() const { return columns_; }
@@ -56,6 +62,8 @@ class CodedLinear {
   class DecodeJob;
   class JointJob;
   class Read;
+  template <class Act>
+  void for_each_pass(const LinearRows& rows, const Act& act) const;
   void multiply_pass(const LinearRows& rows) const;
   int32_t pass_rows(DType dtype) const;  // the most rows of a pass
 
@@ -65,6 +73,7 @@ class CodedLinear {
   BlockStore store_;
   Readers readers_;
   bool packed_ = false, adopted_ = false;
+  std::atomic<bool> w8a8_{false};
   const Mapping* mapping_ = nullptr;  // of the file that holds the blocks, or null
 };
 

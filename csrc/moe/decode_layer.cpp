@@ -1,67 +1,155 @@
-// The calling thread takes part in every product and computes what lies between them.
 #include "moe/decode_layer.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <deque>
+#include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "moe/linear.h"
+#include "steps.h"
 
 namespace kt {
 
 namespace {
 
-enum Buffer : int { kNormed, kQuery, kKey, kValue, kAttended, kProduct, kLogits, kIds, kScores, kBuffers };
+enum Buffer : int {
+  kNormed,
+  kQuery,
+  kKey,
+  kValue,
+  kAttended,
+  kProduct,
+  kLogits,
+  kIds,
+  kScores,
+  kMiddle,
+  kResult,
+  kBuffers
+};
 
 template <DType type>
 inline float load(const char* at, int64_t i) {
   return type == DType::bf16 ? to_float(((const uint16_t*)at)[i], type) : ((const float*)at)[i];
 }
 
-template <DType type>
-inline void store(char* at, int64_t i, float value) {
-  if (type == DType::bf16) {
-    ((uint16_t*)at)[i] = from_float(value, type);
-  } else {
-    ((float*)at)[i] = value;
-  }
+// As from_float, without a branch, so that compilers make vectors of loops with it.
+inline uint16_t to_bf16(float value) {
+  uint32_t u;
+  __builtin_memcpy(&u, &value, 4);
+  const uint32_t is_nan = 0u - (uint32_t)((u & 0x7fffffffu) > 0x7f800000u);
+  const uint32_t nan = (u >> 16) | 0x40u, number = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  return (uint16_t)((nan & is_nan) | (number & ~is_nan));
 }
 
 template <DType type>
 inline float rounded(float value) {
-  return type == DType::bf16 ? to_float(from_float(value, type), type) : value;
+  return type == DType::bf16 ? to_float(to_bf16(value), type) : value;
 }
 
-// One head in place: x cos + rotate_half(x) sin, each term rounded as torch's operators do.
+// Numbers of the hidden states' type; floats between them never overlap them.
 template <DType type>
-void rotate_head(char* head, const char* cos, const char* sin, int32_t size) {
-  const int32_t half = size / 2;
-  for (int32_t i = 0; i < half; i++) {
-    const float low = load<type>(head, i), high = load<type>(head, i + half);
-    store<type>(head, i, rounded<type>(low * load<type>(cos, i)) + rounded<type>(-high * load<type>(sin, i)));
-    store<type>(head, i + half,
-                rounded<type>(high * load<type>(cos, i + half)) + rounded<type>(low * load<type>(sin, i + half)));
+inline void widen(const char* from, float* __restrict to, int64_t count) {
+  for (int64_t i = 0; i < count; i++) to[i] = load<type>(from, i);
+}
+
+template <DType type>
+inline void narrow(const float* __restrict from, char* to, int64_t count) {
+  if constexpr (type == DType::bf16) {
+    for (int64_t i = 0; i < count; i++) ((uint16_t*)to)[i] = to_bf16(from[i]);
+  } else {
+    __builtin_memcpy(to, from, (size_t)count * 4);
   }
 }
 
+// Heads in place: x cos + rotate_half(x) sin, each term rounded as torch's operators do.
 template <DType type>
-void rotate_rows(char* rows, int64_t tokens, int64_t heads, int64_t head_size, const Rotary& rotary) {
-  for (int64_t t = 0; t < tokens; t++)
-    for (int64_t h = 0; h < heads; h++)
-      rotate_head<type>(rows + (t * heads + h) * head_size * (int64_t)size_of(type), rotary.cos + t * rotary.stride,
-                        rotary.sin + t * rotary.stride, rotary.size);
-}
+class Rotation {
+ public:
+  explicit Rotation(const Rotary& rotary) : rotary_(rotary), memory_((size_t)rotary.size * 4) {}
+
+  void apply(char* rows, int64_t tokens, int64_t heads, int64_t head_size) {
+    const int64_t size = rotary_.size, elem = (int64_t)size_of(type);
+    float *cos = memory_.data(), *sin = cos + size;
+    for (int64_t t = 0; t < tokens; t++) {
+      widen<type>(rotary_.cos + t * rotary_.stride, cos, size);
+      widen<type>(rotary_.sin + t * rotary_.stride, sin, size);
+      for (int64_t h = 0; h < heads; h++)
+        rotate(rows + (t * heads + h) * head_size * elem, cos, sin, sin + size, sin + 2 * size);
+    }
+  }
+
+ private:
+  void rotate(char* head, const float* __restrict cos, const float* __restrict sin, float* __restrict x,
+              float* __restrict out) const {
+    const int64_t half = rotary_.size / 2;
+    widen<type>(head, x, rotary_.size);
+    for (int64_t i = 0; i < half; i++) out[i] = rounded<type>(x[i] * cos[i]) + rounded<type>(-x[i + half] * sin[i]);
+    for (int64_t i = half; i < 2 * half; i++)
+      out[i] = rounded<type>(x[i] * cos[i]) + rounded<type>(x[i - half] * sin[i]);
+    narrow<type>(out, head, rotary_.size);
+  }
+
+  const Rotary& rotary_;
+  std::vector<float> memory_;  // cosines, sines, a head, its result
+};
+
+constexpr int64_t kAddedTogether = 256;
 
 template <DType type>
 void add_rows(const char* x, const char* y, char* out, int64_t count) {
-  for (int64_t i = 0; i < count; i++) store<type>(out, i, load<type>(x, i) + load<type>(y, i));
+  float a[kAddedTogether], b[kAddedTogether];
+  for (int64_t first = 0; first < count; first += kAddedTogether) {
+    const int64_t now = std::min(kAddedTogether, count - first), at = first * (int64_t)size_of(type);
+    widen<type>(x + at, a, now);
+    widen<type>(y + at, b, now);
+    for (int64_t i = 0; i < now; i++) a[i] += b[i];
+    narrow<type>(a, out + at, now);
+  }
 }
 
 void add(DType type, const char* x, const char* y, char* out, int64_t count) {
   type == DType::bf16 ? add_rows<DType::bf16>(x, y, out, count) : add_rows<DType::f32>(x, y, out, count);
 }
+
+// Products of the same rows: those in bf16 are one step, and so are those with codes.
+class DenseProducts {
+ public:
+  DenseProducts(const KernelTable& kernels, int threads) : kernels_(kernels), threads_(threads) {}
+
+  void set(const char* x, DType type, int32_t tokens, const DenseWeight* const* weights, char* const* outs, int count) {
+    matrices_.clear(), coded_.clear();
+    for (int i = 0; i < count; i++) {
+      const DenseWeight& w = *weights[i];
+      if (w.coded) {
+        coded_.push_back({w.coded, {x, outs[i], type, w.columns, w.rows, tokens}});
+      } else {
+        matrices_.push_back({x, w.data, w.stride, w.rows, outs[i], w.rows});
+      }
+    }
+    const int64_t columns = weights[0]->columns;
+    linear_ = {columns, columns, type, tokens, matrices_.data(), (int32_t)matrices_.size()};
+  }
+  Job* coded() {
+    job_ = coded_.empty() ? nullptr : CodedLinear::product_job(coded_);
+    return job_.get();
+  }
+  Job* plain() {
+    job_ = matrices_.empty() ? nullptr : linear_job(kernels_, linear_, threads_);
+    return job_.get();
+  }
+
+ private:
+  const KernelTable& kernels_;
+  const int threads_;
+  std::vector<Matrix> matrices_;
+  std::vector<CodedLinear::Product> coded_;
+  Linear linear_{};
+  std::unique_ptr<Job> job_;
+};
 
 }  // namespace
 
@@ -115,68 +203,6 @@ void DecodeLayer::norm(const RmsNorm& by, const char* x, char* out, DType type, 
   kernels_.norm({x, by.weight, out, type, rows, size, by.epsilon});
 }
 
-// Products of the same rows: those in bf16 are one job, and so are those with codes.
-void DecodeLayer::multiply(const HiddenRows& x, const DenseWeight* const* weights, char* const* outs, int count) const {
-  std::vector<Matrix> matrices;
-  std::vector<CodedLinear::Product> coded;
-  for (int i = 0; i < count; i++) {
-    const DenseWeight& w = *weights[i];
-    if (w.coded) {
-      coded.push_back({w.coded, {x.x, outs[i], x.type, w.columns, w.rows, x.tokens}});
-    } else {
-      matrices.push_back({x.x, w.data, w.stride, w.rows, outs[i], w.rows});
-    }
-  }
-  CodedLinear::multiply_all(coded);
-  if (matrices.empty()) return;
-  const int64_t columns = weights[0]->columns;
-  kt::multiply(engine_->pool, kernels_,
-               {columns, columns, x.type, x.tokens, matrices.data(), (int32_t)matrices.size()});
-}
-
-void DecodeLayer::attend(const HiddenRows& rows, const Rotary& rotary, std::vector<KVSequence> sequences) {
-  std::lock_guard lock(calls_);
-  const AttentionBlock& a = attention;
-  const int64_t elem = (int64_t)size_of(rows.type), tokens = rows.tokens, head = a.head_size * elem;
-  char* normed = buffer(kNormed, tokens * hidden_ * elem);
-  char *q = buffer(kQuery, tokens * a.heads * head), *k = buffer(kKey, tokens * a.groups * head),
-       *v = buffer(kValue, tokens * a.groups * head), *attended = buffer(kAttended, tokens * a.heads * head),
-       *product = buffer(kProduct, tokens * hidden_ * elem);
-  norm(a.input, rows.x, normed, rows.type, tokens, hidden_);
-  const DenseWeight* weights[] = {&a.q, &a.k, &a.v};
-  char* outs[] = {q, k, v};
-  multiply({normed, nullptr, rows.type, rows.tokens}, weights, outs, 3);
-  if (a.query.weight) norm(a.query, q, q, rows.type, tokens * a.heads, a.head_size);
-  if (a.key.weight) norm(a.key, k, k, rows.type, tokens * a.groups, a.head_size);
-  auto* rotate = rows.type == DType::bf16 ? rotate_rows<DType::bf16> : rotate_rows<DType::f32>;
-  rotate(q, tokens, a.heads, a.head_size, rotary);
-  rotate(k, tokens, a.groups, a.head_size, rotary);
-  for (int64_t t = 0; t < tokens; t++) {
-    KVSequence& s = sequences[(size_t)t];
-    s.query = q + t * a.heads * head;
-    s.key = k + t * a.groups * head;
-    s.value = v + t * a.groups * head;
-    s.query_head_stride = s.key_head_stride = s.value_head_stride = head;
-    s.out = attended + t * a.heads * head;
-  }
-  kt::attend(engine_->pool, kernels_,
-             {std::move(sequences), a.heads, a.groups, a.head_size, a.head_size, rows.type, a.scale});
-  const DenseWeight* output[] = {&a.o};
-  multiply({attended, nullptr, rows.type, rows.tokens}, output, &product, 1);
-  add(rows.type, rows.x, product, rows.out, tokens * hidden_);
-}
-
-void DecodeLayer::logits(const HiddenRows& rows, const char* x, char* out) {
-  const ExpertBlock& e = experts;
-  if (e.router_type == DType::bf16) {
-    const Matrix matrix{x, e.router, (int64_t)hidden_ * 2, e.num_experts, out, e.num_experts};
-    kt::multiply(engine_->pool, kernels_, {hidden_, hidden_, rows.type, rows.tokens, &matrix, 1});
-  } else {
-    RouterJob job((const float*)e.router, (const float*)x, (float*)out, e.num_experts, hidden_, rows.tokens);
-    engine_->pool.run(job);
-  }
-}
-
 // The top_k largest logits of a row in descending order, and their scores. Where logits are equal, which are chosen
 // depends on the algorithm alone: it is that of torch.topk, so that stock code chooses the same experts.
 void DecodeLayer::select(DType type, const char* logits, int32_t* ids, float* scores) const {
@@ -210,27 +236,181 @@ void DecodeLayer::select(DType type, const char* logits, int32_t* ids, float* sc
   }
 }
 
+// x + attention(norm(x)).
+class DecodeLayer::AttentionPass {
+ public:
+  AttentionPass(DecodeLayer& layer, const HiddenRows& rows, const Rotary& rotary, std::vector<KVSequence> sequences)
+      : layer_(layer),
+        a_(layer.attention),
+        rows_(rows),
+        rotary_(rotary),
+        threads_(layer.engine_->pool.threads()),
+        products_(layer.kernels_, threads_),
+        attention_{std::move(sequences), a_.heads, a_.groups, a_.head_size, a_.head_size, rows.type, a_.scale} {}
+
+  void add_to(Steps& steps) {
+    steps.add([this] { return begin(), products_.coded(); });
+    steps.add([this] { return products_.plain(); });
+    steps.add([this] { return attend(); });
+    steps.add([this] { return multiply_output(), products_.coded(); });
+    steps.add([this] { return products_.plain(); });
+    steps.add([this]() -> Job* {
+      add(rows_.type, rows_.x, product_, rows_.out, rows_.tokens * (int64_t)layer_.hidden_);
+      return nullptr;
+    });
+  }
+
+ private:
+  void begin() {
+    const int64_t elem = (int64_t)size_of(rows_.type), tokens = rows_.tokens, head = a_.head_size * elem;
+    char* normed = layer_.buffer(kNormed, tokens * layer_.hidden_ * elem);
+    q_ = layer_.buffer(kQuery, tokens * a_.heads * head), k_ = layer_.buffer(kKey, tokens * a_.groups * head);
+    v_ = layer_.buffer(kValue, tokens * a_.groups * head),
+    attended_ = layer_.buffer(kAttended, tokens * a_.heads * head);
+    product_ = layer_.buffer(kProduct, tokens * layer_.hidden_ * elem);
+    layer_.norm(a_.input, rows_.x, normed, rows_.type, tokens, layer_.hidden_);
+    const DenseWeight* weights[] = {&a_.q, &a_.k, &a_.v};
+    char* outs[] = {q_, k_, v_};
+    products_.set(normed, rows_.type, rows_.tokens, weights, outs, 3);
+  }
+
+  Job* attend() {
+    const int64_t tokens = rows_.tokens, head = a_.head_size * (int64_t)size_of(rows_.type);
+    if (a_.query.weight) layer_.norm(a_.query, q_, q_, rows_.type, tokens * a_.heads, a_.head_size);
+    if (a_.key.weight) layer_.norm(a_.key, k_, k_, rows_.type, tokens * a_.groups, a_.head_size);
+    rows_.type == DType::bf16 ? rotate<DType::bf16>() : rotate<DType::f32>();
+    for (int64_t t = 0; t < tokens; t++) {
+      KVSequence& s = attention_.sequences[(size_t)t];
+      s.query = q_ + t * a_.heads * head;
+      s.key = k_ + t * a_.groups * head;
+      s.value = v_ + t * a_.groups * head;
+      s.query_head_stride = s.key_head_stride = s.value_head_stride = head;
+      s.out = attended_ + t * a_.heads * head;
+    }
+    job_ = attention_job(layer_.kernels_, attention_, threads_);
+    return job_.get();
+  }
+
+  template <DType type>
+  void rotate() {
+    Rotation<type> rotation(rotary_);
+    rotation.apply(q_, rows_.tokens, a_.heads, a_.head_size);
+    rotation.apply(k_, rows_.tokens, a_.groups, a_.head_size);
+  }
+
+  void multiply_output() {
+    const DenseWeight* output[] = {&a_.o};
+    products_.set(attended_, rows_.type, rows_.tokens, output, &product_, 1);
+  }
+
+  DecodeLayer& layer_;
+  const AttentionBlock& a_;
+  const HiddenRows rows_;
+  const Rotary& rotary_;
+  const int threads_;
+  DenseProducts products_;
+  Attention attention_;
+  std::unique_ptr<Job> job_;
+  char *q_ = nullptr, *k_ = nullptr, *v_ = nullptr, *attended_ = nullptr, *product_ = nullptr;
+};
+
+// x + experts(norm(x)).
+class DecodeLayer::ExpertPass {
+ public:
+  ExpertPass(DecodeLayer& layer, const HiddenRows& rows, bool w8a8, bool needs_grad)
+      : layer_(layer), e_(layer.experts), rows_(rows), w8a8_(w8a8), needs_grad_(needs_grad) {}
+
+  void add_to(Steps& steps) {
+    steps.add([this] { return begin(); });
+    steps.add([this] { return start_experts(); });
+    steps.add([this]() -> Job* {
+      call_->complete();
+      add(rows_.type, rows_.x, product_, rows_.out, rows_.tokens * (int64_t)layer_.hidden_);
+      return nullptr;
+    });
+  }
+
+ private:
+  Job* begin() {
+    const int64_t elem = (int64_t)size_of(rows_.type), tokens = rows_.tokens;
+    normed_ = layer_.buffer(kNormed, tokens * layer_.hidden_ * elem);
+    product_ = layer_.buffer(kProduct, tokens * layer_.hidden_ * elem);
+    logits_ = layer_.buffer(kLogits, tokens * e_.num_experts * elem);
+    layer_.norm(e_.input, rows_.x, normed_, rows_.type, tokens, layer_.hidden_);
+    if (e_.router_type == DType::bf16) {
+      router_ = {normed_, e_.router, (int64_t)layer_.hidden_ * 2, e_.num_experts, logits_, e_.num_experts};
+      linear_ = {layer_.hidden_, layer_.hidden_, rows_.type, rows_.tokens, &router_, 1};
+      job_ = linear_job(layer_.kernels_, linear_, layer_.engine_->pool.threads());
+    } else {
+      job_ = std::make_unique<RouterJob>((const float*)e_.router, (const float*)normed_, (float*)logits_,
+                                         e_.num_experts, layer_.hidden_, rows_.tokens);
+    }
+    return job_.get();
+  }
+
+  Job* start_experts() {
+    const int64_t elem = (int64_t)size_of(rows_.type), tokens = rows_.tokens;
+    auto* ids = (int32_t*)layer_.buffer(kIds, tokens * e_.top_k * 4);
+    auto* scores = (float*)layer_.buffer(kScores, tokens * e_.top_k * 4);
+    for (int64_t t = 0; t < tokens; t++)
+      layer_.select(rows_.type, logits_ + t * e_.num_experts * elem, ids + t * e_.top_k, scores + t * e_.top_k);
+    Batch batch;
+    batch.tokens = rows_.tokens, batch.top_k = e_.top_k;
+    batch.hidden = normed_, batch.hidden_dtype = rows_.type, batch.hidden_stride = layer_.hidden_;
+    batch.ids = ids, batch.ids_stride = e_.top_k;
+    batch.weights = scores, batch.weights_stride = e_.top_k;
+    batch.out = product_, batch.out_dtype = rows_.type, batch.out_stride = layer_.hidden_;
+    batch.w8a8 = w8a8_, batch.needs_grad = needs_grad_;
+    call_.emplace(*e_.experts, batch);
+    return &call_->start();
+  }
+
+  DecodeLayer& layer_;
+  const ExpertBlock& e_;
+  const HiddenRows rows_;
+  const bool w8a8_, needs_grad_;
+  char *normed_ = nullptr, *product_ = nullptr, *logits_ = nullptr;
+  Matrix router_{};
+  Linear linear_{};
+  std::unique_ptr<Job> job_;
+  std::optional<Call> call_;
+};
+
+void DecodeLayer::attend(const HiddenRows& rows, const Rotary& rotary, std::vector<KVSequence> sequences) {
+  std::lock_guard lock(calls_);
+  Steps steps;
+  AttentionPass pass(*this, rows, rotary, std::move(sequences));
+  pass.add_to(steps);
+  steps.run(engine_->pool);
+}
+
 void DecodeLayer::route(const HiddenRows& rows, bool w8a8, bool needs_grad) {
   std::lock_guard lock(calls_);
-  const ExpertBlock& e = experts;
-  const int64_t elem = (int64_t)size_of(rows.type), tokens = rows.tokens;
-  char *normed = buffer(kNormed, tokens * hidden_ * elem), *product = buffer(kProduct, tokens * hidden_ * elem),
-       *scored = buffer(kLogits, tokens * e.num_experts * elem);
-  auto* ids = (int32_t*)buffer(kIds, tokens * e.top_k * 4);
-  auto* scores = (float*)buffer(kScores, tokens * e.top_k * 4);
-  norm(e.input, rows.x, normed, rows.type, tokens, hidden_);
-  logits(rows, normed, scored);
-  for (int64_t t = 0; t < tokens; t++)
-    select(rows.type, scored + t * e.num_experts * elem, ids + t * e.top_k, scores + t * e.top_k);
-  Batch batch;
-  batch.tokens = rows.tokens, batch.top_k = e.top_k;
-  batch.hidden = normed, batch.hidden_dtype = rows.type, batch.hidden_stride = hidden_;
-  batch.ids = ids, batch.ids_stride = e.top_k;
-  batch.weights = scores, batch.weights_stride = e.top_k;
-  batch.out = product, batch.out_dtype = rows.type, batch.out_stride = hidden_;
-  batch.w8a8 = w8a8, batch.needs_grad = needs_grad;
-  Call(*e.experts, batch).run();
-  add(rows.type, rows.x, product, rows.out, tokens * hidden_);
+  Steps steps;
+  ExpertPass pass(*this, rows, w8a8, needs_grad);
+  pass.add_to(steps);
+  steps.run(engine_->pool);
+}
+
+void decode_layers(std::vector<LayerCall>& calls, const HiddenRows& rows, const Rotary& rotary) {
+  std::vector<std::unique_lock<std::mutex>> locks;
+  std::deque<DecodeLayer::AttentionPass> attentions;
+  std::deque<DecodeLayer::ExpertPass> experts;
+  Steps steps;
+  HiddenRows from = rows;
+  const int64_t bytes = (int64_t)rows.tokens * calls.front().layer->hidden() * (int64_t)size_of(rows.type);
+  for (LayerCall& call : calls) {
+    DecodeLayer& layer = *call.layer;
+    locks.emplace_back(layer.calls_);
+    HiddenRows middle = from, to = from;
+    middle.out = layer.buffer(kMiddle, bytes);
+    to.x = middle.out;
+    to.out = &call == &calls.back() ? rows.out : layer.buffer(kResult, bytes);
+    attentions.emplace_back(layer, middle, rotary, std::move(call.sequences)).add_to(steps);
+    experts.emplace_back(layer, to, call.w8a8, call.needs_grad).add_to(steps);
+    from.x = to.out;
+  }
+  steps.run(calls.front().layer->engine()->pool);
 }
 
 }  // namespace kt

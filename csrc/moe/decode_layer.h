@@ -1,10 +1,11 @@
-// A decoder layer for the new tokens of a few sequences, in few calls: x + attention(norm(x)), and x + experts(norm(x))
+// Decoder layers for the new tokens of a few sequences, in few calls: x + attention(norm(x)), and x + experts(norm(x))
 // with a softmax router.
 //
 // Between two products of a decoded token there is little work and, from Python, about twenty operators whose overhead
-// is longer than the products. Here norms, rotary embedding, the router's choice and residuals are computed on the
-// calling thread, and the pool's threads, which wait for the next product meanwhile, do not go to sleep. Numbers are
-// rounded to the type of the hidden states where the operators of a stock model round them.
+// is longer than the products. Here all products of all layers are steps of one job (steps.h): norms, rotary embedding,
+// the router's choice and residuals are computed by the thread that was the last one in the product before, while the
+// others wait for the next. Numbers are rounded to the type of the hidden states where the operators of a stock model
+// round them.
 #pragma once
 
 #include <memory>
@@ -60,6 +61,8 @@ struct HiddenRows {
   int32_t tokens;
 };
 
+struct LayerCall;
+
 class DecodeLayer {
  public:
   DecodeLayer(std::shared_ptr<Engine> engine, const KernelTable& kernels, int32_t hidden)
@@ -69,17 +72,19 @@ class DecodeLayer {
   ExpertBlock experts{};
   int32_t hidden() const { return hidden_; }
   int32_t max_tokens() const { return kernels_.gemv_max_tokens; }
+  const std::shared_ptr<Engine>& engine() const { return engine_; }
 
   // `sequences`: caches of the tokens in their order; what belongs to the new token itself is set here.
   void attend(const HiddenRows& rows, const Rotary& rotary, std::vector<KVSequence> sequences);
   void route(const HiddenRows& rows, bool w8a8, bool needs_grad);
 
  private:
+  friend void decode_layers(std::vector<LayerCall>& calls, const HiddenRows& rows, const Rotary& rotary);
+  class AttentionPass;
+  class ExpertPass;
   class RouterJob;
   char* buffer(int which, int64_t bytes);
   void norm(const RmsNorm& by, const char* x, char* out, DType type, int64_t rows, int64_t size) const;
-  void multiply(const HiddenRows& x, const DenseWeight* const* weights, char* const* outs, int count) const;
-  void logits(const HiddenRows& rows, const char* x, char* out);
   void select(DType type, const char* logits, int32_t* ids, float* scores) const;
 
   std::shared_ptr<Engine> engine_;
@@ -88,5 +93,15 @@ class DecodeLayer {
   std::mutex calls_;  // the buffers belong to one call at a time
   std::vector<std::vector<char>> buffers_;
 };
+
+// One of several layers that follow each other.
+struct LayerCall {
+  DecodeLayer* layer;
+  std::vector<KVSequence> sequences;
+  bool w8a8, needs_grad;
+};
+
+// All layers, of one pool and one hidden size; none twice.
+void decode_layers(std::vector<LayerCall>& calls, const HiddenRows& rows, const Rotary& rotary);
 
 }  // namespace kt

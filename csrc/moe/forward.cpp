@@ -74,7 +74,8 @@ void Call::segment_done(size_t index, char* slice) {
     for_pieces(index, [&](int32_t tile, int32_t tiles) {
       const DownPanel panel = down_panel(index, tile, tiles, k, std::min(plan_.down_chunk, store.k_tiles() - k));
       if (panel.packed)
-        experts_.kernels().write_packed_rows({panel.rows, panel.tiling, panel.live, store.encoding(), panel.packed});
+        experts_.kernels().write_packed_rows(
+            {panel.rows, panel.tiling, panel.live, store.encoding(), panel.packed, plan_.x_int8});
     });
   if (!w8a8()) return;
   const Segment& segment = routing_.segments[index];
@@ -121,7 +122,7 @@ void Call::run_lane_segment(const Lane& lane, size_t index, const char* next, ch
       down.base = panel.rows;
       down.base.b = b + store.offset(k);
       down.packed_rows = panel.packed;
-      down.encoded = {store.encoding(), k, slice + plan_.decoded_at};
+      down.encoded = {store.encoding(), k, slice + plan_.decoded_at, nullptr, plan_.x_int8};
       bool packed_gemv = uses_packed_gemv(index, store);
       if (packed_gemv) down.packed_gemv = panel_rows(down.base, whole, down.live);
       if (w8a8()) {

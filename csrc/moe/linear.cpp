@@ -97,6 +97,10 @@ class LinearJob : public Job {
 
 }  // namespace
 
+std::unique_ptr<Job> linear_job(const KernelTable& kernels, const Linear& linear, int threads) {
+  return std::make_unique<LinearJob>(kernels, linear, threads);
+}
+
 void multiply(Pool& pool, const KernelTable& kernels, const Linear& linear) {
   LinearJob job(kernels, linear, pool.threads());
   pool.run(job);

@@ -1,6 +1,8 @@
 // Linear layers for a few token rows: out = x W^T, each W [N, K] in bf16 in the checkpoint's layout.
 #pragma once
 
+#include <memory>
+
 #include "kernels/table.h"
 #include "threads.h"
 
@@ -26,5 +28,7 @@ struct Linear {
 };
 
 void multiply(Pool& pool, const KernelTable& kernels, const Linear& linear);
+// The same as a step of a job of `threads` threads; `linear` outlives it.
+std::unique_ptr<Job> linear_job(const KernelTable& kernels, const Linear& linear, int threads);
 
 }  // namespace kt

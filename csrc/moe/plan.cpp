@@ -178,6 +178,7 @@ struct Planner {
 // space, but LoRA reads the float rows, which are gathered before them.
 void Planner::choose_chunks() {
   plan.w8a8 = input.w8a8;
+  plan.x_int8 = input.x_int8;
   plan.gathered_tile = plan.w8a8 && routing.runs.empty() ? elem_tile / 2 : elem_tile;
   int64_t tile_rows = kernels.tiling(1 << 20).rows;
   chunks = (int32_t)std::max<int64_t>(1, (up.k_tiles() + 16 * wide) / (64 * wide));
@@ -275,7 +276,7 @@ void Planner::place_slice() {
   int32_t packed_gemv_rows = 0;
   for (const BlockStore* store : {&up, &down})
     if (store->encoding() && kernels.packed_gemv_rows)
-      packed_gemv_rows = std::max(packed_gemv_rows, kernels.packed_gemv_rows(*store->encoding()));
+      packed_gemv_rows = std::max(packed_gemv_rows, kernels.packed_gemv_rows(*store->encoding(), plan.x_int8));
   if (!back)
     decoded_bytes = std::max(
         decoded_bytes, decoded * std::min<int64_t>(largest_rows, packed_gemv_rows) * kernels.packed_gemv_row_bytes);

@@ -64,7 +64,8 @@ struct Budget {
 };
 
 struct Plan {
-  bool w8a8;                       // W8A8
+  bool w8a8;                       // W8A8 by int8 tiles
+  bool x_int8;                     // W8A8 by packed GEMV
   int32_t up_chunk;                // k tiles of gate/up per pass where a unit's rows do not fit the panel otherwise
   int32_t panel_k_tiles;           // width of the panel between units and lanes
   int32_t down_chunk;              // k tiles of down per pass; depends on I alone
@@ -109,7 +110,7 @@ struct PlanInput {
   const KernelTable& kernels;
   const Adapters& adapters;
   int threads, groups;
-  bool w8a8 = false;
+  bool w8a8 = false, x_int8 = false;  // as in Plan
 };
 int64_t largest_rank(const Routing& routing, const Adapters& adapters);  // a multiple of kRankStep
 void make_plan(const Routing& routing, const PlanInput& input, int32_t tokens, const Budget& budget,

@@ -16,12 +16,19 @@ Experts::Experts(const LayerShape& shape, const Gate& gate, const KernelTable& k
                  const LayerFormats& formats)
     : engine_(std::move(engine)), kernels_(kernels), gate_(gate), weights_(shape, formats, kernels, engine_->pool) {}
 
-std::string Experts::w8a8_unsupported() const {
+bool Experts::has_integer_tiles() const {
   const LayerFormats& f = weights_.formats();
   auto is_integer = [](const Format& format) { return format.codec == Codec::int8 || format.codec == Codec::int4; };
-  if (!is_integer(f.up) || !is_integer(f.down) || (shape().gated && !is_integer(f.gate)))
-    return "gate, up and down must all be of format int8 or int4";
+  return is_integer(f.up) && is_integer(f.down) && (!shape().gated || is_integer(f.gate));
+}
+
+std::string Experts::w8a8_unsupported() const {
   if (!kernels_.quantise) return std::string("precision ") + name_of(kernels_.precision) + " rounds nothing";
+  if (!has_integer_tiles()) {
+    for (const BlockStore* store : {&weights_.up(), &weights_.down()})
+      if (!store->encoding() || !kernels_.packed_gemv_rows(*store->encoding(), true)) return kNoIntegerCodes;
+    return "";
+  }
   if (std::max(shape().hidden, shape().intermediate) > kMaxInt8K)
     return "sums of more than " + std::to_string(kMaxInt8K) + " products do not fit 32 bits";
   return "";
@@ -70,8 +77,9 @@ void Task::prepare() {
   route(batch_, experts_.shape().experts, routing_);
   verify_experts();
   zero_idle_tokens();
-  bool bytes = batch_.w8a8 && direction_ == Direction::forward;
-  make_plan(routing_, {experts_.weights(), experts_.kernels(), adapters_, pool.threads(), pool.groups(), bytes},
+  const bool rounds = batch_.w8a8 && direction_ == Direction::forward, tiles = rounds && experts_.has_integer_tiles();
+  make_plan(routing_,
+            {experts_.weights(), experts_.kernels(), adapters_, pool.threads(), pool.groups(), tiles, rounds && !tiles},
             batch_.tokens, budget, direction_, plan_);
   workspace_ = experts_.engine().arena.acquire((size_t)plan_.total_bytes);
   begin();
@@ -116,6 +124,16 @@ void Task::wait_pending() {
   }
   interrupted_ = false;
   finish();
+}
+
+Job& Task::start() {
+  try {
+    prepare();
+  } catch (...) {
+    release();
+    throw;
+  }
+  return *this;
 }
 
 void Task::run() {
@@ -274,7 +292,7 @@ void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up u
     if (!w8a8() || adapted) kernels.gather(gather);
     size_t tile_bytes = (size_t)now * (size_t)r.tiling.rows * kTileK * (size_t)kernels.elem;
     up.base = {slice, tile_bytes, b + store.offset(k), now};
-    up.encoded = {store.encoding(), k, slice + plan_.decoded_at};
+    up.encoded = {store.encoding(), k, slice + plan_.decoded_at, nullptr, plan_.x_int8};
     up.first = k == 0;
     up.last = k + now == k_tiles;
     if (!ranks_made) lora_shrink_chunk(unit, r, k, now, slice, up.last ? &lora_terms : nullptr);
@@ -296,7 +314,7 @@ bool Task::uses_packed_gemv(size_t segment, const BlockStore& store) const {
   if (w8a8()) return rows <= kPackedGemvInt8Rows;
   if (direction_ == Direction::backward || batch_.needs_grad || !store.encoding()) return false;
   auto* max_rows = experts_.kernels().packed_gemv_rows;
-  return max_rows && rows <= max_rows(*store.encoding());
+  return max_rows && rows <= max_rows(*store.encoding(), plan_.x_int8);
 }
 
 PackedGemvRows Task::panel_rows(const Contraction& panel, const Tiling& tiling, int32_t live) const {

@@ -30,6 +30,7 @@ struct Engine {
 
 // Largest K for which a sum of int8 products, -128 times 127 each, fits 32 bits.
 constexpr int32_t kMaxInt8K = 132104;
+constexpr const char* kNoIntegerCodes = "bf16, bf16:12, mxfp8 and fp8 have no codes that are integers times a scale";
 
 class Experts {
  public:
@@ -42,6 +43,9 @@ class Experts {
   const Gate& gate() const { return gate_; }
   const KernelTable& kernels() const { return kernels_; }
   Engine& engine() const { return *engine_; }
+  // Whether W8A8 multiplies int8 tiles: all formats are int8 or int4. In other formats codes are multiplied as they
+  // lie.
+  bool has_integer_tiles() const;
   // Why W8A8 is unsupported; empty: it is supported.
   std::string w8a8_unsupported() const;
   // Bytes of gate and up of one row that a forward pass keeps for backward.
@@ -59,6 +63,9 @@ class Task : private Job {
   Task(const Experts& experts, const Batch& batch, Adapters adapters, Direction direction);
   ~Task() override = default;
 
+  // In place of run(), where this is a step of another job (steps.h): the job between start() and complete().
+  Job& start();
+  void complete() { finish(); }
   void run();     // the calling thread works too
   void submit();  // routes and plans on the calling thread, then returns; first waits for a run in flight
   void wait();    // returns at once where nothing was submitted

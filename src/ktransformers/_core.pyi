@@ -171,9 +171,17 @@ class Pool:
         """Units per second of the first `threads` threads together, in a bare loop: "registers" and "panels" count
         flop, and so does "bytes", of W8A8; "read" counts bytes. `bytes` is each thread's scratch."""
 
-    def codes_rate(self, format: str, rows: int = 1, seconds: float = 0.1, threads: int = 0, isa: str = "") -> float:
+    def codes_rate(
+        self,
+        format: str,
+        rows: int = 1,
+        seconds: float = 0.1,
+        threads: int = 0,
+        isa: str = "",
+        w8a8: bool = False,
+    ) -> float:
         """Weights per second of packed GEMV on codes of a format times `rows` rows, from L1: the rate to which small
-        batches are held where memory is faster."""
+        batches are held where memory is faster. `w8a8`: with rows in int8."""
 
 class Call:
     def submit(self) -> None: ...
@@ -322,6 +330,14 @@ class CodedLinear:
     @property
     def packed_bytes(self) -> int: ...
     @property
+    def supports_w8a8(self) -> bool: ...
+    @property
+    def w8a8(self) -> bool:
+        """Whether `forward` rounds x to int8, each 32 columns of a row with a scale of their own; may be set."""
+
+    @w8a8.setter
+    def w8a8(self, on: bool) -> None: ...
+    @property
     def isa(self) -> str: ...
 
 class DecodeLayer:
@@ -354,6 +370,19 @@ class DecodeLayer:
 
     def route(self, x: Any, out: Any, w8a8: bool = False, needs_grad: bool = False) -> None:
         """out = x + experts(norm(x)); flags as in `Experts.forward`."""
+
+def decode_layers(
+    layers: list[DecodeLayer],
+    x: Any,
+    out: Any,
+    cos: Any,
+    sin: Any,
+    places: list[list[tuple[Any, ...]]],
+    w8a8: list[bool],
+    needs_grad: bool = False,
+) -> None:
+    """`attend` and `route` of layers that follow each other, in one job; `places` and `w8a8` have an item for each
+    layer. `needs_grad` counts where `w8a8` is False."""
 
 class Adapter:
     def __init__(

@@ -288,6 +288,21 @@ def decode_layer_route() -> Case:
     return Case(call, {"x": f32(3, H), "out": f32(3, H)}, frozenset({"out"}))
 
 
+def decode_layers() -> Case:
+    layer = _core.DecodeLayer(new_pool(), H)
+    set_attention(layer, attention_tensors())
+    layer.set_experts(f32(H), epsilon=1e-6, router=bf16(E, H), experts=packed_experts(), top_k=2, normalise=False)
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        keys, values = given["places.keys"], given["places.values"]
+        tensors = (given["x"], given["out"], given["cos"], given["sin"])
+        _core.decode_layers([layer], *tensors, places=[[(0, 1, 6, keys, values)]], w8a8=[False])
+        return [given["out"], keys, values]
+
+    written = frozenset({"out", "places.keys", "places.values"})
+    return Case(call, attention_inputs(), written, plain=frozenset({"layers", "w8a8"}))
+
+
 def attend_codes() -> Case:
     """A cache in codes of e4m3 with scales of e8m0, all bytes."""
     pool, parts = new_pool(), ("keys", "values", "key scales", "value scales")
@@ -471,6 +486,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "DecodeLayer.set_experts": decode_layer_set_experts,
     "DecodeLayer.attend": decode_layer_attend,
     "DecodeLayer.route": decode_layer_route,
+    "decode_layers": decode_layers,
     "Experts.pack": pack,
     "Experts.pack, int8": lambda: encoded("int8", lambda rows, columns: f32(E, rows).abs(), False),
     "Experts.pack, int4": lambda: encoded("int4:32", lambda rows, columns: bf16(E, rows, columns // 32).abs(), False),

@@ -77,7 +77,7 @@ std::vector<float> run(const Experts& experts, RandomBatch& batch, bool needs_gr
 
 int32_t packed_gemv_rows_of(const Experts& experts, const BlockStore& store) {
   auto* max_rows = experts.kernels().packed_gemv_rows;
-  return max_rows && store.encoding() ? max_rows(*store.encoding()) : 0;
+  return max_rows && store.encoding() ? max_rows(*store.encoding(), false) : 0;
 }
 
 std::vector<const KernelTable*> packed_gemv_kernels() {

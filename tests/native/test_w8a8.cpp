@@ -160,11 +160,12 @@ TEST(w8a8_unsupported_experts) {
   auto engine = engine_of(1);
   CHECK_EQ(layer.packed(kernels("generic"), engine, false)->w8a8_unsupported(), "");
   CHECK(contains(layer.packed(kernels("generic", Precision::f32), engine, false)->w8a8_unsupported(), "f32"));
-  CHECK(contains(Experts(s, kSilu, kernels("generic"), engine).w8a8_unsupported(), "int8 or int4"));
+  CHECK(contains(Experts(s, kSilu, kernels("generic"), engine).w8a8_unsupported(), "integers"));
   const Format int8 = format_of(Codec::int8), int4 = format_of(Codec::int4, 32, DType::bf16);
   CHECK_EQ(Experts(s, kSilu, kernels("generic"), engine, {int8, int4, int4}).w8a8_unsupported(), "");
-  const Format q4 = format_of(Codec::q4_0);
-  CHECK(contains(Experts(s, kSilu, kernels("generic"), engine, {int8, int4, q4}).w8a8_unsupported(), "int8 or int4"));
+  const Format q4 = format_of(Codec::q4_0), fp8 = format_of(Codec::mxfp8);
+  CHECK_EQ(Experts(s, kSilu, kernels("generic"), engine, {int8, int4, q4}).w8a8_unsupported(), "");
+  CHECK(contains(Experts(s, kSilu, kernels("generic"), engine, {int8, int4, fp8}).w8a8_unsupported(), "integers"));
   Experts wide({1, kMaxInt8K + 1, 16, false}, {Activation::relu2, false, 0, 0}, kernels("generic"), engine,
                {int8, int8, int8});
   CHECK(contains(wide.w8a8_unsupported(), "32 bits"));

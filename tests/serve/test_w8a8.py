@@ -44,14 +44,14 @@ def test_served_model_reports_w8a8(format: str, model_directory: Path, tmp_path:
     model, tokens = load_model(out), torch.arange(80).view(1, -1) % 50
     with torch.no_grad():
         exact, exact_single = model(tokens).logits, model(tokens[:, :1]).logits
-        assert use_w8a8(model) == len(layers)
+        assert use_w8a8(model) == (len(layers), 0)
         rounded, single = model(tokens).logits, model(tokens[:, :1]).logits
     off = (rounded - exact).float().norm() / exact.float().norm()
     assert 0 < off < 0.1
     assert not torch.equal(single, exact_single), "one token is not rounded"
     with pytest.raises(InputError, match="gradients"):
         model(inputs_embeds=torch.randn(1, 4, model.config.hidden_size, dtype=model.dtype, requires_grad=True))
-    assert use_w8a8(model, False) == len(layers)
+    assert use_w8a8(model, False) == (len(layers), 0)
 
 
 def test_w8a8_refuses_other_formats_by_name(model_directory: Path) -> None:

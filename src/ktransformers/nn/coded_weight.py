@@ -317,6 +317,8 @@ class CodedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: CodedWeight) -> Tensor:
+        if isinstance(weight.codes, PackedCodes) and weight.codes.linear.w8a8:
+            raise InputError("w8a8", "on", "off where gradients are wanted", "training computes with all bits")
         ctx.weight = weight
         return _product(x, weight)
 

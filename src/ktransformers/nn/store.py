@@ -36,6 +36,7 @@ from ktransformers.nn.pool import default_pool
 
 # Version of the byte layout of `ExpertStore.memory`, which docs/formats.md describes.
 LAYOUT_VERSION = 2
+W8A8_FORMATS = "experts in formats with integer codes, such as int8, int4 and GGUF's types"
 
 
 @dataclass(frozen=True)
@@ -163,9 +164,11 @@ class ExpertStore:
     def w8a8(self) -> bool:
         """Default of `forward` and `prepare` for 8-bit activations: an approximation, off by default.
 
-        Rows of hidden and activated states are rounded to 8 bits with one scale per row and multiplied exactly with
-        the int8 weights. int4 weights are requantised to 8 bits with one scale per output, except for experts with at
-        most four rows of the batch, which use the int4 weights. LoRA is computed in full precision.
+        In int8 and int4, rows of hidden and activated states are rounded to 8 bits with one scale per row and
+        multiplied exactly with the int8 weights. int4 weights are requantised to 8 bits with one scale per output,
+        except for experts with at most four rows of the batch, which use the int4 weights. In other formats each 32
+        columns of a row have a scale of their own and are multiplied with the codes, on CPUs that multiply bf16 for at
+        most four rows of an expert. LoRA is computed in full precision.
         """
         return self._w8a8
 
@@ -360,7 +363,7 @@ class ExpertStore:
     def _resolve_w8a8(self, w8a8: bool | None) -> bool:
         if w8a8 and (reason := self.w8a8_unsupported):
             given = f"on, with {', '.join(sorted(set(self.formats.values())))} in precision {self.precision}"
-            raise InputError("w8a8", given, "experts in int8 or int4 and precision bf16", reason)
+            raise InputError("w8a8", given, f"{W8A8_FORMATS}, and precision bf16", reason)
         return self._w8a8 if w8a8 is None else w8a8
 
     def refuse_gradients(self) -> None:

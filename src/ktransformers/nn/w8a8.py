@@ -1,34 +1,53 @@
-"""W8A8 for a model: experts on the CPU compute with 8-bit activations, an approximation that is off by default.
+"""W8A8 for a model: experts on the CPU, and linear layers outside of them whose weights are in codes, compute with
+8-bit activations, an approximation that is off by default.
 
-`ExpertStore.w8a8` describes the arithmetic. It is switched for all layers or for none: a layer whose experts are
-neither int8 nor int4 is refused by name first, because a partly switched model would be neither fast nor exact.
+`ExpertStore.w8a8` describes the arithmetic. It is switched for all layers of experts or for none: a layer whose experts
+have no integer codes is refused by name first, because a partly switched model would be neither fast nor exact. Linear
+layers whose weights are numbers, or codes of fp8, stay exact.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 
+from ktransformers import _core
 from ktransformers.errors import InputError
+from ktransformers.nn.coded_weight import CodedWeight, PackedCodes
 from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.store import ExpertStore
+from ktransformers.nn.store import W8A8_FORMATS, ExpertStore
 
-_REMEDY = "`kt quant --format int8` makes them, and so does int4:32"
+_REMEDY = "`kt quant --format int8` makes them, and so do int4:32, q8_0 and q4_0"
 
 
-def use_w8a8(model: nn.Module, on: bool = True) -> int:
-    """Switch every expert layer of the model; returns their number. Training is refused while it is on."""
+def use_w8a8(model: nn.Module, on: bool = True) -> tuple[int, int]:
+    """Switch every layer of experts of the model and its linear layers in codes; returns the numbers of both. Training
+    is refused while it is on."""
     stores = _stores(model)
     if on and not stores:
-        raise InputError("w8a8", "on, for a model without packed experts", "experts in int8 or int4", _REMEDY)
+        raise InputError("w8a8", "on, for a model without packed experts", W8A8_FORMATS, _REMEDY)
     for name, store in stores.items():
         if on and (reason := store.w8a8_unsupported):
             given = f"on, with {name} in {', '.join(sorted(set(store.formats.values())))}"
-            raise InputError("w8a8", given, "every layer's experts in int8 or int4", f"{reason}; {_REMEDY}")
+            raise InputError("w8a8", given, f"in every layer {W8A8_FORMATS}", f"{reason}; {_REMEDY}")
     for store in stores.values():
         store.w8a8 = on
-    return len(stores)
+    linears = list(_coded_linears(model))
+    for linear in linears:
+        linear.w8a8 = on
+    return len(stores), len(linears)
 
 
 def _stores(model: nn.Module) -> dict[str, ExpertStore]:
     stores = {name: getattr(module, "kt_store", None) for name, module in expert_modules(model).items()}
     return {name: store for name, store in stores.items() if isinstance(store, ExpertStore)}
+
+
+def _coded_linears(model: nn.Module) -> Iterator[_core.CodedLinear]:
+    """Those that can compute with 8-bit activations."""
+    for parameter in model.parameters():
+        if isinstance(parameter, CodedWeight) and isinstance(parameter.codes, PackedCodes):
+            linear = parameter.codes.linear
+            if linear.supports_w8a8:
+                yield linear

@@ -83,7 +83,7 @@ PLACEMENT_FLAGS = (
     Flag(
         ("--kt-w8a8",),
         "kt_w8a8",
-        "8-bit activations on the CPU, for int8 or int4 experts, an approximation",
+        "8-bit activations on the CPU, for experts in int8, int4 or GGUF's types, an approximation",
         bool,
     ),
     Flag(("--kt-record-experts",), "kt_record_experts", "write counts of routed tokens to this file at the end"),

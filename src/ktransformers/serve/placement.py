@@ -82,7 +82,8 @@ def cache_tokens(model: nn.Module, launch: Launch, bytes_per_token: int, state_b
 def attach_experts(model: nn.Module, placement: ModelPlacement, say: Say, graphs: bool) -> None:
     options = placement.options
     if options.kt_w8a8:
-        say(f"8-bit activations in {use_w8a8(model)} layers: an approximation")
+        layers, linears = use_w8a8(model)
+        say(f"8-bit activations in {layers} layers of experts and {linears} linear layers: an approximation")
     placement.attach(model, graphs=graphs)
     if (placement.placement is None or placement.cpu_only) and options.wants_gpu:
         say("no GPU: all experts are computed on the CPU, exactly")

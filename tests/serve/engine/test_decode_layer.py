@@ -122,13 +122,13 @@ class CountedCalls:
 
     def __init__(self, forward: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        attend = CoreDecodeLayer._attend
+        places = CoreDecodeLayer.places
 
-        def counted(layer: CoreDecodeLayer, *args: Any) -> Tensor:
+        def counted(layer: CoreDecodeLayer, *args: Any) -> Any:
             self.count += 1
-            return attend(layer, *args)
+            return places(layer, *args)
 
-        monkeypatch.setattr(CoreDecodeLayer, "_attend", counted)
+        monkeypatch.setattr(CoreDecodeLayer, "places", counted)
         self._forward = forward
 
     def during(self, **slot: Any) -> int:
@@ -249,3 +249,38 @@ def test_of_equal_logits_those_are_selected_that_torch_selects(experts: int, top
             added[expert // 8] += float(score) * 2.0 ** (expert % 8)
         found = out[0] - x[0]
         assert torch.allclose(found / found.sum(), added / added.sum(), rtol=2e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_in_one_job_have_the_bits_of_single_calls(threads: int, dtype: torch.dtype) -> None:
+    pool = _core.Pool(threads=threads, groups=1, spin_us=0, pin=False)
+    random, rows, hidden, size = torch.Generator().manual_seed(1), 3, 64, 16
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random)
+
+    layers, caches = [], []
+    for _ in range(4):
+        experts, layer = _core.Experts(pool, 8, hidden, 32), _core.DecodeLayer(pool, hidden)
+        experts.pack(0, numbers(8, 32, hidden) / 8, numbers(8, 32, hidden) / 8, numbers(8, hidden, 32) / 8)
+        norms = [1 + 0.1 * numbers(n).to(dtype) for n in (hidden, size, size)]
+        weights = [numbers(*shape).bfloat16() / 8 for shape in ((64, hidden), (32, hidden), (32, hidden), (hidden, 64))]
+        layer.set_attention(*norms, [1e-6] * 3, weights, size, 0.25)
+        layer.set_experts(norms[0], 1e-6, numbers(8, hidden).bfloat16(), experts, 2, True)
+        layers.append(layer)
+        caches.append(
+            [(row, 0, 2 + row, numbers(2, 8, size).to(dtype), numbers(2, 8, size).to(dtype)) for row in range(rows)]
+        )
+    x, cos, sin = numbers(rows, hidden).to(dtype), numbers(rows, size).to(dtype), numbers(rows, size).to(dtype)
+    single, joint = x, torch.empty_like(x)
+    for layer, places in zip(layers, caches, strict=True):
+        attended, routed = torch.empty_like(x), torch.empty_like(x)
+        layer.attend(single, attended, cos, sin, places)
+        layer.route(attended, routed)
+        single = routed
+    for _ in range(20):
+        _core.decode_layers(layers, x, joint.zero_(), cos, sin, caches, [False] * len(layers))
+        assert torch.equal(joint, single)
+    with pytest.raises(ValueError, match="a layer twice"):
+        _core.decode_layers([layers[0]] * 4, x, joint, cos, sin, caches, [False] * 4)

@@ -1,5 +1,6 @@
-"""Decoder layers of stock models for new tokens on the CPU in two calls of the core (`csrc/moe/decode_layer.h`):
-x + attention(norm(x)), and x + experts(norm(x)) with a softmax router.
+"""Decoder layers of stock models for new tokens on the CPU in calls of the core (`csrc/moe/decode_layer.h`):
+x + attention(norm(x)), and x + experts(norm(x)) with a softmax router; two calls, or one for all layers of a model
+(`decode_stack.py`).
 
 While one token is decoded, a stock layer spends more time in Python and in torch's small operators than in its matrix
 products. A layer is recognised by what it computes. It has `input_layernorm`, `self_attn`, `post_attention_layernorm`
@@ -43,7 +44,7 @@ from ktransformers.serve.engine.recurrent_states import StatefulForward
 DTYPES = (torch.bfloat16, torch.float32)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ATTENTION_PARTS = {*PROJECTIONS, "q_norm", "k_norm"}
-NOT_HERE = ("kt_remote", "kt_exchange", "kt_shard", "kt_lora")  # of experts that are not this store's alone
+NOT_HERE = {"kt_remote", "kt_exchange", "kt_shard", "kt_lora"}  # of experts that are not this store's alone
 PROBE_KEYS = (5, 1, 8)  # of the sequences that both compute; the last one of each is new
 SMALLEST_PROBE = 1 / 128  # size of hidden states
 ROUTER_TRIALS = 4  # with other hidden states: two experts that are nearly equal may be chosen in another order
@@ -120,10 +121,6 @@ class CoreDecodeLayer:
         """With the weights that the layer was compared with."""
         return self._spec is not None and self._store is not None and not self._changed()
 
-    def compute(self, rows: Tensor, spans: Sequence[Span], cos: Tensor, sin: Tensor) -> Tensor:
-        """The layer for rows `[T, H]`, new tokens of these spans, if `computes_whole_layer`; cos and sin `[T, r]`."""
-        return self._route(self._attend(rows, spans, cos, sin))
-
     def _fitting_spans(self, hidden: Tensor, args: Any, kwargs: dict[str, Any]) -> Sequence[Span] | None:
         """Of a batch of single new tokens without LoRA."""
         spans = current_spans()
@@ -145,21 +142,26 @@ class CoreDecodeLayer:
             return True
         if self._store is None:
             return False
-        experts = self._module.mlp.experts
+        experts: Any = self._module._modules["mlp"]._modules["experts"]  # several lookups by name take longer
         return is_placed(self._store) or experts.kt_store is not self._store or _has_lora(experts)
 
-    def _attend(self, rows: Tensor, spans: Sequence[Span], cos: Tensor, sin: Tensor) -> Tensor:
-        """x + attention(norm(x))."""
+    def places(self, spans: Sequence[Span]) -> list[CorePlace]:
+        """The caches of new tokens of these spans."""
         spec = self._spec
-        assert self._core is not None and spec is not None
+        assert spec is not None
         places: list[CorePlace] = []
         for row, span in enumerate(spans):
             keys, *key_scales = core_buffers(span.slot, "keys", spec.layer, self._like)
             values, *value_scales = core_buffers(span.slot, "values", spec.layer, self._like)
             start, end = spec.first_key(span.position), span.position + 1
             places.append((row, start, end, keys, values, *key_scales, *value_scales))
+        return places
+
+    def _attend(self, rows: Tensor, spans: Sequence[Span], cos: Tensor, sin: Tensor) -> Tensor:
+        """x + attention(norm(x))."""
+        assert self._core is not None
         out = torch.empty_like(rows)
-        self._core.attend(rows, out, cos, sin, places)
+        self._core.attend(rows, out, cos, sin, self.places(spans))
         return out
 
     def _route(self, rows: Tensor) -> Tensor:
@@ -193,6 +195,21 @@ class CoreDecodeLayer:
         self._weights = [(part._parameters, part._parameters["weight"]) for part in parts if part is not None]
 
 
+def compute_layers(
+    layers: Sequence[CoreDecodeLayer], rows: Tensor, spans: Sequence[Span], cos: Tensor, sin: Tensor
+) -> Tensor:
+    """Layers that follow each other, for rows `[T, H]`, new tokens of these spans; cos and sin `[T, r]`. Each
+    `computes_whole_layer`."""
+    out, cores, w8a8 = torch.empty_like(rows), [], []
+    for layer in layers:
+        assert layer._core is not None and layer._store is not None
+        cores.append(layer._core)
+        w8a8.append(layer._store.w8a8)
+    places = [layer.places(spans) for layer in layers]
+    _core.decode_layers(cores, rows, out, cos, sin, places, w8a8, weights_are_rounded())
+    return out
+
+
 def _attempt(call: Callable[[], Result | None]) -> Result | None:
     """None as well where the stock code or the core does not accept what it is given."""
     try:
@@ -209,7 +226,9 @@ def _parts(module: Any) -> list[nn.Module]:
 
 
 def _has_lora(experts: Any) -> bool:
-    if current_mixed_lora(experts) is not None or any(hasattr(experts, name) for name in NOT_HERE):
+    if current_mixed_lora(experts) is not None:
+        return True
+    if not (NOT_HERE.isdisjoint(experts.__dict__) and NOT_HERE.isdisjoint(experts._modules)):
         return True
     return read_lora(experts, experts.kt_contract) is not None
 

@@ -2,7 +2,7 @@
 
 Where the core computes every layer of a model (`decode_layer.py`), what is left of a step is the model's Python code
 around the layers: masks that serving does not use, output classes, hooks of modules. Here the model's embedding, its
-rotary embedding, its last norm and its output matrix are called, and the layers between them.
+rotary embedding, its last norm and its output matrix are called, and the layers between them in one call of the core.
 The first batch for which every layer is the core's is computed both ways: if the logits differ, because a family scales
 its embeddings or caps its logits, the model's own `forward` computes every batch.
 """
@@ -17,9 +17,45 @@ from torch import Tensor, nn
 
 from ktransformers.nn.fused_check import matches
 from ktransformers.serve.engine.attention import Span
-from ktransformers.serve.engine.decode_layer import CoreDecodeLayer, fits_core
+from ktransformers.serve.engine.decode_layer import CoreDecodeLayer, compute_layers, fits_core
 
 PARTS = ("embed_tokens", "rotary_emb", "norm")  # of the body of a model
+ROTARY_BLOCK = 64  # positions whose cosines and sines are computed together
+ROTARY_BLOCKS = 256  # that are kept
+STATIC_ROPE = ("default", "linear", "yarn", "llama3")  # whose frequencies do not depend on the length of a sequence
+
+
+class RotaryRows:
+    """Cosines and sines of positions, as a model's rotary embedding computes them: some positions at a time, because
+    its dozen of operators takes longer than a product of one token."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._static = getattr(module, "rope_type", None) in STATIC_ROPE
+        self._blocks: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def at(self, positions: Sequence[int], hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """`[T, r]` each, in the dtype of the hidden states `[1, T, H]`."""
+        if not self._static:
+            return self._computed(list(positions), hidden)
+        rows = [(self._block(position // ROTARY_BLOCK, hidden), position % ROTARY_BLOCK) for position in positions]
+        if len(rows) == 1:
+            (cos, sin), row = rows[0]
+            return cos[row : row + 1], sin[row : row + 1]
+        return torch.stack([block[0][row] for block, row in rows]), torch.stack([block[1][row] for block, row in rows])
+
+    def _block(self, index: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        block = self._blocks.get((index, hidden.dtype))
+        if block is None:
+            if len(self._blocks) >= ROTARY_BLOCKS:
+                del self._blocks[next(iter(self._blocks))]
+            positions = range(index * ROTARY_BLOCK, (index + 1) * ROTARY_BLOCK)
+            block = self._blocks[index, hidden.dtype] = self._computed(list(positions), hidden)
+        return block
+
+    def _computed(self, positions: list[int], hidden: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self._module(hidden, position_ids=torch.tensor([positions], device="cpu"))
+        return cos[0].contiguous(), sin[0].contiguous()
 
 
 class DecodeStack:
@@ -29,6 +65,7 @@ class DecodeStack:
         parts = [getattr(self._body, name, None) for name in PARTS]
         self._complete = all(isinstance(part, nn.Module) for part in (*parts, self._head))
         self._layers: list[CoreDecodeLayer] = []
+        self._rotary = RotaryRows(getattr(self._body, "rotary_emb", None))
         self._compared = not self._complete
         self._matches = False
 
@@ -66,9 +103,7 @@ class DecodeStack:
     def _compute(self, tokens: Sequence[int], positions: Sequence[int], spans: Sequence[Span]) -> Tensor:
         with torch.inference_mode():
             hidden = self._body.embed_tokens(torch.tensor([tokens], device="cpu"))
-            cos, sin = self._body.rotary_emb(hidden, position_ids=torch.tensor([positions], device="cpu"))
-            rows, cos, sin = hidden[0].contiguous(), cos[0].contiguous(), sin[0].contiguous()
-            for layer in self._layers:
-                rows = layer.compute(rows, spans, cos, sin)
+            cos, sin = self._rotary.at(positions, hidden)
+            rows = compute_layers(self._layers, hidden[0].contiguous(), spans, cos, sin)
             logits: Tensor = self._head(self._body.norm(rows[None]))[0]
             return logits
