@@ -22,7 +22,7 @@ from ktransformers.nn.device_codes import head_products
 from ktransformers.nn.device_codes import linear as device_linear
 from ktransformers.nn.device_codes.head_products import HeadRows, check_heads, decoded_rows
 from ktransformers.nn.device_codes.linear import DeviceCodes, packed_linear
-from ktransformers.nn.device_codes.words import WordLayout, from_words, to_words, word_layout
+from ktransformers.nn.device_codes.words import F32, WordLayout, from_words, to_words, word_layout
 from tests.support.formats import SPECS
 from tests.support.gguf_blocks import HALVES, random_blocks
 
@@ -140,6 +140,15 @@ def test_words_have_every_code_and_scale(spec: str, columns: int) -> None:
     assert words is not None and torch.equal(from_words(words, layout), codes.packed)
     if columns == 512:
         assert words.numel() * 4 <= (1.1 if spec in ZEROS else 1.05) * codes.packed.numel()
+
+
+def test_words_of_groups_longer_than_a_step() -> None:
+    """A word has one scale then: two of a word would be of different steps."""
+    codes, _ = codes_of("int4:512", 64, 1536, "cpu")
+    layout = word_layout(codes.matrix)
+    assert layout is not None and layout.format.step < 512 and layout.format.scales == F32
+    words = to_words(codes.packed, layout)
+    assert words is not None and torch.equal(from_words(words, layout), codes.packed)
 
 
 def test_scales_beyond_float32_stay_in_the_layout_of_the_cpu() -> None:

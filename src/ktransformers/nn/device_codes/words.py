@@ -131,7 +131,7 @@ def word_format(form: StripFormat) -> WordFormat | None:
     low, high = form.planes[0], form.planes[1] if len(form.planes) == 2 else 0
     rows = 16 if scales[1] == 16 or high or low == 2 else 32
     words = WordFormat(*elements[form.element], scales[0], low, high, scales[1], rows)
-    if words.scales in (F16, BF16) and words.step // words.group % 2:
+    if words.scales in (F16, BF16) and (words.step // words.group % 2 or words.step < words.group):
         words = WordFormat(*elements[form.element], F32, low, high, scales[1], rows)
     if words.of_row:
         return words
