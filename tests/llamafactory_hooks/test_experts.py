@@ -140,6 +140,18 @@ def shapes(model: Any) -> dict[str, tuple[int, ...]]:
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+def test_linear_layers_are_numbers_on_a_gpu_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="ktransformers"):
+        assert loading.linear_storage("keep", on_gpu=True) == "bf16"
+    assert "decoded to bf16 on a GPU" in caplog.text
+    assert (
+        loading.linear_storage("keep", on_gpu=False) == "keep"
+        and loading.linear_storage("int4", on_gpu=False) == "int4"
+    )
+    with pytest.raises(InputError, match="rest: given int4"):
+        loading.linear_storage("int4", on_gpu=True)
+
+
 def test_all_and_names_reach_the_experts_as_peft_does_it(directory: Path) -> None:
     """PEFT converts the names for the stock model by itself: the same tensors."""
     module = fake_loader([])

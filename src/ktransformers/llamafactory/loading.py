@@ -136,7 +136,7 @@ def load_packed(model_args: Any, config: Any, device_map: Any, *, training: bool
     options = {"dtype": "auto", "device_map": device_map}
 
     on_loaded = None if operators is None else lambda loaded: apply_operators(loaded, operators, Loader(directory))
-    rest = "bf16" if on_gpu else experts.rest
+    rest = linear_storage(experts.rest, on_gpu=on_gpu)
     model: Any = load_pretrained(
         directory, config, quantizer, options, experts.kt_weight_path, rest, on_loaded=on_loaded
     )
@@ -152,6 +152,17 @@ def load_packed(model_args: Any, config: Any, device_map: Any, *, training: bool
         for line in placement.fill(lambda place, device: 0, ()):
             log.info("%s", line)
     return model
+
+
+def linear_storage(rest: str, *, on_gpu: bool) -> str:
+    """`rest` as it is loaded. On a GPU LLaMA-Factory trains on numbers: codes of a release are decoded to bf16, and a
+    format that was asked for by name is refused."""
+    if not on_gpu or rest == "bf16":
+        return rest
+    if rest != "keep":
+        raise InputError("rest", rest, "keep or bf16 under LLaMA-Factory on a GPU", "`kt train` has formats there")
+    log.info("linear layers outside of the experts: a release in codes is decoded to bf16 on a GPU")
+    return "bf16"
 
 
 def _uses_gpu(device_map: Any) -> bool:
