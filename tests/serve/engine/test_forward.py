@@ -14,10 +14,11 @@ from ktransformers.errors import InputError
 from ktransformers.nn import load_model
 from ktransformers.serve.engine import forward as forward_module
 from ktransformers.serve.engine.attention import ATTENTION_NAME
+from ktransformers.serve.engine.draws import sample_token
 from ktransformers.serve.engine.forward import Chunk, Forward, SequentialForward, argmax_of_rows, make_forward
 from ktransformers.serve.engine.head import collect_rows
 from ktransformers.serve.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.sampling import Sampling, make_generator, sample_token
+from ktransformers.serve.engine.sampling import Sampling, make_generator
 from tests.support.tiny_models import build, rounding_otherwise, save, tie_experts
 
 

@@ -7,7 +7,9 @@ from collections import Counter
 import pytest
 import torch
 
-from ktransformers.serve.engine.sampling import Sampling, make_generator, sample_token, score_tokens
+from ktransformers.errors import KTError
+from ktransformers.serve.engine.draws import draw_tokens, sample_token, uniform
+from ktransformers.serve.engine.sampling import Sampling, make_generator, score_tokens
 
 
 def draws(sampling: Sampling, logits: torch.Tensor, count: int = 400, new: tuple[int, ...] = ()) -> Counter[int]:
@@ -34,6 +36,70 @@ def test_sampling_settings_restrict_tokens() -> None:
     assert set(draws(Sampling(temperature=0, presence_penalty=2.0), logits, new=(0, 1))) == {2}
     allowed = torch.tensor([False, False, True, False, True])
     assert sample_token(logits, Sampling(temperature=0), (0,), (), make_generator(Sampling(), 0), allowed) == 2
+
+
+SETTINGS = [
+    Sampling(), Sampling(temperature=0.6), Sampling(min_p=0.02), Sampling(top_k=20), Sampling(top_p=0.8),
+    Sampling(top_p=0.9, min_p=0.01), Sampling(top_k=50, top_p=0.7, temperature=1.3), Sampling(top_k=400, min_p=0.05),
+    Sampling(top_p=0.97, temperature=2.0),
+]  # fmt: skip
+
+
+def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """By definition, with a sort of everything."""
+    order = logits.argsort(descending=True)
+    kept = order[: sampling.top_k] if 0 < sampling.top_k < logits.numel() else order
+    weights = (logits[kept].double() / sampling.temperature).softmax(-1)
+    weights[weights < sampling.min_p * weights.max()] = 0
+    if sampling.top_p < 1:
+        before = weights.cumsum(-1) - weights
+        before[0] = -1
+        weights[before >= sampling.top_p * weights.sum()] = 0
+    return torch.zeros(logits.numel(), dtype=torch.float64).index_add(0, kept, weights / weights.sum())
+
+
+@pytest.mark.parametrize("spread", [0.5, 3.0])  # a nucleus beyond the candidates, and within them
+def test_a_draw_follows_the_distribution(spread: float) -> None:
+    """Over a grid of u, every token comes as often as its probability says."""
+    logits = spread * torch.randn(1500, generator=torch.Generator().manual_seed(4))
+    count = 4000
+    uniforms = ((torch.arange(count, dtype=torch.float64) + 0.5) / count).tolist()
+    for sampling in SETTINGS:
+        tokens = [draw_tokens(logits[None], [sampling], [u])[0] for u in uniforms[::10]]
+        batch = draw_tokens(logits.expand(count, -1), [sampling] * count, uniforms)
+        assert batch[::10] == tokens, "the other rows do not matter"
+        found = torch.bincount(torch.tensor(batch), minlength=1500).double() / count
+        expected = probabilities(logits, sampling)
+        assert (found - expected).abs().max() < 1.01 / count + 1e-6, sampling
+        assert not found[expected == 0].any(), sampling
+
+
+def test_rows_of_a_batch_have_settings_of_their_own() -> None:
+    logits = 2 * torch.randn(len(SETTINGS), 3000, generator=torch.Generator().manual_seed(5))
+    uniforms = [uniform(make_generator(Sampling(seed=9), index)) for index in range(len(SETTINGS))]
+    together = draw_tokens(logits, SETTINGS, uniforms)
+    alone = [
+        draw_tokens(logits[row : row + 1], [one], [u])[0]
+        for row, (one, u) in enumerate(zip(SETTINGS, uniforms, strict=True))
+    ]
+    assert together == alone
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_the_same_tokens() -> None:
+    logits = 2 * torch.randn(len(SETTINGS), 3000, generator=torch.Generator().manual_seed(5))
+    uniforms = [0.05 + 0.1 * row for row in range(len(SETTINGS))]
+    assert draw_tokens(logits.cuda(), SETTINGS, uniforms) == draw_tokens(logits, SETTINGS, uniforms)
+
+
+def test_logits_without_probabilities_are_an_error() -> None:
+    rows = torch.zeros(4, 10)
+    rows[1, 3], rows[2] = torch.nan, -torch.inf
+    for sampling in (Sampling(), Sampling(top_p=0.5), Sampling(top_k=3)):
+        drawn = draw_tokens(rows, [sampling] * 4, [0.3] * 4)
+        assert drawn[1] is None and drawn[2] is None and drawn[0] is not None and drawn[3] is not None
+    with pytest.raises(KTError, match="no token can be drawn"):
+        sample_token(rows[1], Sampling(), (0,), (), make_generator(Sampling(), 0))
 
 
 def test_scores_are_logprobs_of_the_model() -> None:

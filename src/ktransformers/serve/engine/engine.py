@@ -33,10 +33,11 @@ from torch import Tensor
 from ktransformers.errors import InputError, KTError, is_panic
 from ktransformers.log import logger
 from ktransformers.nn.out_of_memory import HOST, describe_shortage, exhausted_memory
+from ktransformers.serve.engine.draws import draw_tokens, sample_token, uniform
 from ktransformers.serve.engine.forward import Chunk, Forward, ForwardResult, SequentialForward
 from ktransformers.serve.engine.head import LogitsReader
 from ktransformers.serve.engine.kv_cache import KVCache, Owner
-from ktransformers.serve.engine.sampling import Score, sample_token, score_tokens
+from ktransformers.serve.engine.sampling import Score, score_tokens
 from ktransformers.serve.engine.sequence import Event, Sequence
 from ktransformers.serve.engine.snapshots import next_chunk_end
 from ktransformers.serve.engine.tier_counts import Rate
@@ -222,6 +223,7 @@ class ServeEngine:
         results = self._run(batch)
         if results is None:
             return True
+        results = self._draw(batch, results)
         for (sequence, chunk), result in zip(batch, results, strict=True):
             try:
                 self._process_result(sequence, chunk, result)
@@ -444,6 +446,26 @@ class ServeEngine:
             self._requeue(youngest)
             self.counts.preempted += 1
         return sequence.slot is not None
+
+    def _draw(
+        self, batch: list[tuple[Sequence, Chunk]], results: list[ForwardResult | None]
+    ) -> list[ForwardResult | None]:
+        """The results with tokens of the sequences that are sampled from their logits as these are, drawn together. A
+        row that has no probabilities is left to its sequence, which ends with an error."""
+        drawn = [
+            (index, sequence, result.logits)
+            for index, ((sequence, _), result) in enumerate(zip(batch, results, strict=True))
+            if result is not None and result.token is None and result.logits is not None and sequence.is_drawn
+        ]
+        if not drawn:
+            return results
+        rows = torch.stack([logits for _, _, logits in drawn]).float()
+        settings = [sequence.request.sampling for _, sequence, _ in drawn]
+        tokens = draw_tokens(rows, settings, [uniform(sequence.rng) for _, sequence, _ in drawn])
+        filled = list(results)
+        for (index, _, logits), token in zip(drawn, tokens, strict=True):
+            filled[index] = ForwardResult(logits, token)
+        return filled
 
     def _process_result(self, sequence: Sequence, chunk: Chunk, result: ForwardResult | None) -> None:
         prompt = sequence.request.prompt

@@ -1,13 +1,11 @@
-"""Sampling a token from logits `[V]`: penalties, grammar, temperature, top-k, min-p, top-p, in that order; and the
-log-probabilities that are reported.
+"""Settings of sampling (`draws.py` follows them), and the log-probabilities that are reported.
 
-Reported log-probabilities are those of the model, before any of these, so that they mean the same for every request.
+Reported log-probabilities are those of the model, before any setting, so that they mean the same for every request.
 Each sequence has its own generator, so the result of a seed does not depend on the other sequences of a batch.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -35,7 +33,12 @@ class Sampling:
     @property
     def is_argmax(self) -> bool:
         """The token is the argmax of the logits as they are."""
-        return self.greedy and not self.has_penalties and not self.logit_bias
+        return self.greedy and not self.changes_logits
+
+    @property
+    def changes_logits(self) -> bool:
+        """By what this request has said before, or by a bias."""
+        return self.has_penalties or bool(self.logit_bias)
 
     @property
     def has_penalties(self) -> bool:
@@ -62,55 +65,6 @@ def make_generator(sampling: Sampling, index: int) -> torch.Generator:
     else:
         generator.manual_seed((sampling.seed + index * 0x9E3779B97F4A7C15) % 2**63)
     return generator
-
-
-def sample_token(
-    logits: Tensor,
-    sampling: Sampling,
-    prompt: Sequence[int],
-    new_tokens: Sequence[int],
-    rng: torch.Generator,
-    allowed: Tensor | None = None,
-) -> int:
-    """`logits` float32 [V]; `allowed` bool [V]: tokens that a grammar permits."""
-    if sampling.is_argmax and allowed is None:
-        return int(logits.argmax())
-    logits = logits.cpu().clone()
-    if sampling.has_penalties:
-        _apply_penalties(logits, sampling, prompt, new_tokens)
-    for token, bias in sampling.logit_bias.items():
-        logits[token] += bias
-    if allowed is not None:
-        logits.masked_fill_(~allowed, -torch.inf)
-    if sampling.greedy:
-        return int(logits.argmax())
-    logits /= sampling.temperature
-    order: Tensor | None = None
-    if 0 < sampling.top_k < logits.numel():
-        logits, order = logits.topk(sampling.top_k)
-    probabilities = logits.softmax(-1)
-    if sampling.min_p > 0:
-        probabilities = probabilities.masked_fill(probabilities < sampling.min_p * probabilities.max(), 0)
-    if sampling.top_p < 1:
-        if order is None:
-            probabilities, order = probabilities.sort(descending=True)
-        before = probabilities.cumsum(-1) - probabilities
-        excluded = before >= sampling.top_p * probabilities.sum()
-        excluded[0] = False  # one token always remains, however small top_p is
-        probabilities = probabilities.masked_fill(excluded, 0)
-    choice = int(torch.multinomial(probabilities, 1, generator=rng))
-    return choice if order is None else int(order[choice])
-
-
-def _apply_penalties(logits: Tensor, sampling: Sampling, prompt: Sequence[int], new_tokens: Sequence[int]) -> None:
-    if sampling.repetition_penalty != 1:
-        seen = torch.tensor(sorted({*prompt, *new_tokens}))
-        logits_seen, penalty = logits[seen], sampling.repetition_penalty
-        logits[seen] = torch.where(logits_seen > 0, logits_seen / penalty, logits_seen * penalty)
-    if new_tokens and (sampling.presence_penalty or sampling.frequency_penalty):
-        counts = Counter(new_tokens)
-        tokens, occurrences = torch.tensor(list(counts)), torch.tensor(list(counts.values()), dtype=torch.float32)
-        logits[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * occurrences
 
 
 def score_tokens(logits: Tensor, tokens: Sequence[int], top: int) -> list[Score]:

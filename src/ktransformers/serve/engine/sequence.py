@@ -103,6 +103,13 @@ class Sequence:
         return None if self.request.adapter is None else self.request.adapter.owner
 
     @property
+    def is_drawn(self) -> bool:
+        """The next token is random, by the logits as they are."""
+        sampling = self.request.sampling
+        random = not sampling.greedy and not sampling.changes_logits and self.grammar is None
+        return random and self.request.max_tokens > 0
+
+    @property
     def greedy(self) -> bool:
         """The next token is the argmax of the logits, without penalties or a grammar."""
         return self.grammar is None and self.request.sampling.is_argmax
