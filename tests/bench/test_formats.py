@@ -72,7 +72,8 @@ def test_8_bit_activations_have_a_row_and_a_roof_of_their_own(run_bench: Run, mo
 def test_int4_has_them_too_and_others_do_not(
     run_bench: Run, refused: Callable[[str, list[str]], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "only int8 and int4" in refused("formats", ["--formats", "int8,mxfp4+w8a8"])
+    for name in ("fp8:128x128", "mxfp8", "bf16"):
+        assert "has no integer codes" in refused("formats", ["--formats", f"int8,{name}+w8a8"])
     monkeypatch.setenv("KT_PEER_PYTHONPATH", str(STAND_IN))
     options = ["--formats", "int4:32,int4:32+w8a8", "--tokens", "64", "--train-tokens", ""]
     table, document = run_bench("formats", *SHORT, *options, "--peers", f"kt_int4={sys.executable}")
