@@ -34,12 +34,12 @@ struct Int8Matrix {
   SourceMatrix source() const {
     SourceMatrix m{};
     if (format.codec == Codec::int8) {
-      m.released = {(const uint8_t*)codes.data(), columns, (const char*)scales.data(), 4, 1, nullptr};
+      m.released = {(const uint8_t*)codes.data(), columns, (const char*)scales.data(), 4, 1, nullptr, nullptr, 0};
       m.codes_stride = rows * columns;
       m.scales_stride = rows * 4;
     } else {
       int64_t width = groups() * format.header();
-      m.released = {nibbles.data(), ceil_div(columns, 2), group_scales.data(), width, 1, nullptr};
+      m.released = {nibbles.data(), ceil_div(columns, 2), group_scales.data(), width, 1, nullptr, nullptr, 0};
       m.codes_stride = rows * ceil_div(columns, 2);
       m.scales_stride = rows * width;
     }
