@@ -317,13 +317,13 @@ def test_pace_beside_other_programs_says_so() -> None:
 
 
 def test_no_step_is_timed_where_the_recipe_takes_its_least_anyway(place: Path) -> None:
-    """The plan forecasts 6 steps for these minutes: 13 are more than twice as many, 11 could be fewer than fit."""
-    runner = Runner(read_loop(place / "loop.yaml", ["train.least_steps=13"]), Quiet())
+    """The plan forecasts 6 steps for these minutes: 16 are more than 2.5 times as many, 14 could be fewer than fit."""
+    runner = Runner(read_loop(place / "loop.yaml", ["train.least_steps=16"]), Quiet())
     assert {step.name: step.status for step in runner.run_stages()}["pace"] == "skipped"
     assert not (place / "run" / "pace").exists()
     assert json.loads((place / "run" / "pace.json").read_text())["timed"] is False
-    assert "max_steps: 13" in (place / "run" / "train.yaml").read_text()
-    for words in (["train.least_steps=11"], ["train.least_steps=13", "train.pace_steps=3"]):
+    assert "max_steps: 16" in (place / "run" / "train.yaml").read_text()
+    for words in (["train.least_steps=14"], ["train.least_steps=16", "train.pace_steps=3"]):
         steps = Runner(read_loop(place / "loop.yaml", words), Quiet()).run_stages()
         assert {step.name: step.status for step in steps}["pace"] == "run", words
 

@@ -23,7 +23,7 @@ from ktransformers.progress import rough
 
 PACE_SECONDS = 20.0  # that the timed steps take, by the plan
 PACE_STEPS = (3, 20)  # at least and at most, the first step included
-SURE_RATIO = 2.0  # a forecast is not further off; where least_steps are more than even that allows, nothing is timed
+SURE_RATIO = 2.5  # forecasts were off by 2.2 at most; nothing is timed if even this pace allows too few steps
 BUSY_RATIO = 1.2  # from here on the rate without other programs is worth a word
 
 

@@ -2,9 +2,9 @@
 
 A row is drawn with one number u in [0, 1): the first token at which the sum of probabilities exceeds u times their sum.
 That reads a row a few times, on the device that has it and for all sampled sequences of a step at once; a random number
-for each of V tokens and a sort of V numbers take 10 ms a row on a CPU. top-k and top-p look at the CANDIDATES most
-likely tokens; a nucleus that does not end among these is found by sorting that row. What a row gives depends on its own
-logits, settings and u, not on the other rows.
+for each of V tokens, or a sort of V numbers, takes longer than a decode step. top-k and top-p look at the CANDIDATES
+most likely tokens; a nucleus that does not end among these is found by sorting that row. What a row gives depends on
+its own logits, settings and u, not on the other rows.
 """
 
 from __future__ import annotations
@@ -67,19 +67,19 @@ def _apply_penalties(logits: Tensor, sampling: Sampling, prompt: Sequence[int], 
 def draw_tokens(logits: Tensor, settings: Sequence[Sampling], uniforms: Sequence[float]) -> list[int | None]:
     """`logits` float32 [n, V], of which settings change nothing; None: the row has no probabilities."""
     tokens: list[int | None] = [None] * len(settings)
-    ways = [_way(one, logits.shape[1]) for one in settings]
-    for way in dict.fromkeys(ways):
-        rows = [row for row, other in enumerate(ways) if other is way]
+    draws = [_draw_of(one, logits.shape[1]) for one in settings]
+    for draw in dict.fromkeys(draws):
+        rows = [row for row, other in enumerate(draws) if other is draw]
         part = logits if len(rows) == len(settings) else logits[rows]
         chosen = [settings[row] for row in rows]
         scaled = part / _column([one.temperature for one in chosen], part).float()
-        drawn = way(scaled, chosen, _column([uniforms[row] for row in rows], part))
+        drawn = draw(scaled, chosen, _column([uniforms[row] for row in rows], part))
         for row, token in zip(rows, drawn, strict=True):
             tokens[row] = token
     return tokens
 
 
-def _way(sampling: Sampling, vocabulary: int) -> Callable[[Tensor, Sequence[Sampling], Tensor], list[int | None]]:
+def _draw_of(sampling: Sampling, vocabulary: int) -> Callable[[Tensor, Sequence[Sampling], Tensor], list[int | None]]:
     if 0 < sampling.top_k < vocabulary:
         return _draw_from_top_k
     return _draw_from_nucleus if sampling.top_p < 1 else _draw_from_all
