@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,7 @@ from ktransformers.checkpoint.mapped import read_only_tensor
 from ktransformers.checkpoint.recode import rows_of
 from ktransformers.checkpoint.sources import PlainTensor
 from ktransformers.errors import InputError, KTError
+from ktransformers.nn.codable_modules import absorbed_projection, codable_modules, coded_candidates
 from ktransformers.nn.device_codes.head_products import HeadRows, check_heads, multiply_heads
 from ktransformers.nn.device_codes.linear import DeviceCodes, packed_linear
 from ktransformers.nn.host_rows import HostRows
@@ -52,7 +53,6 @@ DTYPES = (torch.bfloat16, torch.float32)
 # 6.8 ms for 67 million weights in Q6_K, 5.5 in bf16 and 3.5 in Q4_K (docs/log.md).
 ONE_PLANE_VARIANTS = ("neon",)
 SAME = {"alias", "detach"}  # operators that return the same numbers
-ROUTERS = ("gate", "router")  # ends of the names of modules beside experts that choose among these
 
 
 @dataclass(eq=False)
@@ -374,11 +374,6 @@ def rest_format(spec: str) -> EncodedFormat:
     return form
 
 
-def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """A linear layer whose product is `F.linear` of its weight: `nn.Linear`, or a class that does not change that."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-
-
 def encode_linears(model: nn.Module, spec: str, pool: _core.Pool | None = None, *, on_gpu: bool = False) -> int:
     """Encode the weights of all suitable linear layers on the CPU, one after the other, whose memory is released;
     returns how many. `on_gpu`: the model is moved to one afterwards."""
@@ -445,7 +440,7 @@ def encodable_names(model: nn.Module) -> set[str]:
 
 def decode_unsuitable(model: nn.Module, *, on_gpu: bool = False) -> int:
     """Give modules that need numbers these in the place of codes that the files had for them; returns how many."""
-    suitable = {id(module.weight) for _, module in _suitable_modules(model, on_gpu)}
+    suitable = {id(module.weight) for _, module in codable_modules(model, on_gpu)}
     replaced: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -464,16 +459,11 @@ def decode_absorbed_on_host(model: nn.Module) -> int:
     it was kept in codes; returns how many."""
     decoded = 0
     for module in model.modules():
-        absorbed = _absorbed(module)
+        absorbed = absorbed_projection(module)
         if absorbed is not None and isinstance(absorbed.weight, CodedWeight) and absorbed.weight.device.type == "cpu":
             absorbed.weight = nn.Parameter(_decoded(absorbed.weight), requires_grad=False)
             decoded += 1
     return decoded
-
-
-def _absorbed(module: nn.Module) -> Any:
-    """`kv_b_proj`, if this is an attention module that is served over latents."""
-    return getattr(module, "kv_b_proj", None) if callable(getattr(module, "expand_kv", None)) else None
 
 
 def keep_linear(name: str, linear: nn.Linear, matrix: Encoded | None, pool: _core.Pool | None = None) -> bool:
@@ -570,40 +560,6 @@ def describe_coded(model: nn.Module) -> str:
 def _suitable(model: nn.Module, on_gpu: bool) -> Iterator[tuple[str, nn.Linear]]:
     """Linear layers to be encoded, with their names."""
     return ((name, linear) for name, linear in coded_candidates(model, on_gpu) if _fits(linear.weight))
-
-
-def coded_candidates(model: nn.Module, on_gpu: bool = False) -> Iterator[tuple[str, nn.Linear]]:
-    """Linear layers that may have codes, by what they are for, whatever their size."""
-    for name, module in _suitable_modules(model, on_gpu):
-        if isinstance(module, nn.Linear):
-            yield name, module
-
-
-def _suitable_modules(model: nn.Module, on_gpu: bool = False) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
-    """Modules whose weights may be codes."""
-    routers = _router_modules(model)
-    for prefix, module in model.named_modules():
-        if hasattr(module, "experts") or module in routers:  # linear layers beside experts are the router and gates
-            continue
-        if hasattr(module, "index_topk"):  # an indexer, which chooses keys
-            continue
-        absorbed = _absorbed(module)
-        for name, child in module.named_children():
-            if (child is absorbed and not on_gpu) or child in routers:
-                continue
-            if is_plain_linear(child) or isinstance(child, nn.Embedding):
-                yield f"{prefix}.{name}" if prefix else name, child
-
-
-def _router_modules(model: nn.Module) -> set[nn.Module]:
-    """With everything in them: some have linear layers of their own, and some experts are not named so."""
-    found = [
-        child
-        for block in model.modules()
-        for name, child in block.named_children()
-        if name.startswith("router") or (hasattr(block, "experts") and name.endswith(ROUTERS))
-    ]
-    return {module for router in found for module in router.modules()}
 
 
 def _fits(weight: Tensor) -> bool:

@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ktransformers import _core
-from ktransformers.nn.coded_weight import CodedWeight, is_plain_linear
+from ktransformers.nn.codable_modules import is_plain_linear
+from ktransformers.nn.coded_weight import CodedWeight
 from ktransformers.nn.pool import default_pool
 from ktransformers.nn.widened import COLUMN_MULTIPLE, stored_weight
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ktransformers.nn.coded_weight import coded_candidates
+from ktransformers.nn.codable_modules import coded_candidates
 from ktransformers.operators.loader import Loader
 
 SHARED = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")

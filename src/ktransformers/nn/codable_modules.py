@@ -1,0 +1,55 @@
+"""Which modules of a model may have codes in the place of numbers, by what they are for: linear layers and embeddings,
+but not routers, gates and indexers, whose rounding would change which experts or keys are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeGuard
+
+from torch import nn
+
+ROUTERS = ("gate", "router")  # ends of the names of modules beside experts that choose among these
+
+
+def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """A linear layer whose product is `F.linear` of its weight: `nn.Linear`, or a class that does not change that."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def absorbed_projection(module: nn.Module) -> Any:
+    """`kv_b_proj`, if this is an attention module that is served over latents."""
+    return getattr(module, "kv_b_proj", None) if callable(getattr(module, "expand_kv", None)) else None
+
+
+def coded_candidates(model: nn.Module, on_gpu: bool = False) -> Iterator[tuple[str, nn.Linear]]:
+    """Linear layers that may have codes, by what they are for, whatever their size."""
+    for name, module in codable_modules(model, on_gpu):
+        if isinstance(module, nn.Linear):
+            yield name, module
+
+
+def codable_modules(model: nn.Module, on_gpu: bool = False) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
+    """Modules whose weights may be codes."""
+    routers = _router_modules(model)
+    for prefix, module in model.named_modules():
+        if hasattr(module, "experts") or module in routers:  # linear layers beside experts are the router and gates
+            continue
+        if hasattr(module, "index_topk"):  # an indexer, which chooses keys
+            continue
+        absorbed = absorbed_projection(module)
+        for name, child in module.named_children():
+            if (child is absorbed and not on_gpu) or child in routers:
+                continue
+            if is_plain_linear(child) or isinstance(child, nn.Embedding):
+                yield f"{prefix}.{name}" if prefix else name, child
+
+
+def _router_modules(model: nn.Module) -> set[nn.Module]:
+    """With everything in them: some have linear layers of their own, and some experts are not named so."""
+    found = [
+        child
+        for block in model.modules()
+        for name, child in block.named_children()
+        if name.startswith("router") or (hasattr(block, "experts") and name.endswith(ROUTERS))
+    ]
+    return {module for router in found for module in router.modules()}
