@@ -90,7 +90,7 @@ def test_mask_that_no_layer_uses_does_not_matter() -> None:
 
 def test_rule_of_a_mask() -> None:
     assert rule_window(causal_mask_function, CPU) is None
-    for window in (1, 40, 4096, MAX_WINDOW - 1):
+    for window in (1, 40, 4096, 2**14, 2**14 + 1, 2**14 + 127, 1_000_003, MAX_WINDOW - 1):
         assert rule_window(sliding_window_causal_mask_function(window), CPU) == window
     for rule in (
         chunked_causal_mask_function(64, torch.zeros(1, dtype=torch.long)),

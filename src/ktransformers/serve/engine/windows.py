@@ -28,6 +28,8 @@ CHUNK_ATTRIBUTE = "kt_mask_chunk"  # the same of chunks
 MAX_WINDOW = 2**21  # a rule that allows so many keys is no window
 PROBED_QUERIES = (2**22, 2**22 + 12_345)  # far apart, so that windows at fixed borders are not taken for sliding ones
 FUTURE_KEYS = 64  # that must be masked
+DENSE_KEYS = 2**14  # every one of the nearest keys is looked at,
+SAMPLED_STEP = 127  # and of those before them one in so many, a prime, which patterns of other periods cannot evade
 REDUCED_WINDOW = 8
 # The last: tokens after which queries are scaled more (`query_scales.py`).
 REDUCED_NAMES = ("sliding_window", "attention_chunk_size", "floor_scale")
@@ -60,13 +62,26 @@ def rule_chunk(rule: MaskRule, device: torch.device) -> int:
 def _allowed_keys(rule: MaskRule, position: int, device: torch.device) -> int:
     """How many keys a query may see, itself and those just before it; at most MAX_WINDOW."""
     zero, query = torch.zeros((), dtype=torch.long, device=device), torch.tensor(position, device=device)
-    distance = torch.arange(-FUTURE_KEYS, MAX_WINDOW, device=device)
-    allowed = rule(zero, zero, query, query - distance).expand(distance.shape)
-    past = allowed[FUTURE_KEYS:]
-    window = int(past.sum())
-    if bool(allowed[:FUTURE_KEYS].any()) or not bool(past[:window].all()) or not window:
+
+    def allowed(distances: Tensor) -> Tensor:
+        return rule(zero, zero, query, query - distances).expand(distances.shape)
+
+    def count_allowed(distances: Tensor) -> int:
+        """Of these ascending distances; all of them must be before the first one that is masked."""
+        found = allowed(distances)
+        count = int(found.sum())
+        if not bool(found[:count].all()):
+            raise ValueError("a mask that is neither causal nor a sliding window")
+        return count
+
+    dense = torch.arange(DENSE_KEYS, device=device)
+    sampled = torch.cat([dense, torch.arange(DENSE_KEYS, MAX_WINDOW, SAMPLED_STEP, device=device)])
+    count = count_allowed(sampled)
+    if bool(allowed(torch.arange(-FUTURE_KEYS, 0, device=device)).any()) or not count:
         raise ValueError("a mask that is neither causal nor a sliding window")
-    return window
+    last_seen = int(sampled[count - 1])
+    first_masked = int(sampled[count]) if count < len(sampled) else MAX_WINDOW
+    return last_seen + 1 + count_allowed(torch.arange(last_seen + 1, first_masked, device=device))
 
 
 def _probe_mask(
