@@ -1,5 +1,6 @@
 // Look-ups in grids: eight weights at a time, a word of 64 bits from a table of entries, and signs as a mask from a
-// table of masks. The largest table, IQ1's, has 16 KB and stays in L1. grids_avx2.h has signs and indices in vectors.
+// table of masks. The largest table, IQ1's, has 16 KB and stays in L1. grids_avx2.h has signs and indices in vectors,
+// grids_avx512.h entries of IQ3 too; both compute trits.
 #include "kernels/grids.h"
 
 #include <cstring>
@@ -69,11 +70,13 @@ constexpr Words<128> even_signs() {
   return all;
 }
 
+constexpr int kMostTrits = 242;  // five of them; larger bytes count as this one
+
 // Five bytes next to each other, -1, 0 or 1.
 constexpr Words<256> all_trits() {
   Words<256> all{};
   for (int byte = 0; byte < 256; byte++)
-    for (int i = 0, rest = byte; i < kTritsOfByte; i++, rest /= 3)
+    for (int i = 0, rest = byte < kMostTrits ? byte : kMostTrits; i < kTritsOfByte; i++, rest /= 3)
       all.at[byte] |= (uint64_t)(uint8_t)(rest % 3 - 1) << (8 * i);
   return all;
 }
@@ -294,6 +297,7 @@ const Grid& portable_grid_of(Codec codec) {
 
 #if defined(__x86_64__)
 #include "kernels/grids_avx2.h"
+#include "kernels/grids_avx512.h"
 
 namespace kt {
 namespace {
@@ -311,6 +315,9 @@ constexpr Grid kIq2XsAvx2 = opened_by(kGridIq2Xs, open_iq2_xs_avx2);
 constexpr Grid kIq2SAvx2 = opened_by(kGridIq2S, open_iq2_s_avx2);
 constexpr Grid kIq3XxsAvx2 = opened_by(kGridIq3Xxs, open_iq3_xxs_avx2);
 constexpr Grid kIq3SAvx2 = opened_by(kGridIq3S, open_iq3_s_avx2);
+constexpr Grid kTq1Avx512 = opened_by(kGridTq1, open_tq1_0_avx512);
+constexpr Grid kIq3XxsAvx512 = opened_by(kGridIq3Xxs, open_iq3_xxs_avx512);
+constexpr Grid kIq3SAvx512 = opened_by(kGridIq3S, open_iq3_s_avx512);
 
 const Grid& avx2_grid_of(Codec codec) {
   switch (codec) {
@@ -333,16 +340,35 @@ const Grid& avx2_grid_of(Codec codec) {
   }
 }
 
+const Grid& avx512_grid_of(Codec codec) {
+  switch (codec) {
+    case Codec::iq3_xxs:
+      return kIq3XxsAvx512;
+    case Codec::iq3_s:
+      return kIq3SAvx512;
+    case Codec::tq1_0:
+      return kTq1Avx512;
+    default:
+      return avx2_grid_of(codec);
+  }
+}
+
 }  // namespace
 
-const Grid& grid_of(Codec codec) {
-  static const bool has_avx2 = __builtin_cpu_supports("avx2");  // and the operating system saves its registers
-  return has_avx2 ? avx2_grid_of(codec) : portable_grid_of(codec);
+const Grid& grid_up_to(int width, Codec codec) {
+  // And the operating system saves their registers.
+  static const bool has_avx2 = __builtin_cpu_supports("avx2"), has_avx512 = __builtin_cpu_supports("avx512bw");
+  if (has_avx512 && width >= 16) return avx512_grid_of(codec);
+  return has_avx2 && width >= 8 ? avx2_grid_of(codec) : portable_grid_of(codec);
 }
 
 }  // namespace kt
 #else
 namespace kt {
-const Grid& grid_of(Codec codec) { return portable_grid_of(codec); }
+const Grid& grid_up_to(int, Codec codec) { return portable_grid_of(codec); }
 }  // namespace kt
 #endif
+
+namespace kt {
+const Grid& grid_of(Codec codec) { return grid_up_to(16, codec); }
+}  // namespace kt

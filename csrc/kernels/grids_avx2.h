@@ -1,9 +1,9 @@
 // Look-ups of grids.cpp with AVX2: the same tables and the same bytes, signs and indices of a k tile in vectors.
 //
 // Entries are loaded one by one into the quarters of a vector, where they get their signs. Gathers took 20 to 30 cycles
-// for eight entries on Cascade Lake, longer than these loads. Functions, not lambdas, have
-// `target("avx2")`, since the file is compiled for the baseline; grids.cpp, which has the tables and includes it, calls
-// them if the CPU has AVX2.
+// for eight entries on Cascade Lake, longer than these loads. Trits are computed, without a table. Functions, not
+// lambdas, have `target("avx2")`, since the file is compiled for the baseline; grids.cpp, which has the tables and
+// includes it, calls them if the CPU has AVX2.
 #pragma once
 
 #include <immintrin.h>
@@ -262,33 +262,79 @@ struct Iq1Tile {
   indices.put_codes(out);
 }
 
-// 16 trits of four rows: three bytes, and the lowest byte of `last`.
-[[gnu::target("avx2")]] inline void sixteen_trits(Bytes codes, Bytes third, __m256i last, __m256i (&out)[2]) {
-  const __m256i first = four_entries(kTrits.at, codes[0], codes[4], codes[8], codes[12]),
-                second = four_entries(kTrits.at, codes[1], codes[5], codes[9], codes[13]),
-                end = four_entries(kTrits.at, third[0], third[1], third[2], third[3]);
-  out[0] = _mm256_or_si256(first, _mm256_slli_epi64(second, 40));
-  out[1] = _mm256_or_si256(_mm256_or_si256(_mm256_srli_epi64(second, 24), _mm256_slli_epi64(end, 16)),
-                           _mm256_slli_epi64(last, 56));
+// Trits of a k tile by two products in 16 bits: of a number to base 3 below 243, times 270 a fraction of 2^16, digit i
+// is the upper half of 3 f, f = 270 * 3^(4 - i) times the number, modulo 2^16.
+//
+// Lanes are dwords (row, parity of k), each with two numbers of a row as words. For every 8 of k a dword has trits 0
+// and 2 of its four from one pair of numbers and trits 1 and 3 from another.
+struct TritFactors {
+  alignas(16) uint16_t even[8], odd[8];  // of words for trits 0 and 2, 1 and 3
+};
+
+struct AllTritFactors {
+  TritFactors at[2][kTileK / 8];  // [parity of the k tile][8 of k]
+  constexpr AllTritFactors() : at() {
+    constexpr uint16_t power[kTritsOfByte] = {81, 27, 9, 3, 1};
+    for (int tile = 0; tile < 2; tile++)
+      for (int i = 0; i < 8 * kTileK / 2; i++) {
+        const int lane = i % 8, trit = i / 8, word = lane / 2 * 2 + trit % 4 / 2, parity = lane / 2 % 2;
+        // The last trit of a row and parity is one of a byte that k tiles share.
+        const int digit = trit < 15 ? trit % kTritsOfByte : 2 * tile + parity;
+        TritFactors& of = at[tile][trit / 4];
+        (trit % 2 ? of.odd : of.even)[word] = (uint16_t)(270 * power[digit]);
+      }
+  }
+};
+constexpr AllTritFactors kTritFactors;
+constexpr int kFirstOfDword = 0xa0, kSecondOfDword = 0xf5;  // shuffles of words: one of two, twice
+
+// A table of 16 bytes in both halves of a vector.
+[[gnu::target("avx2")]] inline __m256i both_halves(const void* table) {
+  return _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)table));
+}
+
+[[gnu::target("avx2")]] inline __m256i digits_of(__m256i numbers, const uint16_t (&factors)[8]) {
+  return _mm256_mulhi_epu16(_mm256_mullo_epi16(numbers, both_halves(factors)), _mm256_set1_epi16(3));
+}
+
+// Trits 0 and 2 from `even`, 1 and 3 from `odd`: -1, 0 or 1 in bytes.
+[[gnu::target("avx2")]] inline __m256i trits_of(__m256i even, __m256i odd, const TritFactors& factors) {
+  const __m256i above = _mm256_slli_epi16(digits_of(odd, factors.odd), 8);
+  return _mm256_add_epi8(_mm256_or_si256(digits_of(even, factors.even), above), _mm256_set1_epi8(-1));
+}
+
+// Bytes of valid numbers of four rows.
+[[gnu::target("avx2")]] inline __m256i words_below_243(__m128i bytes) {
+  return _mm256_cvtepu8_epi16(_mm_min_epu8(bytes, _mm_set1_epi8((char)kMostTrits)));
+}
+
+template <int words>
+[[gnu::target("avx2")]] inline __m256i one_of_two(__m256i v) {
+  return _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(v, words), words);
 }
 
 [[gnu::target("avx2")]] void open_tq1_0_avx2(const char* header, int tile, const char* codes, OpenTile& out) {
   read_d(header, 20, out);
   std::memset(out.odd, 1, sizeof out.odd);
+  auto field = [&](int i) { return (const __m128i*)(header + i * kTileN); };
+  const __m128i even = _mm_loadu_si128(field(2 * tile)), odd = _mm_loadu_si128(field(2 * tile + 1)),
+                shared = _mm_loadu_si128(field(16 + tile / 2));
+  const __m128i third[2] = {_mm_unpacklo_epi8(even, odd), _mm_unpackhi_epi8(even, odd)},
+                last[2] = {_mm_unpacklo_epi8(shared, shared), _mm_unpackhi_epi8(shared, shared)};
+  const auto& factors = kTritFactors.at[tile % 2];
   for (int n = 0; n < kTileN; n += 4) {
-    Bytes row = (Bytes)codes + 4 * n, third = (Bytes)header + 2 * tile * kTileN + n,
-          shared = (Bytes)header + (16 + tile / 2) * kTileN + n;
-    const __m256i last = _mm256_srl_epi64(four_entries(kTrits.at, shared[0], shared[1], shared[2], shared[3]),
-                                          _mm_cvtsi32_si128(16 * (tile % 2)));
-    __m256i even[2], odd[2];
-    sixteen_trits(row, third, last, even);
-    sixteen_trits(row + 2, third + kTileN, _mm256_srli_epi64(last, 8), odd);
-    for (int half = 0; half < 2; half++) {
-      const __m256i low = _mm256_blend_epi32(even[half], _mm256_slli_epi64(odd[half], 32), 0xaa),
-                    high = _mm256_blend_epi32(_mm256_srli_epi64(even[half], 32), odd[half], 0xaa);
-      _mm256_store_si256((__m256i*)out.codes[2 * half][n], low);
-      _mm256_store_si256((__m256i*)out.codes[2 * half + 1][n], high);
-    }
+    const __m128i a = third[n / 8], b = last[n / 8];
+    const __m128i more = n % 8 ? _mm_unpackhi_epi8(a, b) : _mm_unpacklo_epi8(a, b);
+    const __m256i first = words_below_243(_mm_loadu_si128((const __m128i*)(codes + 4 * n))),
+                  second = words_below_243(more);
+    const __m256i middle = _mm256_or_si256(_mm256_srli_epi32(first, 16), _mm256_slli_epi32(second, 16));
+    const __m256i lowest = one_of_two<kFirstOfDword>(first);
+    auto put = [&](int g, __m256i trits)
+                   __attribute__((target("avx2"))) { _mm256_store_si256((__m256i*)out.codes[g][n], trits); };
+    put(0, trits_of(lowest, lowest, factors[0]));
+    put(1, trits_of(first, one_of_two<kSecondOfDword>(first), factors[1]));
+    put(2, trits_of(middle, middle, factors[2]));
+    put(3, trits_of(one_of_two<kFirstOfDword>(second), second, factors[3]));
   }
 }
 
