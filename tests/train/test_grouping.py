@@ -176,6 +176,7 @@ def losses(watcher: RunRecorder) -> list[float]:
     return [step.values["loss"] for step in watcher.steps if "loss" in step.values]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_combined_batches_give_the_same_adapter_and_a_note(tiny: Path, tmp_path: Path) -> None:
     keys = recipe(tiny, tmp_path / "auto", optim="sgd", learning_rate=0.5, precision="f32", max_steps=6)
@@ -206,6 +207,7 @@ def test_auto_grouping_of_pairs_keeps_accumulation_gradients(tiny: Path, tmp_pat
     assert difference(first_gradients(keys), first_gradients(keys | {"kt_tokens_per_batch": "off"})) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_resumed_run_keeps_its_grouping(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = recipe(tiny, tmp_path / "whole", save_strategy="steps", save_steps=2, lora_dropout=0.1)

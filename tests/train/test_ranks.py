@@ -58,6 +58,7 @@ train(read_settings(file, []), RunRecorder())
 """
 
 
+@pytest.mark.slow
 def test_ranks_share_one_packed_copy_and_the_cores(tmp_path: Path) -> None:
     model, packed = tmp_path / "model", tmp_path / "packed"
     save(build("qwen3_moe", vocab_size=6400, max_position_embeddings=512, **SIZES), model)
