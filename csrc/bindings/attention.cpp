@@ -75,8 +75,15 @@ BoundCache cache_of(nb::handle place, const Array& like, const CacheShape& shape
   return cache;
 }
 
-void PyPool::attend(nb::handle query, nb::handle key, nb::handle value, nb::handle out, nb::list places,
-                    double scale) const {
+const float* sinks_of(nb::handle sinks, int64_t heads, std::vector<Array>& alive) {
+  if (sinks.is_none()) return nullptr;
+  const Array& s = alive.emplace_back(array_of({"sinks", 1, {kFloat32}, Strides::dense}, sinks));
+  check_shape("sinks", s, {heads}, "heads of query");
+  return (const float*)s.data();
+}
+
+void PyPool::attend(nb::handle query, nb::handle key, nb::handle value, nb::handle out, nb::list places, double scale,
+                    nb::handle sinks) const {
   Array q = array_of({"query", 3, {kBFloat16, kFloat32}}, query);
   Array k = of_type("key", key, q), v = of_type("value", value, q), to = of_type("out", out, q, Access::write);
   int64_t heads = (int64_t)q.shape(0), rows = (int64_t)q.shape(1), size = (int64_t)q.shape(2),
@@ -93,6 +100,7 @@ void PyPool::attend(nb::handle query, nb::handle key, nb::handle value, nb::hand
 
   Attention a{{}, (int32_t)heads, (int32_t)groups, (int32_t)size, (int32_t)wide, dtype_of(q), (float)scale};
   std::vector<Array> alive;
+  a.sinks = sinks_of(sinks, heads, alive);
   for (nb::handle place : places) {
     BoundCache cache = cache_of(place, q, {groups, size, wide}, alive);
     const int64_t row = in_range("places: row", cache.row, 0, rows - 1);

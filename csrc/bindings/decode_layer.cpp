@@ -21,16 +21,22 @@ PyDecodeLayer::PyDecodeLayer(const PyPool& pool, int64_t hidden) {
   layer = std::make_unique<DecodeLayer>(pool.engine, kernels(), size);
 }
 
-RmsNorm PyDecodeLayer::bind_norm(const char* name, nb::handle weight, int64_t size, double epsilon) {
-  if (weight.is_none()) return {};
-  const Array& w = tensors.emplace_back(array_of({name, 1, {kBFloat16, kFloat32}, Strides::dense}, weight));
-  check_shape(name, w, {size}, "numbers of a row");
-  if (typed_ && dtype_of(w) != type_) refuse_type(name, "another dtype", "the dtype of the other norms");
-  type_ = dtype_of(w), typed_ = true;
-  return {(const char*)w.data(), (float)epsilon};
+const char* PyDecodeLayer::bind_vector(const char* name, nb::handle vector, int64_t size) {
+  if (vector.is_none()) return nullptr;
+  const Array& v = tensors.emplace_back(array_of({name, 1, {kBFloat16, kFloat32}, Strides::dense}, vector));
+  check_shape(name, v, {size}, "numbers of a row");
+  if (typed_ && dtype_of(v) != type_) refuse_type(name, "another dtype", "the dtype of the norms");
+  type_ = dtype_of(v), typed_ = true;
+  return (const char*)v.data();
 }
 
-DenseWeight PyDecodeLayer::bind_weight(const char* name, nb::handle weight, int64_t rows, int64_t columns) {
+RmsNorm PyDecodeLayer::bind_norm(const char* name, nb::handle weight, int64_t size, double epsilon) {
+  return {bind_vector(name, weight, size), (float)epsilon};
+}
+
+DenseWeight PyDecodeLayer::bind_weight(const char* name, nb::handle weight, nb::handle bias, int64_t rows,
+                                       int64_t columns) {
+  const char* b = bind_vector(name, bias, rows);
   if (nb::isinstance<PyCodedLinear>(weight)) {
     const CodedLinear& coded = *nb::cast<const PyCodedLinear&>(weight).linear;
     if (coded.rows() != rows || coded.columns() != columns)
@@ -38,13 +44,13 @@ DenseWeight PyDecodeLayer::bind_weight(const char* name, nb::handle weight, int6
                    std::to_string(rows) + " rows of " + std::to_string(columns));
     if (!coded.packed()) throw std::runtime_error("the weight is not packed; pack() it before the first call");
     objects.push_back(nb::borrow(weight));
-    return {nullptr, 0, &coded, (int32_t)rows, (int32_t)columns};
+    return {nullptr, 0, &coded, b, (int32_t)rows, (int32_t)columns};
   }
   const Array& w = tensors.emplace_back(array_of({name, 2, {kBFloat16}}, weight));
   check_shape(name, w, {rows, columns}, "outputs, inputs");
   if (columns % kGemvK)
     refuse_value(name, std::to_string(columns) + " columns", "a multiple of " + std::to_string(kGemvK));
-  return {(const char*)w.data(), row_stride(w) * 2, nullptr, (int32_t)rows, (int32_t)columns};
+  return {(const char*)w.data(), row_stride(w) * 2, nullptr, b, (int32_t)rows, (int32_t)columns};
 }
 
 namespace {
@@ -57,9 +63,11 @@ int64_t rows_of(const char* name, nb::handle weight) {
 }  // namespace
 
 void PyDecodeLayer::set_attention(nb::handle norm, nb::handle query_norm, nb::handle key_norm, nb::list epsilons,
-                                  nb::list weights, int64_t head_size, double scale) {
+                                  nb::list weights, nb::list biases, nb::handle sinks, int64_t head_size,
+                                  double scale) {
   if (length_of("weights", weights) != 4)
     refuse_value("weights", std::to_string(weights.size()), "4, of queries, keys, values and the output");
+  if (length_of("biases", biases) != 4) refuse_value("biases", std::to_string(biases.size()), "4, one of each weight");
   if (length_of("epsilons", epsilons) != 3) refuse_value("epsilons", std::to_string(epsilons.size()), "3");
   const int64_t hidden = layer->hidden(), size = in_range("head_size", head_size, kHeadSizeStep, 4096);
   if (size % kHeadSizeStep)
@@ -74,17 +82,18 @@ void PyDecodeLayer::set_attention(nb::handle norm, nb::handle query_norm, nb::ha
   a.query = bind_norm("query_norm", query_norm, size, nb::cast<double>(epsilons[1]));
   a.key = bind_norm("key_norm", key_norm, size, nb::cast<double>(epsilons[2]));
   if (!a.input.weight) refuse_type("norm", "None", "a tensor");
-  a.q = bind_weight("weight of queries", weights[0], q_rows, hidden);
-  a.k = bind_weight("weight of keys", weights[1], k_rows, hidden);
-  a.v = bind_weight("weight of values", weights[2], k_rows, hidden);
-  a.o = bind_weight("weight of the output", weights[3], hidden, q_rows);
+  a.q = bind_weight("weight of queries", weights[0], biases[0], q_rows, hidden);
+  a.k = bind_weight("weight of keys", weights[1], biases[1], k_rows, hidden);
+  a.v = bind_weight("weight of values", weights[2], biases[2], k_rows, hidden);
+  a.o = bind_weight("weight of the output", weights[3], biases[3], hidden, q_rows);
   a.heads = (int32_t)heads, a.groups = (int32_t)groups, a.head_size = (int32_t)size, a.scale = (float)scale;
+  a.sinks = sinks_of(sinks, heads, tensors);
   layer->attention = a;
   attends = true;
 }
 
-void PyDecodeLayer::set_experts(nb::handle norm, double epsilon, nb::handle router, const PyExperts& given,
-                                int64_t top_k, bool normalise) {
+void PyDecodeLayer::set_experts(nb::handle norm, double epsilon, nb::handle router, nb::handle bias,
+                                const PyExperts& given, int64_t top_k, bool normalise) {
   ExpertBlock e{};
   e.input = bind_norm("norm", norm, layer->hidden(), epsilon);
   if (!e.input.weight) refuse_type("norm", "None", "a tensor");
@@ -96,6 +105,7 @@ void PyDecodeLayer::set_experts(nb::handle norm, double epsilon, nb::handle rout
   e.router = (const char*)w.data(), e.router_type = dtype_of(w);
   if (e.router_type == DType::f32 && type_ != DType::f32)
     refuse_type("router", "float32", "bfloat16 beside hidden states in bfloat16");
+  e.bias = bind_vector("bias", bias, shape.experts);
   e.num_experts = shape.experts, e.top_k = in_range("top_k", top_k, 1, shape.experts), e.normalise = normalise;
   e.experts = given.experts;
   layer->experts = e;

@@ -181,7 +181,8 @@ NB_MODULE(_core, m) {
       .def("linear", &PyPool::linear, "x"_a, "weights"_a, "outs"_a)
       .def("linear_heads", &PyPool::linear_heads, "x"_a, "weights"_a, "out"_a)
       .def("argmax", &PyPool::argmax, "x"_a)
-      .def("attend", &PyPool::attend, "query"_a, "key"_a, "value"_a, "out"_a, "places"_a, "scale"_a)
+      .def("attend", &PyPool::attend, "query"_a, "key"_a, "value"_a, "out"_a, "places"_a, "scale"_a,
+           "sinks"_a.none() = nb::none())
       .def("rate", &PyPool::rate, "what"_a, "seconds"_a = 0.1, "threads"_a = 0, "isa"_a = "", "bytes"_a = 0)
       .def("codes_rate", &PyPool::codes_rate, "format"_a, "rows"_a = 1, "seconds"_a = 0.1, "threads"_a = 0,
            "isa"_a = "", "w8a8"_a = false);
@@ -288,9 +289,9 @@ NB_MODULE(_core, m) {
   nb::class_<PyDecodeLayer>(m, "DecodeLayer")
       .def(nb::init<const PyPool&, int64_t>(), "pool"_a, "hidden"_a)
       .def("set_attention", &PyDecodeLayer::set_attention, "norm"_a, "query_norm"_a.none(), "key_norm"_a.none(),
-           "epsilons"_a, "weights"_a, "head_size"_a, "scale"_a)
-      .def("set_experts", &PyDecodeLayer::set_experts, "norm"_a, "epsilon"_a, "router"_a, "experts"_a, "top_k"_a,
-           "normalise"_a)
+           "epsilons"_a, "weights"_a, "biases"_a, "sinks"_a.none(), "head_size"_a, "scale"_a)
+      .def("set_experts", &PyDecodeLayer::set_experts, "norm"_a, "epsilon"_a, "router"_a, "bias"_a.none(), "experts"_a,
+           "top_k"_a, "normalise"_a)
       .def("attend", &PyDecodeLayer::attend, "x"_a, "out"_a, "cos"_a, "sin"_a, "places"_a)
       .def("route", &PyDecodeLayer::route, "x"_a, "out"_a, "w8a8"_a = false, "needs_grad"_a = false);
   m.def("decode_layers", &PyDecodeLayer::decode_layers, "layers"_a, "x"_a, "out"_a, "cos"_a, "sin"_a, "places"_a,

@@ -30,8 +30,10 @@ struct PyPool {
   // Rows of query [heads, T, d], key [groups, T, d], value [groups, T, dv] -> rows of out [T, heads, dv]. For each of
   // `places`, (row, start, end, keys, values): the row's key and value are written to end - 1 of keys [groups,
   // capacity, d] and values [groups, capacity, dv], then its query attends to [start, end). With (..., key scales,
-  // value scales) these are codes of e4m3 with scales of e8m0 [groups, capacity, 1], all uint8.
-  void attend(nb::handle query, nb::handle key, nb::handle value, nb::handle out, nb::list places, double scale) const;
+  // value scales) these are codes of e4m3 with scales of e8m0 [groups, capacity, 1], all uint8. `sinks`: float32
+  // [heads] or None.
+  void attend(nb::handle query, nb::handle key, nb::handle value, nb::handle out, nb::list places, double scale,
+              nb::handle sinks) const;
   double rate(const std::string& what, double seconds, int64_t threads, const std::string& isa, int64_t bytes);
   double codes_rate(const std::string& format, int64_t rows, double seconds, int64_t threads, const std::string& isa,
                     bool w8a8);
@@ -153,6 +155,7 @@ struct CacheShape {
 };
 // `like`: a tensor of the cache's type where it has no codes. The cache's tensors are added to `alive`.
 BoundCache cache_of(nb::handle place, const Array& like, const CacheShape& shape, std::vector<Array>& alive);
+const float* sinks_of(nb::handle sinks, int64_t heads, std::vector<Array>& alive);  // None: null
 
 // One decoder layer for new tokens; decode_layer.cpp.
 struct PyDecodeLayer {
@@ -162,11 +165,12 @@ struct PyDecodeLayer {
   bool attends = false, routes = false;
 
   PyDecodeLayer(const PyPool& pool, int64_t hidden);
-  // Weights are bfloat16 [N, K] or a CodedLinear; norms [d] of the type of the hidden states, those of heads or None.
+  // Weights are bfloat16 [N, K] or a CodedLinear; norms [d] and biases [N] of the type of the hidden states, biases and
+  // norms of heads or None; sinks float32 [heads] or None.
   void set_attention(nb::handle norm, nb::handle query_norm, nb::handle key_norm, nb::list epsilons, nb::list weights,
-                     int64_t head_size, double scale);
-  void set_experts(nb::handle norm, double epsilon, nb::handle router, const PyExperts& experts, int64_t top_k,
-                   bool normalise);
+                     nb::list biases, nb::handle sinks, int64_t head_size, double scale);
+  void set_experts(nb::handle norm, double epsilon, nb::handle router, nb::handle bias, const PyExperts& experts,
+                   int64_t top_k, bool normalise);
   void attend(nb::handle x, nb::handle out, nb::handle cos, nb::handle sin, nb::list places) const;
   void route(nb::handle x, nb::handle out, bool w8a8, bool needs_grad) const;
   static void decode_layers(nb::list layers, nb::handle x, nb::handle out, nb::handle cos, nb::handle sin,
@@ -181,7 +185,8 @@ struct PyDecodeLayer {
   void check_routes(bool w8a8) const;
   Call bind(nb::handle x, nb::handle out) const;
   RmsNorm bind_norm(const char* name, nb::handle weight, int64_t size, double epsilon);
-  DenseWeight bind_weight(const char* name, nb::handle weight, int64_t rows, int64_t columns);
+  const char* bind_vector(const char* name, nb::handle vector, int64_t size);  // None: null
+  DenseWeight bind_weight(const char* name, nb::handle weight, nb::handle bias, int64_t rows, int64_t columns);
   DType type_ = DType::f32;
   bool typed_ = false;  // a norm has set the type
 };

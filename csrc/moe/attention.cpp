@@ -168,8 +168,10 @@ class AttentionJob : public Job {
     };
     std::vector<float> rescale((size_t)part.splits);
     for (int32_t h = 0; h < unit.heads; h++) {
-      float max_score = split_result(0)[h], exp_sum = 0;
+      const float* sink = a_.sinks ? a_.sinks + unit.first_head + h : nullptr;
+      float max_score = sink ? std::max(*sink, split_result(0)[h]) : split_result(0)[h];
       for (int32_t s = 1; s < part.splits; s++) max_score = std::max(max_score, split_result(s)[h]);
+      float exp_sum = sink ? std::exp(*sink - max_score) : 0;
       for (int32_t s = 0; s < part.splits; s++) {
         rescale[(size_t)s] = std::exp(split_result(s)[h] - max_score);
         exp_sum += split_result(s)[max_heads_ + h] * rescale[(size_t)s];

@@ -31,6 +31,7 @@ struct Attention {
   int32_t heads, groups, key_size, value_size;
   DType type;  // of all tensors, apart from a cache in codes
   float scale;
+  const float* sinks = nullptr;  // [heads]: one more score of a head's softmax, which has no value; null: there is none
 };
 
 void attend(Pool& pool, const KernelTable& kernels, const Attention& attention);

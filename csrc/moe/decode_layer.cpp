@@ -115,15 +115,22 @@ void add(DType type, const char* x, const char* y, char* out, int64_t count) {
   type == DType::bf16 ? add_rows<DType::bf16>(x, y, out, count) : add_rows<DType::f32>(x, y, out, count);
 }
 
+void add_bias(DType type, const char* bias, char* rows, int64_t count, int64_t size) {
+  if (!bias) return;
+  const int64_t bytes = size * (int64_t)size_of(type);
+  for (int64_t r = 0; r < count; r++) add(type, rows + r * bytes, bias, rows + r * bytes, size);
+}
+
 // Products of the same rows: those in bf16 are one step, and so are those with codes.
 class DenseProducts {
  public:
   DenseProducts(const KernelTable& kernels, int threads) : kernels_(kernels), threads_(threads) {}
 
   void set(const char* x, DType type, int32_t tokens, const DenseWeight* const* weights, char* const* outs, int count) {
-    matrices_.clear(), coded_.clear();
+    matrices_.clear(), coded_.clear(), biased_.clear();
     for (int i = 0; i < count; i++) {
       const DenseWeight& w = *weights[i];
+      if (w.bias) biased_.push_back({w.bias, outs[i], w.rows});
       if (w.coded) {
         coded_.push_back({w.coded, {x, outs[i], type, w.columns, w.rows, tokens}});
       } else {
@@ -132,6 +139,9 @@ class DenseProducts {
     }
     const int64_t columns = weights[0]->columns;
     linear_ = {columns, columns, type, tokens, matrices_.data(), (int32_t)matrices_.size()};
+  }
+  void add_biases() const {
+    for (const Biased& b : biased_) add_bias(linear_.dtype, b.bias, b.out, linear_.tokens, b.rows);
   }
   Job* coded() {
     job_ = coded_.empty() ? nullptr : CodedLinear::product_job(coded_);
@@ -143,8 +153,14 @@ class DenseProducts {
   }
 
  private:
+  struct Biased {
+    const char* bias;
+    char* out;
+    int64_t rows;
+  };
   const KernelTable& kernels_;
   const int threads_;
+  std::vector<Biased> biased_;
   std::vector<Matrix> matrices_;
   std::vector<CodedLinear::Product> coded_;
   Linear linear_{};
@@ -246,7 +262,8 @@ class DecodeLayer::AttentionPass {
         rotary_(rotary),
         threads_(layer.engine_->pool.threads()),
         products_(layer.kernels_, threads_),
-        attention_{std::move(sequences), a_.heads, a_.groups, a_.head_size, a_.head_size, rows.type, a_.scale} {}
+        attention_{std::move(sequences), a_.heads,  a_.groups, a_.head_size,
+                   a_.head_size,         rows.type, a_.scale,  a_.sinks} {}
 
   void add_to(Steps& steps) {
     steps.add([this] { return begin(), products_.coded(); });
@@ -255,6 +272,7 @@ class DecodeLayer::AttentionPass {
     steps.add([this] { return multiply_output(), products_.coded(); });
     steps.add([this] { return products_.plain(); });
     steps.add([this]() -> Job* {
+      products_.add_biases();
       add(rows_.type, rows_.x, product_, rows_.out, rows_.tokens * (int64_t)layer_.hidden_);
       return nullptr;
     });
@@ -276,6 +294,7 @@ class DecodeLayer::AttentionPass {
 
   Job* attend() {
     const int64_t tokens = rows_.tokens, head = a_.head_size * (int64_t)size_of(rows_.type);
+    products_.add_biases();
     if (a_.query.weight) layer_.norm(a_.query, q_, q_, rows_.type, tokens * a_.heads, a_.head_size);
     if (a_.key.weight) layer_.norm(a_.key, k_, k_, rows_.type, tokens * a_.groups, a_.head_size);
     rows_.type == DType::bf16 ? rotate<DType::bf16>() : rotate<DType::f32>();
@@ -352,6 +371,7 @@ class DecodeLayer::ExpertPass {
     const int64_t elem = (int64_t)size_of(rows_.type), tokens = rows_.tokens;
     auto* ids = (int32_t*)layer_.buffer(kIds, tokens * e_.top_k * 4);
     auto* scores = (float*)layer_.buffer(kScores, tokens * e_.top_k * 4);
+    add_bias(rows_.type, e_.bias, logits_, tokens, e_.num_experts);
     for (int64_t t = 0; t < tokens; t++)
       layer_.select(rows_.type, logits_ + t * e_.num_experts * elem, ids + t * e_.top_k, scores + t * e_.top_k);
     Batch batch;

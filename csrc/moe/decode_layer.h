@@ -23,6 +23,7 @@ struct DenseWeight {
   const char* data = nullptr;
   int64_t stride = 0;  // bytes
   const CodedLinear* coded = nullptr;
+  const char* bias = nullptr;  // [rows] of the type of the hidden states; null: there is none
   int32_t rows = 0, columns = 0;
 };
 
@@ -36,12 +37,14 @@ struct AttentionBlock {
   DenseWeight q, k, v, o;
   int32_t heads, groups, head_size;
   float scale;
+  const float* sinks;  // as in Attention
 };
 
 struct ExpertBlock {
   RmsNorm input;
   const char* router;  // [experts, hidden], dense
   DType router_type;   // bf16 or f32
+  const char* bias;    // [experts], added to the logits; null: there is none
   int32_t num_experts, top_k;
   bool normalise;  // scores are a softmax over the selected experts; otherwise over all
   std::shared_ptr<Experts> experts;

@@ -160,12 +160,13 @@ class Pool:
         out: Any,
         places: list[tuple[Any, ...]],
         scale: float,
+        sinks: Any | None = None,
     ) -> None:
         """Decode attention of single new tokens, in bfloat16 or float32: rows of query [heads, T, d], key
         [groups, T, d] and value [groups, T, dv] -> rows of out [T, heads, dv]. For each of places, (row, start, end,
         keys, values): the row's key and value are written to end - 1 of keys [groups, capacity, d] and values
         [groups, capacity, dv], then its query attends to [start, end). d and dv are multiples of 16. Values may be the
-        first dv numbers of the keys."""
+        first dv numbers of the keys. `sinks`: float32 [heads], one more score of each softmax, without a value."""
 
     def rate(self, what: str, seconds: float = 0.1, threads: int = 0, isa: str = "", bytes: int = 0) -> float:
         """Units per second of the first `threads` threads together, in a bare loop: "registers" and "panels" count
@@ -352,17 +353,28 @@ class DecodeLayer:
         key_norm: Any | None,
         epsilons: list[float],
         weights: list[Any],
+        biases: list[Any | None],
+        sinks: Any | None,
         head_size: int,
         scale: float,
     ) -> None:
-        """`weights`: of queries, keys, values and the output, each bfloat16 [N, K] or a `CodedLinear`. `epsilons`: of
-        the three norms. Tensors are kept alive and used in place."""
+        """`weights`: of queries, keys, values and the output, each bfloat16 [N, K] or a `CodedLinear`; `biases`: of
+        the same, [N] in the dtype of the norms. `epsilons`: of the three norms. `sinks`: float32 [heads], one more
+        score of each softmax. Tensors are kept alive and used in place."""
 
     def set_experts(
-        self, norm: Any, epsilon: float, router: Any, experts: Experts, top_k: int, normalise: bool
+        self,
+        norm: Any,
+        epsilon: float,
+        router: Any,
+        bias: Any | None,
+        experts: Experts,
+        top_k: int,
+        normalise: bool,
     ) -> None:
-        """`router`: bfloat16, or float32 beside hidden states in float32, [E, hidden]. Scores are a softmax of its
-        products over all experts, with `normalise` over the `top_k` selected ones."""
+        """`router`: bfloat16, or float32 beside hidden states in float32, [E, hidden]; `bias`: [E] in the dtype of the
+        norm. Scores are a softmax of products and bias over all experts, with `normalise` over the `top_k` selected
+        ones."""
 
     def attend(self, x: Any, out: Any, cos: Any, sin: Any, places: list[tuple[Any, ...]]) -> None:
         """out = x + attention(norm(x)). cos and sin [T, r]: number i of a head is rotated with i + r / 2. Places are

@@ -159,7 +159,8 @@ def resident_bytes() -> int:
 DENSE_PRODUCTS = ("bfloat16", "widened", "float32")  # values of KT_DENSE
 # Rows, columns and outputs of the two products that are timed. The first takes microseconds, or milliseconds where bf16
 # is emulated: then the second, which is large enough that calling torch counts for nothing, is not needed.
-PROBES = ((8, 128, 256), (256, 1024, 1024))
+PROBES = ((8, 128, 256), (64, 1024, 512))
+PROBE_ROUNDS = 4
 EMULATED_SECONDS = 2e-3
 # Times as long in bf16 as in float32 up to which bf16 is taken: half as long or less where the CPU multiplies bf16,
 # 1.7 times and more where it does not.
@@ -181,28 +182,47 @@ def dense_products() -> str:
 
 @functools.cache
 def _torch_bf16_time_ratio() -> float:
-    """Time of torch's bf16 linear over float32. It is measured in milliseconds, some tens of them on two slow cores."""
+    """Time of torch's bf16 linear over float32. It is measured in milliseconds, some tens of them on two slow cores.
+
+    What counts is the CPU time of one thread, in turn and the least of some rounds: by the clock, other programs on the
+    same CPUs decide which of the two is faster, and with it the dtype of a model and the bits of its results."""
     import torch
 
     ratio = 0.0
-    with torch.inference_mode(), warnings.catch_warnings():
+    with torch.inference_mode(), warnings.catch_warnings(), _one_torch_thread():
         warnings.simplefilter("ignore")  # on Arm torch says that it lacks bf16 products
         for rows, columns, outputs in PROBES:
-            seconds = {}
-            for dtype in (torch.float32, torch.bfloat16):
-                x = torch.ones(rows, columns, dtype=dtype, device="cpu")
-                weight = torch.ones(outputs, columns, dtype=dtype, device="cpu")
-                seconds[dtype] = min(_seconds_of(torch.nn.functional.linear, x, weight) for _ in range(3))
-            ratio = seconds[torch.bfloat16] / seconds[torch.float32]
-            if seconds[torch.bfloat16] > EMULATED_SECONDS:
+            shapes = ((rows, columns), (outputs, columns))
+            operands = [
+                [torch.ones(shape, dtype=dtype, device="cpu") for shape in shapes]
+                for dtype in (torch.bfloat16, torch.float32)
+            ]
+            times = [
+                [_cpu_seconds_of(torch.nn.functional.linear, *pair) for pair in operands] for _ in range(PROBE_ROUNDS)
+            ]
+            bf16, float32 = map(min, zip(*times, strict=True))
+            ratio = bf16 / float32
+            if bf16 > EMULATED_SECONDS:
                 break
     return ratio
 
 
-def _seconds_of(function: Callable[..., object], *args: object) -> float:
-    started = time.perf_counter()
+@contextlib.contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _cpu_seconds_of(function: Callable[..., object], *args: object) -> float:
+    started = time.thread_time()
     function(*args)
-    return time.perf_counter() - started
+    return time.thread_time() - started
 
 
 def bf16_is_fast(device: str) -> bool:

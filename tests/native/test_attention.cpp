@@ -43,9 +43,9 @@ struct Sequence {
             out.data()};
   }
 
-  double expected(int32_t head, int32_t column, double scale) const {
+  double expected(int32_t head, int32_t column, double scale, const float* sinks) const {
     size_t group = (size_t)(head / (kHeads / kGroups)), n = (size_t)count;
-    double total = 0, sum = 0;
+    double total = sinks ? std::exp((double)sinks[head]) : 0, sum = 0;
     for (size_t j = 0; j < n; j++) {
       double score = 0;
       for (size_t i = 0; i < kKey; i++) {
@@ -64,6 +64,8 @@ struct Sequence {
 }  // namespace
 
 TEST(attention_every_variant) {
+  float values[kHeads];
+  for (int32_t head = 0; head < kHeads; head++) values[head] = (float)(head % 5) - 1.5f;
   PoolOptions options;
   options.threads = 3;
   Pool pool(options);
@@ -73,24 +75,26 @@ TEST(attention_every_variant) {
       CHECK(!kernels->attention_split);
       continue;
     }
-    for (DType type : {DType::f32, DType::bf16}) {
-      std::mt19937 random(11);
-      std::vector<Sequence> all;
-      for (int32_t count : {1, 7, 64, kAttentionSplit, kAttentionSplit + 1, 2 * kAttentionSplit + 19})
-        all.emplace_back(count, type, random);
-      Attention together{{}, kHeads, kGroups, kKey, kValue, type, scale};
-      for (Sequence& one : all) together.sequences.push_back(one.kv(type));
-      attend(pool, *kernels, together);
-      for (Sequence& one : all) {
-        for (int32_t head = 0; head < kHeads; head++)
-          for (int32_t i = 0; i < kValue; i++) {
-            double actual = element_of<double>(one.out.data(), head * kValue + i, type);
-            CHECK(std::abs(actual - one.expected(head, i, (double)scale)) < (type == DType::f32 ? 1e-5 : 1e-2));
-          }
-        std::vector<char> before = one.out;
-        attend(pool, *kernels, {{one.kv(type)}, kHeads, kGroups, kKey, kValue, type, scale});
-        CHECK(before == one.out);
+    for (const float* sinks : {(const float*)nullptr, (const float*)values})
+      for (DType type : {DType::f32, DType::bf16}) {
+        std::mt19937 random(11);
+        std::vector<Sequence> all;
+        for (int32_t count : {1, 7, 64, kAttentionSplit, kAttentionSplit + 1, 2 * kAttentionSplit + 19})
+          all.emplace_back(count, type, random);
+        Attention together{{}, kHeads, kGroups, kKey, kValue, type, scale, sinks};
+        for (Sequence& one : all) together.sequences.push_back(one.kv(type));
+        attend(pool, *kernels, together);
+        for (Sequence& one : all) {
+          for (int32_t head = 0; head < kHeads; head++)
+            for (int32_t i = 0; i < kValue; i++) {
+              double actual = element_of<double>(one.out.data(), head * kValue + i, type);
+              CHECK(std::abs(actual - one.expected(head, i, (double)scale, sinks)) <
+                    (type == DType::f32 ? 1e-5 : 1e-2));
+            }
+          std::vector<char> before = one.out;
+          attend(pool, *kernels, {{one.kv(type)}, kHeads, kGroups, kKey, kValue, type, scale, sinks});
+          CHECK(before == one.out);
+        }
       }
-    }
   }
 }

@@ -241,7 +241,7 @@ def test_measurement_is_short_and_agrees_with_a_longer_one() -> None:
     ratio = system._torch_bf16_time_ratio()
     x, weight = torch.ones(16, 256), torch.ones(256, 256)
     seconds = [
-        min(system._seconds_of(F.linear, x.to(dtype), weight.to(dtype)) for _ in range(3))
+        min(system._cpu_seconds_of(F.linear, x.to(dtype), weight.to(dtype)) for _ in range(3))
         for dtype in (torch.bfloat16, torch.float32)
     ]
     longer = seconds[0] / seconds[1]

@@ -26,9 +26,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], bool, bool]] = {  # changes, whether a
     "qwen3_moe": ({}, True, True),
     "mixtral": ({}, True, True),
     "olmoe": ({}, False, True),  # norms of all heads together
-    "qwen2_moe": ({}, False, False),  # biases; a shared expert
+    "qwen2_moe": ({}, True, False),  # biases of projections; a shared expert
     "glm4_moe": ({}, True, False),  # scores of a sigmoid, shared experts
-    "gpt_oss": ({}, False, False),  # sinks; biases in the router
+    "gpt_oss": ({}, True, True),  # sinks, windows, biases of projections, router and experts, cosines of half a head
 }
 
 
@@ -47,6 +47,8 @@ def open_model(tmp_path: Path, family: str, dtype: torch.dtype, **changes: Any) 
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             nn.init.uniform_(parameter, 0.5, 1.5)
+        if name.endswith(("bias", "sinks")):
+            nn.init.normal_(parameter)
     return make_forward(load_model(save(model.bfloat16(), tmp_path / family), dtype=dtype))
 
 
@@ -241,7 +243,7 @@ def test_of_equal_logits_those_are_selected_that_torch_selects(experts: int, top
     for seed in range(20):
         values = torch.randint(0, 4, (experts, 1), generator=torch.Generator().manual_seed(seed)).float()
         router, out = (values / 64).repeat(1, 64), torch.empty(1, 64)
-        layer.set_experts(torch.ones(64), 0.0, router, store, top_k, True)
+        layer.set_experts(torch.ones(64), 0.0, router, None, store, top_k, True)
         layer.route(x, out)
         scores, ids = torch.topk(torch.softmax(values[:, 0], 0), top_k)
         added = torch.zeros(64)
@@ -266,8 +268,9 @@ def test_layers_in_one_job_have_the_bits_of_single_calls(threads: int, dtype: to
         experts.pack(0, numbers(8, 32, hidden) / 8, numbers(8, 32, hidden) / 8, numbers(8, hidden, 32) / 8)
         norms = [1 + 0.1 * numbers(n).to(dtype) for n in (hidden, size, size)]
         weights = [numbers(*shape).bfloat16() / 8 for shape in ((64, hidden), (32, hidden), (32, hidden), (hidden, 64))]
-        layer.set_attention(*norms, [1e-6] * 3, weights, size, 0.25)
-        layer.set_experts(norms[0], 1e-6, numbers(8, hidden).bfloat16(), experts, 2, True)
+        biases = [None, *(numbers(weight.shape[0]).to(dtype) for weight in weights[1:])]
+        layer.set_attention(*norms, [1e-6] * 3, weights, biases, numbers(4), size, 0.25)
+        layer.set_experts(norms[0], 1e-6, numbers(8, hidden).bfloat16(), numbers(8).to(dtype), experts, 2, True)
         layers.append(layer)
         caches.append(
             [(row, 0, 2 + row, numbers(2, 8, size).to(dtype), numbers(2, 8, size).to(dtype)) for row in range(rows)]

@@ -8,7 +8,7 @@ their own cache knows nothing of slots.
 
 On the CPU the native core decodes: one call for the new tokens of all sequences, because waking torch's threads for
 each sequence takes longer than its attention. Slots of multi-head latent attention hold latents (`latent.py`). Prompt
-chunks, and models with score caps or sinks, use torch. Rows for which an indexer has selected keys attend to these
+chunks, and models with score caps, use torch. Rows for which an indexer has selected keys attend to these
 alone (`selection.py`). A step that replays a CUDA graph uses another function, which finds slots by their addresses
 (`graphs/decode_attention.py`).
 
@@ -206,10 +206,10 @@ def _attend_selecting(
         lora = None if spec.latent is None or span.adapter is None else span.adapter.linears.get(spec.latent.linear)
         selected.append(_selected_rows(span, spec, key, None if spec.latent is not None else value, lora))
     if spec.latent is None:
-        native = _core_decodes(query, value, None, spec.sinks)
+        native = _core_decodes(query, value, None) and spec.sinks is None
         attend_selected(selected, query, out, spec.scale, spec.sinks, native=native)
     else:
-        native = _core_decodes(key, key[..., : spec.latent.rank], None, spec.sinks)
+        native = _core_decodes(key, key[..., : spec.latent.rank], None) and spec.sinks is None
         attend_selected_latents(spec.latent, selected, query, out, spec.scale, spec.sinks, native=native)
 
 
@@ -233,7 +233,7 @@ def _selected_rows(
 
 def _attend_keys(spans: Sequence[Span], spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
-    native = _core_decodes(query, value, spec.softcap, spec.sinks) and not any(span.slot.rounded for span in spans)
+    native = _core_decodes(query, value, spec.softcap) and not any(span.slot.rounded for span in spans)
     if spec.chunk is not None:
         spans = [piece for span in spans for piece in _cut_at_chunks(span, spec.chunk)]
     decoding = [span for span in spans if native and span.rows == 1]
@@ -278,7 +278,7 @@ def _decode_latents(
     latent: LatentProjection, spans: Sequence[Span], spec: AttentionSpec, query: Tensor, key: Tensor
 ) -> Tensor:
     """New tokens: queries `[heads, n, rank + rope]` over latents -> weighted sums of latents `[heads, n, rank]`."""
-    native = _core_decodes(query, key[..., : latent.rank], None, spec.sinks)
+    native = _core_decodes(query, key[..., : latent.rank], None)
     if not native or any(span.slot.rounded for span in spans):
         sums = []
         for row, span in enumerate(spans):
@@ -292,7 +292,7 @@ def _decode_latents(
         keys, *scales = core_buffers(span.slot, "keys", spec.layer, key)
         places.append((row, 0, span.position + 1, keys, keys[..., : latent.rank], *scales, *scales))
     out = query.new_empty(len(spans), latent.heads, latent.rank)
-    default_pool().attend(query, key, key[..., : latent.rank], out, places, spec.scale)
+    default_pool().attend(query, key, key[..., : latent.rank], out, places, spec.scale, core_sinks(spec))
     return out.transpose(0, 1)
 
 
@@ -327,10 +327,10 @@ def _attend_in_torch(
     return _attention_with_softcap_or_sinks(query, keys, values, spec.scale, offset, window, spec.softcap, sinks)
 
 
-def _core_decodes(query: Tensor, value: Tensor, softcap: float | None, sinks: Tensor | None) -> bool:
+def _core_decodes(query: Tensor, value: Tensor, softcap: float | None) -> bool:
     """Whether the core computes the attention of new tokens."""
     fits = query.shape[-1] % HEAD_SIZE_MULTIPLE == 0 and value.shape[-1] % HEAD_SIZE_MULTIPLE == 0
-    return fits and query.device.type == "cpu" and query.dtype in CORE_DTYPES and not softcap and sinks is None
+    return fits and query.device.type == "cpu" and query.dtype in CORE_DTYPES and not softcap
 
 
 def _decode_in_core(
@@ -342,7 +342,11 @@ def _decode_in_core(
         keys, *key_scales = core_buffers(span.slot, "keys", spec.layer, key)
         values, *value_scales = core_buffers(span.slot, "values", spec.layer, value)
         rows.append((span.first, start, end, keys, values, *key_scales, *value_scales))
-    default_pool().attend(query, key, value, out, rows, spec.scale)
+    default_pool().attend(query, key, value, out, rows, spec.scale, core_sinks(spec))
+
+
+def core_sinks(spec: AttentionSpec) -> Tensor | None:
+    return None if spec.sinks is None else spec.sinks.detach().float().contiguous()
 
 
 def core_buffers(slot: KVSlot, part: str, layer: int, like: Tensor) -> list[Tensor]:

@@ -6,8 +6,9 @@ While one token is decoded, a stock layer spends more time in Python and in torc
 products. A layer is recognised by what it computes. It has `input_layernorm`, `self_attn`, `post_attention_layernorm`
 and `mlp`. Before the first batch its own parts are called with random hidden states, random cosines and sines and
 caches of random keys and values: its attention is computed by the core if the result is the same, and so are its
-routed experts; each half for itself, and neither if the layer does more than add the two. The core runs for batches of
-single new tokens without LoRA; otherwise, and while a part of the layer has hooks, the layer's own `forward` runs.
+routed experts; each half for itself, and neither if the layer does more than add the two. Projections may have biases,
+attention sinks, and cosines may be those of half a head (gpt-oss). The core runs for batches of single new tokens
+without LoRA; otherwise, and while a part of the layer has hooks, the layer's own `forward` runs.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from ktransformers.serve.engine.attention import (
     CorePlace,
     Span,
     core_buffers,
+    core_sinks,
     current_spans,
     use_attention,
 )
@@ -44,6 +46,7 @@ from ktransformers.serve.engine.recurrent_states import StatefulForward
 DTYPES = (torch.bfloat16, torch.float32)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ATTENTION_PARTS = {*PROJECTIONS, "q_norm", "k_norm"}
+ROUTERS = ("gate", "router")  # names of them
 NOT_HERE = {"kt_remote", "kt_exchange", "kt_shard", "kt_lora"}  # of experts that are not this store's alone
 PROBE_KEYS = (5, 1, 8)  # of the sequences that both compute; the last one of each is new
 SMALLEST_PROBE = 1 / 128  # size of hidden states
@@ -93,8 +96,9 @@ class CoreDecodeLayer:
         self._core: _core.DecodeLayer | None = None
         self._spec: AttentionSpec | None = None  # of attention that the core computes
         self._store: ExpertStore | None = None  # of experts that the core computes
+        self.repeats_rotary = False  # cosines and sines are given for half of the numbers that are rotated
         self._like = torch.empty(0)  # [groups, 0, d], of keys and values
-        self._weights: list[tuple[dict[str, Any], Any]] = []  # parameters of modules, weights that the core has
+        self._weights: list[tuple[dict[str, Any], str, Any]] = []  # parameters of modules, and those that the core has
         self._hooks = [hooks for part in _parts(module) for hooks in (part._forward_hooks, part._forward_pre_hooks)]
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -111,9 +115,10 @@ class CoreDecodeLayer:
             attended = hidden_states + inner
         else:
             cos, sin = kwargs["position_embeddings"]
-            attended = self._attend(hidden_states[0], spans, cos[0].contiguous(), sin[0].contiguous())[None]
+            rotary = [repeated(one[0]) if self.repeats_rotary else one[0].contiguous() for one in (cos, sin)]
+            attended = self._attend(hidden_states[0], spans, *rotary)[None]
         if self._store is None:
-            return attended + self._module.mlp(self._module.post_attention_layernorm(attended))
+            return attended + _experts_output(self._module.mlp(self._module.post_attention_layernorm(attended)))
         return self._route(attended[0])[None]
 
     @property
@@ -135,8 +140,8 @@ class CoreDecodeLayer:
 
     def _changed(self) -> bool:
         """Whether weights were replaced, hooks were added or the experts have LoRA since the layer was compared."""
-        for parameters, weight in self._weights:
-            if parameters["weight"] is not weight:
+        for parameters, name, weight in self._weights:
+            if parameters[name] is not weight:
                 return True
         if any(self._hooks):
             return True
@@ -185,21 +190,28 @@ class CoreDecodeLayer:
         if spec is None and store is None:
             return
         self._core, self._spec, self._store = core, spec, store
+        self.repeats_rotary = probe.repeats_rotary
         parts = [module.input_layernorm, module.post_attention_layernorm]
         if spec is not None:
             groups = module.self_attn.k_proj.out_features // module.self_attn.head_dim
             self._like = hidden.new_empty(groups, 0, module.self_attn.head_dim)
             parts += [getattr(module.self_attn, name, None) for name in (*PROJECTIONS, "q_norm", "k_norm")]
+            parts.append(module.self_attn)  # its sinks
         if store is not None:
-            parts.append(module.mlp.gate)
-        self._weights = [(part._parameters, part._parameters["weight"]) for part in parts if part is not None]
+            parts.append(_router(module))
+        self._weights = [
+            (part._parameters, name, weight)
+            for part in parts
+            if part is not None
+            for name, weight in part._parameters.items()
+        ]
 
 
 def compute_layers(
     layers: Sequence[CoreDecodeLayer], rows: Tensor, spans: Sequence[Span], cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """Layers that follow each other, for rows `[T, H]`, new tokens of these spans; cos and sin `[T, r]`. Each
-    `computes_whole_layer`."""
+    """Layers that follow each other, for rows `[T, H]`, new tokens of these spans; cos and sin `[T, r]`, repeated where
+    the layers repeat them. Each `computes_whole_layer`."""
     out, cores, w8a8 = torch.empty_like(rows), [], []
     for layer in layers:
         assert layer._core is not None and layer._store is not None
@@ -208,6 +220,21 @@ def compute_layers(
     places = [layer.places(spans) for layer in layers]
     _core.decode_layers(cores, rows, out, cos, sin, places, w8a8, weights_are_rounded())
     return out
+
+
+def repeated(half: Tensor) -> Tensor:
+    """Cosines or sines of the first half of the rotated numbers `[T, r / 2]` -> of all of them."""
+    return torch.cat([half, half], dim=-1)
+
+
+def _router(module: Any) -> Any:
+    """The router of a decoder layer, or None."""
+    return next((router for name in ROUTERS if (router := getattr(module.mlp, name, None)) is not None), None)
+
+
+def _experts_output(result: Any) -> Any:
+    """Some families return the router's scores too."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _attempt(call: Callable[[], Result | None]) -> Result | None:
@@ -221,7 +248,7 @@ def _attempt(call: Callable[[], Result | None]) -> Result | None:
 def _parts(module: Any) -> list[nn.Module]:
     """Of a decoder layer."""
     parts = [module.self_attn, module.mlp, module.input_layernorm, module.post_attention_layernorm]
-    parts += [getattr(module.mlp, name, None) for name in ("gate", "experts")]
+    parts += [getattr(module.mlp, name, None) for name in (*ROUTERS, "experts")]
     return [part for part in parts if isinstance(part, nn.Module)]
 
 
@@ -245,6 +272,7 @@ class Probe:
         self._cos, self._sin = embeddings[0][0], embeddings[1][0]
         self._caches: list[tuple[Tensor, Tensor]] = []  # of each row: keys and values [groups, keys, d]
         self._specs: list[AttentionSpec] = []
+        self.repeats_rotary = False
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._generator)
@@ -262,7 +290,9 @@ class Probe:
             held = torch.cat([keys[:, :-1], key[:, row : row + 1]], dim=1).float().repeat_interleave(group, dim=0)
             read = torch.cat([values[:, :-1], value[:, row : row + 1]], dim=1).float().repeat_interleave(group, dim=0)
             scores = (held @ query[:, row].float()[:, :, None])[..., 0] * spec.scale
-            rows.append((scores.softmax(-1)[:, None] @ read)[:, 0])
+            if spec.sinks is not None:
+                scores = torch.cat([scores, spec.sinks.float()[:, None]], dim=-1)
+            rows.append((scores.softmax(-1)[:, None, : keys.shape[1]] @ read)[:, 0])
         return torch.stack(rows).to(query)
 
     def _stock_attention(self, module: Any, hidden: Tensor) -> Tensor:
@@ -273,7 +303,7 @@ class Probe:
 
     def _stock_experts(self, module: Any, hidden: Tensor) -> Tensor:
         """What the layer adds after attention."""
-        out: Tensor = module.mlp(module.post_attention_layernorm(hidden))
+        out: Tensor = _experts_output(module.mlp(module.post_attention_layernorm(hidden)))
         return out
 
     def _sized(self, added: Tensor) -> Tensor:
@@ -299,7 +329,7 @@ class Probe:
         spec = self._specs[-1] if self._specs else None
         if any(weight is None for weight in weights) or spec is None or getattr(attention, SCALED_ATTRIBUTE, False):
             return None
-        others = (spec.softcap, spec.sinks, spec.latent, spec.selection, spec.chunk)
+        others = (spec.softcap, spec.latent, spec.selection, spec.chunk)
         if any(other is not None for other in others):
             return None
         head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
@@ -312,25 +342,33 @@ class Probe:
             None if head_norms[1] is None else head_norms[1].weight.detach(),
             [epsilon or 0.0 for epsilon in epsilons],
             weights,
+            [_bias(getattr(attention, name)) for name in PROJECTIONS],
+            core_sinks(spec),
             attention.head_dim,
             spec.scale,
         )
         hidden = self._sized(self._stock_attention(module, self._hidden))
         expected, out = self._stock_attention(module, hidden), torch.empty_like(hidden)
-        places = [
-            (row, 0, PROBE_KEYS[row], keys.clone(), values.clone()) for row, (keys, values) in enumerate(self._caches)
-        ]
-        core.attend(hidden[0], out[0], self._cos, self._sin, places)
-        return spec if matches(_difference(out, hidden), expected) else None
+        for repeats in (False, True) if 2 * self._cos.shape[1] <= attention.head_dim else (False,):
+            cos, sin = (repeated(one) if repeats else one for one in (self._cos, self._sin))
+            places = [
+                (row, 0, PROBE_KEYS[row], keys.clone(), values.clone())
+                for row, (keys, values) in enumerate(self._caches)
+            ]
+            core.attend(hidden[0], out[0], cos, sin, places)
+            if matches(_difference(out, hidden), expected):
+                self.repeats_rotary = repeats
+                return spec
+        return None
 
     def bind_experts(self, module: Any, core: _core.DecodeLayer) -> ExpertStore | None:
         """None: the core would compute something else, or a score of nearly one hides whether scores are normalised."""
-        experts, gate = getattr(module.mlp, "experts", None), getattr(module.mlp, "gate", None)
+        experts, gate = getattr(module.mlp, "experts", None), _router(module)
         store = getattr(experts, "kt_store", None)
         top_k = getattr(gate, "top_k", getattr(module.mlp, "top_k", None))
         if not isinstance(store, ExpertStore) or not isinstance(top_k, int) or not isinstance(gate, nn.Module):
             return None
-        if is_placed(store) or _has_lora(experts) or set(gate._parameters) - {"weight"} or gate._buffers:
+        if is_placed(store) or _has_lora(experts) or set(gate._parameters) - {"weight", "bias"} or gate._buffers:
             return None
         ids = torch.zeros(1, 1, dtype=torch.int64)
         if mask_padding(ids) is not ids:
@@ -338,7 +376,9 @@ class Probe:
         router, norm = stored_weight(gate.get_parameter("weight")).detach(), module.post_attention_layernorm
 
         def is_same(normalise: bool) -> bool:
-            core.set_experts(norm.weight.detach(), norm_epsilon(norm) or 0.0, router, store.core, top_k, normalise)
+            core.set_experts(
+                norm.weight.detach(), norm_epsilon(norm) or 0.0, router, _bias(gate), store.core, top_k, normalise
+            )
             core.route(hidden[0], out[0], store.w8a8, weights_are_rounded() and not store.w8a8)
             return matches(_difference(out, hidden), expected)
 
@@ -359,10 +399,15 @@ def _difference(sum: Tensor, hidden: Tensor) -> Tensor:
 
 def _core_weight(linear: Any) -> Any:
     """The weight of a linear layer as the core takes it; None: it takes another one."""
-    if not isinstance(linear, nn.Linear) or linear.bias is not None:
+    if not isinstance(linear, nn.Linear):
         return None
     weight = stored_weight(linear.weight)
     if isinstance(weight, CodedWeight):
         codes = weight.codes
         return codes.linear if isinstance(codes, PackedCodes) and codes.order is None else None
     return weight.detach() if weight.dtype == torch.bfloat16 and weight.is_contiguous() else None
+
+
+def _bias(module: nn.Module) -> Tensor | None:
+    bias = module._parameters.get("bias")
+    return None if bias is None else bias.detach()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ktransformers.nn.fused_check import matches
 from ktransformers.serve.engine.attention import Span
-from ktransformers.serve.engine.decode_layer import CoreDecodeLayer, compute_layers, fits_core
+from ktransformers.serve.engine.decode_layer import CoreDecodeLayer, compute_layers, fits_core, repeated
 
 PARTS = ("embed_tokens", "rotary_emb", "norm")  # of the body of a model
 ROTARY_BLOCK = 64  # positions whose cosines and sines are computed together
@@ -33,6 +33,7 @@ class RotaryRows:
         self._module = module
         self._static = getattr(module, "rope_type", None) in STATIC_ROPE
         self._blocks: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self.repeats = False  # set before the first call: the layers want each cosine and sine twice
 
     def at(self, positions: Sequence[int], hidden: Tensor) -> tuple[Tensor, Tensor]:
         """`[T, r]` each, in the dtype of the hidden states `[1, T, H]`."""
@@ -55,6 +56,8 @@ class RotaryRows:
 
     def _computed(self, positions: list[int], hidden: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self._module(hidden, position_ids=torch.tensor([positions], device="cpu"))
+        if self.repeats:
+            return repeated(cos[0]), repeated(sin[0])
         return cos[0].contiguous(), sin[0].contiguous()
 
 
@@ -78,6 +81,10 @@ class DecodeStack:
         if self._compared or not self._find_layers() or not self._fits(spans):
             return None
         self._compared = True
+        repeats = {layer.repeats_rotary for layer in self._layers}
+        if len(repeats) > 1:
+            return None
+        self._rotary.repeats = repeats.pop()
         try:
             return self._compute(tokens, positions, spans)
         except (TypeError, ValueError, RuntimeError):
