@@ -27,6 +27,7 @@ from ktransformers.serve.engine.sampling import Sampling
 from ktransformers.serve.engine.sequence import GenerationRequest, Sequence
 from tests.support.cache_tiers import evict_slots, tiered_engine
 from tests.support.serving import RecordedEvents, random_prompt, same_completion
+from tests.support.slow_cases import others_slow
 from tests.support.tiny_models import VOCABULARY, build
 
 PROMPT = [token % (VOCABULARY - 3) + 3 for token in random_prompt(21, 150)]
@@ -109,7 +110,7 @@ def test_prefixes_of_every_kind_of_cache(name: str, tmp_path: Path) -> None:
     check_tiers(family, tmp_path / "kv")
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "lfm2_moe", "jamba"])
+@pytest.mark.parametrize("name", others_slow(["qwen3_next", "lfm2_moe", "jamba"], ["qwen3_next"]))
 def test_prefixes_of_families_with_states(name: str, tmp_path: Path) -> None:
     """Continued at the copy of the states at the last multiple of 64 before the prompt's end, or at 512."""
     family = Family(name, positions=1024)

@@ -15,6 +15,7 @@ from ktransformers.serve.engine.head import collect_rows
 from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.lora import LinearLora, LoadedAdapter, LoraModules
 from ktransformers.serve.engine.recurrent_states import SlotStates, StateBatch, StatefulForward
+from tests.support.slow_cases import others_slow
 from tests.support.tiny_models import RECURRENT_LAYERS, build
 
 FAMILIES = [
@@ -29,6 +30,7 @@ FAMILIES = [
     "qwen3_next",
     "zaya",
 ]
+OF_EACH_KIND = ("jamba", "lfm2_moe", "minimax", "qwen3_next")  # of states: Mamba, convolutions, linear attention, both
 LENGTHS = (31, 18, 26)
 # (sequence, first, last) of each step: chunks and new tokens in every mixture, chunks of one token, sequences that join
 # and leave the rows that decode together.
@@ -71,7 +73,7 @@ def served_logits(forward: Any, adapters: tuple[LoadedAdapter | None, ...] = (No
     return [torch.cat(one) for one in rows]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", others_slow(FAMILIES, OF_EACH_KIND))
 def test_mixed_batches_match_stock(family: str) -> None:
     model = tiny(family)
     expected = [stock_logits(model, prompt) for prompt in prompts()]
@@ -100,7 +102,7 @@ def stems(path: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", others_slow(FAMILIES, OF_EACH_KIND))
 def test_adapters_apply_to_the_rows_of_their_sequences(family: str) -> None:
     """Two adapters and the base in one batch, against stock models with merged weights."""
     model = tiny(family)
@@ -195,7 +197,7 @@ def test_sequences_that_decode_together_keep_their_states_in_one_tensor(monkeypa
     assert [decode(8, 0, 2), decode(8, 1), decode(9, 2, 1, 0)] == [0, 0, 2]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", others_slow(FAMILIES, OF_EACH_KIND))
 def test_states_hold_no_activations_of_a_chunk(family: str) -> None:
     forward, slot = make_forward(tiny(family)), KVSlot(None, capacity=64)
     forward.run([Chunk(slot, prompts()[0], 0, None)])

@@ -19,6 +19,7 @@ from ktransformers.serve.engine import attention
 from ktransformers.serve.engine.forward import Forward, make_forward
 from ktransformers.serve.engine.windows import MAX_WINDOW, WINDOW_ATTRIBUTE, read_windows, reduced_windows, rule_window
 from tests.support.family_checks import served_tokens
+from tests.support.slow_cases import others_slow
 from tests.support.tiny_models import build
 
 CPU = torch.device("cpu")
@@ -35,7 +36,7 @@ def build_windowed(family: str) -> Any:
     return build(family, max_position_embeddings=256, **WINDOWED[family])
 
 
-@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("family", others_slow(WINDOWED, ("qwen2_moe", "gpt_oss")))
 def test_tokens_past_the_window_equal_stock(family: str) -> None:
     model = build_windowed(family)
     prompt = [(11 * at + 5) % 90 + 3 for at in range(100)]

@@ -1,0 +1,15 @@
+"""Cases of parametrised tests, few of which run in `make test` and all in `make test-slow` and `make test` together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def others_slow(cases: Iterable[str], fast: Iterable[str]) -> list[Any]:
+    """For `pytest.mark.parametrize`: the cases, those that are not among `fast` marked slow."""
+    names, kept = list(cases), set(fast)
+    assert kept <= set(names), f"{sorted(kept - set(names))} are no cases"
+    return [name if name in kept else pytest.param(name, marks=pytest.mark.slow) for name in names]
