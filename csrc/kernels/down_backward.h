@@ -52,18 +52,6 @@ inline V gated_backward(V g, V u, V dh, const Gate& gate, V& dg, V& du) {
   return a * u;
 }
 
-// The sum of a vector's lanes, by halves.
-template <class V, int half = kLanes<V> / 2>
-inline Lane<V> sum_of_lanes(V v) {
-  if constexpr (half == 0) {
-    return v[0];
-  } else {
-    Mask<V> from;
-    for (int i = 0; i < kLanes<V>; i++) from[i] = (i + half) % kLanes<V>;
-    return sum_of_lanes<V, half / 2>(v + __builtin_shuffle(v, from));
-  }
-}
-
 // Activation backward for one row of a product. Its 32 columns are one gate/up block or, where a block holds 16 of gate
 // beside 16 of up, two, whose gradients are `next_block` bytes apart. Never inlined, for the reason given at
 // hidden_row.

@@ -85,6 +85,19 @@ inline V select(Mask<V> mask, V yes, V no) {
   return (V)((mask & (Mask<V>)yes) | (~mask & (Mask<V>)no));
 }
 
+// The sum of a vector's lanes, by halves. `half` is a constant of each step: as a variable of a loop, gcc computes the
+// order of every shuffle lane by lane, which takes longer than the products that are summed.
+template <class V, int half = kLanes<V> / 2>
+inline Lane<V> sum_of_lanes(V v) {
+  if constexpr (half == 0) {
+    return v[0];
+  } else {
+    Mask<V> from;
+    for (int i = 0; i < kLanes<V>; i++) from[i] = (i + half) % kLanes<V>;
+    return sum_of_lanes<V, half / 2>(v + __builtin_shuffle(v, from));
+  }
+}
+
 // Minimum and maximum; a NaN in `a` is kept, so bounds are passed as `b`.
 template <class V>
 inline V vmin(V a, V b) {

@@ -40,18 +40,6 @@ struct GroupPrefetch {
   void all() { lines((int)(bytes / 64) * (kGemvGroup / kPrefetchStreams)); }
 };
 
-// The sum of all lanes, by halves.
-template <class V>
-inline float sum_of(V v) {
-  constexpr int W = kLanes<V>;
-  for (int half = W / 2; half; half /= 2) {
-    Mask<V> rotated;
-    for (int i = 0; i < W; i++) rotated[i] = (i + half) % W;
-    v = v + __builtin_shuffle(v, rotated);
-  }
-  return v[0];
-}
-
 // Rounds sums [tokens][kGemvGroup] of `count` rows from `row` on into the output.
 template <int W>
 inline void store_sums(const Gemv& n, const float* sums, int32_t row, int32_t count) {
@@ -121,7 +109,7 @@ inline void gemv_block(const Gemv& n, int32_t row, int32_t token, float* sums, G
     }
   }
   for (int r = 0; r < R; r++)
-    for (int t = 0; t < T; t++) sums[t * kGemvGroup + r] = sum_of(acc[r][t]);
+    for (int t = 0; t < T; t++) sums[t * kGemvGroup + r] = sum_of_lanes<F32<W>>(acc[r][t]);
 }
 
 // Dispatches to the instance for exactly `tokens`, 1 ... T.
