@@ -242,6 +242,19 @@ def frozen_gc() -> Iterator[None]:
         gc.unfreeze()
 
 
+def scheduled_seconds() -> tuple[float, float]:
+    """Seconds that the threads of this process ran on a core, and that they waited for one; zeros where the kernel does
+    not count them. Threads that have ended are not counted."""
+    ran = waited = 0
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        try:
+            words = file.read_text().split()
+        except OSError:  # the thread has ended
+            continue
+        ran, waited = ran + int(words[0]), waited + int(words[1])
+    return ran / 1e9, waited / 1e9
+
+
 def python_loop_seconds(rounds: int = 30) -> float:
     """Time of a Python loop of a million iterations: ten times the minimum of many short runs, because hosts are
     shared. Hosts with the same CPU differ by a third and more, and so do models whose kernels Python launches."""

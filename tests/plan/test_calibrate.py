@@ -64,3 +64,18 @@ def test_launch_times_follow_the_speed_of_python(cache: Path, monkeypatch: pytes
     monkeypatch.setattr(module.system, "python_loop_seconds", lambda: 2 * PYTHON_SECONDS)
     machine = module.this_machine()
     assert machine.layer_seconds == 2 * LAYER_SECONDS and machine.experts_seconds == 2 * EXPERTS_SECONDS
+
+
+def test_time_spent_waiting_for_a_core_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([(1.0, 1.0), (2.0, 4.0)])  # on a core and waiting for one: a quarter of the time on a core
+    monkeypatch.setattr(module.system, "scheduled_seconds", lambda: next(seconds))
+    assert module._running_rate(lambda: 5.0) == 20.0
+    monkeypatch.setattr(module.system, "scheduled_seconds", lambda: (0.0, 0.0))  # a kernel that does not count it
+    assert module._running_rate(lambda: 5.0) == 5.0
+
+
+def test_the_kernel_counts_this_process() -> None:
+    before = module.system.scheduled_seconds()
+    sum(range(3_000_000))
+    ran, waited = module.system.scheduled_seconds()
+    assert ran >= before[0] and waited >= before[1]

@@ -44,7 +44,7 @@ def test_plan_of_this_machine_has_the_arithmetic_of_a_run(word: str, monkeypatch
     monkeypatch.setenv("KT_DENSE", word)
     assert this_machine().cpu.products == word
     words = ["plan", "qwen3-30b-a3b", "--serve", "--gpu", "none", "--json"]
-    planned = json.loads(CliRunner().invoke(app, words).output)
+    planned = json.loads(CliRunner().invoke(app, words).stdout)
     shape, host = open_shape("qwen3-30b-a3b"), planned["serve"]["plan"]["host"]
     size = parse_dtype("auto", "cpu").itemsize
     settings = read_settings({"model_name_or_path": "a/b", "output_dir": "out", "dataset": "identity", "use_cpu": True})
@@ -99,7 +99,7 @@ def test_latents_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = {}
     for gpu in ("none", "h200"):
         words = ["plan", "deepseek-v2-lite", "--serve", "--gpu", gpu, "--json"]
-        planned[gpu] = json.loads(CliRunner().invoke(app, words).output)["serve"]["plan"]
+        planned[gpu] = json.loads(CliRunner().invoke(app, words).stdout)["serve"]["plan"]
     size = parse_dtype("auto", "cpu").itemsize
     assert planned["none"]["host"]["KV cache"] == 8192 * 27 * (512 + 64) * size
     assert planned["none"]["host"]["absorbed keys"] == 27 * 16 * 128 * 512 * 2

@@ -204,6 +204,9 @@ def test_the_head_is_planned_for_labelled_tokens(monkeypatch: pytest.MonkeyPatch
     assert training_workload(read_settings(BASE | rows), 2, known).labelled == 50 / 200
     assert training_workload(read_settings(BASE | rows | {"packing": True}), 2, known).labelled_tokens == 50
     assert training_workload(read_settings(BASE | rows | {"label_smoothing_factor": 0.1}), 2, known).labelled == 1
+    assert training_workload(read_settings(BASE | rows), 2, known).mean_labelled_tokens == 50  # the mean is not known
+    mean = training_workload(read_settings(BASE | rows), 2, Lengths(longest=100, labelled=50, mean_labelled=20.0))
+    assert (mean.labelled_tokens, mean.mean_labelled_tokens) == (50, 20)
     pairs = read_settings(BASE | rows | {"stage": "dpo"})
     assert training_workload(pairs, 2, known).labelled == 1  # on a CPU pairs are scored whole
     monkeypatch.setattr("ktransformers.train.forecast.device_of", lambda settings: torch.device("cuda"))

@@ -3,7 +3,8 @@
 The cache is one JSON file per CPU, ISA variant and thread count under the XDG cache, written atomically. Bare loops
 give the peak rates (`_core.Pool.rate`); a layer of 16 experts, forward and backward, gives the share of them that its
 kernels reach, with many tokens, so that reading the weights hardly counts. The time that Python takes to launch a layer
-is scaled by the speed of a Python loop.
+is scaled by the speed of a Python loop. Rates are those of a machine without other programs: the kernel counts how long
+threads waited for a core, and that time is left out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +26,7 @@ from ktransformers.plan.machine import CpuRates, GpuRates, Machine, gpu_rows
 if TYPE_CHECKING:
     from ktransformers import _core
 
-VERSION = 2  # of the cache file; older files are measured again
+VERSION = 3  # of the cache file; older files are measured again
 LOOP_SECONDS = 0.2  # of one bare loop
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 512, 256, 16, 4  # of the layer
 LAYER_SECONDS = 0.15  # of one pass through it, approximately
@@ -64,7 +66,7 @@ def calibrate(*, remeasure: bool = False) -> Rates:
     isa, file = _core.isa(), _file_of(pool)
     if not remeasure and (cached := _read(file)) is not None:
         return cached
-    tile, read = pool.rate("panels", LOOP_SECONDS), pool.rate("read", LOOP_SECONDS)
+    tile, read = (_running_rate(partial(pool.rate, loop, LOOP_SECONDS)) for loop in ("panels", "read"))
     forward, backward = _layer_shares(pool, tile)
     rates = Rates(
         version=VERSION,
@@ -105,7 +107,8 @@ def remeasure_rates() -> Rates:
     from ktransformers import _core
 
     before, pool = calibrate(), _core.Pool()
-    tile, read = (max(pool.rate(loop, LOOP_SECONDS) for _ in range(2)) for loop in ("panels", "read"))
+    loops = (partial(pool.rate, loop, LOOP_SECONDS) for loop in ("panels", "read"))
+    tile, read = (max(_running_rate(loop) for _ in range(2)) for loop in loops)
     faster = replace(before, tile_flops=max(tile, before.tile_flops), read_bytes=max(read, before.read_bytes))
     if faster != before:
         _write(_file_of(pool), faster)
@@ -129,13 +132,25 @@ def _write(file: Path, rates: Rates) -> None:
         return
 
 
-def _fastest(call: Callable[[], object], rounds: int = 3) -> float:
-    best = float("inf")
-    for _ in range(rounds):
+def _running_rate(measure: Callable[[], float]) -> float:
+    """A rate by the clock, as it would be if the threads of this process had not waited for a core."""
+    before = system.scheduled_seconds()
+    rate = measure()
+    ran, waited = (now - then for now, then in zip(system.scheduled_seconds(), before, strict=True))
+    return rate * (ran + waited) / ran if ran > 0 else rate
+
+
+def _running_seconds(call: Callable[[], object], rounds: int = 3) -> float:
+    """Mean seconds of a call after a first one, without those in which the threads waited for a core."""
+    call()
+
+    def calls_per_second() -> float:
         begun = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - begun)
-    return best
+        for _ in range(rounds):
+            call()
+        return rounds / (time.perf_counter() - begun)
+
+    return 1 / _running_rate(calls_per_second)
 
 
 def _layer_shares(pool: object, tile: float) -> tuple[float, float]:
@@ -154,8 +169,8 @@ def _layer_shares(pool: object, tile: float) -> tuple[float, float]:
     ids = torch.rand(tokens, EXPERTS, generator=generator).topk(TOP_K).indices
     weights = torch.full((tokens, TOP_K), 1 / TOP_K)
     keep = store.new_keep(tokens, TOP_K)
-    forward = _fastest(lambda: store.forward(hidden, ids, weights, keep=keep))
-    backward = _fastest(lambda: store.backward(hidden, hidden, ids, weights, keep=keep))
+    forward = _running_seconds(lambda: store.forward(hidden, ids, weights, keep=keep))
+    backward = _running_seconds(lambda: store.backward(hidden, hidden, ids, weights, keep=keep))
     return tokens * row / forward / tile, tokens * row / backward / tile
 
 
@@ -167,7 +182,7 @@ def _dense_rate(name: str) -> float:
     dtype, size, rate = getattr(torch, name), 128, 0.0
     while size <= 2048:
         left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
-        seconds = _fastest(lambda a=left, b=right: a @ b, rounds=2)  # type: ignore[misc]
+        seconds = _running_seconds(partial(torch.mm, left, right))
         rate = max(rate, 2 * size**3 / seconds)
         if seconds > 0.05:
             break

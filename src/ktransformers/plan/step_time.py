@@ -48,8 +48,10 @@ INFERENCE_LAYER_SECONDS = 0.3e-3  # Python launching the about sixty operators o
 CPU_LAUNCH_SHARE = 0.75
 # How often a step without a GPU moves what autograd keeps of a layer, at the read rate: norms, casts, residuals and
 # attention, whose backward costs 20 to 45 us a token whatever it sees. Steps of 16 and of 45 short rows at once were
-# 0.62 ms a token apart, of which products and experts explain 0.18 (6 layers of 512, bf16, two AMX cores).
-ACTIVATION_MOVES = 150
+# 0.62 ms a token apart, of which products and experts explain 0.18 (6 layers of 512, bf16, two AMX cores). In float32
+# nothing is cast: outside of products and experts a step of the demo (476 tokens, 30 layers of 576) takes 1.1 s of one
+# AVX-512 core, of which launches explain 0.6.
+ACTIVATION_MOVES = {2: 150, 4: 30}  # by bytes of a number outside of the experts
 CALLBACK_SECONDS = 50e-6  # of a layer's experts: two host callbacks of 23 us, measured
 HEAD_PASSES = 3  # the head: forward, recomputed in backward, and its gradient
 ADAM_BYTES = 28  # read and written per trained number: weight, gradient, two moments
@@ -210,7 +212,7 @@ def training_time(model: ModelShape, work: Training, choice: Choice, machine: Ma
     parts["loss"] = (
         work.batches
         * HEAD_PASSES
-        * head_seconds(model, work.labelled_tokens, machine, choice, size, TRAINING_FLOPS_SHARE)
+        * head_seconds(model, work.mean_labelled_tokens, machine, choice, size, TRAINING_FLOPS_SHARE)
     )
     parts["crossing"] += _factor_seconds(model, work, choice, machine)
     parts["optimiser"] = optimiser_seconds(model, work, choice, machine)
@@ -222,7 +224,9 @@ def _training_rest(model: ModelShape, work: Training, machine: Machine, choice: 
     if not choice.gpus:
         products = dense_seconds(model, work.tokens, work.sequence / 2, machine, choice, work.rest_bytes)
         launching = CPU_LAUNCH_SHARE * machine.layer_seconds * (model.layers + 1)
-        moving = ACTIVATION_MOVES * model.layers * layer_bytes(model, work) / machine.cpu.read_bytes
+        moving = (
+            ACTIVATION_MOVES[min(4, work.rest_bytes)] * model.layers * layer_bytes(model, work) / machine.cpu.read_bytes
+        )
         return pass_.products * products + pass_.launches / LAUNCHES_PER_STEP * (launching + moving)
     layers = model.layers * dense_layer_seconds(model, work, machine, choice, pass_.launches, pass_.products)
     numbers = model.layers * model.rest_per_layer

@@ -35,7 +35,8 @@ class Training:
     rest_bytes: int = 2  # per number that is computed outside of the experts; released weights may have fewer
     saves: int = 1  # training checkpoints kept on disk
     touched: float = 1.0  # share of a layer's experts that the tokens of one sequence use; 1: uniform routing
-    labelled: float = 1.0  # share of tokens with a label; 1: an upper bound if the data is unknown
+    labelled: float = 1.0  # largest share of tokens with a label in a pass; 1: an upper bound if the data is unknown
+    labelled_mean: float | None = None  # mean of that share over the passes, which the time follows; None: `labelled`
     loss_bytes: int | None = None  # of the loss on a GPU; None: TRL's chunked loss
     graphs: bool = True  # attention on a GPU uses CUDA graphs where possible (nn/attention_graphs/replay.py)
     linear_format: str | None = None  # of linear layers outside of the experts; KEEP: as released; None: numbers
@@ -46,9 +47,10 @@ class Training:
         for name in ("tokens", "tokens_per_step", "sequence", "rank"):
             if getattr(self, name) < 1:
                 raise InputError(name, getattr(self, name), "at least 1")
-        for name in ("touched", "labelled"):
-            if not 0 < getattr(self, name) <= 1:
-                raise InputError(name, getattr(self, name), "more than 0 and at most 1")
+        for name in ("touched", "labelled", "labelled_mean"):
+            share = getattr(self, name)
+            if share is not None and not 0 < share <= 1:
+                raise InputError(name, share, "more than 0 and at most 1")
 
     @property
     def batches(self) -> float:
@@ -62,8 +64,13 @@ class Training:
 
     @property
     def labelled_tokens(self) -> int:
-        """Tokens of one pass that have a label."""
+        """Tokens of one pass that have a label, at most."""
         return max(1, round(self.labelled * self.tokens))
+
+    @property
+    def mean_labelled_tokens(self) -> int:
+        """Tokens of one pass that have a label, on average."""
+        return max(1, round((self.labelled_mean or self.labelled) * self.tokens))
 
 
 @dataclass(frozen=True)

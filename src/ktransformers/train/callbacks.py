@@ -31,7 +31,7 @@ from ktransformers.nn.operator import is_placed
 from ktransformers.nn.peft_lora import expert_adapters
 from ktransformers.nn.sharding import is_sharded, local_tensor, on_any_rank
 from ktransformers.plan.calibrate import remeasure_rates, this_machine
-from ktransformers.system import resident_bytes
+from ktransformers.system import resident_bytes, scheduled_seconds
 from ktransformers.train.expert_parallel import share_flags
 from ktransformers.train.files import reporting_full_disk
 from ktransformers.train.pictures import LivePicture
@@ -279,19 +279,6 @@ class ExpertClock:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
-
-
-def scheduled_seconds() -> tuple[float, float]:
-    """Seconds that the threads of this process ran on a core, and that they waited for one; zeros where the kernel does
-    not count them. Threads that have ended are not counted."""
-    ran = waited = 0
-    for file in Path("/proc/self/task").glob("*/schedstat"):
-        try:
-            words = file.read_text().split()
-        except OSError:  # the thread has ended
-            continue
-        ran, waited = ran + int(words[0]), waited + int(words[1])
-    return ran / 1e9, waited / 1e9
 
 
 def format_duration(seconds: float) -> str:

@@ -34,6 +34,7 @@ class Lengths:
 
     longest: int  # tokens of the longest row
     labelled: int  # maximum of labelled tokens in one batch
+    mean_labelled: float | None = None  # mean over the batches; None: not known
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,13 @@ def _labelled_share(settings: TrainSettings, tokens: int, lengths: Lengths | Non
     return min(1.0, max(1, lengths.labelled) / tokens)
 
 
+def _mean_share(largest: float, tokens: int, lengths: Lengths | None) -> float | None:
+    """The same of an average batch; None if all tokens are processed or the mean is not known."""
+    if lengths is None or lengths.mean_labelled is None or largest == 1:
+        return None
+    return min(largest, max(1.0, lengths.mean_labelled) / tokens)
+
+
 def training_workload(settings: TrainSettings, rest_bytes: int, lengths: Lengths | None = None) -> Training:
     """The planner's workload of a run; `lengths` if the data is known."""
     rows, batches = step_shape(settings)
@@ -87,6 +95,7 @@ def training_workload(settings: TrainSettings, rest_bytes: int, lengths: Lengths
     checkpointing = bool(requested) and not settings.model.disable_gradient_checkpointing
     target_names = set(settings.lora.lora_target)
     adapts_experts = bool(target_names & EXPERT_TARGETS)
+    labelled = _labelled_share(settings, tokens, lengths)
     return Training(
         tokens=tokens,
         tokens_per_step=step_tokens,
@@ -99,7 +108,8 @@ def training_workload(settings: TrainSettings, rest_bytes: int, lengths: Lengths
         trained_bytes=2 if settings.model.pure_bf16 else 4,
         rest_bytes=rest_bytes,
         saves=int(settings.trainer.get("save_total_limit") or 1),
-        labelled=_labelled_share(settings, tokens, lengths),
+        labelled=labelled,
+        labelled_mean=_mean_share(labelled, tokens, lengths),
         graphs=env.graphs_enabled("attention") and not settings.model.use_reentrant_gc,
         linear_format=None if rest_of(settings) == "bf16" else settings.experts.rest,
     )

@@ -62,7 +62,10 @@ class RowLengths:
         return simulate_epoch(self.sizes, rows * batches if budget else rows, budget, self.seed)
 
     def lengths(self, settings: TrainSettings) -> Lengths:
-        return Lengths(self.longest, self.passes(settings).max_labelled)
+        return self.of_passes(self.passes(settings))
+
+    def of_passes(self, passes: Passes) -> Lengths:
+        return Lengths(self.longest, passes.max_labelled, passes.labelled / passes.count)
 
 
 def with_tokens_per_batch(settings: TrainSettings, tokens: int | None) -> TrainSettings:
@@ -130,6 +133,7 @@ def _mean_pass(work: Training, settings: TrainSettings, passes: Passes, count: i
         tokens_per_step=max(1, round(passes.tokens / steps)),
         sequence=max(1, round(width)),
         labelled=1.0 if work.labelled == 1 else min(1.0, max(1, passes.labelled) / passes.tokens),
+        labelled_mean=None,
     )
 
 
@@ -138,9 +142,7 @@ def _evaluate_candidate(
 ) -> GroupingCandidate:
     trial = with_tokens_per_batch(settings, tokens)
     passes = None if rows is None else rows.passes(trial)
-    plan = inputs.forecast(
-        trial, None if rows is None or passes is None else Lengths(rows.longest, passes.max_labelled)
-    )
+    plan = inputs.forecast(trial, None if rows is None or passes is None else rows.of_passes(passes))
     candidate = plan.nearest
     assert isinstance(candidate.work, Training)
     work = candidate.work
