@@ -140,7 +140,7 @@ nb::list list_formats() {
 nb::tuple describe_grid(const std::string& text) {
   Format f = format_of("format", text);
   if (!f.row().in_grid()) refuse_value("format", "\"" + text + "\"", "one with a grid: iq1_s to iq3_s or tq1_0");
-  const Grid& grid = grid_of(f.codec);
+  const Grid& grid = grid_of(f.codec, 1);  // the tables of all widths are the same
   // Constants of the library, without an owner.
   using Entries = nb::ndarray<nb::numpy, const uint32_t, nb::ndim<1>>;
   using Levels = nb::ndarray<nb::numpy, const float, nb::ndim<1>>;

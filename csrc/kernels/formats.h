@@ -338,7 +338,7 @@ constexpr bool kScalesOfSpan =
 template <int W, Codec C, bool keep, class Act>
 inline void for_each_tile(const Format& f, const Strip& s, const char* strip, int k0, int count, const Act& act) {
   const char* codes = strip + s.codes + (int64_t)k0 * s.tile_bytes;
-  const Grid* grid = kFormats[(int)C].in_grid() ? &grid_of(f.codec) : nullptr;
+  const Grid* grid = kFormats[(int)C].in_grid() ? &grid_of(f.codec, W) : nullptr;
   const int span = k0 / s.span_tiles;
   Header header{strip + s.headers + (int64_t)span * s.span_bytes};
   RowScales scales;

@@ -355,7 +355,7 @@ const Grid& avx512_grid_of(Codec codec) {
 
 }  // namespace
 
-const Grid& grid_up_to(int width, Codec codec) {
+const Grid& grid_of(Codec codec, int width) {
   // And the operating system saves their registers.
   static const bool has_avx2 = __builtin_cpu_supports("avx2"), has_avx512 = __builtin_cpu_supports("avx512bw");
   if (has_avx512 && width >= 16) return avx512_grid_of(codec);
@@ -365,10 +365,6 @@ const Grid& grid_up_to(int width, Codec codec) {
 }  // namespace kt
 #else
 namespace kt {
-const Grid& grid_up_to(int, Codec codec) { return portable_grid_of(codec); }
+const Grid& grid_of(Codec codec, int) { return portable_grid_of(codec); }
 }  // namespace kt
 #endif
-
-namespace kt {
-const Grid& grid_of(Codec codec) { return grid_up_to(16, codec); }
-}  // namespace kt

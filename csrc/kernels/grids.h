@@ -29,8 +29,14 @@ struct Grid {
   int32_t count;
 };
 
-// `codec` is one whose elements are `grid`.
-const Grid& grid_of(Codec codec);
+// `codec` is one whose elements are `grid`; opened with vectors of at most `width` lanes of 32 bits, if the CPU has
+// them.
+const Grid& grid_of(Codec codec, int width);
+
+// Whether the halves of a k tile have scales of their own.
+constexpr bool grid_has_halves(Codec codec) {
+  return codec == Codec::iq1_m || codec == Codec::iq2_xs || codec == Codec::iq2_s;
+}
 
 // Five trits as a byte holds them in a strip: a number to base 3, the first digit the lowest.
 constexpr int kTritsOfByte = 5;

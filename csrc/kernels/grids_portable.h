@@ -1,5 +1,5 @@
-// The grids with openers of narrower vectors than the CPU has: in plain C++, what `grid_of` gives without AVX2, and of
-// a given width. Tests compare them.
+// The grids with openers in plain C++, whatever the CPU has: what `grid_of` gives without AVX2, and what tests compare
+// the others with.
 #pragma once
 
 #include "kernels/grids.h"
@@ -7,7 +7,5 @@
 namespace kt {
 
 const Grid& portable_grid_of(Codec codec);
-// Opened with vectors of at most `width` lanes of 32 bits, if the CPU has them.
-const Grid& grid_up_to(int width, Codec codec);
 
 }  // namespace kt

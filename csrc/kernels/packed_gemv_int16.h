@@ -159,8 +159,9 @@ struct PackedGemvInt16 {
       layout.floats = true;
       return act(FloatCodes{}, layout);
     }
-    if (row.in_grid()) return with_quads<PlaneQuads<W, Codec::int8>, 2, 8, planes>(Product::byte_offset, act);
-    if (row.element == ElementKind::int8)
+    if (row.in_grid() && grid_has_halves(f.codec))
+      return with_quads<PlaneQuads<W, Codec::int8>, 2, 8, planes>(Product::byte_offset, act);
+    if (row.element == ElementKind::int8 || row.in_grid())
       return with_quads<PlaneQuads<W, Codec::int8>, 1, 8, planes>(Product::byte_offset, act);
     if (row.element == ElementKind::iq4)
       return with_table<1, 8, planes>((const uint8_t (&)[16])kIq4Bytes, Product::byte_offset, 1, act);
@@ -273,7 +274,8 @@ struct PackedGemvInt16 {
     }
 
     void open_tiles(const StripPart& p, int k0) {
-      const Grid& grid = grid_of(p.format.codec);
+      const int scales_of_tile = grid_has_halves(p.format.codec) ? 2 * kTileN : kTileN;
+      const Grid& grid = grid_of(p.format.codec, W);
       for (int k = 0; k < count; k++) {
         prefetch_tile(codes + (int64_t)k * tile_bytes, tile_bytes, next);
         const int span = (k0 + k) / p.strip.span_tiles;
@@ -281,7 +283,7 @@ struct PackedGemvInt16 {
         grid.open(header, k0 + k - span * p.strip.span_tiles, codes + (int64_t)k * tile_bytes, opened[k]);
         RowScales of_tile;
         scales_of<W>(opened[k], grid.unit, of_tile);
-        __builtin_memcpy(scales.s + k * 2 * kTileN, of_tile.s, sizeof of_tile.s);
+        __builtin_memcpy(scales.s + k * scales_of_tile, of_tile.s, (size_t)scales_of_tile * sizeof(float));
       }
       codes = (const char*)opened;
       tile_bytes = sizeof(OpenTile);

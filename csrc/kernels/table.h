@@ -112,6 +112,7 @@ struct Up {
   char* scratch;     // [2][2 * 16][32] sums, double-buffered: one product accumulates, the epilogue reads the other
   const float* row_scale;  // W8A8 (Quantise): [live], and scratch is twice as large; null: the panel holds floats
   PackedGemvRows packed_gemv;
+  const char* packed_rows;  // the rows of `base` as write_packed_rows wrote them; null: they are written here
 };
 
 // Output rows of a down product: row r is added to `token[r]`, scaled by weight[r]. The first contribution to a token
@@ -168,7 +169,7 @@ struct Down {
   char* scratch;
   const float* row_scale;  // as in Up
   PackedGemvRows packed_gemv;
-  const char* packed_rows;  // the rows of `base` as write_packed_rows wrote them; null: they are written here
+  const char* packed_rows;  // as in Up
 };
 
 // Writes the rows of a panel as packed GEMV with int16 activations takes them, once for all blocks that they are

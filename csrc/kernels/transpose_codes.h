@@ -189,7 +189,7 @@ __attribute__((noinline)) void transpose_strip_as(const Format& f, const Strip& 
   RowScales scales;
   if constexpr (kFormats[(int)C].in_grid()) {
     OpenTile tile;
-    const Grid& grid = grid_of(f.codec);
+    const Grid& grid = grid_of(f.codec, W);
     grid.open(header.at, in_span, codes, tile);
     scales_of<W>(tile, grid.unit, scales);
     clear_payloads<W, C>(scales);

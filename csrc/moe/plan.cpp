@@ -270,7 +270,8 @@ void Planner::place_slice() {
   int64_t of_rows = round_up(largest_rows * (int64_t)sizeof(float), 64);
   int64_t of_channels = std::max(up.blocks(), down.blocks()) * kBlockN * (int64_t)sizeof(float);
   plan.channels_at = plan.unit_scales_at + (plan.w8a8 ? of_rows : 0);
-  plan.decoded_at = plan.channels_at + (plan.w8a8 ? of_channels : 0);
+  plan.slice_rows_at = plan.channels_at + (plan.w8a8 ? of_channels : 0);
+  plan.decoded_at = plan.slice_rows_at + 64;
   int32_t decoded = std::max(up.encoding() ? up.k_tiles() : 0, down.encoding() ? plan.down_chunk : 0);
   int64_t decoded_bytes = decoded ? (int64_t)up.k_bytes(std::max(decoded, kRingTiles)) : 0;
   int32_t packed_gemv_rows = 0;

@@ -91,6 +91,7 @@ struct Plan {
   // A thread's slice: gathered panel, partial sums, scratch, a dequantised block; backward also the kept rows of a unit
   // and transposed blocks.
   int64_t panel_bytes, partial_bytes, scratch_at, decoded_at, keep_at, transposed_at;
+  int64_t slice_rows_at;                // which rows the gathered panel holds (SliceRows in task.h)
   int64_t gathered_tile;                // bytes of a k tile of a row in the gathered panel
   int64_t unit_scales_at, channels_at;  // W8A8: scales of a unit's rows; of the channels of a unit's or lane's blocks
   // For LoRA: rank panels of a unit's runs, their partial sums, transposed blocks of factors.

@@ -192,6 +192,7 @@ void Task::work(const Worker& worker) {
   DefaultArithmetic arithmetic;
   char* slice = workspace_.data() + plan_.threads_at + worker.index * plan_.thread_bytes;
   size_t groups = plan_.up.size();
+  *(SliceRows*)(slice + plan_.slice_rows_at) = {-1, {}, false};
   before_units(slice);
   for (size_t i = 0; i < groups; i++) take_units((size_t)(worker.group + (int)i) % groups, slice);
   for (size_t i = 0; i < groups; i++) take_lanes((size_t)(worker.group + (int)i) % groups, slice);
@@ -289,10 +290,10 @@ void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up u
     int32_t now = std::min(r.chunk, k_tiles - k);
     gather.k0 = k * kTileK;
     gather.k_tiles = now;
-    if (!w8a8() || adapted) kernels.gather(gather);
     size_t tile_bytes = (size_t)now * (size_t)r.tiling.rows * kTileK * (size_t)kernels.elem;
     up.base = {slice, tile_bytes, b + store.offset(k), now};
     up.encoded = {store.encoding(), k, slice + plan_.decoded_at, nullptr, plan_.x_int8};
+    if (!w8a8() || adapted) gather_rows(gather, packed_gemv, adapted, slice, up);
     up.first = k == 0;
     up.last = k + now == k_tiles;
     if (!ranks_made) lora_shrink_chunk(unit, r, k, now, slice, up.last ? &lora_terms : nullptr);
@@ -307,6 +308,33 @@ void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up u
     up.next = !up.last ? b + store.offset(k + now) : next ? unit_weights(*next) : nullptr;
     kernels.up(up);
   }
+}
+
+void Task::gather_rows(Gather gather, bool packed_gemv, bool adapted, char* slice, Up& up) const {
+  const KernelTable& kernels = experts_.kernels();
+  SliceRows& rows = *(SliceRows*)(slice + plan_.slice_rows_at);
+  const Encoding* encoding = up.encoded.encoding;
+  const bool one = direction_ == Direction::forward && !w8a8() && gather.live == 1 &&
+                   gather.k_tiles == experts_.weights().up().k_tiles();
+  const bool packs = one && packed_gemv && kernels.packed_row_bytes && kernels.packed_row_bytes(*encoding);
+  if (packs && !adapted) gather.tiling = {1, 1};  // zeros below the row are read by products of tiles alone
+  const int32_t token = one ? gather.token[0] : -1;
+  const bool held =
+      one && rows.token == token && rows.tiling.rows == gather.tiling.rows && rows.tiling.tiles == gather.tiling.tiles;
+  if (!held) {
+    kernels.gather(gather);
+    rows = {token, gather.tiling, false};
+  }
+  char* written = slice + plan_.decoded_at;
+  if (packs && !rows.packed)
+    kernels.write_packed_rows({{slice, up.base.a_tile, nullptr, gather.k_tiles},
+                               gather.tiling,
+                               gather.live,
+                               encoding,
+                               written,
+                               plan_.x_int8});
+  rows.packed = packs;  // a product with dequantised tiles writes to the same scratch
+  up.packed_rows = packs ? written : nullptr;
 }
 
 bool Task::uses_packed_gemv(size_t segment, const BlockStore& store) const {

@@ -96,9 +96,18 @@ class Task : private Job {
   // Gathers them from a [T, H] tensor into the slice; the caller sets the columns.
   Gather gather_of(const Piece& piece, const UnitRows& rows, const void* x, DType dtype, int64_t stride,
                    char* slice) const;
+  // What a thread's slice holds of the unit before: units of few tokens often multiply the row of the same one.
+  struct SliceRows {
+    int32_t token;  // whose row the gathered panel is, all of K; -1: of none
+    Tiling tiling;  // of that panel
+    bool packed;    // and whether the row is written for packed GEMV
+  };
   // The gate/up product of a unit; `up` says where the result goes (hidden, keep). x times LoRA's A is computed chunk
   // by chunk, unless `ranks_made` says that the rank panels are in the workspace.
   void multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up up, bool ranks_made = false) const;
+  // Gathers a chunk of a unit's rows and writes them for packed GEMV, unless the slice holds them from the unit before.
+  // `adapted`: LoRA's products read the panel too.
+  void gather_rows(Gather gather, bool packed_gemv, bool adapted, char* slice, Up& up) const;
 
   // W8A8: gathers quantised rows into a panel, or, for packed GEMV, points at them in place.
   void gather_int8(const Gather& numbers, Up& up, char* slice) const;

@@ -155,6 +155,31 @@ TEST(packed_gemv_of_a_long_k) {
   check_packed_gemv({{1, 32, 9000, false}, {wide, wide, format_of(Codec::int4, 928, DType::bf16)}});
 }
 
+// Threads keep the row of a token from unit to unit: experts that take two tokens in turn, with the same formats in
+// both halves of a block (rows are written once) and with different ones, give what each token gives alone.
+TEST(packed_gemv_rows_are_not_taken_for_those_of_another_token) {
+  constexpr int32_t experts_of_token = 3, tokens = 2;
+  for (const Format& up : {kInt4, kInt8}) {
+    const CodedLayer layer({experts_of_token * tokens, 224, 96, true}, {kInt4, up, kInt8});
+    for (const KernelTable* kernels : packed_gemv_kernels()) {
+      RandomBatch both(layer.shape, tokens, experts_of_token);
+      for (int32_t i = 0; i < experts_of_token * tokens; i++)
+        both.ids[(size_t)i] = i % experts_of_token * tokens + i / experts_of_token;
+      const std::vector<float> together = run(*layer.packed(*kernels, engine_of(1)), both);
+      CHECK(same(run(*layer.packed(*kernels, engine_of(3)), both), together));
+      auto experts = layer.packed(*kernels, engine_of(1));
+      for (int32_t token = 0; token < tokens; token++) {
+        RandomBatch one = both;
+        for (int32_t i = 0; i < experts_of_token; i++)
+          one.ids[(size_t)((1 - token) * experts_of_token + i)] = -1;  // the other token is nowhere
+        const std::vector<float> alone = run(*experts, one);
+        const size_t row = (size_t)layer.shape.hidden, at = (size_t)token * row;
+        CHECK(std::memcmp(alone.data() + at, together.data() + at, row * sizeof(float)) == 0);
+      }
+    }
+  }
+}
+
 // With needs_grad weights are rounded, and a row's bits do not depend on the batch; without, they do not as long as its
 // expert has few enough rows for packed GEMV.
 TEST(packed_gemv_bits_do_not_depend_on_neighbours) {
