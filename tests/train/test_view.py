@@ -18,7 +18,8 @@ from ktransformers.cli import progress as bars
 from ktransformers.cli.library_output import LIBRARIES, library_output
 from ktransformers.cli.train_view import LOG_FILE, PlainLines, TrainOutput, detail_line, sparkline, step_line
 from ktransformers.progress import report
-from ktransformers.train.callbacks import Progress, StepPosition, TrainLog, scheduled_seconds
+from ktransformers.system import scheduled_seconds
+from ktransformers.train.callbacks import Progress, StepPosition, TrainLog
 from tests.support.forked import Completed, python
 from tests.support.terminal import run_on_terminal
 from tests.support.training import recipe
