@@ -166,6 +166,38 @@ void PyCodedLinear::forward(nb::handle x, nb::handle out) const {
   linear->check_source();
 }
 
+void PyCodedLinear::multiply_heads(nb::handle x, nb::handle out, int64_t first, int64_t count, int64_t step,
+                                   bool along_rows) const {
+  check_packed();
+  Array rows = array_of({"x", 3, {kBFloat16, kFloat32}}, x),
+        to = array_of({"out", 3, {kBFloat16, kFloat32}, Strides::rows, Access::write}, out);
+  const int32_t heads = in_range("heads of x", (int64_t)rows.shape(0), 0, linear->rows()),
+                tokens = in_range("rows of x", (int64_t)rows.shape(1), 0, 1 << 20),
+                each = in_range("step", step, 1, linear->rows()), from = in_range("first", first, 0, each - 1),
+                wanted = in_range("count", count, 1, each - from);
+  if ((int64_t)heads * each > linear->rows())
+    refuse_value("x", std::to_string(heads) + " heads", "at most rows of the weight / step");
+  const int64_t columns = linear->columns(), given = along_rows ? wanted : columns,
+                made = along_rows ? columns : wanted;
+  check_shape("x", rows, {heads, tokens, given},
+              along_rows ? "heads, rows, count" : "heads, rows, columns of the weight");
+  check_shape("out", to, {heads, tokens, made},
+              along_rows ? "heads, rows, columns of the weight" : "heads, rows, count");
+  check_same_dtype("out", to, "x", rows);
+  const HeadProducts products{
+      {rows.data(), const_cast<void*>(to.data()), dtype_of(rows), rows.stride(1), to.stride(1), tokens},
+      rows.stride(0),
+      to.stride(0),
+      heads,
+      from,
+      wanted,
+      each,
+      along_rows};
+  nb::gil_scoped_release released;
+  linear->multiply_heads(products);
+  linear->check_source();
+}
+
 void PyCodedLinear::set_w8a8(bool on) {
   if (on && !linear->supports_w8a8()) refuse_value("w8a8", "True", "False for this format", kNoIntegerCodes);
   linear->set_w8a8(on);

@@ -275,6 +275,8 @@ NB_MODULE(_core, m) {
            "columns"_a, "format"_a, "isa"_a = "")
       .def("pack", &PyCodedLinear::pack, "matrix"_a)
       .def("forward", &PyCodedLinear::forward, "x"_a, "out"_a)
+      .def("multiply_heads", &PyCodedLinear::multiply_heads, "x"_a, "out"_a, "first"_a, "count"_a, "step"_a,
+           "along_rows"_a = false)
       .def("decode", &PyCodedLinear::decode, "first"_a, "out"_a)
       .def("gather", &PyCodedLinear::gather, "rows"_a, "out"_a)
       .def("adopt", &PyCodedLinear::adopt, "blocks"_a)

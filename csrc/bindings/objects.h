@@ -134,6 +134,7 @@ struct PyCodedLinear {
   PyCodedLinear(const PyPool& pool, int64_t rows, int64_t columns, const std::string& format, const std::string& isa);
   void pack(nb::handle matrix);  // (codes, scales or None, tensor scale or None), of one matrix as of one expert
   void forward(nb::handle x, nb::handle out) const;
+  void multiply_heads(nb::handle x, nb::handle out, int64_t first, int64_t count, int64_t step, bool along_rows) const;
   void decode(int64_t first, nb::handle out) const;    // rows from `first` on
   void gather(nb::handle rows, nb::handle out) const;  // rows by number
   void adopt(nb::handle blocks);                       // those of memory()

@@ -2,8 +2,8 @@
 // become numbers (codecs.h), and their product is rounded into the tile.
 //
 // Multiplication and addition are rounded separately, as in the reference decoders of the formats: the bits agree.
-// Tiles of bf16 pairs are decoded from bytes of codes (code_bytes.h), which takes about seven instructions for a vector
-// of weights; tiles of the exact precisions, and fp8 tiles that contain a NaN, code by code.
+// Tiles of bf16 pairs and of f32 are decoded from bytes of codes (code_bytes.h), which takes about seven instructions
+// for a vector of weights; tiles of f64, and fp8 tiles that contain a NaN, code by code.
 #pragma once
 
 #include "kernels/bf16_12.h"
@@ -68,6 +68,22 @@ struct TileRow<Bf16Pairs> {
 #endif
     to_bf16<W>(out, a);
     to_bf16<W>(out + W * 2, b);
+  }
+};
+
+// Numbers in f32, not rounded, in the order in which pairs of vectors have them: [32 k][16 outputs], or, where a vector
+// has both k of a pair, [16 pairs of k][16 outputs][2].
+struct F32Lanes;
+template <int W>
+constexpr int kPairLanes = kEvenAndOdd<W> ? 1 : 2;
+template <>
+struct TileRow<F32Lanes> {
+  template <int W>
+  static void put(char* tile, int j, int lane, F32<W> a, F32<W> b) {
+    if constexpr (kEvenAndOdd<W>) return TileRow<float>::put<W>(tile, j, lane, a, b);
+    float* row = (float*)tile + j * kLanesOfTile + lane;
+    store(row, a);
+    store(row + W, b);
   }
 };
 
@@ -179,7 +195,24 @@ template <Codec C>
 constexpr bool kExactInBf16 =
     kFormats[(int)C].element == ElementKind::e2m1 && kFormats[(int)C].scales == ScaleKind::e8m0;
 
-template <int W, Codec C, bool usual>
+// The two vectors of W outputs from n on into row j of a tile of bf16 pairs or of f32.
+template <int W, class Real, Codec C>
+inline void put_vectors(char* tile, int j, int n, F32<W> first, F32<W> second) {
+  if constexpr (__is_same(Real, Bf16Pairs)) {
+    put_pair<W, kExactInBf16<C>>(tile + j * 64 + n * 4, first, second);
+  } else {
+    float* row = (float*)tile + j * kLanesOfTile + kPairLanes<W> * n;
+    store(row, first);
+    store(row + (kPairLanes<W> == 1 ? kTileN : W), second);
+  }
+}
+
+// Whether tiles of this kind take the vectors of decode_pairs.
+template <int W, class Real>
+constexpr bool kTakesVectors =
+    __is_same(Real, Bf16Pairs) || __is_same(Real, F32Lanes) || (__is_same(Real, float) && kEvenAndOdd<W>);
+
+template <int W, class Real, Codec C, bool usual>
 inline void decode_pairs(const RowScales& r, const char* codes, char* __restrict tile) {
   using D = Decoder<C>;
   using Words = CodeWords<W, C>;
@@ -192,8 +225,8 @@ inline void decode_pairs(const RowScales& r, const char* codes, char* __restrict
     const LanePair<W> high = Words::load_high(codes, n);
     auto put = [&](int j, F32<W> first, F32<W> second) {
       const int half = j / (kTileK / 2 / D::halves);
-      put_pair<W, kExactInBf16<C>>(tile + j * 64 + n * 4, scaled<D::offset>(first, s[half][0], m[half][0]),
-                                   scaled<D::offset>(second, s[half][1], m[half][1]));
+      put_vectors<W, Real, C>(tile, j, n, scaled<D::offset>(first, s[half][0], m[half][0]),
+                              scaled<D::offset>(second, s[half][1], m[half][1]));
     };
 #pragma GCC unroll 4
     for (int word = 0; word < Words::words; word++) {
@@ -278,30 +311,41 @@ inline bool unless_nan(RowScales& r, const char* codes, const Act& act) {
   return true;
 }
 
-template <int W, Codec C>
+template <int W, class Real, Codec C>
 __attribute__((noinline)) void decode_rows_with_nan(const RowScales& r, const char* codes, char* tile) {
-  decode_rows<W, Bf16Pairs, C>(r, codes, tile);
+  decode_rows<W, Real, C>(r, codes, tile);
 }
 
 template <int W, class Real, Codec C>
 inline void decode_tile(RowScales& r, const char* codes, char* tile) {
-  if constexpr (__is_same(Real, Bf16Pairs)) {
-    clear_payloads<W, C>(r);
-    const bool decoded =
-        unless_nan<W, C>(r, codes, [&](auto usual) { decode_pairs<W, C, decltype(usual)::value>(r, codes, tile); });
-    if (__builtin_expect(!decoded, 0)) decode_rows_with_nan<W, C>(r, codes, tile);
+  if constexpr (kTakesVectors<W, Real>) {
+    if constexpr (__is_same(Real, Bf16Pairs)) clear_payloads<W, C>(r);
+    const bool decoded = unless_nan<W, C>(
+        r, codes, [&](auto usual) { decode_pairs<W, Real, C, decltype(usual)::value>(r, codes, tile); });
+    if (__builtin_expect(!decoded, 0)) decode_rows_with_nan<W, Real, C>(r, codes, tile);
   } else {
     decode_rows<W, Real, C>(r, codes, tile);
   }
 }
 
-// A tile of bf16 pairs in the type of an exact precision.
-template <class Real>
+// A tile of bf16 pairs as numbers that are not rounded.
+template <int W, class Real>
 inline void widen_tile(const char* pairs, char* tile) {
-  for (int k = 0; k < kTileK; k++)
-    for (int n = 0; n < kTileN; n++)
-      ((Real*)tile)[k * kTileN + n] =
-          (Real)to_float(load<uint16_t>(pairs + (k / 2 * kTileN + n) * 4 + k % 2 * 2), DType::bf16);
+  if constexpr (kTakesVectors<W, Real>) {
+    for (int j = 0; j < kTileK / 2; j++)
+      for (int n = 0; n < kTileN; n += W) {
+        const char* at = pairs + j * 64 + n * 4;
+        const U32<W> both = load<U32<W>>(at);
+        F32<W> first = (F32<W>)(both << 16), second = (F32<W>)(both & 0xffff0000u);
+        if constexpr (!kEvenAndOdd<W>) first = from_bf16<W>(at), second = from_bf16<W>(at + 2 * W);
+        put_vectors<W, Real, Codec::bf16_12>(tile, j, n, first, second);
+      }
+  } else {
+    for (int k = 0; k < kTileK; k++)
+      for (int n = 0; n < kTileN; n++)
+        ((Real*)tile)[k * kTileN + n] =
+            (Real)to_float(load<uint16_t>(pairs + (k / 2 * kTileN + n) * 4 + k % 2 * 2), DType::bf16);
+  }
 }
 
 constexpr int kDecodeAhead = 8;  // k tiles by which codes are prefetched into L1
@@ -323,7 +367,7 @@ __attribute__((noinline)) void decode_strip_bf16_12(const Strip& s, const char* 
     } else {
       alignas(64) char pairs[kTileBytes];
       decode_bf16_12<W>(s, strip, k, patches, pairs);
-      widen_tile<Real>(pairs, out);
+      widen_tile<W, Real>(pairs, out);
     }
   }
 }

@@ -13,6 +13,7 @@
 #include "kernels/gemv.h"
 #include "kernels/lora_gemv.h"
 #include "kernels/norm.h"
+#include "kernels/rows_product.h"
 
 namespace kt {
 namespace {
@@ -250,6 +251,7 @@ constexpr KernelTable table_of(const char* name) {
           bf16_only<Isa>(&run_decode_cache<Isa::width>),
           bf16_only<Isa>(&run_norm<Isa::width>),
           bf16_only<Isa>(&run_lora_gemv<Isa::width>),
+          bf16_only<Isa>(&run_rows_product<kDecodeWidth<Isa>>),
           if_int8<Int8Isa>(&quantise_rows<kDecodeWidth<Isa>>),
           quantise_panel_of<Isa, Int8Isa>(),
           if_int8<Int8Isa>(&gather_int8_panel<Isa>),

@@ -225,6 +225,25 @@ struct Decode {
   char* out;
 };
 
+// Rows of x times rows of a weight in encoded blocks, along these rows: out[t][k] = sum over n of x[t][n] W[n][k], for
+// `count` k tiles from `k0` on. Numbers of W are not rounded. n runs over the outputs of all blocks; where these have
+// rows of others, x is zero.
+struct RowsProduct {
+  const Encoding* encoding;
+  const char* const* block;  // [blocks]
+  const char* const* next;   // [blocks] what is read next at the same k tiles, each null or prefetched
+  int32_t blocks;
+  int32_t k0, count;
+  const float* x;  // [tokens][blocks * 32]
+  int32_t tokens;
+  void* out;  // [tokens][out_stride] at column 0
+  DType dtype;
+  int64_t out_stride;
+  int32_t width;  // columns of W
+  char* scratch;  // rows_product_scratch(blocks) bytes, aligned to 64
+};
+constexpr int64_t rows_product_scratch(int64_t blocks) { return blocks * kBlockN * kTileK * 4; }
+
 // Backward through down and the activation, for blocks [block0, block1) of 32 intermediate columns each: the output's
 // gradient times down transposed, with the activation's derivative at the kept gate and up as epilogue.
 struct DownBackward {
@@ -375,6 +394,7 @@ struct KernelTable {
   void (*decode_cache)(const CacheRows&);          // likewise
   void (*norm)(const Norm&);                       // likewise
   void (*lora_gemv)(const LoraGemv&);              // likewise
+  void (*multiply_rows)(const RowsProduct&);       // likewise
   void (*quantise)(const Quantise&);               // likewise, and then W8A8 is unsupported
   void (*quantise_panel)(const QuantisePanel&);    // likewise
   void (*gather_int8)(const GatherInt8&);          // likewise

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <deque>
 #include <numeric>
 #include <stdexcept>
@@ -28,6 +29,7 @@ constexpr const char* kWeights = "weights of a linear layer";
 
 struct PanelMemory {};
 struct ThreadMemory {};
+struct HeadMemory {};
 
 // Memory of the calling thread for one purpose, which its later calls reuse; `which`: one of several at a time.
 template <class Purpose>
@@ -48,6 +50,12 @@ const KernelTable& best_native(Precision precision) {
 }
 
 }  // namespace
+
+// Blocks [first, first + count) of the weight, which are adjacent in memory. The outputs of block `origin` are columns
+// 0 to 31 of the result, which has `width` columns.
+struct CodedLinear::Range {
+  int32_t first, count, origin, width;
+};
 
 // The rows of a pass as the kernels read them.
 struct CodedLinear::Panel {
@@ -166,17 +174,13 @@ class CodedLinear::ProductJob : public Job {
       const int group = (worker.group + i) % groups;
       for (Range range = take(group); range.count && !cancelled();) {
         const Range next = take(group);
-        multiply(range, next.count ? linear_.store_.at(0, next.first) : nullptr, slice);
+        linear_.multiply_range(panel_, range, next.count ? linear_.store_.at(0, next.first) : nullptr, slice);
         range = next;
       }
     }
   }
 
  private:
-  struct Range {
-    int32_t first, count;
-  };
-
   Range take(int group) {
     const int32_t end = linear_.store_.end(group);
     std::atomic<int32_t>& next = next_[(size_t)group];
@@ -184,45 +188,10 @@ class CodedLinear::ProductJob : public Job {
     while (first < end) {
       const int64_t share = (end - first) / (kRanges * linear_.engine_->pool.threads());
       const int32_t count = (int32_t)std::min<int64_t>(std::clamp<int64_t>(share, 1, kMaxBlocks), end - first);
-      if (next.compare_exchange_weak(first, first + count, std::memory_order_relaxed)) return {first, count};
+      if (next.compare_exchange_weak(first, first + count, std::memory_order_relaxed))
+        return {first, count, 0, linear_.rows_};
     }
     return {};
-  }
-
-  void multiply(const Range& range, const char* next, char* slice) const {
-    const BlockStore& store = linear_.store_;
-    const LinearRows& rows = panel_.rows;
-    Down down{};
-    down.tiling = panel_.tiling;
-    down.live = rows.tokens;
-    down.block_bytes = store.block_bytes();
-    down.block0 = range.first;
-    down.block1 = range.first + range.count;
-    down.rows = {panel_.token.data(), nullptr, panel_.mark.data()};
-    down.sum_block = (int64_t)rows.tokens * kBlockN;
-    down.sum = panel_.sum + range.first * down.sum_block * linear_.kernels_.sum_bytes;
-    down.out = rows.out;
-    down.dtype = rows.dtype;
-    down.out_stride = rows.out_stride;
-    down.width = linear_.rows_;
-    down.scratch = slice;
-    down.packed_rows = panel_.packed_rows;
-    char* decoded = slice + kScratchSums * linear_.kernels_.sum_bytes;
-    for (int32_t k = 0; k < panel_.k_tiles; k += panel_.chunk) {
-      const int32_t count = std::min(panel_.chunk, panel_.k_tiles - k);
-      down.first = k == 0;
-      down.last = k + count == panel_.k_tiles;
-      down.base = {panel_.data + k * panel_.tiling.rows * panel_.row_bytes, (size_t)panel_.tile_bytes,
-                   store.at(0, range.first), count};
-      down.encoded = {store.encoding(), k, decoded, nullptr, panel_.x_int8};
-      down.next = down.last ? next : nullptr;
-      if (panel_.packed) {
-        for (int32_t r = 0; r < std::min(rows.tokens, kPackedGemvRows); r++)
-          down.packed_gemv.row[r] = panel_.data + r * panel_.row_bytes;
-        down.packed_gemv.step = panel_.tiling.rows * panel_.row_bytes;
-      }
-      linear_.kernels_.down(down);
-    }
   }
 
   const CodedLinear& linear_;
@@ -238,6 +207,41 @@ CodedLinear::CodedLinear(int32_t rows, int32_t columns, const Format& format, co
       engine_(std::move(engine)),
       store_(1, (int32_t)ceil_div(rows, kBlockN), (int32_t)ceil_div(columns, kTileK), kernels.tile_bytes, 1,
              engine_->pool, {format, format}) {}
+
+void CodedLinear::multiply_range(const Panel& panel, const Range& range, const char* next, char* slice) const {
+  const LinearRows& rows = panel.rows;
+  Down down{};
+  down.tiling = panel.tiling;
+  down.live = rows.tokens;
+  down.block_bytes = store_.block_bytes();
+  down.block0 = range.first - range.origin;
+  down.block1 = down.block0 + range.count;
+  down.rows = {panel.token.data(), nullptr, panel.mark.data()};
+  down.sum_block = (int64_t)rows.tokens * kBlockN;
+  down.sum = panel.sum + range.first * down.sum_block * kernels_.sum_bytes;
+  down.out = rows.out;
+  down.dtype = rows.dtype;
+  down.out_stride = rows.out_stride;
+  down.width = range.width;
+  down.scratch = slice;
+  down.packed_rows = panel.packed_rows;
+  char* decoded = slice + kScratchSums * kernels_.sum_bytes;
+  for (int32_t k = 0; k < panel.k_tiles; k += panel.chunk) {
+    const int32_t count = std::min(panel.chunk, panel.k_tiles - k);
+    down.first = k == 0;
+    down.last = k + count == panel.k_tiles;
+    down.base = {panel.data + k * panel.tiling.rows * panel.row_bytes, (size_t)panel.tile_bytes,
+                 store_.at(0, range.first), count};
+    down.encoded = {store_.encoding(), k, decoded, nullptr, panel.x_int8};
+    down.next = down.last ? next : nullptr;
+    if (panel.packed) {
+      for (int32_t r = 0; r < std::min(rows.tokens, kPackedGemvRows); r++)
+        down.packed_gemv.row[r] = panel.data + r * panel.row_bytes;
+      down.packed_gemv.step = panel.tiling.rows * panel.row_bytes;
+    }
+    kernels_.down(down);
+  }
+}
 
 // A reader of the weights, in a scope.
 class CodedLinear::Read {
@@ -277,11 +281,10 @@ bool CodedLinear::supports_w8a8() const {
   return kernels_.packed_gemv_rows && kernels_.packed_gemv_rows(*store_.encoding(), true) > 0;
 }
 
-// Calls act with some rows at a time, as many as a pass takes.
+// Calls act with `step` rows at a time.
 template <class Act>
-void CodedLinear::for_each_pass(const LinearRows& rows, const Act& act) const {
+void CodedLinear::for_each_pass(const LinearRows& rows, int32_t step, const Act& act) {
   const int64_t size = (int64_t)size_of(rows.dtype);
-  const int32_t step = pass_rows(rows.dtype);
   for (int32_t first = 0; first < rows.tokens; first += step) {
     LinearRows pass = rows;
     pass.x = (const char*)rows.x + first * rows.x_stride * size;
@@ -293,7 +296,7 @@ void CodedLinear::for_each_pass(const LinearRows& rows, const Act& act) const {
 
 void CodedLinear::multiply(const LinearRows& rows) const {
   const Read read(readers_);
-  for_each_pass(rows, [&](const LinearRows& pass) { multiply_pass(pass); });
+  for_each_pass(rows, pass_rows(rows.dtype), [&](const LinearRows& pass) { multiply_pass(pass); });
 }
 
 // A thread that finds no range of one product takes those of the next: nothing waits between them.
@@ -302,8 +305,8 @@ class CodedLinear::JointJob : public Job {
   explicit JointJob(const std::vector<Product>& products) {
     for (const Product& product : products) {
       reads_.emplace_back(product.linear->readers_);
-      product.linear->for_each_pass(product.rows, [&](const LinearRows& pass) {
-        const CodedLinear& linear = *product.linear;
+      const CodedLinear& linear = *product.linear;
+      for_each_pass(product.rows, linear.pass_rows(product.rows.dtype), [&](const LinearRows& pass) {
         const Panel* same = panel_of_same_rows(linear, pass);
         if (same) {
           panels_.emplace_back(*same, pass);
@@ -359,6 +362,156 @@ void CodedLinear::multiply_pass(const LinearRows& rows) const {
   engine_->pool.run(product);
 }
 
+// A unit is a part of a head: blocks of it where sums run over K, k tiles of all its blocks where they run along rows.
+// Units of heads that begin on each group's node come first.
+class CodedLinear::HeadsJob : public Job {
+ public:
+  HeadsJob(const CodedLinear& linear, const HeadProducts& products)
+      : linear_(linear),
+        p_(products),
+        pass_rows_(linear.pass_rows(DType::f32)),
+        is_e4m3_(linear.store_.encoding()->format[0].row().element == ElementKind::e4m3),
+        next_((size_t)linear.store_.parts()) {
+    const int32_t most = p_.along_rows ? linear_.store_.k_tiles() : blocks_of(0).count;
+    const int64_t wanted = ceil_div(kUnits * linear_.engine_->pool.threads(), p_.heads);
+    parts_ = (int32_t)std::clamp<int64_t>(wanted, 1, most);
+    int32_t head = 0;
+    for (int group = 0; group < linear_.store_.parts(); group++) {
+      next_[(size_t)group] = head * parts_;
+      while (head < p_.heads && blocks_of(head).first < linear_.store_.end(group)) head++;
+      end_.push_back(head * parts_);
+    }
+  }
+
+  void work(const Worker& worker) override {
+    const int groups = linear_.store_.parts();
+    for (int i = 0; i < groups; i++) {
+      const int group = (worker.group + i) % groups;
+      for (int32_t unit = take(group); unit >= 0 && !cancelled();) {
+        const int32_t next = take(group);
+        p_.along_rows ? multiply_along_rows(unit, next) : multiply_over_columns(unit, next);
+        unit = next;
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kUnits = 2;  // per thread, at least
+
+  // The blocks that have rows of a head, and the place of its first row in them.
+  struct HeadBlocks {
+    int32_t first, count, offset;
+  };
+  HeadBlocks blocks_of(int32_t head) const {
+    const int32_t row = head * p_.step + p_.first, first = row / kBlockN;
+    return {first, (int32_t)ceil_div(row + p_.count, kBlockN) - first, row % kBlockN};
+  }
+
+  int32_t take(int group) {
+    const int32_t unit = next_[(size_t)group].fetch_add(1, std::memory_order_relaxed);
+    return unit < end_[(size_t)group] ? unit : -1;
+  }
+
+  LinearRows rows_of(int32_t head) const {
+    const int64_t size = (int64_t)size_of(p_.rows.dtype);
+    LinearRows rows = p_.rows;
+    rows.x = (const char*)rows.x + head * p_.x_head * size;
+    rows.out = (char*)rows.out + head * p_.out_head * size;
+    return rows;
+  }
+
+  // Of `count` pieces of a head, those of a unit.
+  struct Share {
+    int32_t begin, end;
+  };
+  Share share_of(int32_t unit, int32_t count) const {
+    const int64_t part = unit % parts_;
+    return {(int32_t)(count * part / parts_), (int32_t)(count * (part + 1) / parts_)};
+  }
+
+  void multiply_over_columns(int32_t unit, int32_t next) const {
+    const HeadBlocks blocks = blocks_of(unit / parts_);
+    const Share share = share_of(unit, blocks.count);
+    const char* then = nullptr;
+    if (next >= 0) {
+      const HeadBlocks of_next = blocks_of(next / parts_);
+      then = linear_.store_.at(0, of_next.first + share_of(next, of_next.count).begin);
+    }
+    for_each_pass(rows_of(unit / parts_), pass_rows_, [&](LinearRows pass) {
+      // Sums of e4m3 are in an order that depends on whether there are one or two rows: one row is multiplied twice.
+      if (is_e4m3_ && pass.tokens == 1) pass.tokens = 2, pass.x_stride = pass.out_stride = 0;
+      Panel panel(linear_, pass);
+      panel.gather(linear_.kernels_, *linear_.store_.encoding(), linear_.columns_, 0, panel.tiling.tiles);
+      if (blocks.offset) return multiply_apart(panel, blocks, share, then);
+      multiply_blocks(panel, blocks.first + share.begin, blocks.first + share.end, blocks.first, p_.count, then);
+    });
+  }
+
+  // A head whose first row is not the first of a block: its blocks begin with rows of others, and have results of
+  // their own, from which those of the head are copied.
+  void multiply_apart(Panel& panel, const HeadBlocks& blocks, const Share& share, const char* then) const {
+    const int64_t size = (int64_t)size_of(p_.rows.dtype);
+    const int32_t width = (share.end - share.begin) * kBlockN, column = share.begin * kBlockN - blocks.offset,
+                  from = std::max(0, -column), to = std::min(width, p_.count - column);
+    const LinearRows wanted = panel.rows;
+    panel.rows.out = thread_memory<HeadMemory>((size_t)(wanted.tokens * width * size));
+    panel.rows.out_stride = width;
+    const int32_t first = blocks.first + share.begin;
+    multiply_blocks(panel, first, blocks.first + share.end, first, width, then);
+    for (int32_t t = 0; t < wanted.tokens && from < to; t++)
+      std::memcpy((char*)wanted.out + (t * wanted.out_stride + column + from) * size,
+                  (const char*)panel.rows.out + ((int64_t)t * width + from) * size, (size_t)((to - from) * size));
+  }
+
+  // Blocks [first, end), as many at a time as are adjacent in memory.
+  void multiply_blocks(const Panel& panel, int32_t first, int32_t end, int32_t origin, int32_t width,
+                       const char* then) const {
+    char* slice = thread_memory<ThreadMemory>(panel.slice_bytes);
+    for (int32_t stop; first < end; first = stop) {
+      stop = std::min(end, linear_.store_.end(linear_.store_.group_of(first)));
+      linear_.multiply_range(panel, {first, stop - first, origin, width}, stop == end ? then : nullptr, slice);
+    }
+  }
+
+  void multiply_along_rows(int32_t unit, int32_t next) const {
+    const HeadBlocks blocks = blocks_of(unit / parts_);
+    const Share tiles = share_of(unit, linear_.store_.k_tiles());
+    const LinearRows rows = rows_of(unit / parts_);
+    const int64_t width = (int64_t)blocks.count * kBlockN;
+    const size_t factors = (size_t)round_up(rows.tokens * width * (int64_t)sizeof(float), 64);
+    char* memory = thread_memory<HeadMemory>(factors + (size_t)rows_product_scratch(blocks.count));
+    float* x = (float*)memory;
+    std::memset(x, 0, factors);
+    for (int32_t t = 0; t < rows.tokens; t++)
+      for (int32_t n = 0; n < p_.count; n++)
+        x[t * width + blocks.offset + n] = element_of<float>(rows.x, t * rows.x_stride + n, rows.dtype);
+    std::vector<const char*> block, then;
+    const HeadBlocks of_next = next >= 0 ? blocks_of(next / parts_) : HeadBlocks{};
+    for (int32_t i = 0; i < blocks.count; i++) {
+      block.push_back(linear_.store_.at(0, blocks.first + i));
+      then.push_back(i < of_next.count ? linear_.store_.at(0, of_next.first + i) : nullptr);
+    }
+    linear_.kernels_.multiply_rows({linear_.store_.encoding(), block.data(), then.data(), blocks.count, tiles.begin,
+                                    tiles.end - tiles.begin, x, rows.tokens, rows.out, rows.dtype, rows.out_stride,
+                                    linear_.columns_, memory + factors});
+  }
+
+  const CodedLinear& linear_;
+  const HeadProducts& p_;
+  const int32_t pass_rows_;
+  const bool is_e4m3_;
+  int32_t parts_;  // of a head
+  std::vector<std::atomic<int32_t>> next_;
+  std::vector<int32_t> end_;
+};
+
+void CodedLinear::multiply_heads(const HeadProducts& products) const {
+  const Read read(readers_);
+  if (!products.heads || !products.rows.tokens) return;
+  HeadsJob job(*this, products);
+  engine_->pool.run(job);
+}
+
 // Rows of W by their numbers, each to its place in `out`; a thread decodes a block for all rows that are wanted of it.
 class CodedLinear::DecodeJob : public Job {
  public:
@@ -378,7 +531,8 @@ class CodedLinear::DecodeJob : public Job {
     for (size_t group; !cancelled() && (group = next_.fetch_add(1)) + 1 < begin_.size();) {
       const size_t first = begin_[group];
       kernels_.decode({store.encoding(), store.at(0, wanted_[first].row / kBlockN), 0, store.k_tiles(), tiles});
-      for (size_t i = first; i < begin_[group + 1]; i++) copy(tiles, wanted_[i]);
+      kernels_.tile_bytes == 4 * kTileK* kTileN ? copy_rows<uint32_t>(tiles, first, begin_[group + 1])
+                                                : copy_rows<uint16_t>(tiles, first, begin_[group + 1]);
     }
   }
 
@@ -388,23 +542,19 @@ class CodedLinear::DecodeJob : public Job {
     int64_t at;
   };
 
-  void copy(const char* tiles, const Wanted& wanted) const {
-    const int32_t half = wanted.row % kBlockN / kTileN, lane = wanted.row % kTileN, columns = linear_.columns_;
-    const char* first = tiles + half * kernels_.tile_bytes;
-    if (kernels_.tile_bytes == 4 * kTileK * kTileN)
-      copy_row<uint32_t>(first, columns, wanted.at, [&](int32_t k) { return k * kTileN + lane; });
-    else
-      copy_row<uint16_t>(first, columns, wanted.at, [&](int32_t k) { return (k / 2 * kTileN + lane) * 2 + k % 2; });
-  }
-
-  template <class Number, class Place>
-  void copy_row(const char* first, int32_t columns, int64_t at, const Place& place) const {
-    Number* out = (Number*)out_ + at * columns;
-    for (int32_t k0 = 0; k0 < columns; k0 += kTileK, first += 2 * kernels_.tile_bytes) {
-      const Number* tile = (const Number*)first;
-      const int32_t count = std::min(kTileK, columns - k0);
-      for (int32_t k = 0; k < count; k++) out[k0 + k] = tile[place(k)];
-    }
+  // Rows [first, end) of those that are wanted, tile by tile: a tile stays in L1 for all of them.
+  template <class Number>
+  void copy_rows(const char* tiles, size_t first, size_t end) const {
+    constexpr int along_k = sizeof(Number) == 4 ? 1 : 2;  // numbers of a row that lie together
+    const int32_t columns = linear_.columns_;
+    for (int32_t k0 = 0; k0 < columns; k0 += kTileK, tiles += 2 * kernels_.tile_bytes)
+      for (size_t i = first; i < end; i++) {
+        const int32_t half = wanted_[i].row % kBlockN / kTileN, lane = wanted_[i].row % kTileN,
+                      count = std::min(kTileK, columns - k0);
+        const Number* from = (const Number*)(tiles + half * kernels_.tile_bytes) + lane * along_k;
+        Number* out = (Number*)out_ + wanted_[i].at * columns + k0;
+        for (int32_t k = 0; k < count; k++) out[k] = from[k / along_k * kTileN * along_k + k % along_k];
+      }
   }
 
   const CodedLinear& linear_;

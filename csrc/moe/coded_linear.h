@@ -20,6 +20,16 @@ struct LinearRows {
   int32_t tokens;
 };
 
+// Products of heads: rows [first, first + count) of every `step` rows of W belong to one head after the other, and each
+// head has rows of x of its own. `along_rows`: sums run over these rows, x is [heads, tokens, count] and out [heads,
+// tokens, K]; else over K, x is [heads, tokens, K] and out [heads, tokens, count].
+struct HeadProducts {
+  LinearRows rows;           // of head 0
+  int64_t x_head, out_head;  // elements from head to head
+  int32_t heads, first, count, step;
+  bool along_rows;
+};
+
 class CodedLinear {
  public:
   CodedLinear(int32_t rows, int32_t columns, const Format& format, const KernelTable& kernels,
@@ -30,6 +40,8 @@ class CodedLinear {
   void pack(const Released& source);
   bool packed() const { return packed_; }  // since the last pack(), which may have been interrupted
   void multiply(const LinearRows& rows) const;
+  // In one job. A row of x has the same result whatever other rows there are.
+  void multiply_heads(const HeadProducts& products) const;
   // Products of several weights with a few rows each in one job of the weights' pool, at least one product. Rows that
   // several products share are written once.
   struct Product {
@@ -60,11 +72,14 @@ class CodedLinear {
   class GatherJob;
   class ProductJob;
   class DecodeJob;
+  class HeadsJob;
   class JointJob;
   class Read;
+  struct Range;
   template <class Act>
-  void for_each_pass(const LinearRows& rows, const Act& act) const;
+  static void for_each_pass(const LinearRows& rows, int32_t step, const Act& act);
   void multiply_pass(const LinearRows& rows) const;
+  void multiply_range(const Panel& panel, const Range& range, const char* next, char* slice) const;
   int32_t pass_rows(DType dtype) const;  // the most rows of a pass
 
   int32_t rows_, columns_;

@@ -171,6 +171,17 @@ def linear_forward(tokens: int) -> Case:
     return Case(call, {"x": f32(tokens, H), "out": f32(tokens, 40)}, frozenset({"out"}))
 
 
+def linear_multiply_heads(along_rows: bool) -> Case:
+    linear = coded_linear()
+
+    def call(given: dict[str, Any]) -> list[Any]:
+        linear.multiply_heads(**given, first=8, count=12, step=20, along_rows=along_rows)
+        return [given["out"]]
+
+    sizes = (12, H) if along_rows else (H, 12)
+    return Case(call, {"x": f32(2, 3, sizes[0]), "out": f32(2, 3, sizes[1])}, frozenset({"out"}))
+
+
 def linear_decode() -> Case:
     linear = coded_linear()
 
@@ -475,6 +486,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "CodedLinear.pack": linear_pack,
     "CodedLinear.forward": lambda: linear_forward(3),
     "CodedLinear.forward, many rows": lambda: linear_forward(70),
+    "CodedLinear.multiply_heads": lambda: linear_multiply_heads(False),
+    "CodedLinear.multiply_heads, along rows": lambda: linear_multiply_heads(True),
     "CodedLinear.decode": linear_decode,
     "CodedLinear.gather": linear_gather,
     "CodedLinear.adopt": linear_adopt,

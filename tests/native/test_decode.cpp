@@ -1,6 +1,7 @@
-// Tiles of bf16 from encoded blocks of random bytes: whatever the codes and scales, NaN, infinite and subnormal ones
-// included, a decoded tile has the weights of precision f32 rounded once, and a transposed tile the same numbers.
-// Products dequantise in their own way where the CPU has no bf16 instructions: their sums are those of decoded tiles.
+// Tiles of bf16 and f32 from encoded blocks of random bytes: whatever the codes and scales, NaN, infinite and subnormal
+// ones included, a decoded tile of f32 has the weights of precision f64, which are decoded code by code, one of bf16
+// has them rounded once, and a transposed tile the same numbers. Products along rows read these weights too. Products
+// dequantise in their own way where the CPU has no bf16 instructions: their sums are those of decoded tiles.
 #include <cstring>
 
 #include "check.h"
@@ -55,6 +56,8 @@ bool equal_numbers(uint16_t a, uint16_t b) {
   return a == b || (is_nan(a) && is_nan(b));
 }
 
+bool equal_weights(double a, float b) { return a == b || (a != a && b != b); }
+
 // Hardware that rounds to bf16 flushes subnormal numbers.
 bool equal_but_subnormal(uint16_t a, uint16_t b) {
   return equal_numbers(a, b) || ((a & 0x7fff) <= 0x80 && (b & 0x7fff) <= 0x80);
@@ -64,13 +67,18 @@ bool equal_but_subnormal(uint16_t a, uint16_t b) {
 
 TEST(decoded_tiles_are_the_exact_weights_rounded_once) {
   std::mt19937 random(7);
-  const KernelTable& exact = kernels("generic", Precision::f32);
+  const KernelTable& exact = kernels("generic", Precision::f64);
   for (const Format& f : decoded_formats()) {
     Encoding e(f, f, kTiles);
     std::vector<char> block = random_block(e, random);
-    std::vector<float> numbers(kTiles * 2 * kTileK * kTileN);  // [k tile][half][32 k][16 n]
+    std::vector<double> numbers(kTiles * 2 * kTileK * kTileN);  // [k tile][half][32 k][16 n]
     exact.decode({&e, block.data(), 0, kTiles, (char*)numbers.data()});
     for (const KernelTable* kernels : all_kernels()) {
+      if (kernels->precision == Precision::f32) {
+        std::vector<float> unrounded(numbers.size());
+        kernels->decode({&e, block.data(), 0, kTiles, (char*)unrounded.data()});
+        CHECK(std::equal(numbers.begin(), numbers.end(), unrounded.begin(), equal_weights));
+      }
       if (kernels->precision != Precision::bf16) continue;
       alignas(64) static uint16_t decoded[kTiles][2][kTileK / 2][kTileN][2];
       alignas(
@@ -83,7 +91,7 @@ TEST(decoded_tiles_are_the_exact_weights_rounded_once) {
         for (int half = 0; half < 2; half++)
           for (int k = 0; k < kTileK; k++)
             for (int n = 0; n < kTileN; n++) {
-              float number = numbers[(size_t)(((tile * 2 + half) * kTileK + k) * kTileN + n)];
+              float number = (float)numbers[(size_t)(((tile * 2 + half) * kTileK + k) * kTileN + n)];
               uint16_t expected = from_float(number, DType::bf16), found = decoded[tile][half][k / 2][n][k % 2];
               const int output = half * kTileN + n;
               wrong += !equal_but_subnormal(found, expected);
@@ -158,6 +166,45 @@ TEST(products_of_encoded_blocks_are_those_of_decoded_tiles) {
         plain.b = tiles.data();
         const std::vector<float> encoded = down_sums(*kernels, base, {&e, 0, decoded.data()}, live);
         CHECK(encoded == down_sums(*kernels, plain, {nullptr, 0, nullptr}, live));
+      }
+    }
+  }
+}
+
+// One row of x for each output, which selects its weights: sums of them and of zeros are exact.
+TEST(products_along_rows_have_the_exact_weights) {
+  std::mt19937 random(13);
+  const KernelTable& exact = kernels("generic", Precision::f64);
+  for (const Format& f : decoded_formats()) {
+    if (f.row().header[0].type != FieldType::f32 &&
+        (f.row().header[0].type != FieldType::by_name || f.scale != DType::f32))
+      continue;
+    if (f.row().has_zeros()) continue;  // zero * scale may be fused with the addition, which f32 scales show
+    Encoding e(f, f, kTiles);
+    const std::vector<char> blocks[] = {block_with_scales(e, random), block_with_scales(e, random)};
+    const char *block[] = {blocks[0].data(), blocks[1].data()}, *next[] = {nullptr, blocks[0].data()};
+    constexpr int kRows = 2 * kBlockN, kWidth = kTiles * kTileK - 5, kStride = kWidth + 3;
+    std::vector<float> x((size_t)(kRows * kRows));
+    for (size_t n = 0; n < kRows; n++) x[n * kRows + n] = 1;
+    for (const KernelTable* kernels : all_kernels()) {
+      CHECK((kernels->precision == Precision::bf16) == (kernels->multiply_rows != nullptr));
+      if (!kernels->multiply_rows) continue;
+      alignas(64) static char scratch[rows_product_scratch(2)];
+      std::vector<float> out((size_t)(kRows * kStride), -7);
+      for (int k0 : {0, 4})  // in two parts
+        kernels->multiply_rows({&e, block, next, 2, k0, k0 ? kTiles - 4 : 4, x.data(), kRows, out.data(), DType::f32,
+                                kStride, kWidth, scratch});
+      for (size_t n = 0; n < kRows; n++) {
+        std::vector<double> numbers(kTiles * 2 * kTileK * kTileN);
+        exact.decode({&e, block[n / kBlockN], 0, kTiles, (char*)numbers.data()});
+        int wrong = 0;
+        for (size_t k = 0; k < kStride; k++) {
+          const size_t tile = k / kTileK * 2 + n % kBlockN / kTileN;
+          const double number = numbers[(tile * kTileK + k % kTileK) * kTileN + n % kTileN];
+          wrong += out[n * kStride + k] != (k < kWidth ? number : -7);
+        }
+        if (wrong) std::printf("%s on %s: %d of row %d\n", f.row().name, kernels->name, wrong, (int)n);
+        CHECK(wrong == 0);
       }
     }
   }

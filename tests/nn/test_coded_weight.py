@@ -4,6 +4,7 @@ which layers of a model are encoded."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import io
 from pathlib import Path
@@ -25,6 +26,7 @@ from ktransformers.checkpoint.quantisation import accept
 from ktransformers.errors import InputError
 from ktransformers.nn import coded_weight, load_model
 from ktransformers.nn.coded_weight import CodedWeight, describe_coded, encode_linears
+from ktransformers.nn.device_codes.head_products import HeadRows
 from ktransformers.nn.host_rows import HostRows
 from ktransformers.nn.linear import patch_linears
 from ktransformers.nn.pool import default_pool
@@ -285,16 +287,39 @@ def test_lora_trains_over_codes_as_over_decoded_weights() -> None:
 
 
 def test_layers_that_are_encoded() -> None:
-    """Attention, dense and shared MLPs and the head; not routers, nor a matrix that attention absorbs."""
-    model = build("deepseek_v3", hidden_size=256, intermediate_size=256, moe_intermediate_size=256, vocab_size=512)
+    """Attention, the matrix that latent attention absorbs included, dense and shared MLPs and the head; not routers."""
+    sizes = {"intermediate_size": 256, "moe_intermediate_size": 256, "kv_lora_rank": 256, "v_head_dim": 64}
+    model = build("deepseek_v3", hidden_size=256, vocab_size=512, **sizes)
     encode_linears(model, "int8")
     names = {name for name, parameter in model.named_parameters() if isinstance(parameter, CodedWeight)}
     assert "lm_head.weight" in names and any("shared_experts" in name for name in names)
-    assert not any("kv_b_proj" in name or ".gate." in name or "embed" in name for name in names)
+    assert any("kv_b_proj" in name for name in names)
+    assert not any(".gate." in name or "embed" in name for name in names)
     patch_linears(model)
     for module in model.modules():
         if isinstance(module, nn.Linear) and isinstance(module.weight, CodedWeight):
             assert not isinstance(module.forward, functools.partial), "the kernel for bf16 would read codes"
+
+
+@pytest.mark.parametrize("rows", [3, coded_weight.HEAD_ROWS + 1])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_products_of_heads(in_order: bool, rows: int) -> None:
+    """Over columns and along rows, few rows of x with codes and many with decoded ones; columns of codes in the order
+    of the weight, or in one of their own, as GPTQ's."""
+    torch.manual_seed(0)
+    matrix, heads = encode(torch.randn(5 * 48, 128), "int4:32"), 5
+    order = None if in_order else torch.randperm(128)
+    weight = coded_weight.coded_weight(dataclasses.replace(matrix, order=order), torch.float32)
+    numbers = (weight + 0).view(heads, 48, -1).double()
+    for part, along_rows in ((HeadRows(0, 20, 48), True), (HeadRows(20, 28, 48), False)):
+        own = numbers[:, part.first : part.first + part.count]
+        x = torch.randn(heads, rows, part.count if along_rows else weight.shape[1])
+        wanted = torch.bmm(x.double(), own if along_rows else own.transpose(1, 2))
+        larger = torch.full((heads, rows, wanted.shape[2] + 8), 7.0)
+        weight.multiply_heads(x, part, along_rows=along_rows, out=larger[..., :-8])
+        assert torch.equal(larger[..., :-8], weight.multiply_heads(x, part, along_rows=along_rows))
+        assert bool((larger[..., -8:] == 7).all())
+        assert float((larger[..., :-8].double() - wanted).norm() / wanted.norm()) < 1e-4
 
 
 @pytest.mark.parametrize("family", ["hunyuan_v1_moe", "afmoe", "gemma4_text", "zaya"])

@@ -206,22 +206,20 @@ def test_the_gpu_of_a_module_is_current_while_it_is_called(monkeypatch: pytest.M
 @pytest.mark.parametrize("gpu", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_codes_are_moved_with_their_layers(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layer stays on the CPU, the others go to a GPU, for which the CPU stands in: each linear layer's codes
-    are on its module's device, and `kv_b_proj` has numbers where products of heads decode."""
+    are on its module's device, those of `kv_b_proj` too."""
     monkeypatch.setattr(coded_weight, "MIN_WEIGHTS", 1 << 10)
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
     model: Any = build("deepseek_v3", num_hidden_layers=3).to(torch.bfloat16 if gpu != "cpu" else torch.float32).eval()
     for module in expert_modules(model).values():
         pack_module(module, free=True)
     select_implementation(model)
-    assert coded_weight.encode_linears(model, "int8", on_gpu=True)
+    assert coded_weight.encode_linears(model, "int8")
     assert coded_weight.keep_embedding_on_host(model, pin=gpu != "cpu")
     with torch.inference_mode():
         wanted = model(tokens).logits.float()
     move_to_devices(model, DeviceMap(("cpu", gpu, gpu), gpu, gpu, {}))
-    assert coded_weight.decode_absorbed_on_host(model) == (1 if gpu != "cpu" else 3)
     coded_weight.check_on_device(model)
-    kinds = [type(layer.self_attn.kv_b_proj.weight) for layer in model.model.layers]
-    assert kinds == [torch.nn.Parameter, *[CodedWeight if gpu != "cpu" else torch.nn.Parameter] * 2]
+    assert all(isinstance(layer.self_attn.kv_b_proj.weight, CodedWeight) for layer in model.model.layers)
     for name, weight in codes_of(model).items():
         expected = "cpu" if "layers.0." in name else gpu
         assert str(weight.device) == expected, name

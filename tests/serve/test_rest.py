@@ -170,8 +170,8 @@ def test_a_gpu_decodes_with_codes_in_graphs(spec: str, wide_directory: Path) -> 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_adapters_of_a_batch_over_codes(family: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two adapters and the base in one batch, over linear layers in codes: what each gives alone. On a GPU the absorbed
-    matrix of latent attention has codes too, and the embedding stays in host memory."""
+    """Two adapters and the base in one batch, over linear layers in codes, the absorbed matrix of latent attention
+    among them: what each gives alone. The embedding stays in host memory."""
     monkeypatch.setattr(coded_weight, "MIN_WEIGHTS", 1 << 10)
     torch.manual_seed(0)
     model: Any = build(family).to(torch.bfloat16 if device != "cpu" else torch.float32)
@@ -179,11 +179,11 @@ def test_adapters_of_a_batch_over_codes(family: str, device: str, monkeypatch: p
         pack_module(module, free=True)
     select_implementation(model)
     on_gpu = device != "cpu"
-    assert coded_weight.encode_linears(model, "int8", on_gpu=on_gpu)
+    assert coded_weight.encode_linears(model, "int8")
     assert coded_weight.keep_embedding_on_host(model, pin=on_gpu)
     forward, modules = Forward(model.to(device)), LoraModules(model)
     names = [name for name, one in model.named_modules() if name.endswith("o_proj")]
-    names += [name for name, one in model.named_modules() if on_gpu and name.endswith("kv_b_proj")]
+    names += [name for name, one in model.named_modules() if name.endswith("kv_b_proj")]
     assert all(isinstance(model.get_submodule(name).weight, CodedWeight) for name in names)
 
     def adapter(name: str, rank: int) -> LoadedAdapter:

@@ -4,7 +4,7 @@ but not routers, gates and indexers, whose rounding would change which experts o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from torch import nn
 
@@ -16,19 +16,14 @@ def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def absorbed_projection(module: nn.Module) -> Any:
-    """`kv_b_proj`, if this is an attention module that is served over latents."""
-    return getattr(module, "kv_b_proj", None) if callable(getattr(module, "expand_kv", None)) else None
-
-
-def coded_candidates(model: nn.Module, on_gpu: bool = False) -> Iterator[tuple[str, nn.Linear]]:
+def coded_candidates(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Linear layers that may have codes, by what they are for, whatever their size."""
-    for name, module in codable_modules(model, on_gpu):
+    for name, module in codable_modules(model):
         if isinstance(module, nn.Linear):
             yield name, module
 
 
-def codable_modules(model: nn.Module, on_gpu: bool = False) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
+def codable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
     """Modules whose weights may be codes."""
     routers = _router_modules(model)
     for prefix, module in model.named_modules():
@@ -36,11 +31,8 @@ def codable_modules(model: nn.Module, on_gpu: bool = False) -> Iterator[tuple[st
             continue
         if hasattr(module, "index_topk"):  # an indexer, which chooses keys
             continue
-        absorbed = absorbed_projection(module)
         for name, child in module.named_children():
-            if (child is absorbed and not on_gpu) or child in routers:
-                continue
-            if is_plain_linear(child) or isinstance(child, nn.Embedding):
+            if child not in routers and (is_plain_linear(child) or isinstance(child, nn.Embedding)):
                 yield f"{prefix}.{name}" if prefix else name, child
 
 

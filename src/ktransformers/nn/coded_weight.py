@@ -12,9 +12,8 @@ CPU and a GPU (`nn/device_codes/linear.py`, in a layout of its own), where they 
 `keep_codes` takes the codes of the files while a model is loaded, so that its quantised weights never exist as numbers:
 the same values in fewer bytes. `encode_linears` takes the codes of a format nearest to the loaded numbers, so results
 change by what rounding costs (docs/quant.md); embeddings are not rounded. Left as they are: routers and gates beside
-experts, whose choices rounding could change, and indexers; matrices that are multiplied into others instead of being
-called (`kv_b_proj` of latent attention), except on a GPU, where products of heads read their codes
-(`nn/device_codes/head_products.py`).
+experts, whose choices rounding could change, and indexers. A matrix that is multiplied into others instead of being
+called (`kv_b_proj` of latent attention) has codes too, which `multiply_heads` reads.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from ktransformers.checkpoint.mapped import read_only_tensor
 from ktransformers.checkpoint.recode import rows_of
 from ktransformers.checkpoint.sources import PlainTensor
 from ktransformers.errors import InputError, KTError
-from ktransformers.nn.codable_modules import absorbed_projection, codable_modules, coded_candidates
+from ktransformers.nn.codable_modules import codable_modules, coded_candidates
 from ktransformers.nn.device_codes.head_products import HeadRows, check_heads, multiply_heads
 from ktransformers.nn.device_codes.linear import DeviceCodes, packed_linear
 from ktransformers.nn.host_rows import HostRows
@@ -47,6 +46,7 @@ from ktransformers.nn.widened import stored_weight
 
 MIN_WEIGHTS = 1 << 15  # of a matrix; a smaller one saves nothing
 PANEL = 1 << 22  # weights that are decoded at a time
+HEAD_ROWS = 64  # of x, for products of heads that read codes; more rows decode them for the product
 CHECKED_ROWS = 128  # whose numbers are compared when codes are packed; as many as share a scale of fp8:128x128
 DTYPES = (torch.bfloat16, torch.float32)
 # Where putting codes of two planes together (Q3_K, Q5_K, Q6_K) takes longer than reading bf16: on two Neoverse-N1 cores
@@ -101,6 +101,27 @@ class PackedCodes:
             last = min(first + height, weight.shape[0])
             total.addmm_(rows[:, first:last], numbers.decoded(first, last).float())
         return total.to(grad.dtype)
+
+    def multiply_heads(self, weight: CodedWeight, x: Tensor, rows: HeadRows, along_rows: bool, out: Tensor) -> None:
+        if x.shape[1] > HEAD_ROWS or x.dtype not in DTYPES or x.stride(2) != 1 or out.stride(2) != 1:
+            self._multiply_decoded(weight, x, rows, along_rows, out)
+        elif self.order is None:
+            self.linear.multiply_heads(x, out, rows.first, rows.count, rows.step, along_rows)
+        elif along_rows:
+            made = out.new_empty(out.shape)
+            self.linear.multiply_heads(x, made, rows.first, rows.count, rows.step, True)
+            out.copy_(self._ordered(made))
+        else:
+            self.linear.multiply_heads(x.index_select(2, self.order), out, rows.first, rows.count, rows.step)
+
+    def _multiply_decoded(self, weight: CodedWeight, x: Tensor, rows: HeadRows, along_rows: bool, out: Tensor) -> None:
+        """Many rows: the rows of some heads at a time are decoded for this product."""
+        heads, numbers = max(1, PANEL // (rows.count * weight.shape[1])), weight.with_dtype(x.dtype)
+        of_heads = torch.arange(x.shape[0])[:, None] * rows.step + torch.arange(rows.first, rows.first + rows.count)
+        for first in range(0, x.shape[0], heads):
+            part = slice(first, first + heads)
+            decoded = numbers.gathered(of_heads[part].reshape(-1)).to(x.dtype).view(-1, rows.count, weight.shape[1])
+            out[part] = torch.bmm(x[part], decoded if along_rows else decoded.transpose(1, 2))
 
     def _ordered(self, rows: Tensor) -> Tensor:
         return rows if self.order is None else in_own_order(rows, self.order)
@@ -268,12 +289,14 @@ class CodedWeight(Tensor):
     def multiply_heads(
         self, x: Tensor, rows: HeadRows, *, along_rows: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        """Products of x, head by head, with rows of each head (`nn/device_codes/head_products.py`)."""
+        """Products of x, head by head, with rows of each head: by the core (`csrc/moe/coded_linear.h`), or on a GPU by
+        `nn/device_codes/head_products.py`."""
         codes = self.codes
-        if not isinstance(codes, GpuCodes):
-            numbers = self.decoded(0, self.shape[0]).view(-1, rows.step, self.shape[1])
-            numbers = numbers[:, rows.first : rows.first + rows.count].to(x.dtype)
-            return torch.bmm(x, numbers if along_rows else numbers.transpose(1, 2), out=out)
+        if isinstance(codes, PackedCodes):
+            made = x.new_empty(*x.shape[:2], self.shape[1] if along_rows else rows.count) if out is None else out
+            codes.multiply_heads(self, x, rows, along_rows, made)
+            return made
+        assert isinstance(codes, GpuCodes), "a table of an embedding is looked up alone"
         if codes.order is None:
             return multiply_heads(codes.device, x, rows, along_rows=along_rows, out=out)
         if not along_rows:
@@ -374,11 +397,11 @@ def rest_format(spec: str) -> EncodedFormat:
     return form
 
 
-def encode_linears(model: nn.Module, spec: str, pool: _core.Pool | None = None, *, on_gpu: bool = False) -> int:
+def encode_linears(model: nn.Module, spec: str, pool: _core.Pool | None = None) -> int:
     """Encode the weights of all suitable linear layers on the CPU, one after the other, whose memory is released;
-    returns how many. `on_gpu`: the model is moved to one afterwards."""
+    returns how many."""
     form, encoded = rest_format(spec), 0
-    for name, linear in _suitable(model, on_gpu):
+    for name, linear in _suitable(model):
         if linear.weight.shape[1] % form.multiple == 0:
             code_linear(name, linear, spec, pool=pool)
             encoded += 1
@@ -394,15 +417,13 @@ def code_linear(
         _replace(linear, encode(stored_weight(linear.weight).detach(), spec), pool)
 
 
-def keep_released(
-    model: nn.Module, tensors: Iterable[PlainTensor], pool: _core.Pool | None = None, *, on_gpu: bool = False
-) -> int:
+def keep_released(model: nn.Module, tensors: Iterable[PlainTensor], pool: _core.Pool | None = None) -> int:
     """Give suitable linear layers on the CPU the codes of the files that they were loaded from; returns how many. A
-    head that shares the embedding's weight takes a copy of that one's codes. `on_gpu`: the model is moved to one."""
+    head that shares the embedding's weight takes a copy of that one's codes."""
     released = {tensor.name: tensor.codes for tensor in tensors if tensor.codes is not None}
     names = {id(parameter): name for name, parameter in model.named_parameters()}  # of a shared one, the first
     kept = 0
-    for name, linear in _suitable(model, on_gpu):
+    for name, linear in _suitable(model):
         codes = released.get(f"{name}.weight") or released.get(names[id(linear.weight)])
         matrix = None if codes is None else codes()
         kept += keep_linear(name, linear, matrix if isinstance(matrix, Encoded) else None, pool)
@@ -438,9 +459,9 @@ def encodable_names(model: nn.Module) -> set[str]:
     return {f"{name}.weight" for name, linear in coded_candidates(model) if linear.weight.numel() >= MIN_WEIGHTS}
 
 
-def decode_unsuitable(model: nn.Module, *, on_gpu: bool = False) -> int:
+def decode_unsuitable(model: nn.Module) -> int:
     """Give modules that need numbers these in the place of codes that the files had for them; returns how many."""
-    suitable = {id(module.weight) for _, module in codable_modules(model, on_gpu)}
+    suitable = {id(module.weight) for _, module in codable_modules(model)}
     replaced: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -452,18 +473,6 @@ def decode_unsuitable(model: nn.Module, *, on_gpu: bool = False) -> int:
             elif isinstance(parameter, CodedWeight):
                 parameter.requires_grad_(False)
     return len(replaced)
-
-
-def decode_absorbed_on_host(model: nn.Module) -> int:
-    """Give `kv_b_proj` of latent attention numbers where its layer stays on the CPU, beside layers on GPUs, for which
-    it was kept in codes; returns how many."""
-    decoded = 0
-    for module in model.modules():
-        absorbed = absorbed_projection(module)
-        if absorbed is not None and isinstance(absorbed.weight, CodedWeight) and absorbed.weight.device.type == "cpu":
-            absorbed.weight = nn.Parameter(_decoded(absorbed.weight), requires_grad=False)
-            decoded += 1
-    return decoded
 
 
 def keep_linear(name: str, linear: nn.Linear, matrix: Encoded | None, pool: _core.Pool | None = None) -> bool:
@@ -557,9 +566,9 @@ def describe_coded(model: nn.Module) -> str:
     return f"{len(held)} linear layers outside of the experts in {formats}: {size:.2f} GiB{embedding}"
 
 
-def _suitable(model: nn.Module, on_gpu: bool) -> Iterator[tuple[str, nn.Linear]]:
+def _suitable(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Linear layers to be encoded, with their names."""
-    return ((name, linear) for name, linear in coded_candidates(model, on_gpu) if _fits(linear.weight))
+    return ((name, linear) for name, linear in coded_candidates(model) if _fits(linear.weight))
 
 
 def _fits(weight: Tensor) -> bool:

@@ -131,7 +131,7 @@ def load_pretrained(
         rest = rest_on_gpus(rest, source, arguments["dtype"], later_gpus)
     on_gpu = device is not None or (later_gpus > 0 and rest != "bf16")
     if on_gpu:
-        arguments["device_map"], quantizer.widen, quantizer.on_gpu = None, False, True
+        arguments["device_map"], quantizer.widen = None, False
     if source.quantised:
         if experts is None and is_packed(path):
             quantizer.packed_directory = path
@@ -155,9 +155,9 @@ def load_pretrained(
     if on_loaded is not None:
         on_loaded(loaded)
     if rest == "keep" and on_loaded is not None:  # operators have chosen layers that are numbers
-        keep_released(loaded, source.rest(), quantizer.pool, on_gpu=on_gpu)
+        keep_released(loaded, source.rest(), quantizer.pool)
     elif rest not in AS_RELEASED:
-        encode_linears(loaded, rest, quantizer.pool, on_gpu=on_gpu)
+        encode_linears(loaded, rest, quantizer.pool)
     if on_gpu:
         keep_embedding_on_host(loaded, pin=torch.cuda.is_available())
     if device is not None:

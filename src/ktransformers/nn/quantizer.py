@@ -89,7 +89,6 @@ class KTConfig(QuantizationConfigMixin):
         self.widen = widen
         self.shard = shard
         self.formats = formats
-        self.on_gpu = False  # linear layers in codes are moved to one afterwards
         self.packed_directory: Path | None = None  # of packed experts that are not with the other weights
         self.pool = pool
         self.progress = progress
@@ -213,7 +212,7 @@ class KTQuantizer(HfQuantizer):
                 raise InputError(name, f"shape {list(tensor.shape)}", f"{list(expected)}, as config.json says")
         for layer, shard, store in self.load_stores():
             attach_store(layer.module, layer.contract, store, layer.dtypes, shard)
-        decode_unsuitable(model, on_gpu=self._config.on_gpu)
+        decode_unsuitable(model)
         count = attach_widened(model, self._widened)
         log.info("%d weights in bf16 are multiplied in float32", count)
         self._shapes = {}

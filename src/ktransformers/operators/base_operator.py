@@ -37,13 +37,8 @@ class RuledModel:
 
     @functools.cached_property
     def coded_names(self) -> frozenset[str]:
-        """Linear layers that may be stored in codes: not routers, indexers and matrices multiplied into others."""
+        """Linear layers that may be stored in codes: not routers and indexers."""
         return frozenset(name for name, _ in coded_candidates(self.model))
-
-    @functools.cached_property
-    def coded_names_on_gpu(self) -> frozenset[str]:
-        """The same on a GPU, where matrices multiplied into others may be too."""
-        return frozenset(name for name, _ in coded_candidates(self.model, on_gpu=True))
 
 
 @dataclass(frozen=True)

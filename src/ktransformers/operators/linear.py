@@ -139,8 +139,8 @@ def _why_as_loaded(match: Match, wanted: str) -> str | None:
     """Why a layer keeps the numbers that it was loaded with; None: it does not."""
     weight = match.module.weight
     assert isinstance(weight, Tensor)
-    if match.name not in (match.model.coded_names_on_gpu if match.on_gpu else match.model.coded_names):
-        return "as loaded: a router, an indexer or a matrix that is multiplied into others"
+    if match.name not in match.model.coded_names:
+        return "as loaded: a router or an indexer"
     if weight.numel() < MIN_WEIGHTS:
         return f"as loaded: fewer than {MIN_WEIGHTS} weights"
     if wanted != KEEP and weight.shape[1] % rest_format(wanted).multiple:

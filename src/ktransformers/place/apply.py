@@ -15,7 +15,7 @@ from torch import nn
 
 from ktransformers import system
 from ktransformers.errors import InputError
-from ktransformers.nn.coded_weight import check_on_device, decode_absorbed_on_host
+from ktransformers.nn.coded_weight import check_on_device
 from ktransformers.nn.out_of_memory import free_bytes
 from ktransformers.operators.plan import OperatorPlan, plan_operators
 from ktransformers.operators.rules import Rule, devices_of, find_rules
@@ -174,7 +174,6 @@ class ModelPlacement:
         """From host memory to the devices; a line that says where they are."""
         self.device_map = find_device_map(model, self.options, gpus)
         move_to_devices(model, self.device_map)
-        decode_absorbed_on_host(model)
         check_on_device(model)
         devices = list(dict.fromkeys(self.device_map.layers))
         return "layers: " + ", ".join(f"{self.device_map.layers.count(device)} on {device}" for device in devices)

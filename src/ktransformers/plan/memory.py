@@ -178,15 +178,12 @@ def as_stored(model: ModelShape, choice: Choice, machine: Machine) -> Choice:
 
 def coded_part(model: ModelShape, choice: Choice) -> tuple[int, int]:
     """Numbers outside of the experts that are stored in codes, and the bytes of these codes. Routers and, unless the
-    release has it in codes, the embedding are numbers; a head that shares the embedding's has codes of its own. On a
-    CPU so is `kv_b_proj` of latent attention, as large for values as for keys."""
-    absorbed = 0 if choice.gpus else 2 * model.absorbed_numbers
+    release has it in codes, the embedding are numbers; a head that shares the embedding's has codes of its own."""
     if choice.linear_format is None:
         return 0, 0
     if choice.linear_format == KEEP:
-        numbers = max(0, model.coded_numbers - absorbed)
-        return numbers, round(model.coded_bytes * numbers / model.coded_numbers) if numbers else 0
-    numbers = model.rest - model.embedding - model.router_numbers - absorbed
+        return model.coded_numbers, model.coded_bytes
+    numbers = model.rest - model.embedding - model.router_numbers
     shared_head = model.embedding if model.tied else 0
     return numbers, round((numbers + shared_head) * bytes_in_format(choice.linear_format))
 
@@ -226,7 +223,7 @@ def predict_memory(
         disk = {"adapter": _trained(model, work)[2] * work.trained_bytes}
         disk["checkpoints"] = work.saves * _trained(model, work)[2] * 3 * work.trained_bytes
     else:
-        pinned = _serving(model, work, host, gpus)
+        pinned = _serving(model, work, choice, host, gpus)
         disk = {}
     for place, table in enumerate(gpus):
         if choice.uses_engine:
@@ -377,10 +374,10 @@ def _training(
     return host["LoRA"] + host["transfers"]
 
 
-def _serving(model: ModelShape, work: Serving, host: Table, gpus: list[Table]) -> int:
+def _serving(model: ModelShape, work: Serving, choice: Choice, host: Table, gpus: list[Table]) -> int:
     """Add what serving needs to the tables; returns the pinned bytes."""
     cache = work.sequences * work.context * model.cached_bytes(work.rest_bytes, fp8=work.fp8_cache)
-    if not gpus and model.absorbed_numbers:
+    if not gpus and model.absorbed_numbers and not coded_part(model, choice)[0]:
         host["absorbed keys"] = model.absorbed_numbers * model.rest_dtype_bytes
     width = 8 * model.hidden + 2 * model.attention_width + model.mlp_width
     activations = work.tokens * (work.rest_bytes * width + 4 * model.scan_width) + work.sequences * model.vocabulary * 4

@@ -401,7 +401,7 @@ def _load_model(
         stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
         on_loaded(stock)
         if launch.rest not in AS_RELEASED:
-            encode_linears(stock, launch.rest, on_gpu=device != "cpu" or later_gpus > 0)
+            encode_linears(stock, launch.rest)
         return stock.to(device)
     from ktransformers.nn import load_model
     from ktransformers.nn.pool import set_default_pool

@@ -11,12 +11,13 @@ import torch
 from ktransformers import _core
 from ktransformers.adapters import LoraPair, adapter_from_tensors
 from ktransformers.nn import dense_layers, load_model
+from ktransformers.nn.coded_weight import CodedWeight, code_linear
 from ktransformers.nn.widened import WidenedWeight
 from ktransformers.serve.engine import latent
 from ktransformers.serve.engine.forward import Chunk, Forward, make_forward
 from ktransformers.serve.engine.head import collect_rows
 from ktransformers.serve.engine.kv_cache import KVCache, KVSlot
-from ktransformers.serve.engine.latent import LatentProjection, head_products
+from ktransformers.serve.engine.latent import LATENT_ATTRIBUTE, LatentProjection, head_products
 from ktransformers.serve.engine.lora import LoadedAdapter, LoraModules
 from tests.support.tiny_models import build, save
 
@@ -149,6 +150,26 @@ def test_head_products(dtype: torch.dtype, rows: int) -> None:
     assert measured.dtype == dtype and error([measured.double()], [expected]) < (
         1e-6 if dtype == torch.float32 else 5e-3
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_new_tokens_read_codes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`kv_b_proj` in codes: logits of the stock model with the numbers that they stand for. New tokens decode nothing,
+    and no copy of the keys' part is made."""
+    stock: Any = build("deepseek_v3", **SIZES).to(dtype)
+    model: Any = build("deepseek_v3", **SIZES).to(dtype)
+    for plain, layer in zip(stock.model.layers, model.model.layers, strict=True):
+        code_linear("kv_b_proj", layer.self_attn.kv_b_proj, "int4:32")
+        numbers = layer.self_attn.kv_b_proj.weight.with_dtype(torch.float32).decoded(0, HEADS * (NOPE + VALUE))
+        plain.self_attn.kv_b_proj.weight = torch.nn.Parameter(numbers.to(dtype), requires_grad=False)
+    forward = Forward(model)
+    assert error(computed_in_chunks(forward), stock_logits(stock)) < (1e-4 if dtype == torch.float32 else 0.03)
+    slots = [KVSlot(None, capacity=64), KVSlot(None, capacity=64)]
+    forward.run([Chunk(slot, prompt[:40], 0, None) for slot, prompt in zip(slots, PROMPTS, strict=True)])
+    for name in ("decoded", "gathered"):
+        monkeypatch.setattr(CodedWeight, name, lambda *_: pytest.fail("codes were decoded"))
+    forward.run([Chunk(slot, prompt[40:41], 40, None) for slot, prompt in zip(slots, PROMPTS, strict=True)])
+    assert all("_numbers_of_keys" not in vars(getattr(x.self_attn, LATENT_ATTRIBUTE)) for x in model.model.layers)
 
 
 def test_released_bf16_weights_are_expanded_as_they_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

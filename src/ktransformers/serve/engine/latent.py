@@ -35,6 +35,9 @@ SIZES = ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v
 KeyAndValue = tuple[Tensor, Tensor]
 ExpandFn = Callable[[Tensor, Tensor], KeyAndValue]
 MAX_EXPANDED = 1 << 24  # numbers of keys and values that are expanded at a time
+# Rows of float32, at most, with which codes are multiplied on the CPU to expand; decoded ones take less time for more.
+# Codes of e4m3 become floats again for every two rows.
+CODES_ROWS, E4M3_ROWS = 256, 16
 
 
 @dataclass(frozen=True)
@@ -90,12 +93,23 @@ class LatentProjection:
 
     @functools.cached_property
     def _numbers_of_keys(self) -> Tensor:
-        """`[heads, rank, nope]`; on the CPU a copy: the core's products of queries run along its rows."""
+        """`[heads, rank, nope]` of a weight without codes; on the CPU a copy: the core's products of queries run along
+        its rows."""
         by_head = self._by_head()[:, : self.nope].transpose(1, 2)
         return by_head.contiguous() if by_head.is_cpu else by_head
 
     def _by_head(self) -> Tensor:
         return stored_weight(self.linear.weight).detach().view(self.heads, self.nope + self.value, self.rank)
+
+    def _expanded(self, latents: Tensor, first: int, last: int) -> Tensor:
+        """`[n, rank]` times the rows of heads first .. last - 1 transposed. Codes on the CPU are multiplied where that
+        takes less time than decoding and multiplying numbers: few rows, or bf16."""
+        weight, size = self.linear.weight, self.nope + self.value
+        if isinstance(weight, CodedWeight) and weight.device.type == "cpu" and last - first == self.heads:
+            rows = E4M3_ROWS if _core.format(weight.spec)["element"] == "e4m3" else CODES_ROWS
+            if len(latents) <= rows or latents.dtype == torch.bfloat16:
+                return F.linear(latents, weight)
+        return F.linear(latents, self._rows(first * size, last * size))
 
     def _rows(self, first: int, last: int) -> Tensor:
         weight = self.linear.weight
@@ -133,7 +147,7 @@ class LatentProjection:
         `[n, rank + rope]`."""
         size = self.nope + self.value
         compressed, rotary = latents[:, : self.rank], latents[:, self.rank :]
-        expanded = F.linear(compressed, self._rows(first * size, last * size))
+        expanded = self._expanded(compressed, first, last)
         if lora is not None:
             ranks = compressed.float() @ lora.a.T
             expanded = (expanded.float() + ranks @ lora.b[:, first * size : last * size] * lora.scaling).to(latents)
