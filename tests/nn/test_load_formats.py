@@ -43,7 +43,7 @@ def test_linear_layers_keep_the_bits_of_the_release(kind: str, tmp_path: Path, m
     numbers, codes = (load_model(tmp_path, dtype=torch.float32, rest=rest) for rest in ("bf16", "keep"))
     kept = {name: one for name, one in codes.named_parameters() if isinstance(one, coded_weight.CodedWeight)}
     assert any("o_proj" in name for name in kept) and any("kv_b_proj" in name for name in kept)
-    assert {one.spec for one in kept.values()} == {KINDS[kind][1]}
+    assert {one.spec for name, one in kept.items() if "kv_b_proj" not in name} == {KINDS[kind][1]}  # that has one group
     for name, one in kept.items():
         assert torch.equal((one + 0).bfloat16(), (numbers.get_parameter(name) + 0).bfloat16()), name
     assert relative(logits(codes), want) < 1e-2

@@ -8,7 +8,8 @@ returns what it is given, as one head: its key is latent and rotary key, its val
 There are two ways to compute the same. *Absorbed*: a query is multiplied with the keys' part of `kv_b_proj` and attends
 to latents, and its result is multiplied with the values' part. That reads the fewest bytes for a new token. *Expanded*:
 keys and values of all cached tokens are computed first, some heads at a time. A chunk takes the way with fewer
-operations. Modules are recognised by `expand_kv` and the sizes that it uses; the families are compared with the stock
+operations. Absorbed products of few rows read the codes of a `kv_b_proj` that has some, on a CPU and on a GPU. Modules
+are recognised by `expand_kv` and the sizes that it uses; the families are compared with the stock
 model when a server starts (`forward.py`). Captured decode steps on a GPU absorb as well (`graphs/decode_attention.py`).
 """
 
@@ -37,7 +38,7 @@ ExpandFn = Callable[[Tensor, Tensor], KeyAndValue]
 MAX_EXPANDED = 1 << 24  # numbers of keys and values that are expanded at a time
 # Rows of float32, at most, with which codes are multiplied on the CPU to expand; decoded ones take less time for more.
 # Codes of e4m3 become floats again for every two rows.
-CODES_ROWS, E4M3_ROWS = 256, 16
+CODES_ROWS, E4M3_ROWS = 256, 32
 
 
 @dataclass(frozen=True)
