@@ -6,7 +6,10 @@
 // includes it, calls them if the CPU has AVX2.
 #pragma once
 
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"  // of the undefined vectors with which gcc 12 begins intrinsics
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 
 namespace kt {
 namespace {
