@@ -34,9 +34,7 @@ RmsNorm PyDecodeLayer::bind_norm(const char* name, nb::handle weight, int64_t si
   return {bind_vector(name, weight, size), (float)epsilon};
 }
 
-DenseWeight PyDecodeLayer::bind_weight(const char* name, nb::handle weight, nb::handle bias, int64_t rows,
-                                       int64_t columns) {
-  const char* b = bind_vector(name, bias, rows);
+DenseWeight PyDecodeLayer::bind_weight(const char* name, nb::handle weight, int64_t rows, int64_t columns) {
   if (nb::isinstance<PyCodedLinear>(weight)) {
     const CodedLinear& coded = *nb::cast<const PyCodedLinear&>(weight).linear;
     if (coded.rows() != rows || coded.columns() != columns)
@@ -44,13 +42,13 @@ DenseWeight PyDecodeLayer::bind_weight(const char* name, nb::handle weight, nb::
                    std::to_string(rows) + " rows of " + std::to_string(columns));
     if (!coded.packed()) throw std::runtime_error("the weight is not packed; pack() it before the first call");
     objects.push_back(nb::borrow(weight));
-    return {nullptr, 0, &coded, b, (int32_t)rows, (int32_t)columns};
+    return {nullptr, 0, &coded, nullptr, (int32_t)rows, (int32_t)columns};
   }
   const Array& w = tensors.emplace_back(array_of({name, 2, {kBFloat16}}, weight));
   check_shape(name, w, {rows, columns}, "outputs, inputs");
   if (columns % kGemvK)
     refuse_value(name, std::to_string(columns) + " columns", "a multiple of " + std::to_string(kGemvK));
-  return {(const char*)w.data(), row_stride(w) * 2, nullptr, b, (int32_t)rows, (int32_t)columns};
+  return {(const char*)w.data(), row_stride(w) * 2, nullptr, nullptr, (int32_t)rows, (int32_t)columns};
 }
 
 namespace {
@@ -82,10 +80,14 @@ void PyDecodeLayer::set_attention(nb::handle norm, nb::handle query_norm, nb::ha
   a.query = bind_norm("query_norm", query_norm, size, nb::cast<double>(epsilons[1]));
   a.key = bind_norm("key_norm", key_norm, size, nb::cast<double>(epsilons[2]));
   if (!a.input.weight) refuse_type("norm", "None", "a tensor");
-  a.q = bind_weight("weight of queries", weights[0], biases[0], q_rows, hidden);
-  a.k = bind_weight("weight of keys", weights[1], biases[1], k_rows, hidden);
-  a.v = bind_weight("weight of values", weights[2], biases[2], k_rows, hidden);
-  a.o = bind_weight("weight of the output", weights[3], biases[3], hidden, q_rows);
+  a.q = bind_weight("weight of queries", weights[0], q_rows, hidden);
+  a.k = bind_weight("weight of keys", weights[1], k_rows, hidden);
+  a.v = bind_weight("weight of values", weights[2], k_rows, hidden);
+  a.o = bind_weight("weight of the output", weights[3], hidden, q_rows);
+  a.q.bias = bind_vector("bias of queries", biases[0], q_rows);
+  a.k.bias = bind_vector("bias of keys", biases[1], k_rows);
+  a.v.bias = bind_vector("bias of values", biases[2], k_rows);
+  a.o.bias = bind_vector("bias of the output", biases[3], hidden);
   a.heads = (int32_t)heads, a.groups = (int32_t)groups, a.head_size = (int32_t)size, a.scale = (float)scale;
   a.sinks = sinks_of(sinks, heads, tensors);
   layer->attention = a;

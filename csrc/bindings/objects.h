@@ -187,7 +187,7 @@ struct PyDecodeLayer {
   Call bind(nb::handle x, nb::handle out) const;
   RmsNorm bind_norm(const char* name, nb::handle weight, int64_t size, double epsilon);
   const char* bind_vector(const char* name, nb::handle vector, int64_t size);  // None: null
-  DenseWeight bind_weight(const char* name, nb::handle weight, nb::handle bias, int64_t rows, int64_t columns);
+  DenseWeight bind_weight(const char* name, nb::handle weight, int64_t rows, int64_t columns);
   DType type_ = DType::f32;
   bool typed_ = false;  // a norm has set the type
 };

@@ -229,23 +229,27 @@ def attend(heads: int = 4, groups: int = 2) -> Case:
 
     tensors = {"query": f32(heads, 3, 32), "key": f32(groups, 3, 32), "value": f32(groups, 3, 16)}
     tensors |= {"out": f32(3, heads, 16), "places.keys": f32(groups, 8, 32), "places.values": f32(groups, 8, 16)}
-    return Case(call, tensors, frozenset({"out", "places.keys", "places.values"}))
+    written, optional = frozenset({"out", "places.keys", "places.values"}), frozenset({"sinks"})
+    return Case(call, tensors | {"sinks": f32(heads)}, written, optional=optional)
 
 
-WEIGHTS = ("weight of queries", "weight of keys", "weight of values", "weight of the output")
+OUTPUTS = ("queries", "keys", "values", "the output")
 
 
 def attention_tensors() -> dict[str, Tensor]:
     """Of a layer with four heads of 16 numbers, and two of keys."""
     norms = {"norm": f32(H), "query_norm": f32(16), "key_norm": f32(16)}
-    matrices = zip(WEIGHTS, (bf16(64, H), bf16(32, H), bf16(32, H), bf16(H, 64)), strict=True)
-    return norms | {f"weights.{name}": matrix for name, matrix in matrices}
+    matrices = (bf16(64, H), bf16(32, H), bf16(32, H), bf16(H, 64))
+    weights = {f"weights.weight of {name}": matrix for name, matrix in zip(OUTPUTS, matrices, strict=True)}
+    biases = {f"biases.bias of {name}": f32(len(matrix)) for name, matrix in zip(OUTPUTS, matrices, strict=True)}
+    return norms | weights | biases | {"sinks": f32(4)}
 
 
 def set_attention(layer: _core.DecodeLayer, given: dict[str, Any]) -> None:
-    weights = [given[f"weights.{name}"] for name in WEIGHTS]
+    weights = [given[f"weights.weight of {name}"] for name in OUTPUTS]
+    biases = [given[f"biases.bias of {name}"] for name in OUTPUTS]
     norms = (given["norm"], given["query_norm"], given["key_norm"])
-    layer.set_attention(*norms, epsilons=[1e-6, 1e-5, 1e-4], weights=weights, head_size=16, scale=0.25)
+    layer.set_attention(*norms, [1e-6, 1e-5, 1e-4], weights, biases, given["sinks"], head_size=16, scale=0.25)
 
 
 def attention_inputs() -> dict[str, Tensor]:
@@ -265,7 +269,7 @@ def decode_layer_set_attention() -> Case:
         set_attention(layer, given)
         return attend_in_layer(layer, attention_inputs())
 
-    optional = frozenset({"query_norm", "key_norm"})
+    optional = frozenset({"query_norm", "key_norm", "sinks", *(f"biases.bias of {name}" for name in OUTPUTS)})
     return Case(call, attention_tensors(), optional=optional, plain=frozenset({"epsilons"}))
 
 
@@ -285,12 +289,12 @@ def decode_layer_set_experts() -> Case:
         layer.route(f32(3, H), out)
         return [out]
 
-    return Case(call, {"norm": f32(H), "router": f32(E, H)})
+    return Case(call, {"norm": f32(H), "router": f32(E, H), "bias": f32(E)}, optional=frozenset({"bias"}))
 
 
 def decode_layer_route() -> Case:
     layer = _core.DecodeLayer(new_pool(), H)
-    layer.set_experts(f32(H), epsilon=1e-6, router=bf16(E, H), experts=packed_experts(), top_k=2, normalise=False)
+    layer.set_experts(f32(H), 1e-6, bf16(E, H), f32(E), packed_experts(), top_k=2, normalise=False)
 
     def call(given: dict[str, Any]) -> list[Any]:
         layer.route(**given)
@@ -302,7 +306,7 @@ def decode_layer_route() -> Case:
 def decode_layers() -> Case:
     layer = _core.DecodeLayer(new_pool(), H)
     set_attention(layer, attention_tensors())
-    layer.set_experts(f32(H), epsilon=1e-6, router=bf16(E, H), experts=packed_experts(), top_k=2, normalise=False)
+    layer.set_experts(f32(H), 1e-6, bf16(E, H), f32(E), packed_experts(), top_k=2, normalise=False)
 
     def call(given: dict[str, Any]) -> list[Any]:
         keys, values = given["places.keys"], given["places.values"]
@@ -326,7 +330,8 @@ def attend_codes() -> Case:
     tensors = {"query": f32(4, 3, 32), "key": f32(2, 3, 32), "value": f32(2, 3, 16), "out": f32(3, 4, 16)}
     for part, size in zip(parts, (32, 16, 1, 1), strict=True):
         tensors[f"places.{part}"] = torch.full((2, 8, size), 60 if size > 1 else 127, dtype=torch.uint8)
-    return Case(call, tensors, frozenset({"out", *(f"places.{part}" for part in parts)}))
+    written, optional = frozenset({"out", *(f"places.{part}" for part in parts)}), frozenset({"sinks"})
+    return Case(call, tensors | {"sinks": f32(4)}, written, optional=optional)
 
 
 def pack() -> Case:
