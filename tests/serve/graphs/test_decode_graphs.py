@@ -32,6 +32,7 @@ from ktransformers.serve.graphs.decode_graphs import DecodeGraphs, StepKey, why_
 from ktransformers.serve.graphs.latent_inputs import fuse_latents
 from tests.support.decode_recorder import EagerCapture, graphs_of
 from tests.support.serving import EngineHarness, random_prompt, same_completion
+from tests.support.slow_cases import others_slow
 from tests.support.tiny_models import build
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
@@ -252,7 +253,7 @@ def test_adapters_of_latents_match_eager(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("spec", ["fp8:128x128", "int4:32", "mxfp4"])
+@pytest.mark.parametrize("spec", others_slow(["fp8:128x128", "int4:32", "mxfp4"], ["fp8:128x128"]))
 def test_steps_read_the_codes_of_latents(spec: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`kv_b_proj` in codes: logits of a model with the numbers that they stand for. On a GPU no step decodes them; a
     CPU that stands in for one does."""
