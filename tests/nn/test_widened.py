@@ -237,12 +237,11 @@ def test_variable_overrides_the_measurement(monkeypatch: pytest.MonkeyPatch) -> 
         system.dense_products()
 
 
-def test_measurement_is_short_and_agrees_with_a_longer_one() -> None:
-    ratio = system._torch_bf16_time_ratio()
-    x, weight = torch.ones(16, 256), torch.ones(256, 256)
-    seconds = [
-        min(system._cpu_seconds_of(F.linear, x.to(dtype), weight.to(dtype)) for _ in range(3))
-        for dtype in (torch.bfloat16, torch.float32)
-    ]
-    longer = seconds[0] / seconds[1]
-    assert (ratio <= system.MAX_BF16_RATIO) == (longer <= 1) or 0.5 < longer < 2
+def test_measurement_is_repeatable() -> None:
+    """Whatever else runs on the machine; near the limit either choice is right."""
+    ratios = []
+    for _ in range(3):
+        system._torch_bf16_time_ratio.cache_clear()
+        ratios.append(system._torch_bf16_time_ratio())
+    choices = {ratio <= system.MAX_BF16_RATIO for ratio in ratios}
+    assert len(choices) == 1 or all(0.5 < ratio / system.MAX_BF16_RATIO < 2 for ratio in ratios), ratios
