@@ -140,6 +140,7 @@ def test_request_path_with_and_without_workers(run_bench: Run) -> None:
         assert cell["tokens"] > 5 and all(cell[key] > 0 for key in ("here_s", "worker_s", "workers_rate", "loop_s"))
 
 
+@pytest.mark.slow
 def test_recurrent_states(run_bench: Run) -> None:
     options = ["--device", "cpu", "--shape", "tiny", "--layers", "4", "--vocabulary", "128", "--seconds", "0"]
     _, document = run_bench("recurrent", *options, "--streams", "1,2")

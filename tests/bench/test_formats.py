@@ -84,6 +84,7 @@ def test_int4_has_them_too_and_others_do_not(
     assert any(line.startswith("tiny") and "int4:32+w8a8 " in line for line in table)
 
 
+@pytest.mark.slow
 def test_peers_stand_beside_their_format(run_bench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KT_PEER_PYTHONPATH", str(STAND_IN))
     peers = [f"kt_int8={sys.executable}", f"kt_int4={sys.executable}"]

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ktransformers import _core
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,6 +22,7 @@ def run_bench(peer: Path, methods: str, out: Path) -> subprocess.CompletedProces
     return subprocess.run(words, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.slow
 def test_methods_are_timed_beside_the_peers(tmp_path: Path) -> None:
     peer, out = tmp_path / "peer", tmp_path / "wrapper.json"
     (peer / "ktransformers").mkdir(parents=True)

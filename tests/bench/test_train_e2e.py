@@ -49,6 +49,7 @@ def test_variants_train_the_same_model(run_script: Run, tmp_path: Path) -> None:
     assert [line.split()[1] for line in table if line.startswith("tiny ")] == list(cells)
 
 
+@pytest.mark.slow
 def test_the_headline_recipe_in_small(run_bench: Run) -> None:
     """Latent attention, dropout, a dense first layer, a loss in pieces, accumulation."""
     options = ["--models", "tiny-latent", "--variants", "kt", "--activation", "recompute"]

@@ -68,6 +68,7 @@ def test_table_and_document(run_script: Run, tmp_path: Path) -> None:
     assert cells[3, "backward_lora"]["over_forward"] == pytest.approx(ratio, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_peers_get_the_same_gradients(run_bench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KT_PEER_PYTHONPATH", str(STAND_IN))
     peers = [f"kt={sys.executable}", f"kt_private={sys.executable}"]
@@ -82,6 +83,7 @@ def test_peers_get_the_same_gradients(run_bench: Run, monkeypatch: pytest.Monkey
     assert document["memory"][0]["peers"].keys() == {"kt", "kt_private"}
 
 
+@pytest.mark.slow
 def test_peers_that_fail_or_differ_are_told(run_bench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here `kt` gives LoRA gradients twice too large, and `kt_private` does not start."""
     monkeypatch.setenv("KT_PEER_PYTHONPATH", str(STAND_IN))

@@ -225,6 +225,7 @@ def test_linear_layers_in_codes_are_proven(
     assert "other operators" in line
 
 
+@pytest.mark.slow
 def test_float32_experts_are_proven(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
     """Trained in float32: the trainer's model equals the record and stock PEFT; only the server uses bf16."""
     from ktransformers.prove.run import check_record, run_trainer_model

@@ -95,6 +95,7 @@ def test_ties_are_proven(tied: Tied) -> None:
     assert f"token {first['token']} of row {first['row']} in {first['layer']}" in checks["stock PEFT"]["said"]
 
 
+@pytest.mark.slow
 def test_ties_of_a_record_in_another_dtype_are_proven(tied: Tied) -> None:
     """The trainer's graph in bf16 replays the float32 record, and is replayed by the server and by stock PEFT."""
     checks = prove(tied, "bfloat16")
