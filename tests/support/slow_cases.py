@@ -1,4 +1,4 @@
-"""Cases of parametrised tests, few of which run in `make test` and all in `make test-slow` and `make test` together."""
+"""Cases of parametrised tests of which `make test` runs a few and `make test-slow` the others."""
 
 from __future__ import annotations
 
