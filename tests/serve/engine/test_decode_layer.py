@@ -17,6 +17,7 @@ from ktransformers.nn import load_model
 from ktransformers.serve.engine.decode_layer import CoreDecodeLayer
 from ktransformers.serve.engine.forward import Chunk, make_forward
 from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.engine.windows import MAX_UNREDUCED_WINDOW
 from tests.support.tiny_models import build, save
 
 PROMPTS = ([5, 9, 2, 7, 1], [3, 3, 8], [4])
@@ -287,3 +288,22 @@ def test_layers_in_one_job_have_the_bits_of_single_calls(threads: int, dtype: to
         assert torch.equal(joint, single)
     with pytest.raises(ValueError, match="a layer twice"):
         _core.decode_layers([layers[0]] * 4, x, joint, cos, sin, caches, [False] * 4)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen2_moe"])
+def test_windows_are_those_of_the_model_after_the_check(family: str, tmp_path: Path) -> None:
+    """The check at start compares the layers while windows are 8 tokens long."""
+    words = {"use_sliding_window": True, "max_window_layers": 2} if family == "qwen2_moe" else {}
+    forward = open_model(tmp_path, family, torch.float32, sliding_window=12 + MAX_UNREDUCED_WINDOW, **words)
+    forward.check_against_stock()
+    assert any(layer._spec is not None for layer in layers_of(forward.model))
+
+    def logits() -> list[Tensor]:
+        slot, prompt = KVSlot(None, capacity=48), [(11 * at + 5) % 90 + 3 for at in range(40)]
+        forward.run([Chunk(slot, prompt, 0, None)])
+        (result,) = forward.run([Chunk(slot, [7], 40, None)])
+        return [result.logits.float().clone()]
+
+    actual = logits()
+    with stock_layers(forward):
+        assert error(actual, logits()) <= 1e-5

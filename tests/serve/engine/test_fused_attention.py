@@ -14,6 +14,7 @@ from ktransformers.serve.engine import fused_attention
 from ktransformers.serve.engine.attention import ATTENTION_NAME, AttentionSpec, use_attention
 from ktransformers.serve.engine.fused_attention import MAX_ROWS, FusedAttention, patch_attention
 from ktransformers.serve.engine.lora import use_linear_lora
+from ktransformers.serve.engine.windows import WINDOW_ATTRIBUTE
 from tests.support.triton_devices import triton_devices
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
@@ -89,6 +90,17 @@ def test_fused_modules_compute_what_the_stock_code_computes(family: str, dtype: 
         assert_near(fused_out, out)
     assert torch.equal(module.q_proj.weight, weights[0]) and torch.equal(module.v_proj.weight, weights[1])
     assert module.q_proj.weight.untyped_storage().data_ptr() == module.v_proj.weight.untyped_storage().data_ptr()
+
+
+@triton_devices
+def test_the_window_is_that_of_the_module_now(device: str) -> None:
+    """Modules are compared during the check at start, while windows are a few tokens long."""
+    module, rotary = attention_of("mixtral", device, torch.float32)
+    fused = FusedAttention(module)
+    for window in (8, 4096, None):
+        setattr(module, WINDOW_ATTRIBUTE, window)
+        (spec, *_), _ = call(fused, rotary, 2, device, torch.float32)
+        assert fused._spec is not None and spec.window == window
 
 
 @triton_devices

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -92,6 +92,13 @@ class AttentionSpec:
         if self.chunk is not None:
             return position // self.chunk * self.chunk
         return 0 if self.window is None else max(0, position + 1 - self.window)
+
+
+def current_spec(module: nn.Module, spec: AttentionSpec) -> AttentionSpec:
+    """A specification that was taken from an earlier call, with the window and chunk that the module has now: the check
+    at start shortens them for a while (`reduced_windows`)."""
+    window, chunk = getattr(module, WINDOW_ATTRIBUTE, spec.window), getattr(module, CHUNK_ATTRIBUTE, spec.chunk)
+    return spec if (window, chunk) == (spec.window, spec.chunk) else replace(spec, window=window, chunk=chunk)
 
 
 AttentionFn = Callable[

@@ -37,6 +37,7 @@ from ktransformers.serve.engine.attention import (
     core_buffers,
     core_sinks,
     current_spans,
+    current_spec,
     use_attention,
 )
 from ktransformers.serve.engine.lora import current_linear_lora, use_linear_lora
@@ -152,8 +153,8 @@ class CoreDecodeLayer:
 
     def places(self, spans: Sequence[Span]) -> list[CorePlace]:
         """The caches of new tokens of these spans."""
-        spec = self._spec
-        assert spec is not None
+        assert self._spec is not None
+        spec = self._spec = current_spec(self._module.self_attn, self._spec)
         places: list[CorePlace] = []
         for row, span in enumerate(spans):
             keys, *key_scales = core_buffers(span.slot, "keys", spec.layer, self._like)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ktransformers.nn.fused_check import matches
 from ktransformers.nn.norm import EPSILON_NAMES
-from ktransformers.serve.engine.attention import AttentionSpec, current_attention, use_attention
+from ktransformers.serve.engine.attention import AttentionSpec, current_attention, current_spec, use_attention
 from ktransformers.serve.engine.lora import current_linear_lora, use_linear_lora
 from ktransformers.serve.engine.query_scales import SCALED_ATTRIBUTE
 from ktransformers.triton_modules import import_triton_module
@@ -78,6 +78,7 @@ class FusedAttention:
         attention = current_attention()
         if self._spec is None or attention is None:
             return self._stock(hidden_states, *args, **kwargs)
+        self._spec = current_spec(self._module, self._spec)
         rows = hidden_states[0]
         query, key, value = self._inputs(rows, *embeddings)
         out = attention(self._spec, query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
