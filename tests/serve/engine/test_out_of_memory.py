@@ -84,6 +84,26 @@ def test_a_slot_that_cannot_grow_ends_its_request_only(harness: EngineHarness, m
     assert not any(slot.busy for slot in engine.kv_cache.slots)
 
 
+def test_tokens_are_drawn_on_the_cpu_where_their_copies_do_not_fit(
+    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ktransformers.serve.engine import engine as module
+    from ktransformers.serve.engine.sampling import Sampling
+
+    sampled, draw, failed = Sampling(temperature=0.8, top_p=0.9, seed=3), module.draw_tokens, list[int]()
+
+    def fails_once(*arguments: Any) -> Any:
+        if not failed:
+            failed.append(1)
+            raise torch.OutOfMemoryError(CUDA_MESSAGE)
+        return draw(*arguments)
+
+    expected = harness.alone(random_prompt(1, 9), max_tokens=8, sampling=sampled)
+    monkeypatch.setattr(module, "draw_tokens", fails_once)
+    recorded = harness.alone(random_prompt(1, 9), max_tokens=8, sampling=sampled)
+    assert failed and recorded.finish == "length" and same_completion(recorded, expected)
+
+
 def test_recurrent_states_are_computed_again(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     from ktransformers.serve.engine.attention import ATTENTION_NAME
     from ktransformers.serve.engine.engine import Limits, ServeEngine

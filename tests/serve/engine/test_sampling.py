@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ktransformers.errors import KTError
+from ktransformers.serve.engine import draws as draws_module
 from ktransformers.serve.engine.draws import draw_tokens, sample_token, uniform
 from ktransformers.serve.engine.sampling import Sampling, make_generator, score_tokens
 
@@ -83,6 +84,26 @@ def test_rows_of_a_batch_have_settings_of_their_own() -> None:
         for row, (one, u) in enumerate(zip(SETTINGS, uniforms, strict=True))
     ]
     assert together == alone
+
+
+@pytest.mark.parametrize("at_once", [32, 2])
+def test_equal_logits_are_drawn_alike_in_every_batch(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits in bf16 often are equal; which of them top-k keeps must not depend on the other rows' settings."""
+    monkeypatch.setattr(draws_module, "ROWS_AT_ONCE", at_once)
+    logits = 3 * torch.randn(2000, generator=torch.Generator().manual_seed(6)).bfloat16()
+    sampling, uniforms = Sampling(top_k=20), ((torch.arange(100) + 0.5) / 100).tolist()
+    alone = [draw_tokens([logits], [sampling], [u])[0] for u in uniforms]
+    for other in (Sampling(top_k=50), Sampling(top_k=1000), Sampling(top_p=0.5), Sampling()):
+        beside = [draw_tokens([logits, logits, logits], [other, sampling, other], [0.5, u, 0.5])[1] for u in uniforms]
+        assert beside == alone
+    order = sorted(range(2000), key=lambda token: (-float(logits[token]), token))
+    assert set(alone) <= set(order[:20]) and order[0] in alone
+
+
+def test_tokens_that_are_not_numbers_are_noticed() -> None:
+    logits = torch.randn(300)
+    logits.view(torch.int32)[7] = -(2**22)  # NaN with the sign that x86 gives to inf - inf
+    assert logits[7].isnan() and draw_tokens([logits], [Sampling(top_k=5)], [0.1]) == [None]
 
 
 @pytest.mark.gpu

@@ -1,10 +1,11 @@
 """Tokens from logits: penalties, grammar, temperature, top-k, min-p, top-p, in that order.
 
 A row is drawn with one number u in [0, 1): the first token at which the sum of probabilities exceeds u times their sum.
-That reads a row a few times, on the device that has it and for all sampled sequences of a step at once; a random number
-for each of V tokens, or a sort of V numbers, takes longer than a decode step. top-k and top-p look at the CANDIDATES
-most likely tokens; a nucleus that does not end among these is found by sorting that row. What a row gives depends on
-its own logits, settings and u, not on the other rows.
+That reads a row a few times, on the device that has it and for many sampled sequences of a step at once; a random
+number for each of V tokens, or a sort of V numbers, takes longer than a decode step. top-k and top-p look at the
+CANDIDATES most likely tokens; a nucleus that does not end among these is found by sorting that row. What a row gives
+depends on its own logits, settings and u, not on the other rows: sums have one order, and of tokens that are equally
+likely, which logits in bf16 often are, the one with the smaller id comes first.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ktransformers.errors import KTError
 from ktransformers.serve.engine.sampling import Sampling
 
 CANDIDATES = 256
+ROWS_AT_ONCE = 32  # their copies, about 40 bytes a logit, are within what the plan counts for scores (SCORED_ROWS)
 
 
 def sample_token(
@@ -42,7 +44,7 @@ def sample_token(
         logits.masked_fill_(~allowed, -torch.inf)
     if sampling.greedy:
         return int(logits.argmax())
-    (drawn,) = draw_tokens(logits[None], [sampling], [uniform(rng)])
+    (drawn,) = draw_tokens([logits], [sampling], [uniform(rng)])
     if drawn is None:
         raise KTError("no token can be drawn: logits are not numbers, or no token is allowed")
     return drawn
@@ -64,18 +66,20 @@ def _apply_penalties(logits: Tensor, sampling: Sampling, prompt: Sequence[int], 
         logits[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * occurrences
 
 
-def draw_tokens(logits: Tensor, settings: Sequence[Sampling], uniforms: Sequence[float]) -> list[int | None]:
-    """`logits` float32 [n, V], of which settings change nothing; None: the row has no probabilities."""
+def draw_tokens(logits: Sequence[Tensor], settings: Sequence[Sampling], uniforms: Sequence[float]) -> list[int | None]:
+    """`logits` [V] each, of which settings change nothing; None: the row has no probabilities."""
     tokens: list[int | None] = [None] * len(settings)
-    draws = [_draw_of(one, logits.shape[1]) for one in settings]
+    vocabulary = logits[0].shape[0]
+    draws = [_draw_of(one, vocabulary) for one in settings]
     for draw in dict.fromkeys(draws):
         rows = [row for row, other in enumerate(draws) if other is draw]
-        part = logits if len(rows) == len(settings) else logits[rows]
-        chosen = [settings[row] for row in rows]
-        scaled = part / _column([one.temperature for one in chosen], part).float()
-        drawn = draw(scaled, chosen, _column([uniforms[row] for row in rows], part))
-        for row, token in zip(rows, drawn, strict=True):
-            tokens[row] = token
+        for first in range(0, len(rows), ROWS_AT_ONCE):
+            part = rows[first : first + ROWS_AT_ONCE]
+            scaled = torch.stack([logits[row] for row in part]).float()
+            scaled /= _column([settings[row].temperature for row in part], scaled).float()
+            drawn = draw(scaled, [settings[row] for row in part], _column([uniforms[row] for row in part], scaled))
+            for row, token in zip(part, drawn, strict=True):
+                tokens[row] = token
     return tokens
 
 
@@ -104,20 +108,20 @@ def _draw_from_all(scaled: Tensor, settings: Sequence[Sampling], uniforms: Tenso
 
 def _draw_from_top_k(scaled: Tensor, settings: Sequence[Sampling], uniforms: Tensor) -> list[int | None]:
     limits = [one.top_k for one in settings]
-    values, ids = scaled.topk(max(limits))
+    values = scaled.topk(max(limits)).values
     behind = torch.arange(max(limits), device=scaled.device) >= _column(limits, scaled)
     weights = _without_unlikely(values.masked_fill(behind, -torch.inf).softmax(-1), settings)
     places, valid = _choose(_nucleus(weights, _total(weights), settings), uniforms)
-    return _read(ids.gather(1, places), valid)
+    return _read(_tokens_at(places, values, scaled), valid)
 
 
 def _draw_from_nucleus(scaled: Tensor, settings: Sequence[Sampling], uniforms: Tensor) -> list[int | None]:
     """With top-p and without top-k."""
     every = _without_unlikely(scaled.softmax(-1), settings)
-    weights, ids = every.topk(min(CANDIDATES, scaled.shape[1]))
+    weights = every.topk(min(CANDIDATES, scaled.shape[1])).values
     nucleus = _nucleus(weights, _total(every), settings)
     places, valid = _choose(nucleus, uniforms)
-    tokens = _read(ids.gather(1, places), valid)
+    tokens = _read(_tokens_at(places, weights, every), valid)
     if weights.shape[1] == scaled.shape[1]:
         return tokens
     ends = (nucleus[:, -1] == 0).tolist()  # among the candidates
@@ -133,9 +137,17 @@ def _read(tokens: Tensor, valid: Tensor) -> list[int | None]:
 
 def _draw_from_sorted(every: Tensor, sampling: Sampling, uniform: Tensor) -> int:
     """One row whose nucleus is longer than the candidates."""
-    weights, order = every[None].sort(descending=True)
+    weights = every[None].sort(descending=True).values
     places, _ = _choose(_nucleus(weights, _total(every[None]), [sampling]), uniform[None])
-    return int(order.gather(1, places))
+    return int(_tokens_at(places, weights, every[None]))
+
+
+def _tokens_at(places: Tensor, largest: Tensor, numbers: Tensor) -> Tensor:
+    """The tokens that have these places among the largest of `numbers`, which descend; equal ones in order of their
+    ids. Those that `topk` names are others for another count or number of rows."""
+    number = largest.gather(1, places)
+    nth = places - (largest > number).sum(-1, keepdim=True)  # of the equal ones
+    return torch.searchsorted((numbers == number).cumsum(-1), nth + 1)
 
 
 def _total(weights: Tensor) -> Tensor:

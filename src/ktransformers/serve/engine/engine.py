@@ -219,6 +219,7 @@ class ServeEngine:
         started = time.monotonic()
         batch = self._build_batch()
         if not batch:
+            self._drop_ahead()
             return False
         results = self._run(batch)
         if results is None:
@@ -363,8 +364,7 @@ class ServeEngine:
     def _allocate(self, sequence: Sequence) -> bool:
         """Give the sequence a slot with everything of it that is cached; False: no capacity now."""
         top_logprobs = (sequence.request.logprobs or 0) if sequence.request.prompt_logprobs else None
-        if self.forward.graphs is not None:  # a step ahead may write to the slot of a sequence that has ended
-            self.forward.graphs.wait_for_ahead()
+        self._drop_ahead()  # it may write to the slot of a sequence that has ended, and does not know this sequence
         slot = sequence.slot = self.kv_cache.allocate(*_key(sequence), top_logprobs)
         if slot is None:
             return False
@@ -459,9 +459,14 @@ class ServeEngine:
         ]
         if not drawn:
             return results
-        rows = torch.stack([logits for _, _, logits in drawn]).float()
         settings = [sequence.request.sampling for _, sequence, _ in drawn]
-        tokens = draw_tokens(rows, settings, [uniform(sequence.rng) for _, sequence, _ in drawn])
+        uniforms = [uniform(sequence.rng) for _, sequence, _ in drawn]
+        try:
+            tokens = draw_tokens([logits for _, _, logits in drawn], settings, uniforms)
+        except Exception as error:
+            if exhausted_memory(error) is None:
+                raise
+            tokens = draw_tokens([logits.cpu() for _, _, logits in drawn], settings, uniforms)
         filled = list(results)
         for (index, _, logits), token in zip(drawn, tokens, strict=True):
             filled[index] = ForwardResult(logits, token)

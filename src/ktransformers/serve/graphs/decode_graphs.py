@@ -214,11 +214,6 @@ class DecodeGraphs:
         elif any(row.token != index for index, row in enumerate(rows)):  # sequences have left
             self._latest[: len(rows)] = self._latest[step.device_table[TOKEN, : len(rows)]]
 
-    def wait_for_ahead(self) -> None:
-        """Wait for a step that was launched ahead, before slots that it writes get other contents."""
-        if self._ahead is not None:
-            self._ahead.wait()
-
     def drop_ahead(self) -> None:
         """Wait for a step that was launched ahead, and forget it."""
         ahead, self._ahead = self._ahead, None
