@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ktransformers.nn.fused_check import matches
 from ktransformers.serve.engine.attention import Span
-from ktransformers.serve.engine.decode_layer import CoreDecodeLayer, compute_layers, fits_core, repeated
+from ktransformers.serve.engine.decode_layer import PROBE_ERRORS, CoreDecodeLayer, compute_layers, fits_core, repeated
 
 PARTS = ("embed_tokens", "rotary_emb", "norm")  # of the body of a model
 ROTARY_BLOCK = 64  # positions whose cosines and sines are computed together
@@ -87,7 +87,7 @@ class DecodeStack:
         self._rotary.repeats = repeats.pop()
         try:
             return self._compute(tokens, positions, spans)
-        except (TypeError, ValueError, RuntimeError):
+        except PROBE_ERRORS:
             return None
 
     def judge(self, trial: Tensor, expected: Tensor) -> None:
