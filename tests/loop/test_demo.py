@@ -33,11 +33,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_demo_loop_is_valid(model: Path) -> None:
+def test_demo_loop_is_valid(model: Path, tmp_path: Path) -> None:
     from ktransformers.train.plan import make_plan
     from ktransformers.train.resolve import read_settings
 
-    loop = read_loop(ROOT / "examples" / "demo.yaml")
+    loop = read_loop(ROOT / "examples" / "demo.yaml", [f"run={tmp_path / 'run'}"])  # not that of a `make demo` before
     names = [stage.name for stage in build_stages(loop)]
     assert names == ["model", "tasks", "plan", "train", "prove", "baseline", "eval", "compare"]
     keys = build_recipe(loop, run_paths(loop)) | {"model_name_or_path": str(model)}

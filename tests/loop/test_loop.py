@@ -323,9 +323,20 @@ def test_no_step_is_timed_where_the_recipe_takes_its_least_anyway(place: Path) -
     assert not (place / "run" / "pace").exists()
     assert json.loads((place / "run" / "pace.json").read_text())["timed"] is False
     assert "max_steps: 16" in (place / "run" / "train.yaml").read_text()
+    assert look(place, "train.least_steps=16") == [], "what was decided by the plan is decided by it again"
+    assert look(place, "train.least_steps=17") == ["train", "prove", "baseline", "eval", "compare"]
     for words in (["train.least_steps=14"], ["train.least_steps=16", "train.pace_steps=3"]):
         steps = Runner(read_loop(place / "loop.yaml", words), Quiet()).run_stages()
         assert {step.name: step.status for step in steps}["pace"] == "run", words
+
+
+def test_a_pace_by_the_plan_is_not_taken_for_one_that_was_timed(place: Path) -> None:
+    """Of another recipe in the same directory: back to the first one, its steps are timed again."""
+    assert go(place)["pace"] == "run"
+    timed = (place / "run" / "train.yaml").read_text()
+    assert go(place, "train.least_steps=16", "train.keys.learning_rate=0.01")["pace"] == "skipped"
+    assert json.loads((place / "run" / "pace.json").read_text())["timed"] is False
+    assert go(place)["pace"] == "run" and (place / "run" / "train.yaml").read_text() == timed
 
 
 def test_the_server_takes_as_many_sequences_as_are_judged_at_once(place: Path) -> None:

@@ -100,14 +100,15 @@ def predict_pace(plan: dict[str, Any]) -> Pace | None:
     return Pace(float(forecast["tokens_per_second"]), tokens_per_step, int(data["steps"]), timed=False)
 
 
-def settle_pace(train: LoopTraining, run: Path) -> list[str] | None:
-    """Writes pace.json from the plan's forecast and returns the decision as a line; None: steps have to be timed."""
+def settle_pace(train: LoopTraining, run: Path, preview: bool) -> list[str] | None:
+    """The decision by the plan's forecast as a line, and pace.json unless `preview`; None: steps have to be timed."""
     pace = predict_pace(json.loads((run / "plan.json").read_text()))
     if pace is None or train.pace_steps is not None:
         return None
     if decide_steps(train, replace(pace, tokens_per_second=SURE_RATIO * pace.tokens_per_second)).bound != "least_steps":
         return None
-    write_json(run / "pace.json", asdict(pace))
+    if not preview:
+        write_json(run / "pace.json", asdict(pace))
     return [f"{'steps':<8} {decide_steps(train, pace)} by the plan"]
 
 

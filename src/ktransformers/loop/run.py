@@ -98,7 +98,10 @@ class Runner:
                     steps.append(
                         StageStatus(stage.name, "skipped", previous.seconds, child.command_line(stage.arguments))
                     )
-                elif stage.settle is not None and (lines := stage.settle()) is not None:
+                elif stage.settle is not None and stage.settle(True) is not None:
+                    self._clear(stage)
+                    record.remove_record(self._records, stage.name)  # of a run whose results these are not
+                    lines = stage.settle(False) or []
                     self._listener.on_end(stage, 0.0, [*lines, *self._time_lines(stage)])
                     steps.append(StageStatus(stage.name, "skipped", 0.0, child.command_line(stage.arguments)))
                 else:
@@ -119,7 +122,8 @@ class Runner:
         for stage in build_stages(self.loop, self.runs):
             previous = record.read_record(self._records, stage.name)
             stale = stale or (stage.prepare is not None and stage.prepare(True))
-            stale = stale or previous is None or not self._is_done(stage, previous, self._current(stage))
+            done = previous is not None and self._is_done(stage, previous, self._current(stage))
+            stale = stale or not (done or (stage.settle is not None and stage.settle(True) is not None))
             seconds = previous.seconds if previous is not None else 0.0
             steps.append(
                 StageStatus(

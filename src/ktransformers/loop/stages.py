@@ -47,7 +47,8 @@ class Stage:
     is_check: bool = False  # its failure is a result: later stages still run, and the loop exits with an error
     prepare: Callable[[bool], bool] | None = None  # (preview) -> whether its file changes; written unless preview
     finish: Callable[[], list[str]] | None = None  # returns lines for the listener
-    settle: Callable[[], list[str] | None] | None = None  # the same if its result is known without it; None: it runs
+    settle: Callable[[bool], list[str] | None] | None = None  # (preview) -> the same if its result is known without it,
+    # which is written unless preview; None: it runs
 
 
 @dataclass(frozen=True)
