@@ -185,7 +185,8 @@ def _torch_bf16_time_ratio() -> float:
     """Time of torch's bf16 linear over float32. It is measured in milliseconds, some tens of them on two slow cores.
 
     What counts is the CPU time of one thread, in turn and the least of some rounds: by the clock, other programs on the
-    same CPUs decide which of the two is faster, and with it the dtype of a model and the bits of its results."""
+    same CPUs decide which of the two is faster, and with it the dtype of a model and the bits of its results. Where
+    the kernel counts CPU time in ticks that are longer than a product, it is the clock all the same."""
     import torch
 
     ratio = 0.0
@@ -197,10 +198,10 @@ def _torch_bf16_time_ratio() -> float:
                 [torch.ones(shape, dtype=dtype, device="cpu") for shape in shapes]
                 for dtype in (torch.bfloat16, torch.float32)
             ]
-            times = [
-                [_cpu_seconds_of(torch.nn.functional.linear, *pair) for pair in operands] for _ in range(PROBE_ROUNDS)
-            ]
-            bf16, float32 = map(min, zip(*times, strict=True))
+            # [round, dtype, CPU time or clock]
+            rounds = [[_seconds_of(torch.nn.functional.linear, *of) for of in operands] for _ in range(PROBE_ROUNDS)]
+            cpu, clock = torch.tensor(rounds, dtype=torch.float64, device="cpu").amin(0).t().tolist()
+            bf16, float32 = cpu if min(cpu) > 0 else clock
             ratio = bf16 / float32
             if bf16 > EMULATED_SECONDS:
                 break
@@ -219,10 +220,11 @@ def _one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _cpu_seconds_of(function: Callable[..., object], *args: object) -> float:
-    started = time.thread_time()
+def _seconds_of(function: Callable[..., object], *args: object) -> tuple[float, float]:
+    """CPU time of this thread, and time by the clock."""
+    started, began = time.thread_time(), time.perf_counter()
     function(*args)
-    return time.thread_time() - started
+    return time.thread_time() - started, time.perf_counter() - began
 
 
 def bf16_is_fast(device: str) -> bool:
@@ -251,7 +253,8 @@ def scheduled_seconds() -> tuple[float, float]:
             words = file.read_text().split()
         except OSError:  # the thread has ended
             continue
-        ran, waited = ran + int(words[0]), waited + int(words[1])
+        if len(words) > 1:
+            ran, waited = ran + int(words[0]), waited + int(words[1])
     return ran / 1e9, waited / 1e9
 
 

@@ -245,3 +245,10 @@ def test_measurement_is_repeatable() -> None:
         ratios.append(system._torch_bf16_time_ratio())
     choices = {ratio <= system.MAX_BF16_RATIO for ratio in ratios}
     assert len(choices) == 1 or all(0.5 < ratio / system.MAX_BF16_RATIO < 2 for ratio in ratios), ratios
+
+
+def test_measurement_where_cpu_time_has_coarse_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system.time, "thread_time", lambda: 0.01)
+    system._torch_bf16_time_ratio.cache_clear()
+    assert system._torch_bf16_time_ratio() > 0
+    system._torch_bf16_time_ratio.cache_clear()

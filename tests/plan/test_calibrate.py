@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ktransformers import _core
 from ktransformers.plan import Serving, make_plan, open_shape
 from ktransformers.plan import calibrate as module
 from ktransformers.plan.machine import EXPERTS_SECONDS, LAYER_SECONDS, PYTHON_SECONDS
@@ -71,4 +72,11 @@ def test_time_spent_waiting_for_a_core_is_left_out(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module.system, "scheduled_seconds", lambda: next(seconds))
     assert module._running_rate(lambda: 5.0) == 20.0
     monkeypatch.setattr(module.system, "scheduled_seconds", lambda: (0.0, 0.0))  # a kernel that does not count it
+    assert module._running_rate(lambda: 5.0) == 5.0
+
+
+def test_waiting_for_the_limit_of_a_container_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([(1.0, 1.0), (2.0, 4.0)])
+    monkeypatch.setattr(module.system, "scheduled_seconds", lambda: next(seconds))
+    monkeypatch.setattr(_core, "machine", lambda: {"quota": 2.0})
     assert module._running_rate(lambda: 5.0) == 5.0

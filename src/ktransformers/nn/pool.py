@@ -7,8 +7,11 @@ There is one pool, because the threads of two would compete for the same CPUs. A
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import threading
+
+import torch
 
 from ktransformers import _core, env
 from ktransformers.nn.rank_cores import bind_rank_cores
@@ -37,8 +40,17 @@ def set_default_pool(threads: int = 0, groups: int = 0, spare: bool = False) -> 
         return _default[0]
 
 
+def limit_torch_threads() -> None:
+    """torch has a thread for each CPU that it may use. Where a container grants the time of fewer CPUs, so many threads
+    use up its share early in every period and stand still for the rest of it."""
+    quota = _core.machine()["quota"]
+    if quota and not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(min(torch.get_num_threads(), max(1, math.ceil(quota))))
+
+
 def _new_pool(threads: int, groups: int, spare: bool) -> _core.Pool:
     bind_rank_cores()
+    limit_torch_threads()
     pool = _core.Pool(threads, groups)
     if spare and not threads and not env.text("KT_THREADS") and pool.threads > 2:
         return _core.Pool(pool.threads - 1, groups)

@@ -66,6 +66,9 @@ def calibrate(*, remeasure: bool = False) -> Rates:
     isa, file = _core.isa(), _file_of(pool)
     if not remeasure and (cached := _read(file)) is not None:
         return cached
+    from ktransformers.nn.pool import limit_torch_threads
+
+    limit_torch_threads()
     tile, read = (_running_rate(partial(pool.rate, loop, LOOP_SECONDS)) for loop in ("panels", "read"))
     forward, backward = _layer_shares(pool, tile)
     rates = Rates(
@@ -133,11 +136,14 @@ def _write(file: Path, rates: Rates) -> None:
 
 
 def _running_rate(measure: Callable[[], float]) -> float:
-    """A rate by the clock, as it would be if the threads of this process had not waited for a core."""
+    """A rate by the clock, as it would be if the threads of this process had not waited for a core. Under a limit of
+    CPU time, as containers have, threads wait for their own limit, which stays."""
+    from ktransformers import _core
+
     before = system.scheduled_seconds()
     rate = measure()
     ran, waited = (now - then for now, then in zip(system.scheduled_seconds(), before, strict=True))
-    return rate * (ran + waited) / ran if ran > 0 else rate
+    return rate * (ran + max(0.0, waited)) / ran if ran > 0 and not _core.machine()["quota"] else rate
 
 
 def _running_seconds(call: Callable[[], object], rounds: int = 3) -> float:
