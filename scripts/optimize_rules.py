@@ -32,7 +32,8 @@ FAMILIES = {
     "Qwen3-30B-A3B": Family(48, "Qwen3MoeSparseMoeBlock", "KQwen3MoeSparseMoeBlock", "KQwen3MoeModel", False),
     "Qwen3-235B-A22B": Family(94, "Qwen3MoeSparseMoeBlock", "KQwen3MoeSparseMoeBlock", "KQwen3MoeModel", False),
 }
-GPUS = {"": 1, "-multi-gpu": 2, "-multi-gpu-4": 4}  # end of the name -> GPUs
+GPUS = {"": 1, "-multi-gpu": 2, "-multi-gpu-4": 4, "-multi-gpu-8": 8}  # end of the name -> GPUs
+LARGE = 61  # layers from which on there are files for eight GPUs
 
 HEADER = """\
 # {name}: {work}. Routed experts are computed on the CPU, in the bits they were released in;
@@ -141,7 +142,7 @@ def rule_files() -> dict[str, str]:
         for training in (False, True):
             for amx in (False, True):
                 for end, gpus in GPUS.items():
-                    if gpus > 1 and (family.layers is None or not amx):
+                    if gpus > 1 and (family.layers is None or (gpus == 8 and family.layers < LARGE)):
                         continue
                     file = f"{name}{'-sft' if training else ''}{'-amx' if amx else ''}{end}.yaml"
                     files[file] = rule_text(name, file, family, training=training, amx=amx, gpus=gpus)

@@ -32,6 +32,7 @@ from ktransformers.place.rule_devices import devices_by_rules
 from ktransformers.place.rule_report import report_rules
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.kv_tiers import open_tiers
+from ktransformers.serve.placement import options_of
 from ktransformers.serve.target import Target
 from tests.support.tiny_models import COMMON, FAMILIES
 
@@ -202,7 +203,10 @@ def test_gpus_that_are_not_here(tmp_path: Path) -> None:
 def test_files_of_the_package_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = shipped_names()
-    assert len(names) == 60
+    assert len(names) == 104
+    for guide, shipped in (("DeepSeek-V3-Chat-serve", "DeepSeek-V3-Chat"), ("Qwen3Moe-serve-amx", "Qwen3Moe-amx")):
+        assert require_rules(f"{guide}.yaml").path.stem == shipped
+    assert require_rules("DeepSeek-V3-Chat-multi-gpu-4.yaml").gpus == 4, "for any CPU"
     for name in ("DeepSeek-V3-Chat-sft-amx-multi-gpu.yaml", "DeepSeek-V2-Lite-Chat-sft-amx.yaml"):
         assert require_rules(f"examples/kt_optimize_rules/{name}").path == SHIPPED / name
     assert (
@@ -219,14 +223,40 @@ def test_files_of_the_package_are_found_by_name(tmp_path: Path, monkeypatch: pyt
     assert {name: (SHIPPED / name).read_text() for name in names} == script.rule_files()
 
 
+@pytest.mark.parametrize("name", ["my_rulez.yaml", "rules/Kimi-K2-sft-amxx.yaml", "x-multi-gpu-0.yaml", "-sft.yml"])
+def test_a_name_without_a_file_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By everything that reads rules; a recipe for training may have a name that says what it asks for."""
+    monkeypatch.chdir(tmp_path)
+    for read in (find_rules, require_rules, operators_of, own_sources):
+        with pytest.raises(InputError, match=f"kt_optimize_rule: given {name}, which does not exist"):
+            read(name)
+    with pytest.raises(InputError, match="which does not exist"):
+        options_of(Launch("M", place={"kt_optimize_rule": name}), Target(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["x-sft.yaml", "x-sft-amx-multi-gpu-16.yaml", "<model>-sft-amx-<gpu-count>.yaml"])
+def test_a_recipe_may_name_what_it_asks_for_and_a_server_may_not(name: str, tmp_path: Path) -> None:
+    assert find_rules(name) is None and operators_of(name) == []
+    with pytest.raises(InputError, match=f"kt_optimize_rule: given {name}, which does not exist"):
+        options_of(Launch("M", place={"kt_optimize_rule": name}), Target(tmp_path))
+
+
+def rules_alone(name: str) -> str:
+    """The text of a file without its header and the word that tells AMX from any CPU."""
+    return (SHIPPED / name).read_text().partition("- match")[2].replace("AMXBF16", "llamafile")
+
+
 @pytest.mark.parametrize("family", RELEASED)
 def test_files_of_the_package_fit_the_released_models(family: str) -> None:
     """Every module that has weights has a rule, and every rule a module; nothing but experts and embedding is on the
     CPU; layers are spread evenly."""
-    names = [name for name in shipped_names() if name.startswith((f"{family}.", f"{family}-sft", f"{family}-amx"))]
-    assert len(names) == (4 if family == "Qwen3Moe" else 8)
+    ends = (".", "-sft", "-amx", "-multi")
+    names = [name for name in shipped_names() if name.startswith(tuple(f"{family}{end}" for end in ends))]
     model = released(family)
-    for name in names:
+    assert len(names) == (4 if family == "Qwen3Moe" else 12 if model.config.num_hidden_layers < 61 else 16)
+    distinct = {rules_alone(name): name for name in names}
+    assert len(distinct) == len(names) // 2
+    for name in distinct.values():
         file = require_rules(name)
         found = plan_operators(model, file.rules)
         assert not [note for note in found.notes if "earlier rules" in note], name
@@ -234,7 +264,7 @@ def test_files_of_the_package_fit_the_released_models(family: str) -> None:
         assert weighted <= found.rule_of.keys(), name
         assert {type(item.operator) for item in found.assignments} and not found.expert_formats
         device_map = devices_by_rules(model, file.rules, ["cuda:0"])
-        gpus = 4 if "gpu-4" in name else 2 if "multi-gpu" in name else 1
+        gpus = next((count for count in (8, 4) if f"gpu-{count}" in name), 2 if "multi-gpu" in name else 1)
         counts = [device_map.layers.count(f"cuda:{place}") for place in range(gpus)]
         assert sum(counts) == len(device_map.layers) and max(counts) - min(counts) <= 1, name
         assert (device_map.embedding, device_map.head) == ("cpu", "cuda:0")

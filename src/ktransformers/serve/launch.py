@@ -91,13 +91,13 @@ def make_plan(launch: Launch, target: Target, log: LogLine, show: ShowPlan) -> P
     line does not require it, everything is on the CPU (`choose_device`)."""
     from ktransformers.nn.pretrained import read_pretrained_config
     from ktransformers.place.backends import encoded_format
-    from ktransformers.place.options import read_options
     from ktransformers.serve.forecast import forecast
+    from ktransformers.serve.placement import options_of
 
     launch = as_trained(launch, target)
     _check_rest(launch)
     max_positions = _max_positions(read_pretrained_config(target.model))
-    options = read_options(launch.place, target.keys)
+    options = options_of(launch, target)
     needs_gpu = options.needs_gpu or launch.device is not None or (launch.gpus or 1) > 1
 
     def plan_for(device: str) -> tuple[Plan | None, str]:
