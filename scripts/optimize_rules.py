@@ -87,8 +87,17 @@ LINEAR = """\
     class: ktransformers.operators.linear.KTransformersLinear
     kwargs:
       generate_device: "cuda"
-      generate_op: "{op}" # {meaning}
+      generate_op: "KLinearCPUInfer" # codes of the files where these are quantised; KLinearQ8: int8, KLinearMarlin: int4
       prefill_op: "KLinearTorch"
+"""
+TRAINED_LINEAR = """\
+- match:
+    name: "^model\\\\.layers\\\\."
+    class: torch.nn.Linear
+  replace:
+    class: default # stored as `rest` of the recipe says; ktransformers.operators.linear.KTransformersLinear decides itself
+    kwargs:
+      generate_device: "cuda"
 """
 ROTARY = """\
 - match:
@@ -112,8 +121,6 @@ REST = """\
     kwargs:
       generate_device: "cpu"
 """
-TORCH = "as loaded"
-RELEASED = "codes of the files where these are quantised; KLinearQ8: int8, KLinearMarlin: int4, KLinearFP8"
 
 
 def rule_text(name: str, file: str, family: Family, *, training: bool, amx: bool, gpus: int) -> str:
@@ -130,9 +137,7 @@ def rule_text(name: str, file: str, family: Family, *, training: bool, amx: bool
     if family.latent:
         parts.append(ATTENTION)
     parts.append(MOE.format(moe=family.moe, operator=family.moe_operator))
-    linear = ("KLinearTorch", TORCH) if training else ("KLinearCPUInfer", RELEASED)
-    parts.append(LINEAR.format(op=linear[0], meaning=linear[1]))
-    return "".join([*parts, ROTARY, REST])
+    return "".join([*parts, TRAINED_LINEAR if training else LINEAR, ROTARY, REST])
 
 
 def rule_files() -> dict[str, str]:

@@ -18,9 +18,14 @@ from ktransformers.expert_partition import ExpertShard, by_experts
 from ktransformers.nn import load_model
 from ktransformers.nn.coded_weight import CodedWeight
 from ktransformers.nn.contract import expert_modules
+from ktransformers.nn.skeleton import meta_model
 from ktransformers.operators import BaseInjectedModule, KLinearBase, KTransformersLinear, Loader, load_by_rules
+from ktransformers.operators.apply import apply_operators
+from ktransformers.operators.plan import plan_operators
+from ktransformers.operators.rules import read_rules
 from ktransformers.quant.convert import convert
 from ktransformers.quant.plan import make_plan, parse_formats
+from tests.support.packing import as_fp8
 from tests.support.tiny_models import build, save
 from tests.support.training import TOKENIZER, RunRecorder, recipe
 
@@ -109,6 +114,28 @@ def test_linears_have_the_numbers_of_their_format(directory: Path, tmp_path: Pat
     assert {name for name, _ in model.named_parameters()} == names, "names stay those of the stock model"
     kept = by_rules(directory, tmp_path, linear_rule("KLinearCPUInfer"))
     assert torch.equal(logits(kept), logits(plain)), "nothing is quantised in these files"
+
+
+@pytest.mark.parametrize("rest", ["int8", "keep"])
+def test_rest_leaves_layers_that_have_an_operator(rest: str, directory: Path, tmp_path: Path) -> None:
+    """`KLinearTorch` is numbers, whatever the others are: formats of `rest`, and codes of the files."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(linear_rule("KLinearTorch", "q_proj$"))
+    folder = directory if rest == "int8" else as_fp8(shutil.copytree(directory, tmp_path / "fp8"))
+    plan = plan_operators(meta_model(folder), read_rules(rules))
+    numbers = load_model(folder, dtype=torch.float32, rest="bf16", widen=False)
+    model: Any = load_model(
+        folder,
+        dtype=torch.float32,
+        rest=rest,
+        widen=False,
+        on_loaded=lambda loaded: apply_operators(loaded, plan, Loader(folder)),
+    )
+    for layer, plain in zip(model.model.layers, numbers.model.layers, strict=True):
+        weight = layer.self_attn.q_proj.weight
+        assert isinstance(layer.self_attn.q_proj, KTransformersLinear) and not isinstance(weight, CodedWeight)
+        assert torch.equal(weight, plain.self_attn.q_proj.weight)
+        assert isinstance(layer.self_attn.o_proj.weight, CodedWeight)
 
 
 def test_an_injected_module_is_the_original_to_everything_else(directory: Path) -> None:

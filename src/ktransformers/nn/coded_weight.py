@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -397,12 +397,14 @@ def rest_format(spec: str) -> EncodedFormat:
     return form
 
 
-def encode_linears(model: nn.Module, spec: str, pool: _core.Pool | None = None) -> int:
-    """Encode the weights of all suitable linear layers on the CPU, one after the other, whose memory is released;
-    returns how many."""
+def encode_linears(
+    model: nn.Module, spec: str, pool: _core.Pool | None = None, *, left: Collection[str] = ()
+) -> int:
+    """Encode the weights of all suitable linear layers on the CPU but those `left` by name, one after the other, whose
+    memory is released; returns how many."""
     form, encoded = rest_format(spec), 0
     for name, linear in _suitable(model):
-        if linear.weight.shape[1] % form.multiple == 0:
+        if name not in left and linear.weight.shape[1] % form.multiple == 0:
             code_linear(name, linear, spec, pool=pool)
             encoded += 1
     return encoded
@@ -417,13 +419,17 @@ def code_linear(
         _replace(linear, encode(stored_weight(linear.weight).detach(), spec), pool)
 
 
-def keep_released(model: nn.Module, tensors: Iterable[PlainTensor], pool: _core.Pool | None = None) -> int:
-    """Give suitable linear layers on the CPU the codes of the files that they were loaded from; returns how many. A
-    head that shares the embedding's weight takes a copy of that one's codes."""
+def keep_released(
+    model: nn.Module, tensors: Iterable[PlainTensor], pool: _core.Pool | None = None, *, left: Collection[str] = ()
+) -> int:
+    """Give suitable linear layers on the CPU but those `left` by name the codes of the files that they were loaded
+    from; returns how many. A head that shares the embedding's weight takes a copy of that one's codes."""
     released = {tensor.name: tensor.codes for tensor in tensors if tensor.codes is not None}
     names = {id(parameter): name for name, parameter in model.named_parameters()}  # of a shared one, the first
     kept = 0
     for name, linear in _suitable(model):
+        if name in left:
+            continue
         codes = released.get(f"{name}.weight") or released.get(names[id(linear.weight)])
         matrix = None if codes is None else codes()
         kept += keep_linear(name, linear, matrix if isinstance(matrix, Encoded) else None, pool)

@@ -8,7 +8,7 @@ transformers indexes it. A missing tensor, which stock transformers initialises 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ from ktransformers.nn.quantizer import KTConfig, Progress, is_host_only
 from ktransformers.nn.recoded_layer import ExpertFormats
 from ktransformers.nn.same_model import check_same_model
 
-OnLoaded = Callable[[PreTrainedModel], None]
+OnLoaded = Callable[[PreTrainedModel], Collection[str]]  # returns names of modules whose weights it has decided
 
 
 def load_model(
@@ -87,7 +87,8 @@ def load_model(
     `shard`: one rank's part of the experts, if several ranks divide them (`expert_partition.py`); the others' bytes
     are neither read nor packed, and `connect` (`nn/exchange.py`) must be called before the model computes.
     `formats` are those that experts are encoded in on the way, one for all or by the name of their module; None: as
-    they are in the files. `on_loaded` is called with the model before `rest` is applied. `later_gpus`: the caller moves
+    they are in the files. `on_loaded` is called with the model before `rest` is applied, and names the linear layers
+    that `rest` leaves as they then are. `later_gpus`: the caller moves
     the layers to so many GPUs afterwards (`place/device_map.py`), for which codes are chosen as for one.
     """
     path = Path(path)
@@ -152,12 +153,11 @@ def load_pretrained(
     if missing:
         raise InputError(missing[0], f"{len(missing)} tensors missing in {path}", "every tensor of the model")
     loaded: PreTrainedModel = model
-    if on_loaded is not None:
-        on_loaded(loaded)
-    if rest == "keep" and on_loaded is not None:  # operators have chosen layers that are numbers
-        keep_released(loaded, source.rest(), quantizer.pool)
+    decided = () if on_loaded is None else on_loaded(loaded)
+    if rest == "keep" and on_loaded is not None:  # so that operators got numbers
+        keep_released(loaded, source.rest(), quantizer.pool, left=decided)
     elif rest not in AS_RELEASED:
-        encode_linears(loaded, rest, quantizer.pool)
+        encode_linears(loaded, rest, quantizer.pool, left=decided)
     if on_gpu:
         keep_embedding_on_host(loaded, pin=torch.cuda.is_available())
     if device is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -201,7 +201,7 @@ def _load_service(
         log(placement.move_layers(model, gpus))
     coded = describe_coded(model)
     if coded or launch.rest not in AS_RELEASED:
-        log(coded or f"--rest {launch.rest}: without effect: no linear layer of this model is large enough")
+        log(coded or f"--rest {launch.rest}: without effect: no linear layer without an operator is large enough")
     forward = make_forward(model, fp8_cache=launch.fp8_cache)
     if forward.reason:
         log(f"sequences of {model.config.model_type} are computed one at a time: {forward.reason}")
@@ -384,12 +384,11 @@ def _load_model(
     from ktransformers.checkpoint.packed import is_packed
     from ktransformers.checkpoint.shards import Shards
 
-    def on_loaded(loaded: Any) -> None:
+    def on_loaded(loaded: Any) -> Collection[str]:
         from ktransformers.operators.apply import apply_operators
         from ktransformers.operators.loader import Loader
 
-        if operators is not None:
-            apply_operators(loaded, operators, Loader(directory))
+        return () if operators is None else apply_operators(loaded, operators, Loader(directory))
 
     directory = target.model
     stock_reads_it = not is_gguf_directory(directory)
@@ -399,9 +398,9 @@ def _load_model(
         from ktransformers.nn.coded_weight import encode_linears
 
         stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
-        on_loaded(stock)
+        decided = on_loaded(stock)
         if launch.rest not in AS_RELEASED:
-            encode_linears(stock, launch.rest)
+            encode_linears(stock, launch.rest, left=decided)
         return stock.to(device)
     from ktransformers.nn import load_model
     from ktransformers.nn.pool import set_default_pool
