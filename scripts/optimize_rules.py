@@ -119,7 +119,7 @@ REST = """\
   replace:
     class: default
     kwargs:
-      generate_device: "cpu"
+      generate_device: "cpu" # the table is in host memory, and a GPU looks rows up there
 """
 
 

@@ -157,6 +157,7 @@ def _load_service(
     from ktransformers.nn.coded_weight import describe_coded
     from ktransformers.nn.pretrained import read_tokenizer
     from ktransformers.place.apply import ModelPlacement
+    from ktransformers.place.device_map import run_on
     from ktransformers.serve.engine.forward import make_forward
     from ktransformers.serve.http.service import PrepareOptions, Service
     from ktransformers.serve.http.templates import ServedTemplates
@@ -199,6 +200,8 @@ def _load_service(
         connect_group(model, group, log)
     if multi_gpu:
         log(placement.move_layers(model, gpus))
+    else:
+        run_on(model, device)
     coded = describe_coded(model)
     if coded or launch.rest not in AS_RELEASED:
         log(coded or f"--rest {launch.rest}: without effect: no linear layer without an operator is large enough")
@@ -395,13 +398,15 @@ def _load_model(
     if stock_reads_it and not find_experts(Shards.of_directory(directory).names):  # a dense model
         from transformers import AutoModelForCausalLM
 
-        from ktransformers.nn.coded_weight import encode_linears
+        from ktransformers.nn.coded_weight import check_on_device, encode_linears
 
         stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
         decided = on_loaded(stock)
         if launch.rest not in AS_RELEASED:
             encode_linears(stock, launch.rest, left=decided)
-        return stock.to(device)
+        stock = stock.to(device)
+        check_on_device(stock)
+        return stock
     from ktransformers.nn import load_model
     from ktransformers.nn.pool import set_default_pool
 
