@@ -71,6 +71,11 @@ class DeviceMap:
         return len({*self.layers, self.embedding, self.head}) > 1
 
     @property
+    def gpus(self) -> tuple[str, ...]:
+        """Those that weights outside of the experts go to, in the order of their names."""
+        return tuple(sorted(device for device in {*self.layers, self.embedding, self.head} if device != "cpu"))
+
+    @property
     def resident_layers(self) -> list[str]:
         """Layers of experts that a rule makes resident with all of their experts."""
         return [name for name, device in self.experts.items() if device != "cpu"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -166,6 +166,7 @@ def _load_service(
         attach_experts,
         fill_gpus,
         gpus_of,
+        gpus_of_layers,
         options_of,
         plan_operators,
         spreads_layers,
@@ -193,8 +194,9 @@ def _load_service(
     operators = plan_operators(placement.options, launch, target, plan, device, log)
     shard = None if group is None else group.shard
     gpus = gpus_of(launch, plan) if multi_gpu else 0
+    later = gpus_of_layers(placement.options, target, gpus) if multi_gpu else ()
     model = _load_model(
-        launch, target, dtype, load_device, uses_gpu_experts, log, operators, later_gpus=gpus, shard=shard
+        launch, target, dtype, load_device, uses_gpu_experts, log, operators, later_gpus=later, shard=shard
     )
     if group is not None:
         connect_group(model, group, log)
@@ -377,10 +379,10 @@ def _load_model(
     log: LogLine,
     operators: Any,
     *,
-    later_gpus: int = 0,
+    later_gpus: Sequence[str] = (),
     shard: ExpertShard | None = None,
 ) -> Any:
-    """`operators` is the plan of what rules make of it, None without rules; `later_gpus` that layers are moved to
+    """`operators` is the plan of what rules make of it, None without rules; `later_gpus` those that layers are moved to
     afterwards."""
     from ktransformers.checkpoint import find_experts
     from ktransformers.checkpoint.gguf_directory import is_gguf_directory

@@ -19,8 +19,8 @@ from ktransformers.nn.skeleton import meta_model
 from ktransformers.nn.w8a8 import use_w8a8
 from ktransformers.operators.plan import OperatorPlan
 from ktransformers.operators.rules import require_rules
-from ktransformers.place.apply import ModelPlacement, needs_spreading, plan_rules
-from ktransformers.place.device_map import find_decoder_layers
+from ktransformers.place.apply import ModelPlacement, find_device_map, needs_spreading, plan_rules
+from ktransformers.place.device_map import find_decoder_layers, visible_gpus
 from ktransformers.place.free_memory import bytes_to_allocate
 from ktransformers.place.options import PlacementOptions, read_options
 from ktransformers.plan import Plan
@@ -51,6 +51,13 @@ def gpus_of(launch: Launch, plan: Plan | None) -> int:
 
 def spreads_layers(options: PlacementOptions, launch: Launch, plan: Plan | None) -> bool:
     return needs_spreading(options, gpus_of(launch, plan))
+
+
+def gpus_of_layers(options: PlacementOptions, target: Target, gpus: int) -> tuple[str, ...]:
+    """Those that layers go to, by the plan's number of GPUs or by rules."""
+    if options.kt_optimize_rule is None:
+        return tuple(visible_gpus(gpus))
+    return find_device_map(meta_model(target.model), options, gpus).gpus
 
 
 def plan_operators(
