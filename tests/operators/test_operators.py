@@ -3,8 +3,10 @@ training with stock PEFT on top, serving, and the two operators of the tutorial.
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +230,31 @@ def test_the_operator_of_the_guide(directory: Path, tmp_path: Path) -> None:
     own = LinearTorchInject("x", Loader(directory), None, layer, "cpu")
     own.load()
     torch.testing.assert_close(own(torch.ones(1, 4, dtype=torch.bfloat16)), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("op", ["KLinearTorch", "KLinearQ8"])
+def test_unload_drops_weights_and_load_reads_them_again(op: str, directory: Path, tmp_path: Path) -> None:
+    model = by_rules(directory, tmp_path, linear_rule(op))
+    expected, layer = logits(model), model.model.layers[0].self_attn.q_proj
+    numbers = weakref.ref(layer.weight)
+    layer.unload()
+    gc.collect()
+    assert numbers() is None and layer.weight is None and layer.orig_module.weight is None
+    layer.load()
+    assert isinstance(layer.weight, CodedWeight) == (op == "KLinearQ8") and layer.weight.dtype == torch.float32
+    assert torch.equal(logits(model), expected)
+
+
+def test_load_weight_reads_what_an_operator_of_ones_own_has_dropped(directory: Path) -> None:
+    from my_operators import ThreeBitLinear
+
+    layer = nn.Linear(256, 512, bias=False, dtype=torch.float32)
+    own = ThreeBitLinear("model.layers.0.self_attn.q_proj", Loader(directory), None, layer, "cpu")
+    own.load()
+    own.unload()
+    assert own.weight is None
+    own.load()
+    assert own.weight.dtype == torch.float32 and not own.weight.requires_grad
 
 
 def test_operators_of_the_tutorial(directory: Path, tmp_path: Path) -> None:

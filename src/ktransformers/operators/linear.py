@@ -43,14 +43,18 @@ class KLinearBase(nn.Linear):
 
     def __init__(self) -> None:
         """After `BaseInjectedModule.__init__`, which gives this module the weights of the original."""
+        weight = self._parameters.get("weight")
         self.has_bias = self._parameters.get("bias") is not None
+        self.weight_dtype = None if weight is None else weight.dtype
 
     def load_weight(self, override_key: str | None = None, device: str | torch.device | None = None) -> Weights:
         """The weight `[out, in]` in the model's dtype, with a bias a pair of both. Those of the loaded layer, or with
-        `override_key` those of another layer of the files."""
+        `override_key` those of another layer of the files; after `unload` those of its own layer there."""
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        if override_key is None and weight is None and self.gguf_loader.has_tensor(f"{self.key}.weight"):
+            override_key = self.key
         if override_key is not None:
-            dtype = None if weight is None else weight.dtype
+            dtype = self.weight_dtype
             weight = _frozen(self.gguf_loader.load_tensor(f"{override_key}.weight", dtype=dtype))
             name = f"{override_key}.bias"
             bias = (
@@ -64,9 +68,6 @@ class KLinearBase(nn.Linear):
     def load(self, w: Weights | None = None, device: str | torch.device | None = None) -> None:
         """Make of the weights what `forward` multiplies with; a class without a `load` of its own multiplies with the
         weights of the original layer."""
-
-    def unload(self) -> None:
-        """Drop what `load` made."""
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:
@@ -107,6 +108,7 @@ class KTransformersLinear(BaseInjectedModule, KLinearBase):
         return Outcome(format=wanted)
 
     def load(self, w: Any = None, device: str | torch.device | None = None) -> None:
+        super().load()
         wanted = LINEAR_OPS[self.generate_op]
         released = None if wanted is None else self.gguf_loader.codes(f"{self.key}.weight")
         if wanted == KEEP:
