@@ -28,12 +28,17 @@ from ktransformers.operators.rules import (
     require_rules,
     shipped_names,
 )
+from ktransformers.place.backends import rest_by_rules
+from ktransformers.place.options import read_options
 from ktransformers.place.rule_devices import devices_by_rules
 from ktransformers.place.rule_report import report_rules
 from ktransformers.serve.flags import Launch
+from ktransformers.serve.forecast import serving_workload
 from ktransformers.serve.kv_tiers import open_tiers
 from ktransformers.serve.placement import options_of
 from ktransformers.serve.target import Target
+from ktransformers.train.forecast import training_workload
+from ktransformers.train.resolve import read_settings
 from tests.support.tiny_models import COMMON, FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -314,6 +319,52 @@ def test_report_counts_bytes_per_device(tmp_path: Path) -> None:
     assert sum(item.weights for item in experts) == numbers
     assert report.bytes["cuda:0"] == 2 * rest
     assert numbers + 2 * embedding <= report.bytes["cpu"] < 1.01 * numbers + 2 * embedding
+
+
+@pytest.mark.parametrize("op", ["KLinearCPUInfer", "KLinearTorch", None])
+@pytest.mark.parametrize("coded", [None, 1.0001])
+def test_report_counts_codes_that_are_kept(coded: float | None, op: str | None, tmp_path: Path) -> None:
+    """By an operator, or without one as `rest: keep` has them; a release without codes is shown in bf16."""
+    file = tmp_path / "rules.yaml"
+    linear = rule(LINEAR, "class: torch.nn.Linear", generate_op=op) if op else ""
+    file.write_text(linear + rule("default", "name: 'embed_tokens$'", generate_device="cpu"))
+    model = tiny(hidden_size=256, num_attention_heads=8, head_dim=32)
+    report = report_rules(model, require_rules(file), "fp8", coded)
+    shown = {module.name: module for module in report.modules}
+    layer = shown["model.layers.0.self_attn.q_proj"]
+    kept = coded is not None and op != "KLinearTorch"
+    assert layer.weights == 256 * 256 and layer.format == ("keep" if kept else "bf16")
+    assert layer.bytes == round(layer.weights * (coded if kept and coded else 2))
+    assert shown["model.layers.0.mlp.gate"].format == shown["model.embed_tokens"].format == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("ops", "rest", "planned"),
+    [
+        (["KLinearQ8"], "keep", "int8"),
+        (["KLinearQ8", "KLinearQ8"], "bf16", "int8"),
+        (["KLinearQ8", "KLinearFP8"], "int4:32", "int4:32"),
+        (["KLinearTorch"], "keep", None),
+        (["KLinearCPUInfer"], "bf16", "keep"),
+        ([None], "keep", "int4:32"),
+        ([], "bf16", None),
+    ],
+)
+def test_plans_count_linear_layers_as_rules_store_them(
+    ops: list[str | None], rest: str, planned: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "rules.yaml"
+    text = [
+        rule(LINEAR, f"name: 'layers\\.{at}\\.'", **({} if op is None else {"generate_op": op}))
+        for at, op in enumerate(ops)
+    ]
+    file.write_text("".join(text) + rule("default", "name: 'embed_tokens$'"))
+    options = read_options({"kt_optimize_rule": str(file)})
+    launch = Launch("M", rest=rest)
+    assert serving_workload(launch, 2, 512, rest_by_rules(options, rest)).linear_format == planned
+    keys = {"model_name_or_path": "m", "dataset": "d", "output_dir": "o", "rest": rest, "use_cpu": True}
+    settings = read_settings(keys | {"kt_optimize_rule": str(file)})
+    assert training_workload(settings, 2).linear_format == planned
 
 
 def test_kt_rules(tmp_path: Path) -> None:

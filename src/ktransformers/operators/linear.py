@@ -30,6 +30,7 @@ LINEAR_OPS: dict[str, str | None] = {
     "KLinearQ8": "int8",
     "KLinearCPUInfer": KEEP,
 }
+DEFAULT_OP = "KLinearMarlin"
 
 Weights = nn.Parameter | tuple[nn.Parameter, nn.Parameter]
 
@@ -84,7 +85,7 @@ class KTransformersLinear(BaseInjectedModule, KLinearBase):
         config: PreTrainedConfig,
         orig_module: nn.Module | None = None,
         generate_device: str = "cuda",
-        generate_op: str = "KLinearMarlin",
+        generate_op: str = DEFAULT_OP,
         prefill_device: str | None = None,
         prefill_op: str | None = None,
     ) -> None:
@@ -101,7 +102,7 @@ class KTransformersLinear(BaseInjectedModule, KLinearBase):
             raise InputError(match.where, given, "a linear layer", "add `class: torch.nn.Linear` to match")
         for word in ("generate_op", "prefill_op"):
             known_op(match, word, LINEAR_OPS)
-        wanted = LINEAR_OPS[match.arguments.get("generate_op") or "KLinearMarlin"]
+        wanted = LINEAR_OPS[match.arguments.get("generate_op") or DEFAULT_OP]
         reason = None if wanted is None else _why_as_loaded(match, wanted)
         if reason is not None:
             return Outcome(note=reason)

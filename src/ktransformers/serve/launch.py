@@ -90,7 +90,7 @@ def make_plan(launch: Launch, target: Target, log: LogLine, show: ShowPlan) -> P
     """Make and show the plan; one that does not fit is refused without --force. If nothing fits with the GPU, and the
     line does not require it, everything is on the CPU (`choose_device`)."""
     from ktransformers.nn.pretrained import read_pretrained_config
-    from ktransformers.place.backends import encoded_format
+    from ktransformers.place.backends import encoded_format, rest_by_rules
     from ktransformers.serve.forecast import forecast
     from ktransformers.serve.placement import options_of
 
@@ -103,7 +103,10 @@ def make_plan(launch: Launch, target: Target, log: LogLine, show: ShowPlan) -> P
     def plan_for(device: str) -> tuple[Plan | None, str]:
         dtype_bytes = parse_dtype(launch.dtype, device).itemsize
         wanted = launch.expert_format or encoded_format(options) or target.expert_format
-        return forecast(launch, target.model, device, dtype_bytes, max_positions, options.policies, needs_gpu, wanted)
+        rest = rest_by_rules(options, launch.rest)
+        return forecast(
+            launch, target.model, device, dtype_bytes, max_positions, options.policies, needs_gpu, wanted, rest
+        )
 
     plan, note = plan_for(choose_device(launch))
     if plan is not None and plan.gpu_unused_reason:
