@@ -4,6 +4,7 @@ the Triton product runs in the interpreter if TRITON_INTERPRET=1, which truncate
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -414,3 +415,42 @@ def test_products_of_heads_compile_for_every_capability(capability: int) -> None
         options = {"num_warps": config.warps, "enable_fp_fusion": False}
         compiled = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert 0 < compiled.metadata.shared <= 99 << 10
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@pytest.mark.parametrize("spec", ["int8", "int4:32", "uint4:32:f16", "fp8:128x128", "mxfp4", "nvfp4", "q4_k", "q6_k"])
+@pytest.mark.parametrize(("capability", "shared"), [(80, 163 << 10), (89, 99 << 10), (120, 99 << 10)])
+def test_products_compile_for_every_capability(
+    capability: int, shared: int, spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the shared memory of these devices, none of which need be here: the launches of 1, 32 and 64 rows."""
+    kernels = pytest.importorskip(device_linear.TRITON)
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    layout = word_layout(packed_linear(2048, 4096, spec))
+    assert layout is not None
+    launches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    kernel, names = kernels._product, kernels._product.arg_names
+    recorder = defaultdict(lambda: lambda *given, **words: launches.append((given, words)))
+    monkeypatch.setattr(kernels, "_product", recorder)
+    card = kernels.Card(132, divmod(capability, 10), shared)
+    parts = tuple(torch.empty(1, dtype=torch.int32) for _ in range(4))
+    for rows in (1, 32, 64):
+        config = kernels.configuration(rows, layout, card)
+        assert config is not None
+        kernels.product(torch.empty(rows, 4096, dtype=torch.bfloat16), parts, layout, parts[0], config)
+    types = {torch.int32: "*i32", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+    for given, words in launches:
+        constants = {name: value for name, value in words.items() if name in names}
+        options = {name: value for name, value in words.items() if name not in names}
+        values = dict(zip(names, given, strict=False))
+        pointers = {name: types[value.dtype] for name, value in values.items() if isinstance(value, Tensor)}
+        signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
+        constexprs = {(names.index(name),): value for name, value in constants.items()}
+        aligned = {name for name, value in values.items() if name in pointers or value % 16 == 0}
+        attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+        source = ASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
+        compiled = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        assert 0 < compiled.metadata.shared <= shared
