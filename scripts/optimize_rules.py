@@ -87,7 +87,7 @@ LINEAR = """\
     class: ktransformers.operators.linear.KTransformersLinear
     kwargs:
       generate_device: "cuda"
-      generate_op: "KLinearCPUInfer" # codes of the files where these are quantised; KLinearQ8: int8, KLinearMarlin: int4
+      generate_op: "KLinearCPUInfer" # codes of the files if these are quantised; KLinearQ8: int8, KLinearMarlin: int4
       prefill_op: "KLinearTorch"
 """
 TRAINED_LINEAR = """\
@@ -95,7 +95,7 @@ TRAINED_LINEAR = """\
     name: "^model\\\\.layers\\\\."
     class: torch.nn.Linear
   replace:
-    class: default # stored as `rest` of the recipe says; ktransformers.operators.linear.KTransformersLinear decides itself
+    class: default # stored as `rest` of the recipe says; operators.linear.KTransformersLinear chooses formats
     kwargs:
       generate_device: "cuda"
 """

@@ -377,7 +377,9 @@ def test_weights_that_cannot_be_compared_leave_the_check_to_others(monkeypatch: 
     zeros = coded_weight_module.coded_weight(encode(torch.zeros(112, 512), "int8"), torch.bfloat16).codes.linear
     assert not checked_codes(zeros)[0].check()
     cores = [zeros, core_of("int8", 112, 512), core_of("int8", 112, 512)]
-    made = [DeviceCodes(torch.from_dlpack(core.memory()).view(-1), packed_linear(112, 512, "int8")) for core in cores[:1]]
+    made = [
+        DeviceCodes(torch.from_dlpack(core.memory()).view(-1), packed_linear(112, 512, "int8")) for core in cores[:1]
+    ]
     made += [checked_codes(core)[0] for core in cores]
     model = torch.nn.ParameterList(
         torch.nn.Parameter(CodedWeight(GpuCodes(codes), "int8", (112, 512), torch.bfloat16), requires_grad=False)

@@ -167,7 +167,7 @@ def test_checkpointing_with_retain_does_not_recompute_experts(
 
 
 def test_passes_run_on_the_device_of_their_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where no module is called: when modes and costs are measured (`place/tune.py`, `place/gpu/layer_costs.py`)."""
+    """Also where no module is called: when modes and costs are measured."""
     entered: list[torch.device] = []
 
     def on_device(device: torch.device) -> nullcontext[None]:

@@ -395,9 +395,7 @@ def rest_format(spec: str) -> EncodedFormat:
     return form
 
 
-def encode_linears(
-    model: nn.Module, spec: str, pool: _core.Pool | None = None, *, left: Collection[str] = ()
-) -> int:
+def encode_linears(model: nn.Module, spec: str, pool: _core.Pool | None = None, *, left: Collection[str] = ()) -> int:
     """Encode the weights of all suitable linear layers on the CPU but those `left` by name, one after the other, whose
     memory is released; returns how many."""
     form, encoded = rest_format(spec), 0

@@ -11,7 +11,13 @@ from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
 from ktransformers.operators.plan import first_rules
 from ktransformers.operators.rules import NAME, Rule
-from ktransformers.place.device_map import DecoderLayers, DeviceMap, find_decoder_layers, shares_embedding, spread_layers
+from ktransformers.place.device_map import (
+    DecoderLayers,
+    DeviceMap,
+    find_decoder_layers,
+    shares_embedding,
+    spread_layers,
+)
 
 
 def devices_by_rules(model: nn.Module, rules: Sequence[Rule], devices: Sequence[str]) -> DeviceMap:

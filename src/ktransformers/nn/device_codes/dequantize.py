@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ktransformers.nn.current_device import on_device
 from ktransformers.nn.device_codes.dequantize_bf16_12 import bf16_12_values
 from ktransformers.nn.device_codes.dequantize_grids import grid_values, rows_of_tiles
-from ktransformers.nn.current_device import on_device
 from ktransformers.nn.device_codes.layout import (
     SIZES,
     TILE_BYTES,
