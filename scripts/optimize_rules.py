@@ -32,7 +32,8 @@ FAMILIES = {
     "Qwen3-30B-A3B": Family(48, "Qwen3MoeSparseMoeBlock", "KQwen3MoeSparseMoeBlock", "KQwen3MoeModel", False),
     "Qwen3-235B-A22B": Family(94, "Qwen3MoeSparseMoeBlock", "KQwen3MoeSparseMoeBlock", "KQwen3MoeModel", False),
 }
-GPUS = {"": 1, "-multi-gpu": 2, "-multi-gpu-4": 4}  # end of the name -> GPUs
+GPUS = {"": 1, "-multi-gpu": 2, "-multi-gpu-4": 4, "-multi-gpu-8": 8}  # end of the name -> GPUs
+LARGE = 61  # layers from which on there are files for eight GPUs
 
 HEADER = """\
 # {name}: {work}. Routed experts are computed on the CPU, in the bits they were released in;
@@ -86,8 +87,17 @@ LINEAR = """\
     class: ktransformers.operators.linear.KTransformersLinear
     kwargs:
       generate_device: "cuda"
-      generate_op: "{op}" # {meaning}
+      generate_op: "KLinearCPUInfer" # codes of the files if these are quantised; KLinearQ8: int8, KLinearMarlin: int4
       prefill_op: "KLinearTorch"
+"""
+TRAINED_LINEAR = """\
+- match:
+    name: "^model\\\\.layers\\\\."
+    class: torch.nn.Linear
+  replace:
+    class: default # stored as `rest` of the recipe says; operators.linear.KTransformersLinear chooses formats
+    kwargs:
+      generate_device: "cuda"
 """
 ROTARY = """\
 - match:
@@ -109,10 +119,8 @@ REST = """\
   replace:
     class: default
     kwargs:
-      generate_device: "cpu"
+      generate_device: "cpu" # the table is in host memory, and a GPU looks rows up there
 """
-TORCH = "as loaded"
-RELEASED = "codes of the files where these are quantised; KLinearQ8: int8, KLinearMarlin: int4, KLinearFP8"
 
 
 def rule_text(name: str, file: str, family: Family, *, training: bool, amx: bool, gpus: int) -> str:
@@ -129,9 +137,7 @@ def rule_text(name: str, file: str, family: Family, *, training: bool, amx: bool
     if family.latent:
         parts.append(ATTENTION)
     parts.append(MOE.format(moe=family.moe, operator=family.moe_operator))
-    linear = ("KLinearTorch", TORCH) if training else ("KLinearCPUInfer", RELEASED)
-    parts.append(LINEAR.format(op=linear[0], meaning=linear[1]))
-    return "".join([*parts, ROTARY, REST])
+    return "".join([*parts, TRAINED_LINEAR if training else LINEAR, ROTARY, REST])
 
 
 def rule_files() -> dict[str, str]:
@@ -141,7 +147,7 @@ def rule_files() -> dict[str, str]:
         for training in (False, True):
             for amx in (False, True):
                 for end, gpus in GPUS.items():
-                    if gpus > 1 and (family.layers is None or not amx):
+                    if gpus > 1 and (family.layers is None or (gpus == 8 and family.layers < LARGE)):
                         continue
                     file = f"{name}{'-sft' if training else ''}{'-amx' if amx else ''}{end}.yaml"
                     files[file] = rule_text(name, file, family, training=training, amx=amx, gpus=gpus)

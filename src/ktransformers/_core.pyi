@@ -339,7 +339,8 @@ class CodedLinear:
     def supports_w8a8(self) -> bool: ...
     @property
     def w8a8(self) -> bool:
-        """Whether `forward` rounds x to int8, each 32 columns of a row with a scale of their own; may be set."""
+        """Whether `forward`, and `multiply_heads` without `along_rows`, round x to int8, each 32 columns of a row with
+        a scale of their own; may be set."""
 
     @w8a8.setter
     def w8a8(self, on: bool) -> None: ...

@@ -357,3 +357,29 @@ def test_fsdp_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_export_loads_the_stock_model(tmp_path: Path) -> None:
     model_args, *_ = fake_tuner(tmp_path, []).get_infer_args()
     assert model_args.use_kt is False and model_args.kt_exporting
+
+
+@pytest.mark.parametrize("later_gpus", [0, 2])
+def test_weights_that_go_to_several_gpus_are_not_widened(
+    directory: Path, later_gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are loaded into host memory first, as they are for a model that stays there."""
+    made: list[Any] = []
+
+    class Placed:
+        loading_device = torch.device("cpu" if later_gpus else "cuda")
+
+        def __init__(self, *_: Any) -> None:
+            self.later_gpus = self.gpus = later_gpus
+
+        def model_loaded(self, model: Any) -> None: ...
+
+    def load(directory: Path, config: Any, quantizer: Any, *_: Any, **more: Any) -> Any:
+        made.append(quantizer)
+        return build("qwen3_moe")
+
+    monkeypatch.setattr("ktransformers.train.placement.TrainPlacement", Placed)
+    monkeypatch.setattr("ktransformers.nn.load.load_pretrained", load)
+    monkeypatch.setattr("ktransformers.train.model.build_expert_pool", lambda *_, **__: (None, []))
+    loading.load_packed(model_arguments(directory), None, {"": "cuda:0"}, training=True)
+    assert [quantizer.widen for quantizer in made] == [later_gpus == 0]

@@ -33,7 +33,7 @@ from ktransformers.nn.pool import default_pool
 from tests.support.gguf_blocks import random_blocks
 from tests.support.quantised_models import release
 from tests.support.releases import gptq_desc_act
-from tests.support.tiny_models import build
+from tests.support.tiny_models import build, save
 
 SPECS = ["int8", "int4:32", "int4:128", "fp8:128x128", "fp8:row", "mxfp4", "nvfp4", "mxfp8"]
 
@@ -393,6 +393,15 @@ def test_an_embedding_stays_in_host_memory() -> None:
     assert not isinstance(tied.get_input_embeddings().weight, CodedWeight)
 
 
+GPUS = ("cuda:0", "cuda:3")  # of a map, whose layers need not be on the first ones
+
+
+def test_a_format_for_several_gpus_needs_bfloat16(tmp_path: Path) -> None:
+    save(build("qwen3_moe"), tmp_path)
+    with pytest.raises(InputError, match=r"rest: given int8 with torch.float16 on cuda:0, cuda:3"):
+        load_model(tmp_path, dtype=torch.float16, rest="int8", later_gpus=GPUS)
+
+
 @pytest.mark.parametrize("kind", ["fp8 blocks", "gptq"])
 def test_a_release_is_loaded_in_its_bits_for_several_gpus(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -408,8 +417,8 @@ def test_a_release_is_loaded_in_its_bits_for_several_gpus(
         return size
 
     monkeypatch.setattr("ktransformers.nn.load.free_bytes", functools.partial(free, size=1 << 10))
-    model: Any = load_model(tmp_path, rest="keep", widen=False, later_gpus=2)
-    assert asked == [torch.device("cuda:0"), torch.device("cuda:1")]
+    model: Any = load_model(tmp_path, rest="keep", widen=False, later_gpus=GPUS)
+    assert asked == [torch.device("cuda:0"), torch.device("cuda:3")], "where layers go"
     kept = {name: one for name, one in model.named_parameters() if isinstance(one, CodedWeight)}
     assert isinstance(kept.pop("model.embed_tokens.weight").codes, HostRows)
     assert any("kv_b_proj" in name for name in kept)
@@ -418,7 +427,7 @@ def test_a_release_is_loaded_in_its_bits_for_several_gpus(
         if isinstance(one, CodedWeight):
             assert torch.equal(kept[name].decoded(0, one.shape[0]), one.decoded(0, one.shape[0])), name
     monkeypatch.setattr("ktransformers.nn.load.free_bytes", functools.partial(free, size=1 << 40))
-    plain = load_model(tmp_path, rest="keep", widen=False, later_gpus=2)
+    plain = load_model(tmp_path, rest="keep", widen=False, later_gpus=GPUS)
     assert not any(isinstance(one, CodedWeight) for one in plain.parameters())
-    encoded = load_model(tmp_path, rest="int8", widen=False, later_gpus=2)
+    encoded = load_model(tmp_path, rest="int8", widen=False, later_gpus=GPUS)
     assert any("kv_b_proj" in name for name, one in encoded.named_parameters() if isinstance(one, CodedWeight))

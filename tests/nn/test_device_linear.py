@@ -4,6 +4,7 @@ the Triton product runs in the interpreter if TRITON_INTERPRET=1, which truncate
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from ktransformers import _core
 from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.checkpoint.encoder import encode
 from ktransformers.errors import KTError
+from ktransformers.nn import coded_weight as coded_weight_module
 from ktransformers.nn.coded_weight import CodedWeight, GpuCodes, coded_weight
 from ktransformers.nn.device_codes import head_products
 from ktransformers.nn.device_codes import linear as device_linear
@@ -332,6 +334,61 @@ def test_wrong_products_of_heads_are_found(monkeypatch: pytest.MonkeyPatch) -> N
         check_heads(codes, HeadRows(0, 64, 96))
 
 
+class Products:
+    """Kernels whose products are right, or `wrong` from so many rows on; notes how many rows they were called with."""
+
+    def __init__(self, codes: DeviceCodes, wrong: int = 1 << 20) -> None:
+        self._codes, self._wrong, self.rows = codes, wrong, list[int]()
+
+    def card_of(self, device: torch.device) -> None: ...
+
+    def configuration(self, rows: int, *_: Any) -> object:
+        return object()
+
+    def decode(self, parts: Any, layout: Any, out: Tensor, first: int) -> None:
+        out.copy_(DeviceCodes(self._codes.packed, self._codes.matrix).decoded(first, first + out.shape[0]))
+
+    def product(self, x: Tensor, *_: Any) -> Tensor:
+        self.rows.append(x.shape[0])
+        numbers = DeviceCodes(self._codes.packed, self._codes.matrix).decoded(0, self._codes.matrix.rows)
+        return (x.float() @ numbers.float().T * (1.1 if x.shape[0] >= self._wrong else 1)).bfloat16()
+
+
+def checked_codes(core: _core.CodedLinear, wrong: int = 1 << 20) -> tuple[DeviceCodes, Products]:
+    packed = torch.from_dlpack(core.memory()).view(-1).clone()
+    codes = DeviceCodes(packed, packed_linear(112, 512, "int8"))
+    codes._kernels = products = Products(codes, wrong)
+    codes._parts, codes._space = (), None  # type: ignore[assignment]
+    return codes, products
+
+
+def test_products_of_every_tile_are_compared() -> None:
+    """17 to 32 rows have a tile, and so a compiled kernel, of their own."""
+    codes, products = checked_codes(core_of("int8", 112, 512))
+    assert codes.check()
+    assert {rows for rows in products.rows if 16 < rows <= 32} and {rows for rows in products.rows if 32 < rows <= 64}
+    with pytest.raises(KTError, match="products with codes of int8"):
+        checked_codes(core_of("int8", 112, 512), wrong=17)[0].check()
+    assert any(32 < count <= 64 for count in head_products.CHECKED_ROWS), "of heads too"
+
+
+def test_weights_that_cannot_be_compared_leave_the_check_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of zeros, and a weight that fell back to the layout of the CPU."""
+    zeros = coded_weight_module.coded_weight(encode(torch.zeros(112, 512), "int8"), torch.bfloat16).codes.linear
+    assert not checked_codes(zeros)[0].check()
+    cores = [zeros, core_of("int8", 112, 512), core_of("int8", 112, 512)]
+    made = [
+        DeviceCodes(torch.from_dlpack(core.memory()).view(-1), packed_linear(112, 512, "int8")) for core in cores[:1]
+    ]
+    made += [checked_codes(core)[0] for core in cores]
+    model = torch.nn.ParameterList(
+        torch.nn.Parameter(CodedWeight(GpuCodes(codes), "int8", (112, 512), torch.bfloat16), requires_grad=False)
+        for codes in made
+    )
+    coded_weight_module.check_on_device(model)
+    assert [bool(codes._kernels.rows) for codes in made[1:]] == [False, True, False], "one that has products"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
 @pytest.mark.parametrize("capability", [80, 89, 120])
@@ -360,3 +417,42 @@ def test_products_of_heads_compile_for_every_capability(capability: int) -> None
         options = {"num_warps": config.warps, "enable_fp_fusion": False}
         compiled = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert 0 < compiled.metadata.shared <= 99 << 10
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@pytest.mark.parametrize("spec", ["int8", "int4:32", "uint4:32:f16", "fp8:128x128", "mxfp4", "nvfp4", "q4_k", "q6_k"])
+@pytest.mark.parametrize(("capability", "shared"), [(80, 163 << 10), (89, 99 << 10), (120, 99 << 10)])
+def test_products_compile_for_every_capability(
+    capability: int, shared: int, spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the shared memory of these devices, none of which need be here: the launches of 1, 32 and 64 rows."""
+    kernels = pytest.importorskip(device_linear.TRITON)
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    layout = word_layout(packed_linear(2048, 4096, spec))
+    assert layout is not None
+    launches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    kernel, names = kernels._product, kernels._product.arg_names
+    recorder = defaultdict(lambda: lambda *given, **words: launches.append((given, words)))
+    monkeypatch.setattr(kernels, "_product", recorder)
+    card = kernels.Card(132, divmod(capability, 10), shared)
+    parts = tuple(torch.empty(1, dtype=torch.int32) for _ in range(4))
+    for rows in (1, 32, 64):
+        config = kernels.configuration(rows, layout, card)
+        assert config is not None
+        kernels.product(torch.empty(rows, 4096, dtype=torch.bfloat16), parts, layout, parts[0], config)
+    types = {torch.int32: "*i32", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+    for given, words in launches:
+        constants = {name: value for name, value in words.items() if name in names}
+        options = {name: value for name, value in words.items() if name not in names}
+        values = dict(zip(names, given, strict=False))
+        pointers = {name: types[value.dtype] for name, value in values.items() if isinstance(value, Tensor)}
+        signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
+        constexprs = {(names.index(name),): value for name, value in constants.items()}
+        aligned = {name for name, value in values.items() if name in pointers or value % 16 == 0}
+        attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+        source = ASTSource(kernel, signature, constexprs=constexprs, attrs=attributes)
+        compiled = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        assert 0 < compiled.metadata.shared <= shared

@@ -24,7 +24,13 @@ from tests.support.packing import as_fp8
 from tests.support.releases import write_gguf
 from tests.support.tiny_models import build, logits, save
 
-SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 4, "num_hidden_layers": 2}
+SIZES: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2}
+FAMILIES: dict[
+    str, tuple[str, dict[str, Any]]
+] = {  # architecture of the file and sizes; DeepSeek's first layer is dense
+    "qwen3_moe": ("qwen3moe", {"num_experts": 4}),
+    "deepseek_v3": ("deepseek2", {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}),
+}
 
 
 def random_experts(model: Any, tensors: dict[str, tuple[Any, str]], kind: str) -> None:
@@ -34,6 +40,8 @@ def random_experts(model: Any, tensors: dict[str, tuple[Any, str]], kind: str) -
     random, numbers = np.random.default_rng(0), model.state_dict()
     quantised = gguf.GGMLQuantizationType[kind]
     for layer in range(SIZES["num_hidden_layers"]):
+        if f"blk.{layer}.ffn_gate_exps.weight" not in tensors:
+            continue
         gate_up = numbers[f"model.layers.{layer}.mlp.experts.gate_up_proj"]
         down = numbers[f"model.layers.{layer}.mlp.experts.down_proj"]
         for role, matrix in zip(("gate", "up", "down"), (gate_up[:, :256], gate_up[:, 256:], down), strict=True):
@@ -45,26 +53,28 @@ def random_experts(model: Any, tensors: dict[str, tuple[Any, str]], kind: str) -
             matrix.copy_(torch.from_numpy(gguf.quants.dequantize(data, quantised)).bfloat16())
 
 
-def pair(folder: Path, kind: str, change: Any = None) -> tuple[Path, Path, Tensor]:
+def pair(folder: Path, kind: str, change: Any = None, family: str = "qwen3_moe") -> tuple[Path, Path, Tensor]:
     """(the FP8 directory, the GGUF file, logits of both decoded); `change` edits the tensors of the file."""
     pytest.importorskip("gguf")
-    model = build("qwen3_moe", **SIZES)
+    arch, sizes = FAMILIES[family]
+    model = build(family, **SIZES, **sizes)
     fp8 = as_fp8(save(model, folder / "fp8"))
-    tensors = to_gguf(model, "qwen3moe", dict.fromkeys(("gate", "up", "down"), "Q8_0"))
+    tensors = to_gguf(model, arch, dict.fromkeys(("gate", "up", "down"), "Q8_0"))
     random_experts(model, tensors, kind)
     if change is not None:
         change(tensors)
-    write_gguf(folder / "experts.gguf", "qwen3moe", gguf_fields(model.config, "qwen3moe"), tensors)
+    write_gguf(folder / "experts.gguf", arch, gguf_fields(model.config, arch), tensors)
     for name in load_file(folder / "fp8" / "model.safetensors"):
-        if name.endswith("_proj.weight") and "experts" not in name:
+        if name.endswith("_proj.weight") and ".experts." not in name:
             parameter = model.get_parameter(name)
             parameter.data = decode(encode(parameter.detach(), "fp8:128x128"))[0].bfloat16().float()
     return fp8, folder / "experts.gguf", logits(model)
 
 
-@pytest.mark.parametrize("kind", ["IQ1_S", "Q4_K"])
-def test_logits_are_those_of_both_decoded(kind: str, tmp_path: Path) -> None:
-    fp8, experts, want = pair(tmp_path, kind)
+@pytest.mark.parametrize(("family", "kind"), [("qwen3_moe", "IQ1_S"), ("qwen3_moe", "Q4_K"), ("deepseek_v3", "IQ1_S")])
+def test_logits_are_those_of_both_decoded(family: str, kind: str, tmp_path: Path) -> None:
+    """With shared experts and latent attention too, as users of DeepSeek-V3 pair a GGUF with the FP8 release."""
+    fp8, experts, want = pair(tmp_path, kind, family=family)
     model = load_model(fp8, experts=experts, dtype=torch.float32)
     assert stores(model)[0].formats == dict.fromkeys(("gate", "up", "down"), kind.lower())
     torch.testing.assert_close(training_logits(model), want, rtol=EXACT, atol=EXACT)

@@ -3,8 +3,10 @@ training with stock PEFT on top, serving, and the two operators of the tutorial.
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,14 @@ from ktransformers.expert_partition import ExpertShard, by_experts
 from ktransformers.nn import load_model
 from ktransformers.nn.coded_weight import CodedWeight
 from ktransformers.nn.contract import expert_modules
+from ktransformers.nn.skeleton import meta_model
 from ktransformers.operators import BaseInjectedModule, KLinearBase, KTransformersLinear, Loader, load_by_rules
+from ktransformers.operators.apply import apply_operators
+from ktransformers.operators.plan import plan_operators
+from ktransformers.operators.rules import read_rules
 from ktransformers.quant.convert import convert
 from ktransformers.quant.plan import make_plan, parse_formats
+from tests.support.packing import as_fp8
 from tests.support.tiny_models import build, save
 from tests.support.training import TOKENIZER, RunRecorder, recipe
 
@@ -109,6 +116,28 @@ def test_linears_have_the_numbers_of_their_format(directory: Path, tmp_path: Pat
     assert {name for name, _ in model.named_parameters()} == names, "names stay those of the stock model"
     kept = by_rules(directory, tmp_path, linear_rule("KLinearCPUInfer"))
     assert torch.equal(logits(kept), logits(plain)), "nothing is quantised in these files"
+
+
+@pytest.mark.parametrize("rest", ["int8", "keep"])
+def test_rest_leaves_layers_that_have_an_operator(rest: str, directory: Path, tmp_path: Path) -> None:
+    """`KLinearTorch` is numbers, whatever the others are: formats of `rest`, and codes of the files."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(linear_rule("KLinearTorch", "q_proj$"))
+    folder = directory if rest == "int8" else as_fp8(shutil.copytree(directory, tmp_path / "fp8"))
+    plan = plan_operators(meta_model(folder), read_rules(rules))
+    numbers = load_model(folder, dtype=torch.float32, rest="bf16", widen=False)
+    model: Any = load_model(
+        folder,
+        dtype=torch.float32,
+        rest=rest,
+        widen=False,
+        on_loaded=lambda loaded: apply_operators(loaded, plan, Loader(folder)),
+    )
+    for layer, plain in zip(model.model.layers, numbers.model.layers, strict=True):
+        weight = layer.self_attn.q_proj.weight
+        assert isinstance(layer.self_attn.q_proj, KTransformersLinear) and not isinstance(weight, CodedWeight)
+        assert torch.equal(weight, plain.self_attn.q_proj.weight)
+        assert isinstance(layer.self_attn.o_proj.weight, CodedWeight)
 
 
 def test_an_injected_module_is_the_original_to_everything_else(directory: Path) -> None:
@@ -201,6 +230,31 @@ def test_the_operator_of_the_guide(directory: Path, tmp_path: Path) -> None:
     own = LinearTorchInject("x", Loader(directory), None, layer, "cpu")
     own.load()
     torch.testing.assert_close(own(torch.ones(1, 4, dtype=torch.bfloat16)), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("op", ["KLinearTorch", "KLinearQ8"])
+def test_unload_drops_weights_and_load_reads_them_again(op: str, directory: Path, tmp_path: Path) -> None:
+    model = by_rules(directory, tmp_path, linear_rule(op))
+    expected, layer = logits(model), model.model.layers[0].self_attn.q_proj
+    numbers = weakref.ref(layer.weight)
+    layer.unload()
+    gc.collect()
+    assert numbers() is None and layer.weight is None and layer.orig_module.weight is None
+    layer.load()
+    assert isinstance(layer.weight, CodedWeight) == (op == "KLinearQ8") and layer.weight.dtype == torch.float32
+    assert torch.equal(logits(model), expected)
+
+
+def test_load_weight_reads_what_an_operator_of_ones_own_has_dropped(directory: Path) -> None:
+    from my_operators import ThreeBitLinear
+
+    layer = nn.Linear(256, 512, bias=False, dtype=torch.float32)
+    own = ThreeBitLinear("model.layers.0.self_attn.q_proj", Loader(directory), None, layer, "cpu")
+    own.load()
+    own.unload()
+    assert own.weight is None
+    own.load()
+    assert own.weight.dtype == torch.float32 and not own.weight.requires_grad
 
 
 def test_operators_of_the_tutorial(directory: Path, tmp_path: Path) -> None:

@@ -28,11 +28,17 @@ from ktransformers.operators.rules import (
     require_rules,
     shipped_names,
 )
+from ktransformers.place.backends import rest_by_rules
+from ktransformers.place.options import read_options
 from ktransformers.place.rule_devices import devices_by_rules
 from ktransformers.place.rule_report import report_rules
 from ktransformers.serve.flags import Launch
+from ktransformers.serve.forecast import serving_workload
 from ktransformers.serve.kv_tiers import open_tiers
+from ktransformers.serve.placement import options_of
 from ktransformers.serve.target import Target
+from ktransformers.train.forecast import training_workload
+from ktransformers.train.resolve import read_settings
 from tests.support.tiny_models import COMMON, FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,7 +208,10 @@ def test_gpus_that_are_not_here(tmp_path: Path) -> None:
 def test_files_of_the_package_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = shipped_names()
-    assert len(names) == 60
+    assert len(names) == 104
+    for guide, shipped in (("DeepSeek-V3-Chat-serve", "DeepSeek-V3-Chat"), ("Qwen3Moe-serve-amx", "Qwen3Moe-amx")):
+        assert require_rules(f"{guide}.yaml").path.stem == shipped
+    assert require_rules("DeepSeek-V3-Chat-multi-gpu-4.yaml").gpus == 4, "for any CPU"
     for name in ("DeepSeek-V3-Chat-sft-amx-multi-gpu.yaml", "DeepSeek-V2-Lite-Chat-sft-amx.yaml"):
         assert require_rules(f"examples/kt_optimize_rules/{name}").path == SHIPPED / name
     assert (
@@ -219,14 +228,40 @@ def test_files_of_the_package_are_found_by_name(tmp_path: Path, monkeypatch: pyt
     assert {name: (SHIPPED / name).read_text() for name in names} == script.rule_files()
 
 
+@pytest.mark.parametrize("name", ["my_rulez.yaml", "rules/Kimi-K2-sft-amxx.yaml", "x-multi-gpu-0.yaml", "-sft.yml"])
+def test_a_name_without_a_file_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By everything that reads rules; a recipe for training may have a name that says what it asks for."""
+    monkeypatch.chdir(tmp_path)
+    for read in (find_rules, require_rules, operators_of, own_sources):
+        with pytest.raises(InputError, match=f"kt_optimize_rule: given {name}, which does not exist"):
+            read(name)
+    with pytest.raises(InputError, match="which does not exist"):
+        options_of(Launch("M", place={"kt_optimize_rule": name}), Target(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["x-sft.yaml", "x-sft-amx-multi-gpu-16.yaml", "<model>-sft-amx-<gpu-count>.yaml"])
+def test_a_recipe_may_name_what_it_asks_for_and_a_server_may_not(name: str, tmp_path: Path) -> None:
+    assert find_rules(name) is None and operators_of(name) == []
+    with pytest.raises(InputError, match=f"kt_optimize_rule: given {name}, which does not exist"):
+        options_of(Launch("M", place={"kt_optimize_rule": name}), Target(tmp_path))
+
+
+def rules_alone(name: str) -> str:
+    """The text of a file without its header and the word that tells AMX from any CPU."""
+    return (SHIPPED / name).read_text().partition("- match")[2].replace("AMXBF16", "llamafile")
+
+
 @pytest.mark.parametrize("family", RELEASED)
 def test_files_of_the_package_fit_the_released_models(family: str) -> None:
     """Every module that has weights has a rule, and every rule a module; nothing but experts and embedding is on the
     CPU; layers are spread evenly."""
-    names = [name for name in shipped_names() if name.startswith((f"{family}.", f"{family}-sft", f"{family}-amx"))]
-    assert len(names) == (4 if family == "Qwen3Moe" else 8)
+    ends = (".", "-sft", "-amx", "-multi")
+    names = [name for name in shipped_names() if name.startswith(tuple(f"{family}{end}" for end in ends))]
     model = released(family)
-    for name in names:
+    assert len(names) == (4 if family == "Qwen3Moe" else 12 if model.config.num_hidden_layers < 61 else 16)
+    distinct = {rules_alone(name): name for name in names}
+    assert len(distinct) == len(names) // 2
+    for name in distinct.values():
         file = require_rules(name)
         found = plan_operators(model, file.rules)
         assert not [note for note in found.notes if "earlier rules" in note], name
@@ -234,7 +269,7 @@ def test_files_of_the_package_fit_the_released_models(family: str) -> None:
         assert weighted <= found.rule_of.keys(), name
         assert {type(item.operator) for item in found.assignments} and not found.expert_formats
         device_map = devices_by_rules(model, file.rules, ["cuda:0"])
-        gpus = 4 if "gpu-4" in name else 2 if "multi-gpu" in name else 1
+        gpus = next((count for count in (8, 4) if f"gpu-{count}" in name), 2 if "multi-gpu" in name else 1)
         counts = [device_map.layers.count(f"cuda:{place}") for place in range(gpus)]
         assert sum(counts) == len(device_map.layers) and max(counts) - min(counts) <= 1, name
         assert (device_map.embedding, device_map.head) == ("cpu", "cuda:0")
@@ -244,7 +279,7 @@ def test_what_rules_compute_is_compared_without_devices(tmp_path: Path, monkeypa
     """For a run that is resumed, and for keys and values on disk, which depend on the code of own operators too."""
     one, four = (f"DeepSeek-V3-Chat-sft-amx{end}.yaml" for end in ("", "-multi-gpu-4"))
     assert [entry for entry in operators_of(four) if "Model" not in entry[1]] == operators_of(one)
-    assert ["class torch.nn.Linear" in entry[0] for entry in operators_of(one)].count(True) == 1
+    assert not any("torch.nn.Linear" in entry[0] for entry in operators_of(one)), "as `rest` says"
     assert operators_of(one) != operators_of("DeepSeek-V3-Chat.yaml") and operators_of(None) == []
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "own_linear.py").write_text("")
@@ -284,6 +319,52 @@ def test_report_counts_bytes_per_device(tmp_path: Path) -> None:
     assert sum(item.weights for item in experts) == numbers
     assert report.bytes["cuda:0"] == 2 * rest
     assert numbers + 2 * embedding <= report.bytes["cpu"] < 1.01 * numbers + 2 * embedding
+
+
+@pytest.mark.parametrize("op", ["KLinearCPUInfer", "KLinearTorch", None])
+@pytest.mark.parametrize("coded", [None, 1.0001])
+def test_report_counts_codes_that_are_kept(coded: float | None, op: str | None, tmp_path: Path) -> None:
+    """By an operator, or without one as `rest: keep` has them; a release without codes is shown in bf16."""
+    file = tmp_path / "rules.yaml"
+    linear = rule(LINEAR, "class: torch.nn.Linear", generate_op=op) if op else ""
+    file.write_text(linear + rule("default", "name: 'embed_tokens$'", generate_device="cpu"))
+    model = tiny(hidden_size=256, num_attention_heads=8, head_dim=32)
+    report = report_rules(model, require_rules(file), "fp8", coded)
+    shown = {module.name: module for module in report.modules}
+    layer = shown["model.layers.0.self_attn.q_proj"]
+    kept = coded is not None and op != "KLinearTorch"
+    assert layer.weights == 256 * 256 and layer.format == ("keep" if kept else "bf16")
+    assert layer.bytes == round(layer.weights * (coded if kept and coded else 2))
+    assert shown["model.layers.0.mlp.gate"].format == shown["model.embed_tokens"].format == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("ops", "rest", "planned"),
+    [
+        (["KLinearQ8"], "keep", "int8"),
+        (["KLinearQ8", "KLinearQ8"], "bf16", "int8"),
+        (["KLinearQ8", "KLinearFP8"], "int4:32", "int4:32"),
+        (["KLinearTorch"], "keep", None),
+        (["KLinearCPUInfer"], "bf16", "keep"),
+        ([None], "keep", "int4:32"),
+        ([], "bf16", None),
+    ],
+)
+def test_plans_count_linear_layers_as_rules_store_them(
+    ops: list[str | None], rest: str, planned: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "rules.yaml"
+    text = [
+        rule(LINEAR, f"name: 'layers\\.{at}\\.'", **({} if op is None else {"generate_op": op}))
+        for at, op in enumerate(ops)
+    ]
+    file.write_text("".join(text) + rule("default", "name: 'embed_tokens$'"))
+    options = read_options({"kt_optimize_rule": str(file)})
+    launch = Launch("M", rest=rest)
+    assert serving_workload(launch, 2, 512, rest_by_rules(options, rest)).linear_format == planned
+    keys = {"model_name_or_path": "m", "dataset": "d", "output_dir": "o", "rest": rest, "use_cpu": True}
+    settings = read_settings(keys | {"kt_optimize_rule": str(file)})
+    assert training_workload(settings, 2).linear_format == planned
 
 
 def test_kt_rules(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ the split, the worker thread; only streams and pinned memory need one.
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,9 @@ from ktransformers.nn.gate import Gate
 from ktransformers.nn.lora_factors import factors_of
 from ktransformers.nn.operator import apply_experts
 from ktransformers.nn.store import NO_DROPOUT, Dropout
+from ktransformers.place import engine
+from ktransformers.place.gpu import layer_costs
+from ktransformers.place.gpu.executor import ExpertBatch
 from ktransformers.place.placed_store import PlacedStore
 from ktransformers.place.placement import geometry_of, new_layer
 from tests.support.placed_experts import (
@@ -159,6 +164,28 @@ def test_checkpointing_with_retain_does_not_recompute_experts(
     got = [out * 2, *gradients(out * 2, given)]
     assert_close(got, cpu_results(store, given))
     assert len(calls) == 1
+
+
+def test_passes_run_on_the_device_of_their_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no module is called: when modes and costs are measured."""
+    entered: list[torch.device] = []
+
+    def on_device(device: torch.device) -> nullcontext[None]:
+        entered.append(device)
+        return nullcontext()
+
+    monkeypatch.setattr(engine, "on_device", on_device)
+    monkeypatch.setattr(layer_costs, "on_device", on_device)
+    store, given = make_store(SMALL), make_inputs(SMALL, "cpu")
+    place = place_store_on(store, "cpu", "resident", 16, (1, 6))
+    run_with_gradients(place, given, True)
+    assert entered == [torch.device("cpu")] * 2, "forward and backward"
+    with torch.no_grad():
+        place.engine.infer(place.layer, ExpertBatch(given.hidden, given.ids, given.weights, None, NO_DROPOUT))
+    monkeypatch.setattr(layer_costs, "cache_file", lambda key: tmp_path / "costs.json")
+    monkeypatch.setattr(layer_costs, "_measure", lambda *_: ({}, 1.0))
+    layer_costs.measured_costs(place.layer.packed, store, place.engine.executor, remeasure=True)
+    assert len(entered) == 4
 
 
 @devices

@@ -15,14 +15,16 @@ from ktransformers.nn import coded_weight
 from ktransformers.nn.coded_weight import CodedWeight
 from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.experts import pack_module, select_implementation
+from ktransformers.nn.host_rows import HostRows
 from ktransformers.operators.plan import first_rules
 from ktransformers.operators.rules import devices_of, read_rules
-from ktransformers.place import attach
+from ktransformers.place import attach, device_map
 from ktransformers.place.device_map import (
     DeviceMap,
     find_decoder_layers,
     make_current,
     move_to_devices,
+    run_on,
     spread_layers,
 )
 from ktransformers.place.placement import device_of
@@ -112,10 +114,10 @@ def test_layers_are_spread_in_equal_runs() -> None:
 
 def test_rules_of_the_ktransformers_guide(tmp_path: Path) -> None:
     found = rules(tmp_path, GUIDE)
-    device_map = devices_by_rules(skeleton(), found, ["cuda:0"])
-    assert device_map.layers == ("cuda:0",) * 3 + ("cuda:1",) * 3
-    assert (device_map.embedding, device_map.head, device_map.spans_devices) == ("cpu", "cuda:0", True)
-    assert device_map.experts == {f"model.layers.{at}.mlp.experts": "cpu" for at in range(6)}
+    placed = devices_by_rules(skeleton(), found, ["cuda:0"])
+    assert placed.layers == ("cuda:0",) * 3 + ("cuda:1",) * 3
+    assert (placed.embedding, placed.head, placed.spans_devices) == ("cpu", "cuda:0", True)
+    assert placed.experts == {f"model.layers.{at}.mlp.experts": "cpu" for at in range(6)}
     assert devices_of(found) == {"cuda:0", "cuda:1"}
 
 
@@ -136,10 +138,10 @@ def test_first_matching_rule_wins(tmp_path: Path) -> None:
 - match: {name: "layers\\.[45]\\.mlp\\.experts$"}
   replace: {class: ktransformers.operators.experts.KTransformersExperts, kwargs: {generate_device: cuda}}
 """
-    device_map = devices_by_rules(skeleton(), rules(tmp_path, whole), ["cuda:0", "cuda:1"])
-    assert device_map.layers == ("cuda:0",) * 3 + ("cuda:1",) * 3
-    assert device_map.experts == {f"model.layers.{at}.mlp.experts": "cuda:1" for at in (4, 5)}
-    assert device_map.resident_layers == list(device_map.experts)
+    placed = devices_by_rules(skeleton(), rules(tmp_path, whole), ["cuda:0", "cuda:1"])
+    assert placed.layers == ("cuda:0",) * 3 + ("cuda:1",) * 3
+    assert placed.experts == {f"model.layers.{at}.mlp.experts": "cuda:1" for at in (4, 5)}
+    assert placed.resident_layers == list(placed.experts)
 
 
 @pytest.mark.parametrize(
@@ -201,6 +203,65 @@ def test_the_gpu_of_a_module_is_current_while_it_is_called(monkeypatch: pytest.M
     with pytest.raises(ValueError, match="in the layer"):
         failing(torch.ones(1))
     assert seen[-1] == 3 and current[-1] == 0
+
+
+@pytest.fixture
+def fake_gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Moves to a GPU are left out; the stack of current ones is returned."""
+    current, to = [0], torch.nn.Module.to
+    monkeypatch.setattr(torch.nn.Module, "to", lambda one, device: one if "cuda" in str(device) else to(one, device))
+    monkeypatch.setattr(device_map, "_move_own", lambda module, device: None)
+    monkeypatch.setattr(device_map, "_to", lambda value, device: value)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(int(getattr(device, "index", device))))
+    return current
+
+
+@pytest.mark.parametrize("by", ["rules", "load"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_model_on_one_gpu_that_is_not_the_first(number: int, by: str, fake_gpus: list[int]) -> None:
+    """It is the current one for Triton, and the HF Trainer leaves the model there."""
+    model, gpu, seen = tiny_packed_model().eval(), f"cuda:{number}", list[int]()
+    for module in (model.model.layers[1], model.lm_head):
+        module.register_forward_hook(lambda *_: seen.append(fake_gpus[-1]))
+    if by == "rules":
+        move_to_devices(model, DeviceMap((gpu,) * 3, gpu, gpu, {}))
+        assert getattr(model, "hf_device_map", {}).get("model.layers.0") == (gpu if number else None)
+    else:
+        run_on(model, gpu)
+    with torch.inference_mode():
+        model(torch.arange(8)[None])
+    assert seen == [number] * 2 and fake_gpus[-1] == 0
+    with torch.inference_mode():
+        model.lm_head(torch.ones(1, model.config.hidden_size, dtype=torch.bfloat16))
+    assert seen[-1] == number and fake_gpus[-1] == 0
+
+
+def test_a_table_in_host_memory_is_looked_up_on_the_gpu_of_the_first_layer(
+    fake_gpus: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the model is on one device, as decode graphs ask; a head that shares the table takes it along."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda rows: rows)
+    model, gpu = tiny_packed_model().eval(), "cuda:0"
+    moved: dict[str, str] = {}
+    names = {module: name for name, module in model.named_modules()}
+    monkeypatch.setattr(torch.nn.Module, "to", lambda one, device: moved.update({names[one]: str(device)}))
+    move_to_devices(model, DeviceMap((gpu,) * 3, "cpu", gpu, {}))
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, CodedWeight) and isinstance(weight.codes, HostRows)
+    assert moved["model.embed_tokens"] == gpu and not hasattr(model, "hf_device_map")
+    tied = tiny_packed_model().eval()
+    tied.lm_head.weight = tied.model.embed_tokens.weight
+    names |= {module: name for name, module in tied.named_modules()}
+    move_to_devices(tied, DeviceMap((gpu,) * 3, "cpu", gpu, {}))
+    assert (moved["model.embed_tokens"], moved["lm_head"]) == (gpu, gpu)
+    assert not isinstance(tied.lm_head.weight, CodedWeight)
+
+
+def test_an_embedding_that_the_head_shares_is_on_the_device_of_the_head(tmp_path: Path) -> None:
+    found = rules(tmp_path, GUIDE)
+    devices = devices_by_rules(skeleton(tie_word_embeddings=True), found, ["cuda:0"])
+    assert (devices.embedding, devices.head) == ("cuda:0", "cuda:0")
 
 
 @pytest.mark.parametrize("gpu", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])

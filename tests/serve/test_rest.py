@@ -22,6 +22,7 @@ from ktransformers.plan.formats import bytes_in_format
 from ktransformers.plan.memory import predict_memory
 from ktransformers.plan.workload import Choice
 from ktransformers.serve import kv_tiers
+from ktransformers.serve import launch as launch_module
 from ktransformers.serve.engine.forward import Chunk, Forward
 from ktransformers.serve.engine.kv_cache import KVSlot
 from ktransformers.serve.engine.lora import LoadedAdapter, LoraModules
@@ -212,3 +213,16 @@ def test_adapters_of_a_batch_over_codes(family: str, device: str, monkeypatch: p
             alone = steps([one])[0]
             assert float((together[row] - alone).norm() / alone.norm()) < (3e-2 if on_gpu else 1e-4)
     assert all(float((together[row] - together[1]).norm() / together[1].norm()) > 0.1 for row in (0, 2))
+
+
+def test_products_of_a_dense_model_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a server starts, as those of other models."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 512}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).save_pretrained(tmp_path)
+    compared: list[Any] = []
+    monkeypatch.setattr(coded_weight, "check_on_device", compared.append)
+    launch, target = parse([str(tmp_path), "--rest", "int8"]), resolve_target(str(tmp_path))
+    model = launch_module._load_model(launch, target, torch.float32, "cpu", False, print, None)
+    assert compared == [model] and isinstance(model.lm_head.weight, CodedWeight)

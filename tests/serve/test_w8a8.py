@@ -11,9 +11,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from ktransformers.checkpoint.encoder import encode
 from ktransformers.cli.main import app
 from ktransformers.errors import InputError
-from ktransformers.nn import load_model
+from ktransformers.nn import coded_weight, load_model
 from ktransformers.nn.contract import expert_modules
 from ktransformers.nn.w8a8 import use_w8a8
 from ktransformers.serve.flags import parse
@@ -52,6 +53,18 @@ def test_served_model_reports_w8a8(format: str, model_directory: Path, tmp_path:
     with pytest.raises(InputError, match="gradients"):
         model(inputs_embeds=torch.randn(1, 4, model.config.hidden_size, dtype=model.dtype, requires_grad=True))
     assert use_w8a8(model, False) == (len(layers), 0)
+
+
+def test_a_coded_embedding_is_no_linear_layer(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its table is only looked up."""
+    out = load_model(model_directory, formats="int8")
+    monkeypatch.setattr(coded_weight, "MIN_WEIGHTS", 1 << 10)
+    count = coded_weight.encode_linears(out, "int8")
+    assert count
+    embedding: Any = out.get_input_embeddings()
+    codes = encode(embedding.weight.detach().float(), "int8")
+    embedding.weight = torch.nn.Parameter(coded_weight.coded_weight(codes, out.dtype), requires_grad=False)
+    assert use_w8a8(out)[1] == count and not embedding.weight.codes.linear.w8a8
 
 
 def test_w8a8_refuses_other_formats_by_name(model_directory: Path) -> None:

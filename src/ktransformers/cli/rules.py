@@ -34,10 +34,11 @@ def rules(
     if not (folder / "config.json").is_file():
         raise InputError("model", f"{model}, where there is no config.json", "a model's folder; weights are not needed")
     try:
-        released = open_shape(str(folder)).stored
+        shape = open_shape(str(folder))
+        released, coded = shape.stored, shape.coded_bytes / shape.coded_numbers if shape.coded_numbers else None
     except InputError:  # a family that the planner cannot count
-        released = "bf16"
-    report = report_rules(meta_model(folder), rule_file, released)
+        released, coded = "bf16", None
+    report = report_rules(meta_model(folder), rule_file, released, coded)
     if as_json:
         document = {"rules": str(rule_file.path), "model": str(folder), **report.document()}
         print(json.dumps(document, indent=2))

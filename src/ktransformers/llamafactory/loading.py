@@ -108,6 +108,7 @@ def load_packed(model_args: Any, config: Any, device_map: Any, *, training: bool
     from ktransformers.nn.skeleton import meta_model
     from ktransformers.operators.apply import apply_operators
     from ktransformers.operators.loader import Loader
+    from ktransformers.operators.rules import require_rules
     from ktransformers.place.apply import ModelPlacement, plan_rules
     from ktransformers.place.backends import isa_of_backend
     from ktransformers.place.options import read_options
@@ -127,12 +128,15 @@ def load_packed(model_args: Any, config: Any, device_map: Any, *, training: bool
     directory = checkpoint_directory(model_args)
     operators, lines = None, list[str]()
     if place_options.kt_optimize_rule is not None:
+        if not training:
+            require_rules(place_options.kt_optimize_rule)
         gpus = 0 if not on_gpu else 1 if train_placement is None else train_placement.gpus
         operators, lines = plan_rules(meta_model(directory), place_options, gpus)
     for line in lines:
         log.info("%s", line)
     isa, formats = isa_of_backend(experts.kt_backend), expert_formats_of(settings, operators)
-    quantizer = KTConfig(isa=isa, pool=pool, precision=experts.precision, formats=formats)
+    moves_later = train_placement is not None and train_placement.later_gpus > 0
+    quantizer = KTConfig(isa=isa, pool=pool, precision=experts.precision, formats=formats, widen=not moves_later)
     options = {"dtype": "auto", "device_map": device_map}
 
     on_loaded = None if operators is None else lambda loaded: apply_operators(loaded, operators, Loader(directory))

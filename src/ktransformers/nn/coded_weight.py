@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -307,8 +306,7 @@ class CodedWeight(Tensor):
     def check_heads(self, rows: HeadRows) -> None:
         """Compare products of heads with codes on a GPU with those of decoded rows."""
         if isinstance(self.codes, GpuCodes):
-            with _current(self.device):
-                check_heads(self.codes.device, rows)
+            check_heads(self.codes.device, rows)
 
     @property
     def decoded_dtype(self) -> torch.dtype:
@@ -397,12 +395,12 @@ def rest_format(spec: str) -> EncodedFormat:
     return form
 
 
-def encode_linears(model: nn.Module, spec: str, pool: _core.Pool | None = None) -> int:
-    """Encode the weights of all suitable linear layers on the CPU, one after the other, whose memory is released;
-    returns how many."""
+def encode_linears(model: nn.Module, spec: str, pool: _core.Pool | None = None, *, left: Collection[str] = ()) -> int:
+    """Encode the weights of all suitable linear layers on the CPU but those `left` by name, one after the other, whose
+    memory is released; returns how many."""
     form, encoded = rest_format(spec), 0
     for name, linear in _suitable(model):
-        if linear.weight.shape[1] % form.multiple == 0:
+        if name not in left and linear.weight.shape[1] % form.multiple == 0:
             code_linear(name, linear, spec, pool=pool)
             encoded += 1
     return encoded
@@ -417,13 +415,17 @@ def code_linear(
         _replace(linear, encode(stored_weight(linear.weight).detach(), spec), pool)
 
 
-def keep_released(model: nn.Module, tensors: Iterable[PlainTensor], pool: _core.Pool | None = None) -> int:
-    """Give suitable linear layers on the CPU the codes of the files that they were loaded from; returns how many. A
-    head that shares the embedding's weight takes a copy of that one's codes."""
+def keep_released(
+    model: nn.Module, tensors: Iterable[PlainTensor], pool: _core.Pool | None = None, *, left: Collection[str] = ()
+) -> int:
+    """Give suitable linear layers on the CPU but those `left` by name the codes of the files that they were loaded
+    from; returns how many. A head that shares the embedding's weight takes a copy of that one's codes."""
     released = {tensor.name: tensor.codes for tensor in tensors if tensor.codes is not None}
     names = {id(parameter): name for name, parameter in model.named_parameters()}  # of a shared one, the first
     kept = 0
     for name, linear in _suitable(model):
+        if name in left:
+            continue
         codes = released.get(f"{name}.weight") or released.get(names[id(linear.weight)])
         matrix = None if codes is None else codes()
         kept += keep_linear(name, linear, matrix if isinstance(matrix, Encoded) else None, pool)
@@ -515,14 +517,16 @@ def weight_of_codes(
 
 
 def keep_embedding_on_host(model: Any, *, pin: bool = True) -> bool:
-    """Give the input embedding of a model on the CPU a table that stays in host memory when the model is moved; False:
-    its weight is in codes, is used by another module too, or is none of a plain embedding."""
+    """Give the input embedding of a model on the CPU a table that stays in host memory when the model is moved, if it
+    has none yet; False: its weight is in codes, is used by another module too, or is none of a plain embedding."""
     embedding = model.get_input_embeddings()
     if not isinstance(embedding, nn.Embedding) or embedding.max_norm is not None:
         return False
     weight = embedding.weight
     owners = sum(one is weight for _, one in model.named_parameters(remove_duplicate=False))
     stored = stored_weight(weight)
+    if isinstance(stored, CodedWeight) and isinstance(stored.codes, HostRows):
+        return True
     if owners != 1 or isinstance(stored, CodedWeight) or stored.device.type != "cpu" or stored.dtype not in DTYPES:
         return False
     numbers = stored.detach().contiguous()
@@ -539,18 +543,12 @@ def check_on_device(model: nn.Module) -> None:
     for weight in model.parameters():
         if not isinstance(weight, CodedWeight):
             continue
-        with _current(weight.device):
-            if isinstance(weight.codes, HostRows):
-                weight.codes.check(weight)
-            elif isinstance(weight.codes, GpuCodes):
-                if (kind := (weight.spec, weight.shape, weight.device)) not in checked:
-                    weight.codes.device.check()
+        if isinstance(weight.codes, HostRows):
+            weight.codes.check(weight)
+        elif isinstance(weight.codes, GpuCodes):
+            kind = (weight.spec, weight.shape, weight.device)
+            if kind not in checked and weight.codes.device.check():
                 checked.add(kind)
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """The GPU that Triton launches kernels on."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def describe_coded(model: nn.Module) -> str:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ktransformers.errors import KTError
+from ktransformers.nn.current_device import on_device
 from ktransformers.triton_modules import import_triton_module
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ class HostRows:
         if kernels is None:
             return self.rows[rows.cpu()].to(self.location)
         out = torch.empty(rows.shape[0], self.rows.shape[1], dtype=self.rows.dtype, device=self.location)
-        kernels.gather(self.rows, rows, out)
+        with on_device(self.location):
+            kernels.gather(self.rows, rows, out)
         return out
 
     def multiply(self, weight: CodedWeight, x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ transformers indexes it. A missing tensor, which stock transformers initialises 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ from ktransformers.nn.quantizer import KTConfig, Progress, is_host_only
 from ktransformers.nn.recoded_layer import ExpertFormats
 from ktransformers.nn.same_model import check_same_model
 
-OnLoaded = Callable[[PreTrainedModel], None]
+OnLoaded = Callable[[PreTrainedModel], Collection[str]]  # returns names of modules whose weights it has decided
 
 
 def load_model(
@@ -69,7 +69,7 @@ def load_model(
     shard: ExpertShard | None = None,
     formats: ExpertFormats | None = None,
     on_loaded: OnLoaded | None = None,
-    later_gpus: int = 0,
+    later_gpus: Sequence[str] = (),
 ) -> PreTrainedModel:
     """The model in `path`, ready to run: experts in host memory, other weights in `dtype` on `device` (None: the CPU).
 
@@ -87,8 +87,9 @@ def load_model(
     `shard`: one rank's part of the experts, if several ranks divide them (`expert_partition.py`); the others' bytes
     are neither read nor packed, and `connect` (`nn/exchange.py`) must be called before the model computes.
     `formats` are those that experts are encoded in on the way, one for all or by the name of their module; None: as
-    they are in the files. `on_loaded` is called with the model before `rest` is applied. `later_gpus`: the caller moves
-    the layers to so many GPUs afterwards (`place/device_map.py`), for which codes are chosen as for one.
+    they are in the files. `on_loaded` is called with the model before `rest` is applied, and names the linear layers
+    that `rest` leaves as they then are. `later_gpus`: the caller moves the layers to these GPUs afterwards
+    (`place/device_map.py`), for which codes are chosen as for one.
     """
     path = Path(path)
     quantizer = KTConfig(
@@ -114,7 +115,7 @@ def load_pretrained(
     experts: str | Path | None = None,
     rest: str = "bf16",
     on_loaded: OnLoaded | None = None,
-    later_gpus: int = 0,
+    later_gpus: Sequence[str] = (),
 ) -> PreTrainedModel:
     """`load_model` for callers that have changed the configuration or pass options of `from_pretrained` themselves:
     `dtype` (a torch dtype or "auto"), `device_map` and any other. `quantizer` gets the source of the experts."""
@@ -129,7 +130,7 @@ def load_pretrained(
     device = codes_device(arguments, rest, source)
     if later_gpus:
         rest = rest_on_gpus(rest, source, arguments["dtype"], later_gpus)
-    on_gpu = device is not None or (later_gpus > 0 and rest != "bf16")
+    on_gpu = device is not None or (bool(later_gpus) and rest != "bf16")
     if on_gpu:
         arguments["device_map"], quantizer.widen = None, False
     if source.quantised:
@@ -152,12 +153,11 @@ def load_pretrained(
     if missing:
         raise InputError(missing[0], f"{len(missing)} tensors missing in {path}", "every tensor of the model")
     loaded: PreTrainedModel = model
-    if on_loaded is not None:
-        on_loaded(loaded)
-    if rest == "keep" and on_loaded is not None:  # operators have chosen layers that are numbers
-        keep_released(loaded, source.rest(), quantizer.pool)
+    decided = () if on_loaded is None else on_loaded(loaded)
+    if rest == "keep" and on_loaded is not None:  # so that operators got numbers
+        keep_released(loaded, source.rest(), quantizer.pool, left=decided)
     elif rest not in AS_RELEASED:
-        encode_linears(loaded, rest, quantizer.pool)
+        encode_linears(loaded, rest, quantizer.pool, left=decided)
     if on_gpu:
         keep_embedding_on_host(loaded, pin=torch.cuda.is_available())
     if device is not None:
@@ -184,14 +184,17 @@ def codes_device(options: Mapping[str, Any], rest: str, source: Source) -> torch
     return device
 
 
-def rest_on_gpus(rest: str, source: Source, dtype: torch.dtype | str, gpus: int) -> str:
-    """What becomes of `rest` where layers go to several GPUs: "bf16" where "keep" has no codes or numbers are
+def rest_on_gpus(rest: str, source: Source, dtype: torch.dtype | str, gpus: Sequence[str]) -> str:
+    """What becomes of `rest` where layers go to these GPUs: "bf16" where "keep" has no codes or numbers are
     preferred."""
+    codes_fit = dtype in ("auto", torch.bfloat16)
+    if rest not in AS_RELEASED and not codes_fit:
+        given = f"{rest} with {dtype} on {', '.join(gpus)}"
+        raise InputError("rest", given, "bfloat16 on GPUs", "pass rest='bf16'")
     if rest != "keep":
         return rest
-    devices = [torch.device("cuda", place) for place in range(gpus)]
-    has_codes = source.quantised and dtype in ("auto", torch.bfloat16)
-    return "keep" if has_codes and not _prefers_numbers(source, devices) else "bf16"
+    devices = [torch.device(gpu) for gpu in gpus]
+    return "keep" if source.quantised and codes_fit and not _prefers_numbers(source, devices) else "bf16"
 
 
 def _prefers_numbers(source: Source, devices: Sequence[torch.device]) -> bool:

@@ -45,9 +45,11 @@ def _stores(model: nn.Module) -> dict[str, ExpertStore]:
 
 
 def _coded_linears(model: nn.Module) -> Iterator[_core.CodedLinear]:
-    """Those that can compute with 8-bit activations."""
-    for parameter in model.parameters():
-        if isinstance(parameter, CodedWeight) and isinstance(parameter.codes, PackedCodes):
-            linear = parameter.codes.linear
+    """Those that can compute with 8-bit activations. The table of an embedding is only looked up, unless the head
+    multiplies with it."""
+    weights = {id(one.weight): one.weight for one in model.modules() if isinstance(one, nn.Linear)}
+    for weight in weights.values():
+        if isinstance(weight, CodedWeight) and isinstance(weight.codes, PackedCodes):
+            linear = weight.codes.linear
             if linear.supports_w8a8:
                 yield linear

@@ -17,14 +17,16 @@ from ktransformers.operators.plan import Assignment, OperatorPlan
 log = logger(__name__)
 
 
-def apply_operators(model: nn.Module, plan: OperatorPlan, loader: Loader) -> None:
-    """`loader` opens the files that the model was loaded from."""
+def apply_operators(model: nn.Module, plan: OperatorPlan, loader: Loader) -> frozenset[str]:
+    """The names of modules that have an operator of their own now, whose weights are as it wants them. `loader` opens
+    the files that the model was loaded from."""
     ruled = RuledModel(model)
     for item in plan.assignments:
         _apply(model, item, ruled, loader)
     loader.release()
-    replaced = sum(not item.outcome.keeps_stock for item in plan.assignments)
-    log.info("rules: %d modules replaced, %d assigned in all", replaced, len(plan.assignments))
+    replaced = frozenset(item.name for item in plan.assignments if not item.outcome.keeps_stock)
+    log.info("rules: %d modules replaced, %d assigned in all", len(replaced), len(plan.assignments))
+    return replaced
 
 
 def _apply(model: nn.Module, item: Assignment, ruled: RuledModel, loader: Loader) -> None:

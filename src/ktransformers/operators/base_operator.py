@@ -90,6 +90,8 @@ class BaseInjectedModule(nn.Module):
         self.key, self.gguf_loader, self.config, self.kwargs = key, gguf_loader, config, kwargs
         self.generate_device, self.prefill_device = generate_device, prefill_device or generate_device
         self.device = generate_device
+        self._unloaded: dict[str, torch.dtype] = {}  # parameters that `unload` has dropped
+        self.device_of_weights = torch.device("cpu")  # that they were on
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -117,10 +119,20 @@ class BaseInjectedModule(nn.Module):
         return self.orig_module.forward(*args, **kwargs)
 
     def load(self) -> None:
-        """Called once, with the model loaded; the weights of the original are this module's."""
+        """Called once, with the model loaded; the weights of the original are this module's. After `unload` they are
+        read from the files again."""
+        for name, dtype in self._unloaded.items():
+            self._parameters[name] = nn.Parameter(
+                self.gguf_loader.load_tensor(f"{self.key}.{name}", self.device_of_weights, dtype), requires_grad=False
+            )
+        self._unloaded = {}
 
     def unload(self) -> None:
-        """Drop what `load` made."""
+        """Drop the weights, which are the original's too."""
+        held = {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
+        self._unloaded |= {name: parameter.dtype for name, parameter in held.items()}
+        for name, parameter in held.items():
+            self._parameters[name], self.device_of_weights = None, parameter.device
 
     @classmethod
     def check(cls, match: Match) -> Outcome:

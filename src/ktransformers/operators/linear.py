@@ -30,6 +30,7 @@ LINEAR_OPS: dict[str, str | None] = {
     "KLinearQ8": "int8",
     "KLinearCPUInfer": KEEP,
 }
+DEFAULT_OP = "KLinearMarlin"
 
 Weights = nn.Parameter | tuple[nn.Parameter, nn.Parameter]
 
@@ -43,14 +44,18 @@ class KLinearBase(nn.Linear):
 
     def __init__(self) -> None:
         """After `BaseInjectedModule.__init__`, which gives this module the weights of the original."""
+        weight = self._parameters.get("weight")
         self.has_bias = self._parameters.get("bias") is not None
+        self.weight_dtype = None if weight is None else weight.dtype
 
     def load_weight(self, override_key: str | None = None, device: str | torch.device | None = None) -> Weights:
         """The weight `[out, in]` in the model's dtype, with a bias a pair of both. Those of the loaded layer, or with
-        `override_key` those of another layer of the files."""
+        `override_key` those of another layer of the files; after `unload` those of its own layer there."""
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        if override_key is None and weight is None and self.gguf_loader.has_tensor(f"{self.key}.weight"):
+            override_key = self.key
         if override_key is not None:
-            dtype = None if weight is None else weight.dtype
+            dtype = self.weight_dtype
             weight = _frozen(self.gguf_loader.load_tensor(f"{override_key}.weight", dtype=dtype))
             name = f"{override_key}.bias"
             bias = (
@@ -64,9 +69,6 @@ class KLinearBase(nn.Linear):
     def load(self, w: Weights | None = None, device: str | torch.device | None = None) -> None:
         """Make of the weights what `forward` multiplies with; a class without a `load` of its own multiplies with the
         weights of the original layer."""
-
-    def unload(self) -> None:
-        """Drop what `load` made."""
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:
@@ -83,7 +85,7 @@ class KTransformersLinear(BaseInjectedModule, KLinearBase):
         config: PreTrainedConfig,
         orig_module: nn.Module | None = None,
         generate_device: str = "cuda",
-        generate_op: str = "KLinearMarlin",
+        generate_op: str = DEFAULT_OP,
         prefill_device: str | None = None,
         prefill_op: str | None = None,
     ) -> None:
@@ -100,13 +102,14 @@ class KTransformersLinear(BaseInjectedModule, KLinearBase):
             raise InputError(match.where, given, "a linear layer", "add `class: torch.nn.Linear` to match")
         for word in ("generate_op", "prefill_op"):
             known_op(match, word, LINEAR_OPS)
-        wanted = LINEAR_OPS[match.arguments.get("generate_op") or "KLinearMarlin"]
+        wanted = LINEAR_OPS[match.arguments.get("generate_op") or DEFAULT_OP]
         reason = None if wanted is None else _why_as_loaded(match, wanted)
         if reason is not None:
             return Outcome(note=reason)
         return Outcome(format=wanted)
 
     def load(self, w: Any = None, device: str | torch.device | None = None) -> None:
+        super().load()
         wanted = LINEAR_OPS[self.generate_op]
         released = None if wanted is None else self.gguf_loader.codes(f"{self.key}.weight")
         if wanted == KEEP:

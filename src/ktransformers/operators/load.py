@@ -3,6 +3,7 @@ options of their own, and put layers on GPUs afterwards (`place/apply.py`)."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ def load_by_rules(
     on_cpu, _ = require_rules(rules).on_machine(0, cpu_only=True)
     plan = plan_operators(meta_model(folder), on_cpu)
 
-    def apply(model: PreTrainedModel) -> None:
-        apply_operators(model, plan, Loader(folder))
+    def apply(model: PreTrainedModel) -> Collection[str]:
+        return apply_operators(model, plan, Loader(folder))
 
     return load_model(folder, experts=experts, dtype=dtype, formats=plan.expert_formats, on_loaded=apply)

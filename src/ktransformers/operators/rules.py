@@ -39,6 +39,9 @@ DEFAULT = "default"
 SHIPPED = EXAMPLES / "kt_optimize_rules"
 DEVICE_KEYWORDS = ("generate_device", "prefill_device", "out_device")
 PLACES = (*DEVICE_KEYWORDS, "transfer_map")
+IGNORED_WORDS = re.compile(r"-(infer|serve)(?=-|\.)")  # of names in the guides, left out in those of the package
+# End of a name that says what a recipe asks for; `<gpu-count>` stands in the guides for the last part.
+NAME_WORDS = re.compile(r".+?(?P<words>(-sft)?(-amx)?(-multi-gpu(-[1-9]\d*)?|-<[^<>]+>)?)")
 # Classes of KTransformers' own models -> those of stock transformers, where they differ in more than case.
 STOCK_CLASSES = {
     "deepseekv2yarnrotaryembedding": "deepseekv2rotaryembedding",
@@ -171,23 +174,36 @@ def shipped_names() -> list[str]:
 
 
 def find_rules(given: str | Path | None) -> RuleFile | None:
-    """The file that is named, or one of the package by its name; None: there is none."""
+    """The file that is named, or one of the package by its name; None: no name is given, or one without a file that a
+    recipe may have (`summary_of_name`)."""
     if given is None:
         return None
     path = Path(given)
-    file = path if path.is_file() else SHIPPED / path.name.replace("-infer", "")  # a word of the guides, left out here
-    if not file.is_file():
+    file = path if path.is_file() else SHIPPED / IGNORED_WORDS.sub("", path.name)
+    if file.is_file():
+        return RuleFile(path if path.is_file() else file, file.resolve().parent == SHIPPED, read_rules(file))
+    if _is_summary(path.stem):
         return None
-    return RuleFile(path if path.is_file() else file, file.resolve().parent == SHIPPED, read_rules(file))
+    raise _missing(given)
 
 
 def require_rules(given: str | Path) -> RuleFile:
+    """The same where a name alone says nothing: serving, and `kt rules`."""
     rules = find_rules(given)
     if rules is None:
-        near = difflib.get_close_matches(Path(given).name, shipped_names(), n=1)
-        expected = f"`{near[0]}`, perhaps" if near else "a YAML file of rules"
-        raise InputError(NAME, f"{given}, which does not exist", expected, "docs/operators.md lists the package's")
+        raise _missing(given)
     return rules
+
+
+def _is_summary(stem: str) -> bool:
+    match = NAME_WORDS.fullmatch(stem.lower())
+    return match is not None and bool(match["words"])
+
+
+def _missing(given: str | Path) -> InputError:
+    near = difflib.get_close_matches(Path(given).name, shipped_names(), n=1)
+    expected = f"`{near[0]}`, perhaps" if near else "a YAML file of rules"
+    return InputError(NAME, f"{given}, which does not exist", expected, "docs/operators.md lists the package's")
 
 
 def read_rules(path: str | Path) -> tuple[Rule, ...]:

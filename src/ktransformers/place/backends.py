@@ -45,3 +45,15 @@ def encoded_format(options: PlacementOptions, backend: str | None = None) -> str
     words = {str(rule.arguments["backend"]) for rule in file.rules if "backend" in rule.arguments} if file else set()
     by_rule = format_of_backend(words.pop()) if len(words) == 1 else None
     return by_rule or format_of_backend(backend)
+
+
+def rest_by_rules(options: PlacementOptions, rest: str) -> str:
+    """How linear layers outside of the experts are stored, for a plan: as rules say that all name the same format, else
+    as `rest` does."""
+    from ktransformers.operators.linear import DEFAULT_OP, LINEAR_OPS, KTransformersLinear, KTransformersLinearLora
+
+    classes = {f"{item.__module__}.{item.__name__}" for item in (KTransformersLinear, KTransformersLinearLora)}
+    file = find_rules(options.kt_optimize_rule)
+    given = [rule for rule in file.rules if rule.operator in classes] if file is not None else []
+    words = {LINEAR_OPS.get(str(rule.arguments.get("generate_op") or DEFAULT_OP), rest) or "bf16" for rule in given}
+    return words.pop() if len(words) == 1 else rest

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ktransformers import system
 from ktransformers.errors import InputError
+from ktransformers.nn.coded_weight import keep_embedding_on_host
 from ktransformers.nn.contract import expert_modules
 
 
@@ -70,36 +71,66 @@ class DeviceMap:
         return len({*self.layers, self.embedding, self.head}) > 1
 
     @property
+    def gpus(self) -> tuple[str, ...]:
+        """Those that weights outside of the experts go to, in the order of their names."""
+        return tuple(sorted(device for device in {*self.layers, self.embedding, self.head} if device != "cpu"))
+
+    @property
     def resident_layers(self) -> list[str]:
         """Layers of experts that a rule makes resident with all of their experts."""
         return [name for name, device in self.experts.items() if device != "cpu"]
 
 
 def move_to_devices(model: nn.Module, device_map: DeviceMap) -> None:
-    """Move everything but the experts, and add hooks that move the inputs of each module."""
+    """Move everything but the experts, and add hooks that move the inputs of each module. A head that shares the
+    embedding's weight takes it to its own device. An embedding on the CPU before layers on a GPU has its table in host
+    memory and is looked up on that GPU (`nn/host_rows.py`), so that token ids need not come back to the host."""
     transformer: Any = model
     decoder_layers = find_decoder_layers(model)
     layers: Any = model.get_submodule(decoder_layers.name)
     inputs, outputs = transformer.get_input_embeddings(), transformer.get_output_embeddings()
-    tied = outputs is not None and outputs.weight is inputs.weight
+    embedding = device_map.head if shares_embedding(model) else device_map.embedding
+    if embedding == "cpu" and device_map.layers[0] != "cpu" and keep_embedding_on_host(model, pin=True):
+        embedding = device_map.layers[0]
     names = {module: name for name, module in model.named_modules()}
     device_of_module: dict[nn.Module, str] = {layers[number]: device for number, device in enumerate(device_map.layers)}
-    device_of_module[inputs] = device_map.embedding
+    device_of_module[inputs] = embedding
     if outputs is not None:
-        device_of_module[outputs] = device_map.embedding if tied else device_map.head
+        device_of_module[outputs] = device_map.head
     placed_modules = {module for placed in device_of_module for module in placed.modules()}
     for module in names:  # other modules go to the first layer's device
         if module not in placed_modules:
             _move_own(module, torch.device(device_map.layers[0]))
             if not list(module.children()):
                 device_of_module[module] = device_map.layers[0]
+    # All on the CPU, or on the GPU that is current unless another is chosen.
+    is_default = len(set(device_of_module.values())) == 1 and embedding in ("cpu", "cuda", "cuda:0")
     for module, device in device_of_module.items():
         module.to(device)
         module.register_forward_pre_hook(_move_inputs_hook(torch.device(device)), with_kwargs=True)
-        if device.startswith("cuda") and device_map.spans_devices:
+        if device.startswith("cuda") and not is_default:
             make_current(module, torch.device(device))
-    if device_map.spans_devices:  # the HF Trainer reads it before it moves a model
+    if not is_default:  # the HF Trainer reads it before it moves a model
         model.hf_device_map = {names[module]: device for module, device in device_of_module.items()}  # type: ignore[assignment]
+
+
+def shares_embedding(model: nn.Module) -> bool:
+    """Whether the weight of the head is that of the input embedding."""
+    transformer: Any = model
+    outputs = transformer.get_output_embeddings()
+    return outputs is not None and outputs.weight is transformer.get_input_embeddings().weight
+
+
+def run_on(model: nn.Module, device: torch.device | str) -> None:
+    """Of a model that was loaded to one device: a GPU other than the first is current while the model, its decoder, a
+    layer or the head is called, in any thread."""
+    if not torch.device(device).index:
+        return
+    transformer: Any = model
+    layers: Any = model.get_submodule(find_decoder_layers(model).name)
+    modules = [model, transformer.base_model, *layers, transformer.get_output_embeddings()]
+    for module in dict.fromkeys(module for module in modules if module is not None):
+        make_current(module, torch.device(device))
 
 
 def _move_own(module: nn.Module, device: torch.device) -> None:

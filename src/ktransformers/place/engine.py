@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ktransformers import _core
+from ktransformers.nn.current_device import on_device
 from ktransformers.nn.lora_factors import empty_gradients, match_factor_strides, packed_adapter
 from ktransformers.nn.lora_prefetch import LoraPrefetch
 from ktransformers.nn.pool import avoid_pool_cpus
@@ -113,7 +114,7 @@ class ExpertEngine:
         self, layer: PlacedLayer, batch: ExpertBatch, retain: bool, *, training: bool = True
     ) -> tuple[Tensor, SavedForBackward]:
         """The result in hidden's dtype, and what backward needs; with `retain` the CPU keeps gate and up."""
-        with self._lock:
+        with self._lock, on_device(self.device):
             self._jobs.raise_failed()
             mode = self._without_callbacks(layer, self.dispatcher.mode(layer, batch, training=training))
             if mode == SPLIT_AHEAD:
@@ -122,7 +123,7 @@ class ExpertEngine:
 
     def infer(self, layer: PlacedLayer, batch: ExpertBatch) -> Tensor:
         """The result alone."""
-        with self._lock:
+        with self._lock, on_device(self.device):
             mode = self._inference_mode(layer, batch)
             if mode == HOST_CALLBACK:
                 return self.callbacks.forward(layer.packed, layer.store, batch)
@@ -193,7 +194,7 @@ class ExpertEngine:
     ) -> tuple[Tensor, Tensor, list[Tensor], PendingCopies | None]:
         """Gradients of hidden, of the routing weights and, with `factor_grads`, of the LoRA factors in host memory,
         whose copies the caller finishes before it reads them."""
-        with self._lock:
+        with self._lock, on_device(self.device):
             self._jobs.raise_failed()
             factor_grads = factor_grads and batch.factors is not None
             mode = self.dispatcher.mode(layer, batch, training=True, factor_grads=factor_grads)

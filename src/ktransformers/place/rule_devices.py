@@ -11,7 +11,13 @@ from ktransformers.errors import InputError
 from ktransformers.nn.contract import expert_modules
 from ktransformers.operators.plan import first_rules
 from ktransformers.operators.rules import NAME, Rule
-from ktransformers.place.device_map import DecoderLayers, DeviceMap, find_decoder_layers, spread_layers
+from ktransformers.place.device_map import (
+    DecoderLayers,
+    DeviceMap,
+    find_decoder_layers,
+    shares_embedding,
+    spread_layers,
+)
 
 
 def devices_by_rules(model: nn.Module, rules: Sequence[Rule], devices: Sequence[str]) -> DeviceMap:
@@ -33,6 +39,8 @@ def devices_by_rules(model: nn.Module, rules: Sequence[Rule], devices: Sequence[
         for module in (transformer.get_input_embeddings(), transformer.get_output_embeddings())
     ]
     embedding, head = (_device_or(rule_of.get(name), layers[0]) for name in end_names)
+    if shares_embedding(model):
+        embedding = head
     return DeviceMap(tuple(layers), embedding, head, _expert_devices(rule_of, experts, layers, decoder_layers))
 
 

@@ -10,7 +10,9 @@ from typing import Any
 from torch import nn
 
 from ktransformers.linear_storage import rest_word
+from ktransformers.nn.coded_weight import MIN_WEIGHTS
 from ktransformers.nn.contract import expert_modules
+from ktransformers.operators.base_operator import RuledModel
 from ktransformers.operators.linear import KEEP
 from ktransformers.operators.plan import OperatorPlan, plan_operators
 from ktransformers.operators.rules import RuleFile
@@ -44,14 +46,20 @@ class RuleReport:
         return {"modules": [asdict(module) for module in self.modules], "bytes": self.bytes, "notes": list(self.notes)}
 
 
-def report_rules(model: nn.Module, file: RuleFile, released: str = "bf16") -> RuleReport:
-    """Of a skeleton, with every GPU that the file names. `released` is the format of the experts in the model's files;
-    other weights are counted in bf16 where no operator stores them otherwise."""
+def report_rules(
+    model: nn.Module, file: RuleFile, released: str = "bf16", bytes_of_codes: float | None = None
+) -> RuleReport:
+    """Of a skeleton, with every GPU that the file names. `released` is the format of the experts in the model's files,
+    `bytes_of_codes` what a number of its linear layers takes if these are quantised there. They keep their codes unless
+    an operator stores them otherwise; other weights, the head among them, are counted in bf16."""
     device_map = devices_by_rules(model, file.rules, ["cuda:0"] if _names_gpu(file) else [HOST])
     devices = devices_of_modules(model, device_map)
     plan = plan_operators(model, file.rules, devices)
     experts = expert_modules(model)
     assigned = {item.name: item for item in plan.assignments}
+    transformer: Any = model
+    coded = RuledModel(model).coded_names if bytes_of_codes is not None else frozenset()
+    coded -= {name for name, module in model.named_modules() if module is transformer.get_output_embeddings()}
     modules, totals = [], dict[str, int]()
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -62,8 +70,11 @@ def report_rules(model: nn.Module, file: RuleFile, released: str = "bf16") -> Ru
         if item is None and not weights:
             continue
         computed = device_map.experts.get(name, HOST) if name in experts else devices[name]
-        spec = (item.outcome.format if item is not None else None) or (released if name in experts else "bf16")
-        size = round(weights * (BF16_BYTES if spec in (KEEP, "bf16") else bytes_in_format(rest_word(spec))))
+        otherwise = released if name in experts else "bf16" if item is not None or name not in coded else KEEP
+        spec = (item.outcome.format if item is not None else None) or otherwise
+        if spec == KEEP and (name not in coded or weights < MIN_WEIGHTS):
+            spec = "bf16"
+        size = round(weights * _bytes_per_number(spec, bytes_of_codes))
         for place in {HOST, computed} if name in experts else {devices[name]}:  # residents are in host memory as well
             totals[place] = totals.get(place, 0) + size
         operator = item.operator.__name__ if item is not None else "" if rule is None else "default"
@@ -81,6 +92,12 @@ def report_rules(model: nn.Module, file: RuleFile, released: str = "bf16") -> Ru
             )
         )
     return RuleReport(tuple(modules), dict(sorted(totals.items())), _notes(file, plan))
+
+
+def _bytes_per_number(spec: str, bytes_of_codes: float | None) -> float:
+    if spec == KEEP and bytes_of_codes is not None:
+        return bytes_of_codes
+    return BF16_BYTES if spec == "bf16" else bytes_in_format(rest_word(spec))
 
 
 def _names_gpu(file: RuleFile) -> bool:

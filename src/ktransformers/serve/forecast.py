@@ -21,8 +21,10 @@ from ktransformers.serve.http.service import Service
 DEFAULT_CONTEXT = 4096  # tokens of a request, if the line sets none and the model allows more
 
 
-def serving_workload(launch: Launch, rest_bytes: int, max_positions: int) -> Serving:
-    """`max_positions`: the model's own limit of a sequence."""
+def serving_workload(launch: Launch, rest_bytes: int, max_positions: int, rest: str | None = None) -> Serving:
+    """`max_positions`: the model's own limit of a sequence; `rest`: how rules have linear layers stored, None: as the
+    launch line says."""
+    rest = rest or launch.rest
     context = min(launch.context_length or DEFAULT_CONTEXT, max_positions)
     cache_tokens = launch.max_total_tokens or context
     return Serving(
@@ -30,7 +32,7 @@ def serving_workload(launch: Launch, rest_bytes: int, max_positions: int) -> Ser
         prompt=min(launch.chunked_prefill_size, cache_tokens),
         sequences=1,
         rest_bytes=rest_bytes,
-        linear_format=None if launch.rest == "bf16" else launch.rest,
+        linear_format=None if rest == "bf16" else rest,
         fp8_cache=launch.fp8_cache,
     )
 
@@ -44,16 +46,18 @@ def forecast(
     policies: Sequence[str] = (DEFAULT_POLICY,),
     needs_gpu: bool = False,
     expert_format: str | None = None,
+    rest: str | None = None,
 ) -> tuple[Plan | None, str]:
     """The plan for this machine with the best of `policies`. A model whose config the planner cannot read is served
-    without one: (None, the reason). `expert_format`: that experts are encoded in while they are loaded."""
+    without one: (None, the reason). `expert_format`: that experts are encoded in while they are loaded;
+    `rest` as for `serving_workload`."""
     from ktransformers.plan.calibrate import this_machine
 
     try:
         shape = stored_as(open_shape(str(directory)), expert_format)
         machine = this_machine()
         machine = with_gpus(machine, "none") if device == "cpu" else machine
-        work = serving_workload(launch, rest_bytes, max_positions)
+        work = serving_workload(launch, rest_bytes, max_positions, rest)
         return make_plan(shape, work, machine, policies=policies, needs_gpu=needs_gpu), ""
     except InputError as error:
         return None, f"no plan of memory and time: {error}"

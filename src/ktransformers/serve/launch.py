@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -90,20 +90,23 @@ def make_plan(launch: Launch, target: Target, log: LogLine, show: ShowPlan) -> P
     """Make and show the plan; one that does not fit is refused without --force. If nothing fits with the GPU, and the
     line does not require it, everything is on the CPU (`choose_device`)."""
     from ktransformers.nn.pretrained import read_pretrained_config
-    from ktransformers.place.backends import encoded_format
-    from ktransformers.place.options import read_options
+    from ktransformers.place.backends import encoded_format, rest_by_rules
     from ktransformers.serve.forecast import forecast
+    from ktransformers.serve.placement import options_of
 
     launch = as_trained(launch, target)
     _check_rest(launch)
     max_positions = _max_positions(read_pretrained_config(target.model))
-    options = read_options(launch.place, target.keys)
+    options = options_of(launch, target)
     needs_gpu = options.needs_gpu or launch.device is not None or (launch.gpus or 1) > 1
 
     def plan_for(device: str) -> tuple[Plan | None, str]:
         dtype_bytes = parse_dtype(launch.dtype, device).itemsize
         wanted = launch.expert_format or encoded_format(options) or target.expert_format
-        return forecast(launch, target.model, device, dtype_bytes, max_positions, options.policies, needs_gpu, wanted)
+        rest = rest_by_rules(options, launch.rest)
+        return forecast(
+            launch, target.model, device, dtype_bytes, max_positions, options.policies, needs_gpu, wanted, rest
+        )
 
     plan, note = plan_for(choose_device(launch))
     if plan is not None and plan.gpu_unused_reason:
@@ -157,6 +160,7 @@ def _load_service(
     from ktransformers.nn.coded_weight import describe_coded
     from ktransformers.nn.pretrained import read_tokenizer
     from ktransformers.place.apply import ModelPlacement
+    from ktransformers.place.device_map import run_on
     from ktransformers.serve.engine.forward import make_forward
     from ktransformers.serve.http.service import PrepareOptions, Service
     from ktransformers.serve.http.templates import ServedTemplates
@@ -165,6 +169,7 @@ def _load_service(
         attach_experts,
         fill_gpus,
         gpus_of,
+        gpus_of_layers,
         options_of,
         plan_operators,
         spreads_layers,
@@ -192,16 +197,19 @@ def _load_service(
     operators = plan_operators(placement.options, launch, target, plan, device, log)
     shard = None if group is None else group.shard
     gpus = gpus_of(launch, plan) if multi_gpu else 0
+    later = gpus_of_layers(placement.options, target, gpus) if multi_gpu else ()
     model = _load_model(
-        launch, target, dtype, load_device, uses_gpu_experts, log, operators, later_gpus=gpus, shard=shard
+        launch, target, dtype, load_device, uses_gpu_experts, log, operators, later_gpus=later, shard=shard
     )
     if group is not None:
         connect_group(model, group, log)
     if multi_gpu:
         log(placement.move_layers(model, gpus))
+    else:
+        run_on(model, device)
     coded = describe_coded(model)
     if coded or launch.rest not in AS_RELEASED:
-        log(coded or f"--rest {launch.rest}: without effect: no linear layer of this model is large enough")
+        log(coded or f"--rest {launch.rest}: without effect: no linear layer without an operator is large enough")
     forward = make_forward(model, fp8_cache=launch.fp8_cache)
     if forward.reason:
         log(f"sequences of {model.config.model_type} are computed one at a time: {forward.reason}")
@@ -374,35 +382,36 @@ def _load_model(
     log: LogLine,
     operators: Any,
     *,
-    later_gpus: int = 0,
+    later_gpus: Sequence[str] = (),
     shard: ExpertShard | None = None,
 ) -> Any:
-    """`operators` is the plan of what rules make of it, None without rules; `later_gpus` that layers are moved to
+    """`operators` is the plan of what rules make of it, None without rules; `later_gpus` those that layers are moved to
     afterwards."""
     from ktransformers.checkpoint import find_experts
     from ktransformers.checkpoint.gguf_directory import is_gguf_directory
     from ktransformers.checkpoint.packed import is_packed
     from ktransformers.checkpoint.shards import Shards
 
-    def on_loaded(loaded: Any) -> None:
+    def on_loaded(loaded: Any) -> Collection[str]:
         from ktransformers.operators.apply import apply_operators
         from ktransformers.operators.loader import Loader
 
-        if operators is not None:
-            apply_operators(loaded, operators, Loader(directory))
+        return () if operators is None else apply_operators(loaded, operators, Loader(directory))
 
     directory = target.model
     stock_reads_it = not is_gguf_directory(directory)
     if stock_reads_it and not find_experts(Shards.of_directory(directory).names):  # a dense model
         from transformers import AutoModelForCausalLM
 
-        from ktransformers.nn.coded_weight import encode_linears
+        from ktransformers.nn.coded_weight import check_on_device, encode_linears
 
         stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
-        on_loaded(stock)
+        decided = on_loaded(stock)
         if launch.rest not in AS_RELEASED:
-            encode_linears(stock, launch.rest)
-        return stock.to(device)
+            encode_linears(stock, launch.rest, left=decided)
+        stock = stock.to(device)
+        check_on_device(stock)
+        return stock
     from ktransformers.nn import load_model
     from ktransformers.nn.pool import set_default_pool
 

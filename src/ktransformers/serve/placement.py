@@ -18,9 +18,9 @@ from ktransformers.nn.out_of_memory import free_bytes
 from ktransformers.nn.skeleton import meta_model
 from ktransformers.nn.w8a8 import use_w8a8
 from ktransformers.operators.plan import OperatorPlan
-from ktransformers.operators.rules import find_rules
-from ktransformers.place.apply import ModelPlacement, needs_spreading, plan_rules
-from ktransformers.place.device_map import find_decoder_layers
+from ktransformers.operators.rules import require_rules
+from ktransformers.place.apply import ModelPlacement, find_device_map, needs_spreading, plan_rules
+from ktransformers.place.device_map import find_decoder_layers, visible_gpus
 from ktransformers.place.free_memory import bytes_to_allocate
 from ktransformers.place.options import PlacementOptions, read_options
 from ktransformers.plan import Plan
@@ -34,8 +34,11 @@ Say = Callable[[str], None]
 
 
 def options_of(launch: Launch, target: Target) -> PlacementOptions:
-    """The flags of the launch line, then the keys of the YAML file that it names."""
-    return read_options(launch.place, target.keys)
+    """The flags of the launch line, then the keys of the YAML file that it names. A server needs the file of rules."""
+    options = read_options(launch.place, target.keys)
+    if options.kt_optimize_rule is not None:
+        require_rules(options.kt_optimize_rule)
+    return options
 
 
 def gpus_of(launch: Launch, plan: Plan | None) -> int:
@@ -50,11 +53,18 @@ def spreads_layers(options: PlacementOptions, launch: Launch, plan: Plan | None)
     return needs_spreading(options, gpus_of(launch, plan))
 
 
+def gpus_of_layers(options: PlacementOptions, target: Target, gpus: int) -> tuple[str, ...]:
+    """Those that layers go to, by the plan's number of GPUs or by rules."""
+    if options.kt_optimize_rule is None:
+        return tuple(visible_gpus(gpus))
+    return find_device_map(meta_model(target.model), options, gpus).gpus
+
+
 def plan_operators(
     options: PlacementOptions, launch: Launch, target: Target, plan: Plan | None, device: str, say: Say
 ) -> OperatorPlan | None:
     """What rules make of the model, checked on its skeleton."""
-    if find_rules(options.kt_optimize_rule) is None:
+    if options.kt_optimize_rule is None:
         return None
     gpus = 0 if device == "cpu" else gpus_of(launch, plan)
     operators, lines = plan_rules(meta_model(target.model), options, gpus, cpu_asked=launch.device == "cpu")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ktransformers import env
 from ktransformers.errors import InputError
-from ktransformers.place.backends import encoded_format
+from ktransformers.place.backends import encoded_format, rest_by_rules
 from ktransformers.place.options import read_options
 from ktransformers.plan import ModelShape, Plan, Training, make_plan, open_shape, stored_as, with_gpus
 from ktransformers.plan.machine import Machine
@@ -96,6 +96,8 @@ def training_workload(settings: TrainSettings, rest_bytes: int, lengths: Lengths
     target_names = set(settings.lora.lora_target)
     adapts_experts = bool(target_names & EXPERT_TARGETS)
     labelled = _labelled_share(settings, tokens, lengths)
+    rest = "bf16" if rest_of(settings) == "bf16" else settings.experts.rest
+    rest = rest_by_rules(read_options(settings.place.model_dump()), rest)
     return Training(
         tokens=tokens,
         tokens_per_step=step_tokens,
@@ -111,7 +113,7 @@ def training_workload(settings: TrainSettings, rest_bytes: int, lengths: Lengths
         labelled=labelled,
         labelled_mean=_mean_share(labelled, tokens, lengths),
         graphs=env.graphs_enabled("attention") and not settings.model.use_reentrant_gc,
-        linear_format=None if rest_of(settings) == "bf16" else settings.experts.rest,
+        linear_format=None if rest == "bf16" else rest,
     )
 
 

@@ -31,7 +31,7 @@ from ktransformers.train.settings import LoraSettings, ModelSettings, TrainSetti
 from ktransformers.train.targets import Targets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from peft import LoraConfig
     from transformers import PreTrainedModel
@@ -147,10 +147,10 @@ def open_model(
     progress: Callable[[int, int], None] | None = None,
     partition: ExpertPartition | None = None,
     operators: OperatorPlan | None = None,
-    later_gpus: int = 0,
+    later_gpus: Sequence[str] = (),
 ) -> tuple[PreTrainedModel, list[str]]:
-    """With a `partition`, this process's experts alone are loaded; the call is then collective. `later_gpus`: that
-    layers are moved to afterwards."""
+    """With a `partition`, this process's experts alone are loaded; the call is then collective. `later_gpus`: those
+    that layers are moved to afterwards."""
     from ktransformers.nn import load_model
     from ktransformers.operators.apply import apply_operators
     from ktransformers.operators.loader import Loader

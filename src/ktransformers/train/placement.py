@@ -20,7 +20,7 @@ from ktransformers import system
 from ktransformers.nn.distributed import host_group
 from ktransformers.operators.plan import OperatorPlan
 from ktransformers.operators.rules import find_rules, summary_of_name
-from ktransformers.place.apply import ModelPlacement, needs_spreading, plan_rules
+from ktransformers.place.apply import ModelPlacement, find_device_map, needs_spreading, plan_rules
 from ktransformers.place.free_memory import bytes_to_allocate
 from ktransformers.place.options import PlacementOptions, read_options
 from ktransformers.place.placement import Placement
@@ -80,6 +80,10 @@ class TrainPlacement:
     def later_gpus(self) -> int:
         """GPUs that layers are moved to from host memory; 0: the model is loaded where it stays."""
         return self.gpus if self._device.type == "cuda" and self.loading_device.type == "cpu" else 0
+
+    def gpus_of_layers(self, model: nn.Module) -> tuple[str, ...]:
+        """Those that layers of `model`, which may be a skeleton, are moved to from host memory."""
+        return find_device_map(model, self.options, self.gpus).gpus if self.later_gpus else ()
 
     def plan_operators(self, model: nn.Module) -> tuple[OperatorPlan | None, list[str]]:
         """What rules make of the modules of `model`, a skeleton, and lines to note."""

@@ -222,7 +222,8 @@ def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
     if read_shard_options(settings)[0] is not None:
         leave_out_attention_graphs()
     placing = TrainPlacement(settings, prepared.plan.forecast)
-    operators, _ = placing.plan_operators(build_meta_model(directory))
+    skeleton = build_meta_model(directory)
+    operators, _ = placing.plan_operators(skeleton)
     model, notes = open_model(
         directory,
         settings,
@@ -231,7 +232,7 @@ def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
         watcher.on_load,
         prepared.partition,
         operators,
-        placing.later_gpus,
+        placing.gpus_of_layers(skeleton),
     )
     placing.model_loaded(model)
     for line in notes:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ktransformers.nn.current_device import on_device
 from ktransformers.nn.device_codes.dequantize_bf16_12 import bf16_12_values
 from ktransformers.nn.device_codes.dequantize_grids import grid_values, rows_of_tiles
 from ktransformers.nn.device_codes.layout import (
@@ -48,7 +49,8 @@ def decode(packed: Tensor, slots: Sequence[int], where: Tensor, matrix: PackedMa
     device, because asking it for them would wait. Triton's decoder also takes int64: bytes from the beginning of
     `packed` to experts that may lie outside of it."""
     if packed.is_cuda and (kernels := import_triton_module(TRITON)) is not None and kernels.supports(matrix):
-        kernels.decode(packed, where, matrix, out)
+        with on_device(packed.device):
+            kernels.decode(packed, where, matrix, out)
         return
     for place, slot in enumerate(slots):  # one at a time: float32 in between is many times as large
         decode_plain(packed[slot], matrix, out[place])

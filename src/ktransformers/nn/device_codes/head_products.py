@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from ktransformers.errors import KTError
+from ktransformers.nn.current_device import on_device
 from ktransformers.nn.device_codes.linear import BLOCK_ROWS, TOLERANCE, DeviceCodes
 from ktransformers.triton_modules import import_triton_module
 
 TRITON = "ktransformers.nn.device_codes.head_products_triton"
 DIRECT_ROWS = 64
 DIRECT_ROWS_ALONG_ROWS = 32  # that take no longer than decoding: programs have 16 of them
-CHECKED_ROWS = (1, DIRECT_ROWS_ALONG_ROWS)
+CHECKED_ROWS = (1, DIRECT_ROWS_ALONG_ROWS, DIRECT_ROWS)  # each has another tile
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ def multiply_heads(
         assert kernels is not None and layout is not None
         config = kernels.configuration(x.shape[1], rows.count, along_rows)
         span = rows.first, rows.count, rows.step
-        kernels.multiply_heads(x, layout.parts_of(codes.packed), layout, span, out, along_rows, config)
+        with on_device(codes.packed.device):
+            kernels.multiply_heads(x, layout.parts_of(codes.packed), layout, span, out, along_rows, config)
         return out
     numbers = decoded_rows(codes, rows).to(x.dtype)
     return torch.bmm(x, numbers if along_rows else numbers.transpose(1, 2), out=out)
@@ -76,6 +78,8 @@ def check_heads(codes: DeviceCodes, rows: HeadRows) -> None:
     """Compare both products with those of decoded rows on this device, and raise if they differ."""
     generator = torch.Generator().manual_seed(0)
     numbers = decoded_rows(codes, rows)
+    if not numbers.any():
+        return
     for along_rows in (False, True):
         size = rows.count if along_rows else codes.matrix.columns
         for count in CHECKED_ROWS:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ktransformers.errors import KTError
+from ktransformers.nn.current_device import on_device
 from ktransformers.nn.device_codes.dequantize import TRITON as DECODERS
 from ktransformers.nn.device_codes.dequantize import decode
 from ktransformers.nn.device_codes.layout import TILE_N, PackedMatrix, format_of
@@ -28,7 +29,7 @@ TRITON = "ktransformers.nn.device_codes.linear_triton"
 PANEL = 1 << 27  # numbers of a weight that are decoded at a time: 256 MiB in bf16
 BLOCK_ROWS = 2 * TILE_N
 CHECKED_ROWS = 256  # of a weight, when its products are checked
-CHECKED_BATCHES = (1, 16, 64, 128)  # rows of x
+CHECKED_BATCHES = (1, 16, 32, 64, 128)  # rows of x: each has another tile or kernel
 TOLERANCE = 1e-2  # of float32 products in tf32 and results in bf16
 GATHERED = 256  # rows that are looked up at a time
 
@@ -73,13 +74,16 @@ class DeviceCodes:
         """To another GPU."""
         return DeviceCodes(self.packed.to(device), self.matrix, self.layout)
 
-    def check(self) -> None:
-        """Compare products with codes with those of the decoded weight on this device, and raise if they differ."""
+    def check(self) -> bool:
+        """Compare products with codes with those of the decoded weight on this device, and raise if they differ; False:
+        this weight has nothing to compare, because it is decoded first or its rows are zero."""
         if self._kernels is None:
-            return
+            return False
         generator = torch.Generator().manual_seed(0)
         height = min(self.matrix.rows, CHECKED_ROWS)
         decoded = self.decoded(0, height).float()
+        if not decoded.any():
+            return False
         for rows in CHECKED_BATCHES:
             x = torch.randn(rows, self.matrix.columns, generator=generator).bfloat16().to(self.packed.device)
             expected = x.float() @ decoded.T
@@ -90,6 +94,7 @@ class DeviceCodes:
                     f"{self.matrix.columns}]` on {self.packed.device} differ by {difference:.2g} from those of the "
                     "decoded weight; this is a defect of ktransformers or of Triton. --rest bf16 computes without them"
                 )
+        return True
 
     @property
     def _decodes_by_distance(self) -> bool:
@@ -105,7 +110,8 @@ class DeviceCodes:
         """x `[rows, K]` -> `[rows, N]` in its dtype."""
         config = self._configuration(x)
         if config is not None:
-            out: Tensor = self._kernels.product(x.contiguous(), self._parts, self.layout, self._space, config)
+            with on_device(self.packed.device):
+                out: Tensor = self._kernels.product(x.contiguous(), self._parts, self.layout, self._space, config)
             return out
         parts = [F.linear(x, panel.to(x.dtype)) for _, panel in self.panels()]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -132,7 +138,8 @@ class DeviceCodes:
         decoded."""
         if self._kernels is not None:
             out = self._numbers(rows.shape[0])
-            self._kernels.decode(self._parts, self.layout, out, numbers=rows)
+            with on_device(self.packed.device):
+                self._kernels.decode(self._parts, self.layout, out, numbers=rows)
             return out
         parts = [self._gathered(chosen) for chosen in torch.split(rows, GATHERED)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -157,7 +164,8 @@ class DeviceCodes:
         count, part = self.matrix.rows // step, replace(self.matrix, rows=rows)
         if self._kernels is not None:
             numbers = self._numbers(count * rows)
-            self._kernels.decode(self._parts, self.layout, numbers, first, groups=(rows, step))
+            with on_device(self.packed.device):
+                self._kernels.decode(self._parts, self.layout, numbers, first, groups=(rows, step))
             return numbers.view(count, rows, -1)
         if not self._decodes_by_distance:
             return self.decoded(0, self.matrix.rows).view(count, step, -1)[:, first : first + rows]
@@ -171,7 +179,8 @@ class DeviceCodes:
         """Rows first .. last - 1 in bf16; in the CPU's layout blocks of 32 rows are decoded whole."""
         if self._kernels is not None:
             numbers = self._numbers(last - first)
-            self._kernels.decode(self._parts, self.layout, numbers, first)
+            with on_device(self.packed.device):
+                self._kernels.decode(self._parts, self.layout, numbers, first)
             return numbers
         start = first // BLOCK_ROWS
         blocks = -(-last // BLOCK_ROWS) - start

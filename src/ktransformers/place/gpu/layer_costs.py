@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ktransformers import _core
 from ktransformers.files import write_json
+from ktransformers.nn.current_device import on_device
 from ktransformers.nn.pool import default_pool
 from ktransformers.nn.store import NO_DROPOUT, ExpertStore
 from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
@@ -47,7 +48,8 @@ def measured_costs(
             return {name: Costs(**values) for name, values in cached["costs"].items()}, float(cached["link_rate"])
         except (OSError, ValueError, TypeError, KeyError):
             pass
-    costs, link = _measure(layer, store, executor)
+    with on_device(executor.device):
+        costs, link = _measure(layer, store, executor)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, {"costs": {name: asdict(value) for name, value in costs.items()}, "link_rate": link})
