@@ -27,16 +27,15 @@ inline void e4m3_numbers(U32<W> words, F32<W> (&out)[4]) {
   }
 }
 
-// Few rows need several sums each, so that additions overlap.
-template <int rows>
-constexpr int kFp8Chains = rows == 1   ? 4
-                           : rows == 2 ? 2
-                                       : 1;
+constexpr int kFp8Chains = 4;  // sums of a lane, so that additions overlap; as many for any number of rows
+
+// Vectors of lanes that one sweep over a strip accumulates: what the registers hold.
+template <int W, int rows>
+constexpr int kFp8Vectors = rows == 1 || (rows == 2 && (W == 16 || kNeon<W>)) ? 2 : 1;
 
 template <int W, int rows, int NV, Fp8Tile kind>
 inline void add_e4m3_tile(const char* tile, int lane, const float* x, F32<W> (&sums)[rows][NV]) {
-  constexpr int chains = kFp8Chains<rows>;
-  F32<W> parts[chains][rows][NV] = {};
+  F32<W> parts[kFp8Chains][rows][NV] = {};
 #pragma GCC unroll 4
   for (int word = 0; word < kQuads; word++) {
 #pragma GCC unroll 4
@@ -45,13 +44,13 @@ inline void add_e4m3_tile(const char* tile, int lane, const float* x, F32<W> (&s
       e4m3_numbers<W, kind>(load<U32<W>>(tile + (word * kLanesOfTile + lane + v * W) * 4), number);
       for (int b = 0; b < 4; b++)
         for (int r = 0; r < rows; r++)
-          parts[b % chains][r][v] += number[b] * (F32<W>)broadcast_pairs<W>(x + r * kTileK + (word * 4 + b) * 2);
+          parts[b % kFp8Chains][r][v] += number[b] * (F32<W>)broadcast_pairs<W>(x + r * kTileK + (word * 4 + b) * 2);
     }
   }
   for (int r = 0; r < rows; r++)
     for (int v = 0; v < NV; v++) {
       sums[r][v] = parts[0][r][v];
-      for (int c = 1; c < chains; c++) sums[r][v] += parts[c][r][v];
+      for (int c = 1; c < kFp8Chains; c++) sums[r][v] += parts[c][r][v];
     }
 }
 
@@ -95,7 +94,7 @@ template <int W, int rows>
 __attribute__((noinline)) void multiply_e4m3_segment(const char* codes, int tile_bytes, int count,
                                                      const SegmentScales& scales, const Fp8Segment& fp8, const float* x,
                                                      int64_t x_step, int64_t next, float* numbers) {
-  constexpr int NV = rows <= 2 ? 2 : 1;
+  constexpr int NV = kFp8Vectors<W, rows>;
   for (int lane = 0; lane < kLanesOfTile; lane += NV * W) {
     F32<W> total[rows][NV];
     for (int r = 0; r < rows; r++)
