@@ -38,6 +38,9 @@ struct EncodedBlocks {
   char* decoded;
   float* channel = nullptr;  // W8A8: scales of the 32 outputs of each block, written when it is unpacked
   bool x_int8 = false;       // packed GEMV rounds x to int8, each k tile of a row with a scale of its own
+  // Packed GEMV adds sums of so many k tiles. Where K comes in chunks they are the chunks, so that a row's bits do not
+  // depend on whether its neighbours fit the caches.
+  int32_t sum_tiles = 1 << 30;
 };
 
 // Small batches: codes are multiplied straight from the packed weights (packed_gemv.h), without dequantised tiles;

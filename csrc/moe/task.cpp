@@ -292,7 +292,7 @@ void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up u
     gather.k_tiles = now;
     size_t tile_bytes = (size_t)now * (size_t)r.tiling.rows * kTileK * (size_t)kernels.elem;
     up.base = {slice, tile_bytes, b + store.offset(k), now};
-    up.encoded = {store.encoding(), k, slice + plan_.decoded_at, nullptr, plan_.x_int8};
+    up.encoded = {store.encoding(), k, slice + plan_.decoded_at, nullptr, plan_.x_int8, plan_.up_chunk};
     if (!w8a8() || adapted) gather_rows(gather, packed_gemv, adapted, slice, up);
     up.first = k == 0;
     up.last = k + now == k_tiles;
