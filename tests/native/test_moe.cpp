@@ -182,6 +182,20 @@ TEST(moe_call_destroyed_under_way) {
   }
 }
 
+// As where the steps that it is one of are interrupted.
+TEST(moe_call_that_was_started_alone_releases_the_weights) {
+  const LayerShape shape{2, 40, 35, true};
+  RandomLayer layer(shape, true);
+  auto experts = packed(layer, kSilu, kernels(), engine_of(2));
+  RandomBatch batch(shape, 3, 2);
+  {
+    Call call(*experts, batch.batch(shape));
+    call.start();
+    CHECK(contains(thrown([&] { experts->weights().pack(layer.source(0, 1)); }), "calls read them"));
+  }
+  experts->weights().pack(layer.source(0, 1));
+}
+
 TEST(moe_pack_and_calls_exclude_each_other) {
   const LayerShape shape{4, 40, 35, true};
   RandomLayer layer(shape, true);
