@@ -234,9 +234,9 @@ struct Decode {
 struct RowsProduct {
   const Encoding* encoding;
   const char* const* block;  // [blocks]
-  const char* const* next;   // [blocks] what is read next at the same k tiles, each null or prefetched
+  const char* const* next;   // [blocks] what is read next, `count` k tiles from next_k0 on; each null or prefetched
   int32_t blocks;
-  int32_t k0, count;
+  int32_t k0, count, next_k0;
   const float* x;  // [tokens][blocks * 32]
   int32_t tokens;
   void* out;  // [tokens][out_stride] at column 0

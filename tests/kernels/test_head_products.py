@@ -65,6 +65,7 @@ def test_no_rows(pool: _core.Pool) -> None:
         ((3, 1, 256), (3, 1, 16), (0, 16, 64), "heads"),
         ((2, 1, 32), (2, 1, 16), (0, 16, 64), "x"),
         ((2, 1, 256), (2, 2, 16), (0, 16, 64), "out"),
+        ((2, 1025, 256), (2, 1025, 16), (0, 16, 64), "rows of x: given 1025, expected 0 to 1024"),
     ],
 )
 def test_what_does_not_fit_is_refused(
