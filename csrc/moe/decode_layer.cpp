@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -341,8 +342,8 @@ class DecodeLayer::ExpertPass {
 
   void add_to(Steps& steps) {
     steps.add([this] { return begin(); });
-    steps.add([this] { return start_experts(); });
     steps.add([this] { return verify_experts(); });
+    steps.add([this] { return start_experts(); });
     steps.add([this]() -> Job* {
       call_->complete();
       add(rows_.type, rows_.x, product_, rows_.out, rows_.tokens * (int64_t)layer_.hidden_);
@@ -410,12 +411,12 @@ class DecodeLayer::ExpertPass {
   char *normed_ = nullptr, *product_ = nullptr, *logits_ = nullptr;
   Matrix router_{};
   Linear linear_{};
-  std::unique_ptr<Job> job_;
   int32_t* ids_ = nullptr;
   float* scores_ = nullptr;
-  std::optional<Call> call_;
+  std::unique_ptr<Job> job_;
   std::optional<Reading> reading_;  // until the call reads the weights
   std::optional<Weights::Verification> verification_;
+  std::optional<Call> call_;
 };
 
 void DecodeLayer::attend(const HiddenRows& rows, const Rotary& rotary, std::vector<KVSequence> sequences) {
@@ -424,6 +425,12 @@ void DecodeLayer::attend(const HiddenRows& rows, const Rotary& rotary, std::vect
   AttentionPass pass(*this, rows, rotary, std::move(sequences));
   pass.add_to(steps);
   steps.run(engine_->pool);
+  check_sources();
+}
+
+void DecodeLayer::check_sources() const {
+  for (const DenseWeight* weight : {&attention.q, &attention.k, &attention.v, &attention.o})
+    if (weight->coded) weight->coded->check_source();
 }
 
 void DecodeLayer::route(const HiddenRows& rows, bool w8a8, bool needs_grad) {
@@ -435,7 +442,12 @@ void DecodeLayer::route(const HiddenRows& rows, bool w8a8, bool needs_grad) {
 }
 
 void decode_layers(std::vector<LayerCall>& calls, const HiddenRows& rows, const Rotary& rotary) {
+  // In order of address: another call may have the same layers in another order.
+  std::vector<DecodeLayer*> layers;
+  for (const LayerCall& call : calls) layers.push_back(call.layer);
+  std::sort(layers.begin(), layers.end(), std::less<>());
   std::vector<std::unique_lock<std::mutex>> locks;
+  for (DecodeLayer* layer : layers) locks.emplace_back(layer->calls_);
   std::deque<DecodeLayer::AttentionPass> attentions;
   std::deque<DecodeLayer::ExpertPass> experts;
   Steps steps;
@@ -443,7 +455,6 @@ void decode_layers(std::vector<LayerCall>& calls, const HiddenRows& rows, const 
   const int64_t bytes = (int64_t)rows.tokens * calls.front().layer->hidden() * (int64_t)size_of(rows.type);
   for (LayerCall& call : calls) {
     DecodeLayer& layer = *call.layer;
-    locks.emplace_back(layer.calls_);
     HiddenRows middle = from, to = from;
     middle.out = layer.buffer(kMiddle, bytes);
     to.x = middle.out;
@@ -453,6 +464,7 @@ void decode_layers(std::vector<LayerCall>& calls, const HiddenRows& rows, const 
     from.x = to.out;
   }
   steps.run(calls.front().layer->engine()->pool);
+  for (const DecodeLayer* layer : layers) layer->check_sources();
 }
 
 }  // namespace kt

@@ -89,6 +89,7 @@ class DecodeLayer {
   char* buffer(int which, int64_t bytes);
   void norm(const RmsNorm& by, const char* x, char* out, DType type, int64_t rows, int64_t size) const;
   void select(DType type, const char* logits, int32_t* ids, float* scores) const;
+  void check_sources() const;  // throws DamagedFile if pages of the attention's mapped weights were lost
 
   std::shared_ptr<Engine> engine_;
   const KernelTable& kernels_;
