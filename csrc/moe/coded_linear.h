@@ -43,8 +43,8 @@ class CodedLinear {
   void multiply(const LinearRows& rows) const;
   // In one job. A row of x has the same result whatever other rows there are.
   void multiply_heads(const HeadProducts& products) const;
-  // Products of several weights with a few rows each in one job of the weights' pool, at least one product. Rows that
-  // several products share are written once.
+  // Products of several weights with a few rows each in one job, at least one product; for any pool, of whose threads
+  // each takes scratch of its own. Rows that several products share are written once.
   struct Product {
     const CodedLinear* linear;
     LinearRows rows;

@@ -46,8 +46,8 @@ struct ExpertBlock {
   DType router_type;   // bf16 or f32
   const char* bias;    // [experts], added to the logits; null: there is none
   int32_t num_experts, top_k;
-  bool normalise;  // scores are a softmax over the selected experts; otherwise over all
-  std::shared_ptr<Experts> experts;
+  bool normalise;                    // scores are a softmax over the selected experts; otherwise over all
+  std::shared_ptr<Experts> experts;  // of the layer's engine, whose threads their workspace is for
 };
 
 // Cosines and sines [tokens, size] of the type of the hidden states; element i is rotated with i + size / 2.

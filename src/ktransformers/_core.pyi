@@ -380,7 +380,7 @@ class DecodeLayer:
     ) -> None:
         """`router`: bfloat16, or float32 beside hidden states in float32, [E, hidden]; `bias`: [E] in the dtype of the
         norm. Scores are a softmax of products and bias over all experts, with `normalise` over the `top_k` selected
-        ones."""
+        ones. `experts` are those of the layer's pool."""
 
     def attend(self, x: Any, out: Any, cos: Any, sin: Any, places: list[tuple[Any, ...]]) -> None:
         """out = x + attention(norm(x)). cos and sin [T, r]: number i of a head is rotated with i + r / 2. Places are
