@@ -27,15 +27,23 @@ inline void e4m3_numbers(U32<W> words, F32<W> (&out)[4]) {
   }
 }
 
-constexpr int kFp8Chains = 4;  // sums of a lane, so that additions overlap; as many for any number of rows
+// 32 vector registers, not 16.
+template <int W>
+constexpr bool kManyRegisters = W == 16 || kNeon<W>;
 
-// Vectors of lanes that one sweep over a strip accumulates: what the registers hold.
+// Sums of a lane, so that additions overlap. As many for any number of rows, which has the same bits then; vectors of
+// lanes that one sweep over a strip accumulates are what the registers hold.
+template <int W>
+constexpr int kFp8Chains = kManyRegisters<W> ? 4 : 2;
 template <int W, int rows>
-constexpr int kFp8Vectors = rows == 1 || (rows == 2 && (W == 16 || kNeon<W>)) ? 2 : 1;
+constexpr int kFp8Vectors = rows > 2            ? 1
+                            : kManyRegisters<W> ? 2
+                                                : 4 / rows;
 
 template <int W, int rows, int NV, Fp8Tile kind>
 inline void add_e4m3_tile(const char* tile, int lane, const float* x, F32<W> (&sums)[rows][NV]) {
-  F32<W> parts[kFp8Chains][rows][NV] = {};
+  constexpr int chains = kFp8Chains<W>;
+  F32<W> parts[chains][rows][NV] = {};
 #pragma GCC unroll 4
   for (int word = 0; word < kQuads; word++) {
 #pragma GCC unroll 4
@@ -44,13 +52,13 @@ inline void add_e4m3_tile(const char* tile, int lane, const float* x, F32<W> (&s
       e4m3_numbers<W, kind>(load<U32<W>>(tile + (word * kLanesOfTile + lane + v * W) * 4), number);
       for (int b = 0; b < 4; b++)
         for (int r = 0; r < rows; r++)
-          parts[b % kFp8Chains][r][v] += number[b] * (F32<W>)broadcast_pairs<W>(x + r * kTileK + (word * 4 + b) * 2);
+          parts[b % chains][r][v] += number[b] * (F32<W>)broadcast_pairs<W>(x + r * kTileK + (word * 4 + b) * 2);
     }
   }
   for (int r = 0; r < rows; r++)
     for (int v = 0; v < NV; v++) {
       sums[r][v] = parts[0][r][v];
-      for (int c = 1; c < kFp8Chains; c++) sums[r][v] += parts[c][r][v];
+      for (int c = 1; c < chains; c++) sums[r][v] += parts[c][r][v];
     }
 }
 
