@@ -1,5 +1,6 @@
 #include "steps.h"
 
+#include "default_arithmetic.h"
 #include "futex.h"
 
 namespace kt {
@@ -13,12 +14,14 @@ class Steps::StepsJob : public Job {
  public:
   explicit StepsJob(Steps& steps) : steps_(steps) {}
 
+  // The thread that was interrupted leaves between two steps; whichever ends the step before makes no other.
   void work(const Worker& worker) override {
-    for (size_t i = 0; i < steps_.steps_.size() && steps_.wait_for(i); i++) {
+    const DefaultArithmetic arithmetic;
+    for (size_t i = 0; i < steps_.steps_.size() && steps_.wait_for(i) && !cancelled(); i++) {
       Step& step = steps_.steps_[i];
       if (!step.job || !enter(step)) continue;
       step.job->work(worker);
-      if (leave(step)) steps_.make_from(i + 1);
+      if (leave(step)) cancelled() ? steps_.end() : steps_.make_from(i + 1);
     }
   }
 
@@ -27,7 +30,10 @@ class Steps::StepsJob : public Job {
 };
 
 void Steps::run(Pool& pool) {
-  make_from(0);
+  {
+    const DefaultArithmetic arithmetic;
+    make_from(0);
+  }
   if (made_.load(std::memory_order_relaxed) != kEnded) {
     StepsJob job(*this);
     pool.run(job);
@@ -56,8 +62,10 @@ void Steps::make_from(size_t index) {
   } catch (...) {
     error_ = std::current_exception();
   }
-  made_.store(kEnded, std::memory_order_release);
+  end();
 }
+
+void Steps::end() { made_.store(kEnded, std::memory_order_release); }
 
 bool Steps::wait_for(size_t index) const {
   size_t made = made_.load(std::memory_order_acquire);

@@ -24,7 +24,9 @@ class Steps {
   using Make = std::function<Job*()>;
 
   void add(Make make) { steps_.emplace_back(std::move(make)); }
-  void run(Pool& pool);  // the first exception of a Make, after which no step follows
+  // Throws the first exception of a Make, after which no step follows; or Interrupted between two steps. Arithmetic is
+  // the default one (default_arithmetic.h), whichever thread makes a step.
+  void run(Pool& pool);
 
  private:
   struct Step {
@@ -39,6 +41,7 @@ class Steps {
   static bool enter(Step& step);
   static bool leave(Step& step);      // whether this thread was the last one
   void make_from(size_t index);       // and those behind it that have no job
+  void end();                         // no step follows
   bool wait_for(size_t index) const;  // whether the step has been made; false: it will not be
 
   std::deque<Step> steps_;

@@ -96,6 +96,9 @@ void PyDecodeLayer::set_attention(nb::handle norm, nb::handle query_norm, nb::ha
 
 void PyDecodeLayer::set_experts(nb::handle norm, double epsilon, nb::handle router, nb::handle bias,
                                 const PyExperts& given, int64_t top_k, bool normalise) {
+  if (&given.experts->engine() != layer->engine().get())
+    refuse_value("experts", "experts of another pool", "experts of the layer's pool",
+                 "make both with the same Pool: a step runs on the threads for which the experts have workspace");
   ExpertBlock e{};
   e.input = bind_norm("norm", norm, layer->hidden(), epsilon);
   if (!e.input.weight) refuse_type("norm", "None", "a tensor");

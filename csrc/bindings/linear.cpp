@@ -172,7 +172,7 @@ void PyCodedLinear::multiply_heads(nb::handle x, nb::handle out, int64_t first, 
   Array rows = array_of({"x", 3, {kBFloat16, kFloat32}}, x),
         to = array_of({"out", 3, {kBFloat16, kFloat32}, Strides::rows, Access::write}, out);
   const int32_t heads = in_range("heads of x", (int64_t)rows.shape(0), 0, linear->rows()),
-                tokens = in_range("rows of x", (int64_t)rows.shape(1), 0, 1 << 20),
+                tokens = in_range("rows of x", (int64_t)rows.shape(1), 0, kMaxHeadRows),
                 each = in_range("step", step, 1, linear->rows()), from = in_range("first", first, 0, each - 1),
                 wanted = in_range("count", count, 1, each - from);
   if ((int64_t)heads * each > linear->rows())
@@ -184,6 +184,7 @@ void PyCodedLinear::multiply_heads(nb::handle x, nb::handle out, int64_t first, 
   check_shape("out", to, {heads, tokens, made},
               along_rows ? "heads, rows, columns of the weight" : "heads, rows, count");
   check_same_dtype("out", to, "x", rows);
+  if (share_memory(rows, to)) refuse_value("out", "memory that overlaps x", "memory of its own", "pass another tensor");
   const HeadProducts products{
       {rows.data(), const_cast<void*>(to.data()), dtype_of(rows), rows.stride(1), to.stride(1), tokens},
       rows.stride(0),

@@ -70,11 +70,26 @@ nb::object dlpack_capsule(nb::handle tensor) {
   return nb::steal(capsule);
 }
 
-// Bytes from the first element to past the last one.
-std::pair<intptr_t, intptr_t> extent(const Array& a) {
-  intptr_t size = a.dtype().bits / 8, begin = (intptr_t)a.data(),
-           span = row_stride(a) * ((intptr_t)a.shape(0) - 1) * size;
-  return {begin + std::min<intptr_t>(span, 0), begin + std::max<intptr_t>(span, 0) + (intptr_t)a.shape(1) * size};
+// The bytes of a matrix: from the first element to past the last one, from row to row, of a row.
+struct MatrixBytes {
+  intptr_t begin, end, step, row;
+};
+
+// Of a matrix, or of one of several.
+MatrixBytes bytes_of(const Array& a, size_t index) {
+  const size_t rows = a.ndim() - 2;
+  const intptr_t size = a.dtype().bits / 8, row = (intptr_t)a.shape(rows + 1) * size,
+                 begin = (intptr_t)a.data() + (rows ? (intptr_t)index * a.stride(0) * size : 0),
+                 step = a.shape(rows) > 1 ? a.stride(rows) * size : 0, span = step * ((intptr_t)a.shape(rows) - 1);
+  return {begin + std::min<intptr_t>(span, 0), begin + std::max<intptr_t>(span, 0) + row, std::abs(step), row};
+}
+
+bool overlap(const MatrixBytes& x, const MatrixBytes& y) {
+  if (x.end <= y.begin || y.end <= x.begin) return false;
+  if (x.step == 0 || x.step != y.step) return true;
+  // The rows interleave in one buffer: compares the column ranges.
+  const intptr_t apart = ((y.begin - x.begin) % x.step + x.step) % x.step;
+  return apart < x.row || apart + y.row > x.step;
 }
 
 }  // namespace
@@ -235,14 +250,17 @@ int32_t in_range(const char* name, int64_t value, int64_t low, int64_t high) {
 }
 
 bool share_memory(const Array& x, const Array& y) {
-  auto [x0, x1] = extent(x);
-  auto [y0, y1] = extent(y);
-  if (x.size() == 0 || x1 <= y0 || y1 <= x0) return false;
-  intptr_t size = x.dtype().bits / 8, other = y.dtype().bits / 8, step = std::abs(row_stride(x)) * size;
-  if (step == 0 || step != std::abs(row_stride(y)) * other) return true;
-  // The rows interleave in one buffer: compares the column ranges.
-  intptr_t apart = ((y0 - x0) % step + step) % step;
-  return apart < (intptr_t)x.shape(1) * size || apart + (intptr_t)y.shape(1) * other > step;
+  if (x.size() == 0 || y.size() == 0) return false;
+  const auto count = [](const Array& a) { return a.ndim() == 3 ? a.shape(0) : 1; };
+  const auto all = [&](const Array& a) {  // their bytes, whatever lies between them
+    const MatrixBytes first = bytes_of(a, 0), last = bytes_of(a, count(a) - 1);
+    return MatrixBytes{std::min(first.begin, last.begin), std::max(first.end, last.end), 0, 0};
+  };
+  if (!overlap(all(x), all(y))) return false;
+  for (size_t i = 0; i < count(x); i++)
+    for (size_t j = 0; j < count(y); j++)
+      if (overlap(bytes_of(x, i), bytes_of(y, j))) return true;
+  return false;
 }
 
 }  // namespace kt

@@ -77,7 +77,7 @@ int64_t integer_of(const char* name, nb::handle number);
 
 inline int64_t row_stride(const Array& array) { return array.shape(0) > 1 ? array.stride(0) : 0; }
 
-bool share_memory(const Array& x, const Array& y);  // of two dimensions, rows dense
+bool share_memory(const Array& x, const Array& y);  // of two or three dimensions, rows dense
 
 int32_t in_range(const char* name, int64_t value, int64_t low, int64_t high);
 

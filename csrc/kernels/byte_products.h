@@ -8,8 +8,8 @@
 //                        that take long to unpack
 //   start                initial sum of even k, besides what makes up for codes that are too large
 //   byte_offset          added to signed bytes, whose sums are then too large
-//   Sums<bits, planes>   accumulators for codes of `bits` bits; 8: signed bytes. planes: 2 bytes of x, or 1 if x is
-//   int8 look_up              table[code] of every byte
+//   Sums<bits, planes>   accumulators for codes of `bits` bits; 8: signed bytes. planes: bytes of a number of x, 1 or 2
+//   look_up              table[code] of every byte
 // and its `Sums` have
 //   pairs                whether x is multiplied as int16 pairs; else as two signed bytes
 //   Factor, factor       an operand of x, loaded from Int16Tile

@@ -32,21 +32,6 @@ inline V apply_dropout(V v, const Dropout& dropout, uint32_t seed, int column) {
   return select<V>(dropped, splat<V>(0.0), v * splat<V>(dropout.scale));
 }
 
-// Only the LoRA terms of a product, stored to p.c or added to it. Returns whether p.c holds sums.
-template <class Isa>
-inline bool multiply_lora_terms(const ProductOf<typename Isa::Real>& p) {
-  NoOverlap no_overlap;
-  ProductOf<typename Isa::Real> q = p;
-  q.prefetch = kNoPrefetch;
-  q.lora_terms = 0;
-  for_each_lora_term(p, [&](const Contraction& s) {
-    q.contraction = s;
-    Isa::multiply(q, no_overlap);
-    q.accumulate = true;
-  });
-  return q.accumulate;
-}
-
 // LoRA terms with dropout of their result cannot share the accumulation: they are computed first, and the product adds
 // to them.
 template <class Isa>
@@ -216,8 +201,7 @@ constexpr bool kScaled = kIntegerSums<Multiplier>;
 template <class Dp4a, class Sums>
 constexpr bool kScaled<PackedGemvInt8<Dp4a, Sums>> = true;
 
-// int32 sums cannot accumulate the LoRA terms: these are a separate product, added in the epilogue. Sums of the f32
-// packed GEMV start from them.
+// int32 sums cannot accumulate the LoRA terms: these are a separate product, added in the epilogue.
 template <class Isa, class Multiplier, class Unit>
 inline void multiply_lora_apart(const Unit& u, int buffer, ProductOf<typename Multiplier::Real>& p) {
   if constexpr (kScaled<Multiplier>) {
@@ -226,9 +210,6 @@ inline void multiply_lora_apart(const Unit& u, int buffer, ProductOf<typename Mu
               false, kNoPrefetch, nullptr, p.lora_term, p.lora_terms, p.block0};
     q.c = (float*)u.scratch + (2 + buffer) * sums;
     p.lora_sums = p.lora_terms && multiply_lora_terms<Isa>(q) ? q.c : nullptr;
-    p.lora_terms = 0;
-  } else if constexpr (kIsPackedGemv<Multiplier>) {
-    p.accumulate = multiply_lora_terms<Isa>(p);
     p.lora_terms = 0;
   }
 }

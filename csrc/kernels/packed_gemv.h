@@ -239,6 +239,10 @@ inline void for_each_packed_gemv(const Unit& u, const PlaceSums& place_sums, con
       place_sums(p);
       multiply_packed<Multiplier>(u.encoded, p, panel, row ? 0 : next,
                                   Multiplier::int8_rows ? u.encoded.channel + at * kBlockN : nullptr);
+      if constexpr (!Multiplier::int8_rows) {  // behind all of K, as where K comes in chunks
+        p.accumulate = true;
+        multiply_lora_terms<Isa>(p);
+      }
       epilogue(p, 0, live);
     }
   }

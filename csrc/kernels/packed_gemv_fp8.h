@@ -27,15 +27,22 @@ inline void e4m3_numbers(U32<W> words, F32<W> (&out)[4]) {
   }
 }
 
-// Few rows need several sums each, so that additions overlap.
-template <int rows>
-constexpr int kFp8Chains = rows == 1   ? 4
-                           : rows == 2 ? 2
-                                       : 1;
+// 32 vector registers, not 16.
+template <int W>
+constexpr bool kManyRegisters = W == 16 || kNeon<W>;
+
+// Sums of a lane, so that additions overlap. As many for any number of rows, which has the same bits then; vectors of
+// lanes that one sweep over a strip accumulates are what the registers hold.
+template <int W>
+constexpr int kFp8Chains = kManyRegisters<W> ? 4 : 2;
+template <int W, int rows>
+constexpr int kFp8Vectors = rows > 2            ? 1
+                            : kManyRegisters<W> ? 2
+                                                : 4 / rows;
 
 template <int W, int rows, int NV, Fp8Tile kind>
 inline void add_e4m3_tile(const char* tile, int lane, const float* x, F32<W> (&sums)[rows][NV]) {
-  constexpr int chains = kFp8Chains<rows>;
+  constexpr int chains = kFp8Chains<W>;
   F32<W> parts[chains][rows][NV] = {};
 #pragma GCC unroll 4
   for (int word = 0; word < kQuads; word++) {
@@ -95,7 +102,7 @@ template <int W, int rows>
 __attribute__((noinline)) void multiply_e4m3_segment(const char* codes, int tile_bytes, int count,
                                                      const SegmentScales& scales, const Fp8Segment& fp8, const float* x,
                                                      int64_t x_step, int64_t next, float* numbers) {
-  constexpr int NV = rows <= 2 ? 2 : 1;
+  constexpr int NV = kFp8Vectors<W, rows>;
   for (int lane = 0; lane < kLanesOfTile; lane += NV * W) {
     F32<W> total[rows][NV];
     for (int r = 0; r < rows; r++)

@@ -203,10 +203,11 @@ struct PackedGemvInt16 {
       const Format& f = e.format[half];
       const StripPart part{f, e.strip[half], p.contraction.b + half * e.strip[0].bytes, encoded.k0};
       alignas(64) float numbers[kPassTiles * kMaxRows * kLanesOfTile];
-      __builtin_memset(numbers, 0, (size_t)p.live * kLanesOfTile * sizeof(float));
+      const bool joined = Product::joins && f.row().element != ElementKind::e4m3;
+      int first = 0, end = 0;  // k tiles that are summed
       auto multiply = [&]<class Codes>(const Codes& kind, const QuadLayout&) {
-        for (int k = 0; k < k_tiles; k += kSegmentTiles) {
-          Segment segment(part, k, k_tiles - k < kSegmentTiles ? k_tiles - k : kSegmentTiles, next);
+        for (int k = first; k < end; k += kSegmentTiles) {
+          Segment segment(part, k, end - k < kSegmentTiles ? end - k : kSegmentTiles, next);
           for (int row = 0; row < p.live; row += kInt16GroupRows) {
             const int rows = p.live - row < kInt16GroupRows ? p.live - row : kInt16GroupRows;
             const char* x =
@@ -218,9 +219,14 @@ struct PackedGemvInt16 {
           }
         }
       };
-      encoded.x_int8 ? with_codes<1>(f, multiply) : with_codes<2>(f, multiply);
-      const bool joined = Product::joins && f.row().element != ElementKind::e4m3;
-      joined ? store_outputs(numbers, p, half) : join_lanes<W>(numbers, p.live, p.accumulate, p.c + half * kTileN);
+      for (; first < k_tiles; first = end) {
+        end = k_tiles - first < encoded.sum_tiles ? k_tiles : first + encoded.sum_tiles;
+        __builtin_memset(numbers, 0, (size_t)p.live * kLanesOfTile * sizeof(float));
+        encoded.x_int8 ? with_codes<1>(f, multiply) : with_codes<2>(f, multiply);
+        const bool accumulate = p.accumulate || first > 0;
+        float* c = p.c + half * kTileN;
+        joined ? store_outputs(numbers, p.live, accumulate, c) : join_lanes<W>(numbers, p.live, accumulate, c);
+      }
     }
   }
 
@@ -304,12 +310,12 @@ struct PackedGemvInt16 {
     }
   };
 
-  static void store_outputs(const float* numbers, const ProductOf<float>& p, int half) {
-    for (int r = 0; r < p.live; r++)
+  static void store_outputs(const float* numbers, int rows, bool accumulate, float* c) {
+    for (int r = 0; r < rows; r++)
       for (int n = 0; n < kTileN; n += W) {
-        float* to = p.c + r * kBlockN + half * kTileN + n;
+        float* to = c + r * kBlockN + n;
         const F32<W> sum = load<F32<W>>(numbers + r * kLanesOfTile + n);
-        store(to, p.accumulate ? load<F32<W>>(to) + sum : sum);
+        store(to, accumulate ? load<F32<W>>(to) + sum : sum);
       }
   }
 

@@ -123,5 +123,20 @@ struct NoOverlap {
   void all() {}
 };
 
+// Only the LoRA terms of a product, stored to p.c or added to it. Returns whether p.c holds sums.
+template <class Isa>
+inline bool multiply_lora_terms(const ProductOf<typename Isa::Real>& p) {
+  NoOverlap no_overlap;
+  ProductOf<typename Isa::Real> q = p;
+  q.prefetch = kNoPrefetch;
+  q.lora_terms = 0;
+  for_each_lora_term(p, [&](const Contraction& s) {
+    q.contraction = s;
+    Isa::multiply(q, no_overlap);
+    q.accumulate = true;
+  });
+  return q.accumulate;
+}
+
 }  // namespace
 }  // namespace kt

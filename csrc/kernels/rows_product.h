@@ -104,7 +104,7 @@ void run_rows_product(const RowsProduct& p) {
   for (int k = p.k0; k < p.k0 + p.count; k++) {
     char* opened = p.scratch;
     for (int block = 0; block < p.blocks; block++) {
-      if (p.next[block]) prefetch_k_tile(e, p.next[block], k);
+      if (p.next[block]) prefetch_k_tile(e, p.next[block], p.next_k0 + k - p.k0);
       for (int half = 0; half < 2; half++, opened += tile)
         decode_strip<W, F32Lanes>(e.format[half], e.strip[half], p.block[block] + half * e.strip[0].bytes, k, 1, opened,
                                   tile);

@@ -38,6 +38,9 @@ struct EncodedBlocks {
   char* decoded;
   float* channel = nullptr;  // W8A8: scales of the 32 outputs of each block, written when it is unpacked
   bool x_int8 = false;       // packed GEMV rounds x to int8, each k tile of a row with a scale of its own
+  // Packed GEMV adds sums of so many k tiles. Where K comes in chunks they are the chunks, so that a row's bits do not
+  // depend on whether its neighbours fit the caches.
+  int32_t sum_tiles = 1 << 30;
 };
 
 // Small batches: codes are multiplied straight from the packed weights (packed_gemv.h), without dequantised tiles;
@@ -231,9 +234,9 @@ struct Decode {
 struct RowsProduct {
   const Encoding* encoding;
   const char* const* block;  // [blocks]
-  const char* const* next;   // [blocks] what is read next at the same k tiles, each null or prefetched
+  const char* const* next;   // [blocks] what is read next, `count` k tiles from next_k0 on; each null or prefetched
   int32_t blocks;
-  int32_t k0, count;
+  int32_t k0, count, next_k0;
   const float* x;  // [tokens][blocks * 32]
   int32_t tokens;
   void* out;  // [tokens][out_stride] at column 0

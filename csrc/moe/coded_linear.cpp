@@ -59,14 +59,13 @@ struct CodedLinear::Range {
 
 // The rows of a pass as the kernels read them.
 struct CodedLinear::Panel {
-  Panel(const CodedLinear& linear, const LinearRows& given, int which = 0)
-      : rows(given), tiling(linear.kernels_.tiling(given.tokens)) {
+  Panel(const CodedLinear& linear, const LinearRows& given, bool rounds, int which = 0)
+      : rows(given), tiling(linear.kernels_.tiling(given.tokens)), x_int8(rounds) {
     const KernelTable& kernels = linear.kernels_;
     const Encoding& encoding = *linear.store_.encoding();
     k_tiles = linear.store_.k_tiles();
     row_bytes = (int64_t)kTileK * kernels.elem;
     tile_bytes = tiling.rows * row_bytes * k_tiles;
-    x_int8 = linear.w8a8();
     packed = kernels.packed_gemv_rows && given.tokens <= kernels.packed_gemv_rows(encoding, x_int8);
     packed_bytes = packed && kernels.packed_row_bytes ? kernels.packed_row_bytes(encoding) : 0;
     chunk = packed ? k_tiles : std::min(k_tiles, kChunkTiles);
@@ -106,10 +105,10 @@ struct CodedLinear::Panel {
 
   LinearRows rows;
   Tiling tiling;
+  bool x_int8;  // codes that are multiplied as they lie are multiplied with x in int8
   int32_t k_tiles, chunk, packed_bytes;
   int64_t row_bytes, tile_bytes;
   bool packed;  // codes are multiplied as they lie
-  bool x_int8;  // with x in int8
   char *data, *packed_rows, *sum;
   size_t slice_bytes;  // of each thread
   std::vector<int32_t> token;
@@ -270,9 +269,9 @@ void CodedLinear::pack(const Released& source) {
 
 // Dequantised tiles are rounded to bf16, codes as they lie are not. In float32 all rows are multiplied with codes, so
 // that a token has the same result in a prompt and alone.
-int32_t CodedLinear::pass_rows(DType dtype) const {
+int32_t CodedLinear::pass_rows(DType dtype, bool x_int8) const {
   const int32_t most = dtype == DType::f32 && kernels_.packed_gemv_rows
-                           ? std::min(kPassRows, kernels_.packed_gemv_rows(*store_.encoding(), w8a8()))
+                           ? std::min(kPassRows, kernels_.packed_gemv_rows(*store_.encoding(), x_int8))
                            : kPassRows;
   return most > 0 ? most : kPassRows;
 }
@@ -296,7 +295,8 @@ void CodedLinear::for_each_pass(const LinearRows& rows, int32_t step, const Act&
 
 void CodedLinear::multiply(const LinearRows& rows) const {
   const Read read(readers_);
-  for_each_pass(rows, pass_rows(rows.dtype), [&](const LinearRows& pass) { multiply_pass(pass); });
+  const bool x_int8 = w8a8();
+  for_each_pass(rows, pass_rows(rows.dtype, x_int8), [&](const LinearRows& pass) { multiply_pass(pass, x_int8); });
 }
 
 // A thread that finds no range of one product takes those of the next: nothing waits between them.
@@ -306,12 +306,13 @@ class CodedLinear::JointJob : public Job {
     for (const Product& product : products) {
       reads_.emplace_back(product.linear->readers_);
       const CodedLinear& linear = *product.linear;
-      for_each_pass(product.rows, linear.pass_rows(product.rows.dtype), [&](const LinearRows& pass) {
-        const Panel* same = panel_of_same_rows(linear, pass);
+      const bool x_int8 = linear.w8a8();
+      for_each_pass(product.rows, linear.pass_rows(product.rows.dtype, x_int8), [&](const LinearRows& pass) {
+        const Panel* same = panel_of_same_rows(linear, pass, x_int8);
         if (same) {
           panels_.emplace_back(*same, pass);
         } else {
-          panels_.emplace_back(linear, pass, (int)panels_.size())
+          panels_.emplace_back(linear, pass, x_int8, (int)panels_.size())
               .gather(linear.kernels_, *linear.store_.encoding(), linear.columns_, 0, panels_.back().tiling.tiles);
         }
         linears_.push_back(&linear);
@@ -327,13 +328,13 @@ class CodedLinear::JointJob : public Job {
 
  private:
   // Operands depend on the format alone. What is dequantised has sums of its own.
-  const Panel* panel_of_same_rows(const CodedLinear& linear, const LinearRows& rows) const {
+  const Panel* panel_of_same_rows(const CodedLinear& linear, const LinearRows& rows, bool x_int8) const {
     for (size_t i = 0; i < panels_.size(); i++) {
       const LinearRows& given = panels_[i].rows;
       const bool same_rows = given.x == rows.x && given.x_stride == rows.x_stride && given.dtype == rows.dtype &&
                              given.tokens == rows.tokens;
       const bool same_operands = linears_[i]->store_.encoding()->format[0] == linear.store_.encoding()->format[0] &&
-                                 linears_[i]->columns_ == linear.columns_ && linears_[i]->w8a8() == linear.w8a8() &&
+                                 linears_[i]->columns_ == linear.columns_ && panels_[i].x_int8 == x_int8 &&
                                  &linears_[i]->kernels_ == &linear.kernels_;
       if (same_rows && same_operands && panels_[i].packed) return &panels_[i];
     }
@@ -350,8 +351,8 @@ std::unique_ptr<Job> CodedLinear::product_job(const std::vector<Product>& produc
   return std::make_unique<JointJob>(products);
 }
 
-void CodedLinear::multiply_pass(const LinearRows& rows) const {
-  const Panel panel(*this, rows);
+void CodedLinear::multiply_pass(const LinearRows& rows, bool x_int8) const {
+  const Panel panel(*this, rows, x_int8);
   if (rows.tokens < kParallelRows) {
     panel.gather(kernels_, *store_.encoding(), columns_, 0, panel.tiling.tiles);
   } else {
@@ -369,8 +370,8 @@ class CodedLinear::HeadsJob : public Job {
   HeadsJob(const CodedLinear& linear, const HeadProducts& products)
       : linear_(linear),
         p_(products),
-        pass_rows_(linear.pass_rows(DType::f32)),
-        is_e4m3_(linear.store_.encoding()->format[0].row().element == ElementKind::e4m3),
+        x_int8_(linear.w8a8()),
+        pass_rows_(linear.pass_rows(DType::f32, x_int8_)),
         next_((size_t)linear.store_.parts()) {
     const int32_t most = p_.along_rows ? linear_.store_.k_tiles() : blocks_of(0).count;
     const int64_t wanted = ceil_div(kUnits * linear_.engine_->pool.threads(), p_.heads);
@@ -437,10 +438,8 @@ class CodedLinear::HeadsJob : public Job {
       const HeadBlocks of_next = blocks_of(next / parts_);
       then = linear_.store_.at(0, of_next.first + share_of(next, of_next.count).begin);
     }
-    for_each_pass(rows_of(unit / parts_), pass_rows_, [&](LinearRows pass) {
-      // Sums of e4m3 are in an order that depends on whether there are one or two rows: one row is multiplied twice.
-      if (is_e4m3_ && pass.tokens == 1) pass.tokens = 2, pass.x_stride = pass.out_stride = 0;
-      Panel panel(linear_, pass);
+    for_each_pass(rows_of(unit / parts_), pass_rows_, [&](const LinearRows& pass) {
+      Panel panel(linear_, pass, x_int8_);
       panel.gather(linear_.kernels_, *linear_.store_.encoding(), linear_.columns_, 0, panel.tiling.tiles);
       if (blocks.offset) return multiply_apart(panel, blocks, share, then);
       multiply_blocks(panel, blocks.first + share.begin, blocks.first + share.end, blocks.first, p_.count, then);
@@ -454,7 +453,7 @@ class CodedLinear::HeadsJob : public Job {
     const int32_t width = (share.end - share.begin) * kBlockN, column = share.begin * kBlockN - blocks.offset,
                   from = std::max(0, -column), to = std::min(width, p_.count - column);
     const LinearRows wanted = panel.rows;
-    panel.rows.out = thread_memory<HeadMemory>((size_t)(wanted.tokens * width * size));
+    panel.rows.out = thread_memory<HeadMemory>((size_t)((int64_t)wanted.tokens * width * size));
     panel.rows.out_stride = width;
     const int32_t first = blocks.first + share.begin;
     multiply_blocks(panel, first, blocks.first + share.end, first, width, then);
@@ -487,19 +486,20 @@ class CodedLinear::HeadsJob : public Job {
         x[t * width + blocks.offset + n] = element_of<float>(rows.x, t * rows.x_stride + n, rows.dtype);
     std::vector<const char*> block, then;
     const HeadBlocks of_next = next >= 0 ? blocks_of(next / parts_) : HeadBlocks{};
+    const int32_t next_tile = next >= 0 ? share_of(next, linear_.store_.k_tiles()).begin : 0;
     for (int32_t i = 0; i < blocks.count; i++) {
       block.push_back(linear_.store_.at(0, blocks.first + i));
       then.push_back(i < of_next.count ? linear_.store_.at(0, of_next.first + i) : nullptr);
     }
     linear_.kernels_.multiply_rows({linear_.store_.encoding(), block.data(), then.data(), blocks.count, tiles.begin,
-                                    tiles.end - tiles.begin, x, rows.tokens, rows.out, rows.dtype, rows.out_stride,
-                                    linear_.columns_, memory + factors});
+                                    tiles.end - tiles.begin, next_tile, x, rows.tokens, rows.out, rows.dtype,
+                                    rows.out_stride, linear_.columns_, memory + factors});
   }
 
   const CodedLinear& linear_;
   const HeadProducts& p_;
+  const bool x_int8_;
   const int32_t pass_rows_;
-  const bool is_e4m3_;
   int32_t parts_;  // of a head
   std::vector<std::atomic<int32_t>> next_;
   std::vector<int32_t> end_;

@@ -29,6 +29,7 @@ struct HeadProducts {
   int32_t heads, first, count, step;
   bool along_rows;
 };
+constexpr int32_t kMaxHeadRows = 1024;  // tokens: along rows, every thread widens those of a head to float32
 
 class CodedLinear {
  public:
@@ -42,8 +43,8 @@ class CodedLinear {
   void multiply(const LinearRows& rows) const;
   // In one job. A row of x has the same result whatever other rows there are.
   void multiply_heads(const HeadProducts& products) const;
-  // Products of several weights with a few rows each in one job of the weights' pool, at least one product. Rows that
-  // several products share are written once.
+  // Products of several weights with a few rows each in one job, at least one product; for any pool, of whose threads
+  // each takes scratch of its own. Rows that several products share are written once.
   struct Product {
     const CodedLinear* linear;
     LinearRows rows;
@@ -58,7 +59,7 @@ class CodedLinear {
   const BlockStore& store() const { return store_; }
   // Rows of x are rounded to int8, each 32 columns with a scale of their own (packed_gemv_int16.h).
   bool supports_w8a8() const;
-  bool w8a8() const { return w8a8_.load(std::memory_order_relaxed); }
+  bool w8a8() const { return w8a8_.load(std::memory_order_relaxed); }  // read once by a call
   void set_w8a8(bool on) { w8a8_.store(on, std::memory_order_relaxed); }
 
   int32_t rows() const { return rows_; }
@@ -78,9 +79,9 @@ class CodedLinear {
   struct Range;
   template <class Act>
   static void for_each_pass(const LinearRows& rows, int32_t step, const Act& act);
-  void multiply_pass(const LinearRows& rows) const;
+  void multiply_pass(const LinearRows& rows, bool x_int8) const;
   void multiply_range(const Panel& panel, const Range& range, const char* next, char* slice) const;
-  int32_t pass_rows(DType dtype) const;  // the most rows of a pass
+  int32_t pass_rows(DType dtype, bool x_int8) const;  // the most rows of a pass
 
   int32_t rows_, columns_;
   const KernelTable& kernels_;

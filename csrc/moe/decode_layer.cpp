@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -341,6 +342,7 @@ class DecodeLayer::ExpertPass {
 
   void add_to(Steps& steps) {
     steps.add([this] { return begin(); });
+    steps.add([this] { return verify_experts(); });
     steps.add([this] { return start_experts(); });
     steps.add([this]() -> Job* {
       call_->complete();
@@ -367,22 +369,39 @@ class DecodeLayer::ExpertPass {
     return job_.get();
   }
 
-  Job* start_experts() {
+  // Selects experts. A step of its own reads in and checks those that no call has read before: here one thread would.
+  Job* verify_experts() {
     const int64_t elem = (int64_t)size_of(rows_.type), tokens = rows_.tokens;
-    auto* ids = (int32_t*)layer_.buffer(kIds, tokens * e_.top_k * 4);
-    auto* scores = (float*)layer_.buffer(kScores, tokens * e_.top_k * 4);
+    ids_ = (int32_t*)layer_.buffer(kIds, tokens * e_.top_k * 4);
+    scores_ = (float*)layer_.buffer(kScores, tokens * e_.top_k * 4);
     add_bias(rows_.type, e_.bias, logits_, tokens, e_.num_experts);
     for (int64_t t = 0; t < tokens; t++)
-      layer_.select(rows_.type, logits_ + t * e_.num_experts * elem, ids + t * e_.top_k, scores + t * e_.top_k);
+      layer_.select(rows_.type, logits_ + t * e_.num_experts * elem, ids_ + t * e_.top_k, scores_ + t * e_.top_k);
+    const Weights& weights = e_.experts->weights();
+    std::vector<int32_t> unverified;
+    for (int64_t i = 0; i < tokens * e_.top_k; i++)
+      if (!weights.verified(ids_[i])) unverified.push_back(ids_[i]);
+    if (unverified.empty()) return nullptr;
+    std::sort(unverified.begin(), unverified.end());
+    unverified.erase(std::unique(unverified.begin(), unverified.end()), unverified.end());
+    reading_.emplace(weights);
+    verification_.emplace(weights, unverified);
+    return verification_->job();
+  }
+
+  Job* start_experts() {
+    if (verification_) verification_->finish();
     Batch batch;
     batch.tokens = rows_.tokens, batch.top_k = e_.top_k;
     batch.hidden = normed_, batch.hidden_dtype = rows_.type, batch.hidden_stride = layer_.hidden_;
-    batch.ids = ids, batch.ids_stride = e_.top_k;
-    batch.weights = scores, batch.weights_stride = e_.top_k;
+    batch.ids = ids_, batch.ids_stride = e_.top_k;
+    batch.weights = scores_, batch.weights_stride = e_.top_k;
     batch.out = product_, batch.out_dtype = rows_.type, batch.out_stride = layer_.hidden_;
     batch.w8a8 = w8a8_, batch.needs_grad = needs_grad_;
     call_.emplace(*e_.experts, batch);
-    return &call_->start();
+    Job& job = call_->start();
+    reading_.reset();
+    return &job;
   }
 
   DecodeLayer& layer_;
@@ -392,7 +411,11 @@ class DecodeLayer::ExpertPass {
   char *normed_ = nullptr, *product_ = nullptr, *logits_ = nullptr;
   Matrix router_{};
   Linear linear_{};
+  int32_t* ids_ = nullptr;
+  float* scores_ = nullptr;
   std::unique_ptr<Job> job_;
+  std::optional<Reading> reading_;  // until the call reads the weights
+  std::optional<Weights::Verification> verification_;
   std::optional<Call> call_;
 };
 
@@ -402,6 +425,12 @@ void DecodeLayer::attend(const HiddenRows& rows, const Rotary& rotary, std::vect
   AttentionPass pass(*this, rows, rotary, std::move(sequences));
   pass.add_to(steps);
   steps.run(engine_->pool);
+  check_sources();
+}
+
+void DecodeLayer::check_sources() const {
+  for (const DenseWeight* weight : {&attention.q, &attention.k, &attention.v, &attention.o})
+    if (weight->coded) weight->coded->check_source();
 }
 
 void DecodeLayer::route(const HiddenRows& rows, bool w8a8, bool needs_grad) {
@@ -413,7 +442,12 @@ void DecodeLayer::route(const HiddenRows& rows, bool w8a8, bool needs_grad) {
 }
 
 void decode_layers(std::vector<LayerCall>& calls, const HiddenRows& rows, const Rotary& rotary) {
+  // In order of address: another call may have the same layers in another order.
+  std::vector<DecodeLayer*> layers;
+  for (const LayerCall& call : calls) layers.push_back(call.layer);
+  std::sort(layers.begin(), layers.end(), std::less<>());
   std::vector<std::unique_lock<std::mutex>> locks;
+  for (DecodeLayer* layer : layers) locks.emplace_back(layer->calls_);
   std::deque<DecodeLayer::AttentionPass> attentions;
   std::deque<DecodeLayer::ExpertPass> experts;
   Steps steps;
@@ -421,7 +455,6 @@ void decode_layers(std::vector<LayerCall>& calls, const HiddenRows& rows, const 
   const int64_t bytes = (int64_t)rows.tokens * calls.front().layer->hidden() * (int64_t)size_of(rows.type);
   for (LayerCall& call : calls) {
     DecodeLayer& layer = *call.layer;
-    locks.emplace_back(layer.calls_);
     HiddenRows middle = from, to = from;
     middle.out = layer.buffer(kMiddle, bytes);
     to.x = middle.out;
@@ -431,6 +464,7 @@ void decode_layers(std::vector<LayerCall>& calls, const HiddenRows& rows, const 
     from.x = to.out;
   }
   steps.run(calls.front().layer->engine()->pool);
+  for (const DecodeLayer* layer : layers) layer->check_sources();
 }
 
 }  // namespace kt

@@ -46,8 +46,8 @@ struct ExpertBlock {
   DType router_type;   // bf16 or f32
   const char* bias;    // [experts], added to the logits; null: there is none
   int32_t num_experts, top_k;
-  bool normalise;  // scores are a softmax over the selected experts; otherwise over all
-  std::shared_ptr<Experts> experts;
+  bool normalise;                    // scores are a softmax over the selected experts; otherwise over all
+  std::shared_ptr<Experts> experts;  // of the layer's engine, whose threads their workspace is for
 };
 
 // Cosines and sines [tokens, size] of the type of the hidden states; element i is rotated with i + size / 2.
@@ -89,6 +89,7 @@ class DecodeLayer {
   char* buffer(int which, int64_t bytes);
   void norm(const RmsNorm& by, const char* x, char* out, DType type, int64_t rows, int64_t size) const;
   void select(DType type, const char* logits, int32_t* ids, float* scores) const;
+  void check_sources() const;  // throws DamagedFile if pages of the attention's mapped weights were lost
 
   std::shared_ptr<Engine> engine_;
   const KernelTable& kernels_;

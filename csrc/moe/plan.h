@@ -66,7 +66,8 @@ struct Budget {
 struct Plan {
   bool w8a8;                       // W8A8 by int8 tiles
   bool x_int8;                     // W8A8 by packed GEMV
-  int32_t up_chunk;                // k tiles of gate/up per pass where a unit's rows do not fit the panel otherwise
+  int32_t up_chunk;                // k tiles of gate/up per pass where a unit's rows do not fit the panel otherwise;
+                                   // depends on H alone
   int32_t panel_k_tiles;           // width of the panel between units and lanes
   int32_t down_chunk;              // k tiles of down per pass; depends on I alone
   std::vector<Tiling> tilings;     // [segments]

@@ -2,9 +2,9 @@
 #include "moe/task.h"
 
 #include <algorithm>
-#include <cfenv>
 #include <cstring>
 
+#include "default_arithmetic.h"
 #include "futex.h"
 #include "interrupt.h"
 
@@ -44,7 +44,7 @@ Task::Task(const Experts& experts, const Batch& batch, Adapters adapters, Direct
 void Task::close() {
   Pool& pool = experts_.engine().pool;
   std::lock_guard lock(mutex_);
-  if (!in_flight_) return;
+  if (!in_flight_) return weights_entered_ ? release() : void();  // started by steps that were interrupted
   try {
     if (interrupted_) {
       pool.wait_cancelled(*this);
@@ -171,25 +171,9 @@ void Task::wait() {
 
 bool Task::done() const { return !in_flight_.load(std::memory_order_acquire) || experts_.engine().pool.done(*this); }
 
-namespace {
-// Sets the default floating-point environment: results must not depend on what a calling thread has set (flushed
-// denormals, another rounding mode), nor on which thread takes which unit.
-class DefaultArithmetic {
- public:
-  DefaultArithmetic() {
-    std::fegetenv(&before_);
-    std::fesetenv(FE_DFL_ENV);
-  }
-  ~DefaultArithmetic() { std::fesetenv(&before_); }
-
- private:
-  std::fenv_t before_;
-};
-}  // namespace
-
 // Units of the worker's own group first, then those of the others.
 void Task::work(const Worker& worker) {
-  DefaultArithmetic arithmetic;
+  const DefaultArithmetic arithmetic;
   char* slice = workspace_.data() + plan_.threads_at + worker.index * plan_.thread_bytes;
   size_t groups = plan_.up.size();
   *(SliceRows*)(slice + plan_.slice_rows_at) = {-1, {}, false};
@@ -292,7 +276,7 @@ void Task::multiply_up(const UpUnit& unit, const UpUnit* next, char* slice, Up u
     gather.k_tiles = now;
     size_t tile_bytes = (size_t)now * (size_t)r.tiling.rows * kTileK * (size_t)kernels.elem;
     up.base = {slice, tile_bytes, b + store.offset(k), now};
-    up.encoded = {store.encoding(), k, slice + plan_.decoded_at, nullptr, plan_.x_int8};
+    up.encoded = {store.encoding(), k, slice + plan_.decoded_at, nullptr, plan_.x_int8, plan_.up_chunk};
     if (!w8a8() || adapted) gather_rows(gather, packed_gemv, adapted, slice, up);
     up.first = k == 0;
     up.last = k + now == k_tiles;

@@ -147,6 +147,18 @@ class Weights {
     return verified_.empty() || verified_[(size_t)expert].load(std::memory_order_acquire);
   }
   void verify(const std::vector<int32_t>& experts) const;
+  // The same where the pool's threads are in steps already (steps.h): the job of a step, then finish(), which throws.
+  class Verification {
+   public:
+    Verification(const Weights& weights, const std::vector<int32_t>& experts);
+    ~Verification();
+    Job* job() const;  // null: all are verified
+    void finish();
+
+   private:
+    struct State;
+    std::unique_ptr<State> state_;
+  };
   void place_pages() const;                 // of all experts, without comparing them; once
   uint32_t checksum(int32_t expert) const;  // CRC-32C of gate_up, down and their biases, as they lie in memory()
   void check_source() const;                // throws DamagedFile if pages of an adopted file were lost

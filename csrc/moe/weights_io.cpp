@@ -170,28 +170,50 @@ void Weights::compare_checksum(int32_t expert, uint32_t checksum) const {
                     "KT_VERIFY=0, computes with it as it is)");
 }
 
-void Weights::verify(const std::vector<int32_t>& experts) const {
+struct Weights::Verification::State {
+  const Weights& weights;
   std::vector<Piece> pieces;
   std::vector<std::pair<int32_t, size_t>> pending;  // expert, end of its pieces
+  std::unique_ptr<PieceJob> job;
+};
+
+Weights::Verification::Verification(const Weights& w, const std::vector<int32_t>& experts)
+    : state_(new State{w, {}, {}, nullptr}) {
+  auto& [weights, pieces, pending, job] = *state_;
   for (int32_t expert : experts) {
-    if (verified(expert)) continue;
-    add_pieces(up_, expert, pieces);
-    add_pieces(down_, expert, pieces);
+    if (w.verified(expert)) continue;
+    add_pieces(w.up_, expert, pieces);
+    add_pieces(w.down_, expert, pieces);
     pending.emplace_back(expert, pieces.size());
   }
   if (pending.empty()) return;
-  PieceJob job(pieces, pool_, checksums_.empty() ? PieceWork::populate : PieceWork::checksum, has_parts());
-  pool_.run(job);
-  check_source();
-  const Piece* first = pieces.data();
-  for (auto [expert, end] : pending) {
-    if (checksums_.empty()) {
-      verified_[(size_t)expert].store(true, std::memory_order_release);
+  const PieceWork work = w.checksums_.empty() ? PieceWork::populate : PieceWork::checksum;
+  job = std::make_unique<PieceJob>(pieces, w.pool_, work, w.has_parts());
+}
+
+Weights::Verification::~Verification() = default;
+
+Job* Weights::Verification::job() const { return state_->job.get(); }
+
+void Weights::Verification::finish() {
+  const Weights& weights = state_->weights;
+  if (state_->job) weights.check_source();
+  const Piece* first = state_->pieces.data();
+  for (auto [expert, end] : state_->pending) {
+    if (weights.checksums_.empty()) {
+      weights.verified_[(size_t)expert].store(true, std::memory_order_release);
       continue;
     }
-    compare_checksum(expert, bias_checksum(expert, combine(first, pieces.data() + end)));
-    first = pieces.data() + end;
+    weights.compare_checksum(expert, weights.bias_checksum(expert, combine(first, state_->pieces.data() + end)));
+    first = state_->pieces.data() + end;
   }
+}
+
+void Weights::verify(const std::vector<int32_t>& experts) const {
+  Verification verification(*this, experts);
+  if (!verification.job()) return;
+  pool_.run(*verification.job());
+  verification.finish();
 }
 
 void Weights::place_pages() const {

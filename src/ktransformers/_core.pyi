@@ -318,7 +318,8 @@ class CodedLinear:
     def multiply_heads(self, x: Array, out: Array, first: int, count: int, step: int, along_rows: bool = False) -> None:
         """Products of each head with `count` rows of its own, from row `head * step + first` on: x
         `[heads, T, columns]`, out `[heads, T, count]`; `along_rows`: x `[heads, T, count]`, out `[heads, T, columns]`,
-        with numbers as the codes have them. A row's result does not depend on the others."""
+        with numbers as the codes have them. A row's result does not depend on the others. T: at most 1024; out does
+        not overlap x."""
 
     def decode(self, first: int, out: Array) -> None:
         """Rows from `first` on, in bf16, or as the codes have them in float32."""
@@ -380,7 +381,7 @@ class DecodeLayer:
     ) -> None:
         """`router`: bfloat16, or float32 beside hidden states in float32, [E, hidden]; `bias`: [E] in the dtype of the
         norm. Scores are a softmax of products and bias over all experts, with `normalise` over the `top_k` selected
-        ones."""
+        ones. `experts` are those of the layer's pool."""
 
     def attend(self, x: Any, out: Any, cos: Any, sin: Any, places: list[tuple[Any, ...]]) -> None:
         """out = x + attention(norm(x)). cos and sin [T, r]: number i of a head is rotated with i + r / 2. Places are

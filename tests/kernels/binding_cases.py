@@ -62,8 +62,8 @@ def biases() -> dict[str, Tensor]:
     return {"gate_bias": f32(E, I), "up_bias": f32(E, I), "down_bias": f32(E, H)}
 
 
-def packed_experts(with_biases: bool = False) -> _core.Experts:
-    experts = new_experts()
+def packed_experts(with_biases: bool = False, pool: _core.Pool | None = None) -> _core.Experts:
+    experts = _core.Experts(pool or new_pool(), E, H, I)
     experts.pack(0, *matrices().values(), *(biases().values() if with_biases else ()))
     return experts
 
@@ -281,10 +281,11 @@ def decode_layer_attend() -> Case:
 
 
 def decode_layer_set_experts() -> Case:
-    experts = packed_experts()
+    pool = new_pool()
+    experts = packed_experts(pool=pool)
 
     def call(given: dict[str, Any]) -> list[Any]:
-        layer, out = _core.DecodeLayer(new_pool(), H), torch.empty(3, H)
+        layer, out = _core.DecodeLayer(pool, H), torch.empty(3, H)
         layer.set_experts(**given, epsilon=1e-6, experts=experts, top_k=2, normalise=True)
         layer.route(f32(3, H), out)
         return [out]
@@ -292,9 +293,15 @@ def decode_layer_set_experts() -> Case:
     return Case(call, {"norm": f32(H), "router": f32(E, H), "bias": f32(E)}, optional=frozenset({"bias"}))
 
 
+def layer_with_experts() -> _core.DecodeLayer:
+    pool = new_pool()
+    layer = _core.DecodeLayer(pool, H)
+    layer.set_experts(f32(H), 1e-6, bf16(E, H), f32(E), packed_experts(pool=pool), top_k=2, normalise=False)
+    return layer
+
+
 def decode_layer_route() -> Case:
-    layer = _core.DecodeLayer(new_pool(), H)
-    layer.set_experts(f32(H), 1e-6, bf16(E, H), f32(E), packed_experts(), top_k=2, normalise=False)
+    layer = layer_with_experts()
 
     def call(given: dict[str, Any]) -> list[Any]:
         layer.route(**given)
@@ -304,9 +311,8 @@ def decode_layer_route() -> Case:
 
 
 def decode_layers() -> Case:
-    layer = _core.DecodeLayer(new_pool(), H)
+    layer = layer_with_experts()
     set_attention(layer, attention_tensors())
-    layer.set_experts(f32(H), 1e-6, bf16(E, H), f32(E), packed_experts(), top_k=2, normalise=False)
 
     def call(given: dict[str, Any]) -> list[Any]:
         keys, values = given["places.keys"], given["places.values"]

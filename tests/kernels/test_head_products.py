@@ -65,6 +65,7 @@ def test_no_rows(pool: _core.Pool) -> None:
         ((3, 1, 256), (3, 1, 16), (0, 16, 64), "heads"),
         ((2, 1, 32), (2, 1, 16), (0, 16, 64), "x"),
         ((2, 1, 256), (2, 2, 16), (0, 16, 64), "out"),
+        ((2, 1025, 256), (2, 1025, 16), (0, 16, 64), "rows of x: given 1025, expected 0 to 1024"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -74,3 +75,33 @@ def test_what_does_not_fit_is_refused(
     linear.pack(matrix_of("int8", 1, 128, COLUMNS).packable)
     with pytest.raises((ValueError, TypeError), match=match):
         linear.multiply_heads(torch.zeros(x), torch.zeros(out), *rows)
+
+
+def test_a_result_in_the_memory_of_x_is_refused(pool: _core.Pool) -> None:
+    """Unless both lie apart in one buffer: columns beside each other, or heads."""
+    linear = _core.CodedLinear(pool, 128, COLUMNS, "int8")
+    linear.pack(matrix_of("int8", 1, 128, COLUMNS).packable)
+    both = torch.randn(2, 5, COLUMNS + 16, generator=torch.Generator().manual_seed(1))
+    x, out, want = both[..., :COLUMNS], both[..., COLUMNS:], torch.empty(2, 5, 16)
+    linear.multiply_heads(x, want, 0, 16, 64)
+    linear.multiply_heads(x, out, 0, 16, 64)
+    assert torch.equal(out, want)
+    heads = torch.cat([x, torch.zeros(2, 5, COLUMNS)])
+    linear.multiply_heads(heads[:2], heads[2:, :, :16], 0, 16, 64)
+    assert torch.equal(heads[2:, :, :16], want)
+    for overlapping in (x[..., 8:24], both[..., COLUMNS - 8 : COLUMNS + 8], both.transpose(0, 1)[:2, :, :16]):
+        with pytest.raises(ValueError, match="out: given memory that overlaps x"):
+            linear.multiply_heads(x[:, : overlapping.shape[1]], overlapping, 0, 16, 64)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_rows_in_float32_have_the_same_bits_alone(spec: str, isa: str, pool: _core.Pool) -> None:
+    matrix = matrix_of(spec, 1, 96, COLUMNS)
+    linear = _core.CodedLinear(pool, 96, COLUMNS, spec, isa)
+    linear.pack(matrix.packable)
+    x = torch.randn(5, COLUMNS, generator=torch.Generator().manual_seed(1))
+    out, alone = torch.empty(5, 96), torch.empty(5, 96)
+    linear.forward(x, out)
+    for row in range(5):
+        linear.forward(x[row : row + 1], alone[row : row + 1])
+    assert torch.equal(alone, out)

@@ -192,8 +192,8 @@ TEST(products_along_rows_have_the_exact_weights) {
       alignas(64) static char scratch[rows_product_scratch(2)];
       std::vector<float> out((size_t)(kRows * kStride), -7);
       for (int k0 : {0, 4})  // in two parts
-        kernels->multiply_rows({&e, block, next, 2, k0, k0 ? kTiles - 4 : 4, x.data(), kRows, out.data(), DType::f32,
-                                kStride, kWidth, scratch});
+        kernels->multiply_rows({&e, block, next, 2, k0, k0 ? kTiles - 4 : 4, 4 - k0, x.data(), kRows, out.data(),
+                                DType::f32, kStride, kWidth, scratch});
       for (size_t n = 0; n < kRows; n++) {
         std::vector<double> numbers(kTiles * 2 * kTileK * kTileN);
         exact.decode({&e, block[n / kBlockN], 0, kTiles, (char*)numbers.data()});

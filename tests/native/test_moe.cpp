@@ -182,6 +182,45 @@ TEST(moe_call_destroyed_under_way) {
   }
 }
 
+// The job of a verification is worked on by whichever threads call it: here by one that is no pool's.
+TEST(moe_verification_in_two_parts) {
+  const LayerShape shape{3, 170, 90, true};
+  RandomLayer layer(shape, true);
+  auto experts = packed(layer, kSilu, kernels(), engine_of(1));
+  const auto source = packed(layer, kSilu, kernels(), engine_of(1));
+  const Weights &from = source->weights(), &w = experts->weights();
+  AdoptedLayer adopted{
+      from.up().whole(), from.down().whole(), from.up_biases()->data(), from.down_biases()->data(), nullptr, {}, ""};
+  for (int32_t e = 0; e < shape.experts; e++) adopted.checksums.push_back(from.checksum(e));
+  adopted.checksums[2]++;
+  experts->weights().adopt(adopted);
+  Weights::Verification first(w, {0, 1});
+  CHECK(first.job());
+  first.job()->work({0, 0});
+  CHECK(!w.verified(0));
+  first.finish();
+  CHECK(w.verified(0) && w.verified(1) && !w.verified(2));
+  CHECK(!Weights::Verification(w, {1, 0}).job());
+  Weights::Verification damaged(w, {1, 2});
+  damaged.job()->work({0, 0});
+  CHECK(contains(thrown([&] { damaged.finish(); }), "expert 2"));
+  CHECK(!w.verified(2));
+}
+
+// As where the steps that it is one of are interrupted.
+TEST(moe_call_that_was_started_alone_releases_the_weights) {
+  const LayerShape shape{2, 40, 35, true};
+  RandomLayer layer(shape, true);
+  auto experts = packed(layer, kSilu, kernels(), engine_of(2));
+  RandomBatch batch(shape, 3, 2);
+  {
+    Call call(*experts, batch.batch(shape));
+    call.start();
+    CHECK(contains(thrown([&] { experts->weights().pack(layer.source(0, 1)); }), "calls read them"));
+  }
+  experts->weights().pack(layer.source(0, 1));
+}
+
 TEST(moe_pack_and_calls_exclude_each_other) {
   const LayerShape shape{4, 40, 35, true};
   RandomLayer layer(shape, true);

@@ -18,7 +18,7 @@ constexpr Format format_of(Codec codec, int32_t group = 0, DType scale = DType::
 constexpr Format kInt8 = format_of(Codec::int8);
 constexpr Format kInt4 = format_of(Codec::int4, 32, DType::bf16);
 
-// A layer in a released format, with biases.
+// A layer in a released format, with biases; down may be bf16.
 struct CodedLayer {
   LayerShape shape;
   LayerFormats formats;
@@ -33,7 +33,7 @@ struct CodedLayer {
         gating{s.gated ? Activation::silu : Activation::relu2, s.gated, 0, 0},
         gate(f.gate, s.experts, s.intermediate, s.hidden, random),
         up(f.up, s.experts, s.intermediate, s.hidden, random),
-        down(f.down, s.experts, s.hidden, s.intermediate, random),
+        down(f.down.is_tiles() ? kInt8 : f.down, s.experts, s.hidden, s.intermediate, random),
         numbers(s, true, Precision::f32) {
     auto exact = packed(kernels("generic", Precision::f32), engine_of(1));
     auto decode = [&](Weights::Matrix matrix, Numbers& to) {
@@ -52,9 +52,30 @@ struct CodedLayer {
     auto experts = std::make_unique<Experts>(shape, gating, kernels, std::move(engine), formats);
     SourceLayer layer = numbers.source(0, shape.experts);
     layer.gate = shape.gated ? gate.source : SourceMatrix{};
-    layer.up = up.source, layer.down = down.source;
+    layer.up = up.source;
+    if (!formats.down.is_tiles()) layer.down = down.source;
     experts->weights().pack(layer);
     return experts;
+  }
+};
+
+// An adapter with random factors for a layer.
+struct RandomAdapter {
+  std::mt19937 random{6};
+  std::vector<std::vector<float>> held;
+  Adapter adapter;
+
+  RandomAdapter(const LayerShape& s, const Experts& experts)
+      : adapter(s, {8, 20, 33, false}, experts.kernels(), experts.engine().pool, experts.engine().arena) {
+    auto factor = [&](int64_t rows, int64_t columns) {
+      float scale = 1 / std::sqrt((float)columns);
+      held.push_back(random_f32((size_t)(s.experts * rows * columns), scale, random));
+      return SourceMatrix{{held.back().data(), DType::f32, columns, 1}, rows * columns};
+    };
+    SourceLora lora{{factor(8, s.hidden), factor(s.intermediate, 8), 1.0},
+                    {factor(20, s.hidden), factor(s.intermediate, 20), 1.0},
+                    {factor(33, s.intermediate), factor(s.hidden, 33), 1.0}};
+    adapter.pack(lora);
   }
 };
 
@@ -66,18 +87,24 @@ RandomBatch rows_of_one(const LayerShape& s, int32_t rows) {
 }
 
 std::vector<float> run(const Experts& experts, RandomBatch& batch, bool needs_grad = false,
-                       const Adapters& adapters = {}) {
+                       const Adapters& adapters = {}, bool w8a8 = false) {
   Batch b = batch.batch(experts.shape());
-  b.needs_grad = needs_grad;
+  b.needs_grad = needs_grad, b.w8a8 = w8a8;
   if (!adapters.empty()) b.every_adapter = 0;
   std::fill(batch.out.begin(), batch.out.end(), NAN);
   Call(experts, b, adapters).run();
   return batch.out;
 }
 
-int32_t packed_gemv_rows_of(const Experts& experts, const BlockStore& store) {
+int32_t packed_gemv_rows_of(const Experts& experts, const BlockStore& store, bool w8a8 = false) {
   auto* max_rows = experts.kernels().packed_gemv_rows;
-  return max_rows && store.encoding() ? max_rows(*store.encoding(), false) : 0;
+  return max_rows && store.encoding() ? max_rows(*store.encoding(), w8a8) : 0;
+}
+
+// The most rows of an expert that packed GEMV takes.
+int32_t packed_gemv_rows_of(const Experts& experts) {
+  const Weights& weights = experts.weights();
+  return std::min(packed_gemv_rows_of(experts, weights.up()), packed_gemv_rows_of(experts, weights.down()));
 }
 
 std::vector<const KernelTable*> packed_gemv_kernels() {
@@ -183,23 +210,57 @@ TEST(packed_gemv_rows_are_not_taken_for_those_of_another_token) {
 // With needs_grad weights are rounded, and a row's bits do not depend on the batch; without, they do not as long as its
 // expert has few enough rows for packed GEMV.
 TEST(packed_gemv_bits_do_not_depend_on_neighbours) {
-  const CodedLayer layer({2, 224, 96, true}, {kInt4, kInt8, kInt8});
-  for (const KernelTable* kernels : packed_gemv_kernels()) {
-    auto experts = layer.packed(*kernels, engine_of(2));
-    const int32_t max_rows = std::min({packed_gemv_rows_of(*experts, experts->weights().up()),
-                                       packed_gemv_rows_of(*experts, experts->weights().down()), 41});
-    RandomBatch all = rows_of_one(layer.shape, max_rows), alone = all;
-    alone.tokens = 1;
-    for (bool needs_grad : {false, true}) {
-      std::vector<float> rows = run(*experts, all, needs_grad), one = run(*experts, alone, needs_grad);
-      CHECK(std::memcmp(one.data(), rows.data(), (size_t)layer.shape.hidden * sizeof(float)) == 0);
+  const Format fp8 = format_of(Codec::fp8);
+  for (const LayerFormats& formats : {LayerFormats{kInt4, kInt8, kInt8}, LayerFormats{fp8, fp8, fp8}}) {
+    const CodedLayer layer({2, 224, 96, true}, formats);
+    for (const KernelTable* kernels : packed_gemv_kernels()) {
+      auto experts = layer.packed(*kernels, engine_of(2));
+      RandomBatch all = rows_of_one(layer.shape, std::min(packed_gemv_rows_of(*experts), 41)), alone = all;
+      alone.tokens = 1;
+      for (bool needs_grad : {false, true}) {
+        std::vector<float> rows = run(*experts, all, needs_grad), one = run(*experts, alone, needs_grad);
+        CHECK(std::memcmp(one.data(), rows.data(), (size_t)layer.shape.hidden * sizeof(float)) == 0);
+      }
+      CHECK(!same(run(*experts, alone), run(*experts, alone, true)));
+      std::vector<char> kept((size_t)experts->keep_row_bytes());
+      std::vector<float> with_grad = run(*experts, alone, true);
+      Call(*experts, alone.batch(layer.shape), {}, kept.data()).run();
+      CHECK(same(alone.out, with_grad));
     }
-    CHECK(!same(run(*experts, alone), run(*experts, alone, true)));
-    std::vector<char> kept((size_t)experts->keep_row_bytes());
-    std::vector<float> with_grad = run(*experts, alone, true);
-    Call(*experts, alone.batch(layer.shape), {}, kept.data()).run();
-    CHECK(same(alone.out, with_grad));
   }
+}
+
+// Rows alone take all of K at once, those of many in chunks where they do not fit the caches otherwise. The last bits
+// of activated rows are seen where down multiplies them as they are, and where W8A8 takes its scales from them.
+TEST(packed_gemv_bits_do_not_depend_on_chunks_of_k) {
+  const Format q4_k = format_of(Codec::q4_k), q8_0 = format_of(Codec::q8_0);
+  const int32_t hidden = 7168;
+  for (const Format& up : {kInt4, q4_k})
+    for (bool w8a8 : {false, true}) {
+      const CodedLayer layer({1, hidden, 64, false}, {up, up, w8a8 ? q8_0 : Format{}});
+      for (const KernelTable* kernels : packed_gemv_kernels()) {
+        auto experts = layer.packed(*kernels, engine_of(2));
+        const RandomAdapter lora(layer.shape, *experts);
+        const int32_t rows = std::min(packed_gemv_rows_of(*experts, experts->weights().up(), w8a8), 30);
+        RandomBatch all = rows_of_one(layer.shape, rows);
+        for (const Adapters& adapters : {Adapters{}, Adapters{&lora.adapter}}) {
+          const std::vector<float> together = run(*experts, all, false, adapters, w8a8);
+          int32_t different = 0;
+          for (int32_t row : {0, rows / 2, rows - 1}) {
+            RandomBatch one = all;
+            one.tokens = 1;
+            std::copy_n(all.hidden.begin() + row * hidden, hidden, one.hidden.begin());
+            one.weights[0] = all.weights[(size_t)row];
+            const std::vector<float> alone = run(*experts, one, false, adapters, w8a8);
+            different += std::memcmp(alone.data(), together.data() + row * hidden, hidden * sizeof(float)) != 0;
+          }
+          CHECK_EQ(different, 0);
+          if (different)
+            std::fprintf(stderr, "%s, %d rows of %s%s%s\n", kernels->name, rows, up.row().name, w8a8 ? ", W8A8" : "",
+                         adapters.empty() ? "" : ", LoRA");
+        }
+      }
+    }
 }
 
 // Non-finite values stay in their row, or in their channel.
@@ -232,19 +293,8 @@ TEST(packed_gemv_with_lora) {
     const CodedLayer layer(s, {kInt4, kInt4, kInt8});
     for (const KernelTable* kernels : packed_gemv_kernels()) {
       auto experts = layer.packed(*kernels, engine_of(2));
-      const LoraRanks ranks{8, 20, 33, false};
-      Adapter adapter(s, ranks, *kernels, experts->engine().pool, experts->engine().arena);
-      std::mt19937 random(6);
-      std::vector<std::vector<float>> held;
-      auto factor = [&](int64_t rows, int64_t columns) {
-        float scale = 1 / std::sqrt((float)columns);
-        held.push_back(random_f32((size_t)(s.experts * rows * columns), scale, random));
-        return SourceMatrix{{held.back().data(), DType::f32, columns, 1}, rows * columns};
-      };
-      SourceLora lora{{factor(8, s.hidden), factor(s.intermediate, 8), 1.0},
-                      {factor(20, s.hidden), factor(s.intermediate, 20), 1.0},
-                      {factor(33, s.intermediate), factor(s.hidden, 33), 1.0}};
-      adapter.pack(lora);
+      const RandomAdapter lora(s, *experts);
+      const Adapter& adapter = lora.adapter;
       RandomBatch batch = rows_of_one(s, 3);
       auto wide = [](const std::vector<float>& v) { return std::vector<double>(v.begin(), v.end()); };
       std::vector<double> tiles = wide(run(*experts, batch, true, {&adapter}));

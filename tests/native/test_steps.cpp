@@ -1,11 +1,15 @@
 // Steps of one job: each sees all of what the one before has written, whatever threads take part; the exceptions of
 // those that make them.
 #include <atomic>
+#include <cfenv>
+#include <chrono>
 #include <memory>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
 #include "check.h"
+#include "interrupt.h"
 #include "steps.h"
 
 using namespace kt;
@@ -87,4 +91,53 @@ TEST(steps_end_with_an_exception) {
     CHECK(thrown);
     CHECK_EQ(made, bad);
   }
+}
+
+// Each step is short; together they would take a minute.
+TEST(steps_end_when_they_are_interrupted) {
+  for (int threads : {1, 3}) {
+    Pool pool({.threads = threads, .groups = 1, .pin = false});
+    std::vector<int> numbers(20, 0);
+    std::unique_ptr<AddOne> job;
+    int made = 0;
+    Steps steps;
+    for (int step = 0; step < 12000; step++)
+      steps.add([&]() -> Job* {
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        made++;
+        job = std::make_unique<AddOne>(numbers);
+        return job.get();
+      });
+    set_interrupt_check([] { return true; });
+    const auto start = std::chrono::steady_clock::now();
+    bool interrupted = false;
+    try {
+      steps.run(pool);
+    } catch (const Interrupted&) {
+      interrupted = true;
+    }
+    set_interrupt_check(nullptr);
+    CHECK(interrupted);
+    CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(2));
+    CHECK(made < 1000);
+    for (int number : numbers) CHECK(number == made || number == made - 1);  // the last step may have had no thread
+  }
+}
+
+TEST(steps_have_the_default_arithmetic) {
+  const int rounding = std::fegetround();
+  std::fesetround(FE_UPWARD);
+  Pool pool({.threads = 2, .groups = 1, .pin = false});  // threads begin with the arithmetic of this one
+  std::vector<int> numbers(20, 0);
+  std::unique_ptr<AddOne> job;
+  Steps steps;
+  for (int step = 0; step < 20; step++)
+    steps.add([&]() -> Job* {
+      CHECK_EQ(std::fegetround(), FE_TONEAREST);
+      job = std::make_unique<AddOne>(numbers);
+      return job.get();
+    });
+  steps.run(pool);
+  CHECK_EQ(std::fegetround(), FE_UPWARD);
+  std::fesetround(rounding);
 }
