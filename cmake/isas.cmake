@@ -5,6 +5,7 @@ set(avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c)
 
 kt_isa(generic     any     isa_generic.cpp)
 kt_isa(avx2        x86_64  isa_avx2.cpp        -mavx2 -mfma -mf16c)
+kt_isa(avx_vnni    x86_64  isa_avx_vnni.cpp    -mavx2 -mfma -mf16c -mavxvnni)
 kt_isa(avx512      x86_64  isa_avx512.cpp      ${avx512})
 kt_isa(avx512_vnni x86_64  isa_avx512_vnni.cpp ${avx512} -mavx512vnni)
 kt_isa(avx512_bf16 x86_64  isa_avx512_bf16.cpp ${avx512} -mavx512vnni -mavx512bf16)

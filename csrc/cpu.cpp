@@ -36,13 +36,10 @@ constexpr Architecture kX86 = Architecture::x86_64, kArm = Architecture::aarch64
 
 // Ascending preference within an architecture.
 constexpr VariantRow kVariants[] = {
-    {"generic", Architecture::other, ""},
-    {"avx2", kX86, "generic"},
-    {"avx512", kX86, "avx2"},
-    {"avx512_vnni", kX86, "avx512"},
-    {"avx512_bf16", kX86, "avx512_vnni"},
-    {"amx", kX86, "avx512_bf16"},
-    {"neon", kArm, "generic"},
+    {"generic", Architecture::other, ""}, {"avx2", kX86, "generic"},
+    {"avx_vnni", kX86, "avx2"},           {"avx512", kX86, "avx2"},
+    {"avx512_vnni", kX86, "avx512"},      {"avx512_bf16", kX86, "avx512_vnni"},
+    {"amx", kX86, "avx512_bf16"},         {"neon", kArm, "generic"},
     {"neon_bf16", kArm, "neon"},
 };
 
@@ -58,6 +55,7 @@ constexpr Feature kFeatures[] = {
     {"avx2", "avx2", &CpuState::leaf7_ebx, 5, kYmm},
     {"fma", "avx2", &CpuState::leaf1_ecx, 12, kYmm},
     {"f16c", "avx2", &CpuState::leaf1_ecx, 29, kYmm},
+    {"avx_vnni", "avx_vnni", &CpuState::leaf7_1_eax, 4, kYmm},
     {"avx512f", "avx512", &CpuState::leaf7_ebx, 16, kZmm},
     {"avx512bw", "avx512", &CpuState::leaf7_ebx, 30, kZmm},
     {"avx512vl", "avx512", &CpuState::leaf7_ebx, 31, kZmm},

@@ -4,7 +4,7 @@
 // (arch_prctl), which detection requests. aarch64: the feature words that the kernel passes to every process (AT_HWCAP,
 // AT_HWCAP2), which hold what both CPU and kernel support. The names are the rows of cmake/isas.cmake. A variant has an
 // architecture and extends another variant, whose features it needs too: generic, avx2, avx512, avx512_vnni,
-// avx512_bf16, amx is one chain, generic, neon, neon_bf16 the other.
+// avx512_bf16, amx is one chain, generic, neon, neon_bf16 the other, and avx_vnni extends avx2.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Software versions of the few intrinsics that the AVX-512 BF16 and AMX kernels use, for machines that lack them.
+// Software versions of the few intrinsics that the VNNI, AVX-512 BF16 and AMX kernels use, for machines that lack them.
 //
 // The kernels are otherwise written in the compiler's portable vectors, so with this file in place of the compiler's
 // <immintrin.h> every variant runs on every CPU: slowly, but with the same loops, layouts and edge cases. For test
@@ -52,8 +52,9 @@ inline __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
 }
 
 // Never inlined: loops that inline it take minutes to compile.
-__attribute__((noinline)) inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
-  for (int i = 0; i < 16; i++) {
+template <class V>
+__attribute__((noinline)) V emulated_dpbusd(V sum, V a, V b) {
+  for (size_t i = 0; i < sizeof(V) / 4; i++) {
     uint32_t lane;
     __builtin_memcpy(&lane, (const char*)&sum + 4 * i, 4);
     for (int j = 0; j < 4; j++) {
@@ -64,6 +65,8 @@ __attribute__((noinline)) inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512
   }
   return sum;
 }
+inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) { return emulated_dpbusd(sum, a, b); }
+inline __m256i _mm256_dpbusd_avx_epi32(__m256i sum, __m256i a, __m256i b) { return emulated_dpbusd(sum, a, b); }
 
 // Products of unsigned and signed bytes, neighbours added and saturated to 16 bits; neighbours of 16 bits added.
 template <int bytes>

@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include "kernels/byte_products.h"
+#include "kernels/dp4a_vnni.h"
 
 namespace kt {
 namespace {
@@ -50,32 +51,33 @@ struct MaddProduct : WordProduct<W> {
   using Sums = typename Either<bits == 8, WordSums<W, 8>, MaddSums<W, planes>>::type;
 };
 
-template <int bits, int planes>
+template <int W, int bits, int planes>
 struct VnniSums {
   static constexpr bool pairs = false;
-  using Factor = U32<16>;
-  I32<16> high, low;
+  using Factor = U32<W>;
+  I32<W> high, low;
 
-  static Factor factor(const char* x) { return broadcast_pairs<16>(x); }
-  static U32<16> widen(const U8<16>& codes) { return bits == 8 ? (U32<16>)codes ^ 0x80808080u : (U32<16>)codes; }
+  static Factor factor(const char* x) { return broadcast_pairs<W>(x); }
+  static U32<W> widen(const U8<W>& codes) { return bits == 8 ? (U32<W>)codes ^ 0x80808080u : (U32<W>)codes; }
   void begin(const char* start_high, const char* start_low) {
-    if constexpr (planes == 2) high = (I32<16>)broadcast_pairs<16>(start_high);
-    low = (I32<16>)broadcast_pairs<16>(start_low);
+    if constexpr (planes == 2) high = (I32<W>)broadcast_pairs<W>(start_high);
+    low = (I32<W>)broadcast_pairs<W>(start_low);
   }
-  void add(const U32<16>& codes, const Factor& x_high, const Factor& x_low) {
-    if constexpr (planes == 2) high = (I32<16>)_mm512_dpbusd_epi32((__m512i)high, (__m512i)codes, (__m512i)x_high);
-    low = (I32<16>)_mm512_dpbusd_epi32((__m512i)low, (__m512i)codes, (__m512i)x_low);
+  void add(const U32<W>& codes, const Factor& x_high, const Factor& x_low) {
+    if constexpr (planes == 2) high = add_byte_products<W>(high, codes, x_high);
+    low = add_byte_products<W>(low, codes, x_low);
   }
-  F32<16> total(const char*, const char*) const {
-    if constexpr (planes == 1) return __builtin_convertvector(low, F32<16>);
-    return __builtin_convertvector((high << 8) + low, F32<16>);
+  F32<W> total(const char*, const char*) const {
+    if constexpr (planes == 1) return __builtin_convertvector(low, F32<W>);
+    return __builtin_convertvector((high << 8) + low, F32<W>);
   }
 };
 
-struct VnniProduct : WordProduct<16> {
+template <int W>
+struct VnniProduct : WordProduct<W> {
   static constexpr int byte_offset = 128, max_rows = kAnyRows;
   template <int bits, int planes>
-  using Sums = VnniSums<bits, planes>;
+  using Sums = VnniSums<W, bits, planes>;
 };
 
 }  // namespace

@@ -6,7 +6,6 @@
 #include <immintrin.h>
 
 #include "kernels/byte_products_x86.h"
-#include "kernels/dp4a_vnni.h"
 #include "kernels/gemv_amx.h"
 #include "kernels/lora_wgrad.h"
 #include "kernels/rate.h"
@@ -42,7 +41,7 @@ struct Bf16Products {
 // A step is 64 of K; everything else is the same.
 struct Int8Products {
   using Real = int32_t;
-  using Dp4a = VnniDp4a;
+  using Dp4a = VnniDp4a<16>;
   static constexpr bool halves = false;
   template <int to>
   static void add() {
@@ -338,7 +337,7 @@ struct Tiles {
 };
 
 struct Amx : Tiles<Bf16Products> {
-  using CodeProduct = VnniProduct;
+  using CodeProduct = VnniProduct<16>;
   using Vector = F32<16>;
   static constexpr DType panel = DType::bf16;
   static void lora_wgrad(const LoraWgrad& o) { wgrad_tiles(o); }

@@ -2,7 +2,6 @@
 #include <immintrin.h>
 
 #include "kernels/byte_products_x86.h"
-#include "kernels/dp4a_vnni.h"
 #include "kernels/rate.h"
 #include "kernels/rows.h"
 
@@ -21,7 +20,7 @@ struct Bf16PairProduct {
 };
 
 struct Avx512Bf16 : RowIsa<Bf16PairProduct, 2, 12> {
-  using CodeProduct = VnniProduct;
+  using CodeProduct = VnniProduct<16>;
   static double registers(double seconds) {
     constexpr int chains = 24;
     F32<16> acc[chains] = {};
@@ -51,7 +50,7 @@ struct Bf16PairRows {
   }
 };
 
-using Int8Isa = RowIsa<Int8Product<VnniDp4a, DType::bf16>, 2, 12>;
+using Int8Isa = RowIsa<Int8Product<VnniDp4a<16>, DType::bf16>, 2, 12>;
 constexpr KernelTable kBf16 = table_of<Avx512Bf16, Int8Isa, GemvPairs<Bf16PairRows>>("avx512_bf16");
 
 }  // namespace

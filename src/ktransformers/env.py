@@ -24,7 +24,7 @@ class Variable:
 VARIABLES = (
     Variable(
         "KT_ISA",
-        "generic, avx2, avx512, avx512_vnni, avx512_bf16, amx, neon, neon_bf16",
+        "generic, avx2, avx_vnni, avx512, avx512_vnni, avx512_bf16, amx, neon, neon_bf16",
         "CPU variant to use instead of the best one",
     ),
     Variable("KT_KERNEL_CPU_VARIANT", "kt-kernel's names", "the same, used if KT_ISA is not set"),

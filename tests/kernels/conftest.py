@@ -22,7 +22,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 #   activations (p = 8): what lies between the two products is rounded, 1.3e-3 on average; single rows, where little
 #   averages out and down's sum may cancel, reach 2^-8 and a half.
 ROUNDED = 1.5 * 2**-8
-ARITHMETIC = dict.fromkeys(("generic", "avx2", "avx512", "avx512_vnni", "neon"), 2e-6)
+ARITHMETIC = dict.fromkeys(("generic", "avx2", "avx_vnni", "avx512", "avx512_vnni", "neon"), 2e-6)
 ARITHMETIC |= dict.fromkeys(ROUNDING, ROUNDED)
 #   Hidden states finer than bf16 are rounded to it by the variants that multiply bf16; gate and up share that error.
 FINE_INPUT = {isa: 2**-8 if isa in ROUNDING else 0.0 for isa in ARITHMETIC}

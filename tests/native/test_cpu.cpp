@@ -49,7 +49,7 @@ CpuState sapphire_rapids() {
   cpu.leaf7_ebx = 1u << 5 | 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
   cpu.leaf7_ecx = 1u << 11;
   cpu.leaf7_edx = 1u << 22 | 1u << 24 | 1u << 25;
-  cpu.leaf7_1_eax = 1u << 5;
+  cpu.leaf7_1_eax = 1u << 4 | 1u << 5;
   cpu.xcr0 = kTiles;
   cpu.tiles_granted = true;
   return cpu;
@@ -64,7 +64,7 @@ CpuState neoverse_v1() {
   return cpu;
 }
 
-const char* const kX86Names[] = {"avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"};
+const char* const kX86Names[] = {"avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"};
 const char* const kArmNames[] = {"neon", "neon_bf16"};
 
 const Variant* variant_called(const std::string& name) {
@@ -102,6 +102,14 @@ TEST(cpu_names_what_is_missing) {
   CHECK_EQ(missing_features("avx2", cpu), "f16c");
   CHECK_EQ(missing_features("generic", cpu), "");
 
+  cpu = sapphire_rapids();  // Alder Lake: no AVX-512, neither in the CPU nor saved by the OS
+  cpu.leaf7_ebx = 1u << 5, cpu.leaf7_ecx = cpu.leaf7_edx = 0, cpu.leaf7_1_eax = 1u << 4, cpu.xcr0 = kYmm;
+  CHECK_EQ(missing_features("avx_vnni", cpu), "");
+  CHECK(contains(missing_features("avx512", cpu), "avx512f"));
+  cpu.leaf7_1_eax = 0;  // Rocket Lake without AVX-512, or Zen 3
+  CHECK_EQ(missing_features("avx_vnni", cpu), "avx_vnni");
+  CHECK_EQ(missing_features("avx2", cpu), "");
+
   cpu = neoverse_v1();
   cpu.hwcap2 = 0;  // Neoverse-N1
   CHECK_EQ(missing_features("neon", cpu), "");
@@ -137,7 +145,7 @@ TEST(cpu_variants_of_other_architectures_are_missing_the_architecture) {
       for (const char* name : kArmNames) CHECK_EQ(missing_features(name, cpu), "aarch64");
   }
   CHECK_EQ(feature_report(CpuState{}).size(), 1u);
-  CHECK_EQ(feature_report(sapphire_rapids()).size(), 12u);
+  CHECK_EQ(feature_report(sapphire_rapids()).size(), 13u);
   CHECK_EQ(feature_report(neoverse_v1()).size(), 5u);
 }
 
@@ -185,7 +193,7 @@ TEST(cpu_unknown_names_are_refused) {
   setenv("KT_ISA", "AVX2", 1);
   const std::string isa_error = thrown([] { requested_variant(); });
   CHECK(contains(isa_error, "KT_ISA=AVX2"));
-  CHECK(contains(isa_error, "generic, avx2, avx512, avx512_vnni, avx512_bf16, amx, neon, neon_bf16"));
+  CHECK(contains(isa_error, "generic, avx2, avx_vnni, avx512, avx512_vnni, avx512_bf16, amx, neon, neon_bf16"));
   CHECK(contains(thrown([] { choose_kernels(); }), "KT_ISA=AVX2"));
 }
 
