@@ -36,10 +36,14 @@ constexpr Architecture kX86 = Architecture::x86_64, kArm = Architecture::aarch64
 
 // Ascending preference within an architecture.
 constexpr VariantRow kVariants[] = {
-    {"generic", Architecture::other, ""}, {"avx2", kX86, "generic"},
-    {"avx_vnni", kX86, "avx2"},           {"avx512", kX86, "avx2"},
-    {"avx512_vnni", kX86, "avx512"},      {"avx512_bf16", kX86, "avx512_vnni"},
-    {"amx", kX86, "avx512_bf16"},         {"neon", kArm, "generic"},
+    {"generic", Architecture::other, ""},
+    {"avx2", kX86, "generic"},
+    {"avx_vnni", kX86, "avx2"},  // CPUs with AVX-512 may lack it
+    {"avx512", kX86, "avx2"},
+    {"avx512_vnni", kX86, "avx512"},
+    {"avx512_bf16", kX86, "avx512_vnni"},
+    {"amx", kX86, "avx512_bf16"},
+    {"neon", kArm, "generic"},
     {"neon_bf16", kArm, "neon"},
 };
 
