@@ -222,7 +222,7 @@ def test_products_of_a_dense_model_are_compared(tmp_path: Path, monkeypatch: pyt
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 512}
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).save_pretrained(tmp_path)
     compared: list[Any] = []
-    monkeypatch.setattr(coded_weight, "check_on_device", compared.append)
+    monkeypatch.setattr("ktransformers.nn.load.check_on_device", compared.append)
     launch, target = parse([str(tmp_path), "--rest", "int8"]), resolve_target(str(tmp_path))
     model = launch_module._load_model(launch, target, torch.float32, "cpu", False, print, None)
     assert compared == [model] and isinstance(model.lm_head.weight, CodedWeight)

@@ -107,6 +107,20 @@ def load_model(
     return load_pretrained(path, load_config(path), quantizer, options, experts, rest, on_loaded, later_gpus)
 
 
+def load_dense(
+    path: Path, dtype: torch.dtype, device: str | torch.device, rest: str, on_loaded: OnLoaded
+) -> PreTrainedModel:
+    """A model without experts from its directory; `rest` and `on_loaded` as for `load_model`."""
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    decided = on_loaded(model)
+    if rest not in AS_RELEASED:
+        encode_linears(model, rest, left=decided)
+    model = model.to(device)
+    check_on_device(model)
+    loaded: PreTrainedModel = model
+    return loaded
+
+
 def load_pretrained(
     path: Path,
     config: PreTrainedConfig,

@@ -161,7 +161,6 @@ def _load_service(
     from ktransformers.nn.pretrained import read_tokenizer
     from ktransformers.place.apply import ModelPlacement
     from ktransformers.place.device_map import run_on
-    from ktransformers.serve.engine.forward import make_forward
     from ktransformers.serve.http.service import PrepareOptions, Service
     from ktransformers.serve.http.templates import ServedTemplates
     from ktransformers.serve.kv_tiers import open_tiers
@@ -210,13 +209,7 @@ def _load_service(
     coded = describe_coded(model)
     if coded or launch.rest not in AS_RELEASED:
         log(coded or f"--rest {launch.rest}: without effect: no linear layer without an operator is large enough")
-    forward = make_forward(model, fp8_cache=launch.fp8_cache)
-    if forward.reason:
-        log(f"sequences of {model.config.model_type} are computed one at a time: {forward.reason}")
-    kv_bytes_per_token = forward.check_against_stock()
-    if forward.fp8_cache:
-        kept = "; keys of indexers and recurrent states keep their dtype" if forward.indexers or forward.states else ""
-        log(f"keys and values in fp8 (e4m3): logits of a short text differ by {forward.fp8_error:.2g}{kept}")
+    forward, kv_bytes_per_token = _checked_forward(model, launch, log)
     attach_experts(model, placement, log, graphs)
     engine, cache_bytes = _make_engine(launch, plan, forward, device, kv_bytes_per_token, tier_request, log)
     service = Service(
@@ -240,6 +233,20 @@ def _load_service(
         log(_attach_decode_graphs(forward, placement.placement, launch))
     service.attention_backend = "core" if device == "cpu" else "torch" if forward.graphs is None else "triton"
     return service
+
+
+def _checked_forward(model: Any, launch: Launch, log: LogLine) -> tuple[Forward | SequentialForward, int]:
+    """What computes batches, compared with the stock model, and the bytes of keys and values of a token."""
+    from ktransformers.serve.engine.forward import make_forward
+
+    forward = make_forward(model, fp8_cache=launch.fp8_cache)
+    if forward.reason:
+        log(f"sequences of {model.config.model_type} are computed one at a time: {forward.reason}")
+    kv_bytes_per_token = forward.check_against_stock()
+    if forward.fp8_cache:
+        kept = "; keys of indexers and recurrent states keep their dtype" if forward.indexers or forward.states else ""
+        log(f"keys and values in fp8 (e4m3): logits of a short text differ by {forward.fp8_error:.2g}{kept}")
+    return forward, kv_bytes_per_token
 
 
 def _make_engine(
@@ -401,17 +408,9 @@ def _load_model(
     directory = target.model
     stock_reads_it = not is_gguf_directory(directory)
     if stock_reads_it and not find_experts(Shards.of_directory(directory).names):  # a dense model
-        from transformers import AutoModelForCausalLM
+        from ktransformers.nn.load import load_dense
 
-        from ktransformers.nn.coded_weight import check_on_device, encode_linears
-
-        stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
-        decided = on_loaded(stock)
-        if launch.rest not in AS_RELEASED:
-            encode_linears(stock, launch.rest, left=decided)
-        stock = stock.to(device)
-        check_on_device(stock)
-        return stock
+        return load_dense(directory, dtype, device, launch.rest, on_loaded)
     from ktransformers.nn import load_model
     from ktransformers.nn.pool import set_default_pool
 
