@@ -218,7 +218,6 @@ def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
     is_main = int(os.environ.get("RANK", "0")) == 0
     if is_main:
         prepare_output(output, prepared.resume)
-    dtype = dtype_of(settings, read_config(directory))
     if read_shard_options(settings)[0] is not None:
         leave_out_attention_graphs()
     placing = TrainPlacement(settings, prepared.plan.forecast)
@@ -227,7 +226,7 @@ def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
     model, notes = open_model(
         directory,
         settings,
-        dtype,
+        dtype_of(settings, read_config(directory)),
         placing.loading_device,
         watcher.on_load,
         prepared.partition,
