@@ -3,9 +3,9 @@
 # How a variant is built:
 #   its architecture, or `any`   built with its flags
 #   another architecture         not built
-#   KT_EMULATE=ON                all are built; those that this machine cannot run are compiled for the baseline against
-#                                the headers in csrc/emulate, which implement the intrinsics in C++, so tests cover every
-#                                variant
+#   KT_EMULATE=ON                all are built; those that this machine cannot run are compiled with the flags that it can
+#                                run, against the headers in csrc/emulate, which implement the intrinsics in C++, so tests
+#                                cover every variant
 #
 # The check: an object may export its table, kt::kernels_<name>, and nothing else. An inline function or a template
 # compiled with -mavx512f that another file instantiates too is one symbol to the linker, which may keep the AVX-512
@@ -79,6 +79,14 @@ function(kt_isa name architecture source)
     target_compile_options(${target} PRIVATE -O3)
   endif()
   if(emulated)
+    if(architecture STREQUAL KT_ARCHITECTURE)
+      foreach(flag IN LISTS flags)
+        kt_host_runs(native ${flag})
+        if(native)
+          target_compile_options(${target} PRIVATE ${flag})
+        endif()
+      endforeach()
+    endif()
     target_include_directories(${target} BEFORE PRIVATE csrc/emulate)
     target_compile_definitions(${target} PRIVATE KT_EMULATE)
     target_compile_options(${target} PRIVATE -Wno-psabi)

@@ -1,7 +1,7 @@
 # The one list of CPU variants: name, architecture, source file under csrc/kernels/, compiler flags; ascending preference.
 #
 # A new variant is one file and two rows: this one, and its features in csrc/cpu.cpp.
-set(avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c)
+set(avx512 -mavx2 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c)
 
 kt_isa(generic     any     isa_generic.cpp)
 kt_isa(avx2        x86_64  isa_avx2.cpp        -mavx2 -mfma -mf16c)

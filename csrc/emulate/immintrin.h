@@ -5,15 +5,45 @@
 // builds only (KT_EMULATE); an emulated variant is never chosen unless it is requested by name. Operands are bf16,
 // denormals count as zero, and products are added to the f32 sum one by one; the hardware first adds a tile's products
 // among themselves and flushes tiny results, so the last bits differ.
+//
+// An emulated variant has those of its flags that the building machine runs (cmake/isa_objects.cmake): with AVX-512 a
+// vector is one register and not four of SSE, which compiles four times as fast. Then the compiler's header is read as
+// well, and only the intrinsics below are replaced.
 #pragma once
 
 #include <stddef.h>
 #include <stdint.h>
 
+#ifdef __AVX2__
+#include_next <immintrin.h>
+// The compiler declares every intrinsic, whatever the flags are.
+#define _mm512_dpbf16_ps emulated_mm512_dpbf16_ps
+#define _mm512_dpbusd_epi32 emulated_mm512_dpbusd_epi32
+#define _mm256_dpbusd_avx_epi32 emulated_mm256_dpbusd_avx_epi32
+#define _mm512_maddubs_epi16 emulated_mm512_maddubs_epi16
+#define _mm256_maddubs_epi16 emulated_mm256_maddubs_epi16
+#define _mm512_madd_epi16 emulated_mm512_madd_epi16
+#define _mm256_madd_epi16 emulated_mm256_madd_epi16
+#undef _tile_loadconfig
+#undef _tile_release
+#undef _tile_zero
+#undef _tile_loadd
+#undef _tile_stored
+#undef _tile_dpbf16ps
+#undef _tile_dpbssd
+#define _tile_loadconfig emulated_tile_loadconfig
+#define _tile_release emulated_tile_release
+#define _tile_zero emulated_tile_zero
+#define _tile_loadd emulated_tile_loadd
+#define _tile_stored emulated_tile_stored
+#define _tile_dpbf16ps emulated_tile_dpbf16ps
+#define _tile_dpbssd emulated_tile_dpbssd
+#else
 typedef long long __m256i __attribute__((vector_size(32), may_alias));
 typedef float __m512 __attribute__((vector_size(64)));
 typedef uint16_t __m512bh __attribute__((vector_size(64)));
 typedef long long __m512i __attribute__((vector_size(64)));
+#endif
 
 namespace {
 
