@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 LAYERS = 4
 BATCHES = 24  # of few tokens, so that the routing differs from step to step
 POLICIES = ("cpu", "stream", "split", "host_callback", "auto")
+FORWARD_ALONE = ("split", "host_callback")  # policies that passes with gradients do not have
 RANK = 8
 SLACK, SLACK_SECONDS = 1.05, 0.2e-3  # auto may be that much slower than the best fixed policy
 WARM = 4  # steps before a cell is timed, at least: graphs are captured in the third
@@ -276,7 +277,7 @@ def main(argv: list[str] | None = None) -> int:
         "cells": [],
     }
     policies = [
-        policy for policy in POLICIES if policy in args.policies and not (args.backward and policy == "host_callback")
+        policy for policy in POLICIES if policy in args.policies and not (args.backward and policy in FORWARD_ALONE)
     ]
     head = columns(policies)
     table = Table(head, [10, 6, *[8] * len(policies), 8, 4, 7, 7, 7, 5, 13, 12])

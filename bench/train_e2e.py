@@ -39,7 +39,7 @@ from timing import Table, describe_machine, print_last_line, save
 
 from ktransformers import env
 
-POLICIES = ("cpu", "stream", "split", "resident", "auto")
+POLICIES = ("cpu", "stream", "resident", "auto")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -49,20 +49,34 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*bf16.*")
 
 @devices
 @pytest.mark.parametrize("retain", [True, False])
-@pytest.mark.parametrize("policy", ["cpu", "stream", "resident", "auto"])
+@pytest.mark.parametrize("policy", ["cpu", "stream", "resident"])
 def test_policies_match_the_cpu(policy: str, retain: bool, device: str) -> None:
     """Twice, so that the second pass finds what the first one left; with room for all, and for three at a time."""
     store, given = make_store(SMALL), make_inputs(SMALL, device)
     want = cpu_results(store, given)
     for slots in (16, 3):
-        place = place_store_on(store, device, policy, slots, residents=(1, 6) if policy in ("resident", "auto") else ())
-        for turn in range(2):
+        place = place_store_on(store, device, policy, slots, residents=(1, 6) if policy == "resident" else ())
+        for _ in range(2):
             got = run_with_gradients(place, given, retain)
-            if policy == "auto" and not turn:
-                first = place.layer.last_split["forward"]
-                assert first.cpu and first.resident and first.streamed, "nothing was split"
             assert got[0].dtype == given.hidden.dtype and str(got[0].device) == device
             assert_close(got, want)
+
+
+@devices
+def test_split_divides_passes_without_gradients(device: str) -> None:
+    """Into residents, streamed experts and those of the CPU; passes with gradients stream."""
+    store, given = make_store(SMALL), make_inputs(SMALL, device)
+    want = cpu_results(store, given)
+    for slots in (16, 3):
+        place = place_store_on(store, device, "split", slots, residents=(1, 6))
+        for turn in range(2):
+            with torch.no_grad():
+                out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, False)
+            assert_close([out], want)
+            division = place.layer.last_split["forward"]
+            assert turn or (division.resident and division.streamed and division.cpu), "nothing was split"
+        assert_close(run_with_gradients(place, given, True), want)
+        assert not any(place.layer.last_split[name].cpu for name in ("forward", "backward"))
 
 
 @devices
@@ -72,7 +86,7 @@ def test_every_mode_trains_alike(mode: str, recomputed: bool, device: str) -> No
     """Also under activation checkpointing, whose recomputation has the same shapes; a mode that training does not have
     falls back to its nearest."""
     store, given = make_store(SMALL), make_inputs(SMALL, device)
-    want, place = cpu_results(store, given), place_store_on(store, device, mode, 16, (1, 6), split=False)
+    want, place = cpu_results(store, given), place_store_on(store, device, mode, 16, (1, 6))
     factors = factors_of(given.lora)
 
     def run_layer(x: Tensor) -> Tensor:
@@ -93,7 +107,8 @@ def test_formats_match_the_cpu(spec: str, device: str) -> None:
 @devices
 def test_biases_match_the_cpu(device: str) -> None:
     store, given = make_store(SMALL, biased=True), make_inputs(SMALL, device)
-    assert_close(run_with_gradients(place_store_on(store, device, "auto", 8), given, True), cpu_results(store, given))
+    place = place_store_on(store, device, "resident", 8, (1, 6))
+    assert_close(run_with_gradients(place, given, True), cpu_results(store, given))
 
 
 @devices
@@ -103,11 +118,9 @@ def test_dropout_matches_the_cpu(device: str) -> None:
     dropout = Dropout(0.4, 12345)
     want = run_with_gradients(place_store_on(store, device, "cpu", 8), given, True, dropout)
     assert relative_error(want[0], cpu_results(store, given)[0]) > 0.05
-    for policy in ("stream", "auto"):
-        assert_close(
-            [t.cpu() for t in run_with_gradients(place_store_on(store, device, policy, 8), given, True, dropout)],
-            [t.cpu() for t in want],
-        )
+    for place in (place_store_on(store, device, "stream", 8), place_store_on(store, device, "resident", 8, (1, 6))):
+        got = run_with_gradients(place, given, True, dropout)
+        assert_close([t.cpu() for t in got], [t.cpu() for t in want])
 
 
 @devices
@@ -145,7 +158,7 @@ def test_checkpointing_with_retain_does_not_recompute_experts(
 ) -> None:
     """What training with `retain` does: the pass that is computed again finds the experts' outputs, and calls none."""
     store, given = make_store(SMALL), make_inputs(SMALL, device)
-    place, calls = place_store_on(store, device, "auto", 8), []
+    place, calls = place_store_on(store, device, "resident", 8, (1, 6)), []
     monkeypatch.setattr(
         place.engine, "forward", lambda *args, inner=place.engine.forward: calls.append(1) or inner(*args)
     )
@@ -191,7 +204,7 @@ def test_passes_run_on_the_device_of_their_engine(tmp_path: Path, monkeypatch: p
 @devices
 def test_empty_batches_and_inference(device: str) -> None:
     store, given = make_store(SMALL), make_inputs(SMALL, device)
-    place = place_store_on(store, device, "auto", 8)
+    place = place_store_on(store, device, "split", 8)
     nobody = torch.full_like(given.ids, -1)
     out = place(given.hidden, nobody, given.weights, None, NO_DROPOUT, True)
     assert not out.any()
@@ -220,9 +233,8 @@ def test_small_batches_match_the_cpu_in_every_mode(way: str, residents: tuple[in
         "resident": wanted - set(residents),
         "host_callback": wanted - set(residents),
     }
-    if way != "split":
-        assert set(last.cpu) == on_cpu.get(way, set())
-        assert set(last.resident + last.streamed) == wanted - set(last.cpu)
+    assert set(last.cpu) == on_cpu.get(way, set())
+    assert set(last.resident + last.streamed) == wanted - set(last.cpu)
 
 
 def test_routed_rows_are_counted() -> None:
@@ -258,7 +270,10 @@ def test_registered_memory_is_copied_from_directly() -> None:
 def test_layer_of_real_size_matches_the_cpu(spec: str) -> None:
     store, given = make_store(QWEN, spec), make_inputs(QWEN, "cuda:0")
     want = cpu_results(store, given)
-    for policy in ("stream", "auto", "resident", "cpu"):
+    for policy in ("stream", "split", "resident", "cpu"):
         place = place_store_on(store, "cuda:0", policy, 128, residents=tuple(range(16)) if policy == "resident" else ())
         for _ in range(2):
+            with torch.no_grad():
+                out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, False)
+            assert_close([out], want)
             assert_close(run_with_gradients(place, given, True), want)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ktransformers.nn.lora_factors import factors_of
 from ktransformers.nn.store import NO_DROPOUT
-from ktransformers.place import dispatch
 from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
 from ktransformers.place.placed_store import PlacedStore
 from ktransformers.plan.modes import size_bucket
@@ -59,8 +58,8 @@ def step(place: PlacedStore, seed: int) -> tuple[list[Tensor], list[Tensor], Ten
         ("stream", 0, None, True),
         ("auto", 2, "stream_all", True),
         ("auto", 2, "stream", True),
-        ("auto", 2, "split", True),
-        ("auto", SMALL.experts, "split", True),
+        ("split", 2, None, True),
+        ("split", SMALL.experts, None, True),
         ("resident", 2, None, False),
         ("resident", SMALL.experts, None, True),
         ("cpu", 0, None, False),
@@ -105,47 +104,3 @@ def test_backward_without_a_graph_uses_the_ids(recorded: list[str], monkeypatch:
     monkeypatch.setattr(GpuExecutor, "replays", lambda *_: False)
     assert_close([out, *torch.autograd.grad(out, given.leaves(), given.grad)], cpu_results(store, given))
     assert recorded == ["backward", "forward"] and not place.engine._uncounted
-
-
-@pytest.mark.parametrize("residents", [0, 2])
-def test_division_made_before_the_ids_are_known(
-    residents: int, recorded: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The busiest experts of the batches before are the GPU's, with or without tokens, and every other the CPU's."""
-    monkeypatch.setattr(dispatch, "AHEAD_SECONDS", {"forward": 0.0, "backward": 0.0})
-    store = make_store(SMALL)
-    place = place_store_on(store, "cpu", "split", 2 * SMALL.experts, tuple(range(residents)))
-    for seed in range(4):
-        before = place.layer.mean_counts.get(size_bucket(SMALL.tokens))
-        found, want, _ = step(place, seed)
-        assert_close(found, want)
-        division = place.layer.last_split["forward"]
-        if before is None:
-            continue
-        assert division.streamed and division.cpu and division.resident == tuple(range(residents))
-        assert sorted(division.gpu + division.cpu) == list(range(SMALL.experts))
-        rows = np.rint(before)
-        assert rows[list(division.streamed)].min() >= rows[list(division.cpu)].max()
-    assert recorded == ["backward", *["forward", "backward"] * 3]
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_failed_share_of_the_cpu_is_raised_in_its_own_step(
-    direction: str, recorded: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where a stream would wait for the number instead of the host."""
-    monkeypatch.setattr(dispatch, "AHEAD_SECONDS", {"forward": 0.0, "backward": 0.0})
-    store = make_store(SMALL)
-    place = place_store_on(store, "cpu", "split", 2 * SMALL.experts)
-    step(place, 0)
-    monkeypatch.setattr(place.engine._jobs, "stream_waits_for", lambda job: None)
-
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("no expert today")
-
-    monkeypatch.setattr(type(store), direction, fail)
-    given = make_inputs(SMALL, "cpu", 1)
-    out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)
-    place.engine._worker.submit(lambda: None).result()  # after the failed one
-    with pytest.raises(RuntimeError, match="no expert today"):
-        torch.autograd.grad(out, given.leaves(), given.grad)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ktransformers.errors import InputError
-from ktransformers.place.options import POLICIES, PlacementOptions
+from ktransformers.place.options import PlacementOptions
 from ktransformers.plan import Choice, Training, make_plan, open_shape, profile
 from ktransformers.plan.expert_time import (
     CPU_ALL,
@@ -23,6 +23,7 @@ from ktransformers.plan.machine import with_gpus
 from ktransformers.plan.memory import cached_experts, captures_expert_passes, predict_memory
 from ktransformers.plan.split import split
 from ktransformers.plan.step_time import predict_time
+from ktransformers.plan.workload import TRAINING_POLICIES
 
 QWEN = open_shape("qwen3-30b-a3b")
 MACHINE = profile("amx16-h200")
@@ -59,7 +60,9 @@ def test_residents_are_not_computed_by_the_cpu() -> None:
 def test_steps_by_policy() -> None:
     """One sequence of a bad router touches half of the experts: streaming costs half, more sequences make up for it."""
     work = Training(2048, 2048, 512, retain=True)
-    times = {name: predict_time(QWEN, work, Choice("bf16", 1, policy=name), MACHINE).seconds for name in POLICIES}
+    times = {
+        name: predict_time(QWEN, work, Choice("bf16", 1, policy=name), MACHINE).seconds for name in TRAINING_POLICIES
+    }
     assert times["auto"] == times["stream"] <= min(times["cpu"], times["resident"])
     assert predict_time(QWEN, work, Choice("int4", 1, policy="stream"), MACHINE).seconds < times["stream"]
     few = replace(work, tokens=512, tokens_per_step=512, touched=0.5)
@@ -119,7 +122,7 @@ def test_the_plan_takes_the_policies_that_it_is_given(monkeypatch: pytest.Monkey
     monkeypatch.delenv("KT_PLACE", raising=False)
     work = Training(8192, 8192, 512, retain=True)
     assert make_plan(QWEN, work, MACHINE).nearest.choice.policy == "cpu"
-    best = make_plan(QWEN, work, MACHINE, policies=POLICIES).best
+    best = make_plan(QWEN, work, MACHINE, policies=TRAINING_POLICIES).best
     assert best is not None and best.choice.policy in ("stream", "auto", "resident")
     unasked = make_plan(QWEN, work, MACHINE, policies=PlacementOptions().policies)
     assert PlacementOptions().as_planned(unasked).policy == "auto" and PlacementOptions(kt_place="cpu").policies == (

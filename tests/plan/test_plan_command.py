@@ -154,6 +154,14 @@ def test_all_shows_every_policy() -> None:
     assert "one of auto, cpu" in str(done.exception)
 
 
+def test_training_is_not_planned_with_split() -> None:
+    words = ["plan", "qwen3-30b-a3b", "--machine", "amx16-h200", "--place", "split"]
+    done = CliRunner().invoke(app, words)
+    assert isinstance(done.exception, InputError) and "given split, expected in training one of" in str(done.exception)
+    done = CliRunner().invoke(app, [*words, "--serve"])
+    assert done.exit_code == 0 and "KT_PLACE=split" in done.output
+
+
 def test_machines_are_listed_and_bad_words_refused() -> None:
     code, text = kt("qwen3-30b-a3b", "--machine", "list")
     assert code == 0 and "epyc-zen5" in text and "gpus" not in text.split()

@@ -193,13 +193,13 @@ def test_split_dequantises_larger_layers_at_once() -> None:
     machine = with_gpus(profile("dual-xeon-4090"), "24GB")
     model = open_shape("qwen3-30b-a3b")
     stream, split = (
-        predict_memory(model, Training(), Choice("bf16", 1, policy=policy), machine) for policy in ("stream", "split")
+        predict_memory(model, Serving(), Choice("bf16", 1, policy=policy), machine) for policy in ("stream", "split")
     )
     layer = 2 * model.expert_numbers * model.experts
     grown = split.gpus[0]["groups"] - stream.gpus[0]["groups"]
     slots = split.gpus[0]["slots"]
     assert slots == stream.gpus[0]["slots"] and 2 << 30 < slots + layer <= 4 << 30
-    assert 0 < grown <= layer + Training().tokens * model.hidden * 4
+    assert 0 < grown <= layer + Serving().tokens * model.hidden * 4
 
 
 @settings(max_examples=60, deadline=None)

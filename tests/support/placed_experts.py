@@ -86,17 +86,14 @@ def place_store_on(
     slots: int,
     residents: tuple[int, ...] = (),
     pinned: int = 1 << 40,
-    split: bool = True,
 ) -> PlacedStore:
-    """`pinned`: bytes that may be registered with the driver; `split`: auto is as if both sides had been found best."""
+    """`pinned`: bytes that may be registered with the driver."""
     where, sizes = torch.device(device), geometry_of(store)
     registered = RegisteredMemory(pinned) if where.type == "cuda" and pinned else None
     engine = ExpertEngine(where, policy, ExpertCache(sizes, slots, where, registered))
     layer = new_layer(engine, 0, store, Gate("silu"), sizes)
     layer.costs = engine.dispatcher.costs = {"forward": EVEN_COSTS, "backward": EVEN_COSTS}
     engine.layers[0] = layer
-    if split:
-        engine.dispatcher.forced = "split" if policy == "auto" else None
     if residents:
         engine.executor.residents[0] = ExpertCache(sizes, len(residents), where, registered)
         engine.executor.residents[0].fetch(0, layer.packed.source, residents)

@@ -35,7 +35,7 @@ SMALL, LARGE = (2, 64), (64, 1024)  # rows and length of a batch; one activation
 SPARE = 256 << 20
 DRIFT = 1 << 20
 CYCLES = 3
-GRADIENT_TOLERANCE = 0.05  # of the norm: an expert may move between CPU and GPU, which round differently
+GRADIENT_TOLERANCE = 0.05  # of the norm
 
 
 def batch(rows: int, length: int) -> torch.Tensor:
@@ -90,11 +90,13 @@ def step(model: PeftModel, tokens: torch.Tensor) -> tuple[float, dict[str, torch
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("policy", ["cpu", "stream", "split"])
+@pytest.mark.parametrize("policy", ["cpu", "stream", "resident"])
 def test_a_step_ends_with_one_line_and_the_next_is_as_before(policy: str, checkpointing: bool, plan: TrainPlan) -> None:
     base = build("qwen3_moe", **SIZES, max_position_embeddings=1024).bfloat16().cuda()
     attach(base, free=True)
     placement = None if policy == "cpu" else place_experts(base, policy=policy, device="cuda:0")
+    if placement is not None and policy == "resident":
+        placement.place_residents(count=2)
     model = adapt(base, **MODULES).train()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

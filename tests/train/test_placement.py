@@ -15,6 +15,7 @@ from ktransformers.errors import InputError
 from ktransformers.place import apply, attach
 from ktransformers.place.residents import load_counts
 from ktransformers.train.placement import ResidentUpdate, TrainPlacement, options_of
+from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
 from tests.support.training import RunRecorder, recipe
 from tests.support.training_runs import run
@@ -35,11 +36,27 @@ def test_placement_keys_are_read(tiny: Path, tmp_path: Path, monkeypatch: pytest
     assert (wish.policy, wish.kt_num_gpu_experts, wish.kt_expert_update_steps) == ("resident", 2, 7)
     rule = options_of(read_settings(keys | {"kt_optimize_rule": "DeepSeek-V3-Chat-sft-amx-multi-gpu-4.yaml"}))
     assert rule.kt_optimize_rule is not None and rule.policy == "cpu"
-    for wrong in ({"kt_place": "gpu"}, {"kt_max_deferred_experts_per_token": 2}, {"kt_gpu_experts_ratio": 2}):
+    for wrong in (
+        {"kt_place": "gpu"},
+        {"kt_place": "split"},
+        {"kt_max_deferred_experts_per_token": 2},
+        {"kt_gpu_experts_ratio": 2},
+    ):
         with pytest.raises(InputError, match=next(iter(wrong))):
             read_settings(keys | wrong)
     placing = TrainPlacement(read_settings(keys | {"kt_optimize_rule": "x-multi-gpu-4.yaml", "use_cpu": True}), None)
     assert placing.gpus == 1 and placing.loading_device == torch.device("cpu")
+
+
+def test_split_is_refused_before_anything_is_loaded(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KT_PLACE", "split")
+    keys = recipe(tiny, tmp_path / "out")
+    for refused in (make_plan, lambda settings: TrainPlacement(settings, None)):
+        with pytest.raises(InputError, match="KT_PLACE: given split, expected in training one of auto, cpu"):
+            refused(read_settings(keys))
+    assert make_plan(read_settings(keys | {"kt_place": "stream"})).plan.forecast is not None
 
 
 def test_run_with_placed_experts(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

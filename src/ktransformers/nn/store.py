@@ -396,19 +396,17 @@ class ExpertStore:
         adapters: Sequence[_core.Adapter] = (),
         factors: Sequence[Sequence[Tensor | None]] | None = None,
         dropout: Dropout = NO_DROPOUT,
-        out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of hidden (in its dtype) and of the routing weights (float64 if they are, else float32), in the
-        tensors `out` if they are given; the experts are frozen.
+        """Gradients of hidden (in its dtype) and of the routing weights (float64 if they are, else float32); the
+        experts are frozen.
 
         With `keep` from `forward`, gate and up are not recomputed. `factors` receives the gradients of LoRA: for every
         adapter the tensors for gate_a, gate_b, up_a, up_b, down_a and down_b, each a tensor or None.
         """
         if self._w8a8:
             self.refuse_gradients()
-        rows, grad_hidden, target = self._rows(hidden, None if out is None else out[0])
-        wide = torch.float64 if weights.dtype == torch.float64 else torch.float32
-        grad_weights = torch.empty(ids.shape, dtype=wide) if out is None else out[1]
+        rows, grad_hidden, target = self._rows(hidden, None)
+        grad_weights = torch.empty(ids.shape, dtype=torch.float64 if weights.dtype == torch.float64 else torch.float32)
         self._experts.backward(
             _flat(grad_out),
             rows,

@@ -3,9 +3,11 @@
 The mode is decided once for each kind of pass (decode, prefill, training) and batch size, by the rule of
 `plan/modes.py`: from costs measured on this machine, and in passes without gradients, between modes that these cannot
 tell apart, from one timed sweep over a few layers (`place/tune.py`). Nothing is tried while a model runs, so two runs
-go the same way. A fixed policy is the same mode for every pass. Two refinements depend on the batch: `stream` copies
-every expert without waiting for ids (`stream_all`) once the last batch of this size used nearly all of them and the
-pass is a captured CUDA graph, and a layer whose experts are all resident does likewise."""
+go the same way. A fixed policy is the same mode for every pass; only `split` is `stream` in passes with gradients,
+because dividing a training step between CPU and link gained less than its bar on every host (docs/log.md). Two
+refinements depend on the batch: `stream` copies every expert without waiting for ids (`stream_all`) once the last batch
+of this size used nearly all of them and the pass is a captured CUDA graph, and a layer whose experts are all resident
+does likewise."""
 
 from __future__ import annotations
 
@@ -24,7 +26,6 @@ from ktransformers.plan.modes import (
     NEARLY_ALL,
     RESIDENT,
     SPLIT,
-    SPLIT_AHEAD,
     STREAM,
     STREAM_ALL,
     Decision,
@@ -39,11 +40,6 @@ from ktransformers.plan.split import Costs, Split, split
 
 COPYING = (STREAM, STREAM_ALL, SPLIT)  # modes that copy experts to the GPU
 
-# From the end of the CPU's share of a layer to the beginning of the next in a training step that waits for nothing:
-# attention, norms and the router on the GPU, copies of rows; in backward with recomputation. The link copies meanwhile.
-AHEAD_SECONDS = {"forward": 3.2e-3, "backward": 4.2e-3}
-RECENT = 0.25  # weight of a batch in `mean_counts`
-
 
 @dataclass
 class PlacedLayer:
@@ -53,8 +49,6 @@ class PlacedLayer:
     counts: NDArray[np.int64]  # rows of each expert, of all forward passes so far
     last_split: dict[str, Split] = field(default_factory=dict)  # by pass
     last_counts: dict[int, NDArray[np.int64]] = field(default_factory=dict)  # rows of experts by size bucket
-    mean_counts: dict[int, NDArray[np.float64]] = field(default_factory=dict)  # the same over many batches
-    next_split: dict[tuple[str, int], Split] = field(default_factory=dict)  # by pass and bucket, once copies are queued
 
     @property
     def store(self) -> ExpertStore:
@@ -86,6 +80,8 @@ class Dispatcher:
     def decided_mode(self, tokens: int, training: bool) -> str:
         """The mode by policy, size and kind of pass alone: the same for every layer and batch of this size."""
         policy = self.forced or self.policy_of(tokens)
+        if policy == SPLIT and training:
+            return STREAM
         return self.decision(tokens, training).mode if policy == "auto" else policy
 
     def decision(self, tokens: int, training: bool) -> Decision:
@@ -138,8 +134,6 @@ class Dispatcher:
             mode = STREAM_ALL
         if mode == STREAM_ALL and not self._is_captured(layer, batch, factor_grads):
             mode = STREAM
-        if mode == SPLIT and training and self._is_captured(layer, batch, factor_grads):
-            mode = SPLIT_AHEAD
         return CPU if mode == RESIDENT and not residents else mode
 
     def split(self, layer: PlacedLayer, counts: NDArray[np.int64], tokens: int, direction: str, mode: str) -> Split:
@@ -155,31 +149,6 @@ class Dispatcher:
         on_gpu = residents | (cache.present(index) - frozenset(queued))
         how = STREAM if mode == STREAM_ALL else mode
         return split(counts, tokens, costs, resident=on_gpu, queued=queued, backlog=cache.backlog(), mode=how)
-
-    def split_ahead(self, layer: PlacedLayer, tokens: int, pass_name: str) -> Split:
-        """The division of the next pass: as many of the busiest experts as the cost model says are streamed, with or
-        without tokens, and all others are the CPU's."""
-        counts = self.expected_counts(layer, tokens, pass_name)
-        direction = "backward" if pass_name == "backward" else "forward"
-        residents = self._executor.resident_experts(layer.packed.index)
-        lead = AHEAD_SECONDS[direction]
-        division = split(counts, tokens, layer.costs[direction], resident=residents, backlog=-lead, mode=SPLIT)
-        streamed = division.streamed[: self._executor.cache.count]
-        on_gpu = residents.union(streamed)
-        cpu = tuple(expert for expert in range(len(counts)) if expert not in on_gpu)
-        return Split(tuple(sorted(residents)), streamed, cpu, division.seconds)
-
-    def expected_counts(self, layer: PlacedLayer, tokens: int, pass_name: str) -> NDArray[np.int64]:
-        """Rows of each expert in the next pass: those of its own forward pass, or the mean of earlier batches."""
-        bucket = size_bucket(tokens)
-        if pass_name == "forward":
-            return np.rint(layer.mean_counts[bucket]).astype(np.int64)
-        return layer.last_counts[bucket]
-
-    def take_split_ahead(self, layer: PlacedLayer, tokens: int, pass_name: str) -> Split:
-        """The division whose copies were queued for this pass, or a new one."""
-        queued = layer.next_split.pop((pass_name, size_bucket(tokens)), None)
-        return queued or self.split_ahead(layer, tokens, pass_name)
 
     def all_on_gpu(self, layer: PlacedLayer) -> Split:
         """Every expert on the GPU, with or without tokens."""

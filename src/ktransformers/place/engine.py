@@ -32,26 +32,16 @@ from ktransformers.nn.lora_factors import empty_gradients, match_factor_strides,
 from ktransformers.nn.lora_prefetch import LoraPrefetch
 from ktransformers.nn.pool import avoid_pool_cpus
 from ktransformers.nn.transfer import DeviceToHost, start_device_to_host
-from ktransformers.place.dispatch import RECENT, Dispatcher, PlacedLayer
+from ktransformers.place.dispatch import Dispatcher, PlacedLayer
 from ktransformers.place.gpu.device_lora import PendingCopies, start_to_host
 from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor
 from ktransformers.place.gpu.expert_cache import ExpertCache
-from ktransformers.place.gpu.host_jobs import HostJobs
 from ktransformers.place.gpu.multi_lora import host_options
 from ktransformers.place.gpu.zero_copy import ZeroCopyReader
 from ktransformers.place.host_callback import HostCallbackPath
 from ktransformers.place.prefetch import Prefetcher
 from ktransformers.plan.memory import ENGINE_LIMITS
-from ktransformers.plan.modes import (
-    CPU,
-    HOST_CALLBACK,
-    MAX_DECODE_TOKENS,
-    RESIDENT,
-    SPLIT,
-    SPLIT_AHEAD,
-    STREAM_ALL,
-    size_bucket,
-)
+from ktransformers.plan.modes import CPU, HOST_CALLBACK, MAX_DECODE_TOKENS, RESIDENT, SPLIT, STREAM_ALL, size_bucket
 from ktransformers.plan.split import Split
 
 Result = TypeVar("Result")
@@ -79,7 +69,6 @@ class ExpertEngine:
         self._reader = ZeroCopyReader(device)
         self._worker = ThreadPoolExecutor(1, "kt-experts", initializer=avoid_pool_cpus)
         weakref.finalize(self, self._worker.shutdown, wait=False)
-        self._jobs = HostJobs(device, self._worker)
         self._lora_prefetch = LoraPrefetch(self._worker)
         self._lock = threading.RLock()
         self._uncounted: deque[tuple[PlacedLayer, DeviceToHost]] = deque()  # ids that the host has not waited for
@@ -96,10 +85,7 @@ class ExpertEngine:
     def _count(self, layer: PlacedLayer, ids: Tensor) -> NDArray[np.int64]:
         counts = count(ids, layer.packed.geometry.experts)
         layer.counts += counts
-        bucket = size_bucket(ids.shape[0])
-        layer.last_counts[bucket] = counts
-        mean = layer.mean_counts.get(bucket, counts.astype(np.float64))
-        layer.mean_counts[bucket] = (1 - RECENT) * mean + RECENT * counts
+        layer.last_counts[size_bucket(ids.shape[0])] = counts
         return counts
 
     def counts(self, layer: PlacedLayer) -> NDArray[np.int64]:
@@ -115,10 +101,7 @@ class ExpertEngine:
     ) -> tuple[Tensor, SavedForBackward]:
         """The result in hidden's dtype, and what backward needs; with `retain` the CPU keeps gate and up."""
         with self._lock, on_device(self.device):
-            self._jobs.raise_failed()
             mode = self._without_callbacks(layer, self.dispatcher.mode(layer, batch, training=training))
-            if mode == SPLIT_AHEAD:
-                return self._forward_ahead(layer, batch)
             return self._forward(layer, batch, retain, mode, training)
 
     def infer(self, layer: PlacedLayer, batch: ExpertBatch) -> Tensor:
@@ -195,30 +178,18 @@ class ExpertEngine:
         """Gradients of hidden, of the routing weights and, with `factor_grads`, of the LoRA factors in host memory,
         whose copies the caller finishes before it reads them."""
         with self._lock, on_device(self.device):
-            self._jobs.raise_failed()
-            factor_grads = factor_grads and batch.factors is not None
-            mode = self.dispatcher.mode(layer, batch, training=True, factor_grads=factor_grads)
-            mode = self._without_callbacks(layer, mode)
-            if mode == SPLIT_AHEAD:
-                return self._backward_ahead(layer, batch, grad_out, saved, factor_grads)
-            return self._backward(layer, batch, grad_out, saved, factor_grads, mode)
+            return self._backward(layer, batch, grad_out, saved, factor_grads and batch.factors is not None)
 
     def _backward(
-        self,
-        layer: PlacedLayer,
-        batch: ExpertBatch,
-        grad_out: Tensor,
-        saved: SavedForBackward,
-        factor_grads: bool,
-        mode: str,
+        self, layer: PlacedLayer, batch: ExpertBatch, grad_out: Tensor, saved: SavedForBackward, factor_grads: bool
     ) -> tuple[Tensor, Tensor, list[Tensor], PendingCopies | None]:
-        counts = None
+        mode, counts = self.dispatcher.mode(layer, batch, training=True, factor_grads=factor_grads), None
+        mode = self._without_callbacks(layer, mode)
         self.count_pending(wait=mode != STREAM_ALL)
         if mode == STREAM_ALL:
             division = self.dispatcher.all_on_gpu(layer)
         else:
             counts, tokens = count(saved.ids, layer.packed.geometry.experts), saved.ids.shape[0]
-            self._prefetcher.layer_asks((layer.packed.index, "backward"), tokens)
             division = self.dispatcher.split(layer, counts, tokens, "backward", mode)
         layer.last_split["backward"] = division
         cpu = mask(division.cpu, layer.packed.geometry.experts)
@@ -261,91 +232,6 @@ class ExpertEngine:
         elif factor_grads and batch.factors is not None:
             grads = [torch.zeros_like(tensor) for tensor in batch.factors.tensors]
         return *results, grads, pending
-
-    # Passes that are divided before the ids are known: nothing here waits for the device or for the CPU.
-
-    def _forward_ahead(self, layer: PlacedLayer, batch: ExpertBatch) -> tuple[Tensor, SavedForBackward]:
-        self.count_pending(wait=False)
-        name, tokens = _forward_pass(True), batch.ids.shape[0]
-        division = layer.last_split[name] = self.dispatcher.take_split_ahead(layer, tokens, name)
-        cpu = mask(division.cpu, layer.packed.geometry.experts)
-        copy = start_device_to_host((batch.ids, batch.hidden, batch.weights), sleeps=True)
-        self._uncounted.append((layer, copy))
-        ids = copy.targets[0]
-        out = torch.empty(batch.hidden.shape, dtype=batch.hidden.dtype, pin_memory=self.device.type == "cuda")
-
-        def compute() -> None:
-            ids, hidden, weights = copy.finish()
-            layer.store.forward(
-                hidden,
-                ids,
-                weights,
-                skip=~cpu,
-                out=out,
-                adapters=_adapters(layer, batch),
-                dropout=batch.dropout,
-                needs_grad=batch.needs_grad,
-            )
-
-        job = self._jobs.start(compute) if division.cpu else None
-        result = self.executor.forward(layer.packed, batch, division.gpu, None)
-        self._prefetch_next(layer, name, batch, True)
-        if job is not None:
-            self._jobs.stream_waits_for(job)
-            self._reader.add(out, result)
-            if batch.factors is not None:
-                self._lora_prefetch.layer_done(layer.store)
-        result = result.to(batch.hidden.dtype)
-        self.executor.record_finished()
-        return result, SavedForBackward(ids, ids.new_empty(0, dtype=torch.uint8), cpu)
-
-    def _backward_ahead(
-        self, layer: PlacedLayer, batch: ExpertBatch, grad_out: Tensor, saved: SavedForBackward, factor_grads: bool
-    ) -> tuple[Tensor, Tensor, list[Tensor], PendingCopies | None]:
-        self.count_pending()  # of this batch's forward passes, long over: backward is divided by their rows
-        pinned = self.device.type == "cuda"
-        division = self.dispatcher.take_split_ahead(layer, batch.ids.shape[0], "backward")
-        layer.last_split["backward"] = division
-        cpu = mask(division.cpu, layer.packed.geometry.experts)
-        copy = start_device_to_host((grad_out, batch.weights, batch.hidden), sleeps=True)
-        grads: list[Tensor] = []
-        views: Sequence[Tensor | None] = ()
-        if factor_grads and batch.factors is not None and division.cpu:
-            grads, views = empty_gradients(batch.factors, pinned=pinned)
-        outs = (
-            torch.empty(batch.hidden.shape, dtype=batch.hidden.dtype, pin_memory=pinned),
-            torch.empty(batch.weights.shape, dtype=torch.float32, pin_memory=pinned),
-        )
-
-        def compute() -> None:
-            host_grad_out, weights, hidden = copy.finish()  # the ids were copied before them
-            layer.store.backward(
-                host_grad_out,
-                hidden,
-                saved.ids,
-                weights,
-                skip=~cpu,
-                adapters=_adapters(layer, batch),
-                factors=[views] if views else None,
-                dropout=batch.dropout,
-                out=outs,
-            )
-
-        job = self._jobs.start(compute) if division.cpu else None
-        grad_hidden, grad_weights, device_grads = self.executor.backward(
-            layer.packed, batch, grad_out, division.gpu, None, factor_grads
-        )
-        self._prefetch_next(layer, "backward", batch, True)
-        if job is not None:
-            self._jobs.stream_waits_for(job)
-            for on_host, on_device in zip((*outs, *grads), (grad_hidden, grad_weights, *device_grads), strict=True):
-                self._reader.add(on_host, on_device)
-        pending = start_to_host(device_grads, job) if device_grads else None
-        if job is not None and pending is None:
-            job.future.result()  # no thread waits for gradients of factors, which would raise its error
-        results = grad_hidden.to(batch.hidden.dtype), grad_weights.to(batch.weights.dtype)
-        self.executor.record_finished()
-        return *results, pending.tensors if pending is not None else [], pending
 
     # The CPU's share: tensors in host memory.
 

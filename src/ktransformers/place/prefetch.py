@@ -34,7 +34,7 @@ class Prefetcher:
         self._leads: dict[Position, tuple[float, float]] = {}  # seconds from then until it asked, the last two times
 
     def layer_asks(self, position: Position, tokens: int) -> None:
-        """A layer is about to be divided: how long ago could its copies begin?"""
+        """A layer is about to be divided in a forward pass: how long ago could its copies begin?"""
         if tokens > MAX_DECODE_TOKENS and self._queued_at and self._next.get(self._previous or (-1, "")) == position:
             lead = max(0.0, time.perf_counter() - self._queued_at)
             self._leads[position] = (self._leads.get(position, (lead, lead))[1], lead)
@@ -61,14 +61,10 @@ class Prefetcher:
         if last_counts is None or mode not in COPYING or not self._cache.can_copy_directly(target.packed.source):
             return
         last = target.last_split.get(following[1])
-        if training and mode == SPLIT:
-            division = self._dispatcher.split_ahead(target, tokens, following[1])
-            target.next_split[following[1], size_bucket(tokens)] = division
-            experts = division.streamed
-        elif mode != SPLIT and last is not None and len(last.gpu) == len(last_counts):
+        if mode != SPLIT and last is not None and len(last.gpu) == len(last_counts):
             experts = last.streamed  # all of them, regardless of routing
         else:
-            costs = target.costs["backward" if following[1] == "backward" else "forward"]
+            costs = target.costs["forward"]  # `stream` takes all experts with tokens, whatever they cost
             residents = self._executor.resident_experts(target.packed.index)
             lead = min(self._leads.get(following, (0.0,)))  # the shorter: a pause between batches is no lead
             how = SPLIT if mode == SPLIT else STREAM

@@ -95,7 +95,6 @@ def time_mode(engine: ExpertEngine, mode: str, tokens: int) -> float:
         for layer, before in zip(layers, counts, strict=True):  # random routing is no statistic
             layer.counts[:] = before
             layer.last_counts.clear()
-            layer.mean_counts.clear()
             layer.last_split.clear()
     return statistics.median(seconds) / len(layers)
 

@@ -23,7 +23,6 @@ from ktransformers.plan.modes import (
     HOST_CALLBACK,
     NEARLY_ALL,
     RESIDENT,
-    SPLIT,
     STREAM,
     STREAM_ALL,
     Decision,
@@ -257,4 +256,4 @@ def cpu_share(model: ModelShape, work: Work, choice: Choice, machine: Machine) -
     mode = training_decision(model, work, machine, choice).mode
     if mode in (STREAM, STREAM_ALL):
         return CPU_NONE
-    return CPU_SOME if mode == SPLIT or choice.residents else CPU_ALL
+    return CPU_SOME if choice.residents else CPU_ALL

@@ -44,7 +44,7 @@ class EngineLimits:
     cache_share: float = 0.25  # of a GPU's free memory that the cache may take
     group_bytes: int = 576 << 20  # of dequantised weights at a time,
     whole_layer_bytes: int = 2 << 30  # or all of a layer's, if they and the cache fit into this
-    split_layer_bytes: int = 4 << 30  # the same where experts are divided before the ids are known
+    split_layer_bytes: int = 4 << 30  # the same with the policy `split`
     group_rows: int = 16384  # of a group: intermediates of a row are 20 to 40 kB;
     token_rows: int = 2  # and as many more per token
     factor_bytes: int = 256 << 20  # of expert LoRA in bf16 that stays on the device, two layers at least
@@ -317,8 +317,7 @@ def _cache_experts(model: ModelShape, choice: Choice, free: int, engine: EngineL
 
 
 def _whole_layer_bytes(choice: Choice, engine: EngineLimits) -> int:
-    """Up to which a layer is dequantised at once, with its cache; more where experts are divided before their ids are
-    known, which needs captured passes."""
+    """Up to which a layer is dequantised at once, with its cache: then its passes can be captured."""
     return engine.split_layer_bytes if choice.policy == SPLIT else engine.whole_layer_bytes
 
 

@@ -27,9 +27,8 @@ HOST_CALLBACK = (
 )
 STREAM = "stream"  # every expert that has tokens is copied to the GPU
 STREAM_ALL = "stream_all"  # every expert is copied regardless of routing; captured passes need no ids on the host
-SPLIT = "split"  # some experts streamed, the rest computed by the CPU at the same time
+SPLIT = "split"  # some experts streamed, the rest computed by the CPU at the same time; in passes without gradients
 MODES = (CPU, RESIDENT, HOST_CALLBACK, STREAM, STREAM_ALL, SPLIT)
-SPLIT_AHEAD = "split_ahead"  # what `split` is in captured training passes: divided before the ids are known
 
 DECODE, PREFILL, TRAINING = "decode", "prefill", "training"
 NEARLY_ALL = 0.9  # share of a layer's experts that the last batch used: from here on `stream` copies all of them

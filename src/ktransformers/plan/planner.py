@@ -11,7 +11,7 @@ than those of bytes."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ktransformers.errors import InputError
@@ -20,7 +20,16 @@ from ktransformers.plan.machine import Machine
 from ktransformers.plan.memory import MemoryPlan, predict_memory
 from ktransformers.plan.model_shape import ModelShape
 from ktransformers.plan.step_time import PredictedTime, predict_time
-from ktransformers.plan.workload import DEFAULT_POLICY, PLANNED_POLICIES, Choice, Serving, Training, Work, expert_bytes
+from ktransformers.plan.workload import (
+    DEFAULT_POLICY,
+    PLANNED_POLICIES,
+    Choice,
+    Serving,
+    Training,
+    Work,
+    check_training_policy,
+    expert_bytes,
+)
 
 HOST_MEMORY_SHARE = 0.97  # of the free memory that a plan may use; what it leaves to others is
 MOST_SPARE_BYTES = 8_000_000_000  # at most: other programs take no more on a larger machine
@@ -136,7 +145,7 @@ def make_plan(
     machine: Machine,
     *,
     everything: bool = False,
-    policies: Iterable[str] = (DEFAULT_POLICY,),
+    policies: Collection[str] = (DEFAULT_POLICY,),
     residents: int | None = None,
     needs_gpu: bool = False,
     expert_format: str | None = None,
@@ -144,10 +153,13 @@ def make_plan(
     """`expert_format`: of the experts, instead of that of the release. `policies`: placement policies to choose from.
     `residents`: per layer, instead of as many as fit. `needs_gpu`: a visible GPU is used even if no configuration fits
     on it."""
+    if isinstance(work, Training):
+        for policy in policies:
+            check_training_policy("policy", policy)
     formats = PROPOSED if everything else (counted_as(model.stored),)
     if expert_format is not None:
         formats = (counted_as(expert_format),)
-    all_choices = choices(model, work, machine, formats, tuple(policies), residents)
+    all_choices = choices(model, work, machine, formats, policies, residents)
     candidates = [evaluate(model, work, choice, machine) for choice in all_choices]
     usable = [candidate for candidate in candidates if everything or not candidate.missing] or candidates
     fitting = sorted((candidate for candidate in usable if candidate.fits), key=lambda c: c.seconds_per_token)

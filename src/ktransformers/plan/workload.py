@@ -11,12 +11,20 @@ from dataclasses import dataclass
 from ktransformers.errors import InputError
 from ktransformers.plan.formats import format_of, packed_expert_bytes
 from ktransformers.plan.model_shape import ModelShape
-from ktransformers.plan.modes import MODES
+from ktransformers.plan.modes import MODES, SPLIT
 
 POLICIES = ("auto", *MODES)  # values of `kt_place`, `--kt-place` and KT_PLACE: one mode for every pass, or auto
+TRAINING_POLICIES = tuple(policy for policy in POLICIES if policy != SPLIT)
 PLANNED_POLICIES = ("auto", "cpu", "stream", "resident")  # policies that `kt plan` compares
 DEFAULT_POLICY = "cpu"  # policy of `place.attach` and of a plan where none is given
 GRAPH_MAX_TOKENS, GRAPH_MAX_SEQUENCE, GRAPH_PIECE_TOKENS = 4096, 2048, 1024  # limits of nn/attention_graphs
+
+
+def check_training_policy(name: str, policy: str) -> None:
+    """`name`: where the policy was given."""
+    if policy == SPLIT:
+        expected = "in training one of " + ", ".join(TRAINING_POLICIES)
+        raise InputError(name, policy, expected, "use auto or stream; serving alone has split")
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,16 @@ from ktransformers.place.options import PlacementOptions, read_options
 from ktransformers.place.placement import Placement
 from ktransformers.place.residents import Row
 from ktransformers.plan import Plan
+from ktransformers.plan.workload import check_training_policy
 from ktransformers.train.arguments import device_of
 from ktransformers.train.settings import TrainSettings
 
 
 def options_of(settings: TrainSettings) -> PlacementOptions:
-    return read_options(settings.place.model_dump())
+    """Raises for a policy that training does not have; `kt_place` has been checked, KT_PLACE has not."""
+    options = read_options(settings.place.model_dump())
+    check_training_policy("KT_PLACE", options.policy)
+    return options
 
 
 class ResidentUpdate(TrainerCallback):

@@ -44,7 +44,7 @@ from ktransformers.train.model import build_fake_model, build_meta_model, check_
 from ktransformers.train.output import check_disk_space, check_output
 from ktransformers.train.packages import package_notes, require_packages
 from ktransformers.train.packing import require_masked_layers
-from ktransformers.train.placement import TrainPlacement
+from ktransformers.train.placement import TrainPlacement, options_of
 from ktransformers.train.reachable import predict_targets
 from ktransformers.train.recipe import TrainRecipe, make_recipe
 from ktransformers.train.settings import SECTIONS, TrainSettings
@@ -235,6 +235,7 @@ def make_plan(settings: TrainSettings, *, download: bool = False, predict: bool 
     notes = list(settings.notes)
     require_packages(settings)
     check_ranks(settings)
+    options_of(settings)  # raises for a policy that training does not have
     trainer_arguments(settings)
     if settings.data.template is not None:
         template_text(settings.data.template)

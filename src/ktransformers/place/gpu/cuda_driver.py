@@ -1,5 +1,4 @@
-"""Functions of the CUDA driver library, loaded on first use: asynchronous copies to the device, host callbacks, and
-streams that wait for a number in host memory.
+"""Functions of the CUDA driver library, loaded on first use: asynchronous copies to the device and host callbacks.
 Streaming a layer takes about a hundred copies, and torch spends ten times as long as the driver on launching each, in
 the thread that launches everything else; so the core calls the driver for all of them. torch has no host callbacks."""
 
@@ -44,22 +43,3 @@ def copy_to_device(rows: NDArray[np.uint64], stream: int) -> None:
     """Queue copies (target address, source address, bytes) on the stream; sources are registered or pinned."""
     if code := _core.copy_rows(_copy_function(), rows, stream):
         raise RuntimeError(f"copying {int(rows[:, 2].sum())} bytes to the GPU failed with CUDA error {code}")
-
-
-WAIT_UNTIL_REACHED = 0  # CU_STREAM_WAIT_VALUE_GEQ: the difference as a signed number, so the numbers may wrap around
-
-
-@functools.cache
-def _wait_function() -> Any:
-    library = ctypes.CDLL("libcuda.so.1")
-    call = getattr(library, "cuStreamWaitValue32_v2", None) or library.cuStreamWaitValue32
-    call.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-    call.restype = ctypes.c_int
-    return call
-
-
-def wait_for_number(stream: int, address: int, number: int) -> int:
-    """The stream goes on once the uint32 at this address, in pinned memory, has reached `number`; 0, or the driver's
-    error. The current context must be the stream's."""
-    code: int = _wait_function()(stream, address, number & 0xFFFFFFFF, WAIT_UNTIL_REACHED)
-    return code

@@ -21,7 +21,6 @@ from torch import Tensor
 from ktransformers.nn.lora_factors import LoraFactors
 from ktransformers.nn.transfer import DeviceToHost, start_device_to_host
 from ktransformers.place.gpu.grouped_mlp import ALIGN, GroupLora, StackedLora
-from ktransformers.place.gpu.host_jobs import HostJob
 from ktransformers.place.gpu.pinned import RegisteredMemory
 from ktransformers.plan.memory import ENGINE_LIMITS
 
@@ -207,16 +206,13 @@ class PendingCopies:
 
     copy: DeviceToHost
     tensors: list[Tensor]  # pinned; complete after `finish`
-    job: HostJob | None = None  # the CPU's share that is part of them; its error is raised by `finish`
 
     def finish(self) -> list[Tensor]:
         self.copy.finish()
-        if self.job is not None:
-            self.job.future.result()
         return self.tensors
 
 
-def start_to_host(tensors: Sequence[Tensor], job: HostJob | None = None) -> PendingCopies:
+def start_to_host(tensors: Sequence[Tensor]) -> PendingCopies:
     orders = [dims_in_memory(tensor) for tensor in tensors]
     dense = [tensor.permute(order) for order, tensor in zip(orders, tensors, strict=True)]
     copy = start_device_to_host(dense, sleeps=True)  # a thread of autograd waits while the CPU computes the next layer
@@ -224,4 +220,4 @@ def start_to_host(tensors: Sequence[Tensor], job: HostJob | None = None) -> Pend
         target.permute([order.index(dim) for dim in range(target.dim())])
         for order, target in zip(orders, copy.targets, strict=True)
     ]
-    return PendingCopies(copy, on_host, job)
+    return PendingCopies(copy, on_host)
