@@ -1,9 +1,10 @@
-"""Models of real layer shapes for `train_e2e.py`, made in memory from random numbers, in three variants.
+"""Models of real layer shapes for `train_e2e.py`, made in memory from random numbers, in four variants.
 
 `kt` has its experts in host memory, computed by the CPU, and the rest on the device; `gpu` is the stock model wholly on
 the device; `fsdp` is the stock model under torch's FSDP2 with `CPUOffloadPolicy`, whose parameters lie in pinned host
-memory and come to the device a layer at a time. All three get the same LoRA by stock PEFT, the same checkpointing and
-the same optimizer; nothing is written to disk.
+memory and come to the device a layer at a time; `zero` is the stock model for DeepSpeed's ZeRO-Offload
+(`e2e_zero.py`), whose parameters do the same. All get the same LoRA by stock PEFT and the same checkpointing; nothing
+is written to disk.
 
 The surprising decision: the experts of all layers hold the same numbers. One layer of random bytes is made and every
 layer is packed or copied from it, because 30 GB of fresh random numbers take longer than the measurement; the speed of
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +26,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-VARIANTS = ("kt", "gpu", "fsdp")
+    from ktransformers.nn.contract import Contract
+
+VARIANTS = ("kt", "gpu", "fsdp", "zero")
+INSTALLED = VARIANTS[:3]  # without a package that the project does not install
 POOL = 4_000_037  # random numbers that all weights are taken from; a prime
 CARDS = Path(__file__).resolve().parents[1] / "src" / "ktransformers" / "plan" / "models"
 
@@ -43,7 +49,7 @@ class Recipe:
     dropout: float = 0.0
     tokens: tuple[int, ...] = (512, 2048, 8192)  # of a step
     accumulate: tuple[int, ...] = (1,)  # steps are measured in one piece, and cut into so many
-    variants: tuple[str, ...] = VARIANTS
+    variants: tuple[str, ...] = INSTALLED
     loss_rows: int = 0  # rows of logits that exist at a time; 0: all, as in the stock model
     published: tuple[str, ...] = ()
     stands_for: int = 0  # layers of experts of the whole model, of which these are a few; 0: all are here
@@ -194,7 +200,7 @@ def _fill(model: nn.Module, device: torch.device) -> None:
 
 
 def _share_experts(model: nn.Module) -> None:
-    """Every layer's experts become views of the first layer's, so that packing needs one layer of memory, not all."""
+    """Every layer's experts become views of the first layer's: one layer of memory, until each is packed or copied."""
     first: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         if _is_expert(name):
@@ -244,10 +250,30 @@ def _rolled(rows: torch.Tensor, by: int) -> torch.Tensor:
     return rolled
 
 
+def _expert_tensors(module: nn.Module, contract: Contract, spec: str) -> Iterator[dict[str, Any]]:
+    """One expert after the other, in the format; so many are encoded side by side as there are CPUs."""
+    from ktransformers.checkpoint.encoder import encode
+
+    parameters = {role: module.get_parameter(name) for role, name in contract.parameters().items()}
+
+    def tensors_of(expert: int) -> dict[str, Any]:
+        tensors: dict[str, Any] = {role: tensor[expert].detach() for role, tensor in parameters.items()}
+        if spec != "bf16":
+            for role in ("gate_up", "down"):
+                matrix = tensors[role].T if contract.shape.transposed else tensors[role]
+                tensors[role] = encode(matrix.contiguous(), spec)
+        return tensors
+
+    experts = range(contract.shape.num_experts)
+    side_by_side = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(side_by_side) as workers:
+        for first in experts[::side_by_side]:
+            yield from workers.map(tensors_of, experts[first : first + side_by_side])
+
+
 def _pack(model: Any, spec: str) -> None:
     """All experts of the first layer in the format; every other layer has the same bytes, experts in another order."""
     from ktransformers.checkpoint import ExpertChunk
-    from ktransformers.checkpoint.encoder import encode
     from ktransformers.nn.contract import expert_modules, read_contract
     from ktransformers.nn.experts import attach_store, new_store, pack_chunk, remove_parameters, select_implementation
 
@@ -256,13 +282,7 @@ def _pack(model: Any, spec: str) -> None:
         contract = read_contract(name, module)
         store = new_store(contract, formats=spec)
         if not made:
-            parameters = {role: module.get_parameter(name) for role, name in contract.parameters().items()}
-            for expert in range(contract.shape.num_experts):
-                tensors: dict[str, Any] = {role: tensor[expert].detach() for role, tensor in parameters.items()}
-                if spec != "bf16":
-                    for role in ("gate_up", "down"):
-                        matrix = tensors[role].T if contract.shape.transposed else tensors[role]
-                        tensors[role] = encode(matrix.contiguous(), spec)
+            for expert, tensors in enumerate(_expert_tensors(module, contract, spec)):
                 pack_chunk(store, contract, ExpertChunk(expert, True, tensors))
             made = store.memory()
         else:
@@ -307,33 +327,49 @@ def _build_gpu(recipe: Recipe, device: torch.device, activation: str, spec: str)
     return peft
 
 
-def _build_fsdp(recipe: Recipe, device: torch.device, activation: str, spec: str) -> Any:
+def _on_host(recipe: Recipe) -> Any:
+    """The stock model in host memory, for what copies each parameter into memory of its own."""
     import torch
+
+    host = torch.device("cpu")
+    model = _blank(recipe, host, "grouped_mm")
+    _share_experts(model)
+    _fill(model, host)
+    peft = _adapt(model, recipe)
+    _checkpoint(peft, False)
+    return peft
+
+
+def _build_fsdp(recipe: Recipe, device: torch.device, activation: str, spec: str) -> Any:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    host = torch.device("cpu")
-    model = _blank(recipe, host, "grouped_mm")
-    _fill(model, host)
-    peft = _adapt(model, recipe)
-    _checkpoint(peft, False)
+    peft = _on_host(recipe)
+    model = peft.get_base_model()
     mesh = init_device_mesh(device.type, (1,))
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     # Not the PEFT model as one: `loss_of` calls the decoder and the head themselves, and the parameters of a module
     # that is not called stay sharded.
     for module in (*model.model.layers, model.model, model.lm_head):
         fully_shard(module, mesh=mesh, offload_policy=offload)
+    # A loss in pieces calls the head for each, forward and again backward: it stays on the device after the first.
+    model.lm_head.set_reshard_after_forward(False)
+    model.lm_head.set_reshard_after_backward(False)
     return peft
 
 
-BUILD = {"kt": _build_kt, "gpu": _build_gpu, "fsdp": _build_fsdp}
+def _build_zero(recipe: Recipe, device: torch.device, activation: str, spec: str) -> Any:
+    return _on_host(recipe)
+
+
+BUILD = {"kt": _build_kt, "gpu": _build_gpu, "fsdp": _build_fsdp, "zero": _build_zero}
 
 
 def build(variant: str, recipe: Recipe, device: torch.device, activation: str, spec: str) -> Any:
-    """A PEFT model in training mode, ready for a step on `device`; `spec` is the format of kt's experts."""
+    """A PEFT model in training mode for a step on `device`; `spec` is the format of kt's experts."""
     return BUILD[variant](recipe, device, activation, spec).train()
 
 

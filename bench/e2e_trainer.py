@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from e2e_clock import Clock
 from e2e_models import Recipe, attention_layers, build, expert_layers, loss_of, modes, place_experts
+from e2e_zero import ZeroBackend
 from peaks import GIB, Peaks
 from timing import Watch, spread
 
@@ -20,7 +21,34 @@ MANY = 8  # pieces
 FILLED = 0.95  # of the memory that is allowed
 SPARE = 48 << 20  # bytes between residents and somebody else's peak
 CONTEXT_LOSS_ROWS = 1024  # rows of logits at a time of a long sequence
+LEARNING_RATE = 1e-4
 WARM = 4  # steps before any is timed: graphs are captured in the third
+
+
+class TorchBackend:
+    """The parts of a step, bf16 autocast and torch's AdamW, of all variants but `zero`."""
+
+    def __init__(self, peft: Any, device: torch.device, learning_rate: float) -> None:
+        import torch
+
+        self._peft, self._device = peft, device
+        self.facts: dict[str, str] = {}
+        trained = [parameter for parameter in peft.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=learning_rate, fused=True)
+
+    def loss(self, batch: torch.Tensor, rows: int) -> torch.Tensor:
+        import torch
+
+        with torch.autocast(self._device.type, dtype=torch.bfloat16):
+            return loss_of(self._peft, batch, rows)
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        """`last`: no other piece of the batch follows."""
+        loss.backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 class Trainer:
@@ -34,13 +62,16 @@ class Trainer:
         self.peaks = Peaks(self.device)
         begun = time.perf_counter()
         self.model = build(variant, recipe, self.device, activation, spec)
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+        trained = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        self.recovers = variant in ("kt", "gpu")
+        kind = ZeroBackend if variant == "zero" else TorchBackend
+        self.backend = kind(self.model, self.device, LEARNING_RATE)
         self.built = {
             "build_s": time.perf_counter() - begun,
             "build_host_peak_gib": self.peaks.read()["host_peak_gib"],
-            "trained_parameters": sum(parameter.numel() for parameter in trained),
+            "trained_parameters": trained,
             "torch_threads": torch.get_num_threads(),
+            **self.backend.facts,
         }
         self._generator = torch.Generator().manual_seed(1)
         gc.collect()
@@ -93,18 +124,16 @@ class Trainer:
         import torch
 
         total = 0.0
-        for batch in batches:
-            with torch.autocast(self.device.type, dtype=torch.bfloat16):
-                loss = loss_of(self.model, batch, loss_rows or self.recipe.loss_rows) / len(batches)
+        for place, batch in enumerate(batches):
+            loss = self.backend.loss(batch, loss_rows or self.recipe.loss_rows) / len(batches)
             if clock:
                 clock.in_backward = True
-            loss.backward()
+            self.backend.backward(loss, place == len(batches) - 1)
             if clock:
                 clock.in_backward = False
             total += loss.item()
         begun = clock.now() if clock else 0.0
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.backend.update()
         if clock:
             clock.add("optimizer", begun)
         if self.device.type == "cuda":
@@ -154,25 +183,47 @@ class Trainer:
 
     def longest_contexts(self, memory: list[int], lengths: list[int]) -> Iterator[dict[str, Any]]:
         """For every limit in GiB, ascending, the longest of these sequences, ascending, whose step stays within it. A
-        length that fits into a smaller limit fits into a larger one."""
+        length that fits into a smaller limit fits into a larger one. A variant that does not recover from a step that
+        ran out of memory is not given one whose tensors alone, seen without a limit, are more than the limit."""
         import torch
 
         longest: dict[str, Any] = {"tokens": 0, "step_s": 0.0}
+        needed: dict[int, float] = {}  # GiB by length
+        ran_out = False
         for gib in memory:
-            self.allow(gib)
             longest |= {"gib": gib, "out_of_memory_at": 0}
             for length in lengths:
                 if length <= longest["tokens"]:
                     continue
+                if not self.recovers and length not in needed:
+                    needed[length] = self._needed(length)
+                if needed.get(length, 0.0) > gib:
+                    longest["out_of_memory_at"] = length
+                    break
+                self.allow(gib)
                 begun = time.perf_counter()
                 try:
                     self.step([self._sequence(length)], loss_rows=CONTEXT_LOSS_ROWS)
                 except torch.OutOfMemoryError:
-                    longest["out_of_memory_at"] = length
+                    longest["out_of_memory_at"], ran_out = length, True
                     break
                 longest |= {"tokens": length, "step_s": time.perf_counter() - begun}
-            self._free()
+            if needed:
+                longest["needed_gib"] = dict(needed)
+            if not ran_out or self.recovers:
+                self._free()
             yield dict(longest)
+            if ran_out and not self.recovers:
+                return  # hooks of the step stopped half-way
+
+    def _needed(self, length: int) -> float:
+        """GiB of the GPU that tensors of a step take without a limit."""
+        self.allow(0)
+        self._free()
+        self.peaks.reset()
+        self.step([self._sequence(length)], loss_rows=CONTEXT_LOSS_ROWS)
+        self._free()
+        return self.peaks.allocated() / GIB
 
     def _sequence(self, length: int) -> torch.Tensor:
         import torch
@@ -183,7 +234,7 @@ class Trainer:
         """After a step that ran out of memory: what it left is garbage."""
         import torch
 
-        self.optimizer.zero_grad()
+        self.backend.optimizer.zero_grad()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -195,8 +246,8 @@ class Trainer:
         found: list[int] = []
         seen = lambda module, args: found.append(args[1].unique().numel())  # noqa: E731
         handles = [module.register_forward_pre_hook(seen) for module in expert_layers(self.model)]
-        with torch.no_grad(), torch.autocast(self.device.type, dtype=torch.bfloat16):
-            loss_of(self.model, batch, self.recipe.loss_rows)
+        with torch.no_grad():
+            self.backend.loss(batch, self.recipe.loss_rows)
         for handle in handles:
             handle.remove()
         return statistics.mean(found)

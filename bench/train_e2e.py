@@ -4,17 +4,18 @@
 
 A step is forward, backward (non-reentrant checkpointing) and AdamW on random tokens in sequences of 512, under bf16
 autocast as the HF trainer does it. Variants (`e2e_models.py`): `kt`, experts on the CPU; `gpu`, the stock model wholly
-on the GPU; `fsdp`, the stock model under FSDP2 with CPU offload. `kt` is measured for each of `--policies` (where
-experts are computed) and `--formats` (of their packed bytes). Each variant and format runs in a process of its own, so
-that no peak is another's; with `--contexts`, the longest of these sequences whose step stays within each of
-`--context-memory` is told. Its policies take turns on one model, the CPU's first. Steps come first until `auto` has
-settled (`warm_s`: the seconds of each, `settled`: whether it has). The seconds are the median of steps after that,
-which nothing interrupts (`timed_s`: of each); where they go is told by one more step, in which the device is waited for
-at every border. A step is over when its results are there: copies of experts that were queued for the next one go on,
-and count there. With `--serve` the model, its LoRA included, then answers: a prompt's tokens a second, and new tokens a
-second, one sequence, by stock transformers. `ideal` (`ideal.py`) is the best schedule that the machine's bare rates
-allow for ours. With `--fill-like fsdp` kt has residents, as `kt train` gives them free memory by its plan, up to the
-peak of the other variant at the same tokens. Without a GPU everything runs on the CPU (for tests).
+on the GPU; `fsdp`, the stock model under FSDP2 with CPU offload; `zero`, the stock model under DeepSpeed's ZeRO stage 3
+with offload (`e2e_zero.py`), where it is asked for. `kt` is measured for each of `--policies` (where experts are
+computed) and `--formats` (of their packed bytes). Each variant and format runs in a process of its own, so that no peak
+is another's; with `--contexts`, the longest of these sequences whose step stays within each of `--context-memory` is
+told. Its policies take turns on one model, the CPU's first. Steps come first until `auto` has settled (`warm_s`: the
+seconds of each, `settled`: whether it has). The seconds are the median of steps after that, which nothing interrupts
+(`timed_s`: of each); where they go is told by one more step, in which the device is waited for at every border. A step
+is over when its results are there: copies of experts that were queued for the next one go on, and count there. With
+`--serve` the model, its LoRA included, then answers: a prompt's tokens a second, and new tokens a second, one sequence,
+by stock transformers. `ideal` (`ideal.py`) is the best schedule that the machine's bare rates allow for ours. With
+`--fill-like fsdp` kt has residents, as `kt train` gives them free memory by its plan, up to the peak of the other
+variant at the same tokens. Without a GPU everything runs on the CPU (for tests).
 """
 
 from __future__ import annotations
@@ -267,10 +268,13 @@ class Bench:
             stop.cancel()
             if status:
                 complaints.seek(0)
-                sys.stderr.write(complaints.read())
+                said = complaints.read()
+                sys.stderr.write(said)
                 why = (
                     f"stopped after {self.args.longest:.0f} s" if status == -signal.SIGKILL else f"exit status {status}"
                 )
+                if said.strip():
+                    why += f": {said.strip().splitlines()[-1]}"
                 self.note(f"{recipe.name}, {variant} {spec}: {why}")
 
 

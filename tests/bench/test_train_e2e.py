@@ -1,6 +1,6 @@
 """The bench of whole steps runs on the CPU alone with tiny shapes, prints a table and ends with the JSON document.
 
-No speed is judged. What must hold: the three variants train the same model (their losses agree), the parts of a step
+No speed is judged. What must hold: the variants train the same model (their losses agree), the parts of a step
 add up to it, and the recipes have the shapes of the models that they are named after.
 """
 
@@ -66,7 +66,9 @@ def test_the_headline_recipe_in_small(run_bench: Run) -> None:
     assert [(one["gib"], one["tokens"], one["out_of_memory_at"]) for one in contexts] == [(8, 96, 0), (16, 96, 0)]
 
 
-def test_longest_context_ends_where_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
+    """A trainer whose steps take a hundredth of a GiB a token, and the lengths of the steps that were run."""
     monkeypatch.syspath_prepend(str(BENCH))
     import e2e_trainer
     import torch
@@ -83,10 +85,33 @@ def test_longest_context_ends_where_memory_does(monkeypatch: pytest.MonkeyPatch)
             raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(trainer, "step", step, raising=False)
+    return trainer, steps
+
+
+def test_longest_context_ends_where_memory_does(limited: tuple[Any, list[int]]) -> None:
+    trainer, steps = limited
+    trainer.recovers = True
     contexts = trainer.longest_contexts([1, 2, 9], [50, 150, 250, 400])
     ends = [(one["gib"], one["tokens"], one["out_of_memory_at"]) for one in contexts]
     assert ends == [(1, 50, 150), (2, 150, 250), (9, 400, 0)]
     assert steps == [50, 150, 150, 250, 250, 400], "a length that fits was tried again"
+
+
+def test_variant_that_does_not_recover_is_not_run_out_of_memory(
+    limited: tuple[Any, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step whose tensors alone are too large is not run; one that runs out of memory all the same is the last."""
+    trainer, steps = limited
+    trainer.recovers = False
+    needs = {50: 0.5, 150: 1.5, 250: 1.9, 400: 4.0}
+    monkeypatch.setattr(trainer, "_needed", needs.__getitem__, raising=False)
+    contexts = list(trainer.longest_contexts([1, 2, 9], [50, 150, 400]))
+    ends = [(one["gib"], one["tokens"], one["out_of_memory_at"]) for one in contexts]
+    assert ends == [(1, 50, 150), (2, 150, 400), (9, 400, 0)] and steps == [50, 150, 400]
+    assert contexts[0]["needed_gib"] == {50: 0.5, 150: 1.5}
+    contexts = list(trainer.longest_contexts([1, 2, 9], [50, 150, 250, 400]))
+    ends = [(one["gib"], one["tokens"], one["out_of_memory_at"]) for one in contexts]
+    assert ends == [(1, 50, 150), (2, 150, 250)], "a step after one that stopped half-way"
 
 
 @pytest.mark.slow
@@ -96,6 +121,25 @@ def test_latent_variants_train_the_same_model(run_script: Run) -> None:
     losses = {cell["variant"]: cell["losses"][0] for cell in document["cells"]}
     assert list(losses) == ["kt", "gpu", "fsdp"] and "notes" not in document
     assert losses["fsdp"] == pytest.approx(losses["gpu"], rel=5e-2), "dropout differs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["tiny", "tiny-latent"])
+def test_zero_trains_the_same_model(model: str, run_script: Run) -> None:
+    """With LoRA in bf16, a loss in pieces, and pieces of a step; dropout draws the same numbers."""
+    pytest.importorskip("deepspeed")
+    options = ["--models", model, "--variants", "gpu,zero", "--tokens", "64", "--accumulate", "2,1"]
+    _, document = run_script("train_e2e", *SHORT, *options, "--contexts", "32,96", "--context-memory", "8,16")
+    assert "notes" not in document
+    cells = {(cell["variant"], cell["pieces"]): cell for cell in document["cells"]}
+    assert list(cells) == [("gpu", 2), ("gpu", 1), ("zero", 2), ("zero", 1)]
+    for pieces in (1, 2):
+        stock, zero = cells["gpu", pieces], cells["zero", pieces]
+        check(zero)
+        assert zero["losses"] == pytest.approx(stock["losses"], rel=5e-3)
+        assert zero["trained_parameters"] == stock["trained_parameters"]
+        assert zero["optimizer"] == "DeepSpeedCPUAdam" or zero["no_cpu_adam"]
+    assert [cell["context"]["tokens"] for cell in document["contexts"]] == [96] * 4
 
 
 def test_recipes_have_the_real_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
