@@ -176,3 +176,18 @@ def test_wrong_options_are_explained(
 ) -> None:
     said = refused("train_e2e", options)
     assert all(word in said for word in words)
+
+
+def test_a_few_layers_are_multiplied_up_by_what_a_deep_model_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts that backward finds in the cache, because there are only two layers, are not free in 58."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    import e2e_models
+    import train_e2e
+
+    recipe = e2e_models.recipes()["dsv3"]
+    cell = {"layers": 2, "tokens": 8192, "step_s": 0.586}
+    assert train_e2e.whole_model(recipe, cell)["step_s"] == pytest.approx(0.586 * 29)
+    whole = train_e2e.whole_model(recipe, {**cell, "ideal": {"seconds": 0.818}})
+    assert whole["layers"] == 58 and whole["step_s"] == pytest.approx(0.818 * 29)
+    assert whole["tokens_per_s"] == pytest.approx(8192 / (0.818 * 29))
+    assert train_e2e.whole_model(recipe, {**cell, "ideal": {"seconds": 0.4}})["step_s"] == pytest.approx(0.586 * 29)
