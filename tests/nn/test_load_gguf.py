@@ -12,6 +12,8 @@ from ktransformers import _core
 from ktransformers.nn import coded_weight, load_model
 from ktransformers.nn.coded_weight import CodedWeight
 from ktransformers.nn.prepare import prepare
+from ktransformers.plan import Choice, Serving, open_shape, profile
+from ktransformers.plan.memory import predict_memory
 from tests.support.gguf_models import gguf_fields, gpt_oss_to_gguf, to_gguf
 from tests.support.loaded_models import EXACT, MLA, SIZES, stores, training_logits
 from tests.support.releases import write_gguf
@@ -119,3 +121,31 @@ def test_linear_layers_keep_the_bits_of_the_file(
     fewer = load_model(file, dtype=torch.float32, rest="keep")
     left = {name for name in kept if not isinstance(fewer.get_parameter(name), CodedWeight)}
     assert left == {name for name, spec in kept.items() if spec == "q5_0"}
+
+
+def test_the_plan_knows_which_projections_of_latents_stay_in_codes(tmp_path: Path) -> None:
+    """One layer has `kv_b_proj` in one tensor, whose codes are multiplied; another in two, which are decoded, so that a
+    server on a CPU keeps a copy of its keys."""
+    gguf = pytest.importorskip("gguf")
+    model = build("deepseek_v3", **SIZES, **MLA | {"kv_lora_rank": 512})
+    tensors = to_gguf(model, "deepseek2", dict.fromkeys(("gate", "up", "down"), "Q8_0"))
+    numbers, _ = tensors["blk.0.attn_kv_b.weight"]
+    tensors["blk.0.attn_kv_b.weight"] = gguf.quants.quantize(numbers, gguf.GGMLQuantizationType.Q8_0), "Q8_0"
+    file = tmp_path / "model.gguf"
+    write_gguf(file, "deepseek2", gguf_fields(model.config, "deepseek2"), tensors)
+    model.config.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    shape = open_shape(str(tmp_path))
+    loaded = load_model(file, dtype=torch.float32, rest="keep")
+    coded = [isinstance(layer.self_attn.kv_b_proj.weight, CodedWeight) for layer in loaded.model.layers]
+    assert coded == [True, False]
+    config = model.config
+    keys = config.num_attention_heads * config.qk_nope_head_dim * config.kv_lora_rank
+    assert (shape.absorbed_numbers, shape.coded_absorbed) == (2 * keys, keys)
+
+    def planned(linear_format: str | None) -> int:
+        choice = Choice("int8", linear_format=linear_format)
+        return predict_memory(shape, Serving(), choice, profile("arm2")).host.get("absorbed keys", 0)
+
+    copied = shape.rest_dtype_bytes * keys
+    assert [planned(one) for one in (None, "keep", "q8_0")] == [2 * copied, copied, 0]

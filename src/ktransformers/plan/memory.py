@@ -188,6 +188,13 @@ def coded_part(model: ModelShape, choice: Choice) -> tuple[int, int]:
     return numbers, round((numbers + shared_head) * bytes_in_format(choice.linear_format))
 
 
+def _copied_keys(model: ModelShape, choice: Choice) -> int:
+    """Numbers that multiply queries for latents on a CPU: copies, but for projections in codes, which are read."""
+    if choice.linear_format is None:
+        return model.absorbed_numbers
+    return model.absorbed_numbers - model.coded_absorbed if choice.linear_format == KEEP else 0
+
+
 def predict_memory(
     model: ModelShape, work: Work, choice: Choice, machine: Machine, engine: EngineLimits = ENGINE_LIMITS
 ) -> MemoryPlan:
@@ -376,8 +383,8 @@ def _training(
 def _serving(model: ModelShape, work: Serving, choice: Choice, host: Table, gpus: list[Table]) -> int:
     """Add what serving needs to the tables; returns the pinned bytes."""
     cache = work.sequences * work.context * model.cached_bytes(work.rest_bytes, fp8=work.fp8_cache)
-    if not gpus and model.absorbed_numbers and not coded_part(model, choice)[0]:
-        host["absorbed keys"] = model.absorbed_numbers * model.rest_dtype_bytes
+    if not gpus and (absorbed := _copied_keys(model, choice)):
+        host["absorbed keys"] = absorbed * model.rest_dtype_bytes
     width = 8 * model.hidden + 2 * model.attention_width + model.mlp_width
     activations = work.tokens * (work.rest_bytes * width + 4 * model.scan_width) + work.sequences * model.vocabulary * 4
     score = 8 if work.rest_bytes == 4 else work.rest_bytes + 8  # of a logit, its float32 copy and its logarithm

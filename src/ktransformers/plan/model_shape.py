@@ -90,6 +90,7 @@ class ModelShape:
     stored: str = "bf16"  # format of the experts in the release
     coded_numbers: int = 0  # of linear layers and embeddings besides experts that the release has in codes
     coded_bytes: int = 0  # of these codes and their scales
+    coded_absorbed: int = 0  # of `absorbed_numbers`: the release has these projections in codes
     published: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
 
     @property
@@ -238,6 +239,7 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
     rest += (layers - sparse) * 3 * hidden * dense
     linears = sum(linear.inputs * linear.outputs for layer in attention for linear in layer.linears)
     coded = linears + 3 * hidden * (sparse * shared + (layers - sparse) * dense) if stored in CODED_LINEARS else 0
+    absorbed = sum(layer.absorbed for layer in attention)
     vocabulary, window = config_number(text_config, "vocab_size"), text_config.get("sliding_window")
     window = window if type(window) is int else 0
     return ModelShape(
@@ -260,12 +262,13 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
         cache_width=sum(layer.cache for layer in attention),
         latent_width=sum(layer.latent for layer in attention),
         cache_rows=sum(layer.cache_rows for layer in attention),
-        absorbed_numbers=sum(layer.absorbed for layer in attention),
+        absorbed_numbers=absorbed,
         context=config_number(text_config, "max_position_embeddings", default=32768),
         rest_dtype_bytes=_dtype_bytes(text_config),
         stored=stored,
         coded_numbers=coded,
         coded_bytes=round(coded * bytes_in_format(CODED_LINEARS[stored])) if coded else 0,
+        coded_absorbed=absorbed if coded else 0,
         index_width=index[1].outputs * indexers if index else 0,
         index_topk=config_number(text_config, "index_topk", default=0),
         window=window,
@@ -314,12 +317,15 @@ def _counted_gguf(folder: Path, shape: ModelShape) -> dict[str, Any]:
     kinds = [tensor.kind for tensor in tensors if "ffn_up_exps" in tensor.name]
     stored = {} if not kinds else {"stored": "bf16" if kinds[0] in GGUF_NUMBERS else kinds[0]}
     coded = [
-        (math.prod(tensor.shape), bytes_in_format(tensor.kind))
+        tensor
         for tensor in tensors
         if len(tensor.shape) == 2 and tensor.kind not in GGUF_NUMBERS and "_exps" not in tensor.name
     ]
-    codes = {"coded_numbers": sum(count for count, _ in coded)}
-    codes["coded_bytes"] = round(sum(count * size for count, size in coded))
+    codes = {"coded_numbers": sum(math.prod(tensor.shape) for tensor in coded)}
+    codes["coded_bytes"] = round(sum(math.prod(tensor.shape) * bytes_in_format(tensor.kind) for tensor in coded))
+    # Two tensors of a projection (attn_k_b, attn_v_b) are decoded into one.
+    projections = sum("attn_kv_b" in tensor.name for tensor in coded)
+    codes["coded_absorbed"] = shape.absorbed_numbers * min(projections, shape.layers) // shape.layers
     return {"checkpoint_bytes": sum(file.stat().st_size for file in files), **stored, **codes}
 
 
@@ -420,7 +426,7 @@ def _counted(folder: Path, shape: ModelShape) -> dict[str, Any]:
     own = [tensors for tensors in expert_tensors if not _is_extra_layer(f"{tensors.root}.experts", shape.layers)]
     if not own:
         raise InputError(str(folder), "a checkpoint without routed experts", "a Mixture-of-Experts model")
-    rest, linears, embedding, coded, coded_bytes = 0, [], 0, 0, 0.0
+    rest, linears, embedding, coded, coded_bytes, projections = 0, [], 0, 0, 0.0, 0
     for name in shards.names:
         if name in expert_names or _is_extra_layer(name, shape.layers):
             continue
@@ -430,6 +436,7 @@ def _counted(folder: Path, shape: ModelShape) -> dict[str, Any]:
         parts = name.split(".")
         if (bytes_of_code := _bytes_of_code(shards, name)) and len(size) == 2:
             coded, coded_bytes = coded + math.prod(size), coded_bytes + math.prod(size) * bytes_of_code
+            projections += "kv_b_proj" in parts
         if "embed_tokens" in parts:
             embedding = math.prod(size)
         elif "lm_head" not in parts:
@@ -447,6 +454,7 @@ def _counted(folder: Path, shape: ModelShape) -> dict[str, Any]:
         "linears": tuple(linears) or shape.linears,
         "coded_numbers": coded,
         "coded_bytes": round(coded_bytes),
+        "coded_absorbed": shape.absorbed_numbers * projections // shape.layers,
         "checkpoint_bytes": sum(file.stat().st_size for file in files),
         "counted": True,
     }
