@@ -21,6 +21,7 @@ from ktransformers.plan.formats import format_of, packed_expert_bytes
 
 MEGABYTES = 256 << 20
 SIDE = 8192  # of the GPU's product
+STREAMED = ("stream", "stream_all")  # all experts cross the link, forward and back
 AGAIN = 5 / 3  # products of backward on the GPU over forward's: gate and up once more, then as many as forward
 
 
@@ -87,7 +88,7 @@ def ideal(recipe: Recipe, cell: dict[str, Any], rates: Rates) -> dict[str, Any]:
             "gpu": (share * forward * (1 + AGAIN) + rest) / rates.gpu if rates.gpu else 0.0,
         }
 
-    fixed = {"cpu": [0.0], "stream": [1.0]} if rates.link else {cell["policy"]: [0.0]}
-    shares = fixed.get(cell["policy"], [step / 100 for step in range(101)])
+    streamed, on_cpu = cell["policy"] in STREAMED, cell["policy"] == "cpu"
+    shares = [0.0] if on_cpu or not rates.link else [1.0] if streamed else [step / 100 for step in range(101)]
     best = min(shares, key=lambda share: max(at(share).values()))
     return {"seconds": max(at(best).values()), "share": best, **at(best)}

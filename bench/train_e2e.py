@@ -36,7 +36,7 @@ from typing import Any
 from e2e_clock import PARTS
 from e2e_models import VARIANTS, Recipe, answer, recipes
 from e2e_trainer import Trainer
-from ideal import ideal, measure
+from ideal import STREAMED, Rates, ideal, measure
 from timing import Table, describe_machine, print_last_line, save
 
 from ktransformers import env
@@ -150,14 +150,15 @@ def expert_tflops(recipe: Recipe, cell: dict[str, Any]) -> dict[str, float]:
     return {"guide": 16 * rate, "products": 12 * rate}
 
 
-def whole_model(recipe: Recipe, cell: dict[str, Any]) -> dict[str, Any]:
+def whole_model(recipe: Recipe, cell: dict[str, Any], rates: Rates) -> dict[str, Any]:
     """A step of the model that these few layers stand for.
 
     Two layers fit into the cache of experts, so backward finds there what forward copied, which many layers never do: a
-    step that took less time than the ideal one, which copies all of them, counts as long as that.
+    streamed step that took less time than copying all experts twice counts as long as that.
     """
-    step_s = max(cell["step_s"], cell.get("ideal", {}).get("seconds", 0.0))
-    seconds = step_s * recipe.stands_for / cell["layers"]
+    mode = cell["modes"].get("mode", cell["policy"])
+    least = ideal(recipe, {**cell, "policy": mode}, rates)["seconds"] if mode in STREAMED else 0.0
+    seconds = max(cell["step_s"], least) * recipe.stands_for / cell["layers"]
     return {"layers": recipe.stands_for, "step_s": seconds, "tokens_per_s": cell["tokens"] / seconds}
 
 
@@ -275,8 +276,8 @@ class Bench:
                     cell["expert_tflops"] = expert_tflops(recipe, cell)
                     if variant == "kt":
                         cell["ideal"] = ideal(recipe, cell, self.rates)
-                    if recipe.stands_for:
-                        cell["whole"] = whole_model(recipe, cell)
+                    if recipe.stands_for and variant == "kt":
+                        cell["whole"] = whole_model(recipe, cell, self.rates)
                     self.add(cell)
             status = process.wait()
             stop.cancel()
