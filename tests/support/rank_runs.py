@@ -98,7 +98,8 @@ def start_ranks(keys: dict[str, Any], folder: Path, count: int, **variables: str
 def run_ranks(keys: dict[str, Any], folder: Path, count: int, **variables: str) -> list[dict[str, Any]]:
     """What each rank saw. Raises if one failed."""
     ended: list[Completed] = [rank.wait(560) for rank in start_ranks(keys, folder, count, **variables)]
-    assert not any(rank.returncode for rank in ended), "\n".join(rank.stderr[-3000:] for rank in ended)
+    said = "\n".join(f"exit code {rank.returncode}: {rank.stderr[-3000:]}" for rank in ended)
+    assert not any(rank.returncode for rank in ended), said
     return [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(count)]
 
 
