@@ -8,8 +8,9 @@ Q8_0 and Q4_K_M. For each file llama.cpp (`peers/llama_speed.cpp`) and our engin
 times one, then the other: new tokens of 1 and 8 streams, and prompts. Ours chooses each token (argmax) and turns it
 into text; llama.cpp decodes random tokens and samples nothing. A ratio is the median over rounds of ours over
 llama.cpp's of the same round. `--vocabulary` is smaller than a real one, so that the output matrix has the share of a
-step that it has in a model with all its layers. The bars are those of serving on a CPU: see `BARS`. With `--w8a8` every
-round also times ours with 8-bit activations (`kt serve --kt-w8a8`), which llama.cpp always has; not in BF16.
+step that it has in a model with all its layers. The bars are those of serving on a CPU: see `BARS`. What experts take
+of a token is the difference of two runs with other numbers of them (`--top-k`). With `--w8a8` every round also times
+ours with 8-bit activations (`kt serve --kt-w8a8`), which llama.cpp always has; not in BF16.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--program", type=Path, required=True, help="llama_speed, built by peers/build_llama.sh")
     parser.add_argument("--shape", default="qwen3-30b", choices=list(ATTENTION), help="of the experts")
+    parser.add_argument("--top-k", type=int, default=0, help="experts of a token; 0: the shape's")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=16384)
     parser.add_argument("--files", default=",".join(FILES), help=f"default {','.join(FILES)}")
@@ -237,16 +240,18 @@ def main(argv: list[str] | None = None) -> int:
     from ktransformers.openmp import limit_spinning
 
     limit_spinning()  # as `kt serve` does, before torch is there
+    shape = SHAPES[args.shape]
+    shape = replace(shape, top_k=args.top_k or shape.top_k)
     document: dict[str, Any] = {
         "bench": "llama_cpp",
         "machine": describe_machine(),
-        "model": {"shape": args.shape, "layers": args.layers, "vocabulary": args.vocabulary},
+        "model": {"shape": args.shape, "top_k": shape.top_k, "layers": args.layers, "vocabulary": args.vocabulary},
         "tests": {"prompts": args.prompts, "new": args.new, "chunk": args.chunk},
         "cells": [],
     }
     with tempfile.TemporaryDirectory(prefix="kt-llama-") as temporary:
         name = f"{args.shape}-{args.layers}-{args.vocabulary}"
-        model = make_model((args.folder or Path(temporary)) / name, SHAPES[args.shape], args.layers, args.vocabulary)
+        model = make_model((args.folder or Path(temporary)) / name, shape, args.layers, args.vocabulary)
         run(args, document, model)
     print_last_line(document)
     return 0
