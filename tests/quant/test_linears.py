@@ -162,9 +162,9 @@ def check_plan(source: Path, out: Path) -> tuple[Any, Any]:
     return shape, model
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "kimi_linear"])
 def test_the_plan_counts_codes_of_linear_layers(family: str, tmp_path: Path) -> None:
-    """A server copies no keys of latent attention."""
+    """Both layers of one model have latent attention, one of the other's: a server copies no keys of either."""
     source = save(build(family, **SIZES, **MLA | {"kv_lora_rank": 512, "q_lora_rank": None}), tmp_path / "model")
     pack_rest(source, tmp_path / "out", "int8", "int8")
     shape, model = check_plan(source, tmp_path / "out")

@@ -81,6 +81,7 @@ class ModelShape:
     latent_width: int = 0  # numbers of a token in a KV cache of latents, all layers together; 0: no latent attention
     cache_rows: int = 0  # heads of a token's keys and values in the KV cache, all layers together: scales in fp8
     absorbed_numbers: int = 0  # that multiply queries for latents (serve/engine/latent.py), all layers together
+    absorbed_layers: int = 0  # that have such numbers, each as many; a hybrid's other layers have none
     index_width: int = 0  # numbers of a token's keys for indexers, all layers together; 0: keys are not selected
     index_topk: int = 0  # keys that a new token attends to, if an indexer selects them
     window: int = 0  # keys that a new token attends to in layers with a sliding window
@@ -264,6 +265,7 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
         latent_width=sum(layer.latent for layer in attention),
         cache_rows=sum(layer.cache_rows for layer in attention),
         absorbed_numbers=absorbed,
+        absorbed_layers=sum(layer.absorbed > 0 for layer in attention),
         context=config_number(text_config, "max_position_embeddings", default=32768),
         rest_dtype_bytes=_dtype_bytes(text_config),
         stored=stored,
@@ -326,8 +328,13 @@ def _counted_gguf(folder: Path, shape: ModelShape) -> dict[str, Any]:
     codes["coded_bytes"] = round(sum(math.prod(tensor.shape) * bytes_in_format(tensor.kind) for tensor in coded))
     # Two tensors of a projection (attn_k_b, attn_v_b) are decoded into one.
     projections = sum("attn_kv_b" in tensor.name for tensor in coded)
-    codes["coded_absorbed"] = shape.absorbed_numbers * min(projections, shape.layers) // shape.layers
+    codes["coded_absorbed"] = _coded_absorbed(shape, projections)
     return {"checkpoint_bytes": sum(file.stat().st_size for file in files), **stored, **codes}
+
+
+def _coded_absorbed(shape: ModelShape, projections: int) -> int:
+    """Of `absorbed_numbers`, if so many layers have the projection in codes."""
+    return shape.absorbed_numbers * min(projections, shape.absorbed_layers) // max(1, shape.absorbed_layers)
 
 
 def _stored(config: Mapping[str, Any]) -> str:
@@ -469,7 +476,7 @@ def _counted(folder: Path, shape: ModelShape, manifest: Manifest | None) -> dict
         "linears": tuple(linears) or shape.linears,
         "coded_numbers": coded,
         "coded_bytes": round(coded_bytes),
-        "coded_absorbed": shape.absorbed_numbers * projections // shape.layers,
+        "coded_absorbed": _coded_absorbed(shape, projections),
         "checkpoint_bytes": sum(file.stat().st_size for file in files),
         "counted": True,
     }
