@@ -64,6 +64,7 @@ class Trainer:
         self.model = build(variant, recipe, self.device, activation, spec)
         trained = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
         self.recovers = variant in ("kt", "gpu")
+        self.broken = False  # a step of a variant that does not recover ran out of memory
         kind = ZeroBackend if variant == "zero" else TorchBackend
         self.backend = kind(self.model, self.device, LEARNING_RATE)
         self.built = {
@@ -189,7 +190,6 @@ class Trainer:
 
         longest: dict[str, Any] = {"tokens": 0, "step_s": 0.0}
         needed: dict[int, float] = {}  # GiB by length
-        ran_out = False
         for gib in memory:
             longest |= {"gib": gib, "out_of_memory_at": 0}
             for length in lengths:
@@ -205,15 +205,15 @@ class Trainer:
                 try:
                     self.step([self._sequence(length)], loss_rows=CONTEXT_LOSS_ROWS)
                 except torch.OutOfMemoryError:
-                    longest["out_of_memory_at"], ran_out = length, True
+                    longest["out_of_memory_at"], self.broken = length, not self.recovers
                     break
                 longest |= {"tokens": length, "step_s": time.perf_counter() - begun}
             if needed:
                 longest["needed_gib"] = dict(needed)
-            if not ran_out or self.recovers:
+            if not self.broken:
                 self._free()
             yield dict(longest)
-            if ran_out and not self.recovers:
+            if self.broken:
                 return  # hooks of the step stopped half-way
 
     def _needed(self, length: int) -> float:

@@ -3,20 +3,20 @@
     python bench/train_e2e.py --models qwen3-30b --tokens 512,2048,8192 --json e2e.json
 
 A step is forward, backward (non-reentrant checkpointing) and AdamW on random tokens in sequences of 512, under bf16
-autocast as the HF trainer does it. Variants (`e2e_models.py`): `kt`, experts on the CPU; `gpu`, the stock model wholly
-on the GPU; `fsdp`, the stock model under FSDP2 with CPU offload; `zero`, the stock model under DeepSpeed's ZeRO stage 3
-with offload (`e2e_zero.py`), where it is asked for. `kt` is measured for each of `--policies` (where experts are
-computed) and `--formats` (of their packed bytes). Each variant and format runs in a process of its own, so that no peak
-is another's; with `--contexts`, the longest of these sequences whose step stays within each of `--context-memory` is
-told. Its policies take turns on one model, the CPU's first. Steps come first until `auto` has settled (`warm_s`: the
-seconds of each, `settled`: whether it has). The seconds are the median of steps after that, which nothing interrupts
-(`timed_s`: of each); where they go is told by one more step, in which the device is waited for at every border. A step
-is over when its results are there: copies of experts that were queued for the next one go on, and count there. With
-`--serve` the model, its LoRA included, then answers: a prompt's tokens a second, and new tokens a second, one sequence,
-by stock transformers. `ideal` (`ideal.py`) is the best schedule that the machine's bare rates allow for ours. Where a
-recipe has a few layers of a large model, `whole` is the step of all of them (`whole_model`). With `--fill-like fsdp` kt
-has residents, as `kt train` gives them free memory by its plan, up to the peak of the other variant at the same tokens.
-Without a GPU everything runs on the CPU (for tests).
+autocast as the HF trainer does it; `zero` has no autocast, its parameters are all bf16. Variants (`e2e_models.py`):
+`kt`, experts on the CPU; `gpu`, the stock model wholly on the GPU; `fsdp`, the stock model under FSDP2 with CPU
+offload; `zero`, the stock model under DeepSpeed's ZeRO stage 3 with offload (`e2e_zero.py`), where it is asked for.
+`kt` is measured for each of `--policies` (where experts are computed) and `--formats` (of their packed bytes). Each
+variant and format runs in a process of its own, so that no peak is another's; with `--contexts`, the longest of these
+sequences whose step stays within each of `--context-memory` is told. Its policies take turns on one model, the CPU's
+first. Steps come first until `auto` has settled (`warm_s`: the seconds of each, `settled`: whether it has). The seconds
+are the median of steps after that, which nothing interrupts (`timed_s`: of each); where they go is told by one more
+step, in which the device is waited for at every border. A step is over when its results are there: copies of experts
+that were queued for the next one go on, and count there. With `--serve` the model, its LoRA included, then answers: a
+prompt's tokens a second, and new tokens a second, one sequence, by stock transformers. `ideal` (`ideal.py`) is the best
+schedule that the machine's bare rates allow for ours. Where a recipe has a few layers of a large model, `whole` is the
+step of all of them (`whole_model`). With `--fill-like fsdp` kt has residents, as `kt train` gives them free memory by
+its plan, up to the peak of the other variant at the same tokens. Without a GPU everything runs on the CPU (for tests).
 """
 
 from __future__ import annotations
@@ -98,8 +98,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         length = known[name].length
         if any(tokens < length or tokens % length for tokens in args.tokens):
             parser.error(f"--tokens: {name} has sequences of {length}, so expected multiples of {length}")
-    if args.fill_like and args.fill_like not in (args.variants or VARIANTS):
-        parser.error(f"--fill-like: {args.fill_like!r} is not among --variants, so nobody knows what it takes")
+    for name in args.models:
+        variants = args.variants or known[name].variants
+        if args.fill_like and args.fill_like not in variants:
+            measured = ", ".join(variants)
+            parser.error(f"--fill-like: {args.fill_like!r} is not measured for {name}, only {measured}; see --variants")
+    if args.serve and "zero" in args.variants:
+        parser.error("--serve: the model of variant zero computes inside of DeepSpeed's training step alone")
     for name in args.policies:
         if name not in POLICIES:
             parser.error(f"--policies: no policy {name!r}; there are {', '.join(POLICIES)}")
@@ -130,6 +135,8 @@ def child(args: argparse.Namespace, recipe: Recipe) -> int:
         if args.contexts and policy in ("", args.policies[-1]):
             for longest in trainer.longest_contexts(sorted(args.context_memory), sorted(args.contexts)):
                 print(json.dumps({**named, "context": longest}), flush=True)
+        if trainer.broken:
+            break
         if args.serve:
             trainer.allow(gib)
             served = answer(trainer.model, recipe, trainer.device, args.serve)

@@ -1,6 +1,9 @@
 # The one list of CPU variants: name, architecture, source file under csrc/kernels/, compiler flags; ascending preference.
 #
 # A new variant is one file and two rows: this one, and its features in csrc/cpu.cpp.
+#
+# -mavx512f implies -mavx2, which is named for the sake of hosts that have AVX2 and no AVX-512: an emulated variant gets
+# those of its flags that the host runs.
 set(avx512 -mavx2 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c)
 
 kt_isa(generic     any     isa_generic.cpp)

@@ -1,14 +1,14 @@
 // Software versions of the few intrinsics that the VNNI, AVX-512 BF16 and AMX kernels use, for machines that lack them.
 //
 // The kernels are otherwise written in the compiler's portable vectors, so with this file in place of the compiler's
-// <immintrin.h> every variant runs on every CPU: slowly, but with the same loops, layouts and edge cases. For test
-// builds only (KT_EMULATE); an emulated variant is never chosen unless it is requested by name. Operands are bf16,
-// denormals count as zero, and products are added to the f32 sum one by one; the hardware first adds a tile's products
-// among themselves and flushes tiny results, so the last bits differ.
+// <immintrin.h> every variant runs on the machine that built it: slowly, but with the same loops, layouts and edge
+// cases. For test builds only (KT_EMULATE); an emulated variant is never chosen unless it is requested by name.
+// Operands are bf16, denormals count as zero, and products are added to the f32 sum one by one; the hardware first adds
+// a tile's products among themselves and flushes tiny results, so the last bits differ.
 //
-// An emulated variant has those of its flags that the building machine runs (cmake/isa_objects.cmake): with AVX-512 a
-// vector is one register and not four of SSE, which compiles four times as fast. Then the compiler's header is read as
-// well, and only the intrinsics below are replaced.
+// On a machine with AVX2 an emulated variant has those of its flags that the machine runs (cmake/isa_objects.cmake),
+// and needs them on any other: with AVX-512 a vector is one register and not four of SSE, which compiles four times as
+// fast. Then the compiler's header is read as well, and only the intrinsics below are replaced.
 #pragma once
 
 #include <stddef.h>

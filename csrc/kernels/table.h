@@ -426,7 +426,7 @@ struct Variant {
   const char* name;
   const KernelTables* tables;  // null: not in this build
   bool native;                 // in this build, real instructions, and this CPU and OS run them
-  bool emulated;               // software intrinsics (KT_EMULATE): runs anywhere, only when requested by name
+  bool emulated;               // software intrinsics (KT_EMULATE): runs where it was built, if requested by name
   const char* missing;         // comma-separated features the machine lacks; "" when it lacks none
 
   const KernelTable* table(Precision p) const { return tables ? tables->of[(int)p] : nullptr; }

@@ -74,6 +74,7 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
     import torch
 
     trainer = e2e_trainer.Trainer.__new__(e2e_trainer.Trainer)
+    trainer.broken = False
     limit, steps = [0], []
     monkeypatch.setattr(trainer, "allow", lambda gib: limit.__setitem__(0, 100 * gib), raising=False)
     monkeypatch.setattr(trainer, "_free", lambda: None, raising=False)
@@ -112,6 +113,43 @@ def test_variant_that_does_not_recover_is_not_run_out_of_memory(
     contexts = list(trainer.longest_contexts([1, 2, 9], [50, 150, 250, 400]))
     ends = [(one["gib"], one["tokens"], one["out_of_memory_at"]) for one in contexts]
     assert ends == [(1, 50, 150), (2, 150, 250)], "a step after one that stopped half-way"
+    assert trainer.broken
+
+
+@pytest.mark.parametrize(("breaks", "steps"), [(True, [1]), (False, [1, 2])])
+def test_nothing_is_measured_after_a_step_that_stopped_half_way(
+    breaks: bool, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    import e2e_models
+    import train_e2e
+
+    calls: dict[str, list[int]] = {"measure": [], "serve": []}
+
+    class Fake:
+        def __init__(self) -> None:
+            self.built: dict[str, Any] = {}
+            self.broken, self.gib = False, 0
+            self.model = self.device = None
+
+        def allow(self, gib: int) -> None:
+            self.gib = gib
+
+        def measure(self, *sizes: Any) -> dict[str, Any]:
+            calls["measure"].append(self.gib)
+            return {}
+
+        def longest_contexts(self, *limits: Any) -> list[dict[str, Any]]:
+            self.broken = breaks
+            return [{"tokens": 0}]
+
+    fake = Fake()
+    monkeypatch.setattr(train_e2e, "Trainer", lambda *given: fake)
+    monkeypatch.setattr(train_e2e, "answer", lambda *given: calls["serve"].append(fake.gib))
+    options = ["--models", "tiny", "--variants", "fsdp", "--tokens", "64", "--accumulate", "1"]
+    options += ["--gpu-memory", "1,2", "--contexts", "64", "--serve", "8"]
+    assert train_e2e.child(train_e2e.parse(options), e2e_models.recipes()["tiny"]) == 0
+    assert calls == {"measure": steps, "serve": [] if breaks else steps}
 
 
 @pytest.mark.slow
@@ -168,7 +206,10 @@ def test_recipes_have_the_real_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--models", "huge"], ["huge", "qwen3-30b"]),
         (["--variants", "zero3"], ["zero3", "fsdp"]),
         (["--tokens", "500"], ["multiples of 512"]),
-        (["--variants", "kt", "--fill-like", "fsdp"], ["fsdp", "nobody knows"]),
+        (["--variants", "kt", "--fill-like", "fsdp"], ["fsdp", "not measured", "only kt"]),
+        (["--fill-like", "zero"], ["zero", "not measured for qwen3-30b", "only kt, gpu, fsdp"]),
+        (["--models", "qwen3-30b,dsv3", "--fill-like", "fsdp"], ["not measured for dsv3, only kt"]),
+        (["--variants", "gpu,zero", "--serve", "64"], ["--serve", "zero"]),
     ],
 )
 def test_wrong_options_are_explained(

@@ -156,8 +156,11 @@ def test_all_shows_every_policy() -> None:
 
 def test_training_is_not_planned_with_split() -> None:
     words = ["plan", "qwen3-30b-a3b", "--machine", "amx16-h200", "--place", "split"]
-    done = CliRunner().invoke(app, words)
-    assert isinstance(done.exception, InputError) and "given split, expected in training one of" in str(done.exception)
+    for more in ([], ["--serve", "--train", "any.yaml"]):
+        done = CliRunner().invoke(app, [*words, *more])
+        assert isinstance(done.exception, InputError), more
+        for part in ("--place: given split, expected in training one of auto, cpu", "with --serve and without --train"):
+            assert part in str(done.exception), more
     done = CliRunner().invoke(app, [*words, "--serve"])
     assert done.exit_code == 0 and "KT_PLACE=split" in done.output
 

@@ -15,12 +15,16 @@ from ktransformers.checkpoint.packed import read_manifest, verify_packed
 from ktransformers.errors import InputError
 from ktransformers.nn import coded_weight, load_model
 from ktransformers.nn.coded_weight import CodedWeight
+from ktransformers.plan import Choice, Serving, open_shape, profile
+from ktransformers.plan.memory import predict_memory
 from ktransformers.quant import convert as conversion
 from ktransformers.quant.plan import make_plan, parse_formats
 from ktransformers.quant.receipt import read_receipt
+from tests.support.gguf_models import gguf_fields, to_gguf
+from tests.support.loaded_models import MLA, SIZES
 from tests.support.packing import as_fp8
 from tests.support.quantised_models import release
-from tests.support.releases import KINDS, gptq_desc_act
+from tests.support.releases import KINDS, gptq_desc_act, write_gguf
 from tests.support.tiny_models import build, logits, save
 
 
@@ -142,3 +146,49 @@ def test_from_pretrained_says_what_opens_it(fp8: Path, tmp_path: Path) -> None:
 def test_a_format_that_is_not_written_is_refused(fp8: Path) -> None:
     with pytest.raises(InputError, match="rest: given iq2_xs"):
         make_plan(fp8, parse_formats("keep"), rest="iq2_xs")
+
+
+def check_plan(source: Path, out: Path) -> tuple[Any, Any]:
+    """The shape that `kt plan` reads from a packed directory has the sizes of the model that is loaded from it."""
+    plain, shape = open_shape(str(source)), open_shape(str(out))
+    model = load_model(out, dtype=torch.float32, rest="keep")
+    coded = codes_of(model).values()
+    assert shape.coded_numbers == sum(weight.numel() for weight in coded) > 0
+    assert shape.coded_bytes == sum(weight.codes.bytes for weight in coded)
+    rest = [weight.numel() for name, weight in model.named_parameters() if ".experts." not in name]
+    assert shape.rest == pytest.approx(sum(rest), abs=20)
+    for name in ("embedding", "tied", "rest_per_layer", "absorbed_numbers"):
+        assert getattr(shape, name) == getattr(plain, name), name
+    return shape, model
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "kimi_linear"])
+def test_the_plan_counts_codes_of_linear_layers(family: str, tmp_path: Path) -> None:
+    """Both layers of one model have latent attention, one of the other's: a server copies no keys of either."""
+    source = save(build(family, **SIZES, **MLA | {"kv_lora_rank": 512, "q_lora_rank": None}), tmp_path / "model")
+    pack_rest(source, tmp_path / "out", "int8", "int8")
+    shape, model = check_plan(source, tmp_path / "out")
+    assert sorted(map(repr, shape.linears)) == sorted(map(repr, open_shape(str(source)).linears))
+    projections = [weight for name, weight in codes_of(model).items() if "kv_b_proj" in name]
+    config = model.config
+    keys = config.num_attention_heads * config.qk_nope_head_dim * config.kv_lora_rank
+    assert shape.coded_absorbed == shape.absorbed_numbers == keys * len(projections) > 0
+
+    def planned(linear_format: str | None) -> int:
+        choice = Choice("int8", linear_format=linear_format)
+        return predict_memory(shape, Serving(), choice, profile("arm2")).host.get("absorbed keys", 0)
+
+    assert [planned(one) for one in (None, "keep")] == [shape.rest_dtype_bytes * shape.absorbed_numbers, 0]
+
+
+def test_the_plan_counts_codes_of_embedding_and_head(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    model = build("qwen3_moe", hidden_size=128, head_dim=32, num_attention_heads=4, moe_intermediate_size=64)
+    tensors = to_gguf(model, "qwen3moe", dict.fromkeys(("gate", "up", "down"), "Q8_0"))
+    for name in ("token_embd.weight", "output.weight"):
+        tensors[name] = gguf.quants.quantize(tensors[name][0], gguf.GGMLQuantizationType.Q8_0), "Q8_0"
+    source = save(model, tmp_path / "model")
+    write_gguf(tmp_path / "model.gguf", "qwen3moe", gguf_fields(model.config, "qwen3moe"), tensors)
+    pack_rest(tmp_path / "model.gguf", tmp_path / "out", "keep")
+    _, packed = check_plan(source, tmp_path / "out")
+    assert set(codes_of(packed)) == {"lm_head.weight", "model.embed_tokens.weight"}

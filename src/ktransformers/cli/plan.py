@@ -291,7 +291,7 @@ PlaceOption = Annotated[
     str | None,
     typer.Option(
         "--place",
-        help="Mode of the experts: auto, cpu, resident, host_callback, stream, stream_all, split. "
+        help="Mode of the experts: auto, cpu, resident, host_callback, stream, stream_all, split (with --serve). "
         "Default: the fastest of auto, cpu, stream and resident.",
     ),
 ]
@@ -343,11 +343,13 @@ def plan(
     """Plan memory by device, time, and the best configuration that fits."""
     from ktransformers.model_registry import resolve
     from ktransformers.plan import Serving, make_plan, open_shape
-    from ktransformers.plan.workload import PLANNED_POLICIES
+    from ktransformers.plan.workload import PLANNED_POLICIES, check_training_policy
 
     if machine == "list":
         _print_machines(as_json)
         return
+    if place is not None and (train is not None or not serve):
+        check_training_policy("--place", place, "serving has it: with --serve and without --train")
     model = resolve(ask.for_model(model, as_json))
     shape = open_shape(model)
     target = _choose_machine(machine, gpu, ram, calibrate)

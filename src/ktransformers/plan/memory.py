@@ -178,7 +178,11 @@ def as_stored(model: ModelShape, choice: Choice, machine: Machine) -> Choice:
 
 def coded_part(model: ModelShape, choice: Choice) -> tuple[int, int]:
     """Numbers outside of the experts that are stored in codes, and the bytes of these codes. Routers and, unless the
-    release has it in codes, the embedding are numbers; a head that shares the embedding's has codes of its own."""
+    release has it in codes, the embedding are numbers; a head that shares the embedding's has codes of its own.
+
+    On a CPU of the variant `neon` too little is counted, also of copied keys: there codes of a release in two planes
+    (q5_0, q5_1, Q3_K, Q5_K, Q6_K) are decoded (`ONE_PLANE_VARIANTS` of nn/coded_weight.py), and a shape does not know
+    which of its codes these are."""
     if choice.linear_format is None:
         return 0, 0
     if choice.linear_format == KEEP:

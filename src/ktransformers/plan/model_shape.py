@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -24,6 +24,7 @@ from ktransformers.plan.layer_kinds import NO_STATES, StateNumbers, layer_types,
 
 if TYPE_CHECKING:
     from ktransformers.checkpoint import ExpertTensors, Shards
+    from ktransformers.checkpoint.packed import Manifest
 
 ATTENTION_MODULES = ("self_attn", "linear_attn", "attn", "attention", "self_attention", "mixer")
 WEIGHT_ENDINGS = ("weight", "qweight", "weight_packed")
@@ -80,6 +81,7 @@ class ModelShape:
     latent_width: int = 0  # numbers of a token in a KV cache of latents, all layers together; 0: no latent attention
     cache_rows: int = 0  # heads of a token's keys and values in the KV cache, all layers together: scales in fp8
     absorbed_numbers: int = 0  # that multiply queries for latents (serve/engine/latent.py), all layers together
+    absorbed_layers: int = 0  # that have such numbers, each as many; a hybrid's other layers have none
     index_width: int = 0  # numbers of a token's keys for indexers, all layers together; 0: keys are not selected
     index_topk: int = 0  # keys that a new token attends to, if an indexer selects them
     window: int = 0  # keys that a new token attends to in layers with a sliding window
@@ -263,6 +265,7 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
         latent_width=sum(layer.latent for layer in attention),
         cache_rows=sum(layer.cache_rows for layer in attention),
         absorbed_numbers=absorbed,
+        absorbed_layers=sum(layer.absorbed > 0 for layer in attention),
         context=config_number(text_config, "max_position_embeddings", default=32768),
         rest_dtype_bytes=_dtype_bytes(text_config),
         stored=stored,
@@ -291,15 +294,15 @@ def _of_directory(folder: Path) -> ModelShape:
         return replace(shape, **_counted_gguf(folder, shape))
     if not any(folder.glob("*.safetensors")):
         return shape
-    shape = replace(shape, **_counted(folder, shape))
-    if not is_packed(folder):
+    manifest = read_manifest(folder) if is_packed(folder) else None
+    shape = replace(shape, **_counted(folder, shape, manifest))
+    if manifest is None:
         return shape
     # Packed tensors have the names of parameters, but byte counts as shapes.
-    layers = read_manifest(folder).layers
-    first = layers[0]
+    first = manifest.layers[0]
     return replace(
         shape,
-        expert_layers=len(layers),
+        expert_layers=len(manifest.layers),
         experts=first.experts,
         intermediate=first.intermediate,
         gated=first.gated,
@@ -325,8 +328,13 @@ def _counted_gguf(folder: Path, shape: ModelShape) -> dict[str, Any]:
     codes["coded_bytes"] = round(sum(math.prod(tensor.shape) * bytes_in_format(tensor.kind) for tensor in coded))
     # Two tensors of a projection (attn_k_b, attn_v_b) are decoded into one.
     projections = sum("attn_kv_b" in tensor.name for tensor in coded)
-    codes["coded_absorbed"] = shape.absorbed_numbers * min(projections, shape.layers) // shape.layers
+    codes["coded_absorbed"] = _coded_absorbed(shape, projections)
     return {"checkpoint_bytes": sum(file.stat().st_size for file in files), **stored, **codes}
+
+
+def _coded_absorbed(shape: ModelShape, projections: int) -> int:
+    """Of `absorbed_numbers`, if so many layers have the projection in codes."""
+    return shape.absorbed_numbers * min(projections, shape.absorbed_layers) // max(1, shape.absorbed_layers)
 
 
 def _stored(config: Mapping[str, Any]) -> str:
@@ -412,7 +420,22 @@ def _experts_of(shards: Shards, tensors: ExpertTensors, shape: ModelShape) -> di
     return facts | {"stored": "int8" if inner == shape.intermediate else "mxfp4"}  # two 4-bit codes per byte
 
 
-def _counted(folder: Path, shape: ModelShape) -> dict[str, Any]:
+def _rest_matrices(
+    shards: Shards, experts: set[str], manifest: Manifest | None
+) -> Iterator[tuple[str, tuple[int, ...], float]]:
+    """Name, shape and bytes of codes (0: numbers) of what is not an expert. Headers of packed files have byte counts as
+    shapes; the manifest of the directory has the sizes of its linear layers."""
+    linears, layers = ([], []) if manifest is None else (manifest.linears, manifest.layers)
+    packed_files = {layer.file for layer in layers} | {linear.file for linear in linears}
+    for name in shards.names:
+        size = None if name in experts or shards.file(name).name in packed_files else _matrix_shape(shards, name)
+        if size is not None:
+            yield name, size, math.prod(size) * _bytes_of_code(shards, name) if len(size) == 2 else 0.0
+    for linear in linears:
+        yield linear.name, (linear.rows, linear.columns), linear.bytes
+
+
+def _counted(folder: Path, shape: ModelShape, manifest: Manifest | None) -> dict[str, Any]:
     """Counts from the shard headers instead of formulas. Layers beyond the model's own count on disk only."""
     from ktransformers.checkpoint import Shards, find_experts
 
@@ -426,20 +449,19 @@ def _counted(folder: Path, shape: ModelShape) -> dict[str, Any]:
     own = [tensors for tensors in expert_tensors if not _is_extra_layer(f"{tensors.root}.experts", shape.layers)]
     if not own:
         raise InputError(str(folder), "a checkpoint without routed experts", "a Mixture-of-Experts model")
-    rest, linears, embedding, coded, coded_bytes, projections = 0, [], 0, 0, 0.0, 0
-    for name in shards.names:
-        if name in expert_names or _is_extra_layer(name, shape.layers):
-            continue
-        size = _matrix_shape(shards, name)
-        if size is None:
+    rest, linears, embedding, coded, coded_bytes, projections, tied = 0, [], 0, 0, 0.0, 0, True
+    for name, size, code_bytes in _rest_matrices(shards, expert_names, manifest):
+        if _is_extra_layer(name, shape.layers):
             continue
         parts = name.split(".")
-        if (bytes_of_code := _bytes_of_code(shards, name)) and len(size) == 2:
-            coded, coded_bytes = coded + math.prod(size), coded_bytes + math.prod(size) * bytes_of_code
+        if code_bytes:
+            coded, coded_bytes = coded + math.prod(size), coded_bytes + code_bytes
             projections += "kv_b_proj" in parts
         if "embed_tokens" in parts:
             embedding = math.prod(size)
-        elif "lm_head" not in parts:
+        elif "lm_head" in parts:
+            tied = False
+        else:
             rest += math.prod(size)
             adapted = len(size) == 2 and parts[-1] in WEIGHT_ENDINGS and "indexer" not in parts
             if adapted and any(word in parts for word in ATTENTION_MODULES):
@@ -450,11 +472,11 @@ def _counted(folder: Path, shape: ModelShape) -> dict[str, Any]:
     return counts | {
         "rest_per_layer": rest // shape.layers,
         "embedding": embedding or shape.embedding,
-        "tied": "lm_head.weight" not in shards,
+        "tied": tied,
         "linears": tuple(linears) or shape.linears,
         "coded_numbers": coded,
         "coded_bytes": round(coded_bytes),
-        "coded_absorbed": shape.absorbed_numbers * projections // shape.layers,
+        "coded_absorbed": _coded_absorbed(shape, projections),
         "checkpoint_bytes": sum(file.stat().st_size for file in files),
         "counted": True,
     }

@@ -20,11 +20,13 @@ DEFAULT_POLICY = "cpu"  # policy of `place.attach` and of a plan where none is g
 GRAPH_MAX_TOKENS, GRAPH_MAX_SEQUENCE, GRAPH_PIECE_TOKENS = 4096, 2048, 1024  # limits of nn/attention_graphs
 
 
-def check_training_policy(name: str, policy: str) -> None:
+def check_training_policy(
+    name: str, policy: str, remedy: str = "use auto or stream; split is a policy of serving"
+) -> None:
     """`name`: where the policy was given."""
     if policy == SPLIT:
         expected = "in training one of " + ", ".join(TRAINING_POLICIES)
-        raise InputError(name, policy, expected, "use auto or stream; serving alone has split")
+        raise InputError(name, policy, expected, remedy)
 
 
 @dataclass(frozen=True)
