@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections import Counter
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 
@@ -28,6 +29,17 @@ def test_every_test_file_is_in_one_group(script: ModuleType) -> None:
     counted = Counter(file for group in (*groups, alone) for file in group.files())
     assert set(counted) == set((ROOT / "tests").rglob("test_*.py")) and set(counted.values()) == {1}
     assert all(path.exists() for group in (*groups, alone) for path in (*group.paths, *group.ignored))
+
+
+def test_no_two_test_files_are_one_module_to_pytest() -> None:
+    """It names a file by the folders above it that are packages, and refuses a second one of that name."""
+
+    def module(file: Path) -> tuple[str, ...]:
+        folders = list(takewhile(lambda folder: (folder / "__init__.py").is_file(), file.parents))
+        return (*(folder.name for folder in reversed(folders)), file.name)
+
+    counted = Counter(map(module, (ROOT / "tests").rglob("test_*.py")))
+    assert len(counted) > 300 and not [name for name, count in counted.items() if count > 1]
 
 
 def test_failures_are_shown_and_counted(

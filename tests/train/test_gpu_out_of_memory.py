@@ -35,10 +35,9 @@ SMALL, LARGE = (2, 64), (64, 1024)  # rows and length of a batch; one activation
 SPARE = 256 << 20
 DRIFT = 1 << 20
 CYCLES = 3
-# Of the norm. Experts stay where they are, but a GPU adds in any order, and where a last bit differs, later numbers are
-# rounded to other bf16 ones. On a CPU one bf16 step in up to one of 256 outputs and gradients of attention and MLPs,
-# at random, made 0.003 to 0.013 of the norm, or 0.12 where a token went to another expert.
-GRADIENT_TOLERANCE = 0.02
+# Of the norm. A GPU adds in any order, and where a last bit differs, later numbers are rounded to other bf16 ones: on a
+# CPU one bf16 step in some outputs of attention made up to 0.013, and 0.12 once where a token went to another expert.
+GRADIENT_TOLERANCE = 0.05
 
 
 def batch(rows: int, length: int) -> torch.Tensor:
