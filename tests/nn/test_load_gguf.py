@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ktransformers import _core
 from ktransformers.nn import coded_weight, load_model
 from ktransformers.nn.coded_weight import CodedWeight
 from ktransformers.nn.prepare import prepare
 from ktransformers.plan import Choice, Serving, open_shape, profile
+from ktransformers.plan.formats import bytes_in_format
 from ktransformers.plan.memory import predict_memory
+from ktransformers.plan.model_shape import ModelShape
 from tests.support.gguf_models import gguf_fields, gpt_oss_to_gguf, to_gguf
 from tests.support.loaded_models import EXACT, MLA, SIZES, stores, training_logits
 from tests.support.releases import write_gguf
@@ -25,6 +28,13 @@ GGUF_MODELS = {
     "mixtral": ("llama", {}),
     "deepseek_v3": ("deepseek2", MLA),
 }
+
+
+def shape_beside(file: Path, config: PretrainedConfig) -> ModelShape:
+    """What `kt plan` reads from the folder of a GGUF file that has its own configuration and tokenizer."""
+    config.save_pretrained(file.parent)
+    (file.parent / "tokenizer.json").write_text("{}")
+    return open_shape(str(file.parent))
 
 
 @pytest.mark.parametrize("family", GGUF_MODELS)
@@ -121,6 +131,17 @@ def test_linear_layers_keep_the_bits_of_the_file(
     fewer = load_model(file, dtype=torch.float32, rest="keep")
     left = {name for name in kept if not isinstance(fewer.get_parameter(name), CodedWeight)}
     assert left == {name for name, spec in kept.items() if spec == "q5_0"}
+    shape = shape_beside(file, model.config)
+    for variant, loaded in (("avx2", codes), ("neon", fewer)):
+        held = [one for one in loaded.parameters() if isinstance(one, CodedWeight)]
+        planned = shape.kept_on(variant)
+        assert planned.coded_numbers == sum(weight.numel() for weight in held) > 0
+        exact = sum(weight.numel() * bytes_in_format(weight.spec) for weight in held)
+        assert planned.coded_bytes == pytest.approx(exact, abs=1)
+    work, choice, machine = Serving(), Choice("int8", linear_format="keep"), profile("arm2")
+    arm, intel = (replace(machine, cpu=replace(machine.cpu, isa=isa)) for isa in ("neon", "avx2"))
+    memory = [predict_memory(shape, work, choice, one).host["linear layers"] for one in (arm, intel)]
+    assert memory == [shape.kept_on("neon").coded_bytes, shape.coded_bytes]
 
 
 def test_the_plan_knows_which_projections_of_latents_stay_in_codes(tmp_path: Path) -> None:
@@ -133,9 +154,7 @@ def test_the_plan_knows_which_projections_of_latents_stay_in_codes(tmp_path: Pat
     tensors["blk.0.attn_kv_b.weight"] = gguf.quants.quantize(numbers, gguf.GGMLQuantizationType.Q8_0), "Q8_0"
     file = tmp_path / "model.gguf"
     write_gguf(file, "deepseek2", gguf_fields(model.config, "deepseek2"), tensors)
-    model.config.save_pretrained(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    shape = open_shape(str(tmp_path))
+    shape = shape_beside(file, model.config)
     loaded = load_model(file, dtype=torch.float32, rest="keep")
     coded = [isinstance(layer.self_attn.kv_b_proj.weight, CodedWeight) for layer in loaded.model.layers]
     assert coded == [True, False]

@@ -36,6 +36,7 @@ from ktransformers.checkpoint.mapped import read_only_tensor
 from ktransformers.checkpoint.recode import rows_of
 from ktransformers.checkpoint.sources import PlainTensor
 from ktransformers.errors import InputError, KTError
+from ktransformers.linear_storage import ONE_PLANE_VARIANTS
 from ktransformers.nn.codable_modules import codable_modules, coded_candidates
 from ktransformers.nn.device_codes.head_products import HeadRows, check_heads, multiply_heads
 from ktransformers.nn.device_codes.linear import DeviceCodes, packed_linear
@@ -48,9 +49,6 @@ PANEL = 1 << 22  # weights that are decoded at a time
 HEAD_ROWS = 64  # of x, for products of heads that read codes; more rows decode them for the product
 CHECKED_ROWS = 128  # whose numbers are compared when codes are packed; as many as share a scale of fp8:128x128
 DTYPES = (torch.bfloat16, torch.float32)
-# Where putting codes of two planes together (Q3_K, Q5_K, Q6_K) takes longer than reading bf16: on two Neoverse-N1 cores
-# 6.8 ms for 67 million weights in Q6_K, 5.5 in bf16 and 3.5 in Q4_K (docs/log.md).
-ONE_PLANE_VARIANTS = ("neon",)
 SAME = {"alias", "detach"}  # operators that return the same numbers
 
 

@@ -73,6 +73,13 @@ def format_of(name: str) -> WeightFormat:
     return _formats()[name]
 
 
+def planes_of(spec: str) -> int:
+    """Into how many parts the core divides the bits of a code."""
+    from ktransformers import _core
+
+    return len(_core.format(spec)["planes"])
+
+
 def bytes_in_format(spec: str) -> float:
     """Bytes of a weight in any format of the core, with its share of the scales."""
     from ktransformers import _core

@@ -178,11 +178,7 @@ def as_stored(model: ModelShape, choice: Choice, machine: Machine) -> Choice:
 
 def coded_part(model: ModelShape, choice: Choice) -> tuple[int, int]:
     """Numbers outside of the experts that are stored in codes, and the bytes of these codes. Routers and, unless the
-    release has it in codes, the embedding are numbers; a head that shares the embedding's has codes of its own.
-
-    On a CPU of the variant `neon` too little is counted, also of copied keys: there codes of a release in two planes
-    (q5_0, q5_1, Q3_K, Q5_K, Q6_K) are decoded (`ONE_PLANE_VARIANTS` of nn/coded_weight.py), and a shape does not know
-    which of its codes these are."""
+    release has it in codes, the embedding are numbers; a head that shares the embedding's has codes of its own."""
     if choice.linear_format is None:
         return 0, 0
     if choice.linear_format == KEEP:
@@ -202,6 +198,7 @@ def _copied_keys(model: ModelShape, choice: Choice) -> int:
 def predict_memory(
     model: ModelShape, work: Work, choice: Choice, machine: Machine, engine: EngineLimits = ENGINE_LIMITS
 ) -> MemoryPlan:
+    model = model.kept_on(machine.cpu.isa)
     choice = as_stored(model, choice, machine)
     experts = model.expert_layers * packed_layer_bytes(model, choice, machine.cpu.nodes)
     on_cpu_server = isinstance(work, Serving) and not choice.gpus

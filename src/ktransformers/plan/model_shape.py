@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktransformers.errors import InputError
+from ktransformers.linear_storage import ONE_PLANE_VARIANTS
 from ktransformers.model_registry import did_you_mean, known_model, known_names
 from ktransformers.plan.attention_shape import BIASED, LinearShape, attention_layers, config_number, index_layers
-from ktransformers.plan.formats import bytes_in_format, name_of
+from ktransformers.plan.formats import bytes_in_format, name_of, planes_of
 from ktransformers.plan.layer_kinds import NO_STATES, StateNumbers, layer_types, scan_numbers, state_numbers
 
 if TYPE_CHECKING:
@@ -93,7 +94,24 @@ class ModelShape:
     coded_numbers: int = 0  # of linear layers and embeddings besides experts that the release has in codes
     coded_bytes: int = 0  # of these codes and their scales
     coded_absorbed: int = 0  # of `absorbed_numbers`: the release has these projections in codes
+    two_plane_numbers: int = 0  # of the three before, codes in two planes, which some CPU variants decode
+    two_plane_bytes: int = 0
+    two_plane_absorbed: int = 0
     published: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
+
+    def kept_on(self, isa: str) -> ModelShape:
+        """With the codes that this CPU variant keeps; the others are numbers there."""
+        if isa not in ONE_PLANE_VARIANTS:
+            return self
+        return replace(
+            self,
+            coded_numbers=self.coded_numbers - self.two_plane_numbers,
+            coded_bytes=self.coded_bytes - self.two_plane_bytes,
+            coded_absorbed=self.coded_absorbed - self.two_plane_absorbed,
+            two_plane_numbers=0,
+            two_plane_bytes=0,
+            two_plane_absorbed=0,
+        )
 
     @property
     def cached_numbers(self) -> int:
@@ -319,22 +337,39 @@ def _counted_gguf(folder: Path, shape: ModelShape) -> dict[str, Any]:
     tensors = [tensor for file in files for tensor in read_header(file).tensors]
     kinds = [tensor.kind for tensor in tensors if "ffn_up_exps" in tensor.name]
     stored = {} if not kinds else {"stored": "bf16" if kinds[0] in GGUF_NUMBERS else kinds[0]}
-    coded = [
-        tensor
-        for tensor in tensors
-        if len(tensor.shape) == 2 and tensor.kind not in GGUF_NUMBERS and "_exps" not in tensor.name
-    ]
-    codes = {"coded_numbers": sum(math.prod(tensor.shape) for tensor in coded)}
-    codes["coded_bytes"] = round(sum(math.prod(tensor.shape) * bytes_in_format(tensor.kind) for tensor in coded))
-    # Two tensors of a projection (attn_k_b, attn_v_b) are decoded into one.
-    projections = sum("attn_kv_b" in tensor.name for tensor in coded)
-    codes["coded_absorbed"] = _coded_absorbed(shape, projections)
-    return {"checkpoint_bytes": sum(file.stat().st_size for file in files), **stored, **codes}
+    codes = _Codes(shape)
+    for tensor in tensors:
+        if len(tensor.shape) == 2 and tensor.kind not in GGUF_NUMBERS and "_exps" not in tensor.name:
+            numbers = math.prod(tensor.shape)
+            codes.add(
+                numbers,
+                numbers * bytes_in_format(tensor.kind),
+                projects_latents="attn_kv_b" in tensor.name,  # in two tensors (attn_k_b, attn_v_b) it is decoded
+                two_planes=planes_of(tensor.kind) > 1,
+            )
+    return {"checkpoint_bytes": sum(file.stat().st_size for file in files), **stored, **codes.fields()}
 
 
-def _coded_absorbed(shape: ModelShape, projections: int) -> int:
-    """Of `absorbed_numbers`, if so many layers have the projection in codes."""
-    return shape.absorbed_numbers * min(projections, shape.absorbed_layers) // max(1, shape.absorbed_layers)
+class _Codes:
+    """Sums over what a release has in codes besides experts, and over those in two planes."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self._shape = shape
+        self._sums = {"coded": (0, 0.0, 0), "two_plane": (0, 0.0, 0)}  # numbers, bytes, projections of latents
+
+    def add(self, numbers: int, size: float, *, projects_latents: bool, two_planes: bool) -> None:
+        for kind in ("coded", "two_plane") if two_planes else ("coded",):
+            before = self._sums[kind]
+            self._sums[kind] = before[0] + numbers, before[1] + size, before[2] + projects_latents
+
+    def fields(self) -> dict[str, int]:
+        """Of a `ModelShape`."""
+        shape, fields = self._shape, dict[str, int]()
+        for kind, (numbers, size, projections) in self._sums.items():
+            layers = min(projections, shape.absorbed_layers)
+            absorbed = shape.absorbed_numbers * layers // max(1, shape.absorbed_layers)
+            fields |= {f"{kind}_numbers": numbers, f"{kind}_bytes": round(size), f"{kind}_absorbed": absorbed}
+        return fields
 
 
 def _stored(config: Mapping[str, Any]) -> str:
@@ -422,17 +457,18 @@ def _experts_of(shards: Shards, tensors: ExpertTensors, shape: ModelShape) -> di
 
 def _rest_matrices(
     shards: Shards, experts: set[str], manifest: Manifest | None
-) -> Iterator[tuple[str, tuple[int, ...], float]]:
-    """Name, shape and bytes of codes (0: numbers) of what is not an expert. Headers of packed files have byte counts as
-    shapes; the manifest of the directory has the sizes of its linear layers."""
+) -> Iterator[tuple[str, tuple[int, ...], float, bool]]:
+    """Name and shape of what is not an expert, bytes of its codes (0: numbers) and whether they are in two planes.
+    Headers of packed files have byte counts as shapes; the manifest of the directory has the sizes of its linear
+    layers."""
     linears, layers = ([], []) if manifest is None else (manifest.linears, manifest.layers)
     packed_files = {layer.file for layer in layers} | {linear.file for linear in linears}
     for name in shards.names:
         size = None if name in experts or shards.file(name).name in packed_files else _matrix_shape(shards, name)
         if size is not None:
-            yield name, size, math.prod(size) * _bytes_of_code(shards, name) if len(size) == 2 else 0.0
+            yield name, size, math.prod(size) * _bytes_of_code(shards, name) if len(size) == 2 else 0.0, False
     for linear in linears:
-        yield linear.name, (linear.rows, linear.columns), linear.bytes
+        yield linear.name, (linear.rows, linear.columns), linear.bytes, planes_of(linear.format) > 1
 
 
 def _counted(folder: Path, shape: ModelShape, manifest: Manifest | None) -> dict[str, Any]:
@@ -449,14 +485,13 @@ def _counted(folder: Path, shape: ModelShape, manifest: Manifest | None) -> dict
     own = [tensors for tensors in expert_tensors if not _is_extra_layer(f"{tensors.root}.experts", shape.layers)]
     if not own:
         raise InputError(str(folder), "a checkpoint without routed experts", "a Mixture-of-Experts model")
-    rest, linears, embedding, coded, coded_bytes, projections, tied = 0, [], 0, 0, 0.0, 0, True
-    for name, size, code_bytes in _rest_matrices(shards, expert_names, manifest):
+    rest, linears, embedding, tied, codes = 0, [], 0, True, _Codes(shape)
+    for name, size, code_bytes, two_planes in _rest_matrices(shards, expert_names, manifest):
         if _is_extra_layer(name, shape.layers):
             continue
         parts = name.split(".")
         if code_bytes:
-            coded, coded_bytes = coded + math.prod(size), coded_bytes + code_bytes
-            projections += "kv_b_proj" in parts
+            codes.add(math.prod(size), code_bytes, projects_latents="kv_b_proj" in parts, two_planes=two_planes)
         if "embed_tokens" in parts:
             embedding = math.prod(size)
         elif "lm_head" in parts:
@@ -474,9 +509,7 @@ def _counted(folder: Path, shape: ModelShape, manifest: Manifest | None) -> dict
         "embedding": embedding or shape.embedding,
         "tied": tied,
         "linears": tuple(linears) or shape.linears,
-        "coded_numbers": coded,
-        "coded_bytes": round(coded_bytes),
-        "coded_absorbed": _coded_absorbed(shape, projections),
+        **codes.fields(),
         "checkpoint_bytes": sum(file.stat().st_size for file in files),
         "counted": True,
     }

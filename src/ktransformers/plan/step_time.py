@@ -308,6 +308,7 @@ def serving_time(model: ModelShape, work: Serving, choice: Choice, machine: Mach
 
 
 def predict_time(model: ModelShape, work: Work, choice: Choice, machine: Machine) -> PredictedTime:
+    model = model.kept_on(machine.cpu.isa)
     if isinstance(work, Training):
         return training_time(model, work, choice, machine)
     return serving_time(model, work, choice, machine)
