@@ -59,7 +59,7 @@ def find_example(path: str | Path) -> Path:
     given = Path(path)
     folder, _, name = given.as_posix().partition("examples/")
     shipped = EXAMPLES / name
-    return shipped if not folder and name and not given.exists() and shipped.is_file() else given
+    return shipped if not folder and name and not path_exists(given) and is_file(shipped) else given
 
 
 def path_exists(path: str | Path) -> bool:
@@ -68,6 +68,14 @@ def path_exists(path: str | Path) -> bool:
     try:
         return Path(path).expanduser().exists()
     except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def is_file(path: str | Path) -> bool:
+    """As `Path.is_file`, for a name that may be no path at all."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):
         return False
 
 

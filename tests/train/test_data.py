@@ -187,6 +187,14 @@ def test_user_dataset_info_takes_precedence(tmp_path: Path) -> None:
             find_source(name, str(tmp_path))
     with pytest.raises(InputError, match=r"CC BY-NC"):
         find_source("alpaca_en_demo", None)
+    # Names that are no paths: of more characters than a file name has, and with a NUL.
+    for name in ("x" * 300 + ".json", "x\0.json"):
+        with pytest.raises(InputError, match="a file that exists"):
+            find_source(name, str(tmp_path))
+        with pytest.raises(InputError, match="no such file"):
+            list(read_rows(tmp_path / name))
+        with pytest.raises(InputError, match="dataset_dir"):
+            find_source("identity", str(tmp_path / name))
 
 
 def rendered(tokenizer: Any, template: str | None, conversation: Conversation = FOUND, **options: Any) -> str:

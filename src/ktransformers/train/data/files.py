@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.errors import InputError
-from ktransformers.files import check_text, may_have_surrogates, parse_json, read_text, short
+from ktransformers.files import check_text, is_file, may_have_surrogates, parse_json, read_text, short, shorten
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
 MAX_DATASET_BYTES = 64 << 30
@@ -126,8 +126,8 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def read_rows(path: Path) -> Iterator[DataRow]:
-    if not path.is_file():
-        raise InputError(str(path), "no such file", "a data file")
+    if not is_file(path):
+        raise InputError(shorten(path), "no such file", "a data file")
     if path.suffix not in SUFFIXES:
         raise InputError(str(path), f"a file of type {path.suffix or 'unknown'}", ", ".join(SUFFIXES))
     escaped = False

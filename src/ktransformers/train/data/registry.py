@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ktransformers.errors import InputError
-from ktransformers.files import read_json_object, short, validate
+from ktransformers.files import is_file, path_exists, read_json_object, short, shorten, validate
 from ktransformers.train.data.files import SUFFIXES
 
 DEMO_DATA_DIR = Path(__file__).resolve().parent.parent / "demo_data"
@@ -116,8 +116,8 @@ def _source(name: str, entry: Any, folder: Path) -> DatasetSource:
 
 def dataset_folders(dataset_dir: str | None) -> list[Path]:
     user_folder = Path(dataset_dir) if dataset_dir else Path("data")
-    if dataset_dir and not user_folder.is_dir():
-        raise InputError("dataset_dir", dataset_dir, "a folder")
+    if dataset_dir and not (path_exists(user_folder) and user_folder.is_dir()):
+        raise InputError("dataset_dir", shorten(dataset_dir), "a folder")
     return [folder for folder in (user_folder, DEMO_DATA_DIR) if (folder / INFO_FILE).is_file()]
 
 
@@ -131,9 +131,10 @@ def find_source(name: str, dataset_dir: str | None) -> DatasetSource:
     if name.endswith(SUFFIXES):
         candidates = [Path(dataset_dir) / name, Path(name)] if dataset_dir else [Path(name)]
         for path in candidates:
-            if path.is_file():
+            if is_file(path):
                 return DatasetSource(name=path.stem, path=path)
-        raise InputError("dataset", name, "a file that exists", f"looked for {', '.join(map(str, candidates))}")
+        looked = ", ".join(map(shorten, candidates))
+        raise InputError("dataset", shorten(name), "a file that exists", f"looked for {looked}")
     if name in NOT_REDISTRIBUTED:
         raise InputError(
             "dataset",
