@@ -103,6 +103,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--files: {', '.join(sorted(unknown))}, expected {', '.join(FILES)}")
     if min([*args.streams, *args.prompts, args.new, args.layers, args.rounds, args.chunk]) < 1:
         parser.error("counts are at least 1")
+    if not 0 <= args.top_k <= SHAPES[args.shape].experts:
+        parser.error(f"--top-k: {args.top_k}, expected at most {SHAPES[args.shape].experts}")
     args.prompt, args.engine, args.device = max(args.prompts), True, "cpu"  # as `open_ours` reads them
     args.environment = dict(os.environ)  # llama.cpp's OpenMP threads spin as they would without us
     return args

@@ -18,6 +18,7 @@ def test_rounds_of_both_programs_are_compared(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     words = ["--program", str(PROGRAM), "--shape", "tiny", "--layers", "1", "--vocabulary", "512", "--files", "BF16"]
     words += ["--streams", "1,2", "--prompts", "24", "--new", "3", "--rounds", "2", "--folder", str(tmp_path)]
+    words += ["--top-k", "1"]
     done = python(CODE, *words, "--json", str(tmp_path / "document.json"))
     assert done.returncode == 0, done.stderr
     actual = json.loads(done.stdout.splitlines()[-1])
@@ -30,6 +31,13 @@ def test_rounds_of_both_programs_are_compared(tmp_path: Path) -> None:
         assert cell["ratio"] == pytest.approx(cell["tokens_per_second"] / 1000, rel=1e-3)
         assert cell["met"] == (cell["ratio"] >= cell["bar"])
     assert actual["peer"]["features"] == "CPU : STAND_IN = 1"
+    (config,) = tmp_path.glob("tiny-1-512/config.json")
+    assert json.loads(config.read_text())["num_experts_per_tok"] == actual["model"]["top_k"] == 1
+
+
+def test_more_experts_of_a_token_than_there_are_are_refused() -> None:
+    done = python(CODE, "--program", str(PROGRAM), "--shape", "tiny", "--top-k", "1000")
+    assert done.returncode == 2 and "--top-k: 1000" in done.stderr
 
 
 def test_files_of_unknown_types_are_refused() -> None:
