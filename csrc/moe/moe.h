@@ -74,6 +74,7 @@ class Backward final : public Task {
   ~Backward() override { close(); }
 
  private:
+  bool reads_kept_rows() const override { return gradients_.keep; }
   void begin() override;
   void before_units(char* slice) override;
   void after_lanes(char* slice) override;

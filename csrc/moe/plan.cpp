@@ -10,7 +10,7 @@
 namespace kt {
 namespace {
 
-constexpr int32_t kMaxBackwardBlocks = 32;  // gate/up blocks of a backward unit: its kept rows stay in L2
+constexpr int32_t kMaxBackwardBlocks = 32;  // gate/up blocks of a backward unit that recomputes them: they stay in L2
 constexpr int64_t kScratchSums = 2 * 2 * kMaxRows * kBlockN;
 
 // Token tiles of one segment in pieces of about `most`, at most a quarter more, none much smaller than the others.
@@ -206,7 +206,7 @@ void Planner::tile_segments() {
   block_sums = std::max<int64_t>(1, largest_rows) * kBlockN * kernels.sum_bytes;
   max_blocks = up.blocks();
   if (chunks > 1) max_blocks = (int32_t)std::max<int64_t>(2, budget.sums_bytes / block_sums / 2 * 2);
-  if (back) max_blocks = std::min(max_blocks, kMaxBackwardBlocks);
+  if (back && !input.kept) max_blocks = std::min(max_blocks, kMaxBackwardBlocks);
 }
 
 void Planner::divide_work() {
@@ -282,7 +282,7 @@ void Planner::place_slice() {
     decoded_bytes = std::max(
         decoded_bytes, decoded * std::min<int64_t>(largest_rows, packed_gemv_rows) * kernels.packed_gemv_row_bytes);
   plan.keep_at = plan.decoded_at + round_up(decoded_bytes, 64);
-  plan.transposed_at = plan.keep_at + (back ? round_up(largest_rows * max_blocks * elem_tile, 4096) : 0);
+  plan.transposed_at = plan.keep_at + (back && !input.kept ? round_up(largest_rows * max_blocks * elem_tile, 4096) : 0);
   int64_t transposed = (int64_t)up.k_bytes(
       std::max({kTransposedBlocks * up.k_tiles(), kTransposedLaneBlocks * plan.down_chunk, up.blocks()}));
   plan.rank_at = plan.transposed_at + (back ? transposed : 0);

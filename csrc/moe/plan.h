@@ -113,6 +113,7 @@ struct PlanInput {
   const Adapters& adapters;
   int threads, groups;
   bool w8a8 = false, x_int8 = false;  // as in Plan
+  bool kept = false;                  // backward: forward has kept gate and up
 };
 int64_t largest_rank(const Routing& routing, const Adapters& adapters);  // a multiple of kRankStep
 void make_plan(const Routing& routing, const PlanInput& input, int32_t tokens, const Budget& budget,

@@ -79,7 +79,8 @@ void Task::prepare() {
   zero_idle_tokens();
   const bool rounds = batch_.w8a8 && direction_ == Direction::forward, tiles = rounds && experts_.has_integer_tiles();
   make_plan(routing_,
-            {experts_.weights(), experts_.kernels(), adapters_, pool.threads(), pool.groups(), tiles, rounds && !tiles},
+            {experts_.weights(), experts_.kernels(), adapters_, pool.threads(), pool.groups(), tiles, rounds && !tiles,
+             reads_kept_rows()},
             batch_.tokens, budget, direction_, plan_);
   workspace_ = experts_.engine().arena.acquire((size_t)plan_.total_bytes);
   begin();

@@ -72,9 +72,10 @@ class Task : private Job {
   bool done() const;
 
  protected:
-  virtual void begin() {}              // after routing, on the calling thread
-  virtual void before_units(char*) {}  // by every thread, as long as there is work
-  virtual void after_lanes(char*) {}   // likewise; other threads may still be in their last lanes
+  virtual bool reads_kept_rows() const { return false; }  // backward of a forward that has kept gate and up
+  virtual void begin() {}                                 // after routing, on the calling thread
+  virtual void before_units(char*) {}                     // by every thread, as long as there is work
+  virtual void after_lanes(char*) {}                      // likewise; other threads may still be in their last lanes
   virtual void run_unit(const UpUnit& unit, const UpUnit* next, char* slice) = 0;
   virtual void segment_done(size_t segment, char* slice) = 0;  // its units are done; lanes wait for this
   // `next`: weights that this thread reads after it, to prefetch, or null.

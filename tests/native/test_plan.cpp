@@ -56,11 +56,20 @@ void check_cover(const Plan& plan, const Routing& routing, const Weights& weight
     CHECK_EQ(plan.lane_rounds[rounds - 1] - plan.lane_rounds[rounds - 2], 1);
 }
 
-void check_space(const Plan& plan, const Weights& weights, const KernelTable& kernels, int threads) {
+// How a call uses its plan.
+struct Pass {
+  Direction direction;
+  bool kept;  // gate and up, by forward
+};
+constexpr Pass kPasses[] = {{Direction::forward, false}, {Direction::backward, false}, {Direction::backward, true}};
+
+void check_space(const Plan& plan, const Weights& weights, const KernelTable& kernels, int threads, Pass pass) {
   int64_t elem_tile = (int64_t)kTileK * kernels.elem, k_tiles = weights.up().k_tiles();
   for (const auto& group : plan.up)
     for (const UpUnit& u : group) {
       int64_t rows = (int64_t)(u.tile1 - u.tile0) * plan.tilings[(size_t)u.segment].rows;
+      if (pass.direction == Direction::backward && !pass.kept)
+        CHECK((u.block1 - u.block0) * rows * elem_tile <= plan.transposed_at - plan.keep_at);
       if (rows * k_tiles * elem_tile <= plan.panel_bytes) continue;  // gathered whole
       CHECK(rows * plan.up_chunk * elem_tile <= plan.panel_bytes);
       if (plan.up_chunk < k_tiles)
@@ -85,11 +94,13 @@ TEST(plan_covers_everything_once) {
           for (const auto& counts : routings)
             for (int64_t l2 : {128 << 10, 2 << 20}) {
               Routing routing = rows_of(counts);
-              Plan plan;
-              make_plan(routing, {weights, *kernels, {}, threads, groups}, 5000, {l2 / 2, l2 / 4}, Direction::forward,
-                        plan);
-              check_cover(plan, routing, weights);
-              check_space(plan, weights, *kernels, threads);
+              for (Pass pass : kPasses) {
+                Plan plan;
+                make_plan(routing, {weights, *kernels, {}, threads, groups, false, false, pass.kept}, 5000,
+                          {l2 / 2, l2 / 4}, pass.direction, plan);
+                check_cover(plan, routing, weights);
+                check_space(plan, weights, *kernels, threads, pass);
+              }
             }
         }
       }
@@ -114,4 +125,19 @@ TEST(plan_down_chunk_depends_on_the_layer_alone) {
   make_plan(rows_of({1, 0}), {weights, kernels(), {}, 2, 1}, 1, {512 << 10, 256 << 10}, Direction::forward, one);
   make_plan(rows_of({900, 3}), {weights, kernels(), {}, 2, 1}, 900, {512 << 10, 256 << 10}, Direction::forward, many);
   CHECK_EQ(one.down_chunk, many.down_chunk);
+}
+
+TEST(plan_of_backward_gathers_a_gradient_once_where_gate_and_up_are_kept) {
+  // Recomputed rows of a unit must stay in L2, kept ones are read where they lie.
+  auto engine = engine_of(2);
+  Weights weights({64, 64, 768, true}, {}, kernels(), engine->pool);
+  Routing routing = rows_of(std::vector<int32_t>(64, 64));
+  auto blocks_of_unit = [&](bool kept) {
+    Plan plan;
+    make_plan(routing, {weights, kernels(), {}, 2, 1, false, false, kept}, 64, {512 << 10, 256 << 10},
+              Direction::backward, plan);
+    return plan.up[0][0].block1 - plan.up[0][0].block0;
+  };
+  CHECK_EQ(blocks_of_unit(true), weights.up().blocks());
+  CHECK_EQ(blocks_of_unit(false), 32);
 }
