@@ -188,6 +188,7 @@ class Trainer:
         ran out of memory is not given one whose tensors alone, seen without a limit, are more than the limit."""
         import torch
 
+        self._free()  # torch's allocator would serve a step from what earlier ones left, whatever the limit
         longest: dict[str, Any] = {"tokens": 0, "step_s": 0.0}
         needed: dict[int, float] = {}  # GiB by length
         for gib in memory:

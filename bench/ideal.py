@@ -17,7 +17,7 @@ from typing import Any
 
 from e2e_models import Recipe
 
-from ktransformers.plan.formats import format_of, packed_expert_bytes
+from ktransformers.nn.device_codes.layout import geometry
 
 MEGABYTES = 256 << 20
 SIDE = 8192  # of the GPU's product
@@ -68,7 +68,7 @@ def ideal(recipe: Recipe, cell: dict[str, Any], rates: Rates) -> dict[str, Any]:
     words, layers, tokens = recipe.config, cell["layers"], cell["tokens"]
     hidden, wide, top = words["hidden_size"], words["moe_intermediate_size"], words["num_experts_per_tok"]
     sparse = layers - words.get("first_k_dense_replace", 0)
-    expert = packed_expert_bytes(hidden, wide, True, format_of(cell["format"].partition(":")[0]))
+    expert = geometry(1, hidden, wide, True, dict.fromkeys(("gate", "up", "down"), cell["format"])).expert_bytes
     experts = words.get("num_experts") or words["n_routed_experts"]
     elsewhere = 1 - cell.get("residents", 0) / experts  # than on the GPU
     size = 2 * sparse * cell["pieces"] * cell["touched"] * expert * elsewhere

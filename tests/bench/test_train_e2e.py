@@ -98,6 +98,23 @@ def test_longest_context_ends_where_memory_does(limited: tuple[Any, list[int]]) 
     assert steps == [50, 150, 150, 250, 250, 400], "a length that fits was tried again"
 
 
+def test_longest_context_does_not_use_what_earlier_steps_left(
+    limited: tuple[Any, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's limit holds for new memory alone: a step that finds enough in the allocator's cache would pass."""
+    trainer, _ = limited
+    trainer.recovers = True
+    cached, within_limit = [10_000], trainer.step
+
+    def step(batches: list[torch.Tensor], loss_rows: int) -> None:
+        if batches[0].numel() > cached[0]:
+            within_limit(batches, loss_rows)
+
+    monkeypatch.setattr(trainer, "step", step)
+    monkeypatch.setattr(trainer, "_free", lambda: cached.__setitem__(0, 0))
+    assert [one["tokens"] for one in trainer.longest_contexts([1, 2], [50, 150, 400])] == [50, 150]
+
+
 def test_variant_that_does_not_recover_is_not_run_out_of_memory(
     limited: tuple[Any, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,3 +258,16 @@ def test_a_few_layers_are_multiplied_up_by_what_a_deep_model_would_take(
             whole = train_e2e.whole_model(recipe, ran, rates)
             assert whole["step_s"] == pytest.approx(29 * max(step_s, least), rel=0.01)
             assert whole["layers"] == 58 and whole["tokens_per_s"] == pytest.approx(8192 / whole["step_s"])
+
+
+def test_the_ideal_counts_the_bytes_of_a_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parameters too: bf16:12 is not bf16."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    import e2e_models
+    import ideal
+
+    recipe, rates = e2e_models.recipes()["qwen3-30b"], ideal.Rates(read=200e9, tiles=14e12, link=50e9, gpu=750e12)
+    cell = {"layers": 8, "tokens": 512, "pieces": 1, "touched": 128, "policy": "stream"}
+    bits = {"bf16": 16, "bf16:12": 12.06, "int8": 8, "int4:32": 4.5, "int4:128": 4.125, "mxfp4": 4.25}
+    seconds = {spec: ideal.ideal(recipe, cell | {"format": spec}, rates)["seconds"] for spec in bits}
+    assert {spec: 16 * one / seconds["bf16"] for spec, one in seconds.items()} == pytest.approx(bits, rel=0.01)
