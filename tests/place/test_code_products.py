@@ -85,20 +85,31 @@ def test_experts_with_many_rows(spec: str, device: str) -> None:
 
 
 @triton_devices
-def test_pairs_of_one_expert_are_grouped(device: str) -> None:
-    """The first of every GROUP_ROWS pairs computes for them; pairs of experts that are not resident do not."""
+@pytest.mark.parametrize("rows", [2, 4])
+def test_pairs_of_one_expert_are_grouped(rows: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of so many pairs computes for them; pairs of experts that are not resident do not."""
     kernels = pytest.importorskip(resident_decode.TRITON)
+    monkeypatch.setattr(kernels, "group_rows", lambda *sizes: rows)
     matrix = geometry_of(ExpertStore(E, H, I, formats="bf16")).first
     slot_of = torch.tensor([2, -1, 0], dtype=torch.int32, device=device)
     counts = torch.zeros(E, dtype=torch.int32, device=device)
-    ids = torch.tensor([[2, 0], [2, 1], [-1, 2], [9, 0]], device=device)
+    ids = torch.tensor([[2, 0], [2, 1], [-1, 2], [9, 0], [2, 2], [9, 2]], device=device)
     groups = kernels.group_routes(ids, slot_of, counts, matrix, matrix)
-    assert kernels.GROUP_ROWS == 2 and counts.tolist() == [2, 1, 3]
-    assert groups.slots.tolist() == [0, 2, -1, -1, -1, 0, -1, -1]
-    pairs = groups.pairs.tolist()
-    assert [pairs[route] for route in (0, 1, 5)] == [[0, 2], [1, 7], [5, -1]]
+    assert counts.tolist() == [2, 1, 6]
+    members = {2: [[0, 2], [5, 8], [9, 11], [1, 7]], 4: [[0, 2, 5, 8], [9, 11, -1, -1], [1, 7, -1, -1]]}[rows]
+    slots, pairs = groups.slots.tolist(), groups.pairs.tolist()
+    assert {route for route, slot in enumerate(slots) if slot >= 0} == {group[0] for group in members}
+    assert [pairs[group[0]] for group in members] == members
+    assert [slots[group[0]] for group in members] == [0] * (len(members) - 1) + [2]
     assert kernels.group_routes(ids[:1], slot_of, counts, matrix, matrix) is None, "one token has nothing to share"
-    assert counts.tolist() == [2, 1, 3]
+    assert counts.tolist() == [2, 1, 6]
+
+
+def test_programs_are_long_where_experts_have_many_rows_and_are_decoded() -> None:
+    kernels = pytest.importorskip(resident_decode.TRITON)
+    plain, coded = (geometry_of(ExpertStore(E, H, I, formats=spec)).first for spec in ("bf16", "int4:32"))
+    assert [kernels.group_rows(16, 4, 32, matrix) for matrix in (plain, coded)] == [2, 4]
+    assert kernels.group_rows(16, 8, 128, coded) == 2
 
 
 def check_products(layer: LayerOnDevice, cache: ExpertCache, given: tuple[Tensor, ...], device: str) -> None:

@@ -1,5 +1,5 @@
-"""Products of a block of 32 outputs of a packed expert with one or two rows of activations, in float32
-multiplications: for decoding, where most experts have one or two rows.
+"""Products of a block of 32 outputs of a packed expert with a few rows of activations, in float32 multiplications: for
+decoding, where most experts have one or two rows.
 
 Packed bytes go from memory to registers in the order in which they lie, 16 bytes a thread, and stay there: no tile in
 shared memory, no barrier before the sums of a program's threads are added. A word of 32 bits holds two neighbouring
@@ -12,11 +12,12 @@ words; others would be exchanged between threads through shared memory. Hence a 
 or 8 or 16 of bf16. Words of the next step are loaded before those of this one are multiplied.
 """
 
-# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc,no-redef"
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc,no-redef,assignment"
+# ruff: noqa: RUF005 - Triton has no unpacking inside of a tuple
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -39,6 +40,21 @@ def tile_of(tokens: int) -> Tile:
     return Tile(4, 16 if tokens == 1 else 8)
 
 
+class Form(NamedTuple):
+    """Constants of `block_products`, which unpacks them in this order."""
+
+    plain: bool  # bf16, and all that follows up to `scale_bytes` is unused
+    code: int = 0
+    zero: int = 0
+    scale: int = 0
+    bits: int = 0
+    span: int = 0
+    entries: int = 16
+    scale_bytes: int = 0
+    step: int = 0  # rows of words
+    pack: bool = True  # not in the interpreter, which has no assembler
+
+
 @triton.jit
 def _halves(word):
     """Two bf16 numbers of a word, as float32."""
@@ -46,12 +62,40 @@ def _halves(word):
 
 
 @triton.jit
-def _multiply_add(low, high, x, low_even, low_odd, high_even, high_odd):
-    """Sums of both halves of a block plus a row's two numbers of K times their weights."""
-    even, odd = _halves(x)
-    low = tl.fma(low_odd, odd, tl.fma(low_even, even, low))
-    high = tl.fma(high_odd, odd, tl.fma(high_even, even, high))
-    return low, high
+def _multiply_add(sums, x, weights_even, weights_odd):
+    """Sums of one half of a block plus rows' two numbers of K times their weights; `sums` and `x` are tuples."""
+    added = ()
+    for m in tl.static_range(len(x)):
+        even, odd = _halves(x[m])
+        added = added + (tl.fma(weights_odd, odd, tl.fma(weights_even, even, sums[m])),)
+    return added
+
+
+@triton.jit
+def _loaded(rows, offset, inside):
+    """Words of each row of x."""
+    words = ()
+    for m in tl.static_range(len(rows)):
+        words = words + (tl.load(rows[m] + offset, mask=inside, other=0),)
+    return words
+
+
+@triton.jit
+def _zeros(rows, STEP: tl.constexpr):
+    """float32 [STEP, 16] for each row of x."""
+    sums = ()
+    for _ in tl.static_range(len(rows)):
+        sums = sums + (tl.zeros((STEP, 16), tl.float32),)
+    return sums
+
+
+@triton.jit
+def _sums(parts, FACTOR: tl.constexpr):
+    """float32 [16] for each row of x."""
+    sums = ()
+    for m in tl.static_range(len(parts)):
+        sums = sums + (FACTOR * tl.sum(parts[m], 0),)
+    return sums
 
 
 @triton.jit
@@ -149,30 +193,29 @@ def _words(words, row, inside, PLAIN: tl.constexpr):
 
 @triton.jit
 def block_products(
-    x_0,  # rows of x: int32, pairs of bf16
-    x_1,
+    x,  # tuple: rows of x, int32, pairs of bf16
     words,  # packed experts as int32
     scales,  # in the type of the scales
     factors,  # as float32
     base,  # first byte of the block
-    half_bytes,
     columns,
+    half_bytes,
     codes_at,
     spans_at,
     mask,  # of a code
-    PLAIN: tl.constexpr,  # bf16
-    CODE: tl.constexpr,
-    ZERO: tl.constexpr,
-    SCALE: tl.constexpr,
-    BITS: tl.constexpr,
-    SPAN: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    STEP: tl.constexpr,  # rows of words
-    PACK: tl.constexpr,  # not in the interpreter, which has no assembler
-    ROWS: tl.constexpr,
+    FORM: tl.constexpr,  # the values of a `Form`
 ):
-    """float32 [16] for each half of the block and row of x; those of the second row are zeros if ROWS is 1."""
+    """Of the block's low and of its high half: float32 [16] for each row of x."""
+    PLAIN: tl.constexpr = FORM[0]
+    CODE: tl.constexpr = FORM[1]
+    ZERO: tl.constexpr = FORM[2]
+    SCALE: tl.constexpr = FORM[3]
+    BITS: tl.constexpr = FORM[4]
+    SPAN: tl.constexpr = FORM[5]
+    ENTRIES: tl.constexpr = FORM[6]
+    SCALE_BYTES: tl.constexpr = FORM[7]
+    STEP: tl.constexpr = FORM[8]
+    PACK: tl.constexpr = FORM[9]
     EXACT: tl.constexpr = BITS == 4 and SCALE_BYTES == 2
     FACTOR: tl.constexpr = 1.0 if PLAIN else (2.0**60 if CODE == E4M3 else (2.0**63 if CODE == E2M1 else 1.0))
     PER_WORD: tl.constexpr = 1 if PLAIN else 32 // BITS  # pairs of K of a row of words
@@ -182,8 +225,7 @@ def block_products(
     low_at = words + tl.multiple_of((base + codes_at) // 4, 16) + lane
     high_at = words + tl.multiple_of((high_base + codes_at) // 4, 16) + lane
     n = tl.arange(0, 16)[None, :] if ENTRIES == 16 else tl.zeros((1, 1), tl.int32)
-    low_0 = tl.zeros((STEP, 16), tl.float32)
-    high_0, low_1, high_1 = low_0, low_0, low_0
+    low_sums, high_sums = _zeros(x, STEP), _zeros(x, STEP)
     inside = row * PER_WORD < pairs
     next_low, next_high = _words(low_at, row, inside, PLAIN), _words(high_at, row, inside, PLAIN)
     if not PLAIN:
@@ -221,14 +263,10 @@ def block_products(
                 high_even, high_odd = _decoded(
                     high_words, high_words_odd, mask, high_scale, s, CODE, ZERO, BITS, EXACT, PACK
                 )
-            pair = here * PER_WORD + s
-            present = here * PER_WORD < pairs
-            x = tl.load(x_0 + pair, mask=present, other=0)
-            low_0, high_0 = _multiply_add(low_0, high_0, x, low_even, low_odd, high_even, high_odd)
-            if ROWS > 1:
-                x = tl.load(x_1 + pair, mask=present, other=0)
-                low_1, high_1 = _multiply_add(low_1, high_1, x, low_even, low_odd, high_even, high_odd)
-    return FACTOR * tl.sum(low_0, 0), FACTOR * tl.sum(high_0, 0), FACTOR * tl.sum(low_1, 0), FACTOR * tl.sum(high_1, 0)
+            numbers = _loaded(x, here * PER_WORD + s, here * PER_WORD < pairs)
+            low_sums = _multiply_add(low_sums, numbers, low_even, low_odd)
+            high_sums = _multiply_add(high_sums, numbers, high_even, high_odd)
+    return _sums(low_sums, FACTOR), _sums(high_sums, FACTOR)
 
 
 def supports(matrix: PackedMatrix) -> bool:
@@ -247,23 +285,30 @@ def supports(matrix: PackedMatrix) -> bool:
 def arguments(
     packed: Tensor, matrix: PackedMatrix, tile: Tile
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
-    """Of `block_products`: words, scales and factors; half_bytes to mask; constants."""
-    flat, form, strip = packed.view(-1), matrix.formats[0], matrix.strip(0)
+    """Of `block_products`: words, scales and factors; columns to mask; constants."""
+    flat, stored, strip = packed.view(-1), matrix.formats[0], matrix.strip(0)
     words, floats = flat.view(torch.int32), flat.view(torch.float32)
     if matrix.plain:
-        step = tile.rows * tile.warps
-        places = (TILE_BYTES, matrix.columns, 0, 0, 0)
-        constants = dict.fromkeys(("CODE", "ZERO", "SCALE", "BITS", "SPAN", "SCALE_BYTES"), 0) | {"ENTRIES": 16}
+        form = Form(True, step=tile.rows * tile.warps, pack=packed.is_cuda)
+        places = (TILE_BYTES, 0, 0, 0)
         views = (words, words, floats)
     else:
-        kind, field = dequantize_triton.kind_of(form), (form.fields or form.row)[0]
+        kind, field = dequantize_triton.kind_of(stored), (stored.fields or stored.row)[0]
         assert kind is not None
-        step = 4 * tile.warps
-        spans_at = strip.row_bytes if form.span else 0
-        places = (matrix.strip_at(1), matrix.columns, strip.codes_at, spans_at, (1 << form.bits) - 1)
+        spans_at = strip.row_bytes if stored.span else 0
+        places = (matrix.strip_at(1), strip.codes_at, spans_at, (1 << stored.bits) - 1)
         scales = flat.view(dequantize_triton.SCALES[field.kind])
-        constants = {"CODE": kind[0], "ZERO": form.zero_point, "SCALE": kind[1], "BITS": form.bits, "SPAN": form.span}
-        constants |= {"ENTRIES": 1 if field.shared else 16, "SCALE_BYTES": scales.element_size()}
+        form = Form(
+            False,
+            kind[0],
+            stored.zero_point,
+            kind[1],
+            stored.bits,
+            stored.span,
+            entries=1 if field.shared else 16,
+            scale_bytes=scales.element_size(),
+            step=4 * tile.warps,
+            pack=packed.is_cuda,
+        )
         views = (words, scales, floats)
-    constants |= {"PLAIN": matrix.plain, "STEP": step, "PACK": packed.is_cuda, "num_warps": tile.warps}
-    return views, places, constants
+    return views, (matrix.columns, *places), {"FORM": tuple(form), "num_warps": tile.warps}

@@ -2,11 +2,12 @@
 synchronise.
 
 Three kernels compute a layer, with one before them if there are several tokens. That one groups the (token, slot) pairs
-of an expert by two (`_group_routes`), so that an expert that two tokens share is read once; a pair whose expert is not
-resident (`slot_of[expert]` is -1) is in no group. The others have a program for every pair and block of 32 outputs, of
-which those without a group end at once: gate and up with the activation, then down, which writes the weighted output of
-every pair (`block_products_triton.py`); a third kernel sums those of a token in one order: no atomics, the same bits
-every time.
+of an expert by two or four (`_group_routes`), so that an expert that tokens share is decoded once for them; a pair
+whose expert is not resident (`slot_of[expert]` is -1) is in no group. The others have a program for every pair and
+block of 32 outputs, of which those without a group end at once: gate and up with the activation, then down, which
+writes the weighted output of every pair (`block_products_triton.py`); a third kernel sums those of a token in one
+order: no atomics, the same bits every time. Programs of the same block of all pairs follow each other, so that several
+groups of an expert read a block at the same time, and memory once.
 
 GGUF's K types, and gate and up of different formats, which are dequantised first, have two other kernels, on tensor
 cores (`resident_tiles_triton.py`).
@@ -15,7 +16,8 @@ LoRA factors are found through a table of addresses (`LoraPointers` of `place/gp
 program per (token, slot) and 16 ranks of A, and the kernels above add B's product to rows with an adapter.
 """
 
-# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc"
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc,assignment,no-redef"
+# ruff: noqa: RUF005 - Triton has no unpacking inside of a tuple
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -35,7 +37,7 @@ from ktransformers.place.gpu.resident_pairs_triton import activate, dense_rows, 
 from ktransformers.place.gpu.resident_tiles_triton import down_tiles, first_tiles
 
 SUM_COLUMNS = 256  # of a program that sums outputs
-GROUP_ROWS = 2  # of one expert that are computed together from a block of it
+FEW_ROWS = tl.constexpr(2)  # of one expert in a program whose loop is the short one
 PARTS, FEW_ROUTES = 4, 16  # half blocks of down in a program, of batches with more (token, slot) pairs than these
 RANKS_PER_STEP = 128  # numbers of a row of A or B that a step of LoRA's products takes
 
@@ -99,9 +101,9 @@ def _group_routes(
 
 
 @triton.jit
-def _slot_of_route(ids, slot_of, counts, slots, route, block, experts, COUNT: tl.constexpr, GROUPED: tl.constexpr):
+def _slot_of_route(ids, slot_of, counts, slots, route, block, experts, COUNT: tl.constexpr, ROWS: tl.constexpr):
     """The slot that a program reads, or -1."""
-    if GROUPED:
+    if ROWS > 1:
         slot = tl.load(slots + route)
     else:
         expert = tl.load(ids + route)
@@ -113,12 +115,24 @@ def _slot_of_route(ids, slot_of, counts, slots, route, block, experts, COUNT: tl
 
 
 @triton.jit
-def _pair(pairs, route, m: tl.constexpr, ROWS: tl.constexpr, GROUPED: tl.constexpr):
-    """The m-th (token, slot) pair of a program, or -1."""
-    pair = route if m == 0 else -1
-    if GROUPED and m < ROWS:
-        pair = tl.load(pairs + route * ROWS + m)
-    return pair
+def _pairs(pairs, route, ROWS: tl.constexpr):
+    """The (token, slot) pairs of a program, -1 behind the last."""
+    if ROWS == 1:
+        members = (route,)
+    else:
+        members = ()
+        for m in tl.static_range(ROWS):
+            members = members + (tl.load(pairs + route * ROWS + m),)
+    return members
+
+
+@triton.jit
+def _rows(x, pairs, per_row, length):
+    """Their rows of x; row 0 for -1."""
+    rows = ()
+    for m in tl.static_range(len(pairs)):
+        rows = rows + (x + tl.maximum(pairs[m], 0) // per_row * length,)
+    return rows
 
 
 @triton.jit
@@ -157,6 +171,29 @@ def _store_first(
 
 
 @triton.jit
+def _first_pairs(
+    members, hidden, ids, weights, lora, bias, out, route, block, base, rows, columns, places, top_k,
+    FORM: tl.constexpr, PAIRED: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, ADDED: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """A block of gate and up for a tuple of pairs."""
+    x = _rows(hidden, members, top_k, columns // 2)
+    low_sums, high_sums = block_products(x, *weights, base, columns, *places, FORM)
+    expert, n = tl.load(ids + route).to(tl.int64), tl.arange(0, 16)
+    if PAIRED:
+        low, outputs = block * 16 + n, 2 * rows
+        high, low_valid, high_valid = low + rows, low < rows, low < rows
+    else:
+        low, outputs = block * 32 + n, rows
+        high, low_valid, high_valid = low + 16, low < rows, low + 16 < rows
+    for m in tl.static_range(len(members)):
+        _store_first(
+            members[m], low_sums[m], high_sums[m], expert, bias, *lora, out, low, high, low_valid, high_valid,
+            outputs, rows, top_k, BIAS, GATE, LIMIT, ALPHA, ADDED, RANKS,
+        )  # fmt: skip
+
+
+@triton.jit
 def _first_rows(
     hidden,  # int32 [T, columns / 2]: pairs of bf16
     ids,
@@ -177,23 +214,13 @@ def _first_rows(
     rows,
     expert_bytes,
     block_bytes,
-    half_bytes,
     columns,
+    half_bytes,
     codes_at,
     spans_at,
     mask,
-    PLAIN: tl.constexpr,
-    CODE: tl.constexpr,
-    ZERO: tl.constexpr,
-    SCALE: tl.constexpr,
-    BITS: tl.constexpr,
-    SPAN: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    STEP: tl.constexpr,
-    PACK: tl.constexpr,
+    FORM: tl.constexpr,  # of the numbers of K: `block_products`
     ROWS: tl.constexpr,
-    GROUPED: tl.constexpr,
     COUNT: tl.constexpr,
     PAIRED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -203,32 +230,26 @@ def _first_rows(
     ADDED: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    block, route = tl.program_id(0), tl.program_id(1)
-    slot = _slot_of_route(ids, slot_of, counts, slots, route, block, experts, COUNT, GROUPED)
+    route, block = tl.program_id(0), tl.program_id(1)
+    slot = _slot_of_route(ids, slot_of, counts, slots, route, block, experts, COUNT, ROWS)
     if slot >= 0:
-        pair_0, pair_1 = _pair(pairs, route, 0, ROWS, GROUPED), _pair(pairs, route, 1, ROWS, GROUPED)
-        length = columns // 2
-        x_0, x_1 = hidden + pair_0 // top_k * length, hidden + tl.maximum(pair_1, 0) // top_k * length
+        members = _pairs(pairs, route, ROWS)
         base = slot * expert_bytes + block.to(tl.int64) * block_bytes
-        low_0, high_0, low_1, high_1 = block_products(
-            x_0, x_1, words, scales, scale_factors, base, half_bytes, columns, codes_at, spans_at,
-            mask, PLAIN, CODE, ZERO, SCALE, BITS, SPAN, ENTRIES, SCALE_BYTES, STEP, PACK, ROWS,
-        )  # fmt: skip
-        expert, n = tl.load(ids + route).to(tl.int64), tl.arange(0, 16)
-        if PAIRED:
-            low, outputs = block * 16 + n, 2 * rows
-            high, low_valid, high_valid = low + rows, low < rows, low < rows
+        weights, lora = (words, scales, scale_factors), (adapters, factors, inner)
+        places = (half_bytes, codes_at, spans_at, mask)
+        if ROWS > FEW_ROWS:
+            many = members[FEW_ROWS] >= 0
         else:
-            low, outputs = block * 32 + n, rows
-            high, low_valid, high_valid = low + 16, low < rows, low + 16 < rows
-        _store_first(
-            pair_0, low_0, high_0, expert, bias, adapters, factors, inner, out, low, high, low_valid, high_valid,
-            outputs, rows, top_k, BIAS, GATE, LIMIT, ALPHA, ADDED, RANKS,
-        )  # fmt: skip
-        if ROWS > 1:
-            _store_first(
-                pair_1, low_1, high_1, expert, bias, adapters, factors, inner, out, low, high, low_valid, high_valid,
-                outputs, rows, top_k, BIAS, GATE, LIMIT, ALPHA, ADDED, RANKS,
+            many: tl.constexpr = False
+        if many:
+            _first_pairs(
+                members, hidden, ids, weights, lora, bias, out, route, block, base, rows, columns, places, top_k, FORM,
+                PAIRED, BIAS, GATE, LIMIT, ALPHA, ADDED, RANKS,
+            )  # fmt: skip
+        else:
+            _first_pairs(
+                members[:FEW_ROWS], hidden, ids, weights, lora, bias, out, route, block, base, rows, columns, places,
+                top_k, FORM, PAIRED, BIAS, GATE, LIMIT, ALPHA, ADDED, RANKS,
             )  # fmt: skip
 
 
@@ -253,6 +274,22 @@ def _store_down(
 
 
 @triton.jit
+def _down_pairs(
+    members, h, ids, weights, pair_weights, lora, bias, out, route, block, base, rows, columns, places, top_k,
+    FORM: tl.constexpr, BIAS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """A block of down for a tuple of pairs."""
+    x = _rows(h, members, 1, columns // 2)
+    low_sums, high_sums = block_products(x, *weights, base, columns, *places, FORM)
+    expert, row = tl.load(ids + route).to(tl.int64), block * 32 + tl.arange(0, 16)
+    for m in tl.static_range(len(members)):
+        _store_down(
+            members[m], low_sums[m], high_sums[m], expert, pair_weights, bias, *lora, out, row, rows, top_k,
+            BIAS, RANKS,
+        )  # fmt: skip
+
+
+@triton.jit
 def _down_rows(
     h,  # int32 [T * k, columns / 2]: pairs of bf16
     ids,
@@ -273,45 +310,36 @@ def _down_rows(
     rows,
     expert_bytes,
     block_bytes,
-    half_bytes,
     columns,
+    half_bytes,
     codes_at,
     spans_at,
     mask,
-    PLAIN: tl.constexpr,
-    CODE: tl.constexpr,
-    ZERO: tl.constexpr,
-    SCALE: tl.constexpr,
-    BITS: tl.constexpr,
-    SPAN: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    STEP: tl.constexpr,
-    PACK: tl.constexpr,
+    FORM: tl.constexpr,  # of the numbers of K: `block_products`
     ROWS: tl.constexpr,
-    GROUPED: tl.constexpr,
     BIAS: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    block, route = tl.program_id(0), tl.program_id(1)
-    slot = _slot_of_route(ids, slot_of, slots, slots, route, block, experts, False, GROUPED)
+    route, block = tl.program_id(0), tl.program_id(1)
+    slot = _slot_of_route(ids, slot_of, slots, slots, route, block, experts, False, ROWS)
     if slot >= 0:
-        pair_0, pair_1 = _pair(pairs, route, 0, ROWS, GROUPED), _pair(pairs, route, 1, ROWS, GROUPED)
-        length = columns // 2
-        x_0, x_1 = h + pair_0 * length, h + tl.maximum(pair_1, 0) * length
+        members = _pairs(pairs, route, ROWS)
         base = slot * expert_bytes + block.to(tl.int64) * block_bytes
-        low_0, high_0, low_1, high_1 = block_products(
-            x_0, x_1, words, scales, scale_factors, base, half_bytes, columns, codes_at, spans_at,
-            mask, PLAIN, CODE, ZERO, SCALE, BITS, SPAN, ENTRIES, SCALE_BYTES, STEP, PACK, ROWS,
-        )  # fmt: skip
-        expert, row = tl.load(ids + route).to(tl.int64), block * 32 + tl.arange(0, 16)
-        _store_down(
-            pair_0, low_0, high_0, expert, weights, bias, adapters, factors, inner, out, row, rows, top_k, BIAS, RANKS
-        )
-        if ROWS > 1:
-            _store_down(
-                pair_1, low_1, high_1, expert, weights, bias, adapters, factors, inner, out, row, rows, top_k,
-                BIAS, RANKS,
+        matrix, lora = (words, scales, scale_factors), (adapters, factors, inner)
+        places = (half_bytes, codes_at, spans_at, mask)
+        if ROWS > FEW_ROWS:
+            many = members[FEW_ROWS] >= 0
+        else:
+            many: tl.constexpr = False
+        if many:
+            _down_pairs(
+                members, h, ids, matrix, weights, lora, bias, out, route, block, base, rows, columns, places, top_k,
+                FORM, BIAS, RANKS,
+            )  # fmt: skip
+        else:
+            _down_pairs(
+                members[:FEW_ROWS], h, ids, matrix, weights, lora, bias, out, route, block, base, rows, columns, places,
+                top_k, FORM, BIAS, RANKS,
             )  # fmt: skip
 
 
@@ -397,15 +425,22 @@ class Groups:
         return self.pairs.shape[1]
 
 
+def group_rows(tokens: int, top_k: int, experts: int, matrix: PackedMatrix) -> int:
+    """Pairs of an expert that a program computes: four where experts have two or more on average and are decoded, which
+    is most of the work then. Longer loops have more registers, so fewer programs run at a time."""
+    return 4 if not matrix.plain and tokens * top_k >= 2 * experts else 2
+
+
 def group_routes(
     ids: Tensor, slot_of: Tensor, counts: Tensor | None, first: PackedMatrix, down: PackedMatrix
 ) -> Groups | None:
-    """Groups of GROUP_ROWS pairs for `first` and `down`; the rows of each expert are added to `counts` int32 `[E]`.
+    """Groups of pairs for `first` and `down`; the rows of each expert are added to `counts` int32 `[E]`.
     None if no program of theirs would compute several pairs: nothing is counted."""
     if ids.shape[0] == 1 or not any(block_products_triton.supports(matrix) for matrix in (first, down)):
         return None
-    routes = ids.numel()
-    pairs = torch.empty(routes, GROUP_ROWS, dtype=torch.int32, device=ids.device)
+    (tokens, top_k), routes = ids.shape, ids.numel()
+    rows = group_rows(tokens, top_k, slot_of.shape[0], first)
+    pairs = torch.empty(routes, rows, dtype=torch.int32, device=ids.device)
     slots = torch.empty(routes, dtype=torch.int32, device=ids.device)
     launch: Any = _group_routes[(routes,)]
     launch(
@@ -417,7 +452,7 @@ def group_routes(
         routes,
         slot_of.shape[0],
         ROUTES=max(16, triton.next_power_of_2(routes)),
-        ROWS=GROUP_ROWS,
+        ROWS=rows,
         COUNT=counts is not None,
         num_warps=1,
     )
@@ -431,8 +466,7 @@ def _row_arguments(
     views, places, constants = block_products_triton.arguments(
         packed, matrix, block_products_triton.tile_of(ids.shape[0])
     )
-    constants |= {"BIAS": bias is not None, "GROUPED": groups is not None}
-    constants["ROWS"] = 1 if groups is None else groups.rows
+    constants |= {"BIAS": bias is not None, "ROWS": 1 if groups is None else groups.rows}
     sizes = (slot_of.shape[0], ids.shape[1], matrix.rows, matrix.expert_bytes, matrix.block_bytes, *places)
     grouping = (slot_of, slot_of) if groups is None else (groups.slots, groups.pairs)
     return grouping, (*views, slot_of if bias is None else bias), sizes, constants
@@ -480,7 +514,7 @@ def first(
     flags = {"COUNT": counts is not None, "PAIRED": matrix.paired, "RANKS": ranks} | _gate_arguments(gate)
     if block_products_triton.supports(matrix):
         grouping, tensors, sizes, constants = _row_arguments(packed, ids, slot_of, bias, matrix, groups)
-        multiply: Any = _first_rows[(matrix.blocks, routes)]
+        multiply: Any = _first_rows[(routes, matrix.blocks)]
         multiply(
             _as_pairs(hidden), ids, slot_of, counted, *grouping, *tensors, *lora_tensors, out, *sizes,
             **constants, **flags,
@@ -509,7 +543,7 @@ def down(
     lora_tensors, ranks = _lora_arguments(h, ids, slot_of, matrix, lora)
     if block_products_triton.supports(matrix):
         grouping, tensors, sizes, constants = _row_arguments(packed, ids, slot_of, bias, matrix, groups)
-        multiply: Any = _down_rows[(matrix.blocks, ids.numel())]
+        multiply: Any = _down_rows[(ids.numel(), matrix.blocks)]
         multiply(
             _as_pairs(h), ids, weights, slot_of, *grouping, *tensors, *lora_tensors, outputs, *sizes,
             RANKS=ranks, **constants,
