@@ -25,6 +25,7 @@ from e2e_models import Recipe, recipes
 from timing import Table, print_last_line, save
 
 from ktransformers.plan import Choice, Machine, Training, profile
+from ktransformers.plan.formats import name_of
 from ktransformers.plan.memory import predict_memory
 from ktransformers.plan.model_shape import shape_from_config
 from ktransformers.plan.step_time import predict_time
@@ -80,7 +81,7 @@ def row_of(cell: dict[str, Any], facts: dict[str, Any], machine: Machine, graphs
     recipe = recipes()[cell["model"]]
     words = {**recipe.config, "num_hidden_layers": cell["layers"], "vocab_size": facts["vocabulary"]}
     shape, work = shape_from_config(words, recipe.name), work_of(recipe, facts, cell, graphs)
-    spec, residents = cell.get("format", "bf16").partition(":")[0], cell.get("residents", 0)
+    spec, residents = name_of(cell.get("format", "bf16")), cell.get("residents", 0)
     choice = Choice(spec, 1, policy=cell["policy"] or "cpu", residents=residents)
     memory = predict_memory(shape, work, choice, machine)
     predicted = {

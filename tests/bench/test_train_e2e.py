@@ -106,7 +106,7 @@ def test_longest_context_does_not_use_what_earlier_steps_left(
     trainer.recovers = True
     cached, within_limit = [10_000], trainer.step
 
-    def step(batches: list[torch.Tensor], loss_rows: int) -> None:
+    def step(batches: list[Any], loss_rows: int) -> None:
         if batches[0].numel() > cached[0]:
             within_limit(batches, loss_rows)
 

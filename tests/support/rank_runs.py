@@ -91,7 +91,7 @@ def start_ranks(keys: dict[str, Any], folder: Path, count: int, **variables: str
     if count == 1:
         return [Forked(RANK, file, folder, **variables)]
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
-    where |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), **variables}
+    where |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "PYTHONFAULTHANDLER": "1", **variables}
     return [Forked(RANK, file, folder, **where, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(count)]
 
 
