@@ -27,7 +27,7 @@ ASAN_PYTHON = LD_PRELOAD="$(call CXX_LIBRARY,libasan.so) $(call CXX_LIBRARY,libs
 export PYTHONFAULTHANDLER := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help build check format test test-slow test-llamafactory test-sglang soak bench demo wheel test-wheel asan tsan x86 aarch64 clean
+.PHONY: help build check native format test test-slow test-llamafactory test-sglang soak bench demo wheel test-wheel asan tsan x86 aarch64 clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -57,8 +57,11 @@ format: $(VENV)/.installed  ## rewrite the sources as `make check` wants them
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(CPP)
 
-test: check  ## check, then everything but the slow tests: native, then Python
+native: build  ## the native tests
 	$(BUILD)/kt_tests
+
+test: build  ## check beside the native tests, then everything but the slow tests of Python
+	$(MAKE) --no-print-directory -j2 -Otarget check native
 	$(PY) scripts/run_tests.py
 
 test-slow: build  ## the tests marked slow

@@ -29,6 +29,7 @@ LONGEST_FIRST = (
     "kernels",
     "train",
     "nn",
+    "plan",
     "test_damaged_files.py",
     "loop",
     "place",
