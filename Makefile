@@ -61,7 +61,7 @@ native: build  ## the native tests
 	$(BUILD)/kt_tests
 
 test: build  ## check beside the native tests, then everything but the slow tests of Python
-	$(MAKE) --no-print-directory -j2 -Otarget check native
+	$(MAKE) --no-print-directory -j2 check native
 	$(PY) scripts/run_tests.py
 
 test-slow: build  ## the tests marked slow

@@ -72,6 +72,8 @@ function(kt_isa name architecture source)
   # gcc tunes for CPUs on which chains of FMA are slow by contracting some and not others: in gcc 13 in some instances of
   # a template for AVX2 and not in others, so that a row's bits depended on its neighbours.
   target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:GNU>:--param=avoid-fma-max-bits=0>)
+  # Vectors wider than the variant's are passed between functions of one object alone.
+  target_compile_options(${target} PRIVATE -Wno-psabi)
   # An emulated variant exists for tests: -O1 compiles four times as fast, and the emulated intrinsics are vectors anyway.
   if(emulated AND NOT KT_SANITIZE)
     target_compile_options(${target} PRIVATE -O1)
@@ -92,7 +94,6 @@ function(kt_isa name architecture source)
     endif()
     target_include_directories(${target} BEFORE PRIVATE csrc/emulate)
     target_compile_definitions(${target} PRIVATE KT_EMULATE)
-    target_compile_options(${target} PRIVATE -Wno-psabi)
     message(STATUS "variant ${name}: emulated")
   else()
     target_compile_options(${target} PRIVATE ${flags})

@@ -89,8 +89,8 @@ struct Plan {
   // themselves.
   int64_t packed_rows_at;
   int32_t packed_row_bytes;
-  // A thread's slice: gathered panel, partial sums, scratch, a dequantised block; backward also the kept rows of a unit
-  // and transposed blocks.
+  // A thread's slice: gathered panel, partial sums, scratch, a dequantised block; backward also transposed blocks, and
+  // the rows of a unit that it recomputes, unless forward kept them.
   int64_t panel_bytes, partial_bytes, scratch_at, decoded_at, keep_at, transposed_at;
   int64_t slice_rows_at;                // which rows the gathered panel holds (SliceRows in task.h)
   int64_t gathered_tile;                // bytes of a k tile of a row in the gathered panel

@@ -99,6 +99,21 @@ def test_the_script_prints_a_table_and_a_document(
         assert row["policy"] == "cpu" and row["within"]["host_peak_gib"] and row["within"]["gpu_peak_gib"]
 
 
+def test_a_format_is_planned_with_what_its_groups_are(predicted: Any) -> None:
+    """bf16:12 is not bf16."""
+    document = json.loads((RESULTS / "current/train-e2e.json").read_text())
+    (cell,) = [
+        c
+        for c in document["cells"]
+        if is_ours(c) and (c["format"], c["policy"], c["tokens"]) == ("bf16", "stream", 2048)
+    ]
+    specs = ("bf16", "bf16:12", "int4:32")
+    rows = predicted.rows_of(document | {"cells": [cell | {"format": spec} for spec in specs]}, profile("amx16-h200"))
+    plain, packed, coded = (row.predicted["host_peak_gib"] for row in rows)
+    assert plain > packed > coded
+    assert rows[0].predicted["step_s"] > rows[1].predicted["step_s"] > rows[2].predicted["step_s"]
+
+
 def test_routes_are_counted_in_the_recipes_model(predicted: Any) -> None:
     one, all_ = predicted.routes("tiny", 1), predicted.routes("tiny", 64)
     assert one == 2 / 8 and one < all_ <= 1  # two experts of eight for a token

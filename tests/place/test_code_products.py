@@ -72,16 +72,21 @@ def test_products_match_decoded_matrices(spec: str, device: str) -> None:
 
 @triton_devices
 @pytest.mark.parametrize("spec", ["bf16", "int4:32", "q4_k"])
-def test_experts_with_many_rows(spec: str, device: str) -> None:
+def test_experts_with_many_rows(spec: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More (token, slot) pairs than FEW_ROUTES, and more rows of one expert than a program takes; the same expert
-    twice."""
-    pytest.importorskip(resident_decode.TRITON)
+    twice. A row has the same bits in groups of two and of four, as other tokens join and leave its batch."""
+    kernels = pytest.importorskip(resident_decode.TRITON)
     layer, cache = cached(stored(spec), device)
     slot_of, *_ = batch(4, device)
     torch.manual_seed(1)
     ids = torch.tensor([[2, 0]] * 17 + [[0, 0], [1, 2], [-1, 9]])
     hidden, weights = torch.randn(len(ids), H).bfloat16(), torch.rand(len(ids), TOP_K)
-    check_products(layer, cache, (slot_of, *(tensor.to(device) for tensor in (hidden, ids, weights))), device)
+    found = []
+    for rows in (2, 4):
+        monkeypatch.setattr(kernels, "group_rows", lambda *sizes, rows=rows: rows)
+        given = (slot_of, *(tensor.to(device) for tensor in (hidden, ids, weights)))
+        found.append(check_products(layer, cache, given, device))
+    assert torch.equal(*found)
 
 
 @triton_devices
@@ -108,11 +113,15 @@ def test_pairs_of_one_expert_are_grouped(rows: int, device: str, monkeypatch: py
 def test_programs_are_long_where_experts_have_many_rows_and_are_decoded() -> None:
     kernels = pytest.importorskip(resident_decode.TRITON)
     plain, coded = (geometry_of(ExpertStore(E, H, I, formats=spec)).first for spec in ("bf16", "int4:32"))
-    assert [kernels.group_rows(16, 4, 32, matrix) for matrix in (plain, coded)] == [2, 4]
-    assert kernels.group_rows(16, 8, 128, coded) == 2
+    assert [kernels.group_rows(16, 4, 32, both) for both in ((plain, plain), (coded, plain), (coded, coded))] == [
+        2,
+        2,
+        4,
+    ]
+    assert kernels.group_rows(16, 8, 128, (coded, coded)) == 2
 
 
-def check_products(layer: LayerOnDevice, cache: ExpertCache, given: tuple[Tensor, ...], device: str) -> None:
+def check_products(layer: LayerOnDevice, cache: ExpertCache, given: tuple[Tensor, ...], device: str) -> Tensor:
     kernels: Any = importlib.import_module(resident_decode.TRITON)
     slot_of, hidden, ids, weights = given
     counts = torch.zeros(E, dtype=torch.int32, device=device)
@@ -130,6 +139,7 @@ def check_products(layer: LayerOnDevice, cache: ExpertCache, given: tuple[Tensor
     assert float(expected.abs().max()) > 0
     valid = ids[(ids >= 0) & (ids < E)].cpu()
     assert torch.equal(counts.cpu(), torch.bincount(valid, minlength=E).int()), "rows of experts are counted"
+    return actual
 
 
 @pytest.mark.parametrize(("spec", "columns"), [("bf16", 2), ("int4:0", 16), ("int8", 8)])

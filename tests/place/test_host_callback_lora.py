@@ -160,10 +160,24 @@ def test_adapters_over_the_budget_leave_nothing_pinned() -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="no interpreter")
-@pytest.mark.parametrize("gate", [Gate("silu"), Gate("gelu"), Gate("silu", 0.5), Gate("swiglu_oai", 0.5, 1.702)])
-def test_kernels_match_torch_in_the_interpreter(gate: Gate) -> None:
+@pytest.mark.parametrize(
+    ("gate", "spec", "grouped"),
+    [
+        (Gate("silu"), "bf16", 0),
+        (Gate("gelu"), "bf16", 2),
+        (Gate("silu", 0.5), "bf16", 2),
+        (Gate("swiglu_oai", 0.5, 1.702), "bf16", 0),
+        (Gate("swiglu_oai", 0.5, 1.702), "int4:32", 4),
+        (Gate("gelu"), "int4:32", 4),
+    ],
+)
+def test_kernels_match_torch_in_the_interpreter(
+    gate: Gate, spec: str, grouped: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With biases and LoRA; alone, or in groups of so many rows."""
     gemv = pytest.importorskip("ktransformers.place.gpu.resident_decode_triton")
-    store = make_store(SMALL, biased=True)
+    monkeypatch.setattr(gemv, "group_rows", lambda *sizes: grouped)
+    store = make_store(SMALL, spec, biased=True)
     place = placed_for_inference(store, "cpu", "resident", residents=(1, 4, 5))
     layer, cache, device = (
         replace(place.layer.packed, gate=gate),
@@ -178,10 +192,11 @@ def test_kernels_match_torch_in_the_interpreter(gate: Gate) -> None:
 
     def computed(lora: resident_decode.Lora | None) -> Tensor:
         first, down = (None if lora is None else pointers.kernel_arguments(lora[0], name) for name in ("first", "down"))
-        fused = gate if gemv.fuses(gate) else None
-        h = gemv.first(*inputs[:2], where, cache.first, layer.biases[0], layer.geometry.first, fused, first)
+        fused, sizes = gate if gemv.fuses(gate) else None, layer.geometry
+        groups = gemv.group_routes(given.ids, where, None, sizes.first, sizes.down) if grouped else None
+        h = gemv.first(*inputs[:2], where, cache.first, layer.biases[0], sizes.first, fused, first, groups=groups)
         h = h if fused is not None else resident_decode._activate(h, gate, True)
-        found: Tensor = gemv.down(h, *inputs[1:], where, cache.down, layer.biases[1], layer.geometry.down, down)
+        found: Tensor = gemv.down(h, *inputs[1:], where, cache.down, layer.biases[1], sizes.down, down, groups=groups)
         return found
 
     got, bare = computed((rows, pointers)), computed(None)

@@ -425,10 +425,11 @@ class Groups:
         return self.pairs.shape[1]
 
 
-def group_rows(tokens: int, top_k: int, experts: int, matrix: PackedMatrix) -> int:
+def group_rows(tokens: int, top_k: int, experts: int, matrices: tuple[PackedMatrix, ...]) -> int:
     """Pairs of an expert that a program computes: four where experts have two or more on average and are decoded, which
     is most of the work then. Longer loops have more registers, so fewer programs run at a time."""
-    return 4 if not matrix.plain and tokens * top_k >= 2 * experts else 2
+    decoded = not any(matrix.plain for matrix in matrices)
+    return 4 if decoded and tokens * top_k >= 2 * experts else 2
 
 
 def group_routes(
@@ -439,7 +440,7 @@ def group_routes(
     if ids.shape[0] == 1 or not any(block_products_triton.supports(matrix) for matrix in (first, down)):
         return None
     (tokens, top_k), routes = ids.shape, ids.numel()
-    rows = group_rows(tokens, top_k, slot_of.shape[0], first)
+    rows = group_rows(tokens, top_k, slot_of.shape[0], (first, down))
     pairs = torch.empty(routes, rows, dtype=torch.int32, device=ids.device)
     slots = torch.empty(routes, dtype=torch.int32, device=ids.device)
     launch: Any = _group_routes[(routes,)]
