@@ -219,7 +219,7 @@ class Trainer:
                 return  # hooks of the step stopped half-way
 
     def _needed(self, length: int) -> float:
-        """GiB of the GPU that tensors of the second step of a length take without a limit: DeepSpeed's first holds more."""
+        """GiB of the GPU that tensors of a second step take without a limit; DeepSpeed's first holds more."""
         self.allow(0)
         self._free()
         for _ in range(2):
