@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     import torch
     from place import stores
 
-    from ktransformers.nn.pool import default_pool
+    from ktransformers.ground.pool import default_pool
     from ktransformers.place.gpu.expert_cache import ExpertCache
     from ktransformers.place.gpu.pinned import RegisteredMemory
     from ktransformers.place.placement import geometry_of

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ktransformers.nn.contract import Contract
+    from ktransformers.experts.contract import Contract
 
 VARIANTS = ("kt", "gpu", "fsdp", "zero")
 INSTALLED = VARIANTS[:3]  # without a package that the project does not install
@@ -231,7 +231,7 @@ def _adapt(model: Any, recipe: Recipe) -> Any:
 
 
 def _checkpoint(peft: Any, retain: bool) -> None:
-    from ktransformers.nn.checkpointing import save_expert_outputs
+    from ktransformers.experts.checkpointing import save_expert_outputs
 
     options: dict[str, Any] = {"use_reentrant": False}
     if retain:
@@ -274,8 +274,14 @@ def _expert_tensors(module: nn.Module, contract: Contract, spec: str) -> Iterato
 def _pack(model: Any, spec: str) -> None:
     """All experts of the first layer in the format; every other layer has the same bytes, experts in another order."""
     from ktransformers.checkpoint import ExpertChunk
-    from ktransformers.nn.contract import expert_modules, read_contract
-    from ktransformers.nn.experts import attach_store, new_store, pack_chunk, remove_parameters, select_implementation
+    from ktransformers.experts.contract import expert_modules, read_contract
+    from ktransformers.experts.interface import (
+        attach_store,
+        new_store,
+        pack_chunk,
+        remove_parameters,
+        select_implementation,
+    )
 
     made: dict[str, torch.Tensor] = {}
     for place, (name, module) in enumerate(expert_modules(model).items()):
@@ -296,8 +302,8 @@ def build_packed(recipe: Recipe, device: torch.device, spec: str) -> Any:
     """The stock model with packed experts in host memory and the rest on the device, without LoRA."""
     import torch
 
-    from ktransformers.nn.distributed import exclude_from_ddp
-    from ktransformers.nn.pool import set_default_pool
+    from ktransformers.ground.pool import set_default_pool
+    from ktransformers.parallel.distributed import exclude_from_ddp
 
     set_default_pool(spare=device.type == "cuda")
     host = torch.device("cpu")

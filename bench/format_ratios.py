@@ -51,9 +51,9 @@ class Layer:
     """Experts in one format with LoRA, and a batch of `rows` rows of each."""
 
     def __init__(self, pool: Any, shape: Any, weights: Any, isa: str, format: str) -> None:
+        from ktransformers.experts.lora import ExpertLora, Factor
+        from ktransformers.experts.lora_factors import empty_gradients, factors_of, packed_adapter
         from ktransformers.nn import ExpertStore
-        from ktransformers.nn.lora import ExpertLora, Factor
-        from ktransformers.nn.lora_factors import empty_gradients, factors_of, packed_adapter
 
         sizes = (shape.experts, shape.hidden, shape.intermediate)
         self._store = ExpertStore(*sizes, pool=pool, isa=isa or None, formats=format)

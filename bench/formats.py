@@ -98,7 +98,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def check_formats(parser: argparse.ArgumentParser, formats: list[str]) -> None:
     from ktransformers.checkpoint.encoded import GGUF_BLOCKS, format_of
-    from ktransformers.errors import InputError
+    from ktransformers.ground.errors import InputError
 
     if not formats:
         parser.error(f"--formats: expected some of {', '.join(DEFAULT_FORMATS)}")

@@ -108,8 +108,8 @@ def coded_calls(buffer: torch.Tensor, shape: tuple[int, int], spec: str, x: torc
     """Products with copies of a weight, and the bytes of one."""
     import torch
 
-    from ktransformers.nn.device_codes.linear import DeviceCodes, packed_linear
-    from ktransformers.nn.device_codes.words import word_layout
+    from ktransformers.quantized.gpu.linear import DeviceCodes, packed_linear
+    from ktransformers.quantized.gpu.words import word_layout
 
     matrix = packed_linear(*shape, spec)
     layout = word_layout(matrix)

@@ -52,7 +52,7 @@ class Step:
     def __init__(self, shape: Shape, stores: list[ExpertStore], device: torch.device, spec: str) -> None:
         import torch
 
-        from ktransformers.nn.gate import Gate
+        from ktransformers.experts.gate import Gate
         from ktransformers.place.engine import ExpertEngine
         from ktransformers.place.gpu.expert_cache import ExpertCache
         from ktransformers.place.placed_store import PlacedStore
@@ -88,7 +88,7 @@ class Step:
         return ids, weights / weights.sum(-1, keepdim=True)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        from ktransformers.nn.store import NO_DROPOUT
+        from ktransformers.experts.store import NO_DROPOUT
 
         for at, placed in enumerate(self.layers):
             ids, weights = self.route(at, x)
@@ -115,7 +115,7 @@ def modes_of(step: Step, static: torch.Tensor, out: dict[str, torch.Tensor]) -> 
     """Each computes from `static` into `out`; a mode that this format does not support is left out."""
     import torch
 
-    from ktransformers.errors import InputError
+    from ktransformers.ground.errors import InputError
 
     def queued(asked: bool) -> None:
         step.engine.dispatcher.forced = "resident" if asked else "host_callback"

@@ -17,11 +17,11 @@ from statistics import median
 import torch
 
 from ktransformers.checkpoint import ExpertShape
-from ktransformers.expert_partition import by_experts
-from ktransformers.nn.contract import Contract
-from ktransformers.nn.gate import Gate
-from ktransformers.nn.shard_stores import ShardLayer
-from ktransformers.nn.store import ExpertStore
+from ktransformers.experts.contract import Contract
+from ktransformers.experts.gate import Gate
+from ktransformers.experts.partition import by_experts
+from ktransformers.experts.store import ExpertStore
+from ktransformers.modeling.shard_stores import ShardLayer
 from ktransformers.serve.hosts.expert_host import run_expert_host
 from ktransformers.serve.hosts.host_pool import HostPool
 from ktransformers.serve.hosts.options import HostOptions

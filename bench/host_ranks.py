@@ -3,10 +3,9 @@ for all with all cores. Forward and backward of one layer; both ways alternate i
 
     python bench/host_ranks.py [--ranks 2] [--rows 16 128 1024] [--experts 16]
 
-The first rank gets the other ranks' rows through `nn/exchange.py` over loopback, which costs more than shared memory
-would; `received` is the time of the second way without that (the first rank computes the rows of all, which are already
-there), so the truth for shared memory lies between the last two columns.
-"""
+The first rank gets the other ranks' rows through `parallel/exchange.py` over loopback, which costs more than shared
+memory would; `received` is the time of the second way without that (the first rank computes the rows of all, which are
+already there), so the truth for shared memory lies between the last two columns."""
 
 from __future__ import annotations
 
@@ -24,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.expert_partition import LayerShard
-from ktransformers.nn.exchange import LayerExchange, apply_exchanged, new_expert_group
-from ktransformers.nn.operator import apply_experts
-from ktransformers.nn.rank_cores import rank_cpus
-from ktransformers.nn.store import ExpertStore
+from ktransformers.experts.operator import apply_experts
+from ktransformers.experts.partition import LayerShard
+from ktransformers.experts.store import ExpertStore
+from ktransformers.ground.rank_cores import rank_cpus
+from ktransformers.parallel.exchange import LayerExchange, apply_exchanged, new_expert_group
 
 HIDDEN, INTERMEDIATE, TOP_K = 2048, 768, 8  # of Qwen3-30B-A3B
 WAYS = ("each", "first for all", "received")

@@ -17,7 +17,7 @@ from typing import Any
 
 from e2e_models import Recipe
 
-from ktransformers.nn.device_codes.layout import geometry
+from ktransformers.quantized.gpu.layout import geometry
 
 MEGABYTES = 256 << 20
 SIDE = 8192  # of the GPU's product
@@ -36,7 +36,7 @@ class Rates:
 def measure() -> Rates:
     import torch
 
-    from ktransformers.nn.pool import default_pool
+    from ktransformers.ground.pool import default_pool
 
     pool = default_pool()
     read, tiles = pool.rate("read", 0.2, bytes=(1 << 30) // pool.threads), pool.rate("panels", 0.2)

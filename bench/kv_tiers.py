@@ -68,7 +68,7 @@ class Bench:
         import torch
 
         from ktransformers.place import attach
-        from ktransformers.serve.engine.forward import make_forward
+        from ktransformers.serve.scheduler.forward import make_forward
 
         self.args, self.device = args, torch.device(args.device)
         recipe = replace(recipes()[args.shape], layers=args.layers, vocabulary=args.vocabulary)
@@ -83,7 +83,7 @@ class Bench:
         self.layout = self.layout_of_slot()
 
     def engine(self, tiers: Any = None) -> Any:
-        from ktransformers.serve.engine.engine import Limits, ServeEngine
+        from ktransformers.serve.scheduler.engine import Limits, ServeEngine
 
         length = self.args.prompt + 64
         engine = ServeEngine(self.forward, Limits(1, 8, self.args.chunk, 2 * length, length))
@@ -92,7 +92,7 @@ class Bench:
         return engine
 
     def layout_of_slot(self) -> Any:
-        from ktransformers.serve.engine.cache_blocks import BlockLayout
+        from ktransformers.serve.cache.cache_blocks import BlockLayout
 
         engine = self.engine()
         self.answer(engine, self.prompt()[:65])
@@ -105,9 +105,9 @@ class Bench:
         return tuple((number * 7919 + 31 * at * at + at) % self.args.vocabulary for at in range(count))
 
     def answer(self, engine: Any, prompt: tuple[int, ...]) -> Answer:
-        from ktransformers.serve.engine.engine import FETCH_POLL_SECONDS
-        from ktransformers.serve.engine.sampling import Sampling
-        from ktransformers.serve.engine.sequence import Event, GenerationRequest, Sequence
+        from ktransformers.serve.sampling.sampling import Sampling
+        from ktransformers.serve.scheduler.engine import FETCH_POLL_SECONDS
+        from ktransformers.serve.scheduler.sequence import Event, GenerationRequest, Sequence
 
         events: list[Event] = []
         request = GenerationRequest(prompt, 1, Sampling(temperature=0), logprobs=0)
@@ -123,9 +123,9 @@ class Bench:
 
     def tiers(self, path: Path | None = None) -> Any:
         """Tiers for two prompts; `path`: with a file, and host memory as its buffer."""
-        from ktransformers.serve.engine.cache_tiers import CacheTiers
-        from ktransformers.serve.engine.disk_tier import FILE_HEADER, DiskFile, DiskTier, record_size
-        from ktransformers.serve.engine.host_tier import HostTier
+        from ktransformers.serve.cache.cache_tiers import CacheTiers
+        from ktransformers.serve.cache.disk_tier import FILE_HEADER, DiskFile, DiskTier, record_size
+        from ktransformers.serve.cache.host_tier import HostTier
 
         blocks = 2 * (self.args.prompt // 64 + 1)
         host = HostTier(self.layout.bytes, blocks * self.layout.bytes, pinned=self.device.type == "cuda")

@@ -123,8 +123,8 @@ class Bench:
     def kernel(self) -> None:
         import torch
 
-        from ktransformers.serve.engine.attention import AttentionSpec
-        from ktransformers.serve.engine.latent import LatentProjection
+        from ktransformers.serve.attention.attention import AttentionSpec
+        from ktransformers.serve.attention.latent import LatentProjection
         from ktransformers.serve.graphs.decode_attention import attend_latents
         from ktransformers.serve.graphs.step_table import (
             ACTIVE,
@@ -176,7 +176,7 @@ class Bench:
 
     def steps(self, forward: Any, graphs: Any, streams: int, context: int) -> tuple[float, bool, int]:
         """Seconds of a step of new tokens, whether it was captured, and bytes of the cache a token."""
-        from ktransformers.serve.engine.forward import Chunk
+        from ktransformers.serve.scheduler.forward import Chunk
 
         slots, vocabulary = self.slots(forward, streams, context), forward.model.config.vocab_size
         forward.graphs = graphs
@@ -200,7 +200,7 @@ class Bench:
         return statistics.median(taken[warm:]), captured, slots[0].bytes() // slots[0].capacity
 
     def profile(self, forward: Any, graphs: Any, context: int) -> None:
-        from ktransformers.serve.engine.forward import Chunk
+        from ktransformers.serve.scheduler.forward import Chunk
 
         slot = self.slots(forward, 1, context)[0]
         forward.graphs = graphs
@@ -215,8 +215,8 @@ class Bench:
         """With `context` tokens of random contents."""
         import torch
 
-        from ktransformers.serve.engine.forward import Chunk
-        from ktransformers.serve.engine.kv_cache import KVSlot
+        from ktransformers.serve.cache.kv_cache import KVSlot
+        from ktransformers.serve.scheduler.forward import Chunk
 
         slots = [KVSlot(None, capacity=context + 1024, fp8=forward.fp8_cache) for _ in range(streams)]
         for slot in slots:
@@ -231,7 +231,7 @@ class Bench:
 
     def chunk_rate(self, forward: Any, context: int) -> float:
         """Tokens/s of a chunk of a prompt behind `context` tokens."""
-        from ktransformers.serve.engine.forward import Chunk
+        from ktransformers.serve.scheduler.forward import Chunk
 
         slot = self.slots(forward, 1, context)[0]
 
@@ -243,8 +243,8 @@ class Bench:
 
     def model(self) -> None:
         from ktransformers.place import attach
-        from ktransformers.serve.engine import forward as forward_module
         from ktransformers.serve.graphs.decode_graphs import DecodeGraphs
+        from ktransformers.serve.scheduler import forward as forward_module
 
         recipe = replace(recipes()[self.args.shape], layers=self.args.layers)
         heads = ("cache", "residents", "streams", "context", "ms", "tokens/s", "bytes/token", "note")
@@ -284,8 +284,8 @@ class Bench:
         import torch
         from e2e_models import _blank, _fill
 
-        from ktransformers.serve.engine.forward import make_forward
         from ktransformers.serve.graphs.decode_graphs import DecodeGraphs
+        from ktransformers.serve.scheduler.forward import make_forward
 
         words = V3_ATTENTION
         if self.device.type == "cpu":

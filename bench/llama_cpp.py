@@ -141,7 +141,7 @@ class Activations:
     """Switches a client's model between exact and 8-bit activations."""
 
     def __init__(self, client: Client, wanted: bool) -> None:
-        from ktransformers.nn.w8a8 import use_w8a8
+        from ktransformers.experts.w8a8 import use_w8a8
 
         self._switch = use_w8a8
         self._model = client.model if wanted else None
@@ -239,7 +239,7 @@ def print_cell(table: Table, cell: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    from ktransformers.openmp import limit_spinning
+    from ktransformers.ground.openmp import limit_spinning
 
     limit_spinning()  # as `kt serve` does, before torch is there
     shape = SHAPES[args.shape]

@@ -125,7 +125,7 @@ def measure(
 
 def main(argv: list[str] | None = None) -> int:
     from ktransformers import _core
-    from ktransformers.nn.pool import default_pool
+    from ktransformers.ground.pool import default_pool
 
     args = parse(argv)
     shape = SHAPES[args.shape]

@@ -92,7 +92,7 @@ def stores(shape: Shape, spec: str, layers: int = LAYERS) -> list[ExpertStore]:
 def engine_of(
     made: list[ExpertStore], policy: str, registered: Any, device: torch.device, top_k: int
 ) -> list[PlacedStore]:
-    from ktransformers.nn.gate import Gate
+    from ktransformers.experts.gate import Gate
     from ktransformers.place.engine import ExpertEngine
     from ktransformers.place.gpu.expert_cache import ExpertCache
     from ktransformers.place.gpu.layer_costs import measured_costs
@@ -136,8 +136,8 @@ def load_of(shape: Shape, tokens: int, device: torch.device) -> Load:
 def lora_of(shape: Shape) -> Any:
     import torch
 
-    from ktransformers.nn.lora import ExpertLora, Factor
-    from ktransformers.nn.lora_factors import factors_of
+    from ktransformers.experts.lora import ExpertLora, Factor
+    from ktransformers.experts.lora_factors import factors_of
 
     def random(*sizes: int) -> torch.Tensor:
         return (torch.randn(*sizes) / sizes[-1] ** 0.5).pin_memory().requires_grad_()
@@ -151,7 +151,7 @@ def step(layers: list[PlacedStore], load: Load, factors: Any, backward: bool, tu
     """Seconds per layer, until the results are there."""
     import torch
 
-    from ktransformers.nn.store import NO_DROPOUT
+    from ktransformers.experts.store import NO_DROPOUT
 
     routes = load.routes[turn % len(load.routes)]
     if len(load.routes) > 1:
@@ -264,7 +264,7 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("place.py: no CUDA device", file=sys.stderr)
         return 1
-    from ktransformers.nn.pool import default_pool
+    from ktransformers.ground.pool import default_pool
     from ktransformers.place.gpu.pinned import RegisteredMemory
 
     device, shape = torch.device("cuda:0"), SHAPES[args.shape]

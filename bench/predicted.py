@@ -108,7 +108,7 @@ def routes(name: str, tokens: int) -> float:
     import torch
     from e2e_models import _blank, _fill, _is_expert, _share_experts
 
-    from ktransformers.nn.contract import expert_modules
+    from ktransformers.experts.contract import expert_modules
 
     recipe = recipes()[name]
     host = torch.device("cpu")

@@ -59,7 +59,7 @@ def numbers(text: str) -> list[int]:
 
 def host_rate() -> float:
     """Bytes/s that the core's threads read from memory."""
-    from ktransformers.nn.pool import default_pool
+    from ktransformers.ground.pool import default_pool
 
     pool = default_pool()
     return float(pool.rate("read", 0.2, bytes=(1 << 30) // pool.threads))
@@ -117,8 +117,8 @@ class Bench:
 
     def slots(self, forward: Any, streams: int) -> list[Any]:
         """Sequences of `context` tokens, of which three were computed."""
-        from ktransformers.serve.engine.forward import Chunk
-        from ktransformers.serve.engine.kv_cache import KVSlot
+        from ktransformers.serve.cache.kv_cache import KVSlot
+        from ktransformers.serve.scheduler.forward import Chunk
 
         slots = [KVSlot(None, capacity=self.args.context + 4096) for _ in range(streams)]
         for index, slot in enumerate(slots):
@@ -128,7 +128,7 @@ class Bench:
 
     def chunks(self, slots: list[Any], step: int) -> list[Any]:
         """A new token of every sequence, another one for each and in each step."""
-        from ktransformers.serve.engine.forward import Chunk
+        from ktransformers.serve.scheduler.forward import Chunk
 
         tokens = [(7919 * step + 263 * index + 17) % self.args.vocabulary for index in range(len(slots))]
         return [Chunk(slot, [new], slot.length, None, greedy=True) for slot, new in zip(slots, tokens, strict=True)]
@@ -159,7 +159,7 @@ class Bench:
 
     def run(self) -> None:
         from ktransformers.place import attach
-        from ktransformers.serve.engine.forward import SequentialForward, make_forward
+        from ktransformers.serve.scheduler.forward import SequentialForward, make_forward
 
         words = QWEN3_NEXT | (TINY if self.args.shape == "tiny" else {})
         recipe = Recipe("qwen3-next", words, (), layers=self.args.layers, vocabulary=self.args.vocabulary)

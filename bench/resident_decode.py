@@ -41,7 +41,7 @@ class Layer:
     def __init__(self, shape: str, spec: str) -> None:
         import torch
 
-        from ktransformers.nn.device_codes.layout import geometry
+        from ktransformers.quantized.gpu.layout import geometry
 
         experts, hidden, intermediate, self.top_k = SHAPES[shape]
         self.geometry = geometry(experts, hidden, intermediate, True, dict.fromkeys(("gate", "up", "down"), spec))

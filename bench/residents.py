@@ -121,7 +121,7 @@ def step(layers: list[Any], batch: Any) -> float:
     """Seconds per layer."""
     import torch
 
-    from ktransformers.nn.store import NO_DROPOUT
+    from ktransformers.experts.store import NO_DROPOUT
 
     x, ids, weights = batch
     wait = torch.cuda.synchronize if x.is_cuda else lambda: None

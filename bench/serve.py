@@ -249,7 +249,7 @@ def gguf_folder(model: Path, file: Path) -> Path:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     environment = dict(os.environ)
-    from ktransformers.openmp import limit_spinning
+    from ktransformers.ground.openmp import limit_spinning
 
     limit_spinning()  # as `kt serve` does, before torch is there
     with tempfile.TemporaryDirectory(prefix="kt-serve-") as temporary:

@@ -30,7 +30,7 @@ class ExpertClock:
     """Seconds in the experts' modules, on the thread that computes."""
 
     def __init__(self, model: Any) -> None:
-        from ktransformers.nn.contract import expert_modules
+        from ktransformers.experts.contract import expert_modules
 
         self._seconds, self._begun = 0.0, 0.0
         for module in expert_modules(model).values():
@@ -57,8 +57,8 @@ class InProcess:
         self._clock = ExpertClock(self.model) if clock else None
 
     def begin(self, prompts: list[list[int]], new: int, names: list[str | None]) -> list[list[float]]:
-        from ktransformers.serve.engine.sampling import Sampling
-        from ktransformers.serve.engine.sequence import Event, GenerationRequest, Sequence
+        from ktransformers.serve.sampling.sampling import Sampling
+        from ktransformers.serve.scheduler.sequence import Event, GenerationRequest, Sequence
 
         engine, registry = self._service.engine, self._service.registry
         times: list[list[float]] = [[] for _ in prompts]
@@ -159,7 +159,7 @@ def open_ours(
     if args.engine:
         yield InProcess(open_service(launch, target, lambda line: print(f"    {line}", flush=True)), clock)
         return
-    from ktransformers.prove.server import start_server
+    from ktransformers.evaluate.prove.server import start_server
 
     with start_server(launch, target, lambda line: print(f"    {line}", flush=True)) as (url, service):
         yield OverHttp(url, "base", service.engine.forward.model)

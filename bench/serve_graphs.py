@@ -71,7 +71,7 @@ class Bench:
         import torch
 
         from ktransformers.place import attach
-        from ktransformers.serve.engine.forward import make_forward
+        from ktransformers.serve.scheduler.forward import make_forward
 
         self.args, self.device = args, torch.device(args.device)
         recipe = replace(recipes()[args.shape], layers=args.layers, vocabulary=args.vocabulary)
@@ -93,8 +93,8 @@ class Bench:
         import torch
 
         from ktransformers.adapters import LoraPair, adapter_from_tensors
-        from ktransformers.nn.contract import expert_modules
-        from ktransformers.serve.engine.lora import LoraModules
+        from ktransformers.experts.contract import expert_modules
+        from ktransformers.serve.scheduler.lora import LoraModules
 
         drawn = torch.Generator().manual_seed(seed)
 
@@ -130,9 +130,9 @@ class Bench:
         return DecodeGraphs(self.model, self.placement, record if self.device.type == "cpu" else None, overlap=overlap)
 
     def engine(self, streams: int, new: int) -> Any:
-        from ktransformers.serve.engine.engine import Limits, ServeEngine
-        from ktransformers.serve.engine.sampling import Sampling
-        from ktransformers.serve.engine.sequence import Event, GenerationRequest, Sequence
+        from ktransformers.serve.sampling.sampling import Sampling
+        from ktransformers.serve.scheduler.engine import Limits, ServeEngine
+        from ktransformers.serve.scheduler.sequence import Event, GenerationRequest, Sequence
 
         def hear(event: Event) -> None:
             if event.error:
@@ -180,7 +180,7 @@ class Bench:
         """Bytes/s that the CPU and the GPU read."""
         import torch
 
-        from ktransformers.nn.pool import default_pool
+        from ktransformers.ground.pool import default_pool
 
         pool = default_pool()
         host = max(pool.rate("read", 0.2, threads=pool.threads, bytes=(1 << 30) // pool.threads) for _ in range(2))

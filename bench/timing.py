@@ -155,7 +155,8 @@ def describe_machine() -> dict[str, Any]:
     import torch
 
     import ktransformers
-    from ktransformers import _core, system
+    from ktransformers import _core
+    from ktransformers.ground import system
 
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {

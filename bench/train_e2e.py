@@ -39,7 +39,7 @@ from e2e_trainer import Trainer
 from ideal import STREAMED, Rates, ideal, measure
 from timing import Table, describe_machine, print_last_line, save
 
-from ktransformers import env
+from ktransformers.ground import env
 
 POLICIES = ("cpu", "stream", "resident", "auto")
 

@@ -42,8 +42,8 @@ def core() -> Keys:
     from ktransformers import _core
     from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded
     from ktransformers.checkpoint.encoder import encode
+    from ktransformers.experts.store import Dropout
     from ktransformers.nn import ExpertStore
-    from ktransformers.nn.store import Dropout
 
     pool, isa = _core.Pool(THREADS), _core.isa()
     able = next(variant["precisions"] for variant in _core.variants() if variant["name"] == isa)
@@ -232,8 +232,8 @@ class Served:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from ktransformers.nn import load_model
-        from ktransformers.serve.engine.forward import Forward
-        from ktransformers.serve.engine.lora import LoraModules
+        from ktransformers.serve.scheduler.forward import Forward
+        from ktransformers.serve.scheduler.lora import LoraModules
 
         self.directory = tiny_model(folder / "model")
         for name, rank, targets in (
@@ -252,9 +252,9 @@ class Served:
 
     def decode(self, names: list[str | None], new: int = 12) -> list[list[Any]]:
         """Greedily, all in one batch: (token, log-probability) of each sequence."""
-        from ktransformers.serve.engine.engine import Limits, ServeEngine
-        from ktransformers.serve.engine.sampling import Sampling
-        from ktransformers.serve.engine.sequence import GenerationRequest, Sequence
+        from ktransformers.serve.sampling.sampling import Sampling
+        from ktransformers.serve.scheduler.engine import Limits, ServeEngine
+        from ktransformers.serve.scheduler.sequence import GenerationRequest, Sequence
 
         opened = {n: self.places.open(self.folder / n, n, 1, str(self.directory)) for n in names if n is not None}
         engine = ServeEngine(self.forward, Limits(6, 64, 32, 4096, 512))

@@ -31,10 +31,10 @@ def placed_experts(
     import torch
 
     from ktransformers.checkpoint.encoder import encode
+    from ktransformers.experts.contract import expert_modules
+    from ktransformers.experts.lora import ExpertLora, Factor
+    from ktransformers.experts.operator import apply_experts
     from ktransformers.nn import ExpertStore
-    from ktransformers.nn.contract import expert_modules
-    from ktransformers.nn.lora import ExpertLora, Factor
-    from ktransformers.nn.operator import apply_experts
     from ktransformers.place import attach
 
     e, h, i, r = 8, 128, 64, 8

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from ktransformers.openmp import limit_spinning
+from ktransformers.ground.openmp import limit_spinning
 from tests.support.variants import FLOATS_OF_ANOTHER, ROUNDING, TESTS_OF_ALL
 
 limit_spinning()  # before torch is imported: two processes side by side would spend more than half of their time on it

@@ -14,8 +14,8 @@ import pytest
 
 import kt_kernel
 import ktransformers
-from ktransformers import env, log, system
-from ktransformers.errors import InputError, KTError
+from ktransformers.ground import env, log, system
+from ktransformers.ground.errors import InputError, KTError
 from tests.support.forked import Completed, python
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,9 +14,9 @@ from ktransformers.checkpoint import decode, encode
 from ktransformers.checkpoint.encoded import format_of
 from ktransformers.checkpoint.recode import check_target
 from ktransformers.nn import ExpertStore
-from ktransformers.nn.device_codes import layout
-from ktransformers.nn.device_codes.dequantize import decode_plain
 from ktransformers.plan.formats import counted_as
+from ktransformers.quantized.gpu import layout
+from ktransformers.quantized.gpu.dequantize import decode_plain
 from tests.support.formats import SPECS
 
 ROOT = Path(__file__).resolve().parent.parent

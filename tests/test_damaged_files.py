@@ -23,7 +23,6 @@ import pytest
 import torch
 import yaml
 
-from ktransformers import model_registry, settings
 from ktransformers.adapters import read_adapter, write_adapter
 from ktransformers.adapters.proof_record import PROOF_FILE, read_record
 from ktransformers.checkpoint import ExpertShape, Shards
@@ -33,12 +32,13 @@ from ktransformers.checkpoint.kt_files import MANIFEST_FILE as TREE_MANIFEST
 from ktransformers.checkpoint.kt_files import KTHeader
 from ktransformers.checkpoint.sources import open_source
 from ktransformers.checkpoint.sources.gguf_header import read_header
-from ktransformers.errors import KTError
 from ktransformers.evaluate.items import read_items
+from ktransformers.evaluate.loop.settings import read_loop
 from ktransformers.evaluate.task import load_tasks
-from ktransformers.loop.settings import read_loop
-from ktransformers.nn.load import load_config
-from ktransformers.nn.prepare import read_config
+from ktransformers.ground import model_registry, settings
+from ktransformers.ground.errors import KTError
+from ktransformers.modeling.load import load_config
+from ktransformers.modeling.prepare import read_config
 from ktransformers.operators.rules import read_rules
 from ktransformers.plan.model_shape import open_shape
 from ktransformers.quant.kt_layers import MergedLayer, add_tree_layer, store_matrix

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.linear_storage import KEEP
+from ktransformers.ground.linear_storage import KEEP
 from ktransformers.plan import Choice, Serving, Training, open_shape, profile
 from ktransformers.plan.memory import predict_memory
 

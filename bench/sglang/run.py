@@ -33,7 +33,7 @@ from pack import extract_archive, join  # noqa: E402
 from server import Server, ServerFailed, answers, compare, load, prefill_rate, rate  # noqa: E402
 
 SOURCE = HERE.parents[1] / "src"
-ENTRY_POINTS = "[sglang.srt.plugins]\nktransformers = ktransformers.sglang.plugin:register\n"
+ENTRY_POINTS = "[sglang.srt.plugins]\nktransformers = ktransformers.serve.sglang.plugin:register\n"
 SMALL = ("--chunked-prefill-size", "2048", "--cuda-graph-max-bs", "16")
 # The release takes a mask where mainline SGLang passes a number; without these lines it raises TypeError.
 PEER_MASK = """

@@ -125,7 +125,7 @@ void set_error(const std::exception_ptr& thrown, void*) {
     raised.reset();
     error.restore();
   } catch (const DamagedFile& error) {
-    nb::object type = nb::module_::import_("ktransformers.errors").attr("DamagedFileError");
+    nb::object type = nb::module_::import_("ktransformers.ground.errors").attr("DamagedFileError");
     PyErr_SetString(type.ptr(), error.what());
   } catch (const std::system_error& error) {
     PyErr_SetObject(PyExc_OSError, nb::make_tuple(error.code().value(), error.what()).ptr());

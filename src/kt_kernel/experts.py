@@ -16,7 +16,7 @@ from kt_kernel.batch_buffers import KExpertsCPUBuffer
 from kt_kernel.experts_base import BaseMoEWrapper
 from kt_kernel.methods import METHODS, SFT_METHODS, SKIP_LORA
 from kt_kernel.utils.amx import AMXMoEWrapper, NativeMoEWrapper
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 
 class KTMoEWrapper:

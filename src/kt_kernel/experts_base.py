@@ -29,9 +29,9 @@ from kt_kernel.kt_kernel_ext import CPUInfer
 from kt_kernel.methods import method_of
 from kt_kernel.weights import LayerPlace, check_order, load_store, release_sources, store_from_tensors
 from ktransformers import _core
-from ktransformers.errors import InputError
-from ktransformers.nn.expert_call import ExpertCall
-from ktransformers.nn.store import ExpertStore
+from ktransformers.experts.expert_call import ExpertCall
+from ktransformers.experts.store import ExpertStore
+from ktransformers.ground.errors import InputError
 from ktransformers.place.gpu.cuda_driver import call_on_host
 from ktransformers.quant.kt_layers import add_tree_layer
 

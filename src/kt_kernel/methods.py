@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 
-from ktransformers.log import logger
-from ktransformers.nn.pool import set_default_pool
+from ktransformers.ground.log import logger
+from ktransformers.ground.pool import set_default_pool
 
 RESERVED_CPUS = 2
 

@@ -24,12 +24,12 @@ from ktransformers.checkpoint.kt_codes import encode_rows, spec_of
 from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.recode import experts_of, numbers, split
 from ktransformers.checkpoint.sources import LayerSource, Source, open_source
-from ktransformers.errors import InputError
-from ktransformers.nn.checkpoint_facts import open_expert_source, read_checkpoint_facts
-from ktransformers.nn.contract import Contract, new_store
-from ktransformers.nn.gate import Gate
-from ktransformers.nn.packed import PackedExperts
-from ktransformers.nn.store import ExpertStore
+from ktransformers.experts.contract import Contract, new_store
+from ktransformers.experts.gate import Gate
+from ktransformers.experts.packed import PackedExperts
+from ktransformers.experts.store import ExpertStore
+from ktransformers.ground.errors import InputError
+from ktransformers.modeling.checkpoint_facts import open_expert_source, read_checkpoint_facts
 
 Weight = Tensor | Encoded
 # Beginnings of formats -> the one in which tensors are encoded: what releases have.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ktransformers.checkpoint import Encoded
 from ktransformers.checkpoint.encoded import e8m0, format_of
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ktransformers.nn import ExpertStore
+    from ktransformers.experts.store import ExpertStore
 
 __version__ = "0.2.0"
 __all__ = ["ExpertStore", "__version__", "has_sft_support"]

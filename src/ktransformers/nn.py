@@ -6,15 +6,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from ktransformers.nn.expert_call import ExpertCall
-from ktransformers.nn.pool import default_pool
-from ktransformers.nn.store import ExpertStore
+from ktransformers.experts.expert_call import ExpertCall
+from ktransformers.experts.store import ExpertStore
+from ktransformers.ground.pool import default_pool
 
 if TYPE_CHECKING:
-    from ktransformers.nn.distributed import average_expert_gradients
-    from ktransformers.nn.load import load_model
-    from ktransformers.nn.peft_lora import lora_parameters, set_lora_dropout
-    from ktransformers.nn.quantizer import KTConfig, attach
+    from ktransformers.experts.peft_lora import lora_parameters, set_lora_dropout
+    from ktransformers.modeling.load import load_model
+    from ktransformers.modeling.quantizer import KTConfig, attach
+    from ktransformers.parallel.distributed import average_expert_gradients
 
 __all__ = [
     "ExpertCall",
@@ -29,12 +29,12 @@ __all__ = [
 ]
 
 _LAZY_MODULES = {
-    "load_model": "ktransformers.nn.load",
-    "attach": "ktransformers.nn.quantizer",
-    "KTConfig": "ktransformers.nn.quantizer",
-    "lora_parameters": "ktransformers.nn.peft_lora",
-    "set_lora_dropout": "ktransformers.nn.peft_lora",
-    "average_expert_gradients": "ktransformers.nn.distributed",
+    "load_model": "ktransformers.modeling.load",
+    "attach": "ktransformers.modeling.quantizer",
+    "KTConfig": "ktransformers.modeling.quantizer",
+    "lora_parameters": "ktransformers.experts.peft_lora",
+    "set_lora_dropout": "ktransformers.experts.peft_lora",
+    "average_expert_gradients": "ktransformers.parallel.distributed",
 }
 
 

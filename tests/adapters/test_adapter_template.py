@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from ktransformers.adapters.adapter_template import AdapterTemplate, read_adapter_template, with_ends
 from ktransformers.adapters.chat_templates import TEMPLATES, find_template, template_text, to_jinja, with_defaults
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from tests.support.training import TOKENIZER
 
 OLD_RUN = Path(__file__).parents[1] / "data" / "v0.1.0" / "run"

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ktransformers.adapters import DIALECTS, convert, read_adapter, write_adapter
 from ktransformers.adapters.content import open_content
 from ktransformers.adapters.dialects import detect_dialect
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from tests.support.adapter_samples import Recipe, ranks, same_deltas, sample, write_model_config
 
 NAMES = [dialect.name for dialect in DIALECTS]

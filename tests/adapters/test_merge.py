@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from ktransformers.adapters import LoraPair, adapter_from_tensors, convert, facts_from_config, merge, write_adapter
 from ktransformers.adapters import merge as merge_function
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from tests.support.stock_peft_models import TARGETS, logits, save_model_and_adapter
 
 

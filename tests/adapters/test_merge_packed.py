@@ -20,9 +20,9 @@ from ktransformers.adapters.divergence import calibration_text, measure_divergen
 from ktransformers.adapters.merge_packed import merge_packed, wants_packing
 from ktransformers.checkpoint.encoded import decode
 from ktransformers.checkpoint.encoder import encode
-from ktransformers.errors import InputError
+from ktransformers.experts.contract import expert_modules
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import load_model
-from ktransformers.nn.contract import expert_modules
 from ktransformers.quant.convert import convert
 from ktransformers.quant.plan import make_plan, parse_formats
 from tests.support.gguf_models import gguf_fields, to_gguf

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ktransformers.adapters import DIALECTS, convert, describe_adapter, read_adapter, write_adapter
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from tests.support.adapter_samples import Recipe, facts, same_deltas, sample, write_model_config
 
 SAFETENSORS = [dialect.name for dialect in DIALECTS if dialect.name != "gguf"]

@@ -15,7 +15,7 @@ from ktransformers.checkpoint.encoded import GGUF_BLOCKS
 from ktransformers.checkpoint.sources import open_source
 from ktransformers.checkpoint.sources.gguf import HALF_SCALES, SEPARATE, _check_scales
 from ktransformers.checkpoint.sources.gguf_header import BLOCKS, FORMATS, GGUFTensor, read_header
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.quant.origin import Origin
 from tests.support.releases import write_gguf
 from tests.test_damaged_files import GGUF_SHAPE, gguf_fields, gguf_tensors, read_gguf_model

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, decode, format_of, stack
 from ktransformers.checkpoint.encoder import encode
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from tests.support.formats import ROWS, SPECS, e2m1, e4m3
 
 E, N, K = 2, 160, 288  # neither a multiple of 128

@@ -11,7 +11,7 @@ from torch import Tensor
 from ktransformers import _core
 from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, decode, format_of
 from ktransformers.checkpoint.encoder import encode, encode_with_error
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from tests.support import encoder_reference
 
 WRITTEN = [row["spec"] for row in _core.formats() if row["written"]]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ktransformers.adapters import read_adapter
 from ktransformers.checkpoint.finite import all_finite
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import load_model
 from tests.support.packing import as_fp8, pack, tiny
 from tests.support.serving import write_sample_adapter

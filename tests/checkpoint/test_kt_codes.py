@@ -23,7 +23,7 @@ from ktransformers.checkpoint.kt_codes import (
     tile,
     untile,
 )
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from tests.support.kt_reference import reference_rows
 from tests.support.releases import kt_tiles
 

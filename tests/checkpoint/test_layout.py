@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ktransformers.checkpoint import find_experts, locate
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 
 def single(root: str, matrices: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"), experts: int = 2) -> list[str]:

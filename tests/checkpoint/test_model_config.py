@@ -13,8 +13,8 @@ from transformers import AutoConfig
 from ktransformers.adapters import find_facts
 from ktransformers.checkpoint.dense import open_dense
 from ktransformers.checkpoint.model_config import LARGEST, MAY_BE_ZERO, check_model_config, read_model_config
-from ktransformers.errors import InputError
-from ktransformers.nn.load import load_config, load_model
+from ktransformers.ground.errors import InputError
+from ktransformers.modeling.load import load_config, load_model
 from ktransformers.plan.model_shape import open_shape
 from ktransformers.quant.origin import Origin
 from tests.support.tiny_models import COMMON, FAMILIES

@@ -24,7 +24,7 @@ from ktransformers.checkpoint.packed import (
 from ktransformers.checkpoint.rest import copy_small_files, split_into_shards
 from ktransformers.checkpoint.sources import PlainTensor
 from ktransformers.checkpoint.tensorfile import PAGE_BYTES, FileLayout, TensorFile, plan_layout, read_layout, sha256
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 TENSORS = {
     "experts.gate_up_proj": torch.arange(5000, dtype=torch.int64).to(torch.uint8),

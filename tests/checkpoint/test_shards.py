@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from ktransformers.checkpoint import ExpertShape, Shards, check_experts, find_experts, locate, read_experts
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 ROOT = "model.layers.0.mlp.experts"
 SHAPE = ExpertShape(num_experts=3, hidden=8, intermediate=6)

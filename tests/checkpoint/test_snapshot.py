@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers import progress
 from ktransformers.checkpoint.snapshot import bar_class, fetch_snapshot
+from ktransformers.ground import progress
 from tests.support.cli import model_files
 from tests.support.hub import Hub
 

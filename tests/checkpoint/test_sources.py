@@ -13,7 +13,7 @@ from torch import Tensor
 from ktransformers.checkpoint import Encoded, ExpertShape
 from ktransformers.checkpoint.quantisation import accept
 from ktransformers.checkpoint.sources import open_source
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from tests.support.expert_sources import MODULE, numbers, same, save
 from tests.support.releases import KINDS
 

@@ -11,7 +11,7 @@ import torch
 from ktransformers.checkpoint import ExpertShape
 from ktransformers.checkpoint.kt_codes import untile
 from ktransformers.checkpoint.sources import open_source
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from tests.support.expert_sources import MODULE, numbers, same, save
 from tests.support.releases import kt_parts, kt_tiles, write_kt_tree
 

@@ -17,7 +17,7 @@ from ktransformers.checkpoint import package
 from ktransformers.checkpoint import upcycle as module
 from ktransformers.checkpoint.dense import open_dense
 from ktransformers.checkpoint.upcycle import Recipe, upcycle
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 RECIPES = {
     "mixtral": Recipe("mixtral", 8, 4, dtype="float32"),

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ktransformers.cli.main import app
-from ktransformers.errors import KTError
+from ktransformers.ground.errors import KTError
 from tests.support.cli import CommandResult, RunKt
 
 

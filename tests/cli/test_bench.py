@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from ktransformers.cli.bench import find_script
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from tests.support.cli import RunKt
 
 SHORT = ("-r", "2", "-p", "24", "-n", "3")

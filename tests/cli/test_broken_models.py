@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ktransformers.errors import InputError
-from ktransformers.nn.pretrained import read_generation_config, read_tokenizer
+from ktransformers.ground.errors import InputError
+from ktransformers.modeling.pretrained import read_generation_config, read_tokenizer
 from tests.support.cli import RunKt
 from tests.support.tiny_models import build, save
 from tests.support.training import TOKENIZER

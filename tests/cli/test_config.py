@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ktransformers import settings
 from ktransformers.cli.guide import Guide
-from ktransformers.errors import InputError
+from ktransformers.ground import settings
+from ktransformers.ground.errors import InputError
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.launch import with_environment
 from tests.support.cli import RunKt

@@ -11,8 +11,8 @@ import pytest
 from ktransformers.cli import checks
 from ktransformers.cli.checks import GB, Cuda, Disk, Finding
 from ktransformers.cli.doctor import read_numa_nodes
-from ktransformers.model_registry import Entry
-from ktransformers.system import Gpu, Memory
+from ktransformers.ground.model_registry import Entry
+from ktransformers.ground.system import Gpu, Memory
 from tests.support.cli import RunKt
 
 MACHINE: Any = {"cpus": 16, "cores": 16, "nodes": 1, "quota": 0.0}
@@ -188,7 +188,7 @@ def test_variables_of_the_guides_without_effect_are_named(kt: RunKt, monkeypatch
 
 
 def test_invalid_settings_do_not_stop_doctor(kt: RunKt) -> None:
-    from ktransformers import settings
+    from ktransformers.ground import settings
 
     settings.config_file().parent.mkdir(parents=True)
     settings.config_file().write_text("server: [")

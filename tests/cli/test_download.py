@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from ktransformers import model_registry
 from ktransformers.checkpoint import hub as client
 from ktransformers.checkpoint.verify import Verified, local_hashes, verify
-from ktransformers.errors import KTError
+from ktransformers.ground import model_registry
+from ktransformers.ground.errors import KTError
 from tests.support.cli import RunKt, model_files, safetensors_bytes, write_model
 from tests.support.hub import COMMIT, Hub
 

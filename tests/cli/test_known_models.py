@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers import model_registry
-from ktransformers.errors import InputError
+from ktransformers.ground import model_registry
+from ktransformers.ground.errors import InputError
 from ktransformers.plan import model_shape, open_shape, shipped_shapes
 from ktransformers.serve.target import locate_model
 from ktransformers.train.resolve import read_settings

@@ -20,10 +20,10 @@ import pytest
 import typer
 import typer.main
 
-from ktransformers import settings
 from ktransformers.cli import ask
 from ktransformers.cli.main import app
-from ktransformers.errors import InputError, KTError
+from ktransformers.ground import settings
+from ktransformers.ground.errors import InputError, KTError
 from tests.support.cli import RunKt, model_files, write_model
 from tests.support.hub import Hub
 
@@ -217,7 +217,7 @@ def test_chat_prints_json_lines(kt: RunKt, monkeypatch: pytest.MonkeyPatch, tmp_
 def test_no_verify_reaches_every_model_of_the_command(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
-    from ktransformers import env
+    from ktransformers.ground import env
 
     monkeypatch.setenv("KT_VERIFY", "1")
     arguments = {"run": ["a prompt"], "eval": ["--task", "arithmetic"]}.get(verb, [])

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers import model_registry
-from ktransformers.errors import InputError
+from ktransformers.ground import model_registry
+from ktransformers.ground.errors import InputError
 from tests.support.cli import RunKt, write_model
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ktransformers import progress as events
 from ktransformers.cli import progress
 from ktransformers.cli.progress import PlainProgress, TimeLeft, drawn_reports, format_amount, make_bar, progress_bar
-from ktransformers.errors import InputError
-from ktransformers.progress import ProgressEvent, clock, receive, rough
+from ktransformers.ground import progress as events
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.progress import ProgressEvent, clock, receive, rough
 from tests.support.cli import RunKt, write_model
 
 

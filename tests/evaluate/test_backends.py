@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from ktransformers.adapters.manifest import MANIFEST_FILE, MANIFEST_FORMAT, MANIFEST_VERSION
 from ktransformers.checkpoint.dense import open_dense
 from ktransformers.checkpoint.upcycle import Recipe, upcycle
-from ktransformers.errors import InputError, KTError
 from ktransformers.evaluate import local as local_module
 from ktransformers.evaluate import remote
 from ktransformers.evaluate.backend import EvalPrompt, Question
 from ktransformers.evaluate.local import LocalModel, trained_experts
 from ktransformers.evaluate.remote import Endpoint, RemoteBackend
+from ktransformers.ground.errors import InputError, KTError
 
 PROMPTS = [
     EvalPrompt("the"),

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from ktransformers.errors import InputError
 from ktransformers.evaluate.backend import EvalPrompt, Likelihood, Question
 from ktransformers.evaluate.compare import compare
 from ktransformers.evaluate.items import read_items
@@ -19,6 +18,7 @@ from ktransformers.evaluate.remote import Endpoint
 from ktransformers.evaluate.report import markdown, write_report
 from ktransformers.evaluate.run import evaluate, read_records
 from ktransformers.evaluate.task import TASK_DIR, load_tasks, task_names
+from ktransformers.ground.errors import InputError
 
 RELEASED = ("afrimed-short", "beyond-dialogue", "llemr", "translational-style")
 SCORES = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "ROUGE-1", "ROUGE-2", "ROUGE-L")

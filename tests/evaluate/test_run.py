@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from ktransformers.cli.main import main
-from ktransformers.errors import InputError
 from ktransformers.evaluate import run as run_module
 from ktransformers.evaluate.backend import EvalPrompt, Likelihood, Question
 from ktransformers.evaluate.compare import compare
@@ -24,6 +23,7 @@ from ktransformers.evaluate.remote import Endpoint, RemoteBackend
 from ktransformers.evaluate.report import markdown, write_report
 from ktransformers.evaluate.run import evaluate, read_records
 from ktransformers.evaluate.task import Rubric, Task, load_tasks
+from ktransformers.ground.errors import InputError
 
 TASK = """
 title: Greetings <b>

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.errors import InputError
 from ktransformers.evaluate.items import read_items
 from ktransformers.evaluate.measure import primary_metric, stated_letter, statistics
 from ktransformers.evaluate.task import TASK_DIR, load_tasks, task_names
+from ktransformers.ground.errors import InputError
 
 
 def test_every_packaged_task_is_valid() -> None:

@@ -7,7 +7,7 @@ import gc
 import torch
 
 from ktransformers import _core
-from ktransformers.nn import buffer_pool
+from ktransformers.experts import buffer_pool
 
 MB = 1 << 20
 

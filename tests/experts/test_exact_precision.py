@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ktransformers.experts.lora import ExpertLora, Factor
+from ktransformers.experts.lora_factors import empty_gradients, factors_of, packed_adapter
+from ktransformers.experts.operator import apply_experts
+from ktransformers.experts.store import Dropout
 from ktransformers.nn import attach, load_model
-from ktransformers.nn.lora import ExpertLora, Factor
-from ktransformers.nn.lora_factors import empty_gradients, factors_of, packed_adapter
-from ktransformers.nn.operator import apply_experts
-from ktransformers.nn.store import Dropout
 from tests.support.lora_cases import (
     LORA_FORMS,
     LoraForm,

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ktransformers.nn.lora import ExpertLora
-from ktransformers.nn.lora_factors import empty_gradients, factors_of, packed_adapter
-from ktransformers.nn.operator import apply_experts
-from ktransformers.nn.store import Dropout
+from ktransformers.experts.lora import ExpertLora
+from ktransformers.experts.lora_factors import empty_gradients, factors_of, packed_adapter
+from ktransformers.experts.operator import apply_experts
+from ktransformers.experts.store import Dropout
 from tests.support.lora_cases import LORA_FORMS, apply_lora, factor_tensors, make_lora, reference_with_dropout
 from tests.support.operator_cases import OperatorCase, relative_error
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ktransformers.errors import InputError
-from ktransformers.nn import ExpertStore, reference
-from ktransformers.nn.lora import ExpertLora, Factor
-from ktransformers.nn.lora_factors import factors_of, packed_adapter
-from ktransformers.nn.operator import apply_experts, experts, handle_of
+from ktransformers.experts import reference
+from ktransformers.experts.lora import ExpertLora, Factor
+from ktransformers.experts.lora_factors import factors_of, packed_adapter
+from ktransformers.experts.operator import apply_experts, experts, handle_of
+from ktransformers.ground.errors import InputError
+from ktransformers.nn import ExpertStore
 from tests.support.lora_cases import LORA_FORMS, LoraForm, apply_lora, factor_tensors, make_lora, reference_lora
 from tests.support.operator_cases import EXPERTS, OperatorCase, relative_error
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ktransformers.nn.lora_factors import LoraFactors, is_adapter_packed, packed_adapter, repack_last
-from ktransformers.nn.lora_prefetch import LoraPrefetch
-from ktransformers.nn.store import ExpertStore
+from ktransformers.experts.lora_factors import LoraFactors, is_adapter_packed, packed_adapter, repack_last
+from ktransformers.experts.lora_prefetch import LoraPrefetch
+from ktransformers.experts.store import ExpertStore
 
 EXPERTS, HIDDEN, WIDE, RANK = 4, 32, 64, 4
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ktransformers.nn.operator import apply_experts, experts, handle_of
+from ktransformers.experts.operator import apply_experts, experts, handle_of
 from tests.support.operator_cases import EXPERTS, TOP_K, OperatorCase, relative_error
 
 FORMS = [

@@ -12,11 +12,11 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from ktransformers.errors import InputError
-from ktransformers.nn import experts as experts_module
+from ktransformers.experts import interface as experts_module
+from ktransformers.experts.lora import ExpertLora
+from ktransformers.experts.peft_lora import lora_parameters
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import set_lora_dropout
-from ktransformers.nn.lora import ExpertLora
-from ktransformers.nn.peft_lora import lora_parameters
 from tests.support.peft_models import MODULES, TARGETS, adapt, packed_model
 from tests.support.tiny_models import logits, tokens
 

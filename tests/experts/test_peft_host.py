@@ -11,10 +11,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
+from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.peft_lora import _without_device_move
+from ktransformers.experts.placeholder import Placeholder
 from ktransformers.nn import attach, load_model, lora_parameters
-from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.peft_lora import _without_device_move
-from ktransformers.nn.placeholder import Placeholder
 from tests.support.tiny_models import build, save, tokens
 
 TARGETS = ["q_proj", "gate_proj", "up_proj", "down_proj"]

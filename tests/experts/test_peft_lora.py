@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING
 
-from ktransformers.errors import InputError
+from ktransformers.experts import interface as experts_module
+from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.interface import select_implementation
+from ktransformers.experts.peft_lora import lora_parameters
+from ktransformers.experts.placeholder import Placeholder
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import attach, load_model
-from ktransformers.nn import experts as experts_module
-from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.experts import select_implementation
-from ktransformers.nn.peft_lora import lora_parameters
-from ktransformers.nn.placeholder import Placeholder
 from tests.support.peft_models import MODULES, PARAMETERS, TARGETS, adapt, gradients, packed_model
 from tests.support.tiny_models import build, logits, save, tokens
 

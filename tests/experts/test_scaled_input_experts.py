@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from ktransformers.errors import InputError
+from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.scaled_input_experts import adapt_experts
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import attach, load_model
-from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.scaled_input_experts import adapt_experts
-from ktransformers.serve.engine.forward import Forward, make_forward
+from ktransformers.serve.scheduler.forward import Forward, make_forward
 from ktransformers.train.packing import require_masked_layers
 from tests.support.family_checks import served_tokens
 from tests.support.tiny_models import build, logits, save, tokens

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ktransformers.checkpoint.encoder import encode
+from ktransformers.experts.contract import Contract, expert_modules, read_contract
+from ktransformers.experts.interface import experts_forward
+from ktransformers.experts.operator import apply_experts
 from ktransformers.nn import ExpertStore
-from ktransformers.nn.contract import Contract, expert_modules, read_contract
-from ktransformers.nn.experts import experts_forward
-from ktransformers.nn.operator import apply_experts
 from tests.support.tiny_models import build
 
 EXPERTS, HIDDEN, INTERMEDIATE = 4, 96, 64

@@ -11,8 +11,9 @@ from torch import nn
 
 import ktransformers
 from ktransformers import _core
-from ktransformers.errors import InputError
-from ktransformers.nn import ExpertStore, reference
+from ktransformers.experts import reference
+from ktransformers.ground.errors import InputError
+from ktransformers.nn import ExpertStore
 
 E, H, I, T, K = 4, 40, 30, 6, 2  # noqa: E741
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ktransformers.errors import InputError
+from ktransformers.experts.operator import apply_experts
+from ktransformers.experts.transfer import copy_streams, start_device_to_host, start_host_to_device, to_device, to_host
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import ExpertStore
-from ktransformers.nn.operator import apply_experts
-from ktransformers.nn.transfer import copy_streams, start_device_to_host, start_host_to_device, to_device, to_host
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 8, 64, 32, 33, 2
 HALF_A_SECOND = 10**9  # clock cycles of a GPU, more or less

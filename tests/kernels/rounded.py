@@ -11,8 +11,8 @@ from torch import Tensor
 from ktransformers import _core
 from ktransformers.checkpoint.encoded import Encoded, decode, format_of, nibbles
 from ktransformers.checkpoint.encoder import encode
+from ktransformers.experts.reference import ACTIVATIONS, ReferenceLayer
 from ktransformers.nn import ExpertStore
-from ktransformers.nn.reference import ACTIVATIONS, ReferenceLayer
 
 from .conftest import Batch
 

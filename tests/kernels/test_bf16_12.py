@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ktransformers.checkpoint.encoded import Encoded, decode
 from ktransformers.checkpoint.encoder import encode
+from ktransformers.experts.store import PatchOverflowError
 from ktransformers.nn import ExpertStore
-from ktransformers.nn.store import PatchOverflowError
 
 from .conftest import make_batch, make_layer
 from .rounded import Lora

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from ktransformers import _core
-from ktransformers.nn import ExpertStore, default_pool, reference
+from ktransformers.experts import reference
+from ktransformers.nn import ExpertStore, default_pool
 from tests.support.forked import python
 
 from .conftest import Batch, error, make_batch, make_layer, make_store, tolerance

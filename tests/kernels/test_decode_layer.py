@@ -1,5 +1,5 @@
 """Decoder layers for new tokens in one job: what they refuse, whose arithmetic they have, and mapped weights that are
-lost or damaged. `tests/serve/engine/test_decode_layer.py` has their numbers."""
+lost or damaged. `tests/serve/attention/test_decode_layer.py` has their numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.errors import DamagedFileError
+from ktransformers.ground.errors import DamagedFileError
 
 from .test_w8a8_codes import matrix_of
 

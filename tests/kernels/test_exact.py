@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ktransformers import _core
-from ktransformers.nn import ExpertStore, reference
+from ktransformers.experts import reference
+from ktransformers.nn import ExpertStore
 
 from .conftest import error, make_batch, make_layer, make_store
 

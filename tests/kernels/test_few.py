@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ktransformers import _core
+from ktransformers.experts.reference import ACTIVATIONS
 from ktransformers.nn import ExpertStore
-from ktransformers.nn.reference import ACTIVATIONS
 from tests.support.variants import ROUNDING
 
 from .conftest import Batch, error, make_batch, make_layer, tolerance

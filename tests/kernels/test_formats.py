@@ -11,7 +11,7 @@ from torch import Tensor
 from ktransformers import _core
 from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, decode
 from ktransformers.checkpoint.encoder import encode
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import ExpertStore
 from tests.support.formats import SPECS
 from tests.support.gguf_blocks import HALVES, SMALL, random_blocks

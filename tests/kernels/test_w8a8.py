@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from ktransformers import _core
-from ktransformers.errors import InputError
+from ktransformers.experts.lora import ExpertLora, Factor
+from ktransformers.experts.operator import apply_experts
+from ktransformers.experts.reference import forward
+from ktransformers.experts.store import Dropout
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import ExpertStore
-from ktransformers.nn.lora import ExpertLora, Factor
-from ktransformers.nn.operator import apply_experts
-from ktransformers.nn.reference import forward
-from ktransformers.nn.store import Dropout
 
 from .conftest import error, make_batch, make_layer, tolerance
 from .rounded import ROUNDED, SPECS, Lora, Rounded, defined

@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 from ktransformers import _core
 from ktransformers.checkpoint.encoded import GGUF_BLOCKS, Encoded, decode
 from ktransformers.checkpoint.encoder import encode
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import ExpertStore
 from tests.support.gguf_blocks import random_blocks
 from tests.support.variants import ROUNDING

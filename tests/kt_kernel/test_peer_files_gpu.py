@@ -29,7 +29,7 @@ from ktransformers.checkpoint.kt_files import (
     write_manifest,
 )
 from ktransformers.checkpoint.shards import INDEX_FILE
-from ktransformers.files import write_json
+from ktransformers.ground.files import write_json
 from ktransformers.quant.kt_layers import LayerWriter, MergedLayer, TreeLayer, layer_sizes
 
 SITE = os.environ.get("KT_PEER_SITE", "")

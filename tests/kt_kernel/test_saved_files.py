@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kt_kernel import KTMoEWrapper
 from ktransformers.checkpoint.kt_files import MANIFEST_FILE, validate_int8_tree
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from tests.support.kt_reference import reference_files
 
 E, H, INNER = 2, 256, 256

@@ -21,7 +21,7 @@ from kt_kernel.sft.base import LORA_NAMES
 from kt_kernel.sft.convert_kt_to_sglang_adapter import convert_kt_to_sglang_adapter
 from kt_kernel.sft.wrapper import place_gpu_experts
 from ktransformers.adapters import convert, read_adapter
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import load_model
 from tests.support.tiny_models import build, save, tokens
 
@@ -268,7 +268,7 @@ def test_dropout_acts_in_training_alone() -> None:
 @pytest.mark.parametrize("policy", ["retain", "recompute"])
 @pytest.mark.parametrize("with_context", [True, False])
 def test_checkpointing_changes_no_gradient(policy: str, with_context: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ktransformers.nn.store import ExpertStore
+    from ktransformers.experts.store import ExpertStore
 
     gradients, calls = [], []
     forward = ExpertStore.forward

@@ -22,7 +22,7 @@ from kt_kernel.sft.weights import (
 )
 from ktransformers.checkpoint import Encoded, encode
 from ktransformers.checkpoint.kt_codes import encode_rows
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from tests.support.kt_layers import INNER, E, H, K, batch, error, weights
 from tests.support.kt_sft_layers import CLOSE, RANK, SftLayer, reference_pass, sft_layer, sft_wrapper
 

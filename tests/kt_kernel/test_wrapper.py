@@ -19,7 +19,7 @@ from kt_kernel import KTMoEWrapper, generate_gpu_experts_masks
 from kt_kernel.kt_kernel_ext import CPUInfer
 from kt_kernel.methods import METHODS
 from ktransformers.checkpoint import encode
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from tests.support.kt_layers import CLOSE, INNER, E, H, K, batch, error, layer, loaded, reference, weights
 
 

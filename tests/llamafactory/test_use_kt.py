@@ -33,7 +33,7 @@ try:  # this folder has its name, so an import would prove nothing
 except importlib.metadata.PackageNotFoundError:
     pytest.skip("LLaMA-Factory is not installed: make test-llamafactory", allow_module_level=True)
 
-from ktransformers.nn.prepare import prepare
+from ktransformers.modeling.prepare import prepare
 from tests.support.tiny_models import build, save
 from tests.support.training_files import SEEDS
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from transformers import HfArgumentParser
 
-from ktransformers.errors import InputError
-from ktransformers.llamafactory import arguments, configuration
+from ktransformers.ground.errors import InputError
+from ktransformers.train.llamafactory import arguments, configuration
 from tests.support.training_files import SEEDS
 
 

@@ -13,10 +13,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ktransformers.errors import InputError, KTError
-from ktransformers.llamafactory import adapter, loading, training
-from ktransformers.nn.peft_lora import expert_adapters
+from ktransformers.experts.peft_lora import expert_adapters
+from ktransformers.ground.errors import InputError, KTError
 from ktransformers.train.callbacks import GradientCheck
+from ktransformers.train.llamafactory import adapter, loading, training
 from tests.support.tiny_models import build, save
 
 TOKENS = torch.arange(1, 25).view(2, 12)
@@ -379,7 +379,7 @@ def test_weights_that_go_to_several_gpus_are_not_widened(
         return build("qwen3_moe")
 
     monkeypatch.setattr("ktransformers.train.placement.TrainPlacement", Placed)
-    monkeypatch.setattr("ktransformers.nn.load.load_pretrained", load)
+    monkeypatch.setattr("ktransformers.modeling.load.load_pretrained", load)
     monkeypatch.setattr("ktransformers.train.model.build_expert_pool", lambda *_, **__: (None, []))
     loading.load_packed(model_arguments(directory), None, {"": "cuda:0"}, training=True)
     assert [quantizer.widen for quantizer in made] == [later_gpus == 0]

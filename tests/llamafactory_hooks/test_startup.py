@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ktransformers.cli.main import app
-from ktransformers.errors import InputError
-from ktransformers.llamafactory import switch
+from ktransformers.ground.errors import InputError
+from ktransformers.train.llamafactory import switch
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 MISC = """
@@ -47,7 +47,7 @@ def run(site: Path, code: str, use_kt: str | None) -> str:
 @pytest.mark.parametrize(("use_kt", "installed"), [(None, False), ("0", False), ("1", True), ("true", True)])
 def test_hooks_are_installed_if_use_kt_is_set(use_kt: str | None, installed: bool, site: Path) -> None:
     printed = run(site, "print([name for name in sys.modules if name.startswith(('ktransformers', 'torch'))])", use_kt)
-    assert ("ktransformers.llamafactory.startup" in printed) == installed and "'torch'" not in printed
+    assert ("ktransformers.train.llamafactory.startup" in printed) == installed and "'torch'" not in printed
 
 
 def test_line_costs_less_than_a_millisecond_without_use_kt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ktransformers.errors import InputError
-from ktransformers.llamafactory import versions
+from ktransformers.ground.errors import InputError
+from ktransformers.train.llamafactory import versions
 
 
 def check(llamafactory: str, **packages: str) -> None:

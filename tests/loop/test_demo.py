@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ktransformers.loop.settings import read_loop
-from ktransformers.loop.stages import build_recipe, build_stages, run_paths
+from ktransformers.evaluate.loop.settings import read_loop
+from ktransformers.evaluate.loop.stages import build_recipe, build_stages, run_paths
 from tests.support.tiny_models import build, save
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 import yaml
 
-from ktransformers.errors import InputError
-from ktransformers.loop import child, pace
-from ktransformers.loop.pace import Pace
-from ktransformers.loop.questions import AnswerPair
-from ktransformers.loop.record import MAX_HASHED_BYTES, Hashes
-from ktransformers.loop.report import answer_lines, detail_lines, make_report, page, terminal_lines
-from ktransformers.loop.run import Runner
-from ktransformers.loop.settings import Loop, LoopTraining, read_loop
-from ktransformers.loop.stages import build_stages, run_paths, serve_arguments, to_flags
+from ktransformers.evaluate.loop import child, pace
+from ktransformers.evaluate.loop.pace import Pace
+from ktransformers.evaluate.loop.questions import AnswerPair
+from ktransformers.evaluate.loop.record import MAX_HASHED_BYTES, Hashes
+from ktransformers.evaluate.loop.report import answer_lines, detail_lines, make_report, page, terminal_lines
+from ktransformers.evaluate.loop.run import Runner
+from ktransformers.evaluate.loop.settings import Loop, LoopTraining, read_loop
+from ktransformers.evaluate.loop.stages import build_stages, run_paths, serve_arguments, to_flags
+from ktransformers.ground.errors import InputError
 
 STAND_IN = [sys.executable, str(Path(__file__).with_name("stand_in.py"))]
 ALL = ["model", "tasks", "plan", "pace", "train", "prove", "baseline", "eval", "compare"]  # besides the server
@@ -131,10 +131,8 @@ def test_run_can_be_repeated_from_its_directory(place: Path) -> None:
 
 def start(place: Path) -> subprocess.Popen[bytes]:
     """`kt loop` over the stand-in, in a process that can be killed."""
-    code = (
-        f"from ktransformers.loop import child; child.PROGRAM = {STAND_IN!r}; from ktransformers.cli.main import main"
-    )
-    code += "; main()"
+    code = f"from ktransformers.evaluate.loop import child; child.PROGRAM = {STAND_IN!r}"
+    code += "; from ktransformers.cli.main import main; main()"
     return subprocess.Popen([sys.executable, "-c", code, "loop", str(place / "loop.yaml")], stderr=subprocess.PIPE)
 
 
@@ -370,8 +368,8 @@ def test_hashes_depend_on_content_only(tmp_path: Path, monkeypatch: pytest.Monke
     assert hashes.of(folder) != first
     hashes.save()
     assert Hashes(tmp_path / "known.json").of(folder) == hashes.of(folder)
-    monkeypatch.setattr("ktransformers.loop.record.MAX_HASHED_BYTES", 10)
-    monkeypatch.setattr("ktransformers.loop.record.EDGE_BYTES", 4)
+    monkeypatch.setattr("ktransformers.evaluate.loop.record.MAX_HASHED_BYTES", 10)
+    monkeypatch.setattr("ktransformers.evaluate.loop.record.EDGE_BYTES", 4)
     (folder / "b").write_text("0123456789abcdef")
     before = hashes.of(folder / "b")
     os.utime(folder / "b", ns=(1, 1))

@@ -17,12 +17,12 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from ktransformers.errors import InputError
-from ktransformers.loop import child
-from ktransformers.loop.run import Runner
-from ktransformers.loop.settings import Loop, read_loop
-from ktransformers.loop.sweep import read_axes, run_settings, sweep_runs
-from ktransformers.loop.sweep_report import make_sweep_report, terminal_lines
+from ktransformers.evaluate.loop import child
+from ktransformers.evaluate.loop.run import Runner
+from ktransformers.evaluate.loop.settings import Loop, read_loop
+from ktransformers.evaluate.loop.sweep import read_axes, run_settings, sweep_runs
+from ktransformers.evaluate.loop.sweep_report import make_sweep_report, terminal_lines
+from ktransformers.ground.errors import InputError
 from tests.loop.test_loop import Quiet, place, start, wait_for  # noqa: F401  a fixture among them
 from tests.support.tiny_models import build, save
 

@@ -16,20 +16,20 @@ from typing import Any
 import pytest
 import yaml
 
-from ktransformers import packages
 from ktransformers.cli.loop_view import StageLines, StageScreen
 from ktransformers.cli.train_view import DETAIL_WIDTH
-from ktransformers.errors import InputError
-from ktransformers.loop import child
-from ktransformers.loop.estimate import stage_seconds, total_line
-from ktransformers.loop.settings import read_loop
-from ktransformers.loop.stages import Stage, build_stages, questions_of, run_paths
-from ktransformers.progress import ProgressEvent
+from ktransformers.evaluate.loop import child
+from ktransformers.evaluate.loop.estimate import stage_seconds, total_line
+from ktransformers.evaluate.loop.settings import read_loop
+from ktransformers.evaluate.loop.stages import Stage, build_stages, questions_of, run_paths
+from ktransformers.ground import packages
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.progress import ProgressEvent
 from tests.support.forked import Completed, python
 from tests.support.terminal import run_on_terminal
 
 STAND_IN = [sys.executable, str(Path(__file__).with_name("stand_in.py"))]
-MAIN = f"from ktransformers.loop import child; child.PROGRAM = {STAND_IN!r}\n"
+MAIN = f"from ktransformers.evaluate.loop import child; child.PROGRAM = {STAND_IN!r}\n"
 MAIN += "from ktransformers.cli.main import main; main()"
 # Words that mean something to a reader of the documentation alone.
 ABBREVIATIONS = (r"way \d", "roof", r"experts \d+%", "mapped", r"^key ", "pinned", "KT_PLACE", r"\$ kt", "asked for")

@@ -1,5 +1,5 @@
 """Replayed attention computes what stock attention computes, forward and backward, in any order of passes; on a CPU the
-captured function is called again instead of a graph (tests/nn/test_gpu_attention_graphs.py has real ones)."""
+captured function is called again instead of a graph (tests/modeling/test_gpu_attention_graphs.py has real ones)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from ktransformers.nn.attention_graphs import replay, signature
-from ktransformers.nn.attention_graphs.replay import RECOMPUTE_WINDOW, GraphedAttention, record_attention
-from ktransformers.nn.cuda_graphs import GraphPool
+from ktransformers.modeling.attention_graphs import replay, signature
+from ktransformers.modeling.attention_graphs.replay import RECOMPUTE_WINDOW, GraphedAttention, record_attention
+from ktransformers.modeling.cuda_graphs import GraphPool
 from tests.support.attention_models import CPU, FAMILIES, LENGTH, batch, compare, gradients, make, watch
 from tests.support.slow_cases import others_slow
 

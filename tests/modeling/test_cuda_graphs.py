@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ktransformers import env
-from ktransformers.errors import InputError
-from ktransformers.nn import cuda_graphs
-from ktransformers.nn.cuda_graphs import CAPTURE_AT, GraphCache, GraphPool, Refusal, padded_tokens
+from ktransformers.ground import env
+from ktransformers.ground.errors import InputError
+from ktransformers.modeling import cuda_graphs
+from ktransformers.modeling.cuda_graphs import CAPTURE_AT, GraphCache, GraphPool, Refusal, padded_tokens
 
 Cache = GraphCache[str, str]
 

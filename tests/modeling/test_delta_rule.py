@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from ktransformers.nn import delta_rule
+from ktransformers.modeling import delta_rule
 from tests.support.tiny_models import build
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

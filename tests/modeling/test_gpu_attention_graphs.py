@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.nn.attention_graphs.replay import record_attention
+from ktransformers.modeling.attention_graphs.replay import record_attention
 from tests.support.attention_models import FAMILIES, batch, compare, make, watch
 
 pytestmark = pytest.mark.gpu

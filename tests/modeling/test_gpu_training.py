@@ -24,9 +24,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.placeholder import Placeholder
 from ktransformers.nn import attach, lora_parameters
-from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.placeholder import Placeholder
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from ktransformers.errors import InputError
+from ktransformers.experts.placeholder import Placeholder
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import ExpertStore, KTConfig, load_model
-from ktransformers.nn.placeholder import Placeholder
 from tests.support.forked import python
 from tests.support.tiny_models import COMMON, FAMILIES, build, round_weights, save, tokens
 

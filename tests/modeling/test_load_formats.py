@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from ktransformers.checkpoint import Encoded, ExpertShape, decode
 from ktransformers.checkpoint.sources import open_source
-from ktransformers.errors import InputError
-from ktransformers.nn import coded_weight, load_model
-from ktransformers.nn.prepare import prepare
-from ktransformers.nn.quantizer import KTConfig, check_computable
+from ktransformers.ground.errors import InputError
+from ktransformers.modeling.prepare import prepare
+from ktransformers.modeling.quantizer import KTConfig, check_computable
+from ktransformers.nn import load_model
+from ktransformers.quantized import weight as coded_weight
 from tests.support.loaded_models import EXACT, SIZES, stores, training_logits
 from tests.support.quantised_models import edit, release, stock
 from tests.support.releases import KINDS, gptq_desc_act, kt_parts, write_kt_tree

@@ -10,13 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ktransformers import _core
-from ktransformers.nn import coded_weight, load_model
-from ktransformers.nn.coded_weight import CodedWeight
-from ktransformers.nn.prepare import prepare
+from ktransformers.modeling.prepare import prepare
+from ktransformers.nn import load_model
 from ktransformers.plan import Choice, Serving, open_shape, profile
 from ktransformers.plan.formats import bytes_in_format
 from ktransformers.plan.memory import predict_memory
 from ktransformers.plan.model_shape import ModelShape
+from ktransformers.quantized import weight as coded_weight
+from ktransformers.quantized.weight import CodedWeight
 from tests.support.gguf_models import gguf_fields, gpt_oss_to_gguf, to_gguf
 from tests.support.loaded_models import EXACT, MLA, SIZES, stores, training_logits
 from tests.support.releases import write_gguf

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ktransformers.checkpoint.encoded import decode
 from ktransformers.checkpoint.encoder import encode
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import load_model
 from tests.support.gguf_blocks import random_blocks
 from tests.support.gguf_models import gguf_fields, to_gguf

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from ktransformers import _core
-from ktransformers.nn.quantizer import attach
+from ktransformers.modeling.quantizer import attach
 from tests.support.slow_cases import others_slow
 from tests.support.tiny_models import build, tokens
 

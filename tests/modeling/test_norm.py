@@ -12,7 +12,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel, Qwen3MoeRMSNorm
 
 from ktransformers import _core
-from ktransformers.nn.norm import MAX_ELEMENTS, TRITON, patch_norms
+from ktransformers.modeling.norm import MAX_ELEMENTS, TRITON, patch_norms
 
 
 class Doubled(nn.Module):

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 from ktransformers.cli.main import app
-from ktransformers.errors import InputError
-from ktransformers.nn import ExpertStore, load_model, prepare
+from ktransformers.ground.errors import InputError
+from ktransformers.modeling import prepare
+from ktransformers.nn import ExpertStore, load_model
 from tests.support.tiny_models import build, save, tokens
 
 EXACT = 1e-4

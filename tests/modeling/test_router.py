@@ -14,8 +14,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from ktransformers.nn import router as router_module
-from ktransformers.nn.router import MAX_ROWS, TRITON, patch_routers
+from ktransformers.modeling import router as router_module
+from ktransformers.modeling.router import MAX_ROWS, TRITON, patch_routers
 from tests.support.triton_devices import triton_devices
 
 SIZES = {"hidden_size": 64, "num_experts_per_tok": 3, "num_experts": 40, "num_local_experts": 40}

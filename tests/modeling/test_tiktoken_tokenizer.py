@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
+from ktransformers.modeling.pretrained import read_tokenizer, run_code_note
 from ktransformers.nn import load_model
-from ktransformers.nn.pretrained import read_tokenizer, run_code_note
 from ktransformers.plan.model_shape import open_shape
 from tests.support.kimi import PARTS, RESERVED, SPECIAL, TRUSTED_CODE, ranks, write_release, write_tokenizer
 from tests.support.tiny_models import build

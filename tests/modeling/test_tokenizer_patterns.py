@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ktransformers.errors import InputError
-from ktransformers.nn.pretrained import read_tokenizer
-from ktransformers.nn.tokenizer_patterns import may_backtrack, patterns_of
+from ktransformers.ground.errors import InputError
+from ktransformers.modeling.pretrained import read_tokenizer
+from ktransformers.modeling.tokenizer_patterns import may_backtrack, patterns_of
 
 RELEASED = [  # of GPT-2, GPT-4 and Llama 3, Qwen2, o200k, DeepSeek-V3, Mistral's Tekken, Falcon3
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",

@@ -9,8 +9,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
-from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.experts import pack_module, select_implementation
+from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.interface import pack_module, select_implementation
 from tests.support.tiny_models import build, tokens
 
 

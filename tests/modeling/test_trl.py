@@ -16,8 +16,8 @@ from peft import LoraConfig, PeftModel
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from ktransformers.modeling.prepare import prepare
 from ktransformers.nn import load_model, lora_parameters
-from ktransformers.nn.prepare import prepare
 from tests.support.tiny_models import VOCABULARY, build, save, tokens
 
 pytest.importorskip("trl")

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from ktransformers.errors import InputError
-from ktransformers.expert_partition import ExpertShard, by_experts
+from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.partition import ExpertShard, by_experts
+from ktransformers.ground.errors import InputError
+from ktransformers.modeling.skeleton import meta_model
 from ktransformers.nn import load_model
-from ktransformers.nn.coded_weight import CodedWeight
-from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.skeleton import meta_model
 from ktransformers.operators import BaseInjectedModule, KLinearBase, KTransformersLinear, Loader, load_by_rules
 from ktransformers.operators.apply import apply_operators
 from ktransformers.operators.plan import plan_operators
 from ktransformers.operators.rules import read_rules
 from ktransformers.quant.convert import convert
 from ktransformers.quant.plan import make_plan, parse_formats
+from ktransformers.quantized.weight import CodedWeight
 from tests.support.packing import as_fp8
 from tests.support.tiny_models import build, save
 from tests.support.training import TOKENIZER, RunRecorder, recipe

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from ktransformers.cli.main import app
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.operators import BaseInjectedModule, KLinearBase
 from ktransformers.operators.plan import OperatorPlan, find_operator, keywords_of, operators, plan_operators
 from ktransformers.operators.rules import (

@@ -13,10 +13,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from ktransformers.experts.peft_lora import lora_parameters
+from ktransformers.experts.placeholder import Placeholder
 from ktransformers.nn import attach
-from ktransformers.nn.distributed import DDP_NAME_PREFIXES
-from ktransformers.nn.peft_lora import lora_parameters
-from ktransformers.nn.placeholder import Placeholder
+from ktransformers.parallel.distributed import DDP_NAME_PREFIXES
 from tests.support.forked import Forked
 from tests.support.tiny_models import build
 
@@ -70,7 +70,7 @@ import sys, torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from tests.support.tiny_models import tokens
-from tests.nn.test_distributed import *
+from tests.parallel.test_distributed import *
 from ktransformers.nn import average_expert_gradients
 torch.set_num_threads(1)
 backend, device = sys.argv[1:]

@@ -10,9 +10,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from ktransformers.expert_partition import ExpertShard, by_experts, by_frequency, by_layers
+from ktransformers.experts.partition import ExpertShard, by_experts, by_frequency, by_layers
 from ktransformers.nn import load_model
-from ktransformers.nn.sharding import reshard, whole_tensor
+from ktransformers.parallel.sharding import reshard, whole_tensor
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import build, save
 
@@ -28,8 +28,8 @@ PARTITIONS = {
 
 def adapted(path: Path, shard: ExpertShard | None, group: Any = None) -> nn.Module:
     """The model with LoRA on attention and experts; B is random, drawn for all experts."""
-    from ktransformers.nn.exchange import connect
-    from ktransformers.nn.lora_shards import factor_shards
+    from ktransformers.parallel.exchange import connect
+    from ktransformers.parallel.lora_shards import factor_shards
 
     model = load_model(path, dtype=torch.float32, precision="f32", shard=shard)
     if group is not None:
@@ -93,13 +93,14 @@ import copy, sys, torch
 from pathlib import Path
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from ktransformers.nn.checkpointing import save_expert_outputs
-from ktransformers.nn.exchange import apply_exchanged, new_expert_group
-from ktransformers.nn.lora_shards import factor_shards, gather_experts
-from ktransformers.nn.operator import apply_experts
-from ktransformers.nn.sharding import ShardOptions, parameter_bytes, separate_steps, shard_model
-from ktransformers.nn.whole_state import clip_gradients, load_optimizer_state, whole_optimizer_state, whole_trained
-from tests.nn.test_exchange import *
+from ktransformers.experts.checkpointing import save_expert_outputs
+from ktransformers.parallel.exchange import apply_exchanged, new_expert_group
+from ktransformers.parallel.lora_shards import factor_shards, gather_experts
+from ktransformers.experts.operator import apply_experts
+from ktransformers.parallel.sharding import ShardOptions, parameter_bytes, separate_steps, shard_model
+from ktransformers.parallel.whole_state import clip_gradients, load_optimizer_state
+from ktransformers.parallel.whole_state import whole_optimizer_state, whole_trained
+from tests.parallel.test_exchange import *
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()

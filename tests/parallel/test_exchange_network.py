@@ -29,10 +29,10 @@ HIDDEN, TOP_K, EXPERTS = 1024, 4, 16
 RANK = """
 import json, os, statistics, subprocess, sys, time, torch
 import torch.distributed as dist
-from ktransformers.expert_partition import by_experts
+from ktransformers.experts.partition import by_experts
 from ktransformers.nn import ExpertStore
-from ktransformers.nn.exchange import LayerExchange, apply_exchanged, new_expert_group
-from ktransformers.nn.operator import apply_experts
+from ktransformers.parallel.exchange import LayerExchange, apply_exchanged, new_expert_group
+from ktransformers.experts.operator import apply_experts
 torch.set_num_threads(1)
 rows, hidden_size, top_k, experts, rate = map(int, sys.argv[1:])
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ktransformers.errors import InputError
-from ktransformers.expert_partition import ExpertPartition, ExpertShard, by_experts, by_layers
+from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.partition import ExpertPartition, ExpertShard, by_experts, by_layers
+from ktransformers.experts.placeholder import Placeholder
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import load_model
-from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.placeholder import Placeholder
 from tests.support.packing import pack
 from tests.support.tiny_models import build, save, tokens
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ktransformers.errors import InputError
-from ktransformers.nn import rank_check
+from ktransformers.ground.errors import InputError
+from ktransformers.parallel import rank_check
 from tests.support.forked import Forked
 
 RANK = """
 import contextlib, json, os, sys
-from ktransformers import system
-from ktransformers.errors import KTError
+from ktransformers.ground import system
+from ktransformers.ground.errors import KTError
 from ktransformers.nn import rank_check
 other, folder = sys.argv[1:]
 rank = int(os.environ["RANK"])
@@ -93,7 +93,7 @@ def test_port_that_another_program_uses_is_refused(tmp_path: Path) -> None:
 RESTARTED = """
 import json, os, sys, torch
 import torch.distributed as dist
-from ktransformers.nn.rank_check import join_ranks, open_process_group
+from ktransformers.parallel.rank_check import join_ranks, open_process_group
 ranks = join_ranks(seconds=30)
 pids = ranks.exchange("process", os.getpid())
 open_process_group(ranks, cpu=True, backend=None, seconds=30)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from ktransformers.errors import InputError
-from ktransformers.nn import sharding
-from ktransformers.nn.widened import WidenedWeight
+from ktransformers.ground.errors import InputError
+from ktransformers.parallel import sharding
+from ktransformers.quantized.widened import WidenedWeight
 from tests.support.forked import Forked
 from tests.support.tiny_models import build
 
@@ -20,10 +20,10 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch.distributed.tensor import DTensor
 from tests.support.tiny_models import build, tokens
-from tests.nn.test_distributed import ATTENTION, EXPERTS, loss
-from tests.nn.test_sharding import widen
+from tests.parallel.test_distributed import ATTENTION, EXPERTS, loss
+from tests.parallel.test_sharding import widen
 from ktransformers.nn import attach, sharding, whole_state
-from ktransformers.nn.checkpointing import save_expert_outputs
+from ktransformers.experts.checkpointing import save_expert_outputs
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank, size, batch = dist.get_rank(), dist.get_world_size(), tokens(4)

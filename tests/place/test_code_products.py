@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from ktransformers.experts.gate import Gate
 from ktransformers.nn import ExpertStore
-from ktransformers.nn.device_codes.layout import PackedMatrix, format_of
-from ktransformers.nn.gate import Gate
 from ktransformers.place.gpu import resident_decode
 from ktransformers.place.gpu.executor import LayerOnDevice
 from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.placement import geometry_of
+from ktransformers.quantized.gpu.layout import PackedMatrix, format_of
 from tests.place.test_gpu_decode import blocks
 from tests.support.formats import SPECS
 from tests.support.gguf_blocks import HALVES

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ktransformers.errors import InputError
-from ktransformers.nn.device_codes.dequantize import decode, decode_plain
-from ktransformers.nn.device_codes.layout import PackedMatrix, format_of, geometry
+from ktransformers.ground.errors import InputError
+from ktransformers.quantized.gpu.dequantize import decode, decode_plain
+from ktransformers.quantized.gpu.layout import PackedMatrix, format_of, geometry
 from tests.support.formats import ROWS, SPECS, FormatRow, e8m0
 
 from .packing import Coded, bf16_bits, pack

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.nn.lora import ExpertLora, Factor
-from ktransformers.nn.lora_factors import LoraFactors, factors_of
+from ktransformers.experts.lora import ExpertLora, Factor
+from ktransformers.experts.lora_factors import LoraFactors, factors_of
 from ktransformers.place.gpu import device_lora as module
 from ktransformers.place.gpu.device_lora import DeviceFactors
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktransformers.nn.store import NO_DROPOUT
+from ktransformers.experts.store import NO_DROPOUT
 from ktransformers.place import tune as tuning
 from ktransformers.place.gpu.executor import ExpertBatch
 from ktransformers.place.placed_store import PlacedStore

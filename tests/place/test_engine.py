@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ktransformers.nn.checkpointing import save_expert_outputs
-from ktransformers.nn.gate import Gate
-from ktransformers.nn.lora_factors import factors_of
-from ktransformers.nn.operator import apply_experts
-from ktransformers.nn.store import NO_DROPOUT, Dropout
+from ktransformers.experts.checkpointing import save_expert_outputs
+from ktransformers.experts.gate import Gate
+from ktransformers.experts.lora_factors import factors_of
+from ktransformers.experts.operator import apply_experts
+from ktransformers.experts.store import NO_DROPOUT, Dropout
 from ktransformers.place import engine
 from ktransformers.place.gpu import layer_costs
 from ktransformers.place.gpu.executor import ExpertBatch

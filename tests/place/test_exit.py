@@ -9,8 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 from tests.support.placed_experts import SMALL, make_inputs, make_store, place_store_on, tiny_packed_model
-from ktransformers.nn.lora_factors import factors_of
-from ktransformers.nn.store import NO_DROPOUT
+from ktransformers.experts.lora_factors import factors_of
+from ktransformers.experts.store import NO_DROPOUT
 from ktransformers.place import attach
 
 model = tiny_packed_model()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ktransformers.nn.gate import Gate
+from ktransformers.experts.gate import Gate
 from ktransformers.place.engine import ExpertEngine
 from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.placement import geometry_of, new_layer

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from ktransformers.nn import cuda_graphs
-from ktransformers.nn.cuda_graphs import GraphPool
-from ktransformers.nn.device_codes.layout import geometry
-from ktransformers.nn.gate import Gate
-from ktransformers.nn.lora_factors import factors_of
-from ktransformers.nn.store import NO_DROPOUT, Dropout
+from ktransformers.experts.gate import Gate
+from ktransformers.experts.lora_factors import factors_of
+from ktransformers.experts.store import NO_DROPOUT, Dropout
+from ktransformers.modeling import cuda_graphs
+from ktransformers.modeling.cuda_graphs import GraphPool
 from ktransformers.place.gpu import executor, expert_graphs, grouped_mlp
 from ktransformers.place.gpu.device_lora import DeviceFactors, FactorGradients, empty_like_factors
 from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
@@ -33,6 +32,7 @@ from ktransformers.place.gpu.expert_graphs import (
 from ktransformers.place.gpu.grouped_mlp import Decoded, GroupedRows, GroupLora, StackedLora
 from ktransformers.place.placed_store import PlacedStore
 from ktransformers.place.placement import geometry_of, new_layer
+from ktransformers.quantized.gpu.layout import geometry
 from tests.support.placed_experts import (
     SMALL,
     Inputs,

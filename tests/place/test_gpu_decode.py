@@ -9,8 +9,8 @@ import torch
 from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.checkpoint.encoder import encode
 from ktransformers.nn import ExpertStore
-from ktransformers.nn.device_codes.dequantize import TRITON, decode
-from ktransformers.nn.device_codes.layout import geometry
+from ktransformers.quantized.gpu.dequantize import TRITON, decode
+from ktransformers.quantized.gpu.layout import geometry
 from tests.support.formats import SPECS
 from tests.support.gguf_blocks import HALVES, random_blocks
 from tests.support.triton_devices import triton_devices

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from ktransformers.experts.gate import Gate
+from ktransformers.experts.lora_factors import LoraFactors
+from ktransformers.experts.reference import ACTIVATIONS
+from ktransformers.experts.store import Dropout
 from ktransformers.nn import ExpertStore
-from ktransformers.nn.gate import Gate
-from ktransformers.nn.lora_factors import LoraFactors
-from ktransformers.nn.reference import ACTIVATIONS
-from ktransformers.nn.store import Dropout
 from ktransformers.place.gpu.device_lora import factor_slots, stack_factors
 from ktransformers.place.gpu.epilogue import DropoutMask
 from ktransformers.place.gpu.grouped_mlp import Decoded, GroupedRows, GroupLora, backward, forward

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.place.gpu import grouped_mlp
 from ktransformers.place.gpu.grouped_mlp import TRITON
 from tests.support.triton_devices import INTERPRETED, triton_devices

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from ktransformers.errors import InputError
+from ktransformers.experts.gate import Gate
+from ktransformers.experts.store import NO_DROPOUT
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import ExpertStore
-from ktransformers.nn.device_codes.dequantize import decode_plain
-from ktransformers.nn.device_codes.layout import PackedMatrix, format_of
-from ktransformers.nn.gate import Gate
-from ktransformers.nn.store import NO_DROPOUT
 from ktransformers.place.gpu import resident_decode
 from ktransformers.place.gpu.executor import ExpertBatch, LayerOnDevice
 from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.host_callback import HostCallbackPath, ResidentTable
 from ktransformers.place.placement import geometry_of
 from ktransformers.plan.modes import MAX_DECODE_TOKENS
+from ktransformers.quantized.gpu.dequantize import decode_plain
+from ktransformers.quantized.gpu.layout import PackedMatrix, format_of
 from tests.support.placed_experts import (
     ADAPTERS,
     CLOSE,

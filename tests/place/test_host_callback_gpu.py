@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
-from ktransformers.errors import DamagedFileError, InputError
+from ktransformers.ground.errors import DamagedFileError, InputError
 from ktransformers.nn import ExpertStore
 from ktransformers.place import attach
 from ktransformers.place.gpu.executor import ExpertBatch

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ktransformers.errors import InputError
+from ktransformers.experts.gate import Gate
+from ktransformers.experts.lora_factors import LoraFactors
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import ExpertStore
-from ktransformers.nn.gate import Gate
-from ktransformers.nn.lora_factors import LoraFactors
 from ktransformers.place.gpu import resident_decode
 from ktransformers.place.gpu.multi_lora import LoraCache, LoraPointers, MultiLora
 from ktransformers.place.host_callback import find_resident_slots

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ktransformers import _core
 from ktransformers.checkpoint.mapped import load_pages, map_file
-from ktransformers.errors import DamagedFileError
+from ktransformers.experts.gate import Gate
+from ktransformers.ground.errors import DamagedFileError
 from ktransformers.nn import ExpertStore
-from ktransformers.nn.gate import Gate
 from ktransformers.place.engine import ExpertEngine
 from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.placement import geometry_of, new_layer

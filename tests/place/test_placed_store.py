@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.lora_factors import LoraFactors, packed_adapter
-from ktransformers.nn.mixed_lora import MixedLora, use_mixed_lora
-from ktransformers.nn.store import NO_DROPOUT
+from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.lora_factors import LoraFactors, packed_adapter
+from ktransformers.experts.mixed_lora import MixedLora, use_mixed_lora
+from ktransformers.experts.store import NO_DROPOUT
 from ktransformers.place import attach
 from ktransformers.place.gpu.executor import ExpertBatch
 from ktransformers.place.gpu.multi_lora import LoraCache

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.place import attach
 from ktransformers.place.placement import _warn_once
 from ktransformers.place.residents import budget, choose, load_counts, save_counts

@@ -10,12 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ktransformers.errors import InputError
-from ktransformers.nn import coded_weight
-from ktransformers.nn.coded_weight import CodedWeight
-from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.experts import pack_module, select_implementation
-from ktransformers.nn.host_rows import HostRows
+from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.interface import pack_module, select_implementation
+from ktransformers.ground.errors import InputError
 from ktransformers.operators.plan import first_rules
 from ktransformers.operators.rules import devices_of, read_rules
 from ktransformers.place import attach, device_map
@@ -29,6 +26,9 @@ from ktransformers.place.device_map import (
 )
 from ktransformers.place.placement import device_of
 from ktransformers.place.rule_devices import devices_by_rules
+from ktransformers.quantized import weight as coded_weight
+from ktransformers.quantized.host_rows import HostRows
+from ktransformers.quantized.weight import CodedWeight
 from tests.support.coded_models import codes_of
 from tests.support.placed_experts import tiny_packed_model
 from tests.support.tiny_models import build

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ktransformers.nn.lora_factors import factors_of
-from ktransformers.nn.store import NO_DROPOUT
+from ktransformers.experts.lora_factors import factors_of
+from ktransformers.experts.store import NO_DROPOUT
 from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
 from ktransformers.place.placed_store import PlacedStore
 from ktransformers.plan.modes import size_bucket

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.place.options import PlacementOptions
 from ktransformers.plan import Choice, Training, make_plan, open_shape, profile
 from ktransformers.plan.expert_time import (

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from ktransformers.cli.main import app
 from ktransformers.cli.plan import choice_line
 from ktransformers.cli.plan_hosts import size_text
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.plan import Machine, ModelShape, Serving, Training, open_shape, profile, with_gpus, with_memory
 from ktransformers.plan.exchange import (
     HEADER_BYTES,

@@ -13,16 +13,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ktransformers.errors import InputError
+from ktransformers.experts.contract import expert_modules
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import ExpertStore
-from ktransformers.nn.contract import expert_modules
 from ktransformers.plan import Choice, Serving
 from ktransformers.plan.formats import counted_as, format_of, packed_expert_bytes, packed_lora_bytes
 from ktransformers.plan.layer_kinds import KEYS, layer_types, state_numbers
 from ktransformers.plan.machine import profile
 from ktransformers.plan.memory import attention_lora_numbers, expert_lora_numbers, kept_rows_bytes, predict_memory
 from ktransformers.plan.model_shape import open_shape, shape_from_config, shipped_shapes
-from ktransformers.serve.engine.forward import make_forward
+from ktransformers.serve.scheduler.forward import make_forward
 from ktransformers.train.settings import LoraSettings
 from ktransformers.train.targets import count_trained_parameters, find_targets
 from tests.support.releases import KINDS
@@ -120,7 +120,7 @@ def test_bf16_releases_have_two_bytes_per_number() -> None:
 
 @pytest.mark.parametrize(("name", "bytes_per_token"), [("deepseek-v2-lite", 276_480), ("deepseek-v3", 4_997_120)])
 def test_kv_cache_of_latent_attention_is_counted_expanded(name: str, bytes_per_token: int) -> None:
-    """As serve/engine/kv_cache.py keeps it: keys and values of every head."""
+    """As serve/cache/kv_cache.py keeps it: keys and values of every head."""
     assert 2 * open_shape(name).cache_width == bytes_per_token
 
 

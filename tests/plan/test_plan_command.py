@@ -13,10 +13,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ktransformers import system
 from ktransformers.cli.main import app
 from ktransformers.cli.train_view import plan_lines
-from ktransformers.errors import InputError
+from ktransformers.ground import system
+from ktransformers.ground.errors import InputError
 from ktransformers.train.forecast import Lengths, simulate_epoch, training_workload
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.place.options import DEFAULT_POLICIES, POLICIES
 from ktransformers.plan import (
     Choice,

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.plan import Choice, Serving, profile
 from ktransformers.plan.memory import predict_memory
 from ktransformers.plan.model_shape import shape_from_config
-from ktransformers.serve.engine.forward import Chunk, SequentialForward, make_forward
-from ktransformers.serve.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.latent import LATENT_ATTRIBUTE
-from ktransformers.serve.engine.snapshots import state_bytes
+from ktransformers.serve.attention.latent import LATENT_ATTRIBUTE
+from ktransformers.serve.cache.kv_cache import KVSlot
+from ktransformers.serve.cache.snapshots import state_bytes
+from ktransformers.serve.scheduler.forward import Chunk, SequentialForward, make_forward
 from tests.support.family_checks import ALL_FAMILIES
 from tests.support.measured_serving import CASES, measure
 from tests.support.tiny_models import RECURRENT_LAYERS, build

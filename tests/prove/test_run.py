@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from ktransformers.adapters import proof_record
 from ktransformers.adapters.comparison import LogprobsAndNorms, difference
 from ktransformers.adapters.content import open_content
-from ktransformers.errors import KTError
+from ktransformers.ground.errors import KTError
 from tests.support.tiny_models import build, save
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "data" / "minimind_6400"
@@ -139,7 +139,7 @@ def test_dropped_tensor_without_manifest_is_reported(output: Path) -> None:
 def test_changed_tensor_without_manifest_names_the_layer(
     output: Path, edit: Callable[[dict[str, torch.Tensor]], None], culprit: str
 ) -> None:
-    from ktransformers.prove.run import check_record, check_tensors, run_trainer_model
+    from ktransformers.evaluate.prove.run import check_record, check_tensors, run_trainer_model
     from ktransformers.serve.target import resolve_target
 
     change(output, edit, manifest=False)
@@ -153,7 +153,7 @@ def test_changed_tensor_without_manifest_names_the_layer(
 
 
 def test_server_without_expert_lora_fails(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktransformers.serve.engine.forward.expert_lora", lambda adapter_rows, tokens: {})
+    monkeypatch.setattr("ktransformers.serve.scheduler.forward.expert_lora", lambda adapter_rows, tokens: {})
     done = run(output)
     assert done.exit_code == 1 and "not proven: model.layers.0.mlp.experts" in done.stderr
     lines = [line for line in done.stdout.splitlines() if "DIFFERENT" in line]
@@ -162,7 +162,7 @@ def test_server_without_expert_lora_fails(output: Path, monkeypatch: pytest.Monk
 
 def test_running_server_is_proven(trained: tuple[Path, list[str]]) -> None:
     """The server has only the base: the adapter is loaded for the proof and unloaded afterwards."""
-    from ktransformers.prove.server import start_server
+    from ktransformers.evaluate.prove.server import start_server
     from ktransformers.serve.flags import Launch
     from ktransformers.serve.target import Target, resolve_target
 
@@ -209,7 +209,7 @@ def test_linear_layers_in_codes_are_proven(
     from tests.support.training import recipe
     from tests.support.training_runs import run as train
 
-    monkeypatch.setattr("ktransformers.nn.coded_weight.MIN_WEIGHTS", 1 << 12)
+    monkeypatch.setattr("ktransformers.quantized.weight.MIN_WEIGHTS", 1 << 12)
     train(recipe(trained[0].parent / "base", tmp_path / "out", val_size=3, learning_rate=2e-2, rest="int8"))
     done = run(tmp_path / "out", "--json")
     assert done.exit_code == 0, done.output
@@ -228,7 +228,7 @@ def test_linear_layers_in_codes_are_proven(
 @pytest.mark.slow
 def test_float32_experts_are_proven(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
     """Trained in float32: the trainer's model equals the record and stock PEFT; only the server uses bf16."""
-    from ktransformers.prove.run import check_record, run_trainer_model
+    from ktransformers.evaluate.prove.run import check_record, run_trainer_model
     from ktransformers.serve.target import resolve_target
     from tests.support.training import RunRecorder, recipe
     from tests.support.training_runs import run as train

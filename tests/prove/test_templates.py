@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from ktransformers.adapters import proof_record
 from ktransformers.adapters.chat_templates import TEMPLATES, to_jinja
 from ktransformers.cli.main import app
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.serve.client import Client
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.target import resolve_target
@@ -80,7 +80,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedAdapters:
 @pytest.fixture(scope="module")
 def client(trained: TrainedAdapters) -> Iterator[tuple[Client, list[str]]]:
     """One server with the base and both adapters, and the lines that it logged."""
-    from ktransformers.prove.server import start_server
+    from ktransformers.evaluate.prove.server import start_server
 
     lines: list[str] = []
     paths = tuple((name, str(path)) for name, path in trained.outputs.items())

@@ -42,7 +42,7 @@ class Tied:
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Tied:
-    from ktransformers.prove.run import run_trainer_model
+    from ktransformers.evaluate.prove.run import run_trainer_model
     from ktransformers.serve.target import resolve_target
     from tests.support.training import RunRecorder, recipe
     from tests.support.training_runs import run
@@ -63,7 +63,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Tied:
 
 def check_stock(tied: Tied, adapter: Path | None = None, trainer: Any = None) -> Any:
     """The check against stock PEFT with the adapter of another directory."""
-    from ktransformers.prove.run import check_stock as check
+    from ktransformers.evaluate.prove.run import check_stock as check
 
     target = tied.target if adapter is None else replace(tied.target, adapters=(("out", str(adapter)),))
     return check(target, tied.record.rows, torch.float32, "cpu", trainer or tied.trainer)
@@ -142,7 +142,7 @@ def test_wrong_adapter_fails_beside_ties(
 @pytest.mark.parametrize("layer", [0, 1])
 def test_wrong_router_fails(tied: Tied, tmp_path: Path, layer: int) -> None:
     """Its choices differ for scores that are far apart, with the same hidden states."""
-    from ktransformers.prove.run import run_trainer_model
+    from ktransformers.evaluate.prove.run import run_trainer_model
 
     base = Path(shutil.copytree(tied.target.model, tmp_path / "base"))
     tensors = load_file(base / "model.safetensors")
@@ -171,7 +171,7 @@ def recorded_elsewhere(tied: Tied, tmp_path: Path) -> proof_record.ProofRecord:
 
 
 def test_record_of_another_machine_with_ties(tied: Tied, tmp_path: Path) -> None:
-    from ktransformers.prove.run import check_record, run_trainer_model
+    from ktransformers.evaluate.prove.run import check_record, run_trainer_model
 
     record = recorded_elsewhere(tied, tmp_path)
 
@@ -193,7 +193,7 @@ def test_record_of_another_machine_with_ties(tied: Tied, tmp_path: Path) -> None
 def test_served_ties_are_replayed_in_shared_batches(tied: Tied) -> None:
     """Base and adapter of all rows are requested at once; each row of a batch is assigned to its token."""
     from ktransformers.adapters.router_choices import compare_choices
-    from ktransformers.prove.server import find_names, score_rows_replayed, start_server
+    from ktransformers.evaluate.prove.server import find_names, score_rows_replayed, start_server
     from ktransformers.serve.client import Client
     from ktransformers.serve.flags import Launch
 
@@ -214,7 +214,7 @@ def test_served_ties_are_replayed_in_shared_batches(tied: Tied) -> None:
 
 def test_ties_of_a_server_elsewhere_are_explained(tied: Tied) -> None:
     """Its routers are out of reach: the trainer's graph finds the choices that give its numbers."""
-    from ktransformers.prove.ties import explain_by_ties
+    from ktransformers.evaluate.prove.ties import explain_by_ties
 
     model, rows = tied.trainer.reopen(), tied.record.rows
     expected, floor = tied.trainer.adapter, tied.trainer.floor
@@ -232,7 +232,7 @@ def test_ties_of_a_server_elsewhere_are_explained(tied: Tied) -> None:
 
 @pytest.mark.parametrize("size", [1e-3, float("nan")])
 def test_wrong_numbers_of_a_server_elsewhere_are_not_explained(tied: Tied, size: float) -> None:
-    from ktransformers.prove.ties import explain_by_ties
+    from ktransformers.evaluate.prove.ties import explain_by_ties
 
     expected, floor, rows = tied.trainer.adapter, tied.trainer.floor, tied.record.rows
     wrong = replace(expected, logprobs=tuple(row + size * torch.ones(len(row)) for row in expected.logprobs))

@@ -20,7 +20,7 @@ from ktransformers import _core
 from ktransformers.checkpoint.encoder import encode
 from ktransformers.checkpoint.packed import checksums_name, read_manifest
 from ktransformers.checkpoint.tensorfile import read_layout
-from ktransformers.errors import DamagedFileError
+from ktransformers.ground.errors import DamagedFileError
 from ktransformers.nn import ExpertStore, load_model
 from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.placement import attach, geometry_of, new_layer

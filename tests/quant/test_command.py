@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from ktransformers.cli.main import app
 from ktransformers.cli.quant import format_duration, normalise_format, parse_layers
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import load_model
 from ktransformers.quant.receipt import WINDOW_TOKENS, read_receipt, read_text, split_windows
 from tests.support.packing import tiny
@@ -110,7 +110,7 @@ def perplexity(directory: Path, text: Path, count: int) -> float:
 
 
 def test_impossible_calibration_is_skipped(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ktransformers.system import Memory
+    from ktransformers.ground.system import Memory
 
     text = tmp_path / "text.txt"
     text.write_text("words")

@@ -18,7 +18,7 @@ from ktransformers.checkpoint.encoded import Encoded, decode
 from ktransformers.checkpoint.packed import read_manifest
 from ktransformers.checkpoint.recode import KEEP, recode
 from ktransformers.checkpoint.verify import verify
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import load_model
 from ktransformers.quant.plan import estimate, make_plan, parse_formats
 from ktransformers.quant.receipt import read_receipt

@@ -29,7 +29,7 @@ from ktransformers.checkpoint.kt_files import (
 from ktransformers.checkpoint.sources import open_source
 from ktransformers.checkpoint.verify import verify
 from ktransformers.cli.main import app
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import load_model
 from ktransformers.quant import kt_convert
 from ktransformers.quant.kt_convert import KTConverted, convert_kt, estimate_kt, plan_kt

@@ -12,14 +12,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ktransformers.checkpoint.packed import read_manifest, verify_packed
-from ktransformers.errors import InputError
-from ktransformers.nn import coded_weight, load_model
-from ktransformers.nn.coded_weight import CodedWeight
+from ktransformers.ground.errors import InputError
+from ktransformers.nn import load_model
 from ktransformers.plan import Choice, Serving, open_shape, profile
 from ktransformers.plan.memory import predict_memory
 from ktransformers.quant import convert as conversion
 from ktransformers.quant.plan import make_plan, parse_formats
 from ktransformers.quant.receipt import read_receipt
+from ktransformers.quantized import weight as coded_weight
+from ktransformers.quantized.weight import CodedWeight
 from tests.support.gguf_models import gguf_fields, to_gguf
 from tests.support.loaded_models import MLA, SIZES
 from tests.support.packing import as_fp8

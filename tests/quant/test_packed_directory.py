@@ -17,9 +17,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ktransformers.checkpoint.packed import MANIFEST_FILE, content_hash
-from ktransformers.errors import InputError
+from ktransformers.experts.store import LAYOUT_VERSION
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import load_model
-from ktransformers.nn.store import LAYOUT_VERSION
 from ktransformers.quant import convert as run
 from tests.support.forked import Forked, python
 from tests.support.packing import contents, edit, mapped_pages, pack, repack, tiny

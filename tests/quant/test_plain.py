@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from ktransformers.checkpoint import rest
 from ktransformers.cli import guide_scripts
 from ktransformers.cli.main import app
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.quant import plain
 from ktransformers.quant.plain import plan_plain, write_plain
 from tests.support.gguf_models import gguf_fields, gpt_oss_to_gguf, to_gguf

@@ -23,13 +23,14 @@ from ktransformers.checkpoint.encoder import encode
 from ktransformers.checkpoint.mapped import read_only_tensor
 from ktransformers.checkpoint.matrix import SPELLED, TensorRef, recognise
 from ktransformers.checkpoint.quantisation import accept
-from ktransformers.errors import InputError
-from ktransformers.nn import coded_weight, load_model
-from ktransformers.nn.coded_weight import CodedWeight, describe_coded, encode_linears
-from ktransformers.nn.device_codes.head_products import HeadRows
-from ktransformers.nn.host_rows import HostRows
-from ktransformers.nn.linear import patch_linears
-from ktransformers.nn.pool import default_pool
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.pool import default_pool
+from ktransformers.nn import load_model
+from ktransformers.quantized import weight as coded_weight
+from ktransformers.quantized.gpu.head_products import HeadRows
+from ktransformers.quantized.host_rows import HostRows
+from ktransformers.quantized.linear import patch_linears
+from ktransformers.quantized.weight import CodedWeight, describe_coded, encode_linears
 from tests.support.gguf_blocks import random_blocks
 from tests.support.quantised_models import release
 from tests.support.releases import gptq_desc_act
@@ -416,7 +417,7 @@ def test_a_release_is_loaded_in_its_bits_for_several_gpus(
         asked.append(device)
         return size
 
-    monkeypatch.setattr("ktransformers.nn.load.free_bytes", functools.partial(free, size=1 << 10))
+    monkeypatch.setattr("ktransformers.modeling.load.free_bytes", functools.partial(free, size=1 << 10))
     model: Any = load_model(tmp_path, rest="keep", widen=False, later_gpus=GPUS)
     assert asked == [torch.device("cuda:0"), torch.device("cuda:3")], "where layers go"
     kept = {name: one for name, one in model.named_parameters() if isinstance(one, CodedWeight)}
@@ -426,7 +427,7 @@ def test_a_release_is_loaded_in_its_bits_for_several_gpus(
     for name, one in on_cpu.named_parameters():
         if isinstance(one, CodedWeight):
             assert torch.equal(kept[name].decoded(0, one.shape[0]), one.decoded(0, one.shape[0])), name
-    monkeypatch.setattr("ktransformers.nn.load.free_bytes", functools.partial(free, size=1 << 40))
+    monkeypatch.setattr("ktransformers.modeling.load.free_bytes", functools.partial(free, size=1 << 40))
     plain = load_model(tmp_path, rest="keep", widen=False, later_gpus=GPUS)
     assert not any(isinstance(one, CodedWeight) for one in plain.parameters())
     encoded = load_model(tmp_path, rest="int8", widen=False, later_gpus=GPUS)

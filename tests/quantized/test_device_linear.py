@@ -17,14 +17,14 @@ from torch import Tensor
 from ktransformers import _core
 from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.checkpoint.encoder import encode
-from ktransformers.errors import KTError
-from ktransformers.nn import coded_weight as coded_weight_module
-from ktransformers.nn.coded_weight import CodedWeight, GpuCodes, coded_weight
-from ktransformers.nn.device_codes import head_products
-from ktransformers.nn.device_codes import linear as device_linear
-from ktransformers.nn.device_codes.head_products import HeadRows, check_heads, decoded_rows
-from ktransformers.nn.device_codes.linear import DeviceCodes, packed_linear
-from ktransformers.nn.device_codes.words import F32, WordLayout, from_words, to_words, word_layout
+from ktransformers.ground.errors import KTError
+from ktransformers.quantized import weight as coded_weight_module
+from ktransformers.quantized.gpu import head_products
+from ktransformers.quantized.gpu import linear as device_linear
+from ktransformers.quantized.gpu.head_products import HeadRows, check_heads, decoded_rows
+from ktransformers.quantized.gpu.linear import DeviceCodes, packed_linear
+from ktransformers.quantized.gpu.words import F32, WordLayout, from_words, to_words, word_layout
+from ktransformers.quantized.weight import CodedWeight, GpuCodes, coded_weight
 from tests.support.formats import SPECS
 from tests.support.gguf_blocks import HALVES, random_blocks
 

@@ -12,10 +12,11 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from ktransformers.checkpoint.encoder import encode
-from ktransformers.nn import coded_weight, load_model
-from ktransformers.nn.coded_weight import CodedWeight, GpuCodes
-from ktransformers.nn.host_rows import HostRows
-from ktransformers.nn.placeholder import Placeholder
+from ktransformers.experts.placeholder import Placeholder
+from ktransformers.nn import load_model
+from ktransformers.quantized import weight as coded_weight
+from ktransformers.quantized.host_rows import HostRows
+from ktransformers.quantized.weight import CodedWeight, GpuCodes
 from tests.support.coded_models import codes_of, with_numbers
 from tests.support.packing import as_fp8
 from tests.support.quantised_models import release
@@ -28,7 +29,7 @@ TOKENS = torch.tensor([[(7 * at + 3) % 90 for at in range(24)]])
 @pytest.fixture(autouse=True)
 def _small_weights_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coded_weight, "MIN_WEIGHTS", 1 << 12)
-    monkeypatch.setattr("ktransformers.nn.load.NUMBERS_SHARE", 0.0)  # also where numbers would fit
+    monkeypatch.setattr("ktransformers.modeling.load.NUMBERS_SHARE", 0.0)  # also where numbers would fit
 
 
 def fp8(folder: Path) -> Path:

@@ -14,7 +14,7 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ktransformers import _core
-from ktransformers.nn.linear import MIN_WEIGHTS, patch_linears
+from ktransformers.quantized.linear import MIN_WEIGHTS, patch_linears
 
 ROWS = _core.linear_rows()
 ROUTER: Any = Qwen3MoeTopKRouter

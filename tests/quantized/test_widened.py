@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from ktransformers import system
-from ktransformers.errors import InputError, KTError
-from ktransformers.nn import dense_layers, load_model, widened
-from ktransformers.nn.dense_layers import check_products
-from ktransformers.nn.linear import patch_linears
-from ktransformers.nn.widened import WidenedWeight
+from ktransformers.ground import system
+from ktransformers.ground.errors import InputError, KTError
+from ktransformers.nn import load_model
+from ktransformers.quantized import dense_layers, widened
+from ktransformers.quantized.dense_layers import check_products
+from ktransformers.quantized.linear import patch_linears
+from ktransformers.quantized.widened import WidenedWeight
 from tests.support.peft_models import adapt, gradients
 from tests.support.tiny_models import build, save, tokens
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ktransformers.errors import InputError, KTError
+from ktransformers.ground.errors import InputError, KTError
 from ktransformers.serve.client import Client
 
 PAGE = b"<html>\n  <p>Error</p>\n</html>"

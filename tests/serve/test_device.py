@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.system import Gpu
 from ktransformers.plan import profile, with_gpus
 from ktransformers.serve.flags import Launch, parse
 from ktransformers.serve.launch import choose_device, make_plan
 from ktransformers.serve.target import resolve_target
-from ktransformers.system import Gpu
 
 
 def test_gpu_without_a_fitting_plan_is_left_out(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server runs where the plan puts it; a launch line that requires the GPU is refused."""
     monkeypatch.delenv("KT_PLACE", raising=False)
-    monkeypatch.setattr("ktransformers.system.all_gpus", lambda: [Gpu("RTX 4090", 24 << 30, (8, 9))])
+    monkeypatch.setattr("ktransformers.ground.system.all_gpus", lambda: [Gpu("RTX 4090", 24 << 30, (8, 9))])
     machine, target = replace(profile("amx16-h200"), memory=10**11), resolve_target(str(model_directory))
 
     def planned(gpu: str, *words: str) -> tuple[Launch, Any, list[str]]:
@@ -40,7 +40,7 @@ def test_gpu_without_a_fitting_plan_is_left_out(model_directory: Path, monkeypat
 
 
 def test_old_gpu_is_left_out_and_refused_by_flag(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktransformers.system.all_gpus", lambda: [Gpu("GTX 1080 Ti", 11 << 30, (6, 1))])
+    monkeypatch.setattr("ktransformers.ground.system.all_gpus", lambda: [Gpu("GTX 1080 Ti", 11 << 30, (6, 1))])
     assert choose_device(parse([str(model_directory)])) == "cpu"
     with pytest.raises(InputError, match=r"--device: .*GTX 1080 Ti"):
         choose_device(parse([str(model_directory), "--device", "cuda"]))

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from ktransformers.checkpoint.gguf_directory import given_file, is_gguf_directory, model_directory
 from ktransformers.cli.main import app
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import load_model
 from tests.support.gguf_models import gguf_fields, to_gguf
 from tests.support.loaded_models import SIZES

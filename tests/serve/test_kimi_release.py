@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.nn.pretrained import read_tokenizer
+from ktransformers.modeling.pretrained import read_tokenizer
 from ktransformers.serve.flags import Launch, parse
 from ktransformers.serve.http.prepare import PrepareSettings
 from ktransformers.serve.http.prepare_pool import PreparePool

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.serve import kv_tiers
+from ktransformers.serve.cache.disk_tier import DiskFile
 from ktransformers.serve.cache_identity import model_identity
-from ktransformers.serve.engine.disk_tier import DiskFile
 from ktransformers.serve.flags import Launch, parse
 from ktransformers.serve.launch import open_service
 from ktransformers.serve.target import Target
@@ -42,8 +42,8 @@ def opened(model: Path, *flags: str) -> Iterator[tuple[Any, list[str]]]:
 
 
 def ask(service: Any, name: str = "tiny") -> Any:
-    from ktransformers.serve.engine.sampling import Sampling
-    from ktransformers.serve.engine.sequence import GenerationRequest, Sequence
+    from ktransformers.serve.sampling.sampling import Sampling
+    from ktransformers.serve.scheduler.sequence import GenerationRequest, Sequence
 
     recorded, adapter = RecordedEvents(), service.registry.find(name)
     request = GenerationRequest(PROMPT, 4, Sampling(temperature=0), adapter=adapter, logprobs=1)

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from ktransformers import env
-from ktransformers.errors import InputError
+from ktransformers.ground import env
+from ktransformers.ground.errors import InputError
 from ktransformers.place.options import PlacementOptions, read_options
 from ktransformers.serve.flags import (
     IGNORED_OPTIONS,
@@ -393,7 +393,7 @@ def test_packed_directory_is_prefaulted_or_locked(
     model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """--prefault and --lock reach the mapped files; without a mapping a line says that they have no effect."""
-    from ktransformers.nn import packed
+    from ktransformers.experts import packed
     from ktransformers.quant.convert import convert
     from ktransformers.quant.plan import make_plan as plan_conversion
     from ktransformers.quant.plan import parse_formats

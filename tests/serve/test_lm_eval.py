@@ -17,7 +17,7 @@ import pytest
 
 from ktransformers.evaluate.backend import EvalPrompt, PromptTokenizer, Question
 from ktransformers.evaluate.remote import Endpoint, RemoteBackend
-from ktransformers.nn.pretrained import read_tokenizer
+from ktransformers.modeling.pretrained import read_tokenizer
 from tests.support.serving import RunningServer
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "eval.md"

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from ktransformers.errors import InputError
-from ktransformers.nn.contract import expert_modules
+from ktransformers.experts.contract import expert_modules
+from ktransformers.ground.errors import InputError
 from ktransformers.place.apply import ModelPlacement, attach_engine, describe, place_residents
 from ktransformers.place.options import PlacementOptions
 from ktransformers.place.residents import load_counts

@@ -12,23 +12,24 @@ import pytest
 import torch
 
 from ktransformers.adapters import LoraPair, adapter_from_tensors
-from ktransformers.errors import InputError
-from ktransformers.nn import coded_weight, load_model
-from ktransformers.nn.coded_weight import CodedWeight
-from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.experts import pack_module, select_implementation
+from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.interface import pack_module, select_implementation
+from ktransformers.ground.errors import InputError
+from ktransformers.nn import load_model
 from ktransformers.plan import open_shape, profile
 from ktransformers.plan.formats import bytes_in_format
 from ktransformers.plan.memory import predict_memory
 from ktransformers.plan.workload import Choice
+from ktransformers.quantized import weight as coded_weight
+from ktransformers.quantized.weight import CodedWeight
 from ktransformers.serve import kv_tiers
 from ktransformers.serve import launch as launch_module
-from ktransformers.serve.engine.forward import Chunk, Forward
-from ktransformers.serve.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.lora import LoadedAdapter, LoraModules
+from ktransformers.serve.cache.kv_cache import KVSlot
 from ktransformers.serve.flags import parse
 from ktransformers.serve.forecast import serving_workload
 from ktransformers.serve.launch import make_plan, open_service
+from ktransformers.serve.scheduler.forward import Chunk, Forward
+from ktransformers.serve.scheduler.lora import LoadedAdapter, LoraModules
 from ktransformers.serve.target import resolve_target
 from ktransformers.train.settings import ExpertSettings
 from tests.support.tiny_models import build
@@ -93,7 +94,7 @@ def test_words_without_blocks_or_groups(wide_directory: Path) -> None:
 
 
 def test_a_model_without_suitable_layers(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktransformers.nn.coded_weight.MIN_WEIGHTS", 1 << 30)
+    monkeypatch.setattr("ktransformers.quantized.weight.MIN_WEIGHTS", 1 << 30)
     lines: list[str] = []
     service = served(model_directory, lines, "--rest", "int8")
     assert not service.approximations
@@ -222,7 +223,7 @@ def test_products_of_a_dense_model_are_compared(tmp_path: Path, monkeypatch: pyt
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 512}
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).save_pretrained(tmp_path)
     compared: list[Any] = []
-    monkeypatch.setattr("ktransformers.nn.load.check_on_device", compared.append)
+    monkeypatch.setattr("ktransformers.modeling.load.check_on_device", compared.append)
     launch, target = parse([str(tmp_path), "--rest", "int8"]), resolve_target(str(tmp_path))
     model = launch_module._load_model(launch, target, torch.float32, "cpu", False, print, None)
     assert compared == [model] and isinstance(model.lm_head.weight, CodedWeight)

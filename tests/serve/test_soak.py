@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from ktransformers import system
+from ktransformers.ground import system
 from tests.support.memory import allocated, resident
 from tests.support.serving import EngineHarness, make_service, run_app
 from tests.support.soak_clients import CLIENTS, STUCK

@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 
 from ktransformers.checkpoint.encoder import encode
 from ktransformers.cli.main import app
-from ktransformers.errors import InputError
-from ktransformers.nn import coded_weight, load_model
-from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.w8a8 import use_w8a8
+from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.w8a8 import use_w8a8
+from ktransformers.ground.errors import InputError
+from ktransformers.nn import load_model
+from ktransformers.quantized import weight as coded_weight
 from ktransformers.serve.flags import parse
 from ktransformers.serve.launch import open_service
 from ktransformers.serve.placement import options_of

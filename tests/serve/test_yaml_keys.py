@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.serve.flags import Launch, parse
 from ktransformers.serve.target import resolve_target
 from ktransformers.serve.yaml_keys import KNOWN_KEYS, is_training, with_yaml_keys

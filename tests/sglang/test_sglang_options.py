@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers import env
-from ktransformers.errors import InputError
-from ktransformers.sglang.options import OPTIONS_VARIABLE, ServerOptions, add_arguments, read_options
-from ktransformers.sglang.placement import place_experts
-from ktransformers.sglang.plugin import may_have_kt_flags
+from ktransformers.ground import env
+from ktransformers.ground.errors import InputError
+from ktransformers.serve.sglang.options import OPTIONS_VARIABLE, ServerOptions, add_arguments, read_options
+from ktransformers.serve.sglang.placement import place_experts
+from ktransformers.serve.sglang.plugin import may_have_kt_flags
 
 LAYERS, EXPERTS = 4, 6
 
@@ -50,8 +50,8 @@ def read(model: Path, *words: str) -> ServerOptions:
 def test_process_without_kt_flags_imports_nothing_more() -> None:
     code = (
         "import sys; sys.argv = ['serve', '--model-path', 'x']\n"
-        "from ktransformers.sglang.plugin import register; register()\n"
-        "heavy = {'torch', 'numpy', 'sglang', 'argparse', 'ktransformers.sglang.options'} & set(sys.modules)\n"
+        "from ktransformers.serve.sglang.plugin import register; register()\n"
+        "heavy = {'torch', 'numpy', 'sglang', 'argparse', 'ktransformers.serve.sglang.options'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -63,7 +63,7 @@ def test_kt_kernel_and_the_plugin_do_without_transformers_and_peft() -> None:
         "import sys\n"
         "sys.modules.update(dict.fromkeys(('transformers', 'peft', 'accelerate', 'trl')))\n"
         "from kt_kernel import KTMoEWrapper\n"
-        "from ktransformers.sglang import method, options"
+        "from ktransformers.serve.sglang import method, options"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

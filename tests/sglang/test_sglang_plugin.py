@@ -242,12 +242,12 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
     metadata = tmp_path / "plugin" / "ktransformers_plugin-0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: ktransformers-plugin\nVersion: 0\n")
-    entry = "[sglang.srt.plugins]\nktransformers = ktransformers.sglang.plugin:register\n"
+    entry = "[sglang.srt.plugins]\nktransformers = ktransformers.serve.sglang.plugin:register\n"
     (metadata / "entry_points.txt").write_text(entry)
     monkeypatch.syspath_prepend(str(tmp_path / "plugin"))
     monkeypatch.setenv("KT_SGLANG_OPTIONS", "")
     monkeypatch.setattr(sys, "argv", ["launch_server"])
-    import ktransformers.sglang.adapters as adapters
+    import ktransformers.serve.sglang.adapters as adapters
 
     monkeypatch.setattr(adapters, "EXPERT_LAYERS", {})
     return Server(Release(FILES, request.param, monkeypatch), monkeypatch)

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from ktransformers.nn.attention_graphs.replay import GraphPair
+from ktransformers.modeling.attention_graphs.replay import GraphPair
 from tests.support.tiny_models import VOCABULARY, build
 
 CPU = torch.device("cpu")

@@ -17,9 +17,9 @@ def tiered_engine(
     harness: EngineHarness, *, host_blocks: int = 64, disk: Path | None = None, disk_blocks: int = 64, **options: Any
 ) -> Iterator[Any]:
     """An engine whose tiers hold so many blocks; `disk`: the file. `identity` and limits of the engine in `options`."""
-    from ktransformers.serve.engine.cache_tiers import CacheTiers
-    from ktransformers.serve.engine.disk_tier import FILE_HEADER, DiskFile, DiskTier, record_size
-    from ktransformers.serve.engine.host_tier import HostTier
+    from ktransformers.serve.cache.cache_tiers import CacheTiers
+    from ktransformers.serve.cache.disk_tier import FILE_HEADER, DiskFile, DiskTier, record_size
+    from ktransformers.serve.cache.host_tier import HostTier
 
     identity, buffers = options.pop("identity", IDENTITY), options.pop("buffers", False)
     layout = harness.forward.block_layout

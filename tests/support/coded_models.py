@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ktransformers.nn.coded_weight import CodedWeight
+from ktransformers.quantized.weight import CodedWeight
 
 
 def codes_of(model: nn.Module) -> dict[str, CodedWeight]:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ktransformers.expert_partition import ExpertPartition, ExpertShard
+from ktransformers.experts.partition import ExpertPartition, ExpertShard
+from ktransformers.modeling.shard_stores import load_shard
 from ktransformers.nn import load_model
-from ktransformers.nn.shard_stores import load_shard
 from ktransformers.serve.hosts.expert_host import ExpertHost, connect
 from ktransformers.serve.hosts.host_pool import HostPool
 from ktransformers.serve.hosts.identity import host_facts

@@ -13,11 +13,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import load_model
-from ktransformers.serve.engine.forward import Chunk, Forward, SequentialForward, make_forward
-from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.cache.kv_cache import KVSlot
 from ktransformers.serve.graphs.decode_graphs import uncaptured_family
+from ktransformers.serve.scheduler.forward import Chunk, Forward, SequentialForward, make_forward
 from ktransformers.train.model import build_lora_config, check_readable
 from ktransformers.train.packing import packing_error, require_masked_layers, separate_rows
 from ktransformers.train.reachable import trainable_targets

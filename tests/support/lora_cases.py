@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktransformers.nn.lora import ExpertLora, Factor
-from ktransformers.nn.lora_factors import factors_of
-from ktransformers.nn.operator import apply_experts
-from ktransformers.nn.store import Dropout
+from ktransformers.experts.lora import ExpertLora, Factor
+from ktransformers.experts.lora_factors import factors_of
+from ktransformers.experts.operator import apply_experts
+from ktransformers.experts.store import Dropout
 from tests.support.operator_cases import EXPERTS, OperatorCase
 
 

@@ -140,8 +140,8 @@ def serve_case(name: str, folder: Path) -> dict[str, Any]:
 def _complete(service: Any, prompt: int, new: int) -> int:
     """Generate from `SEQUENCES` random prompts that share nothing, all at once; returns the bytes of their slots and
     states at the peak."""
-    from ktransformers.serve.engine.sampling import Sampling
-    from ktransformers.serve.engine.sequence import Event, GenerationRequest, Sequence
+    from ktransformers.serve.sampling.sampling import Sampling
+    from ktransformers.serve.scheduler.sequence import Event, GenerationRequest, Sequence
 
     finished = threading.Semaphore(0)
     ends: list[str] = []

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ktransformers.nn import ExpertStore, reference
-from ktransformers.nn.operator import apply_experts
+from ktransformers.experts import reference
+from ktransformers.experts.operator import apply_experts
+from ktransformers.nn import ExpertStore
 from tests.support.variants import ROUNDING
 
 EXPERTS, TOP_K = 5, 3

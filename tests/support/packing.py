@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.checkpoint.encoder import encode
-from ktransformers.nn.contract import new_store
+from ktransformers.experts.contract import new_store
 from ktransformers.quant.convert import Converted, convert
 from ktransformers.quant.plan import make_plan, parse_formats
 from tests.support.tiny_models import build, save

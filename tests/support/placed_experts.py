@@ -14,14 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ktransformers import _core
 from ktransformers.checkpoint.encoder import encode
+from ktransformers.experts.gate import Gate
+from ktransformers.experts.lora import ExpertLora, Factor
+from ktransformers.experts.lora_factors import LoraFactors, factors_of, packed_adapter
+from ktransformers.experts.mixed_lora import MixedLora
+from ktransformers.experts.operator import apply_experts
+from ktransformers.experts.store import NO_DROPOUT, Dropout
 from ktransformers.nn import ExpertStore
 from ktransformers.nn import attach as pack
-from ktransformers.nn.gate import Gate
-from ktransformers.nn.lora import ExpertLora, Factor
-from ktransformers.nn.lora_factors import LoraFactors, factors_of, packed_adapter
-from ktransformers.nn.mixed_lora import MixedLora
-from ktransformers.nn.operator import apply_experts
-from ktransformers.nn.store import NO_DROPOUT, Dropout
 from ktransformers.place.engine import ExpertEngine
 from ktransformers.place.gpu.executor import ExpertBatch
 from ktransformers.place.gpu.expert_cache import ExpertCache

@@ -25,7 +25,7 @@ import torch
 from transformers import TrainerCallback
 import ktransformers.train.run as run
 from ktransformers.nn import sharding
-from ktransformers.nn.pool import default_pool
+from ktransformers.ground.pool import default_pool
 from ktransformers.train.resolve import read_settings
 from safetensors.torch import save_file
 from tests.support.packing import mapped_pages

@@ -95,8 +95,8 @@ class EngineHarness:
         from transformers import AutoTokenizer
 
         from ktransformers.nn import load_model
-        from ktransformers.serve.engine.forward import Forward
-        from ktransformers.serve.engine.lora import LoraModules
+        from ktransformers.serve.scheduler.forward import Forward
+        from ktransformers.serve.scheduler.lora import LoraModules
 
         self.directory = directory
         self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
@@ -107,7 +107,7 @@ class EngineHarness:
         self.loaded = {name: self.lora_modules.open(path, name, 1, str(directory)) for name, path in adapters.items()}
 
     def engine(self, **limits: int) -> Any:
-        from ktransformers.serve.engine.engine import Limits, ServeEngine
+        from ktransformers.serve.scheduler.engine import Limits, ServeEngine
 
         settings = {
             "max_running_requests": 8,
@@ -119,8 +119,8 @@ class EngineHarness:
         return ServeEngine(self.forward, Limits(**settings))
 
     def sequence(self, prompt: list[int], adapter: str | None = None, **options: Any) -> tuple[Any, RecordedEvents]:
-        from ktransformers.serve.engine.sampling import Sampling
-        from ktransformers.serve.engine.sequence import GenerationRequest, Sequence
+        from ktransformers.serve.sampling.sampling import Sampling
+        from ktransformers.serve.scheduler.sequence import GenerationRequest, Sequence
 
         options = {"max_tokens": 8, "sampling": Sampling(temperature=0), "logprobs": 2} | options
         request = GenerationRequest(tuple(prompt), adapter=self.loaded[adapter] if adapter else None, **options)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.errors import InputError
+from ktransformers.experts.checkpointing import save_expert_outputs
+from ktransformers.experts.contract import expert_modules
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import ExpertStore, attach
-from ktransformers.nn.checkpointing import save_expert_outputs
-from ktransformers.nn.contract import expert_modules
 from ktransformers.train import callbacks
 from ktransformers.train.callbacks import ExpertClock, PeakRates, TrainLog
 from ktransformers.train.plan import _precision_notes

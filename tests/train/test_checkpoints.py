@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ktransformers.errors import InputError, KTError
+from ktransformers.ground.errors import InputError, KTError
 from ktransformers.train.checkpoints import CHECKPOINT_MANIFEST_FILE, ResumePoint, find_problem, find_resume_point
 from ktransformers.train.plan import make_plan
 from ktransformers.train.recipe import make_recipe

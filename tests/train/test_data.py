@@ -18,7 +18,7 @@ from ktransformers.adapters.chat_templates import (
     to_jinja,
     with_defaults,
 )
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.train.data.files import DataRow, read_rows
 from ktransformers.train.data.formats import Conversation, PlainText, PreferencePair, read_sample
 from ktransformers.train.data.prepare import mix_datasets, pack_rows, prepare, read_datasets

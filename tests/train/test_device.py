@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.system import Gpu
 from ktransformers.plan import Machine, profile, require_fit, with_gpus
-from ktransformers.system import Gpu
 from ktransformers.train.arguments import device_of
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
@@ -96,7 +96,7 @@ def test_gpu_is_kept_if_no_configuration_fits(beside: Any, tiny: Path, tmp_path:
 
 
 def test_old_gpu_is_left_out_and_refused_by_key(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktransformers.system.all_gpus", lambda: [Gpu("GTX 1080 Ti", 11 << 30, (6, 1))])
+    monkeypatch.setattr("ktransformers.ground.system.all_gpus", lambda: [Gpu("GTX 1080 Ti", 11 << 30, (6, 1))])
     keys = recipe(tiny, tmp_path / "out")
     keys.pop("use_cpu", None)
     assert device_of(read_settings(keys)).type == "cpu"

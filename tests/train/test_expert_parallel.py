@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.train.expert_parallel import check_ranks, make_partition
 from ktransformers.train.model import build_meta_model
 from ktransformers.train.resolve import read_settings

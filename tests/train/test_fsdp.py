@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.sharding import launcher_sharding, read_shard_options, take_launcher_sharding
 from tests.support.rank_runs import run_ranks, tiny_model

@@ -17,7 +17,7 @@ KEYS: dict[str, Any] = {"precision": "bf16", "kt_place": "cpu", "max_samples": 3
 KEYS |= {"bf16": False, "max_steps": 3}
 
 
-@pytest.mark.xfail(reason="torch 2.11: a segmentation fault in both ranks, as in tests/nn/test_gpu_sharding.py")
+@pytest.mark.xfail(reason="torch 2.11: a segmentation fault in both ranks, as in tests/parallel/test_gpu_sharding.py")
 def test_two_ranks_on_one_gpu_train_what_one_process_trains(tmp_path: Path) -> None:
     model = tiny_model(tmp_path)
     keys = recipe(model, tmp_path / "one" / "run", **KEYS, kt_weight_path=str(tmp_path / "packed"))

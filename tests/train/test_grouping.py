@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from ktransformers.adapters.manifest import read_manifest
 from ktransformers.cli.main import app
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.plan import open_shape, profile, with_gpus
 from ktransformers.train import grouping
 from ktransformers.train.forecast import PlanInputs

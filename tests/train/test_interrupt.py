@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ktransformers.adapters.manifest import read_manifest
-from ktransformers.errors import KTError
+from ktransformers.ground.errors import KTError
 from ktransformers.train.callbacks import Interrupted
 from tests.support.training import RunRecorder, recipe
 from tests.support.training_runs import SCRIPT, adapter, difference, run, start_run

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from ktransformers.errors import InputError
-from ktransformers.files import LockedError, exclusive_lock
-from ktransformers.nn.out_of_memory import asked_bytes, exhausted_memory
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import LockedError, exclusive_lock
+from ktransformers.ground.out_of_memory import asked_bytes, exhausted_memory
 from ktransformers.plan import Choice, Training, profile
 from ktransformers.plan.planner import evaluate
 from ktransformers.train import output as output_module

@@ -11,10 +11,10 @@ import yaml
 from transformers.training_args import OptimizerNames
 from typer.testing import CliRunner
 
-from ktransformers import packages
 from ktransformers.cli.main import app
-from ktransformers.errors import InputError
-from ktransformers.packages import require_extra, require_package
+from ktransformers.ground import packages
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.packages import require_extra, require_package
 from ktransformers.train.packages import OPTIMIZER_PACKAGES, REPORT_PACKAGES, package_notes, require_packages
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.settings import TrainSettings

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.train import packed_attention, packing
 from ktransformers.train import plan as planning
 from ktransformers.train.packed_attention import PACKED_ROWS, use_packed_attention

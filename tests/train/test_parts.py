@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.train.batches import pair_weights, split_by_budget, split_pairs
 from ktransformers.train.preference import AnswerLogprobs, pair_losses
 from ktransformers.train.settings import LoraSettings, PreferenceSettings

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.place import apply, attach
 from ktransformers.place.residents import load_counts
 from ktransformers.train.placement import ResidentUpdate, TrainPlacement, options_of

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ktransformers.nn.rank_watch import EXIT_CODE
+from ktransformers.parallel.rank_watch import EXIT_CODE
 from ktransformers.train.checkpoints import RUN_ID_FILE, find_problem, find_resume_point, list_checkpoints
 from ktransformers.train.resolve import read_settings
 from tests.support.rank_runs import free_port, launcher_environment, run_ranks, start_ranks, tiny_model

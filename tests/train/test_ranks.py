@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.nn import rank_cores
+from ktransformers.parallel import rank_cores
 from tests.support.packing import pack
 from tests.support.tiny_models import build, save
 from tests.support.training import TOKENIZER, recipe
@@ -27,7 +27,7 @@ import json, os, sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from ktransformers.nn.pool import default_pool
+from ktransformers.ground.pool import default_pool
 from ktransformers.train.run import train
 from ktransformers.train.resolve import read_settings
 from tests.support.packing import mapped_pages

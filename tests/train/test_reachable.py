@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import attach
 from ktransformers.train.model import build_fake_model, build_lora_config, check_readable
 from ktransformers.train.plan import make_plan

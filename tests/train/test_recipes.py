@@ -12,8 +12,8 @@ import yaml
 from typer.testing import CliRunner
 
 from ktransformers.cli.train import sft
-from ktransformers.errors import InputError
-from ktransformers.files import EXAMPLES, find_example
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import EXAMPLES, find_example
 from ktransformers.operators.rules import find_rules
 from ktransformers.serve.yaml_keys import check_keys
 from ktransformers.train.plan import make_plan, plan_document

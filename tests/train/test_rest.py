@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from ktransformers.adapters.manifest import read_manifest
 from ktransformers.adapters.merge_packed import merge_packed
 from ktransformers.checkpoint.encoder import encode
-from ktransformers.errors import InputError
-from ktransformers.nn import coded_weight, load_model
-from ktransformers.nn.coded_weight import CodedWeight
-from ktransformers.serve.engine.forward import Chunk, make_forward
-from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.ground.errors import InputError
+from ktransformers.nn import load_model
+from ktransformers.quantized import weight as coded_weight
+from ktransformers.quantized.weight import CodedWeight
+from ktransformers.serve.cache.kv_cache import KVSlot
 from ktransformers.serve.flags import parse
+from ktransformers.serve.scheduler.forward import Chunk, make_forward
 from ktransformers.serve.target import resolve_target
 from ktransformers.serve.training_numbers import as_trained
 from tests.support.coded_models import codes_of, with_numbers
@@ -133,7 +134,7 @@ def test_weights_never_exist_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None
     matrix = encode(torch.randn(256, columns), spec).packable
     codes = tuple(None if part is None else part.repeat_interleave(rows // 256, 1) for part in matrix)
     from ktransformers import _core
-    from ktransformers.nn.pool import default_pool
+    from ktransformers.ground.pool import default_pool
 
     core = _core.CodedLinear(default_pool(), rows, columns, spec)
     core.pack(codes)

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ktransformers.adapters.manifest import read_manifest
-from ktransformers.errors import InputError, KTError
+from ktransformers.ground.errors import InputError, KTError
 from ktransformers.train.manifest import check_gradients
 from ktransformers.train.model import open_model
 from ktransformers.train.plan import make_plan

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.operators.rules import summarise_for_training, summary_of_name
 from ktransformers.place.backends import format_of_backend
 from ktransformers.train.arguments import bf16_note, dtype_of, trainer_arguments

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from ktransformers import log
 from ktransformers.cli import progress as bars
 from ktransformers.cli.library_output import LIBRARIES, library_output
 from ktransformers.cli.train_view import LOG_FILE, PlainLines, TrainOutput, detail_line, sparkline, step_line
-from ktransformers.progress import report
-from ktransformers.system import scheduled_seconds
+from ktransformers.ground import log
+from ktransformers.ground.progress import report
+from ktransformers.ground.system import scheduled_seconds
 from ktransformers.train.callbacks import Progress, StepPosition, TrainLog
 from tests.support.forked import Completed, python
 from tests.support.terminal import run_on_terminal
@@ -212,7 +212,7 @@ def test_events_reach_the_screen_and_the_parent(
     output.on_step(example_step())
     output.on_position(StepPosition(10, 10, 1.25, 0.0))
     os.close(writing)
-    from ktransformers.progress import receive
+    from ktransformers.ground.progress import receive
 
     with os.fdopen(reading, "rb") as stream:
         events = list(receive(stream))

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from ktransformers.cli.main import app
 from ktransformers.cli.with_ import environment, startup_folder
-from ktransformers.nn.prepare import prepare
+from ktransformers.modeling.prepare import prepare
 
 # The program: stock transformers and PEFT, the experts named as a user of LLaMA-Factory names them.
 PROGRAM = """

@@ -93,7 +93,7 @@ _GPU_EXPERTS = "no experts are added to a model: train LoRA on its own (kt_adapt
 _PROFILE = "use torch.profiler, or KT_LOG=info"
 # kt-kernel's name -> what to use instead.
 _INSTEAD = {
-    "KTMoEFunction": "ktransformers.nn.operator.apply_experts is the operator with autograd",
+    "KTMoEFunction": "ktransformers.experts.operator.apply_experts is the operator with autograd",
     "KTRoutedExpertsWrapper": "wrap_moe_layers_with_kt_wrapper keeps the model's own modules",
     "LoRAExpertMLP": _GPU_EXPERTS,
     "LoRAExperts": _GPU_EXPERTS,

@@ -19,7 +19,7 @@ from kt_kernel.sft.base import BaseSFTMoEWrapper
 from kt_kernel.sft.weights import ROLES, BlockFP8ExpertWeights, RAWINT4ExpertWeights
 from kt_kernel.weights import LayerPlace, check_order, load_store, store_from_encoded, store_from_tensors
 from ktransformers.checkpoint import Encoded
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.quant.kt_layers import write_tree_layer
 
 BF16_MANTISSA = 7  # bits

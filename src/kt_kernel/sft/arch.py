@@ -1,9 +1,8 @@
 """Where a model family keeps its experts, under kt-kernel's names, read from the model's configuration.
 
 Wrapping does not need this table: expert layers are found by transformers' experts interface, for every family that has
-it (`ktransformers.nn.contract`), and the model's own router routes. It serves programs that call kt-kernel's functions
-on the pieces of a model.
-"""
+it (`ktransformers.experts.contract`), and the model's own router routes. It serves programs that call kt-kernel's
+functions on the pieces of a model."""
 
 from __future__ import annotations
 

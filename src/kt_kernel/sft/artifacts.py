@@ -29,11 +29,11 @@ from ktransformers.adapters.dialects.dialect import MODEL_FILE
 from ktransformers.adapters.dialects.kt import EXPERT_FILE, MANIFEST_FILE, build_manifest, check_manifest
 from ktransformers.adapters.write import TensorBatch, TensorSpec, write_safetensors
 from ktransformers.checkpoint import Shards
-from ktransformers.errors import InputError
-from ktransformers.files import read_json_object, sync, write_json
-from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.peft_lora import expert_adapters
-from ktransformers.nn.placeholder import Placeholder
+from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.peft_lora import expert_adapters
+from ktransformers.experts.placeholder import Placeholder
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import read_json_object, sync, write_json
 
 ADDED_EXPERTS = ".lora_experts."  # part of the names of kt-kernel's GPU LoRA-experts
 CONVERT = "`kt convert DIR OUT --to peft` writes it for PEFT"

@@ -1,10 +1,10 @@
 """`BaseSFTMoEWrapper`: the experts of one layer with LoRA, forward and backward, under kt-kernel's names of methods.
 
 Shapes: E experts, K per token, H hidden, I intermediate, T tokens, r rank; hidden states bf16 `[T, H]`, ids int64 and
-routing weights float32 `[T, K]`, other dtypes are cast. The computing is `ExpertStore`'s (`ktransformers.nn.store`).
-The six LoRA tensors belong to the caller: A `[E, r, H]` of gate and up and `[E, r, I]` of down, B `[E, I, r]` and
-`[E, H, r]`; backward writes their gradients into buffers of the same shapes. Tensors on a GPU are copied to the host
-and results back.
+routing weights float32 `[T, K]`, other dtypes are cast. The computing is `ExpertStore`'s
+(`ktransformers.experts.store`). The six LoRA tensors belong to the caller: A `[E, r, H]` of gate and up and `[E, r, I]`
+of down, B `[E, I, r]` and `[E, H, r]`; backward writes their gradients into buffers of the same shapes. Tensors on a
+GPU are copied to the host and results back.
 
 A forward pass with `save_for_backward` pushes what backward needs on a stack of `max_cache_depth` entries, and a
 backward pass pops the last one. LoRA's dropout acts in saving passes, and in passes that do not save but lie inside a
@@ -32,13 +32,13 @@ from kt_kernel.sft.checkpoint_cache import CheckpointCacheState, CheckpointOutpu
 from kt_kernel.sft.errors import KTAMXNotAvailableError
 from kt_kernel.sft.optimizer_grads import OptimizerGrads
 from ktransformers import _core
-from ktransformers.errors import InputError
-from ktransformers.nn import buffer_pool
-from ktransformers.nn.checkpointing import inside_checkpointed_block
-from ktransformers.nn.lora_factors import CORE_ROLES, LoraFactors, packed_adapter
-from ktransformers.nn.pool import avoid_pool_cpus
-from ktransformers.nn.store import NO_DROPOUT, Dropout, ExpertStore
-from ktransformers.nn.transfer import DeviceToHost, start_device_to_host, start_host_to_device
+from ktransformers.experts import buffer_pool
+from ktransformers.experts.checkpointing import inside_checkpointed_block
+from ktransformers.experts.lora_factors import CORE_ROLES, LoraFactors, packed_adapter
+from ktransformers.experts.store import NO_DROPOUT, Dropout, ExpertStore
+from ktransformers.experts.transfer import DeviceToHost, start_device_to_host, start_host_to_device
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.pool import avoid_pool_cpus
 
 LORA_NAMES = ("gate_lora_a", "gate_lora_b", "up_lora_a", "up_lora_b", "down_lora_a", "down_lora_b")
 FROZEN = "the experts' own weights are frozen here: train LoRA on them, or the stock model without ktransformers"

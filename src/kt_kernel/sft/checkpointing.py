@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager
 from torch import nn
 
 from kt_kernel.sft.config import KTActivationPolicy
-from ktransformers.nn.checkpointing import recompute_experts, save_expert_outputs
-from ktransformers.nn.contract import expert_modules
+from ktransformers.experts.checkpointing import recompute_experts, save_expert_outputs
+from ktransformers.experts.contract import expert_modules
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 

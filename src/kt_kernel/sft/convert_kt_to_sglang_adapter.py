@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.adapters import convert
-from ktransformers.errors import KTError
+from ktransformers.ground.errors import KTError
 
 
 def convert_kt_to_sglang_adapter(

@@ -1,12 +1,11 @@
 """The exceptions of `kt_kernel.sft`, under the names that programs written for kt-kernel catch.
 
-They are errors of ktransformers too (`ktransformers.errors`), so a message says what was given, what was expected and
-what to do, and `kt` prints it without a traceback.
-"""
+They are errors of ktransformers too (`ktransformers.ground.errors`), so a message says what was given, what was
+expected and what to do, and `kt` prints it without a traceback."""
 
 from __future__ import annotations
 
-from ktransformers.errors import InputError, KTError
+from ktransformers.ground.errors import InputError, KTError
 
 
 class KTAMXError(KTError):

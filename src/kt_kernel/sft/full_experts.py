@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kt_kernel.sft.errors import KTArtifactError
 from ktransformers.checkpoint import Encoded, ExpertChunk, ExpertShape, Shards
-from ktransformers.files import read_json_object, validate
+from ktransformers.ground.files import read_json_object, validate
 
 INDEX_FILE = "kt_full_experts.index.json"
 

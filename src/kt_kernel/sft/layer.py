@@ -15,8 +15,8 @@ from kt_kernel.sft.checkpointing import set_activation_policy
 from kt_kernel.sft.config import KTConfig
 from kt_kernel.sft.errors import KTAMXModelNotSupportedError
 from ktransformers.adapters.names import split_layer_name
-from ktransformers.nn.contract import Contract, expert_modules
-from ktransformers.nn.store import ExpertStore
+from ktransformers.experts.contract import Contract, expert_modules
+from ktransformers.experts.store import ExpertStore
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ under the names `kt.layers.{L}.experts.fused_lora.{gate_lora_a, ...}`. Rank and 
 
 Gradients are autograd's in both cases: `parameter.grad` accumulates until it is cleared, and no call copies anything
 between a parameter and the kernels. Every process computes its own experts; DistributedDataParallel around the model
-averages the gradients of both kinds (`ktransformers.nn.distributed`).
+averages the gradients of both kinds (`ktransformers.parallel.distributed`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch.autograd.graph import increment_version
 from kt_kernel.sft.base import LORA_NAMES
 from kt_kernel.sft.errors import KTAMXConfigError, KTAMXModelNotSupportedError
 from kt_kernel.sft.layer import KTMoELayerWrapper, is_wrapped, wrapped_model
-from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.distributed import average_expert_gradients, broadcast_own_lora
-from ktransformers.nn.lora import ExpertLora, Factor
-from ktransformers.nn.peft_lora import expert_adapters, lora_parameters, set_lora_dropout
-from ktransformers.nn.placeholder import Placeholder
+from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.lora import ExpertLora, Factor
+from ktransformers.experts.peft_lora import expert_adapters, lora_parameters, set_lora_dropout
+from ktransformers.experts.placeholder import Placeholder
+from ktransformers.parallel.distributed import average_expert_gradients, broadcast_own_lora
 
 TARGET_EXPERTS = "name the experts in PEFT's target_modules (gate_proj, up_proj, down_proj)"
 

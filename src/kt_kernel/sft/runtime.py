@@ -8,7 +8,7 @@ from typing import Any
 
 from kt_kernel.sft.errors import KTAMXModelNotSupportedError
 from ktransformers import _core
-from ktransformers.nn.prepare import split_quantisation
+from ktransformers.modeling.prepare import split_quantisation
 
 RAWINT4_LAYOUT = "compressed-tensors-rawint4-g32-v1"
 

@@ -23,9 +23,9 @@ from ktransformers.checkpoint import Encoded, ExpertShape, decode
 from ktransformers.checkpoint.experts import ExpertChunk
 from ktransformers.checkpoint.kt_files import validate_int8_tree
 from ktransformers.checkpoint.sources import LayerSource, open_source
-from ktransformers.errors import InputError
-from ktransformers.nn.checkpoint_facts import read_checkpoint_facts
-from ktransformers.nn.pack_inputs import split_fused
+from ktransformers.experts.pack_inputs import split_fused
+from ktransformers.ground.errors import InputError
+from ktransformers.modeling.checkpoint_facts import read_checkpoint_facts
 
 ROLES = ("gate", "up", "down")
 
@@ -157,7 +157,7 @@ def load_experts_from_kt_weight_path(
 
 
 def _hidden_size(files: Sequence[str | Path]) -> int:
-    from ktransformers.nn.load import load_config
+    from ktransformers.modeling.load import load_config
 
     text: Any = load_config(Path(files[0]).parent).get_text_config(decoder=True)
     return int(text.hidden_size)

@@ -2,7 +2,7 @@
 
 `wrap_moe_layers_with_kt_wrapper` takes a model that exists. Its modules stay: its own router routes, names in state
 dicts and for PEFT are the stock ones, and each experts module gets an `ExpertStore` and placeholders for its matrices
-(`ktransformers.nn.experts`). Weights come from `kt_weight_path` or `kt_expert_checkpoint_path` (any source that
+(`ktransformers.experts.interface`). Weights come from `kt_weight_path` or `kt_expert_checkpoint_path` (any source that
 `ktransformers.nn.load_model` takes as `experts`), from `kt_checkpoint_files`, or from the model's own parameters.
 Layers that are packed already, by `load_model` or by a prepared directory, are recorded as they are.
 
@@ -29,15 +29,12 @@ from kt_kernel.sft.errors import KTAMXConfigError, KTAMXModelNotSupportedError
 from kt_kernel.sft.full_experts import has_full_experts, read_full_experts
 from kt_kernel.sft.layer import KTMoELayerWrapper, record_layers, wrapped_model
 from kt_kernel.weights import LayerPlace, store_from_tensors
-from ktransformers import _core, model_registry
+from ktransformers import _core
 from ktransformers.adapters.names import split_layer_name
 from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.sources import open_source
-from ktransformers.log import logger
-from ktransformers.nn.checkpoint_facts import open_expert_source, read_checkpoint_facts
-from ktransformers.nn.contract import Contract, expert_modules, new_store, read_contract
-from ktransformers.nn.distributed import exclude_from_ddp
-from ktransformers.nn.experts import (
+from ktransformers.experts.contract import Contract, expert_modules, new_store, read_contract
+from ktransformers.experts.interface import (
     attach_store,
     pack_chunk,
     pack_layer,
@@ -45,10 +42,14 @@ from ktransformers.nn.experts import (
     remove_parameters,
     select_implementation,
 )
-from ktransformers.nn.pack_inputs import as_matrices, split_fused
-from ktransformers.nn.packed import PackedExperts
-from ktransformers.nn.pool import default_pool, set_default_pool
-from ktransformers.nn.store import ExpertStore
+from ktransformers.experts.pack_inputs import as_matrices, split_fused
+from ktransformers.experts.packed import PackedExperts
+from ktransformers.experts.store import ExpertStore
+from ktransformers.ground import model_registry
+from ktransformers.ground.log import logger
+from ktransformers.ground.pool import default_pool, set_default_pool
+from ktransformers.modeling.checkpoint_facts import open_expert_source, read_checkpoint_facts
+from ktransformers.parallel.distributed import exclude_from_ddp
 from ktransformers.place.placement import attach
 
 log = logger(__name__)
@@ -218,7 +219,7 @@ def load_kt_model(
 
     `trust_remote_code` has no effect: models are built by the classes of transformers alone.
     """
-    from ktransformers.nn import load_model
+    from ktransformers.modeling.load import load_model
 
     if kwargs:
         expected = "the arguments of load_kt_model"

@@ -22,8 +22,8 @@ from typing import Any
 from ktransformers.adapters import template_probe
 from ktransformers.adapters.chat_templates import MAX_TEMPLATE_BYTES, read_template_file
 from ktransformers.checkpoint.gguf_directory import TOKENIZERS
-from ktransformers.errors import InputError
-from ktransformers.files import write_json, write_text
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import write_json, write_text
 
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_JSON = "chat_template.json"
@@ -153,7 +153,7 @@ def _render_in_process(template: AdapterTemplate, messages: list[dict[str, str]]
 def write_adapter_template(adapter: str | Path, merged: Path) -> None:
     """Gives a merged model the template that its adapter was trained with: the file, the special tokens, and the end of
     answers among the end tokens of generation_config.json."""
-    from ktransformers.nn.pretrained import read_tokenizer
+    from ktransformers.modeling.pretrained import read_tokenizer
 
     template = read_adapter_template(adapter)
     if template is None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 JINJA_SUFFIXES = (".jinja", ".jinja2", ".j2")
 MAX_TEMPLATE_BYTES = 2**20

@@ -33,7 +33,7 @@ from ktransformers.adapters.router_choices import (
     recording_choices,
     same_choices,
 )
-from ktransformers.progress import counted
+from ktransformers.ground.progress import counted
 
 PROJECTION_DIM = 4  # projected values per token and module
 FLOOR_FACTOR = 4.0  # differences up to this multiple of the floor count as equal

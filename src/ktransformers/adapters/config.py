@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from ktransformers.adapters.lora import Adapter, PairForm
 from ktransformers.adapters.names import split_layer_name
-from ktransformers.errors import InputError
-from ktransformers.files import read_json_object, validate
-from ktransformers.patterns import FilePatterns
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import read_json_object, validate
+from ktransformers.ground.patterns import FilePatterns
 
 CONFIG_FILE = "adapter_config.json"
 MAX_RANK = 1 << 20

@@ -15,8 +15,8 @@ from ktransformers.adapters.gguf_file import is_gguf, read_gguf
 from ktransformers.adapters.names import KT_KERNEL_KEY, parse_factor
 from ktransformers.adapters.stored_tensor import LORA_DTYPES, StoredTensor
 from ktransformers.checkpoint import Shards
-from ktransformers.errors import InputError
-from ktransformers.files import path_exists, shorten
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import path_exists, shorten
 
 
 @dataclass(frozen=True)

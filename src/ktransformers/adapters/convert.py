@@ -26,9 +26,9 @@ from ktransformers.adapters.parse import ReadContext, check_complete
 from ktransformers.adapters.write import check_disjoint, check_target, fresh_directory
 from ktransformers.checkpoint.dense import TOKENIZER_FILES
 from ktransformers.checkpoint.rest import copy_small_files
-from ktransformers.errors import InputError
-from ktransformers.files import read_json_object
-from ktransformers.log import logger
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import read_json_object
+from ktransformers.ground.log import logger
 
 LOG = logger(__name__)
 OUTPUT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

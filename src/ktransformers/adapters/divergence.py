@@ -24,10 +24,10 @@ from ktransformers.adapters.config import check_for_peft
 from ktransformers.adapters.content import open_content
 from ktransformers.adapters.convert import read_adapter, write_adapter
 from ktransformers.adapters.dialects import detect_dialect
-from ktransformers.errors import InputError
-from ktransformers.progress import counted
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.progress import counted
+from ktransformers.ground.system import bf16_is_fast, memory
 from ktransformers.quant.receipt import Calibration, read_text, split_windows
-from ktransformers.system import bf16_is_fast, memory
 
 CALIBRATION_FILE = "calibration.txt"  # in the package: prose, a dialogue, a recipe, figures and code
 CALIBRATION_TOKENS = 4096  # at most, of a text
@@ -68,7 +68,7 @@ def measure_divergence(
     base: Path, adapter: Path, merged: Path, text: Path, *, tokens: int = CALIBRATION_TOKENS, base_bytes: int = 0
 ) -> Divergence:
     """Raises InputError if the base does not fit in memory or has no tokenizer."""
-    from ktransformers.nn.pretrained import read_tokenizer
+    from ktransformers.modeling.pretrained import read_tokenizer
 
     free = memory().available
     if base_bytes + RESERVE_BYTES > free:
@@ -141,7 +141,7 @@ def _compare(base: Path, folder: Path, merged: Path, name: str, pieces: list[Ten
 
 
 def _load(path: Path) -> Any:
-    from ktransformers.nn.load import load_model
+    from ktransformers.modeling.load import load_model
 
     model: Any = load_model(path, dtype=torch.bfloat16 if bf16_is_fast("cpu") else torch.float32)
     return model.eval()

@@ -18,7 +18,7 @@ from torch import Tensor
 from ktransformers.adapters.lora import Adapter, Experts, Extra, LoraPair, Module
 from ktransformers.adapters.names import name_in_model, split_layer_name
 from ktransformers.checkpoint import ExpertTensors, Shards, find_experts, locate
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 FLOATS = {"BF16", "F16", "F32"}
 PairReader = Callable[[], Mapping[str, LoraPair]]

@@ -18,8 +18,8 @@ from ktransformers.adapters.stored_tensor import StoredTensor
 from ktransformers.checkpoint.finite import all_finite
 from ktransformers.checkpoint.mapped import map_file
 from ktransformers.checkpoint.sources.gguf_header import GGUFTensor, read_header
-from ktransformers.errors import InputError
-from ktransformers.files import short
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import short
 
 GGUF_FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64}
 

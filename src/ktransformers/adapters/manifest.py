@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from ktransformers.adapters.content import Content
 from ktransformers.adapters.stored_tensor import SAFETENSORS_DTYPES
 from ktransformers.adapters.write import WrittenTensor, record_tensor
-from ktransformers.errors import InputError
-from ktransformers.files import read_json_object, short, validate, write_text
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import read_json_object, short, validate, write_text
 
 MANIFEST_FILE = "kt_manifest.json"
 MANIFEST_FORMAT = "ktransformers-tensors"

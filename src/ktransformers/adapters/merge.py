@@ -45,8 +45,8 @@ from ktransformers.adapters.write import (
 from ktransformers.checkpoint import Shards
 from ktransformers.checkpoint.model_config import read_model_config
 from ktransformers.checkpoint.shards import INDEX_FILE
-from ktransformers.errors import InputError
-from ktransformers.files import read_json_object, write_json
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import read_json_object, write_json
 
 MERGE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}

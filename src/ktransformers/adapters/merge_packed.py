@@ -38,9 +38,9 @@ from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.recode import KEEP
 from ktransformers.checkpoint.recode import check_target as check_format
 from ktransformers.checkpoint.sources import open_source
-from ktransformers.errors import InputError
-from ktransformers.files import write_json
-from ktransformers.nn.checkpoint_facts import read_checkpoint_facts
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import write_json
+from ktransformers.modeling.checkpoint_facts import read_checkpoint_facts
 from ktransformers.quant.convert import Progress, convert
 from ktransformers.quant.origin import Origin
 from ktransformers.quant.plan import ConversionPlan, parse_formats, plan_conversion

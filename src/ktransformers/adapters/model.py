@@ -11,14 +11,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ktransformers import model_registry
 from ktransformers.adapters.names import PROJ_NAMING, W123_FAMILIES, W123_NAMING, ExpertNaming, split_layer_name
 from ktransformers.checkpoint import find_experts
 from ktransformers.checkpoint.gguf_directory import model_directory
 from ktransformers.checkpoint.model_config import LARGEST, read_model_config
 from ktransformers.checkpoint.shards import INDEX_FILE, read_weight_map
-from ktransformers.errors import InputError
-from ktransformers.files import path_exists, validate
+from ktransformers.ground import model_registry
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import path_exists, validate
 
 INTERLEAVED_FAMILIES = {"gpt_oss"}
 # Families for which the fields read here decide which layers have experts and which have self_attn. For the others

@@ -21,10 +21,10 @@ from ktransformers.checkpoint.experts import ExpertChunk
 from ktransformers.checkpoint.packed import is_packed, read_manifest, read_packed_section
 from ktransformers.checkpoint.recode import Weight, experts_of, numbers
 from ktransformers.checkpoint.sources import LayerSource, PlainTensor, open_source
-from ktransformers.errors import InputError
-from ktransformers.nn.contract import Contract, expert_modules, read_contract
-from ktransformers.nn.packed import PackedExperts
-from ktransformers.nn.prepare import read_config, split_quantisation, to_stock_config
+from ktransformers.experts.contract import Contract, expert_modules, read_contract
+from ktransformers.experts.packed import PackedExperts
+from ktransformers.ground.errors import InputError
+from ktransformers.modeling.prepare import read_config, split_quantisation, to_stock_config
 from ktransformers.quant.origin import Origin, OriginLayer, build_meta_model
 
 TILE_ROWS = 16  # rows of a packed tile

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from ktransformers import _core
 from ktransformers.adapters.lora import LoraPair
-from ktransformers.errors import InputError
-from ktransformers.nn.store import ExpertStore
+from ktransformers.experts.store import ExpertStore
+from ktransformers.ground.errors import InputError
 
 
 def pack_expert_pairs(what: str, store: ExpertStore, pairs: Mapping[str, LoraPair]) -> _core.Adapter:

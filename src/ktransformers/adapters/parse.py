@@ -26,7 +26,7 @@ from ktransformers.adapters.names import (
     strip_prefixes,
 )
 from ktransformers.adapters.stored_tensor import StoredTensor
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 SAVED_WITH_NEW_TOKENS = (
     "embed_tokens.weight",

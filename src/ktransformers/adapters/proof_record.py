@@ -30,11 +30,11 @@ from ktransformers.adapters.comparison import (
     measure,
 )
 from ktransformers.adapters.router_choices import RouterChoices, compare_choices
-from ktransformers.errors import InputError, KTError
-from ktransformers.nn.distributed import broadcast_tensors
-from ktransformers.nn.exchange import any_rank, expert_group
-from ktransformers.nn.lora_shards import factor_shards, scatter_experts
-from ktransformers.nn.sharding import local_tensor, on_any_rank, sharding_of
+from ktransformers.ground.errors import InputError, KTError
+from ktransformers.parallel.distributed import broadcast_tensors
+from ktransformers.parallel.exchange import any_rank, expert_group
+from ktransformers.parallel.lora_shards import factor_shards, scatter_experts
+from ktransformers.parallel.sharding import local_tensor, on_any_rank, sharding_of
 
 PROOF_FILE = "kt_proof.safetensors"
 MAX_PROOF_ROWS, TOKENS = 4, 256  # at most that many rows of that many tokens

@@ -7,7 +7,7 @@ program that runs second computes such a token with the experts, and the routing
 replaced is judged afterwards by `compare_choices`: it is a tie if the scores of the two programs differ by no more than
 the measured difference of the hidden states explains. Any other differing choice is a fault of the router.
 
-A router is not found by its class. Experts are those of transformers' experts interface (`nn/contract.py`), their
+A router is not found by its class. Experts are those of transformers' experts interface (`experts/contract.py`), their
 arguments are hidden states `[T, H]`, ids and weights `[T, k]`, and the scores of a choice are what the enclosing block
 passes to `torch.topk`, groups of experts first in families that have them. If the ids do not come from `torch.topk`
 (sampled or tabulated ones), the layer has no scores: its choices are compared, but neither judged nor replaced.
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ktransformers.adapters.names import PREFIX
-from ktransformers.nn.contract import expert_modules
+from ktransformers.experts.contract import expert_modules
 
 INPUT_DIM = 8  # of the random projection that measures how far hidden states differ
 # Relative difference of scores per relative difference of hidden states. Measured in routers of 18 families: 1 to 12,

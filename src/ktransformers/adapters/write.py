@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from ktransformers.adapters.stored_tensor import SAFETENSORS_DTYPES
-from ktransformers.errors import InputError
-from ktransformers.files import sync
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import sync
 
 CHUNK_NUMEL = 1 << 22  # elements converted to float64 at a time
 NOT_FINITE = ("NaN or infinite values", "finite numbers", "training diverged, or a dtype overflowed")

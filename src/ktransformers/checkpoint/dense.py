@@ -24,7 +24,7 @@ from ktransformers.checkpoint.shards import Shards
 from ktransformers.checkpoint.sources.gguf_config import Keys, decoder_config, head_size
 from ktransformers.checkpoint.sources.gguf_header import read_header
 from ktransformers.checkpoint.sources.gguf_names import unpermute
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 # Tokenizer, chat template, generation settings and licence: copied unchanged.
 TOKENIZER_FILES = (

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 FORMATS = tuple(row["spec"] for row in _core.formats() if row["element"] != "bf16")  # int4 with one of its groups
 # Blocks of GGUF: values and bytes of each.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ktransformers import _core
 from ktransformers.checkpoint.encoded import Encoded, format_of
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 MIN_POOLED_BYTES = 1 << 18  # smaller tensors come from torch's allocator
 

@@ -20,7 +20,7 @@ from ktransformers.checkpoint.layout import ExpertTensors, parts
 from ktransformers.checkpoint.matrix import ACTIVATIONS, CODES, FLOATS, Matrix, recognise
 from ktransformers.checkpoint.quantisation import NONE, Quantisation
 from ktransformers.checkpoint.shards import Shards
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 DTYPES = FLOATS
 

@@ -23,9 +23,9 @@ from ktransformers.checkpoint.shards import INDEX_FILE, SINGLE_FILE
 from ktransformers.checkpoint.sources import open_source
 from ktransformers.checkpoint.sources.gguf import gguf_files
 from ktransformers.checkpoint.sources.gguf_header import read_header
-from ktransformers.errors import InputError
-from ktransformers.files import path_exists
-from ktransformers.settings import data_folder
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import path_exists
+from ktransformers.ground.settings import data_folder
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 ORIGIN_FILE = "kt_gguf.json"  # names the file that a directory was made for

@@ -15,8 +15,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from ktransformers.errors import InputError
-from ktransformers.files import short
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import short
 
 CONTROL, USER_DEFINED = 3, 4  # token types: special tokens, and text that is always one token
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ktransformers.errors import InputError, KTError
-from ktransformers.files import sync, try_lock, write_json
-from ktransformers.model_registry import FileFacts
+from ktransformers.ground.errors import InputError, KTError
+from ktransformers.ground.files import sync, try_lock, write_json
+from ktransformers.ground.model_registry import FileFacts
 
 PARTIAL_DIRECTORY = ".kt-partial"
 RECORD_FILE = ".kt-files.json"  # hashes of the files that were downloaded into a folder

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ktransformers.checkpoint.packed import ShardRecord, find_damaged
-from ktransformers.errors import InputError
-from ktransformers.files import sync, try_lock
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import sync, try_lock
 
 JOURNAL_FILE = "journal.jsonl"
 

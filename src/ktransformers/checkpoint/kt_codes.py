@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ktransformers import _core
 from ktransformers.checkpoint.encoded import Encoded, format_of, nibbles, pair_nibbles
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 ROWS, BYTES, K_BLOCK = 32, 64, 3584  # of a step; columns of a block
 

@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ktransformers.checkpoint.kt_codes import TILE_FORMATS, TileFormat, divided, tile_format
 from ktransformers.checkpoint.tensorfile import sha256
-from ktransformers.errors import InputError
-from ktransformers.files import parse_json, read_json_object, validate, write_json
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import parse_json, read_json_object, validate, write_json
 
 HEADER_VERSION = 1
 MANIFEST_FILE = "kt-weight-manifest.json"

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 # Names in checkpoints -> roles. Mixtral's w1, w3 and w2 are gate, up and down.
 MATRICES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.errors import InputError
-from ktransformers.system import memory
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.system import memory
 
 PAGE_MODES = ("lazy", "prefault", "lock")
 POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14

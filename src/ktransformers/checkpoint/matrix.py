@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ktransformers.checkpoint.encoded import BLOCK, Encoded, e8m0, format_with, nibbles, pair_nibbles
 from ktransformers.checkpoint.quantisation import NONE, Quantisation
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 FLOATS = ("BF16", "F16", "F32")
 DTYPES = {  # as safetensors spells them

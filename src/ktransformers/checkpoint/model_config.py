@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ktransformers.errors import InputError
-from ktransformers.files import read_json_object, short
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import read_json_object, short
 
 # Key -> the largest value. The smallest is 1, and 0 for counts that may be absent.
 LARGEST = {

@@ -15,8 +15,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktransformers.errors import InputError
-from ktransformers.progress import report
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.progress import report
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ktransformers.checkpoint.layout import ExpertTensors, locate
 from ktransformers.checkpoint.tensorfile import FileLayout, read_layout, sha256
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 MANIFEST_FILE = "kt_packed.json"
 VERSION = 1  # of the manifest

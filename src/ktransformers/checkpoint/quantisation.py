@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "mxfp4", "mxfp8", "nvfp4", "modelopt", "fbgemm_fp8")
 COMPRESSED_FORMATS = {  # of compressed-tensors

@@ -17,7 +17,7 @@ from torch import Tensor
 from ktransformers.checkpoint.encoded import LOSSLESS, Encoded, decode, format_of
 from ktransformers.checkpoint.encoder import encode, encode_with_error
 from ktransformers.checkpoint.experts import ExpertChunk
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 Weight = Tensor | Encoded  # [E, N, K], plain or as released
 MAX_CHUNK_NUMBERS = 1 << 18  # of a matrix at a time

@@ -17,7 +17,7 @@ import torch
 from ktransformers.checkpoint.matrix import SPELLED
 from ktransformers.checkpoint.sources import PlainTensor
 from ktransformers.checkpoint.tensorfile import FileLayout, TensorFile, plan_layout
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 SHARD_BYTES = 4 * 2**30
 MAX_SMALL_FILE_BYTES = 64 << 20  # larger files are taken for weights

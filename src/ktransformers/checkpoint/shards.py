@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ktransformers.checkpoint.finite import all_finite
 from ktransformers.checkpoint.matrix import TensorRef
-from ktransformers.errors import InputError
-from ktransformers.files import read_json_object, short
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import read_json_object, short
 
 SINGLE_FILE = "model.safetensors"
 MAX_NAME_CHARACTERS = 4000  # of a tensor; names are matched by regular expressions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ktransformers import progress
+from ktransformers.ground import progress
 
 
 def bar_class(name: str) -> Any:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ktransformers.checkpoint.matrix import DTYPES
-from ktransformers.errors import InputError
-from ktransformers.files import sync
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import sync
 
 PAGE_BYTES = 4096
 CHUNK_BYTES = 16 << 20

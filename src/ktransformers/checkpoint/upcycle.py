@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ktransformers.checkpoint.dense import DenseModel
 from ktransformers.checkpoint.shards import INDEX_FILE, SINGLE_FILE
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 SHARD_BYTES = 4 * 2**30
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ktransformers import progress
 from ktransformers.checkpoint.hub import PARTIAL_DIRECTORY, hash_is_wrong
 from ktransformers.checkpoint.shards import INDEX_FILE, SINGLE_FILE
-from ktransformers.errors import InputError
-from ktransformers.model_registry import FileFacts, split_parts
+from ktransformers.ground import progress
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.model_registry import FileFacts, split_parts
 
 BITS_BY_DTYPE = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),

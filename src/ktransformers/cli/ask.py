@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import typer
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 MIN_NOTE_WIDTH = 12  # characters; a shorter rest of a note says nothing
 
@@ -108,7 +108,7 @@ def for_model(given: str | None, quiet: bool = False) -> str:
     """`given`, or one of the registered models."""
     if given:
         return given
-    from ktransformers.model_registry import all_models
+    from ktransformers.ground.model_registry import all_models
 
     names = [entry.name for entry in all_models()]
     return for_choice("MODEL", None, names, "a model: a folder, a name of `kt model list`, or a hub id", quiet)

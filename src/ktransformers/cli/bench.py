@@ -23,10 +23,10 @@ from ktransformers.cli import ask
 from ktransformers.cli.model import complete_names
 from ktransformers.cli.progress import log, progress_bar
 from ktransformers.cli.sizes import gigabytes
-from ktransformers.errors import InputError, KTError
+from ktransformers.ground.errors import InputError, KTError
 
 if TYPE_CHECKING:
-    from ktransformers.serve.engine.speed import Speed, SpeedTest
+    from ktransformers.serve.scheduler.speed import Speed, SpeedTest
 
 FORMATS = ("md", "csv", "json", "jsonl")
 COMPONENTS = {"moe": "moe.py", "train-step": "train_step.py"}
@@ -74,7 +74,7 @@ def bench(
     if output_format not in FORMATS:
         raise InputError("format", repr(output_format), f"one of {', '.join(FORMATS)}")
     model = ask.for_model(model, output_format != "md")
-    from ktransformers.serve.engine.speed import SpeedTest
+    from ktransformers.serve.scheduler.speed import SpeedTest
 
     tests = [SpeedTest(prompt=number) for number in parse_counts("n-prompt", n_prompt) if number]
     depths = parse_counts("n-depth", n_depth) or [0]
@@ -85,11 +85,11 @@ def bench(
         raise InputError("n-prompt, n-gen", "nothing to measure", "a number above 0")
     document = _measure(model, tests, repetitions, sequences, cpu_threads, device, dtype, output_format)
     if output is not None:
-        from ktransformers.files import write_json
+        from ktransformers.ground.files import write_json
 
         write_json(output, document)
     if html is not None:
-        from ktransformers.files import write_text
+        from ktransformers.ground.files import write_text
 
         write_text(html, bench_page(document))
     if output_format == "json":
@@ -112,9 +112,9 @@ def _measure(
     from ktransformers import _core
     from ktransformers.checkpoint.verify import verify
     from ktransformers.cli.library_output import library_output
-    from ktransformers.serve.engine.speed import measure_speeds
     from ktransformers.serve.flags import Launch
     from ktransformers.serve.launch import open_service
+    from ktransformers.serve.scheduler.speed import measure_speeds
     from ktransformers.serve.target import resolve_target
     from ktransformers.serve.yaml_keys import with_yaml_keys
 
@@ -173,8 +173,8 @@ def _table_row(document: dict[str, Any], record: dict[str, Any]) -> tuple[str, .
 
 def bench_page(document: dict[str, Any]) -> str:
     """The table as printed, and a chart for each kind of test: their speeds have different scales."""
-    from ktransformers import html_page
-    from ktransformers.charts import Bar, bar_chart
+    from ktransformers.ground import html_page
+    from ktransformers.ground.charts import Bar, bar_chart
 
     tests = document["tests"]
     parts = [f"<h1>{escape(document['model'])}</h1>"]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ktransformers.errors import InputError, KTError
+from ktransformers.ground.errors import InputError, KTError
 
 if TYPE_CHECKING:
     from ktransformers.serve.client import Client
@@ -88,7 +88,7 @@ class ChatHistory:
             raise
         self.messages.append({"role": "assistant", "content": answer.content})
         if self.file is not None:
-            from ktransformers.files import write_json
+            from ktransformers.ground.files import write_json
 
             try:
                 write_json(self.file, self.messages)
@@ -168,7 +168,7 @@ class ChatHistory:
         self._choose(f"{base}:{given.removeprefix(f'{base}:')}" if given else "")
 
     def _save(self, given: str) -> None:
-        from ktransformers.files import write_json, write_text
+        from ktransformers.ground.files import write_json, write_text
 
         if not given:
             print("(/save FILE)")
@@ -246,7 +246,7 @@ def template_note(model: str, origin: str | None) -> str | None:
 
 def _server_url(host: str | None, port: int | None) -> str:
     """The URL of the configured server. A wildcard address is replaced with the loopback address."""
-    from ktransformers.settings import read
+    from ktransformers.ground.settings import read
 
     server = read().server
     address = host or server.host

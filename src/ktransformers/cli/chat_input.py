@@ -38,7 +38,7 @@ def _quoted(first: str, read: ReadLine) -> str:
 
 
 def history_file() -> Path:
-    from ktransformers.settings import data_folder
+    from ktransformers.ground.settings import data_folder
 
     return data_folder() / "chat_history"
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from ktransformers.cli.machine_state import LOOP_KEYS
 from ktransformers.cli.progress import progress_bar
-from ktransformers.errors import InputError, KTError
-from ktransformers.files import path_exists, read_yaml_mapping
-from ktransformers.loop.child import StageFailed, free_port, locked, server
-from ktransformers.progress import ProgressEvent
+from ktransformers.evaluate.loop.child import StageFailed, free_port, locked, server
+from ktransformers.ground.errors import InputError, KTError
+from ktransformers.ground.files import path_exists, read_yaml_mapping
+from ktransformers.ground.progress import ProgressEvent
 
 ADDRESS = re.compile(r"(\[[\da-fA-F:]+\]|[\w.-]+)(:\d+)(/.*)?|localhost(/.*)?|\d+(\.\d+){3}(/.*)?")
 
@@ -46,8 +46,8 @@ def _yaml_target(path: Path) -> str:
         )
     if not set(read_yaml_mapping(path)) >= LOOP_KEYS:
         return str(path)
-    from ktransformers.loop.settings import read_loop
-    from ktransformers.loop.stages import run_paths
+    from ktransformers.evaluate.loop.settings import read_loop
+    from ktransformers.evaluate.loop.stages import run_paths
 
     adapter = run_paths(read_loop(path, [])).adapter
     if not (adapter / "adapter_config.json").is_file():
@@ -57,7 +57,7 @@ def _yaml_target(path: Path) -> str:
 
 def _run_words(directory: Path) -> list[str]:
     """The adapters in the directory of a loop, the newest first; their base is the newest one's."""
-    from ktransformers.loop.settings import RESERVED_NAMES
+    from ktransformers.evaluate.loop.settings import RESERVED_NAMES
 
     adapters = [
         file.parent for file in directory.glob("*/adapter_config.json") if file.parent.name not in RESERVED_NAMES

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ktransformers import model_registry, system
     from ktransformers._core import Machine, VariantInfo
+    from ktransformers.ground import model_registry, system
 
 GB = 2**30
 LOW_DISK, LOW_MEMORY = 10 * GB, 4 * GB
@@ -184,7 +184,7 @@ def gpu(cuda: Cuda, gpus: Sequence[system.Gpu]) -> list[Finding]:
 
 
 def triton_compiler(gpus: Sequence[system.Gpu], triton: str | None, compiler: str | None) -> list[Finding]:
-    from ktransformers.triton_modules import INSTALL_COMPILER
+    from ktransformers.ground.triton_modules import INSTALL_COMPILER
 
     if not gpus or triton is None or compiler is not None:
         return []
@@ -266,7 +266,7 @@ def _version_conflicts(
 
 def expert_threads(asked: int | None, machine: Machine, environment: Mapping[str, str]) -> list[Finding]:
     """`asked`: for how many --kt-cpuinfer (kt_num_threads) would ask; None: KT_THREADS, if that is a number."""
-    from ktransformers.system import hyperthreads_asked_for
+    from ktransformers.ground.system import hyperthreads_asked_for
 
     variable = environment.get("KT_THREADS", "")
     threads = asked if asked is not None else int(variable) if variable.isdecimal() else 0

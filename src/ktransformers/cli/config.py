@@ -14,7 +14,7 @@ config = typer.Typer(name="config", help="Settings of this user.", no_args_is_he
 
 def complete_keys(incomplete: str) -> list[str]:
     """Shell completion of keys."""
-    from ktransformers import settings
+    from ktransformers.ground import settings
 
     return [key for key in settings.keys() if key.startswith(incomplete)]  # noqa: SIM118 (a function)
 
@@ -39,7 +39,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show every key with its value and meaning."""
-    from ktransformers import settings
+    from ktransformers.ground import settings
 
     values = settings.effective_values() if key is None else {key: settings.value(key)}
     given = {f"{section}.{name}" for section, names in settings.read_config_file().items() for name in names}
@@ -54,7 +54,7 @@ def show(
 @config.command()
 def get(key: Key, as_json: Json = False) -> None:
     """Print the value of one key."""
-    from ktransformers import settings
+    from ktransformers.ground import settings
 
     value = settings.value(key)
     print(json.dumps(value) if as_json else format_value(value))
@@ -67,7 +67,7 @@ def set_key(
     as_json: Json = False,
 ) -> None:
     """Set one key."""
-    from ktransformers import settings
+    from ktransformers.ground import settings
 
     now = settings.set_value(key, value or None)
     print(json.dumps({key: now}) if as_json else f"{key} = {format_value(now)}")
@@ -76,7 +76,7 @@ def set_key(
 @config.command()
 def path(as_json: Json = False) -> None:
     """Print the path of the file."""
-    from ktransformers import settings
+    from ktransformers.ground import settings
 
     file = settings.config_file()
     print(json.dumps({"path": str(file), "exists": file.exists()}) if as_json else file)
@@ -88,7 +88,7 @@ def reset(
     as_json: Json = False,
 ) -> None:
     """Delete all settings."""
-    from ktransformers import settings
+    from ktransformers.ground import settings
 
     file = settings.config_file()
     if file.exists():
@@ -103,8 +103,8 @@ def reset(
 @config.command()
 def init(as_json: Json = False) -> None:
     """Write a file with every key in a comment, if there is none."""
-    from ktransformers import settings
-    from ktransformers.files import write_text
+    from ktransformers.ground import settings
+    from ktransformers.ground.files import write_text
 
     file = settings.config_file()
     written = not file.exists()

@@ -20,8 +20,8 @@ import typer
 from ktransformers.cli.checks import Cuda, Disk, Finding
 
 if TYPE_CHECKING:
-    from ktransformers import system
     from ktransformers._core import Machine, VariantInfo
+    from ktransformers.ground import system
 
 PACKAGES = ("ktransformers", "torch", "transformers", "peft", "safetensors", "numpy")
 OPTIONAL_PACKAGES = (
@@ -100,8 +100,8 @@ def read_torch(root: Path) -> tuple[Cuda, int | None]:
 
 
 def add_dense_products(report: MachineReport) -> None:
-    from ktransformers import system
-    from ktransformers.errors import InputError
+    from ktransformers.ground import system
+    from ktransformers.ground.errors import InputError
 
     try:
         report.dense_products = system.dense_products()
@@ -126,9 +126,9 @@ def read_numa_nodes(root: Path) -> list[str]:
 
 def read_disks(root: Path) -> list[Disk]:
     """The disks of models, caches and outputs, each disk once."""
-    from ktransformers import settings
     from ktransformers.cli.checks import file_system, read
-    from ktransformers.errors import InputError
+    from ktransformers.ground import settings
+    from ktransformers.ground.errors import InputError
 
     try:
         configured = settings.read().paths.downloads
@@ -165,9 +165,9 @@ def own_requirements(name: str) -> list[str]:
 
 
 def add_registry_facts(report: MachineReport) -> None:
-    from ktransformers import model_registry, settings
     from ktransformers.cli import checks
-    from ktransformers.errors import InputError
+    from ktransformers.ground import model_registry, settings
+    from ktransformers.ground.errors import InputError
 
     try:
         settings.read()
@@ -180,9 +180,9 @@ def add_registry_facts(report: MachineReport) -> None:
 
 
 def examine(root: Path = ROOT, expert_threads: int | None = None) -> MachineReport:
-    from ktransformers import env, system
     from ktransformers.cli import checks
-    from ktransformers.triton_modules import c_compiler
+    from ktransformers.ground import env, system
+    from ktransformers.ground.triton_modules import c_compiler
 
     versions = {name: system.version_of(name) for name in (*PACKAGES, *OPTIONAL_PACKAGES)}
     packages = {name: version for name, version in versions.items() if version or name in PACKAGES}

@@ -13,12 +13,12 @@ from ktransformers.cli import ask
 from ktransformers.cli.model import complete_names, find_entry
 from ktransformers.cli.progress import drawn_reports, progress_bar
 from ktransformers.cli.sizes import gigabytes
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 if TYPE_CHECKING:
     from ktransformers.checkpoint.hub import Downloaded
     from ktransformers.checkpoint.verify import Verified
-    from ktransformers.model_registry import Entry
+    from ktransformers.ground.model_registry import Entry
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 SOURCES = ("huggingface", "modelscope")
@@ -47,7 +47,7 @@ def download(
     as_json: Json = False,
 ) -> None:
     """Download a model and register it; run it again to resume."""
-    from ktransformers import model_registry, settings
+    from ktransformers.ground import model_registry, settings
 
     repo_id = ask.for_text("REPO", repo, "hub id (OWNER/NAME)", "a hub id such as allenai/OLMoE-1B-7B-0125", as_json)
     known = model_registry.known_model(repo_id)
@@ -92,7 +92,7 @@ def download(
 
 def _endpoint() -> str | None:
     """URL of a mirror of the hub; None: the hub itself."""
-    from ktransformers import settings
+    from ktransformers.ground import settings
 
     return os.environ.get("HF_ENDPOINT") or settings.read().download.endpoint
 
@@ -155,8 +155,8 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check that a model is whole: headers, index, sizes, hashes."""
-    from ktransformers import model_registry
     from ktransformers.checkpoint.verify import verify as check
+    from ktransformers.ground import model_registry
 
     entries = [find_entry(model)] if model else model_registry.entries()
     if not entries:

@@ -17,8 +17,8 @@ import typer
 
 from ktransformers.cli.no_verify import NoVerify
 from ktransformers.cli.progress import log, progress_bar
-from ktransformers.errors import InputError
-from ktransformers.packages import require_extra
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.packages import require_extra
 
 if TYPE_CHECKING:
     from ktransformers.evaluate.backend import Backend
@@ -75,7 +75,7 @@ def evaluate(
     if not task:
         raise InputError("task", "none", "--task FILE or NAME", "`kt eval --list` lists the names")
     from ktransformers.evaluate.task import load_tasks
-    from ktransformers.openmp import limit_spinning
+    from ktransformers.ground.openmp import limit_spinning
 
     limit_spinning()
     require_extra("kt eval", "eval")
@@ -154,7 +154,7 @@ def _remote(
     endpoint = Endpoint(url, key)
     tokens = None
     if tokenizer is not None:
-        from ktransformers.nn.pretrained import read_tokenizer
+        from ktransformers.modeling.pretrained import read_tokenizer
 
         tokens = PromptTokenizer(read_tokenizer(tokenizer), str(tokenizer))
     roots = endpoint.model_roots()
@@ -177,7 +177,7 @@ def _local(
             raise InputError(f"adapter {name}", path, "a directory with an adapter_config.json")
     from ktransformers.checkpoint.gguf_directory import model_directory
     from ktransformers.evaluate.local import LocalModel, trained_experts
-    from ktransformers.model_registry import resolve
+    from ktransformers.ground.model_registry import resolve
 
     directories = {name: Path(path) for name, path in adapters.items()}
     model = LocalModel.open(

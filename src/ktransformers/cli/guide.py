@@ -19,12 +19,12 @@ from typing import Any
 import typer
 import typer.main
 
-from ktransformers import model_registry, settings
 from ktransformers.cli import ask, machine_state
 from ktransformers.cli.ask import Choice
 from ktransformers.cli.usage import UsageError
-from ktransformers.errors import InputError, KTError
-from ktransformers.files import path_exists
+from ktransformers.ground import model_registry, settings
+from ktransformers.ground.errors import InputError, KTError
+from ktransformers.ground.files import path_exists
 
 SILENT = {"--json", "--quiet", "-q", "--help"}
 CONFIRMED = {"run", "serve", "train", "loop", "quant", "merge", "eval", "model download"}
@@ -132,7 +132,7 @@ def _lora_name(path: Path) -> str:
 
 def _port(guide: Guide) -> list[str]:
     """A port on which nothing listens."""
-    from ktransformers.loop.child import free_port
+    from ktransformers.evaluate.loop.child import free_port
     from ktransformers.serve.running import accepts
 
     server = settings.read().server

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ktransformers.cli.quant import LAYOUTS, run_plain, run_quant, run_quant_kt, warn_ignored
-from ktransformers.errors import KTError
+from ktransformers.ground.errors import KTError
 
 
 def weights_parser() -> argparse.ArgumentParser:

@@ -16,8 +16,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ktransformers.cli.progress import drawn_reports, log
-from ktransformers.log import StderrHandler
-from ktransformers.progress import DrawProgress, drawn_by
+from ktransformers.ground.log import StderrHandler
+from ktransformers.ground.progress import DrawProgress, drawn_by
 
 LIBRARIES = ("transformers", "trl", "peft", "accelerate", "datasets", "huggingface_hub", "py.warnings")
 # Warnings that say nothing about a run of ours.

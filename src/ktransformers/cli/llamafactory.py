@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from ktransformers.llamafactory.switch import SwitchState
+    from ktransformers.train.llamafactory.switch import SwitchState
 
 llamafactory = typer.Typer(
     name="llamafactory", help="`use_kt: true` in the LLaMA-Factory of this environment.", no_args_is_help=True
@@ -36,7 +36,7 @@ def print_state(state: SwitchState, as_json: bool) -> None:
 @llamafactory.command()
 def on(as_json: Json = False) -> None:
     """Let `USE_KT=1 llamafactory-cli` use packed experts: one .pth file in site-packages."""
-    from ktransformers.llamafactory.switch import read_state, turn_on
+    from ktransformers.train.llamafactory.switch import read_state, turn_on
 
     turn_on()
     print_state(read_state(), as_json)
@@ -45,7 +45,7 @@ def on(as_json: Json = False) -> None:
 @llamafactory.command()
 def off(as_json: Json = False) -> None:
     """Remove that file."""
-    from ktransformers.llamafactory.switch import read_state, turn_off
+    from ktransformers.train.llamafactory.switch import read_state, turn_off
 
     turn_off()
     print_state(read_state(), as_json)
@@ -54,6 +54,6 @@ def off(as_json: Json = False) -> None:
 @llamafactory.command()
 def status(as_json: Json = False) -> None:
     """Whether it is on, and whether the installed versions work together."""
-    from ktransformers.llamafactory.switch import read_state
+    from ktransformers.train.llamafactory.switch import read_state
 
     print_state(read_state(), as_json)

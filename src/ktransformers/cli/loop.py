@@ -16,8 +16,8 @@ import typer
 from ktransformers.cli.progress import is_quiet
 
 if TYPE_CHECKING:
-    from ktransformers.loop.run import StageStatus
-    from ktransformers.loop.settings import Loop
+    from ktransformers.evaluate.loop.run import StageStatus
+    from ktransformers.evaluate.loop.settings import Loop
 
 
 def loop(
@@ -42,8 +42,8 @@ def loop(
 ) -> None:
     """Make or open a model, train it, ask it, prove it, evaluate base and adapter as they are served, and report."""
     from ktransformers.cli.loop_view import choose_stages
-    from ktransformers.loop.run import Runner
-    from ktransformers.loop.settings import read_loop
+    from ktransformers.evaluate.loop.run import Runner
+    from ktransformers.evaluate.loop.settings import read_loop
 
     settings = read_loop(*_split_words([str(file), *(words or [])], sweep or []))
     if settings.sweep:
@@ -77,8 +77,8 @@ def loop(
 def _split_words(words: list[str], sweep: list[str]) -> tuple[Path, list[str], dict[str, list[Any]]]:
     """The file, the keys that win, and the axes of a sweep. The shell's words after `--sweep rank=8,16` are axes too,
     unless they begin with a key of the file, and the file may stand after them."""
-    from ktransformers.loop.settings import Loop
-    from ktransformers.loop.sweep import read_axes
+    from ktransformers.evaluate.loop.settings import Loop
+    from ktransformers.evaluate.loop.sweep import read_axes
 
     file = next((word for word in words if not sweep or "=" not in word or Path(word).is_file()), words[0])
     rest = list(words)
@@ -89,9 +89,9 @@ def _split_words(words: list[str], sweep: list[str]) -> tuple[Path, list[str], d
 
 def _check_recipes(settings: Loop) -> None:
     """A name or a value that `kt train` does not take ends the command before any stage of the sweep runs."""
-    from ktransformers.loop.stages import build_recipe, run_paths, sweep_paths
-    from ktransformers.loop.sweep import sweep_runs
-    from ktransformers.packages import require_extra
+    from ktransformers.evaluate.loop.stages import build_recipe, run_paths, sweep_paths
+    from ktransformers.evaluate.loop.sweep import sweep_runs
+    from ktransformers.ground.packages import require_extra
 
     require_extra("kt loop", "train")
     from ktransformers.train.packages import require_packages
@@ -105,7 +105,7 @@ def _report_run(
     settings: Loop, steps: list[StageStatus], answered: bool, verbose: bool
 ) -> tuple[dict[str, Any], list[str], list[str]]:
     """The report as a document, as lines for the terminal, and what makes the command fail."""
-    from ktransformers.loop.report import answer_lines, detail_lines, make_report, terminal_lines
+    from ktransformers.evaluate.loop.report import answer_lines, detail_lines, make_report, terminal_lines
 
     report = make_report(settings, steps)
     samples = [] if answered or not report.answers else answer_lines(report.answers[0], report.name)
@@ -116,7 +116,7 @@ def _report_run(
 def _report_sweep(
     settings: Loop, steps: list[StageStatus], answered: bool, verbose: bool
 ) -> tuple[dict[str, Any], list[str], list[str]]:
-    from ktransformers.loop.sweep_report import make_sweep_report, terminal_lines
+    from ktransformers.evaluate.loop.sweep_report import make_sweep_report, terminal_lines
 
     report = make_sweep_report(settings, steps)
     return report.as_json(), terminal_lines(report), report.failures
@@ -124,7 +124,7 @@ def _report_sweep(
 
 def _print_preview(settings: Loop, as_json: bool) -> None:
     from ktransformers.cli.loop_view import SilentStages
-    from ktransformers.loop.run import Runner
+    from ktransformers.evaluate.loop.run import Runner
 
     steps = Runner(settings, SilentStages()).preview()
     if as_json:

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 from ktransformers.cli.progress import PLAIN_SECONDS, TimeLeft, format_amount, make_bar
 from ktransformers.cli.train_view import DETAIL_WIDTH, sparkline
-from ktransformers.progress import rough
+from ktransformers.ground.progress import rough
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ktransformers.loop.questions import AnswerPair
-    from ktransformers.loop.record import StageRecord
-    from ktransformers.loop.stages import Stage
-    from ktransformers.progress import ProgressEvent
+    from ktransformers.evaluate.loop.questions import AnswerPair
+    from ktransformers.evaluate.loop.record import StageRecord
+    from ktransformers.evaluate.loop.stages import Stage
+    from ktransformers.ground.progress import ProgressEvent
 
 INDENT = "  "
 MAX_TITLE = 36  # characters of what is being done
@@ -76,7 +76,7 @@ class StageLines(SilentStages):
             self.show(f"{stage.title}: unchanged, done before")
 
     def on_start(self, stage: Stage, resuming: bool, expected: float | None) -> None:
-        from ktransformers.loop.child import command_line
+        from ktransformers.evaluate.loop.child import command_line
 
         self._last, self._left = time.monotonic(), TimeLeft()
         if expected is not None:
@@ -111,7 +111,7 @@ class StageLines(SilentStages):
             self.show(f"{INDENT}{stage.name} took {rough(seconds)}")
 
     def on_answers(self, answers: Sequence[AnswerPair]) -> None:
-        from ktransformers.loop.report import answer_lines
+        from ktransformers.evaluate.loop.report import answer_lines
 
         self.answered = self.answered or bool(answers)
         for pair in answers:

@@ -12,9 +12,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktransformers.errors import InputError
-from ktransformers.files import read_json_object, read_yaml_mapping, walk_folders
-from ktransformers.training_charts import LOG_FILE, last_step
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import read_json_object, read_yaml_mapping, walk_folders
+from ktransformers.ground.training_charts import LOG_FILE, last_step
 
 SEARCH_DEPTH, SEARCHED_FOLDERS = 4, 3000
 ADAPTER_FILE = "adapter_config.json"
@@ -55,7 +55,7 @@ def shorten(path: Path) -> str:
 
 
 def search_roots() -> list[Path]:
-    from ktransformers.model_registry import search_folders
+    from ktransformers.ground.model_registry import search_folders
 
     return [Path.cwd(), *(folder for folder in search_folders() if folder.is_dir())]
 

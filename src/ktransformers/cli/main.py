@@ -38,7 +38,7 @@ from ktransformers.cli.train import sft, train
 from ktransformers.cli.usage import UsageError
 from ktransformers.cli.version import version
 from ktransformers.cli.with_ import WITH_CONTEXT, with_
-from ktransformers.errors import KTError
+from ktransformers.ground.errors import KTError
 
 app = typer.Typer(
     name="kt",

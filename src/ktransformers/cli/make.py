@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ktransformers.cli.progress import drawn_reports, progress_bar
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 if TYPE_CHECKING:
     from ktransformers.checkpoint.upcycle import Recipe
@@ -111,7 +111,7 @@ def upcycle(
     as_json: Json = False,
 ) -> None:
     """Turn a dense model into a Mixture of Experts that computes the same, without training."""
-    from ktransformers.model_registry import resolve
+    from ktransformers.ground.model_registry import resolve
 
     recipe = make_recipe(family, experts, top_k, copies, shared_experts, noise, seed, dtype)
     upcycle_to(Path(resolve(source)), out, recipe, as_json)

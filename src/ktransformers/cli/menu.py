@@ -7,9 +7,9 @@ from typing import Any
 import typer
 import typer.main
 
-from ktransformers import model_registry
 from ktransformers.cli import ask, machine_state
 from ktransformers.cli.ask import Choice
+from ktransformers.ground import model_registry
 
 MENU = (
     *("chat", "run", "train", "eval", "prove", "plan", "quant", "merge", "loop", "bench"),

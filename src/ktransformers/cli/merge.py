@@ -18,7 +18,7 @@ from ktransformers.cli.model import complete_names
 from ktransformers.cli.quant import normalise_format, receipt_lines
 from ktransformers.cli.sizes import gigabytes
 from ktransformers.cli.verbose import Verbose
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 if TYPE_CHECKING:
     from ktransformers.adapters.divergence import Divergence
@@ -64,8 +64,8 @@ def merge(
     from ktransformers.adapters.merge_packed import merge_packed, wants_packing
     from ktransformers.checkpoint.recode import KEEP
     from ktransformers.cli.library_output import library_output
-    from ktransformers.model_registry import resolve
-    from ktransformers.progress import report
+    from ktransformers.ground.model_registry import resolve
+    from ktransformers.ground.progress import report
     from ktransformers.quant.plan import parse_formats
 
     base, limit, tokens = Path(resolve(model)), MAX_KL if max_kl is None else max_kl, calib_tokens or CALIBRATION_TOKENS
@@ -120,7 +120,7 @@ def merge_plain(
 ) -> None:
     from ktransformers import adapters
     from ktransformers.cli.library_output import library_output
-    from ktransformers.progress import report
+    from ktransformers.ground.progress import report
 
     with library_output():
 

@@ -1,8 +1,7 @@
 """`kt model`: the registered models of this machine, and operations on a model's directory before it is loaded.
 
-`prepare` makes a directory that other programs can open. The registry is ktransformers.model_registry; removing a name
-deletes no file unless `--files` is given.
-"""
+`prepare` makes a directory that other programs can open. The registry is ktransformers.ground.model_registry; removing
+a name deletes no file unless `--files` is given."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ktransformers import progress
 from ktransformers.cli import ask
 from ktransformers.cli.progress import drawn_reports
 from ktransformers.cli.sizes import gigabytes
-from ktransformers.errors import InputError
+from ktransformers.ground import progress
+from ktransformers.ground.errors import InputError
 
 if TYPE_CHECKING:
-    from ktransformers.model_registry import Entry, KnownModel
+    from ktransformers.ground.model_registry import Entry, KnownModel
 
 HASHED_BYTES = 4 * 2**20  # between two reports
 model = typer.Typer(name="model", help="The models of this machine.", no_args_is_help=True)
@@ -28,7 +27,7 @@ model = typer.Typer(name="model", help="The models of this machine.", no_args_is
 
 def complete_names(incomplete: str) -> list[str]:
     """Shell completion of model names."""
-    from ktransformers.model_registry import complete
+    from ktransformers.ground.model_registry import complete
 
     return complete(incomplete)
 
@@ -45,7 +44,7 @@ def model_group() -> None:
 
 def entry_document(entry: Entry) -> dict[str, Any]:
     """An entry with facts about its files; their hashes stay in the registry."""
-    from ktransformers.model_registry import read_facts
+    from ktransformers.ground.model_registry import read_facts
 
     fields = entry.to_json()
     fields["files"] = len(entry.files)
@@ -75,7 +74,7 @@ def list_models(
     as_json: Json = False,
 ) -> None:
     """List the registered models."""
-    from ktransformers.model_registry import all_models
+    from ktransformers.ground.model_registry import all_models
 
     documents = [entry_document(entry) for entry in all_models()]
     documents = [entry for entry in documents if not moe or entry.get("experts")]
@@ -97,7 +96,7 @@ def list_models(
 @model.command()
 def known(as_json: Json = False) -> None:
     """List released models that have a short name: hub ids, and the memory to serve each."""
-    from ktransformers.model_registry import known_models
+    from ktransformers.ground.model_registry import known_models
 
     documents = [_known_document(entry) for entry in known_models()]
     if as_json:
@@ -154,7 +153,7 @@ def add(
     as_json: Json = False,
 ) -> None:
     """Register a model that is on this disk."""
-    from ktransformers.model_registry import add as register
+    from ktransformers.ground.model_registry import add as register
 
     origin: dict[str, Any] = {"source": "huggingface", "repo": repo} if repo else {}
     if hashes:
@@ -166,7 +165,7 @@ def add(
 def _hash_files(path: Path) -> dict[str, Any]:
     import hashlib
 
-    from ktransformers.model_registry import FileFacts, split_parts
+    from ktransformers.ground.model_registry import FileFacts, split_parts
 
     files = split_parts(path) if path.is_file() else [file for file in sorted(path.glob("*")) if file.is_file()]
     hashes, done, total = {}, 0, sum(file.stat().st_size for file in files)
@@ -200,7 +199,7 @@ def scan(
     as_json: Json = False,
 ) -> None:
     """Search folders for models and register them."""
-    from ktransformers import model_registry
+    from ktransformers.ground import model_registry
 
     search_folders = folders or model_registry.search_folders()
     if not search_folders:
@@ -273,7 +272,7 @@ def _shape_document(path: Path) -> dict[str, Any] | None:
 
 def find_entry(given: str) -> Entry:
     """The registry entry of a name, or a new one for a path."""
-    from ktransformers.model_registry import Entry, default_name, find, is_model, name_hint
+    from ktransformers.ground.model_registry import Entry, default_name, find, is_model, name_hint
 
     path = Path(given).expanduser()
     if is_model(path):
@@ -294,7 +293,7 @@ def rm(
     as_json: Json = False,
 ) -> None:
     """Unregister a model; its files stay without --files."""
-    from ktransformers import model_registry
+    from ktransformers.ground import model_registry
 
     entry = model_registry.get(name)
     if files and entry.exists:
@@ -312,7 +311,7 @@ def _delete(path: Path) -> None:
     """Delete a model's folder, or the parts of a GGUF; of a symbolic link only the link."""
     import shutil
 
-    from ktransformers.model_registry import split_parts
+    from ktransformers.ground.model_registry import split_parts
 
     if path.is_symlink():
         path.unlink()
@@ -332,7 +331,7 @@ def edit(
     as_json: Json = False,
 ) -> None:
     """Change the entry of a model."""
-    from ktransformers import model_registry
+    from ktransformers.ground import model_registry
 
     changes: dict[str, Any] = {} if new_name is None else {"name": new_name}
     changes |= {} if path is None else {"path": path.expanduser().absolute()}
@@ -345,7 +344,7 @@ def edit(
 @model.command()
 def refresh(as_json: Json = False) -> None:
     """Unregister models whose files no longer exist."""
-    from ktransformers import model_registry
+    from ktransformers.ground import model_registry
 
     removed = [model_registry.remove(entry.name) for entry in model_registry.entries() if not entry.exists]
     if as_json:
@@ -368,7 +367,7 @@ def path_add(
     as_json: Json = False,
 ) -> None:
     """Search a folder for models; their folders' names are their names."""
-    from ktransformers import settings
+    from ktransformers.ground import settings
 
     directory = folder.expanduser().absolute()
     if not directory.is_dir():
@@ -384,7 +383,7 @@ def path_remove(
     folder: Annotated[Path, typer.Argument(help="One of `kt model path-list`.")], as_json: Json = False
 ) -> None:
     """Stop searching a folder."""
-    from ktransformers import settings
+    from ktransformers.ground import settings
 
     folders, directory = list(settings.read().paths.models), str(folder.expanduser().absolute())
     if directory not in folders:
@@ -394,7 +393,7 @@ def path_remove(
 
 
 def print_paths(as_json: bool) -> None:
-    from ktransformers import model_registry
+    from ktransformers.ground import model_registry
 
     folders = [str(folder) for folder in model_registry.search_folders()]
     if as_json:
@@ -415,8 +414,8 @@ def prepare(
     as_json: Json = False,
 ) -> None:
     """Write a directory of links that any program opens with packed experts."""
-    from ktransformers.model_registry import resolve
-    from ktransformers.nn.prepare import prepare as write
+    from ktransformers.ground.model_registry import resolve
+    from ktransformers.modeling.prepare import prepare as write
 
     with drawn_reports(quiet=as_json):
         prepared = write(resolve(source), out, experts)

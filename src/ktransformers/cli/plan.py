@@ -16,9 +16,9 @@ import typer
 from ktransformers.cli import ask
 from ktransformers.cli.progress import log
 from ktransformers.cli.sizes import gigabytes, table_line
-from ktransformers.errors import InputError
-from ktransformers.linear_storage import KEEP, rest_word
-from ktransformers.progress import rough
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.linear_storage import KEEP, rest_word
+from ktransformers.ground.progress import rough
 
 if TYPE_CHECKING:
     from ktransformers.plan import Candidate, Machine, ModelShape, Plan, Serving, Training
@@ -278,7 +278,7 @@ def _expert_format(word: str | None) -> str | None:
 
 def serving_summary(model: str) -> list[tuple[str, str]]:
     """The three rows of serving a model on this machine."""
-    from ktransformers.model_registry import resolve
+    from ktransformers.ground.model_registry import resolve
     from ktransformers.plan import Serving, make_plan, open_shape
     from ktransformers.plan.workload import PLANNED_POLICIES
 
@@ -341,7 +341,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Plan memory by device, time, and the best configuration that fits."""
-    from ktransformers.model_registry import resolve
+    from ktransformers.ground.model_registry import resolve
     from ktransformers.plan import Serving, make_plan, open_shape
     from ktransformers.plan.workload import PLANNED_POLICIES, check_training_policy
 
@@ -391,7 +391,7 @@ def _show_plans(plans: dict[str, Plan], shape: ModelShape, target: Machine, html
     machine_text = f"{target.cpu.name}: {target.cpu.isa}, {target.cpu.threads} threads; {gpus}"
     if html is not None:
         from ktransformers.cli.plan_page import plan_page
-        from ktransformers.files import write_text
+        from ktransformers.ground.files import write_text
 
         drawn = {name: (planned, rows[name]) for name, planned in plans.items()}
         write_text(html, plan_page(f"{shape.name}: {numbers}", machine_text, drawn))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ktransformers.cli.sizes import gigabytes, table_line
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 if TYPE_CHECKING:
     from ktransformers.plan import Machine, ModelShape, Serving, Training

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from ktransformers import html_page
-from ktransformers.charts import Bar, bar_chart
 from ktransformers.cli.sizes import gigabytes
+from ktransformers.ground import html_page
+from ktransformers.ground.charts import Bar, bar_chart
 
 if TYPE_CHECKING:
     from ktransformers.plan import Plan

@@ -2,9 +2,8 @@
 
 On a terminal progress is one line that is redrawn: what is done, a bar, how much of it, the time left. Elsewhere it is
 a line every half minute, so that a log stays short. With `--quiet` there is neither, and with KT_PROGRESS both go to
-the program that started this one (`ktransformers.progress`). Colours are rich's, which leaves them out unless stderr is
-a terminal, and with NO_COLOR.
-"""
+the program that started this one (`ktransformers.ground.progress`). Colours are rich's, which leaves them out unless
+stderr is a terminal, and with NO_COLOR."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from ktransformers import progress
-from ktransformers.progress import DrawProgress, ProgressEvent, clock
+from ktransformers.ground import progress
+from ktransformers.ground.progress import DrawProgress, ProgressEvent, clock
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -185,7 +184,8 @@ def progress_bar(title: str, *, quiet: bool = False, unit: str = "", still: bool
 
 @contextmanager
 def drawn_reports(quiet: bool = False) -> Iterator[DrawProgress]:
-    """Draws what packages report (`ktransformers.progress.report`), each title as a bar; yields what draws it."""
+    """Draws what packages report (`ktransformers.ground.progress.report`), each title as a bar; yields what draws
+    it."""
     with ExitStack() as bars:
         current: dict[str, ReportProgress] = {}
 

@@ -15,8 +15,8 @@ from ktransformers.cli.progress import log
 from ktransformers.cli.verbose import Verbose
 
 if TYPE_CHECKING:
-    from ktransformers.prove.checks import ProofCheck
-    from ktransformers.prove.run import Proof
+    from ktransformers.evaluate.prove.checks import ProofCheck
+    from ktransformers.evaluate.prove.run import Proof
 
 STATUS_WORDS = {True: "same", False: "DIFFERENT", None: "left out"}
 
@@ -54,8 +54,8 @@ def prove(
 ) -> None:
     """Prove that the served adapter computes what was trained, and that the base is unchanged."""
     from ktransformers.cli.library_output import library_output
-    from ktransformers.prove.checks import ProofFailed
-    from ktransformers.prove.run import prove as run
+    from ktransformers.evaluate.prove.checks import ProofFailed
+    from ktransformers.evaluate.prove.run import prove as run
 
     try:
         with library_output():

@@ -18,8 +18,8 @@ import typer
 
 from ktransformers.cli.progress import log, progress_bar
 from ktransformers.cli.sizes import gigabytes
-from ktransformers.errors import InputError
-from ktransformers.linear_storage import rest_word
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.linear_storage import rest_word
 
 if TYPE_CHECKING:
     from ktransformers.quant.convert import Converted
@@ -406,7 +406,7 @@ def quant(
     yes: Annotated[bool, typer.Option("--yes", "-y", hidden=True)] = False,
 ) -> None:
     """Convert a checkpoint into a packed directory, opened without reading, into kt-kernel's files, or into bf16."""
-    from ktransformers.model_registry import resolve
+    from ktransformers.ground.model_registry import resolve
 
     source = _only_source(model, input_path)
     if layout not in LAYOUTS:

@@ -21,9 +21,9 @@ def rules(
     """Print what every module of a model becomes by a file of rules, and its bytes on every device."""
     from pathlib import Path
 
-    from ktransformers import model_registry
-    from ktransformers.errors import InputError
-    from ktransformers.nn.skeleton import meta_model
+    from ktransformers.ground import model_registry
+    from ktransformers.ground.errors import InputError
+    from ktransformers.modeling.skeleton import meta_model
     from ktransformers.operators.rules import require_rules
     from ktransformers.place.rule_report import report_rules
     from ktransformers.plan import open_shape

@@ -19,7 +19,7 @@ from ktransformers.cli.model import complete_names
 from ktransformers.cli.no_verify import NoVerify
 from ktransformers.cli.progress import log
 from ktransformers.cli.verbose import Verbose
-from ktransformers.errors import InputError, KTError
+from ktransformers.ground.errors import InputError, KTError
 
 if TYPE_CHECKING:
     from ktransformers.serve.flags import RunLine
@@ -45,7 +45,7 @@ def run(
     if not names_model(given):
         given.insert(0, ask.for_model(None, as_json))
     line = parse_run(given)
-    from ktransformers.openmp import limit_spinning
+    from ktransformers.ground.openmp import limit_spinning
 
     limit_spinning()  # before torch is imported, with what follows
     from ktransformers.cli.library_output import library_output
@@ -115,9 +115,9 @@ def _answer(
     temperature: float | None,
     as_json: bool,
 ) -> None:
-    from ktransformers.serve.engine.sequence import Event, Sequence
     from ktransformers.serve.http.protocol import ChatRequest, CompletionRequest
     from ktransformers.serve.http.service import Service
+    from ktransformers.serve.scheduler.sequence import Event, Sequence
 
     assert isinstance(service, Service)
     common = {"model": name, "max_tokens": max_tokens, "temperature": temperature}

@@ -13,7 +13,7 @@ import typer
 
 from ktransformers.cli.progress import log
 from ktransformers.cli.verbose import show_log
-from ktransformers.log import logger
+from ktransformers.ground.log import logger
 
 if TYPE_CHECKING:
     from ktransformers.plan import Plan
@@ -34,7 +34,7 @@ def print_address(server: RunningServer) -> None:
 
 def serve(context: typer.Context, as_json: Json = False) -> None:
     """Serve a model over the OpenAI API: base and adapters, chosen by each request."""
-    from ktransformers.openmp import limit_spinning
+    from ktransformers.ground.openmp import limit_spinning
     from ktransformers.serve.flags import parse
 
     limit_spinning()  # before torch is imported, with what follows

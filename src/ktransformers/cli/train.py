@@ -55,7 +55,7 @@ def train(
     verbose: Verbose = False,
 ) -> None:
     """Fine-tune a model: LoRA by supervision or by preference."""
-    from ktransformers.openmp import limit_spinning
+    from ktransformers.ground.openmp import limit_spinning
     from ktransformers.train.packages import require_packages
     from ktransformers.train.resolve import read_settings
 

@@ -14,9 +14,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ktransformers import log, progress
 from ktransformers.cli.progress import TimeLeft, format_amount, make_bar
-from ktransformers.progress import ProgressEvent, clock
+from ktransformers.ground import log, progress
+from ktransformers.ground.progress import ProgressEvent, clock
 
 if TYPE_CHECKING:
     from ktransformers.plan import PlanComparison

@@ -11,7 +11,7 @@ def show_log(verbose: bool) -> bool:
     if verbose:
         import logging
 
-        from ktransformers.log import show
+        from ktransformers.ground.log import show
 
         show(logging.INFO)
     return verbose

@@ -42,7 +42,7 @@ def details() -> dict[str, str | None]:
     import platform
 
     from kt_kernel import __version__ as interface
-    from ktransformers import system
+    from ktransformers.ground import system
 
     fields: dict[str, str | None] = {"ktransformers": ktransformers.__version__, "python": platform.python_version()}
     fields["platform"] = f"{platform.system()} {platform.release()} {platform.machine()}"

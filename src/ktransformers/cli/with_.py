@@ -1,8 +1,7 @@
 """`kt with -- PROGRAM ...`: runs another program with our experts available to its transformers and PEFT.
 
-The program replaces this process. It gets one folder on PYTHONPATH (`nn/startup`), which its children inherit; none of
-its files is changed.
-"""
+The program replaces this process. It gets one folder on PYTHONPATH (`modeling/startup`), which its children inherit;
+none of its files is changed."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from typing import Annotated
 
 import typer
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 # Options after the program's name belong to the program, with or without `--` before it.
 WITH_CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 def startup_folder() -> Path:
-    return Path(__file__).resolve().parent.parent / "nn" / "startup"
+    return Path(__file__).resolve().parent.parent / "modeling" / "startup"
 
 
 def environment(variables: dict[str, str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ktransformers.adapters.adapter_template import AdapterTemplate, with_ends
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ktransformers.errors import InputError
 from ktransformers.evaluate.measure import Record, chosen_option, primary_metric, statistics
 from ktransformers.evaluate.run import read_records
 from ktransformers.evaluate.statistic import Difference, Estimate, Statistic, difference, estimate
 from ktransformers.evaluate.task import Task
+from ktransformers.ground.errors import InputError
 
 SAMPLES_PER_TASK = 3
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktransformers.errors import InputError
 from ktransformers.evaluate.task import Task, TaskColumns
-from ktransformers.files import parse_json, path_exists, read_json, read_text, short
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import parse_json, path_exists, read_json, read_text, short
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 EMPTY_REFERENCES = ("", "N/A")

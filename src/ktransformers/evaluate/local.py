@@ -21,10 +21,10 @@ from ktransformers.adapters.adapter_template import AdapterTemplate, read_adapte
 from ktransformers.adapters.manifest import read_manifest
 from ktransformers.checkpoint import Shards, find_experts
 from ktransformers.checkpoint.gguf_directory import is_gguf_directory
-from ktransformers.errors import InputError
 from ktransformers.evaluate.backend import EvalPrompt, Likelihood, PromptTokenizer, Question
-from ktransformers.nn.head_rows import head_rows_only
-from ktransformers.system import bf16_is_fast
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.system import bf16_is_fast
+from ktransformers.modeling.head_rows import head_rows_only
 
 ENGINES = ("auto", "kt", "transformers")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -83,7 +83,7 @@ class LocalModel:
         """`experts` is their path if they do not come from the model directory."""
         from transformers import AutoModelForCausalLM
 
-        from ktransformers.nn.pretrained import read_pretrained_config, read_tokenizer
+        from ktransformers.modeling.pretrained import read_pretrained_config, read_tokenizer
 
         if engine not in ENGINES:
             raise InputError("engine", repr(engine), f"one of {', '.join(ENGINES)}")
@@ -100,7 +100,7 @@ class LocalModel:
             experts_inside = is_gguf_directory(directory) or find_experts(Shards.of_directory(directory).names)
             engine = "kt" if experts_inside else "transformers"
         if engine == "kt":
-            from ktransformers.nn import load_model
+            from ktransformers.modeling.load import load_model
 
             load_device = None if device == "cpu" else device
             model: Any = load_model(directory, experts=experts, dtype=DTYPES[dtype], device=load_device, rest="keep")

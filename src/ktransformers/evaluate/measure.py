@@ -17,7 +17,7 @@ import numpy
 from ktransformers.evaluate import text_metrics
 from ktransformers.evaluate.statistic import Statistic, bleu, chrf, mean, perplexity, ratio
 from ktransformers.evaluate.task import Task
-from ktransformers.patterns import FilePatterns
+from ktransformers.ground.patterns import FilePatterns
 
 Record = dict[str, Any]
 # A letter after the word "answer" or "option", or at the start; the last such phrase counts.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from html import escape
 
-from ktransformers import html_page
 from ktransformers.evaluate import plots
 from ktransformers.evaluate.compare import Comparison, Line, TaskComparison
 from ktransformers.evaluate.formatting import (
@@ -19,6 +18,7 @@ from ktransformers.evaluate.formatting import (
     shorten,
     verdict,
 )
+from ktransformers.ground import html_page
 
 
 def render_page(comparison: Comparison) -> str:

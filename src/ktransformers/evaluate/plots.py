@@ -10,10 +10,10 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from ktransformers.charts import RUN_COLOURS, VERDICT_COLOURS
 from ktransformers.evaluate.compare import Comparison, Line
 from ktransformers.evaluate.formatting import verdict
 from ktransformers.evaluate.statistic import Difference
+from ktransformers.ground.charts import RUN_COLOURS, VERDICT_COLOURS
 
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",

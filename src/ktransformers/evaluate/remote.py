@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ktransformers.errors import InputError, KTError
 from ktransformers.evaluate.backend import EvalPrompt, Likelihood, PromptTokenizer, Question
+from ktransformers.ground.errors import InputError, KTError
 
 MAX_ATTEMPTS, FIRST_RETRY_SECONDS = 4, 1.0  # exponential backoff for 429 and 503
 RETRIED_STATUS = {408, 429, 500, 502, 503, 504}

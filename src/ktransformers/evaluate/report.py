@@ -23,7 +23,7 @@ from ktransformers.evaluate.formatting import (
 )
 from ktransformers.evaluate.page import render_page
 from ktransformers.evaluate.statistic import Estimate
-from ktransformers.files import write_json, write_text
+from ktransformers.ground.files import write_json, write_text
 
 
 def write_report(comparison: Comparison, directory: Path) -> None:

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import ktransformers
-from ktransformers.errors import InputError
 from ktransformers.evaluate.backend import Backend, EvalPrompt, Question
 from ktransformers.evaluate.items import Item, read_items
 from ktransformers.evaluate.judge import Judge
 from ktransformers.evaluate.measure import Record, primary_metric, statistics
 from ktransformers.evaluate.statistic import Estimate, Statistic, estimate
 from ktransformers.evaluate.task import Task
-from ktransformers.files import write_json, write_text
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import write_json, write_text
 
 CHUNK_ITEMS = 32  # between two progress reports; backends split it into batches
 Progress = Callable[[int, int], None]

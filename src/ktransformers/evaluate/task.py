@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ktransformers.errors import InputError
-from ktransformers.files import path_exists, read_yaml_mapping, short, shorten, validate
-from ktransformers.patterns import FilePatterns
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import path_exists, read_yaml_mapping, short, shorten, validate
+from ktransformers.ground.patterns import FilePatterns
 
 TASK_DIR = Path(__file__).with_name("tasks")
 MAX_SUITE_DEPTH = 8  # a suite may list suites

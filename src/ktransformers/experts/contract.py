@@ -17,9 +17,9 @@ from torch import nn
 
 from ktransformers import _core
 from ktransformers.checkpoint import ExpertShape
-from ktransformers.errors import InputError
-from ktransformers.nn.gate import Gate, probe_activation, probe_gate
-from ktransformers.nn.store import ExpertStore
+from ktransformers.experts.gate import Gate, probe_activation, probe_gate
+from ktransformers.experts.store import ExpertStore
+from ktransformers.ground.errors import InputError
 
 IMPLEMENTATION = "kt"  # name in transformers' registry of experts implementations
 # Of a module whose parameters are transposed although `is_transposed`, which PEFT reads, is False, as in the stock

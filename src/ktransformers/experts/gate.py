@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.errors import InputError
-from ktransformers.nn.reference import ACTIVATIONS
+from ktransformers.experts.reference import ACTIVATIONS
+from ktransformers.ground.errors import InputError
 
 BEYOND_CLAMP = 1e30  # within the range of float32, in which some modules compute their gate
 SLOPE_STEP = 1e-3

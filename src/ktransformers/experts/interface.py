@@ -3,10 +3,9 @@
 transformers calls `experts_forward(module, hidden, ids, weights)` for every layer whose config says "kt". The module's
 `kt_store` holds its packed experts; a module that still has its own parameters is packed at its first call. Packed
 parameters are frozen: the store is a copy, and no gradient reaches them. If the copy is to be the only one,
-placeholders replace the matrices, because PEFT looks up its targets among a module's parameters. Hidden states on a
-GPU are copied to the host and the output back (`nn/transfer.py`), unless the placement engine (`place/`) has taken over
-the store.
-"""
+placeholders replace the matrices, because PEFT looks up its targets among a module's parameters. Hidden states on a GPU
+are copied to the host and the output back (`experts/transfer.py`), unless the placement engine (`place/`) has taken
+over the store."""
 
 from __future__ import annotations
 
@@ -23,17 +22,17 @@ from transformers.integrations.moe import ExpertsInterface
 from ktransformers import _core
 from ktransformers.checkpoint import Encoded, ExpertChunk
 from ktransformers.checkpoint.sources import LayerSource
-from ktransformers.errors import InputError
-from ktransformers.expert_partition import LayerShard
-from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, new_store, read_contract
-from ktransformers.nn.distributed import active_ddp, attach_to_ddp
-from ktransformers.nn.exchange import LayerExchange, apply_exchanged
-from ktransformers.nn.mixed_lora import MixedLora, current_mixed_lora
-from ktransformers.nn.operator import apply_experts, placed_for
-from ktransformers.nn.padding import mask_padding
-from ktransformers.nn.peft_lora import read_lora
-from ktransformers.nn.placeholder import frozen_placeholder
-from ktransformers.nn.store import ExpertStore
+from ktransformers.experts.contract import IMPLEMENTATION, Contract, expert_modules, new_store, read_contract
+from ktransformers.experts.mixed_lora import MixedLora, current_mixed_lora
+from ktransformers.experts.operator import apply_experts, placed_for
+from ktransformers.experts.padding import mask_padding
+from ktransformers.experts.partition import LayerShard
+from ktransformers.experts.peft_lora import read_lora
+from ktransformers.experts.placeholder import frozen_placeholder
+from ktransformers.experts.store import ExpertStore
+from ktransformers.ground.errors import InputError
+from ktransformers.parallel.distributed import active_ddp, attach_to_ddp
+from ktransformers.parallel.exchange import LayerExchange, apply_exchanged
 
 
 class RemoteExperts(Protocol):
@@ -51,7 +50,9 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     exchange: LayerExchange | None = getattr(module, "kt_exchange", None)
     if exchange is None and hasattr(module, "kt_shard"):
         given = "a part of the experts, without the ranks that hold the others"
-        raise InputError(type(module).__name__, given, "a connected group of ranks", "call connect (nn/exchange.py)")
+        raise InputError(
+            type(module).__name__, given, "a connected group of ranks", "call connect (parallel/exchange.py)"
+        )
     assert isinstance(module.kt_contract, Contract)
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.requires_grad:

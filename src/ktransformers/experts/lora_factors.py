@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.errors import InputError
-from ktransformers.nn import buffer_pool
-from ktransformers.nn.lora import ExpertLora, Factor
-from ktransformers.nn.store import ExpertStore
+from ktransformers.experts import buffer_pool
+from ktransformers.experts.lora import ExpertLora, Factor
+from ktransformers.experts.store import ExpertStore
+from ktransformers.ground.errors import InputError
 
 MAX_PACKED_ADAPTERS = 4  # cached per store: the adapter of a training step, and a few that alternate
 

@@ -3,7 +3,7 @@
 An optimiser step changes every layer's factors, so every training step packs each layer's factors again, milliseconds
 for which its experts would wait. With attention on a GPU the CPU is idle between two layers, and packing then costs no
 time. The following layer is the one that followed in the previous pass. A forward pass that needs factors which are
-being packed waits on the cache's lock and does not pack them twice (`nn/lora_factors.py`).
+being packed waits on the cache's lock and does not pack them twice (`experts/lora_factors.py`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 
 import torch
 
-from ktransformers.nn.lora_factors import repack_last
-from ktransformers.nn.pool import avoid_pool_cpus
-from ktransformers.nn.store import ExpertStore
+from ktransformers.experts.lora_factors import repack_last
+from ktransformers.experts.store import ExpertStore
+from ktransformers.ground.pool import avoid_pool_cpus
 
 
 class LoraPrefetch:

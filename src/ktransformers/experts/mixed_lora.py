@@ -3,7 +3,7 @@
 The ContextVar `_mixed_lora` carries, past the stock model to each expert layer, the packed adapters of the layer and
 the adapter index of every row. It holds for the calling thread while the model is called:
 `with use_mixed_lora({module: MixedLora(rows, adapters)}):`. A module that is not listed computes its experts without
-LoRA. Training does not use it: PEFT's factors take another path (`nn/peft_lora.py`).
+LoRA. Training does not use it: PEFT's factors take another path (`experts/peft_lora.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ktransformers import _core
-from ktransformers.nn.lora_factors import LoraFactors
+from ktransformers.experts.lora_factors import LoraFactors
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.nn.checkpointing import compute_or_replay
-from ktransformers.nn.lora import ExpertLora
-from ktransformers.nn.lora_factors import (
+from ktransformers.experts.checkpointing import compute_or_replay
+from ktransformers.experts.lora import ExpertLora
+from ktransformers.experts.lora_factors import (
     LoraFactors,
     empty_gradients,
     experts_innermost,
@@ -30,10 +30,10 @@ from ktransformers.nn.lora_factors import (
     match_factor_strides,
     packed_adapter,
 )
-from ktransformers.nn.lora_prefetch import LoraPrefetch
-from ktransformers.nn.mixed_lora import MixedLora
-from ktransformers.nn.store import Dropout, ExpertStore
-from ktransformers.nn.transfer import to_device, to_host
+from ktransformers.experts.lora_prefetch import LoraPrefetch
+from ktransformers.experts.mixed_lora import MixedLora
+from ktransformers.experts.store import Dropout, ExpertStore
+from ktransformers.experts.transfer import to_device, to_host
 
 _stores: weakref.WeakValueDictionary[int, ExpertStore] = weakref.WeakValueDictionary()
 _handles: weakref.WeakKeyDictionary[ExpertStore, int] = weakref.WeakKeyDictionary()

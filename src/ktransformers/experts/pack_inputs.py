@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.checkpoint.encoded import Encoded
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers import _core, env
+from ktransformers import _core
 from ktransformers.checkpoint.mapped import check_pages, load_pages, map_file
 from ktransformers.checkpoint.matrix import DTYPES
 from ktransformers.checkpoint.packed import (
@@ -29,10 +29,11 @@ from ktransformers.checkpoint.packed import (
     read_packed_section,
     verify_packed,
 )
-from ktransformers.errors import InputError
-from ktransformers.log import logger
-from ktransformers.nn.contract import Contract, new_store
-from ktransformers.nn.store import LAYOUT_VERSION, ExpertStore
+from ktransformers.experts.contract import Contract, new_store
+from ktransformers.experts.store import LAYOUT_VERSION, ExpertStore
+from ktransformers.ground import env
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.log import logger
 
 log = logger(__name__)
 

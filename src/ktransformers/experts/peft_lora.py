@@ -8,7 +8,7 @@ the dense difference has the size of the weights. Importing this module therefor
 classes; for all other layers they call PEFT's own. `_activate_lora` passes the factors, `_apply` keeps expert LoRA in
 host memory when a model is moved to a GPU (with its optimiser state it would fill the GPU), `forward` pins that memory
 if hidden states are on a GPU, `_check_merge_allowed` refuses a merge into packed weights, and `update_layer` keeps the
-factors of this rank's experts alone where ranks divide them (`nn/lora_shards.py`).
+factors of this rank's experts alone where ranks divide them (`parallel/lora_shards.py`).
 
 The ContextVar `_active_factors` carries (experts module, parameter name, factor) of every adapted parameter from PEFT's
 wrappers past the stock model to `experts_forward`. It is per thread, so that two threads may run one model.
@@ -28,12 +28,12 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.lora.model import LoraModel
 from torch import Tensor, nn
 
-from ktransformers.errors import InputError
-from ktransformers.expert_partition import LayerShard
-from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, is_experts
-from ktransformers.nn.lora import ExpertLora, Factor
-from ktransformers.nn.lora_factors import factors_of
-from ktransformers.nn.lora_shards import keep_shard
+from ktransformers.experts.contract import IMPLEMENTATION, Contract, expert_modules, is_experts
+from ktransformers.experts.lora import ExpertLora, Factor
+from ktransformers.experts.lora_factors import factors_of
+from ktransformers.experts.partition import LayerShard
+from ktransformers.ground.errors import InputError
+from ktransformers.parallel.lora_shards import keep_shard
 
 _active_factors: ContextVar[tuple[tuple[nn.Module, str, Factor], ...]] = ContextVar("active_factors", default=())
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 # Operators whose result differs from their input at most in dtype.
 _ALLOWED_OPERATORS = {"detach", "alias", "clone", "_to_copy", "lift_fresh", "view_as", "empty_like"}

@@ -19,8 +19,8 @@ from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.checkpoint.experts import ExpertChunk
 from ktransformers.checkpoint.recode import Weight, check_target, experts_of, recode, split
 from ktransformers.checkpoint.sources import LayerSource
-from ktransformers.errors import InputError
-from ktransformers.nn.contract import Contract
+from ktransformers.experts.contract import Contract
+from ktransformers.ground.errors import InputError
 
 ExpertFormats = str | Mapping[str, str]  # one of all expert layers, or by the name of the module; "": of all others
 

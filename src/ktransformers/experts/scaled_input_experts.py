@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import use_experts_implementation
 
-from ktransformers.nn.contract import UNMARKED_TRANSPOSED, is_experts
+from ktransformers.experts.contract import UNMARKED_TRANSPOSED, is_experts
 
 PARTS = ("router", "experts", "shared_expert")
 PARAMETERS = {"gate_up_proj", "down_proj"}

@@ -4,7 +4,7 @@ Shapes: E experts, H hidden, I intermediate, T tokens, k experts per token. Sour
 `[E, H, I]`, or `gate_up` with both, as in transformers; `transposed` and `interleaved` are the contract's
 `is_transposed` and `not is_concatenated`. All of these become strided views of the caller's tensors: the core reads any
 strides, so the only copy is the one into packed tiles. A matrix may also be an `Encoded` in one of the formats of
-docs/formats.md: its codes are rearranged, never dequantised. A store is below autograd (`nn/operator.py`).
+docs/formats.md: its codes are rearranged, never dequantised. A store is below autograd (`experts/operator.py`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from torch import Tensor
 from ktransformers import _core
 from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.checkpoint.mapped import read_only_tensor
-from ktransformers.errors import InputError, KTError
-from ktransformers.nn import buffer_pool
-from ktransformers.nn.expert_call import ExpertCall
-from ktransformers.nn.pack_inputs import (
+from ktransformers.experts import buffer_pool
+from ktransformers.experts.expert_call import ExpertCall
+from ktransformers.experts.pack_inputs import (
     as_matrices,
     as_vectors,
     formats_by_matrix,
@@ -32,7 +31,8 @@ from ktransformers.nn.pack_inputs import (
     split_encoded,
     split_fused,
 )
-from ktransformers.nn.pool import default_pool
+from ktransformers.ground.errors import InputError, KTError
+from ktransformers.ground.pool import default_pool
 
 # Version of the byte layout of `ExpertStore.memory`, which docs/formats.md describes.
 LAYOUT_VERSION = 2

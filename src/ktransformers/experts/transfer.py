@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 
 @dataclass(frozen=True)

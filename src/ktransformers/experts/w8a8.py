@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from torch import nn
 
 from ktransformers import _core
-from ktransformers.errors import InputError
-from ktransformers.nn.coded_weight import CodedWeight, PackedCodes
-from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.store import W8A8_FORMATS, ExpertStore
+from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.store import W8A8_FORMATS, ExpertStore
+from ktransformers.ground.errors import InputError
+from ktransformers.quantized.weight import CodedWeight, PackedCodes
 
 _REMEDY = "`kt quant --format int8` makes them, and so do int4:32, q8_0 and q4_0"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 GRAPHS = ("experts", "attention", "decode")  # what KT_GRAPHS can name
 
@@ -85,7 +85,7 @@ VARIABLES = (
 def text(name: str) -> str:
     """The value of one of VARIABLES, empty if not set."""
     if name not in {variable.name for variable in VARIABLES}:
-        raise KeyError(f"{name} is not in ktransformers.env.VARIABLES; add it there and to docs/environment.md")
+        raise KeyError(f"{name} is not in ktransformers.ground.env.VARIABLES; add it there and to docs/environment.md")
     return os.environ.get(name, "").strip()
 
 

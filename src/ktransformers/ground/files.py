@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -37,7 +37,7 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MAX_YAML_VALUES = 1_000_000  # with aliases followed
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
-EXAMPLES = Path(__file__).resolve().parent / "examples"  # recipes and rules that come with the package
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"  # recipes and rules that come with the package
 
 
 def short(value: object) -> str:

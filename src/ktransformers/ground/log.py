@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
-from ktransformers import env
-from ktransformers.errors import InputError
+from ktransformers.ground import env
+from ktransformers.ground.errors import InputError
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 NEVER = logging.CRITICAL + 1

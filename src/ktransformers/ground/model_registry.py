@@ -23,8 +23,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ktransformers.errors import InputError
-from ktransformers.files import path_exists, read_json_object, short, validate, write_json
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import path_exists, read_json_object, short, validate, write_json
 
 REGISTRY_VERSION = 1  # of models.json
 NAME_PATTERN = re.compile(r"[\w][\w.+-]*")
@@ -132,7 +132,7 @@ def name_hint(given: str) -> str:
 
 
 def registry_file() -> Path:
-    from ktransformers.settings import data_folder
+    from ktransformers.ground.settings import data_folder
 
     return data_folder() / "models.json"
 
@@ -244,7 +244,7 @@ def get(name: str) -> Entry:
 
 
 def search_folders() -> list[Path]:
-    from ktransformers.settings import read
+    from ktransformers.ground.settings import read
 
     return [Path(folder).expanduser() for folder in read().paths.models]
 

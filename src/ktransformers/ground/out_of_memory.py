@@ -9,7 +9,7 @@ import re
 
 import torch
 
-from ktransformers import system
+from ktransformers.ground import system
 
 GPU, HOST = "gpu", "host"
 _ASKED = re.compile(r"tried to allocate ([0-9.]+) ?(bytes|[KMG]iB)", re.IGNORECASE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 # Extra of ktransformers -> modules that it installs and its commands import.
 EXTRAS: dict[str, tuple[str, ...]] = {

@@ -18,8 +18,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ktransformers.errors import InputError
-from ktransformers.files import short
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import short
 
 MATCH_SECONDS = 3.0  # for one answer of the process; the patterns of one key get FILE_SECONDS together
 FILE_SECONDS = 10.0

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
-from ktransformers import env
-from ktransformers.errors import InputError
+from ktransformers.ground import env
+from ktransformers.ground.errors import InputError
 
 Item = TypeVar("Item")
 DrawProgress = Callable[[str, float, float | None, str], None]  # title, done, total, unit

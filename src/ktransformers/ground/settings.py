@@ -16,8 +16,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from ktransformers.errors import InputError
-from ktransformers.files import read_yaml, write_text
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import read_yaml, write_text
 
 
 class Section(BaseModel):

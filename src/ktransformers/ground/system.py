@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktransformers import env
-from ktransformers.errors import InputError
-from ktransformers.log import logger
+from ktransformers.ground import env
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.log import logger
 
 MIN_CAPABILITY = (8, 0)  # of a GPU: older ones have no bf16 instructions, which all kernels here use
 _log = logger(__name__)
@@ -169,8 +169,8 @@ MAX_BF16_RATIO = 1.2
 
 def dense_products() -> str:
     """How the CPU multiplies in linear layers outside of the experts, unless a dtype is asked for: "bfloat16", torch's
-    own products; "widened", bf16 weights multiplied in float32 (`nn/widened.py`), on CPUs where torch is slower in
-    bf16; "float32", the same with float32 copies of the weights. KT_DENSE decides, otherwise a measurement, once per
+    own products; "widened", bf16 weights multiplied in float32 (`quantized/widened.py`), on CPUs where torch is slower
+    in bf16; "float32", the same with float32 copies of the weights. KT_DENSE decides, otherwise a measurement, once per
     process."""
     value = env.text("KT_DENSE")
     if value not in ("", "auto", *DENSE_PRODUCTS):

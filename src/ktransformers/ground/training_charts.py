@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ktransformers.charts import SERIES_COLOURS, Series, grid, line_chart, smooth
+from ktransformers.ground.charts import SERIES_COLOURS, Series, grid, line_chart, smooth
 
 LOG_FILE = "trainer_log.jsonl"
 # Title -> fields of the log, the first one measured at every logging step.

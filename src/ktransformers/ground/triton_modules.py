@@ -12,8 +12,8 @@ import os
 import shutil
 from types import ModuleType
 
-from ktransformers.errors import InputError
-from ktransformers.packages import is_installed
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.packages import is_installed
 
 INSTALL_COMPILER = "sudo apt install gcc python3-dev, or set CC"
 

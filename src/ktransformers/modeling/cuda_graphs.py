@@ -4,8 +4,9 @@ happens when that fails.
 `GraphCache` is the life cycle of every graph in this project: a key (shapes, dtypes, addresses) is counted, at its
 third occurrence the work is run once and captured, from then on it is replayed; what cannot be captured is refused with
 one log line and goes on kernel by kernel. Three caches use it: expert passes (`place/gpu/expert_graphs.py`), attention
-of training steps (`nn/attention_graphs/`), decode steps of the server (`serve/graphs/decode_graphs.py`). `KT_GRAPHS`
-names those that are on. What a key is, what belongs to a graph and which graphs are evicted first is the caller's.
+of training steps (`modeling/attention_graphs/`), decode steps of the server (`serve/graphs/decode_graphs.py`).
+`KT_GRAPHS` names those that are on. What a key is, what belongs to a graph and which graphs are evicted first is the
+caller's.
 
 Captures do not go through `torch.cuda.graph`: that uses one stream, the first device's, for all devices, and empties
 the allocator's cache at every capture.
@@ -22,7 +23,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ktransformers.log import logger
+from ktransformers.ground.log import logger
 
 CAPTURE_AT = 3  # occurrences of a key: a shape that comes once or twice is not worth a capture
 MAX_GRAPHS = 48  # of a cache; further keys go kernel by kernel

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ktransformers.triton_modules import import_triton_module
+from ktransformers.ground.triton_modules import import_triton_module
 
-TRITON = "ktransformers.nn.delta_rule_triton"
+TRITON = "ktransformers.modeling.delta_rule_triton"
 FUNCTION = "torch_recurrent_gated_delta_rule"
 MAX_ERROR = 1e-4  # relative, in float32
 SIZES = (2, 3, 32, 48)  # rows, heads, key and value of the comparison

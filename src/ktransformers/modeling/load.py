@@ -1,10 +1,10 @@
 """`load_model`: a stock transformers model from a local directory, with its experts in stores instead of parameters.
 
 Stock `from_pretrained` loads everything but the experts: it chooses the class, renames tensors, casts dtypes, ties
-weights and computes buffers. `nn/quantizer.py` removes the experts from it. If the other weights are quantised too, or
-the checkpoint is not safetensors, `from_pretrained` gets a dictionary of lazy tensors, each dequantised to bf16 when
-transformers indexes it. A missing tensor, which stock transformers initialises randomly with a warning, is an error.
-"""
+weights and computes buffers. `modeling/quantizer.py` removes the experts from it. If the other weights are quantised
+too, or the checkpoint is not safetensors, `from_pretrained` gets a dictionary of lazy tensors, each dequantised to bf16
+when transformers indexes it. A missing tensor, which stock transformers initialises randomly with a warning, is an
+error."""
 
 from __future__ import annotations
 
@@ -29,11 +29,17 @@ from ktransformers import _core
 from ktransformers.checkpoint.matrix import SPELLED
 from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.sources import PlainTensor, Source, open_source
-from ktransformers.errors import InputError
-from ktransformers.expert_partition import ExpertShard
-from ktransformers.linear_storage import AS_RELEASED, NUMBERS_SHARE, rest_word
-from ktransformers.nn.checkpoint_facts import open_expert_source, read_checkpoint_facts
-from ktransformers.nn.coded_weight import (
+from ktransformers.experts.partition import ExpertShard
+from ktransformers.experts.recoded_layer import ExpertFormats
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.linear_storage import AS_RELEASED, NUMBERS_SHARE, rest_word
+from ktransformers.ground.out_of_memory import free_bytes
+from ktransformers.modeling.checkpoint_facts import open_expert_source, read_checkpoint_facts
+from ktransformers.modeling.prepare import config_file
+from ktransformers.modeling.pretrained import read_generation_config, read_pretrained_config
+from ktransformers.modeling.quantizer import KTConfig, Progress, is_host_only
+from ktransformers.modeling.same_model import check_same_model
+from ktransformers.quantized.weight import (
     DTYPES,
     check_on_device,
     encode_linears,
@@ -42,12 +48,6 @@ from ktransformers.nn.coded_weight import (
     keep_released,
     rest_format,
 )
-from ktransformers.nn.out_of_memory import free_bytes
-from ktransformers.nn.prepare import config_file
-from ktransformers.nn.pretrained import read_generation_config, read_pretrained_config
-from ktransformers.nn.quantizer import KTConfig, Progress, is_host_only
-from ktransformers.nn.recoded_layer import ExpertFormats
-from ktransformers.nn.same_model import check_same_model
 
 OnLoaded = Callable[[PreTrainedModel], Collection[str]]  # returns names of modules whose weights it has decided
 
@@ -79,18 +79,17 @@ def load_model(
     is called after each expert layer. For a packed directory `pages` says when its pages are read ("lazy", "prefault"
     or "lock"). Its experts are compared with their checksums when they are first read; with `verify` every file is
     hashed before that, and with `verify=False` nothing is compared. On a CPU without bf16 products other weights stay
-    in bf16 and are widened when they are multiplied (`nn/dense_layers.py`), unless `widen` is False: for a model that
-    is moved to a GPU afterwards. `rest` says how linear layers outside of the experts are stored: "bf16", as numbers;
-    "keep", in the codes of the files where these are quantised; or a format that they are encoded in
-    (`nn/coded_weight.py`). Codes are packed in host memory and then moved to `device`; on a GPU the model must be bf16,
-    and the table of the input embedding stays in host memory (`nn/host_rows.py`), unless the head shares it.
-    `shard`: one rank's part of the experts, if several ranks divide them (`expert_partition.py`); the others' bytes
-    are neither read nor packed, and `connect` (`nn/exchange.py`) must be called before the model computes.
+    in bf16 and are widened when they are multiplied (`quantized/dense_layers.py`), unless `widen` is False: for a model
+    that is moved to a GPU afterwards. `rest` says how linear layers outside of the experts are stored: "bf16", as
+    numbers; "keep", in the codes of the files where these are quantised; or a format that they are encoded in
+    (`quantized/weight.py`). Codes are packed in host memory and then moved to `device`; on a GPU the model must be
+    bf16, and the table of the input embedding stays in host memory (`quantized/host_rows.py`), unless the head shares
+    it. `shard`: one rank's part of the experts, if several ranks divide them (`experts/partition.py`); the others'
+    bytes are neither read nor packed, and `connect` (`parallel/exchange.py`) must be called before the model computes.
     `formats` are those that experts are encoded in on the way, one for all or by the name of their module; None: as
     they are in the files. `on_loaded` is called with the model before `rest` is applied, and names the linear layers
     that `rest` leaves as they then are. `later_gpus`: the caller moves the layers to these GPUs afterwards
-    (`place/device_map.py`), for which codes are chosen as for one.
-    """
+    (`place/device_map.py`), for which codes are chosen as for one."""
     path = Path(path)
     quantizer = KTConfig(
         isa=isa,

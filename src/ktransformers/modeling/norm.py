@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from ktransformers import _core
-from ktransformers.nn.fused_check import matches
-from ktransformers.triton_modules import import_triton_module
+from ktransformers.ground.triton_modules import import_triton_module
+from ktransformers.modeling.fused_check import matches
 
-TRITON = "ktransformers.nn.norm_triton"
+TRITON = "ktransformers.modeling.norm_triton"
 MAX_ELEMENTS = 1 << 16  # of the input on the CPU; the kernel runs in one thread
 DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
 EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")

@@ -19,15 +19,15 @@ from typing import Any
 
 import torch
 
-from ktransformers import progress
 from ktransformers.checkpoint.model_config import read_model_config
 from ktransformers.checkpoint.quantisation import describe
 from ktransformers.checkpoint.rest import WEIGHT_SUFFIXES, split_into_shards
 from ktransformers.checkpoint.shards import INDEX_FILE
 from ktransformers.checkpoint.sources import PlainTensor, Source, open_source
 from ktransformers.checkpoint.sources.gguf import gguf_files
-from ktransformers.errors import InputError
-from ktransformers.files import sync, write_json
+from ktransformers.ground import progress
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import sync, write_json
 
 QUANT_METHOD = "kt"
 # Model types that stock transformers lacks -> equivalent type and its class.

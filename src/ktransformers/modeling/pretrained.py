@@ -20,10 +20,10 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from ktransformers.checkpoint.model_config import read_model_config
-from ktransformers.errors import InputError, KTError
-from ktransformers.nn.prepare import to_stock_config
-from ktransformers.nn.tiktoken_tokenizer import REMEDY, is_tiktoken_release, read_tiktoken, remote_code
-from ktransformers.nn.tokenizer_patterns import check_patterns
+from ktransformers.ground.errors import InputError, KTError
+from ktransformers.modeling.prepare import to_stock_config
+from ktransformers.modeling.tiktoken_tokenizer import REMEDY, is_tiktoken_release, read_tiktoken, remote_code
+from ktransformers.modeling.tokenizer_patterns import check_patterns
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"

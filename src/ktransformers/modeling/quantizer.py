@@ -3,7 +3,7 @@
 transformers calls an out-of-tree quantizer twice. Before weights are loaded the model is on the meta device: the expert
 layers are found, checked against the checkpoint's headers, and their parameters removed, so that transformers never
 reads the experts. After loading they go from the files into stores, layer by layer, in the formats of the files, or in
-one that was asked for (`nn/recoded_layer.py`). The quantizer interface is used because it is the hook that
+one that was asked for (`experts/recoded_layer.py`). The quantizer interface is used because it is the hook that
 `from_pretrained` offers. With a quantizer transformers does not compare shapes, so this module does.
 """
 
@@ -26,19 +26,31 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ktransformers import _core
 from ktransformers.checkpoint.quantisation import accept
 from ktransformers.checkpoint.sources import LayerSource, Source, open_source
-from ktransformers.errors import InputError
-from ktransformers.expert_partition import ExpertShard, LayerShard
-from ktransformers.log import logger
-from ktransformers.nn.coded_weight import decode_unsuitable
-from ktransformers.nn.contract import IMPLEMENTATION, Contract, expert_modules, read_contract
-from ktransformers.nn.dense_layers import attach_widened, expect_stored_weights
-from ktransformers.nn.distributed import exclude_from_ddp
-from ktransformers.nn.experts import attach_store, pack_layer, pack_module, remove_parameters, select_implementation
-from ktransformers.nn.packed import PackedExperts, open_packed
-from ktransformers.nn.recoded_layer import ExpertFormats, check_formats, check_packed, format_of_layer, recoded_layer
-from ktransformers.nn.scaled_input_experts import adapt_experts
-from ktransformers.nn.store import ExpertStore
-from ktransformers.progress import report
+from ktransformers.experts.contract import IMPLEMENTATION, Contract, expert_modules, read_contract
+from ktransformers.experts.interface import (
+    attach_store,
+    pack_layer,
+    pack_module,
+    remove_parameters,
+    select_implementation,
+)
+from ktransformers.experts.packed import PackedExperts, open_packed
+from ktransformers.experts.partition import ExpertShard, LayerShard
+from ktransformers.experts.recoded_layer import (
+    ExpertFormats,
+    check_formats,
+    check_packed,
+    format_of_layer,
+    recoded_layer,
+)
+from ktransformers.experts.scaled_input_experts import adapt_experts
+from ktransformers.experts.store import ExpertStore
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.log import logger
+from ktransformers.ground.progress import report
+from ktransformers.parallel.distributed import exclude_from_ddp
+from ktransformers.quantized.dense_layers import attach_widened, expect_stored_weights
+from ktransformers.quantized.weight import decode_unsuitable
 
 Progress = Callable[[int, int], None]  # layers done, layers in all
 
@@ -52,13 +64,12 @@ class KTConfig(QuantizationConfigMixin):
     """Passed as `quantization_config`; `to_dict` gives the fields that are written to config.json.
 
     `source` is the quantisation of the files themselves, and `experts` the path of the experts if they are not with the
-    other weights, both as `prepare` records them; `weights` is either of them, opened. `packed` is the section that
-    `kt quant` writes for a packed directory, to whose files `pages` (lazy, prefault, lock) and `verify` (checksums,
-    as for `load_model`) apply. `widen`: weights outside of the experts may stay in bf16 on a CPU that widens them
-    (`nn/dense_layers.py`); not if the model is moved to a GPU later. `shard`: the experts that this rank loads; None,
-    all of them. `formats`: what experts are encoded in while they are loaded, all of them or by module; None: the
-    formats of the files.
-    """
+    other weights, both as `prepare` records them; `weights` is either of them, opened. `packed` is the section that `kt
+    quant` writes for a packed directory, to whose files `pages` (lazy, prefault, lock) and `verify` (checksums, as for
+    `load_model`) apply. `widen`: weights outside of the experts may stay in bf16 on a CPU that widens them
+    (`quantized/dense_layers.py`); not if the model is moved to a GPU later. `shard`: the experts that this rank loads;
+    None, all of them. `formats`: what experts are encoded in while they are loaded, all of them or by module; None: the
+    formats of the files."""
 
     def __init__(
         self,

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ktransformers.nn.fused_check import matches
-from ktransformers.triton_modules import import_triton_module
+from ktransformers.ground.triton_modules import import_triton_module
+from ktransformers.modeling.fused_check import matches
 
-TRITON = "ktransformers.nn.router_triton"
+TRITON = "ktransformers.modeling.router_triton"
 MAX_ROWS = 256
 PROBE_ROWS = 8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ktransformers.checkpoint.layout import PLACE
 from ktransformers.checkpoint.sources import PlainTensor, Source
-from ktransformers.errors import InputError
-from ktransformers.log import logger
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.log import logger
 
 COMPARED = 12  # tensors at most, spread over the layers
 MAX_NUMBERS = 1 << 24  # of a compared tensor

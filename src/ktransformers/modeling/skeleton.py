@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from ktransformers.nn import load
-from ktransformers.nn.pretrained import naming_config
-from ktransformers.nn.scaled_input_experts import adapt_experts
+from ktransformers.experts.scaled_input_experts import adapt_experts
+from ktransformers.modeling import load
+from ktransformers.modeling.pretrained import naming_config
 
 
 def model_from_config(directory: Path) -> PreTrainedModel:

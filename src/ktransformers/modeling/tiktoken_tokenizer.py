@@ -19,8 +19,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ktransformers.errors import InputError
-from ktransformers.files import short
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import short
 
 MODEL_FILE = "tiktoken.model"
 CONFIG_FILE = "tokenizer_config.json"

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktransformers.errors import InputError
-from ktransformers.files import short
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import short
 
 COMPONENTS = ("normalizer", "pre_tokenizer", "decoder")
 MAX_REPETITIONS = 3  # one after the other: released patterns have two

@@ -3,7 +3,7 @@ not computed; stock `from_pretrained` computes them when it loads a model, so th
 
 from __future__ import annotations
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.operators.base_operator import Match, Outcome, StockOperator
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from ktransformers.errors import InputError
-from ktransformers.log import logger
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.log import logger
 from ktransformers.operators.base_operator import RuledModel
 from ktransformers.operators.loader import Loader
 from ktransformers.operators.plan import Assignment, OperatorPlan

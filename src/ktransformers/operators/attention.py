@@ -1,12 +1,12 @@
 """Attention by rule. The server computes the absorbed form of multi-head latent attention for every model with latents
-(`serve/engine/latent.py`), with the attention module of stock transformers; training expands keys and values."""
+(`serve/attention/latent.py`), with the attention module of stock transformers; training expands keys and values."""
 
 from __future__ import annotations
 
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.operators.base_operator import Match, Outcome, StockOperator
 from ktransformers.operators.loader import Loader
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ktransformers.nn.codable_modules import coded_candidates
 from ktransformers.operators.loader import Loader
+from ktransformers.quantized.eligible_modules import coded_candidates
 
 SHARED = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 

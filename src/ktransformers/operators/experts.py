@@ -1,5 +1,6 @@
 """Routed experts by rule. `KTransformersExperts` stays the stock experts module, whose experts are in a store from
-loading on (`nn/experts.py`); its keywords choose the format of the store and where the placement engine computes it.
+loading on (`experts/interface.py`); its keywords choose the format of the store and where the placement engine computes
+it.
 
 | keyword | meaning |
 |---|---|
@@ -20,8 +21,8 @@ import difflib
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ktransformers.errors import InputError
-from ktransformers.nn.contract import is_experts
+from ktransformers.experts.contract import is_experts
+from ktransformers.ground.errors import InputError
 from ktransformers.operators.base_operator import Match, Outcome, StockOperator
 from ktransformers.operators.linear import known_op
 from ktransformers.operators.loader import Loader

@@ -2,7 +2,7 @@
 and `KTransformersLinear`, whose `generate_op` names the format that its weights are stored in.
 
 Both are an `nn.Linear`, so stock PEFT puts LoRA on them, `lora_target` finds them and a server adds the adapters of its
-requests. `KTransformersLinear` has the product of `nn.Linear` over a `CodedWeight` (`nn/coded_weight.py`): prefill and
+requests. `KTransformersLinear` has the product of `nn.Linear` over a `CodedWeight` (`quantized/weight.py`): prefill and
 decoding multiply the same numbers, so there is one set of weights, that of `generate_op`.
 """
 
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ktransformers.errors import InputError
-from ktransformers.nn.coded_weight import MIN_WEIGHTS, code_linear, keep_linear, rest_format
+from ktransformers.ground.errors import InputError
 from ktransformers.operators.base_operator import BaseInjectedModule, Match, Outcome
 from ktransformers.operators.loader import Loader
+from ktransformers.quantized.weight import MIN_WEIGHTS, code_linear, keep_linear, rest_format
 
 KEEP = "keep"  # codes of the files where these are quantised
 # Operators of KTransformers -> the format of the weights; None: as loaded.

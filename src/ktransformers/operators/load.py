@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from ktransformers.nn.load import load_model
-from ktransformers.nn.skeleton import meta_model
+from ktransformers.modeling.load import load_model
+from ktransformers.modeling.skeleton import meta_model
 from ktransformers.operators.apply import apply_operators
 from ktransformers.operators.loader import Loader
 from ktransformers.operators.plan import plan_operators

@@ -16,8 +16,8 @@ from torch import Tensor
 from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.checkpoint.sources import PlainTensor, Source, open_source
 from ktransformers.checkpoint.sources.gguf import gguf_files
-from ktransformers.errors import InputError
-from ktransformers.nn.checkpoint_facts import read_checkpoint_facts
+from ktransformers.ground.errors import InputError
+from ktransformers.modeling.checkpoint_facts import read_checkpoint_facts
 
 
 class Loader:

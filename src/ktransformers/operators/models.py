@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.operators.base_operator import Match, Outcome, StockOperator
 from ktransformers.operators.loader import Loader
 

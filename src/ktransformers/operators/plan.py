@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.operators.base_operator import BaseInjectedModule, Match, Outcome, RuledModel
 from ktransformers.operators.experts import KTransformersExperts
 from ktransformers.operators.linear import KEEP

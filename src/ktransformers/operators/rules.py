@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ktransformers.errors import InputError
-from ktransformers.files import EXAMPLES, read_yaml, short, validate
-from ktransformers.patterns import FilePatterns
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import EXAMPLES, read_yaml, short, validate
+from ktransformers.ground.patterns import FilePatterns
 
 if TYPE_CHECKING:
     from torch import nn

@@ -6,11 +6,10 @@ and which are the same on every rank. For the expert LoRA this module then does 
 of rank 0, and after every backward pass that DDP synchronises (not under `no_sync`) it averages gradients in place,
 over gloo if DDP's own group has no CPU backend. No call by the trainer is needed: an expert layer that runs inside
 DDP's forward finds the active DDP module and registers the hooks, because trainers build their DDP themselves and know
-nothing of expert LoRA. Under FSDP2 (`nn/sharding.py`) the same averager is attached when the model is sharded.
+nothing of expert LoRA. Under FSDP2 (`parallel/sharding.py`) the same averager is attached when the model is sharded.
 
-Where the ranks of a group divide the experts (`nn/exchange.py`), a rank's gradient is already the mean over its group,
-and is averaged over the ranks that hold the same experts in other groups, if there are any.
-"""
+Where the ranks of a group divide the experts (`parallel/exchange.py`), a rank's gradient is already the mean over its
+group, and is averaged over the ranks that hold the same experts in other groups, if there are any."""
 
 from __future__ import annotations
 
@@ -25,11 +24,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.nn.parallel import DistributedDataParallel
 
-from ktransformers.nn.coded_weight import CodedWeight
-from ktransformers.nn.exchange import expert_group
-from ktransformers.nn.peft_lora import lora_parameters, own_lora_parameters
-from ktransformers.nn.placeholder import Placeholder
-from ktransformers.nn.widened import WidenedWeight
+from ktransformers.experts.peft_lora import lora_parameters, own_lora_parameters
+from ktransformers.experts.placeholder import Placeholder
+from ktransformers.parallel.exchange import expert_group
+from ktransformers.quantized.weight import CodedWeight
+from ktransformers.quantized.widened import WidenedWeight
 
 # Prefixes of parameter names that DDP sees: of the model itself, and of the model inside a PeftModel.
 DDP_NAME_PREFIXES = ("", "base_model.model.")

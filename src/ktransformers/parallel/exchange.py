@@ -30,20 +30,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ktransformers.errors import InputError
-from ktransformers.expert_partition import LayerShard
-from ktransformers.nn.checkpointing import compute_or_replay
-from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.lora import ExpertLora
-from ktransformers.nn.lora_factors import (
+from ktransformers.experts.checkpointing import compute_or_replay
+from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.lora import ExpertLora
+from ktransformers.experts.lora_factors import (
     LoraFactors,
     empty_gradients,
     factors_of,
     match_factor_strides,
     packed_adapter,
 )
-from ktransformers.nn.store import Dropout, ExpertStore
-from ktransformers.nn.transfer import to_device, to_host
+from ktransformers.experts.partition import LayerShard
+from ktransformers.experts.store import Dropout, ExpertStore
+from ktransformers.experts.transfer import to_device, to_host
+from ktransformers.ground.errors import InputError
 
 FIELD_ALIGNMENT = 8  # bytes; hidden states, weights and places of a row each begin at a multiple of it
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ktransformers.expert_partition import LayerShard
+from ktransformers.experts.partition import LayerShard
 
 
 @dataclass(frozen=True)

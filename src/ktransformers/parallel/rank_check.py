@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from ktransformers import system
-from ktransformers.errors import InputError, KTError
-from ktransformers.nn.rank_cores import int_variable
+from ktransformers.ground import system
+from ktransformers.ground.errors import InputError, KTError
+from ktransformers.ground.rank_cores import int_variable
 
 POLL_SECONDS = 0.02  # between two looks at the store
 JOIN_SECONDS = 300.0  # until all ranks have started and imported their packages

@@ -24,8 +24,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from ktransformers.errors import KTError
-from ktransformers.nn.rank_check import Ranks, rank_name
+from ktransformers.ground.errors import KTError
+from ktransformers.parallel.rank_check import Ranks, rank_name
 
 LOOK_SECONDS = 0.5  # between two looks at the other ranks
 SILENT_SECONDS = 20.0  # without a heartbeat, until a rank of another host counts as gone

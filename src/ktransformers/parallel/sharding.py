@@ -2,9 +2,9 @@
 
 Each rank holds a share of attention, norms, routers, shared experts, embeddings, head and their LoRA, and gathers one
 layer at a time. Experts are packed in host memory, one copy for all ranks of a host or divided over groups of ranks
-(`nn/exchange.py`), so placeholders are left out; so is expert LoRA, which stays in host memory and whose gradients
-`nn/distributed.py` averages. Gradients are summed and divided, because gloo has no average. `nn/whole_state.py` makes
-whole tensors of all parts.
+(`parallel/exchange.py`), so placeholders are left out; so is expert LoRA, which stays in host memory and whose
+gradients `parallel/distributed.py` averages. Gradients are summed and divided, because gloo has no average.
+`parallel/whole_state.py` makes whole tensors of all parts.
 
 Two things would surprise a reader. `WidenedWeight` (bf16 numbers that compute in float32) becomes a plain bf16
 parameter that FSDP widens when it gathers: shards are stored in bf16, and a layer computes in float32 as before. And a
@@ -27,11 +27,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ktransformers.errors import InputError
-from ktransformers.nn.distributed import GradientAverager, averaging_group, broadcast_tensors, host_group
-from ktransformers.nn.peft_lora import lora_parameters, own_lora_parameters
-from ktransformers.nn.placeholder import Placeholder
-from ktransformers.nn.widened import WidenedWeight
+from ktransformers.experts.peft_lora import lora_parameters, own_lora_parameters
+from ktransformers.experts.placeholder import Placeholder
+from ktransformers.ground.errors import InputError
+from ktransformers.parallel.distributed import GradientAverager, averaging_group, broadcast_tensors, host_group
+from ktransformers.quantized.widened import WidenedWeight
 
 
 @dataclass(frozen=True)

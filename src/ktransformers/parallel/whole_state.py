@@ -1,10 +1,10 @@
 """What ranks hold in parts, as one process holds it: trained tensors, states of the optimiser, the norm of gradients.
 
 A parameter is divided in one of two ways, and a model may have both. FSDP2 shards everything but the experts by rows
-over all ranks (`nn/sharding.py`); the ranks of an expert-parallel group hold the LoRA factors of different experts,
-and other groups hold the same (`nn/lora_shards.py`). Files have whole tensors, so that a run goes on with any number
-of ranks and any division. All functions are collective calls of all ranks, which visit parameters in one order.
-"""
+over all ranks (`parallel/sharding.py`); the ranks of an expert-parallel group hold the LoRA factors of different
+experts, and other groups hold the same (`parallel/lora_shards.py`). Files have whole tensors, so that a run goes on
+with any number of ranks and any division. All functions are collective calls of all ranks, which visit parameters in
+one order."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ktransformers.errors import InputError
-from ktransformers.nn.distributed import host_group
-from ktransformers.nn.exchange import ExpertGroup, expert_group
-from ktransformers.nn.lora_shards import FactorShard, factor_shards, gather_experts
-from ktransformers.nn.sharding import local_tensor, reshard, sharded_like, sharding_of, whole_tensor
+from ktransformers.ground.errors import InputError
+from ktransformers.parallel.distributed import host_group
+from ktransformers.parallel.exchange import ExpertGroup, expert_group
+from ktransformers.parallel.lora_shards import FactorShard, factor_shards, gather_experts
+from ktransformers.parallel.sharding import local_tensor, reshard, sharded_like, sharding_of, whole_tensor
 
 
 def is_divided(model: nn.Module) -> bool:

@@ -13,10 +13,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ktransformers import system
-from ktransformers.errors import InputError
-from ktransformers.nn.coded_weight import check_on_device
-from ktransformers.nn.out_of_memory import free_bytes
+from ktransformers.ground import system
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.out_of_memory import free_bytes
 from ktransformers.operators.plan import OperatorPlan, plan_operators
 from ktransformers.operators.rules import Rule, devices_of, find_rules
 from ktransformers.place.device_map import DeviceMap, find_decoder_layers, move_to_devices, spread_layers, visible_gpus
@@ -28,6 +27,7 @@ from ktransformers.place.routing_counts import RoutingCounter
 from ktransformers.place.rule_devices import devices_by_rules, devices_of_modules
 from ktransformers.plan.modes import CPU, RESIDENT
 from ktransformers.plan.planner import RESIDENT_POLICIES
+from ktransformers.quantized.weight import check_on_device
 
 
 def rules_of(options: PlacementOptions) -> tuple[Rule, ...]:

@@ -2,8 +2,8 @@
 
 Everything that backward needs besides the inputs is an output: a host copy of the ids, the rows that the CPU kept, and
 which experts the CPU computed. So activation checkpointing may keep all of them and never recompute a layer
-(`nn/checkpointing.py`), or drop all of them. The placed layer is passed as a handle, as the store is in the operator
-without an engine (`nn/operator.py`).
+(`experts/checkpointing.py`), or drop all of them. The placed layer is passed as a handle, as the store is in the
+operator without an engine (`experts/operator.py`).
 
 Gradients of the factors are returned while the device still computes them. Factors pass through `WaitForGradients`,
 which does nothing forward; its tensors are in host memory, so autograd calls its backward in another thread than the
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ktransformers.nn.checkpointing import compute_or_replay
-from ktransformers.nn.lora_factors import LoraFactors
-from ktransformers.nn.store import Dropout
+from ktransformers.experts.checkpointing import compute_or_replay
+from ktransformers.experts.lora_factors import LoraFactors
+from ktransformers.experts.store import Dropout
 from ktransformers.place.dispatch import PlacedLayer
 from ktransformers.place.engine import ExpertEngine, SavedForBackward
 from ktransformers.place.gpu.device_lora import PendingCopies

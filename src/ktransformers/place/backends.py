@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.operators.rules import find_rules
 from ktransformers.place.options import PlacementOptions
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ktransformers import system
-from ktransformers.errors import InputError
-from ktransformers.nn.coded_weight import keep_embedding_on_host
-from ktransformers.nn.contract import expert_modules
+from ktransformers.experts.contract import expert_modules
+from ktransformers.ground import system
+from ktransformers.ground.errors import InputError
+from ktransformers.quantized.weight import keep_embedding_on_host
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class DeviceMap:
 def move_to_devices(model: nn.Module, device_map: DeviceMap) -> None:
     """Move everything but the experts, and add hooks that move the inputs of each module. A head that shares the
     embedding's weight takes it to its own device. An embedding on the CPU before layers on a GPU has its table in host
-    memory and is looked up on that GPU (`nn/host_rows.py`), so that token ids need not come back to the host."""
+    memory and is looked up on that GPU (`quantized/host_rows.py`), so that token ids need not come back to the host."""
     transformer: Any = model
     decoder_layers = find_decoder_layers(model)
     layers: Any = model.get_submodule(decoder_layers.name)

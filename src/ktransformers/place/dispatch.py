@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ktransformers.nn.store import ExpertStore
+from ktransformers.experts.store import ExpertStore
 from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
 from ktransformers.plan.modes import (
     CPU,

@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.nn.current_device import on_device
-from ktransformers.nn.lora_factors import empty_gradients, match_factor_strides, packed_adapter
-from ktransformers.nn.lora_prefetch import LoraPrefetch
-from ktransformers.nn.pool import avoid_pool_cpus
-from ktransformers.nn.transfer import DeviceToHost, start_device_to_host
+from ktransformers.experts.lora_factors import empty_gradients, match_factor_strides, packed_adapter
+from ktransformers.experts.lora_prefetch import LoraPrefetch
+from ktransformers.experts.transfer import DeviceToHost, start_device_to_host
+from ktransformers.ground.current_device import on_device
+from ktransformers.ground.pool import avoid_pool_cpus
 from ktransformers.place.dispatch import Dispatcher, PlacedLayer
 from ktransformers.place.gpu.device_lora import PendingCopies, start_to_host
 from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor

@@ -36,9 +36,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.errors import InputError
-from ktransformers.nn.expert_call import ExpertCall
-from ktransformers.nn.store import ExpertStore
+from ktransformers.experts.expert_call import ExpertCall
+from ktransformers.experts.store import ExpertStore
+from ktransformers.ground.errors import InputError
 from ktransformers.place.gpu import resident_decode
 from ktransformers.place.gpu.cuda_driver import call_on_host
 from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
@@ -412,8 +412,8 @@ _paths: weakref.WeakSet[HostCallbackPath] = weakref.WeakSet()
 @atexit.register
 def _wait_for_all() -> None:
     """Wait for queued host callbacks while the core's threads still run: registered after the pool's own exit handler
-    (`nn/pool.py`, imported by `nn/store.py`), so it runs before that. Nothing is replayed afterwards, so what graphs
-    kept is dropped; stores refer to their engine and would otherwise never be freed."""
+    (`ground/pool.py`, imported by `experts/store.py`), so it runs before that. Nothing is replayed afterwards, so what
+    graphs kept is dropped; stores refer to their engine and would otherwise never be freed."""
     for path in list(_paths):
         _synchronize(path.device)
         path._captured.clear()

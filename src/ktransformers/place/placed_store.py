@@ -1,5 +1,5 @@
-"""A layer of experts under the placement engine, as `nn/operator.py` calls it: training through autograd, inference
-with one adapter or several, deferred experts, and residents that follow the routing.
+"""A layer of experts under the placement engine, as `experts/operator.py` calls it: training through autograd,
+inference with one adapter or several, deferred experts, and residents that follow the routing.
 
 Deferred experts are an approximation of kt-kernel's, off by default. A token's experts are ordered by routing weight,
 and the results of the last `late` of them are added to the output of the next layer of experts instead of their own, so
@@ -19,11 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ktransformers.nn.lora_factors import LoraFactors, packed_adapter
-from ktransformers.nn.mixed_lora import MixedLora
-from ktransformers.nn.pool import avoid_pool_cpus
-from ktransformers.nn.store import NO_DROPOUT, Dropout
-from ktransformers.nn.transfer import DeviceToHost, start_device_to_host, start_host_to_device
+from ktransformers.experts.lora_factors import LoraFactors, packed_adapter
+from ktransformers.experts.mixed_lora import MixedLora
+from ktransformers.experts.store import NO_DROPOUT, Dropout
+from ktransformers.experts.transfer import DeviceToHost, start_device_to_host, start_host_to_device
+from ktransformers.ground.pool import avoid_pool_cpus
 from ktransformers.place.autograd import apply_placed, register
 from ktransformers.place.dispatch import PlacedLayer
 from ktransformers.place.engine import ExpertEngine, count

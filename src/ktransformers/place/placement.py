@@ -20,15 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ktransformers import _core, env, log, system
-from ktransformers.errors import InputError
-from ktransformers.nn.attention_graphs.replay import GraphedAttention, record_attention
-from ktransformers.nn.contract import Contract, expert_modules
-from ktransformers.nn.device_codes.layout import Geometry, PackedMatrix, geometry
-from ktransformers.nn.gate import Gate
-from ktransformers.nn.operator import place_store
-from ktransformers.nn.out_of_memory import free_bytes
-from ktransformers.nn.store import ExpertStore
+from ktransformers import _core
+from ktransformers.experts.contract import Contract, expert_modules
+from ktransformers.experts.gate import Gate
+from ktransformers.experts.operator import place_store
+from ktransformers.experts.store import ExpertStore
+from ktransformers.ground import env, log, system
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.out_of_memory import free_bytes
+from ktransformers.modeling.attention_graphs.replay import GraphedAttention, record_attention
 from ktransformers.place import residents
 from ktransformers.place.dispatch import PlacedLayer
 from ktransformers.place.engine import ExpertEngine
@@ -44,6 +44,7 @@ from ktransformers.plan.memory import ENGINE_LIMITS
 from ktransformers.plan.modes import SPLIT
 from ktransformers.plan.split import Costs
 from ktransformers.plan.workload import DEFAULT_POLICY, POLICIES
+from ktransformers.quantized.gpu.layout import Geometry, PackedMatrix, geometry
 
 _log = log.logger(__name__)
 UNMEASURED = Costs(*[1e-6] * 9)  # for policies that do not use costs

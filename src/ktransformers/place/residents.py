@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ktransformers.errors import InputError
-from ktransformers.files import write_json
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import write_json
 from ktransformers.place.options import STRATEGIES
 
 SEED = 42

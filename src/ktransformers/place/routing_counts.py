@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ktransformers.nn.contract import expert_modules
+from ktransformers.experts.contract import expert_modules
 from ktransformers.place.residents import Row
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from ktransformers.errors import InputError
-from ktransformers.nn.contract import expert_modules
+from ktransformers.experts.contract import expert_modules
+from ktransformers.ground.errors import InputError
 from ktransformers.operators.plan import first_rules
 from ktransformers.operators.rules import NAME, Rule
 from ktransformers.place.device_map import (

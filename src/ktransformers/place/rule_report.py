@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from ktransformers.linear_storage import rest_word
-from ktransformers.nn.coded_weight import MIN_WEIGHTS
-from ktransformers.nn.contract import expert_modules
+from ktransformers.experts.contract import expert_modules
+from ktransformers.ground.linear_storage import rest_word
 from ktransformers.operators.base_operator import RuledModel
 from ktransformers.operators.linear import KEEP
 from ktransformers.operators.plan import OperatorPlan, plan_operators
 from ktransformers.operators.rules import RuleFile
 from ktransformers.place.rule_devices import devices_by_rules, devices_of_modules
 from ktransformers.plan.formats import bytes_in_format
+from ktransformers.quantized.weight import MIN_WEIGHTS
 
 HOST = "cpu"
 BF16_BYTES = 2

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import torch
 
-from ktransformers import log
-from ktransformers.files import write_json
-from ktransformers.nn.store import NO_DROPOUT
+from ktransformers.experts.store import NO_DROPOUT
+from ktransformers.ground import log
+from ktransformers.ground.files import write_json
+from ktransformers.ground.progress import counted
 from ktransformers.place.engine import ExpertEngine
 from ktransformers.place.gpu.executor import ExpertBatch
 from ktransformers.place.gpu.layer_costs import cache_key
 from ktransformers.plan.calibrate import cache_file
 from ktransformers.plan.modes import MAX_DECODE_TOKENS, pass_kind, size_bucket
-from ktransformers.progress import counted
 
 LAYERS = 4  # of a sweep: more than the cache of streamed experts holds
 ROUTINGS = 6  # of a few tokens: a model routes each step differently, so no expert is found in a cache

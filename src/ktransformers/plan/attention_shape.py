@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ktransformers.errors import InputError
-from ktransformers.files import short as shown
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import short as shown
 from ktransformers.plan.layer_kinds import KEYS, WINDOWED, layer_types
 
 FULL_WIDTH_NORMS = ("minimax_m2", "olmoe")  # queries and keys are normalised over all heads at once

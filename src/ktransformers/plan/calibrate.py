@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ktransformers import system
-from ktransformers.files import write_json
+from ktransformers.ground import system
+from ktransformers.ground.files import write_json
 from ktransformers.plan.machine import CpuRates, GpuRates, Machine, gpu_rows
 
 if TYPE_CHECKING:
@@ -59,14 +59,14 @@ def calibrate(*, remeasure: bool = False) -> Rates:
     from ktransformers import _core
 
     if os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":  # one of several ranks; importing nn takes seconds
-        from ktransformers.nn.rank_cores import bind_rank_cores
+        from ktransformers.ground.rank_cores import bind_rank_cores
 
         bind_rank_cores()
     machine, pool = _core.machine(), _core.Pool()
     isa, file = _core.isa(), _file_of(pool)
     if not remeasure and (cached := _read(file)) is not None:
         return cached
-    from ktransformers.nn.pool import limit_torch_threads
+    from ktransformers.ground.pool import limit_torch_threads
 
     limit_torch_threads()
     tile, read = (_running_rate(partial(pool.rate, loop, LOOP_SECONDS)) for loop in ("panels", "read"))
@@ -163,7 +163,7 @@ def _layer_shares(pool: object, tile: float) -> tuple[float, float]:
     """Share of the tile loop that forward and backward of a real layer reach."""
     import torch
 
-    from ktransformers.nn import ExpertStore
+    from ktransformers.experts.store import ExpertStore
 
     generator = torch.Generator().manual_seed(0)
     row = 2 * 3 * HIDDEN * INTERMEDIATE * TOP_K

@@ -13,7 +13,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 if TYPE_CHECKING:
     from ktransformers._core import FormatInfo

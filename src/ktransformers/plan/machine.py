@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 GB = 10**9
 # Python's launch time per layer in a training step with a GPU: of forward, recompute and backward without the experts,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ktransformers.linear_storage import KEEP, NUMBERS_SHARE
+from ktransformers.ground.linear_storage import KEEP, NUMBERS_SHARE
 from ktransformers.plan.expert_time import CPU_ALL, CPU_NONE, cpu_share
 from ktransformers.plan.formats import TILE_K, bytes_in_format, counted_as, format_of, packed_lora_bytes, tiles
 from ktransformers.plan.machine import Machine
@@ -30,7 +30,7 @@ THREAD_SCRATCH_BYTES = 3_000_000  # of one thread of the pool
 HUGE_PAGE = 2 << 20  # from this size on the core maps whole huge pages
 # Memory of attention graphs over what autograd keeps of a layer, measured with pieces of 512 and 1024 tokens.
 GRAPH_SHARE = 1.35
-PANEL_NUMBERS = 1 << 27  # of a weight in codes that a GPU decodes at a time (nn/device_codes/linear.py)
+PANEL_NUMBERS = 1 << 27  # of a weight in codes that a GPU decodes at a time (quantized/gpu/linear.py)
 FACTOR_BYTES = 14  # on the GPU per number of a layer's expert LoRA: two layers in bf16, gradients; fitted
 
 Table = dict[str, int]  # purpose -> bytes
@@ -252,8 +252,8 @@ def _released_bytes(model: ModelShape) -> int:
 
 
 def host_embedding(model: ModelShape, choice: Choice) -> int:
-    """Numbers of an input embedding that stays in host memory (`nn/host_rows.py`): with codes on a GPU, unless the head
-    shares them or they are codes too."""
+    """Numbers of an input embedding that stays in host memory (`quantized/host_rows.py`): with codes on a GPU, unless
+    the head shares them or they are codes too."""
     if not choice.gpus or choice.linear_format is None or model.tied:
         return 0
     is_coded = choice.linear_format == KEEP and model.coded_numbers > model.rest - model.embedding
@@ -270,7 +270,7 @@ def _gpu_weight_bytes(model: ModelShape, choice: Choice, place: int, size: int) 
 
 
 def _panel_bytes(model: ModelShape) -> int:
-    """Of a weight in bf16 that is decoded for a product with many rows (nn/device_codes/linear.py)."""
+    """Of a weight in bf16 that is decoded for a product with many rows (quantized/gpu/linear.py)."""
     mlp = model.hidden * model.mlp_width // 3
     largest = max(mlp, model.head, *(linear.inputs * linear.outputs for linear in model.linears))
     return 2 * min(PANEL_NUMBERS, largest)
@@ -392,7 +392,7 @@ def _serving(model: ModelShape, work: Serving, choice: Choice, host: Table, gpus
     rows = work.tokens * model.hidden * work.rest_bytes
     for table in gpus or [host]:
         table["KV cache"] = cache // max(1, len(gpus))
-        if any(model.states):  # of running sequences, and as many copies for prefixes (serve/engine/snapshots.py)
+        if any(model.states):  # of running sequences, and as many copies for prefixes (serve/cache/snapshots.py)
             table["states"] = 2 * work.sequences * model.states.bytes(work.rest_bytes) // max(1, len(gpus))
         table["activations"] = activations
         table["scores"] = min(work.tokens, SCORED_ROWS) * model.vocabulary * score

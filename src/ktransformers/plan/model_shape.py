@@ -16,9 +16,9 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktransformers.errors import InputError
-from ktransformers.linear_storage import ONE_PLANE_VARIANTS
-from ktransformers.model_registry import did_you_mean, known_model, known_names
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.linear_storage import ONE_PLANE_VARIANTS
+from ktransformers.ground.model_registry import did_you_mean, known_model, known_names
 from ktransformers.plan.attention_shape import BIASED, LinearShape, attention_layers, config_number, index_layers
 from ktransformers.plan.formats import bytes_in_format, name_of, planes_of
 from ktransformers.plan.layer_kinds import NO_STATES, StateNumbers, layer_types, scan_numbers, state_numbers
@@ -74,14 +74,14 @@ class ModelShape:
     scores_width: int  # heads * (key + value size): multiplications of a token per earlier token
     mlp_width: int  # intermediate numbers of a token in dense and shared MLPs, of the widest layer
     cache_width: int  # numbers of a token in the KV cache, all layers together, keys and values of latents expanded;
-    # layers with a sliding window keep every token too (serve/engine/kv_cache.py)
+    # layers with a sliding window keep every token too (serve/cache/kv_cache.py)
     context: int  # maximal tokens
     rest_dtype_bytes: int = 2
     checkpoint_bytes: int = 0  # on disk; 0: unknown
     counted: bool = False  # from shard headers, not by formulas
     latent_width: int = 0  # numbers of a token in a KV cache of latents, all layers together; 0: no latent attention
     cache_rows: int = 0  # heads of a token's keys and values in the KV cache, all layers together: scales in fp8
-    absorbed_numbers: int = 0  # that multiply queries for latents (serve/engine/latent.py), all layers together
+    absorbed_numbers: int = 0  # that multiply queries for latents (serve/attention/latent.py), all layers together
     absorbed_layers: int = 0  # that have such numbers, each as many; a hybrid's other layers have none
     index_width: int = 0  # numbers of a token's keys for indexers, all layers together; 0: keys are not selected
     index_topk: int = 0  # keys that a new token attends to, if an indexer selects them
@@ -126,7 +126,7 @@ class ModelShape:
 
     def cached_bytes(self, number_bytes: int, *, fp8: bool) -> int:
         """Of a token in the KV cache. In fp8 every head of keys and values is bytes and a scale of one byte; keys of
-        indexers keep their dtype (serve/engine/cache_codes.py)."""
+        indexers keep their dtype (serve/cache/cache_codes.py)."""
         if not fp8:
             return self.cached_numbers * number_bytes
         return (self.latent_width or self.cache_width) + self.cache_rows + self.index_width * number_bytes

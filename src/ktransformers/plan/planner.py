@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.plan.formats import PROPOSED, counted_as, format_of
 from ktransformers.plan.machine import Machine
 from ktransformers.plan.memory import MemoryPlan, predict_memory

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ktransformers.linear_storage import KEEP
+from ktransformers.ground.linear_storage import KEEP
 from ktransformers.plan.expert_time import (
     CPU_NONE,
     INFERENCE_FLOPS_SHARE,
@@ -62,7 +62,7 @@ ADAM_SHARE = 0.62  # of the read rate that torch's AdamW reaches with eight thre
 CODES_SHARE = {"fp8": 0.85, "int8": 0.85, "int4": 0.74, "mxfp4": 0.59, "q4_k": 0.51, "q6_k": 0.42}
 EIGHT_BITS, FEWER_BITS = "fp8", "q6_k"  # whose shares other formats have
 DECODED_FIRST = ("iq", "tq1")  # how formats begin whose codes no GPU kernel multiplies
-CODED_ROWS = 64  # that are multiplied with codes; for more the weight is decoded (nn/device_codes/linear.py),
+CODED_ROWS = 64  # that are multiplied with codes; for more the weight is decoded (quantized/gpu/linear.py),
 DECODE_SHARE = 0.7  # at this share of the nominal bandwidth for what is read and written: V3's o, measured there
 PREFETCH_ROWS = 4  # per expert on average: from here on the next layer's experts are prefetched
 

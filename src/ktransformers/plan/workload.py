@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.plan.formats import format_of, packed_expert_bytes
 from ktransformers.plan.model_shape import ModelShape
 from ktransformers.plan.modes import MODES, SPLIT
@@ -48,7 +48,7 @@ class Training:
     labelled: float = 1.0  # largest share of tokens with a label in a pass; 1: an upper bound if the data is unknown
     labelled_mean: float | None = None  # mean of that share over the passes, which the time follows; None: `labelled`
     loss_bytes: int | None = None  # of the loss on a GPU; None: TRL's chunked loss
-    graphs: bool = True  # attention on a GPU uses CUDA graphs where possible (nn/attention_graphs/replay.py)
+    graphs: bool = True  # attention on a GPU uses CUDA graphs where possible (modeling/attention_graphs/replay.py)
     linear_format: str | None = None  # of linear layers outside of the experts; KEEP: as released; None: numbers
 
     def __post_init__(self) -> None:

@@ -28,9 +28,9 @@ from ktransformers.checkpoint.packed import ShardRecord, SourceFile
 from ktransformers.checkpoint.recode import Recoded, Weight, experts_of, recode
 from ktransformers.checkpoint.rest import RestShard, split_into_shards
 from ktransformers.checkpoint.tensorfile import read_layout, sha256
-from ktransformers.errors import InputError
-from ktransformers.log import logger
-from ktransformers.nn.store import LAYOUT_VERSION, PatchOverflowError
+from ktransformers.experts.store import LAYOUT_VERSION, PatchOverflowError
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.log import logger
 from ktransformers.quant.directory import find_existing, write_directory
 from ktransformers.quant.layer_file import LayerFile
 from ktransformers.quant.linears_file import LinearsFile, split_linears

@@ -1,8 +1,8 @@
 """The last step of a conversion: index, manifest, configuration and receipt beside the shards; and the check whether
 a directory already holds the same conversion.
 
-config.json names the quantisation method "kt", so that stock transformers leaves the experts to `nn/quantizer.py`, and
-the hash of the manifest. The quantisation of the source is recorded for information only.
+config.json names the quantisation method "kt", so that stock transformers leaves the experts to
+`modeling/quantizer.py`, and the hash of the manifest. The quantisation of the source is recorded for information only.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ktransformers.checkpoint.packed import (
 )
 from ktransformers.checkpoint.shards import INDEX_FILE
 from ktransformers.checkpoint.tensorfile import read_layout
-from ktransformers.errors import InputError
-from ktransformers.files import write_json
-from ktransformers.nn.prepare import QUANT_METHOD
-from ktransformers.nn.store import LAYOUT_VERSION
+from ktransformers.experts.store import LAYOUT_VERSION
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import write_json
+from ktransformers.modeling.prepare import QUANT_METHOD
 from ktransformers.quant.origin import Origin
 from ktransformers.quant.receipt import QUALITY_FILE, Receipt, read_receipt
 

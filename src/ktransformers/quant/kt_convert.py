@@ -39,8 +39,8 @@ from ktransformers.checkpoint.rest import RestShard, tensor_bytes
 from ktransformers.checkpoint.shards import INDEX_FILE
 from ktransformers.checkpoint.sources import PlainTensor
 from ktransformers.checkpoint.tensorfile import plan_layout, read_layout
-from ktransformers.errors import InputError
-from ktransformers.files import write_json
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import write_json
 from ktransformers.quant.convert import (
     MAX_QUEUED_MATRICES,
     Progress,

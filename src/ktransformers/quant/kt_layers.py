@@ -37,8 +37,8 @@ from ktransformers.checkpoint.packed import ShardRecord, content_hash, find_dama
 from ktransformers.checkpoint.recode import Weight
 from ktransformers.checkpoint.sources.safetensors import dequantise
 from ktransformers.checkpoint.tensorfile import TensorFile, byte_view, plan_layout, read_layout, sha256
-from ktransformers.errors import InputError
-from ktransformers.files import sync
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import sync
 
 Write = Callable[[StoredPart, Tensor, Tensor], None]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ktransformers.checkpoint.matrix import SPELLED
 from ktransformers.checkpoint.packed import PackedLayer, checksums_name
 from ktransformers.checkpoint.tensorfile import FileLayout, TensorFile, plan_layout
-from ktransformers.nn.store import LAYOUT_VERSION, ExpertStore
+from ktransformers.experts.store import LAYOUT_VERSION, ExpertStore
 from ktransformers.quant.plan import LayerPlan
 
 

@@ -17,8 +17,8 @@ from ktransformers.checkpoint.recode import recode
 from ktransformers.checkpoint.rest import SHARD_BYTES, tensor_bytes
 from ktransformers.checkpoint.sources.packed_linears import ORDER_SUFFIX, TENSOR_SUFFIX
 from ktransformers.checkpoint.tensorfile import FileLayout, TensorFile, plan_layout
-from ktransformers.errors import KTError
-from ktransformers.nn.store import LAYOUT_VERSION
+from ktransformers.experts.store import LAYOUT_VERSION
+from ktransformers.ground.errors import KTError
 from ktransformers.quant.plan import LinearPlan
 from ktransformers.quant.receipt import relative_error
 

@@ -25,12 +25,12 @@ from ktransformers.checkpoint.rest import copy_small_files
 from ktransformers.checkpoint.sources import LayerSource, PlainTensor, open_source
 from ktransformers.checkpoint.sources.gguf_header import read_header
 from ktransformers.checkpoint.tensorfile import sha256
-from ktransformers.errors import InputError
-from ktransformers.nn import checkpoint_facts, load
-from ktransformers.nn.contract import Contract, expert_modules, read_contract
-from ktransformers.nn.prepare import read_config, split_quantisation, to_stock_config
-from ktransformers.nn.pretrained import require_json
-from ktransformers.nn.skeleton import meta_model
+from ktransformers.experts.contract import Contract, expert_modules, read_contract
+from ktransformers.ground.errors import InputError
+from ktransformers.modeling import checkpoint_facts, load
+from ktransformers.modeling.prepare import read_config, split_quantisation, to_stock_config
+from ktransformers.modeling.pretrained import require_json
+from ktransformers.modeling.skeleton import meta_model
 
 HASHED_PREFIX_BYTES = 1 << 20  # of a file without a safetensors header
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")

@@ -33,10 +33,10 @@ from ktransformers.checkpoint.rest import RestShard, copy_small_files, split_int
 from ktransformers.checkpoint.shards import INDEX_FILE
 from ktransformers.checkpoint.sources import PlainTensor
 from ktransformers.checkpoint.sources.safetensors import SafetensorsSource
-from ktransformers.errors import InputError
-from ktransformers.files import write_json
-from ktransformers.nn.prepare import VISION_WRAPPERS, read_config, split_quantisation, to_stock_config
-from ktransformers.nn.pretrained import require_json
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import write_json
+from ktransformers.modeling.prepare import VISION_WRAPPERS, read_config, split_quantisation, to_stock_config
+from ktransformers.modeling.pretrained import require_json
 from ktransformers.quant.convert import check_free_space, expert_count, shard_record
 from ktransformers.quant.origin import Origin, OriginLayer
 

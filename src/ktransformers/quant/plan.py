@@ -19,13 +19,13 @@ from ktransformers.checkpoint.encoded import format_of
 from ktransformers.checkpoint.recode import KEEP, check_target, experts_of, recode
 from ktransformers.checkpoint.rest import tensor_bytes
 from ktransformers.checkpoint.sources import PlainTensor
-from ktransformers.errors import InputError
-from ktransformers.linear_storage import AS_RELEASED
-from ktransformers.nn.coded_weight import encodable_names, is_coded, rest_format
-from ktransformers.nn.contract import Contract, new_store
-from ktransformers.nn.pool import default_pool
-from ktransformers.nn.store import ExpertStore
+from ktransformers.experts.contract import Contract, new_store
+from ktransformers.experts.store import ExpertStore
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.linear_storage import AS_RELEASED
+from ktransformers.ground.pool import default_pool
 from ktransformers.quant.origin import Origin, OriginLayer
+from ktransformers.quantized.weight import encodable_names, is_coded, rest_format
 
 
 @dataclass(frozen=True)

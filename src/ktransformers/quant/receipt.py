@@ -19,11 +19,11 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from ktransformers.errors import InputError
-from ktransformers.files import parse_json, read_json_object, validate, write_json
-from ktransformers.files import read_text as read_document
-from ktransformers.progress import counted
-from ktransformers.system import memory
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import parse_json, read_json_object, validate, write_json
+from ktransformers.ground.files import read_text as read_document
+from ktransformers.ground.progress import counted
+from ktransformers.ground.system import memory
 
 QUALITY_FILE = "quality.json"
 VERSION = 1
@@ -183,7 +183,7 @@ def calibrate(
     source_bytes: int = 0,
 ) -> Calibration:
     """Evaluate both models on the text; InputError if there is not enough memory to load the source."""
-    from ktransformers.nn.pretrained import read_tokenizer
+    from ktransformers.modeling.pretrained import read_tokenizer
 
     free = memory().available
     if source_bytes + RESERVE_BYTES > free:
@@ -229,8 +229,8 @@ def _compare(
 
 
 def _open(path: Path, experts: Path | None = None) -> Any:
-    from ktransformers.nn.load import load_model
-    from ktransformers.system import bf16_is_fast
+    from ktransformers.ground.system import bf16_is_fast
+    from ktransformers.modeling.load import load_model
 
     return load_model(path, experts=experts, dtype=torch.bfloat16 if bf16_is_fast("cpu") else torch.float32)
 

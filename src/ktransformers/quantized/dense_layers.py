@@ -2,11 +2,10 @@
 
 `system.dense_products()` says how such a CPU multiplies; where it says "widened", `expect_stored_weights` asks
 transformers, before weights are loaded, for the released bf16 numbers also if the model computes in float32, and
-`attach_widened` turns them into `WidenedWeight` (`nn/widened.py`). A weight that the files have in float32 or float16
-is loaded in the model's dtype, because bf16 would round it. Before the model is used, one weight of every shape is
-multiplied both ways, forward and for the gradient of its input, and compared with torch in float32: a difference is an
-error, not a fallback.
-"""
+`attach_widened` turns them into `WidenedWeight` (`quantized/widened.py`). A weight that the files have in float32 or
+float16 is loaded in the model's dtype, because bf16 would round it. Before the model is used, one weight of every shape
+is multiplied both ways, forward and for the gradient of its input, and compared with torch in float32: a difference is
+an error, not a fallback."""
 
 from __future__ import annotations
 
@@ -16,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ktransformers import _core, system
+from ktransformers import _core
 from ktransformers.checkpoint.sources import PlainTensor
-from ktransformers.errors import KTError
-from ktransformers.nn.coded_weight import CodedWeight
-from ktransformers.nn.widened import GEMV_PASSES, WidenedWeight, linear_product, product
+from ktransformers.ground import system
+from ktransformers.ground.errors import KTError
+from ktransformers.quantized.weight import CodedWeight
+from ktransformers.quantized.widened import GEMV_PASSES, WidenedWeight, linear_product, product
 
 MIN_WEIGHTS = 1 << 15  # of a matrix; a smaller one saves nothing
 DTYPES = (torch.bfloat16, torch.float32)

@@ -3,7 +3,7 @@
 A step looks up one row a token, 14 KB of the 1.85 GB of DeepSeek-V3's table, so the table needs no GPU memory: it is
 pinned, and a kernel reads the rows over the bus (`host_rows_triton.py`). Token ids are read on the device, nothing
 waits for the host, and the kernel is part of captured CUDA graphs. `HostRows` stands behind a `CodedWeight`
-(`nn/coded_weight.py`), which is a frozen parameter on the GPU to everything else.
+(`quantized/weight.py`), which is a frozen parameter on the GPU to everything else.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ktransformers.errors import KTError
-from ktransformers.nn.current_device import on_device
-from ktransformers.triton_modules import import_triton_module
+from ktransformers.ground.current_device import on_device
+from ktransformers.ground.errors import KTError
+from ktransformers.ground.triton_modules import import_triton_module
 
 if TYPE_CHECKING:
-    from ktransformers.nn.coded_weight import CodedWeight
+    from ktransformers.quantized.weight import CodedWeight
 
-TRITON = "ktransformers.nn.host_rows_triton"
+TRITON = "ktransformers.quantized.host_rows_triton"
 CHECKED_ROWS = 8
 
 

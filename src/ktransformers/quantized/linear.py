@@ -2,9 +2,9 @@
 
 For a product of one row torch calls a library that first repacks the whole weight into blocks, although decoding is
 bound by memory bandwidth. `patch_linears` replaces the `forward` of large layers with bf16 weights, activations in bf16
-or, if the weights are widened (`nn/widened.py`), in float32: without gradients and for up to as many rows as the core's
-kernel takes (8 to 32, by CPU) it calls that kernel, otherwise the layer's own product. A row's result does not depend
-on the other rows of its batch; between the kernel and torch it differs by rounding.
+or, if the weights are widened (`quantized/widened.py`), in float32: without gradients and for up to as many rows as the
+core's kernel takes (8 to 32, by CPU) it calls that kernel, otherwise the layer's own product. A row's result does not
+depend on the other rows of its batch; between the kernel and torch it differs by rounding.
 
 Layers of one module with the same input, such as q, k and v, become one call of the core (`SharedInputLinears`).
 
@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ktransformers import _core
-from ktransformers.nn.codable_modules import is_plain_linear
-from ktransformers.nn.coded_weight import CodedWeight
-from ktransformers.nn.pool import default_pool
-from ktransformers.nn.widened import COLUMN_MULTIPLE, stored_weight
+from ktransformers.ground.pool import default_pool
+from ktransformers.quantized.eligible_modules import is_plain_linear
+from ktransformers.quantized.weight import CodedWeight
+from ktransformers.quantized.widened import COLUMN_MULTIPLE, stored_weight
 
 MIN_WEIGHTS = 1 << 15  # elements; a smaller product takes less time than waking the threads
 

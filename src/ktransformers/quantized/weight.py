@@ -7,7 +7,7 @@ multiplies with codes, `F.embedding` decodes the rows that it looks up, and the 
 the weight at a time. A number is what the codes stand for in float32 models, and rounded once in bf16 models, except
 where a CPU multiplies few rows of bf16 with codes as they lie. Any other operator gets a copy in the model's dtype, and
 so does a copied module; what would write into the weight is refused. `to` moves the codes between the
-CPU and a GPU (`nn/device_codes/linear.py`, in a layout of its own), where they are used in bf16 models.
+CPU and a GPU (`quantized/gpu/linear.py`, in a layout of its own), where they are used in bf16 models.
 
 `keep_codes` takes the codes of the files while a model is loaded, so that its quantised weights never exist as numbers:
 the same values in fewer bytes. `encode_linears` takes the codes of a format nearest to the loaded numbers, so results
@@ -35,14 +35,14 @@ from ktransformers.checkpoint.encoder import encode
 from ktransformers.checkpoint.mapped import read_only_tensor
 from ktransformers.checkpoint.recode import rows_of
 from ktransformers.checkpoint.sources import PlainTensor
-from ktransformers.errors import InputError, KTError
-from ktransformers.linear_storage import ONE_PLANE_VARIANTS
-from ktransformers.nn.codable_modules import codable_modules, coded_candidates
-from ktransformers.nn.device_codes.head_products import HeadRows, check_heads, multiply_heads
-from ktransformers.nn.device_codes.linear import DeviceCodes, packed_linear
-from ktransformers.nn.host_rows import HostRows
-from ktransformers.nn.pool import default_pool
-from ktransformers.nn.widened import stored_weight
+from ktransformers.ground.errors import InputError, KTError
+from ktransformers.ground.linear_storage import ONE_PLANE_VARIANTS
+from ktransformers.ground.pool import default_pool
+from ktransformers.quantized.eligible_modules import codable_modules, coded_candidates
+from ktransformers.quantized.gpu.head_products import HeadRows, check_heads, multiply_heads
+from ktransformers.quantized.gpu.linear import DeviceCodes, packed_linear
+from ktransformers.quantized.host_rows import HostRows
+from ktransformers.quantized.widened import stored_weight
 
 MIN_WEIGHTS = 1 << 15  # of a matrix; a smaller one saves nothing
 PANEL = 1 << 22  # weights that are decoded at a time
@@ -287,7 +287,7 @@ class CodedWeight(Tensor):
         self, x: Tensor, rows: HeadRows, *, along_rows: bool = False, out: Tensor | None = None
     ) -> Tensor:
         """Products of x, head by head, with rows of each head: by the core (`csrc/moe/coded_linear.h`), or on a GPU by
-        `nn/device_codes/head_products.py`."""
+        `quantized/gpu/head_products.py`."""
         codes = self.codes
         if isinstance(codes, PackedCodes):
             made = x.new_empty(*x.shape[:2], self.shape[1] if along_rows else rows.count) if out is None else out

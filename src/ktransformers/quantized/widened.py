@@ -9,7 +9,7 @@ Widening is exact: in float32 the results are those of a float32 copy, up to the
 for that dtype, sums are in float32 and rounded once.
 
 Views (slices, transposes) stay widened; any other operator gets a copy in the model's dtype, and one that would write
-into the weight is refused. `nn/dense_layers.py` chooses the weights and compares the products with torch's.
+into the weight is refused. `quantized/dense_layers.py` chooses the weights and compares the products with torch's.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ktransformers import _core
-from ktransformers.errors import InputError
-from ktransformers.nn.pool import default_pool
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.pool import default_pool
 
 PANEL = 1 << 20  # weights that are widened at a time, 4 MB in float32: they stay in the last-level cache
 COLUMN_MULTIPLE = 32  # of K, in the core's GEMV

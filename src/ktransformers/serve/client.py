@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Generator
 from typing import Any
 
-from ktransformers.errors import InputError, KTError
+from ktransformers.ground.errors import InputError, KTError
 
 
 class Client:

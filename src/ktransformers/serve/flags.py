@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ktransformers.errors import InputError
-from ktransformers.expert_partition import PARTITIONS as EXPERT_PARTITIONS
-from ktransformers.linear_storage import rest_word
+from ktransformers.experts.partition import PARTITIONS as EXPERT_PARTITIONS
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.linear_storage import rest_word
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.plan import Plan, PlanComparison, Serving, make_plan, open_shape, stored_as, with_gpus
 from ktransformers.plan.meter import anonymous_bytes
 from ktransformers.plan.workload import DEFAULT_POLICY

@@ -14,15 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ktransformers import system
-from ktransformers.errors import InputError
+from ktransformers.ground import system
+from ktransformers.ground.errors import InputError
 from ktransformers.serve.flags import CACHE_DTYPES, Launch
 from ktransformers.serve.target import Target
 
 if TYPE_CHECKING:
-    from ktransformers.serve.engine.cache_blocks import BlockLayout
-    from ktransformers.serve.engine.cache_tiers import CacheTiers
-    from ktransformers.serve.engine.disk_tier import DiskFile
+    from ktransformers.serve.cache.cache_blocks import BlockLayout
+    from ktransformers.serve.cache.cache_tiers import CacheTiers
+    from ktransformers.serve.cache.disk_tier import DiskFile
 
 DEFAULT_SHARE = 0.1  # of free host memory, for the host tier beside a GPU
 DEFAULT_BYTES = 8 << 30
@@ -65,8 +65,8 @@ def open_tiers(launch: Launch, target: Target, dtype: Any, by_default: bool, log
     if launch.deterministic or (launch.kv_disk is None and host_gb == 0):
         return None
     from ktransformers.operators.rules import operators_of, own_sources
+    from ktransformers.serve.cache.disk_tier import DiskFile
     from ktransformers.serve.cache_identity import model_identity
-    from ktransformers.serve.engine.disk_tier import DiskFile
     from ktransformers.serve.placement import options_of
 
     experts, place = target.choose_experts(launch.experts), options_of(launch, target)
@@ -83,9 +83,9 @@ def open_tiers(launch: Launch, target: Target, dtype: Any, by_default: bool, log
 
 def make_tiers(request: TierRequest | None, forward: Any, context_length: int, log: LogLine) -> CacheTiers | None:
     """The tiers of a loaded model; None, with a line in the log: it has none."""
-    from ktransformers.serve.engine.cache_tiers import CacheTiers
-    from ktransformers.serve.engine.disk_tier import DiskTier
-    from ktransformers.serve.engine.host_tier import HostTier
+    from ktransformers.serve.cache.cache_tiers import CacheTiers
+    from ktransformers.serve.cache.disk_tier import DiskTier
+    from ktransformers.serve.cache.host_tier import HostTier
 
     if request is None:
         return None
@@ -124,7 +124,7 @@ def _host_bytes(asked: float | None) -> int:
 
 def _buffer_bytes(layout: BlockLayout, context_length: int) -> int:
     """For all blocks of one sequence and its states, where memory allows it."""
-    from ktransformers.serve.engine.cache_blocks import BLOCK_TOKENS
+    from ktransformers.serve.cache.cache_blocks import BLOCK_TOKENS
 
     wanted = (-(-context_length // BLOCK_TOKENS) + layout.state_pieces) * layout.bytes
     allowed = int(system.memory().available * MAX_BUFFER_SHARE)
@@ -139,7 +139,7 @@ def _disk_bytes(launch: Launch, file: DiskFile) -> int:
 
 
 def _describe(host: Any, disk: Any, buffers: bool) -> str:
-    from ktransformers.serve.engine.cache_blocks import BLOCK_TOKENS
+    from ktransformers.serve.cache.cache_blocks import BLOCK_TOKENS
 
     size, tokens = host.rows * host.block_bytes / 2**30, host.rows * BLOCK_TOKENS
     line = f"KV cache in host memory: {size:.2f} GiB, {tokens} tokens" + (", a buffer of the disk" if buffers else "")

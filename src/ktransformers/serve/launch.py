@@ -16,10 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktransformers import env, model_registry, settings, system
-from ktransformers.errors import InputError
-from ktransformers.interrupt import remembered_interrupt
-from ktransformers.linear_storage import AS_RELEASED
+from ktransformers.ground import env, model_registry, settings, system
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.interrupt import remembered_interrupt
+from ktransformers.ground.linear_storage import AS_RELEASED
+from ktransformers.ground.triton_modules import require_compiler
 from ktransformers.plan import Plan, require_fit
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.hosts.options import HostOptions, read_hosts
@@ -27,16 +28,15 @@ from ktransformers.serve.running import RunningServer, forget_server, record_ser
 from ktransformers.serve.target import Target, resolve_target
 from ktransformers.serve.training_numbers import as_trained, differences_from_training
 from ktransformers.serve.yaml_keys import with_yaml_keys
-from ktransformers.triton_modules import require_compiler
 
 if TYPE_CHECKING:
-    from ktransformers.expert_partition import ExpertShard
+    from ktransformers.experts.partition import ExpertShard
     from ktransformers.operators.plan import OperatorPlan
     from ktransformers.place.options import PlacementOptions
-    from ktransformers.serve.engine.engine import ServeEngine
-    from ktransformers.serve.engine.forward import Forward, SequentialForward
     from ktransformers.serve.hosts.group import HostGroup
     from ktransformers.serve.kv_tiers import TierRequest
+    from ktransformers.serve.scheduler.engine import ServeEngine
+    from ktransformers.serve.scheduler.forward import Forward, SequentialForward
 
 MAX_HOST_SHARE = 0.8  # of free host memory for the KV cache: --mem-fraction-static is chosen for GPUs
 SHUTDOWN_SECONDS = 30  # for running requests after SIGTERM or Ctrl-C
@@ -89,7 +89,7 @@ def parse_dtype(name: str, device: str) -> Any:
 def make_plan(launch: Launch, target: Target, log: LogLine, show: ShowPlan) -> Plan | None:
     """Make and show the plan; one that does not fit is refused without --force. If nothing fits with the GPU, and the
     line does not require it, everything is on the CPU (`choose_device`)."""
-    from ktransformers.nn.pretrained import read_pretrained_config
+    from ktransformers.modeling.pretrained import read_pretrained_config
     from ktransformers.place.backends import encoded_format, rest_by_rules
     from ktransformers.serve.forecast import forecast
     from ktransformers.serve.placement import options_of
@@ -157,10 +157,10 @@ def open_service(
 def _load_service(
     launch: Launch, target: Target, log: LogLine, plan: Plan | None, many_requests: bool, group: HostGroup | None
 ) -> Any:
-    from ktransformers.nn.coded_weight import describe_coded
-    from ktransformers.nn.pretrained import read_tokenizer
+    from ktransformers.modeling.pretrained import read_tokenizer
     from ktransformers.place.apply import ModelPlacement
     from ktransformers.place.device_map import run_on
+    from ktransformers.quantized.weight import describe_coded
     from ktransformers.serve.http.service import PrepareOptions, Service
     from ktransformers.serve.http.templates import ServedTemplates
     from ktransformers.serve.kv_tiers import open_tiers
@@ -237,7 +237,7 @@ def _load_service(
 
 def _checked_forward(model: Any, launch: Launch, log: LogLine) -> tuple[Forward | SequentialForward, int]:
     """What computes batches, compared with the stock model, and the bytes of keys and values of a token."""
-    from ktransformers.serve.engine.forward import make_forward
+    from ktransformers.serve.scheduler.forward import make_forward
 
     forward = make_forward(model, fp8_cache=launch.fp8_cache)
     if forward.reason:
@@ -259,10 +259,10 @@ def _make_engine(
     log: LogLine,
 ) -> tuple[ServeEngine, int]:
     """The engine with its KV cache and tiers, and the bytes of the cache when it is full."""
-    from ktransformers.serve.engine.engine import ServeEngine
     from ktransformers.serve.kv_tiers import make_tiers
     from ktransformers.serve.memory_advice import memory_advice
     from ktransformers.serve.placement import cache_tokens
+    from ktransformers.serve.scheduler.engine import ServeEngine
 
     model = forward.model
     context = launch.context_length or _max_positions(model.config)
@@ -298,7 +298,7 @@ def _encoded_on_load(
 
 
 def _engine_limits(launch: Launch, tokens: int, context: int) -> Any:
-    from ktransformers.serve.engine.engine import Limits
+    from ktransformers.serve.scheduler.engine import Limits
 
     return Limits(
         launch.max_running_requests,
@@ -312,8 +312,8 @@ def _engine_limits(launch: Launch, tokens: int, context: int) -> Any:
 
 def _open_registry(launch: Launch, target: Target, engine: Any, templates: Any, log: LogLine) -> Any:
     """The registry with the adapters of the launch line."""
-    from ktransformers.serve.engine.lora import LoraModules
     from ktransformers.serve.http.registry import Registry
+    from ktransformers.serve.scheduler.lora import LoraModules
 
     served, model = launch.served_model_name or target.name, engine.forward.model
     modules = LoraModules(model, hash_content=engine.tiers is not None and engine.tiers.disk is not None)
@@ -346,14 +346,14 @@ def _check_deterministic(launch: Launch, device: str) -> None:
 
 
 def _check_rest(launch: Launch) -> None:
-    from ktransformers.nn.coded_weight import rest_format
+    from ktransformers.quantized.weight import rest_format
 
     if launch.rest not in AS_RELEASED:
         rest_format(launch.rest)
 
 
 def _check_rest_device(launch: Launch, device: str, dtype: Any) -> None:
-    from ktransformers.nn.coded_weight import DTYPES
+    from ktransformers.quantized.weight import DTYPES
 
     if launch.rest in AS_RELEASED:
         return
@@ -408,11 +408,11 @@ def _load_model(
     directory = target.model
     stock_reads_it = not is_gguf_directory(directory)
     if stock_reads_it and not find_experts(Shards.of_directory(directory).names):  # a dense model
-        from ktransformers.nn.load import load_dense
+        from ktransformers.modeling.load import load_dense
 
         return load_dense(directory, dtype, device, launch.rest, on_loaded)
-    from ktransformers.nn import load_model
-    from ktransformers.nn.pool import set_default_pool
+    from ktransformers.ground.pool import set_default_pool
+    from ktransformers.modeling.load import load_model
 
     pool_options = (*_pool_size(launch, log), spare)
     pool = set_default_pool(*pool_options) if any(pool_options) else None
@@ -452,7 +452,8 @@ def _expert_formats(launch: Launch, target: Target, operators: Any) -> dict[str,
 
 def _pool_size(launch: Launch, log: LogLine) -> tuple[int, int]:
     """Threads and groups of the experts, 0 where the pool chooses; a file may come from a larger machine."""
-    from ktransformers import _core, system
+    from ktransformers import _core
+    from ktransformers.ground import system
 
     machine = _core.machine()
     threads, groups = launch.threads or 0, launch.groups or 0
@@ -495,7 +496,7 @@ def training_roots(service: Any) -> list[Path]:
 
 def _describe_code(target: Target) -> str:
     """The line on --trust-remote-code, before anything is run."""
-    from ktransformers.nn.pretrained import run_code_note
+    from ktransformers.modeling.pretrained import run_code_note
 
     none = "--trust-remote-code: the release brings no code for its tokenizer, and models are those of transformers"
     return run_code_note(target.model) or none
@@ -529,7 +530,7 @@ def serve(launch: Launch, log: LogLine, show: ShowPlan, on_ready: OnReady = lamb
 
 def serve_experts(launch: Launch, target: Target, hosts: HostOptions, log: LogLine) -> HostGroup | None:
     """Rank 0: the group, once all hosts agree. Other ranks: None, when rank 0 has ended."""
-    from ktransformers.nn.pretrained import read_pretrained_config
+    from ktransformers.modeling.pretrained import read_pretrained_config
     from ktransformers.serve.forecast import serving_workload
     from ktransformers.serve.hosts.group import start_group
 

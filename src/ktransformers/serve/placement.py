@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ktransformers import system
-from ktransformers.nn.out_of_memory import free_bytes
-from ktransformers.nn.skeleton import meta_model
-from ktransformers.nn.w8a8 import use_w8a8
+from ktransformers.experts.w8a8 import use_w8a8
+from ktransformers.ground import system
+from ktransformers.ground.out_of_memory import free_bytes
+from ktransformers.modeling.skeleton import meta_model
 from ktransformers.operators.plan import OperatorPlan
 from ktransformers.operators.rules import require_rules
 from ktransformers.place.apply import ModelPlacement, find_device_map, needs_spreading, plan_rules

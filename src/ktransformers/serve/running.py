@@ -12,9 +12,9 @@ import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ktransformers.errors import InputError
-from ktransformers.files import read_json_object, write_json
-from ktransformers.settings import data_folder
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import read_json_object, write_json
+from ktransformers.ground.settings import data_folder
 
 CONNECT_SECONDS = 0.3
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ktransformers import model_registry
 from ktransformers.adapters.manifest import read_manifest
 from ktransformers.checkpoint.gguf_directory import model_directory
 from ktransformers.checkpoint.snapshot import fetch_snapshot
-from ktransformers.errors import InputError
-from ktransformers.files import find_example, path_exists, read_json_object, read_yaml_mapping
+from ktransformers.ground import model_registry
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import find_example, path_exists, read_json_object, read_yaml_mapping
 from ktransformers.serve.yaml_keys import check_keys, flat_keys
 
 

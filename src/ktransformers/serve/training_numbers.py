@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ktransformers.linear_storage import AS_RELEASED
+from ktransformers.ground.linear_storage import AS_RELEASED
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.target import Target
 

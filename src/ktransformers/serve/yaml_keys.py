@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktransformers.adapters.chat_templates import template_text, with_defaults
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.place.backends import format_of_backend, isa_of_backend
 from ktransformers.place.options import PlacementOptions
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ktransformers import system
-from ktransformers.errors import InputError
-from ktransformers.system import bf16_is_fast
+from ktransformers.ground import system
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.system import bf16_is_fast
 from ktransformers.train.resolve import trainer_fields
 from ktransformers.train.settings import TrainSettings
 

@@ -23,15 +23,15 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from ktransformers.errors import KTError
-from ktransformers.nn import ExpertStore
-from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.exchange import expert_group
-from ktransformers.nn.operator import is_placed
-from ktransformers.nn.peft_lora import expert_adapters
-from ktransformers.nn.sharding import is_sharded, local_tensor, on_any_rank
+from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.operator import is_placed
+from ktransformers.experts.peft_lora import expert_adapters
+from ktransformers.experts.store import ExpertStore
+from ktransformers.ground.errors import KTError
+from ktransformers.ground.system import resident_bytes, scheduled_seconds
+from ktransformers.parallel.exchange import expert_group
+from ktransformers.parallel.sharding import is_sharded, local_tensor, on_any_rank
 from ktransformers.plan.calibrate import remeasure_rates, this_machine
-from ktransformers.system import resident_bytes, scheduled_seconds
 from ktransformers.train.expert_parallel import share_flags
 from ktransformers.train.files import reporting_full_disk
 from ktransformers.train.pictures import LivePicture

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ktransformers import __version__
 from ktransformers.checkpoint.tensorfile import read_layout, sha256
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.train.files import write_json
 from ktransformers.train.recipe import TrainRecipe
 from ktransformers.train.settings import TrainSettings

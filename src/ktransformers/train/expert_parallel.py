@@ -1,10 +1,9 @@
 """Expert parallelism of a run (`kt_expert_parallel: N` under torchrun): groups of N ranks divide the experts.
 
 Every rank trains on its own rows, attention and router included; rows travel to the ranks that hold their experts
-(`nn/exchange.py`). A rank that has fewer passes in a step than others takes part in the rest of theirs with rows that
-count nothing. Partition and number of processes are checked before a model is loaded. Norms, adapters and optimiser
-states over all experts are made by `nn/whole_state.py`.
-"""
+(`parallel/exchange.py`). A rank that has fewer passes in a step than others takes part in the rest of theirs with rows
+that count nothing. Partition and number of processes are checked before a model is loaded. Norms, adapters and
+optimiser states over all experts are made by `parallel/whole_state.py`."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ktransformers.errors import InputError
-from ktransformers.expert_partition import ExpertPartition, ExpertShard, by_experts, by_frequency, by_layers
-from ktransformers.nn.contract import expert_modules, read_contract
-from ktransformers.nn.exchange import connect, expert_group, new_expert_group
-from ktransformers.nn.lora_shards import factor_shards
+from ktransformers.experts.contract import expert_modules, read_contract
+from ktransformers.experts.partition import ExpertPartition, ExpertShard, by_experts, by_frequency, by_layers
+from ktransformers.ground.errors import InputError
+from ktransformers.parallel.exchange import connect, expert_group, new_expert_group
+from ktransformers.parallel.lora_shards import factor_shards
 from ktransformers.place.options import read_options
 from ktransformers.place.residents import load_counts
 from ktransformers.train.settings import TrainSettings

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ktransformers import files
-from ktransformers.errors import KTError
+from ktransformers.ground import files
+from ktransformers.ground.errors import KTError
 
 STAGING_DIR = ".kt_saving"  # in the output directory; its contents are incomplete
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from ktransformers.errors import KTError
-from ktransformers.nn.sharding import local_tensor
+from ktransformers.ground.errors import KTError
+from ktransformers.parallel.sharding import local_tensor
 from ktransformers.train.checkpoints import list_checkpoints
 from ktransformers.train.data.render import PreferenceRow
 

@@ -14,8 +14,8 @@ import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ktransformers import env
-from ktransformers.errors import InputError
+from ktransformers.ground import env
+from ktransformers.ground.errors import InputError
 from ktransformers.place.backends import encoded_format, rest_by_rules
 from ktransformers.place.options import read_options
 from ktransformers.plan import ModelShape, Plan, Training, make_plan, open_shape, stored_as, with_gpus

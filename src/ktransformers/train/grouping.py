@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.plan import Machine, Plan, Training
 from ktransformers.plan.planner import evaluate
 from ktransformers.train.arguments import step_shape, uses_packing

@@ -2,9 +2,8 @@
 
 Of a chat's tokens a third or less have a label, and the head and the softmax over its logits dominate the cost of a
 small model on a CPU. On a GPU TRL leaves those rows out; on a CPU it computes all of them and masks them. Here the head
-gets the hidden states whose next token has a label (`nn/head_rows.py`), and TRL the matching labels, already shifted.
-The sums over labelled tokens are the same.
-"""
+gets the hidden states whose next token has a label (`modeling/head_rows.py`), and TRL the matching labels, already
+shifted. The sums over labelled tokens are the same."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ktransformers.nn.head_rows import head_rows_only
+from ktransformers.modeling.head_rows import head_rows_only
 from ktransformers.train.data.render import IGNORE_INDEX
 
 

@@ -18,12 +18,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ktransformers import system
 from ktransformers.adapters.manifest import MANIFEST_FORMAT, MANIFEST_VERSION
 from ktransformers.adapters.write import record_tensor
-from ktransformers.errors import KTError
-from ktransformers.nn.lora_shards import factor_shards
+from ktransformers.ground import system
+from ktransformers.ground.errors import KTError
 from ktransformers.operators.rules import operators_of
+from ktransformers.parallel.lora_shards import factor_shards
 from ktransformers.place.backends import encoded_format
 from ktransformers.place.options import read_options
 from ktransformers.train.arguments import rest_of

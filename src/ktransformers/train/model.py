@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ktransformers import model_registry
 from ktransformers.checkpoint.finite import all_finite
 from ktransformers.checkpoint.gguf_directory import given_file, model_directory
 from ktransformers.checkpoint.model_config import read_model_config
 from ktransformers.checkpoint.snapshot import fetch_snapshot
-from ktransformers.errors import InputError
-from ktransformers.linear_storage import AS_RELEASED
-from ktransformers.nn.checkpointing import save_expert_outputs
-from ktransformers.nn.peft_lora import expert_adapters, set_lora_dropout
+from ktransformers.experts.checkpointing import save_expert_outputs
+from ktransformers.experts.peft_lora import expert_adapters, set_lora_dropout
+from ktransformers.ground import model_registry
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.linear_storage import AS_RELEASED
 from ktransformers.place.backends import format_of_backend, isa_of_backend
 from ktransformers.place.options import read_options
 from ktransformers.train.arguments import device_of, rest_of
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ktransformers import _core
-    from ktransformers.expert_partition import ExpertPartition
+    from ktransformers.experts.partition import ExpertPartition
     from ktransformers.operators.plan import OperatorPlan
 
 ATTENTION_IMPLEMENTATIONS = {
@@ -78,7 +78,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def build_meta_model(directory: Path) -> PreTrainedModel:
     """The model on the meta device, to find the modules to train."""
-    from ktransformers.nn.skeleton import meta_model
+    from ktransformers.modeling.skeleton import meta_model
 
     return meta_model(directory)
 
@@ -88,8 +88,8 @@ def build_fake_model(directory: Path) -> PreTrainedModel:
     of their `fake_mode`."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from ktransformers.nn.scaled_input_experts import adapt_experts
-    from ktransformers.nn.skeleton import model_from_config
+    from ktransformers.experts.scaled_input_experts import adapt_experts
+    from ktransformers.modeling.skeleton import model_from_config
 
     with FakeTensorMode():
         model = model_from_config(directory)
@@ -113,8 +113,9 @@ def check_formats(model: nn.Module, requested: str) -> None:
 def build_expert_pool(settings: TrainSettings, spare: bool) -> tuple[_core.Pool | None, list[str]]:
     """A thread pool as requested, with at most the CPUs of this process; `spare` reserves a thread to launch GPU
     work."""
-    from ktransformers import _core, system
-    from ktransformers.nn.pool import set_default_pool
+    from ktransformers import _core
+    from ktransformers.ground import system
+    from ktransformers.ground.pool import set_default_pool
 
     experts = settings.experts
     if experts.kt_num_threads is None and experts.kt_threadpool_count is None and not spare:
@@ -151,7 +152,7 @@ def open_model(
 ) -> tuple[PreTrainedModel, list[str]]:
     """With a `partition`, this process's experts alone are loaded; the call is then collective. `later_gpus`: those
     that layers are moved to afterwards."""
-    from ktransformers.nn import load_model
+    from ktransformers.modeling.load import load_model
     from ktransformers.operators.apply import apply_operators
     from ktransformers.operators.loader import Loader
 
@@ -187,7 +188,7 @@ def open_model(
 
 def check_rest(settings: TrainSettings, dtype: torch.dtype) -> None:
     """Raises for a format that cannot be encoded or trained on, before anything is loaded."""
-    from ktransformers.nn.coded_weight import DTYPES, rest_format
+    from ktransformers.quantized.weight import DTYPES, rest_format
 
     rest = settings.experts.rest
     if rest in AS_RELEASED:

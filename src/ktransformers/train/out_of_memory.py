@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ktransformers.errors import KTError
-from ktransformers.nn.out_of_memory import GPU, describe_shortage, exhausted_memory, format_bytes
+from ktransformers.ground.errors import KTError
+from ktransformers.ground.out_of_memory import GPU, describe_shortage, exhausted_memory, format_bytes
 from ktransformers.plan import Training
 from ktransformers.plan.formats import format_of
 from ktransformers.plan.planner import evaluate

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ktransformers.errors import InputError
-from ktransformers.packages import is_installed, require_extra, require_package
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.packages import is_installed, require_extra, require_package
 from ktransformers.train.settings import TrainSettings, split_names
 
 # Value of `report_to` -> (modules of which one is needed, what pip installs).

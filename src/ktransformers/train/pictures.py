@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ktransformers.charts import SERIES_COLOURS, smooth
-from ktransformers.packages import is_installed
+from ktransformers.ground.charts import SERIES_COLOURS, smooth
+from ktransformers.ground.packages import is_installed
+from ktransformers.ground.training_charts import PANELS, LogLines, curve, read_log, run_picture
 from ktransformers.train.files import reporting_full_disk
-from ktransformers.training_charts import PANELS, LogLines, curve, read_log, run_picture
 
 SVG_FILE, PNG_FILE = "training.svg", "training.png"
 MAX_SHARE = 0.02  # of the time of a run, for drawing

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback
 
-from ktransformers import system
-from ktransformers.nn.distributed import host_group
+from ktransformers.ground import system
 from ktransformers.operators.plan import OperatorPlan
 from ktransformers.operators.rules import find_rules, summary_of_name
+from ktransformers.parallel.distributed import host_group
 from ktransformers.place.apply import ModelPlacement, find_device_map, needs_spreading, plan_rules
 from ktransformers.place.free_memory import bytes_to_allocate
 from ktransformers.place.options import PlacementOptions, read_options

@@ -20,9 +20,9 @@ from ktransformers.adapters.chat_templates import (
     templates_with_tools,
     with_defaults,
 )
-from ktransformers.errors import InputError
-from ktransformers.expert_partition import ExpertPartition
-from ktransformers.nn.pretrained import read_generation_config, read_tokenizer, run_code_note
+from ktransformers.experts.partition import ExpertPartition
+from ktransformers.ground.errors import InputError
+from ktransformers.modeling.pretrained import read_generation_config, read_tokenizer, run_code_note
 from ktransformers.place.backends import isa_of_backend
 from ktransformers.plan.document import candidate_document
 from ktransformers.train.arguments import (

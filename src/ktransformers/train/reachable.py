@@ -27,9 +27,9 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from ktransformers.adapters.comparison import evaluating
-from ktransformers.errors import InputError
-from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.peft_lora import refused_modules
+from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.peft_lora import refused_modules
+from ktransformers.ground.errors import InputError
 from ktransformers.train.callbacks import GradientCheck
 from ktransformers.train.settings import LoraSettings
 from ktransformers.train.targets import Targets, find_targets

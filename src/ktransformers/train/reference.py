@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ktransformers.files import sync
-from ktransformers.nn.sharding import on_any_rank
+from ktransformers.ground.files import sync
+from ktransformers.parallel.sharding import on_any_rank
 from ktransformers.train.batches import split_by_budget
 from ktransformers.train.files import reporting_full_disk
 from ktransformers.train.finite import NotFiniteError

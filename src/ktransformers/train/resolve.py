@@ -18,9 +18,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from ktransformers import model_registry
-from ktransformers.errors import InputError
-from ktransformers.files import find_example, parse_yaml, read_yaml_mapping
+from ktransformers.ground import model_registry
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import find_example, parse_yaml, read_yaml_mapping
 from ktransformers.operators.rules import summarise_for_training
 from ktransformers.place.backends import format_of_backend, isa_of_backend
 from ktransformers.train.keys import DERIVED_KEYS, NO_EFFECT_KEYS, RENAMED_KEYS, UNSUPPORTED_KEYS

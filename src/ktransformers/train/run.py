@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ktransformers.nn.rank_check import (
+from ktransformers.ground.system import frozen_gc
+from ktransformers.ground.triton_modules import require_compiler
+from ktransformers.operators.rules import operators_of
+from ktransformers.parallel.rank_check import (
     Ranks,
     join_ranks,
     open_process_group,
     require_equal,
     require_equal_packages,
 )
-from ktransformers.nn.rank_watch import RankWatch
-from ktransformers.operators.rules import operators_of
+from ktransformers.parallel.rank_watch import RankWatch
 from ktransformers.plan import Meter, PlanComparison, compare_with_plan, require_fit
-from ktransformers.system import frozen_gc
 from ktransformers.train.arguments import device_of, dtype_of, trainer_arguments, uses_packing
 from ktransformers.train.callbacks import (
     ExpertClock,
@@ -65,7 +66,6 @@ from ktransformers.train.reachable import drop_untrained, trainable_targets
 from ktransformers.train.settings import TrainSettings
 from ktransformers.train.sharding import leave_out_attention_graphs, read_shard_options, take_launcher_sharding
 from ktransformers.train.targets import find_targets
-from ktransformers.triton_modules import require_compiler
 
 DDP_SECONDS = 1800.0  # until a collective fails, as in transformers
 RANK_REMEDY = "copy the model, the experts, the data and the recipe to all hosts, or put them on a shared disk"

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from ktransformers.linear_storage import rest_word
+from ktransformers.ground.linear_storage import rest_word
 
 Names = tuple[str, ...]
 

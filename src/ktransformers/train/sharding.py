@@ -1,11 +1,10 @@
 """What `fsdp`, `fsdp_config` and the variables of `accelerate launch` ask of FSDP2, and what cannot be had.
 
 accelerate's own FSDP2 moves models to the meta device, loads random numbers on all ranks but the first and has no CPU,
-none of which packed experts allow; so the keys of its config files are read here, and `nn/sharding.py` calls torch's
-`fully_shard`. `hide_from_accelerate` removes the variables from the environment afterwards: with them, transformers
-would leave the weights of all ranks but the first empty. Options of FSDP1 that FSDP2 has no counterpart for are
-accepted if they ask for nothing, and everything else that is not known is an error.
-"""
+none of which packed experts allow; so the keys of its config files are read here, and `parallel/sharding.py` calls
+torch's `fully_shard`. `hide_from_accelerate` removes the variables from the environment afterwards: with them,
+transformers would leave the weights of all ranks but the first empty. Options of FSDP1 that FSDP2 has no counterpart
+for are accepted if they ask for nothing, and everything else that is not known is an error."""
 
 from __future__ import annotations
 
@@ -14,10 +13,10 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from ktransformers import env
-from ktransformers.errors import InputError
-from ktransformers.files import read_yaml_mapping
-from ktransformers.nn.rank_cores import int_variable
+from ktransformers.ground import env
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import read_yaml_mapping
+from ktransformers.ground.rank_cores import int_variable
 from ktransformers.train.settings import ShardSettings, TrainSettings
 
 WORDS = ("full_shard", "shard_grad_op", "auto_wrap", "offload")  # of the `fsdp` key
@@ -100,7 +99,7 @@ def read_shard_options(settings: TrainSettings) -> tuple[Any, list[str]]:
     words = settings.shard.fsdp
     if not words or words == ("",):
         return None, []
-    from ktransformers.nn.sharding import ShardOptions
+    from ktransformers.parallel.sharding import ShardOptions
 
     given = words.split() if isinstance(words, str) else () if isinstance(words, bool) else words
     listed = tuple(word for word in given if word.lower() not in ("true", "fsdp2"))

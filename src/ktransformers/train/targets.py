@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ktransformers.errors import InputError
-from ktransformers.nn.contract import expert_modules
+from ktransformers.experts.contract import expert_modules
+from ktransformers.ground.errors import InputError
 from ktransformers.train.settings import LoraSettings
 
 ATTENTION_BLOCKS = {

@@ -6,7 +6,7 @@ by tokens (`batches.py`). B may have a higher learning rate than A (LoRA+). Pair
 (`preference.py`), with the reference log-probabilities stored in the rows. TRL would copy an adapter that it is given
 as the reference, so it gets a configuration and creates the adapter itself; the reference is the base. On a CPU the LM
 head processes labelled rows only (`labelled_rows.py`). Where several processes hold parts of the model (FSDP2, expert
-parallelism), it is clipped, saved and loaded by `nn/whole_state.py`; its checkpoints are those of one process.
+parallelism), it is clipped, saved and loaded by `parallel/whole_state.py`; its checkpoints are those of one process.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from trl import DPOTrainer, SFTTrainer  # type: ignore[attr-defined]
 
-from ktransformers.errors import KTError
-from ktransformers.nn import sharding as fsdp
-from ktransformers.nn.sharding import Sharding, ShardOptions
-from ktransformers.nn.whole_state import (
+from ktransformers.ground.errors import KTError
+from ktransformers.parallel import sharding as fsdp
+from ktransformers.parallel.sharding import Sharding, ShardOptions
+from ktransformers.parallel.whole_state import (
     clip_gradients,
     gradient_norm,
     is_divided,

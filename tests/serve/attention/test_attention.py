@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from ktransformers import _core
-from ktransformers.serve.engine import attention
-from ktransformers.serve.engine.attention import Span, attend_to_slots, attention_forward
-from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.attention import attention
+from ktransformers.serve.attention.attention import Span, attend_to_slots, attention_forward
+from ktransformers.serve.cache.kv_cache import KVSlot
 
 
 class Layer(nn.Module):

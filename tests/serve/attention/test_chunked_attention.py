@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ktransformers.errors import InputError
-from ktransformers.serve.engine import query_scales
-from ktransformers.serve.engine.attention import Span, _cut_at_chunks
-from ktransformers.serve.engine.forward import Chunk, Forward, make_forward
-from ktransformers.serve.engine.head import collect_rows
-from ktransformers.serve.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.windows import rule_chunk, rule_window
+from ktransformers.ground.errors import InputError
+from ktransformers.serve.attention import query_scales
+from ktransformers.serve.attention.attention import Span, _cut_at_chunks
+from ktransformers.serve.attention.windows import rule_chunk, rule_window
+from ktransformers.serve.cache.kv_cache import KVSlot
+from ktransformers.serve.scheduler.forward import Chunk, Forward, make_forward
+from ktransformers.serve.scheduler.head import collect_rows
 from tests.support.tiny_models import build
 
 PROMPTS = [[(7 * at + 3) % 96 for at in range(60)], [(11 * at + 5) % 96 for at in range(43)]]
@@ -66,11 +66,11 @@ def test_check_sees_scales_and_chunks_of_thousands_of_tokens(monkeypatch: pytest
     assert isinstance(forward, Forward)
     forward.check_against_stock()
     assert model.config.attention_chunk_size == 8192  # only for the check
-    monkeypatch.setattr("ktransformers.serve.engine.attention.scale_queries", lambda module, query, positions: query)
+    monkeypatch.setattr("ktransformers.serve.attention.attention.scale_queries", lambda module, query, positions: query)
     with pytest.raises(InputError, match="whose logits differ"):
         forward.check_against_stock()
     monkeypatch.undo()
-    monkeypatch.setattr("ktransformers.serve.engine.attention._cut_at_chunks", lambda span, chunk: [span])
+    monkeypatch.setattr("ktransformers.serve.attention.attention._cut_at_chunks", lambda span, chunk: [span])
     with pytest.raises(InputError, match="whose logits differ"):
         forward.check_against_stock()
 

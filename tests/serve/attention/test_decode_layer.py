@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ktransformers import _core, system
+from ktransformers import _core
+from ktransformers.ground import system
 from ktransformers.nn import load_model
-from ktransformers.serve.engine.decode_layer import CoreDecodeLayer
-from ktransformers.serve.engine.forward import Chunk, make_forward
-from ktransformers.serve.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.windows import MAX_UNREDUCED_WINDOW
+from ktransformers.serve.attention.decode_layer import CoreDecodeLayer
+from ktransformers.serve.attention.windows import MAX_UNREDUCED_WINDOW
+from ktransformers.serve.cache.kv_cache import KVSlot
+from ktransformers.serve.scheduler.forward import Chunk, make_forward
 from tests.support.tiny_models import build, save
 
 PROMPTS = ([5, 9, 2, 7, 1], [3, 3, 8], [4])
@@ -102,7 +103,7 @@ def test_core_computes_what_the_stock_layers_compute(family: str, dtype: torch.d
 
 @pytest.mark.parametrize("kind", ["q8_0", "int4:32"])
 def test_linear_layers_in_codes(kind: str, tmp_path: Path) -> None:
-    from ktransformers.nn.coded_weight import encode_linears
+    from ktransformers.quantized.weight import encode_linears
 
     model = load_model(save(build("qwen3_moe", **SIZES), tmp_path / "model"), dtype=torch.float32)
     encode_linears(model, kind)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ktransformers.serve.engine import fused_attention
-from ktransformers.serve.engine.attention import ATTENTION_NAME, AttentionSpec, use_attention
-from ktransformers.serve.engine.fused_attention import MAX_ROWS, FusedAttention, patch_attention
-from ktransformers.serve.engine.lora import use_linear_lora
-from ktransformers.serve.engine.windows import WINDOW_ATTRIBUTE
+from ktransformers.serve.attention import fused_attention
+from ktransformers.serve.attention.attention import ATTENTION_NAME, AttentionSpec, use_attention
+from ktransformers.serve.attention.fused_attention import MAX_ROWS, FusedAttention, patch_attention
+from ktransformers.serve.attention.windows import WINDOW_ATTRIBUTE
+from ktransformers.serve.scheduler.lora import use_linear_lora
 from tests.support.triton_devices import triton_devices
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}

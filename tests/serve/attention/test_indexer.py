@@ -12,16 +12,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ktransformers.adapters import LoraPair, adapter_from_tensors
-from ktransformers.errors import InputError
-from ktransformers.serve.engine import indexer as indexers
-from ktransformers.serve.engine import selection
-from ktransformers.serve.engine.attention import Span
-from ktransformers.serve.engine.forward import Chunk, Forward, SequentialForward, make_forward
-from ktransformers.serve.engine.head import collect_rows
-from ktransformers.serve.engine.indexer import SpanTensors
-from ktransformers.serve.engine.kv_cache import KVCache, KVSlot
-from ktransformers.serve.engine.lora import LoadedAdapter, LoraModules
-from ktransformers.serve.engine.selection import SelectedRows, attend_gathered, attend_masked
+from ktransformers.ground.errors import InputError
+from ktransformers.serve.attention import indexer as indexers
+from ktransformers.serve.attention import selection
+from ktransformers.serve.attention.attention import Span
+from ktransformers.serve.attention.indexer import SpanTensors
+from ktransformers.serve.attention.selection import SelectedRows, attend_gathered, attend_masked
+from ktransformers.serve.cache.kv_cache import KVCache, KVSlot
+from ktransformers.serve.scheduler.forward import Chunk, Forward, SequentialForward, make_forward
+from ktransformers.serve.scheduler.head import collect_rows
+from ktransformers.serve.scheduler.lora import LoadedAdapter, LoraModules
 from tests.support.serving import DATA, VOCABULARY, EngineHarness, random_prompt, same_completion
 from tests.support.slow_cases import others_slow
 from tests.support.tiny_models import build, save
@@ -95,7 +95,7 @@ def test_both_ways_equal_stock(latents: bool, gathered: bool, monkeypatch: pytes
     monkeypatch.setattr(selection, "_prefers_absorbed", lambda latent, span: gathered)
     monkeypatch.setattr(selection, "MAX_GATHERED", 8 * 48 * 3)
     if not latents:
-        monkeypatch.setattr("ktransformers.serve.engine.latent._projection_of", lambda module: None)
+        monkeypatch.setattr("ktransformers.serve.attention.latent._projection_of", lambda module: None)
     forward = Forward(made("deepseek_v32"))
     slot = KVSlot(None, capacity=64)
     forward.run([Chunk(slot, PROMPTS[0][:20], 0, None)])

@@ -10,15 +10,16 @@ import torch
 
 from ktransformers import _core
 from ktransformers.adapters import LoraPair, adapter_from_tensors
-from ktransformers.nn import dense_layers, load_model
-from ktransformers.nn.coded_weight import CodedWeight, code_linear
-from ktransformers.nn.widened import WidenedWeight
-from ktransformers.serve.engine import latent
-from ktransformers.serve.engine.forward import Chunk, Forward, make_forward
-from ktransformers.serve.engine.head import collect_rows
-from ktransformers.serve.engine.kv_cache import KVCache, KVSlot
-from ktransformers.serve.engine.latent import LATENT_ATTRIBUTE, LatentProjection, head_products
-from ktransformers.serve.engine.lora import LoadedAdapter, LoraModules
+from ktransformers.nn import load_model
+from ktransformers.quantized import dense_layers
+from ktransformers.quantized.weight import CodedWeight, code_linear
+from ktransformers.quantized.widened import WidenedWeight
+from ktransformers.serve.attention import latent
+from ktransformers.serve.attention.latent import LATENT_ATTRIBUTE, LatentProjection, head_products
+from ktransformers.serve.cache.kv_cache import KVCache, KVSlot
+from ktransformers.serve.scheduler.forward import Chunk, Forward, make_forward
+from ktransformers.serve.scheduler.head import collect_rows
+from ktransformers.serve.scheduler.lora import LoadedAdapter, LoraModules
 from tests.support.tiny_models import build, save
 
 RANK, ROPE, NOPE, VALUE, HEADS = 32, 16, 32, 64, 4

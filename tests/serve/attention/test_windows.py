@@ -14,10 +14,16 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from ktransformers.errors import InputError
-from ktransformers.serve.engine import attention
-from ktransformers.serve.engine.forward import Forward, make_forward
-from ktransformers.serve.engine.windows import MAX_WINDOW, WINDOW_ATTRIBUTE, read_windows, reduced_windows, rule_window
+from ktransformers.ground.errors import InputError
+from ktransformers.serve.attention import attention
+from ktransformers.serve.attention.windows import (
+    MAX_WINDOW,
+    WINDOW_ATTRIBUTE,
+    read_windows,
+    reduced_windows,
+    rule_window,
+)
+from ktransformers.serve.scheduler.forward import Forward, make_forward
 from tests.support.family_checks import served_tokens
 from tests.support.slow_cases import others_slow
 from tests.support.tiny_models import build
@@ -74,7 +80,7 @@ def test_windows_are_as_before_after_the_check() -> None:
 
 
 def test_window_that_cannot_be_reduced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ktransformers.serve.engine import windows
+    from ktransformers.serve.attention import windows
 
     forward = make_forward(build_windowed("phimoe"))
     monkeypatch.setattr(windows, "REDUCED_WINDOW", 40)

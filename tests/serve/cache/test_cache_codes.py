@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.plan.model_shape import shape_from_config
-from ktransformers.serve.engine.cache_codes import CODE_DTYPE, NO_NUMBER, decode, encode, round_trip
-from ktransformers.serve.engine.forward import Chunk, Forward, SequentialForward, make_forward
-from ktransformers.serve.engine.head import collect_rows
-from ktransformers.serve.engine.kv_cache import KVSlot
-from tests.serve.engine.test_cache_tiers_families import Family, check_tiers
+from ktransformers.serve.cache.cache_codes import CODE_DTYPE, NO_NUMBER, decode, encode, round_trip
+from ktransformers.serve.cache.kv_cache import KVSlot
+from ktransformers.serve.scheduler.forward import Chunk, Forward, SequentialForward, make_forward
+from ktransformers.serve.scheduler.head import collect_rows
+from tests.serve.cache.test_cache_tiers_families import Family, check_tiers
 from tests.support.cache_tiers import tiered_engine
 from tests.support.tiny_models import build
 
@@ -79,7 +79,7 @@ def test_core_writes_and_reads_the_codes_of_torch(
         return slot
 
     core = slot_after()
-    monkeypatch.setattr("ktransformers.serve.engine.attention._core_decodes", lambda *_: False)
+    monkeypatch.setattr("ktransformers.serve.attention.attention._core_decodes", lambda *_: False)
     expected = slot_after()
     assert core.keys[0].dtype == CODE_DTYPE and core.key_scales[0].shape[-1] == 1
     for part, buffers in core.parts.items():
@@ -115,7 +115,7 @@ def test_check_and_plan_count_codes(family: str) -> None:
 
 def test_check_refuses_codes_that_are_decoded_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = make_forward(build("qwen3_moe"), fp8_cache=True)
-    monkeypatch.setattr("ktransformers.serve.engine.kv_cache.decode", lambda *given: 1.01 * decode(*given))
+    monkeypatch.setattr("ktransformers.serve.cache.kv_cache.decode", lambda *given: 1.01 * decode(*given))
     with pytest.raises(InputError, match="kv-cache-dtype: given fp8 with qwen3_moe, whose logits differ by"):
         forward.check_against_stock()
 

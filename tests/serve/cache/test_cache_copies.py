@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.serve.engine import cache_copies
-from ktransformers.serve.engine.cache_blocks import BLOCK_TOKENS, BlockLayout
-from ktransformers.serve.engine.cache_copies import DeviceCopies, HostCopies
-from ktransformers.serve.engine.host_tier import HostBlock, HostTier
-from ktransformers.serve.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.snapshots import States
+from ktransformers.serve.cache import cache_copies
+from ktransformers.serve.cache.cache_blocks import BLOCK_TOKENS, BlockLayout
+from ktransformers.serve.cache.cache_copies import DeviceCopies, HostCopies
+from ktransformers.serve.cache.host_tier import HostBlock, HostTier
+from ktransformers.serve.cache.kv_cache import KVSlot
+from ktransformers.serve.cache.snapshots import States
 
 BLOCKS = 7
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.serve.engine import cache_tiers, disk_tier, kv_cache
-from ktransformers.serve.engine.cache_tiers import CacheTiers
-from ktransformers.serve.engine.disk_tier import FILE_HEADER, DiskFile, DiskTier, record_size
-from ktransformers.serve.engine.host_tier import HostBlock, HostTier
-from ktransformers.serve.engine.kv_cache import KVCache
-from ktransformers.serve.engine.snapshots import States
+from ktransformers.serve.cache import cache_tiers, disk_tier, kv_cache
+from ktransformers.serve.cache.cache_tiers import CacheTiers
+from ktransformers.serve.cache.disk_tier import FILE_HEADER, DiskFile, DiskTier, record_size
+from ktransformers.serve.cache.host_tier import HostBlock, HostTier
+from ktransformers.serve.cache.kv_cache import KVCache
+from ktransformers.serve.cache.snapshots import States
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.kv_tiers import TierRequest, make_tiers
 from tests.support.cache_tiers import IDENTITY, tiered_engine
@@ -275,7 +275,7 @@ def test_blocks_queued_for_a_slow_disk_are_dropped_at_the_end(tmp_path: Path) ->
 
 
 def test_the_queue_of_the_disk_takes_a_whole_copy_of_states(tmp_path: Path) -> None:
-    from tests.serve.engine.test_cache_tiers_families import Family
+    from tests.serve.cache.test_cache_tiers_families import Family
 
     layout = Family("qwen3_next").forward.block_layout
     assert layout is not None

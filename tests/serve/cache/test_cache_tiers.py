@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.serve.engine.cache_tiers import CacheTiers
-from ktransformers.serve.engine.disk_tier import FILE_HEADER, DiskFile, DiskTier, record_size
-from ktransformers.serve.engine.host_tier import HostBlock, HostTier
+from ktransformers.serve.cache.cache_tiers import CacheTiers
+from ktransformers.serve.cache.disk_tier import FILE_HEADER, DiskFile, DiskTier, record_size
+from ktransformers.serve.cache.host_tier import HostBlock, HostTier
 from tests.support.cache_tiers import IDENTITY, evict_slots, tiered_engine
 from tests.support.serving import EngineHarness, random_prompt, same_completion, wait_for_finish
 
@@ -205,7 +205,7 @@ def test_a_full_disk_is_one_warning_and_no_error(
         def full(*_: object) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        monkeypatch.setattr("ktransformers.serve.engine.disk_tier.os.pwrite", full)
+        monkeypatch.setattr("ktransformers.serve.cache.disk_tier.os.pwrite", full)
         assert same_completion(expected, ask(tiers_harness, engine))
         evict_slots(engine)
         ask(tiers_harness, engine, prompt=random_prompt(8, 150))

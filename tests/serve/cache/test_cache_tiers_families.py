@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ktransformers.serve.engine.cache_blocks import (
+from ktransformers.serve.cache.cache_blocks import (
     BlockLayout,
     block_hashes,
     copy_from_slot,
@@ -17,14 +17,14 @@ from ktransformers.serve.engine.cache_blocks import (
     root_hash,
     state_names,
 )
-from ktransformers.serve.engine.cache_copies import _adjacent_rows
-from ktransformers.serve.engine.cache_kinds import bytes_by_kind
-from ktransformers.serve.engine.engine import FETCH_POLL_SECONDS, Limits, ServeEngine
-from ktransformers.serve.engine.forward import Forward
-from ktransformers.serve.engine.host_tier import HostTier
-from ktransformers.serve.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.sampling import Sampling
-from ktransformers.serve.engine.sequence import GenerationRequest, Sequence
+from ktransformers.serve.cache.cache_copies import _adjacent_rows
+from ktransformers.serve.cache.cache_kinds import bytes_by_kind
+from ktransformers.serve.cache.host_tier import HostTier
+from ktransformers.serve.cache.kv_cache import KVSlot
+from ktransformers.serve.sampling.sampling import Sampling
+from ktransformers.serve.scheduler.engine import FETCH_POLL_SECONDS, Limits, ServeEngine
+from ktransformers.serve.scheduler.forward import Forward
+from ktransformers.serve.scheduler.sequence import GenerationRequest, Sequence
 from tests.support.cache_tiers import evict_slots, tiered_engine
 from tests.support.serving import RecordedEvents, random_prompt, same_completion
 from tests.support.slow_cases import others_slow

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.errors import InputError
-from ktransformers.serve.engine.disk_tier import FILE_HEADER, HEADER, DiskFile, DiskTier, RecordHeader, record_size
-from ktransformers.serve.engine.host_tier import HostBlock, HostTier
+from ktransformers.ground.errors import InputError
+from ktransformers.serve.cache.disk_tier import FILE_HEADER, HEADER, DiskFile, DiskTier, RecordHeader, record_size
+from ktransformers.serve.cache.host_tier import HostBlock, HostTier
 
 SIZE = 20_000
 MODEL = b"model"
@@ -161,7 +161,7 @@ def test_another_version_starts_the_file_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("ktransformers.serve.engine.disk_tier.VERSION", 99)
+        patch.setattr("ktransformers.serve.cache.disk_tier.VERSION", 99)
         with open_tier(tmp_path / "kv") as tier:
             store(tier, 1)
     with open_tier(tmp_path / "kv") as tier:

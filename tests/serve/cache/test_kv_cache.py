@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ktransformers.serve.engine.kv_cache import KVCache
+from ktransformers.serve.cache.kv_cache import KVCache
 
 
 def test_slots_stay_within_capacity() -> None:

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ktransformers.errors import InputError
-from ktransformers.serve.engine import recurrent_states
-from ktransformers.serve.engine.forward import Chunk, Forward, SequentialForward, make_forward
-from ktransformers.serve.engine.head import collect_rows
-from ktransformers.serve.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.lora import LinearLora, LoadedAdapter, LoraModules
-from ktransformers.serve.engine.recurrent_states import SlotStates, StateBatch, StatefulForward
+from ktransformers.ground.errors import InputError
+from ktransformers.serve.cache import recurrent_states
+from ktransformers.serve.cache.kv_cache import KVSlot
+from ktransformers.serve.cache.recurrent_states import SlotStates, StateBatch, StatefulForward
+from ktransformers.serve.scheduler.forward import Chunk, Forward, SequentialForward, make_forward
+from ktransformers.serve.scheduler.head import collect_rows
+from ktransformers.serve.scheduler.lora import LinearLora, LoadedAdapter, LoraModules
 from tests.support.slow_cases import others_slow
 from tests.support.tiny_models import RECURRENT_LAYERS, build
 
@@ -173,7 +173,7 @@ def test_wrong_states_are_refused(family: str, kind: str, damage: Any, monkeypat
 
 def test_states_that_are_not_kept_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A family that keeps a state where no contract names it."""
-    monkeypatch.setattr("ktransformers.serve.engine.forward.serve_states", lambda model: {})
+    monkeypatch.setattr("ktransformers.serve.scheduler.forward.serve_states", lambda model: {})
     with pytest.raises(InputError, match=r"qwen3_next.*differ by"):
         make_forward(tiny("qwen3_next")).check_against_stock()
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from ktransformers.adapters import LoraPair, adapter_from_tensors
+from ktransformers.experts.interface import select_implementation
 from ktransformers.nn import attach
-from ktransformers.nn.experts import select_implementation
-from ktransformers.serve.engine import snapshots
-from ktransformers.serve.engine.engine import Limits, ServeEngine
-from ktransformers.serve.engine.forward import make_forward
-from ktransformers.serve.engine.kv_cache import KVCache
-from ktransformers.serve.engine.lora import LoraModules
-from ktransformers.serve.engine.sampling import Sampling
-from ktransformers.serve.engine.sequence import GenerationRequest, Sequence
-from ktransformers.serve.engine.snapshots import Snapshots, next_chunk_end
+from ktransformers.serve.cache import snapshots
+from ktransformers.serve.cache.kv_cache import KVCache
+from ktransformers.serve.cache.snapshots import Snapshots, next_chunk_end
+from ktransformers.serve.sampling.sampling import Sampling
+from ktransformers.serve.scheduler.engine import Limits, ServeEngine
+from ktransformers.serve.scheduler.forward import make_forward
+from ktransformers.serve.scheduler.lora import LoraModules
+from ktransformers.serve.scheduler.sequence import GenerationRequest, Sequence
 from tests.support.serving import EngineHarness, RecordedEvents, same_completion
 from tests.support.tiny_models import VOCABULARY, build
 

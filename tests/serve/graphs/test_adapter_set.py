@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ktransformers.errors import InputError
-from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.cuda_graphs import CAPTURE_AT
+from ktransformers.experts.contract import expert_modules
+from ktransformers.ground.errors import InputError
+from ktransformers.modeling.cuda_graphs import CAPTURE_AT
 from ktransformers.place import attach
 from ktransformers.place.gpu.multi_lora import LoraCache
 from ktransformers.place.placement import Placement
-from ktransformers.serve.engine.forward import Chunk, Forward
-from ktransformers.serve.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.lora import LinearLora, LoadedAdapter, LoraModules
+from ktransformers.serve.cache.kv_cache import KVSlot
 from ktransformers.serve.graphs import decode_graphs as graphs_module
 from ktransformers.serve.graphs.adapter_set import AdapterSet
 from ktransformers.serve.graphs.decode_graphs import MAX_ADAPTER_SETS, DecodeGraphs, StepKey
+from ktransformers.serve.scheduler.forward import Chunk, Forward
+from ktransformers.serve.scheduler.lora import LinearLora, LoadedAdapter, LoraModules
 from tests.support.decode_recorder import EagerCapture, graphs_of
 from tests.support.serving import EngineHarness, random_prompt, same_completion
 

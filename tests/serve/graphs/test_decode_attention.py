@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ktransformers.serve.engine.attention import AttentionSpec
-from ktransformers.serve.engine.cache_codes import round_trip
-from ktransformers.serve.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.latent import LatentProjection
+from ktransformers.serve.attention.attention import AttentionSpec
+from ktransformers.serve.attention.latent import LatentProjection
+from ktransformers.serve.cache.cache_codes import round_trip
+from ktransformers.serve.cache.kv_cache import KVSlot
 from ktransformers.serve.graphs import decode_attention
 from ktransformers.serve.graphs.step_table import ACTIVE, CAPACITY, FIRST_ADDRESS, POSITION, CacheLines
 

@@ -12,24 +12,24 @@ import pytest
 import torch
 
 from ktransformers.adapters import LoraPair, adapter_from_tensors
-from ktransformers.errors import InputError
-from ktransformers.nn import coded_weight
-from ktransformers.nn.coded_weight import CodedWeight, GpuCodes
-from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.cuda_graphs import CAPTURE_AT
-from ktransformers.nn.device_codes import head_products
-from ktransformers.nn.device_codes.linear import DeviceCodes, packed_linear
-from ktransformers.nn.experts import pack_module, select_implementation
-from ktransformers.nn.norm import patch_norms
-from ktransformers.nn.padding import mask_padding, use_padding_mask
+from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.interface import pack_module, select_implementation
+from ktransformers.experts.padding import mask_padding, use_padding_mask
+from ktransformers.ground.errors import InputError
+from ktransformers.modeling.cuda_graphs import CAPTURE_AT
+from ktransformers.modeling.norm import patch_norms
 from ktransformers.place import attach
 from ktransformers.place.placement import Placement
-from ktransformers.serve.engine.forward import Chunk, Forward
-from ktransformers.serve.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.lora import LoadedAdapter, LoraModules
-from ktransformers.serve.engine.sampling import Sampling
+from ktransformers.quantized import weight as coded_weight
+from ktransformers.quantized.gpu import head_products
+from ktransformers.quantized.gpu.linear import DeviceCodes, packed_linear
+from ktransformers.quantized.weight import CodedWeight, GpuCodes
+from ktransformers.serve.cache.kv_cache import KVSlot
 from ktransformers.serve.graphs.decode_graphs import DecodeGraphs, StepKey, why_not
 from ktransformers.serve.graphs.latent_inputs import fuse_latents
+from ktransformers.serve.sampling.sampling import Sampling
+from ktransformers.serve.scheduler.forward import Chunk, Forward
+from ktransformers.serve.scheduler.lora import LoadedAdapter, LoraModules
 from tests.support.decode_recorder import EagerCapture, graphs_of
 from tests.support.serving import EngineHarness, random_prompt, same_completion
 from tests.support.slow_cases import others_slow

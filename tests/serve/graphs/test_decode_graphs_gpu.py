@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from ktransformers.nn.cuda_graphs import CAPTURE_AT
+from ktransformers.modeling.cuda_graphs import CAPTURE_AT
 from ktransformers.place import attach
 from ktransformers.place.placement import Placement
-from ktransformers.serve.engine.forward import Chunk
-from ktransformers.serve.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.sampling import Score
+from ktransformers.serve.cache.kv_cache import KVSlot
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.graphs.decode_graphs import Compute, DecodeGraphs, why_not
 from ktransformers.serve.http.metrics import render
 from ktransformers.serve.launch import open_service
+from ktransformers.serve.sampling.sampling import Score
+from ktransformers.serve.scheduler.forward import Chunk
 from ktransformers.serve.target import Target
 from tests.support.serving import GPU_TOLERANCE, EngineHarness, RecordedEvents, random_prompt, wait_for_finish
 

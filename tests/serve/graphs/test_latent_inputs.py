@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.serve.engine.forward import make_forward
 from ktransformers.serve.graphs import latent_inputs
 from ktransformers.serve.graphs.decode_graphs import DecodeGraphs
 from ktransformers.serve.graphs.latent_inputs import STYLES, FusedLatentAttention, RotaryStyle, fuse_latents
+from ktransformers.serve.scheduler.forward import make_forward
 from tests.serve.graphs.test_decode_graphs import decode
 from tests.support.tiny_models import build
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.experts import pack_module, select_implementation
-from ktransformers.serve.engine.engine import Limits, ServeEngine
-from ktransformers.serve.engine.forward import Forward
-from ktransformers.serve.engine.sampling import Sampling
-from ktransformers.serve.engine.sequence import Event, GenerationRequest, Sequence
+from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.interface import pack_module, select_implementation
 from ktransformers.serve.graphs.decode_graphs import DecodeGraphs
+from ktransformers.serve.sampling.sampling import Sampling
+from ktransformers.serve.scheduler.engine import Limits, ServeEngine
+from ktransformers.serve.scheduler.forward import Forward
+from ktransformers.serve.scheduler.sequence import Event, GenerationRequest, Sequence
 from tests.serve.graphs.test_decode_graphs import served
 from tests.support.decode_recorder import EagerCapture
 from tests.support.serving import EngineHarness, random_prompt

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.experts import pack_module, select_implementation
+from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.interface import pack_module, select_implementation
 from ktransformers.place import attach
-from ktransformers.serve.engine import snapshots
-from ktransformers.serve.engine.engine import Limits, ServeEngine
-from ktransformers.serve.engine.forward import Chunk, make_forward
-from ktransformers.serve.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.lora import LoraModules
-from ktransformers.serve.engine.sampling import Sampling
-from ktransformers.serve.engine.sequence import GenerationRequest, Sequence
-from ktransformers.serve.engine.snapshots import States, copy_states
+from ktransformers.serve.cache import snapshots
+from ktransformers.serve.cache.kv_cache import KVSlot
+from ktransformers.serve.cache.snapshots import States, copy_states
 from ktransformers.serve.graphs.decode_graphs import DecodeGraphs
 from ktransformers.serve.graphs.state_arena import ArenaStates, StateArena
-from tests.serve.engine.test_recurrent_states import linear_adapter
+from ktransformers.serve.sampling.sampling import Sampling
+from ktransformers.serve.scheduler.engine import Limits, ServeEngine
+from ktransformers.serve.scheduler.forward import Chunk, make_forward
+from ktransformers.serve.scheduler.lora import LoraModules
+from ktransformers.serve.scheduler.sequence import GenerationRequest, Sequence
+from tests.serve.cache.test_recurrent_states import linear_adapter
 from tests.support.decode_recorder import EagerCapture
 from tests.support.serving import EngineHarness, RecordedEvents, same_completion
 from tests.support.slow_cases import others_slow

@@ -18,9 +18,8 @@ from typing import Any
 
 import pytest
 
-from ktransformers.errors import InputError
-from ktransformers.expert_partition import by_experts
-from ktransformers.serve.engine.engine import Unavailable
+from ktransformers.experts.partition import by_experts
+from ktransformers.ground.errors import InputError
 from ktransformers.serve.flags import parse
 from ktransformers.serve.hosts.expert_host import connect
 from ktransformers.serve.hosts.handshake import Refused
@@ -28,6 +27,7 @@ from ktransformers.serve.hosts.host_pool import HostPool
 from ktransformers.serve.hosts.identity import host_facts
 from ktransformers.serve.hosts.options import HostOptions, make_partition, read_hosts
 from ktransformers.serve.hosts.wire import HEADER, MAGIC, Connection, ConnectionLost, Header, Kind
+from ktransformers.serve.scheduler.engine import Unavailable
 from ktransformers.serve.target import resolve_target
 from tests.support.expert_hosts import TOKEN, HostThreads, host_threads, wait_for
 from tests.support.serving import EXPERTS, LAYERS, EngineHarness, make_service, random_prompt, run_app
@@ -97,7 +97,7 @@ def test_a_host_that_does_not_answer_is_gone(hosts: HostThreads, served_over_hos
 
 
 def _shard(rank: int) -> Any:
-    from ktransformers.expert_partition import ExpertShard
+    from ktransformers.experts.partition import ExpertShard
 
     return ExpertShard(TWO, rank)
 
@@ -111,7 +111,7 @@ def test_idle_losses_are_noticed(hosts: HostThreads) -> None:
 def test_adapters_that_changed_on_disk_are_not_sent_again(
     hosts: HostThreads, model_directory: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
-    from ktransformers.serve.engine.lora import LoraModules
+    from ktransformers.serve.scheduler.lora import LoraModules
 
     copy = tmp_path / "adapter"
     shutil.copytree(adapters["one"], copy)

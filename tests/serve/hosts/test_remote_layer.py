@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ktransformers.errors import InputError
-from ktransformers.expert_partition import ExpertPartition, by_experts, by_layers
+from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.partition import ExpertPartition, by_experts, by_layers
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import load_model
-from ktransformers.nn.contract import expert_modules
 from ktransformers.plan.exchange import forward_row, layer_exchange
 from tests.support.expert_hosts import HostThreads, host_threads, wait_for
 from tests.support.serving import EXPERTS, HIDDEN, LAYERS, EngineHarness, random_prompt

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.serve.flags import parse
 from ktransformers.serve.http.access import AccessRules, rules_for
 from ktransformers.serve.http.error import ApiError

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from tests.support.serving import EngineHarness
 
 

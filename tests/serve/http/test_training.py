@@ -122,7 +122,9 @@ def test_server_looks_around_its_adapters(tmp_path: Path, monkeypatch: pytest.Mo
     from ktransformers.serve.launch import training_roots
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ktransformers.model_registry.search_folders", lambda: [tmp_path / "models", tmp_path / "gone"])
+    monkeypatch.setattr(
+        "ktransformers.ground.model_registry.search_folders", lambda: [tmp_path / "models", tmp_path / "gone"]
+    )
     for folder in ("models", "saves"):
         (tmp_path / folder).mkdir()
     loaded = {"law": SimpleNamespace(adapter=SimpleNamespace(source=str(tmp_path / "saves" / "law")))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ktransformers.serve.engine.detokenizer import StreamingText
+from ktransformers.serve.sampling.detokenizer import StreamingText
 from tests.support.serving import EngineHarness
 
 

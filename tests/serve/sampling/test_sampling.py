@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 import torch
 
-from ktransformers.errors import KTError
-from ktransformers.serve.engine import draws as draws_module
-from ktransformers.serve.engine.draws import draw_tokens, sample_token, uniform
-from ktransformers.serve.engine.sampling import Sampling, make_generator, score_tokens
+from ktransformers.ground.errors import KTError
+from ktransformers.serve.sampling import draws as draws_module
+from ktransformers.serve.sampling.draws import draw_tokens, sample_token, uniform
+from ktransformers.serve.sampling.sampling import Sampling, make_generator, score_tokens
 
 
 def draws(sampling: Sampling, logits: torch.Tensor, count: int = 400, new: tuple[int, ...] = ()) -> Counter[int]:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktransformers.errors import InputError
-from ktransformers.serve.engine.engine import QueueFull, Stopped
-from ktransformers.serve.engine.sampling import Sampling, Score
+from ktransformers.ground.errors import InputError
+from ktransformers.serve.sampling.sampling import Sampling, Score
+from ktransformers.serve.scheduler.engine import QueueFull, Stopped
 from tests.support.serving import CPU_TOLERANCE, EngineHarness, RecordedEvents, random_prompt, same_completion
 
 

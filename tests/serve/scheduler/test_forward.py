@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from ktransformers.adapters import logit_error
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.nn import load_model
-from ktransformers.serve.engine import forward as forward_module
-from ktransformers.serve.engine.attention import ATTENTION_NAME
-from ktransformers.serve.engine.draws import sample_token
-from ktransformers.serve.engine.forward import Chunk, Forward, SequentialForward, argmax_of_rows, make_forward
-from ktransformers.serve.engine.head import collect_rows
-from ktransformers.serve.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.sampling import Sampling, make_generator
+from ktransformers.serve.attention.attention import ATTENTION_NAME
+from ktransformers.serve.cache.kv_cache import KVSlot
+from ktransformers.serve.sampling.draws import sample_token
+from ktransformers.serve.sampling.sampling import Sampling, make_generator
+from ktransformers.serve.scheduler import forward as forward_module
+from ktransformers.serve.scheduler.forward import Chunk, Forward, SequentialForward, argmax_of_rows, make_forward
+from ktransformers.serve.scheduler.head import collect_rows
 from tests.support.tiny_models import build, rounding_otherwise, save, tie_experts
 
 

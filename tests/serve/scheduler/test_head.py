@@ -11,9 +11,9 @@ import torch
 from ktransformers.plan import Choice, Serving, make_plan, open_shape, profile, with_gpus
 from ktransformers.plan.memory import SCORED_ROWS, predict_memory
 from ktransformers.serve import forecast
-from ktransformers.serve.engine import head
-from ktransformers.serve.engine.forward import Chunk, Forward, make_forward
-from ktransformers.serve.engine.kv_cache import KVSlot
+from ktransformers.serve.cache.kv_cache import KVSlot
+from ktransformers.serve.scheduler import head
+from ktransformers.serve.scheduler.forward import Chunk, Forward, make_forward
 from tests.support.serving import EngineHarness, make_service
 from tests.support.tiny_models import build
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ktransformers.adapters import LoraPair, adapter_from_tensors
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from tests.support.serving import EngineHarness
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.nn.out_of_memory import exhausted_memory
+from ktransformers.ground.out_of_memory import exhausted_memory
 from ktransformers.plan import Serving, make_plan, open_shape, profile
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.memory_advice import memory_advice
@@ -58,7 +58,7 @@ def test_one_request_ends_and_the_others_go_on(
 
 def test_a_slot_that_cannot_grow_ends_its_request_only(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot has 64 tokens to begin with; the long answer needs more."""
-    from ktransformers.serve.engine.kv_cache import KVCache
+    from ktransformers.serve.cache.kv_cache import KVCache
 
     grow = KVCache.grow
 
@@ -87,8 +87,8 @@ def test_a_slot_that_cannot_grow_ends_its_request_only(harness: EngineHarness, m
 def test_tokens_are_drawn_on_the_cpu_where_their_copies_do_not_fit(
     harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ktransformers.serve.engine import engine as module
-    from ktransformers.serve.engine.sampling import Sampling
+    from ktransformers.serve.sampling.sampling import Sampling
+    from ktransformers.serve.scheduler import engine as module
 
     sampled, draw, failed = Sampling(temperature=0.8, top_p=0.9, seed=3), module.draw_tokens, list[int]()
 
@@ -105,9 +105,9 @@ def test_tokens_are_drawn_on_the_cpu_where_their_copies_do_not_fit(
 
 
 def test_recurrent_states_are_computed_again(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ktransformers.serve.engine.attention import ATTENTION_NAME
-    from ktransformers.serve.engine.engine import Limits, ServeEngine
-    from ktransformers.serve.engine.forward import SequentialForward
+    from ktransformers.serve.attention.attention import ATTENTION_NAME
+    from ktransformers.serve.scheduler.engine import Limits, ServeEngine
+    from ktransformers.serve.scheduler.forward import SequentialForward
 
     forward = SequentialForward(harness.model)
     run_chunk, failed = forward._run_chunk, list[int]()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ktransformers.adapters.content import Content
 from ktransformers.adapters.dialects import gguf, kt, peft, per_expert, sglang
 from ktransformers.adapters.dialects.dialect import Dialect
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 # In the order of detection: the most specific first.
 DIALECTS: tuple[Dialect, ...] = (gguf.DIALECT, kt.DIALECT, per_expert.DIALECT, sglang.DIALECT, peft.DIALECT)

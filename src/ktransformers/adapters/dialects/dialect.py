@@ -12,7 +12,7 @@ from ktransformers.adapters.content import Content
 from ktransformers.adapters.lora import Adapter, Experts, Extra, Module
 from ktransformers.adapters.parse import ReadContext
 from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor, write_safetensors
-from ktransformers.files import write_json
+from ktransformers.ground.files import write_json
 
 MODEL_FILE = "adapter_model.safetensors"
 

@@ -34,8 +34,8 @@ from ktransformers.adapters.names import PROJ_NAMING, layers_prefix, merge_names
 from ktransformers.adapters.parse import ReadContext
 from ktransformers.adapters.stored_tensor import StoredTensor
 from ktransformers.adapters.write import WrittenTensor, raw_bytes, record_tensor
-from ktransformers.errors import InputError
-from ktransformers.files import parse_json, short, validate
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import parse_json, short, validate
 
 GGUF_FILE = "adapter.gguf"
 METADATA_KEY = "ktransformers.adapter"  # one JSON document: config, roots, stem, model

@@ -30,8 +30,8 @@ from ktransformers.adapters.names import KT_KERNEL_KEY, layers_prefix, merge_nam
 from ktransformers.adapters.parse import ReadContext, add_prefix, build_extras, build_modules, pair_factors
 from ktransformers.adapters.stored_tensor import StoredTensor
 from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor, write_safetensors
-from ktransformers.errors import InputError
-from ktransformers.files import read_json_object, short, validate, write_json
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import read_json_object, short, validate, write_json
 
 EXPERT_FILE = "fused_expert_lora.safetensors"
 MANIFEST_FILE = "kt_adapter_manifest.json"

@@ -25,7 +25,7 @@ from ktransformers.adapters.lora import Adapter, Experts, LoraPair, Module, Pair
 from ktransformers.adapters.names import FUSED_EXPERTS, merge_names, order_targets, parse_factor, split_layer_name
 from ktransformers.adapters.parse import LoraTensors, ReadContext, add_prefix, build_extras, build_modules, pair_factors
 from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 # PEFT >= 0.19 interprets these target_modules as expert parameters, so linear layers of these names are targeted by
 # their weight instead.

@@ -46,7 +46,7 @@ from ktransformers.adapters.parse import (
 )
 from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor
 from ktransformers.checkpoint.layout import MATRICES
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 
 def is_expert_key(key: str) -> bool:

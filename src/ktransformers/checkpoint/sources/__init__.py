@@ -13,7 +13,7 @@ from ktransformers.checkpoint.sources.gguf import GGUFSource, gguf_files
 from ktransformers.checkpoint.sources.kt_kernel import TreeSource
 from ktransformers.checkpoint.sources.safetensors import SafetensorsSource
 from ktransformers.checkpoint.sources.source import LayerSource, PlainTensor, Source
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 __all__ = ["LayerSource", "PlainTensor", "Source", "open_source"]
 

@@ -33,8 +33,8 @@ from ktransformers.checkpoint.sources.gguf_names import (
 )
 from ktransformers.checkpoint.sources.safetensors import dequantise
 from ktransformers.checkpoint.sources.source import LayerSource, PlainTensor
-from ktransformers.errors import InputError
-from ktransformers.files import short
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import short
 
 SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
 # Formats whose blocks hold a header and nibbles, which are separate tensors in `Encoded`.

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ktransformers.checkpoint.model_config import check_model_config
-from ktransformers.errors import InputError
-from ktransformers.files import short
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import short
 
 LARGEST_SIZE = 1 << 40
 BESIDE = "put the model's config.json beside the file"

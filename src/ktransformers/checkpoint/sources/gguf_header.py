@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers import _core
-from ktransformers.errors import InputError
-from ktransformers.files import short
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import short
 
 MAGIC = b"GGUF"
 MAX_DIMENSIONS = 4

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 TOP = {
     "token_embd.weight": "model.embed_tokens.weight",

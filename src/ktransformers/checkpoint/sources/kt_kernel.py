@@ -35,7 +35,7 @@ from ktransformers.checkpoint.kt_files import (
 from ktransformers.checkpoint.layout import PLACE
 from ktransformers.checkpoint.shards import Shards
 from ktransformers.checkpoint.sources.source import LayerSource, PlainTensor
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 
 @dataclass(frozen=True)

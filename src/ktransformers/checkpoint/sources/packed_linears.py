@@ -16,12 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ktransformers import _core, env
+from ktransformers import _core
 from ktransformers.checkpoint.mapped import map_file
 from ktransformers.checkpoint.packed import REPACK_HINT, Manifest, PackedLinear, check_shards
 from ktransformers.checkpoint.sources.source import MappedCodes, PlainTensor
 from ktransformers.checkpoint.tensorfile import FileLayout
-from ktransformers.errors import InputError
+from ktransformers.ground import env
+from ktransformers.ground.errors import InputError
 
 TENSOR_SUFFIX = "_codes"
 ORDER_SUFFIX = "_order"

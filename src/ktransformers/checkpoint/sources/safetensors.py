@@ -33,7 +33,7 @@ from ktransformers.checkpoint.shards import Shards
 from ktransformers.checkpoint.sources.kt_kernel import KTLayers
 from ktransformers.checkpoint.sources.packed_linears import PackedLinears
 from ktransformers.checkpoint.sources.source import LayerSource, PlainTensor
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 SCALES = ("weight_scale_inv", "weight_scale", "scale", "scale_inv")
 CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "U8", "I8")

@@ -24,9 +24,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-from ktransformers.errors import InputError, KTError
-from ktransformers.files import try_lock
-from ktransformers.progress import ProgressEvent, receive
+from ktransformers.ground.errors import InputError, KTError
+from ktransformers.ground.files import try_lock
+from ktransformers.ground.progress import ProgressEvent, receive
 
 PROGRAM = [sys.executable, "-c", "from ktransformers.cli.main import main; main()"]
 PR_SET_PDEATHSIG = 1

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ktransformers.loop import pace
-from ktransformers.loop.results import read_json
-from ktransformers.loop.settings import Loop
-from ktransformers.progress import rough
+from ktransformers.evaluate.loop import pace
+from ktransformers.evaluate.loop.results import read_json
+from ktransformers.evaluate.loop.settings import Loop
+from ktransformers.ground.progress import rough
 
 START_SECONDS = 12.0  # for Python and its packages, of a stage that loads a model
 LOAD_RATE = 1e9  # bytes of a checkpoint per second

@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ktransformers.errors import KTError
-from ktransformers.files import write_json
-from ktransformers.loop.settings import LoopTraining
-from ktransformers.progress import rough
+from ktransformers.evaluate.loop.settings import LoopTraining
+from ktransformers.ground.errors import KTError
+from ktransformers.ground.files import write_json
+from ktransformers.ground.progress import rough
 
 PACE_SECONDS = 20.0  # that the timed steps take, by the plan
 PACE_STEPS = (3, 20)  # at least and at most, the first step included

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ktransformers.files import write_json
+from ktransformers.ground.files import write_json
 
 MAX_NEW_TOKENS = 96
 TIMEOUT_SECONDS = 600.0

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ktransformers
-from ktransformers.files import write_json
+from ktransformers.ground.files import write_json
 
 MAX_HASHED_BYTES = 2**30
 EDGE_BYTES = 2**20

@@ -13,15 +13,15 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ktransformers import html_page
-from ktransformers.files import write_json, write_text
-from ktransformers.loop.pace import read_decision
-from ktransformers.loop.questions import AnswerPair, read_answers
-from ktransformers.loop.results import TrainingSummary, describe_proof, read_json, summarise_training
-from ktransformers.loop.run import ANSWERS_FILE, FAILED, StageStatus
-from ktransformers.loop.settings import Loop
-from ktransformers.loop.stages import BASE_NAME, run_paths
-from ktransformers.training_charts import read_log, run_panels
+from ktransformers.evaluate.loop.pace import read_decision
+from ktransformers.evaluate.loop.questions import AnswerPair, read_answers
+from ktransformers.evaluate.loop.results import TrainingSummary, describe_proof, read_json, summarise_training
+from ktransformers.evaluate.loop.run import ANSWERS_FILE, FAILED, StageStatus
+from ktransformers.evaluate.loop.settings import Loop
+from ktransformers.evaluate.loop.stages import BASE_NAME, run_paths
+from ktransformers.ground import html_page
+from ktransformers.ground.files import write_json, write_text
+from ktransformers.ground.training_charts import read_log, run_panels
 
 # Metrics in the table, if the task has them; otherwise its primary metric.
 SHOWN_METRICS = ("style", "bleu-1", "bleu-4", "rouge-l", "exact", "accuracy_text", "accuracy")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktransformers.progress import rough
-from ktransformers.training_charts import read_log
+from ktransformers.ground.progress import rough
+from ktransformers.ground.training_charts import read_log
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,12 @@ from typing import Any, Protocol
 
 import yaml
 
-from ktransformers.files import write_text
-from ktransformers.loop import child, questions, record
-from ktransformers.loop.estimate import stage_seconds, sweep_seconds, total_line
-from ktransformers.loop.questions import AnswerPair
-from ktransformers.loop.record import BEGUN, DONE, Hashes, StageRecord
-from ktransformers.loop.settings import Loop
-from ktransformers.loop.stages import (
+from ktransformers.evaluate.loop import child, questions, record
+from ktransformers.evaluate.loop.estimate import stage_seconds, sweep_seconds, total_line
+from ktransformers.evaluate.loop.questions import AnswerPair
+from ktransformers.evaluate.loop.record import BEGUN, DONE, Hashes, StageRecord
+from ktransformers.evaluate.loop.settings import Loop
+from ktransformers.evaluate.loop.stages import (
     BASE_NAME,
     SERVER,
     Stage,
@@ -38,8 +37,9 @@ from ktransformers.loop.stages import (
     run_paths,
     serve_arguments,
 )
-from ktransformers.loop.sweep import sweep_runs
-from ktransformers.progress import ProgressEvent
+from ktransformers.evaluate.loop.sweep import sweep_runs
+from ktransformers.ground.files import write_text
+from ktransformers.ground.progress import ProgressEvent
 
 FAILED = "failed"  # a failed check; any other failure ends the loop
 ANSWERS_FILE = "answers.json"  # to the loop's questions, of base and adapter

@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from ktransformers.errors import InputError
-from ktransformers.files import parse_yaml, read_yaml_mapping, short
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import parse_yaml, read_yaml_mapping, short
 
 Options = dict[str, Any]
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import yaml
 
-from ktransformers import model_registry
-from ktransformers.errors import InputError
-from ktransformers.files import read_yaml_mapping, write_text
-from ktransformers.loop import pace
-from ktransformers.loop.results import proof_lines, read_json, training_lines
-from ktransformers.loop.settings import Loop, Options, merge_keys
-from ktransformers.packages import require_extra
+from ktransformers.evaluate.loop import pace
+from ktransformers.evaluate.loop.results import proof_lines, read_json, training_lines
+from ktransformers.evaluate.loop.settings import Loop, Options, merge_keys
+from ktransformers.ground import model_registry
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import read_yaml_mapping, write_text
+from ktransformers.ground.packages import require_extra
 
 SERVER = "SERVER"
 BASE_NAME = "base"  # model name of the base in requests

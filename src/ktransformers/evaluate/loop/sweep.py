@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ktransformers.errors import InputError
-from ktransformers.files import parse_yaml
-from ktransformers.loop.settings import RESERVED_NAMES, Loop, merge_keys
+from ktransformers.evaluate.loop.settings import RESERVED_NAMES, Loop, merge_keys
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import parse_yaml
 
 SHORT_NAMES = {
     "rank": "lora_rank",

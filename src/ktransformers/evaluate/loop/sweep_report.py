@@ -14,16 +14,16 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ktransformers import html_page
-from ktransformers.files import write_json, write_text
-from ktransformers.loop.report import METRIC_LABELS, MetricRow, format_times, metric_rows
-from ktransformers.loop.results import TrainingSummary, describe_proof, read_json, summarise_training
-from ktransformers.loop.run import FAILED, StageStatus
-from ktransformers.loop.settings import Loop
-from ktransformers.loop.stages import BASE_NAME, TRAINING_STAGES, RunPaths, run_paths, sweep_paths
-from ktransformers.loop.sweep import run_settings, sweep_runs
-from ktransformers.progress import rough
-from ktransformers.training_charts import compared_panels, curve, read_log
+from ktransformers.evaluate.loop.report import METRIC_LABELS, MetricRow, format_times, metric_rows
+from ktransformers.evaluate.loop.results import TrainingSummary, describe_proof, read_json, summarise_training
+from ktransformers.evaluate.loop.run import FAILED, StageStatus
+from ktransformers.evaluate.loop.settings import Loop
+from ktransformers.evaluate.loop.stages import BASE_NAME, TRAINING_STAGES, RunPaths, run_paths, sweep_paths
+from ktransformers.evaluate.loop.sweep import run_settings, sweep_runs
+from ktransformers.ground import html_page
+from ktransformers.ground.files import write_json, write_text
+from ktransformers.ground.progress import rough
+from ktransformers.ground.training_charts import compared_panels, curve, read_log
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ktransformers.adapters.comparison import LogprobDifference
 from ktransformers.adapters.router_choices import ChoiceComparison
-from ktransformers.errors import KTError
+from ktransformers.ground.errors import KTError
 
 SHOWN_TIES = 16  # in a document; all are counted
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from ktransformers.adapters.adapter_template import AdapterTemplate, read_adapter_template, with_ends
 from ktransformers.adapters.proof_record import ProofPrompt, ProofRecord
-from ktransformers.errors import KTError
-from ktransformers.prove.checks import ProofCheck
+from ktransformers.evaluate.prove.checks import ProofCheck
+from ktransformers.ground.errors import KTError
 from ktransformers.serve.client import Client
 from ktransformers.serve.target import Target
 
@@ -47,7 +47,7 @@ def ask_prompt(client: Client, name: str, prompt: ProofPrompt) -> ServedPrompt:
 def check_messages(
     client: Client, base: str, adapter: str, target: Target, record: ProofRecord | None
 ) -> list[ProofCheck]:
-    from ktransformers.nn.pretrained import read_tokenizer
+    from ktransformers.modeling.pretrained import read_tokenizer
 
     tokenizer = read_tokenizer(target.model)
     template = read_adapter_template(target.adapters[0][1])

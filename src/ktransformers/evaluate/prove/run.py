@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers import system
 from ktransformers.adapters.comparison import (
     LogprobDifference,
     LogprobsAndNorms,
@@ -40,12 +39,9 @@ from ktransformers.adapters.manifest import check_manifest, read_manifest
 from ktransformers.adapters.proof_record import ProofRecord, read_record
 from ktransformers.adapters.router_choices import ChoiceComparison, compare_choices
 from ktransformers.checkpoint.gguf_directory import is_gguf_directory
-from ktransformers.errors import InputError
-from ktransformers.linear_storage import AS_RELEASED
-from ktransformers.nn.prepare import uses_kt_method
-from ktransformers.prove.checks import ProofCheck, ProofFailed
-from ktransformers.prove.messages import check_messages
-from ktransformers.prove.server import (
+from ktransformers.evaluate.prove.checks import ProofCheck, ProofFailed
+from ktransformers.evaluate.prove.messages import check_messages
+from ktransformers.evaluate.prove.server import (
     bound_matrices,
     find_names,
     measure_served_layers,
@@ -53,7 +49,11 @@ from ktransformers.prove.server import (
     score_rows_replayed,
     start_server,
 )
-from ktransformers.prove.ties import can_explain, explain_by_ties
+from ktransformers.evaluate.prove.ties import can_explain, explain_by_ties
+from ktransformers.ground import system
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.linear_storage import AS_RELEASED
+from ktransformers.modeling.prepare import uses_kt_method
 from ktransformers.serve.client import Client
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.launch import LogLine, check_packages, parse_dtype
@@ -185,7 +185,7 @@ def _sample_rows(record: ProofRecord | None, target: Target) -> tuple[list[list[
     if record is not None:
         kind = "held-out rows" if record.held_out else "rows (none were held out)"
         return [list(row) for row in record.rows], f"{kind} of the training"
-    from ktransformers.nn.pretrained import read_tokenizer
+    from ktransformers.modeling.pretrained import read_tokenizer
 
     tokenizer = read_tokenizer(target.model)
     return [tokenizer(text)["input_ids"] for text in SAMPLE_TEXTS], "sentences of our own: training recorded none"
@@ -231,7 +231,7 @@ def run_trainer_model(
     choices of `record` are replayed."""
 
     def open_base() -> Any:
-        from ktransformers.nn import load_model
+        from ktransformers.modeling.load import load_model
 
         gpu, experts = None if device == "cpu" else device, target.choose_experts(None)
         rest = _trained_rest(target, device, dtype)

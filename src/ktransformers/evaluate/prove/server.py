@@ -22,11 +22,11 @@ from torch import Tensor
 
 from ktransformers.adapters.comparison import LogprobsAndNorms, Projections, recording_projections
 from ktransformers.adapters.router_choices import PADDING, RouterChoices, RouterRecorder, recording_choices
-from ktransformers.errors import InputError, KTError
+from ktransformers.ground.errors import InputError, KTError
 from ktransformers.serve.client import Client
-from ktransformers.serve.engine.forward import Chunk, ForwardResult
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.launch import LogLine, bind_socket, open_service
+from ktransformers.serve.scheduler.forward import Chunk, ForwardResult
 from ktransformers.serve.target import Target
 
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ktransformers import env
-from ktransformers.nn.attention_graphs.signature import (
+from ktransformers.ground import env
+from ktransformers.modeling.attention_graphs.signature import (
     AttentionCall,
     CallSignature,
     Key,
@@ -31,8 +31,8 @@ from ktransformers.nn.attention_graphs.signature import (
     read_call,
     trained_parameters,
 )
-from ktransformers.nn.attention_graphs.static_buffers import GradientBuffers, GrowingBuffers, StaticInputs
-from ktransformers.nn.cuda_graphs import MAX_COUNTED, GraphCache, GraphPool
+from ktransformers.modeling.attention_graphs.static_buffers import GradientBuffers, GrowingBuffers, StaticInputs
+from ktransformers.modeling.cuda_graphs import MAX_COUNTED, GraphCache, GraphPool
 
 MODULE_NAME = "self_attn"
 MAX_GRAPH_PAIRS = 8  # of a layer

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ktransformers.nn.cuda_graphs import padded_tokens
+from ktransformers.modeling.cuda_graphs import padded_tokens
 
 PIECE_TOKENS = 1024  # graph memory is that of a piece, and so many tokens keep a device busy
 TOKEN_AXES = {"position_embeddings": (-2,), "attention_mask": (-2, -1), "position_ids": (-1,)}

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ktransformers.nn.attention_graphs.signature import TOKEN_AXES, AttentionCall, Key
+from ktransformers.modeling.attention_graphs.signature import TOKEN_AXES, AttentionCall, Key
 
 
 class GrowingBuffers:

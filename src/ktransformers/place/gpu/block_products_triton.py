@@ -3,7 +3,7 @@ decoding, where most experts have one or two rows.
 
 Packed bytes go from memory to registers in the order in which they lie, 16 bytes a thread, and stay there: no tile in
 shared memory, no barrier before the sums of a program's threads are added. A word of 32 bits holds two neighbouring
-numbers of K of one output in bf16, and every second number of K of one output in codes (`nn/device_codes/layout.py`).
+numbers of K of one output in bf16, and every second number of K of one output in codes (`quantized/gpu/layout.py`).
 Rows of x are read as pairs of neighbouring bf16 numbers, which every word of the same numbers of K shares. Values of
 codes are rounded to bf16 before the product, so they are those of the decoded matrix.
 
@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktransformers.nn.device_codes import dequantize_triton
-from ktransformers.nn.device_codes.dequantize_triton import E2M1, E4M3, E8M0, INT8, NESTED, from_e4m3, from_e8m0
-from ktransformers.nn.device_codes.layout import TILE_BYTES, TILE_K, PackedMatrix
+from ktransformers.quantized.gpu import dequantize_triton
+from ktransformers.quantized.gpu.dequantize_triton import E2M1, E4M3, E8M0, INT8, NESTED, from_e4m3, from_e8m0
+from ktransformers.quantized.gpu.layout import TILE_BYTES, TILE_K, PackedMatrix
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Products of 16 outputs of an expert with up to 16 rows of activations on tensor cores, of packed codes of GGUF's K
 types, read without a decoded matrix in memory, or of a dequantised matrix.
 
-Values are those of the decoder (`nn/device_codes/dequantize_gguf_triton.py`), rounded to bf16. Formats that take fewer
+Values are those of the decoder (`quantized/gpu/dequantize_gguf_triton.py`), rounded to bf16. Formats that take fewer
 instructions a value have `block_products_triton.py`.
 """
 
@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktransformers.nn.device_codes import dequantize_gguf_triton
-from ktransformers.nn.device_codes.dequantize_gguf_triton import gguf_values
-from ktransformers.nn.device_codes.layout import PackedMatrix
+from ktransformers.quantized.gpu import dequantize_gguf_triton
+from ktransformers.quantized.gpu.dequantize_gguf_triton import gguf_values
+from ktransformers.quantized.gpu.layout import PackedMatrix
 
 DENSE, GGUF = (tl.constexpr(number) for number in range(2))  # what is read: a matrix, or codes
 TILE = {"STEP": 128, "num_warps": 4}  # numbers of K of one step, and warps of a program

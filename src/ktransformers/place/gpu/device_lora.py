@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktransformers.nn.lora_factors import LoraFactors
-from ktransformers.nn.transfer import DeviceToHost, start_device_to_host
+from ktransformers.experts.lora_factors import LoraFactors
+from ktransformers.experts.transfer import DeviceToHost, start_device_to_host
 from ktransformers.place.gpu.grouped_mlp import ALIGN, GroupLora, StackedLora
 from ktransformers.place.gpu.pinned import RegisteredMemory
 from ktransformers.plan.memory import ENGINE_LIMITS

@@ -14,9 +14,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ktransformers.nn.gate import Gate
-from ktransformers.nn.reference import ACTIVATIONS
-from ktransformers.triton_modules import import_triton_module
+from ktransformers.experts.gate import Gate
+from ktransformers.experts.reference import ACTIVATIONS
+from ktransformers.ground.triton_modules import import_triton_module
 
 SILU = Gate("silu")
 

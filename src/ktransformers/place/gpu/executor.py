@@ -16,11 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ktransformers.nn.device_codes.dequantize import decode
-from ktransformers.nn.device_codes.layout import Geometry
-from ktransformers.nn.gate import Gate
-from ktransformers.nn.lora_factors import LoraFactors
-from ktransformers.nn.store import Dropout
+from ktransformers.experts.gate import Gate
+from ktransformers.experts.lora_factors import LoraFactors
+from ktransformers.experts.store import Dropout
 from ktransformers.place.gpu import grouped_mlp
 from ktransformers.place.gpu.device_lora import DeviceFactors, FactorGradients, select_experts
 from ktransformers.place.gpu.epilogue import DropoutMask
@@ -29,6 +27,8 @@ from ktransformers.place.gpu.expert_graphs import ExpertGraphs, GraphInputs, Pas
 from ktransformers.place.gpu.grouped_mlp import Decoded, GroupedRows, GroupLora, StackedLora
 from ktransformers.place.gpu.multi_lora import LoraCache, MultiLora, lora_cache_bytes
 from ktransformers.plan.memory import ENGINE_LIMITS
+from ktransformers.quantized.gpu.dequantize import decode
+from ktransformers.quantized.gpu.layout import Geometry
 
 GROUP_BYTES = ENGINE_LIMITS.group_bytes
 WHOLE_LAYER_BYTES = ENGINE_LIMITS.whole_layer_bytes

@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ktransformers.nn.device_codes.layout import Geometry
 from ktransformers.place.gpu.copy_plan import plan_copies, runs
 from ktransformers.place.gpu.cuda_driver import copy_to_device
 from ktransformers.place.gpu.pinned import RegisteredMemory, StagingRing
+from ktransformers.quantized.gpu.layout import Geometry
 
 
 @dataclass(frozen=True)

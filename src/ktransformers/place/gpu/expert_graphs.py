@@ -23,20 +23,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ktransformers import env
-from ktransformers.nn.cuda_graphs import GraphCache, GraphPool, padded_tokens
-from ktransformers.nn.device_codes.dequantize import decode
-from ktransformers.nn.device_codes.layout import NOWHERE
-from ktransformers.nn.gate import Gate
-from ktransformers.nn.lora_factors import LoraFactors
-from ktransformers.nn.transfer import copy_streams
+from ktransformers.experts.gate import Gate
+from ktransformers.experts.lora_factors import LoraFactors
+from ktransformers.experts.transfer import copy_streams
+from ktransformers.ground import env
+from ktransformers.ground.triton_modules import import_triton_module
+from ktransformers.modeling.cuda_graphs import GraphCache, GraphPool, padded_tokens
 from ktransformers.place.gpu import grouped_mlp
 from ktransformers.place.gpu.device_lora import empty_like_factors, split_gradients
 from ktransformers.place.gpu.epilogue import SILU
 from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.gpu.grouped_mlp import ALIGN, Decoded, GroupedRows, GroupLora, StackedLora
 from ktransformers.place.gpu.zero_copy import ZeroCopyReader
-from ktransformers.triton_modules import import_triton_module
+from ktransformers.quantized.gpu.dequantize import decode
+from ktransformers.quantized.gpu.layout import NOWHERE
 
 if TYPE_CHECKING:
     from ktransformers.place.gpu.executor import ExpertBatch, LayerOnDevice
@@ -163,7 +163,7 @@ class ExpertGraph:
 
 def can_capture(layer: LayerOnDevice, batch: ExpertBatch) -> bool:
     """Whether everything that such a pass launches can be part of a graph."""
-    geometry, kernels = layer.geometry, import_triton_module("ktransformers.nn.device_codes.dequantize_triton")
+    geometry, kernels = layer.geometry, import_triton_module("ktransformers.quantized.gpu.dequantize_triton")
     return (
         batch.hidden.is_cuda
         and kernels is not None

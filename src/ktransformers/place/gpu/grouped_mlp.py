@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ktransformers import env
-from ktransformers.errors import InputError
-from ktransformers.nn.gate import Gate
+from ktransformers.experts.gate import Gate
+from ktransformers.ground import env
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.triton_modules import import_triton_module
 from ktransformers.place.gpu import epilogue
 from ktransformers.place.gpu.epilogue import DropoutMask
-from ktransformers.triton_modules import import_triton_module
 
 TRITON = "ktransformers.place.gpu.grouped_product_triton"
 ALIGN = 8  # bf16 numbers in 16 bytes: the stride alignment that torch's grouped GEMMs require

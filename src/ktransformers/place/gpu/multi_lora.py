@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ktransformers.errors import InputError
-from ktransformers.nn.lora_factors import LoraFactors
-from ktransformers.nn.mixed_lora import MixedLora
+from ktransformers.experts.lora_factors import LoraFactors
+from ktransformers.experts.mixed_lora import MixedLora
+from ktransformers.ground.errors import InputError
 from ktransformers.place.gpu.device_lora import stack_factors, to_device
 from ktransformers.place.gpu.grouped_mlp import GroupLora, StackedLora
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers import log
+from ktransformers.ground import log
 
 READ_ONLY = 8  # cudaHostRegisterReadOnly
 STAGE_BYTES = 32 << 20

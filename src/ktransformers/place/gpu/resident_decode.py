@@ -20,14 +20,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ktransformers.nn.device_codes.dequantize import decode_plain
-from ktransformers.nn.device_codes.layout import Geometry, PackedMatrix
-from ktransformers.nn.gate import Gate
-from ktransformers.nn.reference import ACTIVATIONS
+from ktransformers.experts.gate import Gate
+from ktransformers.experts.reference import ACTIVATIONS
+from ktransformers.ground.triton_modules import import_triton_module
 from ktransformers.place.gpu.executor import LayerOnDevice
 from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.gpu.multi_lora import LoraPointers, Pairs
-from ktransformers.triton_modules import import_triton_module
+from ktransformers.quantized.gpu.dequantize import decode_plain
+from ktransformers.quantized.gpu.layout import Geometry, PackedMatrix
 
 TRITON = "ktransformers.place.gpu.resident_decode_triton"
 

@@ -28,13 +28,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktransformers.nn.device_codes import dequantize_triton
-from ktransformers.nn.device_codes.layout import PackedMatrix
-from ktransformers.nn.gate import Gate
+from ktransformers.experts.gate import Gate
 from ktransformers.place.gpu import block_products_triton, code_products_triton
 from ktransformers.place.gpu.block_products_triton import block_products
 from ktransformers.place.gpu.resident_pairs_triton import activate, dense_rows, pairs_of_expert
 from ktransformers.place.gpu.resident_tiles_triton import down_tiles, first_tiles
+from ktransformers.quantized.gpu import dequantize_triton
+from ktransformers.quantized.gpu.layout import PackedMatrix
 
 SUM_COLUMNS = 256  # of a program that sums outputs
 FEW_ROWS = tl.constexpr(2)  # of one expert in a program whose loop is the short one

@@ -13,7 +13,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from ktransformers.nn.transfer import as_pinned, start_host_to_device
+from ktransformers.experts.transfer import as_pinned, start_host_to_device
 from ktransformers.place.gpu.device_lora import dims_in_memory
 from ktransformers.place.gpu.epilogue import kernels_for
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ktransformers.nn.device_codes import words
+from ktransformers.quantized.gpu import words
 
 # Of two, with which sums are multiplied.
 PAIR_EXPONENTS = {words.UINT: 20, words.E4M3: 0, words.E2M1: 63}

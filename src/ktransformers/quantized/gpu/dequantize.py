@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ktransformers.nn.current_device import on_device
-from ktransformers.nn.device_codes.dequantize_bf16_12 import bf16_12_values
-from ktransformers.nn.device_codes.dequantize_grids import grid_values, rows_of_tiles
-from ktransformers.nn.device_codes.layout import (
+from ktransformers.ground.current_device import on_device
+from ktransformers.ground.triton_modules import import_triton_module
+from ktransformers.quantized.gpu.dequantize_bf16_12 import bf16_12_values
+from ktransformers.quantized.gpu.dequantize_grids import grid_values, rows_of_tiles
+from ktransformers.quantized.gpu.layout import (
     SIZES,
     TILE_BYTES,
     TILE_K,
@@ -28,9 +29,8 @@ from ktransformers.nn.device_codes.layout import (
     Strip,
     StripFormat,
 )
-from ktransformers.triton_modules import import_triton_module
 
-TRITON = "ktransformers.nn.device_codes.dequantize_triton"
+TRITON = "ktransformers.quantized.gpu.dequantize_triton"
 
 Fields = list[Tensor]  # float32 or integers, [..., 16, spans, count]
 DTYPES = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ktransformers.nn.device_codes.layout import TILE_K, TILE_N, Strip
+from ktransformers.quantized.gpu.layout import TILE_K, TILE_N, Strip
 
 LOW_BYTES = TILE_K * TILE_N  # of a k tile; the indices follow
 NO_PATCH = -1

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktransformers.nn.device_codes import layout
-from ktransformers.nn.device_codes.layout import PackedMatrix, StripFormat
+from ktransformers.quantized.gpu import layout
+from ktransformers.quantized.gpu.layout import PackedMatrix, StripFormat
 
 COLUMNS = 128
 NOWHERE = tl.constexpr(layout.NOWHERE)

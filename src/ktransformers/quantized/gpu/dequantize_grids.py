@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.nn.device_codes.layout import TILE_K, TILE_N, Strip
+from ktransformers.quantized.gpu.layout import TILE_K, TILE_N, Strip
 
 Fields = list[Tensor]  # [blocks, 16, spans, count]
 SPAN_TILES = 8

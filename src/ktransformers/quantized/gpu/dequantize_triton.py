@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktransformers.nn.device_codes import dequantize_bf16_12_triton, dequantize_gguf_triton
-from ktransformers.nn.device_codes.dequantize_gguf_triton import LINE, NOWHERE, unsigned_number
-from ktransformers.nn.device_codes.layout import TILE_BYTES, PackedMatrix, StripFormat
+from ktransformers.quantized.gpu import dequantize_bf16_12_triton, dequantize_gguf_triton
+from ktransformers.quantized.gpu.dequantize_gguf_triton import LINE, NOWHERE, unsigned_number
+from ktransformers.quantized.gpu.layout import TILE_BYTES, PackedMatrix, StripFormat
 
 COLUMNS = 128  # of K that a program takes
 # Kinds of elements and of scales (csrc/kernels/format.h).

@@ -1,10 +1,9 @@
 """Products of x `[heads, T, .]`, head by head, with some rows of each head in one weight `[N, K]` in packed codes.
 
-That is how latent attention uses `kv_b_proj` when it absorbs it (`serve/engine/latent.py`). Up to DIRECT_ROWS rows of
-bf16, or half as many along rows, are multiplied with codes that lie in words, in one kernel for all heads
+That is how latent attention uses `kv_b_proj` when it absorbs it (`serve/attention/latent.py`). Up to DIRECT_ROWS rows
+of bf16, or half as many along rows, are multiplied with codes that lie in words, in one kernel for all heads
 (`head_products_triton.py`), which reads the bytes of the codes alone. Everything else decodes the rows of the heads,
-for this product alone.
-"""
+for this product alone."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktransformers.errors import KTError
-from ktransformers.nn.current_device import on_device
-from ktransformers.nn.device_codes.linear import BLOCK_ROWS, TOLERANCE, DeviceCodes
-from ktransformers.triton_modules import import_triton_module
+from ktransformers.ground.current_device import on_device
+from ktransformers.ground.errors import KTError
+from ktransformers.ground.triton_modules import import_triton_module
+from ktransformers.quantized.gpu.linear import BLOCK_ROWS, TOLERANCE, DeviceCodes
 
-TRITON = "ktransformers.nn.device_codes.head_products_triton"
+TRITON = "ktransformers.quantized.gpu.head_products_triton"
 DIRECT_ROWS = 64
 DIRECT_ROWS_ALONG_ROWS = 32  # that take no longer than decoding: programs have 16 of them
 CHECKED_ROWS = (1, DIRECT_ROWS_ALONG_ROWS, DIRECT_ROWS)  # each has another tile

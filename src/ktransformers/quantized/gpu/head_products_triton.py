@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktransformers.nn.device_codes.linear_triton import NESTED, _exact_value, _scale_at, _slope, constants_of
-from ktransformers.nn.device_codes.words import WordLayout
+from ktransformers.quantized.gpu.linear_triton import NESTED, _exact_value, _scale_at, _slope, constants_of
+from ktransformers.quantized.gpu.words import WordLayout
 
 MIN_BLOCK = 16  # of tensor cores
 MAX_COUNT = 256  # rows of a head that a program has in registers

@@ -14,7 +14,7 @@ import functools
 from dataclasses import dataclass
 
 from ktransformers import _core
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 TILE_K, TILE_N, LINE, TILE_BYTES = 32, 16, 64, 1024
 MORE_PATCHES = 16  # than k tiles, in a strip of bf16:12

@@ -17,15 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ktransformers.errors import KTError
-from ktransformers.nn.current_device import on_device
-from ktransformers.nn.device_codes.dequantize import TRITON as DECODERS
-from ktransformers.nn.device_codes.dequantize import decode
-from ktransformers.nn.device_codes.layout import TILE_N, PackedMatrix, format_of
-from ktransformers.nn.device_codes.words import WordLayout, from_words, to_words, word_layout
-from ktransformers.triton_modules import import_triton_module
+from ktransformers.ground.current_device import on_device
+from ktransformers.ground.errors import KTError
+from ktransformers.ground.triton_modules import import_triton_module
+from ktransformers.quantized.gpu.dequantize import TRITON as DECODERS
+from ktransformers.quantized.gpu.dequantize import decode
+from ktransformers.quantized.gpu.layout import TILE_N, PackedMatrix, format_of
+from ktransformers.quantized.gpu.words import WordLayout, from_words, to_words, word_layout
 
-TRITON = "ktransformers.nn.device_codes.linear_triton"
+TRITON = "ktransformers.quantized.gpu.linear_triton"
 PANEL = 1 << 27  # numbers of a weight that are decoded at a time: 256 MiB in bf16
 BLOCK_ROWS = 2 * TILE_N
 CHECKED_ROWS = 256  # of a weight, when its products are checked

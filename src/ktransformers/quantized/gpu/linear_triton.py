@@ -31,8 +31,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktransformers.nn.device_codes import words
-from ktransformers.nn.device_codes.code_pairs_triton import (
+from ktransformers.quantized.gpu import words
+from ktransformers.quantized.gpu.code_pairs_triton import (
     PAIR_EXPONENTS,
     e2m1_pairs,
     e2m1_scale_pairs,
@@ -40,9 +40,9 @@ from ktransformers.nn.device_codes.code_pairs_triton import (
     int4_pairs,
     int4_scale_pairs,
 )
-from ktransformers.nn.device_codes.dequantize_gguf_triton import unsigned_number
-from ktransformers.nn.device_codes.dequantize_triton import from_e2m1, from_e4m3, from_e8m0
-from ktransformers.nn.device_codes.words import WordFormat, WordLayout
+from ktransformers.quantized.gpu.dequantize_gguf_triton import unsigned_number
+from ktransformers.quantized.gpu.dequantize_triton import from_e2m1, from_e4m3, from_e8m0
+from ktransformers.quantized.gpu.words import WordFormat, WordLayout
 
 UINT, E4M3, E2M1 = (tl.constexpr(number) for number in range(3))
 ROW, STRIP, F32, F16, BF16, E8M0, NESTED, MINS, Q4K, Q2K, BYTES, F16_ZERO, BF16_ZERO = (

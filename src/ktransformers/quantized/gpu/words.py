@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktransformers.nn.device_codes.dequantize import (
+from ktransformers.quantized.gpu.dequantize import (
     Fields,
     packed_fields,
     packed_planes,
@@ -28,7 +28,7 @@ from ktransformers.nn.device_codes.dequantize import (
     q3_k_scales,
     q4_k_scales,
 )
-from ktransformers.nn.device_codes.layout import TILE_K, TILE_N, PackedMatrix, Strip, StripFormat
+from ktransformers.quantized.gpu.layout import TILE_K, TILE_N, PackedMatrix, Strip, StripFormat
 
 # How codes become numbers, and how the words of scales are read (linear_triton.py).
 UINT, E4M3, E2M1 = range(3)

@@ -30,19 +30,19 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from ktransformers.errors import InputError, KTError
-from ktransformers.nn.pool import default_pool
-from ktransformers.serve.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.latent import LATENT_ATTRIBUTE, LatentProjection, RowLora
-from ktransformers.serve.engine.lora import LinearLora, LoadedAdapter
-from ktransformers.serve.engine.query_scales import SCALED_ATTRIBUTE, scale_queries
-from ktransformers.serve.engine.selection import (
+from ktransformers.ground.errors import InputError, KTError
+from ktransformers.ground.pool import default_pool
+from ktransformers.serve.attention.latent import LATENT_ATTRIBUTE, LatentProjection, RowLora
+from ktransformers.serve.attention.query_scales import SCALED_ATTRIBUTE, scale_queries
+from ktransformers.serve.attention.selection import (
     SelectedRows,
     Selection,
     attend_selected,
     attend_selected_latents,
 )
-from ktransformers.serve.engine.windows import CHUNK_ATTRIBUTE, WINDOW_ATTRIBUTE
+from ktransformers.serve.attention.windows import CHUNK_ATTRIBUTE, WINDOW_ATTRIBUTE
+from ktransformers.serve.cache.kv_cache import KVSlot
+from ktransformers.serve.scheduler.lora import LinearLora, LoadedAdapter
 
 ATTENTION_NAME = "kt_slots"
 CORE_DTYPES = (torch.bfloat16, torch.float32)  # of keys and values that the core supports

@@ -20,17 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from ktransformers import _core
-from ktransformers.nn.coded_weight import CodedWeight, PackedCodes
-from ktransformers.nn.fused_check import matches
-from ktransformers.nn.mixed_lora import current_mixed_lora
-from ktransformers.nn.norm import norm_epsilon
-from ktransformers.nn.operator import is_placed
-from ktransformers.nn.padding import mask_padding
-from ktransformers.nn.peft_lora import read_lora
-from ktransformers.nn.pool import default_pool
-from ktransformers.nn.store import ExpertStore, weights_are_rounded
-from ktransformers.nn.widened import stored_weight
-from ktransformers.serve.engine.attention import (
+from ktransformers.experts.mixed_lora import current_mixed_lora
+from ktransformers.experts.operator import is_placed
+from ktransformers.experts.padding import mask_padding
+from ktransformers.experts.peft_lora import read_lora
+from ktransformers.experts.store import ExpertStore, weights_are_rounded
+from ktransformers.ground.pool import default_pool
+from ktransformers.modeling.fused_check import matches
+from ktransformers.modeling.norm import norm_epsilon
+from ktransformers.quantized.weight import CodedWeight, PackedCodes
+from ktransformers.quantized.widened import stored_weight
+from ktransformers.serve.attention.attention import (
     AttentionSpec,
     CorePlace,
     Span,
@@ -40,9 +40,9 @@ from ktransformers.serve.engine.attention import (
     current_spec,
     use_attention,
 )
-from ktransformers.serve.engine.lora import current_linear_lora, use_linear_lora
-from ktransformers.serve.engine.query_scales import SCALED_ATTRIBUTE
-from ktransformers.serve.engine.recurrent_states import StatefulForward
+from ktransformers.serve.attention.query_scales import SCALED_ATTRIBUTE
+from ktransformers.serve.cache.recurrent_states import StatefulForward
+from ktransformers.serve.scheduler.lora import current_linear_lora, use_linear_lora
 
 DTYPES = (torch.bfloat16, torch.float32)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")

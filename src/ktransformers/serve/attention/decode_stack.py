@@ -15,9 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ktransformers.nn.fused_check import matches
-from ktransformers.serve.engine.attention import Span
-from ktransformers.serve.engine.decode_layer import PROBE_ERRORS, CoreDecodeLayer, compute_layers, fits_core, repeated
+from ktransformers.modeling.fused_check import matches
+from ktransformers.serve.attention.attention import Span
+from ktransformers.serve.attention.decode_layer import (
+    PROBE_ERRORS,
+    CoreDecodeLayer,
+    compute_layers,
+    fits_core,
+    repeated,
+)
 
 PARTS = ("embed_tokens", "rotary_emb", "norm")  # of the body of a model
 ROTARY_BLOCK = 64  # positions whose cosines and sines are computed together

@@ -1,5 +1,5 @@
 """Attention modules of stock models for a few rows on a GPU, in few kernels: one product for queries, keys and values,
-and one kernel for the norms of heads and rotary embedding (`nn/rotary_triton.py`) instead of about forty.
+and one kernel for the norms of heads and rotary embedding (`modeling/rotary_triton.py`) instead of about forty.
 
 A module is recognised by what it computes. It has `q_proj`, `k_proj`, `v_proj`, `o_proj` and `head_dim`, and maybe
 norms of each head, `q_norm` and `k_norm`. Before its first batch its own `forward` is called with random hidden states
@@ -21,14 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ktransformers.nn.fused_check import matches
-from ktransformers.nn.norm import EPSILON_NAMES
-from ktransformers.serve.engine.attention import AttentionSpec, current_attention, current_spec, use_attention
-from ktransformers.serve.engine.lora import current_linear_lora, use_linear_lora
-from ktransformers.serve.engine.query_scales import SCALED_ATTRIBUTE
-from ktransformers.triton_modules import import_triton_module
+from ktransformers.ground.triton_modules import import_triton_module
+from ktransformers.modeling.fused_check import matches
+from ktransformers.modeling.norm import EPSILON_NAMES
+from ktransformers.serve.attention.attention import AttentionSpec, current_attention, current_spec, use_attention
+from ktransformers.serve.attention.query_scales import SCALED_ATTRIBUTE
+from ktransformers.serve.scheduler.lora import current_linear_lora, use_linear_lora
 
-TRITON = "ktransformers.nn.rotary_triton"
+TRITON = "ktransformers.modeling.rotary_triton"
 MAX_ROWS = 64
 PROBE_ROWS = 3
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")

@@ -31,10 +31,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ktransformers.errors import KTError
-from ktransformers.serve.engine.attention import NO_MASK, Span, current_spans
-from ktransformers.serve.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.selection import Selection
+from ktransformers.ground.errors import KTError
+from ktransformers.serve.attention.attention import NO_MASK, Span, current_spans
+from ktransformers.serve.attention.selection import Selection
+from ktransformers.serve.cache.kv_cache import KVSlot
 
 INDEX_LAYER_TYPE = "indexed_attention"
 INDEXER_ARGUMENTS = {"hidden_states", "attention_mask", "past_key_values"}

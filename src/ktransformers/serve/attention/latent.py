@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ktransformers import _core
-from ktransformers.nn.coded_weight import CodedWeight
-from ktransformers.nn.device_codes.head_products import HeadRows
-from ktransformers.nn.pool import default_pool
-from ktransformers.nn.widened import COLUMN_MULTIPLE, stored_weight, weight_rows
-from ktransformers.serve.engine.lora import LinearLora
+from ktransformers.ground.pool import default_pool
+from ktransformers.quantized.gpu.head_products import HeadRows
+from ktransformers.quantized.weight import CodedWeight
+from ktransformers.quantized.widened import COLUMN_MULTIPLE, stored_weight, weight_rows
+from ktransformers.serve.scheduler.lora import LinearLora
 
 LATENT_ATTRIBUTE = "kt_latent"  # of an attention module whose slots hold latents
 SIZES = ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ktransformers.nn.pool import default_pool
-from ktransformers.serve.engine.latent import LatentProjection, RowLora
-from ktransformers.serve.engine.lora import LinearLora
+from ktransformers.ground.pool import default_pool
+from ktransformers.serve.attention.latent import LatentProjection, RowLora
+from ktransformers.serve.scheduler.lora import LinearLora
 
 MAX_GATHERED = 1 << 24  # numbers of keys that are gathered at a time
 GATHER_COST = 2  # of a gathered key, relative to one that is read in order (estimated)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 PROBE_NAME = "kt_window_probe"
 WINDOW_ATTRIBUTE = "kt_mask_window"  # of an attention module: int, or None without a window

@@ -27,8 +27,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ktransformers.serve.engine.kv_cache import CAPACITY_BLOCK, KVSlot
-from ktransformers.serve.engine.snapshots import States
+from ktransformers.serve.cache.kv_cache import CAPACITY_BLOCK, KVSlot
+from ktransformers.serve.cache.snapshots import States
 
 BLOCK_TOKENS = CAPACITY_BLOCK
 BLOCK_FORMAT = 1  # of the bytes of a block and of its name

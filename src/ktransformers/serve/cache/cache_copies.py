@@ -17,10 +17,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ktransformers.serve.engine.cache_blocks import BlockLayout, copy_from_slot, copy_to_slot
-from ktransformers.serve.engine.host_tier import HostBlock
-from ktransformers.serve.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.snapshots import States
+from ktransformers.serve.cache.cache_blocks import BlockLayout, copy_from_slot, copy_to_slot
+from ktransformers.serve.cache.host_tier import HostBlock
+from ktransformers.serve.cache.kv_cache import KVSlot
+from ktransformers.serve.cache.snapshots import States
 
 STAGING_BYTES = 64 << 20  # of one staging buffer, or one block
 STAGES = 2

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from ktransformers.serve.engine.cache_blocks import BLOCK_TOKENS, BlockLayout, PartPlace
-from ktransformers.serve.engine.latent import LATENT_ATTRIBUTE
-from ktransformers.serve.engine.tier_counts import TierState
-from ktransformers.serve.engine.windows import WINDOW_ATTRIBUTE
+from ktransformers.serve.attention.latent import LATENT_ATTRIBUTE
+from ktransformers.serve.attention.windows import WINDOW_ATTRIBUTE
+from ktransformers.serve.cache.cache_blocks import BLOCK_TOKENS, BlockLayout, PartPlace
+from ktransformers.serve.cache.tier_counts import TierState
 
 KEYS_AND_VALUES, WINDOW, LATENT, INDEX_KEYS = "keys_and_values", "sliding_window", "latent", "index_keys"
 

@@ -22,9 +22,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ktransformers.log import logger
-from ktransformers.nn.out_of_memory import exhausted_memory
-from ktransformers.serve.engine.cache_blocks import (
+from ktransformers.ground.log import logger
+from ktransformers.ground.out_of_memory import exhausted_memory
+from ktransformers.serve.cache.cache_blocks import (
     BLOCK_TOKENS,
     BlockHash,
     BlockLayout,
@@ -32,13 +32,13 @@ from ktransformers.serve.engine.cache_blocks import (
     root_hash,
     state_names,
 )
-from ktransformers.serve.engine.cache_copies import PendingCopy, make_copies
-from ktransformers.serve.engine.disk_tier import DiskTier
-from ktransformers.serve.engine.host_tier import HostBlock, HostTier
-from ktransformers.serve.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.lora import LoadedAdapter
-from ktransformers.serve.engine.snapshots import States
-from ktransformers.serve.engine.tier_counts import Rate, TierCounts, TierState
+from ktransformers.serve.cache.cache_copies import PendingCopy, make_copies
+from ktransformers.serve.cache.disk_tier import DiskTier
+from ktransformers.serve.cache.host_tier import HostBlock, HostTier
+from ktransformers.serve.cache.kv_cache import KVSlot
+from ktransformers.serve.cache.snapshots import States
+from ktransformers.serve.cache.tier_counts import Rate, TierCounts, TierState
+from ktransformers.serve.scheduler.lora import LoadedAdapter
 
 LOG = logger(__name__)
 SAVED_BYTES_PER_STEP = 64 << 20

@@ -31,12 +31,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktransformers.errors import InputError
-from ktransformers.files import try_lock
-from ktransformers.log import logger
-from ktransformers.serve.engine.cache_blocks import BlockHash
-from ktransformers.serve.engine.host_tier import HostBlock
-from ktransformers.serve.engine.tier_counts import TierCounts, TierState
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import try_lock
+from ktransformers.ground.log import logger
+from ktransformers.serve.cache.cache_blocks import BlockHash
+from ktransformers.serve.cache.host_tier import HostBlock
+from ktransformers.serve.cache.tier_counts import TierCounts, TierState
 
 LOG = logger(__name__)
 MAGIC, RECORD_MAGIC, VERSION = b"KTKVTIER", b"KTKB", 1

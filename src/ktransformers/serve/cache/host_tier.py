@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.log import logger
-from ktransformers.serve.engine.cache_blocks import BlockHash
-from ktransformers.serve.engine.tier_counts import TierCounts, TierState
+from ktransformers.ground.log import logger
+from ktransformers.serve.cache.cache_blocks import BlockHash
+from ktransformers.serve.cache.tier_counts import TierCounts, TierState
 
 LOG = logger(__name__)
 SLAB_BYTES = 256 << 20  # torch's pinned allocator rounds up to a power of two

@@ -23,10 +23,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ktransformers.nn.out_of_memory import exhausted_memory
-from ktransformers.serve.engine.cache_codes import CODE_DTYPE, SCALE_OF, decode, encode, round_trip
-from ktransformers.serve.engine.sampling import Score
-from ktransformers.serve.engine.snapshots import Snapshots, States, copy_states
+from ktransformers.ground.out_of_memory import exhausted_memory
+from ktransformers.serve.cache.cache_codes import CODE_DTYPE, SCALE_OF, decode, encode, round_trip
+from ktransformers.serve.cache.snapshots import Snapshots, States, copy_states
+from ktransformers.serve.sampling.sampling import Score
 
 CAPACITY_BLOCK = 64  # tokens; capacities are multiples of it
 

@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from ktransformers.errors import InputError
-from ktransformers.serve.engine.attention import Span
-from ktransformers.serve.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.lora import adapter_rows, apply_adapter_to_all, apply_linear_lora
-from ktransformers.serve.engine.snapshots import copy_states
+from ktransformers.ground.errors import InputError
+from ktransformers.serve.attention.attention import Span
+from ktransformers.serve.cache.kv_cache import KVSlot
+from ktransformers.serve.cache.snapshots import copy_states
+from ktransformers.serve.scheduler.lora import adapter_rows, apply_adapter_to_all, apply_linear_lora
 
 CACHE_PARAMETERS = ("cache_params", "past_key_values")  # names under which a module's forward accepts a cache
 CONVOLUTION = "convolution"  # prefix of the names of states that are the last inputs of a convolution

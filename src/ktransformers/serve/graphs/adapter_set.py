@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from ktransformers import _core
-from ktransformers.errors import InputError
-from ktransformers.nn.lora_factors import LoraFactors
-from ktransformers.nn.mixed_lora import MixedLora, use_mixed_lora
-from ktransformers.serve.engine.latent import RowLora
-from ktransformers.serve.engine.lora import LinearLora, LoadedAdapter, token_rows, use_linear_lora
+from ktransformers.experts.lora_factors import LoraFactors
+from ktransformers.experts.mixed_lora import MixedLora, use_mixed_lora
+from ktransformers.ground.errors import InputError
+from ktransformers.serve.attention.latent import RowLora
+from ktransformers.serve.scheduler.lora import LinearLora, LoadedAdapter, token_rows, use_linear_lora
 
 Adapters = tuple[LoadedAdapter, ...]  # in the order of `sort_adapters`
 RowLoraFn = Callable[[nn.Module], RowLora | None]

@@ -17,10 +17,10 @@ import math
 import torch
 from torch import Tensor
 
-from ktransformers.serve.engine.attention import AttentionSpec
-from ktransformers.serve.engine.cache_codes import CODE_DTYPE, decode, encode
+from ktransformers.ground.triton_modules import import_triton_module
+from ktransformers.serve.attention.attention import AttentionSpec
+from ktransformers.serve.cache.cache_codes import CODE_DTYPE, decode, encode
 from ktransformers.serve.graphs.step_table import ACTIVE, CAPACITY, POSITION, CacheLines
-from ktransformers.triton_modules import import_triton_module
 
 TRITON = "ktransformers.serve.graphs.decode_attention_triton"
 TRITON_LATENTS = "ktransformers.serve.graphs.decode_latents_triton"

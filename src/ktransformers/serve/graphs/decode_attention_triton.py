@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ktransformers.serve.engine.attention import AttentionSpec
+from ktransformers.serve.attention.attention import AttentionSpec
 from ktransformers.serve.graphs import step_table
 from ktransformers.serve.graphs.cache_codes_triton import (
     decode_block,

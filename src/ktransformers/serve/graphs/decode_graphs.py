@@ -43,21 +43,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ktransformers import env
-from ktransformers.errors import InputError
-from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.cuda_graphs import GraphCache, GraphPool, Refusal, capture_stream
-from ktransformers.nn.operator import placed_for
-from ktransformers.nn.padding import use_padding_mask
+from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.operator import placed_for
+from ktransformers.experts.padding import use_padding_mask
+from ktransformers.ground import env
+from ktransformers.ground.errors import InputError
+from ktransformers.modeling.cuda_graphs import GraphCache, GraphPool, Refusal, capture_stream
 from ktransformers.place.gpu.multi_lora import LoraCacheFull
 from ktransformers.place.placement import Placement
 from ktransformers.plan.modes import MAX_DECODE_TOKENS
-from ktransformers.serve.engine.attention import AttentionSpec, use_attention
-from ktransformers.serve.engine.forward import Chunk, Forward, ForwardResult, SequentialForward
-from ktransformers.serve.engine.kv_cache import Owner
-from ktransformers.serve.engine.lora import DEVICE_COPY_LOCK
-from ktransformers.serve.engine.recurrent_states import use_batch_states
-from ktransformers.serve.engine.windows import CHUNK_ATTRIBUTE
+from ktransformers.serve.attention.attention import AttentionSpec, use_attention
+from ktransformers.serve.attention.windows import CHUNK_ATTRIBUTE
+from ktransformers.serve.cache.kv_cache import Owner
+from ktransformers.serve.cache.recurrent_states import use_batch_states
 from ktransformers.serve.graphs import decode_attention
 from ktransformers.serve.graphs.adapter_set import Adapters, AdapterSet, RowLoraFn, sort_adapters
 from ktransformers.serve.graphs.decode_attention import attend_latents, attend_new_tokens
@@ -73,6 +71,8 @@ from ktransformers.serve.graphs.step_table import (
     CacheLines,
     table_lines,
 )
+from ktransformers.serve.scheduler.forward import Chunk, Forward, ForwardResult, SequentialForward
+from ktransformers.serve.scheduler.lora import DEVICE_COPY_LOCK
 
 NAME = "decode steps"
 SIZES = (1, 2, 4, 8, 16, 24, MAX_DECODE_TOKENS)  # rows

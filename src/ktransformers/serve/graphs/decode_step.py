@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktransformers.serve.engine.forward import Chunk
-from ktransformers.serve.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.lora import LoadedAdapter
+from ktransformers.serve.cache.kv_cache import KVSlot
 from ktransformers.serve.graphs.adapter_set import AdapterSet
 from ktransformers.serve.graphs.step_table import FIRST_ADDRESS
+from ktransformers.serve.scheduler.forward import Chunk
+from ktransformers.serve.scheduler.lora import LoadedAdapter
 
 Compute = Callable[[], Tensor]  # the logits [R, V] of what the table says
 

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ktransformers.errors import InputError
-from ktransformers.nn.norm import norm_epsilon
-from ktransformers.serve.engine.attention import AttentionSpec, use_attention
-from ktransformers.serve.engine.latent import LATENT_ATTRIBUTE, LatentProjection
-from ktransformers.triton_modules import import_triton_module
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.triton_modules import import_triton_module
+from ktransformers.modeling.norm import norm_epsilon
+from ktransformers.serve.attention.attention import AttentionSpec, use_attention
+from ktransformers.serve.attention.latent import LATENT_ATTRIBUTE, LatentProjection
 
 TRITON = "ktransformers.serve.graphs.latent_inputs_triton"
 PROBED_ROWS = 3

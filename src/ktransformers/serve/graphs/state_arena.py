@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.serve.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.recurrent_states import StatefulForward
-from ktransformers.serve.engine.snapshots import States, copy_states
+from ktransformers.serve.cache.kv_cache import KVSlot
+from ktransformers.serve.cache.recurrent_states import StatefulForward
+from ktransformers.serve.cache.snapshots import States, copy_states
 
 PADDING_ROW = 0
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ktransformers import _core
 from ktransformers.adapters.pack import pack_expert_pairs
-from ktransformers.errors import InputError, KTError
-from ktransformers.log import logger
-from ktransformers.nn.shard_stores import ShardLayer
+from ktransformers.ground.errors import InputError, KTError
+from ktransformers.ground.log import logger
+from ktransformers.modeling.shard_stores import ShardLayer
 from ktransformers.serve.hosts.adapter_wire import decode_pairs
 from ktransformers.serve.hosts.handshake import HANDSHAKE_SECONDS, Facts, introduce
 from ktransformers.serve.hosts.options import HostOptions

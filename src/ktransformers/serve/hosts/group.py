@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from ktransformers.errors import InputError
-from ktransformers.expert_partition import ExpertPartition, ExpertShard
-from ktransformers.nn.pool import set_default_pool
-from ktransformers.nn.shard_stores import ShardLayer, load_shard
+from ktransformers.experts.partition import ExpertPartition, ExpertShard
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.pool import set_default_pool
+from ktransformers.modeling.shard_stores import ShardLayer, load_shard
 from ktransformers.place.options import read_options
 from ktransformers.plan import open_shape, with_gpus
 from ktransformers.plan.formats import counted_as

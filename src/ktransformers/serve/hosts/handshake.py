@@ -14,7 +14,7 @@ import json
 import secrets
 from collections.abc import Mapping
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.serve.hosts.wire import MAX_TEXT_BYTES, Connection, ConnectionLost, Header, Kind
 
 NONCE_BYTES, MAC_BYTES = 32, 32

@@ -21,12 +21,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ktransformers.errors import InputError
-from ktransformers.log import logger
-from ktransformers.serve.engine.engine import Unavailable
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.log import logger
 from ktransformers.serve.hosts.handshake import Facts, difference, receive_facts, refuse, welcome
 from ktransformers.serve.hosts.options import HostOptions
 from ktransformers.serve.hosts.wire import Connection, ConnectionLost, Header, Kind, NoAnswer
+from ktransformers.serve.scheduler.engine import Unavailable
 
 LOG = logger(__name__)
 START_SECONDS = 300.0  # for all hosts to connect at start

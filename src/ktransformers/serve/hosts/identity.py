@@ -14,8 +14,8 @@ from pathlib import Path
 import transformers
 
 import ktransformers
-from ktransformers.expert_partition import ExpertPartition
-from ktransformers.nn.store import LAYOUT_VERSION
+from ktransformers.experts.partition import ExpertPartition
+from ktransformers.experts.store import LAYOUT_VERSION
 from ktransformers.quant.origin import fingerprint
 from ktransformers.serve.cache_identity import weight_files
 

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktransformers import env
-from ktransformers.errors import InputError
-from ktransformers.expert_partition import ExpertPartition, by_experts, by_frequency, by_layers
+from ktransformers.experts.partition import ExpertPartition, by_experts, by_frequency, by_layers
+from ktransformers.ground import env
+from ktransformers.ground.errors import InputError
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.target import Target
 
@@ -82,8 +82,8 @@ def _is_loopback(address: str) -> bool:
 
 def make_partition(launch: Launch, target: Target, ranks: int) -> ExpertPartition:
     """The experts of the model over all hosts, from its configuration and the launch line."""
-    from ktransformers.nn.contract import expert_modules, read_contract
-    from ktransformers.nn.skeleton import meta_model
+    from ktransformers.experts.contract import expert_modules, read_contract
+    from ktransformers.modeling.skeleton import meta_model
 
     modules = expert_modules(meta_model(target.model))
     if not modules:

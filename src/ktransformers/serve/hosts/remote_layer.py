@@ -1,4 +1,4 @@
-"""One layer of experts whose stores are on several hosts, as `nn/experts.py` calls it on rank 0.
+"""One layer of experts whose stores are on several hosts, as `experts/interface.py` calls it on rank 0.
 
 A row goes to every host that has at least one of its experts, with ids in the order of that host's store (-1 for all
 others). Rank 0 computes its own experts while the others compute; then partial sums are added in float32 in the order
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from ktransformers import _core
 from ktransformers.adapters import LoraPair
 from ktransformers.adapters.pack import pack_expert_pairs
-from ktransformers.errors import InputError
-from ktransformers.expert_partition import LayerShard
-from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.mixed_lora import MixedLora
-from ktransformers.nn.store import ExpertStore
+from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.mixed_lora import MixedLora
+from ktransformers.experts.partition import LayerShard
+from ktransformers.experts.store import ExpertStore
+from ktransformers.ground.errors import InputError
 from ktransformers.serve.hosts.adapter_wire import encode_pairs, select_experts
 from ktransformers.serve.hosts.host_pool import HostPool, Parts
 from ktransformers.serve.hosts.wire import DTYPES, Header, Kind, dtype_code, tensor_bytes

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.errors import KTError
+from ktransformers.ground.errors import KTError
 from ktransformers.plan.exchange import HEADER_BYTES
 
 MAGIC = b"KTX1"

@@ -15,12 +15,12 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ktransformers.serve.engine.engine import QueueFull, ServeEngine, Stopped, Unavailable
-from ktransformers.serve.engine.sampling import Score
-from ktransformers.serve.engine.sequence import Event, GenerationRequest
-from ktransformers.serve.engine.sequence import Sequence as EngineSequence
 from ktransformers.serve.http.error import UNAVAILABLE, ApiError
 from ktransformers.serve.http.prepare import TokenizedPrompt
+from ktransformers.serve.sampling.sampling import Score
+from ktransformers.serve.scheduler.engine import QueueFull, ServeEngine, Stopped, Unavailable
+from ktransformers.serve.scheduler.sequence import Event, GenerationRequest
+from ktransformers.serve.scheduler.sequence import Sequence as EngineSequence
 
 
 @dataclass

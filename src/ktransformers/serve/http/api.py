@@ -28,9 +28,8 @@ from fastapi.responses import (  # type: ignore[import-not-found,unused-ignore]
 from pydantic import BaseModel
 
 import ktransformers
-from ktransformers.errors import KTError
-from ktransformers.log import logger
-from ktransformers.serve.engine.engine import Unavailable
+from ktransformers.ground.errors import KTError
+from ktransformers.ground.log import logger
 from ktransformers.serve.http import metrics, openapi
 from ktransformers.serve.http.access import AccessRules
 from ktransformers.serve.http.answers import SSE_DONE, ResponseStream, encode_json, sse_event
@@ -45,6 +44,7 @@ from ktransformers.serve.http.protocol import ChatRequest, CompletionRequest, Lo
 from ktransformers.serve.http.registry import UnknownModel
 from ktransformers.serve.http.service import Service
 from ktransformers.serve.http.training import TrainingRuns
+from ktransformers.serve.scheduler.engine import Unavailable
 
 LOG = logger(__name__)
 DISCONNECT_POLL_SECONDS = 0.25  # between checks whether the client is still connected

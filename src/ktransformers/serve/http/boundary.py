@@ -13,11 +13,11 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect  # type: ignore[import-not-found,unused-ignore]
 
-from ktransformers.errors import KTError
-from ktransformers.log import logger
-from ktransformers.serve.engine.engine import Unavailable
+from ktransformers.ground.errors import KTError
+from ktransformers.ground.log import logger
 from ktransformers.serve.http.access import AccessRules
 from ktransformers.serve.http.error import UNAVAILABLE, ApiError
+from ktransformers.serve.scheduler.engine import Unavailable
 
 LOG = logger(__name__)
 RETRY_STATUSES = (429, 503)

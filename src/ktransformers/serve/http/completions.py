@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from ktransformers.serve.engine.sequence import Event
 from ktransformers.serve.http.answers import Completed, LogprobFormat, ResponseHeader, ResponseStream, sse_event
 from ktransformers.serve.http.prepare import PreparedRequest, TokenizedPrompt
 from ktransformers.serve.http.service import Service
+from ktransformers.serve.scheduler.sequence import Event
 
 
 class Completion:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ktransformers.errors import KTError
+from ktransformers.ground.errors import KTError
 
 MAX_MESSAGE_CHARACTERS = 1000
 MAX_PARAM_CHARACTERS = 100

@@ -14,7 +14,7 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 PACKAGE = "llguidance"
 # Bounded: a model may indent its JSON, but must not generate whitespace until max_tokens.

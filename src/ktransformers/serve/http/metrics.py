@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from ktransformers import system
-from ktransformers.serve.engine.tier_counts import TierState
+from ktransformers.ground import system
+from ktransformers.serve.cache.tier_counts import TierState
 from ktransformers.serve.http.service import Service
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.serve.http.error import ApiError
 from ktransformers.serve.http.grammar_source import GrammarSource
 from ktransformers.serve.http.limits import (

@@ -17,8 +17,8 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from ktransformers.errors import KTError
-from ktransformers.log import logger
+from ktransformers.ground.errors import KTError
+from ktransformers.ground.log import logger
 from ktransformers.serve.http import prepare_wire
 from ktransformers.serve.http.error import ApiError
 from ktransformers.serve.http.prepare import ModelTemplate, PreparedRequest, PrepareSettings

@@ -56,7 +56,7 @@ def serve_frames(source: BinaryIO, output: BinaryIO, directory: str, *, trust_re
 
 
 def answer(preparer: object, document: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
-    from ktransformers.errors import is_panic
+    from ktransformers.ground.errors import is_panic
     from ktransformers.serve.http import prepare_wire
     from ktransformers.serve.http.error import ApiError
     from ktransformers.serve.http.prepare import RequestPreparer

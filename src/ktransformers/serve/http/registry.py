@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktransformers.adapters.adapter_template import AdapterTemplate, read_adapter_template
-from ktransformers.errors import InputError, KTError
-from ktransformers.serve.engine.kv_cache import Owner
-from ktransformers.serve.engine.lora import LoadedAdapter, LoraModules
+from ktransformers.ground.errors import InputError, KTError
+from ktransformers.serve.cache.kv_cache import Owner
+from ktransformers.serve.scheduler.lora import LoadedAdapter, LoraModules
 
 
 class UnknownModel(KTError):

@@ -13,12 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ktransformers.errors import InputError
-from ktransformers.serve.engine.cache_kinds import bytes_by_kind, describe_tier
-from ktransformers.serve.engine.engine import ServeEngine
-from ktransformers.serve.engine.lora import LoadedAdapter
-from ktransformers.serve.engine.sampling import Sampling
-from ktransformers.serve.engine.sequence import GenerationRequest
+from ktransformers.ground.errors import InputError
+from ktransformers.serve.cache.cache_kinds import bytes_by_kind, describe_tier
 from ktransformers.serve.http.error import ApiError
 from ktransformers.serve.http.grammar import SchemaMatcher
 from ktransformers.serve.http.grammar_source import GrammarSource
@@ -27,6 +23,10 @@ from ktransformers.serve.http.prepare import ModelTemplate, PreparedRequest, Pre
 from ktransformers.serve.http.prepare_pool import PreparePool
 from ktransformers.serve.http.protocol import ChatRequest, CompletionRequest
 from ktransformers.serve.http.registry import Registry, UnknownModel
+from ktransformers.serve.sampling.sampling import Sampling
+from ktransformers.serve.scheduler.engine import ServeEngine
+from ktransformers.serve.scheduler.lora import LoadedAdapter
+from ktransformers.serve.scheduler.sequence import GenerationRequest
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.adapters.manifest import MANIFEST_FILE as MANIFEST
-from ktransformers.errors import KTError
-from ktransformers.files import walk_folders
-from ktransformers.log import logger
+from ktransformers.ground.errors import KTError
+from ktransformers.ground.files import walk_folders
+from ktransformers.ground.log import logger
+from ktransformers.ground.training_charts import LOG_FILE, last_step
 from ktransformers.serve.http.registry import Registry, UnknownModel
-from ktransformers.training_charts import LOG_FILE, last_step
 
 LOG = logger(__name__)
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ktransformers.errors import KTError
-from ktransformers.serve.engine.sampling import Sampling
+from ktransformers.ground.errors import KTError
+from ktransformers.serve.sampling.sampling import Sampling
 
 CANDIDATES = 256
 ROWS_AT_ONCE = 32  # their copies, about 40 bytes a logit, are within what the plan counts for scores (SCORED_ROWS)

@@ -1,1 +1,1 @@
-"""Continuous batching: sequences, the KV cache, one forward pass for all of them, sampling."""
+"""The engine: requests become sequences, sequences become batches, batches run through the model."""

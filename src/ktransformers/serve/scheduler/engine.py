@@ -30,20 +30,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ktransformers.errors import InputError, KTError, is_panic
-from ktransformers.log import logger
-from ktransformers.nn.out_of_memory import HOST, describe_shortage, exhausted_memory
-from ktransformers.serve.engine.draws import draw_tokens, sample_token, uniform
-from ktransformers.serve.engine.forward import Chunk, Forward, ForwardResult, SequentialForward
-from ktransformers.serve.engine.head import LogitsReader
-from ktransformers.serve.engine.kv_cache import KVCache, Owner
-from ktransformers.serve.engine.sampling import Score, score_tokens
-from ktransformers.serve.engine.sequence import Event, Sequence
-from ktransformers.serve.engine.snapshots import next_chunk_end
-from ktransformers.serve.engine.tier_counts import Rate
+from ktransformers.ground.errors import InputError, KTError, is_panic
+from ktransformers.ground.log import logger
+from ktransformers.ground.out_of_memory import HOST, describe_shortage, exhausted_memory
+from ktransformers.serve.cache.kv_cache import KVCache, Owner
+from ktransformers.serve.cache.snapshots import next_chunk_end
+from ktransformers.serve.cache.tier_counts import Rate
+from ktransformers.serve.sampling.draws import draw_tokens, sample_token, uniform
+from ktransformers.serve.sampling.sampling import Score, score_tokens
+from ktransformers.serve.scheduler.forward import Chunk, Forward, ForwardResult, SequentialForward
+from ktransformers.serve.scheduler.head import LogitsReader
+from ktransformers.serve.scheduler.sequence import Event, Sequence
 
 if TYPE_CHECKING:
-    from ktransformers.serve.engine.cache_tiers import CacheTiers
+    from ktransformers.serve.cache.cache_tiers import CacheTiers
 
 LOG = logger(__name__)
 DEADLINE_POLL_SECONDS = 0.05  # between checks of deadlines while nothing can run

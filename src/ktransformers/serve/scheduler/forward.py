@@ -29,35 +29,35 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ktransformers.adapters.logit_error import ComputeLogits, ForwardPass, logit_error
 from ktransformers.adapters.router_choices import token_numbers
-from ktransformers.errors import InputError
-from ktransformers.nn.contract import expert_modules
-from ktransformers.nn.delta_rule import patch_delta_rule
-from ktransformers.nn.linear import patch_linears
-from ktransformers.nn.mixed_lora import use_mixed_lora
-from ktransformers.nn.norm import patch_norms
-from ktransformers.nn.pool import default_pool
-from ktransformers.nn.router import patch_routers
-from ktransformers.nn.store import ExpertStore, round_weights
-from ktransformers.serve.engine.attention import ATTENTION_NAME, Span, attend_to_slots
-from ktransformers.serve.engine.cache_blocks import BlockLayout
-from ktransformers.serve.engine.decode_layer import patch_decode_layers
-from ktransformers.serve.engine.decode_stack import DecodeStack
-from ktransformers.serve.engine.fused_attention import patch_attention
-from ktransformers.serve.engine.head import LogitsHead, LogitsReader, ScoredRows, collect_rows
-from ktransformers.serve.engine.indexer import (
+from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.mixed_lora import use_mixed_lora
+from ktransformers.experts.store import ExpertStore, round_weights
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.pool import default_pool
+from ktransformers.modeling.delta_rule import patch_delta_rule
+from ktransformers.modeling.norm import patch_norms
+from ktransformers.modeling.router import patch_routers
+from ktransformers.quantized.linear import patch_linears
+from ktransformers.serve.attention.attention import ATTENTION_NAME, Span, attend_to_slots
+from ktransformers.serve.attention.decode_layer import patch_decode_layers
+from ktransformers.serve.attention.decode_stack import DecodeStack
+from ktransformers.serve.attention.fused_attention import patch_attention
+from ktransformers.serve.attention.indexer import (
     INDEX_LAYER_TYPE,
     compared_selections,
     has_indexers,
     reduced_topk,
     use_indexers,
 )
-from ktransformers.serve.engine.kv_cache import KVSlot
-from ktransformers.serve.engine.latent import use_latents
-from ktransformers.serve.engine.lora import AdapterRows, LoadedAdapter, adapter_rows, apply_linear_lora, expert_lora
-from ktransformers.serve.engine.query_scales import use_position_scales
-from ktransformers.serve.engine.recurrent_states import serve_states, use_states
-from ktransformers.serve.engine.snapshots import state_bytes
-from ktransformers.serve.engine.windows import read_windows, reduced_windows, require_reduced
+from ktransformers.serve.attention.latent import use_latents
+from ktransformers.serve.attention.query_scales import use_position_scales
+from ktransformers.serve.attention.windows import read_windows, reduced_windows, require_reduced
+from ktransformers.serve.cache.cache_blocks import BlockLayout
+from ktransformers.serve.cache.kv_cache import KVSlot
+from ktransformers.serve.cache.recurrent_states import serve_states, use_states
+from ktransformers.serve.cache.snapshots import state_bytes
+from ktransformers.serve.scheduler.head import LogitsHead, LogitsReader, ScoredRows, collect_rows
+from ktransformers.serve.scheduler.lora import AdapterRows, LoadedAdapter, adapter_rows, apply_linear_lora, expert_lora
 
 if TYPE_CHECKING:
     from ktransformers.serve.graphs.decode_graphs import DecodeGraphs

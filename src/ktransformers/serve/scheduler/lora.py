@@ -1,12 +1,11 @@
 """LoRA adapters beside one base model: read from any dialect, bound to the model's modules, applied to the rows of the
 batch that request them.
 
-Every linear layer gets a forward hook at start, because adapters are loaded while the server answers. The hook adds
-s * B (A x), in float32 as PEFT does, to the rows of each adapter; all other rows keep the output of the base bit for
-bit. LoRA of experts is packed for the expert stores and computed there (`nn/mixed_lora.py`). A tensor of an adapter
+Every linear layer gets a forward hook at start, because adapters are loaded while the server answers. The hook adds s *
+B (A x), in float32 as PEFT does, to the rows of each adapter; all other rows keep the output of the base bit for bit.
+LoRA of experts is packed for the expert stores and computed there (`experts/mixed_lora.py`). A tensor of an adapter
 without a module in the model is an error that names it. A loaded adapter is immutable: loading the same name again
-makes a new version, and requests in flight keep the one that they started with.
-"""
+makes a new version, and requests in flight keep the one that they started with."""
 
 from __future__ import annotations
 
@@ -28,13 +27,13 @@ from ktransformers.adapters import Adapter, LoraPair, read_adapter
 from ktransformers.adapters.adapter_template import AdapterTemplate
 from ktransformers.adapters.names import split_layer_name
 from ktransformers.adapters.pack import pack_expert_pairs
-from ktransformers.errors import InputError
-from ktransformers.nn import ExpertStore
-from ktransformers.nn.contract import IMPLEMENTATION, is_experts
-from ktransformers.nn.lora_factors import LoraFactors
-from ktransformers.nn.mixed_lora import MixedLora
-from ktransformers.nn.operator import is_placed
-from ktransformers.serve.engine.kv_cache import Owner
+from ktransformers.experts.contract import IMPLEMENTATION, is_experts
+from ktransformers.experts.lora_factors import LoraFactors
+from ktransformers.experts.mixed_lora import MixedLora
+from ktransformers.experts.operator import is_placed
+from ktransformers.experts.store import ExpertStore
+from ktransformers.ground.errors import InputError
+from ktransformers.serve.cache.kv_cache import Owner
 
 DEVICE_COPY_LOCK = threading.Lock()  # held while factors are copied to their device, and during a graph's sync check
 MAX_CORE_ROWS = 8  # rows that the core computes on the calling thread: torch would wake all of its threads

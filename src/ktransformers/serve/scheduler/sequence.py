@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ktransformers.serve.engine.detokenizer import StreamingText
-from ktransformers.serve.engine.kv_cache import KVSlot, Owner
-from ktransformers.serve.engine.lora import LoadedAdapter
-from ktransformers.serve.engine.sampling import Sampling, Score, make_generator
+from ktransformers.serve.cache.kv_cache import KVSlot, Owner
+from ktransformers.serve.sampling.detokenizer import StreamingText
+from ktransformers.serve.sampling.sampling import Sampling, Score, make_generator
+from ktransformers.serve.scheduler.lora import LoadedAdapter
 
 if TYPE_CHECKING:
-    from ktransformers.serve.engine.cache_tiers import PrefixFetch
+    from ktransformers.serve.cache.cache_tiers import PrefixFetch
 
 
 class Grammar(Protocol):

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ktransformers.errors import KTError
-from ktransformers.serve.engine.engine import ServeEngine
-from ktransformers.serve.engine.sampling import Sampling
-from ktransformers.serve.engine.sequence import Event, GenerationRequest, Sequence
+from ktransformers.ground.errors import KTError
+from ktransformers.serve.sampling.sampling import Sampling
+from ktransformers.serve.scheduler.engine import ServeEngine
+from ktransformers.serve.scheduler.sequence import Event, GenerationRequest, Sequence
 
 
 @dataclass(frozen=True)

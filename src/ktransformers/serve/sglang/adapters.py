@@ -25,10 +25,10 @@ from torch import Tensor
 
 from ktransformers.adapters import Adapter, LoraPair, read_adapter, write_adapter
 from ktransformers.adapters.pack import pack_expert_pairs
-from ktransformers.errors import InputError
-from ktransformers.log import logger
-from ktransformers.nn.store import ExpertStore
-from ktransformers.sglang.options import ServerOptions
+from ktransformers.experts.store import ExpertStore
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.log import logger
+from ktransformers.serve.sglang.options import ServerOptions
 
 MAX_TOKENS = 1 << 17  # of a batch
 MLP_NAMES = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}  # SGLang wraps FusedMoE for any of these

@@ -13,8 +13,8 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-from ktransformers.errors import InputError
-from ktransformers.sglang.options import ServerOptions, add_arguments, read_options
+from ktransformers.ground.errors import InputError
+from ktransformers.serve.sglang.options import ServerOptions, add_arguments, read_options
 
 SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 METHOD = "sglang.srt.layers.moe.kt_ep_wrapper.KTEPWrapperMethod"
@@ -59,7 +59,7 @@ def register_parser_hooks() -> None:
 
 def register_model_hooks() -> None:
     """In scheduler processes."""
-    from ktransformers.sglang import adapters, method
+    from ktransformers.serve.sglang import adapters, method
 
     options = ServerOptions.from_environment()
     stock = importlib.import_module(METHOD.rpartition(".")[0])

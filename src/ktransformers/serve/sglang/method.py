@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from kt_kernel import KTMoEWrapper
-from ktransformers.errors import InputError
-from ktransformers.sglang import adapters, streaming
-from ktransformers.sglang.options import ServerOptions
-from ktransformers.sglang.placement import ExpertPlacement, place_experts
+from ktransformers.ground.errors import InputError
+from ktransformers.serve.sglang import adapters, streaming
+from ktransformers.serve.sglang.options import ServerOptions
+from ktransformers.serve.sglang.placement import ExpertPlacement, place_experts
 
 
 class _Loading(threading.local):

@@ -14,8 +14,8 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ktransformers import env
-from ktransformers.errors import InputError
+from ktransformers.ground import env
+from ktransformers.ground.errors import InputError
 
 STRATEGIES = ("uniform", "frequency", "front-loading", "random")
 OPTIONS_VARIABLE = "KT_SGLANG_OPTIONS"

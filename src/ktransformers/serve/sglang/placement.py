@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from ktransformers.adapters.model import ModelFacts, find_facts
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.place import residents
-from ktransformers.sglang.options import ServerOptions
+from ktransformers.serve.sglang.options import ServerOptions
 
 
 @dataclass(frozen=True)

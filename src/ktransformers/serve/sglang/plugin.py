@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from ktransformers import env
+from ktransformers.ground import env
 
 SCHEDULER = "sglang.srt.managers.scheduler"  # imported in processes that build a model, before plugins are loaded
 
@@ -27,7 +27,7 @@ def register() -> None:
     builds_model = bool(env.text("KT_SGLANG_OPTIONS")) and SCHEDULER in sys.modules
     if not builds_model and not may_have_kt_flags(sys.argv):
         return
-    from ktransformers.sglang import hooks
+    from ktransformers.serve.sglang import hooks
 
     try:
         if builds_model:

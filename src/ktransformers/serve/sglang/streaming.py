@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.log import logger
-from ktransformers.nn.device_codes.layout import Geometry
-from ktransformers.nn.gate import Gate
-from ktransformers.nn.store import NO_DROPOUT, ExpertStore
+from ktransformers.experts.gate import Gate
+from ktransformers.experts.store import NO_DROPOUT, ExpertStore
+from ktransformers.ground.log import logger
 from ktransformers.place.dispatch import PlacedLayer
 from ktransformers.place.engine import ExpertEngine
 from ktransformers.place.gpu.executor import ExpertBatch
@@ -25,6 +24,7 @@ from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.gpu.pinned import RegisteredMemory
 from ktransformers.place.placement import cache_size, geometry_of, new_layer
 from ktransformers.plan.modes import STREAM
+from ktransformers.quantized.gpu.layout import Geometry
 
 _log = logger(__name__)
 

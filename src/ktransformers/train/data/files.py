@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktransformers.errors import InputError
-from ktransformers.files import check_text, is_file, may_have_surrogates, parse_json, read_text, short, shorten
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import check_text, is_file, may_have_surrogates, parse_json, read_text, short, shorten
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
 MAX_DATASET_BYTES = 64 << 30

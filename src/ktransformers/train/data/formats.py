@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ktransformers.files import parse_json, short
+from ktransformers.ground.files import parse_json, short
 from ktransformers.train.data.files import DataRow, row_error
 from ktransformers.train.data.registry import DatasetSource
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 from ktransformers.train.data.files import DataRow, read_rows
 from ktransformers.train.data.formats import Sample, read_sample
 from ktransformers.train.data.registry import DatasetSource, find_source

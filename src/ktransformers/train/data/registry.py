@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ktransformers.errors import InputError
-from ktransformers.files import is_file, path_exists, read_json_object, short, shorten, validate
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import is_file, path_exists, read_json_object, short, shorten, validate
 from ktransformers.train.data.files import SUFFIXES
 
 DEMO_DATA_DIR = Path(__file__).resolve().parent.parent / "demo_data"

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktransformers.errors import InputError
-from ktransformers.log import logger
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.log import logger
 
 if TYPE_CHECKING:
     from torch import nn
@@ -112,7 +112,7 @@ def finish_adapter(model: Any, dropout: float) -> Any:
 
 
 def require_expert_adapters(model: Any) -> None:
-    from ktransformers.nn.peft_lora import expert_adapters
+    from ktransformers.experts.peft_lora import expert_adapters
 
     if not expert_adapters(model):
         raise InputError("adapter", "no LoRA on experts", "one with it", "lora_target: all trains one")

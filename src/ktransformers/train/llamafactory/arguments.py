@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 from packaging.version import Version
 
-from ktransformers.errors import InputError
-from ktransformers.llamafactory.adapter import stored_as_peft
-from ktransformers.llamafactory.configuration import configure_kt
-from ktransformers.llamafactory.versions import llamafactory_version
+from ktransformers.ground.errors import InputError
+from ktransformers.train.llamafactory.adapter import stored_as_peft
+from ktransformers.train.llamafactory.configuration import configure_kt
+from ktransformers.train.llamafactory.versions import llamafactory_version
 
 MAPPING_IN_TRAINING_ARGUMENTS = Version("0.9.6.dev0")
 KT_ENGINE = "ktransformers"  # of `infer_backend`, in releases up to 0.9.4

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ktransformers.errors import InputError
-from ktransformers.log import logger
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.log import logger
 
 if TYPE_CHECKING:
     from ktransformers.train.settings import TrainSettings

@@ -12,10 +12,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from ktransformers.errors import InputError
-from ktransformers.llamafactory.adapter import has_packed_experts
-from ktransformers.llamafactory.configuration import read_kt_settings
-from ktransformers.log import logger, show
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.log import logger, show
+from ktransformers.train.llamafactory.adapter import has_packed_experts
+from ktransformers.train.llamafactory.configuration import read_kt_settings
 
 log = logger(__name__)
 
@@ -49,7 +49,7 @@ def load_packed_experts(module: Any) -> None:
             return module.AutoConfig.from_pretrained(model_args.model_name_or_path, **options)
         if not model_args.use_kt:
             return stock_load_config(model_args)
-        from ktransformers.nn.load import load_config
+        from ktransformers.modeling.load import load_config
 
         module._get_init_kwargs(model_args)  # downloads from another hub than Hugging Face's
         return load_config(checkpoint_directory(model_args))
@@ -103,9 +103,9 @@ def _with_requests(stock: Any) -> type:
 
 
 def load_packed(model_args: Any, config: Any, device_map: Any, *, training: bool) -> Any:
-    from ktransformers.nn.load import load_pretrained
-    from ktransformers.nn.quantizer import KTConfig, hide_quantisation
-    from ktransformers.nn.skeleton import meta_model
+    from ktransformers.modeling.load import load_pretrained
+    from ktransformers.modeling.quantizer import KTConfig, hide_quantisation
+    from ktransformers.modeling.skeleton import meta_model
     from ktransformers.operators.apply import apply_operators
     from ktransformers.operators.loader import Loader
     from ktransformers.operators.rules import require_rules

@@ -17,20 +17,23 @@ from typing import Any
 
 # Module of LLaMA-Factory -> our module and its function that changes it.
 HOOKED_MODULES = {
-    "llamafactory.extras.misc": ("ktransformers.llamafactory.versions", "answer_checks"),
-    "llamafactory.hparams.model_args": ("ktransformers.llamafactory.arguments", "extend_model_arguments"),
-    "llamafactory.hparams.training_args": ("ktransformers.llamafactory.arguments", "extend_training_arguments"),
-    "llamafactory.model.model_utils.checkpointing": ("ktransformers.llamafactory.training", "use_checkpoint_context"),
-    "llamafactory.model.adapter": ("ktransformers.llamafactory.adapter", "adapt_experts"),
-    "llamafactory.model.loader": ("ktransformers.llamafactory.loading", "load_packed_experts"),
-    "llamafactory.train.tuner": ("ktransformers.llamafactory.training", "check_runs"),
-    "llamafactory.v1.launcher": ("ktransformers.llamafactory.versions", "refuse_v1"),
+    "llamafactory.extras.misc": ("ktransformers.train.llamafactory.versions", "answer_checks"),
+    "llamafactory.hparams.model_args": ("ktransformers.train.llamafactory.arguments", "extend_model_arguments"),
+    "llamafactory.hparams.training_args": ("ktransformers.train.llamafactory.arguments", "extend_training_arguments"),
+    "llamafactory.model.model_utils.checkpointing": (
+        "ktransformers.train.llamafactory.training",
+        "use_checkpoint_context",
+    ),
+    "llamafactory.model.adapter": ("ktransformers.train.llamafactory.adapter", "adapt_experts"),
+    "llamafactory.model.loader": ("ktransformers.train.llamafactory.loading", "load_packed_experts"),
+    "llamafactory.train.tuner": ("ktransformers.train.llamafactory.training", "check_runs"),
+    "llamafactory.v1.launcher": ("ktransformers.train.llamafactory.versions", "refuse_v1"),
 }
 # Module of the fork of transformers -> our module and its function that it offers.
 PROVIDED_MODULES = {
-    "transformers.integrations.kt": ("ktransformers.llamafactory.configuration", "configure_kt"),
+    "transformers.integrations.kt": ("ktransformers.train.llamafactory.configuration", "configure_kt"),
     "transformers.integrations.kt_artifacts": (
-        "ktransformers.llamafactory.configuration",
+        "ktransformers.train.llamafactory.configuration",
         "prepare_kt_pretrained_config",
     ),
 }

@@ -13,15 +13,15 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktransformers.errors import InputError
-from ktransformers.files import write_text
-from ktransformers.llamafactory.versions import WINDOWS, check_window, installed_version
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import write_text
+from ktransformers.train.llamafactory.versions import WINDOWS, check_window, installed_version
 
 PTH_NAME = "ktransformers_llamafactory.pth"
 # The values that LLaMA-Factory takes for true.
 PTH_TEXT = (
     'import os; os.environ.get("USE_KT", "0").lower() in ("true", "y", "1") '
-    'and __import__("ktransformers.llamafactory.startup")\n'
+    'and __import__("ktransformers.train.llamafactory.startup")\n'
 )
 DISTRIBUTIONS = ("llamafactory", "llamafactory-kt")
 

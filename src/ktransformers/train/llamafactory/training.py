@@ -2,7 +2,7 @@
 form of the saved adapter.
 
 LLaMA-Factory's checkpointing becomes non-reentrant, and with `kt_cpu_activation: retain` the experts' results are kept
-(`nn/checkpointing.py`). A run in which the LoRA of some expert layer never received a gradient ends with an error
+(`experts/checkpointing.py`). A run in which the LoRA of some expert layer never received a gradient ends with an error
 before its adapter is saved: LLaMA-Factory would call it a success.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ktransformers.errors import InputError, KTError
-from ktransformers.log import logger
+from ktransformers.ground.errors import InputError, KTError
+from ktransformers.ground.log import logger
 
 log = logger(__name__)
 
@@ -41,7 +41,7 @@ def use_checkpoint_context(module: Any) -> None:
 
 def checkpoint_options(cpu_activation: str) -> dict[str, Any]:
     """Arguments of torch's checkpoint function."""
-    from ktransformers.nn.checkpointing import save_expert_outputs
+    from ktransformers.experts.checkpointing import save_expert_outputs
 
     options: dict[str, Any] = {"use_reentrant": False}
     return options | ({"context_fn": save_expert_outputs} if cpu_activation == "retain" else {})

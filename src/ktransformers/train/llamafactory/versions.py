@@ -20,7 +20,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 FORKS = ("transformers-kt", "accelerate-kt", "peft-kt", "trl-kt")
 ANSWERED = {"kt-kernel", *FORKS}

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktransformers import _core
-from ktransformers.expert_partition import ExpertShard, LayerShard
-from ktransformers.nn.contract import Contract
-from ktransformers.nn.load import open_files
-from ktransformers.nn.quantizer import KTConfig, KTQuantizer
-from ktransformers.nn.recoded_layer import ExpertFormats
-from ktransformers.nn.skeleton import meta_model
-from ktransformers.nn.store import ExpertStore
+from ktransformers.experts.contract import Contract
+from ktransformers.experts.partition import ExpertShard, LayerShard
+from ktransformers.experts.recoded_layer import ExpertFormats
+from ktransformers.experts.store import ExpertStore
+from ktransformers.modeling.load import open_files
+from ktransformers.modeling.quantizer import KTConfig, KTQuantizer
+from ktransformers.modeling.skeleton import meta_model
 
 
 @dataclass(frozen=True)

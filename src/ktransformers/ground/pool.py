@@ -13,8 +13,9 @@ import threading
 
 import torch
 
-from ktransformers import _core, env
-from ktransformers.nn.rank_cores import bind_rank_cores
+from ktransformers import _core
+from ktransformers.ground import env
+from ktransformers.ground.rank_cores import bind_rank_cores
 
 _lock = threading.Lock()
 _default: list[_core.Pool] = []  # at most one
@@ -25,7 +26,7 @@ atexit.register(_default.clear)
 
 
 def default_pool() -> _core.Pool:
-    """Created on first use. Ranks on one machine divide its cores (`nn/rank_cores.py`)."""
+    """Created on first use. Ranks on one machine divide its cores (`ground/rank_cores.py`)."""
     with _lock:
         if not _default:
             _default.append(_new_pool(0, 0, env.text("KT_PLACE") not in ("", "cpu")))

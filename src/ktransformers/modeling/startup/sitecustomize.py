@@ -1,9 +1,10 @@
 """Startup hook of `kt with` for third-party programs: Python imports a module named sitecustomize when it starts.
 
 The hook only installs an import watcher. After transformers' model code has been imported, and PEFT if its import has
-begun, it imports `ktransformers.nn.quantizer`, which registers "kt" with transformers and patches PEFT for expert LoRA.
-That is not done at startup because most processes of a program (launchers, data workers) never load a model. The folder
-is on PYTHONPATH, so child processes inherit it; it is not a package and imports nothing of ktransformers by itself.
+begun, it imports `ktransformers.modeling.quantizer`, which registers "kt" with transformers and patches PEFT for expert
+LoRA. That is not done at startup because most processes of a program (launchers, data workers) never load a model. The
+folder is on PYTHONPATH, so child processes inherit it; it is not a package and imports nothing of ktransformers by
+itself.
 
 A program whose Python lacks ktransformers fails when it imports transformers, because transformers alone would only
 warn of an unknown method "kt", load the experts as plain parameters and train without the kernels.
@@ -79,7 +80,7 @@ def register() -> None:
         raise ImportError(
             f"kt with: {sys.executable} has no ktransformers; install it there, or run the program of its own"
         )
-    importlib.import_module("ktransformers.nn.quantizer")
+    importlib.import_module("ktransformers.modeling.quantizer")
 
 
 def _run_shadowed_sitecustomize() -> None:

@@ -10,9 +10,20 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ktransformers.charts import MAX_POINTS, Bar, Series, bar_chart, format_tick, grid, line_chart, smooth, thin, ticks
-from ktransformers.html_page import chart, render, sample, table
-from ktransformers.training_charts import compared_panels, curve, read_log, run_panels, run_picture
+from ktransformers.ground.charts import (
+    MAX_POINTS,
+    Bar,
+    Series,
+    bar_chart,
+    format_tick,
+    grid,
+    line_chart,
+    smooth,
+    thin,
+    ticks,
+)
+from ktransformers.ground.html_page import chart, render, sample, table
+from ktransformers.ground.training_charts import compared_panels, curve, read_log, run_panels, run_picture
 
 HOSTILE = "<script>alert('x')</script>\"&"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ktransformers.nn import pool
+from ktransformers.ground import pool
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ktransformers.checkpoint.quantisation import accept
 from ktransformers.checkpoint.sources import Source, open_source
-from ktransformers.nn.prepare import QUANT_METHOD, config_file, read_config, split_quantisation
+from ktransformers.modeling.prepare import QUANT_METHOD, config_file, read_config, split_quantisation
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 CPUS = Path("/sys/devices/system/cpu")
 

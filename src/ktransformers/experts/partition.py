@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ktransformers.errors import InputError
+from ktransformers.ground.errors import InputError
 
 PARTITIONS = ("experts", "layers", "frequency")
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from ktransformers import system, triton_modules
-from ktransformers.errors import InputError
+from ktransformers.ground import system, triton_modules
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.triton_modules import c_compiler, require_compiler
 from ktransformers.serve import launch
 from ktransformers.train import run
 from ktransformers.train.resolve import read_settings
-from ktransformers.triton_modules import c_compiler, require_compiler
 from tests.support.cli import write_model
 from tests.support.training import RunRecorder, recipe
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ktransformers import system
-from ktransformers.errors import InputError
-from ktransformers.system import Gpu
+from ktransformers.ground import system
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.system import Gpu
 
 NEW, OLD = Gpu("RTX 4090", 24 << 30, (8, 9)), Gpu("GTX 1080 Ti", 11 << 30, (6, 1))
 

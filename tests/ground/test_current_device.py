@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from ktransformers.nn.current_device import on_device
-from ktransformers.nn.device_codes import dequantize, head_products
-from ktransformers.nn.device_codes.head_products import HeadRows
-from ktransformers.nn.device_codes.layout import PackedMatrix
-from ktransformers.nn.device_codes.linear import DeviceCodes, packed_linear
-from ktransformers.nn.host_rows import HostRows
+from ktransformers.ground.current_device import on_device
+from ktransformers.quantized.gpu import dequantize, head_products
+from ktransformers.quantized.gpu.head_products import HeadRows
+from ktransformers.quantized.gpu.layout import PackedMatrix
+from ktransformers.quantized.gpu.linear import DeviceCodes, packed_linear
+from ktransformers.quantized.host_rows import HostRows
 
 SECOND = torch.device("cuda", 1)
 
@@ -91,7 +91,7 @@ def test_experts_and_rows_of_the_embedding_are_read_on_their_gpu(
     matrix: PackedMatrix = packed_linear(64, 64, "int8")
     dequantize.decode(packed, (0,), torch.zeros(1), matrix, torch.empty(1))
     assert kernels.launched == {"decode": 1}
-    monkeypatch.setattr("ktransformers.nn.host_rows.import_triton_module", lambda name: kernels)
+    monkeypatch.setattr("ktransformers.quantized.host_rows.import_triton_module", lambda name: kernels)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
     rows = HostRows(torch.zeros(4, 64), SECOND)
     weight: Any = None

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ktransformers.errors import InputError
-from ktransformers.expert_partition import (
+from ktransformers.experts.partition import (
     ExpertPartition,
     by_experts,
     by_frequency,
     by_layers,
 )
+from ktransformers.ground.errors import InputError
 
 
 @given(st.integers(1, 5), st.integers(1, 40), st.integers(1, 9))

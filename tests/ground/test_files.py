@@ -9,9 +9,17 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from ktransformers import files
-from ktransformers.errors import InputError
-from ktransformers.files import path_exists, read_json, read_json_object, read_yaml, read_yaml_mapping, short, validate
+from ktransformers.ground import files
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import (
+    path_exists,
+    read_json,
+    read_json_object,
+    read_yaml,
+    read_yaml_mapping,
+    short,
+    validate,
+)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 
 def test_openmp_spin_count_is_set_unless_configured(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ktransformers.openmp import SPIN_COUNT, USER_VARIABLES, limit_spinning
+    from ktransformers.ground.openmp import SPIN_COUNT, USER_VARIABLES, limit_spinning
 
     for name in USER_VARIABLES:
         monkeypatch.setenv(name, "")  # so that it is as it was afterwards
@@ -25,7 +25,7 @@ def test_openmp_spin_count_is_set_unless_configured(monkeypatch: pytest.MonkeyPa
     limit_spinning()
     assert "GOMP_SPINCOUNT" not in os.environ
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; import ktransformers.openmp; print('torch' in sys.modules)"],
+        [sys.executable, "-c", "import sys; import ktransformers.ground.openmp; print('torch' in sys.modules)"],
         capture_output=True,
         text=True,
     )

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktransformers import patterns
 from ktransformers.adapters import read_adapter, write_adapter
 from ktransformers.adapters.config import check_for_peft
-from ktransformers.errors import InputError
 from ktransformers.evaluate.measure import statistics
 from ktransformers.evaluate.task import load_tasks
+from ktransformers.ground import patterns
+from ktransformers.ground.errors import InputError
+from ktransformers.ground.patterns import FilePatterns
 from ktransformers.operators.plan import first_rules
 from ktransformers.operators.rules import read_rules
-from ktransformers.patterns import FilePatterns
 from tests.support.adapter_samples import Recipe, sample, write_model_config
 
 NAMES = [f"model.layers.{layer}.{leaf}" for layer in range(3) for leaf in ("self_attn.q_proj", "mlp.gate", "norm")]

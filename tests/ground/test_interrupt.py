@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ktransformers.interrupt import remembered_interrupt
+from ktransformers.ground.interrupt import remembered_interrupt
 
 
 @pytest.fixture(autouse=True)

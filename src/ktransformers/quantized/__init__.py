@@ -1,0 +1,1 @@
+"""Frozen weights of dense (non-expert) layers, packed as the core multiplies them, and their products on a GPU."""

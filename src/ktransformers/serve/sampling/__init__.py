@@ -1,0 +1,1 @@
+"""From logits to text: draws of tokens, penalties and limits, detokenising."""
