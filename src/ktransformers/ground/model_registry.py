@@ -97,7 +97,7 @@ class KnownModel:
 @functools.cache
 def known_models() -> tuple[KnownModel, ...]:
     """The models of `known_models.json`, in its order."""
-    text = (resources.files("ktransformers") / "known_models.json").read_text()
+    text = (resources.files("ktransformers.ground") / "known_models.json").read_text()
     return tuple(KnownModel(**entry | {"aliases": tuple(entry["aliases"])}) for entry in json.loads(text)["models"])
 
 
