@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ktransformers.parallel import rank_cores
+from ktransformers.ground import rank_cores
 from tests.support.packing import pack
 from tests.support.tiny_models import build, save
 from tests.support.training import TOKENIZER, recipe
