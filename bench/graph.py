@@ -63,7 +63,7 @@ class Step:
         self.layers: list[PlacedStore] = []
         for index, store in enumerate(stores):
             self.engine.layers[index] = new_layer(self.engine, index, store, Gate("silu"), sizes)
-            self.layers.append(PlacedStore(self.engine, self.engine.layers[index], index))
+            self.layers.append(PlacedStore(self.engine, self.engine.layers[index]))
         generator = torch.Generator().manual_seed(3)
         routers = torch.randn(len(stores), shape.experts, shape.hidden, generator=generator) / shape.hidden**0.5
         self.routers = list(routers.bfloat16().to(device))

@@ -113,7 +113,7 @@ def engine_of(
             )
             engine.dispatcher.costs = layer.costs
         engine.layers[index] = layer
-        found.append(PlacedStore(engine, layer, index))
+        found.append(PlacedStore(engine, layer))
     return found
 
 

@@ -118,9 +118,6 @@ def gpu() -> Keys:
             yield "model/logits", model(input_ids=tokens).logits
             placement.stream_from(50)
             yield "model/threshold/logits", model(input_ids=tokens).logits
-            placement.stream_from(0)
-            placement.defer(1)
-            yield "model/deferred/logits", model(input_ids=tokens[:1, :2]).logits  # more tokens defer no expert
 
 
 def gpu_graphs() -> Keys:

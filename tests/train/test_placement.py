@@ -1,10 +1,9 @@
-"""Training through the placement engine: keys, the run itself, residents that follow the routing, statistics. The
-engine is on torch's CPU device, so that all of it runs without a GPU."""
+"""Training through the placement engine: keys, the run itself, statistics. The engine is on
+torch's CPU device, so that all of it runs without a GPU."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from ktransformers.ground.errors import InputError
 from ktransformers.place import apply, attach
 from ktransformers.place.residents import load_counts
-from ktransformers.train.placement import ResidentUpdate, TrainPlacement, options_of
+from ktransformers.train.placement import TrainPlacement, options_of
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
 from tests.support.training import RunRecorder, recipe
@@ -60,7 +59,7 @@ def test_split_is_refused_before_anything_is_loaded(
 
 
 def test_run_with_placed_experts(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The losses of a run whose experts the CPU computes, to bf16's rounding; residents are renewed on the way."""
+    """The losses of a run whose experts the CPU computes, to bf16's rounding; a key without effect is noted."""
     losses = []
     file = tmp_path / "counts.safetensors"
     more: dict[str, Any] = {"kt_place": "resident", "kt_num_gpu_experts": 2, "kt_record_experts": str(file)}
@@ -73,26 +72,10 @@ def test_run_with_placed_experts(tiny: Path, tmp_path: Path, monkeypatch: pytest
         losses.append([step.values["loss"] for step in watcher.steps if "loss" in step.values])
     assert len(losses[0]) == 4 and losses[0][-1] < losses[0][0]
     assert np.allclose(*losses, rtol=0.02)
+    assert sum("kt_enable_dynamic_expert_update: accepted, has no effect" in note for note in watcher.notes) == 1
     assert any("policy resident; 2 residents in each of" in note for note in watcher.notes)
     assert any(str(file) in note for note in watcher.notes)
     from safetensors.numpy import load_file
 
     names = sorted(load_file(file))
     assert all(row.sum() > 0 for row in load_counts(file, names))
-
-
-def test_residents_are_updated_every_n_steps() -> None:
-    from tests.support.placed_experts import tiny_packed_model
-
-    model = tiny_packed_model()
-    placement = attach(model, policy="resident", device="cpu")
-    assert placement is not None
-    placement.place_residents(count=2)
-    renewal = ResidentUpdate(placement, 2)
-    for step in range(1, 5):
-        for layer in placement.layers:
-            layer.counts[[6, 7] if step < 3 else [0, 7]] += 5
-        renewal.on_step_end(None, SimpleNamespace(global_step=step), None)
-    assert renewal.changed == [6, 3], "two of three layers each, then one: only what came since the last time counts"
-    caches = placement.engines[0].executor.residents
-    assert [caches[layer].present(layer) for layer in range(3)] == [frozenset({0, 7})] * 3

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from ktransformers.ground import system
-from ktransformers.ground.errors import InputError
 from ktransformers.ground.out_of_memory import free_bytes
 from ktransformers.operators.plan import OperatorPlan, plan_operators
 from ktransformers.operators.rules import Rule, devices_of, find_rules
@@ -82,27 +81,17 @@ def attach_engine(
     device_map: DeviceMap | None = None,
     *,
     device: torch.device | str | None = None,
-    training: bool = False,
 ) -> Placement | None:
-    """The engine with everything but residents; None: the CPU computes all experts. In training residents are updated
-    after a number of steps (`train/placement.py`), not after a batch."""
+    """The engine with everything but residents; None: the CPU computes all experts."""
     policy = options.policy
     if policy == "cpu" and device_map is not None and device_map.resident_layers:
         policy = "resident"  # a rule wants experts on a GPU
-    if options.kt_enable_dynamic_expert_update and not training and not options.kt_gpu_prefill_token_threshold:
-        given = "on, without kt_gpu_prefill_token_threshold"
-        raise InputError(
-            "kt_enable_dynamic_expert_update", given, "a threshold beside it", "batches above it are counted"
-        )
     placement = attach(
         model, policy=policy, device=device, device_by_layer=None if device_map is None else device_map.experts
     )
     if placement is None or not placement.layers:  # or a model that is on the CPU, beside a GPU
         return None
     placement.stream_from(options.kt_gpu_prefill_token_threshold or 0)
-    placement.follow_routing(options.kt_enable_dynamic_expert_update and not training)
-    if options.kt_max_deferred_experts_per_token:
-        placement.defer(options.kt_max_deferred_experts_per_token)
     return placement
 
 
@@ -149,10 +138,6 @@ def describe(placement: Placement, options: PlacementOptions, residents: list[tu
     parts = [f"policy {placement.policy}", f"{span} residents in each of {len(counts)} layers ({taken / 1e9:.2f} GB)"]
     if options.kt_gpu_prefill_token_threshold:
         parts.append(f"batches from {options.kt_gpu_prefill_token_threshold} tokens on streamed whole")
-    if options.kt_enable_dynamic_expert_update:
-        parts.append("residents follow the routing")
-    if options.kt_max_deferred_experts_per_token:
-        parts.append(f"up to {options.kt_max_deferred_experts_per_token} experts of a token deferred: an approximation")
     if placement.left:
         parts.append(f"{len(placement.left)} layers left to the CPU")
     return f"experts on {where}: " + "; ".join(parts)
@@ -180,7 +165,7 @@ class ModelPlacement:
 
     def attach(self, model: nn.Module, *, graphs: bool = False) -> None:
         """`graphs`: decode steps are to be captured in CUDA graphs, for which even the CPU alone needs an engine."""
-        self.placement = attach_engine(model, self.options, self.device_map, training=self._training)
+        self.placement = attach_engine(model, self.options, self.device_map)
         if self.placement is None and graphs and self.options.policy == CPU and self.device_map is None:
             bare = attach(model, policy=RESIDENT, streams=False)
             if bare is not None and bare.left and self.options.kt_record_experts is not None:

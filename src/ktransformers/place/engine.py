@@ -96,13 +96,11 @@ class ExpertEngine:
 
     # Passes.
 
-    def forward(
-        self, layer: PlacedLayer, batch: ExpertBatch, retain: bool, *, training: bool = True
-    ) -> tuple[Tensor, SavedForBackward]:
+    def forward(self, layer: PlacedLayer, batch: ExpertBatch, retain: bool) -> tuple[Tensor, SavedForBackward]:
         """The result in hidden's dtype, and what backward needs; with `retain` the CPU keeps gate and up."""
         with self._lock, on_device(self.device):
-            mode = self._without_callbacks(layer, self.dispatcher.mode(layer, batch, training=training))
-            return self._forward(layer, batch, retain, mode, training)
+            mode = self._without_callbacks(layer, self.dispatcher.mode(layer, batch, training=True))
+            return self._forward(layer, batch, retain, mode, True)
 
     def infer(self, layer: PlacedLayer, batch: ExpertBatch) -> Tensor:
         """The result alone."""

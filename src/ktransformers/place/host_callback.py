@@ -15,19 +15,18 @@ with. The CPU reads packed factors; the residents' kernels read factors through 
 Lifetimes: buffers belong to a batch size and are shared by all layers, whose calls run one after another on the stream;
 prepared calls belong to a layer and its adapters, resident tables to a layer. A host callback holds raw addresses, so
 the device is synchronised before any of these is freed, and everything that a captured graph uses, its store included,
-is kept as long as this object, or, with adapters, until `release_unused_adapters`. When residents change within their
-cache the tables are rewritten in place (the core reads `skip` at every call) and graphs stay valid. When they get
-another cache, the tables of captured calls are cleared: an older graph still computes correct results, with all experts
-of that layer on the CPU, until it is captured again. If all experts are resident it has the CPU's share for that
-reason alone; a graph of which its owner says that it is not replayed once `generation` has changed (`recaptured`) has
-none.
+is kept as long as this object, or, with adapters, until `release_unused_adapters`. When residents change, the tables of
+captured calls are cleared (the core reads `skip` at every call): an older graph still computes correct results, with
+all experts of that layer on the CPU, until it is captured again. If all experts are resident it has the CPU's share for
+that reason alone; a graph of which its owner says that it is not replayed once `generation` has changed (`recaptured`)
+has none.
 """
 
 from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -325,24 +324,6 @@ class HostCallbackPath:
         slot_of = find_resident_slots(layer, cache)
         resident = slot_of >= 0
         return ResidentTable(cache, slot_of.to(self.device), resident, bool(resident.all()))
-
-    def replace_residents(self, layer: LayerOnDevice, change: Callable[[], None]) -> None:
-        """Run `change`, which fetches other residents into the same cache, and rewrite the tables in place, so that
-        prepared calls and graphs use the new residents. Graphs without the CPU's share are captured again: if the
-        change fails, they would leave experts out."""
-        table = self._residents.get(layer.index)
-        if table is None or table.complete or not self._is_current(layer.index):
-            self.drop_calls(layer.index)
-            change()
-            return
-        _synchronize(self.device)
-        table.skip.zero_()  # if the change fails, no expert is resident
-        table.slot_of.fill_(-1)
-        change()
-        slot_of = find_resident_slots(layer, table.cache)
-        table.slot_of.copy_(slot_of)
-        table.skip.copy_(slot_of >= 0)
-        _synchronize(self.device)
 
     def drop_calls(self, index: int) -> None:
         """Drop a layer's prepared calls, before its residents get another cache. In graphs captured before, the CPU

@@ -3,7 +3,7 @@
 `kt serve` reads them as `--kt-...` flags, `kt train` as keys, and both pass the same `PlacementOptions` to
 `place/apply.py`. Names and meanings are those of the launch lines for SGLang with kt-kernel: a number of residents per
 layer, or a share of all experts, which wins; a strategy that selects them; a number of tokens from which on a batch is
-streamed to the GPU. Deferred experts and dynamic expert update are off by default."""
+streamed to the GPU. Deferred experts and dynamic expert update are accepted for such lines and not done (`notes`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("uniform", "frequency", "front-loading", "random")
 DEFAULT_POLICIES = ("auto", "cpu")  # that the planner chooses from when none is given and there is a GPU
-UPDATE_STEPS = 100  # default of kt_expert_update_steps
+DEFERRAL_NOTE = (
+    "kt_max_deferred_experts_per_token: not done here: exact decode steps in CUDA graphs are faster, see docs/place.md"
+)
+UPDATE_NOTE = "kt_enable_dynamic_expert_update: accepted, has no effect yet; the word is reserved for an expert cache"
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class PlacementOptions:
     init_expert_location: Path | None = None  # statistics for `frequency`
     kt_gpu_prefill_token_threshold: int | None = None
     kt_enable_dynamic_expert_update: bool = False
-    kt_expert_update_steps: int = UPDATE_STEPS  # training steps between two updates
+    kt_expert_update_steps: int = 100
     kt_max_deferred_experts_per_token: int = 0
     kt_w8a8: bool = False  # 8-bit activations on the CPU
     kt_record_experts: Path | None = None  # where counts of routed tokens are written
@@ -92,12 +95,16 @@ class PlacementOptions:
 
     @property
     def wants_gpu(self) -> bool:
-        return bool(
-            self.kt_num_gpu_experts
-            or self.kt_gpu_experts_ratio
-            or self.kt_gpu_prefill_token_threshold
-            or self.kt_max_deferred_experts_per_token
-        )
+        return bool(self.kt_num_gpu_experts or self.kt_gpu_experts_ratio or self.kt_gpu_prefill_token_threshold)
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines on options that are accepted and have no effect."""
+        given = {
+            DEFERRAL_NOTE: self.kt_max_deferred_experts_per_token > 0,
+            UPDATE_NOTE: self.kt_enable_dynamic_expert_update,
+        }
+        return [note for note, on in given.items() if on]
 
     @property
     def strategy(self) -> str:

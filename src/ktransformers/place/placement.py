@@ -38,7 +38,7 @@ from ktransformers.place.gpu.expert_cache import ExpertCache, ExpertPart, LayerB
 from ktransformers.place.gpu.layer_costs import measured_costs
 from ktransformers.place.gpu.pinned import MODES, RegisteredMemory
 from ktransformers.place.gpu.resident_decode import DECODED_BYTES, decodes_first
-from ktransformers.place.placed_store import Deferral, PlacedStore
+from ktransformers.place.placed_store import PlacedStore
 from ktransformers.place.tune import tune
 from ktransformers.plan.memory import ENGINE_LIMITS
 from ktransformers.plan.modes import SPLIT
@@ -69,9 +69,6 @@ class Placement:
     _registered: RegisteredMemory | None = None
     _placed: list[PlacedStore] = field(default_factory=list)  # in the order of `layers`
     _attention: list[GraphedAttention] = field(default_factory=list)
-    _counts_at_update: list[residents.Row] = field(
-        default_factory=list
-    )  # of each layer, at the last `update_residents`
 
     def counts(self) -> list[residents.Row]:
         """Rows of each expert so far, by layer."""
@@ -162,23 +159,13 @@ class Placement:
         engine.callbacks.drop_calls(packed.index)
         cache = engine.executor.residents.pop(packed.index, None)
         if cache is not None and experts and cache.count == len(experts):
-            cache.evict_except(packed.index, frozenset(experts))  # an update copies only the new ones
+            cache.evict_except(packed.index, frozenset(experts))  # experts that stay are not copied again
         elif experts:
             cache = None  # freed before the new one is allocated
             cache = ExpertCache(packed.geometry, len(experts), engine.device, self._registered)
         if experts and cache is not None:
             cache.fetch(packed.index, packed.source, experts)
             engine.executor.residents[packed.index] = cache
-
-    def update_residents(self) -> int:
-        """Replace residents by the experts with most rows since the last update, as many per layer as before; the
-        number of new ones."""
-        before = self._counts_at_update or [np.zeros_like(row) for row in self.counts()]
-        changed = 0
-        for placed, counts, counts_before in zip(self._placed, self.counts(), before, strict=True):
-            changed += placed.update_residents(counts - counts_before)
-        self._counts_at_update = [row.copy() for row in self.counts()]
-        return changed
 
     def tune(self, sizes: Collection[int], *, training: bool = False) -> list[str]:
         """Decide the modes of batches of these sizes, timing layers where the cost model cannot tell modes apart; a
@@ -196,25 +183,6 @@ class Placement:
         for engine in self.engines:
             engine.dispatcher.threshold = tokens
             engine.dispatcher.forget()
-
-    def follow_routing(self, on: bool) -> None:
-        """Dynamic expert update: after every streamed batch its busiest experts become the residents of their layer."""
-        for placed in self._placed:
-            placed.updates_residents = on
-
-    def defer(self, late: int) -> int:
-        """Defer up to `late` experts of a token to the next layer; the number of layers that do."""
-        deferral = Deferral(late) if late else None
-        numbers = {placed.number for placed in self._placed if placed.number >= 0}
-        for placed in self._placed:
-            following = placed.number + 1
-            placed.deferral, placed.first = deferral, placed.number == min(numbers, default=-1)
-            placed.following = following if late and placed.number >= 0 and following in numbers else None
-        return sum(placed.following is not None for placed in self._placed)
-
-    @property
-    def defers(self) -> bool:
-        return any(placed.deferral is not None for placed in self._placed)
 
     @property
     def all_resident(self) -> bool:
@@ -349,8 +317,7 @@ def _add(
         layer.costs, engine.cache.link_rate = measured_costs(layer.packed, store, engine.executor, remeasure=calibrate)
         engine.dispatcher.costs = layer.costs
     engine.layers[layer.packed.index] = layer
-    number = residents.layer_number(name)
-    placed = PlacedStore(engine, layer, -1 if number is None else number)
+    placed = PlacedStore(engine, layer)
     placement.names.append(name)
     placement.layers.append(layer)
     placement._placed.append(placed)

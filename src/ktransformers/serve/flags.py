@@ -71,13 +71,13 @@ PLACEMENT_FLAGS = (
     Flag(
         ("--kt-enable-dynamic-expert-update",),
         "kt_enable_dynamic_expert_update",
-        "after such a batch its most routed experts become the residents",
+        "accepted, has no effect yet; the word is reserved for an expert cache",
         bool,
     ),
     Flag(
         ("--kt-max-deferred-experts-per-token",),
         "kt_max_deferred_experts_per_token",
-        "experts of a token that may be added one layer late, an approximation",
+        "accepted, not done here: exact decode steps in CUDA graphs are faster; see docs/place.md",
         int,
     ),
     Flag(

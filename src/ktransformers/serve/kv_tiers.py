@@ -28,7 +28,6 @@ DEFAULT_SHARE = 0.1  # of free host memory, for the host tier beside a GPU
 DEFAULT_BYTES = 8 << 30
 MAX_BUFFER_SHARE = 0.05  # of free host memory, for blocks on their way to and from disk
 MIN_BUFFER_BLOCKS = 8
-APPROXIMATIONS = ("kt_w8a8", "kt_max_deferred_experts_per_token")  # options that change keys and values
 
 LogLine = Callable[[str], None]
 
@@ -70,7 +69,7 @@ def open_tiers(launch: Launch, target: Target, dtype: Any, by_default: bool, log
     from ktransformers.serve.placement import options_of
 
     experts, place = target.choose_experts(launch.experts), options_of(launch, target)
-    options = {name: getattr(place, name) for name in APPROXIMATIONS} | {"dtype": str(dtype), "rest": launch.rest}
+    options: dict[str, Any] = {"kt_w8a8": place.kt_w8a8, "dtype": str(dtype), "rest": launch.rest}
     if launch.fp8_cache:
         options["kv_cache_dtype"] = "fp8"
     options |= {"experts": launch.expert_format or target.expert_format}

@@ -91,6 +91,8 @@ def cache_tokens(model: nn.Module, launch: Launch, bytes_per_token: int, state_b
 
 def attach_experts(model: nn.Module, placement: ModelPlacement, say: Say, graphs: bool) -> None:
     options = placement.options
+    for line in options.notes:
+        say(line)
     if options.kt_w8a8:
         layers, linears = use_w8a8(model)
         say(f"8-bit activations in {layers} layers of experts and {linears} linear layers: an approximation")
@@ -116,8 +118,7 @@ def fill_gpus(
 
     for line in placement.fill(later, (*DECODE_SIZES, prefill)):
         say(line)
-    late = options.kt_max_deferred_experts_per_token
-    return approximations | ({"kt_max_deferred_experts_per_token": late} if late else {})
+    return approximations
 
 
 def _planned_activations(plan: Plan | None, place: int) -> int:

@@ -1,5 +1,5 @@
 """GPU memory of a training run: layers over several GPUs where rules or the plan want them, experts under the placement
-engine, and residents that follow the routing of the last steps.
+engine.
 
 Residents are placed when the trainer exists: trained parameters are on the GPU by then, and the plan says what is still
 to come. A process of several (torchrun) has one GPU and never spreads its layers.
@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import TrainerCallback
 
 from ktransformers.ground import system
 from ktransformers.operators.plan import OperatorPlan
@@ -36,18 +34,6 @@ def options_of(settings: TrainSettings) -> PlacementOptions:
     options = read_options(settings.place.model_dump())
     check_training_policy("KT_PLACE", options.policy)
     return options
-
-
-class ResidentUpdate(TrainerCallback):
-    """Every so many steps the busiest experts of these steps become the residents."""
-
-    def __init__(self, placement: Placement, steps: int) -> None:
-        self.placement, self.steps = placement, steps
-        self.changed: list[int] = []  # experts, by update
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self.steps == 0:
-            self.changed.append(self.placement.update_residents())
 
 
 class TrainPlacement:
@@ -99,19 +85,15 @@ class TrainPlacement:
             self._placement.move_layers(model, gpus)
         self._placement.attach(model)
 
-    def trainer_built(self, note: Callable[[str], None], sizes: Collection[int] = ()) -> list[TrainerCallback]:
-        """Residents, now that trained parameters are where they belong, and the modes of batches of `sizes` tokens; the
-        callbacks that the run needs."""
+    def trainer_built(self, note: Callable[[str], None], sizes: Collection[int] = ()) -> None:
+        """Residents, now that trained parameters are where they belong, and the modes of batches of `sizes` tokens."""
         plan = self._plan
 
         def later(place: int, device: torch.device) -> int:
             return bytes_to_allocate(plan.nearest, place) if plan is not None else 0
 
-        for line in self._placement.fill(later, sizes):
+        for line in (*self.options.notes, *self._placement.fill(later, sizes)):
             note(line)
-        if self.placement is None or not self.options.kt_enable_dynamic_expert_update:
-            return []
-        return [ResidentUpdate(self.placement, self.options.kt_expert_update_steps)]
 
     def run_ended(self, note: Callable[[str], None]) -> None:
         """A collective call of all processes."""

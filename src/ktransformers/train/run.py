@@ -251,11 +251,9 @@ def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
         trainer.gradient_check.restore(checkpoint)
     clock, stopper = ExpertClock(model), Stopper()
     _quiet_stock_callbacks(trainer)
-    log, placement_callbacks = (
-        TrainLog(output, clock, watcher.on_step, watcher.on_position, lambda: trainer.finite_check.step_loss),
-        placing.trainer_built(watcher.on_note, (_batch_tokens(settings, trainer.args.per_device_train_batch_size),)),
-    )
-    for callback in (trainer.gradient_check, log, stopper, *_early_stopping(settings), *placement_callbacks):
+    log = TrainLog(output, clock, watcher.on_step, watcher.on_position, lambda: trainer.finite_check.step_loss)
+    placing.trainer_built(watcher.on_note, (_batch_tokens(settings, trainer.args.per_device_train_batch_size),))
+    for callback in (trainer.gradient_check, log, stopper, *_early_stopping(settings)):
         trainer.add_callback(callback)
     with frozen_gc(), stopper.listening(), Meter() as meter:
         outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))

@@ -180,9 +180,9 @@ class PlacementSettings(TrainSection):
         None, ge=1, description="from this many tokens on, all experts are streamed to the GPU"
     )
     kt_enable_dynamic_expert_update: bool = Field(
-        False, description="update the experts on the GPU according to the routing"
+        False, description="accepted, has no effect yet; the word is reserved for an expert cache"
     )
-    kt_expert_update_steps: int = Field(100, ge=1, description="steps between two updates")
+    kt_expert_update_steps: int = Field(100, ge=1, description="accepted, has no effect yet, like the key above")
     kt_record_experts: str | None = Field(None, description="file for the counts of routed tokens, written at the end")
     kt_optimize_rule: str | None = Field(
         None, description="operators and devices by rule: a file, or a name that says how many GPUs"

@@ -413,8 +413,6 @@ def why_not(forward: Forward | SequentialForward, placement: Placement | None) -
     device = next(iter(devices))
     if not decode_attention.is_supported(device):
         return "there is no Triton"
-    if placement is not None and placement.defers:
-        return "deferred experts come by way of Python"
     stores = {name: getattr(module, "kt_store", None) for name, module in expert_modules(model).items()}
     missing = [name for name, store in stores.items() if store is None or placed_for(store, device) is None]
     return f"no engine has the experts of {len(missing)} layers, {missing[0]} the first" if missing else ""

@@ -54,7 +54,6 @@ class ExpertTraining(TrainerCallback):
         self._batch_tokens = batch_tokens
         self._gradient_check: Any = None
         self._placement: Any = None
-        self._callbacks: list[Any] = []
         self._first_step = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -63,14 +62,10 @@ class ExpertTraining(TrainerCallback):
         self._gradient_check, self._first_step = GradientCheck(model), state.global_step
         self._placement = getattr(model, "kt_train_placement", None)
         if self._placement is not None:
-            self._callbacks = self._placement.trainer_built(lambda line: log.info("%s", line), (self._batch_tokens,))
+            self._placement.trainer_built(lambda line: log.info("%s", line), (self._batch_tokens,))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._gradient_check.on_pre_optimizer_step(args, state, control)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for callback in self._callbacks:
-            callback.on_step_end(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._placement is not None:
