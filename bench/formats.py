@@ -171,7 +171,7 @@ def repeated(few: Encoded, experts: int) -> Encoded:
     def filled(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor[places]
 
-    return replace(few, codes=few.codes[places], scales=filled(few.scales), tensor_scale=filled(few.tensor_scale))
+    return replace(few, qweight=few.qweight[places], scales=filled(few.scales), tensor_scale=filled(few.tensor_scale))
 
 
 def expected(shape: Shape, weights: Weights, experts: int, lora: bool) -> dict[str, torch.Tensor]:

@@ -108,14 +108,14 @@ def coded_calls(buffer: torch.Tensor, shape: tuple[int, int], spec: str, x: torc
     """Products with copies of a weight, and the bytes of one."""
     import torch
 
-    from ktransformers.quantized.gpu.linear import DeviceCodes, packed_linear
+    from ktransformers.quantized.gpu.linear import GpuLinearWeight, packed_linear
     from ktransformers.quantized.gpu.words import word_layout
 
     matrix = packed_linear(*shape, spec)
     layout = word_layout(matrix)
     assert layout is not None, "a format whose codes are multiplied"
     size, words = 4 * layout.words, buffer.view(torch.int32).split(layout.words)
-    copies = [DeviceCodes(words[at], matrix, layout) for at in range(count_copies(size))]
+    copies = [GpuLinearWeight(words[at], matrix, layout) for at in range(count_copies(size))]
     return [lambda codes=codes: codes.multiply(x) for codes in copies], size
 
 

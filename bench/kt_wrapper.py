@@ -287,7 +287,7 @@ def write_checkpoint(folder: Path, spec: str, layers: int) -> None:
             if spec != "bf16":
                 encoded = encode(matrix, spec)
                 matrix = decode(encoded)[0].bfloat16()
-                codes, scales = encoded.codes[0], encoded.scales[0]
+                codes, scales = encoded.qweight[0], encoded.scales[0]
                 if spec.startswith("fp8"):
                     parts = {"weight": codes.view(torch.float8_e4m3fn), "weight_scale_inv": scales}
                 else:

@@ -39,10 +39,10 @@ def split_for_ranks(matrices: Mapping[str, Tensor | Encoded], ranks: int) -> lis
     parts = []
     for rank in range(ranks):
         first, last = rank * size, (rank + 1) * size
-        codes, scales = zip(*(_rows(matrix, first, last) for matrix in (gate, up)), strict=True)
+        qweight, scales = zip(*(_rows(matrix, first, last) for matrix in (gate, up)), strict=True)
         w2, w2_scale = _columns(down, first, last)
         both = None if scales[0] is None or scales[1] is None else torch.cat((scales[0], scales[1]))
-        parts.append(RankTensors(torch.cat(codes), w2.contiguous(), both, w2_scale))
+        parts.append(RankTensors(torch.cat(qweight), w2.contiguous(), both, w2_scale))
     return parts
 
 
@@ -52,7 +52,7 @@ def _rows(matrix: Tensor | Encoded, first: int, last: int) -> tuple[Tensor, Tens
     span = format_of(matrix.format).row_span
     _check_span(matrix, first, last, span)
     scales = _scales(matrix)
-    return matrix.codes[0, first:last], None if scales is None else scales[first // span : last // span]
+    return matrix.qweight[0, first:last], None if scales is None else scales[first // span : last // span]
 
 
 def _columns(matrix: Tensor | Encoded, first: int, last: int) -> tuple[Tensor, Tensor | None]:
@@ -61,10 +61,10 @@ def _columns(matrix: Tensor | Encoded, first: int, last: int) -> tuple[Tensor, T
     form = format_of(matrix.format)
     _check_span(matrix, first, last, form.span or 1)
     per_byte, scales = form.per_byte, _scales(matrix)
-    codes = matrix.codes[0, :, first // per_byte : last // per_byte]
+    qweight = matrix.qweight[0, :, first // per_byte : last // per_byte]
     if scales is None or not form.span:
-        return codes, scales
-    return codes, scales[:, first // form.span : last // form.span].contiguous()
+        return qweight, scales
+    return qweight, scales[:, first // form.span : last // form.span].contiguous()
 
 
 def _check_span(matrix: Encoded, first: int, last: int, span: int) -> None:

@@ -31,7 +31,7 @@ def numbers(*shape: int) -> Tensor:
 
 def one_by_one(encoded: Encoded, expert: int, row: int, column: int) -> float:
     """A number straight from the table of formats, in Python's floats."""
-    form, codes, scales = ROWS[encoded.format], encoded.codes[expert, row], encoded.scales
+    form, codes, scales = ROWS[encoded.format], encoded.qweight[expert, row], encoded.scales
     assert scales is not None
     each = 8 // form.bits
     code = ((int(codes[column // each]) & 255) >> (form.bits * (column % each))) & ((1 << form.bits) - 1)
@@ -117,9 +117,9 @@ def test_encoder_is_near(name: str) -> None:
     error = float((decode(encoded) - given).norm() / given.norm())
     assert error < NEAR[name]
     alone = encode(given[1], name)  # one matrix, and in another dtype
-    assert torch.equal(alone.codes[0], encoded.codes[1])
+    assert torch.equal(alone.qweight[0], encoded.qweight[1])
     rounded = encode(given.bfloat16(), name)
-    assert torch.equal(rounded.codes, encode(given.bfloat16().float(), name).codes)
+    assert torch.equal(rounded.qweight, encode(given.bfloat16().float(), name).qweight)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -142,7 +142,7 @@ def test_rounding_is_to_nearest() -> None:
         assert encoded.scales is not None
         found, grid = decode(encoded), torch.tensor([e2m1(code) for code in range(16)])
         ones = Encoded(
-            name, torch.full_like(encoded.codes, 0x22), encoded.scales, encoded.tensor_scale, columns=256
+            name, torch.full_like(encoded.qweight, 0x22), encoded.scales, encoded.tensor_scale, columns=256
         )  # 1.0 throughout: the scales
         near = (grid * decode(ones)[..., None] - given[..., None]).abs().amin(-1)
         torch.testing.assert_close((found - given).abs(), near, rtol=1e-5, atol=1e-6)
@@ -159,19 +159,19 @@ def test_refusals() -> None:
     good = encode(numbers(1, 64, 64), "int4:32")
     assert good.scales is not None
     for change, message in (
-        ({"columns": 66}, r"x: codes: given shape \[1, 64, 32\], expected \[1, 64, 33\]"),
+        ({"columns": 66}, r"x: qweight: given shape \[1, 64, 32\], expected \[1, 64, 33\]"),
         ({"columns": 63}, "x: given 63 columns, expected a multiple of 2"),
         ({"scales": None}, "x: given no scales"),
         ({"scales": good.scales.float()}, "x: scales: given torch.float32, expected torch.bfloat16"),
         ({"scales": good.scales[:, :, :1]}, r"x: scales: given shape \[1, 64, 1\], expected \[1, 64, 2\]"),
-        ({"codes": good.codes[0]}, "x: given codes of shape"),
-        ({"codes": good.codes.view(torch.int8)}, "x: codes: given torch.int8, expected torch.uint8"),
+        ({"qweight": good.qweight[0]}, "x: given qweight of shape"),
+        ({"qweight": good.qweight.view(torch.int8)}, "x: qweight: given torch.int8, expected torch.uint8"),
         ({"tensor_scale": torch.ones(1)}, "x: given tensor_scale"),
         ({"format": "int4:48"}, "a multiple of 32"),
         ({"format": "int5"}, "format: given 'int5', expected one of bf16:12, int8"),
-        ({"codes": good.codes.transpose(1, 2).contiguous().transpose(1, 2)}, "rows that are contiguous"),
+        ({"qweight": good.qweight.transpose(1, 2).contiguous().transpose(1, 2)}, "rows that are contiguous"),
     ):
-        parts: dict[str, Any] = {"format": "int4:32", "codes": good.codes, "scales": good.scales, "columns": 64}
+        parts: dict[str, Any] = {"format": "int4:32", "qweight": good.qweight, "scales": good.scales, "columns": 64}
         with pytest.raises(InputError, match=message):
             Encoded(**(parts | change), name="x")
     with pytest.raises(InputError, match="mxfp4: given 48 columns, expected a multiple of 32"):

@@ -41,7 +41,7 @@ def bits(tensor: Tensor | None) -> Tensor | None:
 
 
 def assert_same(found: Encoded, expected: Encoded) -> None:
-    assert torch.equal(found.codes, expected.codes)
+    assert torch.equal(found.qweight, expected.qweight)
     for one, other in ((found.scales, expected.scales), (found.tensor_scale, expected.tensor_scale)):
         assert (one is None) == (other is None)
         if one is not None:
@@ -61,7 +61,7 @@ def test_blocks_are_those_of_the_gguf_package(spec: str) -> None:
     gguf = pytest.importorskip("gguf")
     given = numbers(20, 512, torch.bfloat16)
     expected = gguf.quants.quantize(given.float().numpy(), gguf.GGMLQuantizationType[spec.upper()])
-    assert torch.equal(encode(given, spec).codes, torch.from_numpy(expected))
+    assert torch.equal(encode(given, spec).qweight, torch.from_numpy(expected))
 
 
 @pytest.mark.parametrize("spec", ALL)
@@ -71,7 +71,7 @@ def test_every_variant_writes_the_same(spec: str) -> None:
     first = encode(given, spec)
     for isa in VARIANTS:
         shape = form.scale_shape(9, columns)
-        codes = torch.zeros_like(first.codes)
+        codes = torch.zeros_like(first.qweight)
         scales = None if shape is None else torch.zeros(2, *shape, dtype=form.scale_dtype)
         outer = torch.zeros(2) if form.tensor_scale else None
         _core.encode(spec, given, codes, scales, outer, isa)
@@ -88,7 +88,7 @@ def test_groups_that_fill_no_vector(spec: str, columns: int) -> None:
     expected = encoder_reference.encode(given, spec)
     assert expected.scales is not None
     for isa in VARIANTS:
-        codes, scales = torch.zeros_like(expected.codes), torch.zeros_like(expected.scales)
+        codes, scales = torch.zeros_like(expected.qweight), torch.zeros_like(expected.scales)
         _core.encode(spec, given, codes, scales, None, isa)
         assert_same(Encoded(spec, codes, scales, None, columns=columns), expected)
 

@@ -122,7 +122,7 @@ def test_encoded_rows_lose_no_bit(bits: int, parts: int) -> None:
     assert isinstance(made, Encoded) and made.format == spec_of(bits, 768, parts)
     assert torch.equal(decode(made), numbers)
     one = encode_rows(matrices[0], bits, parts)
-    assert isinstance(one, Encoded) and torch.equal(one.codes, made.codes[:1])
+    assert isinstance(one, Encoded) and torch.equal(one.qweight, made.qweight[:1])
 
 
 def test_codes_are_kept_where_they_fit() -> None:
@@ -148,7 +148,7 @@ def test_codes_are_kept_where_they_fit() -> None:
     assert kept_codes(encode(matrix, "fp8:128x128"), 8, 1) is None
     beyond = encode_rows(matrix, 4)
     assert isinstance(beyond, Encoded)
-    beyond.codes[0, 0, 0] &= 240  # a code of -8
+    beyond.qweight[0, 0, 0] &= 240  # a code of -8
     assert kept_codes(beyond, 4, 1) is None
 
 

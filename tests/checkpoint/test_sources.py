@@ -70,7 +70,7 @@ def test_codes_are_not_copied(tmp_path: Path) -> None:
     layer = open_source(save(tmp_path, tensors)).layer(MODULE, SHAPE)
     first, second = (next(layer.chunks()).tensors["up"] for _ in range(2))
     assert isinstance(first, Encoded) and isinstance(second, Encoded)
-    assert first.codes.data_ptr() == second.codes.data_ptr()
+    assert first.qweight.data_ptr() == second.qweight.data_ptr()
 
 
 def test_mixed_formats(tmp_path: Path) -> None:

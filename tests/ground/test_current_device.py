@@ -14,7 +14,7 @@ from ktransformers.ground.current_device import on_device
 from ktransformers.quantized.gpu import dequantize, head_products
 from ktransformers.quantized.gpu.head_products import HeadRows
 from ktransformers.quantized.gpu.layout import PackedMatrix
-from ktransformers.quantized.gpu.linear import DeviceCodes, packed_linear
+from ktransformers.quantized.gpu.linear import GpuLinearWeight, packed_linear
 from ktransformers.quantized.host_rows import HostRows
 
 SECOND = torch.device("cuda", 1)
@@ -58,8 +58,8 @@ def test_a_gpu_is_made_current_where_it_is_not(current: list[int]) -> None:
     assert on_device(torch.device("cuda:0")) is on_device(torch.device("cpu")), "nothing is entered"
 
 
-def device_codes(kernels: Kernels) -> DeviceCodes:
-    codes = object.__new__(DeviceCodes)
+def device_codes(kernels: Kernels) -> GpuLinearWeight:
+    codes = object.__new__(GpuLinearWeight)
     codes.packed: Any = SimpleNamespace(device=SECOND, is_cuda=True)
     codes.matrix, codes.layout = packed_linear(64, 64, "int8"), SimpleNamespace(parts_of=lambda packed: ())  # type: ignore[assignment]
     codes._kernels, codes._parts, codes._space = kernels, (), None

@@ -103,12 +103,12 @@ def as_bytes(matrix: Encoded, expert: int) -> tuple[Tensor, Tensor]:
     assert matrix.scales is not None
     scales = matrix.scales[expert].float().view(matrix.rows, -1)
     if matrix.format == "int8":
-        return matrix.codes[expert].long(), scales[:, 0]
+        return matrix.qweight[expert].long(), scales[:, 0]
     most, least = scales.amax(1), scales.amin(1)
     channel = torch.where(most >= -least, most, least) / 16
     ratios = (scales * torch.where(channel == 0, 0, 8 / channel)[:, None]).round().clamp(min=-127).long()
     ratios = ratios.repeat_interleave(format_of(matrix.format).span or matrix.columns, 1)[:, : matrix.columns]
-    codes = nibbles(matrix.codes[expert]).long() - 8
+    codes = nibbles(matrix.qweight[expert]).long() - 8
     return (codes * ratios + 4) >> 3, channel
 
 
@@ -127,7 +127,7 @@ def product(x: Tensor, matrix: Encoded, expert: int) -> Tensor:
 
 def one(matrix: Encoded, expert: int) -> Encoded:
     assert matrix.scales is not None
-    return replace(matrix, codes=matrix.codes[expert : expert + 1], scales=matrix.scales[expert : expert + 1])
+    return replace(matrix, qweight=matrix.qweight[expert : expert + 1], scales=matrix.scales[expert : expert + 1])
 
 
 def defined(given: Rounded, batch: Batch, adapters: Sequence[Lora] = (), adapter: Tensor | None = None) -> Tensor:

@@ -350,7 +350,7 @@ def test_weights_come_from_files_with_a_map(method: str, spec: str, tmp_path: Pa
     if spec == "int8":
         read = load_experts_from_kt_weight_path(tmp_path, 0, E, H, INNER)
         up = encode_rows(tensors["up"], 8)
-        assert isinstance(up, Encoded) and torch.equal(read.up, up.codes)
+        assert isinstance(up, Encoded) and torch.equal(read.up, up.qweight)
         assert torch.equal(read.up_scale, up.scales)  # type: ignore[arg-type]
 
 
@@ -358,17 +358,17 @@ def test_native_formats_are_loaded_as_they_are_with_a_map() -> None:
     order = torch.arange(E).flip(0)
     by_role = dict(zip(("gate", "up", "down"), weights(), strict=True))
     fp8 = {role: encode(tensor, "fp8:128x128") for role, tensor in by_role.items()}
-    parts = [list(encoded.codes.view(torch.float8_e4m3fn)) for encoded in fp8.values()]
+    parts = [list(encoded.qweight.view(torch.float8_e4m3fn)) for encoded in fp8.values()]
     scales = [list(encoded.scales) for encoded in fp8.values() if encoded.scales is not None]
     wrapper = sft_wrapper("AMXFP8_SFT")
     wrapper.load_block_fp8_weights(BlockFP8ExpertWeights(*parts, *scales), order)
     int4 = {role: encode(tensor, "int4:32") for role, tensor in by_role.items()}
     raw = sft_wrapper("RAWINT4_SFT")
-    tensors = [encoded.codes for encoded in int4.values()] + [encoded.scales for encoded in int4.values()]
+    tensors = [encoded.qweight for encoded in int4.values()] + [encoded.scales for encoded in int4.values()]
     raw.load_rawint4_weights(RAWINT4ExpertWeights(*tensors), order)  # type: ignore[arg-type]
     mx = {role: encode(tensor, "mxfp4") for role, tensor in by_role.items()}
     exact = sft_wrapper("MXFP4_SFT")
-    entries: dict[str, Any] = {role: list(encoded.codes) for role, encoded in mx.items()}
+    entries: dict[str, Any] = {role: list(encoded.qweight) for role, encoded in mx.items()}
     for role, encoded in mx.items():
         assert encoded.scales is not None
         powers = torch.exp2(encoded.scales.float() - 127).bfloat16()

@@ -334,7 +334,7 @@ def test_released_formats_are_read_and_written_back(tmp_path: Path, method: str)
             name = f"model.layers.0.mlp.experts.{expert}.{role}_proj"
             scales = encoded[role].scales
             assert scales is not None
-            tensors[f"{name}.{codes_ending}"] = encoded[role].codes[expert].view(codes_dtype).clone()
+            tensors[f"{name}.{codes_ending}"] = encoded[role].qweight[expert].view(codes_dtype).clone()
             tensors[f"{name}.{scales_ending}"] = scales[expert].to(scales_dtype).clone()
     save_file(tensors, tmp_path / "model.safetensors")
     order = torch.arange(E).flip(0)
@@ -343,8 +343,8 @@ def test_released_formats_are_read_and_written_back(tmp_path: Path, method: str)
     given = batch(5)
     assert error(wrapper.forward(*given, None), reference(wrapper, *given)) < CLOSE
     expert, half = 2, INNER // 2
-    w13 = [torch.zeros(INNER, encoded["gate"].codes.shape[-1], dtype=torch.uint8) for _ in range(2)]
-    per_row = encoded["down"].codes.shape[-1] // 2
+    w13 = [torch.zeros(INNER, encoded["gate"].qweight.shape[-1], dtype=torch.uint8) for _ in range(2)]
+    per_row = encoded["down"].qweight.shape[-1] // 2
     w2 = [torch.zeros(H, per_row, dtype=torch.uint8) for _ in range(2)]
     scale_dtype = {"FP8": torch.float32, "MXFP8": torch.uint8}.get(method, torch.bfloat16)
     scales = encoded["gate"].scales
@@ -363,7 +363,7 @@ def test_released_formats_are_read_and_written_back(tmp_path: Path, method: str)
 
     for rank in range(2):
         rows = slice(rank * half, (rank + 1) * half)
-        gate, up, down = (encoded[role].codes[logical] for role in ("gate", "up", "down"))
+        gate, up, down = (encoded[role].qweight[logical] for role in ("gate", "up", "down"))
         assert torch.equal(w13[rank].view(gate.dtype), torch.cat((gate[rows], up[rows])))
         assert torch.equal(w2[rank].view(down.dtype), down[:, rank * per_row : (rank + 1) * per_row])
         halves = [encoded[role].scales[logical].chunk(2)[rank] for role in ("gate", "up")]

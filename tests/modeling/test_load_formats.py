@@ -19,7 +19,7 @@ from ktransformers.ground.errors import InputError
 from ktransformers.modeling.prepare import prepare
 from ktransformers.modeling.quantizer import KTConfig, check_computable
 from ktransformers.nn import load_model
-from ktransformers.quantized import weight as coded_weight
+from ktransformers.quantized import weight as quantized_weight
 from tests.support.loaded_models import EXACT, SIZES, stores, training_logits
 from tests.support.quantised_models import edit, release, stock
 from tests.support.releases import KINDS, gptq_desc_act, kt_parts, write_kt_tree
@@ -39,10 +39,10 @@ def test_quantised_release_matches_its_dequantised_model(kind: str, tmp_path: Pa
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_linear_layers_keep_the_bits_of_the_release(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coded_weight, "MIN_WEIGHTS", 0)
+    monkeypatch.setattr(quantized_weight, "MIN_WEIGHTS", 0)
     want = release(tmp_path, kind)
     numbers, codes = (load_model(tmp_path, dtype=torch.float32, rest=rest) for rest in ("bf16", "keep"))
-    kept = {name: one for name, one in codes.named_parameters() if isinstance(one, coded_weight.CodedWeight)}
+    kept = {name: one for name, one in codes.named_parameters() if isinstance(one, quantized_weight.QuantizedWeight)}
     assert any("o_proj" in name for name in kept) and any("kv_b_proj" in name for name in kept)
     assert {one.spec for name, one in kept.items() if "kv_b_proj" not in name} == {KINDS[kind][1]}  # that has one group
     for name, one in kept.items():
@@ -64,14 +64,14 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 
 def test_linear_layers_in_order_of_activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPTQ with desc_act outside of the experts, whose columns are in their own order."""
-    monkeypatch.setattr(coded_weight, "MIN_WEIGHTS", 0)
+    monkeypatch.setattr(quantized_weight, "MIN_WEIGHTS", 0)
     words = KINDS["gptq zeros"][2] | {"desc_act": True}
     monkeypatch.setitem(KINDS, "gptq desc_act", (gptq_desc_act, "uint4:32:f16", words))
     want = release(tmp_path, "gptq desc_act", only=r"self_attn|shared_experts|layers\.0\.mlp")
     numbers, codes = (load_model(tmp_path, dtype=torch.float32, rest=rest) for rest in ("bf16", "keep"))
     torch.testing.assert_close(logits(numbers), want, rtol=EXACT, atol=EXACT)
-    kept = {name: one for name, one in codes.named_parameters() if isinstance(one, coded_weight.CodedWeight)}
-    assert any(one.codes.order is not None for one in kept.values())
+    kept = {name: one for name, one in codes.named_parameters() if isinstance(one, quantized_weight.QuantizedWeight)}
+    assert any(one.impl.order is not None for one in kept.values())
     with_numbers(numbers, kept)
     assert relative(logits(codes), logits(numbers)) < 6e-3
 

@@ -16,8 +16,8 @@ from ktransformers.plan import Choice, Serving, open_shape, profile
 from ktransformers.plan.formats import bytes_in_format
 from ktransformers.plan.memory import predict_memory
 from ktransformers.plan.model_shape import ModelShape
-from ktransformers.quantized import weight as coded_weight
-from ktransformers.quantized.weight import CodedWeight
+from ktransformers.quantized import weight as quantized_weight
+from ktransformers.quantized.weight import QuantizedWeight
 from tests.support.gguf_models import gguf_fields, gpt_oss_to_gguf, to_gguf
 from tests.support.loaded_models import EXACT, MLA, SIZES, stores, training_logits
 from tests.support.releases import write_gguf
@@ -110,7 +110,7 @@ def test_linear_layers_keep_the_bits_of_the_file(
         "output.weight": "Q8_0",
         "token_embd.weight": "Q8_0",
     }
-    monkeypatch.setattr(coded_weight, "ONE_PLANE_VARIANTS", ())
+    monkeypatch.setattr(quantized_weight, "ONE_PLANE_VARIANTS", ())
     for name, (numbers, _) in list(tensors.items()):
         kind = next((kind for ending, kind in kinds.items() if name.endswith(ending) and name != "output_norm"), None)
         if kind is not None:
@@ -118,7 +118,7 @@ def test_linear_layers_keep_the_bits_of_the_file(
     file = tmp_path / "model.gguf"
     write_gguf(file, arch, gguf_fields(model.config, arch), tensors)
     numbers, codes = (load_model(file, dtype=torch.float32, rest=rest) for rest in ("bf16", "keep"))
-    kept = {name: one.spec for name, one in codes.named_parameters() if isinstance(one, CodedWeight)}
+    kept = {name: one.spec for name, one in codes.named_parameters() if isinstance(one, QuantizedWeight)}
     layers = range(model.config.num_hidden_layers)
     expected = {f"model.layers.{layer}.self_attn.q_proj.weight": "q8_0" for layer in layers}
     expected |= {f"model.layers.{layer}.self_attn.o_proj.weight": "q5_0" for layer in layers}
@@ -128,21 +128,21 @@ def test_linear_layers_keep_the_bits_of_the_file(
         assert torch.equal(one.bfloat16(), two.bfloat16()), name
     actual, wanted = logits(codes), logits(numbers)
     assert float((actual - wanted).norm() / wanted.norm()) < 1e-2  # weights are rounded to bf16 in one of the two
-    monkeypatch.setattr(coded_weight, "ONE_PLANE_VARIANTS", (_core.isa(),))
+    monkeypatch.setattr(quantized_weight, "ONE_PLANE_VARIANTS", (_core.isa(),))
     fewer = load_model(file, dtype=torch.float32, rest="keep")
-    left = {name for name in kept if not isinstance(fewer.get_parameter(name), CodedWeight)}
+    left = {name for name in kept if not isinstance(fewer.get_parameter(name), QuantizedWeight)}
     assert left == {name for name, spec in kept.items() if spec == "q5_0"}
     shape = shape_beside(file, model.config)
     for variant, loaded in (("avx2", codes), ("neon", fewer)):
-        held = [one for one in loaded.parameters() if isinstance(one, CodedWeight)]
+        held = [one for one in loaded.parameters() if isinstance(one, QuantizedWeight)]
         planned = shape.kept_on(variant)
-        assert planned.coded_numbers == sum(weight.numel() for weight in held) > 0
+        assert planned.quantized_weights == sum(weight.numel() for weight in held) > 0
         exact = sum(weight.numel() * bytes_in_format(weight.spec) for weight in held)
-        assert planned.coded_bytes == pytest.approx(exact, abs=1)
+        assert planned.quantized_bytes == pytest.approx(exact, abs=1)
     work, choice, machine = Serving(), Choice("int8", linear_format="keep"), profile("arm2")
     arm, intel = (replace(machine, cpu=replace(machine.cpu, isa=isa)) for isa in ("neon", "avx2"))
     memory = [predict_memory(shape, work, choice, one).host["linear layers"] for one in (arm, intel)]
-    assert memory == [shape.kept_on("neon").coded_bytes, shape.coded_bytes]
+    assert memory == [shape.kept_on("neon").quantized_bytes, shape.quantized_bytes]
 
 
 def test_the_plan_knows_which_projections_of_latents_stay_in_codes(tmp_path: Path) -> None:
@@ -157,11 +157,11 @@ def test_the_plan_knows_which_projections_of_latents_stay_in_codes(tmp_path: Pat
     write_gguf(file, "deepseek2", gguf_fields(model.config, "deepseek2"), tensors)
     shape = shape_beside(file, model.config)
     loaded = load_model(file, dtype=torch.float32, rest="keep")
-    coded = [isinstance(layer.self_attn.kv_b_proj.weight, CodedWeight) for layer in loaded.model.layers]
+    coded = [isinstance(layer.self_attn.kv_b_proj.weight, QuantizedWeight) for layer in loaded.model.layers]
     assert coded == [True, False]
     config = model.config
     keys = config.num_attention_heads * config.qk_nope_head_dim * config.kv_lora_rank
-    assert (shape.absorbed_numbers, shape.coded_absorbed) == (2 * keys, keys)
+    assert (shape.absorbed_numbers, shape.quantized_absorbed) == (2 * keys, keys)
 
     def planned(linear_format: str | None) -> int:
         choice = Choice("int8", linear_format=linear_format)

@@ -26,7 +26,7 @@ from ktransformers.operators.plan import plan_operators
 from ktransformers.operators.rules import read_rules
 from ktransformers.quant.convert import convert
 from ktransformers.quant.plan import make_plan, parse_formats
-from ktransformers.quantized.weight import CodedWeight
+from ktransformers.quantized.weight import QuantizedWeight
 from tests.support.packing import as_fp8
 from tests.support.tiny_models import build, save
 from tests.support.training import TOKENIZER, RunRecorder, recipe
@@ -109,7 +109,7 @@ def test_linears_have_the_numbers_of_their_format(directory: Path, tmp_path: Pat
     assert torch.equal(logits(by_rules(directory, tmp_path, linear_rule("KLinearTorch"))), logits(plain))
     model = by_rules(directory, tmp_path, linear_rule("KLinearQ8"))
     layer = model.model.layers[0].self_attn.q_proj
-    assert isinstance(layer, KTransformersLinear) and isinstance(layer.weight, CodedWeight)
+    assert isinstance(layer, KTransformersLinear) and isinstance(layer.weight, QuantizedWeight)
     assert (layer.weight.spec, layer.key, layer.in_features) == ("int8", "model.layers.0.self_attn.q_proj", 256)
     assert torch.equal(logits(model), logits(load_model(directory, dtype=torch.float32, rest="int8")))
     names = {name for name, _ in plain.named_parameters()}
@@ -135,9 +135,9 @@ def test_rest_leaves_layers_that_have_an_operator(rest: str, directory: Path, tm
     )
     for layer, plain in zip(model.model.layers, numbers.model.layers, strict=True):
         weight = layer.self_attn.q_proj.weight
-        assert isinstance(layer.self_attn.q_proj, KTransformersLinear) and not isinstance(weight, CodedWeight)
+        assert isinstance(layer.self_attn.q_proj, KTransformersLinear) and not isinstance(weight, QuantizedWeight)
         assert torch.equal(weight, plain.self_attn.q_proj.weight)
-        assert isinstance(layer.self_attn.o_proj.weight, CodedWeight)
+        assert isinstance(layer.self_attn.o_proj.weight, QuantizedWeight)
 
 
 def test_an_injected_module_is_the_original_to_everything_else(directory: Path) -> None:
@@ -241,7 +241,7 @@ def test_unload_drops_weights_and_load_reads_them_again(op: str, directory: Path
     gc.collect()
     assert numbers() is None and layer.weight is None and layer.orig_module.weight is None
     layer.load()
-    assert isinstance(layer.weight, CodedWeight) == (op == "KLinearQ8") and layer.weight.dtype == torch.float32
+    assert isinstance(layer.weight, QuantizedWeight) == (op == "KLinearQ8") and layer.weight.dtype == torch.float32
     assert torch.equal(logits(model), expected)
 
 
@@ -358,9 +358,9 @@ def test_linear_operators_on_a_gpu(op: str, spec: str, directory: Path, tmp_path
     service = open_service(launch, resolve_target(str(file)), lines.append)
     model = service.engine.forward.model
     layer, name = model.model.layers[0].self_attn.q_proj, "model.layers.0.self_attn.q_proj.weight"
-    assert isinstance(layer, KTransformersLinear) and isinstance(layer.weight, CodedWeight)
+    assert isinstance(layer, KTransformersLinear) and isinstance(layer.weight, QuantizedWeight)
     assert (layer.weight.spec, layer.weight.device.type) == (spec, "cuda")
     expected = load_model(directory, rest=spec, widen=False).get_parameter(name)
     assert torch.equal((layer.weight + 0).cpu(), expected + 0)
     assert service.approximations["kt_optimize_rule"] == "rules.yaml"
-    assert any(f"linear layers outside of the experts in {spec}" in line for line in lines), lines
+    assert any(f"quantized dense linear layers ({spec}" in line for line in lines), lines

@@ -64,7 +64,7 @@ def test_products_match_decoded_matrices(spec: str, device: str) -> None:
     store = stored(spec)
     layer, cache = cached(store, device)
     first, down = layer.geometry.first, layer.geometry.down
-    if not (kernels.reads_codes(first) and kernels.reads_codes(down)):
+    if not (kernels.reads_packed(first) and kernels.reads_packed(down)):
         assert not kernels.dequantize_triton.supports(first) or first.formats[0].span % 32, "codes could be read"
         pytest.skip("decoded first")
     check_products(layer, cache, batch(4, device), device)
@@ -148,7 +148,7 @@ def test_rows_of_words_must_be_whole(spec: str, columns: int) -> None:
     kernels = pytest.importorskip(resident_decode.TRITON)
     form = format_of(spec)
     supported = {
-        k: kernels.reads_codes(PackedMatrix(32, k, (form, form), False)) for k in (5 * columns, 5 * columns + 1)
+        k: kernels.reads_packed(PackedMatrix(32, k, (form, form), False)) for k in (5 * columns, 5 * columns + 1)
     }
     assert list(supported.values()) == [True, False]
 
@@ -157,5 +157,5 @@ def test_formats_that_are_read_as_codes() -> None:
     """Almost all: a format that falls back to decoded matrices costs memory and time without a word."""
     kernels = pytest.importorskip(resident_decode.TRITON)
     formats = {spec: geometry_of(ExpertStore(E, H, I, formats=spec)).first for spec in [*SPECS, *HALVES]}
-    others = {spec for spec, matrix in formats.items() if not kernels.reads_codes(matrix)}
+    others = {spec for spec, matrix in formats.items() if not kernels.reads_packed(matrix)}
     assert all(spec.startswith(("iq", "tq")) for spec in others), others

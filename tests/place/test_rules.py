@@ -26,9 +26,9 @@ from ktransformers.place.device_map import (
 )
 from ktransformers.place.placement import device_of
 from ktransformers.place.rule_devices import devices_by_rules
-from ktransformers.quantized import weight as coded_weight
+from ktransformers.quantized import weight as quantized_weight
 from ktransformers.quantized.host_rows import HostRows
-from ktransformers.quantized.weight import CodedWeight
+from ktransformers.quantized.weight import QuantizedWeight
 from tests.support.coded_models import codes_of
 from tests.support.placed_experts import tiny_packed_model
 from tests.support.tiny_models import build
@@ -248,14 +248,14 @@ def test_a_table_in_host_memory_is_looked_up_on_the_gpu_of_the_first_layer(
     monkeypatch.setattr(torch.nn.Module, "to", lambda one, device: moved.update({names[one]: str(device)}))
     move_to_devices(model, DeviceMap((gpu,) * 3, "cpu", gpu, {}))
     weight = model.get_input_embeddings().weight
-    assert isinstance(weight, CodedWeight) and isinstance(weight.codes, HostRows)
+    assert isinstance(weight, QuantizedWeight) and isinstance(weight.impl, HostRows)
     assert moved["model.embed_tokens"] == gpu and not hasattr(model, "hf_device_map")
     tied = tiny_packed_model().eval()
     tied.lm_head.weight = tied.model.embed_tokens.weight
     names |= {module: name for name, module in tied.named_modules()}
     move_to_devices(tied, DeviceMap((gpu,) * 3, "cpu", gpu, {}))
     assert (moved["model.embed_tokens"], moved["lm_head"]) == (gpu, gpu)
-    assert not isinstance(tied.lm_head.weight, CodedWeight)
+    assert not isinstance(tied.lm_head.weight, QuantizedWeight)
 
 
 def test_an_embedding_that_the_head_shares_is_on_the_device_of_the_head(tmp_path: Path) -> None:
@@ -268,19 +268,19 @@ def test_an_embedding_that_the_head_shares_is_on_the_device_of_the_head(tmp_path
 def test_codes_are_moved_with_their_layers(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layer stays on the CPU, the others go to a GPU, for which the CPU stands in: each linear layer's codes
     are on its module's device, those of `kv_b_proj` too."""
-    monkeypatch.setattr(coded_weight, "MIN_WEIGHTS", 1 << 10)
+    monkeypatch.setattr(quantized_weight, "MIN_WEIGHTS", 1 << 10)
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
     model: Any = build("deepseek_v3", num_hidden_layers=3).to(torch.bfloat16 if gpu != "cpu" else torch.float32).eval()
     for module in expert_modules(model).values():
         pack_module(module, free=True)
     select_implementation(model)
-    assert coded_weight.encode_linears(model, "int8")
-    assert coded_weight.keep_embedding_on_host(model, pin=gpu != "cpu")
+    assert quantized_weight.quantize_linears(model, "int8")
+    assert quantized_weight.keep_embedding_on_host(model, pin=gpu != "cpu")
     with torch.inference_mode():
         wanted = model(tokens).logits.float()
     move_to_devices(model, DeviceMap(("cpu", gpu, gpu), gpu, gpu, {}))
-    coded_weight.check_on_device(model)
-    assert all(isinstance(layer.self_attn.kv_b_proj.weight, CodedWeight) for layer in model.model.layers)
+    quantized_weight.check_on_device(model)
+    assert all(isinstance(layer.self_attn.kv_b_proj.weight, QuantizedWeight) for layer in model.model.layers)
     for name, weight in codes_of(model).items():
         expected = "cpu" if "layers.0." in name else gpu
         assert str(weight.device) == expected, name

@@ -28,7 +28,7 @@ from ktransformers.plan import (
 )
 from ktransformers.plan.expert_time import cpu_layer_seconds
 from ktransformers.plan.machine import parse_bytes
-from ktransformers.plan.memory import HUGE_PAGE, coded_part, loss_bytes, predict_memory
+from ktransformers.plan.memory import HUGE_PAGE, loss_bytes, predict_memory, quantized_part
 from ktransformers.plan.meter import Meter, anonymous_bytes, compare_with_plan
 from ktransformers.plan.planner import evaluate
 from ktransformers.plan.step_time import dense_seconds, predict_time
@@ -163,7 +163,7 @@ def test_codes_are_read_at_their_measured_rate() -> None:
     order = [seconds(1, name) for name in ("int4:32", "fp8:128x128", "q6_k", None, "iq4_xs")]
     assert order == sorted(order), "as measured: fewer bits take less time, until codes are decoded first"
     assert seconds(4096, "int8") == pytest.approx(seconds(4096, None) + 3 * numbers / (0.7 * bandwidth), rel=0.01)
-    keeps = replace(model, coded_numbers=model.rest, coded_bytes=model.rest)
+    keeps = replace(model, quantized_weights=model.rest, quantized_bytes=model.rest)
     small = replace(machine, gpus=(replace(machine.gpus[0], memory=24 << 30),))
     kept = dense_seconds(keeps, 1, 0, small, Choice("fp8", 1, linear_format="keep"), 2)
     assert kept == pytest.approx(numbers / (0.85 * bandwidth))
@@ -180,9 +180,9 @@ def test_a_token_reads_little_more_than_the_file_on_a_cpu(name: str, linear_form
     model = open_shape(name)
     form = "fp8" if linear_format == "keep" else "int4"
     experts = model.expert_layers * model.top_k * expert_bytes(model, Choice(form))
-    numbers, size = coded_part(model, Choice(form, linear_format=linear_format))
+    numbers, size = quantized_part(model, Choice(form, linear_format=linear_format))
     all_but_embedding = model.rest - model.embedding
-    in_codes = model.coded_numbers if linear_format == "keep" else all_but_embedding - model.router_numbers
+    in_codes = model.quantized_weights if linear_format == "keep" else all_but_embedding - model.router_numbers
     file = experts + in_codes * size / numbers + 2 * (all_but_embedding - in_codes)
     read = experts + size + size_of_number * (all_but_embedding - numbers)
     assert 1 <= read / file < 1.1

@@ -19,8 +19,8 @@ from ktransformers.plan.memory import predict_memory
 from ktransformers.quant import convert as conversion
 from ktransformers.quant.plan import make_plan, parse_formats
 from ktransformers.quant.receipt import read_receipt
-from ktransformers.quantized import weight as coded_weight
-from ktransformers.quantized.weight import CodedWeight
+from ktransformers.quantized import weight as quantized_weight
+from ktransformers.quantized.weight import QuantizedWeight
 from tests.support.gguf_models import gguf_fields, to_gguf
 from tests.support.loaded_models import MLA, SIZES
 from tests.support.packing import as_fp8
@@ -31,15 +31,15 @@ from tests.support.tiny_models import build, logits, save
 
 @pytest.fixture(autouse=True)
 def _small_weights_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coded_weight, "MIN_WEIGHTS", 1 << 12)
+    monkeypatch.setattr(quantized_weight, "MIN_WEIGHTS", 1 << 12)
 
 
 def pack_rest(source: Path, out: Path, rest: str, word: str = "keep") -> Any:
     return conversion.convert(make_plan(source, parse_formats(word), 2, rest=rest), out)
 
 
-def codes_of(model: torch.nn.Module) -> dict[str, CodedWeight]:
-    return {name: one for name, one in model.named_parameters() if isinstance(one, CodedWeight)}
+def codes_of(model: torch.nn.Module) -> dict[str, QuantizedWeight]:
+    return {name: one for name, one in model.named_parameters() if isinstance(one, QuantizedWeight)}
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_kept_codes_are_mapped_and_have_the_bits_of_the_release(fp8: Path, tmp_p
     assert actual.keys() == expected.keys() and len(actual) == 2 * 4
     for name, weight in actual.items():
         assert weight.spec == "fp8:128x128" and torch.equal(weight + 0, expected[name] + 0)
-        assert weight.codes.linear.checksum() == expected[name].codes.linear.checksum()
+        assert weight.impl.linear.checksum() == expected[name].impl.linear.checksum()
     maps = Path("/proc/self/maps").read_text()
     assert str(tmp_path / "out" / "linears-") in maps, "the codes were copied"
     assert torch.equal(logits(mapped), logits(direct))
@@ -89,7 +89,7 @@ def test_columns_in_order_of_activation_survive(tmp_path: Path, monkeypatch: pyt
     release(tmp_path / "gptq", "gptq desc_act", only=r"self_attn|shared_experts|layers\.0\.mlp")
     pack_rest(tmp_path / "gptq", tmp_path / "out", "keep")
     direct, mapped = (load_model(p, dtype=torch.float32, rest="keep") for p in (tmp_path / "gptq", tmp_path / "out"))
-    assert any(one.codes.order is not None for one in codes_of(mapped).values())
+    assert any(one.impl.order is not None for one in codes_of(mapped).values())
     assert torch.equal(logits(mapped), logits(direct))
 
 
@@ -119,7 +119,7 @@ def test_half_written_directory_is_resumed(fp8: Path, tmp_path: Path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         pack_rest(fp8, tmp_path / "out", "keep")
     monkeypatch.undo()
-    monkeypatch.setattr(coded_weight, "MIN_WEIGHTS", 1 << 12)
+    monkeypatch.setattr(quantized_weight, "MIN_WEIGHTS", 1 << 12)
     partial = tmp_path / "out.partial"
     linears = partial / "linears-00001-of-00001.safetensors"
     before = linears.stat().st_mtime_ns
@@ -154,8 +154,8 @@ def check_plan(source: Path, out: Path) -> tuple[Any, Any]:
     plain, shape = open_shape(str(source)), open_shape(str(out))
     model = load_model(out, dtype=torch.float32, rest="keep")
     coded = codes_of(model).values()
-    assert shape.coded_numbers == sum(weight.numel() for weight in coded) > 0
-    assert shape.coded_bytes == sum(weight.codes.bytes for weight in coded)
+    assert shape.quantized_weights == sum(weight.numel() for weight in coded) > 0
+    assert shape.quantized_bytes == sum(weight.impl.bytes for weight in coded)
     rest = [weight.numel() for name, weight in model.named_parameters() if ".experts." not in name]
     assert shape.rest == pytest.approx(sum(rest), abs=20)
     for name in ("embedding", "tied", "rest_per_layer", "absorbed_numbers"):
@@ -173,7 +173,7 @@ def test_the_plan_counts_codes_of_linear_layers(family: str, tmp_path: Path) -> 
     projections = [weight for name, weight in codes_of(model).items() if "kv_b_proj" in name]
     config = model.config
     keys = config.num_attention_heads * config.qk_nope_head_dim * config.kv_lora_rank
-    assert shape.coded_absorbed == shape.absorbed_numbers == keys * len(projections) > 0
+    assert shape.quantized_absorbed == shape.absorbed_numbers == keys * len(projections) > 0
 
     def planned(linear_format: str | None) -> int:
         choice = Choice("int8", linear_format=linear_format)

@@ -18,13 +18,13 @@ from ktransformers import _core
 from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.checkpoint.encoder import encode
 from ktransformers.ground.errors import KTError
-from ktransformers.quantized import weight as coded_weight_module
+from ktransformers.quantized import weight as weight_module
 from ktransformers.quantized.gpu import head_products
 from ktransformers.quantized.gpu import linear as device_linear
 from ktransformers.quantized.gpu.head_products import HeadRows, check_heads, decoded_rows
-from ktransformers.quantized.gpu.linear import DeviceCodes, packed_linear
+from ktransformers.quantized.gpu.linear import GpuLinearWeight, packed_linear
 from ktransformers.quantized.gpu.words import F32, WordLayout, from_words, to_words, word_layout
-from ktransformers.quantized.weight import CodedWeight, GpuCodes, coded_weight
+from ktransformers.quantized.weight import GpuPacked, QuantizedWeight, quantized_weight
 from tests.support.formats import SPECS
 from tests.support.gguf_blocks import HALVES, random_blocks
 
@@ -48,7 +48,7 @@ def core_of(spec: str, rows: int, columns: int) -> _core.CodedLinear:
     else:
         torch.manual_seed(0)
         matrix = encode(torch.randn(rows, columns) / columns**0.5, spec)
-    return coded_weight(matrix, torch.bfloat16).codes.linear
+    return quantized_weight(matrix, torch.bfloat16).impl.linear
 
 
 def with_zeros(spec: str, rows: int, columns: int) -> Encoded:
@@ -66,16 +66,16 @@ def with_zeros(spec: str, rows: int, columns: int) -> Encoded:
     return Encoded(spec, codes, scales / 64, zeros=zeros, columns=columns)
 
 
-def codes_of(spec: str, rows: int, columns: int, device: str) -> tuple[DeviceCodes, Tensor]:
+def codes_of(spec: str, rows: int, columns: int, device: str) -> tuple[GpuLinearWeight, Tensor]:
     """The codes, and the decoded numbers `[rows, columns]` on the device."""
     core = core_of(spec, rows, columns)
     numbers = torch.empty(rows, columns, dtype=torch.bfloat16)
     core.decode(0, numbers)
     packed = torch.from_dlpack(core.memory()).view(-1).clone()
-    return DeviceCodes.of(packed.to(device), packed_linear(rows, columns, spec)), numbers.to(device)
+    return GpuLinearWeight.of(packed.to(device), packed_linear(rows, columns, spec)), numbers.to(device)
 
 
-def words_of(spec: str, rows: int, columns: int, device: str) -> tuple[DeviceCodes, Tensor]:
+def words_of(spec: str, rows: int, columns: int, device: str) -> tuple[GpuLinearWeight, Tensor]:
     """The same in words, also without a GPU; skips formats that have none."""
     codes, numbers = codes_of(spec, rows, columns, device)
     if codes.layout is None:
@@ -85,7 +85,7 @@ def words_of(spec: str, rows: int, columns: int, device: str) -> tuple[DeviceCod
             pytest.skip("decoded first")
         words = to_words(codes.packed, layout)
         assert words is not None
-        codes = DeviceCodes(words, codes.matrix, layout)
+        codes = GpuLinearWeight(words, codes.matrix, layout)
     return codes, numbers
 
 
@@ -155,7 +155,7 @@ def test_words_of_groups_longer_than_a_step() -> None:
 
 def test_scales_beyond_float32_stay_in_the_layout_of_the_cpu() -> None:
     matrix = encode(torch.randn(64, 256) * 2.0**60, "int4:32")
-    packed = torch.from_dlpack(coded_weight(matrix, torch.bfloat16).codes.linear.memory()).view(-1)
+    packed = torch.from_dlpack(quantized_weight(matrix, torch.bfloat16).impl.linear.memory()).view(-1)
     layout = word_layout(packed_linear(64, 256, "int4:32"))
     assert layout is not None and to_words(packed.clone(), layout) is None
 
@@ -163,11 +163,11 @@ def test_scales_beyond_float32_stay_in_the_layout_of_the_cpu() -> None:
 def test_codes_that_are_not_numbers_stay_in_the_layout_of_the_cpu() -> None:
     """The kernels read them as 480; decoding gives NaN."""
     matrix = encode(torch.randn(64, 256), "fp8:128x128")
-    matrix.codes.view(torch.uint8)[0, 3, 7] = 0xFF
-    packed = torch.from_dlpack(coded_weight(matrix, torch.bfloat16).codes.linear.memory()).view(-1).clone()
+    matrix.qweight.view(torch.uint8)[0, 3, 7] = 0xFF
+    packed = torch.from_dlpack(quantized_weight(matrix, torch.bfloat16).impl.linear.memory()).view(-1).clone()
     layout = word_layout(packed_linear(64, 256, "fp8:128x128"))
     assert layout is not None and to_words(packed, layout) is None
-    decoded = DeviceCodes.of(packed, packed_linear(64, 256, "fp8:128x128")).decoded(0, 64)
+    decoded = GpuLinearWeight.of(packed, packed_linear(64, 256, "fp8:128x128")).decoded(0, 64)
     assert decoded.isnan().sum() == 1 and bool(decoded[3, 7].isnan())
 
 
@@ -225,7 +225,7 @@ def same_values(actual: Tensor, expected: Tensor) -> bool:
 def test_a_weight_of_device_codes_is_a_weight(spec: str) -> None:
     """Products, gradients of the input, rows and groups of rows, with codes of a device that is here the CPU."""
     codes, numbers = codes_of(spec, 192, 256, "cpu")
-    weight = CodedWeight(GpuCodes(codes), spec, (192, 256), torch.bfloat16)
+    weight = QuantizedWeight(GpuPacked(codes), spec, (192, 256), torch.bfloat16)
     torch.manual_seed(0)
     x = torch.randn(3, 7, 256).bfloat16().requires_grad_(True)
     out = torch.nn.functional.linear(x, weight)
@@ -292,12 +292,12 @@ def test_heads_are_multiplied_with_codes(spec: str, along_rows: bool, device: st
 def test_heads_of_a_weight(spec: str, along_rows: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One entry for few rows, which are not decoded where codes lie in words, for many rows and for other dtypes."""
     codes, numbers = codes_of(spec, 4 * 96, 512, device)
-    weight = CodedWeight(GpuCodes(codes), spec, (4 * 96, 512), torch.bfloat16)
+    weight = QuantizedWeight(GpuPacked(codes), spec, (4 * 96, 512), torch.bfloat16)
     rows = HeadRows(32, 64, 96)
     torch.manual_seed(0)
     for tokens, dtype in ((2, torch.bfloat16), (head_products.DIRECT_ROWS + 1, torch.bfloat16), (2, torch.float32)):
         x = strided(4, tokens, 64 if along_rows else 512, device).to(dtype)
-        if codes.reads_codes and tokens == 2 and dtype == torch.bfloat16:
+        if codes.reads_packed and tokens == 2 and dtype == torch.bfloat16:
             monkeypatch.setattr(head_products, "decoded_rows", lambda *_: pytest.fail("decoded"))
         actual = weight.multiply_heads(x, rows, along_rows=along_rows)
         monkeypatch.undo()
@@ -314,7 +314,7 @@ def test_heads_of_a_weight_in_another_order_of_columns(device: str) -> None:
     codes, numbers = codes_of("int8", 4 * 96, 512, device)
     torch.manual_seed(0)
     order = torch.randperm(512, device=device)
-    weight = CodedWeight(GpuCodes(codes, order), "int8", (4 * 96, 512), torch.bfloat16)
+    weight = QuantizedWeight(GpuPacked(codes, order), "int8", (4 * 96, 512), torch.bfloat16)
     own, rows = torch.empty_like(numbers), HeadRows(0, 32, 96)
     own[:, order] = numbers
     for along_rows, size in ((False, 512), (True, 32)):
@@ -337,7 +337,7 @@ def test_wrong_products_of_heads_are_found(monkeypatch: pytest.MonkeyPatch) -> N
 class Products:
     """Kernels whose products are right, or `wrong` from so many rows on; notes how many rows they were called with."""
 
-    def __init__(self, codes: DeviceCodes, wrong: int = 1 << 20) -> None:
+    def __init__(self, codes: GpuLinearWeight, wrong: int = 1 << 20) -> None:
         self._codes, self._wrong, self.rows = codes, wrong, list[int]()
 
     def card_of(self, device: torch.device) -> None: ...
@@ -346,17 +346,17 @@ class Products:
         return object()
 
     def decode(self, parts: Any, layout: Any, out: Tensor, first: int) -> None:
-        out.copy_(DeviceCodes(self._codes.packed, self._codes.matrix).decoded(first, first + out.shape[0]))
+        out.copy_(GpuLinearWeight(self._codes.packed, self._codes.matrix).decoded(first, first + out.shape[0]))
 
     def product(self, x: Tensor, *_: Any) -> Tensor:
         self.rows.append(x.shape[0])
-        numbers = DeviceCodes(self._codes.packed, self._codes.matrix).decoded(0, self._codes.matrix.rows)
+        numbers = GpuLinearWeight(self._codes.packed, self._codes.matrix).decoded(0, self._codes.matrix.rows)
         return (x.float() @ numbers.float().T * (1.1 if x.shape[0] >= self._wrong else 1)).bfloat16()
 
 
-def checked_codes(core: _core.CodedLinear, wrong: int = 1 << 20) -> tuple[DeviceCodes, Products]:
+def checked_codes(core: _core.CodedLinear, wrong: int = 1 << 20) -> tuple[GpuLinearWeight, Products]:
     packed = torch.from_dlpack(core.memory()).view(-1).clone()
-    codes = DeviceCodes(packed, packed_linear(112, 512, "int8"))
+    codes = GpuLinearWeight(packed, packed_linear(112, 512, "int8"))
     codes._kernels = products = Products(codes, wrong)
     codes._parts, codes._space = (), None  # type: ignore[assignment]
     return codes, products
@@ -374,18 +374,19 @@ def test_products_of_every_tile_are_compared() -> None:
 
 def test_weights_that_cannot_be_compared_leave_the_check_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of zeros, and a weight that fell back to the layout of the CPU."""
-    zeros = coded_weight_module.coded_weight(encode(torch.zeros(112, 512), "int8"), torch.bfloat16).codes.linear
+    zeros = weight_module.quantized_weight(encode(torch.zeros(112, 512), "int8"), torch.bfloat16).impl.linear
     assert not checked_codes(zeros)[0].check()
     cores = [zeros, core_of("int8", 112, 512), core_of("int8", 112, 512)]
     made = [
-        DeviceCodes(torch.from_dlpack(core.memory()).view(-1), packed_linear(112, 512, "int8")) for core in cores[:1]
+        GpuLinearWeight(torch.from_dlpack(core.memory()).view(-1), packed_linear(112, 512, "int8"))
+        for core in cores[:1]
     ]
     made += [checked_codes(core)[0] for core in cores]
     model = torch.nn.ParameterList(
-        torch.nn.Parameter(CodedWeight(GpuCodes(codes), "int8", (112, 512), torch.bfloat16), requires_grad=False)
+        torch.nn.Parameter(QuantizedWeight(GpuPacked(codes), "int8", (112, 512), torch.bfloat16), requires_grad=False)
         for codes in made
     )
-    coded_weight_module.check_on_device(model)
+    weight_module.check_on_device(model)
     assert [bool(codes._kernels.rows) for codes in made[1:]] == [False, True, False], "one that has products"
 
 

@@ -20,8 +20,8 @@ from ktransformers.plan import open_shape, profile
 from ktransformers.plan.formats import bytes_in_format
 from ktransformers.plan.memory import predict_memory
 from ktransformers.plan.workload import Choice
-from ktransformers.quantized import weight as coded_weight
-from ktransformers.quantized.weight import CodedWeight
+from ktransformers.quantized import weight as quantized_weight
+from ktransformers.quantized.weight import QuantizedWeight
 from ktransformers.serve import kv_tiers
 from ktransformers.serve import launch as launch_module
 from ktransformers.serve.cache.kv_cache import KVSlot
@@ -67,9 +67,9 @@ def test_logits_are_those_of_decoded_weights(spec: str, wide_directory: Path) ->
     lines: list[str] = []
     service = served(wide_directory, lines, "--rest", spec)
     assert service.approximations == {"rest": spec}
-    assert any(f"linear layers outside of the experts in {spec}" in line for line in lines)
+    assert any(f"quantized dense linear layers ({spec}" in line for line in lines)
     named = service.engine.forward.model.named_parameters()
-    weights = {name: one for name, one in named if isinstance(one, CodedWeight)}
+    weights = {name: one for name, one in named if isinstance(one, QuantizedWeight)}
     assert len(weights) == 5  # q and o of two layers, and the head
     plain = served(wide_directory, [])
     released = logits(plain)
@@ -89,7 +89,7 @@ def test_words_without_blocks_or_groups(wide_directory: Path) -> None:
     assert parse(["M"]).rest == "keep" and parse(["M", "--rest", "mxfp4"]).rest == "mxfp4"
     assert ExpertSettings(rest="fp8").rest == "fp8:128x128"
     model = load_model(wide_directory, dtype=torch.float32, rest="fp8")
-    coded = {one.spec for one in model.parameters() if isinstance(one, CodedWeight)}
+    coded = {one.spec for one in model.parameters() if isinstance(one, QuantizedWeight)}
     assert coded == {"fp8:128x128"}
 
 
@@ -162,7 +162,7 @@ def test_a_gpu_decodes_with_codes_in_graphs(spec: str, wide_directory: Path) -> 
         service = open_service(
             parse([*line, "--rest", spec, *words]), resolve_target(str(wide_directory)), lines.append
         )
-        coded = [one for one in service.engine.forward.model.parameters() if isinstance(one, CodedWeight)]
+        coded = [one for one in service.engine.forward.model.parameters() if isinstance(one, QuantizedWeight)]
         assert coded and all(one.device.type == "cuda" for one in coded)
         assert any(spec in line and "linear layers" in line for line in lines)
         answers.append(logits(service))
@@ -174,19 +174,19 @@ def test_a_gpu_decodes_with_codes_in_graphs(spec: str, wide_directory: Path) -> 
 def test_adapters_of_a_batch_over_codes(family: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two adapters and the base in one batch, over linear layers in codes, the absorbed matrix of latent attention
     among them: what each gives alone. The embedding stays in host memory."""
-    monkeypatch.setattr(coded_weight, "MIN_WEIGHTS", 1 << 10)
+    monkeypatch.setattr(quantized_weight, "MIN_WEIGHTS", 1 << 10)
     torch.manual_seed(0)
     model: Any = build(family).to(torch.bfloat16 if device != "cpu" else torch.float32)
     for module in expert_modules(model).values():
         pack_module(module, free=True)
     select_implementation(model)
     on_gpu = device != "cpu"
-    assert coded_weight.encode_linears(model, "int8")
-    assert coded_weight.keep_embedding_on_host(model, pin=on_gpu)
+    assert quantized_weight.quantize_linears(model, "int8")
+    assert quantized_weight.keep_embedding_on_host(model, pin=on_gpu)
     forward, modules = Forward(model.to(device)), LoraModules(model)
     names = [name for name, one in model.named_modules() if name.endswith("o_proj")]
     names += [name for name, one in model.named_modules() if name.endswith("kv_b_proj")]
-    assert all(isinstance(model.get_submodule(name).weight, CodedWeight) for name in names)
+    assert all(isinstance(model.get_submodule(name).weight, QuantizedWeight) for name in names)
 
     def adapter(name: str, rank: int) -> LoadedAdapter:
         pairs = {}
@@ -226,4 +226,4 @@ def test_products_of_a_dense_model_are_compared(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("ktransformers.modeling.load.check_on_device", compared.append)
     launch, target = parse([str(tmp_path), "--rest", "int8"]), resolve_target(str(tmp_path))
     model = launch_module._load_model(launch, target, torch.float32, "cpu", False, print, None)
-    assert compared == [model] and isinstance(model.lm_head.weight, CodedWeight)
+    assert compared == [model] and isinstance(model.lm_head.weight, QuantizedWeight)

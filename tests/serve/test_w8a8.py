@@ -17,7 +17,7 @@ from ktransformers.experts.contract import expert_modules
 from ktransformers.experts.w8a8 import use_w8a8
 from ktransformers.ground.errors import InputError
 from ktransformers.nn import load_model
-from ktransformers.quantized import weight as coded_weight
+from ktransformers.quantized import weight as quantized_weight
 from ktransformers.serve.flags import parse
 from ktransformers.serve.launch import open_service
 from ktransformers.serve.placement import options_of
@@ -59,13 +59,13 @@ def test_served_model_reports_w8a8(format: str, model_directory: Path, tmp_path:
 def test_a_coded_embedding_is_no_linear_layer(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its table is only looked up."""
     out = load_model(model_directory, formats="int8")
-    monkeypatch.setattr(coded_weight, "MIN_WEIGHTS", 1 << 10)
-    count = coded_weight.encode_linears(out, "int8")
+    monkeypatch.setattr(quantized_weight, "MIN_WEIGHTS", 1 << 10)
+    count = quantized_weight.quantize_linears(out, "int8")
     assert count
     embedding: Any = out.get_input_embeddings()
     codes = encode(embedding.weight.detach().float(), "int8")
-    embedding.weight = torch.nn.Parameter(coded_weight.coded_weight(codes, out.dtype), requires_grad=False)
-    assert use_w8a8(out)[1] == count and not embedding.weight.codes.linear.w8a8
+    embedding.weight = torch.nn.Parameter(quantized_weight.quantized_weight(codes, out.dtype), requires_grad=False)
+    assert use_w8a8(out)[1] == count and not embedding.weight.impl.linear.w8a8
 
 
 def test_w8a8_refuses_other_formats_by_name(model_directory: Path) -> None:

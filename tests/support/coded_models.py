@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from ktransformers.quantized.weight import CodedWeight
+from ktransformers.quantized.weight import QuantizedWeight
 
 
-def codes_of(model: nn.Module) -> dict[str, CodedWeight]:
-    return {name: one for name, one in model.named_parameters() if isinstance(one, CodedWeight)}
+def codes_of(model: nn.Module) -> dict[str, QuantizedWeight]:
+    return {name: one for name, one in model.named_parameters() if isinstance(one, QuantizedWeight)}
 
 
 def with_numbers(model: Any) -> Any:

@@ -19,8 +19,8 @@ from ktransformers.adapters.merge_packed import merge_packed
 from ktransformers.checkpoint.encoder import encode
 from ktransformers.ground.errors import InputError
 from ktransformers.nn import load_model
-from ktransformers.quantized import weight as coded_weight
-from ktransformers.quantized.weight import CodedWeight
+from ktransformers.quantized import weight as quantized_weight
+from ktransformers.quantized.weight import QuantizedWeight
 from ktransformers.serve.cache.kv_cache import KVSlot
 from ktransformers.serve.flags import parse
 from ktransformers.serve.scheduler.forward import Chunk, make_forward
@@ -38,7 +38,7 @@ TOKENS = torch.tensor([[(7 * at + 3) % 90 for at in range(24)]])
 
 @pytest.fixture(autouse=True)
 def _small_weights_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coded_weight, "MIN_WEIGHTS", 1 << 12)
+    monkeypatch.setattr(quantized_weight, "MIN_WEIGHTS", 1 << 12)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_a_run_in_few_bits_is_served_in_them(model_of: Callable[[str], Path], tm
 
 def test_weights_never_exist_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward of a matrix of 32 million weights, 16 MB in four bits and 128 in float32."""
-    monkeypatch.setattr(coded_weight, "PANEL", 1 << 20)
+    monkeypatch.setattr(quantized_weight, "PANEL", 1 << 20)
     spec, rows, columns = "int4:32", 8192, 4096
     matrix = encode(torch.randn(256, columns), spec).packable
     codes = tuple(None if part is None else part.repeat_interleave(rows // 256, 1) for part in matrix)
@@ -140,20 +140,20 @@ def test_weights_never_exist_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None
     core.pack(codes)
     layer = nn.Linear(columns, 8, bias=False)
     layer.weight = nn.Parameter(
-        coded_weight.weight_of_codes(core, spec, (rows, columns), torch.float32), requires_grad=False
+        quantized_weight.weight_from_core(core, spec, (rows, columns), torch.float32), requires_grad=False
     )
     x = torch.randn(4, columns, requires_grad=True)
     before = resident()
     peaks: list[int] = []
-    decoded = CodedWeight.decoded
+    decoded = QuantizedWeight.decoded
 
-    def recorded(self: CodedWeight, first: int, last: int) -> Tensor:
+    def recorded(self: QuantizedWeight, first: int, last: int) -> Tensor:
         panel = decoded(self, first, last)
         peaks.append(resident() - before)
         assert panel.numel() <= 1 << 20, "the weight was decoded whole"
         return panel
 
-    monkeypatch.setattr(CodedWeight, "decoded", recorded)
+    monkeypatch.setattr(QuantizedWeight, "decoded", recorded)
     layer(x).square().sum().backward()
     assert len(peaks) == 32 and max(peaks) < 48 << 20
     assert x.grad is not None

@@ -91,12 +91,12 @@ class AMXSFTMoEWrapper(BaseSFTMoEWrapper):
             raise InputError("method", self.method, f"{method}'s", "load_weights_from_tensors takes bf16")
         matrices = {}
         for role in ROLES:
-            codes = _stacked(getattr(weights, role)).contiguous().view(torch.uint8)
+            qweight = _stacked(getattr(weights, role)).contiguous().view(torch.uint8)
             scales = _stacked(getattr(weights, f"{role}_scale"))
             if scale_dtype == torch.uint8 and scales.dtype != torch.uint8:
                 scales = _to_e8m0(f"{role}_scale", scales)
             columns = self.moe_intermediate_size if role == "down" else self.hidden_size
-            encoded = Encoded(spec, codes, scales.to(scale_dtype).contiguous(), columns=columns, name=role)
+            encoded = Encoded(spec, qweight, scales.to(scale_dtype).contiguous(), columns=columns, name=role)
             matrices[role] = encoded
         self.use_store(store_from_encoded(matrices, self._place, order))
 

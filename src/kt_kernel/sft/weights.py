@@ -124,8 +124,8 @@ def load_block_fp8_experts_from_checkpoint_files(
     if tuple(block_size) != (128, 128):
         raise KTArtifactError("block_size", tuple(block_size), "(128, 128)")
     layer = _open_layer(files, layers_prefix, moe_config, layer_idx, hidden_size)
-    codes, scales = _native(layer, moe_config, "fp8:128x128")
-    matrices = [list(matrix.view(torch.float8_e4m3fn).unbind(0)) for matrix in codes]
+    qweight, scales = _native(layer, moe_config, "fp8:128x128")
+    matrices = [list(matrix.view(torch.float8_e4m3fn).unbind(0)) for matrix in qweight]
     return BlockFP8ExpertWeights(*matrices, *(list(scale.unbind(0)) for scale in scales))
 
 
@@ -140,8 +140,8 @@ def load_rawint4_experts_from_checkpoint_files(
 ) -> RAWINT4ExpertWeights:
     """The experts of a compressed-tensors checkpoint in groups of 32, as they are stored."""
     layer = _open_layer(files, layers_prefix, moe_config, layer_idx, hidden_size)
-    codes, scales = _native(layer, moe_config, f"int4:{group_size}")
-    return RAWINT4ExpertWeights(*codes, *scales)
+    qweight, scales = _native(layer, moe_config, f"int4:{group_size}")
+    return RAWINT4ExpertWeights(*qweight, *scales)
 
 
 def load_experts_from_kt_weight_path(
@@ -152,8 +152,8 @@ def load_experts_from_kt_weight_path(
     shape = ExpertShape(num_experts, hidden_size, intermediate_size)
     layer = open_source(path).layer(f"model.layers.{layer_idx}.mlp.experts", shape)
     sizes = MOEArchConfig("mlp", "gate", "experts", ROLES, num_experts, intermediate_size, 0)
-    codes, scales = _native(layer, sizes, "int8")
-    return INT8ExpertWeights(*codes, *scales)
+    qweight, scales = _native(layer, sizes, "int8")
+    return INT8ExpertWeights(*qweight, *scales)
 
 
 def _hidden_size(files: Sequence[str | Path]) -> int:
@@ -204,9 +204,9 @@ def _split(chunk: ExpertChunk, intermediate: int) -> dict[str, Tensor | Encoded]
 def _join(parts: list[Tensor | Encoded]) -> Tensor | Encoded:
     encoded = [part for part in parts if isinstance(part, Encoded)]
     if encoded:
-        codes = torch.cat([part.codes for part in encoded])
+        qweight = torch.cat([part.qweight for part in encoded])
         scales = torch.cat([part.scales for part in encoded if part.scales is not None])
-        return Encoded(encoded[0].format, codes, scales, columns=encoded[0].columns, name=encoded[0].name)
+        return Encoded(encoded[0].format, qweight, scales, columns=encoded[0].columns, name=encoded[0].name)
     tensors = [part if part.dim() == 3 else part[None] for part in parts if isinstance(part, Tensor)]
     return torch.cat(tensors)
 
@@ -216,9 +216,9 @@ def _native(layer: LayerSource, moe_config: MOEArchConfig, spec: str) -> tuple[l
     for role in ROLES:
         if layer.formats[role] != spec:
             raise KTArtifactError(role, f"experts in {layer.formats[role]}", spec, "load_weights takes every format")
-    codes, scales = [], []
+    qweight, scales = [], []
     for matrix in _stack(layer, moe_config):
         assert isinstance(matrix, Encoded) and matrix.scales is not None
-        codes.append(matrix.codes)
+        qweight.append(matrix.qweight)
         scales.append(matrix.scales)
-    return codes, scales
+    return qweight, scales

@@ -1,14 +1,13 @@
-"""`Encoded`: matrices `[E, N, K]` in the bytes of a checkpoint, and the float32 numbers that those bytes stand for.
+"""`Encoded`: quantized matrices `[E, N, K]` in the bytes of a checkpoint, and the float32 values of those bytes.
 
 A format is a string (`int4:32`, `fp8:128x128`, `q4_k`; docs/formats.md has the table), whose facts are those of the
-native core (`_core.format`). Codes are rows of bytes `[E, N, bytes]`, scales lie beside them; only the last dimension
-has to be contiguous, so gate and up may be views of one tensor. `decode` is the definition that everything else is held
-against: plain, not fast. It is told by the kinds of elements and scales, so that a format of known kinds has no line
-here; blocks of GGUF go to the `gguf` package, which is an optional extra. Four-bit codes lie two in a byte, the even
-column in the low half. Formats with zeros (uint4, uint8) have for every scale the code that stands for zero; codes and
-zeros of uint8 are int8, both less 128. `bf16:12` is plain bf16 here, two bytes a number; it takes 12 bits once it is
-packed.
-"""
+native core (`_core.format`). `qweight` is rows of bytes `[E, N, bytes]`, `scales` is a tensor of its own; only the last
+dimension has to be contiguous, so gate and up may be views of one tensor. `decode` dequantizes and is the definition
+that everything else is held against: plain, not fast. It is told by the kinds of elements and scales, so that a format
+of known kinds has no line here; blocks of GGUF go to the `gguf` package, which is an optional extra. Four-bit values
+lie two in a byte, the even column in the low half. Formats with zeros (uint4, uint8) have a zero point for every scale;
+values and zero points of uint8 are int8, both less 128. `bf16:12` is plain bf16 here, two bytes a value; it takes 12
+bits once it is packed."""
 
 from __future__ import annotations
 
@@ -38,11 +37,11 @@ class EncodedFormat:
     """The tensors of a format for matrices of N rows and K columns."""
 
     name: str
-    element: str  # how a code becomes a number: csrc/kernels/format.h, ElementKind
-    zero_point: int  # of unsigned codes
+    element: str  # how a quantized value is stored: csrc/kernels/format.h, ElementKind
+    zero_point: int  # of unsigned values
     scales: str  # how scales are written: csrc/kernels/format.h, ScaleKind
     code_dtype: torch.dtype
-    per_byte: int  # codes in a byte; 0: blocks of GGUF, or bf16
+    per_byte: int  # values in a byte; 0: blocks of GGUF, or bf16
     span: int  # columns that share a scale; 0: all of a row
     scale_dtype: torch.dtype | None
     row_span: int  # rows that share it
@@ -82,7 +81,7 @@ def format_of(name: str) -> EncodedFormat:
     if row["spec"] != name:
         raise InputError("format", name, row["spec"])
     if name not in FORMATS and row["element"] == "bf16":
-        raise InputError("format", name, "a format with codes", "plain numbers are tensors")
+        raise InputError("format", name, "a quantized format", "bf16 matrices are plain tensors")
     bits = sum(row["planes"])
     if not row["scale_tensor"]:
         whole = 1 if row["element"] == LOSSLESS else row["span"]
@@ -109,18 +108,18 @@ def format_of(name: str) -> EncodedFormat:
 
 
 def format_with(element: str, scales: str) -> str:
-    """The name of the format with separate codes and scales of these kinds."""
+    """The name of the format with separate values and scales of these kinds."""
     return next(row["spec"] for row in _core.formats() if (row["element"], row["scales"]) == (element, scales))
 
 
 @dataclass(frozen=True)
 class Encoded:
     format: str
-    codes: Tensor  # uint8 (int8: int8), [E, N, bytes of a row]
+    qweight: Tensor  # uint8 (int8: int8), [E, N, bytes of a row]
     scales: Tensor | None  # as the format has them; None: blocks of GGUF, or bf16
     tensor_scale: Tensor | None = None  # float32 [E], of formats that have one
-    zeros: Tensor | None = None  # as codes are, in the shape of scales, of formats that have them
-    order: Tensor | None = None  # int64 [K]: column i of the codes is column order[i] of the matrix; None: its own
+    zeros: Tensor | None = None  # in the dtype of qweight and the shape of scales, of formats that have zero points
+    order: Tensor | None = None  # int64 [K]: stored column i is column order[i] of the matrix; None: its own
     columns: int = field(kw_only=True)
     name: str = field(default="", kw_only=True, compare=False)  # of the tensor it came from, for messages
 
@@ -129,10 +128,10 @@ class Encoded:
         where = self.name or self.format
         if self.columns <= 0 or self.columns % form.multiple:
             raise InputError(where, f"{self.columns} columns", f"a multiple of {form.multiple} for {self.format}")
-        if self.codes.dim() != 3:
-            raise InputError(where, f"codes of shape {list(self.codes.shape)}", "[experts, rows, bytes of a row]")
-        experts, rows, _ = self.codes.shape
-        expect(f"{where}: codes", self.codes, (experts, rows, form.row_bytes(self.columns)), form.code_dtype)
+        if self.qweight.dim() != 3:
+            raise InputError(where, f"qweight of shape {list(self.qweight.shape)}", "[experts, rows, bytes of a row]")
+        experts, rows, _ = self.qweight.shape
+        expect(f"{where}: qweight", self.qweight, (experts, rows, form.row_bytes(self.columns)), form.code_dtype)
         shape = form.scale_shape(rows, self.columns)
         if (shape is None) != (self.scales is None):
             raise InputError(where, "no scales" if self.scales is None else "scales", f"what {self.format} has")
@@ -148,27 +147,27 @@ class Encoded:
             expect(f"{where}: zeros", self.zeros, (experts, *shape), form.code_dtype)
         if self.order is not None:
             expect(f"{where}: order of columns", self.order, (self.columns,), torch.int64)
-        if self.codes.stride(2) != 1 and self.codes.shape[2] > 1:
-            raise InputError(f"{where}: codes", f"strides {list(self.codes.stride())}", "rows that are contiguous")
+        if self.qweight.stride(2) != 1 and self.qweight.shape[2] > 1:
+            raise InputError(f"{where}: qweight", f"strides {list(self.qweight.stride())}", "rows that are contiguous")
 
     @property
     def experts(self) -> int:
-        return self.codes.shape[0]
+        return self.qweight.shape[0]
 
     @property
     def rows(self) -> int:
-        return self.codes.shape[1]
+        return self.qweight.shape[1]
 
     @property
     def bytes(self) -> int:
-        """Bytes of codes and scales."""
-        parts = (self.codes, self.scales, self.tensor_scale, self.zeros, self.order)
+        """Bytes of values and scales."""
+        parts = (self.qweight, self.scales, self.tensor_scale, self.zeros, self.order)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
     @property
     def packable(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """What the core packs: a format has a scale of the whole matrix, or zeros, or neither."""
-        return self.codes, self.scales, self.tensor_scale if self.zeros is None else self.zeros
+        return self.qweight, self.scales, self.tensor_scale if self.zeros is None else self.zeros
 
 
 def expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -186,19 +185,19 @@ def stack(parts: list[Encoded]) -> Encoded:
         present = [tensor for tensor in tensors if tensor is not None]
         return torch.cat(present) if present else None
 
-    codes = joined([part.codes for part in parts])
-    assert codes is not None
+    qweight = joined([part.qweight for part in parts])
+    assert qweight is not None
     scales, tensor_scale = joined([part.scales for part in parts]), joined([part.tensor_scale for part in parts])
     zeros = joined([part.zeros for part in parts])
-    return Encoded(first.format, codes, scales, tensor_scale, zeros, columns=first.columns, name=first.name)
+    return Encoded(first.format, qweight, scales, tensor_scale, zeros, columns=first.columns, name=first.name)
 
 
-# float32 numbers of codes, one to an element, by the kind of elements.
+# float32 of stored elements, one to an element, by their kind.
 ELEMENTS: dict[str, Callable[[EncodedFormat, Tensor], Tensor]] = {
-    "int8": lambda form, codes: codes.float(),
-    "uint": lambda form, codes: codes.float().sub_(form.zero_point),
-    "e4m3": lambda form, codes: codes.contiguous().view(torch.float8_e4m3fn).float(),
-    "e2m1": lambda form, codes: torch.tensor([*E2M1, *(-x for x in E2M1)], device=codes.device)[codes.int()],
+    "int8": lambda form, qweight: qweight.float(),
+    "uint": lambda form, qweight: qweight.float().sub_(form.zero_point),
+    "e4m3": lambda form, qweight: qweight.contiguous().view(torch.float8_e4m3fn).float(),
+    "e2m1": lambda form, qweight: torch.tensor([*E2M1, *(-x for x in E2M1)], device=qweight.device)[qweight.int()],
 }
 
 
@@ -217,13 +216,13 @@ SCALES: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
 
 
 def decode(encoded: Encoded) -> Tensor:
-    """Float32 `[E, N, K]`: the numbers that the bytes stand for."""
+    """Dequantizes to float32 `[E, N, K]`."""
     form, rows, columns = format_of(encoded.format), encoded.rows, encoded.columns
     if form.element == LOSSLESS:
-        return encoded.codes.contiguous().view(torch.bfloat16).float()
+        return encoded.qweight.contiguous().view(torch.bfloat16).float()
     if not form.per_byte:
         return _decode_gguf(encoded)
-    values = ELEMENTS[form.element](form, nibbles(encoded.codes) if form.per_byte == 2 else encoded.codes)
+    values = ELEMENTS[form.element](form, nibbles(encoded.qweight) if form.per_byte == 2 else encoded.qweight)
     assert encoded.scales is not None
     scales = SCALES[form.scales](encoded.scales, encoded.tensor_scale)
 
@@ -241,15 +240,15 @@ def decode(encoded: Encoded) -> Tensor:
 
 
 def in_own_order(columns: Tensor, order: Tensor) -> Tensor:
-    """The columns of a matrix whose codes are in another order."""
+    """The columns of a matrix that is stored in another order."""
     result = torch.empty_like(columns)
     result[..., order] = columns
     return result
 
 
-def nibbles(codes: Tensor) -> Tensor:
+def nibbles(qweight: Tensor) -> Tensor:
     """`[..., bytes] -> [..., 2 bytes]`, the low half first."""
-    return torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+    return torch.stack([qweight & 15, qweight >> 4], dim=-1).flatten(-2)
 
 
 def pair_nibbles(values: Tensor) -> Tensor:
@@ -258,10 +257,10 @@ def pair_nibbles(values: Tensor) -> Tensor:
     return (pairs | (pairs >> 4)).to(torch.uint8)
 
 
-def e8m0(codes: Tensor) -> Tensor:
+def e8m0(qweight: Tensor) -> Tensor:
     """2^(code - 127) in float32; 255 is no number."""
     table = [math.ldexp(1.0, code - 127) for code in range(255)] + [math.nan]
-    return torch.tensor(table, device=codes.device)[codes.int()]
+    return torch.tensor(table, device=qweight.device)[qweight.int()]
 
 
 def gguf_package() -> Any:
@@ -276,6 +275,6 @@ def gguf_package() -> Any:
 def _decode_gguf(encoded: Encoded) -> Tensor:
     gguf = gguf_package()
     kind = gguf.GGMLQuantizationType[encoded.format.upper()]
-    rows = encoded.codes.cpu().contiguous().numpy()
+    rows = encoded.qweight.cpu().contiguous().numpy()
     values = gguf.quants.dequantize(rows.reshape(-1, rows.shape[-1]), kind)
-    return torch.from_numpy(values).to(encoded.codes.device).reshape(encoded.experts, encoded.rows, encoded.columns)
+    return torch.from_numpy(values).to(encoded.qweight.device).reshape(encoded.experts, encoded.rows, encoded.columns)

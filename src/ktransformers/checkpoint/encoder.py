@@ -54,14 +54,14 @@ def encode_with_error(tensor: Tensor, spec: str) -> EncodedWithError:
         )  # fmt: skip
     if matrix.stride(2) != 1:
         matrix = matrix.contiguous()
-    codes = _empty((experts, rows, form.row_bytes(columns)), form.code_dtype)
+    qweight = _empty((experts, rows, form.row_bytes(columns)), form.code_dtype)
     shape = form.scale_shape(rows, columns)
     scales = None if shape is None else torch.empty(experts, *shape, dtype=form.scale_dtype)
     tensor_scale = torch.empty(experts) if form.tensor_scale else None
-    moved, norm, finite = _core.encode(spec, matrix, codes, scales, tensor_scale)
+    moved, norm, finite = _core.encode(spec, matrix, qweight, scales, tensor_scale)
     if not finite:
         raise InputError(spec, "numbers that are not finite", "finite ones", "the source is damaged")
-    return EncodedWithError(Encoded(spec, codes, scales, tensor_scale, columns=columns), moved, norm)
+    return EncodedWithError(Encoded(spec, qweight, scales, tensor_scale, columns=columns), moved, norm)
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

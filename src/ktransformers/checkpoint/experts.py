@@ -258,17 +258,19 @@ def fused_matrix(shards: Shards, endings: Mapping[str, str], expert: int, transp
     """One expert, output-major."""
     if "blocks" in endings:
         name = endings["blocks"]
-        codes = shards.read(name)[expert].flatten(1)
+        qweight = shards.read(name)[expert].flatten(1)
         scales = shards.read_finite_row(endings["scales"], expert, e8m0=True)
-        return Encoded(format_with("e2m1", "e8m0"), codes[None], scales[None], columns=2 * codes.shape[1], name=name)
+        return Encoded(
+            format_with("e2m1", "e8m0"), qweight[None], scales[None], columns=2 * qweight.shape[1], name=name
+        )
     name = endings["weight"]
     weight = shards.read_finite_row(name, expert)
     if weight.is_floating_point() and weight.element_size() > 1:
         return weight.T if transposed else weight
     scales = shards.read_finite_row(endings.get("scale_inv") or endings["scale"], expert).float()
-    codes = weight.view(torch.uint8)
-    codes, scales = (codes.T.contiguous(), scales.T.contiguous()) if transposed else (codes, scales)
-    return Encoded("fp8:128x128", codes[None], scales[None], columns=codes.shape[1], name=name)
+    qweight = weight.view(torch.uint8)
+    qweight, scales = (qweight.T.contiguous(), scales.T.contiguous()) if transposed else (qweight, scales)
+    return Encoded("fp8:128x128", qweight[None], scales[None], columns=qweight.shape[1], name=name)
 
 
 def _split_rows(tensor: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -283,10 +285,10 @@ def _split_matrix(fused: Tensor | Encoded, spec: str, interleaved: bool) -> dict
         gate, up = _split_rows(fused, interleaved)
         return {"gate": gate, "up": up}
     assert fused.scales is not None
-    codes, scales = fused.codes[0], fused.scales[0]
+    qweight, scales = fused.qweight[0], fused.scales[0]
     if spec == "fp8:1x128":
-        scales = scales.repeat_interleave(BLOCK, 0)[: len(codes)]
-    halves = zip(("gate", "up"), _split_rows(codes, interleaved), _split_rows(scales, interleaved), strict=True)
+        scales = scales.repeat_interleave(BLOCK, 0)[: len(qweight)]
+    halves = zip(("gate", "up"), _split_rows(qweight, interleaved), _split_rows(scales, interleaved), strict=True)
     return {
         role: Encoded(spec, code[None], scale[None], columns=fused.columns, name=fused.name)
         for role, code, scale in halves

@@ -77,11 +77,11 @@ def _quantised(matrix: Tensor, form: TileFormat, *, paired: bool) -> tuple[Tenso
     if matrix.stride(1) != 1:
         matrix = matrix.contiguous()
     rows, columns = matrix.shape
-    codes = torch.empty(rows, columns // 2 if paired else columns, dtype=torch.uint8 if paired else torch.int8)
+    qweight = torch.empty(rows, columns // 2 if paired else columns, dtype=torch.uint8 if paired else torch.int8)
     scales = torch.empty(rows, dtype=torch.float32)
-    if not _core.quantise_rows(matrix, form.bits, codes, scales):
+    if not _core.quantise_rows(matrix, form.bits, qweight, scales):
         raise InputError("matrix", "numbers that are not finite", "finite ones", "the source is damaged")
-    return codes, scales
+    return qweight, scales
 
 
 def encode_rows(matrix: Tensor, bits: int, parts: int = 1, name: str = "") -> Encoded | Tensor:
@@ -99,27 +99,27 @@ def encode_rows(matrix: Tensor, bits: int, parts: int = 1, name: str = "") -> En
     if bits == 4 and parts == 1 and columns % 2 == 0:
         paired, scale = _quantised(stacked.reshape(experts * rows, columns), tile_format(bits), paired=True)
         spec = spec_of(bits, columns, parts)
-        codes, scales = paired.view(experts, rows, -1), scale.view(experts, rows, 1)
-        return Encoded(spec, codes, scales * 16, columns=columns, name=name)
+        qweight, scales = paired.view(experts, rows, -1), scale.view(experts, rows, 1)
+        return Encoded(spec, qweight, scales * 16, columns=columns, name=name)
     pieces = [
         quantize_rows(part.reshape(experts * rows, columns // parts), bits) for part in stacked.chunk(parts, dim=2)
     ]
-    codes = torch.cat([piece for piece, _ in pieces], 1).view(experts, rows, columns)
+    qweight = torch.cat([piece for piece, _ in pieces], 1).view(experts, rows, columns)
     scales = torch.stack([scale for _, scale in pieces], 1).view(experts, rows, parts)
-    return encoded_of(codes, scales, bits, name)
+    return encoded_of(qweight, scales, bits, name)
 
 
-def encoded_of(codes: Tensor, scales: Tensor, bits: int, name: str = "") -> Encoded | Tensor:
+def encoded_of(qweight: Tensor, scales: Tensor, bits: int, name: str = "") -> Encoded | Tensor:
     """Codes int8 `[E, N, K]` and scales float32 `[E, N, parts]` of equal parts of columns; see `encode_rows`."""
-    _, _, columns = codes.shape
+    _, _, columns = qweight.shape
     parts = scales.shape[2]
     spec = spec_of(bits, columns, parts)
     if bits == 4:
-        stored = pair_nibbles((codes + 8).view(torch.uint8))
+        stored = pair_nibbles((qweight + 8).view(torch.uint8))
         return Encoded(spec, stored, scales * 16, columns=columns, name=name)
     if parts == 1:
-        return Encoded(spec, codes, scales[:, :, 0].contiguous(), columns=columns, name=name)
-    return codes.float() * scales.repeat_interleave(columns // parts, 2)
+        return Encoded(spec, qweight, scales[:, :, 0].contiguous(), columns=columns, name=name)
+    return qweight.float() * scales.repeat_interleave(columns // parts, 2)
 
 
 def spec_of(bits: int, columns: int, parts: int) -> str:
@@ -137,10 +137,10 @@ def kept_codes(matrix: Encoded, bits: int, parts: int) -> tuple[Tensor, Tensor] 
         return None
     width = matrix.columns // parts
     if bits == 8 and form.element == "int8":
-        codes, scale = matrix.codes[0], matrix.scales[0].float()
-        return None if bool((codes == -128).any()) else (codes, scale[:, None].expand(-1, parts).contiguous())
+        qweight, scale = matrix.qweight[0], matrix.scales[0].float()
+        return None if bool((qweight == -128).any()) else (qweight, scale[:, None].expand(-1, parts).contiguous())
     if bits == 4 and form.element == "uint" and (form.span or matrix.columns) % width == 0:
-        values = nibbles(matrix.codes[0])
+        values = nibbles(matrix.qweight[0])
         if bool((values == 0).any()):  # -8
             return None
         groups = [part * width // (form.span or matrix.columns) for part in range(parts)]
@@ -171,15 +171,15 @@ def check_size(name: str, role: str, rows: int, columns: int, bits: int, parts: 
         raise InputError(name, given, expected, "fewer NUMA parts, or --layout packed, which takes any size")
 
 
-def tile(codes: Tensor, bits: int) -> Tensor:
+def tile(qweight: Tensor, bits: int) -> Tensor:
     """Codes int8 `[n, k]` as the bytes of kt-kernel's tiles, uint8 `[n k bits / 8]`."""
     form = tile_format(bits)
-    n, k = codes.shape
+    n, k = qweight.shape
     if n % ROWS or k % form.k_step:
         raise InputError("codes", f"shape {[n, k]}", f"multiples of {ROWS} and {form.k_step}")
     result = torch.empty(form.bytes(n, k) // 4, dtype=torch.int32)
     for nb, nbs, kb, kbs, start in _blocks(form, n, k):
-        rows = codes[nb : nb + nbs, kb : kb + kbs]
+        rows = qweight[nb : nb + nbs, kb : kb + kbs]
         if bits == 4:
             halves = rows.reshape(nbs, kbs // form.k_step, 2, BYTES)
             rows = (halves[:, :, 0] & 15).bitwise_or_(halves[:, :, 1] << 4)

@@ -103,13 +103,13 @@ def dimensions(parts: Mapping[str, TensorRef], quantisation: Quantisation = NONE
         first, second = parts["qweight"].shape
         in_word = 32 // quantisation.bits
         return (second * in_word, first) if quantisation.method == "awq" else (second, first * in_word)
-    codes = parts.get("weight_packed") or parts["weight"]
-    rows, across = codes.shape
+    qweight = parts.get("weight_packed") or parts["weight"]
+    rows, across = qweight.shape
     scale = next((parts[key] for key in ("weight_scale_inv", "weight_scale", "scale") if key in parts), None)
     paired = scale is not None and scale.dtype in E8M0 and scale.shape[1:] == (across // 16,)
-    if codes.dtype == "U8" or (codes.dtype == "I8" and paired):
+    if qweight.dtype == "U8" or (qweight.dtype == "I8" and paired):
         return rows, across * 2
-    return rows, across * 8 if codes.dtype == "I32" else across
+    return rows, across * 8 if qweight.dtype == "I32" else across
 
 
 def _only(used: Mapping[str, TensorRef], known: tuple[str, ...]) -> None:
@@ -127,9 +127,9 @@ def _multiple(part: TensorRef, columns: int, multiple: int) -> None:
         raise InputError(part.name, f"{columns} columns", f"a multiple of {multiple}")
 
 
-def _need(used: Mapping[str, TensorRef], codes: TensorRef, ending: str) -> TensorRef:
+def _need(used: Mapping[str, TensorRef], qweight: TensorRef, ending: str) -> TensorRef:
     if ending not in used:
-        raise InputError(codes.name, f"no {ending} beside it", "codes and their scales")
+        raise InputError(qweight.name, f"no {ending} beside it", "codes and their scales")
     return used[ending]
 
 
@@ -216,7 +216,7 @@ def _nested_nibbles(
 
 def _packed(used: Mapping[str, TensorRef], rows: int, columns: int) -> Matrix:
     """compressed-tensors: int32 words of 8 nibbles or 4 bytes along a row, or bytes of e2m1."""
-    codes, scale = used["weight_packed"], _need(used, used["weight_packed"], "weight_scale")
+    qweight, scale = used["weight_packed"], _need(used, used["weight_packed"], "weight_scale")
     for ending in ("weight_zero_point", "weight_g_idx"):
         if ending in used:
             raise InputError(
@@ -224,16 +224,16 @@ def _packed(used: Mapping[str, TensorRef], rows: int, columns: int) -> Matrix:
             )
     if "weight_global_scale" in used:
         _only(used, ("weight_packed", "weight_scale", "weight_global_scale"))
-        return _nested_nibbles(codes, scale, used["weight_global_scale"], rows, columns, divides=True)
+        return _nested_nibbles(qweight, scale, used["weight_global_scale"], rows, columns, divides=True)
     _only(used, ("weight_packed", "weight_scale", "weight_shape"))
-    if codes.dtype == "U8" and scale.dtype in E8M0:
-        _shape(codes, (rows, columns // 2))
-        return _mx_nibbles(codes, scale, rows, columns)
-    if codes.dtype == "I32" and codes.shape == (rows, math.ceil(columns / 4)) and columns % 4 == 0:
-        return _packed_int8(codes, scale, rows, columns)
-    _multiple(codes, columns, 8)
-    if (codes.dtype, codes.shape) not in (("I32", (rows, columns // 8)), ("U8", (rows, columns // 2))):
-        raise codes.refuse(f"I32 [{rows}, {columns // 8}]: eight codes in a word")
+    if qweight.dtype == "U8" and scale.dtype in E8M0:
+        _shape(qweight, (rows, columns // 2))
+        return _mx_nibbles(qweight, scale, rows, columns)
+    if qweight.dtype == "I32" and qweight.shape == (rows, math.ceil(columns / 4)) and columns % 4 == 0:
+        return _packed_int8(qweight, scale, rows, columns)
+    _multiple(qweight, columns, 8)
+    if (qweight.dtype, qweight.shape) not in (("I32", (rows, columns // 8)), ("U8", (rows, columns // 2))):
+        raise qweight.refuse(f"I32 [{rows}, {columns // 8}]: eight codes in a word")
     spec = _group_spec("int4", scale, scale.shape == (rows, 1), (rows, None), columns)
     shaped = used.get("weight_shape")
 
@@ -241,18 +241,18 @@ def _packed(used: Mapping[str, TensorRef], rows: int, columns: int) -> Matrix:
         if shaped is not None and read(shaped.name).flatten().tolist() != [rows, columns]:
             given = read(shaped.name).flatten().tolist()
             raise InputError(shaped.name, given, f"[{rows}, {columns}], as config.json says")
-        return Encoded(spec, _bytes(read(codes.name)), read(scale.name)[None], columns=columns, name=codes.name)
+        return Encoded(spec, _bytes(read(qweight.name)), read(scale.name)[None], columns=columns, name=qweight.name)
 
     return Matrix(spec, build)
 
 
-def _packed_int8(codes: TensorRef, scale: TensorRef, rows: int, columns: int) -> Matrix:
+def _packed_int8(qweight: TensorRef, scale: TensorRef, rows: int, columns: int) -> Matrix:
     if scale.dtype not in FLOATS or scale.shape not in ((rows,), (rows, 1)):
         raise scale.refuse(f"one float scale for each of {rows} rows", "8 bits with groups are not read")
 
     def build(read: Read) -> Encoded:
-        stored = _bytes(read(codes.name)).to(torch.int16).sub_(128).to(torch.int8)
-        return Encoded("int8", stored, _floats(read(scale.name)).reshape(1, rows), columns=columns, name=codes.name)
+        stored = _bytes(read(qweight.name)).to(torch.int16).sub_(128).to(torch.int8)
+        return Encoded("int8", stored, _floats(read(scale.name)).reshape(1, rows), columns=columns, name=qweight.name)
 
     return Matrix("int8", build)
 
@@ -276,17 +276,17 @@ def _gptq(used: Mapping[str, TensorRef], rows: int, columns: int, quantisation: 
     """A word has 8 codes of 4 bits, or 4 of 8, of one row of the matrix. Without zeros of its own for every group, and
     in 4 bits, the matrix is int4; otherwise uint4 or uint8."""
     _only(used, ("qweight", "scales", "qzeros", "g_idx"))
-    codes, scale = used["qweight"], _need(used, used["qweight"], "scales")
+    qweight, scale = used["qweight"], _need(used, used["qweight"], "scales")
     bits = quantisation.bits
     in_word = 32 // bits
-    _multiple(codes, columns, in_word)
-    if codes.dtype != "I32" or codes.shape != (columns // in_word, rows):
-        raise codes.refuse(f"I32 [{columns // in_word}, {rows}]: {in_word} codes of {bits} bits in a word")
+    _multiple(qweight, columns, in_word)
+    if qweight.dtype != "I32" or qweight.shape != (columns // in_word, rows):
+        raise qweight.refuse(f"I32 [{columns // in_word}, {rows}]: {in_word} codes of {bits} bits in a word")
     symmetric = bits == 4 and quantisation.symmetric
     spec = _group_spec("int4" if symmetric else f"uint{bits}", scale, scale.shape == (1, rows), (None, rows), columns)
     zeros, order = used.get("qzeros"), used.get("g_idx")
     if not symmetric:
-        zeros = _need(used, codes, "qzeros")
+        zeros = _need(used, qweight, "qzeros")
         _exact_with_zeros(scale)
     if zeros is not None and (zeros.dtype != "I32" or zeros.shape != (scale.shape[0], -(-rows // in_word))):
         raise zeros.refuse(f"I32 [{scale.shape[0]}, {-(-rows // in_word)}]")
@@ -298,12 +298,12 @@ def _gptq(used: Mapping[str, TensorRef], rows: int, columns: int, quantisation: 
         stored = None if zeros is None else _fields(read(zeros.name), bits)[:, :rows]
         if symmetric and stored is not None and not bool((stored == quantisation.gptq_zero).all()):
             raise InputError(zeros.name, "zeros of an asymmetric quantisation", f"{quantisation.gptq_zero} throughout")  # type: ignore[union-attr]
-        numbers = read(codes.name).T.contiguous()
+        numbers = read(qweight.name).T.contiguous()
         permutation = None if order is None else _permutation(order, read(order.name).long(), group)
         of_groups = None
         if not symmetric and zeros is not None and stored is not None:
             of_groups = _stored_zeros(zeros, stored, bits, lower=quantisation.gptq_zero == 7).T
-        return _by_rows(spec, _fields(numbers, bits), read(scale.name).T, of_groups, permutation, codes.name)
+        return _by_rows(spec, _fields(numbers, bits), read(scale.name).T, of_groups, permutation, qweight.name)
 
     return Matrix(spec, build)
 
@@ -314,9 +314,9 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the rows of the matrix in a word, the
 def _awq(used: Mapping[str, TensorRef], rows: int, columns: int, quantisation: Quantisation) -> Matrix:
     """A word has the codes of 8 rows of the matrix at one column, in `AWQ_ORDER`."""
     _only(used, ("qweight", "scales", "qzeros"))
-    codes, scale, zeros = (_need(used, used["qweight"], ending) for ending in ("qweight", "scales", "qzeros"))
-    if rows % 8 or codes.dtype != "I32" or codes.shape != (columns, rows // 8):
-        raise codes.refuse(f"I32 [{columns}, {rows // 8}]: the codes of eight rows in a word")
+    qweight, scale, zeros = (_need(used, used["qweight"], ending) for ending in ("qweight", "scales", "qzeros"))
+    if rows % 8 or qweight.dtype != "I32" or qweight.shape != (columns, rows // 8):
+        raise qweight.refuse(f"I32 [{columns}, {rows // 8}]: the codes of eight rows in a word")
     spec = _group_spec("uint4", scale, scale.shape == (1, rows), (None, rows), columns)
     _exact_with_zeros(scale)
     if zeros.dtype != "I32" or zeros.shape != (scale.shape[0], rows // 8):
@@ -329,8 +329,8 @@ def _awq(used: Mapping[str, TensorRef], rows: int, columns: int, quantisation: Q
         return result.flatten(1)
 
     def build(read: Read) -> Encoded:
-        numbers, of_groups = in_order(read(codes.name)).T, in_order(read(zeros.name)).T
-        return _by_rows(spec, numbers, read(scale.name).T, of_groups, None, codes.name)
+        numbers, of_groups = in_order(read(qweight.name)).T, in_order(read(zeros.name)).T
+        return _by_rows(spec, numbers, read(scale.name).T, of_groups, None, qweight.name)
 
     return Matrix(spec, build)
 
@@ -373,19 +373,19 @@ def _less_128(octets: Tensor) -> Tensor:
 
 
 def _by_rows(
-    spec: str, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None, name: str
+    spec: str, qweight: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None, name: str
 ) -> Encoded:
     """Codes `[N, K]` as uint8, scales and zeros `[N, groups]`."""
-    columns = codes.shape[1]
+    columns = qweight.shape[1]
     if order is not None:
-        codes = codes[:, order]
+        qweight = qweight[:, order]
     if spec.startswith("uint8"):
-        codes, zeros = _less_128(codes), None if zeros is None else _less_128(zeros)
+        qweight, zeros = _less_128(qweight), None if zeros is None else _less_128(zeros)
     else:
-        codes = pair_nibbles(codes)
+        qweight = pair_nibbles(qweight)
     zeros = None if zeros is None else zeros.contiguous()[None]
     return Encoded(
-        spec, codes.contiguous()[None], scales.contiguous()[None], None, zeros, order, columns=columns, name=name
+        spec, qweight.contiguous()[None], scales.contiguous()[None], None, zeros, order, columns=columns, name=name
     )
 
 

@@ -59,7 +59,7 @@ def rows_of(matrix: Weight, first: int, last: int) -> Weight:
     scales, zeros = (
         None if part is None else part[:, first // span : -(-last // span)] for part in (matrix.scales, matrix.zeros)
     )
-    return replace(matrix, codes=matrix.codes[:, first:last], scales=scales, zeros=zeros)
+    return replace(matrix, qweight=matrix.qweight[:, first:last], scales=scales, zeros=zeros)
 
 
 def experts_of(matrix: Weight, first: int, last: int) -> Weight:
@@ -68,7 +68,7 @@ def experts_of(matrix: Weight, first: int, last: int) -> Weight:
     scales, outer, zeros = (
         None if part is None else part[first:last] for part in (matrix.scales, matrix.tensor_scale, matrix.zeros)
     )
-    return replace(matrix, codes=matrix.codes[first:last], scales=scales, tensor_scale=outer, zeros=zeros)
+    return replace(matrix, qweight=matrix.qweight[first:last], scales=scales, tensor_scale=outer, zeros=zeros)
 
 
 def numbers(matrix: Weight) -> Tensor:
@@ -123,9 +123,9 @@ def _encoded(source: Weight, target: str, rows: int, columns: int) -> Recoded:
         encode_with_error(decode(rows_of(source, first, last)), target)  # type: ignore[arg-type]
         for first, last in blocks(rows, columns)
     ]
-    codes = torch.cat([part.matrix.codes for part in parts], 1)
+    qweight = torch.cat([part.matrix.qweight for part in parts], 1)
     scales = [part.matrix.scales for part in parts if part.matrix.scales is not None]
-    matrix = Encoded(target, codes, torch.cat(scales, 1) if scales else None, columns=columns)
+    matrix = Encoded(target, qweight, torch.cat(scales, 1) if scales else None, columns=columns)
     return Recoded(matrix, False, sum(part.moved for part in parts), sum(part.norm for part in parts))
 
 

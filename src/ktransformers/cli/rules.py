@@ -35,7 +35,10 @@ def rules(
         raise InputError("model", f"{model}, where there is no config.json", "a model's folder; weights are not needed")
     try:
         shape = open_shape(str(folder))
-        released, coded = shape.stored, shape.coded_bytes / shape.coded_numbers if shape.coded_numbers else None
+        released, coded = (
+            shape.stored,
+            shape.quantized_bytes / shape.quantized_weights if shape.quantized_weights else None,
+        )
     except InputError:  # a family that the planner cannot count
         released, coded = "bf16", None
     report = report_rules(meta_model(folder), rule_file, released, coded)

@@ -39,7 +39,7 @@ def split_encoded(fused: Encoded, interleaved: bool) -> tuple[Encoded, Encoded]:
         blocks = slice(*(None if end is None else end // 128 for end in (rows.start, rows.stop)))
         scales = None if fused.scales is None else fused.scales[:, blocks if blockwise else rows]
         zeros = None if fused.zeros is None else fused.zeros[:, rows]
-        return replace(fused, codes=fused.codes[:, rows], scales=scales, zeros=zeros)
+        return replace(fused, qweight=fused.qweight[:, rows], scales=scales, zeros=zeros)
 
     return view(gate_rows), view(up_rows)
 

@@ -56,7 +56,7 @@ class PackedExperts:
         self._said_unverified = False
 
     @property
-    def has_coded_linears(self) -> bool:
+    def has_quantized_linears(self) -> bool:
         return bool(self._manifest.linears)
 
     @property

@@ -16,7 +16,7 @@ from ktransformers import _core
 from ktransformers.experts.contract import expert_modules
 from ktransformers.experts.store import W8A8_FORMATS, ExpertStore
 from ktransformers.ground.errors import InputError
-from ktransformers.quantized.weight import CodedWeight, PackedCodes
+from ktransformers.quantized.weight import CpuPacked, QuantizedWeight
 
 _REMEDY = "`kt quant --format int8` makes them, and so do int4:32, q8_0 and q4_0"
 
@@ -33,7 +33,7 @@ def use_w8a8(model: nn.Module, on: bool = True) -> tuple[int, int]:
             raise InputError("w8a8", given, f"in every layer {W8A8_FORMATS}", f"{reason}; {_REMEDY}")
     for store in stores.values():
         store.w8a8 = on
-    linears = list(_coded_linears(model))
+    linears = list(_quantized_linears(model))
     for linear in linears:
         linear.w8a8 = on
     return len(stores), len(linears)
@@ -44,12 +44,12 @@ def _stores(model: nn.Module) -> dict[str, ExpertStore]:
     return {name: store for name, store in stores.items() if isinstance(store, ExpertStore)}
 
 
-def _coded_linears(model: nn.Module) -> Iterator[_core.CodedLinear]:
+def _quantized_linears(model: nn.Module) -> Iterator[_core.CodedLinear]:
     """Those that can compute with 8-bit activations. The table of an embedding is only looked up, unless the head
     multiplies with it."""
     weights = {id(one.weight): one.weight for one in model.modules() if isinstance(one, nn.Linear)}
     for weight in weights.values():
-        if isinstance(weight, CodedWeight) and isinstance(weight.codes, PackedCodes):
-            linear = weight.codes.linear
+        if isinstance(weight, QuantizedWeight) and isinstance(weight.impl, CpuPacked):
+            linear = weight.impl.linear
             if linear.supports_w8a8:
                 yield linear

@@ -42,10 +42,10 @@ from ktransformers.modeling.same_model import check_same_model
 from ktransformers.quantized.weight import (
     DTYPES,
     check_on_device,
-    encode_linears,
-    keep_codes,
     keep_embedding_on_host,
-    keep_released,
+    keep_quantized_linears,
+    load_quantized,
+    quantize_linears,
     rest_format,
 )
 
@@ -113,7 +113,7 @@ def load_dense(
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     decided = on_loaded(model)
     if rest not in AS_RELEASED:
-        encode_linears(model, rest, left=decided)
+        quantize_linears(model, rest, left=decided)
     model = model.to(device)
     check_on_device(model)
     loaded: PreTrainedModel = model
@@ -140,7 +140,7 @@ def load_pretrained(
     if experts is not None:
         check_same_model(source, quantizer.weights or open_source(Path(experts)))
     arguments = {**options, "config": config, "output_loading_info": True}
-    device = codes_device(arguments, rest, source)
+    device = packed_device(arguments, rest, source)
     if later_gpus:
         rest = rest_on_gpus(rest, source, arguments["dtype"], later_gpus)
     on_gpu = device is not None or (bool(later_gpus) and rest != "bf16")
@@ -168,9 +168,9 @@ def load_pretrained(
     loaded: PreTrainedModel = model
     decided = () if on_loaded is None else on_loaded(loaded)
     if rest == "keep" and on_loaded is not None:  # so that operators got numbers
-        keep_released(loaded, source.rest(), quantizer.pool, left=decided)
+        keep_quantized_linears(loaded, source.rest(), quantizer.pool, left=decided)
     elif rest not in AS_RELEASED:
-        encode_linears(loaded, rest, quantizer.pool, left=decided)
+        quantize_linears(loaded, rest, quantizer.pool, left=decided)
     if on_gpu:
         keep_embedding_on_host(loaded, pin=torch.cuda.is_available())
     if device is not None:
@@ -179,7 +179,7 @@ def load_pretrained(
     return loaded
 
 
-def codes_device(options: Mapping[str, Any], rest: str, source: Source) -> torch.device | None:
+def packed_device(options: Mapping[str, Any], rest: str, source: Source) -> torch.device | None:
     """The GPU to which codes are moved once they are packed; None: the model is loaded where it stays. With "keep"
     numbers are preferred while they take less than NUMBERS_SHARE of the free memory."""
     device_map = options.get("device_map")
@@ -277,7 +277,7 @@ class LazyTensor:
         return list(self.tensor.shape)
 
     def __getitem__(self, _: Any) -> Tensor:
-        coded = keep_codes(self.tensor, self.pool, verify=self.verify) if self.keeps else None
+        coded = load_quantized(self.tensor, self.pool, verify=self.verify) if self.keeps else None
         return self.tensor.read() if coded is None else coded
 
 

@@ -50,7 +50,7 @@ from ktransformers.ground.log import logger
 from ktransformers.ground.progress import report
 from ktransformers.parallel.distributed import exclude_from_ddp
 from ktransformers.quantized.dense_layers import attach_widened, expect_stored_weights
-from ktransformers.quantized.weight import decode_unsuitable
+from ktransformers.quantized.weight import dequantize_unsuitable
 
 Progress = Callable[[int, int], None]  # layers done, layers in all
 
@@ -201,7 +201,7 @@ class KTQuantizer(HfQuantizer):
             self._source = open_source(config.experts, config.source)
         elif files:
             self._packed = self._packed or open_packed(files, pages=config.pages, verify=config.verify)
-            if self._packed is not None and self._packed.has_coded_linears:
+            if self._packed is not None and self._packed.has_quantized_linears:
                 given = "linear layers in codes, which from_pretrained does not read"
                 raise InputError(str(self._packed.directory), given, "numbers", "use ktransformers.nn.load_model")
             self._source = open_source(Path(files[0]).parent, config.source, files=files)
@@ -223,7 +223,7 @@ class KTQuantizer(HfQuantizer):
                 raise InputError(name, f"shape {list(tensor.shape)}", f"{list(expected)}, as config.json says")
         for layer, shard, store in self.load_stores():
             attach_store(layer.module, layer.contract, store, layer.dtypes, shard)
-        decode_unsuitable(model)
+        dequantize_unsuitable(model)
         count = attach_widened(model, self._widened)
         log.info("%d weights in bf16 are multiplied in float32", count)
         self._shapes = {}

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ktransformers.operators.loader import Loader
-from ktransformers.quantized.eligible_modules import coded_candidates
+from ktransformers.quantized.eligible_modules import quantizable_linears
 
 SHARED = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 
@@ -36,9 +36,9 @@ class RuledModel:
         self.model = model
 
     @functools.cached_property
-    def coded_names(self) -> frozenset[str]:
+    def quantizable_names(self) -> frozenset[str]:
         """Linear layers that may be stored in codes: not routers and indexers."""
-        return frozenset(name for name, _ in coded_candidates(self.model))
+        return frozenset(name for name, _ in quantizable_linears(self.model))
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,8 @@
 and `KTransformersLinear`, whose `generate_op` names the format that its weights are stored in.
 
 Both are an `nn.Linear`, so stock PEFT puts LoRA on them, `lora_target` finds them and a server adds the adapters of its
-requests. `KTransformersLinear` has the product of `nn.Linear` over a `CodedWeight` (`quantized/weight.py`): prefill and
-decoding multiply the same numbers, so there is one set of weights, that of `generate_op`.
-"""
+requests. `KTransformersLinear` has the product of `nn.Linear` over a `QuantizedWeight` (`quantized/weight.py`): prefill
+and decoding multiply the same numbers, so there is one set of weights, that of `generate_op`."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from transformers import PreTrainedConfig
 from ktransformers.ground.errors import InputError
 from ktransformers.operators.base_operator import BaseInjectedModule, Match, Outcome
 from ktransformers.operators.loader import Loader
-from ktransformers.quantized.weight import MIN_WEIGHTS, code_linear, keep_linear, rest_format
+from ktransformers.quantized.weight import MIN_WEIGHTS, keep_quantized_linear, quantize_linear, rest_format
 
 KEEP = "keep"  # codes of the files where these are quantised
 # Operators of KTransformers -> the format of the weights; None: as loaded.
@@ -113,9 +112,9 @@ class KTransformersLinear(BaseInjectedModule, KLinearBase):
         wanted = LINEAR_OPS[self.generate_op]
         released = None if wanted is None else self.gguf_loader.codes(f"{self.key}.weight")
         if wanted == KEEP:
-            keep_linear(self.key, self, released)
+            keep_quantized_linear(self.key, self, released)
         elif wanted is not None:
-            code_linear(self.key, self, wanted, released)
+            quantize_linear(self.key, self, wanted, released)
 
     @classmethod
     def inject(cls, match: Match, loader: Loader, config: PreTrainedConfig) -> nn.Module:
@@ -142,7 +141,7 @@ def _why_as_loaded(match: Match, wanted: str) -> str | None:
     """Why a layer keeps the numbers that it was loaded with; None: it does not."""
     weight = match.module.weight
     assert isinstance(weight, Tensor)
-    if match.name not in match.model.coded_names:
+    if match.name not in match.model.quantizable_names:
         return "as loaded: a router or an indexer"
     if weight.numel() < MIN_WEIGHTS:
         return f"as loaded: fewer than {MIN_WEIGHTS} weights"

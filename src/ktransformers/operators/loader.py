@@ -50,7 +50,7 @@ class Loader:
     def codes(self, name: str) -> Encoded | None:
         """The matrix as the file has it quantised; None: it has numbers, or no such tensor."""
         tensor = self._tensors.get(name)
-        matrix = None if tensor is None or tensor.codes is None else tensor.codes()
+        matrix = None if tensor is None or tensor.quantized is None else tensor.quantized()
         return matrix if isinstance(matrix, Encoded) else None
 
     def release(self) -> None:

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ktransformers.experts.peft_lora import lora_parameters, own_lora_parameters
 from ktransformers.experts.placeholder import Placeholder
 from ktransformers.parallel.exchange import expert_group
-from ktransformers.quantized.weight import CodedWeight
+from ktransformers.quantized.weight import QuantizedWeight
 from ktransformers.quantized.widened import WidenedWeight
 
 # Prefixes of parameter names that DDP sees: of the model itself, and of the model inside a PeftModel.
@@ -50,7 +50,7 @@ class DdpIgnoredNames:
         if model is None:
             return
         parameters, lora = dict(model.named_parameters()), lora_parameters(model)
-        wrapped = (Placeholder, WidenedWeight, CodedWeight)
+        wrapped = (Placeholder, WidenedWeight, QuantizedWeight)
         names = [name for name, parameter in parameters.items() if isinstance(parameter, wrapped)]
         # DDP raises if it has no trainable parameter. A CPU model that trains expert LoRA alone leaves it to DDP, if
         # all ranks hold the same experts.

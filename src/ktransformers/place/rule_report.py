@@ -47,18 +47,18 @@ class RuleReport:
 
 
 def report_rules(
-    model: nn.Module, file: RuleFile, released: str = "bf16", bytes_of_codes: float | None = None
+    model: nn.Module, file: RuleFile, released: str = "bf16", quantized_bytes: float | None = None
 ) -> RuleReport:
     """Of a skeleton, with every GPU that the file names. `released` is the format of the experts in the model's files,
-    `bytes_of_codes` what a number of its linear layers takes if these are quantised there. They keep their codes unless
-    an operator stores them otherwise; other weights, the head among them, are counted in bf16."""
+    `quantized_bytes` what a number of its linear layers takes if these are quantised there. They keep their codes
+    unless an operator stores them otherwise; other weights, the head among them, are counted in bf16."""
     device_map = devices_by_rules(model, file.rules, ["cuda:0"] if _names_gpu(file) else [HOST])
     devices = devices_of_modules(model, device_map)
     plan = plan_operators(model, file.rules, devices)
     experts = expert_modules(model)
     assigned = {item.name: item for item in plan.assignments}
     transformer: Any = model
-    coded = RuledModel(model).coded_names if bytes_of_codes is not None else frozenset()
+    coded = RuledModel(model).quantizable_names if quantized_bytes is not None else frozenset()
     coded -= {name for name, module in model.named_modules() if module is transformer.get_output_embeddings()}
     modules, totals = [], dict[str, int]()
     seen: set[int] = set()
@@ -74,7 +74,7 @@ def report_rules(
         spec = (item.outcome.format if item is not None else None) or otherwise
         if spec == KEEP and (name not in coded or weights < MIN_WEIGHTS):
             spec = "bf16"
-        size = round(weights * _bytes_per_number(spec, bytes_of_codes))
+        size = round(weights * _bytes_per_number(spec, quantized_bytes))
         for place in {HOST, computed} if name in experts else {devices[name]}:  # residents are in host memory as well
             totals[place] = totals.get(place, 0) + size
         operator = item.operator.__name__ if item is not None else "" if rule is None else "default"
@@ -94,9 +94,9 @@ def report_rules(
     return RuleReport(tuple(modules), dict(sorted(totals.items())), _notes(file, plan))
 
 
-def _bytes_per_number(spec: str, bytes_of_codes: float | None) -> float:
-    if spec == KEEP and bytes_of_codes is not None:
-        return bytes_of_codes
+def _bytes_per_number(spec: str, quantized_bytes: float | None) -> float:
+    if spec == KEEP and quantized_bytes is not None:
+        return quantized_bytes
     return BF16_BYTES if spec == "bf16" else bytes_in_format(rest_word(spec))
 
 

@@ -162,7 +162,7 @@ def rest_weight_bytes(model: ModelShape, rest_bytes: int, choice: Choice, machin
     widened = not choice.gpus and machine.cpu.products == "widened"
     size = min(rest_bytes, model.rest_dtype_bytes) if widened else rest_bytes
     if choice.linear_format == KEEP:
-        return (model.coded_bytes + (model.rest - model.coded_numbers) * size) / model.rest
+        return (model.quantized_bytes + (model.rest - model.quantized_weights) * size) / model.rest
     return size if choice.linear_format is None else bytes_in_format(choice.linear_format)
 
 
@@ -172,17 +172,17 @@ def as_stored(model: ModelShape, choice: Choice, machine: Machine) -> Choice:
     if choice.linear_format != KEEP or not choice.gpus:
         return choice
     memory = sum(gpu.memory for gpu in machine.gpus[: choice.gpus])
-    has_numbers = not model.coded_numbers or 2 * model.rest < NUMBERS_SHARE * memory
+    has_numbers = not model.quantized_weights or 2 * model.rest < NUMBERS_SHARE * memory
     return replace(choice, linear_format=None) if has_numbers else choice
 
 
-def coded_part(model: ModelShape, choice: Choice) -> tuple[int, int]:
+def quantized_part(model: ModelShape, choice: Choice) -> tuple[int, int]:
     """Numbers outside of the experts that are stored in codes, and the bytes of these codes. Routers and, unless the
     release has it in codes, the embedding are numbers; a head that shares the embedding's has codes of its own."""
     if choice.linear_format is None:
         return 0, 0
     if choice.linear_format == KEEP:
-        return model.coded_numbers, model.coded_bytes
+        return model.quantized_weights, model.quantized_bytes
     numbers = model.rest - model.embedding - model.router_numbers
     shared_head = model.embedding if model.tied else 0
     return numbers, round((numbers + shared_head) * bytes_in_format(choice.linear_format))
@@ -192,7 +192,7 @@ def _copied_keys(model: ModelShape, choice: Choice) -> int:
     """Numbers that multiply queries for latents on a CPU: copies, but for projections in codes, which are read."""
     if choice.linear_format is None:
         return model.absorbed_numbers
-    return model.absorbed_numbers - model.coded_absorbed if choice.linear_format == KEEP else 0
+    return model.absorbed_numbers - model.quantized_absorbed if choice.linear_format == KEEP else 0
 
 
 def predict_memory(
@@ -209,16 +209,16 @@ def predict_memory(
         for place, table in enumerate(gpus):
             table["context"] = CUDA_CONTEXT_BYTES
             table["weights"] = _gpu_weight_bytes(model, choice, place, work.rest_bytes)
-            if choice.linear_format is not None and coded_part(model, choice)[0]:
+            if choice.linear_format is not None and quantized_part(model, choice)[0]:
                 table["decoded weights"] = _panel_bytes(model)
             table["residents"] = _resident_bytes(model, choice) // choice.gpus
             table["workspace"] = CUBLAS_BYTES
     weight_bytes = int(rest_weight_bytes(model, work.rest_bytes, replace(choice, linear_format=None), machine))
     as_released = model.rest_dtype_bytes == weight_bytes  # then they are mapped from the files
-    coded, coded_bytes = coded_part(model, choice)
+    coded, quantized_bytes = quantized_part(model, choice)
     numbers = model.rest - coded
     if coded and not choice.gpus:
-        host["linear layers"] = coded_bytes
+        host["linear layers"] = quantized_bytes
     mapped = numbers * weight_bytes if not choice.gpus and as_released else 0
     if not choice.gpus and not as_released:
         host["weights"] = numbers * weight_bytes
@@ -256,17 +256,17 @@ def host_embedding(model: ModelShape, choice: Choice) -> int:
     the head shares them or they are codes too."""
     if not choice.gpus or choice.linear_format is None or model.tied:
         return 0
-    is_coded = choice.linear_format == KEEP and model.coded_numbers > model.rest - model.embedding
-    return 0 if is_coded else model.embedding
+    is_quantized = choice.linear_format == KEEP and model.quantized_weights > model.rest - model.embedding
+    return 0 if is_quantized else model.embedding
 
 
 def _gpu_weight_bytes(model: ModelShape, choice: Choice, place: int, size: int) -> int:
     """Of several GPUs each has its part of the codes, the first one the head's too."""
     on_host = host_embedding(model, choice)
     own = [_gpu_numbers(model, choice.gpus, one) - (on_host if one == 0 else 0) for one in range(choice.gpus)]
-    coded, coded_bytes = coded_part(model, choice)
+    coded, quantized_bytes = quantized_part(model, choice)
     share = own[place] / sum(own)
-    return round((own[place] - share * coded) * size + share * coded_bytes)
+    return round((own[place] - share * coded) * size + share * quantized_bytes)
 
 
 def _panel_bytes(model: ModelShape) -> int:

@@ -49,7 +49,7 @@ FORMAT_BY_ENDING = {
 }  # by ending
 
 # Methods of releases that quantise linear layers besides the experts too, except router, embedding and head.
-CODED_LINEARS = {"fp8": "fp8:128x128", "gptq": "int4:128:f16"}
+QUANTIZED_LINEARS = {"fp8": "fp8:128x128", "gptq": "int4:128:f16"}
 
 # Model types whose router adds a number to the score of every expert, or has a bias.
 CORRECTED_ROUTERS = ("deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm_moe_dsa", "minimax_m2", *BIASED)
@@ -91,9 +91,9 @@ class ModelShape:
     states: StateNumbers = NO_STATES  # convolution and recurrent states of a sequence, all layers together
     scan_width: int = 0  # float32 numbers of a prompt's token while one layer computes its states
     stored: str = "bf16"  # format of the experts in the release
-    coded_numbers: int = 0  # of linear layers and embeddings besides experts that the release has in codes
-    coded_bytes: int = 0  # of these codes and their scales
-    coded_absorbed: int = 0  # of `absorbed_numbers`: the release has these projections in codes
+    quantized_weights: int = 0  # of linear layers and embeddings besides experts that the release has in codes
+    quantized_bytes: int = 0  # of these codes and their scales
+    quantized_absorbed: int = 0  # of `absorbed_numbers`: the release has these projections in codes
     two_plane_numbers: int = 0  # of the three before, codes in two planes, which some CPU variants decode
     two_plane_bytes: int = 0
     two_plane_absorbed: int = 0
@@ -105,9 +105,9 @@ class ModelShape:
             return self
         return replace(
             self,
-            coded_numbers=self.coded_numbers - self.two_plane_numbers,
-            coded_bytes=self.coded_bytes - self.two_plane_bytes,
-            coded_absorbed=self.coded_absorbed - self.two_plane_absorbed,
+            quantized_weights=self.quantized_weights - self.two_plane_numbers,
+            quantized_bytes=self.quantized_bytes - self.two_plane_bytes,
+            quantized_absorbed=self.quantized_absorbed - self.two_plane_absorbed,
             two_plane_numbers=0,
             two_plane_bytes=0,
             two_plane_absorbed=0,
@@ -258,7 +258,7 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
     rest += sparse * (experts * hidden + correction + 3 * hidden * shared + gate)
     rest += (layers - sparse) * 3 * hidden * dense
     linears = sum(linear.inputs * linear.outputs for layer in attention for linear in layer.linears)
-    coded = linears + 3 * hidden * (sparse * shared + (layers - sparse) * dense) if stored in CODED_LINEARS else 0
+    coded = linears + 3 * hidden * (sparse * shared + (layers - sparse) * dense) if stored in QUANTIZED_LINEARS else 0
     absorbed = sum(layer.absorbed for layer in attention)
     vocabulary, window = config_number(text_config, "vocab_size"), text_config.get("sliding_window")
     window = window if type(window) is int else 0
@@ -287,9 +287,9 @@ def shape_from_config(config: Mapping[str, Any], name: str, *, stored: str = "bf
         context=config_number(text_config, "max_position_embeddings", default=32768),
         rest_dtype_bytes=_dtype_bytes(text_config),
         stored=stored,
-        coded_numbers=coded,
-        coded_bytes=round(coded * bytes_in_format(CODED_LINEARS[stored])) if coded else 0,
-        coded_absorbed=absorbed if coded else 0,
+        quantized_weights=coded,
+        quantized_bytes=round(coded * bytes_in_format(QUANTIZED_LINEARS[stored])) if coded else 0,
+        quantized_absorbed=absorbed if coded else 0,
         index_width=index[1].outputs * indexers if index else 0,
         index_topk=config_number(text_config, "index_topk", default=0),
         window=window,
@@ -337,7 +337,7 @@ def _counted_gguf(folder: Path, shape: ModelShape) -> dict[str, Any]:
     tensors = [tensor for file in files for tensor in read_header(file).tensors]
     kinds = [tensor.kind for tensor in tensors if "ffn_up_exps" in tensor.name]
     stored = {} if not kinds else {"stored": "bf16" if kinds[0] in GGUF_NUMBERS else kinds[0]}
-    codes = _Codes(shape)
+    codes = _QuantizedSums(shape)
     for tensor in tensors:
         if len(tensor.shape) == 2 and tensor.kind not in GGUF_NUMBERS and "_exps" not in tensor.name:
             numbers = math.prod(tensor.shape)
@@ -350,7 +350,7 @@ def _counted_gguf(folder: Path, shape: ModelShape) -> dict[str, Any]:
     return {"checkpoint_bytes": sum(file.stat().st_size for file in files), **stored, **codes.fields()}
 
 
-class _Codes:
+class _QuantizedSums:
     """Sums over what a release has in codes besides experts, and over those in two planes."""
 
     def __init__(self, shape: ModelShape) -> None:
@@ -402,7 +402,7 @@ def _matrix_shape(shards: Shards, name: str) -> tuple[int, ...] | None:
     return None if beside else size
 
 
-def _bytes_of_code(shards: Shards, name: str) -> float:
+def _quantized_bytes_of(shards: Shards, name: str) -> float:
     """Bytes of a weight with its share of the scales, of a tensor of codes; 0: numbers."""
     ending, dtype = name.rpartition(".")[2], shards.dtype(name)
     if ending == "qweight":
@@ -466,7 +466,7 @@ def _rest_matrices(
     for name in shards.names:
         size = None if name in experts or shards.file(name).name in packed_files else _matrix_shape(shards, name)
         if size is not None:
-            yield name, size, math.prod(size) * _bytes_of_code(shards, name) if len(size) == 2 else 0.0, False
+            yield name, size, math.prod(size) * _quantized_bytes_of(shards, name) if len(size) == 2 else 0.0, False
     for linear in linears:
         yield linear.name, (linear.rows, linear.columns), linear.bytes, planes_of(linear.format) > 1
 
@@ -485,7 +485,7 @@ def _counted(folder: Path, shape: ModelShape, manifest: Manifest | None) -> dict
     own = [tensors for tensors in expert_tensors if not _is_extra_layer(f"{tensors.root}.experts", shape.layers)]
     if not own:
         raise InputError(str(folder), "a checkpoint without routed experts", "a Mixture-of-Experts model")
-    rest, linears, embedding, tied, codes = 0, [], 0, True, _Codes(shape)
+    rest, linears, embedding, tied, codes = 0, [], 0, True, _QuantizedSums(shape)
     for name, size, code_bytes, two_planes in _rest_matrices(shards, expert_names, manifest):
         if _is_extra_layer(name, shape.layers):
             continue

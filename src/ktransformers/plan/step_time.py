@@ -59,10 +59,10 @@ ADAM_SHARE = 0.62  # of the read rate that torch's AdamW reaches with eight thre
 # Share of a GPU's nominal bandwidth at which few rows read the codes of a large matrix: DeepSeek-V3's head in one and
 # in 16 rows on an H200 (bench/gpu_linear.py), the mean; bf16 reaches 0.95 and counts as 1. What small matrices take
 # beside that, 6 to 7 us each in any format, is part of INFERENCE_LAYER_SECONDS.
-CODES_SHARE = {"fp8": 0.85, "int8": 0.85, "int4": 0.74, "mxfp4": 0.59, "q4_k": 0.51, "q6_k": 0.42}
+PACKED_SHARE = {"fp8": 0.85, "int8": 0.85, "int4": 0.74, "mxfp4": 0.59, "q4_k": 0.51, "q6_k": 0.42}
 EIGHT_BITS, FEWER_BITS = "fp8", "q6_k"  # whose shares other formats have
 DECODED_FIRST = ("iq", "tq1")  # how formats begin whose codes no GPU kernel multiplies
-CODED_ROWS = 64  # that are multiplied with codes; for more the weight is decoded (quantized/gpu/linear.py),
+PACKED_ROWS = 64  # that are multiplied with codes; for more the weight is decoded (quantized/gpu/linear.py),
 DECODE_SHARE = 0.7  # at this share of the nominal bandwidth for what is read and written: V3's o, measured there
 PREFETCH_ROWS = 4  # per expert on average: from here on the next layer's experts are prefetched
 
@@ -128,21 +128,21 @@ def _gpu_reading(
     if stored is None:
         return numbers * size / bandwidth, 0.0
     keeps = stored == KEEP
-    coded = numbers * (model.coded_numbers / model.rest if keeps else 1.0)
-    of_code = model.coded_bytes / max(1, model.coded_numbers) if keeps else bytes_in_format(stored)
+    coded = numbers * (model.quantized_weights / model.rest if keeps else 1.0)
+    of_quantized = model.quantized_bytes / max(1, model.quantized_weights) if keeps else bytes_in_format(stored)
     plain = (numbers - coded) * size / bandwidth
-    if tokens > CODED_ROWS or (not keeps and stored.startswith(DECODED_FIRST)):
-        return plain + coded * size / bandwidth, coded * (of_code + size) / (bandwidth * DECODE_SHARE)
-    other = CODES_SHARE[EIGHT_BITS if of_code >= 1 else FEWER_BITS]
-    share = CODES_SHARE.get(stored.partition(":")[0], other)
-    return plain + coded * of_code / (bandwidth * share), 0.0
+    if tokens > PACKED_ROWS or (not keeps and stored.startswith(DECODED_FIRST)):
+        return plain + coded * size / bandwidth, coded * (of_quantized + size) / (bandwidth * DECODE_SHARE)
+    other = PACKED_SHARE[EIGHT_BITS if of_quantized >= 1 else FEWER_BITS]
+    share = PACKED_SHARE.get(stored.partition(":")[0], other)
+    return plain + coded * of_quantized / (bandwidth * share), 0.0
 
 
 def _opening(model: ModelShape, numbers: float, machine: Machine, choice: Choice) -> float:
     """Seconds in which a CPU turns the codes of so many weights into operands, as it does for experts."""
     if choice.linear_format is None or choice.gpus:
         return 0.0
-    share = model.coded_numbers / model.rest if choice.linear_format == KEEP else 1.0
+    share = model.quantized_weights / model.rest if choice.linear_format == KEEP else 1.0
     return share * numbers * EFFICIENCY[machine.cpu.isa].multiply_code / machine.cpu.tile_flops
 
 

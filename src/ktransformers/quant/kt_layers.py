@@ -44,7 +44,7 @@ Write = Callable[[StoredPart, Tensor, Tensor], None]
 
 
 class LayerWriter(Protocol):
-    def write(self, part: StoredPart, codes: Tensor, scales: Tensor) -> None:
+    def write(self, part: StoredPart, qweight: Tensor, scales: Tensor) -> None:
         """Codes in tiles, uint8, and scales, float32, of a part; called by several threads."""
         ...
 
@@ -81,9 +81,9 @@ def store_matrix(
     if kept is None or backward:  # kt-kernel quantises bf16
         numbers = dequantise(weight) if isinstance(weight, Encoded) else weight[0].bfloat16()
     try:
-        codes, scales = kept or _quantized_parts(numbers, header.bits, columns_in)
+        qweight, scales = kept or _quantized_parts(numbers, header.bits, columns_in)
         for part in range(header.parts):
-            piece = part_of(codes, role, part, header.parts)
+            piece = part_of(qweight, role, part, header.parts)
             rows = scales[part * len(piece) : (part + 1) * len(piece), 0] if role != "down" else scales[:, part]
             stored = StoredPart(role, False, expert, part, *piece.shape)
             write(stored, tile(piece, header.bits), rows.contiguous())
@@ -99,7 +99,7 @@ def _quantized_parts(numbers: Tensor | None, bits: int, parts: int) -> tuple[Ten
     """Codes `[N, K]` and scales `[N, parts]` of equal parts of the columns."""
     assert numbers is not None
     pieces = [quantize_rows(piece, bits) for piece in numbers.chunk(parts, dim=1)]
-    return torch.cat([codes for codes, _ in pieces], 1), torch.stack([scale for _, scale in pieces], 1)
+    return torch.cat([qweight for qweight, _ in pieces], 1), torch.stack([scale for _, scale in pieces], 1)
 
 
 def write_tree_layer(
@@ -155,8 +155,8 @@ class MergedLayer:
         self._layer = layer
         self._file = TensorFile(directory / file, plan_layout(entries, header.metadata()))
 
-    def write(self, part: StoredPart, codes: Tensor, scales: Tensor) -> None:
-        self._file.write(part.tensor(self._layer, "weight"), codes)
+    def write(self, part: StoredPart, qweight: Tensor, scales: Tensor) -> None:
+        self._file.write(part.tensor(self._layer, "weight"), qweight)
         self._file.write(part.tensor(self._layer, "scale"), scales)
 
     def finish(self) -> tuple[ShardRecord, dict[str, Any]]:
@@ -184,8 +184,8 @@ class TreeLayer:
         for part in range(header.parts):
             (self._draft / f"_numa_{part}").mkdir(parents=True)
 
-    def write(self, part: StoredPart, codes: Tensor, scales: Tensor) -> None:
-        for kind, tensor in (("quant", codes), ("scale", scales)):
+    def write(self, part: StoredPart, qweight: Tensor, scales: Tensor) -> None:
+        for kind, tensor in (("quant", qweight), ("scale", scales)):
             name = part.file(self._form, kind)
             data = byte_view(tensor)
             (self._draft / name).write_bytes(data)

@@ -59,7 +59,7 @@ class LinearsFile:
 
     def _write_linear(self, linear: LinearPlan, target: TensorFile, pool: _core.Pool) -> None:
         tensor = linear.tensor
-        source = tensor.read()[None] if tensor.codes is None else tensor.codes()
+        source = tensor.read()[None] if tensor.quantized is None else tensor.quantized()
         recoded = recode(source, linear.format, tensor.name)
         matrix = recoded.matrix
         if not isinstance(matrix, Encoded) or matrix.format != linear.format:
@@ -91,7 +91,7 @@ class LinearsFile:
 
 
 def _may_have_order(linear: LinearPlan) -> bool:
-    return linear.format.startswith(("int4:", "uint4:", "uint8:")) and linear.tensor.codes is not None
+    return linear.format.startswith(("int4:", "uint4:", "uint8:")) and linear.tensor.quantized is not None
 
 
 def split_linears(linears: Iterable[LinearPlan], conversion: str) -> list[LinearsFile]:

@@ -25,7 +25,7 @@ from ktransformers.ground.errors import InputError
 from ktransformers.ground.linear_storage import AS_RELEASED
 from ktransformers.ground.pool import default_pool
 from ktransformers.quant.origin import Origin, OriginLayer
-from ktransformers.quantized.weight import encodable_names, is_coded, rest_format
+from ktransformers.quantized.weight import is_quantized, quantizable_names, rest_format
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ def _plan_linears(origin: Origin, rest: str) -> Iterator[LinearPlan]:
     loading would encode, where the file has them under the model's names."""
     if rest == "bf16":
         return
-    names = set() if rest == KEEP else encodable_names(origin.meta_model())
+    names = set() if rest == KEEP else quantizable_names(origin.meta_model())
     for tensor in origin.rest():
-        if rest == KEEP and not is_coded(tensor):
+        if rest == KEEP and not is_quantized(tensor):
             continue
         if rest != KEEP and (tensor.name not in names or tensor.shape[1] % format_of(rest).multiple):
             continue

@@ -19,7 +19,7 @@ from ktransformers import _core
 from ktransformers.checkpoint.sources import PlainTensor
 from ktransformers.ground import system
 from ktransformers.ground.errors import KTError
-from ktransformers.quantized.weight import CodedWeight
+from ktransformers.quantized.weight import QuantizedWeight
 from ktransformers.quantized.widened import GEMV_PASSES, WidenedWeight, linear_product, product
 
 MIN_WEIGHTS = 1 << 15  # of a matrix; a smaller one saves nothing
@@ -63,7 +63,7 @@ def attach_widened(model: nn.Module, chosen: dict[str, torch.dtype]) -> int:
     widened: dict[int, nn.Parameter] = {}
     for name, dtype in chosen.items():
         weight = model.get_parameter(name)
-        if isinstance(weight, CodedWeight):
+        if isinstance(weight, QuantizedWeight):
             widened[id(weight)] = nn.Parameter(weight.with_dtype(dtype), requires_grad=False)
         elif weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous():
             widened[id(weight)] = nn.Parameter(WidenedWeight(weight.detach(), dtype), weight.requires_grad)

@@ -16,14 +16,14 @@ def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def coded_candidates(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+def quantizable_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Linear layers that may have codes, by what they are for, whatever their size."""
-    for name, module in codable_modules(model):
+    for name, module in quantizable_modules(model):
         if isinstance(module, nn.Linear):
             yield name, module
 
 
-def codable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
+def quantizable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
     """Modules whose weights may be codes."""
     routers = _router_modules(model)
     for prefix, module in model.named_modules():

@@ -2,7 +2,7 @@
 
 A step looks up one row a token, 14 KB of the 1.85 GB of DeepSeek-V3's table, so the table needs no GPU memory: it is
 pinned, and a kernel reads the rows over the bus (`host_rows_triton.py`). Token ids are read on the device, nothing
-waits for the host, and the kernel is part of captured CUDA graphs. `HostRows` stands behind a `CodedWeight`
+waits for the host, and the kernel is part of captured CUDA graphs. `HostRows` stands behind a `QuantizedWeight`
 (`quantized/weight.py`), which is a frozen parameter on the GPU to everything else.
 """
 
@@ -20,7 +20,7 @@ from ktransformers.ground.errors import KTError
 from ktransformers.ground.triton_modules import import_triton_module
 
 if TYPE_CHECKING:
-    from ktransformers.quantized.weight import CodedWeight
+    from ktransformers.quantized.weight import QuantizedWeight
 
 TRITON = "ktransformers.quantized.host_rows_triton"
 CHECKED_ROWS = 8
@@ -39,11 +39,11 @@ class HostRows:
     def bytes(self) -> int:
         return self.rows.numel() * self.rows.element_size()
 
-    def decoded(self, weight: CodedWeight, first: int, last: int) -> Tensor:
+    def decoded(self, weight: QuantizedWeight, first: int, last: int) -> Tensor:
         rows = self.rows[first:last].to(weight.decoded_dtype)
         return rows.clone() if self.location.type == "cpu" else rows.to(self.location)
 
-    def gathered(self, weight: CodedWeight, rows: Tensor) -> Tensor:
+    def gathered(self, weight: QuantizedWeight, rows: Tensor) -> Tensor:
         if self.location.type == "cpu":
             return self.rows[rows]
         kernels = import_triton_module(TRITON)
@@ -54,17 +54,17 @@ class HostRows:
             kernels.gather(self.rows, rows, out)
         return out
 
-    def multiply(self, weight: CodedWeight, x: Tensor) -> Tensor:
+    def multiply(self, weight: QuantizedWeight, x: Tensor) -> Tensor:
         return F.linear(x, self.decoded(weight, 0, self.rows.shape[0]).to(x.dtype))
 
-    def multiply_transposed(self, weight: CodedWeight, grad: Tensor) -> Tensor:
+    def multiply_transposed(self, weight: QuantizedWeight, grad: Tensor) -> Tensor:
         return grad @ self.decoded(weight, 0, self.rows.shape[0]).to(grad.dtype)
 
     def moved(self, device: torch.device) -> HostRows:
         """The same memory, for a model on another device."""
         return replace(self, location=device)
 
-    def check(self, weight: CodedWeight) -> None:
+    def check(self, weight: QuantizedWeight) -> None:
         """Raise unless the device reads the rows that the host has."""
         count = self.rows.shape[0]
         numbers = torch.linspace(0, count - 1, min(count, CHECKED_ROWS)).long()

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ktransformers import _core
 from ktransformers.ground.pool import default_pool
 from ktransformers.quantized.eligible_modules import is_plain_linear
-from ktransformers.quantized.weight import CodedWeight
+from ktransformers.quantized.weight import QuantizedWeight
 from ktransformers.quantized.widened import COLUMN_MULTIPLE, stored_weight
 
 MIN_WEIGHTS = 1 << 15  # elements; a smaller product takes less time than waking the threads
@@ -111,7 +111,7 @@ def patch_linears(model: nn.Module, pool: _core.Pool | None = None) -> int:
 
 def _fits(parameter: Tensor) -> bool:
     weight = stored_weight(parameter)
-    if isinstance(weight, CodedWeight):  # multiplied by `F.linear`
+    if isinstance(weight, QuantizedWeight):  # multiplied by `F.linear`
         return False
     plain = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.is_contiguous()
     return plain and weight.dim() == 2 and weight.numel() >= MIN_WEIGHTS and weight.shape[1] % COLUMN_MULTIPLE == 0

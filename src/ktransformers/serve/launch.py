@@ -160,7 +160,7 @@ def _load_service(
     from ktransformers.modeling.pretrained import read_tokenizer
     from ktransformers.place.apply import ModelPlacement
     from ktransformers.place.device_map import run_on
-    from ktransformers.quantized.weight import describe_coded
+    from ktransformers.quantized.weight import describe_quantized
     from ktransformers.serve.http.service import PrepareOptions, Service
     from ktransformers.serve.http.templates import ServedTemplates
     from ktransformers.serve.kv_tiers import open_tiers
@@ -206,7 +206,7 @@ def _load_service(
         log(placement.move_layers(model, gpus))
     else:
         run_on(model, device)
-    coded = describe_coded(model)
+    coded = describe_quantized(model)
     if coded or launch.rest not in AS_RELEASED:
         log(coded or f"--rest {launch.rest}: without effect: no linear layer without an operator is large enough")
     forward, kv_bytes_per_token = _checked_forward(model, launch, log)

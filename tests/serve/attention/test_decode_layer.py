@@ -103,10 +103,10 @@ def test_core_computes_what_the_stock_layers_compute(family: str, dtype: torch.d
 
 @pytest.mark.parametrize("kind", ["q8_0", "int4:32"])
 def test_linear_layers_in_codes(kind: str, tmp_path: Path) -> None:
-    from ktransformers.quantized.weight import encode_linears
+    from ktransformers.quantized.weight import quantize_linears
 
     model = load_model(save(build("qwen3_moe", **SIZES), tmp_path / "model"), dtype=torch.float32)
-    encode_linears(model, kind)
+    quantize_linears(model, kind)
     forward: Any = make_forward(model)
     actual = decode(forward)
     assert all(layer._spec is not None and layer._store is not None for layer in layers_of(model))

@@ -12,7 +12,7 @@ from ktransformers import _core
 from ktransformers.adapters import LoraPair, adapter_from_tensors
 from ktransformers.nn import load_model
 from ktransformers.quantized import dense_layers
-from ktransformers.quantized.weight import CodedWeight, code_linear
+from ktransformers.quantized.weight import QuantizedWeight, quantize_linear
 from ktransformers.quantized.widened import WidenedWeight
 from ktransformers.serve.attention import latent
 from ktransformers.serve.attention.latent import LATENT_ATTRIBUTE, LatentProjection, head_products
@@ -160,7 +160,7 @@ def test_new_tokens_read_codes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
     stock: Any = build("deepseek_v3", **SIZES).to(dtype)
     model: Any = build("deepseek_v3", **SIZES).to(dtype)
     for plain, layer in zip(stock.model.layers, model.model.layers, strict=True):
-        code_linear("kv_b_proj", layer.self_attn.kv_b_proj, "int4:32")
+        quantize_linear("kv_b_proj", layer.self_attn.kv_b_proj, "int4:32")
         numbers = layer.self_attn.kv_b_proj.weight.with_dtype(torch.float32).decoded(0, HEADS * (NOPE + VALUE))
         plain.self_attn.kv_b_proj.weight = torch.nn.Parameter(numbers.to(dtype), requires_grad=False)
     forward = Forward(model)
@@ -168,7 +168,7 @@ def test_new_tokens_read_codes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
     slots = [KVSlot(None, capacity=64), KVSlot(None, capacity=64)]
     forward.run([Chunk(slot, prompt[:40], 0, None) for slot, prompt in zip(slots, PROMPTS, strict=True)])
     for name in ("decoded", "gathered"):
-        monkeypatch.setattr(CodedWeight, name, lambda *_: pytest.fail("codes were decoded"))
+        monkeypatch.setattr(QuantizedWeight, name, lambda *_: pytest.fail("codes were decoded"))
     forward.run([Chunk(slot, prompt[40:41], 40, None) for slot, prompt in zip(slots, PROMPTS, strict=True)])
     assert all("_numbers_of_keys" not in vars(getattr(x.self_attn, LATENT_ATTRIBUTE)) for x in model.model.layers)
 

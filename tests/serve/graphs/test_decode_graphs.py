@@ -20,10 +20,10 @@ from ktransformers.modeling.cuda_graphs import CAPTURE_AT
 from ktransformers.modeling.norm import patch_norms
 from ktransformers.place import attach
 from ktransformers.place.placement import Placement
-from ktransformers.quantized import weight as coded_weight
+from ktransformers.quantized import weight as quantized_weight
 from ktransformers.quantized.gpu import head_products
-from ktransformers.quantized.gpu.linear import DeviceCodes, packed_linear
-from ktransformers.quantized.weight import CodedWeight, GpuCodes
+from ktransformers.quantized.gpu.linear import GpuLinearWeight, packed_linear
+from ktransformers.quantized.weight import GpuPacked, QuantizedWeight
 from ktransformers.serve.cache.kv_cache import KVSlot
 from ktransformers.serve.graphs.decode_graphs import DecodeGraphs, StepKey, why_not
 from ktransformers.serve.graphs.latent_inputs import fuse_latents
@@ -253,14 +253,14 @@ def test_adapters_of_latents_match_eager(device: str) -> None:
 def test_steps_read_the_codes_of_latents(spec: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`kv_b_proj` in codes: logits of a model with the numbers that they stand for. On a GPU no step decodes them; a
     CPU that stands in for one does."""
-    monkeypatch.setattr(coded_weight, "MIN_WEIGHTS", 1 << 10)
+    monkeypatch.setattr(quantized_weight, "MIN_WEIGHTS", 1 << 10)
     sizes = {"kv_lora_rank": 256, "qk_nope_head_dim": 32, "v_head_dim": 48}
     prompts = [[(seed + 7 * at) % 90 for at in range(length)] for seed, length in ((3, 5), (4, 21), (5, 12))]
     logits, told = [], None
     for has_codes in (False, True):
         model, forward, placement = served("deepseek_v3", device, spec, has_codes=has_codes, **sizes)
         weights = [layer.self_attn.kv_b_proj.weight for layer in model.model.layers]
-        assert all(isinstance(weight, CodedWeight) == has_codes for weight in weights)
+        assert all(isinstance(weight, QuantizedWeight) == has_codes for weight in weights)
         with torch.inference_mode():
             first, wanted = decode(forward, prompts, 8, told)
             told = told or first
@@ -281,11 +281,11 @@ def error(measured: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
     return max(float((one - two).norm() / two.norm()) for one, two in zip(measured, wanted, strict=True))
 
 
-def as_on_a_gpu(weight: CodedWeight, device: str) -> torch.nn.Parameter:
+def as_on_a_gpu(weight: QuantizedWeight, device: str) -> torch.nn.Parameter:
     """The same codes in the memory of a device, which may be the CPU."""
-    packed = torch.from_dlpack(weight.codes.linear.memory()).view(-1).clone()  # type: ignore[union-attr]
-    codes = DeviceCodes.of(packed.to(device), packed_linear(*weight.shape, weight.spec))
-    return torch.nn.Parameter(CodedWeight(GpuCodes(codes), weight.spec, weight.shape, weight.dtype), False)
+    packed = torch.from_dlpack(weight.impl.linear.memory()).view(-1).clone()  # type: ignore[union-attr]
+    codes = GpuLinearWeight.of(packed.to(device), packed_linear(*weight.shape, weight.spec))
+    return torch.nn.Parameter(QuantizedWeight(GpuPacked(codes), weight.spec, weight.shape, weight.dtype), False)
 
 
 def served(
@@ -300,7 +300,7 @@ def served(
         model.to(torch.bfloat16)
     for layer in model.model.layers if latents is not None else ():
         linear = layer.self_attn.kv_b_proj
-        coded_weight.code_linear("kv_b_proj", linear, latents)
+        quantized_weight.quantize_linear("kv_b_proj", linear, latents)
         codes = as_on_a_gpu(linear.weight, device)
         linear.weight = codes if has_codes else torch.nn.Parameter(codes + 0, False)
     forward = Forward(model.to(device))

@@ -216,12 +216,12 @@ class GGUFSource:
                 numbers = unpermute(numbers, heads)
             return numbers.reshape(shape)
 
-        def codes() -> Encoded:
+        def quantized() -> Encoded:
             rows = self._bytes(tensor).reshape(shape[0], -1)
             return _encoded(tensor, (rows if heads is None else unpermute(rows, heads))[None], shape[1])
 
-        has_codes = tensor.kind not in FLOATS and len(shape) == 2 and values is None
-        return PlainTensor(name, dtype, shape, read, codes if has_codes else None, tensor.kind if has_codes else "")
+        is_packed = tensor.kind not in FLOATS and len(shape) == 2 and values is None
+        return PlainTensor(name, dtype, shape, read, quantized if is_packed else None, tensor.kind if is_packed else "")
 
     def _numbers(self, tensor: GGUFTensor) -> Tensor:
         """Floats as they are, everything else in bf16."""

@@ -205,13 +205,13 @@ def _recorded(shards: Shards, names: Mapping[str, re.Match[str]]) -> KTHeader | 
 def _matrix(parts: Parts, role: str, expert: int, count: int, rows: int, columns: int, bits: int) -> Tensor | Encoded:
     n, k = divided(role, rows, columns, count)
     stored = [(parts[(role, expert, part, "quant")], parts[(role, expert, part, "scale")]) for part in range(count)]
-    codes = [untile(quant.read(), n, k, bits) for quant, _ in stored]
+    qweight = [untile(quant.read(), n, k, bits) for quant, _ in stored]
     scales = [scale.read().view(torch.float32) for _, scale in stored]
     name = stored[0][0].name
     if role == "down":
-        joined = encoded_of(torch.cat(codes, 1)[None], torch.stack(scales, 1)[None], bits, name)
+        joined = encoded_of(torch.cat(qweight, 1)[None], torch.stack(scales, 1)[None], bits, name)
     else:
-        joined = encoded_of(torch.cat(codes)[None], torch.cat(scales)[None, :, None], bits, name)
+        joined = encoded_of(torch.cat(qweight)[None], torch.cat(scales)[None, :, None], bits, name)
     return joined if isinstance(joined, Encoded) else joined[0]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ktransformers import _core
 from ktransformers.checkpoint.mapped import map_file
 from ktransformers.checkpoint.packed import REPACK_HINT, Manifest, PackedLinear, check_shards
-from ktransformers.checkpoint.sources.source import MappedCodes, PlainTensor
+from ktransformers.checkpoint.sources.source import MappedWeight, PlainTensor
 from ktransformers.checkpoint.tensorfile import FileLayout
 from ktransformers.ground import env
 from ktransformers.ground.errors import InputError
@@ -50,10 +50,10 @@ class PackedLinears:
         shape = (linear.rows, linear.columns)
 
         def read(dtype: torch.dtype) -> Tensor:
-            codes = self.open_linear(linear, _decoding_pool())
+            mapped = self.open_linear(linear, _decoding_pool())
             numbers = torch.empty(shape, dtype=dtype)
-            codes.core.decode(0, numbers)
-            return numbers if codes.order is None else torch.empty_like(numbers).index_copy_(1, codes.order, numbers)
+            mapped.core.decode(0, numbers)
+            return numbers if mapped.order is None else torch.empty_like(numbers).index_copy_(1, mapped.order, numbers)
 
         return PlainTensor(
             linear.name,
@@ -65,7 +65,7 @@ class PackedLinears:
             exact=lambda: read(torch.float32),
         )
 
-    def open_linear(self, linear: PackedLinear, pool: _core.Pool, *, verify: bool = True) -> MappedCodes:
+    def open_linear(self, linear: PackedLinear, pool: _core.Pool, *, verify: bool = True) -> MappedWeight:
         file, slots = map_file(self.directory / linear.file), self.layouts[linear.file].slots
         where = f"{self.directory / linear.file}: {linear.name}"
         core = _core.CodedLinear(pool, linear.rows, linear.columns, linear.format)
@@ -80,7 +80,7 @@ class PackedLinears:
         if linear.order is not None:
             place = slots[linear.order]
             order = file[place.offset : place.offset + place.bytes].view(torch.int64).clone()
-        return MappedCodes(core, linear.format, order)
+        return MappedWeight(core, linear.format, order)
 
 
 @functools.cache

@@ -194,7 +194,7 @@ def dequantise(matrix: Tensor | Encoded) -> Tensor:
     which is twice as large."""
     if isinstance(matrix, Tensor):
         return matrix
-    out = torch.empty(matrix.rows, matrix.columns, dtype=torch.bfloat16, device=matrix.codes.device)
+    out = torch.empty(matrix.rows, matrix.columns, dtype=torch.bfloat16, device=matrix.qweight.device)
     for first, last in blocks(matrix.rows, matrix.columns):
         block = rows_of(matrix, first, last)
         assert isinstance(block, Encoded)

@@ -21,7 +21,7 @@ from ktransformers.checkpoint.experts import ExpertChunk, ExpertShape, Formats
 
 
 @dataclass(frozen=True)
-class MappedCodes:
+class MappedWeight:
     """A matrix in the blocks that the core multiplies, in the file's own memory."""
 
     core: _core.CodedLinear
@@ -37,16 +37,16 @@ class PlainTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
-    codes: Callable[[], Tensor | Encoded] | None = None  # the same matrix as the file has it quantised
+    quantized: Callable[[], Tensor | Encoded] | None = None  # the same matrix as the file has it quantised
     format: str = ""  # of these codes; empty: the file has numbers
-    packed: Callable[[_core.Pool, bool], MappedCodes] | None = None  # of a packed directory; whether to verify
+    packed: Callable[[_core.Pool, bool], MappedWeight] | None = None  # of a packed directory; whether to verify
     exact: Callable[[], Tensor] | None = None  # the numbers of packed codes in float32
 
     def numbers(self) -> Tensor:
         """In float32, not rounded to bf16 where the file is quantised."""
         if self.exact is not None:
             return self.exact()
-        encoded = None if self.codes is None else self.codes()
+        encoded = None if self.quantized is None else self.quantized()
         return decode(encoded).reshape(self.shape) if isinstance(encoded, Encoded) else self.read().float()
 
 

@@ -57,7 +57,7 @@ def decodes_first(geometry: Geometry, device: torch.device) -> bool:
     """Whether weights are dequantised into memory before they are multiplied."""
     kernels = import_triton_module(TRITON) if device.type == "cuda" else None
     matrices = geometry.first, geometry.down
-    return not all(matrix.plain if kernels is None else kernels.reads_codes(matrix) for matrix in matrices)
+    return not all(matrix.plain if kernels is None else kernels.reads_packed(matrix) for matrix in matrices)
 
 
 def count(ids: Tensor, counts: Tensor) -> None:

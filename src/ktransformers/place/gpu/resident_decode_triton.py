@@ -369,7 +369,7 @@ def _weight_arguments(
     packed: Tensor, ids: Tensor, slot_of: Tensor, bias: Tensor | None, matrix: PackedMatrix
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], dict[str, Any]]:
     """Weights and biases as arguments of both kernels: tensors, sizes and constexpr values."""
-    if reads_codes(matrix):
+    if reads_packed(matrix):
         words, places, constants = code_products_triton.arguments(packed, matrix)
     else:
         dense = _dequantised(packed, ids, slot_of, matrix)
@@ -382,7 +382,7 @@ def _weight_arguments(
     return tensors, (routes, slot_of.shape[0], ids.shape[1], *sizes, *places), constants
 
 
-def reads_codes(matrix: PackedMatrix) -> bool:
+def reads_packed(matrix: PackedMatrix) -> bool:
     """Whether the weights are multiplied as they are packed."""
     return block_products_triton.supports(matrix) or code_products_triton.supports(matrix)
 

@@ -96,14 +96,14 @@ def _strip_half(blocks: Tensor, matrix: PackedMatrix, half: int) -> Tensor:
     return (values if offset is None else values + _spread(offset, step, columns)).to(torch.bfloat16)
 
 
-def planes(codes: Tensor, strip: Strip) -> Tensor:
+def planes(quants: Tensor, strip: Strip) -> Tensor:
     """uint8 or int16 [blocks, 16, K] from [blocks, code bytes]: the planes put together, the first one lowest."""
-    count, joined, at, low = codes.shape[0], None, 0, 0
-    tiles = codes.view(count, strip.k_tiles, 64 * strip.format.bits)
+    count, joined, at, low = quants.shape[0], None, 0, 0
+    tiles = quants.view(count, strip.k_tiles, 64 * strip.format.bits)
     for bits in strip.format.planes:
         words, width, each = max(1, bits // 2), 4 if bits > 1 else 2, 8 // bits
         raw = tiles[:, :, at : at + 64 * bits].view(count, strip.k_tiles, words, TILE_N, 2, width)
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=quants.device)
         cut = (raw.unsqueeze(-1) >> shifts) & (2**bits - 1) if each > 1 else raw.unsqueeze(-1)
         # [blocks, k_tiles, words, n, parity, bytes, codes] -> k = tile, word, byte, code, parity
         plane = cut.permute(0, 3, 1, 2, 5, 6, 4).reshape(count, TILE_N, strip.k_tiles * TILE_K)
@@ -113,13 +113,13 @@ def planes(codes: Tensor, strip: Strip) -> Tensor:
     return joined
 
 
-def packed_planes(codes: Tensor, strip: Strip) -> Tensor:
+def packed_planes(quants: Tensor, strip: Strip) -> Tensor:
     """The inverse of `planes`: uint8 [blocks, code bytes]."""
-    count, parts, low = codes.shape[0], [], 0
+    count, parts, low = quants.shape[0], [], 0
     for bits in strip.format.planes:
         words, width, each = max(1, bits // 2), 4 if bits > 1 else 2, 8 // bits
-        cut = ((codes >> low) & (2**bits - 1)).view(count, TILE_N, strip.k_tiles, words, width, each, 2)
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
+        cut = ((quants >> low) & (2**bits - 1)).view(count, TILE_N, strip.k_tiles, words, width, each, 2)
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=quants.device)
         raw = (cut.permute(0, 2, 3, 1, 6, 4, 5) << shifts).sum(-1, dtype=torch.uint8)
         parts.append(raw.reshape(count, strip.k_tiles, 64 * bits))
         low += bits
@@ -155,13 +155,13 @@ def _spread(value: Tensor, span: int, columns: int) -> Tensor:
     return value.repeat_interleave(span, dim=-1)[..., :columns]
 
 
-def e2m1(codes: Tensor) -> Tensor:
-    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], device=codes.device)
-    return table[codes.int()]
+def e2m1(quants: Tensor) -> Tensor:
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], device=quants.device)
+    return table[quants.int()]
 
 
-def e4m3(codes: Tensor) -> Tensor:
-    return codes.contiguous().view(torch.float8_e4m3fn).float()
+def e4m3(quants: Tensor) -> Tensor:
+    return quants.contiguous().view(torch.float8_e4m3fn).float()
 
 
 def e8m0(scales: Tensor) -> Tensor:
@@ -171,17 +171,17 @@ def e8m0(scales: Tensor) -> Tensor:
     return torch.where(scales == 255, torch.full_like(bits, 0x7FC00000), bits).view(torch.float32)
 
 
-def _iq4(codes: Tensor) -> Tensor:
-    return torch.tensor(IQ4, dtype=torch.float32, device=codes.device)[codes.int()]
+def _iq4(quants: Tensor) -> Tensor:
+    return torch.tensor(IQ4, dtype=torch.float32, device=quants.device)[quants.int()]
 
 
 # float32 numbers of codes [blocks, 16, K], by the kind of elements.
 ELEMENTS: dict[str, Callable[[StripFormat, Tensor], Tensor]] = {
-    "int8": lambda form, codes: codes.view(torch.int8).float(),
-    "uint": lambda form, codes: codes.float() - form.zero_point,
-    "e4m3": lambda form, codes: e4m3(codes),
-    "e2m1": lambda form, codes: e2m1(codes),
-    "iq4": lambda form, codes: _iq4(codes),
+    "int8": lambda form, quants: quants.view(torch.int8).float(),
+    "uint": lambda form, quants: quants.float() - form.zero_point,
+    "e4m3": lambda form, quants: e4m3(quants),
+    "e2m1": lambda form, quants: e2m1(quants),
+    "iq4": lambda form, quants: _iq4(quants),
 }
 
 # Scales [blocks, 16, n] and what is added, n numbers of a row that share K evenly.

@@ -19,12 +19,12 @@ def _in_tile_order(values: Tensor) -> Tensor:
     return values.reshape(blocks, k_tiles, 8, 4, 2, 8).transpose(3, 4).reshape(blocks, k_tiles, LOW_BYTES)
 
 
-def _high_bytes(strips: Tensor, strip: Strip, codes: Tensor) -> Tensor:
+def _high_bytes(strips: Tensor, strip: Strip, quants: Tensor) -> Tensor:
     """uint8 [blocks, k_tiles * 512] in the order of tiles."""
-    count, k_tiles = codes.shape[:2]
+    count, k_tiles = quants.shape[:2]
     tables = strips[:, : strip.spans * strip.span_bytes].reshape(count, strip.spans, strip.span_bytes)
     tables = tables.repeat_interleave(strip.format.span // TILE_K, dim=1)[:, :k_tiles]
-    pairs = codes[:, :, LOW_BYTES:].reshape(count, k_tiles, 4, 64)
+    pairs = quants[:, :, LOW_BYTES:].reshape(count, k_tiles, 4, 64)
     indices = torch.stack((pairs & 15, pairs >> 4), dim=3).reshape(count, k_tiles, LOW_BYTES)
     high = tables.gather(2, _in_tile_order(indices).long()).reshape(count, k_tiles * LOW_BYTES)
     area = strips[:, strip.patches_at : strip.patches_at + 4 * strip.patches]
@@ -38,8 +38,8 @@ def _high_bytes(strips: Tensor, strip: Strip, codes: Tensor) -> Tensor:
 def bf16_12_values(strips: Tensor, strip: Strip) -> Tensor:
     """bf16 [blocks, 16, K] from [blocks, bytes of a strip]."""
     count, k_tiles = strips.shape[0], strip.k_tiles
-    codes = strips[:, strip.codes_at :].reshape(count, k_tiles, LOW_BYTES * 3 // 2)
-    low = _in_tile_order(codes[:, :, :LOW_BYTES]).reshape(count, -1)
-    values = torch.stack((low, _high_bytes(strips, strip, codes)), dim=-1).view(torch.bfloat16)
+    quants = strips[:, strip.codes_at :].reshape(count, k_tiles, LOW_BYTES * 3 // 2)
+    low = _in_tile_order(quants[:, :, :LOW_BYTES]).reshape(count, -1)
+    values = torch.stack((low, _high_bytes(strips, strip, quants)), dim=-1).view(torch.bfloat16)
     tiles = values.view(count, k_tiles, TILE_K // 2, TILE_N, 2)
     return tiles.permute(0, 3, 1, 2, 4).reshape(count, TILE_N, k_tiles * TILE_K)

@@ -22,10 +22,10 @@ SPAN_TILES = 8
 EVEN, ODD = 0, 16  # bits of an entry from which codes of even and of odd columns lie
 
 
-def rows_of_tiles(codes: Tensor, strip: Strip) -> Tensor:
+def rows_of_tiles(quants: Tensor, strip: Strip) -> Tensor:
     """uint8 [blocks, 16, k_tiles, bytes] from [blocks, code bytes]."""
-    count = codes.shape[0]
-    return codes.reshape(count, strip.k_tiles, TILE_N, 4 * strip.format.bits).permute(0, 2, 1, 3)
+    count = quants.shape[0]
+    return quants.reshape(count, strip.k_tiles, TILE_N, 4 * strip.format.bits).permute(0, 2, 1, 3)
 
 
 @functools.cache
@@ -58,9 +58,9 @@ def _expand_signs(words: Tensor) -> Tensor:
     return _bits(words | (((parity ^ (parity >> 1)) & 1) << 7))
 
 
-def _words(codes: Tensor) -> Tensor:
+def _words(quants: Tensor) -> Tensor:
     """[..., 4] bytes -> [...] int32."""
-    return codes.contiguous().view(torch.int32).squeeze(-1)
+    return quants.contiguous().view(torch.int32).squeeze(-1)
 
 
 def _by_tile(field: Tensor) -> Tensor:
@@ -73,72 +73,72 @@ def _nibbles(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=-1)
 
 
-def _values(spec: str, codes: Tensor, scales: Tensor, d: Tensor) -> Tensor:
+def _values(spec: str, quants: Tensor, scales: Tensor, d: Tensor) -> Tensor:
     """`codes` [..., k_tiles, 32], `scales` s [..., k_tiles, 1 or 2], `d` float32 [..., spans]."""
     scale = d.repeat_interleave(SPAN_TILES, dim=-1).unsqueeze(-1) * (2 * scales + 1).float()
-    levels = _tables(spec, codes.device)[1][codes]
+    levels = _tables(spec, quants.device)[1][quants]
     return (levels * scale.repeat_interleave(TILE_K // scales.shape[-1], dim=-1)).flatten(-2)
 
 
-def _iq2_xxs(codes: Tensor, spans: Fields) -> Tensor:
-    words = _words(codes[..., 4:])
+def _iq2_xxs(quants: Tensor, spans: Fields) -> Tensor:
+    words = _words(quants[..., 4:])
     signs = _expand_signs((words.unsqueeze(-1) >> _steps(range(0, 28, 7), words)) & 127)
-    codes_of_tile = _codes("iq2_xxs", codes[..., :4].int(), 8) | signs
+    codes_of_tile = _codes("iq2_xxs", quants[..., :4].int(), 8) | signs
     return _values("iq2_xxs", codes_of_tile, ((words >> 28) & 15).unsqueeze(-1), spans[0][..., 0])
 
 
-def _iq2_xs(codes: Tensor, spans: Fields) -> Tensor:
-    halves = codes.contiguous().view(torch.int16).int() & 0xFFFF
+def _iq2_xs(quants: Tensor, spans: Fields) -> Tensor:
+    halves = quants.contiguous().view(torch.int16).int() & 0xFFFF
     codes_of_tile = _codes("iq2_xs", halves & 511, 8) | _expand_signs(halves >> 9)
     return _values("iq2_xs", codes_of_tile, _nibbles(_by_tile(spans[1])), spans[0][..., 0])
 
 
-def _iq2_s(codes: Tensor, spans: Fields) -> Tensor:
-    high = (_by_tile(spans[1]).unsqueeze(-1) >> _steps(range(0, 8, 2), codes)) & 3
-    codes_of_tile = _codes("iq2_s", codes[..., :4].int() | (high << 8), 8) | _bits(codes[..., 4:])
+def _iq2_s(quants: Tensor, spans: Fields) -> Tensor:
+    high = (_by_tile(spans[1]).unsqueeze(-1) >> _steps(range(0, 8, 2), quants)) & 3
+    codes_of_tile = _codes("iq2_s", quants[..., :4].int() | (high << 8), 8) | _bits(quants[..., 4:])
     return _values("iq2_s", codes_of_tile, _nibbles(_by_tile(spans[2])), spans[0][..., 0])
 
 
-def _iq3_xxs(codes: Tensor, spans: Fields) -> Tensor:
-    words = _words(codes[..., 8:])
+def _iq3_xxs(quants: Tensor, spans: Fields) -> Tensor:
+    words = _words(quants[..., 8:])
     signs = _expand_signs((words.unsqueeze(-1) >> _steps(range(0, 28, 7), words)) & 127)
-    codes_of_tile = _codes("iq3_xxs", codes[..., :8].int(), 4) | signs
+    codes_of_tile = _codes("iq3_xxs", quants[..., :8].int(), 4) | signs
     return _values("iq3_xxs", codes_of_tile, ((words >> 28) & 15).unsqueeze(-1), spans[0][..., 0])
 
 
-def _iq3_s(codes: Tensor, spans: Fields) -> Tensor:
-    high = (_by_tile(spans[1]).unsqueeze(-1) >> _steps(range(8), codes)) & 1
-    codes_of_tile = _codes("iq3_s", codes[..., :8].int() | (high << 8), 4) | _bits(codes[..., 8:])
+def _iq3_s(quants: Tensor, spans: Fields) -> Tensor:
+    high = (_by_tile(spans[1]).unsqueeze(-1) >> _steps(range(8), quants)) & 1
+    codes_of_tile = _codes("iq3_s", quants[..., :8].int() | (high << 8), 4) | _bits(quants[..., 8:])
     scales = _nibbles(spans[2].int()).flatten(-3).unsqueeze(-1)
     return _values("iq3_s", codes_of_tile, scales, spans[0][..., 0])
 
 
-def _iq1_s(codes: Tensor, spans: Fields) -> Tensor:
+def _iq1_s(quants: Tensor, spans: Fields) -> Tensor:
     words = _by_tile(spans[1]) & 0xFFFF
     high = (words.unsqueeze(-1) >> _steps(range(0, 12, 3), words)) & 7
     below = ((words >> 15) << 3).unsqueeze(-1)
-    codes_of_tile = _codes("iq1_s", codes.int() | (high << 8), 8) | below
+    codes_of_tile = _codes("iq1_s", quants.int() | (high << 8), 8) | below
     return _values("iq1_s", codes_of_tile, ((words >> 12) & 7).unsqueeze(-1), spans[0][..., 0])
 
 
-def _iq1_m(codes: Tensor, spans: Fields) -> Tensor:
+def _iq1_m(quants: Tensor, spans: Fields) -> Tensor:
     # Two bytes a tile, a nibble for every eight columns; four words of scales with a quarter of d each at the top.
-    high = _nibbles(spans[0].int()).reshape(*codes.shape[:3], 4)
+    high = _nibbles(spans[0].int()).reshape(*quants.shape[:3], 4)
     words = spans[1].int() & 0xFFFF
     d = ((words >> 12) << _steps(range(0, 16, 4), words)).sum(-1).to(torch.int16).view(torch.float16).float()
     scales = (words.unsqueeze(-1) >> _steps(range(0, 12, 3), words)) & 7
-    codes_of_tile = _codes("iq1_m", codes.int() | ((high & 7) << 8), 8) | (high & 8).repeat_interleave(8, dim=-1)
-    return _values("iq1_m", codes_of_tile, scales.reshape(*codes.shape[:3], 2), d)
+    codes_of_tile = _codes("iq1_m", quants.int() | ((high & 7) << 8), 8) | (high & 8).repeat_interleave(8, dim=-1)
+    return _values("iq1_m", codes_of_tile, scales.reshape(*quants.shape[:3], 2), d)
 
 
-def _tq1_0(codes: Tensor, spans: Fields) -> Tensor:
+def _tq1_0(quants: Tensor, spans: Fields) -> Tensor:
     """Of each tile even and odd columns apart: ten trits in its own two bytes, five in the header and a last one."""
-    powers, tiles = _steps([1, 3, 9, 27, 81], codes), codes.shape[:3]
+    powers, tiles = _steps([1, 3, 9, 27, 81], quants), quants.shape[:3]
 
     def trits(packed: Tensor) -> Tensor:
         return (packed.int().unsqueeze(-1) // powers) % 3
 
-    own = trits(codes).reshape(*tiles, 2, 10)
+    own = trits(quants).reshape(*tiles, 2, 10)
     more = trits(spans[0]).reshape(*tiles, 2, 5)
     last = trits(spans[1])[..., :4].reshape(*tiles, 2, 1)
     codes_of_tile = torch.cat((own, more, last), dim=-1).transpose(-1, -2).flatten(-2)
@@ -157,6 +157,6 @@ DECODERS: dict[str, Callable[[Tensor, Fields], Tensor]] = {
 }
 
 
-def grid_values(spec: str, codes: Tensor, spans: Fields) -> Tensor:
+def grid_values(spec: str, quants: Tensor, spans: Fields) -> Tensor:
     """float32 [blocks, 16, K] from the rows of tiles and the fields of spans."""
-    return DECODERS[spec](codes, spans)
+    return DECODERS[spec](quants, spans)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ktransformers.ground.current_device import on_device
 from ktransformers.ground.errors import KTError
 from ktransformers.ground.triton_modules import import_triton_module
-from ktransformers.quantized.gpu.linear import BLOCK_ROWS, TOLERANCE, DeviceCodes
+from ktransformers.quantized.gpu.linear import BLOCK_ROWS, TOLERANCE, GpuLinearWeight
 
 TRITON = "ktransformers.quantized.gpu.head_products_triton"
 DIRECT_ROWS = 64
@@ -37,60 +37,60 @@ class HeadRows:
         return not any(size % BLOCK_ROWS for size in (self.first, self.count, self.step))
 
 
-def decoded_rows(codes: DeviceCodes, rows: HeadRows) -> Tensor:
+def decoded_rows(weight: GpuLinearWeight, rows: HeadRows) -> Tensor:
     """bf16 `[heads, count, K]`."""
     if rows.in_blocks:
-        return codes.decoded_groups(rows.first, rows.count, rows.step)
-    by_head = codes.decoded(0, codes.matrix.rows).view(-1, rows.step, codes.matrix.columns)
+        return weight.decoded_groups(rows.first, rows.count, rows.step)
+    by_head = weight.decoded(0, weight.matrix.rows).view(-1, rows.step, weight.matrix.columns)
     return by_head[:, rows.first : rows.first + rows.count]
 
 
 def multiply_heads(
-    codes: DeviceCodes, x: Tensor, rows: HeadRows, *, along_rows: bool = False, out: Tensor | None = None
+    weight: GpuLinearWeight, x: Tensor, rows: HeadRows, *, along_rows: bool = False, out: Tensor | None = None
 ) -> Tensor:
     """x `[heads, T, K]` times the rows of its head transposed: `[heads, T, count]`; `along_rows`: x `[heads, T, count]`
     times these rows, `[heads, T, K]`."""
     if out is None:
-        out = x.new_empty(*x.shape[:2], codes.matrix.columns if along_rows else rows.count)
-    if reads_codes(codes, x, rows, along_rows):
-        kernels, layout = import_triton_module(TRITON), codes.layout
+        out = x.new_empty(*x.shape[:2], weight.matrix.columns if along_rows else rows.count)
+    if reads_packed(weight, x, rows, along_rows):
+        kernels, layout = import_triton_module(TRITON), weight.layout
         assert kernels is not None and layout is not None
         config = kernels.configuration(x.shape[1], rows.count, along_rows)
         span = rows.first, rows.count, rows.step
-        with on_device(codes.packed.device):
-            kernels.multiply_heads(x, layout.parts_of(codes.packed), layout, span, out, along_rows, config)
+        with on_device(weight.packed.device):
+            kernels.multiply_heads(x, layout.parts_of(weight.packed), layout, span, out, along_rows, config)
         return out
-    numbers = decoded_rows(codes, rows).to(x.dtype)
+    numbers = decoded_rows(weight, rows).to(x.dtype)
     return torch.bmm(x, numbers if along_rows else numbers.transpose(1, 2), out=out)
 
 
-def reads_codes(codes: DeviceCodes, x: Tensor, rows: HeadRows, along_rows: bool) -> bool:
+def reads_packed(weight: GpuLinearWeight, x: Tensor, rows: HeadRows, along_rows: bool) -> bool:
     """Whether x is multiplied without decoding."""
     most = DIRECT_ROWS_ALONG_ROWS if along_rows else DIRECT_ROWS
-    if not codes.reads_codes or x.dtype != torch.bfloat16 or not 0 < x.shape[1] <= most or x.stride(2) != 1:
+    if not weight.reads_packed or x.dtype != torch.bfloat16 or not 0 < x.shape[1] <= most or x.stride(2) != 1:
         return False
     kernels = import_triton_module(TRITON)
     return kernels is not None and (not along_rows or rows.count <= kernels.MAX_COUNT)
 
 
-def check_heads(codes: DeviceCodes, rows: HeadRows) -> None:
+def check_heads(weight: GpuLinearWeight, rows: HeadRows) -> None:
     """Compare both products with those of decoded rows on this device, and raise if they differ."""
     generator = torch.Generator().manual_seed(0)
-    numbers = decoded_rows(codes, rows)
+    numbers = decoded_rows(weight, rows)
     if not numbers.any():
         return
     for along_rows in (False, True):
-        size = rows.count if along_rows else codes.matrix.columns
+        size = rows.count if along_rows else weight.matrix.columns
         for count in CHECKED_ROWS:
             x = torch.randn(numbers.shape[0], count, size, generator=generator).bfloat16().to(numbers.device)
-            if not reads_codes(codes, x, rows, along_rows):
+            if not reads_packed(weight, x, rows, along_rows):
                 continue
-            actual = multiply_heads(codes, x, rows, along_rows=along_rows).float()
+            actual = multiply_heads(weight, x, rows, along_rows=along_rows).float()
             expected = torch.bmm(x, numbers if along_rows else numbers.transpose(1, 2)).float()
             difference = float((actual - expected).norm() / expected.norm())
             if not difference < TOLERANCE:
                 raise KTError(
-                    f"products of heads with codes of {codes.matrix.formats[0].spec} `[{codes.matrix.rows}, "
-                    f"{codes.matrix.columns}]` on {numbers.device} differ by {difference:.2g} from those of decoded "
+                    f"products of heads with codes of {weight.matrix.formats[0].spec} `[{weight.matrix.rows}, "
+                    f"{weight.matrix.columns}]` on {numbers.device} differ by {difference:.2g} from those of decoded "
                     "rows; this is a defect of ktransformers or of Triton. --rest bf16 computes without them"
                 )

@@ -40,7 +40,7 @@ def packed_linear(rows: int, columns: int, spec: str) -> PackedMatrix:
     return PackedMatrix(rows, columns, (form, form), paired=False)
 
 
-class DeviceCodes:
+class GpuLinearWeight:
     """The codes of one weight on a device: uint8 `[bytes]`, as `_core.CodedLinear.memory()` has them, or the int32
     words of `layout`."""
 
@@ -55,7 +55,7 @@ class DeviceCodes:
             self._space = self._kernels.workspace(layout, packed.device)
 
     @classmethod
-    def of(cls, packed: Tensor, matrix: PackedMatrix) -> DeviceCodes:
+    def of(cls, packed: Tensor, matrix: PackedMatrix) -> GpuLinearWeight:
         """Of codes in the CPU's layout, converted where the device has a product with words."""
         layout = word_layout(matrix) if packed.is_cuda and import_triton_module(TRITON) is not None else None
         words = None if layout is None else to_words(packed, layout)
@@ -70,9 +70,9 @@ class DeviceCodes:
         packed = self.packed if self.layout is None else from_words(self.packed, self.layout)
         return packed.cpu()
 
-    def moved(self, device: torch.device) -> DeviceCodes:
+    def moved(self, device: torch.device) -> GpuLinearWeight:
         """To another GPU."""
-        return DeviceCodes(self.packed.to(device), self.matrix, self.layout)
+        return GpuLinearWeight(self.packed.to(device), self.matrix, self.layout)
 
     def check(self) -> bool:
         """Compare products with codes with those of the decoded weight on this device, and raise if they differ; False:
@@ -102,7 +102,7 @@ class DeviceCodes:
         return kernels is not None and self.matrix.block_bytes % BLOCK_ROWS == 0 and kernels.supports(self.matrix)
 
     @property
-    def reads_codes(self) -> bool:
+    def reads_packed(self) -> bool:
         """Whether few rows are multiplied without decoding."""
         return self._kernels is not None
 

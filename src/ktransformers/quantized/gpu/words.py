@@ -226,10 +226,10 @@ def to_words(packed: Tensor, layout: WordLayout) -> Tensor | None:
             start = matrix.strip_at(half)
             strips = blocks[first : first + height, start : start + strip.bytes]
             at = slice(first, first + strips.shape[0]), half
-            codes, form = planes(strips[:, strip.codes_at :], strip), strip.format
+            quants, form = planes(strips[:, strip.codes_at :], strip), strip.format
             if layout.format.element == E4M3:
-                in_range &= ((codes & E4M3_NAN) != E4M3_NAN).all()
-            _put_codes(codes, layout, low, high, at)
+                in_range &= ((quants & E4M3_NAN) != E4M3_NAN).all()
+            _put_codes(quants, layout, low, high, at)
             row = packed_fields(strips, 0, form.row, 1)
             spans = packed_fields(strips, strip.row_bytes, form.fields, strip.spans) if strip.spans else []
             entries, head_entries = _scale_entries(layout.format, form, row, spans)
@@ -247,16 +247,16 @@ def _put(words: Tensor, target: Tensor, at: tuple[slice, int]) -> None:
     target.view(target.shape[0], -1, 2, words.shape[1])[:count, blocks, half] = words[..., :count].permute(2, 0, 1)
 
 
-def _put_codes(codes: Tensor, layout: WordLayout, low: Tensor, high: Tensor, at: tuple[slice, int]) -> None:
+def _put_codes(quants: Tensor, layout: WordLayout, low: Tensor, high: Tensor, at: tuple[slice, int]) -> None:
     """uint8 `[blocks, 16, K]`."""
     form = layout.format
     if layout.matrix.formats[0].element == "int8":
-        codes = codes ^ 128
-    padded = torch.nn.functional.pad(codes, (0, layout.steps * form.step - codes.shape[-1]))
+        quants = quants ^ 128
+    padded = torch.nn.functional.pad(quants, (0, layout.steps * form.step - quants.shape[-1]))
     planes_of_words = (form.low, 0, form.low_places, low), (form.high, form.low, form.high_places, high)
     for bits, lowest, places, target in planes_of_words:
         if bits:
-            parts = padded.view(*codes.shape[:2], -1, 32 // bits, form.rows)
+            parts = padded.view(*quants.shape[:2], -1, 32 // bits, form.rows)
             words = torch.zeros_like(parts[..., 0, :], dtype=torch.int32)
             for part, place in enumerate(places):
                 words |= ((parts[..., part, :].int() >> lowest) & ((1 << bits) - 1)) << place
@@ -333,12 +333,12 @@ def from_words(words: Tensor, layout: WordLayout) -> Tensor:
         for half in range(2):
             at = slice(first, first + height), half
             strips = blocks[at[0], matrix.strip_at(half) : matrix.strip_at(half) + strip.bytes]
-            codes = _taken_codes(_taken(low, at, TILE_N), form.low, form.low_places, form.rows)
+            quants = _taken_codes(_taken(low, at, TILE_N), form.low, form.low_places, form.rows)
             if form.high:
-                codes |= _taken_codes(_taken(high, at, TILE_N), form.high, form.high_places, form.rows) << form.low
+                quants |= _taken_codes(_taken(high, at, TILE_N), form.high, form.high_places, form.rows) << form.low
             if strip.format.element == "int8":
-                codes ^= 128
-            strips[:, strip.codes_at :] = packed_planes(codes[..., : strip.k_tiles * TILE_K], strip)
+                quants ^= 128
+            strips[:, strip.codes_at :] = packed_planes(quants[..., : strip.k_tiles * TILE_K], strip)
             entries = _divided(_taken(scales, at, 1 if form.scales == STRIP else TILE_N), form)
             head = _taken(heads, at, TILE_N) if form.has_heads else None
             row, spans = _field_values(form, strip, entries, head)

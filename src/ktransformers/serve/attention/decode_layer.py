@@ -28,7 +28,7 @@ from ktransformers.experts.store import ExpertStore, weights_are_rounded
 from ktransformers.ground.pool import default_pool
 from ktransformers.modeling.fused_check import matches
 from ktransformers.modeling.norm import norm_epsilon
-from ktransformers.quantized.weight import CodedWeight, PackedCodes
+from ktransformers.quantized.weight import CpuPacked, QuantizedWeight
 from ktransformers.quantized.widened import stored_weight
 from ktransformers.serve.attention.attention import (
     AttentionSpec,
@@ -403,9 +403,9 @@ def _core_weight(linear: Any) -> Any:
     if not isinstance(linear, nn.Linear):
         return None
     weight = stored_weight(linear.weight)
-    if isinstance(weight, CodedWeight):
-        codes = weight.codes
-        return codes.linear if isinstance(codes, PackedCodes) and codes.order is None else None
+    if isinstance(weight, QuantizedWeight):
+        impl = weight.impl
+        return impl.linear if isinstance(impl, CpuPacked) and impl.order is None else None
     return weight.detach() if weight.dtype == torch.bfloat16 and weight.is_contiguous() else None
 
 

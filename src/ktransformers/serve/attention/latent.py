@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ktransformers import _core
 from ktransformers.ground.pool import default_pool
 from ktransformers.quantized.gpu.head_products import HeadRows
-from ktransformers.quantized.weight import CodedWeight
+from ktransformers.quantized.weight import QuantizedWeight
 from ktransformers.quantized.widened import COLUMN_MULTIPLE, stored_weight, weight_rows
 from ktransformers.serve.scheduler.lora import LinearLora
 
@@ -81,14 +81,14 @@ class LatentProjection:
     def query_latents(self, passed: Tensor, out: Tensor | None = None) -> Tensor:
         """`[heads, T, nope]` of queries times the keys' part: `[heads, T, rank]`."""
         weight = self.linear.weight
-        if isinstance(weight, CodedWeight):
+        if isinstance(weight, QuantizedWeight):
             return weight.multiply_heads(passed, self.key_rows, along_rows=True, out=out)
         return head_products(passed, self._numbers_of_keys, out)
 
     def latent_values(self, latent: Tensor, out: Tensor | None = None) -> Tensor:
         """`[heads, T, rank]` of latents times the values' part: `[heads, T, value]`."""
         weight = self.linear.weight
-        if isinstance(weight, CodedWeight):
+        if isinstance(weight, QuantizedWeight):
             return weight.multiply_heads(latent, self.value_rows, out=out)
         return head_products(latent, self._by_head()[:, self.nope :], out)
 
@@ -106,7 +106,7 @@ class LatentProjection:
         """`[n, rank]` times the rows of heads first .. last - 1 transposed. Codes on the CPU are multiplied where that
         takes less time than decoding and multiplying numbers: few rows, or bf16."""
         weight, size = self.linear.weight, self.nope + self.value
-        if isinstance(weight, CodedWeight) and weight.device.type == "cpu" and last - first == self.heads:
+        if isinstance(weight, QuantizedWeight) and weight.device.type == "cpu" and last - first == self.heads:
             rows = E4M3_ROWS if _core.format(weight.spec)["element"] == "e4m3" else CODES_ROWS
             if len(latents) <= rows or latents.dtype == torch.bfloat16:
                 return F.linear(latents, weight)
@@ -114,7 +114,7 @@ class LatentProjection:
 
     def _rows(self, first: int, last: int) -> Tensor:
         weight = self.linear.weight
-        if isinstance(weight, CodedWeight):
+        if isinstance(weight, QuantizedWeight):
             return weight.decoded(first, last).to(weight.dtype)
         return weight_rows(weight, first, last)
 
@@ -186,7 +186,10 @@ def use_latents(model: nn.Module, is_served: Callable[[], bool]) -> int:
         if projection is not None:
             setattr(module, LATENT_ATTRIBUTE, projection)
             weight = projection.linear.weight
-            if isinstance(weight, CodedWeight) and (kind := (weight.spec, weight.shape, weight.device)) not in checked:
+            if (
+                isinstance(weight, QuantizedWeight)
+                and (kind := (weight.spec, weight.shape, weight.device)) not in checked
+            ):
                 weight.check_heads(projection.key_rows)
                 weight.check_heads(projection.value_rows)
                 checked.add(kind)

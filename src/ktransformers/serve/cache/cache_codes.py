@@ -32,9 +32,9 @@ def encode(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (numbers * inverse).to(CODE_DTYPE), scales.to(torch.uint8)
 
 
-def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def decode(quantized: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of `encode`, exact in bf16 and float32."""
-    return codes.to(dtype) * (scales.int() << MANTISSA_BITS).view(torch.float32).to(dtype)
+    return quantized.to(dtype) * (scales.int() << MANTISSA_BITS).view(torch.float32).to(dtype)
 
 
 def round_trip(rows: Tensor) -> Tensor:

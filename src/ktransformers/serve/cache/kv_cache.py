@@ -98,8 +98,8 @@ class KVSlot:
         buffer = self.parts[part][layer]
         if not self.has_codes(part):
             return buffer.index_select(1, positions)
-        codes = buffer.view(torch.uint8).index_select(1, positions).view(CODE_DTYPE)
-        return decode(codes, self.parts[SCALE_OF[part]][layer].index_select(1, positions), dtype)
+        quantized = buffer.view(torch.uint8).index_select(1, positions).view(CODE_DTYPE)
+        return decode(quantized, self.parts[SCALE_OF[part]][layer].index_select(1, positions), dtype)
 
     def write(self, part: str, layer: int, position: int, rows: Tensor, first: int = 0) -> Tensor:
         """Store `[heads, n, d]` at `position`; returns everything from `first` up to the last one stored, as it is

@@ -46,19 +46,19 @@ def encode_numbers(x, scale):
 
 
 @triton.jit
-def decode_block(codes, scale, dtype: tl.constexpr):
+def decode_block(quantized, scale, dtype: tl.constexpr):
     """uint8 `[n, size]` and float32 `[n]` -> numbers, and the scale that is left for their products. bf16 and float32
     have exponents enough to leave all of it: a product more for each row of scores instead of each number."""
     if dtype == tl.float16:
-        numbers, left = (decode_codes(codes, tl.float32) * scale[:, None]).to(dtype), scale * 0.0 + 1.0
+        numbers, left = (decode_codes(quantized, tl.float32) * scale[:, None]).to(dtype), scale * 0.0 + 1.0
     else:
-        numbers, left = decode_codes(codes, dtype), scale
+        numbers, left = decode_codes(quantized, dtype), scale
     return numbers, left
 
 
 @triton.jit
-def decode_codes(codes, dtype: tl.constexpr):
+def decode_codes(quantized, dtype: tl.constexpr):
     """uint8 -> numbers without their scale."""
-    wide = codes.to(tl.int16)
+    wide = quantized.to(tl.int16)
     half = (((wide & 0x7F) << 7) | ((wide & 0x80) << 8)).to(tl.float16, bitcast=True)
     return (half.to(tl.float32) * 256.0).to(dtype)

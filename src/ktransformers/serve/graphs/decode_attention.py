@@ -88,12 +88,12 @@ def _visible_rows(column: list[int], line: int, scales_line: int | None, new: Te
         rows = _tensor_at(column[line], (heads, capacity, size), new.dtype)
         rows[:, position] = new[:, 0]
         return rows[:, start : position + 1]
-    codes = _tensor_at(column[line], (heads, capacity, size), torch.uint8)
+    quantized = _tensor_at(column[line], (heads, capacity, size), torch.uint8)
     scales = _tensor_at(column[scales_line], (heads, capacity, 1), torch.uint8)
     new_codes, scales[:, position : position + 1] = encode(new)
-    codes[:, position] = new_codes[:, 0].view(torch.uint8)
+    quantized[:, position] = new_codes[:, 0].view(torch.uint8)
     visible = slice(start, position + 1)
-    return decode(codes[:, visible].view(CODE_DTYPE), scales[:, visible], new.dtype)
+    return decode(quantized[:, visible].view(CODE_DTYPE), scales[:, visible], new.dtype)
 
 
 def _tensor_at(address: int, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:

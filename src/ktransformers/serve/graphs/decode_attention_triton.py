@@ -55,11 +55,11 @@ def _softcap(scores, softcap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _store_code(codes, scale, number, column, SIZE: tl.constexpr):
+def _store_code(quantized, scale, number, column, SIZE: tl.constexpr):
     """Stores a row of SIZE numbers at `codes` and its scale; returns the row as it is stored."""
     code_scale = scale_code(tl.max(magnitude_bits(number)))
     code = encode_numbers(number, code_scale)
-    tl.store(codes + column, code, mask=column < SIZE)
+    tl.store(quantized + column, code, mask=column < SIZE)
     tl.store(scale, code_scale.to(tl.uint8))
     return decode_codes(code, tl.float32) * scale_number(code_scale)
 

@@ -26,11 +26,11 @@ from ktransformers.checkpoint.quantisation import accept
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.pool import default_pool
 from ktransformers.nn import load_model
-from ktransformers.quantized import weight as coded_weight
+from ktransformers.quantized import weight as quantized_weight
 from ktransformers.quantized.gpu.head_products import HeadRows
 from ktransformers.quantized.host_rows import HostRows
 from ktransformers.quantized.linear import patch_linears
-from ktransformers.quantized.weight import CodedWeight, describe_coded, encode_linears
+from ktransformers.quantized.weight import QuantizedWeight, describe_quantized, quantize_linears
 from tests.support.gguf_blocks import random_blocks
 from tests.support.quantised_models import release
 from tests.support.releases import gptq_desc_act
@@ -54,9 +54,9 @@ def coded(spec: str, dtype: torch.dtype = torch.float32, rows: int = 200) -> tup
     torch.manual_seed(0)
     layers = Layers(rows).to(dtype)
     exact = encode(layers.linear.weight.detach(), spec)
-    assert encode_linears(layers, spec) == 1 and isinstance(layers.linear.weight, CodedWeight)
-    assert not isinstance(layers.small.weight, CodedWeight)
-    assert describe_coded(layers).startswith(f"1 linear layers outside of the experts in {spec}")
+    assert quantize_linears(layers, spec) == 1 and isinstance(layers.linear.weight, QuantizedWeight)
+    assert not isinstance(layers.small.weight, QuantizedWeight)
+    assert describe_quantized(layers).startswith(f"1 quantized dense linear layers ({spec}")
     numbers = decode(exact)[0]
     return layers, numbers if dtype == torch.float32 else numbers.bfloat16()
 
@@ -122,7 +122,7 @@ def test_gradient_of_the_input() -> None:
 
 def test_decoded_rows_are_those_of_the_whole_matrix() -> None:
     layers, weight = coded("int4:32", rows=300)
-    core = layers.linear.weight.codes.linear
+    core = layers.linear.weight.impl.linear
     for first, count in ((64, 100), (10, 7), (299, 1)):
         part = torch.empty(count, 256)
         core.decode(first, part)
@@ -140,7 +140,7 @@ def test_decoded_rows_are_those_of_the_whole_matrix() -> None:
 
 def test_blocks_of_another_are_used_in_place() -> None:
     layers, weight = coded("int4:32", rows=300)
-    core = layers.linear.weight.codes.linear
+    core = layers.linear.weight.impl.linear
     blocks = read_only_tensor(core.memory())
     other = _core.CodedLinear(default_pool(), 300, 256, "int4:32")
     with pytest.raises(ValueError, match="blocks"):
@@ -162,7 +162,7 @@ def test_embeddings_decode_the_rows_that_they_look_up(dtype: torch.dtype) -> Non
     torch.manual_seed(0)
     matrix = encode(torch.randn(500, 256), "q8_0")
     embedding = nn.Embedding(500, 256, padding_idx=0)
-    embedding.weight = nn.Parameter(coded_weight.coded_weight(matrix, dtype), requires_grad=False)
+    embedding.weight = nn.Parameter(quantized_weight.quantized_weight(matrix, dtype), requires_grad=False)
     ids = torch.tensor([[3, 499, 3], [31, 32, 0]])
     assert torch.equal(embedding(ids), decode(matrix)[0].to(dtype)[ids])
     assert embedding(torch.empty(0, dtype=torch.int64)).shape == (0, 256)
@@ -177,7 +177,7 @@ def test_every_type_of_gguf(spec: str) -> None:
     pytest.importorskip("gguf")
     codes = torch.from_numpy(random_blocks(spec, (1, 70), 512, np.random.default_rng(0)))
     matrix = Encoded(spec, codes, None, columns=512)
-    weight, numbers = coded_weight.coded_weight(matrix, torch.float32), decode(matrix)[0]
+    weight, numbers = quantized_weight.quantized_weight(matrix, torch.float32), decode(matrix)[0]
     assert torch.equal(weight + 0, numbers)
     for rows in (1, 3, 40):
         x = torch.randn(rows, 512)
@@ -192,7 +192,7 @@ def test_columns_in_another_order() -> None:
     words = {"quant_method": "gptq", "bits": 4, "desc_act": True, "sym": False}
     matrix = recognise(refs, 96, 256, accept("config.json", words)).build(lambda name, e8m0=False: parts[name])
     assert isinstance(matrix, Encoded) and matrix.order is not None
-    weight = coded_weight.coded_weight(matrix, torch.float32)
+    weight = quantized_weight.quantized_weight(matrix, torch.float32)
     assert torch.equal(weight + 0, value) and torch.equal(F.embedding(torch.tensor([5]), weight), value[5:6])
     x = torch.randn(7, 256, requires_grad=True)
     out = F.linear(x, weight)
@@ -207,11 +207,11 @@ def test_torch_sees_an_ordinary_weight() -> None:
     held = layers.linear.weight
     assert held.shape == (200, 256) and held.dtype == torch.float32 and not held.requires_grad
     assert torch.equal(held + 0, weight.float())
-    assert isinstance(held.to(torch.bfloat16), CodedWeight) and held.detach().spec == "int8"
+    assert isinstance(held.to(torch.bfloat16), QuantizedWeight) and held.detach().spec == "int8"
     torch.testing.assert_close(F.linear(torch.eye(256), held).T, weight.float(), rtol=1e-2, atol=1e-4)
     other: Any = torch.zeros(200, 256)
     for write in (lambda: held.mul_(2), lambda: torch.mul(other, 2, out=held), lambda: setattr(held, "data", other)):
-        with pytest.raises(InputError, match="frozen weight, stored in codes"):
+        with pytest.raises(InputError, match="it is quantized and frozen"):
             write()
     assert torch.equal(held + 0, weight.float())
 
@@ -222,7 +222,7 @@ def test_parts_in_inference_mode() -> None:
     held = layers.linear.weight
     with torch.inference_mode():
         assert torch.equal(held[32:40], weight[32:40].float()) and torch.equal(held.t(), weight.float().t())
-        assert isinstance(held.detach(), CodedWeight) and isinstance(held.data, CodedWeight)
+        assert isinstance(held.detach(), QuantizedWeight) and isinstance(held.data, QuantizedWeight)
 
 
 def test_other_dtypes() -> None:
@@ -231,7 +231,7 @@ def test_other_dtypes() -> None:
     x = torch.randn(3, 256)
     for dtype in (torch.float16, torch.float64):
         layers.to(dtype)
-        assert isinstance(layers.linear.weight, CodedWeight) and layers.linear.weight.dtype == dtype
+        assert isinstance(layers.linear.weight, QuantizedWeight) and layers.linear.weight.dtype == dtype
         expected = x.to(dtype).double() @ weight.double().T + layers.linear.bias.detach().double()
         actual = layers(x.to(dtype))
         assert actual.dtype == dtype
@@ -253,8 +253,8 @@ def test_copies_and_files_have_ordinary_weights() -> None:
 
 def test_saving_a_stock_model_is_refused(tmp_path: Path) -> None:
     model = build("qwen3_moe", hidden_size=256, vocab_size=512)
-    assert encode_linears(model, "int8")
-    with pytest.raises(InputError, match="this one has codes; save the adapter"):
+    assert quantize_linears(model, "int8")
+    with pytest.raises(InputError, match="without dense storage, expected a dense weight; save the adapter"):
         model.save_pretrained(tmp_path)
 
 
@@ -291,18 +291,18 @@ def test_layers_that_are_encoded() -> None:
     """Attention, the matrix that latent attention absorbs included, dense and shared MLPs and the head; not routers."""
     sizes = {"intermediate_size": 256, "moe_intermediate_size": 256, "kv_lora_rank": 256, "v_head_dim": 64}
     model = build("deepseek_v3", hidden_size=256, vocab_size=512, **sizes)
-    encode_linears(model, "int8")
-    names = {name for name, parameter in model.named_parameters() if isinstance(parameter, CodedWeight)}
+    quantize_linears(model, "int8")
+    names = {name for name, parameter in model.named_parameters() if isinstance(parameter, QuantizedWeight)}
     assert "lm_head.weight" in names and any("shared_experts" in name for name in names)
     assert any("kv_b_proj" in name for name in names)
     assert not any(".gate." in name or "embed" in name for name in names)
     patch_linears(model)
     for module in model.modules():
-        if isinstance(module, nn.Linear) and isinstance(module.weight, CodedWeight):
+        if isinstance(module, nn.Linear) and isinstance(module.weight, QuantizedWeight):
             assert not isinstance(module.forward, functools.partial), "the kernel for bf16 would read codes"
 
 
-@pytest.mark.parametrize("rows", [3, coded_weight.HEAD_ROWS + 1])
+@pytest.mark.parametrize("rows", [3, quantized_weight.HEAD_ROWS + 1])
 @pytest.mark.parametrize("in_order", [True, False])
 def test_products_of_heads(in_order: bool, rows: int) -> None:
     """Over columns and along rows, few rows of x with codes and many with decoded ones; columns of codes in the order
@@ -310,7 +310,7 @@ def test_products_of_heads(in_order: bool, rows: int) -> None:
     torch.manual_seed(0)
     matrix, heads = encode(torch.randn(5 * 48, 128), "int4:32"), 5
     order = None if in_order else torch.randperm(128)
-    weight = coded_weight.coded_weight(dataclasses.replace(matrix, order=order), torch.float32)
+    weight = quantized_weight.quantized_weight(dataclasses.replace(matrix, order=order), torch.float32)
     numbers = (weight + 0).view(heads, 48, -1).double()
     for part, along_rows in ((HeadRows(0, 20, 48), True), (HeadRows(20, 28, 48), False)):
         own = numbers[:, part.first : part.first + part.count]
@@ -325,19 +325,19 @@ def test_products_of_heads(in_order: bool, rows: int) -> None:
 
 @pytest.mark.parametrize("family", ["hunyuan_v1_moe", "afmoe", "gemma4_text", "zaya"])
 def test_linear_layers_within_routers_are_not_encoded(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coded_weight, "MIN_WEIGHTS", 1)
+    monkeypatch.setattr(quantized_weight, "MIN_WEIGHTS", 1)
     model = build(family)
     beside = [name for name, module in model.named_modules() if type(module) is nn.Linear and ".mlp.gate." in name]
     beside += [name for name, module in model.named_modules() if type(module) is nn.Linear and ".router." in name]
-    assert beside and encode_linears(model, "int8")
-    assert not any(isinstance(model.get_submodule(name).weight, CodedWeight) for name in beside)
+    assert beside and quantize_linears(model, "int8")
+    assert not any(isinstance(model.get_submodule(name).weight, QuantizedWeight) for name in beside)
 
 
 def test_indexers_are_not_encoded() -> None:
     """They choose keys, as routers choose experts."""
     model = build("deepseek_v32", hidden_size=256, q_lora_rank=128, index_n_heads=4, index_head_dim=128)
-    encode_linears(model, "int8")
-    names = [name for name, parameter in model.named_parameters() if isinstance(parameter, CodedWeight)]
+    quantize_linears(model, "int8")
+    names = [name for name, parameter in model.named_parameters() if isinstance(parameter, QuantizedWeight)]
     assert names and not any("indexer" in name for name in names)
 
 
@@ -346,7 +346,7 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="format"):
         _core.CodedLinear(pool, 32, 32, "bf16")
     with pytest.raises(InputError, match="rest"):
-        encode_linears(Layers(), "iq2_xs")
+        quantize_linears(Layers(), "iq2_xs")
     core = _core.CodedLinear(pool, 64, 64, "int8")
     with pytest.raises(RuntimeError, match="not packed"):
         core.forward(torch.zeros(1, 64), torch.zeros(1, 64))
@@ -360,16 +360,16 @@ def test_wrong_arguments_are_refused() -> None:
 
 def test_a_copy_on_a_device_keeps_the_codes() -> None:
     """What `to` and `nn.Module.to` give the weight, with a device that this machine may lack."""
-    weight = coded_weight.coded_weight(encode(torch.randn(64, 256), "int8"), torch.bfloat16)
+    weight = quantized_weight.quantized_weight(encode(torch.randn(64, 256), "int8"), torch.bfloat16)
     given = {"dtype": torch.bfloat16, "layout": torch.strided, "device": torch.device("cuda:0")}
-    assert coded_weight._moves_alone(given)
-    assert not coded_weight._moves_alone(given | {"device": torch.device("meta")})
-    assert not coded_weight._moves_alone(given | {"pin_memory": True})
+    assert quantized_weight._moves_alone(given)
+    assert not quantized_weight._moves_alone(given | {"device": torch.device("meta")})
+    assert not quantized_weight._moves_alone(given | {"pin_memory": True})
     layer, other = torch.nn.Linear(256, 64, bias=False), weight.with_dtype(torch.float32)
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
     layer._apply(lambda _: other)
-    assert isinstance(layer.weight, coded_weight.CodedWeight) and layer.weight.dtype == torch.float32
-    stranger = coded_weight.coded_weight(encode(torch.randn(64, 256), "int8"), torch.bfloat16)
+    assert isinstance(layer.weight, quantized_weight.QuantizedWeight) and layer.weight.dtype == torch.float32
+    stranger = quantized_weight.quantized_weight(encode(torch.randn(64, 256), "int8"), torch.bfloat16)
     with pytest.raises(InputError, match=r"assignment to \.data"):
         layer.weight.data = stranger
 
@@ -379,19 +379,19 @@ def test_an_embedding_stays_in_host_memory() -> None:
     model = build("qwen3_moe", vocab_size=640)
     ids = torch.tensor([[3, 639, 64, 3]])
     expected = model.get_input_embeddings()(ids).detach()
-    assert coded_weight.keep_embedding_on_host(model, pin=False)
+    assert quantized_weight.keep_embedding_on_host(model, pin=False)
     held = model.get_input_embeddings().weight
-    assert isinstance(held, CodedWeight) and isinstance(held.codes, HostRows) and not held.requires_grad
+    assert isinstance(held, QuantizedWeight) and isinstance(held.impl, HostRows) and not held.requires_grad
     assert torch.equal(model.get_input_embeddings()(ids), expected)
     moved = held.moved("meta")
-    assert moved.device.type == "meta" and moved.codes.rows is held.codes.rows, "nothing is copied"
+    assert moved.device.type == "meta" and moved.impl.rows is held.impl.rows, "nothing is copied"
     assert torch.equal(held.decoded(3, 4)[0], expected[0, 0])
-    assert coded_weight.describe_coded(model) == "", "no linear layer has codes"
+    assert quantized_weight.describe_quantized(model) == "", "no linear layer has codes"
     with pytest.raises(InputError, match="frozen"):
         held.add_(1)
     tied = build("qwen3_moe", vocab_size=640, tie_word_embeddings=True)
-    assert not coded_weight.keep_embedding_on_host(tied, pin=False)
-    assert not isinstance(tied.get_input_embeddings().weight, CodedWeight)
+    assert not quantized_weight.keep_embedding_on_host(tied, pin=False)
+    assert not isinstance(tied.get_input_embeddings().weight, QuantizedWeight)
 
 
 GPUS = ("cuda:0", "cuda:3")  # of a map, whose layers need not be on the first ones
@@ -409,7 +409,7 @@ def test_a_release_is_loaded_in_its_bits_for_several_gpus(
 ) -> None:
     """In host memory, from where layers are moved: codes where numbers would take much of the GPUs, `kv_b_proj` and an
     embedding in host memory included; numbers otherwise."""
-    monkeypatch.setattr(coded_weight, "MIN_WEIGHTS", 1 << 12)
+    monkeypatch.setattr(quantized_weight, "MIN_WEIGHTS", 1 << 12)
     release(tmp_path, kind)
     asked: list[torch.device] = []
 
@@ -420,15 +420,15 @@ def test_a_release_is_loaded_in_its_bits_for_several_gpus(
     monkeypatch.setattr("ktransformers.modeling.load.free_bytes", functools.partial(free, size=1 << 10))
     model: Any = load_model(tmp_path, rest="keep", widen=False, later_gpus=GPUS)
     assert asked == [torch.device("cuda:0"), torch.device("cuda:3")], "where layers go"
-    kept = {name: one for name, one in model.named_parameters() if isinstance(one, CodedWeight)}
-    assert isinstance(kept.pop("model.embed_tokens.weight").codes, HostRows)
+    kept = {name: one for name, one in model.named_parameters() if isinstance(one, QuantizedWeight)}
+    assert isinstance(kept.pop("model.embed_tokens.weight").impl, HostRows)
     assert any("kv_b_proj" in name for name in kept)
     on_cpu = load_model(tmp_path, rest="keep", widen=False)
     for name, one in on_cpu.named_parameters():
-        if isinstance(one, CodedWeight):
+        if isinstance(one, QuantizedWeight):
             assert torch.equal(kept[name].decoded(0, one.shape[0]), one.decoded(0, one.shape[0])), name
     monkeypatch.setattr("ktransformers.modeling.load.free_bytes", functools.partial(free, size=1 << 40))
     plain = load_model(tmp_path, rest="keep", widen=False, later_gpus=GPUS)
-    assert not any(isinstance(one, CodedWeight) for one in plain.parameters())
+    assert not any(isinstance(one, QuantizedWeight) for one in plain.parameters())
     encoded = load_model(tmp_path, rest="int8", widen=False, later_gpus=GPUS)
-    assert any("kv_b_proj" in name for name, one in encoded.named_parameters() if isinstance(one, CodedWeight))
+    assert any("kv_b_proj" in name for name, one in encoded.named_parameters() if isinstance(one, QuantizedWeight))

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from ktransformers.checkpoint.encoder import encode
 from ktransformers.experts.placeholder import Placeholder
 from ktransformers.nn import load_model
-from ktransformers.quantized import weight as coded_weight
+from ktransformers.quantized import weight as quantized_weight
 from ktransformers.quantized.host_rows import HostRows
-from ktransformers.quantized.weight import CodedWeight, GpuCodes
+from ktransformers.quantized.weight import GpuPacked, QuantizedWeight
 from tests.support.coded_models import codes_of, with_numbers
 from tests.support.packing import as_fp8
 from tests.support.quantised_models import release
@@ -28,7 +28,7 @@ TOKENS = torch.tensor([[(7 * at + 3) % 90 for at in range(24)]])
 
 @pytest.fixture(autouse=True)
 def _small_weights_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coded_weight, "MIN_WEIGHTS", 1 << 12)
+    monkeypatch.setattr(quantized_weight, "MIN_WEIGHTS", 1 << 12)
     monkeypatch.setattr("ktransformers.modeling.load.NUMBERS_SHARE", 0.0)  # also where numbers would fit
 
 
@@ -50,8 +50,8 @@ def test_a_release_keeps_its_bits(kind: str, tmp_path: Path) -> None:
     model = load_model(tmp_path, dtype=torch.bfloat16, rest="keep", device="cuda:0")
     kept = codes_of(model)
     table = kept.pop("model.embed_tokens.weight")
-    assert isinstance(table.codes, HostRows) and table.codes.rows.is_pinned() and table.device.type == "cuda"
-    assert all(one.device.type == "cuda" and isinstance(one.codes, GpuCodes) for one in kept.values())
+    assert isinstance(table.impl, HostRows) and table.impl.rows.is_pinned() and table.device.type == "cuda"
+    assert all(one.device.type == "cuda" and isinstance(one.impl, GpuPacked) for one in kept.values())
     assert any("kv_b_proj" in name for name in kept), "absorbed matrices have codes on a GPU"
     others = [one for one in model.parameters() if not isinstance(one, Placeholder)]
     assert {parameter.device.type for parameter in others} == {"cuda"}
@@ -71,7 +71,7 @@ def test_formats_are_encoded_on_the_way(tmp_path: Path) -> None:
     stored = load_model(tmp_path, dtype=torch.bfloat16, widen=False).get_parameter(
         "model.layers.0.self_attn.q_proj.weight"
     )
-    expected = coded_weight.coded_weight(encode(stored.detach(), "int4:32"), torch.bfloat16)
+    expected = quantized_weight.quantized_weight(encode(stored.detach(), "int4:32"), torch.bfloat16)
     assert torch.equal(weight.decoded(0, weight.shape[0]).cpu(), expected.decoded(0, weight.shape[0]))
     assert "lm_head.weight" in codes_of(model)
 
@@ -102,7 +102,7 @@ def test_gradients_of_lora_are_those_of_the_decoded_model(tmp_path: Path) -> Non
 @pytest.mark.parametrize("spec", ["int8", "fp8:128x128", "q8_0"])
 def test_embeddings_are_looked_up_in_a_graph(spec: str) -> None:
     torch.manual_seed(0)
-    weight = coded_weight.coded_weight(encode(torch.randn(300, 256), spec), torch.bfloat16)
+    weight = quantized_weight.quantized_weight(encode(torch.randn(300, 256), spec), torch.bfloat16)
     moved, ids = weight.to("cuda:0"), torch.tensor([3, 299, 64, 3], device="cuda:0")
     rows = nn.functional.embedding(ids, moved)
     assert torch.equal(rows.cpu(), nn.functional.embedding(ids.cpu(), weight))
@@ -119,7 +119,7 @@ def test_embeddings_are_looked_up_in_a_graph(spec: str) -> None:
 def test_an_embedding_in_host_memory_is_looked_up_in_a_graph(dtype: torch.dtype) -> None:
     model = build("qwen3_moe", vocab_size=640).to(dtype)
     table = model.get_input_embeddings().weight.detach().clone()
-    assert coded_weight.keep_embedding_on_host(model)
+    assert quantized_weight.keep_embedding_on_host(model)
     model.get_input_embeddings().to("cuda:0")
     embedding, ids = model.get_input_embeddings(), torch.tensor([[3, 639, 64, 3]], device="cuda:0")
     assert torch.equal(embedding(ids).cpu(), table[ids.cpu()])
@@ -129,16 +129,16 @@ def test_an_embedding_in_host_memory_is_looked_up_in_a_graph(dtype: torch.dtype)
     ids.copy_(torch.tensor([[1, 2, 150, 31]]))
     graph.replay()
     assert torch.equal(out.cpu(), table[ids.cpu()])
-    embedding.weight.codes.check(embedding.weight)
+    embedding.weight.impl.check(embedding.weight)
 
 
 @cuda
 def test_codes_move_between_devices() -> None:
     torch.manual_seed(0)
     layer = nn.Linear(256, 96, bias=False).bfloat16()
-    coded_weight.code_linear("layer", layer, "int4:32")
+    quantized_weight.quantize_linear("layer", layer, "int4:32")
     numbers = layer.weight.decoded(0, 96)  # type: ignore[attr-defined]
     moved = layer.to("cuda:0")
-    assert moved.weight.device.type == "cuda" and isinstance(moved.weight, CodedWeight)
+    assert moved.weight.device.type == "cuda" and isinstance(moved.weight, QuantizedWeight)
     back = moved.to("cpu").weight
-    assert isinstance(back, CodedWeight) and torch.equal(back.decoded(0, 96), numbers)
+    assert isinstance(back, QuantizedWeight) and torch.equal(back.decoded(0, 96), numbers)
