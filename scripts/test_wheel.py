@@ -25,7 +25,7 @@ from pythons import Interpreter, find
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "test-wheel"
 FIXTURES = ROOT / "tests" / "data" / "v0.1.0"
-EXAMPLES = ROOT / "src" / "ktransformers" / "examples"
+SOURCE = ROOT / "src" / "ktransformers"
 KEPT = ("HOME", "LANG", "TMPDIR")  # of the environment, and what pip is configured by
 
 
@@ -102,9 +102,9 @@ def train_serve_prove(venv: Venv, folder: Path) -> str:
 
 
 def missing_examples(package: Path) -> list[str]:
-    """Rule files and recipes of the checkout that an installed package lacks."""
-    names = [str(file.relative_to(EXAMPLES)) for file in sorted(EXAMPLES.rglob("*.yaml"))]
-    return [name for name in names if not (package / "examples" / name).is_file()]
+    """Recipes, samples of rules and other YAML files of the checkout that an installed package lacks."""
+    names = [str(file.relative_to(SOURCE)) for file in sorted(SOURCE.rglob("*.yaml"))]
+    return [name for name in names if not (package / name).is_file()]
 
 
 def check(python: Interpreter, wheel: Path, offline: bool) -> None:

@@ -4,7 +4,7 @@ the package on configurations of the released models."""
 from __future__ import annotations
 
 import functools
-import importlib.util
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,15 +18,16 @@ from typer.testing import CliRunner
 from ktransformers.cli.main import app
 from ktransformers.ground.errors import InputError
 from ktransformers.operators import BaseInjectedModule, KLinearBase
+from ktransformers.operators.builtin import rule_files
 from ktransformers.operators.plan import OperatorPlan, find_operator, keywords_of, operators, plan_operators
 from ktransformers.operators.rules import (
-    SHIPPED,
+    SAMPLES,
+    builtin_rules,
     find_rules,
     operators_of,
     own_sources,
     read_rules,
     require_rules,
-    shipped_names,
 )
 from ktransformers.place.backends import rest_by_rules
 from ktransformers.place.options import read_options
@@ -205,27 +206,46 @@ def test_gpus_that_are_not_here(tmp_path: Path) -> None:
     assert require_rules(plain).on_machine(0)[1] == ""
 
 
-def test_files_of_the_package_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builtin_files_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = shipped_names()
-    assert len(names) == 104
-    for guide, shipped in (("DeepSeek-V3-Chat-serve", "DeepSeek-V3-Chat"), ("Qwen3Moe-serve-amx", "Qwen3Moe-amx")):
-        assert require_rules(f"{guide}.yaml").path.stem == shipped
+    for guide, builtin in (("DeepSeek-V3-Chat-serve", "DeepSeek-V3-Chat"), ("Qwen3Moe-serve-amx", "Qwen3Moe-amx")):
+        assert require_rules(f"{guide}.yaml").path.stem == builtin
     assert require_rules("DeepSeek-V3-Chat-multi-gpu-4.yaml").gpus == 4, "for any CPU"
     for name in ("DeepSeek-V3-Chat-sft-amx-multi-gpu.yaml", "DeepSeek-V2-Lite-Chat-sft-amx.yaml"):
-        assert require_rules(f"examples/kt_optimize_rules/{name}").path == SHIPPED / name
+        assert require_rules(f"examples/kt_optimize_rules/{name}").path == Path(name)
     assert (
         require_rules("x/DeepSeek-V3-Chat-infer-amx-multi-gpu.yaml").path.name == "DeepSeek-V3-Chat-amx-multi-gpu.yaml"
     )
     with pytest.raises(InputError, match=r"`Kimi-K2-sft-amx.yaml`, perhaps"):
         require_rules("Kimi-K2-sft-amxx.yaml")
-    assert (ROOT / "examples" / "kt_optimize_rules").resolve() == SHIPPED, "the same files in a checkout"
-    found = importlib.util.spec_from_file_location("optimize_rules", ROOT / "scripts" / "optimize_rules.py")
-    assert found is not None and found.loader is not None
-    script = importlib.util.module_from_spec(found)
-    monkeypatch.setitem(__import__("sys").modules, "optimize_rules", script)
-    found.loader.exec_module(script)
-    assert {name: (SHIPPED / name).read_text() for name in names} == script.rule_files()
+
+
+def test_builtin_texts_are_those_of_the_files_that_were_shipped() -> None:
+    """The 104 files that came with the package before they were generated."""
+    recorded = json.loads((Path(__file__).parent / "rule_hashes.json").read_text())
+    assert len(recorded) == 104
+    assert {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in rule_files().items()} == recorded
+
+
+def test_samples_are_builtin_texts() -> None:
+    samples = {file.name: file.read_text() for file in SAMPLES.glob("*.yaml")}
+    assert len(samples) == 4 and samples.items() <= rule_files().items()
+    for name in samples:
+        in_a_checkout = require_rules(ROOT / "examples" / "kt_optimize_rules" / name)
+        assert in_a_checkout.shipped and in_a_checkout.gpus == require_rules(name).gpus
+
+
+def test_a_builtin_file_is_written_to_be_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "Kimi-K2-sft-amx-multi-gpu.yaml"
+    for words, path in (([name], name), (["examples/kt_optimize_rules/" + name, "own.yaml"], "own.yaml")):
+        assert CliRunner().invoke(app, ["rules", "--write", *words]).output == f"{path}\n"
+        assert (tmp_path / path).read_text() == builtin_rules(name)[1]
+        assert not require_rules(path).shipped
+    for words, given in (([name], f"{name}, which exists"), (["Kimi-K3.yaml"], "Kimi-K3.yaml, which does not exist")):
+        result = CliRunner().invoke(app, ["rules", "--write", *words])
+        assert isinstance(result.exception, InputError) and given in str(result.exception)
+    assert isinstance(CliRunner().invoke(app, ["rules", name]).exception, InputError), "no model"
 
 
 @pytest.mark.parametrize("name", ["my_rulez.yaml", "rules/Kimi-K2-sft-amxx.yaml", "x-multi-gpu-0.yaml", "-sft.yml"])
@@ -248,7 +268,7 @@ def test_a_recipe_may_name_what_it_asks_for_and_a_server_may_not(name: str, tmp_
 
 def rules_alone(name: str) -> str:
     """The text of a file without its header and the word that tells AMX from any CPU."""
-    return (SHIPPED / name).read_text().partition("- match")[2].replace("AMXBF16", "llamafile")
+    return rule_files()[name].partition("- match")[2].replace("AMXBF16", "llamafile")
 
 
 @pytest.mark.parametrize("family", RELEASED)
@@ -256,7 +276,7 @@ def test_files_of_the_package_fit_the_released_models(family: str) -> None:
     """Every module that has weights has a rule, and every rule a module; nothing but experts and embedding is on the
     CPU; layers are spread evenly."""
     ends = (".", "-sft", "-amx", "-multi")
-    names = [name for name in shipped_names() if name.startswith(tuple(f"{family}{end}" for end in ends))]
+    names = [name for name in rule_files() if name.startswith(tuple(f"{family}{end}" for end in ends))]
     model = released(family)
     assert len(names) == (4 if family == "Qwen3Moe" else 12 if model.config.num_hidden_layers < 61 else 16)
     distinct = {rules_alone(name): name for name in names}

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from ktransformers.cli.train import sft
 from ktransformers.ground.errors import InputError
-from ktransformers.ground.files import EXAMPLES, find_example
+from ktransformers.ground.files import RECIPES as PACKAGE_RECIPES
+from ktransformers.ground.files import find_example
 from ktransformers.operators.rules import find_rules
 from ktransformers.serve.yaml_keys import check_keys
 from ktransformers.train.plan import make_plan, plan_document
@@ -26,7 +27,7 @@ pytest.importorskip("trl")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECIPES = sorted((ROOT / "examples").glob("*_*.yaml"))  # of `kt train`; demo.yaml is a loop
-SHIPPED_RECIPES = sorted(file.name for file in (EXAMPLES / "train_lora").glob("*_kt.yaml"))
+SHIPPED_RECIPES = sorted(file.name for file in (PACKAGE_RECIPES / "train_lora").glob("*_kt.yaml"))
 FAMILY = {
     "deepseek_v2": "deepseek_v2",
     "deepseek_v3": "deepseek_v3",
@@ -172,6 +173,9 @@ def test_recipes_of_the_package_are_found(name: str, tmp_path: Path, monkeypatch
     file = find_example(f"examples/inference/{name}")
     keys = yaml.safe_load(file.read_text())
     check_keys(file, keys)
-    assert keys["adapter_name_or_path"] == yaml.safe_load((EXAMPLES / "train_lora" / name).read_text())["output_dir"]
+    assert (
+        keys["adapter_name_or_path"]
+        == yaml.safe_load((PACKAGE_RECIPES / "train_lora" / name).read_text())["output_dir"]
+    )
     assert keys["template"] == settings.data.template
     assert Path(keys["kt_optimize_rule"]).name == rule.path.name

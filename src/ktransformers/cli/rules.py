@@ -1,4 +1,4 @@
-"""`kt rules`: what a file of rules makes of a model, before anything is loaded."""
+"""`kt rules`: what a file of rules makes of a model, before anything is loaded; `--write` writes a built-in file."""
 
 from __future__ import annotations
 
@@ -14,15 +14,32 @@ if TYPE_CHECKING:
 
 
 def rules(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="Rules: a YAML file, or the name of one of the package.")],
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder with config.json, or a registered name.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Rules: a YAML file, or the name of a built-in one.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL|PATH]",
+            help="A folder with config.json, or a registered name. With --write: the file to write.",
+            show_default=False,
+        ),
+    ] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="Write the built-in rules FILE to PATH, or to FILE here, to be edited.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
 ) -> None:
     """Print what every module of a model becomes by a file of rules, and its bytes on every device."""
     from pathlib import Path
 
-    from ktransformers.ground import model_registry
     from ktransformers.ground.errors import InputError
+
+    if write:
+        _write(file, model)
+        return
+    if model is None:
+        raise InputError("model", "none", "a model's folder or registered name", "`--write` writes a built-in file")
+
+    from ktransformers.ground import model_registry
     from ktransformers.modeling.skeleton import meta_model
     from ktransformers.operators.rules import require_rules
     from ktransformers.place.rule_report import report_rules
@@ -47,6 +64,22 @@ def rules(
         print(json.dumps(document, indent=2))
         return
     _print_table(report)
+
+
+def _write(given: str, target: str | None) -> None:
+    from pathlib import Path
+
+    from ktransformers.ground.errors import InputError
+    from ktransformers.ground.files import write_text
+    from ktransformers.operators.rules import builtin_rules
+
+    name, text = builtin_rules(given)
+    path = Path(target or name)
+    path = path / name if path.is_dir() else path
+    if path.exists():
+        raise InputError("path", f"{path}, which exists", "a new file", "name another: kt rules --write NAME PATH")
+    write_text(path, text)
+    print(path)
 
 
 def _print_table(report: RuleReport) -> None:

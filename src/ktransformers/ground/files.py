@@ -37,7 +37,8 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MAX_YAML_VALUES = 1_000_000  # with aliases followed
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"  # recipes and rules that come with the package
+# Recipes that come with the package; their names begin with `examples/`.
+RECIPES = Path(__file__).resolve().parent.parent / "train" / "recipes"
 
 
 def short(value: object) -> str:
@@ -55,10 +56,10 @@ def shorten(path: str | Path) -> str:
 
 
 def find_example(path: str | Path) -> Path:
-    """The path, or where there is no such file, the file of the package that has this name under `examples`."""
+    """The path, or if there is no such file, the package's recipe of this name (`examples/train_lora/NAME.yaml`)."""
     given = Path(path)
     folder, _, name = given.as_posix().partition("examples/")
-    shipped = EXAMPLES / name
+    shipped = RECIPES / name
     return shipped if not folder and name and not path_exists(given) and is_file(shipped) else given
 
 

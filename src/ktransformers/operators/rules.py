@@ -6,11 +6,11 @@ compared, whatever its case; both together must fit. `replace.class` is an opera
 the module stays, and the rule says where it is. `replace.kwargs` are the operator's keywords. With `recursive: False`
 modules below are not matched again.
 
-A file is looked up as it is named, then among those that come with the package (`examples/kt_optimize_rules`). In files
-of a user's own a GPU with a number must exist; those of the package name as many as their name says, and are spread
-over as many as there are. A name without a file says the same as names of the package's files, as in
+A file is looked up as it is named, then its last part among the names that `builtin.py` generates, as in
 `DeepSeek-V3-Chat-sft-amx-multi-gpu-4.yaml`: fine-tuning, AMX, four GPUs (two where no number stands). Without `amx` the
-name means llamafile, that is, any CPU.
+name means llamafile, that is, any CPU. In files of a user's own a GPU with a number must exist; generated files name as
+many GPUs as their name says, and are spread over as many as there are. A recipe for training may have a name without a
+file that ends as those do.
 """
 
 from __future__ import annotations
@@ -27,19 +27,22 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from ktransformers.ground.errors import InputError
-from ktransformers.ground.files import EXAMPLES, read_yaml, short, validate
+from ktransformers.ground.files import MAX_YAML_BYTES, is_file, parse_yaml, read_text, short, validate
 from ktransformers.ground.patterns import FilePatterns
+from ktransformers.operators.builtin import rule_files
 
 if TYPE_CHECKING:
     from torch import nn
 
 DEVICES = re.compile(r"cpu|meta|cuda(:\d+)?", re.IGNORECASE)
 NAME = "kt_optimize_rule"
+EXPECTED = f"{NAME}: a YAML list of match/replace"
 DEFAULT = "default"
-SHIPPED = EXAMPLES / "kt_optimize_rules"
+SAMPLES = Path(__file__).with_name("samples")
 DEVICE_KEYWORDS = ("generate_device", "prefill_device", "out_device")
 PLACES = (*DEVICE_KEYWORDS, "transfer_map")
-IGNORED_WORDS = re.compile(r"-(infer|serve)(?=-|\.)")  # of names in the guides, left out in those of the package
+# Words of the names in the guides that the generated names leave out.
+IGNORED_WORDS = re.compile(r"-(infer|serve)(?=-|\.)")
 # End of a name that says what a recipe asks for; `<gpu-count>` stands in the guides for the last part.
 NAME_WORDS = re.compile(r".+?(?P<words>(-sft)?(-amx)?(-multi-gpu(-[1-9]\d*)?|-<[^<>]+>)?)")
 # Classes of KTransformers' own models -> those of stock transformers, where they differ in more than case.
@@ -169,19 +172,17 @@ def own_sources(given: str | None) -> dict[str, str]:
     }
 
 
-def shipped_names() -> list[str]:
-    return sorted(file.name for file in SHIPPED.glob("*.yaml"))
-
-
 def find_rules(given: str | Path | None) -> RuleFile | None:
-    """The file that is named, or one of the package by its name; None: no name is given, or one without a file that a
-    recipe may have (`summary_of_name`)."""
+    """The file that is named, or the generated one of its last part. None if no name is given, or one that a recipe may
+    have without a file (`summary_of_name`)."""
     if given is None:
         return None
     path = Path(given)
-    file = path if path.is_file() else SHIPPED / IGNORED_WORDS.sub("", path.name)
-    if file.is_file():
-        return RuleFile(path if path.is_file() else file, file.resolve().parent == SHIPPED, read_rules(file))
+    if is_file(path):
+        return RuleFile(path, path.resolve().parent == SAMPLES, read_rules(path))
+    name = IGNORED_WORDS.sub("", path.name)
+    if (text := rule_files().get(name)) is not None:
+        return RuleFile(Path(name), True, parse_rules(text, name))
     if _is_summary(path.stem):
         return None
     raise _missing(given)
@@ -195,26 +196,38 @@ def require_rules(given: str | Path) -> RuleFile:
     return rules
 
 
+def builtin_rules(given: str) -> tuple[str, str]:
+    """The name and the text of a generated file."""
+    name = IGNORED_WORDS.sub("", Path(given).name)
+    if name not in rule_files():
+        raise _missing(given)
+    return name, rule_files()[name]
+
+
 def _is_summary(stem: str) -> bool:
     match = NAME_WORDS.fullmatch(stem.lower())
     return match is not None and bool(match["words"])
 
 
 def _missing(given: str | Path) -> InputError:
-    near = difflib.get_close_matches(Path(given).name, shipped_names(), n=1)
+    near = difflib.get_close_matches(Path(given).name, list(rule_files()), n=1)
     expected = f"`{near[0]}`, perhaps" if near else "a YAML file of rules"
-    return InputError(NAME, f"{given}, which does not exist", expected, "docs/operators.md lists the package's")
+    return InputError(NAME, f"{given}, which does not exist", expected, "docs/operators.md lists the names")
 
 
 def read_rules(path: str | Path) -> tuple[Rule, ...]:
-    entries = read_yaml(path, f"{NAME}: a YAML list of match/replace")
+    return parse_rules(read_text(path, EXPECTED, limit=MAX_YAML_BYTES), str(path))
+
+
+def parse_rules(text: str, file: str) -> tuple[Rule, ...]:
+    """`file` is the name of the text in errors."""
+    entries = parse_yaml(text, file, EXPECTED)
     if not isinstance(entries, list) or not entries:
-        raise InputError(NAME, f"{path}, which holds no list", "a list of match/replace entries")
-    return tuple(_rule(path, at, entry) for at, entry in enumerate(entries))
+        raise InputError(NAME, f"{file}, which holds no list", "a list of match/replace entries")
+    return tuple(_rule(f"{file}, entry {at + 1}", entry) for at, entry in enumerate(entries))
 
 
-def _rule(path: str | Path, at: int, entry: Any) -> Rule:
-    where = f"{path}, entry {at + 1}"
+def _rule(where: str, entry: Any) -> Rule:
     read = validate(_Entry, entry, f"{NAME}: {where}", "an entry has match, with name or class, and replace")
     if read.match.name is None and read.match.kind is None:
         raise InputError(NAME, f"{where}: an empty match", "a name, a class, or both")

@@ -1,24 +1,27 @@
-"""Writes the rule files of the package, src/ktransformers/examples/kt_optimize_rules, from the table below.
+"""The rule files that have names of their own (`DeepSeek-V3-Chat-sft-amx-multi-gpu-4.yaml`), generated when they are
+asked for.
 
-Every file is complete, because users copy and edit them; their contents differ in a few words. A test compares the
-files with this table: run `python scripts/optimize_rules.py` after a change.
+A name is a model, then `-sft` for fine-tuning, `-amx`, and `-multi-gpu` with a number of GPUs. Each of the 104 texts is
+a complete file, because users write one out (`kt rules --write NAME`) and edit it; the texts differ in a few words.
+Four of them are in `samples/`, for readers. A test holds the texts to recorded hashes.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from pathlib import Path
-
-FOLDER = Path(__file__).resolve().parents[1] / "src" / "ktransformers" / "examples" / "kt_optimize_rules"
 
 
 @dataclass(frozen=True)
 class Family:
-    layers: int | None  # None: of any number, for one GPU alone
-    moe: str  # stock class of the block around the experts
+    # None: any number of layers, all of them on one GPU.
+    layers: int | None
+    # The stock class of the block around the experts.
+    moe: str
     moe_operator: str
     model_operator: str
-    latent: bool  # multi-head latent attention
+    # Multi-head latent attention.
+    latent: bool
 
 
 DEEPSEEK_V3 = Family(61, "DeepseekV3MoE", "KDeepseekV3MoE", "KDeepseekV2Model", True)
@@ -32,8 +35,10 @@ FAMILIES = {
     "Qwen3-30B-A3B": Family(48, "Qwen3MoeSparseMoeBlock", "KQwen3MoeSparseMoeBlock", "KQwen3MoeModel", False),
     "Qwen3-235B-A22B": Family(94, "Qwen3MoeSparseMoeBlock", "KQwen3MoeSparseMoeBlock", "KQwen3MoeModel", False),
 }
-GPUS = {"": 1, "-multi-gpu": 2, "-multi-gpu-4": 4, "-multi-gpu-8": 8}  # end of the name -> GPUs
-LARGE = 61  # layers from which on there are files for eight GPUs
+# The end of a name -> GPUs.
+GPUS = {"": 1, "-multi-gpu": 2, "-multi-gpu-4": 4, "-multi-gpu-8": 8}
+# Models with at least this many layers have files for eight GPUs.
+LARGE = 61
 
 HEADER = """\
 # {name}: {work}. Routed experts are computed on the CPU, in the bits they were released in;
@@ -123,7 +128,7 @@ REST = """\
 """
 
 
-def rule_text(name: str, file: str, family: Family, *, training: bool, amx: bool, gpus: int) -> str:
+def _text(name: str, file: str, family: Family, *, training: bool, amx: bool, gpus: int) -> str:
     work = "fine-tuning" if training else "inference"
     where = "one GPU" if gpus == 1 else f"{gpus} GPUs"
     parts = [HEADER.format(name=name, work=work, gpus=where, file=file)]
@@ -140,6 +145,7 @@ def rule_text(name: str, file: str, family: Family, *, training: bool, amx: bool
     return "".join([*parts, TRAINED_LINEAR if training else LINEAR, ROTARY, REST])
 
 
+@functools.cache
 def rule_files() -> dict[str, str]:
     """File name -> text."""
     files = {}
@@ -150,19 +156,5 @@ def rule_files() -> dict[str, str]:
                     if gpus > 1 and (family.layers is None or (gpus == 8 and family.layers < LARGE)):
                         continue
                     file = f"{name}{'-sft' if training else ''}{'-amx' if amx else ''}{end}.yaml"
-                    files[file] = rule_text(name, file, family, training=training, amx=amx, gpus=gpus)
+                    files[file] = _text(name, file, family, training=training, amx=amx, gpus=gpus)
     return files
-
-
-def main() -> None:
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    files = rule_files()
-    for stale in FOLDER.glob("*.yaml"):
-        if stale.name not in files:
-            stale.unlink()
-    for name, text in files.items():
-        (FOLDER / name).write_text(text)
-
-
-if __name__ == "__main__":
-    main()
