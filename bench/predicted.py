@@ -15,14 +15,13 @@ where a trained one spreads them; how few is a fact of the bench's model, so it 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from e2e_models import Recipe, recipes
-from timing import Table, print_last_line, save
+from timing import Table, print_last_line, read_run, save
 
 from ktransformers.plan import Choice, Machine, Training, profile
 from ktransformers.plan.formats import name_of
@@ -137,7 +136,9 @@ def routes(name: str, tokens: int) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("documents", nargs="*", type=Path, help="written by train_e2e.py --json")
+    parser.add_argument(
+        "documents", nargs="*", type=Path, help="written by train_e2e.py --json; FILE#RUN of a recorded document"
+    )
     parser.add_argument("--machine", default="amx16-h200", help="a profile of kt plan")
     parser.add_argument("--routes", metavar="MODEL", help="count what one sequence of this recipe's model touches")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here")
@@ -151,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     table = Table(heads, [10, 7, 7, 6, 6, 7, 8, 6, 7, 8, 6, 8, 8, 6, 16])
     document: dict[str, Any] = {"bench": "predicted", "machine": machine.name, "rows": []}
     for file in args.documents:
-        for row in rows_of(json.loads(file.read_text()), machine):
+        for row in rows_of(read_run(file), machine):
             words = [row.model, row.policy, row.format, str(row.tokens), str(row.pieces)]
             for name in row.predicted:
                 ratio = f"{row.ratios[name]:.2f}" if name in row.ratios else "-"

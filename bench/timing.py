@@ -193,14 +193,47 @@ def tidy(document: dict[str, Any]) -> str:
 
 
 def save(document: dict[str, Any], path: Path) -> None:
-    """Whole or not at all. Called after every cell, so that a run that is cut off leaves what it had."""
-    half = path.with_name(path.name + ".part")
+    """Whole or not at all. Called after every cell, so that a run that is cut off leaves what it had. `FILE.json#RUN`
+    is a run of a recorded document (bench/results/README.md), whose other runs and whose words stay."""
+    file, run = split_run(path)
+    text = tidy(document) + "\n"
+    if run:
+        recorded = json.loads(file.read_text())
+        kept = {key: recorded["runs"].get(run, {}).get(key, "") for key in ("what", "command", "where")}
+        recorded["runs"][run] = kept | {key: value for key, value in document.items() if key != "bench"}
+        text = recorded_text(recorded)
+    half = file.with_name(file.name + ".part")
     try:
-        half.write_text(tidy(document) + "\n")
-        half.replace(path)
+        half.write_text(text)
+        half.replace(file)
     finally:
         with contextlib.suppress(FileNotFoundError):
             half.unlink()
+
+
+def split_run(path: Path) -> tuple[Path, str]:
+    file, _, run = str(path).partition("#")
+    return Path(file), run
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """A document that a bench wrote, or a run of a recorded one: `FILE.json#RUN`, `main` if none is named."""
+    file, run = split_run(path)
+    document: dict[str, Any] = json.loads(file.read_text())
+    return dict(document["runs"][run or "main"]) if "bench" in document and "runs" in document else document
+
+
+def recorded_text(document: dict[str, Any]) -> str:
+    """JSON with a line for each key of a run and each row of its tables, so that a difference names what changed."""
+    runs = []
+    for name, run in document["runs"].items():
+        items = []
+        for key, value in run.items():
+            rows = isinstance(value, list) and value and isinstance(value[0], (dict, list))
+            text = "[\n    " + ",\n    ".join(map(json.dumps, value)) + "\n   ]" if rows else json.dumps(value)
+            items.append(f"   {json.dumps(key)}: {text}")
+        runs.append(f"  {json.dumps(name)}: {{\n" + ",\n".join(items) + "\n  }")
+    return f'{{\n "bench": {json.dumps(document["bench"])},\n "runs": {{\n' + ",\n".join(runs) + "\n }\n}\n"
 
 
 def print_last_line(document: dict[str, Any]) -> None:

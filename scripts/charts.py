@@ -109,8 +109,8 @@ def machine_of(document: Document) -> str:
 
 
 def training(documents: Mapping[str, Document]) -> Chart:
-    """Streamed experts in `train-e2e.json` beside the stock model; a series that it lacks comes from
-    `train-e2e-policies.json`, and the caption says so."""
+    """Streamed experts in `train-e2e.json` compared with the stock model; a series that it lacks comes from
+    its run `policies`, and the caption says so."""
     tokens = (512, 2048, 8192)
     wanted = [
         ("ktransformers, int4 experts in host memory", "int4", {"variant": "kt", "format": "int4:32"}),
@@ -121,17 +121,17 @@ def training(documents: Mapping[str, Document]) -> Chart:
     other = set()
     panels: dict[str, list[Series]] = {"step_s": [], "gpu_peak_gib": []}
     for label, colour, words in wanted:
-        for name in ("train-e2e.json", "train-e2e-policies.json"):
+        for name in ("train-e2e", "train-e2e#policies"):
             cells = [cell for cell in documents[name]["cells"] if words.items() <= cell.items()]
             streamed = [cell for cell in cells if cell.get("policy") == "stream"]
             if cells:
                 break
-        if cells and name != "train-e2e.json":
+        if cells and name != "train-e2e":
             other.add(label)
         for key, series in panels.items():
             values = pick(streamed or cells, key, tokens, "tokens")
             series.append(Series(label, COLOURS[colour], values))
-    first = documents["train-e2e.json"]
+    first = documents["train-e2e"]
     layers = first["cells"][0]["layers"]
     caption = f"{layers} layers of {MODELS['qwen3-30b']}, LoRA rank 8 on attention and experts, {machine_of(first)}"
     if other:
@@ -148,7 +148,7 @@ def training(documents: Mapping[str, Document]) -> Chart:
 
 
 def decoding(documents: Mapping[str, Document]) -> Chart:
-    document = documents["serve-graphs.json"]
+    document = documents["serve-graphs"]
     shares = sorted({cell["share"] for cell in document["cells"]})
     streams = sorted({cell["streams"] for cell in document["cells"]})
     series = []
@@ -172,7 +172,7 @@ def decoding(documents: Mapping[str, Document]) -> Chart:
 
 
 def kernels(documents: Mapping[str, Document]) -> Chart:
-    document = documents["moe.json"]
+    document = documents["moe"]
     rows = [cell for cell in document["cells"] if cell["mode"] == "forward"]
     tokens = sorted({cell["tokens"] for cell in rows})
     shapes = list(dict.fromkeys(cell["shape"] for cell in rows))
@@ -199,7 +199,11 @@ CHARTS: tuple[Callable[[Mapping[str, Document]], Chart], ...] = (training, decod
 
 
 def read(results: Path = RESULTS) -> list[Chart]:
-    documents = {file.name: json.loads(file.read_text()) for file in sorted(results.glob("*.json"))}
+    documents = {
+        file.stem if name == "main" else f"{file.stem}#{name}": run
+        for file in sorted(results.glob("*.json"))
+        for name, run in json.loads(file.read_text())["runs"].items()
+    }
     return [make(documents) for make in CHARTS]
 
 

@@ -42,7 +42,7 @@ class KernelEfficiency:
     open_code: float = 110
 
 
-# Fitted to 35 cells of bench/moe.py (bench/results/current/moe*.json, history/2026-11-15-moe-*.json): the 28 of amx are
+# Fitted to 35 cells of bench/moe.py (bench/results/current/moe.json, history/2026-11-15-moe-*.json): the 28 of amx are
 # 7 % off on average, 20 % at most (tested). generic and neon were measured on Neoverse-N1 cores.
 # avx512_vnni, avx_vnni and neon_bf16 have not been measured; they are taken for avx512, avx2 and avx512_bf16. Codes:
 # amx from small int4 batches, 105 to 126 billion weights a second beside 12 TFLOPS; neon measured (docs/cpus.md); the
