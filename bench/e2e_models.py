@@ -440,7 +440,7 @@ def modes(peft: Any, tokens: int) -> dict[str, Any]:
     if placement is None or placement.policy != "auto":
         return {}
     decision = placement.engines[0].dispatcher.decision(tokens, True)
-    return {"mode": decision.mode, "predicted": dict(decision.predicted), "timed": dict(decision.timed)}
+    return {"mode": decision.mode, "predicted": dict(decision.predicted)}
 
 
 def expert_layers(peft: Any) -> list[nn.Module]:

@@ -6,10 +6,11 @@ A step runs forward through several layers, more than the GPU's cache of streame
 with `--backward` back through them with LoRA of rank 8, as training does; the time is per layer. Few tokens are routed
 differently in every step and find no expert in the cache: with four layers both the GPU's cache and the CPU's caches
 would hold the same few experts from step to step, which a model does not do. `auto` decides its mode before the first
-step (`place/tune.py`). Policies take turns within a round, so that drift of the machine affects all of them; in its
+step (`plan/modes.py`). Policies take turns within a round, so that drift of the machine affects all of them; in its
 turn a policy takes one step untimed and then several in a row. A step ends when its results are there: copies queued
 for the next one go on, as they do between steps of training, and count where they are used. The table shows each
-policy's median, auto over the best fixed mode, the bare kernels on tensors in host memory (forward alone), and the
+policy's median, auto over the best fixed mode, `constant` over it too (a rule without predictions: host_callback up to
+32 tokens, else split, in training stream), the bare kernels on tensors in host memory (forward alone), and the
 floors: all bytes over PCIe, and all touched bytes out of memory, at the rates measured in the same run; then the mode
 of `auto` and the split of a layer in its last pass with known ids: resident experts, streamed, on the CPU. Needs CUDA.
 """
@@ -205,12 +206,8 @@ def mode_of(engine: ExpertEngine, tokens: int, backward: bool = False) -> str:
 def cell(engines: dict[str, list[PlacedStore]], load: Load, factors: Any, args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    from ktransformers.place.tune import tune
-
     warm: dict[str, list[float]] = {policy: [] for policy in engines}
     tokens = load.hidden.shape[0]
-    if "auto" in engines:
-        tune(engines["auto"][0].engine, (tokens,), args.backward)
     for policy, layers in engines.items():  # kernels are loaded, graphs captured, memory allocated
         times = warm[policy]
         torch.cuda.synchronize()
@@ -235,9 +232,17 @@ def cell(engines: dict[str, list[PlacedStore]], load: Load, factors: Any, args: 
         splits = [None if one is None else [len(one.resident), len(one.streamed), len(one.cpu)] for one in last]
         found["divisions"], found["division"] = splits, splits[LAYERS // 2]  # the first had a pause before it
         decision = engines["auto"][0].engine.dispatcher.decision(tokens, args.backward)
-        found |= {"mode": decision.mode, "predicted": dict(decision.predicted), "mode_timed": dict(decision.timed)}
+        found |= {"mode": decision.mode, "predicted": dict(decision.predicted)}
         found["warm"], found["timed"] = warm["auto"], taken["auto"]
     return found
+
+
+def constant_policy(tokens: int, backward: bool) -> str:
+    from ktransformers.plan.modes import MAX_DECODE_TOKENS
+
+    if backward:
+        return "stream"
+    return "host_callback" if tokens <= MAX_DECODE_TOKENS else "split"
 
 
 def columns(policies: list[str]) -> list[str]:
@@ -247,6 +252,7 @@ def columns(policies: list[str]) -> list[str]:
         *(f"{policy} ms" for policy in policies),
         "auto/best",
         "",
+        "constant",
         "bare ms",
         "PCIe ms",
         "DRAM ms",
@@ -280,7 +286,7 @@ def main(argv: list[str] | None = None) -> int:
         policy for policy in POLICIES if policy in args.policies and not (args.backward and policy in FORWARD_ALONE)
     ]
     head = columns(policies)
-    table = Table(head, [10, 6, *[8] * len(policies), 8, 4, 7, 7, 7, 5, 13, 12])
+    table = Table(head, [10, 6, *[8] * len(policies), 8, 4, 8, 7, 7, 7, 5, 13, 12])
     factors = lora_of(shape) if args.backward else None
     for spec in args.formats:
         made = stores(shape, spec)
@@ -298,8 +304,10 @@ def main(argv: list[str] | None = None) -> int:
             if "auto" in times and fixed:
                 row["ratio"] = times["auto"] / min(fixed)
                 row["within"] = times["auto"] <= max(SLACK * min(fixed), min(fixed) + SLACK_SECONDS)
+            if (always := constant_policy(tokens, args.backward)) in times and fixed:
+                row["constant"] = times[always] / min(fixed)
             document["cells"].append(row)
-            ratio, within = row.get("ratio"), row.get("within")
+            ratio, within, constant = row.get("ratio"), row.get("within"), row.get("constant")
             table.row(
                 [
                     spec,
@@ -307,6 +315,7 @@ def main(argv: list[str] | None = None) -> int:
                     *(f"{1e3 * times[policy]:.2f}" for policy in policies),
                     "" if ratio is None else f"{ratio:.2f}",
                     "" if within is None else "ok" if within else "slow",
+                    "" if constant is None else f"{constant:.2f}",
                     f"{1e3 * times['bare']:.2f}",
                     f"{1e3 * row['pcie']:.2f}",
                     f"{1e3 * row['dram']:.2f}",

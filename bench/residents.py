@@ -136,11 +136,7 @@ def step(layers: list[Any], batch: Any) -> float:
 
 def measure(engines: dict[str, list[Any]], batches: list[Any], warm: float, seconds: float = 1.0) -> dict[str, float]:
     """By policy the median of steps, per layer."""
-    from ktransformers.place.tune import tune
-
-    tokens = batches[0][0].shape[0]
     for layers in engines.values():
-        tune(layers[0].engine, (tokens,), False)
         spent, turns = 0.0, 0
         while turns < 3 or spent < warm:
             spent += LAYERS * step(layers, batches[turns % BATCHES])

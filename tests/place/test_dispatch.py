@@ -1,19 +1,16 @@
-"""Modes of an engine: decided once, by size and kind of pass, the same for every layer; timed results are cached."""
+"""Modes of an engine: decided once, by size and kind of pass, the same for every layer."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
 
 from ktransformers.experts.store import NO_DROPOUT
-from ktransformers.place import tune as tuning
 from ktransformers.place.gpu.executor import ExpertBatch
 from ktransformers.place.placed_store import PlacedStore
 from ktransformers.plan.modes import CPU, HOST_CALLBACK, MODES, RESIDENT, SPLIT, STREAM, STREAM_ALL
-from tests.support.placed_experts import SMALL, cpu_results, make_inputs, make_store, place_store_on
+from tests.support.placed_experts import SMALL, make_inputs, make_store, place_store_on
 
 STORE = make_store(SMALL)
 
@@ -34,16 +31,6 @@ def test_a_size_and_kind_has_one_decision() -> None:
     dispatcher.forget()
     again = dispatcher.decision(64, True)
     assert again is not first and again == first, "the same costs, the same decision"
-
-
-def test_timed_modes_overrule_predictions() -> None:
-    dispatcher = auto().engine.dispatcher
-    predicted = dispatcher.decision(512, False)
-    other = next(mode for mode in predicted.predicted if mode != predicted.mode)
-    dispatcher.set_timed(512, {predicted.mode: 2.0, other: 1.0})
-    assert dispatcher.decision(512, False).mode == other
-    dispatcher.forget()
-    assert dispatcher.decision(512, False).mode == predicted.mode, "residents have changed: the times are of others"
 
 
 @pytest.mark.parametrize("policy", MODES)
@@ -84,38 +71,3 @@ def test_streaming_without_ids_needs_a_captured_pass_that_used_nearly_all_expert
     for counts in place.layer.last_counts.values():
         counts[: SMALL.experts // 2] = 0
     assert dispatcher.mode(place.layer, given, training=True) == STREAM
-
-
-def test_tuning_times_inseparable_modes_once_and_caches_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On a device that calls itself a GPU; sweeps are not run here."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    calls: list[tuple[str, int]] = []
-
-    def time_mode(engine: object, mode: str, tokens: int) -> float:
-        calls.append((mode, tokens))
-        return {CPU: 1.0, SPLIT: 3.0, STREAM: 2.0, HOST_CALLBACK: 4.0}[mode]
-
-    monkeypatch.setattr(tuning, "time_mode", time_mode)
-    monkeypatch.setattr(tuning, "cache_key", lambda *_: "machine")
-    modes = []
-    for _ in range(2):
-        engine = auto().engine
-        engine.device = torch.device("cuda")
-        tuning.tune(engine, (4, 4))
-        modes.append(engine.dispatcher.decision(4, False).mode)
-    assert modes == [CPU, CPU] and sorted(calls) == [(CPU, 4), (HOST_CALLBACK, 4), (STREAM, 4)]
-
-
-def test_a_timed_sweep_leaves_no_trace_in_the_routing_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(tuning, "WARM_SECONDS", 0.0)
-    monkeypatch.setattr(tuning, "TIMED_SECONDS", 0.0)
-    place = auto((1, 2))
-    place.engine.dispatcher.top_k = 2
-    for mode in (CPU, RESIDENT, STREAM, SPLIT):
-        assert tuning.time_mode(place.engine, mode, 40) > 0
-    assert not place.engine.counts(place.layer).any() and not place.layer.last_counts
-    assert place.engine.dispatcher.forced is None
-    given = make_inputs(SMALL, "cpu")
-    out = place(given.hidden.detach(), given.ids, given.weights.detach(), None, NO_DROPOUT, False)
-    assert torch.isfinite(out).all() and cpu_results(STORE, given)

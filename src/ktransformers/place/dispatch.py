@@ -1,13 +1,11 @@
 """Which mode a layer runs a batch in, and which experts each side then computes.
 
 The mode is decided once for each kind of pass (decode, prefill, training) and batch size, by the rule of
-`plan/modes.py`: from costs measured on this machine, and in passes without gradients, between modes that these cannot
-tell apart, from one timed sweep over a few layers (`place/tune.py`). Nothing is tried while a model runs, so two runs
-go the same way. A fixed policy is the same mode for every pass; only `split` is `stream` in passes with gradients,
-because dividing a training step between CPU and link gained less than its bar on every host (docs/log.md). Two
-refinements depend on the batch: `stream` copies every expert without waiting for ids (`stream_all`) once the last batch
-of this size used nearly all of them and the pass is a captured CUDA graph, and a layer whose experts are all resident
-does likewise."""
+`plan/modes.py` from costs measured on this machine. Nothing is tried while a model runs, so two runs go the same way. A
+fixed policy is the same mode for every pass; only `split` is `stream` in training, because dividing a training step
+between CPU and link gained less than its bar on every machine (docs/log.md). Two refinements depend on the batch:
+`stream` copies every expert without waiting for ids (`stream_all`) once the last batch of this size used nearly all of
+them and the pass is a captured CUDA graph, and a layer whose experts are all resident does likewise."""
 
 from __future__ import annotations
 
@@ -31,7 +29,6 @@ from ktransformers.plan.modes import (
     Decision,
     decide,
     even_counts,
-    inseparable,
     pass_kind,
     predict,
     size_bucket,
@@ -64,11 +61,10 @@ class Dispatcher:
 
     def __init__(self, policy: str, executor: GpuExecutor) -> None:
         self.policy, self.threshold, self._executor = policy, 0, executor
-        self.forced: str | None = None  # mode of every pass while it is timed
+        self.forced: str | None = None  # mode of every pass, set by benches
         self.costs: dict[str, Costs] = {}
         self.top_k = 1
         self._decisions: dict[tuple[str, int], Decision] = {}
-        self._timed: dict[tuple[str, int], dict[str, float]] = {}
 
     # The decision.
 
@@ -88,8 +84,7 @@ class Dispatcher:
         """Of policy `auto`."""
         kind, bucket = pass_kind(tokens, training), size_bucket(tokens)
         if (kind, bucket) not in self._decisions:
-            predicted = self._predicted(kind, tokens)
-            self._decisions[kind, bucket] = decide(kind, predicted, self._timed.get((kind, bucket)))
+            self._decisions[kind, bucket] = decide(kind, self._predicted(kind, tokens))
         return self._decisions[kind, bucket]
 
     def _predicted(self, kind: str, tokens: int) -> dict[str, float]:
@@ -101,20 +96,9 @@ class Dispatcher:
         """The smallest number of any layer that has some: a mode must do for all of them."""
         return min((cache.count for cache in self._executor.residents.values()), default=0)
 
-    def modes_to_time(self, tokens: int) -> tuple[str, ...]:
-        """Candidates of a pass without gradients that the cost model cannot tell apart; one: nothing to time."""
-        kind = pass_kind(tokens, training=False)
-        return inseparable(kind, self._predicted(kind, tokens))
-
-    def set_timed(self, tokens: int, seconds: dict[str, float]) -> None:
-        key = pass_kind(tokens, training=False), size_bucket(tokens)
-        self._timed[key] = seconds
-        self._decisions.pop(key, None)
-
     def forget(self) -> None:
         """Residents or costs have changed."""
         self._decisions.clear()
-        self._timed.clear()
 
     # One pass.
 

@@ -358,11 +358,6 @@ class HostCallbackPath:
             if prepared.call.done:
                 prepared.call.wait()
 
-    def drop_counts(self) -> None:
-        """Discard the rows counted so far: they come from random routing."""
-        for counts in self._counts.values():
-            counts.zero_()
-
     def add_counts(self, index: int, counts: NDArray[np.int64]) -> None:
         """Add the rows of each expert of a layer since the last call to `counts` [E]."""
         on_device = self._counts.get(index)

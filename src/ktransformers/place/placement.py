@@ -39,7 +39,6 @@ from ktransformers.place.gpu.layer_costs import measured_costs
 from ktransformers.place.gpu.pinned import MODES, RegisteredMemory
 from ktransformers.place.gpu.resident_decode import DECODED_BYTES, decodes_first
 from ktransformers.place.placed_store import PlacedStore
-from ktransformers.place.tune import tune
 from ktransformers.plan.memory import ENGINE_LIMITS
 from ktransformers.plan.modes import SPLIT
 from ktransformers.plan.split import Costs
@@ -168,15 +167,11 @@ class Placement:
             engine.executor.residents[packed.index] = cache
 
     def tune(self, sizes: Collection[int], *, training: bool = False) -> list[str]:
-        """Decide the modes of batches of these sizes, timing layers where the cost model cannot tell modes apart; a
-        line per size. To be called once, after residents are placed."""
-        lines = []
-        for engine in self.engines:
-            if not training:
-                tune(engine, tuple(sizes))
-            if self.policy == "auto":
-                lines += [f"{n} tokens: {engine.dispatcher.decision(n, training).reason}" for n in sorted(set(sizes))]
-        return list(dict.fromkeys(lines))
+        """Decide the modes of batches of these sizes; a line per size. Residents are placed before."""
+        if self.policy != "auto":
+            return []
+        decided = [(n, engine.dispatcher.decision(n, training)) for engine in self.engines for n in sorted(set(sizes))]
+        return list(dict.fromkeys(f"{n} tokens: {decision.reason}" for n, decision in decided))
 
     def stream_from(self, tokens: int) -> None:
         """Stream batches of at least `tokens` tokens, and no smaller ones; 0: the policy decides."""

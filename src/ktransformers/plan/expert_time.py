@@ -219,7 +219,7 @@ def planned_decision(
 ) -> Decision:
     """The mode of the choice's policy; `auto` decides as the dispatcher does, with this machine's costs."""
     if choice.policy != "auto":
-        return Decision(RESIDENT if choice.policy == CPU and choice.residents else choice.policy, {}, {})
+        return Decision(RESIDENT if choice.policy == CPU and choice.residents else choice.policy, {})
     counts = _even_rows(model, tokens, touched)
     costs = {
         direction: predicted_costs(

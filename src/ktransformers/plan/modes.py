@@ -1,13 +1,16 @@
-"""In which mode a layer of routed experts runs, chosen from predicted or timed seconds. Pure functions without torch:
-the planner decides with the rates of a machine profile, the dispatcher (`place/dispatch.py`) with costs measured on the
+"""In which mode a layer of routed experts runs, chosen from predicted seconds. Pure functions without torch: the
+planner decides with the rates of a machine profile, the dispatcher (`place/dispatch.py`) with costs measured on the
 machine, by the same rule.
 
-Each pass is of one kind, and each kind has its candidate modes in order of preference. The chosen mode is the first in
-that order whose seconds are within the margin of the fastest. Predictions have a margin of the cost model's own error,
-so a prediction overrules the preference only when it can tell two modes apart. In decoding the host callback is
-preferred, because a CUDA graph can hold it. In training streaming is preferred, by a wide margin and without timing
-anything: copies overlap with attention, recomputation and the optimizer, which neither a prediction nor a timing of
-expert layers alone contains. A CPU that was 14 % faster over such layers made whole steps 49 % slower (docs/log.md)."""
+Each pass is of one kind, and each kind has its candidate modes in order of preference. Decode steps take the first of
+them, the host callback, which a CUDA graph can hold: layers of a few tokens take about a millisecond, most of it
+launching and waking threads, which is in no prediction. In prefill and training the chosen mode is the first in that
+order whose predicted seconds are within the margin of the fastest; the margin of prefill is the cost model's own error,
+so that a prediction overrules the preference only when it can tell two modes apart, and by the same margin `split` has
+to gain over leaving the experts where they are. In training streaming is preferred by a wide margin: copies overlap
+with attention, recomputation and the optimizer, which no prediction of expert layers alone contains. A CPU that was
+14 % faster over such layers made whole steps 49 % slower (docs/log.md). This rule makes the choices that timing every
+mode on the machine made, in all recorded cells (`tests/plan/test_modes.py`)."""
 
 from __future__ import annotations
 
@@ -35,7 +38,6 @@ NEARLY_ALL = 0.9  # share of a layer's experts that the last batch used: from he
 MAX_DECODE_TOKENS = 32  # of a batch without gradients that a host callback takes
 
 COST_MODEL_ERROR = 0.2  # 7 to 20 % over the recorded cells of bench/
-TIMED_MARGIN = 0.03
 TRAINING_MARGIN = 1.0  # streamed layers take about half of their prediction within a step: bench/train_e2e.py
 TRAINING_CALL_SECONDS = 6e-3  # of a CPU share under autograd and PEFT, either direction: 5 to 6.7 ms at every size
 
@@ -44,16 +46,14 @@ TRAINING_CALL_SECONDS = 6e-3  # of a CPU share under autograd and PEFT, either d
 class Decision:
     mode: str
     predicted: Mapping[str, float]  # seconds of a layer by candidate mode, the preferred first; empty: a fixed policy
-    timed: Mapping[str, float]  # the same measured when the placement was attached; empty: the prediction decided
 
     @property
     def reason(self) -> str:
-        seconds = self.timed or self.predicted
+        seconds = self.predicted
         if not seconds:
             return f"{self.mode} (by the policy)"
         others = ", ".join(f"{mode} {1e3 * seconds[mode]:.2f}" for mode in seconds if mode != self.mode)
-        how = "timed" if self.timed else "predicted"
-        return f"{self.mode} ({how} {1e3 * seconds[self.mode]:.2f} ms a layer{'; ' + others if others else ''})"
+        return f"{self.mode} (predicted {1e3 * seconds[self.mode]:.2f} ms a layer{'; ' + others if others else ''})"
 
 
 def pass_kind(tokens: int, training: bool) -> str:
@@ -120,24 +120,16 @@ def predict(
     return seconds
 
 
-def inseparable(kind: str, predicted: Mapping[str, float]) -> tuple[str, ...]:
-    """Modes of a pass without gradients that the cost model cannot tell from the fastest. Layers of a few tokens take
-    about a millisecond, most of it launching and waking threads, which is in no formula: all of their modes."""
+def decide(kind: str, predicted: Mapping[str, float]) -> Decision:
     if kind == DECODE:
-        return tuple(predicted)
-    fastest = min(predicted.values())
-    return tuple(mode for mode, seconds in predicted.items() if seconds <= (1 + COST_MODEL_ERROR) * fastest)
-
-
-def decide(kind: str, predicted: Mapping[str, float], timed: Mapping[str, float] | None = None) -> Decision:
-    if timed:
-        return Decision(_first_within(timed, predicted, TIMED_MARGIN), predicted, timed)
-    if kind == DECODE and RESIDENT not in predicted:
-        return Decision(CPU, predicted, {})  # without residents a call from Python is the shorter way to the CPU
-    margin = TRAINING_MARGIN if kind == TRAINING else COST_MODEL_ERROR
-    return Decision(_first_within(predicted, predicted, margin), predicted, {})
-
-
-def _first_within(seconds: Mapping[str, float], order: Mapping[str, float], margin: float) -> str:
-    fastest = min(seconds.values())
-    return next(mode for mode in order if mode in seconds and seconds[mode] <= (1 + margin) * fastest)
+        return Decision(next(iter(predicted)), predicted)
+    margin, candidates = COST_MODEL_ERROR, dict(predicted)
+    if kind == TRAINING:
+        margin = TRAINING_MARGIN
+    elif SPLIT in predicted:
+        without_copies = predicted[RESIDENT if RESIDENT in predicted else CPU]
+        if (1 + COST_MODEL_ERROR) * predicted[SPLIT] > without_copies:
+            del candidates[SPLIT]
+    fastest = min(candidates.values())
+    mode = next(mode for mode, seconds in candidates.items() if seconds <= (1 + margin) * fastest)
+    return Decision(mode, predicted)
