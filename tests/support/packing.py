@@ -57,7 +57,7 @@ def as_fp8(source: Path) -> Path:
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         coded = encode(tensors.pop(name), "fp8:128x128")
         assert isinstance(coded, Encoded) and coded.scales is not None
-        tensors[name] = coded.codes[0].view(torch.float8_e4m3fn)
+        tensors[name] = coded.qweight[0].view(torch.float8_e4m3fn)
         tensors[f"{name}_scale_inv"] = coded.scales[0].contiguous()
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     words = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
