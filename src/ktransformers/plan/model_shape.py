@@ -94,7 +94,7 @@ class ModelShape:
     quantized_weights: int = 0  # of linear layers and embeddings besides experts that the release has in codes
     quantized_bytes: int = 0  # of these codes and their scales
     quantized_absorbed: int = 0  # of `absorbed_numbers`: the release has these projections in codes
-    two_plane_numbers: int = 0  # of the three before, codes in two planes, which some CPU variants decode
+    two_plane_weights: int = 0  # of the three before, codes in two planes, which some CPU variants decode
     two_plane_bytes: int = 0
     two_plane_absorbed: int = 0
     published: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
@@ -105,10 +105,10 @@ class ModelShape:
             return self
         return replace(
             self,
-            quantized_weights=self.quantized_weights - self.two_plane_numbers,
+            quantized_weights=self.quantized_weights - self.two_plane_weights,
             quantized_bytes=self.quantized_bytes - self.two_plane_bytes,
             quantized_absorbed=self.quantized_absorbed - self.two_plane_absorbed,
-            two_plane_numbers=0,
+            two_plane_weights=0,
             two_plane_bytes=0,
             two_plane_absorbed=0,
         )
@@ -351,14 +351,14 @@ def _counted_gguf(folder: Path, shape: ModelShape) -> dict[str, Any]:
 
 
 class _QuantizedSums:
-    """Sums over what a release has in codes besides experts, and over those in two planes."""
+    """Sums over the quantized dense weights of a checkpoint, and over those in formats with two bit planes."""
 
     def __init__(self, shape: ModelShape) -> None:
         self._shape = shape
-        self._sums = {"coded": (0, 0.0, 0), "two_plane": (0, 0.0, 0)}  # numbers, bytes, projections of latents
+        self._sums = {"quantized": (0, 0.0, 0), "two_plane": (0, 0.0, 0)}  # numbers, bytes, projections of latents
 
     def add(self, numbers: int, size: float, *, projects_latents: bool, two_planes: bool) -> None:
-        for kind in ("coded", "two_plane") if two_planes else ("coded",):
+        for kind in ("quantized", "two_plane") if two_planes else ("quantized",):
             before = self._sums[kind]
             self._sums[kind] = before[0] + numbers, before[1] + size, before[2] + projects_latents
 
@@ -368,7 +368,7 @@ class _QuantizedSums:
         for kind, (numbers, size, projections) in self._sums.items():
             layers = min(projections, shape.absorbed_layers)
             absorbed = shape.absorbed_numbers * layers // max(1, shape.absorbed_layers)
-            fields |= {f"{kind}_numbers": numbers, f"{kind}_bytes": round(size), f"{kind}_absorbed": absorbed}
+            fields |= {f"{kind}_weights": numbers, f"{kind}_bytes": round(size), f"{kind}_absorbed": absorbed}
         return fields
 
 
