@@ -12,9 +12,15 @@ CMAKE = $(firstword $(wildcard $(VENV)/bin/cmake) cmake)
 NATIVE := $(shell find csrc tests/native cmake -type f 2>/dev/null)
 CPP := $(shell find csrc tests/native -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
-# Our own builds hold all variants, emulated where this CPU lacks one. Warnings end asan, tsan and x86, not the build of
-# somebody whose compiler is newer than ours.
+# Our own builds hold all variants, emulated where this CPU lacks one; the demo's those that this CPU would choose.
+# Warnings end asan, tsan and x86, not the build of somebody whose compiler is newer than ours.
 DEFINES := -C cmake.define.KT_TESTS=ON -C cmake.define.KT_EMULATE=ON
+DEMO_DEFINES := -C cmake.define.KT_NATIVE=ON
+
+# Times a part of the work that follows, and prints the parts that began since this make did.
+TIME = $(PYTHON) scripts/clock.py time
+STARTED := $(shell date +%s)
+SHOW_CLOCK = $(PYTHON) scripts/clock.py show $(STARTED)
 
 # All variants run under the sanitizers; with OFF those of this CPU.
 EMULATE ?= ON
@@ -32,15 +38,29 @@ export PYTHONFAULTHANDLER := 1
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-# torch first and exactly: the other packages accept any recent one and would pick the largest build.
-$(VENV)/.installed: constraints.txt
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP) "$$(grep '^torch==' constraints.txt)"
-	$(PIP) -r constraints.txt
+$(PY):
+	$(TIME) venv -- $(PYTHON) -m venv $(VENV)
+
+SOURCES := pyproject.toml CMakeLists.txt src/ktransformers/__init__.py $(NATIVE)
+INSTALL_PACKAGES := constraints.txt scripts/install_packages.py
+
+$(VENV)/.installed: $(INSTALL_PACKAGES) | $(PY)
+	$(TIME) packages -- $(PY) scripts/install_packages.py
 	@touch $@
 
-$(VENV)/.built: $(VENV)/.installed pyproject.toml CMakeLists.txt src/ktransformers/__init__.py $(NATIVE)
-	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) --no-build-isolation --no-deps -C build-dir=$(BUILD) $(DEFINES) -e .
+$(VENV)/.built: $(VENV)/.installed $(SOURCES)
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(TIME) build -- \
+	  $(PIP) --no-build-isolation --no-deps -C build-dir=$(BUILD) $(DEFINES) -e .
+	@touch $@
+
+# The demo has less to install and to build, unless `make build` has already made more.
+$(VENV)/.demo-installed: $(INSTALL_PACKAGES) | $(PY)
+	$(TIME) packages -- $(PY) scripts/install_packages.py --demo
+	@touch $@
+
+$(VENV)/.demo-built: $(VENV)/.demo-installed $(SOURCES)
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(TIME) build -- \
+	  $(PIP) --no-build-isolation --no-deps -C build-dir=build/demo $(DEMO_DEFINES) -e .
 	@touch $@
 
 build: $(VENV)/.built  ## venv, pinned packages, the extension with all variants (editable install)
@@ -61,8 +81,9 @@ native: build  ## the native tests
 	$(BUILD)/kt_tests
 
 test: build  ## check beside the native tests, then everything but the slow tests of Python
-	$(MAKE) --no-print-directory -j2 check native
-	$(PY) scripts/run_tests.py
+	$(TIME) "checks, native tests" -- $(MAKE) --no-print-directory -j2 check native
+	$(TIME) "Python tests" -- $(PY) scripts/run_tests.py
+	@$(SHOW_CLOCK)
 
 test-slow: build  ## the tests marked slow
 	$(PY) -m pytest -q -m slow
@@ -110,8 +131,10 @@ bench: build  ## speed against the roof of this machine
 	$(PY) bench/moe.py
 
 # make demo WORDS="train.minutes=1 eval.limit=8" for a shorter one
-demo: build  ## a small MoE made, tuned, proven, served and judged, with a table at the end
+demo: $(if $(wildcard $(VENV)/.built),$(VENV)/.built,$(VENV)/.demo-built)
+demo:  ## a small MoE made, tuned, proven, served and judged, with a table at the end
 	$(VENV)/bin/kt loop examples/demo.yaml $(WORDS)
+	@$(SHOW_CLOCK) --loop runs/demo
 
 # MACHINE=aarch64 or x86_64 builds for that one alone; without it for both if there is a cross compiler. The tools are in
 # venvs of their own, one for each Python.

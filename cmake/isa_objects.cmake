@@ -6,14 +6,14 @@
 #   KT_EMULATE=ON                all are built; those that this machine cannot run are compiled with the flags that it can
 #                                run (none without AVX2), against the headers in csrc/emulate, which implement the
 #                                intrinsics in C++, so tests cover every variant
+#   KT_NATIVE=ON                 of those that this machine runs: generic, the first with vectors of its own, which also
+#                                has the float32 kernels, and the best; the others would never be chosen here
 #
 # The check: an object may export its table, kt::kernels_<name>, and nothing else. An inline function or a template
 # compiled with -mavx512f that another file instantiates too is one symbol to the linker, which may keep the AVX-512
 # copy for all callers, on every CPU.
 
-set(KT_ISA_ROWS "")
-set(KT_ISA_EMULATED_ROWS "")
-set(KT_ISA_CHECKS "")
+set(KT_ISA_NAMES "")
 
 string(TOLOWER "${CMAKE_SYSTEM_PROCESSOR}" kt_processor)
 if(kt_processor MATCHES "^(x86_64|amd64)$")
@@ -60,6 +60,11 @@ function(kt_isa name architecture source)
     endif()
   elseif(NOT architecture STREQUAL "any" AND NOT architecture STREQUAL KT_ARCHITECTURE)
     return()
+  elseif(KT_NATIVE)
+    kt_host_runs(native ${flags})
+    if(NOT native)
+      return()
+    endif()
   endif()
 
   set(target kt_isa_${name})
@@ -94,28 +99,47 @@ function(kt_isa name architecture source)
     endif()
     target_include_directories(${target} BEFORE PRIVATE csrc/emulate)
     target_compile_definitions(${target} PRIVATE KT_EMULATE)
-    message(STATUS "variant ${name}: emulated")
   else()
     target_compile_options(${target} PRIVATE ${flags})
-    message(STATUS "variant ${name}: native")
   endif()
 
-  target_sources(kt_core PRIVATE $<TARGET_OBJECTS:${target}>)
-  set(KT_ISA_ROWS "${KT_ISA_ROWS}KT_ISA_ROW(${name})\n" PARENT_SCOPE)
-  if(emulated)
-    set(KT_ISA_EMULATED_ROWS "${KT_ISA_EMULATED_ROWS}KT_ISA_EMULATED(${name})\n" PARENT_SCOPE)
-  endif()
+  set(KT_ISA_NAMES ${KT_ISA_NAMES} ${name} PARENT_SCOPE)
+  set_target_properties(${target} PROPERTIES EXCLUDE_FROM_ALL ON KT_EMULATED ${emulated})
+endfunction()
 
-  # Sanitizers add symbols of their own to every object.
-  if(CMAKE_NM AND NOT KT_SANITIZE)
-    set(stamp ${CMAKE_CURRENT_BINARY_DIR}/exports_${name}.checked)
-    add_custom_command(
-      OUTPUT ${stamp}
-      COMMAND ${CMAKE_COMMAND} -DNM=${CMAKE_NM} -DNAME=${name} -DOBJECT=$<TARGET_OBJECTS:${target}> -DSTAMP=${stamp}
-              -P ${CMAKE_CURRENT_SOURCE_DIR}/cmake/check_exports.cmake
-      DEPENDS ${target} $<TARGET_OBJECTS:${target}> cmake/check_exports.cmake
-      COMMENT "Checking that ${name} exports only its table"
-      VERBATIM)
-    set(KT_ISA_CHECKS ${KT_ISA_CHECKS} ${stamp} PARENT_SCOPE)
+# Adds the objects of the variants to kt_core, writes generated/isas.h, and checks what the objects export.
+function(kt_link_isas)
+  set(names ${KT_ISA_NAMES})
+  list(LENGTH names count)
+  if(KT_NATIVE AND NOT KT_EMULATE AND count GREATER 3)
+    list(GET names 0 1 -1 names)
   endif()
+  set(checks "")
+  foreach(name IN LISTS names)
+    set(target kt_isa_${name})
+    get_target_property(emulated ${target} KT_EMULATED)
+    target_sources(kt_core PRIVATE $<TARGET_OBJECTS:${target}>)
+    string(APPEND KT_ISA_ROWS "KT_ISA_ROW(${name})\n")
+    if(emulated)
+      string(APPEND KT_ISA_EMULATED_ROWS "KT_ISA_EMULATED(${name})\n")
+      message(STATUS "variant ${name}: emulated")
+    else()
+      message(STATUS "variant ${name}: native")
+    endif()
+    # Sanitizers add symbols of their own to every object.
+    if(CMAKE_NM AND NOT KT_SANITIZE)
+      set(stamp ${CMAKE_CURRENT_BINARY_DIR}/exports_${name}.checked)
+      add_custom_command(
+        OUTPUT ${stamp}
+        COMMAND ${CMAKE_COMMAND} -DNM=${CMAKE_NM} -DNAME=${name} -DOBJECT=$<TARGET_OBJECTS:${target}> -DSTAMP=${stamp}
+                -P ${CMAKE_CURRENT_SOURCE_DIR}/cmake/check_exports.cmake
+        DEPENDS ${target} $<TARGET_OBJECTS:${target}> cmake/check_exports.cmake
+        COMMENT "Checking that ${name} exports only its table"
+        VERBATIM)
+      list(APPEND checks ${stamp})
+    endif()
+  endforeach()
+  configure_file(cmake/isas.h.in generated/isas.h @ONLY)
+  add_custom_target(kt_isa_exports DEPENDS ${checks})
+  add_dependencies(kt_core kt_isa_exports)
 endfunction()
