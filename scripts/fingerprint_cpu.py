@@ -206,7 +206,7 @@ def train() -> Keys:
         def ignore(self, *_: Any) -> None:
             pass
 
-        on_plan = on_load = on_reference = on_note = ignore
+        on_plan = on_load = on_reference = on_note = on_position = ignore
 
     recipe = {
         "dataset": "identity", "max_samples": 16, "cutoff_len": 96, "per_device_train_batch_size": 2,
