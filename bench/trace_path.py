@@ -1,13 +1,14 @@
-"""Files of ours that one operation enters, in the order of the first call: the length of the path that a reader follows.
+"""Files of ours that one operation enters, in the order of the first call: how far a reader has to follow it.
 
     python bench/trace_path.py [batch step token adapter] [--json FILE]
 
-`batch`: one batch through the expert layers of a stock model on the CPU, forward and backward, with PEFT's LoRA; `step`:
-the same with attention and experts on a GPU; `token`: a streamed chat completion with an adapter, from the HTTP request
-to the last event; `adapter`: `kt train`, from the recipe to the adapter on disk. A file counts if one of its functions
-is entered, in any thread, under `sys.settrace`; code that runs while a module is
-imported does not count, nor does the ground, which every package uses. The first three are run before they are traced, so that loading, packing and capturing are not part of
-them. Each operation runs in a process of its own, whose child processes (tokenising, data workers) are not followed.
+`batch`: one batch through the expert layers of a stock model on the CPU, forward and backward, with PEFT's LoRA;
+`step`: the same with attention and experts on a GPU; `token`: a streamed chat completion with an adapter, from the HTTP
+request to the last event; `adapter`: `kt train`, from the recipe to the adapter on disk. A file counts if one of its
+functions is entered, in any thread, under `sys.settrace`. Code that runs while a module is imported does not count, nor
+does the ground, which every package uses. The first three are run before they are traced, so that loading, packing and
+capturing are not part of them. Each operation runs in a process of its own, whose child processes (tokenising, data
+workers) are not followed.
 """
 
 from __future__ import annotations
