@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from ktransformers.place.options import read_options
+from ktransformers.ground.options.placement import read_options
 from ktransformers.serve.flags import make_parser, make_run_parser, parse, parse_run
 from ktransformers.serve.sglang.options import add_arguments
 from ktransformers.serve.yaml_keys import FIXED_KEYS, KNOWN_KEYS, with_yaml_keys
 from ktransformers.train.llamafactory.arguments import MAPPING, MODEL_FIELDS
-from ktransformers.train.settings import SECTIONS
+from ktransformers.train.settings import SECTION_OF_KEY, SECTIONS
 
 RECORD = Path(__file__).parent / "data" / "options.json"
 SAMPLES: dict[str, Any] = {
@@ -133,8 +133,11 @@ def train_keys() -> dict[str, Any]:
     for section, model in SECTIONS.items():
         schema = TypeAdapter(model).json_schema()
         for name, entry in schema["properties"].items():
+            if name not in SECTION_OF_KEY:
+                continue
             keys[name] = {"section": section, "required": name in schema.get("required", ()), **entry}
-            keys[name].pop("title", None)
+            for word in ("title", "format", "flags", "keys", "metavar"):
+                keys[name].pop(word, None)
     return keys
 
 

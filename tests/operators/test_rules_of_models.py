@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from ktransformers.cli.main import app
 from ktransformers.ground.errors import InputError
+from ktransformers.ground.options.placement import read_options
 from ktransformers.operators import BaseInjectedModule, KLinearBase
 from ktransformers.operators.builtin import rule_files
 from ktransformers.operators.plan import OperatorPlan, find_operator, keywords_of, operators, plan_operators
@@ -30,7 +31,6 @@ from ktransformers.operators.rules import (
     require_rules,
 )
 from ktransformers.place.backends import rest_by_rules
-from ktransformers.place.options import read_options
 from ktransformers.place.rule_devices import devices_by_rules
 from ktransformers.place.rule_report import report_rules
 from ktransformers.serve.flags import Launch

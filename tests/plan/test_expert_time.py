@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ktransformers.ground.errors import InputError
-from ktransformers.place.options import PlacementOptions
+from ktransformers.ground.options.placement import PlacementOptions
+from ktransformers.place.apply import as_planned
 from ktransformers.plan import Choice, Training, make_plan, open_shape, profile
 from ktransformers.plan.expert_time import (
     CPU_ALL,
@@ -86,8 +87,8 @@ def test_memory_by_policy() -> None:
     assert stream.host_bytes < cpu.host_bytes and stream.gpu_bytes > cpu.gpu_bytes
     bare = make_plan(QWEN, work, replace(MACHINE, gpus=()), policies=PlacementOptions().policies)
     assert (
-        PlacementOptions().as_planned(bare).policy == "cpu"
-        and PlacementOptions(kt_place="stream").as_planned(bare).policy == "stream"
+        as_planned(PlacementOptions(), bare).policy == "cpu"
+        and as_planned(PlacementOptions(kt_place="stream"), bare).policy == "stream"
     )
     small = replace(MACHINE, gpus=(replace(MACHINE.gpus[0], memory=8 * 10**9),))
     assert 0 < cached_experts(QWEN, work, Choice("bf16", 1, policy="stream"), small) < 160
@@ -125,17 +126,17 @@ def test_the_plan_takes_the_policies_that_it_is_given(monkeypatch: pytest.Monkey
     best = make_plan(QWEN, work, MACHINE, policies=TRAINING_POLICIES).best
     assert best is not None and best.choice.policy in ("stream", "auto", "resident")
     unasked = make_plan(QWEN, work, MACHINE, policies=PlacementOptions().policies)
-    assert PlacementOptions().as_planned(unasked).policy == "auto" and PlacementOptions(kt_place="cpu").policies == (
+    assert as_planned(PlacementOptions(), unasked).policy == "auto" and PlacementOptions(kt_place="cpu").policies == (
         "cpu",
     )
     bare = make_plan(QWEN, work, replace(MACHINE, gpus=()), policies=PlacementOptions().policies)
     assert (
-        PlacementOptions().as_planned(bare).policy == "cpu"
-        and PlacementOptions(kt_place="stream").as_planned(bare).policy == "stream"
+        as_planned(PlacementOptions(), bare).policy == "cpu"
+        and as_planned(PlacementOptions(kt_place="stream"), bare).policy == "stream"
     )
     small = replace(MACHINE, gpus=(replace(MACHINE.gpus[0], memory=8 * 10**9),))
     without = make_plan(QWEN, work, small, policies=PlacementOptions().policies)
-    assert without.nearest.choice.gpus == 1 and PlacementOptions().as_planned(without).policy == "cpu"
+    assert without.nearest.choice.gpus == 1 and as_planned(PlacementOptions(), without).policy == "cpu"
     for bad in ({"policy": "moon", "gpus": 1}, {"policy": "stream"}):
         with pytest.raises(InputError):
             Choice(**bad)  # type: ignore[arg-type]

@@ -109,6 +109,6 @@ def test_a_decision_says_why() -> None:
 
 def test_kt_plan_has_words_for_every_policy() -> None:
     from ktransformers.cli.plan import POLICY_TEXTS
-    from ktransformers.plan.workload import POLICIES
+    from ktransformers.ground.options.placement import POLICIES
 
     assert set(POLICY_TEXTS) == set(POLICIES)

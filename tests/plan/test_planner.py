@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktransformers.ground.errors import InputError
-from ktransformers.place.options import DEFAULT_POLICIES, POLICIES
+from ktransformers.ground.options.placement import DEFAULT_POLICIES, POLICIES
 from ktransformers.plan import (
     Choice,
     ModelShape,

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from ktransformers.ground.options.placement import PlacementOptions
 from ktransformers.place.apply import attach_engine, place_residents
-from ktransformers.place.options import PlacementOptions
 from ktransformers.serve.flags import parse
 from ktransformers.serve.launch import make_plan, open_service
 from ktransformers.serve.target import resolve_target

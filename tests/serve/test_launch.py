@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -20,7 +19,8 @@ import pytest
 
 from ktransformers.ground import env
 from ktransformers.ground.errors import InputError
-from ktransformers.place.options import PlacementOptions, read_options
+from ktransformers.ground.options.field import options_of
+from ktransformers.ground.options.placement import PlacementOptions, read_options
 from ktransformers.serve.flags import (
     IGNORED_OPTIONS,
     IGNORED_SWITCHES,
@@ -127,7 +127,7 @@ def test_placement_flags_match_placement_options(tmp_path: Path) -> None:
     """The same names on the launch line and in a YAML file; the line overrides the file, and invalid values are
     refused before anything is loaded."""
     names = {flag.field for flag in PLACEMENT_FLAGS}
-    assert names == {field.name for field in dataclasses.fields(PlacementOptions)} - {"kt_expert_update_steps"}
+    assert names == set(options_of(PlacementOptions)) - {"kt_expert_update_steps"}
     keys = {"kt_num_gpu_experts": 5, "kt_config": {"kt_place": "auto"}, "lora_rank": 8}
     options = read_options(parse(["M", "--kt-num-gpu-experts", "7"]).place, keys)
     assert (options.kt_num_gpu_experts, options.policy) == (7, "auto")

@@ -12,6 +12,7 @@ import torch
 
 from ktransformers.ground.errors import InputError
 from ktransformers.place import apply, attach
+from ktransformers.place.apply import as_planned
 from ktransformers.place.residents import load_counts
 from ktransformers.train.placement import TrainPlacement, options_of
 from ktransformers.train.plan import make_plan
@@ -26,7 +27,7 @@ def test_placement_keys_are_read(tiny: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.delenv("KT_PLACE", raising=False)
     keys = recipe(tiny, tmp_path / "out")
     nothing = options_of(read_settings(keys))
-    assert nothing.policies == ("auto", "cpu") and nothing.as_planned(None).policy == "auto"
+    assert nothing.policies == ("auto", "cpu") and as_planned(nothing, None).policy == "auto"
     asked = {
         "kt_num_gpu_experts": 2,
         "kt_config": {"kt_enable_dynamic_expert_update": True, "kt_expert_update_steps": 7},

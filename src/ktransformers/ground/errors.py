@@ -5,6 +5,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
 
 class KTError(Exception):
     """Base class of errors that ktransformers reports."""
@@ -19,6 +24,29 @@ class InputError(KTError, ValueError):
 
 class DamagedFileError(KTError, OSError):
     """A file whose contents are not what was written: truncated, unreadable, or with a wrong checksum."""
+
+
+# Errors of pydantic -> the limit in our words; the limit's name is that in the context of the error.
+LIMITS = {
+    "greater_than_equal": "{ge} or more",
+    "greater_than": "more than {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "less than {lt}",
+}
+
+
+def first_problem(error: ValidationError) -> tuple[tuple[str, ...], str, str]:
+    """Path, given value and expectation of the first error of pydantic. An InputError of a validator is raised."""
+    first = error.errors(include_url=False)[0]
+    context = first.get("ctx", {})
+    if isinstance(cause := context.get("error"), InputError):
+        raise cause from None
+    given = "nothing" if first["type"] == "missing" else repr(first.get("input"))
+    message = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    if first["type"] in LIMITS:
+        numbers = {name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in context.items()}
+        message = LIMITS[first["type"]].format(**numbers)
+    return tuple(str(part)[:80] for part in first["loc"]), given, message
 
 
 def is_panic(error: BaseException) -> bool:

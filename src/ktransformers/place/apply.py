@@ -8,24 +8,26 @@ experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from ktransformers.ground import system
+from ktransformers.ground.options.placement import DEFAULT_POLICIES, DEFAULT_POLICY, PlacementOptions
 from ktransformers.ground.out_of_memory import free_bytes
 from ktransformers.operators.plan import OperatorPlan, plan_operators
 from ktransformers.operators.rules import Rule, devices_of, find_rules
 from ktransformers.place.device_map import DeviceMap, find_decoder_layers, move_to_devices, spread_layers, visible_gpus
 from ktransformers.place.free_memory import resident_bytes
-from ktransformers.place.options import PlacementOptions
 from ktransformers.place.placement import Placement, attach
 from ktransformers.place.residents import Row, save_counts
 from ktransformers.place.routing_counts import RoutingCounter
 from ktransformers.place.rule_devices import devices_by_rules, devices_of_modules
 from ktransformers.plan.modes import CPU, RESIDENT
-from ktransformers.plan.planner import RESIDENT_POLICIES
+from ktransformers.plan.planner import RESIDENT_POLICIES, Plan
 from ktransformers.quantized.weight import check_on_device
 
 
@@ -51,6 +53,17 @@ def plan_rules(
     devices = devices_of_modules(model, find_device_map(model, options, gpus)) if gpus else {}
     plan = plan_operators(model, rules, devices)
     return plan, [*filter(None, [line]), *(f"rules: {note}" for note in plan.notes)]
+
+
+def as_planned(options: PlacementOptions, plan: Plan | None) -> PlacementOptions:
+    """The options with the policy that a plan for `policies` has chosen. A plan without a GPU does not override a given
+    policy; the run then warns that there is no GPU."""
+    if plan is None:
+        return options
+    chosen: Any = plan.nearest.choice
+    if chosen.gpus:
+        return replace(options, kt_place=chosen.policy)
+    return replace(options, kt_place=DEFAULT_POLICY) if options.policies == DEFAULT_POLICIES else options
 
 
 def needs_spreading(options: PlacementOptions, gpus: int) -> bool:

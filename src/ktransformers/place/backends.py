@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ktransformers.ground.errors import InputError
+from ktransformers.ground.options.placement import PlacementOptions
 from ktransformers.operators.rules import find_rules
-from ktransformers.place.options import PlacementOptions
 
 FORMATS = {"AMXINT8": "int8", "INT8": "int8", "AMXINT4": "int4:32", "INT4": "int4:32"}
 ISAS = {

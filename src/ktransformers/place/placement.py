@@ -27,6 +27,7 @@ from ktransformers.experts.operator import place_store
 from ktransformers.experts.store import ExpertStore
 from ktransformers.ground import env, log, system
 from ktransformers.ground.errors import InputError
+from ktransformers.ground.options.placement import DEFAULT_POLICY, POLICIES
 from ktransformers.ground.out_of_memory import free_bytes
 from ktransformers.modeling.attention_graphs.replay import GraphedAttention, record_attention
 from ktransformers.place import residents
@@ -42,7 +43,6 @@ from ktransformers.place.placed_store import PlacedStore
 from ktransformers.plan.memory import ENGINE_LIMITS
 from ktransformers.plan.modes import SPLIT
 from ktransformers.plan.split import Costs
-from ktransformers.plan.workload import DEFAULT_POLICY, POLICIES
 from ktransformers.quantized.gpu.layout import Geometry, PackedMatrix, geometry
 
 _log = log.logger(__name__)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import write_json
-from ktransformers.place.options import STRATEGIES
+from ktransformers.ground.options.placement import STRATEGIES
 
 SEED = 42
 

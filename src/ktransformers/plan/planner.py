@@ -15,13 +15,13 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ktransformers.ground.errors import InputError
+from ktransformers.ground.options.placement import DEFAULT_POLICY
 from ktransformers.plan.formats import PROPOSED, counted_as, format_of
 from ktransformers.plan.machine import Machine
 from ktransformers.plan.memory import MemoryPlan, predict_memory
 from ktransformers.plan.model_shape import ModelShape
 from ktransformers.plan.step_time import PredictedTime, predict_time
 from ktransformers.plan.workload import (
-    DEFAULT_POLICY,
     PLANNED_POLICIES,
     Choice,
     Serving,

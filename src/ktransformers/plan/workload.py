@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ktransformers.ground.errors import InputError
+from ktransformers.ground.options.placement import DEFAULT_POLICY, POLICIES
 from ktransformers.plan.formats import format_of, packed_expert_bytes
 from ktransformers.plan.model_shape import ModelShape
-from ktransformers.plan.modes import MODES, SPLIT
+from ktransformers.plan.modes import SPLIT
 
-POLICIES = ("auto", *MODES)  # values of `kt_place`, `--kt-place` and KT_PLACE: one mode for every pass, or auto
 TRAINING_POLICIES = tuple(policy for policy in POLICIES if policy != SPLIT)
 PLANNED_POLICIES = ("auto", "cpu", "stream", "resident")  # policies that `kt plan` compares
-DEFAULT_POLICY = "cpu"  # policy of `place.attach` and of a plan where none is given
 GRAPH_MAX_TOKENS, GRAPH_MAX_SEQUENCE, GRAPH_PIECE_TOKENS = 4096, 2048, 1024  # limits of nn/attention_graphs
 
 
@@ -117,7 +116,7 @@ class Choice:
     format: str = "bf16"
     gpus: int = 0  # that hold everything but the experts; 0: everything is on the CPU
     residents: int = 0  # experts per layer that are resident on a GPU
-    policy: str = "cpu"  # placement policy of the other experts (place/options.py)
+    policy: str = DEFAULT_POLICY  # placement policy of the other experts (ground/options/placement.py)
     linear_format: str | None = None  # of linear layers outside of the experts; KEEP: as released; None: numbers
 
     def __post_init__(self) -> None:

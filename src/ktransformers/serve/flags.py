@@ -32,7 +32,7 @@ class Flag:
     metavar: str = ""  # of what --help shows; default: the field's name
 
 
-# The fields of `place.options.PlacementOptions` by the same names; that module needs torch, so it is not imported.
+# The fields of `ground.options.placement.PlacementOptions`, by the same names.
 PLACEMENT_FLAGS = (
     Flag(
         ("--kt-place",),
@@ -49,13 +49,14 @@ PLACEMENT_FLAGS = (
     Flag(
         ("--kt-gpu-experts-ratio",),
         "kt_gpu_experts_ratio",
-        "share of all experts that stay on the GPU; overrides --kt-num-gpu-experts",
+        "share of all experts that stay on the GPU, 0 to 1; overrides a number for each layer",
         float,
     ),
     Flag(
         ("--kt-expert-placement-strategy",),
         "kt_expert_placement_strategy",
-        "which ones: uniform, frequency, front-loading or random; default: uniform",
+        "how experts on the GPU are chosen: uniform, frequency, front-loading or random; default: frequency with "
+        "statistics, else uniform",
     ),
     Flag(
         ("--init-expert-location",),
@@ -90,7 +91,7 @@ PLACEMENT_FLAGS = (
     Flag(
         ("--kt-optimize-rule", "--optimize-config-path", "--optimize_config_path"),
         "kt_optimize_rule",
-        "operators and devices by rule, a YAML file; see docs/operators.md",
+        "operators and devices by rule: a YAML file, or a name that says how many GPUs; see docs/operators.md",
     ),
 )
 
@@ -372,7 +373,9 @@ class Launch:
     verify: bool | None = None  # of `load_model`
     deterministic: bool = False
     gpus: int | None = None  # that layers are distributed over
-    place: dict[str, Any] = field(default_factory=dict)  # fields of `place.options.PlacementOptions` that the line sets
+    place: dict[str, Any] = field(
+        default_factory=dict
+    )  # fields of `ground.options.placement.PlacementOptions` that the line sets
     hosts_address: str | None = None
     hosts_timeout: float = 60.0
     expert_partition: str = "experts"

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ktransformers.ground.errors import InputError
+from ktransformers.ground.options.placement import DEFAULT_POLICY
 from ktransformers.plan import Plan, PlanComparison, Serving, make_plan, open_shape, stored_as, with_gpus
 from ktransformers.plan.meter import anonymous_bytes
-from ktransformers.plan.workload import DEFAULT_POLICY
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.http.service import Service
 

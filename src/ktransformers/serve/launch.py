@@ -31,8 +31,8 @@ from ktransformers.serve.yaml_keys import with_yaml_keys
 
 if TYPE_CHECKING:
     from ktransformers.experts.partition import ExpertShard
+    from ktransformers.ground.options.placement import PlacementOptions
     from ktransformers.operators.plan import OperatorPlan
-    from ktransformers.place.options import PlacementOptions
     from ktransformers.serve.hosts.group import HostGroup
     from ktransformers.serve.kv_tiers import TierRequest
     from ktransformers.serve.scheduler.engine import ServeEngine
@@ -158,7 +158,7 @@ def _load_service(
     launch: Launch, target: Target, log: LogLine, plan: Plan | None, many_requests: bool, group: HostGroup | None
 ) -> Any:
     from ktransformers.modeling.pretrained import read_tokenizer
-    from ktransformers.place.apply import ModelPlacement
+    from ktransformers.place.apply import ModelPlacement, as_planned
     from ktransformers.place.device_map import run_on
     from ktransformers.quantized.weight import describe_quantized
     from ktransformers.serve.http.service import PrepareOptions, Service
@@ -184,7 +184,7 @@ def _load_service(
     templates = ServedTemplates(tokenizer, launch, target, log)
     tier_request = open_tiers(launch, target, dtype, many_requests and device != "cpu", log)
     log(f"loading {target.model} ({str(dtype).removeprefix('torch.')}, {device})")
-    options = options_of(launch, target).as_planned(plan)
+    options = as_planned(options_of(launch, target), plan)
     for line in differences_from_training(launch, target, options.kt_optimize_rule):
         log(f"warning: {line}")
     placement = ModelPlacement(options if group is None else replace(options, kt_place="cpu"))

@@ -15,6 +15,7 @@ from torch import nn
 
 from ktransformers.experts.w8a8 import use_w8a8
 from ktransformers.ground import system
+from ktransformers.ground.options.placement import PlacementOptions, read_options
 from ktransformers.ground.out_of_memory import free_bytes
 from ktransformers.modeling.skeleton import meta_model
 from ktransformers.operators.plan import OperatorPlan
@@ -22,7 +23,6 @@ from ktransformers.operators.rules import require_rules
 from ktransformers.place.apply import ModelPlacement, find_device_map, needs_spreading, plan_rules
 from ktransformers.place.device_map import find_decoder_layers, visible_gpus
 from ktransformers.place.free_memory import bytes_to_allocate
-from ktransformers.place.options import PlacementOptions, read_options
 from ktransformers.plan import Plan
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.target import Target

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktransformers.adapters.chat_templates import template_text, with_defaults
 from ktransformers.ground.errors import InputError
+from ktransformers.ground.options.field import options_of
+from ktransformers.ground.options.placement import PlacementOptions
 from ktransformers.place.backends import format_of_backend, isa_of_backend
-from ktransformers.place.options import PlacementOptions
 
 if TYPE_CHECKING:
     from ktransformers.serve.flags import Launch
@@ -41,7 +42,7 @@ LAUNCH_KEYS = {
     "infer_dtype": "dtype",
 }
 SWITCH_KEYS = ("kt_backend", "kt_use_cuda_graph")
-PLACEMENT_KEYS = tuple(field.name for field in fields(PlacementOptions))
+PLACEMENT_KEYS = tuple(options_of(PlacementOptions))
 # Keys with one meaning here -> the values that ask for it.
 FIXED_KEYS: dict[str, tuple[Any, ...]] = {
     "use_kt": (True,),

@@ -21,7 +21,6 @@ from ktransformers.experts.partition import ExpertPartition, ExpertShard, by_exp
 from ktransformers.ground.errors import InputError
 from ktransformers.parallel.exchange import connect, expert_group, new_expert_group
 from ktransformers.parallel.lora_shards import factor_shards
-from ktransformers.place.options import read_options
 from ktransformers.place.residents import load_counts
 from ktransformers.train.settings import TrainSettings
 from ktransformers.train.sharding import OPTIMIZERS
@@ -45,7 +44,7 @@ def check_ranks(settings: TrainSettings) -> None:
 
 
 def _check_settings(settings: TrainSettings) -> None:
-    options = read_options(settings.place.model_dump())
+    options = settings.place
     if options.policy not in ("cpu", "auto"):
         raise InputError("kt_place", options.policy, "cpu with kt_expert_parallel", "experts are computed by the CPUs")
     optimizer = str(settings.trainer.get("optim", OPTIMIZERS[0]))

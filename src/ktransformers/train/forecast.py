@@ -17,7 +17,6 @@ from pathlib import Path
 from ktransformers.ground import env
 from ktransformers.ground.errors import InputError
 from ktransformers.place.backends import encoded_format, rest_by_rules
-from ktransformers.place.options import read_options
 from ktransformers.plan import ModelShape, Plan, Training, make_plan, open_shape, stored_as, with_gpus
 from ktransformers.plan.machine import Machine
 from ktransformers.train.arguments import device_of, dtype_of, rest_of, step_shape, uses_packing
@@ -97,7 +96,7 @@ def training_workload(settings: TrainSettings, rest_bytes: int, lengths: Lengths
     adapts_experts = bool(target_names & EXPERT_TARGETS)
     labelled = _labelled_share(settings, tokens, lengths)
     rest = "bf16" if rest_of(settings) == "bf16" else settings.experts.rest
-    rest = rest_by_rules(read_options(settings.place.model_dump()), rest)
+    rest = rest_by_rules(settings.place, rest)
     return Training(
         tokens=tokens,
         tokens_per_step=step_tokens,
@@ -139,7 +138,7 @@ def plan_inputs(settings: TrainSettings, directory: Path, config: dict[str, obje
     machine: Machine = this_machine()
     if device_of(settings).type == "cpu":
         machine = with_gpus(machine, "none")
-    placement, rest_bytes = read_options(settings.place.model_dump()), dtype_of(settings, config).itemsize
+    placement, rest_bytes = settings.place, dtype_of(settings, config).itemsize
     released = _own_experts(open_shape(str(directory)), settings.experts.kt_expert_parallel or 1)
     shape = stored_as(released, encoded_format(placement, settings.experts.kt_backend))
     return PlanInputs(shape, machine, placement.policies, rest_bytes, needs_gpu(settings))
@@ -155,7 +154,7 @@ def needs_gpu(settings: TrainSettings) -> bool:
     """Whether the settings request a GPU, or several processes must agree on the device."""
     requested = settings.trainer.get("use_cpu") is False or settings.trainer.get("fp16")
     multiprocess = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return bool(requested) or multiprocess or read_options(settings.place.model_dump()).needs_gpu
+    return bool(requested) or multiprocess or settings.place.needs_gpu
 
 
 def try_plan_inputs(

@@ -25,7 +25,6 @@ from ktransformers.ground.errors import KTError
 from ktransformers.operators.rules import operators_of
 from ktransformers.parallel.lora_shards import factor_shards
 from ktransformers.place.backends import encoded_format
-from ktransformers.place.options import read_options
 from ktransformers.train.arguments import rest_of
 from ktransformers.train.callbacks import GradientCheck
 from ktransformers.train.settings import TrainSettings
@@ -148,7 +147,7 @@ def make_manifest(
         "experts": {
             "path": experts_source(settings, directory),
             "format": expert_formats(model),
-            "encoded": encoded_format(read_options(settings.place.model_dump()), settings.experts.kt_backend),
+            "encoded": encoded_format(settings.place, settings.experts.kt_backend),
             "precision": settings.experts.precision,
             "isa": _core.isa(),
         },

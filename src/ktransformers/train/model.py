@@ -24,7 +24,6 @@ from ktransformers.ground import model_registry
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.linear_storage import AS_RELEASED
 from ktransformers.place.backends import format_of_backend, isa_of_backend
-from ktransformers.place.options import read_options
 from ktransformers.train.arguments import device_of, rest_of
 from ktransformers.train.expert_parallel import connect_ranks, own_shard
 from ktransformers.train.settings import LoraSettings, ModelSettings, TrainSettings
@@ -156,7 +155,7 @@ def open_model(
     from ktransformers.operators.apply import apply_operators
     from ktransformers.operators.loader import Loader
 
-    places = device.type != "cpu" and read_options(settings.place.model_dump()).policy != "cpu"
+    places = device.type != "cpu" and settings.place.policy != "cpu"
     pool, notes = build_expert_pool(settings, spare=places)
     model = load_model(
         directory,

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ktransformers.ground import system
+from ktransformers.ground.options.placement import PlacementOptions
 from ktransformers.operators.plan import OperatorPlan
 from ktransformers.operators.rules import find_rules, summary_of_name
 from ktransformers.parallel.distributed import host_group
-from ktransformers.place.apply import ModelPlacement, find_device_map, needs_spreading, plan_rules
+from ktransformers.place.apply import ModelPlacement, as_planned, find_device_map, needs_spreading, plan_rules
 from ktransformers.place.free_memory import bytes_to_allocate
-from ktransformers.place.options import PlacementOptions, read_options
 from ktransformers.place.placement import Placement
 from ktransformers.place.residents import Row
 from ktransformers.plan import Plan
@@ -31,7 +31,7 @@ from ktransformers.train.settings import TrainSettings
 
 def options_of(settings: TrainSettings) -> PlacementOptions:
     """Raises for a policy that training does not have; `kt_place` has been checked, KT_PLACE has not."""
-    options = read_options(settings.place.model_dump())
+    options = settings.place
     check_training_policy("KT_PLACE", options.policy)
     return options
 
@@ -40,7 +40,7 @@ class TrainPlacement:
     """The placement of one run: `model_loaded`, then `trainer_built`, then `run_ended`."""
 
     def __init__(self, settings: TrainSettings, plan: Plan | None) -> None:
-        self.options, self._plan = options_of(settings).as_planned(plan), plan
+        self.options, self._plan = as_planned(options_of(settings), plan), plan
         self._device = device_of(settings)
         self._cpu_asked = settings.trainer.get("use_cpu") is True
         self._placement = ModelPlacement(self.options, training=True)

@@ -363,7 +363,7 @@ def _precision_notes(settings: TrainSettings, config: dict[str, Any]) -> list[st
 def plan_document(plan: TrainPlan) -> dict[str, Any]:
     """The plan as a JSON document, for --json."""
     settings = plan.settings
-    sections = {name: getattr(settings, name).model_dump(mode="json") for name in SECTIONS}
+    sections = settings.model_dump(mode="json", include=set(SECTIONS))
     targets = plan.targets
     return {
         "model": plan.model,

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from ktransformers.ground import model_registry
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import find_example, parse_yaml, read_yaml_mapping
+from ktransformers.ground.options.field import build
 from ktransformers.operators.rules import summarise_for_training
 from ktransformers.place.backends import format_of_backend, isa_of_backend
 from ktransformers.train.keys import DERIVED_KEYS, NO_EFFECT_KEYS, RENAMED_KEYS, UNSUPPORTED_KEYS
@@ -196,18 +197,6 @@ class _KeySorter:
             self.notes.append("logging_dir: has no effect, it left transformers; TENSORBOARD_LOGGING_DIR sets it")
 
 
-def _build_section(name: str, values: dict[str, Any]) -> Any:
-    try:
-        return SECTIONS[name](**values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = str(first["loc"][0]) if first["loc"] else name
-        value = "nothing" if first["type"] == "missing" else repr(first.get("input"))
-        message = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-        field = SECTIONS[name].model_fields.get(key)
-        raise InputError(key, value, message, field.description or "" if field else "") from error
-
-
 def read_settings(source: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> TrainSettings:
     """The settings of a run, with every key accounted for."""
     file = source if isinstance(source, Mapping) else read_yaml(find_example(source))
@@ -219,7 +208,7 @@ def read_settings(source: str | Path | Mapping[str, Any], overrides: Iterable[st
         flat.items(), key=lambda item: item[0] in TRANSLATED_KEYS
     ):  # explicit keys before translated ones
         sorter.add(key, value)
-    sections = {name: _build_section(name, values) for name, values in sorter.sections.items()}
+    sections: dict[str, Any] = {name: build(SECTIONS[name], values) for name, values in sorter.sections.items()}
     if sections["place"].kt_optimize_rule is not None:
         sorter.notes.append(summarise_for_training(sections["place"].kt_optimize_rule)[1])
     settings = TrainSettings(**sections, trainer=sorter.trainer, notes=tuple(sorter.notes))

@@ -10,8 +10,12 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic.dataclasses import dataclass
 
 from ktransformers.ground.linear_storage import rest_word
+from ktransformers.ground.options.field import CLOSED, option, options_of
+from ktransformers.ground.options.placement import PlacementOptions
+from ktransformers.train.keys import UNSUPPORTED_KEYS
 
 Names = tuple[str, ...]
 
@@ -162,30 +166,10 @@ class ExpertSettings(TrainSection):
         return None if self.kt_tokens_per_batch in ("auto", "off") else int(self.kt_tokens_per_batch)
 
 
-class PlacementSettings(TrainSection):
-    """The fields of `place.options.PlacementOptions`."""
-
-    kt_place: Literal["auto", "cpu", "stream", "resident"] | None = Field(
-        None, description="where experts are computed with a GPU; default KT_PLACE, then auto if it fits, else cpu"
-    )
-    kt_num_gpu_experts: int | None = Field(None, ge=0, description="experts of each layer that stay on the GPU")
-    kt_gpu_experts_ratio: float | None = Field(
-        None, ge=0, le=1, description="share of all experts on the GPU; overrides kt_num_gpu_experts"
-    )
-    kt_expert_placement_strategy: Literal["uniform", "frequency", "front-loading", "random"] | None = Field(
-        None, description="how these are chosen; default uniform, or frequency with statistics"
-    )
-    init_expert_location: str | None = Field(None, description="statistics for frequency: .json, .safetensors or .pt")
-    kt_gpu_prefill_token_threshold: int | None = Field(
-        None, ge=1, description="from this many tokens on, all experts are streamed to the GPU"
-    )
-    kt_enable_dynamic_expert_update: bool = Field(
-        False, description="accepted, has no effect yet; the word is reserved for an expert cache"
-    )
-    kt_expert_update_steps: int = Field(100, ge=1, description="accepted, has no effect yet, like the key above")
-    kt_record_experts: str | None = Field(None, description="file for the counts of routed tokens, written at the end")
-    kt_optimize_rule: str | None = Field(
-        None, description="operators and devices by rule: a file, or a name that says how many GPUs"
+@dataclass(frozen=True, config=CLOSED)
+class TrainPlacementOptions(PlacementOptions):
+    kt_place: Literal["auto", "cpu", "stream", "resident"] | None = option(
+        None, "", "where experts are computed with a GPU; default KT_PLACE, then auto if it fits, else cpu"
     )
 
 
@@ -215,7 +199,7 @@ class TrainSettings(TrainSection):
     data: DataSettings
     preference: PreferenceSettings
     experts: ExpertSettings
-    place: PlacementSettings = Field(default_factory=lambda: PlacementSettings.model_validate({}))
+    place: TrainPlacementOptions = TrainPlacementOptions()
     run: RunSettings
     shard: ShardSettings = Field(default_factory=lambda: ShardSettings.model_validate({}))
     trainer: dict[str, Any] = Field(default_factory=dict, description="given keys of the HF Trainer")
@@ -226,15 +210,17 @@ class TrainSettings(TrainSection):
         return str(self.trainer["output_dir"])
 
 
-SECTIONS: dict[str, type[TrainSection]] = {
+SECTIONS: dict[str, type] = {
     "model": ModelSettings,
     "lora": LoraSettings,
     "data": DataSettings,
     "preference": PreferenceSettings,
     "experts": ExpertSettings,
-    "place": PlacementSettings,
+    "place": TrainPlacementOptions,
     "run": RunSettings,
     "shard": ShardSettings,
 }
 # key -> section
-SECTION_OF_KEY = {key: section for section, model in SECTIONS.items() for key in model.model_fields}
+SECTION_OF_KEY = {
+    key: section for section, model in SECTIONS.items() for key in options_of(model) if key not in UNSUPPORTED_KEYS
+}

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from ktransformers.experts.partition import ExpertPartition, ExpertShard
 from ktransformers.ground.errors import InputError
+from ktransformers.ground.options.placement import read_options
 from ktransformers.ground.pool import set_default_pool
 from ktransformers.modeling.shard_stores import ShardLayer, load_shard
-from ktransformers.place.options import read_options
 from ktransformers.plan import open_shape, with_gpus
 from ktransformers.plan.formats import counted_as
 from ktransformers.plan.hosts import BY_EXPERTS, BY_LAYERS, evaluate_hosts, parse_network

@@ -84,7 +84,7 @@ def read_kt_settings(model_args: Any, *, on_gpu: bool, training: bool) -> TrainS
 
 
 def _default_policy(keys: Mapping[str, Any], training: bool) -> str | None:
-    from ktransformers.place.options import DEFAULT_POLICIES, read_options
+    from ktransformers.ground.options.placement import DEFAULT_POLICIES, read_options
 
     if read_options(keys).policies != DEFAULT_POLICIES:
         return None  # given by another key, or by KT_PLACE

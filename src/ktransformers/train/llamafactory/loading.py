@@ -111,13 +111,12 @@ def load_packed(model_args: Any, config: Any, device_map: Any, *, training: bool
     from ktransformers.operators.rules import require_rules
     from ktransformers.place.apply import ModelPlacement, plan_rules
     from ktransformers.place.backends import isa_of_backend
-    from ktransformers.place.options import read_options
     from ktransformers.train.model import build_expert_pool, check_formats, expert_formats_of
     from ktransformers.train.placement import TrainPlacement
 
     on_gpu = _uses_gpu(device_map)
     settings = read_kt_settings(model_args, on_gpu=on_gpu, training=training)
-    place_options = read_options(settings.place.model_dump())
+    place_options = settings.place
     pool, notes = build_expert_pool(settings, spare=on_gpu and place_options.policy != "cpu")
     for line in notes:
         log.info("%s", line)
