@@ -161,7 +161,7 @@ def test_unsupported_tensors_are_refused_by_name(tmp_path: Path) -> None:
     tensors, _ = written("fp8 blocks")
     name = f"{MODULE}.1.up_proj.weight"
     without = {key: part for key, part in tensors.items() if key != f"{name}_scale_inv"}
-    refuse(tmp_path, without, r"experts\.1\.up_proj\.weight: given F8_E4M3 \[160, 256\], expected .* a scale beside it")
+    refuse(tmp_path, without, r"experts\.1\.up_proj\.weight: given F8_E4M3 \[160, 256\], expected .* a scale with it")
     odd = tensors | {f"{name}_scale_inv": torch.ones(7, 3)}
     refuse(tmp_path, odd, r"up_proj\.weight_scale_inv: given F32 \[7, 3\], expected \[2, 2\] \(blocks of 128 x 128\)")
     refuse(tmp_path, tensors | {name: tensors[name][:100]}, r"up_proj\.weight: given shape \[100, 256\]")
@@ -189,7 +189,7 @@ def test_unsupported_tensors_are_refused_by_name(tmp_path: Path) -> None:
     full = tensors | {f"{name}.qzeros": torch.full_like(tensors[f"{name}.qzeros"], -1)}
     refuse(tmp_path, full, r"gate_proj\.qzeros: given stored zeros of 15, which programs read in two ways", words)
     wide = tensors | {f"{name}.scales": tensors[f"{name}.scales"].float()}
-    refuse(tmp_path, wide, r"gate_proj\.scales: .*expected F16 or BF16 scales beside zeros", words)
+    refuse(tmp_path, wide, r"gate_proj\.scales: .*expected F16 or BF16 scales with zeros", words)
 
     tensors, _ = written("nvfp4 compressed")
     name = f"{MODULE}.0.gate_proj.weight"

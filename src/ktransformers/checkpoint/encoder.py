@@ -1,10 +1,9 @@
-"""From floats to a format: the nearest numbers that it can hold, by the native encoder (`csrc/kernels/encode.h`).
+"""Quantizes floats to a format: the nearest values that it can hold, by the native encoder (`csrc/kernels/encode.h`).
 
-Scales come from the largest number of each group. Unsigned codes with float scales (int4) try a few scales for each
+Scales come from the largest number of each group. Unsigned formats with float scales (int4) try a few scales for each
 group and keep the one with the least squared error. Every CPU writes the same bytes, and GGUF's older types have those
 of the `gguf` package. The encoder runs on the calling thread and reports the error that it adds, so that nothing has to
-be decoded to know it.
-"""
+be dequantized to know it."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ MIN_POOLED_BYTES = 1 << 18  # smaller tensors come from torch's allocator
 
 @dataclass(frozen=True)
 class EncodedWithError:
-    """`moved` is the sum of squares of what the numbers change by when they are decoded and rounded to bfloat16, `norm`
-    that of the numbers themselves."""
+    """`moved` is the sum of squares of what the values change by when they are dequantized and rounded to bfloat16,
+    `norm` that of the values themselves."""
 
     matrix: Encoded
     moved: float
@@ -32,7 +31,7 @@ class EncodedWithError:
 
 
 def encode(tensor: Tensor, spec: str) -> Encoded:
-    """The nearest numbers that `spec` can hold of `[N, K]` or `[E, N, K]` in any float dtype."""
+    """The nearest values that `spec` can hold of `[N, K]` or `[E, N, K]` in any float dtype."""
     return encode_with_error(tensor, spec).matrix
 
 
@@ -65,7 +64,8 @@ def encode_with_error(tensor: Tensor, spec: str) -> EncodedWithError:
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """From the core's pool: torch's allocator keeps what another thread frees, a layer of codes in a conversion."""
+    """From the core's pool: torch's allocator keeps what another thread frees, a layer of packed weights in a
+    conversion."""
     size = math.prod(shape) * dtype.itemsize
     if size < MIN_POOLED_BYTES:
         return torch.empty(shape, dtype=dtype)

@@ -2,12 +2,11 @@
 
 A row of a matrix `[N, K]` has one float32 scale. INT8: s = amax (1/127), q = x (1/s) rounded half to even, value q s.
 INT4: the row is quantised to -112 ... 112, d = amax/112, q = x/d, and every code to a sixteenth of it, half away from
-zero, -7 ... 7; value 16 q d. The codes of a matrix are tiles: blocks of 64 (INT8) or 128 (INT4) rows by 3584 columns
-hold steps of 32 rows by 64 bytes, two tiles of 16 rows each, in which 32-bit words are transposed; a byte of INT4 has
-the columns j (low half) and j + 64 of a step. A matrix is divided among P NUMA nodes: gate and up by rows, down by
-columns, so with P > 1 a row of down has P scales. `encode_rows` gives the same numbers in the form that `ExpertStore`
-packs, without a file.
-"""
+zero, -7 ... 7; value 16 q d. A quantized matrix is stored as tiles: blocks of 64 (INT8) or 128 (INT4) rows by 3584
+columns hold steps of 32 rows by 64 bytes, two tiles of 16 rows each, in which 32-bit words are transposed; a byte of
+INT4 has the columns j (low half) and j + 64 of a step. A matrix is divided among P NUMA nodes: gate and up by rows,
+down by columns, so with P > 1 a row of down has P scales. `encode_rows` gives the same values in the form that
+`ExpertStore` packs, without a file."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class TileFormat:
         return 8 // self.bits
 
     def bytes(self, rows: int, columns: int) -> int:
-        """Of the codes of a matrix."""
+        """Bytes of a quantized matrix."""
         return rows * columns // self.per_byte
 
 
@@ -58,10 +57,10 @@ def tile_format(bits: int) -> TileFormat:
 
 
 def quantize_rows(matrix: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes int8 `[N, K]` and scales float32 `[N]` of floats `[N, K]`: the bits that kt-kernel 0.7.2 computes from the
+    """Values int8 `[N, K]` and scales float32 `[N]` of floats `[N, K]`: the bits that kt-kernel 0.7.2 computes from the
     same numbers. A value is the code (8 bits), or 16 times the code (4 bits), times its row's scale.
 
-    kt-kernel gets bf16: a caller that wants its codes from another dtype rounds to bf16 before. It quantises each NUMA
+    kt-kernel gets bf16: a caller that wants its bits from another dtype rounds to bf16 before. It quantises each NUMA
     part by itself, which matters to down alone: give its parts of columns one by one, or use `encode_rows`. A row of
     zeros has scale 0. Numbers that are not finite are refused.
     """
@@ -69,7 +68,7 @@ def quantize_rows(matrix: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _quantised(matrix: Tensor, form: TileFormat, *, paired: bool) -> tuple[Tensor, Tensor]:
-    """`paired`: bytes `[N, K/2]` of two codes, each plus 8."""
+    """`paired`: bytes `[N, K/2]` of two values, each plus 8."""
     if matrix.dim() != 2 or not matrix.is_floating_point():
         raise InputError("matrix", f"{matrix.dtype} of shape {list(matrix.shape)}", "floats of shape [rows, columns]")
     if matrix.dtype not in (torch.bfloat16, torch.float32):
@@ -85,12 +84,12 @@ def _quantised(matrix: Tensor, form: TileFormat, *, paired: bool) -> tuple[Tenso
 
 
 def encode_rows(matrix: Tensor, bits: int, parts: int = 1, name: str = "") -> Encoded | Tensor:
-    """`[N, K]` or `[E, N, K]` with the codes and scales of `quantize_rows`, for `ExpertStore.pack`; no bit is lost.
+    """`[N, K]` or `[E, N, K]` with the values and scales of `quantize_rows`, for `ExpertStore.pack`; no bit is lost.
 
     `parts` is the number of NUMA parts of the *columns*: P for down. Gate and up are divided by rows, each of which
     keeps its scale, so theirs is 1. What comes back is `int8` or `int4:0:f32`, for several parts `int4:G:f32` with G =
-    K/P. INT8 in several parts has no such format: its numbers q s come back as float32 (packed as bf16, at twice the
-    bytes; products with `precision="bf16"` are those of the codes).
+    K/P. INT8 in several parts has no such format: its values q s come back as float32 (packed as bf16, at twice the
+    bytes; products with `precision="bf16"` are those of the integers).
     """
     stacked = matrix if matrix.dim() == 3 else matrix[None]
     experts, rows, columns = stacked.shape
@@ -110,7 +109,7 @@ def encode_rows(matrix: Tensor, bits: int, parts: int = 1, name: str = "") -> En
 
 
 def encoded_of(qweight: Tensor, scales: Tensor, bits: int, name: str = "") -> Encoded | Tensor:
-    """Codes int8 `[E, N, K]` and scales float32 `[E, N, parts]` of equal parts of columns; see `encode_rows`."""
+    """Values int8 `[E, N, K]` and scales float32 `[E, N, parts]` of equal parts of columns; see `encode_rows`."""
     _, _, columns = qweight.shape
     parts = scales.shape[2]
     spec = spec_of(bits, columns, parts)
@@ -130,7 +129,7 @@ def spec_of(bits: int, columns: int, parts: int) -> str:
 
 
 def kept_codes(matrix: Encoded, bits: int, parts: int) -> tuple[Tensor, Tensor] | None:
-    """Codes int8 `[N, K]` and scales `[N, parts]` of a matrix `[1, N, K]` whose own codes and scales can be stored as
+    """Values int8 `[N, K]` and scales `[N, parts]` of a matrix `[1, N, K]` whose own values and scales can be stored as
     they are; None: it has to be quantised."""
     form = format_of(matrix.format)
     if matrix.scales is None or matrix.experts != 1 or matrix.columns % parts or form.scales != "floats":
@@ -172,11 +171,11 @@ def check_size(name: str, role: str, rows: int, columns: int, bits: int, parts: 
 
 
 def tile(qweight: Tensor, bits: int) -> Tensor:
-    """Codes int8 `[n, k]` as the bytes of kt-kernel's tiles, uint8 `[n k bits / 8]`."""
+    """Values int8 `[n, k]` as the bytes of kt-kernel's tiles, uint8 `[n k bits / 8]`."""
     form = tile_format(bits)
     n, k = qweight.shape
     if n % ROWS or k % form.k_step:
-        raise InputError("codes", f"shape {[n, k]}", f"multiples of {ROWS} and {form.k_step}")
+        raise InputError("qweight", f"shape {[n, k]}", f"multiples of {ROWS} and {form.k_step}")
     result = torch.empty(form.bytes(n, k) // 4, dtype=torch.int32)
     for nb, nbs, kb, kbs, start in _blocks(form, n, k):
         rows = qweight[nb : nb + nbs, kb : kb + kbs]

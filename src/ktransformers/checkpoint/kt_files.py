@@ -39,7 +39,7 @@ TREE_FILE_NAME = re.compile(
 
 @dataclass(frozen=True)
 class StoredPart:
-    """One NUMA part of one matrix: `[rows, columns]`, whose codes and scales are two tensors or two files."""
+    """One NUMA part of one matrix: `[rows, columns]`, whose values and scales are two tensors or two files."""
 
     role: str
     backward: bool  # the transposed matrix

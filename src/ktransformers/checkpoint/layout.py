@@ -25,7 +25,7 @@ FUSED = {
     ".experts.gate_up_proj_bias": "gate_up_bias",
     ".experts.up_proj_bias": "up_bias",
     ".experts.down_proj_bias": "down_bias",
-    ".experts.gate_up_proj_blocks": "gate_up_blocks",  # gpt-oss: 32 codes of e2m1 in 16 bytes
+    ".experts.gate_up_proj_blocks": "gate_up_blocks",  # gpt-oss: 32 values of e2m1 in 16 bytes
     ".experts.gate_up_proj_scales": "gate_up_scales",
     ".experts.down_proj_blocks": "down_blocks",
     ".experts.down_proj_scales": "down_scales",

@@ -1,12 +1,11 @@
 """One weight matrix `[N, K]` from the tensors of a safetensors checkpoint.
 
-A matrix is stored as several tensors with one name and several endings, its *parts*: codes (`weight`, `weight_packed`,
-`qweight`), scales (`weight_scale_inv`, `scales`, ...) and sometimes more. `recognise` tells the format from names,
-dtypes and shapes, without reading data; `Matrix.build` then makes an `Encoded` of the data, as a view where possible. A
-part that the format has no use for is refused by name; parts about activations are ignored. Scales of e8m0 over blocks
-of 128 become float32, which holds them exactly. GPTQ and AWQ have the matrix transposed and several codes in a word;
-their codes are copied once, in order of rows.
-"""
+A matrix is stored as several tensors with one name and several endings, its *parts*: quantized values (`weight`,
+`weight_packed`, `qweight`), scales (`weight_scale_inv`, `scales`, ...) and sometimes more. `recognise` tells the format
+from names, dtypes and shapes, without reading data; `Matrix.build` then makes an `Encoded` of the data, as a view where
+possible. A part that the format has no use for is refused by name; parts about activations are ignored. Scales of e8m0
+over blocks of 128 become float32, which holds them exactly. GPTQ and AWQ have the matrix transposed and several values
+in a word; these are copied once, in order of rows."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ class TensorRef:
 
 @dataclass(frozen=True)
 class Matrix:
-    spec: str  # "bf16": plain numbers
+    spec: str  # "bf16": dense
     build: Callable[[Read], Tensor | Encoded]  # from a reader by name: [N, K], or [1, N, K]
 
 
@@ -81,7 +80,7 @@ def recognise(parts: Mapping[str, TensorRef], rows: int, columns: int, quantisat
         return Matrix("bf16", lambda read: read(weight.name))
     scale = next((used[key] for key in ("weight_scale_inv", "weight_scale", "scale", "scale_inv") if key in used), None)
     if scale is None:
-        raise weight.refuse(f"{' or '.join(FLOATS)}, or a scale beside it")
+        raise weight.refuse(f"{' or '.join(FLOATS)}, or a scale with it")
     if weight.dtype == "F8_E4M3":
         _only(used, ("weight", *(key for key, part in used.items() if part is scale)))
         _shape(weight, (rows, columns))
@@ -94,7 +93,7 @@ def recognise(parts: Mapping[str, TensorRef], rows: int, columns: int, quantisat
         return _int8(weight, scale, rows, columns)
     if weight.dtype in ("I8", "U8") and columns % 2 == 0 and weight.shape == (rows, columns // 2):
         return _mx_nibbles(weight, scale, rows, columns)
-    raise weight.refuse(f"codes of [{rows}, {columns}]: F8_E4M3 or I8 of that shape, or U8 of half the columns")
+    raise weight.refuse(f"a matrix [{rows}, {columns}]: F8_E4M3 or I8 of that shape, or U8 of half the columns")
 
 
 def dimensions(parts: Mapping[str, TensorRef], quantisation: Quantisation = NONE) -> tuple[int, int]:
@@ -129,7 +128,7 @@ def _multiple(part: TensorRef, columns: int, multiple: int) -> None:
 
 def _need(used: Mapping[str, TensorRef], qweight: TensorRef, ending: str) -> TensorRef:
     if ending not in used:
-        raise InputError(qweight.name, f"no {ending} beside it", "codes and their scales")
+        raise InputError(qweight.name, f"no {ending} with it", "a quantized weight and its scales")
     return used[ending]
 
 
@@ -182,7 +181,7 @@ def _mx_nibbles(weight: TensorRef, scale: TensorRef, rows: int, columns: int) ->
 
 
 def _in_bytes(spec: str, weight: TensorRef, scale: TensorRef, columns: int) -> Matrix:
-    """Codes and e8m0 scales as the format has them, byte by byte."""
+    """Values and e8m0 scales as the format has them, byte by byte."""
 
     def build(read: Read) -> Encoded:
         scales = _bytes(read(scale.name, e8m0=True))
@@ -233,7 +232,7 @@ def _packed(used: Mapping[str, TensorRef], rows: int, columns: int) -> Matrix:
         return _packed_int8(qweight, scale, rows, columns)
     _multiple(qweight, columns, 8)
     if (qweight.dtype, qweight.shape) not in (("I32", (rows, columns // 8)), ("U8", (rows, columns // 2))):
-        raise qweight.refuse(f"I32 [{rows}, {columns // 8}]: eight codes in a word")
+        raise qweight.refuse(f"I32 [{rows}, {columns // 8}]: eight values in a word")
     spec = _group_spec("int4", scale, scale.shape == (rows, 1), (rows, None), columns)
     shaped = used.get("weight_shape")
 
@@ -273,7 +272,7 @@ def _group_spec(
 
 
 def _gptq(used: Mapping[str, TensorRef], rows: int, columns: int, quantisation: Quantisation) -> Matrix:
-    """A word has 8 codes of 4 bits, or 4 of 8, of one row of the matrix. Without zeros of its own for every group, and
+    """A word has 8 values of 4 bits, or 4 of 8, of one row of the matrix. Without zeros of its own for every group, and
     in 4 bits, the matrix is int4; otherwise uint4 or uint8."""
     _only(used, ("qweight", "scales", "qzeros", "g_idx"))
     qweight, scale = used["qweight"], _need(used, used["qweight"], "scales")
@@ -281,7 +280,7 @@ def _gptq(used: Mapping[str, TensorRef], rows: int, columns: int, quantisation: 
     in_word = 32 // bits
     _multiple(qweight, columns, in_word)
     if qweight.dtype != "I32" or qweight.shape != (columns // in_word, rows):
-        raise qweight.refuse(f"I32 [{columns // in_word}, {rows}]: {in_word} codes of {bits} bits in a word")
+        raise qweight.refuse(f"I32 [{columns // in_word}, {rows}]: {in_word} values of {bits} bits in a word")
     symmetric = bits == 4 and quantisation.symmetric
     spec = _group_spec("int4" if symmetric else f"uint{bits}", scale, scale.shape == (1, rows), (None, rows), columns)
     zeros, order = used.get("qzeros"), used.get("g_idx")
@@ -312,11 +311,11 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the rows of the matrix in a word, the
 
 
 def _awq(used: Mapping[str, TensorRef], rows: int, columns: int, quantisation: Quantisation) -> Matrix:
-    """A word has the codes of 8 rows of the matrix at one column, in `AWQ_ORDER`."""
+    """A word has the values of 8 rows of the matrix at one column, in `AWQ_ORDER`."""
     _only(used, ("qweight", "scales", "qzeros"))
     qweight, scale, zeros = (_need(used, used["qweight"], ending) for ending in ("qweight", "scales", "qzeros"))
     if rows % 8 or qweight.dtype != "I32" or qweight.shape != (columns, rows // 8):
-        raise qweight.refuse(f"I32 [{columns}, {rows // 8}]: the codes of eight rows in a word")
+        raise qweight.refuse(f"I32 [{columns}, {rows // 8}]: the values of eight rows in a word")
     spec = _group_spec("uint4", scale, scale.shape == (1, rows), (None, rows), columns)
     _exact_with_zeros(scale)
     if zeros.dtype != "I32" or zeros.shape != (scale.shape[0], rows // 8):
@@ -336,7 +335,7 @@ def _awq(used: Mapping[str, TensorRef], rows: int, columns: int, quantisation: Q
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:
-    """The codes in the words of each row, the lowest bits first, as uint8."""
+    """The values in the words of each row, the lowest bits first, as uint8."""
     octets = words.contiguous().view(torch.uint8)
     return octets if bits == 8 else nibbles(octets)
 
@@ -344,7 +343,7 @@ def _fields(words: Tensor, bits: int) -> Tensor:
 def _exact_with_zeros(scale: TensorRef) -> None:
     """(code - zero) * scale has all its bits in float32 for scales of 16 bits."""
     if scale.dtype not in ("F16", "BF16"):
-        raise scale.refuse("F16 or BF16 scales beside zeros")
+        raise scale.refuse("F16 or BF16 scales with zeros")
 
 
 def _stored_zeros(part: TensorRef, stored: Tensor, bits: int, lower: bool) -> Tensor:
@@ -375,7 +374,7 @@ def _less_128(octets: Tensor) -> Tensor:
 def _by_rows(
     spec: str, qweight: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None, name: str
 ) -> Encoded:
-    """Codes `[N, K]` as uint8, scales and zeros `[N, groups]`."""
+    """Values `[N, K]` as uint8, scales and zeros `[N, groups]`."""
     columns = qweight.shape[1]
     if order is not None:
         qweight = qweight[:, order]

@@ -4,7 +4,7 @@
     model-00001-of-00002.safetensors   everything but the experts
     packed-00003.safetensors        the experts of layer 3: the bytes of `ExpertStore.memory()`, at page boundaries
     model.safetensors.index.json    names both kinds
-    linears-00001-of-00001.safetensors   linear layers in codes (`kt quant --rest`), if there are any
+    linears-00001-of-00001.safetensors   quantized dense linear layers (`kt quant --rest`), if any
     kt_packed.json                  this manifest: formats, shapes, layout version, sizes and checksums, the source
     quality.json                    the receipt of the conversion
 
@@ -98,7 +98,7 @@ class Manifest(ManifestModel):
     layers: list[PackedLayer]
     shards: dict[str, ShardRecord]
     rest: str = "bf16"  # requested for linear layers outside of the experts
-    linears: list[PackedLinear] = []  # those that are stored in codes
+    linears: list[PackedLinear] = []  # quantized dense linear layers
 
     def locate(self, module: str) -> PackedLayer:
         """The layer of a module of the model; what precedes `layers` in its name may differ."""
@@ -120,7 +120,7 @@ def content_hash(document: Mapping[str, Any]) -> str:
 
 
 def manifest_document(manifest: Manifest) -> dict[str, Any]:
-    """The manifest as it is written, with its own hash. Without linear layers in codes it has no fields for them:
+    """The manifest as it is written, with its own hash. Without quantized linear layers it has no fields for them:
     earlier versions open it."""
     without = {"rest", "linears"} if manifest.rest == "bf16" else None
     document = manifest.model_dump(mode="json", exclude=without)

@@ -24,8 +24,8 @@ COMPRESSED_FORMATS = {  # of compressed-tensors
 class Quantisation:
     method: str = ""  # empty: config.json says nothing
     gptq_zero: int = 7  # as stored: the first format of GPTQ subtracts one
-    bits: int = 4  # of GPTQ's codes
-    symmetric: bool = True  # GPTQ: one zero for all groups, in the middle of the codes
+    bits: int = 4  # of GPTQ's values
+    symmetric: bool = True  # GPTQ: one zero for all groups, in the middle of the range
     desc_act: bool = False  # GPTQ: columns were quantised in order of activation, and groups follow that order
 
 
@@ -70,7 +70,7 @@ def _oddities(method: str, words: Mapping[str, Any]) -> Iterator[tuple[str, str]
         if words.get("bits") != 4:
             yield f"bits {words.get('bits')}", "bits 4"
         if str(words.get("version", "gemm")).lower() != "gemm":
-            yield f"version {words.get('version')!r}", "'gemm', whose order of codes is read"
+            yield f"version {words.get('version')!r}", "'gemm', whose order of values is read"
         if words.get("zero_point", True) is False:
             yield "zero_point false", "weights with zeros"
     if method == "fp8" and words.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):

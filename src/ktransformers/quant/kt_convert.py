@@ -1,8 +1,8 @@
 """`kt quant --layout kt-kernel`: the experts of a checkpoint as INT8 or INT4 in the files of kt-kernel's converter.
 
-The result has the codes that kt-kernel 0.7.2 computes itself, for the same number of NUMA parts: matrices are rounded
+The result has the values that kt-kernel 0.7.2 computes itself, for the same number of NUMA parts: matrices are rounded
 to bf16 (decoded first, if they are quantised), then quantised by rows (`checkpoint/kt_codes.py`). Experts that have
-such codes already keep them. The output is either merged safetensors, one shard for each layer and one for all other
+such values already keep them. The output is either merged safetensors, one shard for each layer and one for all other
 tensors, or a tree of `.kt` files with experts alone. A thread quantises one matrix of one expert and writes its bytes;
 a background thread finishes the layer before. Everything goes to `OUT.partial`, and an interrupted conversion resumes
 by its journal.

@@ -1,10 +1,10 @@
 """One layer's experts quantised and written in kt-kernel's layout: a safetensors shard, or a folder of `.kt` files.
 
 Parts of matrices arrive from several threads in any order. A shard is laid out before the first one, scales in front of
-codes, because they need their alignment; each part then is written to its offset. A folder has two files for each part
-and is written under another name; SHA-256 of a file is computed from memory. Neither has its final name before
-`finish`, which also syncs it to disk.
-"""
+
+quantized values, because they need their alignment; each part then is written to its offset. A folder has two files for
+each part and is written under another name; SHA-256 of a file is computed from memory. Neither has its final name
+before `finish`, which also syncs it to disk."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def layer_sizes(header: KTHeader) -> dict[str, tuple[int, int]]:
 
 
 def layer_bytes(header: KTHeader, backward: bool) -> int:
-    """Of codes and scales of a layer."""
+    """Bytes of values and scales of a layer."""
     form = tile_format(header.bits)
     one = stored_parts(1, layer_sizes(header), header.parts, backward)
     return header.experts * sum(form.bytes(part.rows, part.columns) + 4 * part.rows for part in one)

@@ -1,4 +1,4 @@
-"""Writes a file of linear layers in codes (`checkpoint/sources/packed_linears.py`), one weight at a time: it is
+"""Writes a file of quantized linear layers (`checkpoint/sources/packed_linears.py`), one weight at a time: it is
 recoded, or kept, packed by the core, and its blocks are written to their page of the file.
 """
 

@@ -42,7 +42,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """A weight outside of the experts that is written in codes."""
+    """A dense (non-expert) weight that is written quantized."""
 
     tensor: PlainTensor
     format: str
@@ -118,8 +118,8 @@ def plan_conversion(
 
 
 def _plan_linears(origin: Origin, rest: str) -> Iterator[LinearPlan]:
-    """With `keep` every matrix whose codes the files have, embeddings among them; with a format the linear layers that
-    loading would encode, where the file has them under the model's names."""
+    """With `keep` every matrix that the files have quantized, embeddings among them; with a format the linear layers
+    that loading would encode, where the file has them under the model's names."""
     if rest == "bf16":
         return
     names = set() if rest == KEEP else quantizable_names(origin.meta_model())

@@ -70,7 +70,7 @@ class Receipt:
     layers: list[LayerQuality]
     calibration: Calibration | None = None
     skipped: str | None = None  # why a requested calibration is missing
-    linears: list[LinearQuality] = field(default_factory=list)  # outside of the experts, those in codes
+    linears: list[LinearQuality] = field(default_factory=list)  # quantized dense linear layers
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """For each matrix of the experts, and for the rest: formats, mean and largest error, and the layer with the

@@ -1,4 +1,4 @@
-"""Which modules of a model may have codes in the place of numbers, by what they are for: linear layers and embeddings,
+"""Which modules of a model may be quantized, by what they are for: linear layers and embeddings,
 but not routers, gates and indexers, whose rounding would change which experts or keys are chosen."""
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from typing import TypeGuard
 
 from torch import nn
 
-ROUTERS = ("gate", "router")  # ends of the names of modules beside experts that choose among these
+# Ends of the names of modules that choose among experts.
+ROUTERS = ("gate", "router")
 
 
 def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -17,17 +18,17 @@ def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def quantizable_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Linear layers that may have codes, by what they are for, whatever their size."""
+    """Linear layers that may be quantized, by what they are for, whatever their size."""
     for name, module in quantizable_modules(model):
         if isinstance(module, nn.Linear):
             yield name, module
 
 
 def quantizable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
-    """Modules whose weights may be codes."""
+    """Modules whose weights may be quantized."""
     routers = _router_modules(model)
     for prefix, module in model.named_modules():
-        if hasattr(module, "experts") or module in routers:  # linear layers beside experts are the router and gates
+        if hasattr(module, "experts") or module in routers:  # linear layers next to experts are the router and gates
             continue
         if hasattr(module, "index_topk"):  # an indexer, which chooses keys
             continue

@@ -28,7 +28,8 @@ CHECKED_ROWS = 8
 
 @dataclass(eq=False)
 class HostRows:
-    """Numbers of a weight in host memory, as codes of it: `location` is the device on which the model computes."""
+    """A dense weight in host memory behind a `QuantizedWeight`; `location` is the device on which the model
+    computes."""
 
     rows: Tensor  # [N, K], pinned if there is a GPU
     location: torch.device = field(default_factory=lambda: torch.device("cpu"))

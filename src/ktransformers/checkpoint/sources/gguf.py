@@ -1,8 +1,8 @@
 """A source of GGUF: one file, a split set, or a directory with either; types may differ from tensor to tensor.
 
 Experts are views of the mapped file, block by block; both the stacked tensors (`ffn_gate_exps`) and the older ones of
-single experts (`ffn_gate.7`) are read. Formats whose codes and scales are separate tensors elsewhere (MXFP4) are
-rearranged, because their blocks hold the scale before the codes and pair column j with j + 16. All other tensors are
+single experts (`ffn_gate.7`) are read. Formats whose values and scales are separate tensors elsewhere (MXFP4) are
+rearranged, because their blocks hold the scale before the values and pair column j with j + 16. All other tensors are
 decoded by the `gguf` package when they are read, under their Hugging Face names (`gguf_names.py`).
 """
 

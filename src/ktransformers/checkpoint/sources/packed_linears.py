@@ -1,4 +1,4 @@
-"""Linear layers of a packed directory that are stored in codes: files are memory-mapped, and the core multiplies from
+"""Quantized linear layers of a packed directory: files are memory-mapped, and the core multiplies from
 the mapping without a copy.
 
 A weight is one tensor of bytes at a page boundary, the blocks that `_core.CodedLinear` computes with, under the name of

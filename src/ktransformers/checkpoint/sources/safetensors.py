@@ -1,9 +1,8 @@
 """The source for safetensors: a released directory, plain or quantised, and the merged files of kt-kernel's converter.
 
-Tensors are grouped by their name without its ending (`checkpoint/matrix.py`); a group with codes is one quantised
-matrix, all other tensors are plain. The converter of kt-kernel renames tensors (`blk.3.` for `model.layers.3.`, no
-leading `model.`); the Hugging Face names are restored.
-"""
+Tensors are grouped by their name without its ending (`checkpoint/matrix.py`); a group with packed values is one
+quantized matrix, all other tensors are plain. The converter of kt-kernel renames tensors (`blk.3.` for
+`model.layers.3.`, no leading `model.`); the Hugging Face names are restored."""
 
 from __future__ import annotations
 
@@ -162,7 +161,7 @@ class SafetensorsSource:
         used = {key: name for key, name in endings.items() if key not in ACTIVATIONS and key != "bias"}
         blocks = shards.ref(used["blocks"]) if "blocks" in used else None
         if blocks is None and "weight" not in used:
-            raise InputError(next(iter(endings.values())), "no weight beside it", "codes and their scales")
+            raise InputError(next(iter(endings.values())), "no weight with it", "a quantized weight and its scales")
         if blocks is not None:
             name, stored = blocks.name.removesuffix("_blocks"), (*blocks.shape[:2], 32 * blocks.shape[2])
         else:
@@ -182,7 +181,7 @@ class SafetensorsSource:
 
 
 def _packed_linears(path: Path) -> PackedLinears | None:
-    """Of a packed directory whose linear layers are stored in codes."""
+    """Of a packed directory with quantized linear layers."""
     if not is_packed(path):
         return None
     manifest = read_manifest(path)
@@ -227,7 +226,7 @@ def _is_quantised(shards: Shards, endings: Mapping[str, str]) -> bool:
     if weight.dtype in FLOATS or len(weight.shape) != 2:
         return False
     if weight.dtype.startswith("F8") and not any(ending in endings for ending in SCALES):
-        raise weight.refuse(f"{' or '.join(FLOATS)}, or a scale beside it")
+        raise weight.refuse(f"{' or '.join(FLOATS)}, or a scale with it")
     return weight.dtype in CODE_DTYPES and any(ending in endings for ending in SCALES)
 
 

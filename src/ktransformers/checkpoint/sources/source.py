@@ -38,9 +38,9 @@ class PlainTensor:
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
     quantized: Callable[[], Tensor | Encoded] | None = None  # the same matrix as the file has it quantised
-    format: str = ""  # of these codes; empty: the file has numbers
+    format: str = ""  # of the quantized matrix; empty if the tensor is dense
     packed: Callable[[_core.Pool, bool], MappedWeight] | None = None  # of a packed directory; whether to verify
-    exact: Callable[[], Tensor] | None = None  # the numbers of packed codes in float32
+    exact: Callable[[], Tensor] | None = None  # a packed matrix, dequantized to float32
 
     def numbers(self) -> Tensor:
         """In float32, not rounded to bf16 where the file is quantised."""

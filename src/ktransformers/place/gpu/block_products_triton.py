@@ -3,9 +3,10 @@ decoding, where most experts have one or two rows.
 
 Packed bytes go from memory to registers in the order in which they lie, 16 bytes a thread, and stay there: no tile in
 shared memory, no barrier before the sums of a program's threads are added. A word of 32 bits holds two neighbouring
-numbers of K of one output in bf16, and every second number of K of one output in codes (`quantized/gpu/layout.py`).
-Rows of x are read as pairs of neighbouring bf16 numbers, which every word of the same numbers of K shares. Values of
-codes are rounded to bf16 before the product, so they are those of the decoded matrix.
+numbers of K of one output in bf16, and every second column of one output in quantized formats
+(`quantized/gpu/layout.py`). Rows of x are read as pairs of neighbouring bf16 numbers, which every word of the same
+numbers of K shares. Values of values are rounded to bf16 before the product, so they are those of the dequantized
+matrix.
 
 Loads of weights and scales have one shape per program size, in which Triton gives a thread the scales of its own
 words; others would be exchanged between threads through shared memory. Hence a step has 4 rows of words for each warp,
@@ -101,7 +102,7 @@ def _sums(parts, FACTOR: tl.constexpr):
 @triton.jit
 def _integer(word, mask, s: tl.constexpr, BITS: tl.constexpr, FLIP: tl.constexpr):
     """2^e + code for the s-th code of a word, FLIP an exclusive or with its bits; and 2^e. The code is left where its
-    bits are part of the mantissa, so words are shifted for two or three codes at once; with a mask in a register,
+    bits are part of the mantissa, so words are shifted for two or three quants at once; with a mask in a register,
     one instruction takes a code and puts the exponent beside it. Returns float32."""
     if BITS == 4:
         PLACE: tl.constexpr = 4 * s + 8 if s < 2 else (4 * s if s < 5 else 4 * s - 12)
@@ -122,7 +123,7 @@ def _values(
     word, mask, scale, s: tl.constexpr, CODE: tl.constexpr, ZERO: tl.constexpr, BITS: tl.constexpr, EXACT: tl.constexpr
 ):  # fmt: skip
     """float32: the s-th numbers of words times their scale; EXACT: a fused product of an integer and the scale is
-    exact, because the bits of both fit into those of float32. Floating-point codes: by their bits, whose exponent has
+    exact, because the bits of both fit into those of float32. Floating-point quants: by their bits, whose exponent has
     another bias in float32; half of that is in the scale and half left to the sum, where neither overflows. The code of
     NaN in e4m3 is 480 here; prompts, which are computed from decoded matrices, have the NaN."""
     if CODE == E4M3:
@@ -270,7 +271,7 @@ def block_products(
 
 
 def supports(matrix: PackedMatrix) -> bool:
-    """Whether both halves have one format: bf16, or codes of 2, 4 or 8 bits in one plane; and K has whole rows of
+    """Whether both halves have one format: bf16, or quants of 2, 4 or 8 bits in one plane; and K has whole rows of
     words, since x is not masked within one."""
     form = matrix.formats[0]
     if matrix.plain:

@@ -1,4 +1,4 @@
-"""Products of 16 outputs of an expert with up to 16 rows of activations on tensor cores, of packed codes of GGUF's K
+"""Products of 16 outputs of an expert with up to 16 rows of activations on tensor cores, of packed weights in GGUF's K
 types, read without a decoded matrix in memory, or of a dequantised matrix.
 
 Values are those of the decoder (`quantized/gpu/dequantize_gguf_triton.py`), rounded to bf16. Formats that take fewer
@@ -19,7 +19,7 @@ from ktransformers.quantized.gpu import dequantize_gguf_triton
 from ktransformers.quantized.gpu.dequantize_gguf_triton import gguf_values
 from ktransformers.quantized.gpu.layout import PackedMatrix
 
-DENSE, GGUF = (tl.constexpr(number) for number in range(2))  # what is read: a matrix, or codes
+DENSE, GGUF = (tl.constexpr(number) for number in range(2))  # what is read: a dense matrix, or packed quants
 TILE = {"STEP": 128, "num_warps": 4}  # numbers of K of one step, and warps of a program
 NO_CODES = dict.fromkeys(("CODE", "ZERO", "LOW", "HIGH", "SPAN"), 0)
 
@@ -78,7 +78,7 @@ def multiply_add(rows, values, total, WIDEN: tl.constexpr):
 
 
 def supports(matrix: PackedMatrix) -> bool:
-    """Whether both halves have one format whose codes can be multiplied."""
+    """Whether both halves have one format that can be multiplied packed."""
     form = matrix.formats[0]
     return form == matrix.formats[1] and dequantize_gguf_triton.supports(form)
 

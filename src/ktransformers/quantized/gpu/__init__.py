@@ -1,1 +1,1 @@
-"""Packed weights in GPU memory: their layout, decoders in torch and in Triton, and products that read codes."""
+"""Packed weights in GPU memory: their layout, decoders in torch and in Triton, and products that read packed bytes."""

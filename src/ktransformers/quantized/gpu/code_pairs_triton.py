@@ -1,9 +1,9 @@
-"""Two codes at a time into two bf16 values in one register, the form in which tensor cores read them, by PTX.
+"""Two quants at a time into two bf16 values in one register, the form in which tensor cores read them, by PTX.
 
-The codes are the s-th ones of two words that follow each other along K (`words.py`). A value is what decoding gives: it
-is computed with one rounding, or exactly.
+The quants are the s-th ones of two words that follow each other along K (`words.py`). A value is what decoding gives:
+it is computed with one rounding, or exactly.
 
-4-bit integers with bf16 scales: masked, the codes are the lowest bits of two bf16 numbers. Up to bit 7 these are
+4-bit integers with bf16 scales: masked, the quants are the lowest bits of two bf16 numbers. Up to bit 7 these are
 code * 2^(place - 133), because bf16 numbers whose exponent is 0 or 1 are as far apart as subnormal ones. One fused
 operation, (code * 2^(place - 133)) * (scale * 2^(113 - place)) - 8 * scale * 2^-20, gives the value times 2^-20.
 
@@ -12,7 +12,7 @@ that is made up for by the scale and half by the sum.
 
 E4M3: the instruction of capability 8.9 gives two float16 numbers, which are multiplied with the float32 scale.
 
-Scales are the same for both codes of a pair, because neighbours in a register of tensor cores' operands are neighbours
+Scales are the same for both quants of a pair, because neighbours in a register of tensor cores' operands are neighbours
 along K; `GpuLinearWeight.check` compares products with decoded weights on the device that computes them.
 """
 
@@ -30,7 +30,7 @@ PAIR_EXPONENTS = {words.UINT: 20, words.E4M3: 0, words.E2M1: 63}
 
 @triton.jit
 def int4_scale_pairs(word, g: tl.constexpr, s: tl.constexpr):
-    """int32, the same bf16 number in both halves: what the bits of the s-th codes are multiplied with, and what is
+    """int32, the same bf16 number in both halves: what the bits of the s-th quants are multiplied with, and what is
     added. `word` has the scales of groups g and g + 1, g even."""
     SELECT: tl.constexpr = 0x3232 if g % 2 else 0x1010
     FACTOR: tl.constexpr = 0x76007600 if s % 2 else 0x78007800  # 2^109 or 2^113
@@ -47,7 +47,7 @@ def int4_scale_pairs(word, g: tl.constexpr, s: tl.constexpr):
 
 @triton.jit
 def int4_pairs(low, slope, offset, s: tl.constexpr):
-    """bf16: the s-th codes of words as values."""
+    """bf16: the s-th quants of words as values."""
     SELECT: tl.constexpr = 0x7632 if s // 4 % 2 else 0x5410
     MASK: tl.constexpr = 0x00F000F0 if s % 2 else 0x000F000F
     SHIFT: tl.constexpr = s // 2 % 2 * 8

@@ -105,7 +105,7 @@ def planes(quants: Tensor, strip: Strip) -> Tensor:
         raw = tiles[:, :, at : at + 64 * bits].view(count, strip.k_tiles, words, TILE_N, 2, width)
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=quants.device)
         cut = (raw.unsqueeze(-1) >> shifts) & (2**bits - 1) if each > 1 else raw.unsqueeze(-1)
-        # [blocks, k_tiles, words, n, parity, bytes, codes] -> k = tile, word, byte, code, parity
+        # [blocks, k_tiles, words, n, parity, bytes, quants] -> k = tile, word, byte, code, parity
         plane = cut.permute(0, 3, 1, 2, 5, 6, 4).reshape(count, TILE_N, strip.k_tiles * TILE_K)
         joined = plane if joined is None else joined | (plane << low)
         at, low = at + 64 * bits, low + bits
@@ -175,7 +175,7 @@ def _iq4(quants: Tensor) -> Tensor:
     return torch.tensor(IQ4, dtype=torch.float32, device=quants.device)[quants.int()]
 
 
-# float32 numbers of codes [blocks, 16, K], by the kind of elements.
+# float32 values of quants [blocks, 16, K], by the kind of elements.
 ELEMENTS: dict[str, Callable[[StripFormat, Tensor], Tensor]] = {
     "int8": lambda form, quants: quants.view(torch.int8).float(),
     "uint": lambda form, quants: quants.float() - form.zero_point,

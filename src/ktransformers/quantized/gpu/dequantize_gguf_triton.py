@@ -1,4 +1,4 @@
-"""The decoder of GGUF's K types and of codes in two planes, in Triton: as `dequantize_triton.py`, with values that are
+"""The decoder of GGUF's K types and of quants in two planes, in Triton: as `dequantize_triton.py`, with values that are
 a product, or a product and a sum or difference, of small numbers in the headers.
 
 A fused multiply-add would round once less than the format's definition does, so the kernel is compiled without.
@@ -34,14 +34,14 @@ SCALE_KINDS = {
 
 @triton.jit
 def unsigned_number(code, ZERO: tl.constexpr):
-    """code - ZERO for codes of at most 23 bits, by the bits of 2^23 + code: GPUs convert integers at a quarter of the
+    """code - ZERO for quants of at most 23 bits, by the bits of 2^23 + code: GPUs convert integers at a quarter of the
     rate of other instructions."""
     return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
 
 
 @triton.jit
 def _plane(words, base, n, k, inside, BITS: tl.constexpr):
-    """A plane's codes; `base` is the word at which its part of the tile begins."""
+    """A plane's quants; `base` is the word at which its part of the tile begins."""
     step, lane = (k % 32) // 2, n * 2 + k % 2
     if BITS == 1:  # 16 bits for each lane
         word = tl.load(words + base + lane // 2, mask=inside, other=0)
@@ -134,7 +134,7 @@ def gguf_values(
     codes_at,
     span_bytes,
     KIND: tl.constexpr,
-    ZERO: tl.constexpr,  # point of the codes
+    ZERO: tl.constexpr,  # point of the quants
     LOW: tl.constexpr,  # bits of the first plane
     HIGH: tl.constexpr,  # and of the second, or 0
     SPAN: tl.constexpr,

@@ -1,10 +1,9 @@
-"""GGUF types whose codes are indices into a grid, in torch: rows of bytes `[blocks, 16, k_tiles, bytes]` into values
+"""GGUF types whose quants are indices into a grid, in torch: rows of bytes `[blocks, 16, k_tiles, bytes]` into values
 `[blocks, 16, K]`.
 
-An entry of a grid is four or eight codes, a code one of 16 levels, and the value `d (2 s + 1) level`, exact in float32.
-Grids are the native core's (`_core.grid`), so that there is one copy of them. Signs that are stored in seven bits for
-eight values are expanded without a table, because the eighth is their parity.
-"""
+An entry of a grid is four or eight quants, a code one of 16 levels, and the value `d (2 s + 1) level`, exact in
+float32. Grids are the native core's (`_core.grid`), so that there is one copy of them. Signs that are stored in seven
+bits for eight values are expanded without a table, because the eighth is their parity."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from ktransformers.quantized.gpu.layout import TILE_K, TILE_N, Strip
 
 Fields = list[Tensor]  # [blocks, 16, spans, count]
 SPAN_TILES = 8
-EVEN, ODD = 0, 16  # bits of an entry from which codes of even and of odd columns lie
+EVEN, ODD = 0, 16  # bits of an entry from which quants of even and of odd columns lie
 
 
 def rows_of_tiles(quants: Tensor, strip: Strip) -> Tensor:
@@ -40,7 +39,7 @@ def _steps(values: range | list[int], like: Tensor) -> Tensor:
 
 
 def _codes(spec: str, indices: Tensor, each: int) -> Tensor:
-    """[..., k_tiles, 32 / each] indices into the grid -> [..., k_tiles, 32] codes."""
+    """[..., k_tiles, 32 / each] indices into the grid -> [..., k_tiles, 32] quants."""
     entries = _tables(spec, indices.device)[0][indices]
     shifts = _steps([column // 2 * 4 + (ODD if column % 2 else EVEN) for column in range(each)], indices)
     return ((entries.unsqueeze(-1) >> shifts) & 15).flatten(-2)
@@ -74,7 +73,7 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 
 def _values(spec: str, quants: Tensor, scales: Tensor, d: Tensor) -> Tensor:
-    """`codes` [..., k_tiles, 32], `scales` s [..., k_tiles, 1 or 2], `d` float32 [..., spans]."""
+    """`quants` [..., k_tiles, 32], `scales` s [..., k_tiles, 1 or 2], `d` float32 [..., spans]."""
     scale = d.repeat_interleave(SPAN_TILES, dim=-1).unsqueeze(-1) * (2 * scales + 1).float()
     levels = _tables(spec, quants.device)[1][quants]
     return (levels * scale.repeat_interleave(TILE_K // scales.shape[-1], dim=-1)).flatten(-2)

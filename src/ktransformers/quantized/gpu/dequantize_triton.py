@@ -2,7 +2,7 @@
 
 Codes are read as 32-bit words (16-bit for bf16), of which a tile's 512 values share a few, so that the loads of a warp
 fall into one or two lines; headers are read through views of the same buffer in their own types. Kinds of elements and
-scales are numbers at compile time. Formats whose codes lie in two planes or whose scales are those of GGUF's K types
+scales are numbers at compile time. Formats whose quants lie in two planes or whose scales are those of GGUF's K types
 have another kernel (`dequantize_gguf_triton.py`), and so has bf16:12 (`dequantize_bf16_12_triton.py`).
 """
 
@@ -112,7 +112,7 @@ def _decode(
     columns,
     out_rows,
     CODE: tl.constexpr,
-    ZERO: tl.constexpr,  # point of unsigned codes
+    ZERO: tl.constexpr,  # point of unsigned quants
     SCALE: tl.constexpr,
     BITS: tl.constexpr,
     SPAN: tl.constexpr,

@@ -1,8 +1,8 @@
-"""Products of x `[heads, T, .]`, head by head, with some rows of each head in one weight `[N, K]` in packed codes.
+"""Products of x `[heads, T, .]`, head by head, with some rows of each head in one packed weight `[N, K]`.
 
 That is how latent attention uses `kv_b_proj` when it absorbs it (`serve/attention/latent.py`). Up to DIRECT_ROWS rows
-of bf16, or half as many along rows, are multiplied with codes that lie in words, in one kernel for all heads
-(`head_products_triton.py`), which reads the bytes of the codes alone. Everything else decodes the rows of the heads,
+of bf16, or half as many along rows, are multiplied with the words of the weight, in one kernel for all heads
+(`head_products_triton.py`), which reads packed bytes only. Everything else dequantizes the rows of the heads,
 for this product alone."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ktransformers.quantized.gpu.linear import BLOCK_ROWS, TOLERANCE, GpuLinearW
 
 TRITON = "ktransformers.quantized.gpu.head_products_triton"
 DIRECT_ROWS = 64
-DIRECT_ROWS_ALONG_ROWS = 32  # that take no longer than decoding: programs have 16 of them
+DIRECT_ROWS_ALONG_ROWS = 32  # that take no longer than dequantizing: programs have 16 of them
 CHECKED_ROWS = (1, DIRECT_ROWS_ALONG_ROWS, DIRECT_ROWS)  # each has another tile
 
 
@@ -33,7 +33,7 @@ class HeadRows:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether the CPU's blocks of rows can be decoded without those of other parts."""
+        """Whether the CPU's blocks of rows can be dequantized without those of other parts."""
         return not any(size % BLOCK_ROWS for size in (self.first, self.count, self.step))
 
 
@@ -65,7 +65,7 @@ def multiply_heads(
 
 
 def reads_packed(weight: GpuLinearWeight, x: Tensor, rows: HeadRows, along_rows: bool) -> bool:
-    """Whether x is multiplied without decoding."""
+    """Whether x is multiplied without dequantizing."""
     most = DIRECT_ROWS_ALONG_ROWS if along_rows else DIRECT_ROWS
     if not weight.reads_packed or x.dtype != torch.bfloat16 or not 0 < x.shape[1] <= most or x.stride(2) != 1:
         return False
@@ -74,7 +74,7 @@ def reads_packed(weight: GpuLinearWeight, x: Tensor, rows: HeadRows, along_rows:
 
 
 def check_heads(weight: GpuLinearWeight, rows: HeadRows) -> None:
-    """Compare both products with those of decoded rows on this device, and raise if they differ."""
+    """Compare both products with those of dequantized rows on this device, and raise if they differ."""
     generator = torch.Generator().manual_seed(0)
     numbers = decoded_rows(weight, rows)
     if not numbers.any():
@@ -90,7 +90,7 @@ def check_heads(weight: GpuLinearWeight, rows: HeadRows) -> None:
             difference = float((actual - expected).norm() / expected.norm())
             if not difference < TOLERANCE:
                 raise KTError(
-                    f"products of heads with codes of {weight.matrix.formats[0].spec} `[{weight.matrix.rows}, "
-                    f"{weight.matrix.columns}]` on {numbers.device} differ by {difference:.2g} from those of decoded "
-                    "rows; this is a defect of ktransformers or of Triton. --rest bf16 computes without them"
+                    f"products of heads with the packed {weight.matrix.formats[0].spec} weight `[{weight.matrix.rows}, "
+                    f"{weight.matrix.columns}]` on {numbers.device} differ by {difference:.2g} from those of "
+                    "dequantized rows; this is a defect of ktransformers or of Triton. --rest bf16 keeps them dense"
                 )

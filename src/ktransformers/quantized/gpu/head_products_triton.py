@@ -1,4 +1,4 @@
-"""Products of x `[heads, T, .]` with the rows of each head in one weight `[N, K]` in words of codes (`words.py`).
+"""Products of x `[heads, T, .]` with the rows of each head in one weight `[N, K]` in packed words (`words.py`).
 
 Latent attention multiplies queries with the keys' part of `kv_b_proj` and sums of latents with its values' part; the
 rows of a part are `count` of every `step` rows of the weight. A word is loaded once and shifted, and its values are

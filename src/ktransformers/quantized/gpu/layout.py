@@ -3,7 +3,7 @@
 A matrix of one expert is `[blocks][block_bytes]`; a block is 32 outputs over all of K, in two halves of 16. For gate
 and up, packed together, half 0 is gate's and half 1 the same rows of up's; elsewhere half 1 is the next 16 rows. bf16
 is `[k_tiles][2 halves][16 pairs][16 n][2]`; every other format has a strip for each half: headers of the whole row,
-headers of each span of K, then codes in planes, or in rows of bytes where they are indices into a grid. The fields of
+headers of each span of K, then quants in planes, or in rows of bytes where they are indices into a grid. The fields of
 headers and the widths of planes are those of the native core (`_core.format`); `dequantize.py` and
 `dequantize_triton.py` make values of them by the kinds of elements and scales, so that a format has no row here.
 """
@@ -39,7 +39,7 @@ class Field:
 class StripFormat:
     spec: str
     element: str  # how a code becomes a number: csrc/kernels/format.h, ElementKind
-    zero_point: int  # of unsigned codes
+    zero_point: int  # of unsigned quants
     scales: str  # what the fields mean: csrc/kernels/format.h, ScaleKind
     planes: tuple[int, ...]  # bits, the lowest first
     span: int  # values of K that share the fields below; 0: none

@@ -1,11 +1,10 @@
-"""A weight `[N, K]` of a linear layer in packed codes in GPU memory: products, and rows of it again.
+"""A packed weight `[N, K]` of a linear layer in GPU memory: products, and dequantized rows.
 
-On a GPU with Triton codes lie in words of 32 bits (`words.py`), and as many rows of x as `linear_triton.configuration`
-has tiles for (64, 128 on capability 9) are multiplied with them, which reads the bytes of the codes alone. More rows,
-formats without such a layout (theirs is the CPU's) and other dtypes than bf16 decode PANEL numbers of the weight at a
-time for torch's product. Both multiply the same bf16 values. Nothing waits for the host, and what is allocated has a
-size that the shapes determine, so calls can be captured in a CUDA graph.
-"""
+On a GPU with Triton the weight lies in words of 32 bits (`words.py`), and as many rows of x as
+`linear_triton.configuration` has tiles for (64, 128 on capability 9) are multiplied with these words, so only packed
+bytes are read. More rows, formats without such a layout (theirs is the CPU's) and other dtypes than bf16 dequantize
+PANEL values of the weight at a time for torch's product. Both multiply the same bf16 values. Nothing waits for the
+host, and what is allocated has a size that the shapes determine, so calls can be captured in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -26,7 +25,8 @@ from ktransformers.quantized.gpu.layout import TILE_N, PackedMatrix, format_of
 from ktransformers.quantized.gpu.words import WordLayout, from_words, to_words, word_layout
 
 TRITON = "ktransformers.quantized.gpu.linear_triton"
-PANEL = 1 << 27  # numbers of a weight that are decoded at a time: 256 MiB in bf16
+# Values of a weight that are dequantized at a time: 256 MiB in bf16.
+PANEL = 1 << 27
 BLOCK_ROWS = 2 * TILE_N
 CHECKED_ROWS = 256  # of a weight, when its products are checked
 CHECKED_BATCHES = (1, 16, 32, 64, 128)  # rows of x: each has another tile or kernel
@@ -41,7 +41,7 @@ def packed_linear(rows: int, columns: int, spec: str) -> PackedMatrix:
 
 
 class GpuLinearWeight:
-    """The codes of one weight on a device: uint8 `[bytes]`, as `_core.CodedLinear.memory()` has them, or the int32
+    """One packed weight on a device: uint8 `[bytes]`, as `_core.CodedLinear.memory()` has them, or the int32
     words of `layout`."""
 
     def __init__(self, packed: Tensor, matrix: PackedMatrix, layout: WordLayout | None = None) -> None:
@@ -56,7 +56,7 @@ class GpuLinearWeight:
 
     @classmethod
     def of(cls, packed: Tensor, matrix: PackedMatrix) -> GpuLinearWeight:
-        """Of codes in the CPU's layout, converted where the device has a product with words."""
+        """From bytes in the CPU's layout, converted where the device has a product with words."""
         layout = word_layout(matrix) if packed.is_cuda and import_triton_module(TRITON) is not None else None
         words = None if layout is None else to_words(packed, layout)
         return cls(packed, matrix) if words is None else cls(words, matrix, layout)
@@ -75,8 +75,9 @@ class GpuLinearWeight:
         return GpuLinearWeight(self.packed.to(device), self.matrix, self.layout)
 
     def check(self) -> bool:
-        """Compare products with codes with those of the decoded weight on this device, and raise if they differ; False:
-        this weight has nothing to compare, because it is decoded first or its rows are zero."""
+        """Compare products with the packed weight with those of the dequantized weight on this device, and raise if
+        they differ. Returns False where there is nothing to compare: the weight is dequantized first, or its rows are
+        zero."""
         if self._kernels is None:
             return False
         generator = torch.Generator().manual_seed(0)
@@ -90,9 +91,9 @@ class GpuLinearWeight:
             difference = float((self.multiply(x)[:, :height].float() - expected).norm() / expected.norm())
             if not difference < TOLERANCE:
                 raise KTError(
-                    f"products with codes of {self.matrix.formats[0].spec} `[{self.matrix.rows}, "
-                    f"{self.matrix.columns}]` on {self.packed.device} differ by {difference:.2g} from those of the "
-                    "decoded weight; this is a defect of ktransformers or of Triton. --rest bf16 computes without them"
+                    f"products with the packed {self.matrix.formats[0].spec} weight `[{self.matrix.rows}, "
+                    f"{self.matrix.columns}]` on {self.packed.device} differ by {difference:.2g} from those of "
+                    "the dequantized one; this is a defect of ktransformers or of Triton. --rest bf16 keeps it dense"
                 )
         return True
 
@@ -103,7 +104,7 @@ class GpuLinearWeight:
 
     @property
     def reads_packed(self) -> bool:
-        """Whether few rows are multiplied without decoding."""
+        """Whether few rows are multiplied without dequantizing."""
         return self._kernels is not None
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -117,7 +118,7 @@ class GpuLinearWeight:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _configuration(self, x: Tensor) -> Any:
-        """Of the product with codes; None: the weight is decoded first."""
+        """Tiles of the product with packed words. None if the weight is dequantized first."""
         if self._kernels is None or not x.shape[0] or x.dtype != torch.bfloat16:
             return None
         return self._kernels.configuration(x.shape[0], self.layout, self._kernels.card_of(x.device))
@@ -134,8 +135,8 @@ class GpuLinearWeight:
         return total.to(grad.dtype)
 
     def gathered(self, rows: Tensor) -> Tensor:
-        """Rows by number, int64 `[n]` -> bf16 `[n, K]`. In the CPU's layout the blocks of 32 rows around them are
-        decoded."""
+        """Rows by index, int64 `[n]` -> bf16 `[n, K]`. In the CPU's layout the blocks of 32 rows around them are
+        dequantized."""
         if self._kernels is not None:
             out = self._numbers(rows.shape[0])
             with on_device(self.packed.device):
@@ -153,7 +154,7 @@ class GpuLinearWeight:
         return out[numbers, rows % BLOCK_ROWS]
 
     def panels(self) -> Iterator[tuple[int, Tensor]]:
-        """(first row, bf16 rows), PANEL numbers at a time."""
+        """(first row, bf16 rows), PANEL values at a time."""
         height = max(1, PANEL // (BLOCK_ROWS * self.matrix.columns)) * BLOCK_ROWS
         for first in range(0, self.matrix.rows, height):
             yield first, self.decoded(first, min(first + height, self.matrix.rows))
@@ -176,7 +177,7 @@ class GpuLinearWeight:
         return out
 
     def decoded(self, first: int, last: int) -> Tensor:
-        """Rows first .. last - 1 in bf16; in the CPU's layout blocks of 32 rows are decoded whole."""
+        """Rows first .. last - 1 in bf16; in the CPU's layout blocks of 32 rows are dequantized whole."""
         if self._kernels is not None:
             numbers = self._numbers(last - first)
             with on_device(self.packed.device):

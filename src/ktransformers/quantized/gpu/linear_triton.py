@@ -1,17 +1,17 @@
-"""out = x W^T for up to 128 rows of bf16 x, with W `[N, K]` in words of codes (`words.py`), and W in bf16 again.
+"""out = x W^T for up to 128 rows of bf16 x, with W `[N, K]` in packed words (`words.py`), and W in bf16 again.
 
-The s-th codes of the words of a step are a matrix `[outputs, rows]` that tensor cores multiply with as many columns of
+The s-th quants of the words of a step are a matrix `[outputs, rows]` that tensor cores multiply with as many columns of
 x, which are neighbours; a word is loaded once and shifted. W is the first operand of the product, which tensor cores
-read from registers. Values are rounded to bf16 before the product, so they are those of the decoded matrix. Triton
+read from registers. Values are rounded to bf16 before the product, so they are those of the dequantized matrix. Triton
 copies words, scales and x ahead of their use and keeps everything computed from them in the registers from which tensor
 cores read, as long as it is computed from loads in the loop and constants alone: hence a scale of a whole row is loaded
 in every step (`row_stride` is 0), and where a step is too large for x of many rows, a turn of the loop takes half of
-the rows of its words and not half of the codes of every word.
+the rows of its words and not half of the quants of every word.
 
-Values are made two at a time where one rounding suffices (`code_pairs_triton.py`). Elsewhere codes of integers are left
-where they are in their word: masked, they are the lowest bits of a float32 number with an exponent of zero, code *
+Values are made two at a time where one rounding suffices (`code_pairs_triton.py`). Elsewhere quants of integers are
+left where they are in their word: masked, they are the lowest bits of a float32 number with an exponent of zero, code *
 2^(place - 149). One fused operation with a scale that is larger by 2^(84 - place) gives the value, smaller by 2^65,
-with one rounding; the sum is multiplied with 2^65. Likewise the bits of floating-point codes become those of a float32
+with one rounding; the sum is multiplied with 2^65. Likewise the bits of floating-point quants become those of a float32
 number that is too small by the difference of the biases.
 
 A program has BLOCK_N outputs and one of `splits` ranges of K. The last program of an output's ranges adds their float32
@@ -231,7 +231,7 @@ def _product(
     SCALES: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
-    HIGH_AT: tl.constexpr,  # the bits at which the second plane's codes begin, 5 bits each
+    HIGH_AT: tl.constexpr,  # the bits at which the second plane's quants begin, 5 bits each
     ROWS: tl.constexpr,  # words of an output in a step
     GROUP: tl.constexpr,
     PER: tl.constexpr,  # scales in a word
@@ -340,7 +340,7 @@ def _decode(
     SCALES: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
-    HIGH_AT: tl.constexpr,  # the bits at which the second plane's codes begin, 5 bits each
+    HIGH_AT: tl.constexpr,  # the bits at which the second plane's quants begin, 5 bits each
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     PER: tl.constexpr,
@@ -483,7 +483,7 @@ def _factors(form: WordFormat, pairs: bool = False) -> dict[str, float]:
 
 
 def makes_pairs(form: WordFormat, capability: tuple[int, int]) -> bool:
-    """Whether values of two codes are made at a time, by instructions that the interpreter does not know."""
+    """Whether values of two quants are made at a time, by instructions that the interpreter does not know."""
     if capability < (8, 0):
         return False
     if form.element == words.UINT:

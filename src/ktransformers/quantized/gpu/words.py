@@ -1,13 +1,12 @@
-"""The layout of a linear layer's codes in the memory of a GPU, and its conversion from and to the CPU's.
+"""The layout of a linear layer's packed weight in the memory of a GPU, and its conversion from and to the CPU's.
 
 A weight `[N, K]` is a matrix of 32-bit words with N words in a row, so that every copy of a kernel has 16 bytes. K is
-divided into steps. In a step of `parts` times `rows` numbers of K, word q of an output holds the codes of numbers
-q, q + rows, q + 2 rows, ...: the s-th codes of `rows` words are multiplied with `rows` neighbouring numbers of x, and
-share a scale. Formats of two planes have a second matrix for the upper bits. Scales of 16 bits lie two in a word, those
-of 8 bits four; the two levels of GGUF's K types lie in words of their own (`heads`), and their scales of 6 bits in
-bytes, which adds 1 to 5 % to the format's size. Signed integers are stored as unsigned ones. K is padded with zeros to
-whole steps and N to a multiple of 32.
-"""
+divided into steps. In a step of `parts` times `rows` numbers of K, word q of an output holds the quants (stored
+integers or small floats) of columns q, q + rows, q + 2 rows, ...: the s-th quants of `rows` words are multiplied with
+`rows` neighbouring numbers of x, and share a scale. Formats of two planes have a second matrix for the upper bits.
+Scales of 16 bits lie two in a word, those of 8 bits four; the two levels of GGUF's K types lie in words of their own
+(`heads`), and their scales of 6 bits in bytes, which adds 1 to 5 % to the format's size. Signed integers are stored as
+unsigned ones. K is padded with zeros to whole steps and N to a multiple of 32."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from ktransformers.quantized.gpu.dequantize import (
 )
 from ktransformers.quantized.gpu.layout import TILE_K, TILE_N, PackedMatrix, Strip, StripFormat
 
-# How codes become numbers, and how the words of scales are read (linear_triton.py).
+# How quants become values, and how the words of scales are read (linear_triton.py).
 UINT, E4M3, E2M1 = range(3)
 ROW, STRIP, F32, F16, BF16, E8M0, NESTED, MINS, Q4K, Q2K, BYTES, F16_ZERO, BF16_ZERO = range(13)
 PER_WORD = {F16: 2, BF16: 2, E8M0: 4, NESTED: 4, Q4K: 2, Q2K: 4, BYTES: 4}
@@ -38,8 +37,9 @@ K_TYPES = {"q2_k": (Q2K, 16), "q3_k": (BYTES, 16), "q4_k": (Q4K, 32), "q6_k": (B
 SUPER_BLOCK = 256  # numbers of K that share a head
 WHOLE_ROW = 1 << 30  # the group of a scale of all of K
 E4M3_NAN = 127  # without its sign
-CHUNK = 1 << 24  # codes that are converted at a time
-# Numbers that codes stand for are multiplied with scales in float32 far from 1 (linear_triton.py), where scales beyond
+# Quants that are converted at a time.
+CHUNK = 1 << 24
+# Values of quants are multiplied with scales in float32 far from 1 (linear_triton.py), where scales beyond
 # these would overflow. No weight has such.
 LARGEST_SCALE = 2.0**40
 LARGEST_BF16_SCALE = 2.0**13
@@ -47,7 +47,7 @@ LARGEST_E8M0 = {UINT: 160, E4M3: 190, E2M1: 190}
 
 
 def low_place(low: int, part: int) -> tuple[int, int]:
-    """By how many bits the kernel moves a word of the first plane for the codes of a part, and where they are then: at
+    """By how many bits the kernel moves a word of the first plane for the quants of a part, and where they are then: at
     most at bit 16, so that with the bits of the second plane they are part of a float32 number's mantissa."""
     at = part % (32 // low) * low
     move = 0 if at <= (8 if low == 8 else 16) else (16 if low == 8 else 12)
@@ -79,7 +79,7 @@ def high_places(low: int, high: int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class WordFormat:
     element: int
-    zero: int  # that is subtracted from unsigned codes
+    zero: int  # that is subtracted from unsigned quants
     scales: int
     low: int  # bits of the first plane
     high: int  # and of the second, or 0
@@ -198,7 +198,7 @@ class WordLayout:
         return self.width * (self.low_rows + self.high_rows + self.head_rows) + self.scale_rows * self.scale_width
 
     def parts_of(self, words: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Low and high codes, heads and scales of int32 `[words]`, as matrices of words."""
+        """Low and high quants, heads and scales of int32 `[words]`, as matrices of words."""
         parts, at = [], 0
         for rows in (self.low_rows, self.high_rows, self.head_rows):
             parts.append(words[at : at + rows * self.width].view(rows, self.width))
@@ -207,7 +207,7 @@ class WordLayout:
 
 
 def word_layout(matrix: PackedMatrix) -> WordLayout | None:
-    """None: codes of this matrix stay in the CPU's layout."""
+    """None if this matrix stays in the CPU's layout."""
     form = None if matrix.plain or matrix.paired else word_format(matrix.formats[0])
     return None if form is None or matrix.formats[0] != matrix.formats[1] else WordLayout(matrix, form)
 
