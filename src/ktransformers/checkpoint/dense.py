@@ -23,7 +23,7 @@ from ktransformers.checkpoint.model_config import check_model_config, read_model
 from ktransformers.checkpoint.shards import Shards
 from ktransformers.checkpoint.sources.gguf_config import Keys, decoder_config, head_size
 from ktransformers.checkpoint.sources.gguf_header import read_header
-from ktransformers.checkpoint.sources.gguf_names import unpermute
+from ktransformers.checkpoint.sources.gguf_names import ATTENTION, DENSE, NORMS, TOP, unpermute
 from ktransformers.ground.errors import InputError
 
 # Tokenizer, chat template, generation settings and licence: copied unchanged.
@@ -43,22 +43,8 @@ TOKENIZER_FILES = (
 # model_type -> whether q, k and v may have biases (qwen2 always has them)
 QKV_BIAS_BY_TYPE = {"llama": False, "mistral": False, "qwen2": True}
 
-GGUF_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-GGUF_BLOCK = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
+# Hugging Face's names -> those of llama.cpp.
+GGUF_NAMES = {ours: theirs for theirs, ours in (TOP | NORMS | ATTENTION | DENSE).items()}
 
 
 @dataclass(frozen=True)
@@ -164,7 +150,7 @@ def _open_gguf(path: Path) -> DenseModel:
 
 def _gguf_name(name: str) -> str:
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
-    return f"blk.{match[1]}.{GGUF_BLOCK[match[2]]}.weight" if match else GGUF_NAMES[name]
+    return f"blk.{match[1]}.{GGUF_NAMES[match[2]]}.weight" if match else GGUF_NAMES[name]
 
 
 def _gguf_config(path: Path, fields: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:

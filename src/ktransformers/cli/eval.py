@@ -176,12 +176,12 @@ def _local(
         if not (Path(path) / "adapter_config.json").is_file():
             raise InputError(f"adapter {name}", path, "a directory with an adapter_config.json")
     from ktransformers.checkpoint.gguf_directory import model_directory
+    from ktransformers.checkpoint.small_model import resolve_model
     from ktransformers.evaluate.local import LocalModel, trained_experts
-    from ktransformers.ground.model_registry import resolve
 
     directories = {name: Path(path) for name, path in adapters.items()}
     model = LocalModel.open(
-        model_directory(Path(resolve(target))), experts=experts or trained_experts(directories), **options
+        model_directory(Path(resolve_model(target))), experts=experts or trained_experts(directories), **options
     )
     if base:
         yield BASE, model.backend()

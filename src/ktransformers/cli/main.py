@@ -24,7 +24,7 @@ from ktransformers.cli.download import download, verify
 from ktransformers.cli.eval import evaluate
 from ktransformers.cli.llamafactory import llamafactory
 from ktransformers.cli.loop import loop
-from ktransformers.cli.make import make, upcycle
+from ktransformers.cli.make import upcycle
 from ktransformers.cli.merge import merge
 from ktransformers.cli.model import edit, model, rm
 from ktransformers.cli.plan import plan
@@ -80,7 +80,7 @@ app.command()(version)
 app.command("eval")(evaluate)
 app.command("with", context_settings=WITH_CONTEXT)(with_)
 app.add_typer(model)
-model.command()(make)
+model.command("make")(upcycle)
 model.command()(upcycle)
 model.command()(download)
 model.command()(verify)

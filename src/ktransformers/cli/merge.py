@@ -63,12 +63,16 @@ def merge(
     from ktransformers.adapters.divergence import CALIBRATION_TOKENS, MAX_KL, calibration_text, measure_divergence
     from ktransformers.adapters.merge_packed import merge_packed, wants_packing
     from ktransformers.checkpoint.recode import KEEP
+    from ktransformers.checkpoint.small_model import resolve_model
     from ktransformers.cli.library_output import library_output
-    from ktransformers.ground.model_registry import resolve
     from ktransformers.ground.progress import report
     from ktransformers.quant.plan import parse_formats
 
-    base, limit, tokens = Path(resolve(model)), MAX_KL if max_kl is None else max_kl, calib_tokens or CALIBRATION_TOKENS
+    base, limit, tokens = (
+        Path(resolve_model(model)),
+        MAX_KL if max_kl is None else max_kl,
+        calib_tokens or CALIBRATION_TOKENS,
+    )
     if calib is not None and not calib.is_file():
         raise InputError("calib", f"{calib}, which does not exist", "a text file or JSON lines")
     if word is None and (dtype is not None or not wants_packing(base)):

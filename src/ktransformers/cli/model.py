@@ -81,7 +81,7 @@ def list_models(
     if as_json:
         print(json.dumps(documents, indent=2))
     elif not documents:
-        print("no model yet: `kt model download`, `kt model add DIR`, `kt model scan DIR` or `kt model make`")
+        print("no model yet: `kt run smollm2-moe` makes a small one; or `kt model download`, `add DIR`, `scan DIR`")
     else:
         heads = [["NAME", "KIND", "SIZE", "PATH"]]
         print_columns(

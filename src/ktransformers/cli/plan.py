@@ -278,11 +278,11 @@ def _expert_format(word: str | None) -> str | None:
 
 def serving_summary(model: str) -> list[tuple[str, str]]:
     """The three rows of serving a model on this machine."""
-    from ktransformers.ground.model_registry import resolve
+    from ktransformers.checkpoint.small_model import resolve_model
     from ktransformers.plan import Serving, make_plan, open_shape
     from ktransformers.plan.workload import PLANNED_POLICIES
 
-    shape, machine = open_shape(resolve(model)), _choose_machine("this", None, None, False)
+    shape, machine = open_shape(resolve_model(model)), _choose_machine("this", None, None, False)
     work = Serving(rest_bytes=2 if _bf16_is_fast(machine) else 4, linear_format=KEEP)
     return summary_rows(make_plan(shape, work, machine, policies=PLANNED_POLICIES))
 
@@ -341,7 +341,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Plan memory by device, time, and the best configuration that fits."""
-    from ktransformers.ground.model_registry import resolve
+    from ktransformers.checkpoint.small_model import resolve_model
     from ktransformers.plan import Serving, make_plan, open_shape
     from ktransformers.plan.workload import PLANNED_POLICIES, check_training_policy
 
@@ -350,7 +350,7 @@ def plan(
         return
     if place is not None and (train is not None or not serve):
         check_training_policy("--place", place, "serving has it: with --serve and without --train")
-    model = resolve(ask.for_model(model, as_json))
+    model = resolve_model(ask.for_model(model, as_json))
     shape = open_shape(model)
     target = _choose_machine(machine, gpu, ram, calibrate)
     size = 2 if _bf16_is_fast(target) else 4  # as `kt train` and `kt serve` choose

@@ -406,7 +406,7 @@ def quant(
     yes: Annotated[bool, typer.Option("--yes", "-y", hidden=True)] = False,
 ) -> None:
     """Convert a checkpoint into a packed directory, opened without reading, into kt-kernel's files, or into bf16."""
-    from ktransformers.ground.model_registry import resolve
+    from ktransformers.checkpoint.small_model import resolve_model
 
     source = _only_source(model, input_path)
     if layout not in LAYOUTS:
@@ -418,7 +418,7 @@ def quant(
             hash_source=hash_source,
         )  # fmt: skip
         warn_ignored(threads=threads, numa_nodes=numa_nodes, no_merge=no_merge, backward=backward, gpu=gpu)
-        run_plain(Path(resolve(source)), out, dry_run=dry_run, as_json=as_json)
+        run_plain(Path(resolve_model(source)), out, dry_run=dry_run, as_json=as_json)
         return
     if layout == "kt-kernel":
         refuse_with_kt_layout(
@@ -427,7 +427,7 @@ def quant(
         )  # fmt: skip
         warn_ignored(gpu=gpu)
         run_quant_kt(
-            Path(resolve(source)),
+            Path(resolve_model(source)),
             out,
             word=word,
             experts=experts,
@@ -443,7 +443,7 @@ def quant(
         return
     warn_ignored(numa_nodes=numa_nodes, no_merge=no_merge, backward=backward, resume_layer=resume_layer, gpu=gpu)
     run_quant(
-        Path(resolve(source)),
+        Path(resolve_model(source)),
         out,
         experts=experts,
         rest=rest,

@@ -39,14 +39,14 @@ def rules(
     if model is None:
         raise InputError("model", "none", "a model's folder or registered name", "`--write` writes a built-in file")
 
-    from ktransformers.ground import model_registry
+    from ktransformers.checkpoint.small_model import resolve_model
     from ktransformers.modeling.skeleton import meta_model
     from ktransformers.operators.rules import require_rules
     from ktransformers.place.rule_report import report_rules
     from ktransformers.plan import open_shape
 
     rule_file = require_rules(file)
-    folder = Path(model_registry.resolve(model)).expanduser()
+    folder = Path(resolve_model(model)).expanduser()
     folder = folder.parent if folder.name == "config.json" else folder
     if not (folder / "config.json").is_file():
         raise InputError("model", f"{model}, where there is no config.json", "a model's folder; weights are not needed")

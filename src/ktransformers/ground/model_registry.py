@@ -27,6 +27,8 @@ from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import path_exists, read_json_object, short, validate, write_json
 
 REGISTRY_VERSION = 1  # of models.json
+# The name that `checkpoint.small_model` makes a model for.
+MADE_MODEL = "smollm2-moe"
 NAME_PATTERN = re.compile(r"[\w][\w.+-]*")
 EXPERT_COUNT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 TOP_K_KEYS = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
@@ -111,8 +113,8 @@ def known_model(name: str) -> KnownModel | None:
 
 
 def known_names() -> list[str]:
-    """Short names and their aliases."""
-    return [name for known in known_models() for name in (known.name, *known.aliases)]
+    """Short names and their aliases, and the model that is made on this machine."""
+    return [MADE_MODEL, *(name for known in known_models() for name in (known.name, *known.aliases))]
 
 
 def did_you_mean(given: str, names: Sequence[str]) -> str:
@@ -329,7 +331,9 @@ def complete(incomplete: str) -> list[str]:
         names = [entry.name for entry in all_models()]
     except (InputError, OSError):
         return []
-    names += [known.name for known in known_models() if known.name not in names] if incomplete else []
+    names += (
+        [name for name in (MADE_MODEL, *(m.name for m in known_models())) if name not in names] if incomplete else []
+    )
     return [name for name in names if name.lower().startswith(incomplete.lower())]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from ktransformers.adapters.manifest import read_manifest
 from ktransformers.checkpoint.gguf_directory import model_directory
+from ktransformers.checkpoint.small_model import resolve_model
 from ktransformers.checkpoint.snapshot import fetch_snapshot
 from ktransformers.ground import model_registry
 from ktransformers.ground.errors import InputError
@@ -67,7 +68,7 @@ def resolve_target(given: str) -> Target:
 def locate_model(given: str) -> Path:
     """The directory of a model given by path (of a directory or a GGUF file), registered name or hub id; a hub id is
     downloaded."""
-    name = model_registry.resolve(given)
+    name = resolve_model(given)
     path = model_directory(Path(name).expanduser())
     if path_exists(path) and path.is_dir():
         if not (path / "config.json").is_file():

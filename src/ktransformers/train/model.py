@@ -17,6 +17,7 @@ from torch import nn
 from ktransformers.checkpoint.finite import all_finite
 from ktransformers.checkpoint.gguf_directory import given_file, model_directory
 from ktransformers.checkpoint.model_config import read_model_config
+from ktransformers.checkpoint.small_model import resolve_model
 from ktransformers.checkpoint.snapshot import fetch_snapshot
 from ktransformers.experts.checkpointing import save_expert_outputs
 from ktransformers.experts.peft_lora import expert_adapters, set_lora_dropout
@@ -50,7 +51,7 @@ ATTENTION_IMPLEMENTATIONS = {
 def locate_model(settings: ModelSettings, *, download: bool) -> Path | None:
     """The model's directory; None if it is on the hub and must not be downloaded now."""
     name = settings.model_name_or_path
-    name = model_registry.resolve(name)
+    name = resolve_model(name)
     path = model_directory(Path(name))
     if path.is_dir():
         if not (path / "config.json").is_file():
