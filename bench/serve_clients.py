@@ -138,7 +138,7 @@ def open_ours(
     """`experts`: where they come from if not from the model's own directory. `clock`: seconds in experts are taken in
     this process, by hooks, which decoder layers then call."""
     from ktransformers.serve.flags import Launch
-    from ktransformers.serve.launch import open_service
+    from ktransformers.serve.loading import open_service
     from ktransformers.serve.target import Target
 
     room = max(args.prompt, DEPTH) + args.new + 2

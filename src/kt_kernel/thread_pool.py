@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 
 from ktransformers.ground.log import logger
-from ktransformers.ground.pool import set_default_pool
+from ktransformers.ground.pool import pool_for
 
 RESERVED_CPUS = 2
 
@@ -22,12 +22,9 @@ def use_threads(threads: int | None, pools: int, numa_nodes: list[int] | None = 
     --kt-cpuinfer, are as many as there may be. Experts are divided over all NUMA nodes of the
     process, whatever `pools` and `numa_nodes` say: `numactl` restricts a process to some of them."""
     cpus = len(os.sched_getaffinity(0))
-    allowed = max(1, cpus - RESERVED_CPUS) if cpus > 2 * RESERVED_CPUS else cpus
-    used = min(threads or allowed, allowed)
-    if threads and used < threads:
-        log.info("%d threads asked for, %d used: %d of %d CPUs are left to other processes", threads, used,
-                 cpus - used, cpus)  # fmt: skip
-    pool = set_default_pool(used)
+    most = max(1, cpus - RESERVED_CPUS) if cpus > 2 * RESERVED_CPUS else cpus
+    pool = pool_for(threads, 0, log.info, names=("cpuinfer", "threadpool_count"), most=most)
+    assert pool is not None
     if numa_nodes is not None and len(numa_nodes) != pool.groups:
         log.warning("numa_nodes %s: experts are divided over the %d NUMA nodes of this process instead; restrict it "
                     "with numactl", numa_nodes, pool.groups)  # fmt: skip

@@ -11,8 +11,8 @@ import pytest
 
 from ktransformers.ground import model_registry
 from ktransformers.ground.errors import InputError
+from ktransformers.modeling.spec import locate_model
 from ktransformers.plan import model_shape, open_shape, shipped_shapes
-from ktransformers.serve.target import locate_model
 from ktransformers.train.resolve import read_settings
 from tests.support.cli import RunKt, write_model
 

@@ -125,7 +125,7 @@ def test_unreadable_registry_is_reported(kt: RunKt, tmp_path: Path) -> None:
 
 def test_verbs_resolve_models_by_name(kt: RunKt, tmp_path: Path) -> None:
     from ktransformers.serve.target import resolve_target
-    from ktransformers.train.model import locate_model
+    from ktransformers.train.model import base_directory
     from ktransformers.train.resolve import read_settings
 
     directory = write_model(tmp_path / "disk" / "some folder")
@@ -137,11 +137,11 @@ def test_verbs_resolve_models_by_name(kt: RunKt, tmp_path: Path) -> None:
     words = {"output_dir": str(tmp_path / "out"), "dataset": "identity"}
     settings = read_settings({"model_name_or_path": "neko", **words})
     assert settings.model.model_name_or_path == str(directory)  # so that the adapter names a base that PEFT finds
-    assert locate_model(settings.model, download=False) == directory
+    assert base_directory(settings.model, download=False) == directory
     kt("model", "edit", "neko", "--repo", "someone/neko")
     settings = read_settings({"model_name_or_path": "neko", **words})
     assert settings.model.model_name_or_path == "someone/neko"  # and, where there is one, that others find too
-    assert locate_model(settings.model, download=False) == directory
+    assert base_directory(settings.model, download=False) == directory
     assert model_registry.portable_name("a/b") == "a/b" and model_registry.portable_name("unknown") == "unknown"
     refused = kt("eval", "neko", "--task", "persona", "--engine", "nonsense")
     assert "nonsense" in refused.error

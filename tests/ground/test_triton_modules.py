@@ -10,7 +10,8 @@ import pytest
 from ktransformers.ground import system, triton_modules
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.triton_modules import c_compiler, require_compiler
-from ktransformers.serve import launch
+from ktransformers.serve import loading
+from ktransformers.serve.target import resolve_target
 from ktransformers.train import run
 from ktransformers.train.resolve import read_settings
 from tests.support.cli import write_model
@@ -46,9 +47,9 @@ def test_compiler_is_searched_as_triton_does(bare: Path, monkeypatch: pytest.Mon
 
 
 def test_server_is_refused_before_loading(bare: Path) -> None:
-    options = launch.Launch(target=str(write_model(bare / "model")))
+    options = loading.Launch(target=str(write_model(bare / "model")))
     with pytest.raises(InputError, match=REFUSED + "--device cpu$"):
-        launch.open_service(options, launch.resolve_target(options.target), print)
+        loading.open_service(options, resolve_target(options.target), print)
 
 
 def test_training_is_refused_before_loading(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +59,7 @@ def test_training_is_refused_before_loading(bare: Path, monkeypatch: pytest.Monk
             settings = read_settings(recipe(bare / "model", bare / "output"))
 
     loaded: list[Any] = []
-    monkeypatch.setattr(run, "open_model", lambda *arguments: loaded.append(arguments))
+    monkeypatch.setattr(run, "open_trained", lambda *arguments: loaded.append(arguments))
     with pytest.raises(InputError, match=REFUSED + "use_cpu=true$"):
         run._train(Prepared, RunRecorder(), False)  # type: ignore[arg-type]
     assert not loaded and not (bare / "output").exists()

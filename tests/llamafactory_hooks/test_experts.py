@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from ktransformers.experts.peft_lora import expert_adapters
 from ktransformers.ground.errors import InputError, KTError
+from ktransformers.modeling.spec import ModelSpec
 from ktransformers.train.callbacks import GradientCheck
 from ktransformers.train.llamafactory import adapter, loading, training
 from tests.support.tiny_models import build, save
@@ -374,12 +375,12 @@ def test_weights_that_go_to_several_gpus_are_not_widened(
 
         def model_loaded(self, model: Any) -> None: ...
 
-    def load(directory: Path, config: Any, quantizer: Any, *_: Any, **more: Any) -> Any:
-        made.append(quantizer)
+    def load(spec: ModelSpec, config: Any, device_map: Any) -> Any:
+        made.append(spec)
         return build("qwen3_moe")
 
     monkeypatch.setattr("ktransformers.train.placement.TrainPlacement", Placed)
-    monkeypatch.setattr("ktransformers.modeling.load.load_pretrained", load)
-    monkeypatch.setattr("ktransformers.train.model.build_expert_pool", lambda *_, **__: (None, []))
+    monkeypatch.setattr("ktransformers.modeling.load.open_model", load)
+    monkeypatch.setattr("ktransformers.train.model.pool_for", lambda *_, **__: None)
     loading.load_packed(model_arguments(directory), None, {"": "cuda:0"}, training=True)
-    assert [quantizer.widen for quantizer in made] == [later_gpus == 0]
+    assert [spec.widen for spec in made] == [later_gpus == 0]

@@ -321,7 +321,7 @@ def test_serving_by_rules(directory: Path, tmp_path: Path) -> None:
     from my_operators import CountingLinear
 
     from ktransformers.serve.flags import Launch
-    from ktransformers.serve.launch import open_service
+    from ktransformers.serve.loading import open_service
     from ktransformers.serve.target import resolve_target
 
     rules = tmp_path / "rules.yaml"
@@ -346,7 +346,7 @@ def test_serving_by_rules(directory: Path, tmp_path: Path) -> None:
 def test_linear_operators_on_a_gpu(op: str, spec: str, directory: Path, tmp_path: Path) -> None:
     """Encoded in host memory and moved: the same numbers as on the CPU, read by captured steps."""
     from ktransformers.serve.flags import Launch
-    from ktransformers.serve.launch import open_service
+    from ktransformers.serve.loading import open_service
     from ktransformers.serve.target import resolve_target
 
     rules = tmp_path / "rules.yaml"

@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 from ktransformers.cli.main import app
 from ktransformers.ground import system
+from ktransformers.modeling.spec import parse_dtype
 from ktransformers.nn import load_model
 from ktransformers.plan import Serving, Training, make_plan, open_shape, profile, with_gpus
 from ktransformers.plan import calibrate as calibrate_module
 from ktransformers.plan.calibrate import Rates, this_machine
 from ktransformers.plan.machine import Machine
 from ktransformers.quantized.widened import WidenedWeight
-from ktransformers.serve.launch import parse_dtype
 from ktransformers.train.arguments import dtype_of
 from ktransformers.train.resolve import read_settings
 from tests.support.tiny_models import build, save

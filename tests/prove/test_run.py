@@ -204,8 +204,7 @@ def test_linear_layers_in_codes_are_proven(
     """Trained, served and proven on the same encoded weights, which the stock model does not have; a server with other
     bits or rules says so."""
     from ktransformers.serve.flags import parse
-    from ktransformers.serve.target import resolve_target
-    from ktransformers.serve.training_numbers import as_trained, differences_from_training
+    from ktransformers.serve.target import as_trained, differences_from_training, resolve_target
     from tests.support.training import recipe
     from tests.support.training_runs import run as train
 

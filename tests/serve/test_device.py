@@ -12,7 +12,7 @@ from ktransformers.ground.errors import InputError
 from ktransformers.ground.system import Gpu
 from ktransformers.plan import profile, with_gpus
 from ktransformers.serve.flags import Launch, parse
-from ktransformers.serve.launch import choose_device, make_plan
+from ktransformers.serve.forecast import choose_device, plan_server
 from ktransformers.serve.target import resolve_target
 
 
@@ -23,9 +23,9 @@ def test_gpu_without_a_fitting_plan_is_left_out(model_directory: Path, monkeypat
     machine, target = replace(profile("amx16-h200"), memory=10**11), resolve_target(str(model_directory))
 
     def planned(gpu: str, *words: str) -> tuple[Launch, Any, list[str]]:
-        monkeypatch.setattr("ktransformers.plan.calibrate.this_machine", lambda: with_gpus(machine, gpu))
+        monkeypatch.setattr("ktransformers.serve.forecast.this_machine", lambda: with_gpus(machine, gpu))
         launch, lines = parse([str(model_directory), *words]), []
-        return launch, make_plan(launch, target, lines.append, lambda plan: None), lines
+        return launch, plan_server(launch, target, lines.append, lambda plan: None), lines
 
     launch, plan, lines = planned("80GB")
     assert (choose_device(launch, plan), plan.nearest.choice.gpus, lines) == ("cuda", 1, [])

@@ -20,7 +20,8 @@ import pytest
 from ktransformers.ground.options.placement import PlacementOptions
 from ktransformers.place.apply import attach_engine, place_residents
 from ktransformers.serve.flags import parse
-from ktransformers.serve.launch import make_plan, open_service
+from ktransformers.serve.forecast import plan_server
+from ktransformers.serve.loading import open_service
 from ktransformers.serve.target import resolve_target
 from tests.support.gpu_memory import allocated, check_shortage, limited_gpu_memory
 from tests.support.serving import DATA, VOCABULARY, EngineHarness, random_prompt, run_app
@@ -121,7 +122,7 @@ def test_a_server_answers_503_with_advice_and_goes_on(
     line += ["--chunked-prefill-size", str(LARGE), "--max-total-tokens", str(2 * LARGE)]
     line += ["--context-length", str(LARGE + 4096), "--max-running-requests", "4"]
     launch, target = parse(line), resolve_target(str(wide_model))
-    plan = make_plan(launch, target, lambda _: None, lambda _: None)
+    plan = plan_server(launch, target, lambda _: None, lambda _: None)
     assert plan is not None
     service = open_service(launch, target, lambda _: None, plan)
     short = {"model": "wide", "prompt": random_prompt(1, 9), "max_tokens": 16, "temperature": 0, "ignore_eos": True}

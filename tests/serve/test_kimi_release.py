@@ -10,9 +10,11 @@ import pytest
 
 from ktransformers.modeling.pretrained import read_tokenizer
 from ktransformers.serve.flags import Launch, parse
+from ktransformers.serve.forecast import plan_server
 from ktransformers.serve.http.prepare import PrepareSettings
 from ktransformers.serve.http.prepare_pool import PreparePool
-from ktransformers.serve.launch import make_plan, open_service, serve
+from ktransformers.serve.launch import serve
+from ktransformers.serve.loading import open_service
 from ktransformers.serve.target import resolve_target
 from tests.support.kimi import TRUSTED_CODE, write_release, write_tokenizer
 
@@ -23,7 +25,7 @@ def test_release_is_planned_loaded_and_answers(tmp_path: Path) -> None:
     launch = parse([str(folder), "--device", "cpu", "--dtype", "float32", "--max-total-tokens", "256"])
     target = resolve_target(launch.target)
     lines: list[str] = []
-    plan = make_plan(launch, target, lines.append, lambda plan: None)
+    plan = plan_server(launch, target, lines.append, lambda plan: None)
     service = open_service(launch, target, lines.append, plan)
     assert service.engine.forward.model.config.model_type == "deepseek_v3"
     assert service.tokenizer.eos_token == "[EOS]"
@@ -34,7 +36,7 @@ def test_flag_names_whose_code_is_run(tmp_path: Path, monkeypatch: pytest.Monkey
     pytest.importorskip("uvicorn")
     folder = write_release(tmp_path)
     lines: list[str] = []
-    monkeypatch.setattr("ktransformers.serve.launch.make_plan", lambda *_: pytest.fail("stop here"))
+    monkeypatch.setattr("ktransformers.serve.launch.plan_server", lambda *_: pytest.fail("stop here"))
     with pytest.raises(pytest.fail.Exception, match="stop here"):
         serve(parse([str(folder), "--trust-remote-code", "--port", "0"]), lines.append, lambda plan: None)
     named = f"running code of the release, tokenization_kimi.TikTokenTokenizer in {folder}"

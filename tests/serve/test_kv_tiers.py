@@ -17,9 +17,9 @@ import torch
 from ktransformers.ground.errors import InputError
 from ktransformers.serve import kv_tiers
 from ktransformers.serve.cache.disk_tier import DiskFile
-from ktransformers.serve.cache_identity import model_identity
 from ktransformers.serve.flags import Launch, parse
-from ktransformers.serve.launch import open_service
+from ktransformers.serve.identity import model_identity
+from ktransformers.serve.loading import open_service
 from ktransformers.serve.target import Target
 from tests.support.serving import RecordedEvents, random_prompt, write_sample_adapter
 

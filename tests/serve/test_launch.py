@@ -31,8 +31,10 @@ from ktransformers.serve.flags import (
     parse,
     parse_run,
 )
+from ktransformers.serve.forecast import plan_server
 from ktransformers.serve.http.training import CheckpointWatch, TrainingLog
-from ktransformers.serve.launch import bind_socket, make_plan, open_service, with_environment
+from ktransformers.serve.launch import bind_socket, with_environment
+from ktransformers.serve.loading import open_service
 from ktransformers.serve.target import resolve_target
 from tests.support.forked import python
 from tests.support.serving import EngineHarness, RunningServer
@@ -428,11 +430,11 @@ def test_plan_that_does_not_fit_is_refused(model_directory: Path) -> None:
     plans: list[Any] = []
     target = resolve_target(str(model_directory))
     with pytest.raises(InputError, match=r"host lacks .* GB, expected a plan that fits.*--force"):
-        make_plan(parse([str(model_directory), "--max-total-tokens", str(10**12)]), target, print, plans.append)
+        plan_server(parse([str(model_directory), "--max-total-tokens", str(10**12)]), target, print, plans.append)
     assert plans and plans[0].best is None and plans[0].nearest.lacking["host"] > 10**12
     forced = parse([str(model_directory), "--max-total-tokens", str(10**12), "--force"])
-    assert make_plan(forced, target, print, plans.append) is plans[1]
-    fits = make_plan(parse([str(model_directory)]), target, print, plans.append)
+    assert plan_server(forced, target, print, plans.append) is plans[1]
+    fits = plan_server(parse([str(model_directory)]), target, print, plans.append)
     assert fits is not None and fits.best is not None and fits.best.work.context == 512  # type: ignore[union-attr]
 
 

@@ -17,7 +17,7 @@ from ktransformers.ground.options.placement import PlacementOptions
 from ktransformers.place.apply import ModelPlacement, attach_engine, describe, place_residents
 from ktransformers.place.residents import load_counts
 from ktransformers.serve.flags import parse
-from ktransformers.serve.launch import open_service
+from ktransformers.serve.loading import open_service
 from ktransformers.serve.placement import fill_gpus, options_of
 from ktransformers.serve.target import Target, resolve_target
 from tests.support.serving import EngineHarness, RunningServer

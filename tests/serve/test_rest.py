@@ -15,6 +15,7 @@ from ktransformers.adapters import LoraPair, adapter_from_tensors
 from ktransformers.experts.contract import expert_modules
 from ktransformers.experts.interface import pack_module, select_implementation
 from ktransformers.ground.errors import InputError
+from ktransformers.modeling.spec import ModelSpec
 from ktransformers.nn import load_model
 from ktransformers.plan import open_shape, profile
 from ktransformers.plan.formats import bytes_in_format
@@ -23,11 +24,10 @@ from ktransformers.plan.workload import Choice
 from ktransformers.quantized import weight as quantized_weight
 from ktransformers.quantized.weight import QuantizedWeight
 from ktransformers.serve import kv_tiers
-from ktransformers.serve import launch as launch_module
 from ktransformers.serve.cache.kv_cache import KVSlot
 from ktransformers.serve.flags import parse
-from ktransformers.serve.forecast import serving_workload
-from ktransformers.serve.launch import make_plan, open_service
+from ktransformers.serve.forecast import plan_server, serving_workload
+from ktransformers.serve.loading import load_served, open_service
 from ktransformers.serve.scheduler.forward import Chunk, Forward
 from ktransformers.serve.scheduler.lora import LoadedAdapter, LoraModules
 from ktransformers.serve.target import resolve_target
@@ -106,14 +106,14 @@ def test_what_cannot_be_done_is_refused_before_loading(wide_directory: Path, mon
     for spec, words in (("int9", "format"), ("iq2_xs", "keep, bf16, or a format")):
         with pytest.raises(InputError, match=words):
             served(wide_directory, lines, "--rest", spec)
-    with pytest.raises(InputError, match="int8 with --dtype float16 on cpu, expected --dtype bfloat16 or float32"):
+    with pytest.raises(InputError, match="int8 with dtype float16 on cpu, expected dtype bfloat16 or float32"):
         served(wide_directory, lines, "--rest", "int8", "--dtype", "float16")
     with pytest.raises(InputError, match="'int9'"):  # the plan of `kt serve` comes first
-        make_plan(parse([str(wide_directory), "--rest", "int9"]), resolve_target(str(wide_directory)), print, print)
+        plan_server(parse([str(wide_directory), "--rest", "int9"]), resolve_target(str(wide_directory)), print, print)
     assert not any("loading" in line for line in lines)
-    monkeypatch.setattr("ktransformers.serve.launch.require_compiler", lambda *given: None)
+    monkeypatch.setattr("ktransformers.serve.loading.require_compiler", lambda *given: None)
     line = parse([str(wide_directory), "--device", "cuda", "--rest", "int8", "--dtype", "float32"])
-    with pytest.raises(InputError, match="int8 with --dtype float32 on cuda, expected --dtype bfloat16"):
+    with pytest.raises(InputError, match="int8 with dtype float32 on cuda, expected dtype bfloat16"):
         open_service(line, resolve_target(str(wide_directory)), lines.append)
 
 
@@ -225,5 +225,6 @@ def test_products_of_a_dense_model_are_compared(tmp_path: Path, monkeypatch: pyt
     compared: list[Any] = []
     monkeypatch.setattr("ktransformers.modeling.load.check_on_device", compared.append)
     launch, target = parse([str(tmp_path), "--rest", "int8"]), resolve_target(str(tmp_path))
-    model = launch_module._load_model(launch, target, torch.float32, "cpu", False, print, None)
+    spec = ModelSpec(target.model, dtype=torch.float32, rest=launch.rest)
+    model: Any = load_served(spec, launch, target, print, None, spare=False)
     assert compared == [model] and isinstance(model.lm_head.weight, QuantizedWeight)

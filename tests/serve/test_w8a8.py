@@ -19,7 +19,7 @@ from ktransformers.ground.errors import InputError
 from ktransformers.nn import load_model
 from ktransformers.quantized import weight as quantized_weight
 from ktransformers.serve.flags import parse
-from ktransformers.serve.launch import open_service
+from ktransformers.serve.loading import open_service
 from ktransformers.serve.placement import options_of
 from ktransformers.serve.target import resolve_target
 from ktransformers.train.keys import UNSUPPORTED_KEYS

@@ -14,13 +14,14 @@ import torch
 
 from ktransformers.experts.partition import ExpertPartition, ExpertShard
 from ktransformers.modeling.shard_stores import load_shard
+from ktransformers.modeling.spec import ModelSpec
 from ktransformers.nn import load_model
 from ktransformers.serve.hosts.expert_host import ExpertHost, connect
 from ktransformers.serve.hosts.host_pool import HostPool
-from ktransformers.serve.hosts.identity import host_facts
 from ktransformers.serve.hosts.options import HostOptions
 from ktransformers.serve.hosts.remote_layer import attach_hosts
 from ktransformers.serve.hosts.wire import Connection, ConnectionLost, Header, Kind
+from ktransformers.serve.identity import host_facts
 from tests.support.serving import EngineHarness
 
 TOKEN = "of this test"
@@ -39,7 +40,7 @@ class ThreadHost:
     def __init__(self, directory: Path, shard: ExpertShard, options: HostOptions) -> None:
         self.options = replace(options, rank=shard.rank)
         self.facts = host_facts([directory], shard.partition, shard.rank)
-        self.host = ExpertHost(load_shard(directory, shard))
+        self.host = ExpertHost(load_shard(ModelSpec(directory, shard=shard)))
         self.stopping = False
         self.connection: Connection | None = None
         self.delay = 0.0  # before every answer

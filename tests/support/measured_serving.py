@@ -111,7 +111,7 @@ def serve_case(name: str, folder: Path) -> dict[str, Any]:
     from ktransformers.plan.memory import predict_memory
     from ktransformers.plan.meter import Meter
     from ktransformers.serve.flags import Launch
-    from ktransformers.serve.launch import open_service
+    from ktransformers.serve.loading import open_service
     from ktransformers.serve.target import resolve_target
 
     prompt, new = LENGTHS.get(name, (PROMPT, NEW_TOKENS))

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from ktransformers.train.model import open_model
+from ktransformers.train.model import open_trained
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
 from ktransformers.train.run import Result, build_trainer, train
@@ -52,7 +52,7 @@ def first_gradients(keys: dict[str, Any]) -> dict[str, torch.Tensor]:
     settings = read_settings(keys | {"max_steps": 1, "max_grad_norm": 0, "lr_scheduler_type": "constant"})
     prepared = make_plan(settings)
     assert prepared.directory is not None
-    model, _ = open_model(prepared.directory, settings, torch.float32, torch.device("cpu"))
+    model = open_trained(prepared.directory, settings, torch.float32, torch.device("cpu"))
     trainer = build_trainer(model, prepared)
     generator = torch.Generator().manual_seed(5)
     for name, parameter in trainer.model.named_parameters():

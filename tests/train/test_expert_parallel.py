@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ktransformers.ground.errors import InputError
+from ktransformers.modeling.skeleton import meta_model
 from ktransformers.train.expert_parallel import check_ranks, make_partition
-from ktransformers.train.model import build_meta_model
 from ktransformers.train.resolve import read_settings
 from tests.support.forked import Forked
 from tests.support.ranks import run_ranks
@@ -229,12 +229,12 @@ def test_bad_configurations_are_refused_before_anything_is_loaded(
     settings = read_settings(recipe(model, tmp_path / "x", **keys))
     with pytest.raises(InputError, match=problem):
         check_ranks(settings)
-        make_partition(settings, build_meta_model(model))
+        make_partition(settings, meta_model(model))
 
 
 def test_partitions_of_a_recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    meta = build_meta_model(model)
+    meta = meta_model(model)
 
     def partition(**keys: Any) -> Any:
         settings = read_settings(recipe(model, tmp_path / "x", **keys))

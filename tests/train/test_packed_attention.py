@@ -12,7 +12,7 @@ from trl import SFTTrainer
 
 from ktransformers.train import run as running
 from ktransformers.train.labelled_rows import labelled_positions
-from ktransformers.train.model import open_model
+from ktransformers.train.model import open_trained
 from ktransformers.train.packed_attention import (
     PACKED_ROWS,
     PaddedRows,
@@ -80,7 +80,7 @@ def test_labelled_rows_loss_equals_trl(tiny: Path, tmp_path: Path) -> None:
     settings = read_settings(recipe(tiny, tmp_path / "x", **PADDED))
     prepared = make_plan(settings)
     assert prepared.directory is not None
-    model, _ = open_model(prepared.directory, settings, torch.float32, torch.device("cpu"))
+    model = open_trained(prepared.directory, settings, torch.float32, torch.device("cpu"))
     trainer = running.build_trainer(model, prepared)
     trainer.model.train()
     inputs = next(iter(trainer.get_train_dataloader()))

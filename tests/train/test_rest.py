@@ -24,8 +24,7 @@ from ktransformers.quantized.weight import QuantizedWeight
 from ktransformers.serve.cache.kv_cache import KVSlot
 from ktransformers.serve.flags import parse
 from ktransformers.serve.scheduler.forward import Chunk, make_forward
-from ktransformers.serve.target import resolve_target
-from ktransformers.serve.training_numbers import as_trained
+from ktransformers.serve.target import as_trained, resolve_target
 from tests.support.coded_models import codes_of, with_numbers
 from tests.support.memory import resident
 from tests.support.packing import as_fp8

@@ -45,9 +45,8 @@ from ktransformers.experts.interface import (
 from ktransformers.experts.pack_inputs import as_matrices, split_fused
 from ktransformers.experts.packed import PackedExperts
 from ktransformers.experts.store import ExpertStore
-from ktransformers.ground import model_registry
 from ktransformers.ground.log import logger
-from ktransformers.ground.pool import default_pool, set_default_pool
+from ktransformers.ground.pool import default_pool, pool_for
 from ktransformers.modeling.checkpoint_facts import open_expert_source, read_checkpoint_facts
 from ktransformers.parallel.distributed import exclude_from_ddp
 from ktransformers.place.placement import attach
@@ -103,11 +102,7 @@ def expert_pool(config: KTConfig) -> _core.Pool:
     """The threads that were asked for; kt-kernel's default of one thread is not applied."""
     threads = config.kt_num_threads if "kt_num_threads" in config.given else 0
     groups = config.kt_threadpool_count if config.kt_tp_enabled and "kt_threadpool_count" in config.given else 0
-    machine = _core.machine()
-    # A recipe of a larger machine: more threads than CPUs or more parts than NUMA nodes would only compete.
-    threads = 0 if not threads or threads > machine["cpus"] else threads
-    groups = 0 if not groups or groups > machine["nodes"] else groups
-    return set_default_pool(threads, groups) if threads or groups else default_pool()
+    return pool_for(threads, groups, log.info, names=("kt_num_threads", "kt_threadpool_count")) or default_pool()
 
 
 def _packer(config: KTConfig, pool: _core.Pool) -> Callable[[str, nn.Module], None]:
@@ -219,7 +214,8 @@ def load_kt_model(
 
     `trust_remote_code` has no effect: models are built by the classes of transformers alone.
     """
-    from ktransformers.modeling.load import load_model
+    from ktransformers.modeling.load import open_model
+    from ktransformers.modeling.spec import ModelSpec, locate_model
 
     if kwargs:
         expected = "the arguments of load_kt_model"
@@ -236,34 +232,20 @@ def load_kt_model(
     if kt_config.kt_checkpoint_files:
         remedy = "they are found in the model's directory"
         raise KTAMXConfigError("kt_checkpoint_files", "a list", "None for load_kt_model", remedy)
-    model = load_model(
-        _directory(name, token),
+    spec = ModelSpec(
+        locate_model(name, "model_name_or_path", token=token),
         experts=kt_config.kt_weight_path or kt_config.kt_expert_checkpoint_path,
         dtype=torch_dtype,
         device=_default_device(),
         pool=expert_pool(kt_config),
     )
+    model = open_model(spec)
     wrap_moe_layers_with_kt_wrapper(model, kt_config)
     return model
 
 
-def _directory(name: str, token: str | None) -> Path:
-    path = Path(model_registry.resolve(name))
-    if path.exists():
-        return path
-    if name.startswith(("/", ".", "~")) or name.count("/") != 1:
-        raise KTAMXConfigError(
-            "model_name_or_path", f"{name}, which does not exist", "a model's directory, or a hub id"
-        )
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name, token=token))
-
-
-def _default_device() -> torch.device | None:
-    if not torch.cuda.is_available():
-        return None
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK") or 0))
+def _default_device() -> str:
+    return f"cuda:{int(os.environ.get('LOCAL_RANK') or 0)}" if torch.cuda.is_available() else "cpu"
 
 
 def get_kt_loading_kwargs(

@@ -26,7 +26,8 @@ from ktransformers.adapters.convert import read_adapter, write_adapter
 from ktransformers.adapters.dialects import detect_dialect
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.progress import counted
-from ktransformers.ground.system import bf16_is_fast, memory
+from ktransformers.ground.system import memory
+from ktransformers.modeling.spec import parse_dtype
 from ktransformers.quant.receipt import Calibration, read_text, split_windows
 
 CALIBRATION_FILE = "calibration.txt"  # in the package: prose, a dialogue, a recipe, figures and code
@@ -143,7 +144,7 @@ def _compare(base: Path, folder: Path, merged: Path, name: str, pieces: list[Ten
 def _load(path: Path) -> Any:
     from ktransformers.modeling.load import load_model
 
-    model: Any = load_model(path, dtype=torch.bfloat16 if bf16_is_fast("cpu") else torch.float32)
+    model: Any = load_model(path, dtype=parse_dtype("auto"))
     return model.eval()
 
 

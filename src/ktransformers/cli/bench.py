@@ -113,7 +113,7 @@ def _measure(
     from ktransformers.checkpoint.verify import verify
     from ktransformers.cli.library_output import library_output
     from ktransformers.serve.flags import Launch
-    from ktransformers.serve.launch import open_service
+    from ktransformers.serve.loading import open_service
     from ktransformers.serve.scheduler.speed import measure_speeds
     from ktransformers.serve.target import resolve_target
     from ktransformers.serve.yaml_keys import with_yaml_keys

@@ -68,13 +68,13 @@ def _show_launch(line: RunLine, words: list[str], as_json: bool) -> None:
     """The command and its plan."""
     from ktransformers.cli.plan import summary_rows
     from ktransformers.plan.document import plan_document
-    from ktransformers.serve.launch import make_plan
+    from ktransformers.serve.forecast import plan_server
     from ktransformers.serve.target import resolve_target
     from ktransformers.serve.yaml_keys import with_yaml_keys
 
     target = resolve_target(line.launch.target)
     launch = with_yaml_keys(replace(line.launch, force=True), target.keys)
-    plan = make_plan(launch, target, log, lambda _: None)
+    plan = plan_server(launch, target, log, lambda _: None)
     command = shlex.join(["kt", "run", *(word for word in words if word != "--dry-run")])
     if as_json:
         print(json.dumps({"command": command, "plan": None if plan is None else plan_document(plan)}, indent=2))
@@ -86,7 +86,8 @@ def _show_launch(line: RunLine, words: list[str], as_json: bool) -> None:
 
 def _answer_prompt(line: RunLine, as_json: bool) -> None:
     from ktransformers.cli.serve import show_plan
-    from ktransformers.serve.launch import make_plan, open_service
+    from ktransformers.serve.forecast import plan_server
+    from ktransformers.serve.loading import open_service
     from ktransformers.serve.target import resolve_target
     from ktransformers.serve.yaml_keys import with_yaml_keys
 
@@ -98,7 +99,7 @@ def _answer_prompt(line: RunLine, as_json: bool) -> None:
         expected = f"one of {', '.join(adapters) or 'none: this is a model without adapters'}"
         raise InputError("adapter", line.adapter, expected)
     launch = with_yaml_keys(replace(line.launch, max_running_requests=1), target.keys)
-    plan = make_plan(launch, target, log, show_plan)
+    plan = plan_server(launch, target, log, show_plan)
     service = open_service(launch, target, log, plan)
     adapter = line.adapter or (adapters[0] if adapters else None)
     name = service.registry.served if adapter is None else f"{service.registry.served}:{adapter}"

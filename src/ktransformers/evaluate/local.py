@@ -19,15 +19,12 @@ from torch import Tensor
 
 from ktransformers.adapters.adapter_template import AdapterTemplate, read_adapter_template
 from ktransformers.adapters.manifest import read_manifest
-from ktransformers.checkpoint import Shards, find_experts
-from ktransformers.checkpoint.gguf_directory import is_gguf_directory
 from ktransformers.evaluate.backend import EvalPrompt, Likelihood, PromptTokenizer, Question
 from ktransformers.ground.errors import InputError
-from ktransformers.ground.system import bf16_is_fast
 from ktransformers.modeling.head_rows import head_rows_only
+from ktransformers.modeling.spec import ModelSpec, dtype_name, parse_dtype
 
 ENGINES = ("auto", "kt", "transformers")
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MAX_SCORED_TOKENS = 4096  # padded tokens of a scoring batch, because logits are large
 
 
@@ -81,34 +78,22 @@ class LocalModel:
         experts: Path | None = None,
     ) -> LocalModel:
         """`experts` is their path if they do not come from the model directory."""
-        from transformers import AutoModelForCausalLM
-
-        from ktransformers.modeling.pretrained import read_pretrained_config, read_tokenizer
+        from ktransformers.modeling.load import load_dense, open_model
+        from ktransformers.modeling.pretrained import read_tokenizer
 
         if engine not in ENGINES:
             raise InputError("engine", repr(engine), f"one of {', '.join(ENGINES)}")
-        if dtype == "auto":
-            dtype = "bfloat16" if bf16_is_fast(device) else "float32"
-        if dtype not in DTYPES:
-            raise InputError("dtype", repr(dtype), f"auto or one of {', '.join(DTYPES)}")
+        model_dtype = parse_dtype(dtype, device)
         if not (directory / "config.json").is_file():
             raise InputError("model", str(directory), "a Hugging Face directory, or a URL that starts with http")
         if experts is not None and engine == "transformers":
             raise InputError("engine", f"transformers, with experts from {experts}", "kt")
         tokenizer = read_tokenizer(directory)
+        spec = ModelSpec(directory, experts, dtype=model_dtype, device=device, rest="keep")
         if engine == "auto":
-            experts_inside = is_gguf_directory(directory) or find_experts(Shards.of_directory(directory).names)
-            engine = "kt" if experts_inside else "transformers"
-        if engine == "kt":
-            from ktransformers.modeling.load import load_model
-
-            load_device = None if device == "cpu" else device
-            model: Any = load_model(directory, experts=experts, dtype=DTYPES[dtype], device=load_device, rest="keep")
-        else:
-            read_pretrained_config(directory)  # raises if it is broken, and names it
-            stock: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype])
-            model = stock.to(device)
-        settings = f"{engine}, {dtype}, {_digest(directory, 'config.json')}"
+            engine = "kt" if spec.has_experts else "transformers"
+        model: Any = open_model(spec) if engine == "kt" else load_dense(spec)
+        settings = f"{engine}, {dtype_name(model_dtype)}, {_digest(directory, 'config.json')}"
         name = f"{directory} ({settings}{f', experts of {experts}' if experts is not None else ''})"
         return cls(model, tokenizer, name, batch_size)
 

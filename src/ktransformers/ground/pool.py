@@ -1,7 +1,7 @@
 """The default thread pool of the process, shared by all stores and by the kernels for linear layers and attention.
 
 There is one pool, because the threads of two would compete for the same CPUs. A program that needs other settings calls
-`set_default_pool` before the first store is created.
+`set_default_pool` before the first store is created; one that passes on the request of a user, `pool_for`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import atexit
 import math
 import os
 import threading
+from collections.abc import Callable
 
 import torch
 
 from ktransformers import _core
-from ktransformers.ground import env
+from ktransformers.ground import env, system
 from ktransformers.ground.rank_cores import bind_rank_cores
 
 _lock = threading.Lock()
@@ -39,6 +40,34 @@ def set_default_pool(threads: int = 0, groups: int = 0, spare: bool = False) -> 
     with _lock:
         _default[:] = [_new_pool(threads, groups, spare)]
         return _default[0]
+
+
+def pool_for(
+    threads: int | None,
+    groups: int | None,
+    note: Callable[[str], None],
+    *,
+    names: tuple[str, str] = ("--kt-cpuinfer", "--kt-threadpool-count"),
+    spare: bool = False,
+    most: int | None = None,
+) -> _core.Pool | None:
+    """The default pool with the threads and groups that options of these `names` ask for; None if nothing is asked for.
+
+    A recipe may come from a larger machine: for more threads than CPUs, or more groups than NUMA nodes, `note` gets a
+    line and the pool has its default. `most`: threads that may be used, which are then the default too."""
+    machine, (of_threads, of_groups) = _core.machine(), names
+    available = most or machine["cpus"]
+    threads, groups = threads or 0, groups or 0
+    if threads > available:
+        note(f"{of_threads} {threads} exceeds the {available} available CPUs; using the default")
+        threads = 0
+    if text := system.hyperthreads_asked_for(threads, machine["cores"], available):
+        note(f"{of_threads}: {text}; without it the pool measures whether they help")
+    if groups > machine["nodes"]:
+        note(f"{of_groups} {groups} exceeds the {machine['nodes']} NUMA nodes; using the default")
+        groups = 0
+    threads = threads or most or 0
+    return set_default_pool(threads, groups, spare) if threads or groups or spare else None
 
 
 def limit_torch_threads() -> None:

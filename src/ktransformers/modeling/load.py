@@ -1,4 +1,5 @@
-"""`load_model`: a stock transformers model from a local directory, with its experts in stores instead of parameters.
+"""`open_model`: a stock transformers model by its `ModelSpec`, with its experts in stores instead of parameters;
+`load_model` is the same for programs, by keyword arguments.
 
 Stock `from_pretrained` loads everything but the experts: it chooses the class, renames tensors, casts dtypes, ties
 weights and computes buffers. `modeling/quantizer.py` removes the experts from it. If the other weights are quantised
@@ -8,7 +9,7 @@ error."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,9 @@ from ktransformers.ground.out_of_memory import free_bytes
 from ktransformers.modeling.checkpoint_facts import open_expert_source, read_checkpoint_facts
 from ktransformers.modeling.prepare import config_file
 from ktransformers.modeling.pretrained import read_generation_config, read_pretrained_config
-from ktransformers.modeling.quantizer import KTConfig, Progress, is_host_only
+from ktransformers.modeling.quantizer import KTConfig, is_host_only
 from ktransformers.modeling.same_model import check_same_model
+from ktransformers.modeling.spec import ModelSpec, OnLoaded, Progress
 from ktransformers.quantized.weight import (
     DTYPES,
     check_on_device,
@@ -48,8 +50,6 @@ from ktransformers.quantized.weight import (
     quantize_linears,
     rest_format,
 )
-
-OnLoaded = Callable[[PreTrainedModel], Collection[str]]  # returns names of modules whose weights it has decided
 
 
 def load_model(
@@ -90,74 +90,74 @@ def load_model(
     they are in the files. `on_loaded` is called with the model before `rest` is applied, and names the linear layers
     that `rest` leaves as they then are. `later_gpus`: the caller moves the layers to these GPUs afterwards
     (`place/device_map.py`), for which codes are chosen as for one."""
-    path = Path(path)
-    quantizer = KTConfig(
+    spec = ModelSpec(
+        Path(path),
+        experts=experts,
+        dtype=dtype,
+        device="cpu" if device is None else device,
+        rest=rest,
+        formats=formats,
+        precision=precision,
         isa=isa,
         pool=pool,
-        progress=progress,
-        precision=precision,
         pages=pages,
         verify=verify,
         widen=widen,
         shard=shard,
-        formats=formats,
+        later_gpus=later_gpus,
+        on_loaded=on_loaded,
+        progress=progress,
     )
-    options = {"dtype": dtype, "device_map": None if device is None else {"": torch.device(device)}}
-    return load_pretrained(path, load_config(path), quantizer, options, experts, rest, on_loaded, later_gpus)
+    return open_model(spec)
 
 
-def load_dense(
-    path: Path, dtype: torch.dtype, device: str | torch.device, rest: str, on_loaded: OnLoaded
-) -> PreTrainedModel:
-    """A model without experts from its directory; `rest` and `on_loaded` as for `load_model`."""
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    decided = on_loaded(model)
-    if rest not in AS_RELEASED:
-        quantize_linears(model, rest, left=decided)
-    model = model.to(device)
-    check_on_device(model)
-    loaded: PreTrainedModel = model
+def load_dense(spec: ModelSpec) -> PreTrainedModel:
+    """A model without experts, by stock transformers."""
+    read_pretrained_config(spec.path)  # raises if it is broken, and names it
+    model: Any = AutoModelForCausalLM.from_pretrained(spec.path, dtype=spec.dtype)
+    decided = () if spec.on_loaded is None else spec.on_loaded(model)
+    if spec.rest not in AS_RELEASED:
+        quantize_linears(model, spec.rest, left=decided)
+    loaded: PreTrainedModel = model.to(spec.device)
+    check_on_device(loaded)
     return loaded
 
 
-def load_pretrained(
-    path: Path,
-    config: PreTrainedConfig,
-    quantizer: KTConfig,
-    options: Mapping[str, Any],
-    experts: str | Path | None = None,
-    rest: str = "bf16",
-    on_loaded: OnLoaded | None = None,
-    later_gpus: Sequence[str] = (),
-) -> PreTrainedModel:
-    """`load_model` for callers that have changed the configuration or pass options of `from_pretrained` themselves:
-    `dtype` (a torch dtype or "auto"), `device_map` and any other. `quantizer` gets the source of the experts."""
-    rest = rest_word(rest)
+def open_model(spec: ModelSpec, config: PreTrainedConfig | None = None, device_map: Any = None) -> PreTrainedModel:
+    """The model of a spec, ready to run. A program that has changed the configuration, or has a device map of its own,
+    passes them."""
+    # Words are checked and files opened before anything is built.
+    rest, path = rest_word(spec.rest), spec.path
     if rest not in AS_RELEASED:
-        rest_format(rest)  # reports a wrong one before anything is loaded
+        rest_format(rest)
+    config = load_config(path) if config is None else config
     read_generation_config(path if path.is_dir() else path.parent)  # a broken one: from_pretrained would use defaults
-    source = open_files(path, quantizer, experts)
-    if experts is not None:
-        check_same_model(source, quantizer.weights or open_source(Path(experts)))
-    arguments = {**options, "config": config, "output_loading_info": True}
-    device = packed_device(arguments, rest, source)
-    if later_gpus:
-        rest = rest_on_gpus(rest, source, arguments["dtype"], later_gpus)
-    on_gpu = device is not None or (bool(later_gpus) and rest != "bf16")
+    quantizer = quantizer_of(spec)
+    source = open_files(path, quantizer, spec.experts)
+    if spec.experts is not None:
+        check_same_model(source, quantizer.weights or open_source(Path(spec.experts)))
+    if device_map is None and str(spec.device) != "cpu":
+        device_map = {"": torch.device(spec.device)}
+
+    # Quantized weights are packed in host memory and moved to the GPU at the end.
+    device = packed_device(device_map, spec.dtype, rest, source)
+    if spec.later_gpus:
+        rest = rest_on_gpus(rest, source, spec.dtype, spec.later_gpus)
+    on_gpu = device is not None or (bool(spec.later_gpus) and rest != "bf16")
     if on_gpu:
-        arguments["device_map"], quantizer.widen = None, False
+        device_map, quantizer.widen = None, False
+
+    # transformers loads all but the experts, which are loaded by the quantizer.
+    dtype = spec.dtype
     if source.quantised:
-        if experts is None and is_packed(path):
+        if spec.experts is None and is_packed(path):
             quantizer.packed_directory = path
         quantizer.weights = quantizer.weights or source
-        if arguments["dtype"] == "auto":  # from_pretrained would read it from a tensor of the files
-            arguments["dtype"] = getattr(config, "dtype", None) or torch.bfloat16
-        keeps = (
-            rest == "keep"
-            and on_loaded is None
-            and arguments["dtype"] in DTYPES
-            and is_host_only(arguments.get("device_map"))
-        )
+        if dtype == "auto":  # from_pretrained would read it from a tensor of the files
+            dtype = getattr(config, "dtype", None) or torch.bfloat16
+    arguments = {"dtype": dtype, "device_map": device_map, "config": config, "output_loading_info": True}
+    if source.quantised:
+        keeps = rest == "keep" and spec.on_loaded is None and dtype in DTYPES and is_host_only(device_map)
         model, info = _from_tensors(path, source, quantizer, arguments, keeps)
     else:
         auto: Any = AutoModelForCausalLM if _is_causal(config) else AutoModelForImageTextToText
@@ -166,11 +166,13 @@ def load_pretrained(
     if missing:
         raise InputError(missing[0], f"{len(missing)} tensors missing in {path}", "every tensor of the model")
     loaded: PreTrainedModel = model
-    decided = () if on_loaded is None else on_loaded(loaded)
-    if rest == "keep" and on_loaded is not None:  # so that operators got numbers
-        keep_quantized_linears(loaded, source.rest(), quantizer.pool, left=decided)
+
+    # Operators of rules get dense weights; the others are quantized after them.
+    decided = () if spec.on_loaded is None else spec.on_loaded(loaded)
+    if rest == "keep" and spec.on_loaded is not None:
+        keep_quantized_linears(loaded, source.rest(), spec.pool, left=decided)
     elif rest not in AS_RELEASED:
-        quantize_linears(loaded, rest, quantizer.pool, left=decided)
+        quantize_linears(loaded, rest, spec.pool, left=decided)
     if on_gpu:
         keep_embedding_on_host(loaded, pin=torch.cuda.is_available())
     if device is not None:
@@ -179,16 +181,30 @@ def load_pretrained(
     return loaded
 
 
-def packed_device(options: Mapping[str, Any], rest: str, source: Source) -> torch.device | None:
+def quantizer_of(spec: ModelSpec) -> KTConfig:
+    """What the experts of a spec are loaded by."""
+    return KTConfig(
+        isa=spec.isa,
+        pool=spec.pool,
+        progress=spec.progress,
+        precision=spec.precision,
+        pages=spec.pages,
+        verify=spec.verify,
+        widen=spec.widen and not spec.later_gpus,
+        shard=spec.shard,
+        formats=spec.formats,
+    )
+
+
+def packed_device(device_map: Any, dtype: torch.dtype | str, rest: str, source: Source) -> torch.device | None:
     """The GPU to which codes are moved once they are packed; None: the model is loaded where it stays. With "keep"
     numbers are preferred while they take less than NUMBERS_SHARE of the free memory."""
-    device_map = options.get("device_map")
     if rest == "bf16" or (rest == "keep" and not source.quantised) or is_host_only(device_map):
         return None
     devices = {str(device) for device in device_map.values()} if isinstance(device_map, dict) else {str(device_map)}
-    if len(devices) > 1 or torch.device(*devices).type != "cuda" or options["dtype"] not in ("auto", torch.bfloat16):
+    if len(devices) > 1 or torch.device(*devices).type != "cuda" or dtype not in ("auto", torch.bfloat16):
         if rest != "keep":
-            given = f"{rest} with {options['dtype']} on {', '.join(sorted(devices))}"
+            given = f"{rest} with {dtype} on {', '.join(sorted(devices))}"
             raise InputError("rest", given, "one device, a GPU with bfloat16 or the CPU", "pass rest='bf16'")
         return None
     device = torch.device(*devices)

@@ -10,7 +10,7 @@ one that was asked for (`experts/recoded_layer.py`). The quantizer interface is 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,11 +48,10 @@ from ktransformers.experts.store import ExpertStore
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.log import logger
 from ktransformers.ground.progress import report
+from ktransformers.modeling.spec import Progress
 from ktransformers.parallel.distributed import exclude_from_ddp
 from ktransformers.quantized.dense_layers import attach_widened, expect_stored_weights
 from ktransformers.quantized.weight import dequantize_unsuitable
-
-Progress = Callable[[int, int], None]  # layers done, layers in all
 
 LAYER_NAME = re.compile(r".*?\.layers\.\d+(?=\.)")
 

@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
-from ktransformers import _core
 from ktransformers.experts.contract import Contract
-from ktransformers.experts.partition import ExpertShard, LayerShard
-from ktransformers.experts.recoded_layer import ExpertFormats
+from ktransformers.experts.partition import LayerShard
 from ktransformers.experts.store import ExpertStore
-from ktransformers.modeling.load import open_files
-from ktransformers.modeling.quantizer import KTConfig, KTQuantizer
+from ktransformers.modeling.load import open_files, quantizer_of
+from ktransformers.modeling.quantizer import KTQuantizer
 from ktransformers.modeling.skeleton import meta_model
+from ktransformers.modeling.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -26,20 +24,10 @@ class ShardLayer:
     store: ExpertStore | None
 
 
-def load_shard(
-    path: str | Path,
-    shard: ExpertShard,
-    *,
-    experts: str | Path | None = None,
-    pool: _core.Pool | None = None,
-    isa: str | None = None,
-    verify: bool | None = None,
-    formats: ExpertFormats | None = None,
-) -> list[ShardLayer]:
-    """The layers in the order of the model. Options as in `load_model`."""
-    path = Path(path)
-    config = KTConfig(isa=isa, pool=pool, verify=verify, widen=False, shard=shard, formats=formats)
-    source = open_files(path, config, experts)
+def load_shard(spec: ModelSpec) -> list[ShardLayer]:
+    """The layers of `spec.shard`, in the order of the model."""
+    path, config = spec.path, quantizer_of(replace(spec, widen=False))  # no dense weight is loaded
+    source = open_files(path, config, spec.experts)
     if source.quantised:
         config.weights = config.weights or source
     files = sorted(str(file) for file in path.glob("*.safetensors")) if path.is_dir() else []

@@ -229,10 +229,10 @@ def _compare(
 
 
 def _open(path: Path, experts: Path | None = None) -> Any:
-    from ktransformers.ground.system import bf16_is_fast
     from ktransformers.modeling.load import load_model
+    from ktransformers.modeling.spec import parse_dtype
 
-    return load_model(path, experts=experts, dtype=torch.bfloat16 if bf16_is_fast("cpu") else torch.float32)
+    return load_model(path, experts=experts, dtype=parse_dtype("auto"))
 
 
 @torch.no_grad()

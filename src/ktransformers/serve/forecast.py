@@ -8,15 +8,34 @@ what the cache gets beyond that is decided after loading, from the memory that i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from ktransformers.ground.errors import InputError
-from ktransformers.ground.options.placement import DEFAULT_POLICY
-from ktransformers.plan import Plan, PlanComparison, Serving, make_plan, open_shape, stored_as, with_gpus
+from ktransformers.ground.linear_storage import AS_RELEASED
+from ktransformers.modeling.pretrained import read_pretrained_config
+from ktransformers.modeling.spec import device_for, parse_dtype
+from ktransformers.place.backends import encoded_format, rest_by_rules
+from ktransformers.plan import (
+    Plan,
+    PlanComparison,
+    Serving,
+    make_plan,
+    open_shape,
+    require_fit,
+    stored_as,
+    with_gpus,
+)
+from ktransformers.plan.calibrate import this_machine
 from ktransformers.plan.meter import anonymous_bytes
+from ktransformers.quantized.weight import rest_format
 from ktransformers.serve.flags import Launch
-from ktransformers.serve.http.service import Service
+from ktransformers.serve.placement import options_of
+from ktransformers.serve.target import Target, as_trained
+
+if TYPE_CHECKING:
+    from ktransformers.serve.http.service import Service
 
 DEFAULT_CONTEXT = 4096  # tokens of a request, if the line sets none and the model allows more
 
@@ -37,30 +56,53 @@ def serving_workload(launch: Launch, rest_bytes: int, max_positions: int, rest: 
     )
 
 
-def forecast(
-    launch: Launch,
-    directory: Path,
-    device: str,
-    rest_bytes: int,
-    max_positions: int,
-    policies: Sequence[str] = (DEFAULT_POLICY,),
-    needs_gpu: bool = False,
-    expert_format: str | None = None,
-    rest: str | None = None,
-) -> tuple[Plan | None, str]:
-    """The plan for this machine with the best of `policies`. A model whose config the planner cannot read is served
-    without one: (None, the reason). `expert_format`: that experts are encoded in while they are loaded;
-    `rest` as for `serving_workload`."""
-    from ktransformers.plan.calibrate import this_machine
+def workload_of(launch: Launch, target: Target, device: str, rest: str | None = None) -> Serving:
+    positions = max_positions(read_pretrained_config(target.model))
+    return serving_workload(launch, parse_dtype(launch.dtype, device).itemsize, positions, rest)
 
-    try:
-        shape = stored_as(open_shape(str(directory)), expert_format)
-        machine = this_machine()
-        machine = with_gpus(machine, "none") if device == "cpu" else machine
-        work = serving_workload(launch, rest_bytes, max_positions, rest)
-        return make_plan(shape, work, machine, policies=policies, needs_gpu=needs_gpu), ""
-    except InputError as error:
-        return None, f"no plan of memory and time: {error}"
+
+def max_positions(config: Any) -> int:
+    """The longest sequence that the model supports."""
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return int(positions) if positions and math.isfinite(positions) else 4096
+
+
+def choose_device(launch: Launch, plan: Plan | None = None) -> str:
+    """The line's device, otherwise a visible GPU unless the plan leaves it out."""
+    return device_for(launch.device, uses_gpu=plan is None or bool(plan.nearest.choice.gpus))
+
+
+def plan_server(
+    launch: Launch, target: Target, log: Callable[[str], None], show: Callable[[Plan], None]
+) -> Plan | None:
+    """Make and show the plan; one that does not fit is refused without --force. If nothing fits with the GPU, and the
+    line does not require it, everything is on the CPU (`choose_device`). A model whose config the planner cannot read
+    is served without a plan."""
+    launch = as_trained(launch, target)
+    if launch.rest not in AS_RELEASED:
+        rest_format(launch.rest)
+    options = options_of(launch, target)
+    needs_gpu = options.needs_gpu or launch.device is not None or (launch.gpus or 1) > 1
+
+    def plan_for(device: str) -> Plan | None:
+        work = workload_of(launch, target, device, rest_by_rules(options, launch.rest))
+        expert_format = launch.expert_format or encoded_format(options) or target.expert_format
+        try:
+            shape = stored_as(open_shape(str(target.model)), expert_format)
+            machine = with_gpus(this_machine(), "none") if device == "cpu" else this_machine()
+            return make_plan(shape, work, machine, policies=options.policies, needs_gpu=needs_gpu)
+        except InputError as error:
+            log(f"no plan of memory and time: {error}")
+            return None
+
+    plan = plan_for(choose_device(launch))
+    if plan is not None and plan.gpu_unused_reason:
+        log(f"everything on the CPU: {plan.gpu_unused_reason}; --device cuda requires it")
+        plan = plan_for("cpu")
+    if plan is not None:
+        show(plan)
+        require_fit(plan, force=launch.force)
+    return plan
 
 
 def compare_at_start(plan: Plan, service: Service) -> PlanComparison:
@@ -91,3 +133,31 @@ def _unplanned_bytes(service: Service) -> int:
     tiers = service.engine.tiers
     adapters = sum(entry.adapter.bytes() for entry in service.registry.loaded.values())
     return adapters + (0 if tiers is None else tiers.host.resident_bytes)
+
+
+def memory_advice(launch: Launch, plan: Plan | None, cache_tokens: int, cache_bytes: int) -> str:
+    """What to change when memory runs out while requests are computed: the flags in the order of the guides, each with
+    its present value and what the plan counts for it."""
+    tables = [] if plan is None else [plan.nearest.memory.host, *plan.nearest.memory.gpus]
+
+    def planned(*names: str) -> str:
+        size = sum(table.get(name, 0) for table in tables for name in names)
+        return f", planned {size / 2**30:.2f} GiB" if size else ""
+
+    prefill = "no limit" if launch.chunked_prefill_size >= 2**31 else str(launch.chunked_prefill_size)
+    steps = [
+        f"a smaller --chunked-prefill-size (now {prefill}{planned('activations', 'scores', 'workspace', 'groups')})",
+        f"fewer --max-running-requests (now {launch.max_running_requests})",
+    ]
+    if plan is not None and plan.nearest.choice.residents:
+        residents = plan.nearest.choice.residents
+        steps.append(f"fewer --kt-num-gpu-experts (now {residents} a layer{planned('residents', 'slots')})")
+    if plan is not None and plan.nearest.choice.format not in ("int8", "int4"):
+        experts = f"{plan.nearest.choice.format}{planned('experts')}"
+        steps.append(f"int8 experts by `kt quant --format int8` (now {experts})")
+    cache = f"{cache_tokens} tokens, {cache_bytes / 2**30:.2f} GiB when full"
+    if launch.max_total_tokens is None:
+        steps.append(f"a smaller --mem-fraction-static (now {launch.memory:g}: a KV cache of {cache})")
+    else:
+        steps.append(f"fewer --max-total-tokens (now a KV cache of {cache})")
+    return ", ".join(steps)

@@ -65,7 +65,7 @@ def open_tiers(launch: Launch, target: Target, dtype: Any, by_default: bool, log
         return None
     from ktransformers.operators.rules import operators_of, own_sources
     from ktransformers.serve.cache.disk_tier import DiskFile
-    from ktransformers.serve.cache_identity import model_identity
+    from ktransformers.serve.identity import model_identity
     from ktransformers.serve.placement import options_of
 
     experts, place = target.choose_experts(launch.experts), options_of(launch, target)

@@ -28,6 +28,7 @@ from ktransformers.serve.flags import Launch
 from ktransformers.serve.target import Target
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 32)  # rows of steps outside of CUDA graphs
+MAX_HOST_SHARE = 0.8  # of free host memory for the KV cache: --mem-fraction-static is chosen for GPUs
 KV_CACHE = "KV cache"  # row of the plan
 
 Say = Callable[[str], None]
@@ -73,18 +74,21 @@ def plan_operators(
     return operators
 
 
-def cache_tokens(model: nn.Module, launch: Launch, bytes_per_token: int, state_bytes: int) -> int:
-    """Tokens whose keys and values fit into the share of every GPU's free memory beside `state_bytes` of states; a
-    layer's lie where the layer is."""
+def cache_tokens(model: nn.Module, launch: Launch, device: str, bytes_per_token: int, state_bytes: int) -> int:
+    """Tokens whose keys and values fit into the share of free memory with `state_bytes` of states: of host memory, or
+    of every GPU, where a layer's lie where the layer is."""
+    if device == "cpu":
+        available = system.memory().available * min(launch.memory, MAX_HOST_SHARE)
+        return max(0, int(available) - state_bytes) // bytes_per_token
     layers: Any = model.get_submodule(find_decoder_layers(model).name)
     counts: dict[torch.device, int] = {}
     for layer in layers:
-        device = next((p.device for p in layer.parameters() if p.is_cuda), torch.device("cpu"))
-        counts[device] = counts.get(device, 0) + 1
+        place = next((p.device for p in layer.parameters() if p.is_cuda), torch.device("cpu"))
+        counts[place] = counts.get(place, 0) + 1
     tokens = [
-        max(0, int(free_bytes(device) * launch.memory) * len(layers) // count - state_bytes) // bytes_per_token
-        for device, count in counts.items()
-        if device.type == "cuda"
+        max(0, int(free_bytes(place) * launch.memory) * len(layers) // count - state_bytes) // bytes_per_token
+        for place, count in counts.items()
+        if place.type == "cuda"
     ]
     return min(tokens, default=2**31)  # a rule may have every layer on the CPU
 

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ktransformers.adapters.manifest import read_manifest
-from ktransformers.checkpoint.gguf_directory import model_directory
-from ktransformers.checkpoint.small_model import resolve_model
-from ktransformers.checkpoint.snapshot import fetch_snapshot
-from ktransformers.ground import model_registry
 from ktransformers.ground.errors import InputError
-from ktransformers.ground.files import find_example, path_exists, read_json_object, read_yaml_mapping
+from ktransformers.ground.files import find_example, read_json_object, read_yaml_mapping
+from ktransformers.ground.linear_storage import AS_RELEASED, KEEP
+from ktransformers.modeling.spec import locate_model
+from ktransformers.serve.flags import Launch
 from ktransformers.serve.yaml_keys import check_keys, flat_keys
 
 
@@ -63,25 +62,6 @@ def resolve_target(given: str) -> Target:
         return _target_of_adapter(path)
     model = locate_model(given)
     return Target(model, name=_base_name(given))
-
-
-def locate_model(given: str) -> Path:
-    """The directory of a model given by path (of a directory or a GGUF file), registered name or hub id; a hub id is
-    downloaded."""
-    name = resolve_model(given)
-    path = model_directory(Path(name).expanduser())
-    if path_exists(path) and path.is_dir():
-        if not (path / "config.json").is_file():
-            raise InputError("model", f"{given}, a folder without config.json", "a model or a training output")
-        return path
-    if name.startswith(("/", ".", "~")) or name.count("/") != 1:
-        hint = model_registry.name_hint(given)
-        raise InputError("model", f"{given}, which does not exist", "a folder, a hub id or a short name", hint)
-    try:
-        return fetch_snapshot(name)
-    except Exception as error:  # the hub client raises many types
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError("model", f"{given} ({reason})", "a folder, or a hub id that can be fetched") from error
 
 
 def _base_name(given: str) -> str:
@@ -136,3 +116,24 @@ def _target_of_yaml(path: Path) -> Target:
 
 def _adapter_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name) or "adapter"
+
+
+def as_trained(launch: Launch, target: Target) -> Launch:
+    """A training output is served on the weights that it was trained on, unless the line names others."""
+    if launch.rest != KEEP or target.rest is None:
+        return launch
+    return replace(launch, rest=target.rest)
+
+
+def differences_from_training(launch: Launch, target: Target, rules: str | None) -> list[str]:
+    """Lines on what changes numbers and is not as in the training of the adapter that is served."""
+    from ktransformers.operators.rules import operators_of
+
+    lines = []
+    trained_codes = target.rest if target.rest is not None and target.rest not in AS_RELEASED else None
+    if target.rest is not None and (launch.rest if launch.rest not in AS_RELEASED else None) != trained_codes:
+        lines.append(f"--rest {launch.rest}: the adapter was trained with `rest: {target.rest}`, on other numbers")
+    if target.operators is not None and target.operators != operators_of(rules):
+        given = "no rules" if rules is None else f"the rules of {Path(rules).name}"
+        lines.append(f"kt_optimize_rule: the adapter was trained with other operators than {given}")
+    return lines

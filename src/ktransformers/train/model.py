@@ -8,6 +8,7 @@ and the dropout of the layers is set afterwards.
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +16,15 @@ import torch
 from torch import nn
 
 from ktransformers.checkpoint.finite import all_finite
-from ktransformers.checkpoint.gguf_directory import given_file, model_directory
-from ktransformers.checkpoint.model_config import read_model_config
-from ktransformers.checkpoint.small_model import resolve_model
-from ktransformers.checkpoint.snapshot import fetch_snapshot
+from ktransformers.checkpoint.gguf_directory import given_file
 from ktransformers.experts.checkpointing import save_expert_outputs
 from ktransformers.experts.peft_lora import expert_adapters, set_lora_dropout
-from ktransformers.ground import model_registry
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.linear_storage import AS_RELEASED
+from ktransformers.ground.log import logger
+from ktransformers.ground.pool import pool_for
+from ktransformers.modeling.skeleton import model_from_config
+from ktransformers.modeling.spec import ModelSpec, Progress, check_rest, find_model, locate_model
 from ktransformers.place.backends import format_of_backend, isa_of_backend
 from ktransformers.train.arguments import device_of, rest_of
 from ktransformers.train.expert_parallel import connect_ranks, own_shard
@@ -36,9 +37,10 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedModel
 
-    from ktransformers import _core
     from ktransformers.experts.partition import ExpertPartition
     from ktransformers.operators.plan import OperatorPlan
+
+log = logger(__name__)
 
 ATTENTION_IMPLEMENTATIONS = {
     "disabled": "eager",
@@ -48,39 +50,11 @@ ATTENTION_IMPLEMENTATIONS = {
 }
 
 
-def locate_model(settings: ModelSettings, *, download: bool) -> Path | None:
-    """The model's directory; None if it is on the hub and must not be downloaded now."""
-    name = settings.model_name_or_path
-    name = resolve_model(name)
-    path = model_directory(Path(name))
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise InputError("model_name_or_path", f"{name}, a folder without config.json", "a model's folder")
-        return path
-    if name.startswith(("/", ".", "~")) or name.count("/") != 1:
-        hint = model_registry.name_hint(name)
-        raise InputError("model_name_or_path", f"{name}, which does not exist", "a model's folder, or a hub id", hint)
-    options: Any = {"revision": settings.model_revision, "cache_dir": settings.cache_dir}
-    try:
-        return fetch_snapshot(name, local_files_only=not download, **options)
-    except Exception as error:  # huggingface_hub raises many unrelated exceptions
-        if not download:
-            return None
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(
-            "model_name_or_path", f"{name} ({reason})", "a folder, or a hub id that can be fetched"
-        ) from error
-
-
-def read_config(directory: Path) -> dict[str, Any]:
-    return read_model_config(directory)
-
-
-def build_meta_model(directory: Path) -> PreTrainedModel:
-    """The model on the meta device, to find the modules to train."""
-    from ktransformers.modeling.skeleton import meta_model
-
-    return meta_model(directory)
+def base_directory(settings: ModelSettings, *, download: bool) -> Path | None:
+    """The base model's directory; None if it is on the hub and must not be downloaded now."""
+    locate = locate_model if download else find_model
+    hub: dict[str, Any] = {"revision": settings.model_revision, "cache_dir": settings.cache_dir}
+    return locate(settings.model_name_or_path, "model_name_or_path", **hub)
 
 
 def build_fake_model(directory: Path) -> PreTrainedModel:
@@ -89,7 +63,6 @@ def build_fake_model(directory: Path) -> PreTrainedModel:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from ktransformers.experts.scaled_input_experts import adapt_experts
-    from ktransformers.modeling.skeleton import model_from_config
 
     with FakeTensorMode():
         model = model_from_config(directory)
@@ -110,96 +83,68 @@ def check_formats(model: nn.Module, requested: str) -> None:
                 raise InputError("kt_expert_weight_format", problem, "auto", "or convert the experts with kt quant")
 
 
-def build_expert_pool(settings: TrainSettings, spare: bool) -> tuple[_core.Pool | None, list[str]]:
-    """A thread pool as requested, with at most the CPUs of this process; `spare` reserves a thread to launch GPU
-    work."""
-    from ktransformers import _core
-    from ktransformers.ground import system
-    from ktransformers.ground.pool import set_default_pool
-
-    experts = settings.experts
-    if experts.kt_num_threads is None and experts.kt_threadpool_count is None and not spare:
-        return None, []
-    machine = _core.machine()
-    notes, threads, groups = [], experts.kt_num_threads or 0, experts.kt_threadpool_count or 0
-    if threads > machine["cpus"]:
-        notes.append(f"kt_num_threads: {threads} asked for, {machine['cpus']} CPUs are here: the pool chooses")
-        threads = 0
-    if text := system.hyperthreads_asked_for(threads, machine["cores"], machine["cpus"]):
-        notes.append(f"kt_num_threads: {text}; without the key the pool measures whether they help")
-    if groups > machine["nodes"]:
-        notes.append(f"kt_threadpool_count: {groups} asked for, {machine['nodes']} NUMA nodes are here: one each")
-        groups = 0
-    return set_default_pool(threads, groups, spare), notes
-
-
-def expert_formats_of(settings: TrainSettings, operators: OperatorPlan | None) -> dict[str, str]:
-    """By rules, for the other layers by `kt_backend`; without either the formats of the files."""
-    given = format_of_backend(settings.experts.kt_backend)
-    by_rule = {} if operators is None else operators.expert_formats
-    return by_rule if given is None else {"": given, **by_rule}
-
-
-def open_model(
+def open_trained(
     directory: Path,
     settings: TrainSettings,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     partition: ExpertPartition | None = None,
     operators: OperatorPlan | None = None,
     later_gpus: Sequence[str] = (),
-) -> tuple[PreTrainedModel, list[str]]:
+    note: Callable[[str], None] = log.info,
+) -> PreTrainedModel:
     """With a `partition`, this process's experts alone are loaded; the call is then collective. `later_gpus`: those
     that layers are moved to afterwards."""
-    from ktransformers.modeling.load import load_model
-    from ktransformers.operators.apply import apply_operators
-    from ktransformers.operators.loader import Loader
+    from ktransformers.modeling.load import open_model
 
-    places = device.type != "cpu" and settings.place.policy != "cpu"
-    pool, notes = build_expert_pool(settings, spare=places)
-    model = load_model(
-        directory,
-        experts=settings.experts.kt_weight_path,
-        dtype=dtype,
-        device=None if device.type == "cpu" else device,
-        pool=pool,
-        isa=isa_of_backend(settings.experts.kt_backend),
-        precision=settings.experts.precision,
-        progress=progress,
-        widen=device_of(settings).type == "cpu",
-        shard=own_shard(partition),
-        formats=expert_formats_of(settings, operators),
-        on_loaded=None if operators is None else lambda loaded: apply_operators(loaded, operators, Loader(directory)),
-        rest=rest_of(settings),
-        later_gpus=later_gpus,
-    )
+    experts, spec = settings.experts, spec_of(directory, settings, operators, note, on_gpu=device.type != "cpu")
+    shard = own_shard(partition)
+    spec = replace(spec, dtype=dtype, device=device, rest=rest_of(settings), shard=shard, later_gpus=later_gpus)
+    model = open_model(replace(spec, progress=progress))
     connect_ranks(model, partition)
     model.name_or_path = str(given_file(directory))  # PEFT writes it into adapter_config.json
-    check_formats(model, settings.experts.kt_expert_weight_format)
+    check_formats(model, experts.kt_expert_weight_format)
     if settings.model.flash_attn != "auto":
         try:
             model.set_attn_implementation(ATTENTION_IMPLEMENTATIONS[settings.model.flash_attn])
         except (ImportError, ValueError) as error:
             raise InputError("flash_attn", settings.model.flash_attn, "one that is installed", str(error)) from error
     model.config.use_cache = False
-    return model, notes
+    return model
 
 
-def check_rest(settings: TrainSettings, dtype: torch.dtype) -> None:
-    """Raises for a format that cannot be encoded or trained on, before anything is loaded."""
-    from ktransformers.quantized.weight import DTYPES, rest_format
+def spec_of(
+    directory: Path,
+    settings: TrainSettings,
+    operators: OperatorPlan | None,
+    note: Callable[[str], None],
+    *,
+    on_gpu: bool,
+) -> ModelSpec:
+    """The model with the experts that the settings ask for. A thread of the pool is spared to launch work of experts on
+    a GPU."""
+    from ktransformers.operators.load import with_rules
 
+    experts = settings.experts
+    spare = on_gpu and settings.place.policy != "cpu"
+    names = ("kt_num_threads", "kt_threadpool_count")
+    spec = ModelSpec(
+        directory,
+        experts=experts.kt_weight_path,
+        precision=experts.precision,
+        isa=isa_of_backend(experts.kt_backend),
+        pool=pool_for(experts.kt_num_threads, experts.kt_threadpool_count, note, names=names, spare=spare),
+    )
+    return with_rules(spec, operators, format_of_backend(experts.kt_backend))
+
+
+def check_dense_format(settings: TrainSettings, dtype: torch.dtype) -> None:
+    """Raises for a format that dense weights cannot be stored in or trained on, before anything is loaded."""
     rest = settings.experts.rest
-    if rest in AS_RELEASED:
-        return
-    rest_format(rest)
-    if rest_of(settings) != rest:
+    check_rest(rest, dtype, device_of(settings).type)
+    if rest not in AS_RELEASED and rest_of(settings) != rest:
         raise InputError("rest", f"{rest} on GPUs of several processes", "keep or bf16, or one process")
-    on_gpu = device_of(settings).type != "cpu"
-    if dtype not in ((torch.bfloat16,) if on_gpu else DTYPES):
-        expected = "bfloat16 on a GPU" if on_gpu else "bfloat16 or float32"
-        raise InputError("rest", f"{rest} with {str(dtype).removeprefix('torch.')}", expected)
 
 
 def build_lora_config(model: nn.Module, targets: Targets, settings: LoraSettings) -> LoraConfig:

@@ -20,9 +20,11 @@ from ktransformers.adapters.chat_templates import (
     templates_with_tools,
     with_defaults,
 )
+from ktransformers.checkpoint.model_config import read_model_config
 from ktransformers.experts.partition import ExpertPartition
 from ktransformers.ground.errors import InputError
 from ktransformers.modeling.pretrained import read_generation_config, read_tokenizer, run_code_note
+from ktransformers.modeling.skeleton import meta_model
 from ktransformers.place.backends import isa_of_backend
 from ktransformers.plan.document import candidate_document
 from ktransformers.train.arguments import (
@@ -40,7 +42,7 @@ from ktransformers.train.data.render import PreferenceRow, Renderer, TrainRow, s
 from ktransformers.train.expert_parallel import check_ranks, make_partition
 from ktransformers.train.forecast import try_plan_inputs
 from ktransformers.train.grouping import Grouping, RowLengths, decide_grouping, with_tokens_per_batch
-from ktransformers.train.model import build_fake_model, build_meta_model, check_rest, locate_model, read_config
+from ktransformers.train.model import base_directory, build_fake_model, check_dense_format
 from ktransformers.train.output import check_disk_space, check_output
 from ktransformers.train.packages import package_notes, require_packages
 from ktransformers.train.packing import require_masked_layers
@@ -245,20 +247,20 @@ def make_plan(settings: TrainSettings, *, download: bool = False, predict: bool 
     notes += package_notes(settings)
     notes += read_shard_options(settings)[1]
     if uses_packing(settings):
-        present = locate_model(settings.model, download=False)
+        present = base_directory(settings.model, download=False)
         if present is not None:
-            require_masked_layers(build_meta_model(present))
+            require_masked_layers(meta_model(present))
     datasets = read_datasets(settings.data.dataset, settings.data)
     held_out = read_datasets(settings.data.eval_dataset, settings.data)
     _check_kinds(datasets + held_out, settings)
-    directory = locate_model(settings.model, download=download)
+    directory = base_directory(settings.model, download=download)
     seed = int(settings.trainer.get("seed", 42))
     tokenizer, split, data, targets, numbers, dtype, forecast, grouping, recipe, partition = (None,) * 10
     if directory is None:
         notes.append(f"{settings.model.model_name_or_path} is not on this machine: tokens and targets were not checked")
     else:
         # transformers reads it too, for the tokenizer, and does not name it in its errors
-        check_rest(settings, dtype_of(settings, read_config(directory)))
+        check_dense_format(settings, dtype_of(settings, read_model_config(directory)))
         read_generation_config(directory)
         tokenizer, extra_notes = load_tokenizer(directory, settings)
         notes += extra_notes
@@ -277,7 +279,7 @@ def make_plan(settings: TrainSettings, *, download: bool = False, predict: bool 
             raise InputError("eval_strategy", evaluates, "rows to evaluate on", "give val_size or eval_dataset")
         if split.dropped:
             notes.append(f"{split.dropped} rows have no answer within cutoff_len {options.cutoff_len} and are left out")
-        model = build_meta_model(directory)
+        model = meta_model(directory)
         partition = make_partition(settings, model)
         notes += TrainPlacement(settings, forecast).plan_operators(model)[1]
         targets = find_targets(model, settings.lora)
@@ -286,11 +288,11 @@ def make_plan(settings: TrainSettings, *, download: bool = False, predict: bool 
             notes += left_out
         numbers = count_trained_parameters(model, targets, settings.lora.lora_rank)
         check_disk_space(settings, numbers)
-        dtype = str(dtype_of(settings, read_config(directory))).removeprefix("torch.")
+        dtype = str(dtype_of(settings, read_model_config(directory))).removeprefix("torch.")
         _check_vocabulary(split, model, directory)
         if uses_packing(settings):
             require_masked_layers(model)
-        notes += _precision_notes(settings, read_config(directory))
+        notes += _precision_notes(settings, read_model_config(directory))
     plan = TrainPlan(
         settings=settings,
         model=None if directory is None else str(directory),
@@ -315,7 +317,7 @@ def _plan_batching(
     settings: TrainSettings, checkpoint: Path | None, directory: Path, measured: RowLengths
 ) -> tuple[TrainSettings, Grouping, planning.Plan | None, list[str]]:
     """The settings with the chosen device and batching, the grouping, its forecast, and notes."""
-    inputs, notes = try_plan_inputs(settings, directory, read_config(directory))
+    inputs, notes = try_plan_inputs(settings, directory, read_model_config(directory))
     grouping = decide_grouping(settings, checkpoint, inputs, measured)
     chosen = with_tokens_per_batch(settings, grouping.tokens)
     forecast = None if inputs is None else inputs.forecast(chosen, measured.lengths(chosen))

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from ktransformers.checkpoint.model_config import read_model_config
 from ktransformers.ground.system import frozen_gc
 from ktransformers.ground.triton_modules import require_compiler
+from ktransformers.modeling.skeleton import meta_model
 from ktransformers.operators.rules import operators_of
 from ktransformers.parallel.rank_check import (
     Ranks,
@@ -49,11 +51,9 @@ from ktransformers.train.manifest import (
 )
 from ktransformers.train.model import (
     build_lora_config,
-    build_meta_model,
     checkpoint_activations,
     finish_adapter,
-    open_model,
-    read_config,
+    open_trained,
 )
 from ktransformers.train.out_of_memory import reporting_out_of_memory
 from ktransformers.train.output import locked_output, prepare_output, write_output
@@ -221,21 +221,20 @@ def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
     if read_shard_options(settings)[0] is not None:
         leave_out_attention_graphs()
     placing = TrainPlacement(settings, prepared.plan.forecast)
-    skeleton = build_meta_model(directory)
+    skeleton = meta_model(directory)
     operators, _ = placing.plan_operators(skeleton)
-    model, notes = open_model(
+    model = open_trained(
         directory,
         settings,
-        dtype_of(settings, read_config(directory)),
+        dtype_of(settings, read_model_config(directory)),
         placing.loading_device,
         watcher.on_load,
         prepared.partition,
         operators,
         placing.gpus_of_layers(skeleton),
+        watcher.on_note,
     )
     placing.model_loaded(model)
-    for line in notes:
-        watcher.on_note(line)
     trainer = build_trainer(model, prepared)
     for line in trainer.target_notes:
         watcher.on_note(line)

@@ -20,7 +20,7 @@ from ktransformers.serve.cache.kv_cache import KVSlot
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.graphs.decode_graphs import Compute, DecodeGraphs, why_not
 from ktransformers.serve.http.metrics import render
-from ktransformers.serve.launch import open_service
+from ktransformers.serve.loading import open_service
 from ktransformers.serve.sampling.sampling import Score
 from ktransformers.serve.scheduler.forward import Chunk
 from ktransformers.serve.target import Target

@@ -24,9 +24,9 @@ from ktransformers.serve.flags import parse
 from ktransformers.serve.hosts.expert_host import connect
 from ktransformers.serve.hosts.handshake import Refused
 from ktransformers.serve.hosts.host_pool import HostPool
-from ktransformers.serve.hosts.identity import host_facts
 from ktransformers.serve.hosts.options import HostOptions, make_partition, read_hosts
 from ktransformers.serve.hosts.wire import HEADER, MAGIC, Connection, ConnectionLost, Header, Kind
+from ktransformers.serve.identity import host_facts
 from ktransformers.serve.scheduler.engine import Unavailable
 from ktransformers.serve.target import resolve_target
 from tests.support.expert_hosts import TOKEN, HostThreads, host_threads, wait_for

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ktransformers.serve.flags import Launch
-from ktransformers.serve.launch import open_service
+from ktransformers.serve.loading import open_service
 from ktransformers.serve.target import Target
 from tests.support.serving import GPU_TOLERANCE, EngineHarness, random_prompt, wait_for_finish
 

@@ -11,7 +11,7 @@ import torch
 from ktransformers.ground.out_of_memory import exhausted_memory
 from ktransformers.plan import Serving, make_plan, open_shape, profile
 from ktransformers.serve.flags import Launch
-from ktransformers.serve.memory_advice import memory_advice
+from ktransformers.serve.forecast import memory_advice
 from tests.support.serving import EngineHarness, random_prompt, same_completion
 
 CUDA_MESSAGE = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 23.6 GiB"

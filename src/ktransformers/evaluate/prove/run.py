@@ -54,9 +54,10 @@ from ktransformers.ground import system
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.linear_storage import AS_RELEASED
 from ktransformers.modeling.prepare import uses_kt_method
+from ktransformers.modeling.spec import ModelSpec, device_for, dtype_name, parse_dtype
 from ktransformers.serve.client import Client
 from ktransformers.serve.flags import Launch
-from ktransformers.serve.launch import LogLine, check_packages, parse_dtype
+from ktransformers.serve.launch import LogLine, check_packages
 from ktransformers.serve.target import Target, resolve_target
 
 SAMPLE_TEXTS = (
@@ -133,13 +134,10 @@ def prove(
     content = open_content(directory)
     tensor_check, counts = check_tensors(content, str(target.model))
     record = read_record(directory)
-    if device is not None:
-        system.require_supported(device, "--device", "--device cpu, or CUDA_VISIBLE_DEVICES with another GPU")
-    device = device or ("cuda" if system.has_gpu() else "cpu")
-    dtype_name = record.dtype if record is not None and dtype == "auto" else dtype
-    model_dtype = parse_dtype(dtype_name, device)
+    device = device_for(device)
+    model_dtype = parse_dtype(record.dtype if record is not None and dtype == "auto" else dtype, device)
     rows, sample = _sample_rows(record, target)
-    log(f"the trainer's graph: {target.model} in {_dtype_name(model_dtype)}, {len(rows)} rows")
+    log(f"the trainer's graph: {target.model} in {dtype_name(model_dtype)}, {len(rows)} rows")
     trainer = run_trainer_model(target, content, rows, model_dtype, device, target.precision, record)
     floor = trainer.floor.replayed
     checks = [tensor_check, _check_consumed(trainer, content)]
@@ -153,7 +151,7 @@ def prove(
         gc.collect()
     launch = Launch(
         str(directory),
-        dtype=_dtype_name(model_dtype),
+        dtype=dtype_name(model_dtype),
         device=device,
         max_running_requests=2 * len(rows),
         max_total_tokens=8192,
@@ -167,7 +165,7 @@ def prove(
     checks.append(check_stock(target, rows, model_dtype, device, trainer))
     counts |= {"consumed": trainer.consumed}
     effect = difference(trainer.adapter, trainer.base)
-    names = str(directory), str(target.model), _dtype_name(model_dtype)
+    names = str(directory), str(target.model), dtype_name(model_dtype)
     return Proof(*names, len(rows), trainer.base.tokens, sample, floor, effect, tuple(checks), counts)
 
 
@@ -175,10 +173,6 @@ def _trained_rest(target: Target, device: str = "cpu", dtype: torch.dtype = torc
     """Versions whose manifests do not say it trained on numbers; a GPU has codes in bf16 models alone."""
     has_codes = device == "cpu" or dtype == torch.bfloat16
     return (target.rest or "bf16") if has_codes else "bf16"
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _sample_rows(record: ProofRecord | None, target: Target) -> tuple[list[list[int]], str]:
@@ -231,11 +225,11 @@ def run_trainer_model(
     choices of `record` are replayed."""
 
     def open_base() -> Any:
-        from ktransformers.modeling.load import load_model
+        from ktransformers.modeling.load import open_model
 
-        gpu, experts = None if device == "cpu" else device, target.choose_experts(None)
-        rest = _trained_rest(target, device, dtype)
-        return load_model(target.model, experts=experts, dtype=dtype, device=gpu, precision=precision, rest=rest)
+        experts, rest = target.choose_experts(None), _trained_rest(target, device, dtype)
+        spec = ModelSpec(target.model, experts, dtype=dtype, device=device, rest=rest, precision=precision)
+        return open_model(spec)
 
     def attach_adapter(stock: Any) -> Any:
         from peft import PeftModel

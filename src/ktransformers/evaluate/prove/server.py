@@ -25,7 +25,8 @@ from ktransformers.adapters.router_choices import PADDING, RouterChoices, Router
 from ktransformers.ground.errors import InputError, KTError
 from ktransformers.serve.client import Client
 from ktransformers.serve.flags import Launch
-from ktransformers.serve.launch import LogLine, bind_socket, open_service
+from ktransformers.serve.launch import LogLine, bind_socket
+from ktransformers.serve.loading import open_service
 from ktransformers.serve.scheduler.forward import Chunk, ForwardResult
 from ktransformers.serve.target import Target
 

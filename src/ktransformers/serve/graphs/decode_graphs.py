@@ -56,6 +56,7 @@ from ktransformers.serve.attention.attention import AttentionSpec, use_attention
 from ktransformers.serve.attention.windows import CHUNK_ATTRIBUTE
 from ktransformers.serve.cache.kv_cache import Owner
 from ktransformers.serve.cache.recurrent_states import use_batch_states
+from ktransformers.serve.flags import Launch
 from ktransformers.serve.graphs import decode_attention
 from ktransformers.serve.graphs.adapter_set import Adapters, AdapterSet, RowLoraFn, sort_adapters
 from ktransformers.serve.graphs.decode_attention import attend_latents, attend_new_tokens
@@ -416,3 +417,17 @@ def why_not(forward: Forward | SequentialForward, placement: Placement | None) -
     stores = {name: getattr(module, "kt_store", None) for name, module in expert_modules(model).items()}
     missing = [name for name, store in stores.items() if store is None or placed_for(store, device) is None]
     return f"no engine has the experts of {len(missing)} layers, {missing[0]} the first" if missing else ""
+
+
+def attach_graphs(forward: Forward | SequentialForward, placement: Placement | None, launch: Launch) -> str:
+    """Let decode steps be graphs unless the launch line or the model says otherwise; returns the line to log."""
+    off = "--disable-cuda-graph" if launch.disable_cuda_graph else ""
+    off = off or ("--attention-backend torch" if launch.attention_backend == "torch" else "")
+    reason = off or why_not(forward, placement)
+    if reason:
+        return f"decode without CUDA graphs: {reason}"
+    max_rows = min(launch.cuda_graph_max_bs, launch.max_running_requests)
+    overlap = not launch.disable_overlap_schedule
+    served: Any = forward
+    served.graphs = DecodeGraphs(forward.model, placement, max_rows=max_rows, overlap=overlap)
+    return f"decode in CUDA graphs, batches of up to {served.graphs.max_rows} sequences"

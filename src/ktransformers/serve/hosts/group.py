@@ -13,8 +13,9 @@ from pathlib import Path
 from ktransformers.experts.partition import ExpertPartition, ExpertShard
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.options.placement import read_options
-from ktransformers.ground.pool import set_default_pool
+from ktransformers.ground.pool import pool_for
 from ktransformers.modeling.shard_stores import ShardLayer, load_shard
+from ktransformers.modeling.spec import ModelSpec
 from ktransformers.plan import open_shape, with_gpus
 from ktransformers.plan.formats import counted_as
 from ktransformers.plan.hosts import BY_EXPERTS, BY_LAYERS, evaluate_hosts, parse_network
@@ -22,8 +23,8 @@ from ktransformers.plan.workload import Choice, Serving
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.hosts.expert_host import run_expert_host
 from ktransformers.serve.hosts.host_pool import HostPool
-from ktransformers.serve.hosts.identity import host_facts
 from ktransformers.serve.hosts.options import HostOptions, make_partition
+from ktransformers.serve.identity import host_facts
 from ktransformers.serve.target import Target
 
 ALLOWED_PLACEMENT = {"init_expert_location", "kt_record_experts"}  # that do not place experts
@@ -117,14 +118,13 @@ def start_group(
 
 def _load_experts(launch: Launch, target: Target, shard: ExpertShard, log: LogLine) -> list[ShardLayer]:
     log(f"loading experts of {target.model}")
-    pool = set_default_pool(launch.threads or 0, launch.groups or 0) if launch.threads or launch.groups else None
-    experts = target.choose_experts(launch.experts)
-    return load_shard(
+    spec = ModelSpec(
         target.model,
-        shard,
-        experts=experts,
-        pool=pool,
-        isa=launch.isa,
-        verify=launch.verify,
+        experts=target.choose_experts(launch.experts),
         formats=target.choose_expert_format(launch.expert_format, launch.experts),
+        isa=launch.isa,
+        pool=pool_for(launch.threads, launch.groups, log),
+        verify=launch.verify,
+        shard=shard,
     )
+    return load_shard(spec)

@@ -175,3 +175,11 @@ def attach_hosts(model: nn.Module, pool: HostPool) -> int:
         assert isinstance(shard, LayerShard) and (store is None or isinstance(store, ExpertStore))
         module.kt_remote = RemoteLayer(number, store, shard, pool)  # type: ignore[assignment]
     return len(modules)
+
+
+def connect_group(model: nn.Module, pool: HostPool, log: Callable[[str], None]) -> None:
+    """Let the model's experts be computed with the other hosts, once these have loaded theirs."""
+    log("waiting for the expert hosts to load")
+    pool.wait_until_ready()
+    layers = attach_hosts(model, pool)
+    log(f"{layers} layers of experts over {len(pool.hosts) + 1} hosts")

@@ -9,6 +9,7 @@ transformers has these models. `export` merges an adapter into the checkpoint it
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,11 @@ EXCLUDED_ARGUMENTS = (
 
 def checkpoint_directory(model_args: Any) -> Path:
     """Local directory of the checkpoint; a hub id is downloaded."""
-    from ktransformers.train.model import locate_model
+    from ktransformers.train.model import base_directory
     from ktransformers.train.settings import ModelSettings
 
     keys = {name: getattr(model_args, name) for name in ("model_name_or_path", "model_revision", "cache_dir")}
-    directory = locate_model(ModelSettings.model_validate(keys), download=True)
+    directory = base_directory(ModelSettings.model_validate(keys), download=True)
     assert directory is not None
     return directory
 
@@ -103,27 +104,20 @@ def _with_requests(stock: Any) -> type:
 
 
 def load_packed(model_args: Any, config: Any, device_map: Any, *, training: bool) -> Any:
-    from ktransformers.modeling.load import load_pretrained
-    from ktransformers.modeling.quantizer import KTConfig, hide_quantisation
+    from ktransformers.modeling.load import open_model
+    from ktransformers.modeling.quantizer import hide_quantisation
     from ktransformers.modeling.skeleton import meta_model
-    from ktransformers.operators.apply import apply_operators
-    from ktransformers.operators.loader import Loader
     from ktransformers.operators.rules import require_rules
     from ktransformers.place.apply import ModelPlacement, plan_rules
-    from ktransformers.place.backends import isa_of_backend
-    from ktransformers.train.model import build_expert_pool, check_formats, expert_formats_of
+    from ktransformers.train.model import check_formats, spec_of
     from ktransformers.train.placement import TrainPlacement
 
     on_gpu = _uses_gpu(device_map)
     settings = read_kt_settings(model_args, on_gpu=on_gpu, training=training)
     place_options = settings.place
-    pool, notes = build_expert_pool(settings, spare=on_gpu and place_options.policy != "cpu")
-    for line in notes:
-        log.info("%s", line)
     train_placement = TrainPlacement(settings, None) if on_gpu and training else None
     if train_placement is not None and train_placement.loading_device.type == "cpu":
         device_map = {"": train_placement.loading_device}  # from there to several GPUs
-    experts = settings.experts
     directory = checkpoint_directory(model_args)
     operators, lines = None, list[str]()
     if place_options.kt_optimize_rule is not None:
@@ -133,18 +127,12 @@ def load_packed(model_args: Any, config: Any, device_map: Any, *, training: bool
         operators, lines = plan_rules(meta_model(directory), place_options, gpus)
     for line in lines:
         log.info("%s", line)
-    isa, formats = isa_of_backend(experts.kt_backend), expert_formats_of(settings, operators)
     moves_later = train_placement is not None and train_placement.later_gpus > 0
-    quantizer = KTConfig(isa=isa, pool=pool, precision=experts.precision, formats=formats, widen=not moves_later)
-    options = {"dtype": "auto", "device_map": device_map}
-
-    on_loaded = None if operators is None else lambda loaded: apply_operators(loaded, operators, Loader(directory))
-    rest = linear_storage(experts.rest, on_gpu=on_gpu)
-    model: Any = load_pretrained(
-        directory, config, quantizer, options, experts.kt_weight_path, rest, on_loaded=on_loaded
-    )
+    rest = linear_storage(settings.experts.rest, on_gpu=on_gpu)
+    spec = spec_of(directory, settings, operators, log.info, on_gpu=on_gpu)
+    model: Any = open_model(replace(spec, dtype="auto", rest=rest, widen=not moves_later), config, device_map)
     model.name_or_path = str(model_args.model_name_or_path)  # PEFT writes it into adapter_config.json
-    check_formats(model, experts.kt_expert_weight_format)
+    check_formats(model, settings.experts.kt_expert_weight_format)
     hide_quantisation(model, SAVING)
     if train_placement is not None:
         train_placement.model_loaded(model)
