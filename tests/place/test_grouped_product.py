@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ktransformers.ground.errors import InputError
 from ktransformers.place.gpu import grouped_mlp
 from ktransformers.place.gpu.grouped_mlp import TRITON
 from tests.support.triton_devices import INTERPRETED, triton_devices
@@ -160,24 +159,21 @@ def test_compiled_programs_fit_into_shared_memory(kernels: ModuleType, capabilit
 
 
 @pytest.mark.parametrize(
-    ("capability", "choice", "own"),
+    ("capability", "own"),
     [
-        ((8, 0), "", True),
-        ((8, 9), "", True),
-        ((12, 0), "", True),
-        ((9, 0), "", False),
-        ((10, 0), "", False),
-        ((9, 0), "triton", True),
-        ((8, 9), "torch", False),
+        ((8, 0), True),
+        ((8, 9), True),
+        ((12, 0), True),
+        ((9, 0), False),
+        ((10, 0), False),
     ],
 )
 def test_ours_are_used_where_torch_has_no_single_kernel(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], choice: str, own: bool
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], own: bool
 ) -> None:
     module = SimpleNamespace()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(grouped_mlp, "import_triton_module", lambda name: module)
-    monkeypatch.setenv("KT_GROUPED_PRODUCT", choice)
     grouped_mlp.own_kernels.cache_clear()
     try:
         device = torch.device("cuda:0")
@@ -186,10 +182,3 @@ def test_ours_are_used_where_torch_has_no_single_kernel(
         assert grouped_mlp.own_kernels(torch.device("cpu")) is None
     finally:
         grouped_mlp.own_kernels.cache_clear()
-
-
-def test_an_unknown_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KT_GROUPED_PRODUCT", "cutlass")
-    grouped_mlp.own_kernels.cache_clear()
-    with pytest.raises(InputError, match="torch or triton"):
-        grouped_mlp.own_kernels(torch.device("cpu"))

@@ -41,7 +41,7 @@ def with_products(machine: Machine, products: str) -> Machine:
 @pytest.mark.parametrize("word", system.DENSE_PRODUCTS)
 def test_plan_of_this_machine_has_the_arithmetic_of_a_run(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate_module, "calibrate", lambda remeasure=False: RATES)
-    monkeypatch.setenv("KT_DENSE", word)
+    monkeypatch.setattr(system, "forced_dense_products", word)
     assert this_machine().cpu.products == word
     words = ["plan", "qwen3-30b-a3b", "--serve", "--gpu", "none", "--json"]
     planned = json.loads(CliRunner().invoke(app, words).stdout)
@@ -81,7 +81,7 @@ def test_planned_bytes_of_weights_are_those_of_the_loaded_model(
     save(model, tmp_path)
     shape, held = open_shape(str(tmp_path)), {}
     for word in ("widened", "float32"):
-        monkeypatch.setenv("KT_DENSE", word)
+        monkeypatch.setattr(system, "forced_dense_products", word)
         loaded: Any = load_model(tmp_path, dtype=torch.float32)
         rest = [parameter for name, parameter in loaded.named_parameters() if ".experts." not in name]
         held[word] = sum(p.stored.nbytes if isinstance(p, WidenedWeight) else p.nbytes for p in rest)
@@ -95,7 +95,7 @@ def test_planned_bytes_of_weights_are_those_of_the_loaded_model(
 def test_latents_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `kt serve` keeps them: latent 512 and rotary key 64 in 27 layers. On a CPU absorbed keys are a copy."""
     monkeypatch.setattr(calibrate_module, "calibrate", lambda remeasure=False: RATES)
-    monkeypatch.setenv("KT_DENSE", "bfloat16")
+    monkeypatch.setattr(system, "forced_dense_products", "bfloat16")
     planned = {}
     for gpu in ("none", "h200"):
         words = ["plan", "deepseek-v2-lite", "--serve", "--gpu", gpu, "--json"]

@@ -105,7 +105,7 @@ def test_loss_over_the_vocabulary_is_that_of_float32_weights() -> None:
 def test_writing_is_refused_and_copies_are_ordinary() -> None:
     layer = nn.Linear(COLUMNS, OUTPUTS, bias=False)
     layer.weight = nn.Parameter(weight_of(torch.float32), requires_grad=False)
-    with pytest.raises(InputError, match="KT_DENSE=float32"):
+    with pytest.raises(InputError, match="a deep copy of the module"):
         layer.weight.data += 1
     with pytest.raises(InputError, match="writes into it"):
         torch.add(torch.ones(OUTPUTS, COLUMNS), 1, out=layer.weight.data)
@@ -163,7 +163,7 @@ def test_loaded_model_has_one_copy_of_its_weights_and_the_same_results(
 ) -> None:
     models: dict[str, Any] = {}
     for word in ("float32", "widened"):
-        monkeypatch.setenv("KT_DENSE", word)
+        monkeypatch.setattr(system, "forced_dense_products", word)
         models[word] = load_model(directory, dtype=dtype)
     got, want = models["widened"], models["float32"]
     assert not widened_names(want) and {name.split(".")[-2] for name in widened_names(got)} >= {"q_proj", "lm_head"}
@@ -183,7 +183,7 @@ def test_loaded_model_has_one_copy_of_its_weights_and_the_same_results(
 
 
 def test_decoding_uses_the_core_with_float32_rows(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KT_DENSE", "widened")
+    monkeypatch.setattr(system, "forced_dense_products", "widened")
     model = load_model(directory, dtype=torch.float32)
     with torch.inference_mode():
         expected = model(tokens(1, 4)).logits
@@ -193,7 +193,7 @@ def test_decoding_uses_the_core_with_float32_rows(directory: Path, monkeypatch: 
 
 
 def test_float32_checkpoint_is_not_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KT_DENSE", "widened")
+    monkeypatch.setattr(system, "forced_dense_products", "widened")
     save(build("qwen3_moe", **LARGE), tmp_path)
     model = load_model(tmp_path, dtype=torch.float32)
     assert not widened_names(model)
@@ -202,7 +202,7 @@ def test_float32_checkpoint_is_not_rounded(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_other_defaults_of_torch_do_not_matter(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KT_DENSE", "widened")
+    monkeypatch.setattr(system, "forced_dense_products", "widened")
     model = load_model(directory, dtype=torch.float32)
     with torch.no_grad():
         expected = model(tokens()).logits
@@ -215,7 +215,7 @@ def test_other_defaults_of_torch_do_not_matter(directory: Path, monkeypatch: pyt
 
 
 def test_tied_head_and_embedding_stay_one_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KT_DENSE", "widened")
+    monkeypatch.setattr(system, "forced_dense_products", "widened")
     save(build("qwen3_moe", tie_word_embeddings=True, **LARGE).bfloat16(), tmp_path)
     model: Any = load_model(tmp_path, dtype=torch.float32)
     assert isinstance(model.lm_head.weight, WidenedWeight) and model.lm_head.weight is model.model.embed_tokens.weight
@@ -223,19 +223,9 @@ def test_tied_head_and_embedding_stay_one_tensor(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize(("ratio", "products"), [(0.4, "bfloat16"), (1.7, "widened"), (60.0, "widened")])
 def test_arithmetic_follows_the_measurement(ratio: float, products: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KT_DENSE", raising=False)
     monkeypatch.setattr(system, "_torch_bf16_time_ratio", lambda: ratio)
     assert system.dense_products() == products
     assert system.bf16_is_fast("cpu") is (products == "bfloat16") and system.bf16_is_fast("cuda")
-
-
-def test_variable_overrides_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    for word in system.DENSE_PRODUCTS:
-        monkeypatch.setenv("KT_DENSE", word)
-        assert system.dense_products() == word
-    monkeypatch.setenv("KT_DENSE", "fp32")
-    with pytest.raises(InputError, match="KT_DENSE"):
-        system.dense_products()
 
 
 def test_measurement_is_repeatable() -> None:

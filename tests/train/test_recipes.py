@@ -12,6 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from ktransformers.cli.train import sft
+from ktransformers.ground import system
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import RECIPES as PACKAGE_RECIPES
 from ktransformers.ground.files import find_example
@@ -66,7 +67,7 @@ def test_recipes_are_valid(path: Path, model_of: Callable[[str], Path], tmp_path
 def test_published_files_are_planned(
     name: str, model_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KT_DENSE", "bfloat16")  # as on a machine where bf16: true is fast
+    monkeypatch.setattr(system, "forced_dense_products", "bfloat16")  # as on a machine where bf16: true is fast
     words = [f"model_name_or_path={model_of(family_of(name))}", f"output_dir={tmp_path / 'out'}"]
     if "alpaca_en_demo" in SEEDS[name]["dataset"]:
         with pytest.raises(InputError, match="get it from"):

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ktransformers.adapters.manifest import read_manifest
+from ktransformers.ground import system
 from ktransformers.ground.errors import InputError, KTError
 from ktransformers.train.manifest import check_gradients
 from ktransformers.train.model import open_trained
@@ -213,7 +214,7 @@ def test_existing_adapter_is_trained_further(
 
 
 def test_bf16_training_runs(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KT_DENSE", "bfloat16")  # also where it is slow
+    monkeypatch.setattr(system, "forced_dense_products", "bfloat16")  # also where it is slow
     watcher = RunRecorder()
     keys = recipe(tiny, tmp_path / "x", bf16=True, max_steps=1, max_samples=1, cpu_infer=64, template="deepseek")
     keys |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "trust_remote_code": True}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ktransformers.ground import system
 from ktransformers.ground.errors import InputError
 from ktransformers.operators.rules import summarise_for_training, summary_of_name
 from ktransformers.place.backends import format_of_backend
@@ -221,7 +222,7 @@ def test_number_of_known_keys() -> None:
 
 @pytest.mark.parametrize("products", ["bfloat16", "widened"])
 def test_bf16_means_float32_where_bf16_is_slow(products: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KT_DENSE", products)
+    monkeypatch.setattr(system, "forced_dense_products", products)
     fast, dtype = products == "bfloat16", torch.bfloat16 if products == "bfloat16" else torch.float32
     keys = {"model_name_or_path": "a/b", "output_dir": "out", "dataset": "identity", "use_cpu": True}
     mixed, pure, silent = (read_settings(keys | added) for added in ({"bf16": True}, {"pure_bf16": True}, {}))

@@ -30,19 +30,9 @@ VARIABLES = (
     Variable("KT_KERNEL_CPU_VARIANT", "kt-kernel's names", "the same, used if KT_ISA is not set"),
     Variable("KT_THREADS", "a positive number", "threads of a pool without an explicit count, over all groups"),
     Variable(
-        "KT_DENSE",
-        "auto, bfloat16, widened, float32",
-        "how a CPU multiplies in linear layers that are not experts; default auto, by a measurement",
-    ),
-    Variable(
         "KT_PLACE",
         "auto, cpu, resident, host_callback, stream, stream_all, split",
         "where `place.attach` computes the experts of a model on a GPU; default cpu",
-    ),
-    Variable(
-        "KT_PIN",
-        "map, stage",
-        "how packed experts are copied to a GPU: from registered host memory, or through a staging buffer",
     ),
     Variable("KT_VERIFY", "1, 0", "0: packed experts are not compared with their checksums when they are first read"),
     Variable(
@@ -50,12 +40,6 @@ VARIABLES = (
         "a list of experts, attention, decode; 0 or none",
         "CUDA graphs to use: expert passes, attention in training, decode steps of `kt serve`; "
         "default all; the rest is launched kernel by kernel",
-    ),
-    Variable(
-        "KT_GROUPED_PRODUCT",
-        "torch, triton",
-        "the grouped product of expert passes on a GPU; default torch's where that is one kernel (compute capability 9 "
-        "and 10), elsewhere ours in Triton",
     ),
     Variable(
         "KT_LOG", "debug, info, warning, error", "log to stderr from this level up; debug includes the choices made"

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktransformers.ground import env
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.log import logger
 
@@ -156,7 +155,8 @@ def resident_bytes() -> int:
     return 0
 
 
-DENSE_PRODUCTS = ("bfloat16", "widened", "float32")  # values of KT_DENSE
+DENSE_PRODUCTS = ("bfloat16", "widened", "float32")
+forced_dense_products: str | None = None  # one of DENSE_PRODUCTS; None: a measurement decides. Tests set it
 # Rows, columns and outputs of the two products that are timed. The first takes microseconds, or milliseconds where bf16
 # is emulated: then the second, which is large enough that calling torch counts for nothing, is not needed.
 PROBES = ((8, 128, 256), (64, 1024, 512))
@@ -170,13 +170,9 @@ MAX_BF16_RATIO = 1.2
 def dense_products() -> str:
     """How the CPU multiplies in linear layers outside of the experts, unless a dtype is asked for: "bfloat16", torch's
     own products; "widened", bf16 weights multiplied in float32 (`quantized/widened.py`), on CPUs where torch is slower
-    in bf16; "float32", the same with float32 copies of the weights. KT_DENSE decides, otherwise a measurement, once per
-    process."""
-    value = env.text("KT_DENSE")
-    if value not in ("", "auto", *DENSE_PRODUCTS):
-        raise InputError("KT_DENSE", repr(value), f"auto or one of {', '.join(DENSE_PRODUCTS)}")
-    if value in DENSE_PRODUCTS:
-        return value
+    in bf16; "float32", the same with float32 copies of the weights. Decided by a measurement, once per process."""
+    if forced_dense_products is not None:
+        return forced_dense_products
     return "bfloat16" if _torch_bf16_time_ratio() <= MAX_BF16_RATIO else "widened"
 
 

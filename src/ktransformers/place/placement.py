@@ -254,14 +254,14 @@ def attach(
     """Let the engine compute the model's experts for hidden states on a GPU; None: there is no GPU, or the policy is
     `cpu`.
 
-    `policy` is one of `POLICIES` (KT_PLACE, else cpu), `pin` map or stage (KT_PIN, else map). `device` is that of all
+    `policy` is one of `POLICIES` (KT_PLACE, else cpu), `pin` map (the default) or stage. `device` is that of all
     layers; without it, each has the device of its router. `device_by_layer`, by module name: "cpu" leaves a layer of
     experts to the CPU. `pin_bytes` bounds what is registered with the driver, `buffer_bytes` the expert cache of a GPU;
     without `streams` nothing is streamed, and the cache has the smallest size.
     """
     policy_name = policy or env.text("KT_PLACE") or DEFAULT_POLICY
-    pin_mode = pin or env.text("KT_PIN") or "map"
-    for name, value, known in (("KT_PLACE", policy_name, POLICIES), ("KT_PIN", pin_mode, MODES)):
+    pin_mode = pin or "map"
+    for name, value, known in (("KT_PLACE", policy_name, POLICIES), ("pin", pin_mode, MODES)):
         if value not in known:
             raise InputError(name, value, "one of " + ", ".join(known))
     if policy_name == "cpu":

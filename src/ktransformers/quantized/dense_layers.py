@@ -106,5 +106,5 @@ def _compare(name: str, what: str, given: Tensor, expected: Tensor) -> None:
     if not difference <= limit * norm:
         raise KTError(
             f"{name}: {what} of its bf16 weights differs from torch's by {difference / norm:.2g}, expected at most "
-            f"{limit:g}; this is a defect of ktransformers or of the machine. KT_DENSE=float32 computes without it"
+            f"{limit:g}; this is a defect of ktransformers or of the machine"
         )

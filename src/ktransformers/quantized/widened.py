@@ -139,7 +139,7 @@ def _widen(value: Any) -> Any:
 
 
 def _written(name: str) -> InputError:
-    remedy = "KT_DENSE=float32 loads weights that can be changed; merge adapters with `kt merge`"
+    remedy = "a deep copy of the module can be changed; merge adapters with `kt merge`"
     return InputError("weight", f"{name}, which writes into it", "a frozen weight, stored in bf16", remedy)
 
 

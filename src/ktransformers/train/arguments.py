@@ -71,9 +71,7 @@ def bf16_note(settings: TrainSettings) -> str | None:
     """What becomes of `bf16: true`, which recipes for GPUs have, on a CPU that is slower in bf16."""
     if not settings.trainer.get("bf16") or settings.model.pure_bf16 or bf16_is_fast(device_of(settings).type):
         return None
-    return (
-        "bf16: true: this CPU is slower in bf16, so all but the experts computes in float32; KT_DENSE=bfloat16 insists"
-    )
+    return "bf16: true: this CPU is slower in bf16, so all but the experts computes in float32; pure_bf16: true insists"
 
 
 def trainer_arguments(settings: TrainSettings) -> SFTConfig | DPOConfig:

@@ -10,6 +10,7 @@ import torch
 
 from ktransformers import _core
 from ktransformers.adapters import LoraPair, adapter_from_tensors
+from ktransformers.ground import system
 from ktransformers.nn import load_model
 from ktransformers.quantized import dense_layers
 from ktransformers.quantized.weight import QuantizedWeight, quantize_linear
@@ -176,7 +177,7 @@ def test_new_tokens_read_codes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
 def test_released_bf16_weights_are_expanded_as_they_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPUs without bf16 products: `kv_b_proj` is a widened weight, of which chunks multiply the rows of some
     heads."""
-    monkeypatch.setenv("KT_DENSE", "widened")
+    monkeypatch.setattr(system, "forced_dense_products", "widened")
     monkeypatch.setattr(dense_layers, "MIN_WEIGHTS", HEADS * (NOPE + VALUE) * 4 * RANK)
     monkeypatch.setattr(latent, "MAX_EXPANDED", 50 * (NOPE + ROPE + VALUE) * 2)  # two heads at a time
     stock: Any = build("deepseek_v3", **SIZES | {"kv_lora_rank": 4 * RANK})  # a longer latent is expanded

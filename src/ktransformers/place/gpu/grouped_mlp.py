@@ -21,8 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ktransformers.experts.gate import Gate
-from ktransformers.ground import env
-from ktransformers.ground.errors import InputError
 from ktransformers.ground.triton_modules import import_triton_module
 from ktransformers.place.gpu import epilogue
 from ktransformers.place.gpu.epilogue import DropoutMask
@@ -82,12 +80,7 @@ Gradient = tuple[Tensor, Tensor]  # of A and of B, as in StackedLora
 @functools.cache
 def own_kernels(device: torch.device) -> ModuleType | None:
     """Our grouped products, if they are the ones to use on this device; None: torch's."""
-    choice = env.text("KT_GROUPED_PRODUCT")
-    if choice not in ("", "torch", "triton"):
-        raise InputError("KT_GROUPED_PRODUCT", repr(choice), "torch or triton")
-    if device.type != "cuda" or choice == "torch":
-        return None
-    if not choice and torch.cuda.get_device_capability(device)[0] in TORCH_CAPABILITIES:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in TORCH_CAPABILITIES:
         return None
     return import_triton_module(TRITON)
 
