@@ -115,6 +115,16 @@ def test_bf16_in_12_bits_is_counted_as_it_is() -> None:
     assert 1.5 * weights <= expert_bytes(model, best.choice) <= 1.55 * weights
 
 
+def test_bf16_that_does_not_fit_is_offered_in_12_bits_first() -> None:
+    """It changes no result, so it comes before formats that round."""
+    machine = with_memory(with_gpus(profile("desktop-4090"), "24GB"), "56GB")
+    plan = make_plan(replace(QWEN, stored="bf16"), Serving(), machine)
+    assert plan.best is None
+    formats = [(way.candidate.choice.format, way.same_results, way.candidate.fits) for way in plan.remedies]
+    assert formats[0] == ("bf16:12", True, True), formats
+    assert plan.remedies[0].changes == ("experts in bf16:12, the same bits",)
+
+
 def test_require_fit_names_the_shortfall_and_remedies_unless_forced() -> None:
     plan = make_plan(QWEN, Training(retain=True), with_memory(profile("desktop-4090"), "64GB"))
     with pytest.raises(InputError, match=r"host lacks [\d.]+ GB.*--force"):

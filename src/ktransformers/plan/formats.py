@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 TILE_K, BLOCK_N, TILE_BYTES = 32, 32, 1024  # csrc/types.h: a block is two tiles side by side, 2 KB per step of K
 PATCH_BYTES = 6 / 512  # of a weight in bf16:12: csrc/kernels/format.h has one patch, and its index, for each k tile
+LOSSLESS_FORMAT = "bf16:12"  # what a plan proposes for bf16 experts that do not fit; it changes no result
 PROPOSED = ("bf16", "fp8", "int8", "int4")  # with rates of their own in plan/profiles
 TYPICAL_COLUMNS = 2048  # of a matrix whose rows have one scale each
 RELEASED_METHODS = {"gptq": "int4"}  # quantisation methods that are stored in a format of another name

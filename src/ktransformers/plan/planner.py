@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.options.placement import DEFAULT_POLICY
-from ktransformers.plan.formats import PROPOSED, counted_as, format_of
+from ktransformers.plan.formats import LOSSLESS_FORMAT, PROPOSED, counted_as, format_of
 from ktransformers.plan.machine import Machine
 from ktransformers.plan.memory import MemoryPlan, predict_memory
 from ktransformers.plan.model_shape import ModelShape
@@ -266,6 +266,14 @@ def changes(work: Work, choice: Choice, machine: Machine) -> Iterator[_Change]:
         yield _Change("gpus", "no GPU: everything on the CPU", work, Choice(choice.format), True)
     if len(machine.gpus) > max(1, choice.gpus):
         yield _Change("gpus", "layers spread over all GPUs", work, replace(choice, gpus=len(machine.gpus)), True)
+    if choice.format == "bf16":
+        yield _Change(
+            "format",
+            f"experts in {LOSSLESS_FORMAT}, the same bits",
+            work,
+            replace(choice, format=LOSSLESS_FORMAT),
+            True,
+        )
     for name in PROPOSED:
         if name != choice.format and format_of(name).bytes_per_weight < format_of(choice.format).bytes_per_weight:
             yield _Change("format", f"experts in {name}", work, replace(choice, format=name), False)
