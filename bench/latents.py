@@ -250,13 +250,17 @@ class Bench:
         heads = ("cache", "residents", "streams", "context", "ms", "tokens/s", "bytes/token", "note")
         table = Table(heads, [9, 9, 7, 8, 8, 9, 11, 14])
         use_latents = forward_module.use_latents
+
+        def without(is_served: Callable[[], bool]) -> Any:
+            return replace(use_latents(is_served), recognise=lambda model: ())
+
         model = build_packed(recipe, self.device, self.args.format)
         placement = attach(model, policy="auto", device="cpu" if self.device.type == "cpu" else None)
         assert placement is not None and not placement.left, placement
         stock = model.config._attn_implementation
         for cache in ("expanded", "latents"):  # the second changes the modules and stays
             model.set_attn_implementation(stock)
-            forward_module.use_latents = use_latents if cache == "latents" else lambda model, is_served: 0
+            forward_module.use_latents = use_latents if cache == "latents" else without
             forward = forward_module.Forward(model)
             for share in (0.0, 1.0):
                 placement.place_residents(ratio=share)

@@ -1,7 +1,7 @@
 """Pages that name code are held to the code: paths in ARCHITECTURE.md and CONTRIBUTING.md exist, names in the first
-occur in the source, its glossary gives the file that defines each word, its tables of context variables and of layers
-are complete, and the version is the same in the package, the changelog and CITATION.cff. Links between pages lead to
-files and headings that exist."""
+occur in the source, its glossary gives the file that defines each word, its tables of context variables,
+substitutions and layers are complete, and the version is the same in the package, the changelog and CITATION.cff.
+Links between pages lead to files and headings that exist."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ IS_PATH = re.compile(r"[\w.-]+(/[\w.-]*)+|[\w-]+\.(py|h|cpp|cmake|md|yaml|toml|t
 IS_NAME = re.compile(r"_*[A-Za-z]\w*((\.|::)\w+)*(\(\))?")
 PLAIN = re.compile(r"```.*?```", re.DOTALL)
 DEFINITION = r"(?m)^\s*(?:(?:class|def|struct|using) {0}\b|enum class {0}\b|(?:[\w:<>]+ )*{0}(?:: [^=\n]+)? = )"
+SUBSTITUTION = r"(?m)^(?:(\w+)[^=\n]* = Substitution\(|def (\w+)\(.*-> Substitution\[)"
 
 
 def in_backticks(page: str) -> list[str]:
@@ -108,6 +109,21 @@ def test_every_context_variable_is_in_the_table() -> None:
     }
     listed = {(row[0].strip("`"), row[1].strip("`")) for row in rows("ARCHITECTURE.md", "Context variables")}
     assert listed == defined
+
+
+def test_every_substitution_is_in_the_table() -> None:
+    defined = {
+        (name, file.relative_to(PACKAGE).as_posix())
+        for file in PACKAGE.rglob("*.py")
+        for names in re.findall(
+            r"(?m)^(?:(\w+)[^=\n]* = Substitution\(|def (\w+)\(.*-> Substitution\[)", file.read_text()
+        )
+        for name in names
+        if name
+    }
+    listed = {tuple(re.findall(r"`(\S+?)`", row[3])) for row in rows("ARCHITECTURE.md", "Substitutions")}
+    assert len(defined) == 10 and defined <= listed
+    assert all(re.search(DEFINITION.format(name), (PACKAGE / path).read_text()) for name, path in listed)
 
 
 def test_layers_on_the_page_are_those_that_are_checked() -> None:

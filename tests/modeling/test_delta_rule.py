@@ -45,7 +45,7 @@ def test_kernel_equals_transformers(sizes: tuple[int, int, int, int], device: st
 
 
 def test_cpu_models_keep_the_stock_function() -> None:
-    assert delta_rule.patch_delta_rule(build("qwen3_next")) == 0
+    assert delta_rule.DELTA_RULE.apply(build("qwen3_next")) == 0
     assert not isinstance(modeling_qwen3_next.torch_recurrent_gated_delta_rule, functools.partial)
 
 
@@ -63,7 +63,7 @@ def test_other_calls_reach_the_stock_function() -> None:
 def test_gpu_models_use_the_kernel() -> None:
     stock = modeling_qwen3_next.torch_recurrent_gated_delta_rule
     try:
-        assert delta_rule.patch_delta_rule(build("qwen3_next").to("cuda:0")) == 1
+        assert delta_rule.DELTA_RULE.apply(build("qwen3_next").to("cuda:0")) == 1
         assert isinstance(modeling_qwen3_next.torch_recurrent_gated_delta_rule, functools.partial)
         assert not delta_rule.computes_the_same(
             lambda *a, **k: (2 * stock(*a, **k)[0], stock(*a, **k)[1]), torch.device("cuda:0")

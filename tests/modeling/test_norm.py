@@ -12,7 +12,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel, Qwen3MoeRMSNorm
 
 from ktransformers import _core
-from ktransformers.modeling.norm import MAX_ELEMENTS, TRITON, patch_norms
+from ktransformers.modeling.norm import MAX_ELEMENTS, NORMS, TRITON
 
 
 class Doubled(nn.Module):
@@ -43,7 +43,7 @@ def test_rms_norm_is_patched_and_matches(dtype: torch.dtype) -> None:
     weight = norm.weight.clone()
     x = torch.randn(2, 5, 96).to(dtype)
     wanted = norm(x)
-    assert patch_norms(norm) == 1 and patch_norms(norm) == 0
+    assert NORMS.apply(norm) == 1 and NORMS.apply(norm) == 0
     assert torch.equal(norm.weight, weight)
     with torch.no_grad():
         actual = norm(x)
@@ -66,7 +66,7 @@ def test_rms_norm_on_a_gpu_rounds_as_stock(columns: int, dtype: torch.dtype) -> 
     x = torch.randn(3, 5, columns, device="cuda").to(dtype)
     with torch.no_grad():
         wanted = norm(x)
-        assert patch_norms(norm) == 1
+        assert NORMS.apply(norm) == 1
         actual = norm(x)
     torch.testing.assert_close(actual, wanted, rtol=2**-7 if dtype != torch.float32 else 1e-6, atol=1e-6)
     assert dtype == torch.float32 or float((actual == wanted).float().mean()) > 0.99
@@ -88,7 +88,7 @@ def test_triton_kernel_matches_stock(columns: int) -> None:
 def test_other_norms_are_not_patched() -> None:
     gemma = Gemma3RMSNorm(32)
     gemma.weight.data.fill_(0.25)
-    assert patch_norms(nn.ModuleList([gemma, Doubled(), Gated(), nn.LayerNorm(32)])) == 0
+    assert NORMS.apply(nn.ModuleList([gemma, Doubled(), Gated(), nn.LayerNorm(32)])) == 0
 
 
 def test_all_norms_of_a_model_are_patched() -> None:
@@ -103,7 +103,7 @@ def test_all_norms_of_a_model_are_patched() -> None:
         num_experts=4,
         num_experts_per_tok=2,
     )
-    assert patch_norms(Qwen3MoeModel(config)) == 2 * 4 + 1
+    assert NORMS.apply(Qwen3MoeModel(config)) == 2 * 4 + 1
 
 
 def test_wrong_shapes_and_dtypes_are_refused() -> None:

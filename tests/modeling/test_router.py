@@ -15,7 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ktransformers.modeling import router as router_module
-from ktransformers.modeling.router import MAX_ROWS, TRITON, patch_routers
+from ktransformers.modeling.router import MAX_ROWS, TRITON
 from tests.support.triton_devices import triton_devices
 
 SIZES = {"hidden_size": 64, "num_experts_per_tok": 3, "num_experts": 40, "num_local_experts": 40}
@@ -79,7 +79,7 @@ def test_stock_routers_are_patched_and_match(name: str, dtype: torch.dtype) -> N
     x = torch.randn(16, 64, device="cuda", dtype=dtype)
     with torch.no_grad():
         logits, scores, ids = router(x)
-        assert patch_routers(router) == 1 and patch_routers(router) == 0
+        assert router_module.ROUTERS.apply(router) == 1 and router_module.ROUTERS.apply(router) == 0
         fused_logits, fused_scores, fused_ids = router(x)
         assert router(x.repeat(MAX_ROWS, 1))[1].shape == (16 * MAX_ROWS, 3)
     assert torch.equal(fused_logits, logits) and fused_scores.dtype == scores.dtype
@@ -117,8 +117,8 @@ def test_a_router_that_its_bias_decides_is_left_alone(monkeypatch: pytest.Monkey
 
 @pytest.mark.gpu
 def test_other_scores_are_left_alone() -> None:
-    assert patch_routers(Sigmoid().cuda()) == 0
+    assert router_module.ROUTERS.apply(Sigmoid().cuda()) == 0
 
 
 def test_routers_on_the_cpu_are_left_alone() -> None:
-    assert patch_routers(router_of("mixtral", torch.float32)) == 0
+    assert router_module.ROUTERS.apply(router_of("mixtral", torch.float32)) == 0

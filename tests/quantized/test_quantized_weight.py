@@ -25,11 +25,11 @@ from ktransformers.checkpoint.matrix import SPELLED, TensorRef, recognise
 from ktransformers.checkpoint.quantisation import accept
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.pool import default_pool
+from ktransformers.modeling.linear import linears
 from ktransformers.nn import load_model
 from ktransformers.quantized import weight as quantized_weight
 from ktransformers.quantized.gpu.head_products import HeadRows
 from ktransformers.quantized.host_rows import HostRows
-from ktransformers.quantized.linear import patch_linears
 from ktransformers.quantized.weight import QuantizedWeight, describe_quantized, quantize_linears
 from tests.support.gguf_blocks import random_blocks
 from tests.support.quantised_models import release
@@ -296,7 +296,7 @@ def test_layers_that_are_encoded() -> None:
     assert "lm_head.weight" in names and any("shared_experts" in name for name in names)
     assert any("kv_b_proj" in name for name in names)
     assert not any(".gate." in name or "embed" in name for name in names)
-    patch_linears(model)
+    linears().apply(model)
     for module in model.modules():
         if isinstance(module, nn.Linear) and isinstance(module.weight, QuantizedWeight):
             assert not isinstance(module.forward, functools.partial), "the kernel for bf16 would read codes"

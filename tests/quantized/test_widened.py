@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from ktransformers.ground import system
 from ktransformers.ground.errors import InputError, KTError
+from ktransformers.modeling.linear import linears
 from ktransformers.nn import load_model
 from ktransformers.quantized import dense_layers, widened
 from ktransformers.quantized.dense_layers import check_products
-from ktransformers.quantized.linear import patch_linears
 from ktransformers.quantized.widened import WidenedWeight
 from tests.support.peft_models import adapt, gradients
 from tests.support.tiny_models import build, save, tokens
@@ -187,7 +187,7 @@ def test_decoding_uses_the_core_with_float32_rows(directory: Path, monkeypatch: 
     model = load_model(directory, dtype=torch.float32)
     with torch.inference_mode():
         expected = model(tokens(1, 4)).logits
-        assert patch_linears(model) == len(widened_names(model) - {"model.embed_tokens.weight"})
+        assert linears().apply(model) == len(widened_names(model) - {"model.embed_tokens.weight"})
         for _ in range(2):  # the first pass finds layers with the same input
             torch.testing.assert_close(model(tokens(1, 4)).logits, expected, rtol=1e-4, atol=1e-5)
 

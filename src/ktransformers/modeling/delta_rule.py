@@ -11,64 +11,63 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from types import ModuleType, NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ktransformers.ground.triton_modules import import_triton_module
+from ktransformers.modeling.substitute import RECURRENCE, Substitution, matches, random_numbers
 
 TRITON = "ktransformers.modeling.delta_rule_triton"
 FUNCTION = "torch_recurrent_gated_delta_rule"
-MAX_ERROR = 1e-4  # relative, in float32
 SIZES = (2, 3, 32, 48)  # rows, heads, key and value of the comparison
 
 DeltaRule = Callable[..., tuple[Tensor, Tensor | None]]
 
 
-def patch_delta_rule(model: nn.Module) -> int:
-    """Replace the function in the files of this model's classes; returns in how many."""
+def _files(model: nn.Module) -> Iterator[tuple[ModuleType, torch.device]]:
+    """The files of this model's classes that have the function."""
     device = next(model.parameters()).device
-    kernels = import_triton_module(TRITON) if device.type == "cuda" else None
-    if kernels is None:
-        return 0
-    files = {sys.modules[type(module).__module__] for module in model.modules()}
-    return sum(_patch_file(file, device) for file in files if hasattr(file, FUNCTION))
+    if device.type == "cuda" and import_triton_module(TRITON) is not None:
+        for file in {sys.modules[type(module).__module__] for module in model.modules()}:
+            if not isinstance(vars(file).get(FUNCTION), NoneType | functools.partial):
+                yield file, device
 
 
-def _patch_file(file: ModuleType, device: torch.device) -> bool:
-    stock = getattr(file, FUNCTION)
-    if isinstance(stock, functools.partial):
-        return True  # by an earlier call
-    if not computes_the_same(stock, device):
-        return False
-    setattr(file, FUNCTION, functools.partial(_delta_rule, stock))
-    return True
+def _probe(target: tuple[ModuleType, torch.device]) -> DeltaRule | None:
+    file, device = target
+    stock: DeltaRule = vars(file)[FUNCTION]
+    return stock if computes_the_same(stock, device) else None
+
+
+DELTA_RULE = Substitution(
+    "delta rules",
+    _files,
+    _probe,
+    lambda target, stock, restore: restore.put(target[0], FUNCTION, functools.partial(_delta_rule, stock)),
+)
 
 
 def computes_the_same(stock: DeltaRule, device: torch.device) -> bool:
     rows, heads, size, columns = SIZES
-    generator = torch.Generator().manual_seed(0)
+    numbers = random_numbers()
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device)
+        return numbers(*shape).to(device)
 
     words: dict[str, Any] = {"g": -random(rows, 1, heads).abs(), "beta": random(rows, 1, heads).sigmoid()}
     words |= {"initial_state": random(rows, heads, size, columns), "output_final_state": True}
     given = random(rows, 1, heads, size), random(rows, 1, heads, size), random(rows, 1, heads, columns)
-    try:
-        with torch.inference_mode():
-            for normed in (False, True):
-                expected = stock(*given, **words, use_qk_l2norm_in_kernel=normed)
-                measured = _delta_rule(_refuse, *given, **words, use_qk_l2norm_in_kernel=normed)
-                for one, other in zip(measured, expected, strict=True):
-                    assert one is not None and other is not None
-                    if one.shape != other.shape or float((one - other).norm()) > MAX_ERROR * float(other.norm()):
-                        return False
-    except (TypeError, ValueError, RuntimeError, AttributeError):
-        return False
+    with torch.inference_mode():
+        for normed in (False, True):
+            expected = stock(*given, **words, use_qk_l2norm_in_kernel=normed)
+            measured = _delta_rule(_refuse, *given, **words, use_qk_l2norm_in_kernel=normed)
+            for ours, theirs in zip(measured, expected, strict=True):
+                if ours is None or not matches(ours, theirs, RECURRENCE):
+                    return False
     return True
 
 

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ktransformers import _core
 from ktransformers.ground.triton_modules import import_triton_module
-from ktransformers.modeling.fused_check import matches
+from ktransformers.modeling.substitute import Substitution, matches
 
 TRITON = "ktransformers.modeling.norm_triton"
 MAX_ELEMENTS = 1 << 16  # of the input on the CPU; the kernel runs in one thread
@@ -28,20 +29,14 @@ DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16, torch
 EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
 
 
-def patch_norms(model: nn.Module) -> int:
-    """Replace the forward of every RMS norm; returns how many."""
-    patched = 0
-    for module in model.modules():
-        epsilons = (getattr(module, name, None) for name in EPSILON_NAMES)
-        epsilon = next((value for value in epsilons if isinstance(value, float)), None)
-        if epsilon is not None and _fits(module) and _is_rms_norm(module, epsilon):
-            module.forward = functools.partial(_forward, module, module.forward, epsilon)
-            patched += 1
-    return patched
+def epsilon_of(module: Any) -> float | None:
+    """Of a module that may be a norm."""
+    epsilons = (getattr(module, name, None) for name in EPSILON_NAMES)
+    return next((value for value in epsilons if isinstance(value, float)), None)
 
 
 def norm_epsilon(module: Any) -> float | None:
-    """Of an RMS norm whose forward was replaced by `patch_norms`; None: of any other module."""
+    """Of an RMS norm whose forward was replaced; None: of any other module."""
     forward = getattr(module, "forward", None)
     if not isinstance(forward, functools.partial) or forward.func is not _forward:
         return None
@@ -54,6 +49,8 @@ def _fits(module: Any) -> bool:
     weight = parameters.get("weight")
     if list(parameters) != ["weight"] or list(module.children()) or isinstance(module.forward, functools.partial):
         return False
+    if epsilon_of(module) is None:
+        return False
     if len(inspect.signature(module.forward).parameters) != 1:  # gated norms of linear attention take a second tensor
         return False
     if weight is None or weight.dim() != 1 or weight.dtype not in DTYPES.get(weight.device.type, ()):
@@ -61,22 +58,15 @@ def _fits(module: Any) -> bool:
     return weight.is_cpu or import_triton_module(TRITON) is not None
 
 
-def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
-    weight = module.get_parameter("weight")
+def _probe(module: Any) -> float | None:
+    """The epsilon of a module that computes an RMS norm."""
+    epsilon, size = epsilon_of(module), module.weight.shape[0]
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, weight.shape[0], generator=generator).to(weight)
-    probe = torch.rand(weight.shape[0], generator=generator).to(weight) + 0.5
-    original = weight.detach().clone()
-    with torch.no_grad():
-        weight.copy_(probe)  # a weight of ones would not distinguish w from 1 + w
-        try:
-            expected = module(x)
-            fused = _norm(x, probe, epsilon)
-        except (TypeError, ValueError, RuntimeError):
-            return False
-        finally:
-            weight.copy_(original)
-    return matches(fused, expected)
+    x = torch.randn(3, size, generator=generator).to(module.weight)
+    # A weight of ones would not distinguish w from 1 + w.
+    weight = torch.rand(size, generator=generator).to(module.weight) + 0.5
+    assert epsilon is not None
+    return epsilon if matches(_norm(x, weight, epsilon), functional_call(module, {"weight": weight}, (x,))) else None
 
 
 def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -96,3 +86,13 @@ def _forward(module: nn.Module, stock_forward: Callable[[Tensor], Tensor], epsil
     if too_many or torch.is_grad_enabled() or x.dtype != weight.dtype or x.device != weight.device or not x.numel():
         return stock_forward(x)
     return _norm(x, weight.detach(), epsilon)
+
+
+NORMS: Substitution[Any, float] = Substitution(
+    "RMS norms",
+    lambda model: filter(_fits, model.modules()),
+    _probe,
+    lambda module, found, restore: restore.put(
+        module, "forward", functools.partial(_forward, module, module.forward, found)
+    ),
+)

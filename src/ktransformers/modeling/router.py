@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ktransformers.ground.triton_modules import import_triton_module
-from ktransformers.modeling.fused_check import matches
+from ktransformers.modeling.substitute import Substitution, matches, random_numbers
 
 TRITON = "ktransformers.modeling.router_triton"
 MAX_ROWS = 256
@@ -27,18 +27,6 @@ PROBE_ROWS = 8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 RouterOutput = tuple[Tensor, Tensor, Tensor]  # logits, scores, ids
-
-
-def patch_routers(model: nn.Module) -> int:
-    """Replace the forward of every such router; returns how many."""
-    patched = 0
-    for module in model.modules():
-        if _fits(module):
-            normalise = _normalises(module)
-            if normalise is not None:
-                module.forward = functools.partial(_forward, module, module.forward, *normalise)
-                patched += 1
-    return patched
 
 
 def _fits(module: Any) -> bool:
@@ -55,29 +43,25 @@ def _normalises(module: Any) -> tuple[bool, torch.dtype] | None:
     """Whether the scores are a softmax over the selected experts alone, and their dtype; None: neither this nor one
     over all experts, or the numbers cannot tell."""
     weight = module.weight
-    with torch.no_grad():
-        x = _probe(weight)
-        try:
-            outputs = module(x)
-        except (TypeError, ValueError, RuntimeError):
-            return None
-        if not _is_router_output(outputs, (PROBE_ROWS, *weight.shape[:1]), module.top_k):
-            return None
-        logits, scores, ids = outputs
-        if not matches(F.linear(x, weight, module._parameters.get("bias")), logits):
-            return None
-        found = []
-        for normalise in (False, True):
-            fused, fused_ids = select(logits, module.top_k, normalise, scores.dtype)
-            if matches(fused, scores) and torch.equal(logits.gather(1, fused_ids), logits.gather(1, ids)):
-                found.append((normalise, scores.dtype))
+    x = _random_rows(weight)
+    outputs = module(x)
+    if not _is_router_output(outputs, (PROBE_ROWS, *weight.shape[:1]), module.top_k):
+        return None
+    logits, scores, ids = outputs
+    if not matches(F.linear(x, weight, module._parameters.get("bias")), logits):
+        return None
+    found = []
+    for normalise in (False, True):
+        fused, fused_ids = select(logits, module.top_k, normalise, scores.dtype)
+        if matches(fused, scores) and torch.equal(logits.gather(1, fused_ids), logits.gather(1, ids)):
+            found.append((normalise, scores.dtype))
     return found[0] if len(found) == 1 or (module.top_k == len(weight) and found) else None
 
 
-def _probe(weight: Tensor) -> Tensor:
+def _random_rows(weight: Tensor) -> Tensor:
     """Random rows whose logits have a standard deviation of about one. Where one logit is far above the others its
     score is one with and without normalisation, and a router of either kind would match both."""
-    x = torch.randn(PROBE_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+    x = random_numbers()(PROBE_ROWS, weight.shape[1]).to(weight)
     spread = F.linear(x.float(), weight.float()).std(dim=1, keepdim=True, correction=0)
     return (x / torch.where(spread > 0, spread, 1)).to(weight.dtype)
 
@@ -109,3 +93,13 @@ def _forward(
     logits = F.linear(x.reshape(rows, -1), weight, module._parameters.get("bias"))
     scores, ids = select(logits, module.top_k, normalise, dtype)
     return logits, scores, ids
+
+
+ROUTERS: Substitution[Any, tuple[bool, torch.dtype]] = Substitution(
+    "routers",
+    lambda model: filter(_fits, model.modules()),
+    _normalises,
+    lambda module, found, restore: restore.put(
+        module, "forward", functools.partial(_forward, module, module.forward, *found)
+    ),
+)

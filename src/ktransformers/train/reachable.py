@@ -30,6 +30,7 @@ from ktransformers.adapters.comparison import evaluating
 from ktransformers.experts.contract import expert_modules
 from ktransformers.experts.peft_lora import refused_modules
 from ktransformers.ground.errors import InputError
+from ktransformers.modeling.substitute import Restore
 from ktransformers.train.callbacks import GradientCheck
 from ktransformers.train.settings import LoraSettings
 from ktransformers.train.targets import Targets, find_targets
@@ -117,18 +118,14 @@ def _describe(reasons: dict[str, str]) -> str:
 @contextmanager
 def _experts_without_routing(model: nn.Module) -> Iterator[None]:
     """Experts that depend on the same tensors as before, and not on which expert a token goes to."""
-    modules = list(expert_modules(model).values())
 
     def forward(hidden: Tensor, ids: Tensor, weights: Tensor, *others: Any, **options: Any) -> Tensor:
         return hidden * weights.sum(-1, keepdim=True).to(hidden.dtype)
 
-    for module in modules:
-        module.forward = forward
-    try:
+    with Restore() as restore:
+        for module in expert_modules(model).values():
+            restore.put(module, "forward", forward)
         yield
-    finally:
-        for module in modules:
-            del module.forward
 
 
 def predict_targets(model: PreTrainedModel, settings: LoraSettings) -> tuple[Targets, list[str]]:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ktransformers.serve.attention import fused_attention
 from ktransformers.serve.attention.attention import ATTENTION_NAME, AttentionSpec, use_attention
-from ktransformers.serve.attention.fused_attention import MAX_ROWS, FusedAttention, patch_attention
+from ktransformers.serve.attention.fused_attention import FUSED_ATTENTION, MAX_ROWS, FusedAttention
 from ktransformers.serve.attention.windows import WINDOW_ATTRIBUTE
 from ktransformers.serve.scheduler.lora import use_linear_lora
 from tests.support.triton_devices import triton_devices
@@ -140,4 +140,4 @@ def test_rows_with_lora_and_long_chunks_go_through_the_modules(device: str, monk
 
 def test_models_on_the_cpu_are_not_patched() -> None:
     module, _ = attention_of("qwen3_moe", "cpu", torch.float32)
-    assert patch_attention(module) == 0
+    assert FUSED_ATTENTION.apply(module) == 0

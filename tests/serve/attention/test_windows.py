@@ -15,12 +15,13 @@ from transformers.masking_utils import (
 )
 
 from ktransformers.ground.errors import InputError
+from ktransformers.modeling.substitute import Restore
 from ktransformers.serve.attention import attention
 from ktransformers.serve.attention.windows import (
     MAX_WINDOW,
     WINDOW_ATTRIBUTE,
     read_windows,
-    reduced_windows,
+    reduce_windows,
     rule_window,
 )
 from ktransformers.serve.scheduler.forward import Forward, make_forward
@@ -72,7 +73,8 @@ def test_windows_are_as_before_after_the_check() -> None:
     forward = Forward(model)
     before = dict(forward.windows)
     assert sorted(before.values(), key=str) == [40, None]
-    with reduced_windows(model):
+    with Restore() as restore:
+        reduce_windows(model, restore)
         assert sorted(read_windows(model).values(), key=str) == [8, None]
     forward.check_against_stock()
     assert {name: getattr(model.get_submodule(name), WINDOW_ATTRIBUTE) for name in before} == before

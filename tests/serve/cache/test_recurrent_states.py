@@ -173,7 +173,7 @@ def test_wrong_states_are_refused(family: str, kind: str, damage: Any, monkeypat
 
 def test_states_that_are_not_kept_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A family that keeps a state where no contract names it."""
-    monkeypatch.setattr("ktransformers.serve.scheduler.forward.serve_states", lambda model: {})
+    monkeypatch.setattr("ktransformers.serve.scheduler.forward.serve_states", lambda model, restore: {})
     with pytest.raises(InputError, match=r"qwen3_next.*differ by"):
         make_forward(tiny("qwen3_next")).check_against_stock()
 

@@ -17,7 +17,7 @@ from ktransformers.experts.interface import pack_module, select_implementation
 from ktransformers.experts.padding import mask_padding, use_padding_mask
 from ktransformers.ground.errors import InputError
 from ktransformers.modeling.cuda_graphs import CAPTURE_AT
-from ktransformers.modeling.norm import patch_norms
+from ktransformers.modeling.norm import NORMS
 from ktransformers.place import attach
 from ktransformers.place.placement import Placement
 from ktransformers.quantized import weight as quantized_weight
@@ -26,7 +26,7 @@ from ktransformers.quantized.gpu.linear import GpuLinearWeight, packed_linear
 from ktransformers.quantized.weight import GpuPacked, QuantizedWeight
 from ktransformers.serve.cache.kv_cache import KVSlot
 from ktransformers.serve.graphs.decode_graphs import DecodeGraphs, StepKey, why_not
-from ktransformers.serve.graphs.latent_inputs import fuse_latents
+from ktransformers.serve.graphs.latent_inputs import FUSED_LATENTS
 from ktransformers.serve.sampling.sampling import Sampling
 from ktransformers.serve.scheduler.forward import Chunk, Forward
 from ktransformers.serve.scheduler.lora import LoadedAdapter, LoraModules
@@ -265,8 +265,8 @@ def test_steps_read_the_codes_of_latents(spec: str, device: str, monkeypatch: py
             first, wanted = decode(forward, prompts, 8, told)
             told = told or first
             forward.graphs = DecodeGraphs(model, placement, EagerCapture(placement) if device == "cpu" else None)
-            patch_norms(model)
-            assert fuse_latents(model) == len(weights)
+            NORMS.apply(model)
+            assert FUSED_LATENTS.apply(model) == len(weights)
             if device != "cpu" and has_codes:
                 monkeypatch.setattr(head_products, "decoded_rows", lambda *_: pytest.fail("decoded"))
             _, measured = decode(forward, prompts, 8, told)

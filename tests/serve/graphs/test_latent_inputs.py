@@ -10,7 +10,7 @@ import torch
 
 from ktransformers.serve.graphs import latent_inputs
 from ktransformers.serve.graphs.decode_graphs import DecodeGraphs
-from ktransformers.serve.graphs.latent_inputs import STYLES, FusedLatentAttention, RotaryStyle, fuse_latents
+from ktransformers.serve.graphs.latent_inputs import FUSED_LATENTS, STYLES, FusedLatentAttention, RotaryStyle
 from ktransformers.serve.scheduler.forward import make_forward
 from tests.serve.graphs.test_decode_graphs import decode
 from tests.support.tiny_models import build
@@ -62,7 +62,7 @@ def test_steps_equal_the_stock_module(family: str) -> None:
     with torch.inference_mode():
         told, wanted = decode(forward, prompts, 5)
         forward.graphs = DecodeGraphs(model, None, record=lambda compute: compute)
-        assert fuse_latents(model) == len(model.model.layers)
+        assert FUSED_LATENTS.apply(model) == len(model.model.layers)
         forwards = [layer.self_attn.forward for layer in model.model.layers]
         assert all(isinstance(one, FusedLatentAttention) and one.style == style for one in forwards)
         calls: list[int] = []
@@ -90,5 +90,5 @@ def test_modules_that_compute_something_else_stay_stock() -> None:
         return 2 * output, weights
 
     attention.forward = scaled
-    assert fuse_latents(model) == len(model.model.layers) - 1
+    assert FUSED_LATENTS.apply(model) == len(model.model.layers) - 1
     assert attention.forward is scaled

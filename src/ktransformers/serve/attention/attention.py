@@ -96,7 +96,7 @@ class AttentionSpec:
 
 def current_spec(module: nn.Module, spec: AttentionSpec) -> AttentionSpec:
     """A specification that was taken from an earlier call, with the window and chunk that the module has now: the check
-    at start shortens them for a while (`reduced_windows`)."""
+    at start shortens them for a while (`reduce_windows`)."""
     window, chunk = getattr(module, WINDOW_ATTRIBUTE, spec.window), getattr(module, CHUNK_ATTRIBUTE, spec.chunk)
     return spec if (window, chunk) == (spec.window, spec.chunk) else replace(spec, window=window, chunk=chunk)
 

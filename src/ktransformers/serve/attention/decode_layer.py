@@ -14,7 +14,7 @@ without LoRA; otherwise, and while a part of the layer has hooks, the layer's ow
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,8 @@ from ktransformers.experts.padding import mask_padding
 from ktransformers.experts.peft_lora import read_lora
 from ktransformers.experts.store import ExpertStore, weights_are_rounded
 from ktransformers.ground.pool import default_pool
-from ktransformers.modeling.fused_check import matches
 from ktransformers.modeling.norm import norm_epsilon
+from ktransformers.modeling.substitute import Substitution, attempt, matches, random_numbers, unprobed
 from ktransformers.quantized.weight import CpuPacked, QuantizedWeight
 from ktransformers.quantized.widened import stored_weight
 from ktransformers.serve.attention.attention import (
@@ -52,9 +52,6 @@ NOT_HERE = {"kt_remote", "kt_exchange", "kt_shard", "kt_lora"}  # of experts tha
 PROBE_KEYS = (5, 1, 8)  # of the sequences that both compute; the last one of each is new
 SMALLEST_PROBE = 1 / 128  # size of hidden states
 ROUTER_TRIALS = 4  # with other hidden states: two experts that are nearly equal may be chosen in another order
-PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError)  # of code that was not written for it
-
-Result = TypeVar("Result")
 
 
 def fits_core(spans: Sequence[Span]) -> bool:
@@ -64,19 +61,12 @@ def fits_core(spans: Sequence[Span]) -> bool:
     return not any(span.rows != 1 or span.slot.rounded for span in spans)
 
 
-def patch_decode_layers(model: nn.Module) -> int:
-    """Replace the forward of every layer that may be computed by the core; returns how many."""
-    layers = [module for module in model.modules() if _may_decode(module)]
-    for module in layers:
-        module.forward = CoreDecodeLayer(module)
-    return len(layers)
-
-
 def _may_decode(module: Any) -> bool:
     """Whether the parts of a layer may be called with random numbers: attention that writes more than keys and values
     for its sequences (convolution and recurrent states, keys of an indexer) would write those."""
     norms = [norm_epsilon(getattr(module, name, None)) for name in ("input_layernorm", "post_attention_layernorm")]
-    if None in norms or not isinstance(getattr(module, "self_attn", None), nn.Module):
+    parts = [getattr(module, name, None) for name in ("self_attn", "mlp")]
+    if None in norms or not all(isinstance(part, nn.Module) for part in parts):
         return False
     attention = module.self_attn
     if not {name for name, part in attention.named_children() if list(part.parameters())} <= ATTENTION_PARTS:
@@ -84,7 +74,7 @@ def _may_decode(module: Any) -> bool:
     if set(attention._parameters) - {"sinks"} or attention._buffers:
         return False
     weight = module.input_layernorm.weight
-    return isinstance(getattr(module, "mlp", None), nn.Module) and weight.is_cpu and weight.dtype in DTYPES
+    return not isinstance(module.forward, CoreDecodeLayer) and weight.is_cpu and weight.dtype in DTYPES
 
 
 class CoreDecodeLayer:
@@ -184,10 +174,10 @@ class CoreDecodeLayer:
         probe = Probe(hidden, kwargs)
         core = _core.DecodeLayer(default_pool(), hidden.shape[-1])
         with use_linear_lora(None):
-            if not _attempt(lambda: probe.is_sum_of_halves(module, self._stock)):
+            if not attempt(lambda: probe.is_sum_of_halves(module, self._stock)):
                 return
-            spec = _attempt(lambda: probe.bind_attention(module, core))
-            store = _attempt(lambda: probe.bind_experts(module, core))
+            spec = attempt(lambda: probe.bind_attention(module, core))
+            store = attempt(lambda: probe.bind_experts(module, core))
         if spec is None and store is None:
             return
         self._core, self._spec, self._store = core, spec, store
@@ -238,14 +228,6 @@ def _experts_output(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) else result
 
 
-def _attempt(call: Callable[[], Result | None]) -> Result | None:
-    """None as well where the stock code or the core does not accept what it is given."""
-    try:
-        return call()
-    except PROBE_ERRORS:
-        return None
-
-
 def _parts(module: Any) -> list[nn.Module]:
     """Of a decoder layer."""
     parts = [module.self_attn, module.mlp, module.input_layernorm, module.post_attention_layernorm]
@@ -265,7 +247,7 @@ class Probe:
     """Random inputs that the stock code and the core compute."""
 
     def __init__(self, hidden: Tensor, kwargs: dict[str, Any]) -> None:
-        self._generator = torch.Generator().manual_seed(0)
+        self._random = random_numbers()
         self._rows = len(PROBE_KEYS)
         self._hidden = self._random(1, self._rows, hidden.shape[2]).to(hidden)
         embeddings = tuple(self._random(1, self._rows, one.shape[2]).to(one) for one in kwargs["position_embeddings"])
@@ -274,9 +256,6 @@ class Probe:
         self._caches: list[tuple[Tensor, Tensor]] = []  # of each row: keys and values [groups, keys, d]
         self._specs: list[AttentionSpec] = []
         self.repeats_rotary = False
-
-    def _random(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self._generator)
 
     def _attention(self, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of stock code to the caches, whose last key and value are the row's own: `[T, heads, d]`."""
@@ -412,3 +391,11 @@ def _core_weight(linear: Any) -> Any:
 def _bias(module: nn.Module) -> Tensor | None:
     bias = module._parameters.get("bias")
     return None if bias is None else bias.detach()
+
+
+DECODE_LAYERS: Substitution[nn.Module, bool] = Substitution(
+    "decoder layers",
+    lambda model: filter(_may_decode, model.modules()),
+    unprobed,
+    lambda module, _, restore: restore.put(module, "forward", CoreDecodeLayer(module)),
+)

@@ -9,21 +9,15 @@ its embeddings or caps its logits, the model's own `forward` computes every batc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ktransformers.modeling.fused_check import matches
+from ktransformers.modeling.substitute import attempt, matches
 from ktransformers.serve.attention.attention import Span
-from ktransformers.serve.attention.decode_layer import (
-    PROBE_ERRORS,
-    CoreDecodeLayer,
-    compute_layers,
-    fits_core,
-    repeated,
-)
+from ktransformers.serve.attention.decode_layer import CoreDecodeLayer, compute_layers, fits_core, repeated
 
 PARTS = ("embed_tokens", "rotary_emb", "norm")  # of the body of a model
 ROTARY_BLOCK = 64  # positions whose cosines and sines are computed together
@@ -78,27 +72,26 @@ class DecodeStack:
         self._compared = not self._complete
         self._matches = False
 
-    def logits(self, tokens: Sequence[int], positions: Sequence[int], spans: Sequence[Span]) -> Tensor | None:
-        """`[T, V]` of new tokens; None: this batch or this model is left to the model's own code."""
-        return self._compute(tokens, positions, spans) if self._matches and self._fits(spans) else None
+    def logits(
+        self, tokens: Sequence[int], positions: Sequence[int], spans: Sequence[Span], stock: Callable[[], Tensor]
+    ) -> Tensor:
+        """`[T, V]` of new tokens; `stock` computes it by the model's own code."""
+        if not self._compared and self._find_layers() and self._fits(spans):
+            return self._compare(tokens, positions, spans, stock)
+        return self._compute(tokens, positions, spans) if self._matches and self._fits(spans) else stock()
 
-    def trial(self, tokens: Sequence[int], positions: Sequence[int], spans: Sequence[Span]) -> Tensor | None:
-        """The same for the first batch that fits, before the model computes it and writes its own keys and values."""
-        if self._compared or not self._find_layers() or not self._fits(spans):
-            return None
+    def _compare(
+        self, tokens: Sequence[int], positions: Sequence[int], spans: Sequence[Span], stock: Callable[[], Tensor]
+    ) -> Tensor:
+        """The stock logits of the first batch that fits. Ours are computed before them: the model then writes its own
+        keys and values."""
         self._compared = True
         repeats = {layer.repeats_rotary for layer in self._layers}
-        if len(repeats) > 1:
-            return None
         self._rotary.repeats = repeats.pop()
-        try:
-            return self._compute(tokens, positions, spans)
-        except PROBE_ERRORS:
-            return None
-
-    def judge(self, trial: Tensor, expected: Tensor) -> None:
-        """Compare with the model's logits of the same batch."""
-        self._matches = matches(trial, expected)
+        ours = None if repeats else attempt(lambda: self._compute(tokens, positions, spans))
+        expected = stock()
+        self._matches = ours is not None and matches(ours, expected)
+        return expected
 
     def _find_layers(self) -> bool:
         layers = getattr(self._body, "layers", [])

@@ -15,6 +15,7 @@ have LoRA, the three modules are called, because their hooks add it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ktransformers.ground.triton_modules import import_triton_module
-from ktransformers.modeling.fused_check import matches
-from ktransformers.modeling.norm import EPSILON_NAMES
+from ktransformers.modeling.norm import epsilon_of
+from ktransformers.modeling.substitute import Substitution, attempt, matches, random_numbers, unprobed
 from ktransformers.serve.attention.attention import AttentionSpec, current_attention, current_spec, use_attention
 from ktransformers.serve.attention.query_scales import SCALED_ATTRIBUTE
 from ktransformers.serve.scheduler.lora import current_linear_lora, use_linear_lora
@@ -39,20 +40,13 @@ AttentionOutput = tuple[Tensor, Any]
 REFUSED: tuple[Norm, Norm] = ((torch.empty(0), 0.0), (torch.empty(0), 0.0))  # norms that are not those of each head
 
 
-def patch_attention(model: nn.Module) -> int:
-    """Replace the forward of every attention module that may be fused; returns how many."""
-    modules = [module for module in model.modules() if _may_fuse(module)]
-    for module in modules:
-        module.forward = FusedAttention(module)
-    return len(modules)
-
-
 def _may_fuse(module: Any) -> bool:
     parts = [getattr(module, name, None) for name in (*PROJECTIONS, "o_proj")]
     if not all(isinstance(part, nn.Linear) for part in parts) or not isinstance(getattr(module, "head_dim", None), int):
         return False
     first = next(module.parameters())
-    return first.is_cuda and first.dtype in DTYPES and import_triton_module(TRITON) is not None
+    is_stock = not isinstance(module.forward, FusedAttention)
+    return is_stock and first.is_cuda and first.dtype in DTYPES and import_triton_module(TRITON) is not None
 
 
 class FusedAttention:
@@ -119,44 +113,66 @@ class FusedAttention:
 
     def _compare(self, hidden: Tensor, kwargs: dict[str, Any]) -> AttentionSpec | None:
         """The specification that the stock code gives its attention function; None: it computes something else."""
-        generator = torch.Generator().manual_seed(0)
+        numbers, module = random_numbers(), self._module
 
         def random(like: Tensor) -> Tensor:
-            shape = (1, PROBE_ROWS, like.shape[2])
-            return torch.randn(shape, generator=generator).to(like)
+            return numbers(1, PROBE_ROWS, like.shape[2]).to(like)
 
         embeddings = tuple(random(one) for one in kwargs["position_embeddings"])
-        probe, calls, out = random(hidden), list[tuple[AttentionSpec, Tensor, Tensor, Tensor]](), list[Tensor]()
-
-        def record(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            calls.append((spec, query, key, value))
-            shape = (query.shape[1], query.shape[0], value.shape[2])
-            out.append(torch.randn(shape, generator=generator).to(query))
-            return out[0]
-
+        probe = random(hidden)
         given = kwargs | {"hidden_states": probe, "position_embeddings": embeddings}
-        with use_attention(record), use_linear_lora(None):
-            try:
-                result = self._stock(**given)
-            except (TypeError, ValueError, RuntimeError):
+        with use_linear_lora(None):
+            recorded = record_attention(self._stock, given, numbers)
+            if recorded is None or not matches(module.o_proj(recorded.heads_of_rows()), recorded.output):
                 return None
-            if len(calls) != 1 or not isinstance(result, tuple) or not isinstance(result[0], Tensor):
+            spec = recorded.spec
+            if spec.latent is not None or spec.selection is not None or getattr(module, SCALED_ATTRIBUTE, False):
                 return None
-            expected = self._module.o_proj(out[0].reshape(1, PROBE_ROWS, -1))
-        spec, *inputs = calls[0]
-        if spec.latent is not None or spec.selection is not None or getattr(self._module, SCALED_ATTRIBUTE, False):
-            return None
-        if not matches(expected, result[0]):
-            return None
-        width = embeddings[0].shape[2]
-        for self._angles_of_halves in (False, True):
-            if width * (2 if self._angles_of_halves else 1) > self._module.head_dim:
-                continue
-            with use_linear_lora(None):
+            width = embeddings[0].shape[2]
+            for self._angles_of_halves in (False, True):
+                if width * (2 if self._angles_of_halves else 1) > module.head_dim:
+                    continue
                 fused = self._inputs(probe[0], *embeddings)
-            if all(matches(ours.transpose(0, 1), stock) for ours, stock in zip(fused, inputs, strict=True)):
-                return spec
+                stock = (recorded.query, recorded.key, recorded.value)
+                if all(matches(ours.transpose(0, 1), one) for ours, one in zip(fused, stock, strict=True)):
+                    return spec
         return None
+
+
+@dataclass(frozen=True)
+class RecordedAttention:
+    """What stock code gives its attention function, and its output `[1, R, H]` after that returned `attended`."""
+
+    spec: AttentionSpec
+    query: Tensor  # [heads, R, d]
+    key: Tensor  # [groups, R, d]
+    value: Tensor
+    attended: Tensor  # [R, heads, dv], random numbers
+    output: Tensor
+
+    def heads_of_rows(self) -> Tensor:
+        """`[1, R, heads * dv]`, the input of `o_proj`."""
+        return self.attended.reshape(1, self.attended.shape[0], -1)
+
+
+def record_attention(
+    stock: Callable[..., Any], arguments: dict[str, Any], numbers: Callable[..., Tensor]
+) -> RecordedAttention | None:
+    """Of one call of an attention module; None: it does not accept the arguments, or calls its function otherwise than
+    once."""
+    calls: list[tuple[AttentionSpec, Tensor, Tensor, Tensor, Tensor]] = []
+
+    def record(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        columns = value.shape[2] if spec.latent is None else spec.latent.value
+        attended = numbers(query.shape[1], query.shape[0], columns).to(query)
+        calls.append((spec, query, key, value, attended))
+        return attended
+
+    with use_attention(record):
+        result = attempt(lambda: stock(**arguments))
+    if len(calls) != 1 or not isinstance(result, tuple) or not isinstance(result[0], Tensor):
+        return None
+    return RecordedAttention(*calls[0], result[0])
 
 
 def _head_norms(module: Any) -> tuple[Norm, Norm] | None:
@@ -167,7 +183,7 @@ def _head_norms(module: Any) -> tuple[Norm, Norm] | None:
     found = []
     for norm in norms:
         weight = getattr(norm, "weight", None)
-        epsilon = next((e for e in (getattr(norm, name, None) for name in EPSILON_NAMES) if isinstance(e, float)), None)
+        epsilon = epsilon_of(norm)
         if not isinstance(weight, Tensor) or weight.shape != (module.head_dim,) or epsilon is None:
             return REFUSED
         found.append((weight.detach(), epsilon))
@@ -194,3 +210,11 @@ def _join_tensors(parts: list[Any]) -> Tensor:
     for part, view in zip(parts, torch.split(joint, [len(part) for part in parts]), strict=True):
         part.data = view
     return joint
+
+
+FUSED_ATTENTION: Substitution[nn.Module, bool] = Substitution(
+    "attention modules",
+    lambda model: filter(_may_fuse, model.modules()),
+    unprobed,
+    lambda module, _, restore: restore.put(module, "forward", FusedAttention(module)),
+)

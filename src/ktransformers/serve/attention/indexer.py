@@ -13,7 +13,7 @@ it between layers.
 An indexer is recognised by what it is called with (`attention_mask`, `past_key_values`) and its attributes
 (`index_topk`, `layer_idx`), its attention module by `indexer`.
 
-The check against the stock model needs a short `index_topk`, because its texts are short (`reduced_topk`), and must not
+The check against the stock model needs a short `index_topk`, because its texts are short (`reduce_topk`), and must not
 depend on ties: where scores tie or nearly tie, two correct computations select different keys, and all that follows
 differs. So `compared_selections` records what the stock model selects, and the served model attends to the same keys if
 by its own scores they are as good as the best; otherwise to its own, and the logits show the difference.
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from ktransformers.ground.errors import KTError
+from ktransformers.modeling.substitute import Restore, Substitution, unprobed
 from ktransformers.serve.attention.attention import NO_MASK, Span, current_spans
 from ktransformers.serve.attention.selection import Selection
 from ktransformers.serve.cache.kv_cache import KVSlot
@@ -199,17 +200,18 @@ class SlotIndexer:
         return Selection({first: torch.cat([next(parts)[0].long() for _ in of]) for first, of in pieces_of.items()})
 
 
-def use_indexers(model: nn.Module, is_served: Callable[[], bool]) -> int:
-    """Makes the indexers of all attention modules select keys of slots while `is_served`; returns how many there
-    are."""
-    found = 0
-    for module in model.modules():
-        indexer: Any = getattr(module, "indexer", None)
-        if is_indexer(indexer):
-            indexer.forward = SlotIndexer(indexer, is_served)
-            module.register_forward_pre_hook(functools.partial(_pass_no_mask, is_served), with_kwargs=True)
-            found += 1
-    return found
+def use_indexers(is_served: Callable[[], bool]) -> Substitution[nn.Module, bool]:
+    """Makes the indexers of all attention modules select keys of slots while `is_served`."""
+
+    def recognise(model: nn.Module) -> Iterator[nn.Module]:
+        return (module for module in model.modules() if is_indexer(getattr(module, "indexer", None)))
+
+    def replace(module: Any, _: bool, restore: Restore) -> None:
+        restore.put(module.indexer, "forward", SlotIndexer(module.indexer, is_served))
+        hook = functools.partial(_pass_no_mask, is_served)
+        restore.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+    return Substitution("indexers", recognise, unprobed, replace)
 
 
 def is_indexer(module: Any) -> bool:
@@ -290,15 +292,9 @@ def compared_selections(slots: Sequence[KVSlot], lengths: Sequence[int], dtype: 
         _compared.reset(token)
 
 
-@contextmanager
-def reduced_topk(model: nn.Module) -> Iterator[None]:
-    """While this is open, indexers select a few keys, so that a text of a few tokens has more."""
-    indexers = [module for module in model.modules() if is_indexer(module)]
-    long = [(indexer, indexer.index_topk) for indexer in indexers if indexer.index_topk > MAX_UNREDUCED_TOPK]  # type: ignore[operator]
-    for indexer, _ in long:
-        indexer.index_topk = REDUCED_TOPK  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for indexer, topk in long:
-            indexer.index_topk = topk
+def reduce_topk(model: nn.Module, restore: Restore) -> None:
+    """Until the end of a check, indexers select a few keys, so that a text of a few tokens has more."""
+    modules: Any = model.modules()
+    for module in modules:
+        if is_indexer(module) and module.index_topk > MAX_UNREDUCED_TOPK:
+            restore.put(module, "index_topk", REDUCED_TOPK)

@@ -16,7 +16,7 @@ model when a server starts (`forward.py`). Captured decode steps on a GPU absorb
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from ktransformers import _core
 from ktransformers.ground.pool import default_pool
+from ktransformers.modeling.substitute import Restore, Substitution, unprobed
 from ktransformers.quantized.gpu.head_products import HeadRows
 from ktransformers.quantized.weight import QuantizedWeight
 from ktransformers.quantized.widened import COLUMN_MULTIPLE, stored_weight, weight_rows
@@ -175,28 +176,29 @@ def head_products(x: Tensor, weights: Tensor, out: Tensor | None = None) -> Tens
     return out
 
 
-def use_latents(model: nn.Module, is_served: Callable[[], bool]) -> int:
-    """Makes the slots of all MLA modules hold latents while `is_served`; returns how many there are. Otherwise
-    `expand_kv` expands, as while the stock attention is compared. Products with codes are compared with those of
-    decoded weights, for one weight of every format and shape on each device."""
-    found = 0
+def use_latents(is_served: Callable[[], bool]) -> Substitution[tuple[Any, LatentProjection], bool]:
+    """Makes the slots of all MLA modules hold latents while `is_served`. Otherwise `expand_kv` expands, as while the
+    stock attention is compared. Products with codes are compared with those of decoded weights, for one weight of every
+    format and shape on each device."""
     checked: set[tuple[Any, ...]] = set()
-    for module in model.modules():
-        projection = _projection_of(module)
-        if projection is not None:
-            setattr(module, LATENT_ATTRIBUTE, projection)
-            weight = projection.linear.weight
-            if (
-                isinstance(weight, QuantizedWeight)
-                and (kind := (weight.spec, weight.shape, weight.device)) not in checked
-            ):
-                weight.check_heads(projection.key_rows)
-                weight.check_heads(projection.value_rows)
-                checked.add(kind)
-            attention: Any = module
-            attention.expand_kv = functools.partial(_keep_latents, is_served, attention.expand_kv)
-            found += 1
-    return found
+
+    def recognise(model: nn.Module) -> Iterator[tuple[Any, LatentProjection]]:
+        for module in model.modules():
+            projection = _projection_of(module)
+            if projection is not None:
+                yield module, projection
+
+    def replace(target: tuple[Any, LatentProjection], _: bool, restore: Restore) -> None:
+        module, projection = target
+        weight = projection.linear.weight
+        if isinstance(weight, QuantizedWeight) and (kind := (weight.spec, weight.shape, weight.device)) not in checked:
+            weight.check_heads(projection.key_rows)
+            weight.check_heads(projection.value_rows)
+            checked.add(kind)
+        restore.put(module, LATENT_ATTRIBUTE, projection)
+        restore.put(module, "expand_kv", functools.partial(_keep_latents, is_served, module.expand_kv))
+
+    return Substitution("latent attention", recognise, unprobed, replace)
 
 
 def _projection_of(module: Any) -> LatentProjection | None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ktransformers.modeling.row_positions import scales_queries
+from ktransformers.modeling.substitute import Restore, Substitution, unprobed
 
 SCALED_ATTRIBUTE = "kt_scales_queries"  # of an attention module whose queries are scaled by position
 
@@ -33,17 +34,16 @@ class PositionScaling:
         self._module.attn_temperature_tuning = True
 
 
-def use_position_scales(model: nn.Module, is_served: Callable[[], bool]) -> int:
-    """Makes the attention function scale the queries of such modules while `is_served`; returns how many there are."""
-    found = 0
-    for module in model.modules():
-        if scales_queries(module):
-            scaling = PositionScaling(module, is_served)
-            module.register_forward_pre_hook(scaling.switch_off)
-            module.register_forward_hook(scaling.switch_on, always_call=True)
-            setattr(module, SCALED_ATTRIBUTE, True)
-            found += 1
-    return found
+def use_position_scales(is_served: Callable[[], bool]) -> Substitution[nn.Module, bool]:
+    """Makes the attention function scale the queries of such modules while `is_served`."""
+
+    def replace(module: nn.Module, _: bool, restore: Restore) -> None:
+        scaling = PositionScaling(module, is_served)
+        restore.callback(module.register_forward_pre_hook(scaling.switch_off).remove)
+        restore.callback(module.register_forward_hook(scaling.switch_on, always_call=True).remove)
+        restore.put(module, SCALED_ATTRIBUTE, True)
+
+    return Substitution("scaled queries", lambda model: filter(scales_queries, model.modules()), unprobed, replace)
 
 
 def scale_queries(module: Any, query: Tensor, positions: Tensor) -> Tensor:

@@ -7,13 +7,12 @@ and returns the window it finds in the place of a mask; the attention function o
 would be masked with. Chunks (Llama 4) begin at multiples of their size, and a token attends within its own. A rule that
 is neither causal nor a causal window or chunk is refused.
 
-`reduced_windows` makes long windows short for a while, so that a text of a few tokens reaches across their edge.
+`reduce_windows` makes long windows short for a while, so that a text of a few tokens reaches across their edge.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ktransformers.ground.errors import InputError
+from ktransformers.modeling.substitute import Restore, call_with_two_tokens
 
 PROBE_NAME = "kt_window_probe"
 WINDOW_ATTRIBUTE = "kt_mask_window"  # of an attention module: int, or None without a window
@@ -123,16 +123,9 @@ def _probe_attention(
 
 def read_windows(model: PreTrainedModel) -> dict[str, int | None]:
     """Sets the window and chunk of every attention module, and returns them by the module's name."""
-    stock, device = model.config._attn_implementation, next(model.parameters()).device
-    model.set_attn_implementation(PROBE_NAME)
-    try:
-        with torch.inference_mode():
-            model(input_ids=torch.tensor([[0, 1]], device=device), use_cache=False)
-    except (RuntimeError, ValueError, AttributeError, TypeError) as error:
-        kind = model.config.model_type
-        raise InputError("model", f"{kind} ({error})", "causal attention, with or without a sliding window") from error
-    finally:
-        model.set_attn_implementation(stock)
+    with Restore() as restore:
+        restore.put_attention(model, PROBE_NAME)
+        call_with_two_tokens(model, "causal attention, with or without a sliding window")
     return {
         name: getattr(module, WINDOW_ATTRIBUTE) or getattr(module, CHUNK_ATTRIBUTE)
         for name, module in model.named_modules()
@@ -140,21 +133,16 @@ def read_windows(model: PreTrainedModel) -> dict[str, int | None]:
     }
 
 
-@contextmanager
-def reduced_windows(model: PreTrainedModel) -> Iterator[None]:
-    """While this is open, the windows and chunks in the model's configuration and modules are a few tokens long."""
+def reduce_windows(model: PreTrainedModel, restore: Restore) -> None:
+    """Until the end of a check, the windows and chunks in the model's configuration and modules are a few tokens
+    long."""
     config: Any = model.config
     places: list[Any] = list({id(part): part for part in (config, config.get_text_config(decoder=True))}.values())
     places += [module for module in model.modules() if any(hasattr(module, name) for name in REDUCED_NAMES)]
     found = [(place, name, getattr(place, name, None)) for place in places for name in REDUCED_NAMES]
-    long = [entry for entry in found if type(entry[2]) is int and entry[2] > MAX_UNREDUCED_WINDOW]
-    for place, name, _ in long:
-        setattr(place, name, REDUCED_WINDOW)
-    try:
-        yield
-    finally:
-        for place, name, window in long:
-            setattr(place, name, window)
+    for place, name, window in found:
+        if type(window) is int and window > MAX_UNREDUCED_WINDOW:
+            restore.put(place, name, REDUCED_WINDOW)
 
 
 def require_reduced(kind: str, windows: dict[str, int | None]) -> None:

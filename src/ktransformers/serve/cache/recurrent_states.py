@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from ktransformers.ground.errors import InputError
+from ktransformers.modeling.substitute import PROBE_ERRORS, TWO_TOKENS, Restore, call_with_two_tokens
 from ktransformers.serve.attention.attention import Span
 from ktransformers.serve.cache.kv_cache import KVSlot
 from ktransformers.serve.cache.snapshots import copy_states
@@ -40,7 +40,6 @@ from ktransformers.serve.scheduler.lora import adapter_rows, apply_adapter_to_al
 
 CACHE_PARAMETERS = ("cache_params", "past_key_values")  # names under which a module's forward accepts a cache
 CONVOLUTION = "convolution"  # prefix of the names of states that are the last inputs of a convolution
-PROBED_TOKENS = torch.tensor([[0, 1]])
 
 
 class StateRows(Protocol):
@@ -345,56 +344,50 @@ class StatefulForward:
         return result
 
 
-def serve_states(model: PreTrainedModel) -> dict[str, bool]:
+def serve_states(model: PreTrainedModel, restore: Restore) -> dict[str, bool]:
     """Replace the forward of every module that keeps states; returns, by their names, whether chunks in the middle of a
     sequence are computed row by row."""
-    device, probes = next(model.parameters()).device, {}
-    for name, module in model.named_modules():
-        probe = None if isinstance(module, PreTrainedModel) else _probe_of(module)
-        if probe is not None:
-            probes[name] = probe
-    try:
-        with torch.inference_mode():
-            model(input_ids=PROBED_TOKENS.to(device), use_cache=False)
-    except (RuntimeError, ValueError, AttributeError, TypeError) as error:
-        raise InputError("model", f"{model.config.model_type} ({error})", "a family that can be computed") from error
-    finally:
-        for probe in probes.values():
-            probe.finish()
-    return {name: probe.by_row for name, probe in probes.items() if probe.keeps_states}
+    probes: dict[str, _Probe] = {}
+    with Restore() as probing:
+        for name, module in model.named_modules():
+            forward = None if isinstance(module, PreTrainedModel) else _forward_with_cache(module)
+            if forward is not None:
+                probes[name] = _Probe(forward)
+                probing.put(module, "forward", probes[name])
+        call_with_two_tokens(model, "a family that can be computed")
+    found = {name: probe.forward for name, probe in probes.items() if probe.keeps_states}
+    for name, stateful in found.items():
+        restore.put(model.get_submodule(name), "forward", stateful)
+    return {name: stateful.by_row for name, stateful in found.items()}
 
 
-def _probe_of(module: nn.Module) -> _Probe | None:
-    """Takes the place of a module's forward, if that accepts a cache."""
+def _forward_with_cache(module: nn.Module) -> StatefulForward | None:
+    """None: the module's forward does not accept a cache."""
     stock = module.forward.stock if isinstance(module.forward, StatefulForward) else module.forward
     names = list(inspect.signature(stock).parameters)
     parameter = next((name for name in CACHE_PARAMETERS if name in names), None)
-    return None if parameter is None else _Probe(module, stock, parameter, names.index(parameter))
+    return None if parameter is None else StatefulForward(stock, parameter, names.index(parameter), by_row=False)
 
 
 class _Probe:
-    """Calls a module with a cache of its own and looks at what the module keeps there."""
+    """In the place of a module's forward: calls it with a cache of its own and looks at what the module keeps there."""
 
-    def __init__(self, module: nn.Module, stock: Callable[..., Any], parameter: str, index: int) -> None:
-        self._module, self._arguments = module, (stock, parameter, index)
-        self._forward = StatefulForward(*self._arguments, by_row=False)
-        self.keeps_states, self.by_row = False, False
-        self._replaced = module.__dict__.get("forward")  # by another part of the server
-        module.forward = self
+    def __init__(self, forward: StatefulForward) -> None:
+        self.forward, self.keeps_states = forward, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         slot = KVSlot(None)
         try:
             result = self._run(slot, args, kwargs)
-        except (AttributeError, TypeError, ValueError, RuntimeError):  # its cache is of another kind
-            return self._forward.stock(*args, **kwargs)
+        except PROBE_ERRORS:  # its cache is of another kind
+            return self.forward.stock(*args, **kwargs)
         if slot.states:
             self.keeps_states = True
-            self.by_row = self._ignores_recurrent(slot, args, kwargs)
+            self.forward.by_row = self._ignores_recurrent(slot, args, kwargs)
         return result
 
     def _run(self, slot: KVSlot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._forward.call(SlotStates([slot], started=bool(slot.states)), args, kwargs)
+        return self.forward.call(SlotStates([slot], started=bool(slot.states)), args, kwargs)
 
     def _ignores_recurrent(self, slot: KVSlot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether two rows after another recurrent state have the same result, bit for bit."""
@@ -409,12 +402,5 @@ class _Probe:
             state += 1
         results = [self._run(one, args, kwargs) for one in (slot, other)]
         outputs = [result if isinstance(result, tuple) else (result,) for result in results]
-        by_rows = [pair for pair in zip(*outputs, strict=True) if pair[0].shape[:2] == PROBED_TOKENS.shape]
+        by_rows = [pair for pair in zip(*outputs, strict=True) if pair[0].shape[:2] == TWO_TOKENS.shape]
         return bool(recurrent) and all(torch.equal(*pair) for pair in by_rows)
-
-    def finish(self) -> None:
-        del self._module.forward
-        if self.keeps_states:
-            self._module.forward = StatefulForward(*self._arguments, by_row=self.by_row)
-        elif self._replaced is not None:
-            self._module.forward = self._replaced

@@ -61,7 +61,7 @@ from ktransformers.serve.graphs import decode_attention
 from ktransformers.serve.graphs.adapter_set import Adapters, AdapterSet, RowLoraFn, sort_adapters
 from ktransformers.serve.graphs.decode_attention import attend_latents, attend_new_tokens
 from ktransformers.serve.graphs.decode_step import Compute, DecodeStep, LaunchedStep, StepRow
-from ktransformers.serve.graphs.latent_inputs import fuse_latents, fused_latents
+from ktransformers.serve.graphs.latent_inputs import FUSED_LATENTS, fused_latents
 from ktransformers.serve.graphs.state_arena import ArenaRows, StateArena
 from ktransformers.serve.graphs.step_table import (
     ACTIVE,
@@ -303,7 +303,7 @@ class DecodeGraphs:
 
     def _capture(self, key: StepKey, chunks: Sequence[Chunk]) -> DecodeStep:
         if self._fused is None:
-            self._fused = fuse_latents(self._model)
+            self._fused = FUSED_LATENTS.apply(self._model)
         adapter_set = self._base
         if key.adapters:
             adapter_set = self.sets.get(key.adapters) or AdapterSet(key.adapters, self.device)

@@ -24,17 +24,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ktransformers.ground.errors import InputError
 from ktransformers.ground.triton_modules import import_triton_module
 from ktransformers.modeling.norm import norm_epsilon
-from ktransformers.serve.attention.attention import AttentionSpec, use_attention
+from ktransformers.modeling.substitute import ABSORBED, Substitution, matches, random_numbers
+from ktransformers.serve.attention.attention import AttentionSpec
+from ktransformers.serve.attention.fused_attention import RecordedAttention, record_attention
 from ktransformers.serve.attention.latent import LATENT_ATTRIBUTE, LatentProjection
 
 TRITON = "ktransformers.serve.graphs.latent_inputs_triton"
 PROBED_ROWS = 3
 ARGUMENTS = {"hidden_states", "position_embeddings"}
-MAX_ERROR = {torch.float32: 1e-5}  # relative, of queries, key and result
-MAX_ERROR_16_BIT = 2e-2
 
 
 class RotaryStyle(NamedTuple):
@@ -160,92 +159,60 @@ class FusedLatentAttention:
         return absorbed, key
 
 
-def fuse_latents(model: nn.Module) -> int:
-    """Replace the forward of every module of latent attention that computes what is fused here; returns how many. The
-    model is being served: its attention is `engine/attention.py`'s."""
-    fused = 0
+def _latent_modules(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
-        projection = getattr(module, LATENT_ATTRIBUTE, None)
-        if projection is not None and not isinstance(module.forward, FusedLatentAttention):
-            replacement = _fused(module, projection)
-            if replacement is not None:
-                module.forward = replacement
-                fused += 1
-    return fused
+        stock, norm = module.forward, getattr(module, "kv_a_layernorm", None)
+        if getattr(module, LATENT_ATTRIBUTE, None) is None or isinstance(stock, FusedLatentAttention):
+            continue
+        if norm_epsilon(norm) is not None and set(inspect.signature(stock).parameters) >= ARGUMENTS:
+            yield module
 
 
-def _fused(module: Any, projection: LatentProjection) -> FusedLatentAttention | None:
-    stock, epsilon = module.forward, norm_epsilon(getattr(module, "kv_a_layernorm", None))
-    if epsilon is None or not set(inspect.signature(stock).parameters) >= ARGUMENTS:
-        return None
-    weight = projection.linear.weight
-    generator = torch.Generator().manual_seed(0)
+def _fused(module: Any) -> FusedLatentAttention | None:
+    """The first form that computes what the stock module computes."""
+    projection: LatentProjection = getattr(module, LATENT_ATTRIBUTE)
+    epsilon, weight = norm_epsilon(module.kv_a_layernorm), projection.linear.weight
     down = getattr(module, "kv_a_proj_with_mqa", None)
-    if not isinstance(down, nn.Linear) or not weight.is_floating_point():
+    if epsilon is None or not isinstance(down, nn.Linear) or not weight.is_floating_point():
         return None
-    hidden = torch.randn(1, PROBED_ROWS, down.in_features, generator=generator).to(weight.device, module_dtype(module))
+    generator = torch.Generator().manual_seed(0)
+    dtype = module.kv_a_layernorm.weight.dtype
+    hidden = torch.randn(1, PROBED_ROWS, down.in_features, generator=generator).to(weight.device, dtype)
     turns = torch.rand(1, PROBED_ROWS, projection.rope // 2, generator=generator).to(weight.device) * 6
     tuples = tuple(torch.cat([one, one], -1).to(hidden.dtype) for one in (turns.cos(), turns.sin()))
     for embeddings in (tuples, torch.polar(torch.ones_like(turns), turns)):
-        recorded = _record(stock, hidden, embeddings, projection)
-        angles = angles_of(embeddings)
-        if recorded is None or angles is None:
+        given = {"hidden_states": hidden, "position_embeddings": embeddings, "attention_mask": None}
+        recorded, angles = record_attention(module.forward, given, random_numbers()), angles_of(embeddings)
+        if recorded is None or angles is None or not _has_scale_alone(recorded.spec):
             continue
         for style in STYLES:
-            candidate = FusedLatentAttention(module, stock, projection, epsilon, style, recorded.spec)
+            candidate = FusedLatentAttention(module, module.forward, projection, epsilon, style, recorded.spec)
             if _computes_the_same(candidate, hidden, angles, recorded):
                 return candidate
     return None
 
 
-def module_dtype(module: nn.Module) -> torch.dtype:
-    norm: Any = module.get_submodule("kv_a_layernorm")
-    dtype: torch.dtype = norm.weight.dtype
-    return dtype
-
-
-@dataclass(frozen=True)
-class _Recorded:
-    spec: AttentionSpec
-    query: Tensor  # [heads, R, nope + rope]
-    key: Tensor  # [1, R, rank + rope]
-    attended: Tensor  # [R, heads, value]
-    output: Tensor  # [1, R, H]
-
-
-def _record(
-    stock: Callable[..., Any], hidden: Tensor, embeddings: Any, projection: LatentProjection
-) -> _Recorded | None:
-    given: list[tuple[AttentionSpec, Tensor, Tensor]] = []
-    attended = torch.randn(hidden.shape[1], projection.heads, projection.value).to(hidden)
-
-    def attend(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        given.append((spec, query, key))
-        return attended
-
-    try:
-        with torch.inference_mode(), use_attention(attend):
-            result = stock(hidden_states=hidden, position_embeddings=embeddings, attention_mask=None)
-    except (TypeError, AttributeError, ValueError, RuntimeError, IndexError, InputError):
-        return None
-    if len(given) != 1 or not isinstance(result, tuple) or len(result) != 2:
-        return None
-    output: Tensor = result[0]
-    spec, query, key = given[0]
+def _has_scale_alone(spec: AttentionSpec) -> bool:
     plain = spec.window is None and spec.chunk is None and not spec.softcap and spec.sinks is None
-    return _Recorded(spec, query, key, attended, output) if plain and spec.selection is None else None
+    return plain and spec.selection is None
 
 
-@torch.inference_mode()
-def _computes_the_same(fused: FusedLatentAttention, hidden: Tensor, angles: Angles, recorded: _Recorded) -> bool:
+def _computes_the_same(
+    fused: FusedLatentAttention, hidden: Tensor, angles: Angles, recorded: RecordedAttention
+) -> bool:
     absorbed, key = fused.inputs(hidden, angles)
     expected = fused.projection.absorb(recorded.query, [])
-    output = fused.module.o_proj(recorded.attended.reshape(1, hidden.shape[1], -1))
-    limit = MAX_ERROR.get(hidden.dtype, MAX_ERROR_16_BIT)
     rotary = slice(fused.projection.rank, None)  # a small part of the whole, and the one that styles differ in
-    pairs = [(absorbed, expected), (key[None], recorded.key), (output, recorded.output)]
-    pairs += [(one[..., rotary], other[..., rotary]) for one, other in pairs[:2]]
-    return all(
-        one.shape == other.shape and float((one.float() - other.float()).norm()) <= limit * float(other.float().norm())
-        for one, other in pairs
-    )
+    pairs = [(absorbed, expected), (key[None], recorded.key)]
+    pairs += [(one[..., rotary], other[..., rotary]) for one, other in pairs]
+    pairs.append((fused.module.o_proj(recorded.heads_of_rows()), recorded.output))
+    return all(matches(ours, stock, ABSORBED) for ours, stock in pairs)
+
+
+# Of a model that is served: its attention is that of `serve/attention/attention.py`.
+FUSED_LATENTS = Substitution(
+    "latent attention of captured steps",
+    _latent_modules,
+    _fused,
+    lambda module, fused, restore: restore.put(module, "forward", fused),
+)

@@ -16,9 +16,10 @@ difference from the stock model, which is what 8 bits cost, is bounded loosely a
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -34,24 +35,25 @@ from ktransformers.experts.mixed_lora import use_mixed_lora
 from ktransformers.experts.store import ExpertStore, round_weights
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.pool import default_pool
-from ktransformers.modeling.delta_rule import patch_delta_rule
-from ktransformers.modeling.norm import patch_norms
-from ktransformers.modeling.router import patch_routers
-from ktransformers.quantized.linear import patch_linears
+from ktransformers.modeling.delta_rule import DELTA_RULE
+from ktransformers.modeling.linear import linears
+from ktransformers.modeling.norm import NORMS
+from ktransformers.modeling.router import ROUTERS
+from ktransformers.modeling.substitute import Restore, Substitution
 from ktransformers.serve.attention.attention import ATTENTION_NAME, Span, attend_to_slots
-from ktransformers.serve.attention.decode_layer import patch_decode_layers
+from ktransformers.serve.attention.decode_layer import DECODE_LAYERS
 from ktransformers.serve.attention.decode_stack import DecodeStack
-from ktransformers.serve.attention.fused_attention import patch_attention
+from ktransformers.serve.attention.fused_attention import FUSED_ATTENTION
 from ktransformers.serve.attention.indexer import (
     INDEX_LAYER_TYPE,
     compared_selections,
     has_indexers,
-    reduced_topk,
+    reduce_topk,
     use_indexers,
 )
 from ktransformers.serve.attention.latent import use_latents
 from ktransformers.serve.attention.query_scales import use_position_scales
-from ktransformers.serve.attention.windows import read_windows, reduced_windows, require_reduced
+from ktransformers.serve.attention.windows import read_windows, reduce_windows, require_reduced
 from ktransformers.serve.cache.cache_blocks import BlockLayout
 from ktransformers.serve.cache.kv_cache import KVSlot
 from ktransformers.serve.cache.recurrent_states import serve_states, use_states
@@ -67,6 +69,15 @@ BATCHED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention
 BATCHED_LAYER_TYPES |= {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # with states
 BATCHED_LAYER_TYPES |= {"moe", "mlp"}  # without anything between tokens
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # rope types that depend on the longest sequence of a batch
+# In this order: latent attention and decoder layers ask which norms were replaced.
+FASTER: tuple[Substitution[Any, Any], ...] = (
+    linears(),
+    NORMS,
+    DELTA_RULE,
+    ROUTERS,
+    FUSED_ATTENTION,
+    DECODE_LAYERS,
+)
 MAX_LOGIT_ERROR = {torch.float32: 1e-3}  # relative, between served and stock logits
 MAX_LOGIT_ERROR_16_BIT = 0.1  # in bfloat16 and float16
 MAX_LOGIT_ERROR_FP8 = 0.5  # with keys and values in codes of 8 bits; other experts may be chosen
@@ -106,19 +117,21 @@ class Forward:
         self._head = LogitsHead(model)
         self._decode_stack = DecodeStack(model)
         self.graphs: DecodeGraphs | None = None  # replays steps of new tokens only
-        self.states = serve_states(model)  # modules that keep a state of each sequence
         self.block_layout: BlockLayout | None = None  # of lower cache tiers, after `check_against_stock`
-        use_latents(model, self._is_served)
-        self.indexers = use_indexers(model, self._is_served)
-        self.position_scales = use_position_scales(model, self._is_served)
-        self.windows = read_windows(model)  # by attention module; the model's masks are never made again
-        model.set_attn_implementation(ATTENTION_NAME)
-        if model.config.get_text_config(decoder=True)._attn_implementation != ATTENTION_NAME:
-            raise InputError(
-                model.config.model_type,
-                "a model with its own attention code",
-                "one that uses transformers' attention interface",
-            )
+        with Restore() as restore:
+            self.states = serve_states(model, restore)  # modules that keep a state of each sequence
+            use_latents(self._is_served).apply(model, restore)
+            self.indexers = use_indexers(self._is_served).apply(model, restore)
+            self.position_scales = use_position_scales(self._is_served).apply(model, restore)
+            self.windows = read_windows(model)  # by attention module; the model's masks are never made again
+            restore.put_attention(model, ATTENTION_NAME)
+            if model.config.get_text_config(decoder=True)._attn_implementation != ATTENTION_NAME:
+                raise InputError(
+                    model.config.model_type,
+                    "a model with its own attention code",
+                    "one that uses transformers' attention interface",
+                )
+            self.restore = restore.pop_all()  # of all but what is faster alone; after a refusal it is done at once
 
     def _is_served(self) -> bool:
         return bool(self.model.config._attn_implementation == ATTENTION_NAME)
@@ -151,12 +164,8 @@ class Forward:
                 last_rows[index] = len(tokens) - 1
         rows = list(last_rows.values())
         decodes = not scored and len(rows) == len(tokens)
-        logits = self._decode_stack.logits(tokens, positions, spans) if decodes else None
-        if logits is None:
-            trial = self._decode_stack.trial(tokens, positions, spans) if decodes else None
-            logits = self._call_model(tokens, positions, spans, rows, scored)
-            if trial is not None:
-                self._decode_stack.judge(trial, logits)
+        stock = functools.partial(self._call_model, tokens, positions, spans, rows, scored)
+        logits = self._decode_stack.logits(tokens, positions, spans, stock) if decodes else stock()
         logit_rows = {index: row for row, index in enumerate(last_rows)}
         greedy = [index for index in last_rows if chunks[index].greedy]
         argmax_tokens = dict(zip(greedy, argmax_of_rows(logits, [logit_rows[index] for index in greedy]), strict=True))
@@ -192,7 +201,9 @@ class Forward:
     def check_against_stock(self) -> int:
         """Compare with the stock model; returns the bytes of keys and values per token."""
         try:
-            with reduced_windows(self.model), reduced_topk(self.model):
+            with Restore() as restore:
+                reduce_windows(self.model, restore)
+                reduce_topk(self.model, restore)
                 require_reduced(self.model.config.model_type, read_windows(self.model))
                 slot = _check_chunks(self)
                 if self.fp8_cache:
@@ -203,14 +214,11 @@ class Forward:
         self.block_layout = BlockLayout.of_slot(slot)
         return max(1, slot.bytes() // slot.capacity)
 
-    @contextmanager
-    def stock(self) -> Iterator[None]:
+    def stock(self) -> AbstractContextManager[Any]:
         """The model with its stock attention."""
-        self.model.set_attn_implementation(self.stock_attention)
-        try:
-            yield
-        finally:
-            self.model.set_attn_implementation(ATTENTION_NAME)
+        restore = Restore()
+        restore.put_attention(self.model, self.stock_attention)
+        return restore
 
 
 class SequentialForward:
@@ -262,32 +270,28 @@ class SequentialForward:
         )
 
     def check_against_stock(self) -> int:
-        with reduced_windows(self.model):
+        with Restore() as restore:
+            reduce_windows(self.model, restore)
             slot = _check_chunks(self)
         tensors = [getattr(layer, name, None) for layer in slot.hf_cache.layers for name in ("keys", "values")]
         size = sum(int(tensor.numel() * tensor.element_size()) for tensor in tensors if tensor is not None)
         return max(1, size // slot.length)
 
-    def stock(self) -> AbstractContextManager[None]:
+    def stock(self) -> AbstractContextManager[Any]:
         """The model is the stock one."""
         return nullcontext()
 
 
 def make_forward(model: PreTrainedModel, *, fp8_cache: bool = False) -> Forward | SequentialForward:
     """Chosen by the model's configuration and attention; `check_against_stock` verifies the choice."""
-    patch_linears(model)
-    patch_norms(model)
-    patch_delta_rule(model)
-    patch_routers(model)
-    patch_attention(model)
-    patch_decode_layers(model)
+    for substitution in FASTER:
+        substitution.apply(model)
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
     rope_settings = [rope, *(settings for settings in rope.values() if isinstance(settings, dict))]
     depends_on_length = any(settings.get("rope_type") in LENGTH_DEPENDENT_ROPE for settings in rope_settings)
     layer_types = BATCHED_LAYER_TYPES | ({INDEX_LAYER_TYPE} if has_indexers(model) else set())
     other_types = sorted(set(getattr(config, "layer_types", None) or []) - layer_types)
-    stock_attention = model.config._attn_implementation
     reason = f"it has layers of the type {other_types[0]}" if other_types else ""
     if depends_on_length:
         reason = "its position embeddings depend on the longest sequence of a batch"
@@ -295,7 +299,6 @@ def make_forward(model: PreTrainedModel, *, fp8_cache: bool = False) -> Forward 
         try:
             return Forward(model, fp8_cache=fp8_cache)
         except InputError as error:  # of its attention, masks or states
-            model.set_attn_implementation(stock_attention)
             reason = str(error)
     if fp8_cache:
         given = f"fp8 with {config.model_type}, which is computed one sequence at a time: {reason}"

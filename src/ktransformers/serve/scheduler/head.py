@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ktransformers.modeling.substitute import Restore
 from ktransformers.plan.memory import SCORED_ROWS
 
 LogitsReader = Callable[[int, Tensor], None]  # (first row of the chunk, logits [n, V] from that row on)
@@ -75,21 +76,16 @@ class LogitsHead:
     def _body_computed_once(self) -> Iterator[None]:
         """The body of the model computes in its first call and returns the same in all others."""
         body, outputs = self._body, list[Any]()
-        forward, had_own_forward = body.forward, "forward" in vars(body)
+        forward = body.forward
 
         def compute_once(*args: Any, **kwargs: Any) -> Any:
             if not outputs:
                 outputs.append(forward(*args, **kwargs))
             return outputs[0]
 
-        body.forward = compute_once
-        try:
+        with Restore() as restore:
+            restore.put(body, "forward", compute_once)
             yield
-        finally:
-            if had_own_forward:
-                body.forward = forward
-            else:
-                del body.forward
 
 
 def _call_readers(scored: Sequence[ScoredRows], start: int, logits: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Small-batch matrix products (GEMV) for the bf16 linear layers of a model on the CPU: weights are read once, unpacked.
 
 For a product of one row torch calls a library that first repacks the whole weight into blocks, although decoding is
-bound by memory bandwidth. `patch_linears` replaces the `forward` of large layers with bf16 weights, activations in bf16
-or, if the weights are widened (`quantized/widened.py`), in float32: without gradients and for up to as many rows as the
+bound by memory bandwidth. `linears` replaces the `forward` of large layers with bf16 weights, activations in bf16 or,
+if the weights are widened (`quantized/widened.py`), in float32: without gradients and for up to as many rows as the
 core's kernel takes (8 to 32, by CPU) it calls that kernel, otherwise the layer's own product. A row's result does not
 depend on the other rows of its batch; between the kernel and torch it differs by rounding.
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ktransformers import _core
 from ktransformers.ground.pool import default_pool
+from ktransformers.modeling.substitute import Substitution, unprobed
 from ktransformers.quantized.eligible_modules import is_plain_linear
 from ktransformers.quantized.weight import QuantizedWeight
 from ktransformers.quantized.widened import COLUMN_MULTIPLE, stored_weight
@@ -87,26 +88,29 @@ class SharedInputLinears:
         return first
 
 
-def patch_linears(model: nn.Module, pool: _core.Pool | None = None) -> int:
-    """Replace the forward of every suitable layer; returns how many. Layers of other types, dtypes or devices are
-    unchanged."""
-    patched = 0
+Replacement = tuple[nn.Module, str, Any]  # an attribute of a module, and its new value
+
+
+def linears(pool: _core.Pool | None = None) -> Substitution[Replacement, bool]:
+    recognise = functools.partial(_replacements, pool)
+    return Substitution("linear layers", recognise, unprobed, lambda one, _, restore: restore.put(*one))
+
+
+def _replacements(pool: _core.Pool | None, model: nn.Module) -> Iterator[Replacement]:
+    """Of every suitable layer. Layers of other types, dtypes or devices are unchanged."""
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for module in model.modules():
         siblings = SharedInputLinears(pool)
         for child in module.children():
             if is_plain_linear(child) and not isinstance(child.forward, functools.partial) and _fits(child.weight):
-                child.forward = functools.partial(siblings.forward, child)  # type: ignore[method-assign]
-                patched += 1
+                yield child, "forward", functools.partial(siblings.forward, child)
         if type(module).__module__.startswith("torch."):
             continue
         for name, parameter in list(module.named_parameters(recurse=False)):
             if type(parameter) is nn.Parameter and owners[id(parameter)] == 1 and _fits(parameter):
                 weight = GemvParameter(parameter.data, parameter.requires_grad)
                 weight.pool = pool
-                module.register_parameter(name, weight)
-                patched += 1
-    return patched
+                yield module, name, weight
 
 
 def _fits(parameter: Tensor) -> bool:

@@ -14,7 +14,7 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ktransformers import _core
-from ktransformers.quantized.linear import MIN_WEIGHTS, patch_linears
+from ktransformers.modeling.linear import MIN_WEIGHTS, linears
 
 ROWS = _core.linear_rows()
 ROUTER: Any = Qwen3MoeTopKRouter
@@ -67,7 +67,7 @@ def test_patched_layers_of_a_model() -> None:
         }
     )
     stock = {name: layer.forward for name, layer in model.items()}
-    assert patch_linears(model) == 1 and patch_linears(model) == 0
+    assert linears().apply(model) == 1 and linears().apply(model) == 0
     large = model["large"]
     x = torch.randn(2, 3, 512).bfloat16()
     with torch.no_grad():
@@ -108,7 +108,7 @@ def test_layers_with_the_same_input_become_one_call() -> None:
     torch.manual_seed(0)
     model, pool = Three(), Counted()
     stock = copy.deepcopy(model)
-    assert patch_linears(model, pool) == 3  # type: ignore[arg-type]
+    assert linears(pool).apply(model) == 3  # type: ignore[arg-type]
 
     def calls(*given: torch.Tensor) -> tuple[int, int]:
         """And of how many matrices in all."""
@@ -141,7 +141,7 @@ def test_router_weight_is_patched_and_stays_a_parameter() -> None:
     router: Any = ROUTER(config).bfloat16()
     nn.init.normal_(router.weight)
     stock, pool = copy.deepcopy(router), Counted()
-    assert patch_linears(nn.ModuleList([router]), pool) == 1 and patch_linears(nn.ModuleList([router]), pool) == 0  # type: ignore[arg-type]
+    assert linears(pool).apply(nn.ModuleList([router])) == 1 and linears(pool).apply(nn.ModuleList([router])) == 0  # type: ignore[arg-type]
     x = torch.randn(3, 512).bfloat16()
     with torch.inference_mode():
         logits, shares, ids = router(x)
@@ -169,4 +169,4 @@ def test_tied_weight_stays_shared() -> None:
 
     weight = nn.Parameter(torch.zeros(MIN_WEIGHTS // 512, 512, dtype=torch.bfloat16))
     model = nn.ModuleList([Tied(weight), Tied(weight), nn.Embedding(MIN_WEIGHTS // 512, 512, dtype=torch.bfloat16)])
-    assert patch_linears(model) == 0 and model[0].weight is model[1].weight
+    assert linears().apply(model) == 0 and model[0].weight is model[1].weight
