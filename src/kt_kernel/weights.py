@@ -146,7 +146,7 @@ def store_from_tensors(
 
 @_on_host
 def store_from_encoded(matrices: Mapping[str, Encoded], place: LayerPlace, order: Tensor | None = None) -> ExpertStore:
-    """From gate, up and down of all experts in codes of a format, which are kept."""
+    """From gate, up and down of all experts in a quantized format, which is kept."""
     experts, contract = check_order(order, place.experts), place.contract()
     store = new_store(contract, formats={role: matrix.format for role, matrix in matrices.items()})
     return _pack(store, contract, [ExpertChunk(0, False, dict(matrices))], experts)

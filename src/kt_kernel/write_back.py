@@ -21,7 +21,7 @@ from ktransformers.ground.errors import InputError
 
 @dataclass(frozen=True)
 class RankTensors:
-    """What one rank gets: codes or numbers, and scales of formats that have them."""
+    """What one rank gets: quantized or dense weights, and scales of formats that have them."""
 
     w13: Tensor
     w2: Tensor

@@ -103,7 +103,7 @@ def test_failed_capture_closes_the_cache_with_a_line(
     for _ in range(CAPTURE_AT + 2):
         assert request(cache, "b", failing(RuntimeError("not while capturing"))) is None
     assert caplog.messages == [
-        "no further CUDA graphs of fakes, launched kernel by kernel instead: RuntimeError: not while capturing"
+        "no further CUDA graphs of fakes, run eagerly instead: RuntimeError: not while capturing"
     ]
     assert cache.closed and not cache.may_capture("c") and not cache.due("c")
     assert request(cache, "a") == "graph of a", "graphs that exist are replayed"
@@ -124,9 +124,7 @@ def test_out_of_memory_closes_all_caches_of_the_pool(
     captured_keys(other, "a")
     assert cache.capture("a", failing(torch.OutOfMemoryError("tried to allocate"))) is None
     assert cache.closed and other.closed and request(other, "a") == "graph of a"
-    assert caplog.messages == [
-        "no further CUDA graphs of fakes, launched kernel by kernel instead: no GPU memory is left"
-    ]
+    assert caplog.messages == ["no further CUDA graphs of fakes, run eagerly instead: no GPU memory is left"]
 
 
 def test_caller_may_refuse_the_key_alone(cache: Cache, caplog: pytest.LogCaptureFixture) -> None:
@@ -135,7 +133,7 @@ def test_caller_may_refuse_the_key_alone(cache: Cache, caplog: pytest.LogCapture
 
     assert cache.capture("a", failing(ValueError("too large")), "fakes of a", policy) is None
     assert cache.refused == {"a"} and not cache.due("a") and captured_keys(cache, "b") == ["b"]
-    assert "of fakes of a, launched kernel by kernel instead: ValueError: too large" in caplog.text
+    assert "of fakes of a, run eagerly instead: ValueError: too large" in caplog.text
 
 
 def test_caller_may_make_room_and_retry(cache: Cache, caplog: pytest.LogCaptureFixture) -> None:

@@ -168,7 +168,7 @@ def test_gate_and_up_of_two_formats() -> None:
     matrix = PackedMatrix(32, 64, (format_of("int8"), format_of("mxfp4")), True)
     assert matrix.expert_bytes == len(packed)
     assert torch.equal(plain(packed, matrix), expected(np.concatenate((one.values, two.values))))
-    with pytest.raises(InputError, match="bf16 beside int8"):
+    with pytest.raises(InputError, match="bf16 with int8"):
         PackedMatrix(32, 64, (format_of("bf16"), format_of("int8")), True)
 
 

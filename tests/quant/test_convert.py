@@ -228,7 +228,7 @@ def test_unsupported_sources_are_refused(source: Path, tmp_path: Path) -> None:
         (("int5",), "format: given int5|format: given 'int5'"),
         (("q4_k",), "a format that can be read and not written"),
         (("int4", 33), "a multiple of 32"),
-        (("int8", 64), "group: given 64 with int8, expected it beside int4"),
+        (("int8", 64), "group: given 64 with int8, expected it with int4"),
         (("int8", None, "q9"), "'q9'"),
     ],
 )

@@ -330,7 +330,7 @@ def test_wrong_products_of_heads_are_found(monkeypatch: pytest.MonkeyPatch) -> N
     kernels = pytest.importorskip(head_products.TRITON)
     multiply = kernels.multiply_heads
     monkeypatch.setattr(kernels, "multiply_heads", lambda x, *given: multiply(x * 1.05, *given))
-    with pytest.raises(KTError, match="products of heads with codes of int8"):
+    with pytest.raises(KTError, match="products of heads with the packed of int8"):
         check_heads(codes, HeadRows(0, 64, 96))
 
 
@@ -367,7 +367,7 @@ def test_products_of_every_tile_are_compared() -> None:
     codes, products = checked_codes(core_of("int8", 112, 512))
     assert codes.check()
     assert {rows for rows in products.rows if 16 < rows <= 32} and {rows for rows in products.rows if 32 < rows <= 64}
-    with pytest.raises(KTError, match="products with codes of int8"):
+    with pytest.raises(KTError, match="products with the packed int8 weight"):
         checked_codes(core_of("int8", 112, 512), wrong=17)[0].check()
     assert any(32 < count <= 64 for count in head_products.CHECKED_ROWS), "of heads too"
 

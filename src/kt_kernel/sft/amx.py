@@ -1,7 +1,7 @@
 """`AMXSFTMoEWrapper`, the object of `KTMoEWrapper(mode="sft")`: `BaseSFTMoEWrapper` with weights by method.
 
 Each method loads from any source in its format (`kt_kernel.weights`), from tensors, and from the native forms of
-`kt_kernel.sft.weights`; codes are kept, never requantised for backward. The name stays kt-kernel's: the
+`kt_kernel.sft.weights`; quantized weights are kept, never requantised for backward. The name stays kt-kernel's: the
 kernels are those of the CPU at hand, AMX or not.
 """
 
@@ -30,7 +30,7 @@ class AMXSFTMoEWrapper(BaseSFTMoEWrapper):
         self, *, method: str = "AMXBF16_SFT", group_size: int = 128, zero_point: bool = True, **layer: Any
     ) -> None:
         """`layer` has the arguments of `BaseSFTMoEWrapper`. `group_size` and `zero_point` have no effect: the files
-        say how their codes are grouped. The clamp `swiglu_limit` works with every method."""
+        say how their values are grouped. The clamp `swiglu_limit` works with every method."""
         method_of(method)
         super().__init__(**layer, trains_lora=not method.endswith(SKIP_LORA))
         self.method, self.group_size, self.zero_point = method, group_size, zero_point
@@ -57,11 +57,11 @@ class AMXSFTMoEWrapper(BaseSFTMoEWrapper):
     def load_rawint4_weights(
         self, weights: RAWINT4ExpertWeights, physical_to_logical_map_cpu: Tensor | None = None
     ) -> None:
-        """From 4-bit codes and bf16 scales of 32 columns."""
+        """From 4-bit values and bf16 scales of 32 columns."""
         self._load_native("RAWINT4", weights, "int4:32", torch.bfloat16, physical_to_logical_map_cpu)
 
     def load_mxfp4_weights(self, weights: Mapping[str, Any], physical_to_logical_map_cpu: Tensor | None = None) -> None:
-        """From e2m1 codes and scales of 32 columns under `gate`, `up`, `down` and `gate_scale` and so on; scales are
+        """From e2m1 values and scales of 32 columns under `gate`, `up`, `down` and `gate_scale` and so on; scales are
         powers of two in bf16, or e8m0."""
         self._load_native("MXFP4", _ByRole(weights), "mxfp4", torch.uint8, physical_to_logical_map_cpu)
 

@@ -1,5 +1,6 @@
-"""Adapter directories in kt-kernel's form, beside what PEFT saves: `fused_expert_lora.safetensors` with the expert LoRA
-(`layers.{L}.experts.{gate,up,down}_lora_{a,b}`, bf16) and `kt_adapter_manifest.json` with sizes and checksums.
+"""Adapter directories in kt-kernel's form, in addition to what PEFT saves: `fused_expert_lora.safetensors` with the
+expert LoRA (`layers.{L}.experts.{gate,up,down}_lora_{a,b}`, bf16) and `kt_adapter_manifest.json` with sizes and
+checksums.
 
 Expert LoRA that PEFT owns is in PEFT's own files, and nothing is added to them. A directory in kt-kernel's form can be
 loaded into either kind: into the six parameters of each layer, or into PEFT's wrappers, whose `gate_up_proj` with twice
@@ -48,7 +49,7 @@ class KTAdapterManifest:
 
 
 def save_kt_adapter_artifacts(model: nn.Module, output_dir: str | Path) -> KTAdapterManifest | None:
-    """Write the expert LoRA and the manifest beside the files that PEFT's `save_pretrained` wrote there; None if there
+    """Write the expert LoRA and the manifest next to the files that PEFT's `save_pretrained` wrote there; None if there
     is no expert LoRA but PEFT's own."""
     directory = Path(output_dir)
     records = save_kt_moe_to_adapter(model, directory)

@@ -181,7 +181,7 @@ class KTConfig:
         word = names[word.upper()]
         named = BACKENDS[word]
         if weight_format is not None and named is not None and named != weight_format:
-            given = f"{weight_format} beside kt_backend {backend}"
+            given = f"{weight_format} with kt_backend {backend}"
             raise KTAMXConfigError("kt_expert_weight_format", given, f"{named}, or kt_backend auto")
         self.kt_backend = word + (SKIP_LORA if skip else "")
         self.kt_expert_weight_format = weight_format or named or "bf16"

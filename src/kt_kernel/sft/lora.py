@@ -88,7 +88,7 @@ def lora_size(model: nn.Module) -> tuple[int, float]:
             raise KTAMXConfigError("kt_lora_rank", None, "the rank of the expert LoRA", remedy)
         return rank, float(config.kt_lora_alpha)
     if getattr(peft, "use_rslora", False):
-        given = "use_rslora beside expert LoRA in kt-kernel's form, whose scaling is alpha / rank"
+        given = "use_rslora with expert LoRA in kt-kernel's form, whose scaling is alpha / rank"
         raise KTAMXConfigError("LoraConfig", given, "use_rslora=False", TARGET_EXPERTS)
     for name, own, other in (("kt_lora_rank", rank, peft.r), ("kt_lora_alpha", alpha, peft.lora_alpha)):
         if own is not None and own != other:
@@ -157,7 +157,7 @@ def fused_names(layer: KTMoELayerWrapper) -> tuple[str, ...]:
 
 
 def get_kt_lora_params(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of the expert LoRA, which the optimiser must own beside those of the model."""
+    """The parameters of the expert LoRA, which the optimiser must own together with those of the model."""
     return [parameter for _, parameter in get_kt_lora_named_params(model)]
 
 

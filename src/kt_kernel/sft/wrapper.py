@@ -109,7 +109,7 @@ def _packer(config: KTConfig, pool: _core.Pool) -> Callable[[str, nn.Module], No
     """The function that packs one layer, from the source that the configuration names."""
     path = config.kt_weight_path or config.kt_expert_checkpoint_path
     if config.kt_weight_path and config.kt_expert_checkpoint_path:
-        given = f"{config.kt_expert_checkpoint_path} beside kt_weight_path"
+        given = f"{config.kt_expert_checkpoint_path} and kt_weight_path"
         raise KTAMXConfigError("kt_expert_checkpoint_path", given, "one source of the experts")
     if path is not None and not Path(path).exists():
         raise KTAMXConfigError("kt_weight_path", f"{path}, which does not exist", "a directory or a GGUF file")

@@ -104,7 +104,9 @@ def read_config(directory: Path, lora_alpha: float | None = None) -> tuple[Adapt
     """(validated fields, all fields as they are in the file)."""
     file = directory / CONFIG_FILE
     if not file.is_file():
-        raise InputError(str(directory), f"no {CONFIG_FILE}", "one beside the tensors: rank and alpha are in it")
+        raise InputError(
+            str(directory), f"no {CONFIG_FILE}", "it in the directory of the tensors: rank and alpha are in it"
+        )
     fields = read_json_object(file, "PEFT's adapter_config.json, a JSON object")
     return parse_config(fields, str(file), lora_alpha), fields
 

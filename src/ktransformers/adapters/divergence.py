@@ -78,7 +78,9 @@ def measure_divergence(
     try:
         tokenizer = read_tokenizer(merged)
     except InputError as error:
-        raise InputError("calib", f"no tokenizer in {base} ({error})", "one beside the model") from error
+        raise InputError(
+            "calib", f"no tokenizer in {base} ({error})", "a tokenizer in the model's directory"
+        ) from error
     ids: Tensor = tokenizer(read_text(text), return_tensors="pt", add_special_tokens=True).input_ids[0]
     pieces = split_windows(ids, tokens)
     if not pieces:

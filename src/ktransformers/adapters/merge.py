@@ -1,11 +1,10 @@
 """Merges an adapter into a checkpoint, one shard at a time, within it one expert or a few thousand rows at a time.
 
-W + scaling * B A is computed in f32 and rounded once. The new model is written to a hidden directory beside its target;
-finished shards stay there, so a killed run resumes, and a run with another adapter starts over. Before the directory is
-renamed, rows of every changed tensor are read back and compared with the sum in float64; `compare` may measure the
-whole model and reject it. The share of the delta that survives rounding is reported: an adapter that is small relative
-to bf16's steps is partly lost in any merged model, and `--dtype float32` keeps it.
-"""
+W + scaling * B A is computed in f32 and rounded once. The new model is written to a hidden directory next to its
+target; finished shards stay there, so a killed run resumes, and a run with another adapter starts over. Before the
+directory is renamed, rows of every changed tensor are read back and compared with the sum in float64; `compare` may
+measure the whole model and reject it. The share of the delta that survives rounding is reported: an adapter that is
+small relative to bf16's steps is partly lost in any merged model, and `--dtype float32` keeps it."""
 
 from __future__ import annotations
 
@@ -106,7 +105,7 @@ def merge(
     if dtype != "keep" and dtype not in MERGE_DTYPES:
         raise InputError(
             "dtype", repr(dtype), "bfloat16, float16, float32 or keep",
-            "`kt merge --format` (merge_packed) writes experts in few bits",
+            "`kt merge --format` (merge_packed) writes quantized experts",
         )  # fmt: skip
     check_disjoint([model, out])
     check_disjoint([Path(adapter), out])

@@ -2,7 +2,7 @@
 like that of `kt quant`, its experts encoded once from the float32 sum.
 
 Layers are processed one by one (`quant/convert.py`): memory is that of one layer's factors and one expert per thread,
-and a killed run resumes. The output is written to a hidden directory beside its target. Before the rename, its
+and a killed run resumes. The output is written to a hidden directory next to its target. Before the rename, its
 distributions are compared with those of the base with the adapter (`divergence.py`); above the limit it is removed. The
 limit of 0.1 nats per token corresponds to about a tenth of perplexity: for a model of 135 million parameters int8
 measures 0.0017 and passes, int4 in groups of 32 measures 0.17 and does not.

@@ -88,7 +88,7 @@ def linear_sizes(factors: LoraTensors) -> tuple[int, int, int]:
     """(rank, inputs, outputs) of a 2-D pair."""
     a, b = factors.a.shape, factors.b.shape
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
-        raise InputError(factors.b.name, f"shape {list(b)} beside A {list(a)}", "B [out, r] and A [r, in]")
+        raise InputError(factors.b.name, f"shape {list(b)} with A {list(a)}", "B [out, r] and A [r, in]")
     return a[0], a[1], b[0]
 
 

@@ -178,7 +178,7 @@ def check_disjoint(paths: Sequence[Path]) -> None:
 
 @contextlib.contextmanager
 def fresh_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary directory beside `target` that replaces it if the block succeeds and is removed otherwise."""
+    """A temporary directory next to `target` that replaces it if the block succeeds and is removed otherwise."""
     check_target(target, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(target)

@@ -201,7 +201,7 @@ def fused_spec(shards: Shards, endings: Mapping[str, str], size: tuple[int, ...]
     if "blocks" in endings:
         blocks = shards.ref(endings["blocks"])
         if "scales" not in endings:
-            raise InputError(blocks.name, "no scales beside it", "blocks and their scales")
+            raise InputError(blocks.name, "no scales with it", "blocks and their scales")
         scales = shards.ref(endings["scales"])
         if columns % 32 or (blocks.dtype, blocks.shape) != ("U8", (experts, rows, columns // 32, 16)):
             raise blocks.refuse(f"U8 [{experts}, {rows}, {columns // 32}, 16]: 32 columns of e2m1 in 16 bytes")

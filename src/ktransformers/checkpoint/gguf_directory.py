@@ -1,9 +1,9 @@
 """A `.gguf` file as a model's directory: config.json, the tokenizer and links to the file, made once per file.
 
 Everything that opens a model takes a directory: transformers for tokenizer and configuration, the planner, the reader
-of adapters. A GGUF file holds the same facts in its header. The directory is made beside the registry of models, under
-a name with a hash of the file's path, size and time, so that a file that was replaced gets a new one; weights are
-linked, never copied. A file that lies alone with its config.json needs none: its folder is the directory.
+of adapters. A GGUF file holds the same facts in its header. The directory is made in the folder of the registry of
+models, under a name with a hash of the file's path, size and time, so that a file that was replaced gets a new one;
+weights are linked, never copied. A file that lies alone with its config.json needs none: its folder is the directory.
 """
 
 from __future__ import annotations

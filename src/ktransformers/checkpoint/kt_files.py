@@ -1,4 +1,5 @@
-"""Files in kt-kernel's layout: names of tensors and of `.kt` files, and what our own files record beside the weights.
+"""Files in kt-kernel's layout: names of tensors and of `.kt` files, and what our own files record in addition to the
+weights.
 
 kt-kernel's merged safetensors and its tree of `.kt` files say neither method nor layout nor the number of NUMA parts.
 Ours do: in the header of every safetensors shard, where kt-kernel does not look, and for a tree in
@@ -144,7 +145,7 @@ def names_to_restore(names: Collection[str]) -> str:
     for name in names:
         other = merged.setdefault(merged_name(name), name)
         if other != name:
-            raise InputError(name, f"{other} beside it", "tensors of different names in kt-kernel's layout")
+            raise InputError(name, f"{other} as well", "tensors of different names in kt-kernel's layout")
     return json.dumps({short: name for short, name in merged.items() if plain_name(short) != name}, sort_keys=True)
 
 

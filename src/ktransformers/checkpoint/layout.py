@@ -45,7 +45,8 @@ PLACE = re.compile(r"(?:(?P<outer>.*)\.)?layers\.(?P<layer>\d+)(?:\.(?P<block>.*
 @dataclass(frozen=True)
 class ExpertTensors:
     """Names of one layer's expert tensors by role: gate, up, down or gate_up, each alone for the weight itself and with
-    an ending for what lies beside it (`gate_bias`, `up_weight_scale_inv`, `down_qweight`, `gate_up_blocks`)."""
+    an ending for the tensors that belong to it (`gate_bias`, `up_weight_scale_inv`, `down_qweight`,
+    `gate_up_blocks`)."""
 
     root: str  # prefix of "experts"
     fused: Mapping[str, str]  # role -> name

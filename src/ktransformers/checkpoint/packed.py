@@ -75,7 +75,7 @@ class PackedLayer(ManifestModel):
 
 
 class PackedLinear(ManifestModel):
-    """A weight outside of the experts, whose bytes are those of the core's `CodedLinear.memory()`."""
+    """A quantized dense (non-expert) weight, whose bytes are those of the core's `CodedLinear.memory()`."""
 
     name: str  # of the model's parameter: model.layers.3.self_attn.q_proj.weight
     file: str
@@ -97,7 +97,7 @@ class Manifest(ManifestModel):
     source: SourceRecord
     layers: list[PackedLayer]
     shards: dict[str, ShardRecord]
-    rest: str = "bf16"  # requested for linear layers outside of the experts
+    rest: str = "bf16"  # requested for dense linear layers
     linears: list[PackedLinear] = []  # quantized dense linear layers
 
     def locate(self, module: str) -> PackedLayer:
@@ -160,7 +160,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise InputError(
             str(directory / "config.json"),
             f"the hash {str(named)[:12]} of a manifest",
-            f"{given[:12]}, that of the {MANIFEST_FILE} beside it",
+            f"{given[:12]}, that of the {MANIFEST_FILE} in its directory",
             f"the directory has files of two conversions; {REPACK_HINT}",
         )
     return manifest

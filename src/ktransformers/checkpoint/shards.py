@@ -81,7 +81,7 @@ class Shards:
         return self._refs[name]
 
     def metadata(self, file: Path) -> dict[str, str]:
-        """What the header of a file says beside its tensors."""
+        """What the header of a file says in addition to its tensors."""
         return dict(self._handle(file).metadata() or {})
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -137,11 +137,11 @@ class Shards:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Tensor -> file beside the index."""
+    """Tensor -> file in the directory of the index."""
     weight_map = read_json_object(index, "JSON with a weight_map").get("weight_map")
     if not isinstance(weight_map, dict):
         raise InputError(f"{index}: weight_map", short(weight_map), "an object: tensor -> file")
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
-            raise InputError(f"{index}: weight_map.{short(name)}", short(file), "the name of a file beside it")
+            raise InputError(f"{index}: weight_map.{short(name)}", short(file), "the name of a file in its directory")
     return weight_map

@@ -1,4 +1,4 @@
-"""Line and bar charts as SVG text, without a plotting package: beside a training run, in reports and on the page.
+"""Line and bar charts as SVG text, without a plotting package: with a training run, in reports and on the page.
 
 A training run redraws its picture at every logging step, so a chart is built as a string in about a millisecond. All
 colours are readable on a light and on a dark background, because an SVG file cannot follow the page around it. Text is

@@ -39,7 +39,7 @@ VARIABLES = (
         "KT_GRAPHS",
         "a list of experts, attention, decode; 0 or none",
         "CUDA graphs to use: expert passes, attention in training, decode steps of `kt serve`; "
-        "default all; the rest is launched kernel by kernel",
+        "default all; the rest runs eagerly",
     ),
     Variable(
         "KT_LOG", "debug, info, warning, error", "log to stderr from this level up; debug includes the choices made"

@@ -1,15 +1,15 @@
-"""Words of `rest` and `--rest`: how linear layers outside of the experts are stored. Any other word is a format."""
+"""Words of `rest` and `--rest`: how dense (non-expert) linear layers are stored. Any other word is a format."""
 
 from __future__ import annotations
 
 KEEP = "keep"
-# Of a GPU's memory that numbers may take before `keep` keeps codes there. Models so small have small layers, whose
-# products take about as long in codes as in bf16, and prompts are slower with codes (docs/log.md).
+# The share of a GPU's memory that dense weights may take before `keep` keeps quantized ones there. Models so small have
+# small layers, whose products take about as long quantized as in bf16, and prompts are slower quantized (docs/log.md).
 NUMBERS_SHARE = 0.2
-# Where putting codes of two planes together (Q3_K, Q5_K, Q6_K) takes longer than reading bf16, they are decoded: on two
-# Neoverse-N1 cores 6.8 ms for 67 million weights in Q6_K, 5.5 in bf16 and 3.5 in Q4_K (docs/log.md).
+# Where putting two bit planes together (Q3_K, Q5_K, Q6_K) takes longer than reading bf16, weights are dequantized: on
+# two Neoverse-N1 cores 6.8 ms for 67 million weights in Q6_K, 5.5 in bf16 and 3.5 in Q4_K (docs/log.md).
 ONE_PLANE_VARIANTS = ("neon",)
-AS_RELEASED = (KEEP, "bf16")  # in the codes of the files, or decoded: these encode nothing
+AS_RELEASED = (KEEP, "bf16")  # as quantized in the files, or dequantized: these quantize nothing
 SHORT = {"fp8": "fp8:128x128", "int4": "int4:32"}  # formats without their blocks or groups
 
 

@@ -168,7 +168,7 @@ MAX_BF16_RATIO = 1.2
 
 
 def dense_products() -> str:
-    """How the CPU multiplies in linear layers outside of the experts, unless a dtype is asked for: "bfloat16", torch's
+    """How the CPU multiplies in dense linear layers, unless a dtype is asked for: "bfloat16", torch's
     own products; "widened", bf16 weights multiplied in float32 (`quantized/widened.py`), on CPUs where torch is slower
     in bf16; "float32", the same with float32 copies of the weights. Decided by a measurement, once per process."""
     if forced_dense_products is not None:

@@ -1,7 +1,7 @@
 """The charts of a training run, from its trainer_log.jsonl: loss, learning rate, gradient norm and tokens per second.
 
-`kt train` writes them beside the run, reports of `kt loop` and of its sweeps show them, several runs in one chart.
-"""
+`kt train` writes them into the directory of the run, reports of `kt loop` and of its sweeps show them, several runs in
+one chart."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ happens when that fails.
 
 `GraphCache` is the life cycle of every graph in this project: a key (shapes, dtypes, addresses) is counted, at its
 third occurrence the work is run once and captured, from then on it is replayed; what cannot be captured is refused with
-one log line and goes on kernel by kernel. Three caches use it: expert passes (`place/gpu/expert_graphs.py`), attention
+one log line and goes on eagerly. Three caches use it: expert passes (`place/gpu/expert_graphs.py`), attention
 of training steps (`modeling/attention_graphs/`), decode steps of the server (`serve/graphs/decode_graphs.py`).
 `KT_GRAPHS` names those that are on. What a key is, what belongs to a graph and which graphs are evicted first is the
 caller's.
@@ -26,7 +26,8 @@ import torch
 from ktransformers.ground.log import logger
 
 CAPTURE_AT = 3  # occurrences of a key: a shape that comes once or twice is not worth a capture
-MAX_GRAPHS = 48  # of a cache; further keys go kernel by kernel
+# Graphs of a cache; further keys run eagerly.
+MAX_GRAPHS = 48
 MAX_COUNTED = 256  # keys that are counted at a time
 PADDING_STEP = 64  # tokens
 
@@ -140,7 +141,7 @@ class GraphCache(Generic[K, G]):
     ) -> G | None:
         """The graph that `make` warms up and records; None: refused. `subject` describes a key that is refused alone.
 
-        Errors of any kind are a refusal, because the work itself is still to be done, and can be, kernel by kernel."""
+        Errors of any kind are a refusal, because the work itself is still to be done, and can be, eagerly."""
         while self.may_capture(key):
             try:
                 graph = make()
@@ -163,7 +164,7 @@ class GraphCache(Generic[K, G]):
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         reason = "no GPU memory is left" if out_of_memory else f"{type(error).__name__}: {error}"
         subject = subject if refusal is Refusal.KEY else self.name
-        line = f"no further CUDA graphs of {subject}, launched kernel by kernel instead: {reason}"
+        line = f"no further CUDA graphs of {subject}, run eagerly instead: {reason}"
         if line not in self.pool.reported:
             self.pool.reported.add(line)
             LOG.warning("%s", line)

@@ -1,7 +1,7 @@
 """Attention of a model's layers by config.json: linear layers, numbers of parameters, and what a token leaves in the
 cache.
 
-Layers of one model differ: gated delta rule beside full attention (Qwen3-Next, Qwen3.5), windowed layers with other
+Layers of one model differ: gated delta rule and full attention (Qwen3-Next, Qwen3.5), windowed layers with other
 heads than full ones (Gemma 4, MiMo). Parameters are exact for the families whose shapes are shipped; the cache is exact
 for every family that is served in batches. Tests compare both with transformers' models.
 """

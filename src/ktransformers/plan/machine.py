@@ -45,7 +45,7 @@ class KernelEfficiency:
 # Fitted to 35 cells of bench/moe.py (bench/results/current/moe.json, history/2026-11-15-moe-*.json): the 28 of amx are
 # 7 % off on average, 20 % at most (tested). generic and neon were measured on Neoverse-N1 cores.
 # avx512_vnni, avx_vnni and neon_bf16 have not been measured; they are taken for avx512, avx2 and avx512_bf16. Codes:
-# amx from small int4 batches, 105 to 126 billion weights a second beside 12 TFLOPS; neon measured (docs/cpus.md); the
+# amx from small int4 batches, 105 to 126 billion weights a second at 12 TFLOPS; neon measured (docs/cpus.md); the
 # others counted: a product of bf16 is two of f32, so avx512_bf16 has twice the operations of avx512_vnni in the same
 # time.
 EFFICIENCY = {
@@ -80,7 +80,7 @@ class CpuRates:
 
     @property
     def products(self) -> str:
-        """How linear layers outside of the experts are computed: bfloat16, widened or float32."""
+        """How dense linear layers are computed: bfloat16, widened or float32."""
         return self.dense_products or ("bfloat16" if self.dense_flops >= self.dense_flops_f32 else "widened")
 
     @property

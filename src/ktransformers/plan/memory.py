@@ -30,7 +30,8 @@ THREAD_SCRATCH_BYTES = 3_000_000  # of one thread of the pool
 HUGE_PAGE = 2 << 20  # from this size on the core maps whole huge pages
 # Memory of attention graphs over what autograd keeps of a layer, measured with pieces of 512 and 1024 tokens.
 GRAPH_SHARE = 1.35
-PANEL_NUMBERS = 1 << 27  # of a weight in codes that a GPU decodes at a time (quantized/gpu/linear.py)
+# Values of a packed weight that a GPU dequantizes at a time (quantized/gpu/linear.py).
+PANEL_NUMBERS = 1 << 27
 FACTOR_BYTES = 14  # on the GPU per number of a layer's expert LoRA: two layers in bf16, gradients; fitted
 
 Table = dict[str, int]  # purpose -> bytes
@@ -156,7 +157,7 @@ def activation_bytes(model: ModelShape, work: Training, layers: int, on_gpu: boo
 
 
 def rest_weight_bytes(model: ModelShape, rest_bytes: int, choice: Choice, machine: Machine) -> float:
-    """Bytes of a weight outside of the experts, of an average one if some are in codes: those of the computation, or on
+    """Bytes of a dense (non-expert) weight, the average if some are quantized: those of the computation, or on
     a CPU that widens bf16 weights those of the release."""
     choice = as_stored(model, choice, machine)
     widened = not choice.gpus and machine.cpu.products == "widened"
@@ -167,8 +168,8 @@ def rest_weight_bytes(model: ModelShape, rest_bytes: int, choice: Choice, machin
 
 
 def as_stored(model: ModelShape, choice: Choice, machine: Machine) -> Choice:
-    """KEEP on GPUs: numbers of a release without codes, and while they take less than NUMBERS_SHARE of their memory, as
-    `load_model` decides."""
+    """KEEP on GPUs: dense weights of a checkpoint that is not quantized, or while they take less than NUMBERS_SHARE of
+    their memory, as `load_model` decides."""
     if choice.linear_format != KEEP or not choice.gpus:
         return choice
     memory = sum(gpu.memory for gpu in machine.gpus[: choice.gpus])
@@ -177,8 +178,9 @@ def as_stored(model: ModelShape, choice: Choice, machine: Machine) -> Choice:
 
 
 def quantized_part(model: ModelShape, choice: Choice) -> tuple[int, int]:
-    """Numbers outside of the experts that are stored in codes, and the bytes of these codes. Routers and, unless the
-    release has it in codes, the embedding are numbers; a head that shares the embedding's has codes of its own."""
+    """The dense (non-expert) weights that are stored quantized, and their bytes. Routers stay dense, and so does the
+    embedding unless the checkpoint has it quantized; a head that shares the embedding's weight has a copy of its
+    own."""
     if choice.linear_format is None:
         return 0, 0
     if choice.linear_format == KEEP:
@@ -189,7 +191,7 @@ def quantized_part(model: ModelShape, choice: Choice) -> tuple[int, int]:
 
 
 def _copied_keys(model: ModelShape, choice: Choice) -> int:
-    """Numbers that multiply queries for latents on a CPU: copies, but for projections in codes, which are read."""
+    """Weights that multiply queries for latents on a CPU: copies, but for quantized projections, which are read."""
     if choice.linear_format is None:
         return model.absorbed_numbers
     return model.absorbed_numbers - model.quantized_absorbed if choice.linear_format == KEEP else 0
@@ -252,8 +254,8 @@ def _released_bytes(model: ModelShape) -> int:
 
 
 def host_embedding(model: ModelShape, choice: Choice) -> int:
-    """Numbers of an input embedding that stays in host memory (`quantized/host_rows.py`): with codes on a GPU, unless
-    the head shares them or they are codes too."""
+    """Weights of an input embedding that stays in host memory (`quantized/host_rows.py`): with quantized weights on a
+    GPU, unless the head shares them or they are quantized too."""
     if not choice.gpus or choice.linear_format is None or model.tied:
         return 0
     is_quantized = choice.linear_format == KEEP and model.quantized_weights > model.rest - model.embedding
@@ -261,7 +263,7 @@ def host_embedding(model: ModelShape, choice: Choice) -> int:
 
 
 def _gpu_weight_bytes(model: ModelShape, choice: Choice, place: int, size: int) -> int:
-    """Of several GPUs each has its part of the codes, the first one the head's too."""
+    """Each of several GPUs has its part of the quantized weights, the first GPU the head's too."""
     on_host = host_embedding(model, choice)
     own = [_gpu_numbers(model, choice.gpus, one) - (on_host if one == 0 else 0) for one in range(choice.gpus)]
     coded, quantized_bytes = quantized_part(model, choice)
@@ -368,7 +370,9 @@ def _training(
     if not gpus:
         absent = host["gradients"] if work.batches <= 1 else 0  # an earlier batch of the step has allocated them
         host["activations"] = activation_bytes(model, work, model.layers, False, absent)
-        host["activations"] += (layers_kept - 1) * rows if work.checkpointing else 0  # outputs kept beside the rows
+        host["activations"] += (
+            (layers_kept - 1) * rows if work.checkpointing else 0
+        )  # outputs kept in addition to the rows
         return 0
     for table in gpus:
         table["activations"] = activation_bytes(model, work, -(-model.layers // len(gpus)), True)

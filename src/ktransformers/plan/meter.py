@@ -1,4 +1,5 @@
-"""Measured memory and speed of a run beside its plan: peak host memory sampled by a thread, seconds of a step.
+"""Measured memory and speed of a run, to compare with its plan: peak host memory sampled by a thread, seconds of a
+step.
 
 Host memory is the anonymous memory of the process: packed experts, adapters, activations. Mapped pages of the
 checkpoint belong to the page cache and are left out, as in the plan. Shorter peaks than the sampling period of a few

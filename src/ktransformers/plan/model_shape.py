@@ -91,16 +91,18 @@ class ModelShape:
     states: StateNumbers = NO_STATES  # convolution and recurrent states of a sequence, all layers together
     scan_width: int = 0  # float32 numbers of a prompt's token while one layer computes its states
     stored: str = "bf16"  # format of the experts in the release
-    quantized_weights: int = 0  # of linear layers and embeddings besides experts that the release has in codes
-    quantized_bytes: int = 0  # of these codes and their scales
-    quantized_absorbed: int = 0  # of `absorbed_numbers`: the release has these projections in codes
-    two_plane_weights: int = 0  # of the three before, codes in two planes, which some CPU variants decode
+    quantized_weights: int = 0  # of dense linear layers and embeddings that the checkpoint has quantized
+    quantized_bytes: int = 0  # of these weights and their scales
+    quantized_absorbed: int = 0  # of `absorbed_numbers`: the checkpoint has these projections quantized
+    two_plane_weights: int = (
+        0  # of the three before, in formats with two bit planes, which some CPU variants dequantize
+    )
     two_plane_bytes: int = 0
     two_plane_absorbed: int = 0
     published: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
 
     def kept_on(self, isa: str) -> ModelShape:
-        """With the codes that this CPU variant keeps; the others are numbers there."""
+        """With the quantized weights that this CPU variant keeps; the others are dense there."""
         if isa not in ONE_PLANE_VARIANTS:
             return self
         return replace(
@@ -388,7 +390,7 @@ def _is_extra_layer(name: str, layers: int) -> bool:
 
 
 def _matrix_shape(shards: Shards, name: str) -> tuple[int, ...] | None:
-    """[N, K] of the matrix that a tensor of packed codes holds; None: scales and the like of another tensor."""
+    """[N, K] of the matrix that a packed tensor holds. None for scales and the like of another tensor."""
     stem, _, ending = name.rpartition(".")
     size = shards.shape(name)
     if ending == "qweight":
@@ -396,14 +398,14 @@ def _matrix_shape(shards: Shards, name: str) -> tuple[int, ...] | None:
     dtype = shards.dtype(name)
     if ending == "weight_packed" or (ending == "weight" and dtype == "U8" and len(size) == 2):
         return size[0], size[1] * (8 if dtype == "I32" else 2)
-    beside = ending in SCALE_ENDINGS and any(
-        f"{stem}.{word}" in shards for word in ("weight", "qweight", "weight_packed")
-    )
-    return None if beside else size
+        is_scale = ending in SCALE_ENDINGS and any(
+            f"{stem}.{word}" in shards for word in ("weight", "qweight", "weight_packed")
+        )
+    return None if is_scale else size
 
 
 def _quantized_bytes_of(shards: Shards, name: str) -> float:
-    """Bytes of a weight with its share of the scales, of a tensor of codes; 0: numbers."""
+    """Bytes of a weight of a quantized tensor with its share of the scales; 0 for a dense tensor."""
     ending, dtype = name.rpartition(".")[2], shards.dtype(name)
     if ending == "qweight":
         return _qweight_bits(shards, name.rpartition(".")[0]) / 8 + 3 / 128
@@ -423,16 +425,16 @@ def _qweight_bits(shards: Shards, stem: str) -> int:
 
 
 def _qweight_shape(shards: Shards, stem: str) -> tuple[int, int]:
-    """[N, K] of a transposed matrix whose codes lie in words: GPTQ `[K / codes in a word, N]`, AWQ `[K, N / codes in a
-    word]`; scales are `[groups, N]`."""
+    """[N, K] of a transposed matrix with several values in a word: GPTQ `[K / values in a word, N]`, AWQ `[K, N /
+    values in a word]`; scales are `[groups, N]`."""
     first, second = shards.shape(f"{stem}.qweight")
     outputs = shards.shape(f"{stem}.scales")[1] if f"{stem}.scales" in shards else second
     return (second, first * 32 // _qweight_bits(shards, stem)) if outputs == second else (outputs, first)
 
 
 def _experts_of(shards: Shards, tensors: ExpertTensors, shape: ModelShape) -> dict[str, Any]:
-    """Sizes and format of one layer's experts. Down has H I numbers per expert in every layout; for codes of fewer bits
-    than a byte only config.json says how many numbers there are."""
+    """Sizes and format of one layer's experts. Down has H I numbers per expert in every layout; for formats of fewer
+    bits than a byte only config.json says how many numbers there are."""
     roles = tensors.fused or tensors.single[min(tensors.single)]
     downs = {
         role.removeprefix("down").removeprefix("_"): name for role, name in roles.items() if role.startswith("down")
@@ -452,15 +454,15 @@ def _experts_of(shards: Shards, tensors: ExpertTensors, shape: ModelShape) -> di
         return facts | {"intermediate": inner, "stored": "bf16"}
     if dtype.startswith("F8"):
         return facts | {"intermediate": inner, "stored": "mxfp8" if shape.stored == "mxfp8" else "fp8"}
-    return facts | {"stored": "int8" if inner == shape.intermediate else "mxfp4"}  # two 4-bit codes per byte
+    return facts | {"stored": "int8" if inner == shape.intermediate else "mxfp4"}  # two 4-bit values per byte
 
 
 def _rest_matrices(
     shards: Shards, experts: set[str], manifest: Manifest | None
 ) -> Iterator[tuple[str, tuple[int, ...], float, bool]]:
-    """Name and shape of what is not an expert, bytes of its codes (0: numbers) and whether they are in two planes.
-    Headers of packed files have byte counts as shapes; the manifest of the directory has the sizes of its linear
-    layers."""
+    """Name and shape of what is not an expert, bytes of a quantized weight (0: dense) and whether it has two bit
+    planes. Headers of packed files have byte counts as shapes; the manifest of the directory has the sizes of its
+    linear layers."""
     linears, layers = ([], []) if manifest is None else (manifest.linears, manifest.layers)
     packed_files = {layer.file for layer in layers} | {linear.file for linear in linears}
     for name in shards.names:

@@ -111,7 +111,7 @@ def _residents(model: ModelShape, work: Work, choice: Choice, machine: Machine) 
     bare = evaluate(model, work, choice, machine)
     free = sum(int(gpu.memory * GPU_MEMORY_SHARE) for gpu in machine.gpus[: choice.gpus]) - sum(bare.memory.gpu_bytes)
     count = max(0, min(model.experts, free // (model.expert_layers * expert_bytes(model, choice))))
-    # Less free memory makes the expert cache smaller, beside which all of a layer's experts may be dequantised at once,
+    # Less free memory makes the expert cache smaller, and all of a layer's experts may be dequantised at once,
     # which takes more.
     while count and set(evaluate(model, work, replace(choice, residents=count), machine).lacking) - {"host"}:
         count -= 1

@@ -5,7 +5,7 @@ Experts that are on the GPU are computed there. Of the others the busiest are st
 computed by the CPU, so many that the later of the two ends as early as possible. Streaming costs the same for every
 expert and the CPU's time grows with rows, so for any number of streamed experts the busiest are the right ones, and
 evaluating every number is enough. Experts whose copies are already queued are streamed in any case: the link is busy
-with them whether they are used or not. CPU and link share the memory bandwidth, so the CPU reads more slowly beside
+with them whether they are used or not. CPU and link share the memory bandwidth, so the CPU reads more slowly during
 copies. A division must be predicted to be a tenth faster than the better of GPU and CPU alone, because handing rows
 between them takes Python time that is not in the model."""
 
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MIN_GAIN = 0.1
-MIN_MEMORY_SHARE = 0.1  # of the memory bandwidth that the CPU keeps beside copies
+MIN_MEMORY_SHARE = 0.1  # of the memory bandwidth that the CPU keeps during copies
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Costs:
     gpu_call: float  # kernel launches, and what the last group takes after its bytes have arrived
     gpu_expert: float  # dequantising one expert
     gpu_row: float
-    crowding: float = 1.0  # measured CPU time beside copies over the time predicted for it
+    crowding: float = 1.0  # measured CPU time during copies over the time predicted for it
     sum: float = 1.6  # norm by which reading and multiplying add up on the CPU: 1 sequential, infinity overlapped
 
     @property

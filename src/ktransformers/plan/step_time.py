@@ -51,18 +51,20 @@ CPU_LAUNCH_SHARE = 0.75
 # 0.62 ms a token apart, of which products and experts explain 0.18 (6 layers of 512, bf16, two AMX cores). In float32
 # nothing is cast: outside of products and experts a step of the demo (476 tokens, 30 layers of 576) takes 1.1 s of one
 # AVX-512 core, of which launches explain 0.6.
-ACTIVATION_MOVES = {2: 150, 4: 30}  # by bytes of a number outside of the experts
+ACTIVATION_MOVES = {2: 150, 4: 30}  # by bytes of a dense value
 CALLBACK_SECONDS = 50e-6  # of a layer's experts: two host callbacks of 23 us, measured
 HEAD_PASSES = 3  # the head: forward, recomputed in backward, and its gradient
 ADAM_BYTES = 28  # read and written per trained number: weight, gradient, two moments
 ADAM_SHARE = 0.62  # of the read rate that torch's AdamW reaches with eight threads: 16 ms for 53 million numbers
-# Share of a GPU's nominal bandwidth at which few rows read the codes of a large matrix: DeepSeek-V3's head in one and
+# Share of a GPU's nominal bandwidth at which few rows read a large packed matrix: DeepSeek-V3's head in one and
 # in 16 rows on an H200 (bench/gpu_linear.py), the mean; bf16 reaches 0.95 and counts as 1. What small matrices take
-# beside that, 6 to 7 us each in any format, is part of INFERENCE_LAYER_SECONDS.
+# in addition, 6 to 7 us each in any format, is part of INFERENCE_LAYER_SECONDS.
 PACKED_SHARE = {"fp8": 0.85, "int8": 0.85, "int4": 0.74, "mxfp4": 0.59, "q4_k": 0.51, "q6_k": 0.42}
 EIGHT_BITS, FEWER_BITS = "fp8", "q6_k"  # whose shares other formats have
-DECODED_FIRST = ("iq", "tq1")  # how formats begin whose codes no GPU kernel multiplies
-PACKED_ROWS = 64  # that are multiplied with codes; for more the weight is decoded (quantized/gpu/linear.py),
+DECODED_FIRST = ("iq", "tq1")  # how formats begin that no GPU kernel multiplies packed
+PACKED_ROWS = (
+    64  # that are multiplied with packed weights; for more the weight is dequantized (quantized/gpu/linear.py),
+)
 DECODE_SHARE = 0.7  # at this share of the nominal bandwidth for what is read and written: V3's o, measured there
 PREFETCH_ROWS = 4  # per expert on average: from here on the next layer's experts are prefetched
 
@@ -109,7 +111,7 @@ def _products(
     size: int,
     share: float = INFERENCE_FLOPS_SHARE,
 ) -> float:
-    """Seconds of products with so many weights outside of the experts."""
+    """Seconds of products with so many dense weights."""
     if choice.gpus:
         reading, decoding = _gpu_reading(model, numbers, tokens, machine, choice, size)
         return max(operations / (machine.gpus[0].flops * share), reading) + decoding
@@ -123,7 +125,7 @@ def _products(
 def _gpu_reading(
     model: ModelShape, numbers: float, tokens: float, machine: Machine, choice: Choice, size: int
 ) -> tuple[float, float]:
-    """Seconds in which products on a GPU read their weights, and those in which codes are decoded before."""
+    """Seconds in which products on a GPU read their weights, and those in which the weights are dequantized before."""
     bandwidth, stored = machine.gpus[0].bandwidth, as_stored(model, choice, machine).linear_format
     if stored is None:
         return numbers * size / bandwidth, 0.0
@@ -139,7 +141,7 @@ def _gpu_reading(
 
 
 def _opening(model: ModelShape, numbers: float, machine: Machine, choice: Choice) -> float:
-    """Seconds in which a CPU turns the codes of so many weights into operands, as it does for experts."""
+    """Seconds in which a CPU turns so many packed weights into operands, as it does for experts."""
     if choice.linear_format is None or choice.gpus:
         return 0.0
     share = model.quantized_weights / model.rest if choice.linear_format == KEEP else 1.0

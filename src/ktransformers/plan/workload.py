@@ -41,14 +41,16 @@ class Training:
     checkpointing: bool = True  # activations are recomputed in backward
     retain: bool = False  # experts are not recomputed: gate and up are kept
     trained_bytes: int = 4  # per trained number; 2 with pure_bf16
-    rest_bytes: int = 2  # per number that is computed outside of the experts; released weights may have fewer
+    rest_bytes: int = 2  # per dense value in computation; weights of the checkpoint may have fewer
     saves: int = 1  # training checkpoints kept on disk
     touched: float = 1.0  # share of a layer's experts that the tokens of one sequence use; 1: uniform routing
     labelled: float = 1.0  # largest share of tokens with a label in a pass; 1: an upper bound if the data is unknown
     labelled_mean: float | None = None  # mean of that share over the passes, which the time follows; None: `labelled`
     loss_bytes: int | None = None  # of the loss on a GPU; None: TRL's chunked loss
     graphs: bool = True  # attention on a GPU uses CUDA graphs where possible (modeling/attention_graphs/replay.py)
-    linear_format: str | None = None  # of linear layers outside of the experts; KEEP: as released; None: numbers
+    linear_format: str | None = (
+        None  # of dense linear layers; KEEP: as quantized in the checkpoint; None: not quantized
+    )
 
     def __post_init__(self) -> None:
         if not self.adapts_experts and not self.adapts_attention:
@@ -90,8 +92,10 @@ class Serving:
     prompt: int = 1024  # tokens of a request
     sequences: int = 1
     rest_bytes: int = 2
-    linear_format: str | None = None  # of linear layers outside of the experts; KEEP: as released; None: numbers
-    fp8_cache: bool = False  # keys and values in codes of 8 bits
+    linear_format: str | None = (
+        None  # of dense linear layers; KEEP: as quantized in the checkpoint; None: not quantized
+    )
+    fp8_cache: bool = False  # keys and values in FP8
 
     def __post_init__(self) -> None:
         for name in ("context", "prompt", "sequences"):
@@ -117,7 +121,9 @@ class Choice:
     gpus: int = 0  # that hold everything but the experts; 0: everything is on the CPU
     residents: int = 0  # experts per layer that are resident on a GPU
     policy: str = DEFAULT_POLICY  # placement policy of the other experts (ground/options/placement.py)
-    linear_format: str | None = None  # of linear layers outside of the experts; KEEP: as released; None: numbers
+    linear_format: str | None = (
+        None  # of dense linear layers; KEEP: as quantized in the checkpoint; None: not quantized
+    )
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

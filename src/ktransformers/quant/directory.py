@@ -1,5 +1,5 @@
-"""The last step of a conversion: index, manifest, configuration and receipt beside the shards; and the check whether
-a directory already holds the same conversion.
+"""The last step of a conversion: index, manifest, configuration and quantization report next to the shards; and the
+check whether a directory already holds the same conversion.
 
 config.json names the quantisation method "kt", so that stock transformers leaves the experts to
 `modeling/quantizer.py`, and the hash of the manifest. The quantisation of the source is recorded for information only.
@@ -44,8 +44,8 @@ def write_directory(
     files: Sequence[SourceFile],
     receipt: Receipt,
 ) -> None:
-    """Write index, manifest, configuration, tokenizer and receipt beside the shards, then rename the directory to its
-    final name."""
+    """Write index, manifest, configuration, tokenizer and quantization report next to the shards, then rename the
+    directory to its final name."""
     directory = journal.directory
     layers = [PackedLayer.model_validate(entry["layer"]) for entry in journal.details.values() if "layer" in entry]
     linears = [PackedLinear.model_validate(record) for e in journal.details.values() for record in e.get("linears", [])]

@@ -68,7 +68,7 @@ class KTPlan:
     merged: bool  # safetensors, or a tree of .kt files
     backward: bool  # the transposed matrices too
     threads: int
-    rest: list[PlainTensor]  # what is written beside the experts: nothing in a tree
+    rest: list[PlainTensor]  # what is written in addition to the experts: nothing in a tree
 
     @property
     def header(self) -> KTHeader:

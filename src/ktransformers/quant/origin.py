@@ -145,7 +145,7 @@ class Origin:
 
 
 def build_meta_model(directory: Path) -> nn.Module:
-    """The model on the meta device, once the small files that are copied beside it have been checked."""
+    """The model on the meta device, once the small files that are copied with it have been checked."""
     load.load_config(directory)  # first: its errors name the model, those of the next line a file
     require_json(directory)  # tokenizer and generation_config.json, which are copied
     return meta_model(directory)

@@ -54,9 +54,9 @@ class ConversionPlan:
     origin: Origin
     formats: dict[str, str]  # gate, up, down -> requested format or keep
     layers: list[LayerPlan]
-    rest_bytes: int  # of the other tensors, as numbers
+    rest_bytes: int  # of the other tensors, dense
     threads: int
-    rest: str = "bf16"  # requested for linear layers outside of the experts
+    rest: str = "bf16"  # requested for dense linear layers
     linears: tuple[LinearPlan, ...] = ()
 
     @property
@@ -75,7 +75,7 @@ class ConversionPlan:
 def parse_formats(word: str, group: int | None = None, down: str | None = None) -> dict[str, str]:
     """gate, up, down -> format, from `int4`, `int4:64`, `int8`, `keep` and so on; `group` is the group size of int4."""
     if group is not None and "int4" not in (word, down):
-        raise InputError("group", f"{group} with {word}", "it beside int4")
+        raise InputError("group", f"{group} with {word}", "it with int4")
     size = 32 if group is None else group
     inner, outer = (f"int4:{size}" if spec == "int4" else spec for spec in (word, down or word))
     check_target("format", inner)

@@ -29,7 +29,7 @@ QUALITY_FILE = "quality.json"
 VERSION = 1
 WINDOW_TOKENS = 512
 MAX_TOKENS = 8192  # of the text
-RESERVE_BYTES = 2 << 30  # memory for activations and logits, beside the model's weights
+RESERVE_BYTES = 2 << 30  # memory for activations and logits, in addition to the model's weights
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def relative_error(moved: float, norm: float) -> float:
 
 
 class _StoredReceipt(BaseModel):
-    """The fields of a Receipt as its file holds them, beside the version and the summary."""
+    """The fields of a Receipt as its file holds them, without the version and the summary."""
 
     conversion: str
     formats: dict[str, str]

@@ -1,4 +1,4 @@
-"""Linear layers outside of the experts on CPUs without bf16 products: bf16 weights are multiplied in float32.
+"""Dense (non-expert) linear layers on CPUs without bf16 products: bf16 weights are multiplied in float32.
 
 There torch multiplies bf16 many times slower than float32, and float32 copies of bf16 weights take twice their memory,
 which decoding a token reads whole. `WidenedWeight` stores a matrix in bf16, as it was released, and is a tensor of the

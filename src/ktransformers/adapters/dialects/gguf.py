@@ -114,7 +114,7 @@ def read(content: Content, context: ReadContext) -> Adapter:
 
 
 class _OwnMetadata(BaseModel):
-    """What this package writes beside llama.cpp's own metadata."""
+    """What this package writes in addition to llama.cpp's own metadata."""
 
     config: dict[str, Any] = {}
     stem: str = "model.layers"
@@ -171,7 +171,7 @@ def _form(a: StoredTensor, b: StoredTensor, alpha: float) -> PairForm:
         or a.shape[:-2] != b.shape[:-2]
         or a.shape[-2] != b.shape[-1]
     ):
-        raise InputError(b.name, f"shape {list(b.shape)} beside a {list(a.shape)}", "b [.., out, r] and a [.., r, in]")
+        raise InputError(b.name, f"shape {list(b.shape)} with a {list(a.shape)}", "b [.., out, r] and a [.., r, in]")
     rank = a.shape[-2]
     scaling = alpha / rank if alpha else 1.0
     return PairForm(rank, a.shape[-1], b.shape[-2], torch.promote_types(a.dtype, b.dtype), scaling)

@@ -100,18 +100,14 @@ def _layer(root: str, layer: int, tensors: Mapping[str, StoredTensor], config: A
                 )
         a, b = tensors[f"{role}_a"], tensors[f"{role}_b"]
         if len(a.shape) != 3 or len(b.shape) != 3 or a.shape[0] != b.shape[0] or a.shape[1] != b.shape[2]:
-            raise InputError(
-                b.name, f"shape {list(b.shape)} beside a {list(a.shape)}", "b [E, out, r] and a [E, r, in]"
-            )
+            raise InputError(b.name, f"shape {list(b.shape)} with a {list(a.shape)}", "b [E, out, r] and a [E, r, in]")
         if a.shape[1] != config.r:
             raise InputError(a.name, f"rank {a.shape[1]}", f"{config.r}, as adapter_config.json says")
         counts.setdefault(a.shape[0], a.name)
         dtype = torch.promote_types(a.dtype, b.dtype)
         forms[role] = PairForm(config.r, a.shape[2], b.shape[1], dtype, config.scaling(config.r))
     if len(counts) > 1:
-        raise InputError(
-            list(counts.values())[1], f"{max(counts)} experts beside {min(counts)}", "one number of experts"
-        )
+        raise InputError(list(counts.values())[1], f"{max(counts)} experts and {min(counts)}", "one number of experts")
 
     def read_layer() -> dict[str, LoraPair]:
         return {

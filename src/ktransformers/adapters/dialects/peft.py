@@ -118,7 +118,7 @@ def _fused(root: str, parameter: str, factors: LoraTensors, config: AdapterConfi
     rank = config.rank(f"{root}.experts.{parameter}")
     a, b = factors.a.shape, factors.b.shape
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
-        raise InputError(factors.b.name, f"shape {list(b)} beside A {list(a)}", "B [out, r*E] and A [E*r, in]")
+        raise InputError(factors.b.name, f"shape {list(b)} with A {list(a)}", "B [out, r*E] and A [E*r, in]")
     if a[0] % rank:
         raise InputError(factors.a.name, f"{a[0]} rows", f"a multiple of the rank {rank} that adapter_config.json says")
     return _Fused(parameter, factors, a[0] // rank, rank)

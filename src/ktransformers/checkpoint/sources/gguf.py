@@ -201,10 +201,10 @@ class GGUFSource:
         if heads is not None and (len(shape) not in (1, 2) or shape[0] % (2 * heads)):
             raise InputError(f"{tensor.file}: {tensor.name}", f"shape {list(shape)}", f"rows of {heads} heads")
         if leaf == "attn_k_b" and values is None:
-            raise InputError(f"{tensor.file}: {tensor.name}", "no attn_v_b beside it", "keys and values")
+            raise InputError(f"{tensor.file}: {tensor.name}", "no attn_v_b with it", "keys and values")
         if values is not None:
             if len(shape) != 3 or len(values.shape) != 3 or (shape[0], shape[1]) != (values.shape[0], values.shape[2]):
-                given = f"shape {list(shape)} beside {list(values.shape)} of {values.name}"
+                given = f"shape {list(shape)} with {list(values.shape)} of {values.name}"
                 raise InputError(f"{tensor.file}: {tensor.name}", given, "[heads, rank, nope] and [heads, v, rank]")
             shape = (tensor.shape[0] * (tensor.shape[2] + values.shape[1]), tensor.shape[1])
 

@@ -2,7 +2,7 @@
 
 Numbers that GGUF keeps in float32 are rounded to the seven digits that they were written with. What a file does not say
 and the model needs (scaled RoPE of an unknown kind, DeepSeek-V3's groups of experts in older files) is asked for in the
-form of the model's own config.json beside the file, not guessed.
+form of the model's own config.json in the file's directory, not guessed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import short
 
 LARGEST_SIZE = 1 << 40
-BESIDE = "put the model's config.json beside the file"
+BESIDE = "put the model's config.json into the directory of the file"
 
 
 class Keys:

@@ -198,7 +198,7 @@ def _recorded(shards: Shards, names: Mapping[str, re.Match[str]]) -> KTHeader | 
     different = {header: file for file, header in headers.items()}
     if len(different) > 1:
         first, second, *_ = different.values()
-        raise InputError(str(second), f"it beside {first.name}", "shards of one conversion", REMEDY)
+        raise InputError(str(second), f"it in the directory of {first.name}", "shards of one conversion", REMEDY)
     return next(iter(different))
 
 

@@ -251,7 +251,7 @@ class ExpertGraphs:
             graph.buffers.fill(inputs, key.tokens, grad_out, self._copier)
             return graph
         graph = self.graphs.capture(key, lambda: self._capture(key, inputs, grad_out))
-        if graph is None:  # everything is launched kernel by kernel from now on
+        if graph is None:  # everything runs eagerly from now on
             self._evict()
             self._lora.clear()
             torch.cuda.empty_cache()

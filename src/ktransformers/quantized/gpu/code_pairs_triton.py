@@ -13,7 +13,7 @@ that is made up for by the scale and half by the sum.
 E4M3: the instruction of capability 8.9 gives two float16 numbers, which are multiplied with the float32 scale.
 
 Scales are the same for both quants of a pair, because neighbours in a register of tensor cores' operands are neighbours
-along K; `GpuLinearWeight.check` compares products with decoded weights on the device that computes them.
+along K; `GpuLinearWeight.check` compares products with those of dequantized weights on the device that computes them.
 """
 
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,untyped-decorator,misc"

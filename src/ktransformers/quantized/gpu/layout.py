@@ -124,7 +124,7 @@ class PackedMatrix:
 
     def __post_init__(self) -> None:
         if (self.formats[0].spec == "bf16") != (self.formats[1].spec == "bf16"):
-            given = f"{self.formats[0].spec} beside {self.formats[1].spec}"
+            given = f"{self.formats[0].spec} with {self.formats[1].spec}"
             raise InputError("formats of gate and up", given, "bf16 for both, or for none")
 
     @functools.cached_property

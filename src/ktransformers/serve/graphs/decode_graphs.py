@@ -1,5 +1,5 @@
-"""Decode steps of the server, in which every sequence has one new token, replayed from CUDA graphs: no Python between
-their kernels.
+"""Decode steps of the server, replayed from CUDA graphs: every sequence has one new token, and no Python runs between
+kernels. ARCHITECTURE.md has the life of such a step, docs/serve-speed.md what is not captured.
 
 Steps come in a few sizes R; rows between two sizes are computed and thrown away. What differs from step to step is a
 table (`step_table.py`), int64 `[lines, R]`: tokens, positions, adapters, addresses of KV cache slots. It is
@@ -25,9 +25,9 @@ exist before, and then once more with torch raising on every synchronisation, so
 where it does no harm. All of that happens in the middle of an answer: a step that is rehearsed, captured and replayed
 writes the same keys to the same places each time; convolution and recurrent states, which each time would advance, are
 restored (`state_arena.py`). Everything else (prompts, scored prompts, families whose keys are selected by an index)
-goes kernel by kernel, and so does a size or a set of adapters that was refused.
+runs eagerly, including batch sizes and adapter sets whose capture failed.
 
-When residents get other memory, graphs would compute the right numbers, but on the CPU; they are captured anew.
+Reallocating the residents invalidates captured graphs; they are captured again.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class DecodeGraphs:
         self.discarded = 0  # steps launched ahead for another batch than the next one
 
     def run(self, chunks: Sequence[Chunk]) -> list[ForwardResult | None] | None:
-        """As `Forward.run`; None: this step goes kernel by kernel. Logits are valid until the next step."""
+        """As `Forward.run`, or None if this step runs eagerly. Logits are valid until the next step."""
         launched, rows = self._launched_for(chunks)
         if launched is None:
             return None
