@@ -398,9 +398,9 @@ def _matrix_shape(shards: Shards, name: str) -> tuple[int, ...] | None:
     dtype = shards.dtype(name)
     if ending == "weight_packed" or (ending == "weight" and dtype == "U8" and len(size) == 2):
         return size[0], size[1] * (8 if dtype == "I32" else 2)
-        is_scale = ending in SCALE_ENDINGS and any(
-            f"{stem}.{word}" in shards for word in ("weight", "qweight", "weight_packed")
-        )
+    is_scale = ending in SCALE_ENDINGS and any(
+        f"{stem}.{word}" in shards for word in ("weight", "qweight", "weight_packed")
+    )
     return None if is_scale else size
 
 

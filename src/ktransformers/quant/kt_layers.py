@@ -1,7 +1,6 @@
 """One layer's experts quantised and written in kt-kernel's layout: a safetensors shard, or a folder of `.kt` files.
 
 Parts of matrices arrive from several threads in any order. A shard is laid out before the first one, scales in front of
-
 quantized values, because they need their alignment; each part then is written to its offset. A folder has two files for
 each part and is written under another name; SHA-256 of a file is computed from memory. Neither has its final name
 before `finish`, which also syncs it to disk."""
