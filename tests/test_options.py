@@ -29,7 +29,7 @@ SAMPLES: dict[str, Any] = {
     "--kt-method": "AMXINT8",
     "--kt-expert-partition": "layers",
     "--attention-backend": "torch",
-    "--rest": "fp8",
+    "--dense-dtype": "fp8",
     "--lora-paths": "a=b",
     "--kv-disk-gb": "3 --kv-disk X",
     "--max-schema-depth": "7",
@@ -186,9 +186,9 @@ def test_record_has_every_flag_and_key() -> None:
 
 
 def write_record() -> None:
-    """One line for each flag, key or field."""
+    """One line for each flag, key or field, sorted by name."""
     tables = {
-        name: [f"  {json.dumps(key)}: {json.dumps(entry, default=str)}" for key, entry in make().items()]
+        name: [f"  {json.dumps(key)}: {json.dumps(entry, default=str)}" for key, entry in sorted(make().items())]
         for name, make in TABLES.items()
     }
     text = ",\n".join(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }" for name, lines in tables.items())

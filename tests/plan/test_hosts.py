@@ -18,6 +18,8 @@ from ktransformers.cli.main import app
 from ktransformers.cli.plan import choice_line
 from ktransformers.cli.plan_hosts import size_text
 from ktransformers.ground.errors import InputError
+from ktransformers.ground.options.field import options_of
+from ktransformers.ground.options.serving import ServingOptions
 from ktransformers.plan import Machine, ModelShape, Serving, Training, open_shape, profile, with_gpus, with_memory
 from ktransformers.plan.exchange import (
     HEADER_BYTES,
@@ -38,7 +40,7 @@ from ktransformers.plan.hosts import (
 )
 from ktransformers.plan.planner import evaluate
 from ktransformers.plan.workload import Choice, expert_bytes
-from ktransformers.serve.flags import SUPPORTED_FLAGS, parse
+from ktransformers.serve.flags import parse
 from ktransformers.serve.launch import serve
 
 SCALE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
@@ -190,7 +192,7 @@ def test_layers_of_several_gpus_are_not_called_tensor_parallel() -> None:
     machine = with_gpus(zen5(), "24GB,24GB")
     candidate = evaluate(open_shape("qwen3-30b-a3b"), Serving(), Choice("bf16", 2), machine)
     assert "2 GPUs, whole layers on each: heads are not split" in choice_line(candidate)
-    flag = next(flag for flag in SUPPORTED_FLAGS if "--tensor-parallel-size" in flag.names)
+    flag = options_of(ServingOptions)["gpus"]
     assert "whole layers" in flag.help and "not heads" in flag.help
     lines: list[str] = []
     with pytest.raises(InputError):

@@ -22,11 +22,10 @@ from ktransformers.ground.errors import InputError
 from ktransformers.ground.options.field import options_of
 from ktransformers.ground.options.placement import PlacementOptions, read_options
 from ktransformers.serve.flags import (
+    GROUPS,
     IGNORED_OPTIONS,
     IGNORED_SWITCHES,
     KT_METHODS,
-    PLACEMENT_FLAGS,
-    SUPPORTED_FLAGS,
     Launch,
     parse,
     parse_run,
@@ -128,7 +127,7 @@ def test_run_tells_model_and_prompt() -> None:
 def test_placement_flags_match_placement_options(tmp_path: Path) -> None:
     """The same names on the launch line and in a YAML file; the line overrides the file, and invalid values are
     refused before anything is loaded."""
-    names = {flag.field for flag in PLACEMENT_FLAGS}
+    names = {name for name, option in options_of(PlacementOptions).items() if option.flags}
     assert names == set(options_of(PlacementOptions)) - {"kt_expert_update_steps"}
     keys = {"kt_num_gpu_experts": 5, "kt_config": {"kt_place": "auto"}, "lora_rank": 8}
     options = read_options(parse(["M", "--kt-num-gpu-experts", "7"]).place, keys)
@@ -142,7 +141,7 @@ def test_placement_flags_match_placement_options(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=words):
             read_options(parse(["M", *line.split()]).place)
-    with pytest.raises(InputError, match="gpus"):
+    with pytest.raises(InputError, match="tensor-parallel-size: given 0, expected 1 or more"):
         parse(["M", "--tp", "0"])
 
 
@@ -172,7 +171,7 @@ def test_own_flags_parse() -> None:
         ("M --kv-host-gb nan", "kv-host-gb"),
         ("M --kv-disk x --kv-disk-gb 0", "kv-disk-gb: given 0.0, expected more than 0"),
         ("M --kv-disk x --kv-disk-gb inf", "kv-disk-gb"),
-        ("M --kv-disk-gb 3", "--kv-disk PATH beside it"),
+        ("M --kv-disk-gb 3", "--kv-disk PATH with it"),
         ("M --kv-cache-dtype fp8_e5m2", "kv-cache-dtype: given fp8_e5m2, expected auto, bf16 or fp8"),
     ],
 )
@@ -440,9 +439,8 @@ def test_plan_that_does_not_fit_is_refused(model_directory: Path) -> None:
 
 def test_docs_list_every_flag() -> None:
     page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
-    for flag in SUPPORTED_FLAGS:
-        given = f"; default: {flag.default}" if flag.default is not None else ""
-        assert f"| {', '.join(f'`{name}`' for name in flag.names)} | {flag.help}{given} |" in page
+    for option in (option for model in GROUPS.values() for option in options_of(model).values() if option.flags):
+        assert f"| {', '.join(f'`{name}`' for name in option.flags)} | {option.described} |" in page
     for name, why in (IGNORED_SWITCHES | IGNORED_OPTIONS).items():
         assert f"| `{name}` | {why} |" in page
     for name in KT_METHODS:

@@ -318,7 +318,7 @@ def _find_command(app: typer.Typer, words: Sequence[str]) -> tuple[str, Any, dic
             options = make_run_parser().parse_intermixed_args([word for word in rest if word != "-v"])
         except InputError:
             return None
-        given = {"model": options.target or options.model_flag, "port": options.port, "lora_paths": options.lora_paths}
+        given = {"model": options.target or options.target_flag, "port": options.port, "lora_paths": options.lora_paths}
     return verb, command, given
 
 

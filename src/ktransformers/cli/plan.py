@@ -239,7 +239,7 @@ def _print_machines(as_json: bool) -> None:
 
 
 def _is_fp8(kv_cache_dtype: str) -> bool:
-    from ktransformers.serve.flags import CACHE_DTYPES, FP8_WORDS
+    from ktransformers.ground.options.cache import CACHE_DTYPES, FP8_WORDS
 
     if kv_cache_dtype not in CACHE_DTYPES:
         raise InputError("kv-cache-dtype", kv_cache_dtype, "auto, bf16 or fp8")

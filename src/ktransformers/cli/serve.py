@@ -37,13 +37,13 @@ def serve(context: typer.Context, as_json: Json = False) -> None:
     from ktransformers.ground.openmp import limit_spinning
     from ktransformers.serve.flags import parse
 
+    show_log(any(word in VERBOSE_FLAGS for word in context.args))
+    launch = parse([word for word in context.args if word not in VERBOSE_FLAGS])
     limit_spinning()  # before torch is imported, with what follows
     from ktransformers.cli.library_output import library_output
     from ktransformers.serve.launch import serve as run_server
 
-    show_log(any(word in VERBOSE_FLAGS for word in context.args))
     with library_output():
-        launch = parse([word for word in context.args if word not in VERBOSE_FLAGS])
         run_server(launch, log, show_plan, print_address if as_json else lambda _: None)
 
 

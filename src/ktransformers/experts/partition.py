@@ -15,8 +15,6 @@ from functools import cached_property
 
 from ktransformers.ground.errors import InputError
 
-PARTITIONS = ("experts", "layers", "frequency")
-
 
 @dataclass(frozen=True)
 class LayerShard:

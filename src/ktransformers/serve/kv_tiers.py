@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from ktransformers.ground import system
 from ktransformers.ground.errors import InputError
-from ktransformers.serve.flags import CACHE_DTYPES, Launch
+from ktransformers.ground.options.cache import CACHE_DTYPES
+from ktransformers.serve.flags import Launch
 from ktransformers.serve.target import Target
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from ktransformers.adapters.chat_templates import template_text, with_defaults
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.options.field import options_of
 from ktransformers.ground.options.placement import PlacementOptions
+from ktransformers.ground.options.serving import ServingOptions
 from ktransformers.place.backends import format_of_backend, isa_of_backend
 
 if TYPE_CHECKING:
@@ -32,15 +33,7 @@ TARGET_KEYS = (
     "kt_config",
 )
 TEMPLATE_KEYS = ("template", "default_system", "enable_thinking")
-# key -> field of `Launch`
-LAUNCH_KEYS = {
-    "kt_num_threads": "threads",
-    "cpu_infer": "threads",
-    "kt_threadpool_count": "groups",
-    "kt_maxlen": "context_length",
-    "chunk_size": "chunked_prefill_size",
-    "infer_dtype": "dtype",
-}
+LAUNCH_KEYS = {key: option for option in options_of(ServingOptions).values() for key in option.keys}
 SWITCH_KEYS = ("kt_backend", "kt_use_cuda_graph")
 PLACEMENT_KEYS = tuple(options_of(PlacementOptions))
 # Keys with one meaning here -> the values that ask for it.
@@ -86,7 +79,7 @@ def check_keys(path: Path, keys: Mapping[str, Any]) -> None:
     if keys.get("template") is not None and not is_training(keys):
         template_text(str(keys["template"]))
     isa_of_backend(flat_keys(keys).get("kt_backend"))
-    for name in ("kt_num_threads", "cpu_infer", "kt_threadpool_count", "kt_maxlen", "chunk_size"):
+    for name in (name for name, option in LAUNCH_KEYS.items() if option.kind is int):
         value = flat_keys(keys).get(name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise InputError(f"{path}: {name}", repr(value), "a number, 1 or more")
@@ -94,10 +87,10 @@ def check_keys(path: Path, keys: Mapping[str, Any]) -> None:
 
 def with_yaml_keys(launch: Launch, keys: Mapping[str, Any]) -> Launch:
     """The launch line with the keys of the file where the line says nothing."""
-    flat, default = flat_keys(keys), type(launch)("")
-    for name, field in LAUNCH_KEYS.items():
-        if flat.get(name) is not None and getattr(launch, field) == getattr(default, field):
-            launch = replace(launch, **{field: flat[name]})
+    flat = flat_keys(keys)
+    for name, option in LAUNCH_KEYS.items():
+        if flat.get(name) is not None and getattr(launch, option.name) == option.default:
+            launch = replace(launch, **{option.name: option.kind(flat[name])})
     if flat.get("trust_remote_code") is True:
         launch = replace(launch, trust_remote_code=True)
     if flat.get("kt_use_cuda_graph") is False:

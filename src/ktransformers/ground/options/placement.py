@@ -65,8 +65,8 @@ class PlacementOptions:
         "accepted, has no effect yet; the word is reserved for an expert cache",
     )
     kt_expert_update_steps: int = option(100, "", "accepted, has no effect yet, like the update itself", ge=1)
-    kt_max_deferred_experts_per_token: int = option(
-        0,
+    kt_max_deferred_experts_per_token: int | None = option(
+        None,
         "--kt-max-deferred-experts-per-token",
         "accepted, not done here: exact decode steps in CUDA graphs are faster; see docs/place.md",
         ge=0,
