@@ -12,8 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +22,7 @@ from ktransformers.adapters.chat_templates import MAX_TEMPLATE_BYTES, read_templ
 from ktransformers.checkpoint.gguf_directory import TOKENIZERS
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import write_json, write_text
+from ktransformers.ground.sandbox import GIB, SandboxError, run_sandboxed
 
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_JSON = "chat_template.json"
@@ -31,7 +30,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
 MAX_TOKENIZER_CONFIG_BYTES = 2**26  # it lists added tokens
 SPECIAL_TOKENS = ("bos_token", "eos_token")
-PROBE_SECONDS = 60  # of wall time: a busy machine may take seconds to start a process
+PROBE_SECONDS, PROBE_BYTES = 2, GIB // 2  # of a process that renders a template
 ANSWER = "\ue000"  # stands for the content of an answer
 
 
@@ -137,13 +136,12 @@ def with_ends(template: AdapterTemplate, tokenizer: Any) -> AdapterTemplate:
 
 def _render_in_process(template: AdapterTemplate, messages: list[dict[str, str]], variables: dict[str, str]) -> str:
     """Rendered by a process with limits, because the template may come from anywhere."""
-    request = json.dumps({"text": template.text, "messages": messages, "variables": variables})
-    command = [sys.executable, "-I", template_probe.__file__]
+    request = {"text": template.text, "messages": messages, "variables": variables}
+    program = Path(template_probe.__file__).read_text()
     try:
-        done = subprocess.run(command, input=request, capture_output=True, encoding="utf-8", timeout=PROBE_SECONDS)
-        answer = json.loads(done.stdout) if done.returncode == 0 else {"error": "it took too much time or memory"}
-    except subprocess.TimeoutExpired:
-        answer = {"error": f"it took more than {PROBE_SECONDS} s"}
+        answer = run_sandboxed(program, request, seconds=PROBE_SECONDS, memory=PROBE_BYTES, packages=True)
+    except SandboxError:
+        answer = {"error": "it took too much time or memory"}
     if "error" in answer:
         expected = "one that renders a question and an answer"
         raise InputError(template.file, f"a chat template that fails ({answer['error']})", expected)

@@ -1,21 +1,17 @@
-"""A program that renders a chat template once, in a process of its own with limits on time and memory: a template of a
-downloaded adapter may loop or multiply strings without end, and is rendered when the adapter is loaded.
+"""Renders a chat template once: a program for `ground/sandbox.py`. A template of a downloaded adapter may loop or
+multiply strings without end, and is rendered when the adapter is loaded.
 
-`python template_probe.py` reads {text, messages, variables} from stdin and writes {rendered} or {error} as JSON. It
-imports neither ktransformers nor transformers, so that it starts in a fraction of a second; the environment is that of
-transformers: sandboxed, blocks trimmed, `raise_exception`, `strftime_now`, `tojson`, and the tag `generation`.
+The program imports neither ktransformers nor transformers, so that it starts in a fraction of a second; the environment
+is that of transformers: sandboxed, blocks trimmed, `raise_exception`, `strftime_now`, `tojson`, and the tag
+`generation`.
 """
 
 from __future__ import annotations
 
 import json
-import resource
-import sys
 from datetime import datetime
 from typing import Any
 
-CPU_SECONDS = 2
-MEMORY_BYTES = 2**29
 MAX_RENDERED = 2**20  # characters
 
 
@@ -52,19 +48,11 @@ def render(text: str, messages: list[dict[str, Any]], variables: dict[str, Any])
     return template.render(messages=messages, tools=None, documents=None, add_generation_prompt=False, **variables)
 
 
-def main() -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    request = json.loads(sys.stdin.read())
+def answer(request: dict[str, Any]) -> dict[str, str]:
     try:
         rendered = render(request["text"], request["messages"], request["variables"])
-        answer = {"rendered": rendered} if len(rendered) <= MAX_RENDERED else {"error": f"{len(rendered)} characters"}
+        return {"rendered": rendered} if len(rendered) <= MAX_RENDERED else {"error": f"{len(rendered)} characters"}
     except MemoryError:
-        answer = {"error": f"more than {MEMORY_BYTES >> 20} MiB of memory"}
+        return {"error": "too much memory"}
     except Exception as error:  # templates raise anything
-        answer = {"error": f"{type(error).__name__}: {error}"[:300]}
-    sys.stdout.write(json.dumps(answer))
-
-
-if __name__ == "__main__":
-    main()
+        return {"error": f"{type(error).__name__}: {error}"[:300]}

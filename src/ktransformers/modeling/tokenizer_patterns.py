@@ -10,11 +10,7 @@ That such a trial passes proves nothing about other texts: `kt serve` therefore 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,23 +18,26 @@ from typing import Any
 
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import short
+from ktransformers.ground.sandbox import GIB, SandboxError, run_sandboxed
 
 COMPONENTS = ("normalizer", "pre_tokenizer", "decoder")
 MAX_REPETITIONS = 3  # one after the other: released patterns have two
 UNBOUNDED_FROM = 16  # {1,16} is counted like +
-PROBE_SECONDS = 20.0
+PROBE_SECONDS, PROBE_BYTES = 20.0, 8 * GIB
 QUANTIFIER = re.compile(r"(?:[*+]|\{(?P<least>\d*)(?P<comma>,?)(?P<most>\d*)\}|\?)(?P<suffix>[?+]?)")
 
-PROBE = r"""
-import sys
-from tokenizers import Tokenizer
-tokenizer = Tokenizer.from_file(sys.argv[1])
-kinds = ["a", "Z", "x", "0", " ", "\n", "\t", ".", "!", "'", "_", "/", "\u00e9", "\u4e2d", "\u0301", "\U0001f600"]
-kinds += sorted(set(sys.argv[2]) - set(kinds))[:48]
-texts = [kind * 400 + end for kind in kinds for end in ("", "\x01", "b")]
-texts += [(one + other) * 150 + "\x01" for one in kinds[:16] for other in kinds[:16] if one != other]
-for text in texts:
-    tokenizer.decode(tokenizer.encode(text).ids)
+PROGRAM = r"""
+import os
+def answer(request):
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    from tokenizers import Tokenizer
+    tokenizer = Tokenizer.from_str(request["tokenizer"])
+    kinds = ["a", "Z", "x", "0", " ", "\n", "\t", ".", "!", "'", "_", "/", "\u00e9", "\u4e2d", "\u0301", "\U0001f600"]
+    kinds += sorted(set(request["characters"]) - set(kinds))[:48]
+    texts = [kind * 400 + end for kind in kinds for end in ("", "\x01", "b")]
+    texts += [(one + other) * 150 + "\x01" for one in kinds[:16] for other in kinds[:16] if one != other]
+    for text in texts:
+        tokenizer.decode(tokenizer.encode(text).ids)
 """
 
 
@@ -144,17 +143,12 @@ def check_patterns(tokenizer: Any, directory: Path) -> None:
     suspected = [pattern for pattern in patterns_of(tokenizer) if may_backtrack(pattern)]
     if not suspected:
         return
-    with tempfile.TemporaryDirectory(prefix="kt-tokenizer-") as folder:
-        file = Path(folder) / "tokenizer.json"
-        tokenizer.backend_tokenizer.save(str(file))
-        command = [sys.executable, "-c", PROBE, str(file), "".join(suspected)[:4000]]
-        environment = os.environ | {"RUST_BACKTRACE": "0", "TOKENIZERS_PARALLELISM": "false"}
-        try:
-            done = subprocess.run(command, capture_output=True, env=environment, timeout=PROBE_SECONDS)
-            problem = "" if done.returncode == 0 else "which does not end on some texts"
-        except subprocess.TimeoutExpired:
-            problem = f"which takes longer than {PROBE_SECONDS:g} seconds on short texts"
-    if problem:
-        given = f"the pattern {short(suspected[0])}, {problem}"
+    request = {"tokenizer": tokenizer.backend_tokenizer.to_str(), "characters": "".join(suspected)[:4000]}
+    try:
+        run_sandboxed(PROGRAM, request, seconds=PROBE_SECONDS, memory=PROBE_BYTES, packages=True)
+    except SandboxError as error:
+        given = f"the pattern {short(suspected[0])}, which {error}"
         expected = "repetitions of characters and classes"
-        raise InputError(str(directory / "tokenizer.json"), given, expected, "take the tokenizer of the release")
+        raise InputError(
+            str(directory / "tokenizer.json"), given, expected, "take the tokenizer of the release"
+        ) from error
