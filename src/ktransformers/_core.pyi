@@ -318,11 +318,11 @@ class CodedLinear:
     def multiply_heads(self, x: Array, out: Array, first: int, count: int, step: int, along_rows: bool = False) -> None:
         """Products of each head with `count` rows of its own, from row `head * step + first` on: x
         `[heads, T, columns]`, out `[heads, T, count]`; `along_rows`: x `[heads, T, count]`, out `[heads, T, columns]`,
-        with numbers as the codes have them. A row's result does not depend on the others. T: at most 1024; out does
+        with the exact values. A row's result does not depend on the others. T: at most 1024; out does
         not overlap x."""
 
     def decode(self, first: int, out: Array) -> None:
-        """Rows from `first` on, in bf16, or as the codes have them in float32."""
+        """Rows from `first` on, in bf16, or exact in float32."""
 
     def gather(self, rows: Array, out: Array) -> None:
         """The same for rows by number, int64."""

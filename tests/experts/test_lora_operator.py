@@ -193,7 +193,7 @@ def test_wrong_factors_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match="gate_b"):
         bad = replace(good, gate=replace(good.gate, b=good.gate.b.detach().int()))
         apply_experts(case.store, case.hidden, case.ids, case.weights, lora=bad)
-    with pytest.raises(InputError, match="gate_up beside"):
+    with pytest.raises(InputError, match="gate_up with gate"):
         apply_experts(case.store, case.hidden, case.ids, case.weights, lora=replace(good, gate_up=good.gate))
     with pytest.raises(InputError, match="no factor"):
         apply_experts(case.store, case.hidden, case.ids, case.weights, lora=ExpertLora())

@@ -133,7 +133,7 @@ fused = torch.ones(E, 2 * I, H)
 WRONG = [
     ({}, InputError, "up: given None"),
     ({"up": torch.ones(E, I, H)}, InputError, "gate: given None"),
-    ({"gate_up": fused, "gate": torch.ones(E, I, H)}, InputError, "gate: given a tensor, expected None beside gate_up"),
+    ({"gate_up": fused, "gate": torch.ones(E, I, H)}, InputError, "gate: given a tensor, expected None with gate_up"),
     ({"gate_up": fused, "up": torch.ones(E, I, H)}, InputError, "up: given a tensor"),
     (
         {"gate_up": torch.ones(E, I, H)},

@@ -99,7 +99,7 @@ def test_backend_of_older_releases_is_that_of_transformers(monkeypatch: pytest.M
 )
 def test_keys_without_use_kt_are_refused(keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model_class, _ = extended(monkeypatch, "0.9.5")
-    with pytest.raises(InputError, match=f"{next(iter(keys))}: .*`use_kt: true` beside it"):
+    with pytest.raises(InputError, match=f"{next(iter(keys))}: .*`use_kt: true` with it"):
         model_class(**keys)
 
 

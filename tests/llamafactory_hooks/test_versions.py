@@ -89,5 +89,5 @@ def test_dependencies_with_use_kt_are_those_of_the_stock_packages(misc: Any) -> 
 
 
 def test_new_trainer_is_refused() -> None:
-    with pytest.raises(InputError, match="USE_V1: given 1 beside USE_KT=1"):
+    with pytest.raises(InputError, match="USE_V1: given 1 with USE_KT=1"):
         versions.refuse_v1(types.ModuleType("llamafactory.v1.launcher"))

@@ -152,7 +152,7 @@ def test_adapters_over_the_budget_leave_nothing_pinned() -> None:
     store = make_store(SMALL)
     place = placed_with_warmup(store, "cpu", (1, 4))
     place.engine.executor.lora_cache = lora_cache = LoraCache(torch.device("cpu"), 1)
-    with pytest.raises(InputError, match="beside residents"):
+    with pytest.raises(InputError, match="with residents"):
         place.engine.infer(place.layer, with_adapters(store, small_batch(SMALL, 2, "cpu"), [0, 1]))
     assert not lora_cache._pins and not place.engine.callbacks._lora_pointers
     given = small_batch(SMALL, 2, "cpu")

@@ -1,4 +1,4 @@
-"""`kt quant --rest`: linear layers outside of the experts in codes in a packed directory. What is loaded has the same
+"""`kt quant --rest`: quantized dense linear layers in a packed directory. What is loaded has the same
 bits as codes that were packed directly; damaged, half-written and older directories."""
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def test_directories_without_codes_stay_as_they_were(fp8: Path, tmp_path: Path) 
 
 def test_from_pretrained_says_what_opens_it(fp8: Path, tmp_path: Path) -> None:
     pack_rest(fp8, tmp_path / "out", "keep")
-    with pytest.raises(InputError, match=r"linear layers in codes.*load_model"):
+    with pytest.raises(InputError, match=r"quantized dense linear layers.*load_model"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 

@@ -1,10 +1,9 @@
 """Experts of one layer, read from a module or from checkpoint files, in the forms that kt-kernel's functions return.
 
 Reading is that of `ktransformers.checkpoint.sources`: files are mapped, tensors are found under all spellings of names,
-fused and separate, and checked against the shape. bf16 sources come as three stacked tensors; native formats keep their
-codes: block fp8 as lists of one expert each, 4-bit integers stacked. `load_block_fp8_weights` and its relatives of the
-SFT object take these.
-"""
+fused and separate, and checked against the shape. bf16 sources come as three stacked tensors; native formats stay
+quantized: block fp8 as lists of one expert each, 4-bit integers stacked. `load_block_fp8_weights` and its relatives of
+the SFT object take these."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ class BlockFP8ExpertWeights:
 
 @dataclass(frozen=True)
 class RAWINT4ExpertWeights:
-    """uint8 gate and up `[E, I, H/2]`, down `[E, H, I/2]`, two codes in a byte, the even column low, stored plus 8;
+    """uint8 gate and up `[E, I, H/2]`, down `[E, H, I/2]`, two values in a byte, the even column low, stored plus 8;
     bf16 scales `[E, I, H/32]` and `[E, H, I/32]`."""
 
     gate: Tensor

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ktransformers.checkpoint.encoded import BLOCK, Encoded, format_with
 from ktransformers.checkpoint.layout import ExpertTensors, parts
-from ktransformers.checkpoint.matrix import ACTIVATIONS, CODES, FLOATS, Matrix, recognise
+from ktransformers.checkpoint.matrix import ACTIVATIONS, QWEIGHTS, FLOATS, Matrix, recognise
 from ktransformers.checkpoint.quantisation import NONE, Quantisation
 from ktransformers.checkpoint.shards import Shards
 from ktransformers.ground.errors import InputError
@@ -137,7 +137,7 @@ def _single(
             _check_bias(shards, f"{label}: {role}_bias", bias, (rows,))
         elif bias is not None:
             raise _unexpected(bias, f"{role}_bias", shape.single())
-        if not any(ending in endings for ending in CODES):
+        if not any(ending in endings for ending in QWEIGHTS):
             raise InputError(f"{label}: {role}", "no such tensor in the checkpoint", f"one of shape {[rows, columns]}")
         refs = {key: shards.ref(name) for key, name in endings.items()}
         if quantisation.desc_act and "g_idx" in refs:
@@ -181,7 +181,7 @@ def _check_fused(shards: Shards, tensors: ExpertTensors, shape: ExpertShape, int
             _check_bias(shards, f"{label}: {role}", tensors.fused.get(role), size)
             continue
         endings = {key: name for key, name in by_role.get(role, {}).items() if key not in ACTIVATIONS and key != "bias"}
-        if not any(ending in endings for ending in CODES):
+        if not any(ending in endings for ending in QWEIGHTS):
             raise InputError(f"{label}: {role}", "no such tensor in the checkpoint", f"one of shape {list(size)}")
         spec = fused_spec(shards, endings, size, shape.transposed)
         if role == "gate_up":  # a scale block that has rows of gate and of up becomes one scale per row

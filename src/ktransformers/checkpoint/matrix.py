@@ -34,12 +34,12 @@ ACTIVATIONS = {
     "input_scale", "input_global_scale", "input_zero_point", "activation_scale", "output_scale", "k_scale", "v_scale",
     "input_scale_inv", "weight_observer",
 }  # fmt: skip
-CODES = ("weight", "weight_packed", "qweight", "blocks")
+QWEIGHTS = ("weight", "weight_packed", "qweight", "blocks")
 COMPANIONS = (
     "weight_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_shape", "weight_zero_point",
     "weight_g_idx", "scale", "scales", "qzeros", "g_idx", "scale_inv",
 )  # fmt: skip
-ENDINGS = frozenset({*CODES, *COMPANIONS, *ACTIVATIONS})
+ENDINGS = frozenset({*QWEIGHTS, *COMPANIONS, *ACTIVATIONS})
 
 
 class Read(Protocol):
@@ -67,7 +67,7 @@ class Matrix:
 
 
 def recognise(parts: Mapping[str, TensorRef], rows: int, columns: int, quantisation: Quantisation = NONE) -> Matrix:
-    """`parts` by ending, one of `CODES` among them."""
+    """`parts` by ending, one of `QWEIGHTS` among them."""
     used = {ending: part for ending, part in parts.items() if ending not in ACTIVATIONS}
     if "qweight" in used:
         return (_awq if quantisation.method == "awq" else _gptq)(used, rows, columns, quantisation)

@@ -214,7 +214,7 @@ def chat(
     from ktransformers.serve.client import Client
 
     if target is not None and (host is not None or port is not None):
-        raise InputError("host, port", "given beside URL or MODEL", "one of them")
+        raise InputError("host, port", "given together with URL or MODEL", "one of them")
     with ExitStack() as stack:
         started = target is not None and not is_address(target)
         if started:

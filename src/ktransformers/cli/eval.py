@@ -1,7 +1,7 @@
 """`kt eval`: evaluates a model, in this process or behind a URL, with and without adapters; `--compare` compares runs.
 
 Every run has a folder in the output directory, named `base` or after its adapter, with one folder per task. With
-adapters, or with `--compare`, a report of all runs is written beside them.
+adapters, or with `--compare`, a report of all runs is written into their directory.
 """
 
 from __future__ import annotations

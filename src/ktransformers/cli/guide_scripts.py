@@ -81,7 +81,7 @@ def _convert_lora(given: argparse.Namespace) -> None:
 
 
 def convert_lora() -> None:
-    """An adapter for SGLang, in a directory beside it."""
+    """An adapter for SGLang, in a directory next to it."""
     parser = argparse.ArgumentParser("convert_lora.py", description="Convert an adapter for SGLang.")
     parser.add_argument("adapter", type=Path)
     parser.add_argument("output", type=Path, nargs="?", help="default: ADAPTER-sglang")

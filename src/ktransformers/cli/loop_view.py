@@ -148,7 +148,7 @@ class StageScreen(StageLines):
         self.report_left(event)
         if "loss" in event.values:
             self._losses.append(event.values["loss"])
-        # What comes before the main work has ended: a full bar beside the time left would read as a contradiction.
+        # What comes before the main work has ended: a full bar with the time left would read as a contradiction.
         is_over = event.total is not None and event.done >= event.total and not _is_main(event)
         self._bar.update(
             self._task,
@@ -183,7 +183,7 @@ def _is_main(event: ProgressEvent) -> bool:
 
 
 def choose_stages(name: str, verbose: bool, silent: bool) -> SilentStages:
-    """`name` of the adapter, beside whose answers it stands."""
+    """`name` of the adapter, which stands at its answers."""
     if silent:
         return SilentStages()
     if not sys.stdout.isatty():

@@ -78,7 +78,7 @@ def merge(
     if word is None and (dtype is not None or not wants_packing(base)):
         for name, value in {"group": group, "down-format": down_format, "threads": threads}.items():
             if value is not None:
-                raise InputError(name, value, "it beside --format", "--format int8, say")
+                raise InputError(name, value, "it with --format", "--format int8, say")
 
         def compare(merged: Path, size: int) -> Divergence:
             with calibration_text(calib) as text:

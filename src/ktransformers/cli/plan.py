@@ -299,7 +299,7 @@ RestOption = Annotated[
     str | None,
     typer.Option(
         "--rest",
-        help="Linear layers outside of the experts: keep (the codes of the release where it is quantised), bf16, or a "
+        help="Dense (non-expert) linear layers: keep (as quantized in the checkpoint), bf16, or a  "
         "format, as int4:32. Default: keep.",
     ),
 ]

@@ -23,7 +23,7 @@ def refuse_with_hosts(given: Mapping[str, object]) -> None:
     """Options that a plan over several hosts has no answer to."""
     for name, value in given.items():
         if value:
-            raise InputError(name, value, f"no {name} beside --hosts", "experts of several hosts stay on their CPUs")
+            raise InputError(name, value, f"no {name} with --hosts", "experts of several hosts stay on their CPUs")
 
 
 def size_text(size: float) -> str:

@@ -364,7 +364,7 @@ RestOption = Annotated[
     str,
     typer.Option(
         "--rest",
-        help="Linear layers outside of the experts: bf16, keep (as released) or a format such as int8 or int4:32.",
+        help="Dense (non-expert) linear layers: bf16, keep (as released) or a format such as int8 or int4:32.",
     ),
 ]
 CalibOption = Annotated[

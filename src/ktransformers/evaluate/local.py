@@ -185,7 +185,7 @@ class LocalBackend:
         return answers
 
     def _stop_options(self, template: AdapterTemplate) -> dict[str, Any]:
-        """The ends of answers under an adapter's template, beside those of the model."""
+        """The ends of answers under an adapter's template, and those of the model."""
         eos = self._local.model.generation_config.eos_token_id
         model_ends = set(eos if isinstance(eos, list) else [eos]) - {None}
         options: dict[str, Any] = {"eos_token_id": sorted(model_ends | template.stop_tokens) or None}

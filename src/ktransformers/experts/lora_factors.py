@@ -55,7 +55,7 @@ def factors_of(lora: ExpertLora) -> LoraFactors:
     gate, up, down, fused = lora.gate, lora.up, lora.down, lora.gate_up
     if fused is not None:
         if gate is not None or up is not None:
-            raise InputError("lora", "gate_up beside gate or up", "gate_up, or gate and up")
+            raise InputError("lora", "gate_up with gate or up", "gate_up, or gate and up")
         by_role |= {"gate_a": fused.a, "gate_up_b": fused.b}
         gate = up = fused
     else:

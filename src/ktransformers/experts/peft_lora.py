@@ -45,7 +45,7 @@ def read_lora(module: nn.Module, contract: Contract) -> ExpertLora | None:
     own: ExpertLora | None = getattr(module, "kt_lora", None)
     if own is not None:
         if factors:
-            two = f"LoRA of PEFT on {', '.join(factors)} beside `kt_lora`"
+            two = f"LoRA of PEFT on {', '.join(factors)} and `kt_lora`"
             raise InputError(type(module).__name__, two, "one of them", "leave the experts out of PEFT's targets")
         return own if module.training and torch.is_grad_enabled() else replace(own, dropout=0.0)
     if not factors:

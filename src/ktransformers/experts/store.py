@@ -4,7 +4,7 @@ Shapes: E experts, H hidden, I intermediate, T tokens, k experts per token. Sour
 `[E, H, I]`, or `gate_up` with both, as in transformers; `transposed` and `interleaved` are the contract's
 `is_transposed` and `not is_concatenated`. All of these become strided views of the caller's tensors: the core reads any
 strides, so the only copy is the one into packed tiles. A matrix may also be an `Encoded` in one of the formats of
-docs/formats.md: its codes are rearranged, never dequantised. A store is below autograd (`experts/operator.py`).
+docs/formats.md: its bits are rearranged, never dequantized. A store is below autograd (`experts/operator.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ktransformers.ground.pool import default_pool
 
 # Version of the byte layout of `ExpertStore.memory`, which docs/formats.md describes.
 LAYOUT_VERSION = 2
-W8A8_FORMATS = "experts in formats with integer codes, such as int8, int4 and GGUF's types"
+W8A8_FORMATS = "experts in integer formats, such as int8, int4 and GGUF's types"
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class ExpertStore:
         gradients may have any float dtype, float64 included, with any precision.
 
         `formats` is the storage format of "gate", "up" and "down", one for all or one each. A format other than "bf16"
-        keeps its codes and is dequantised to `precision` inside the kernels.
+        stays quantized and is dequantized to `precision` inside the kernels.
         """
         self.gated = gated
         self.formats = formats_by_matrix(formats, gated)
@@ -167,9 +167,8 @@ class ExpertStore:
         In int8 and int4, rows of hidden and activated states are rounded to 8 bits with one scale per row and
         multiplied exactly with the int8 weights. int4 weights are requantised to 8 bits with one scale per output,
         except for experts with at most four rows of the batch, which use the int4 weights. In other formats each 32
-        columns of a row have a scale of their own and are multiplied with the codes, on CPUs that multiply bf16 for at
-        most four rows of an expert. LoRA is computed in full precision.
-        """
+        columns of a row have a scale of their own and are multiplied with the packed weights, on CPUs that multiply
+        bf16 for at most four rows of an expert. LoRA is computed in full precision."""
         return self._w8a8
 
     @w8a8.setter
@@ -204,16 +203,16 @@ class ExpertStore:
         """
         intermediate, hidden = self.intermediate_size, self.hidden_size
         if gate_up is not None:
-            require_none("gate", gate, "None beside gate_up")
-            require_none("up", up, "None beside gate_up")
+            require_none("gate", gate, "None with gate_up")
+            require_none("up", up, "None with gate_up")
             if isinstance(gate_up, Encoded):
                 gate, up = split_encoded(gate_up, interleaved)
             else:
                 fused = as_matrices("gate_up", gate_up, 2 * intermediate, hidden, transposed)
                 gate, up = split_fused(fused, interleaved)
         if gate_up_bias is not None:
-            require_none("gate_bias", gate_bias, "None beside gate_up_bias")
-            require_none("up_bias", up_bias, "None beside gate_up_bias")
+            require_none("gate_bias", gate_bias, "None with gate_up_bias")
+            require_none("up_bias", up_bias, "None with gate_up_bias")
             gate_bias, up_bias = split_fused(as_vectors("gate_up_bias", gate_up_bias, 2 * intermediate), interleaved)
         else:
             gate_bias = None if gate_bias is None else as_vectors("gate_bias", gate_bias, intermediate)
@@ -237,7 +236,7 @@ class ExpertStore:
             raise PatchOverflowError(str(error)) from None
 
     def _core_matrix(self, name: str, matrix: Tensor | Encoded, rows: int, columns: int, transposed: bool) -> Any:
-        """The core's argument for a matrix: a view of the tensor, or codes, scales and tensor scale."""
+        """The core's argument for a matrix: a view of the tensor, or quantized values, scales and tensor scale."""
         stored = self.formats[name]
         if isinstance(matrix, Encoded):
             if matrix.format != stored:

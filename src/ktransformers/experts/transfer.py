@@ -83,7 +83,7 @@ class HostToDevice:
 def start_device_to_host(tensors: Sequence[Tensor], *, sleeps: bool = False) -> DeviceToHost:
     """Copy tensors of one device, in the order of its current stream, to contiguous tensors in host memory. `sleeps`:
     the thread that waits for them gives up its CPU, which takes it some 30 microseconds longer; otherwise it spins, and
-    beside the core's threads, of which each has a CPU, it slows all of them."""
+    where each of the core's threads has a CPU, it slows all of them."""
     device = tensors[0].device
     for tensor in tensors:
         if tensor.device != device:

@@ -1,9 +1,9 @@
-"""W8A8 for a model: experts on the CPU, and linear layers outside of them whose weights are in codes, compute with
+"""W8A8 for a model: experts on the CPU, and quantized dense linear layers compute with
 8-bit activations, an approximation that is off by default.
 
 `ExpertStore.w8a8` describes the arithmetic. It is switched for all layers of experts or for none: a layer whose experts
-have no integer codes is refused by name first, because a partly switched model would be neither fast nor exact. Linear
-layers whose weights are numbers, or codes of fp8, stay exact.
+are no integer formats is refused by name first, because a partly switched model would be neither fast nor exact. Linear
+layers whose weights are dense or in fp8 stay exact.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _REMEDY = "`kt quant --format int8` makes them, and so do int4:32, q8_0 and q4_0
 
 
 def use_w8a8(model: nn.Module, on: bool = True) -> tuple[int, int]:
-    """Switch every layer of experts of the model and its linear layers in codes; returns the numbers of both. Training
+    """Switch every layer of experts of the model and its quantized linear layers; returns how many of both. Training
     is refused while it is on."""
     stores = _stores(model)
     if on and not stores:

@@ -80,8 +80,8 @@ def load_model(
     or "lock"). Its experts are compared with their checksums when they are first read; with `verify` every file is
     hashed before that, and with `verify=False` nothing is compared. On a CPU without bf16 products other weights stay
     in bf16 and are widened when they are multiplied (`quantized/dense_layers.py`), unless `widen` is False: for a model
-    that is moved to a GPU afterwards. `rest` says how linear layers outside of the experts are stored: "bf16", as
-    numbers; "keep", in the codes of the files where these are quantised; or a format that they are encoded in
+    that is moved to a GPU afterwards. `rest` says how dense (non-expert) linear layers are stored: "bf16", as
+    dense; "keep", as quantized in the files; or a format to quantize them to
     (`quantized/weight.py`). Codes are packed in host memory and then moved to `device`; on a GPU the model must be
     bf16, and the table of the input embedding stays in host memory (`quantized/host_rows.py`), unless the head shares
     it. `shard`: one rank's part of the experts, if several ranks divide them (`experts/partition.py`); the others'
@@ -89,7 +89,7 @@ def load_model(
     `formats` are those that experts are encoded in on the way, one for all or by the name of their module; None: as
     they are in the files. `on_loaded` is called with the model before `rest` is applied, and names the linear layers
     that `rest` leaves as they then are. `later_gpus`: the caller moves the layers to these GPUs afterwards
-    (`place/device_map.py`), for which codes are chosen as for one."""
+    (`place/device_map.py`), for which formats are chosen as for one."""
     spec = ModelSpec(
         Path(path),
         experts=experts,
@@ -197,7 +197,7 @@ def quantizer_of(spec: ModelSpec) -> KTConfig:
 
 
 def packed_device(device_map: Any, dtype: torch.dtype | str, rest: str, source: Source) -> torch.device | None:
-    """The GPU to which codes are moved once they are packed; None: the model is loaded where it stays. With "keep"
+    """The GPU to which packed weights are moved. None if the model is loaded where it stays. With "keep"
     numbers are preferred while they take less than NUMBERS_SHARE of the free memory."""
     if rest == "bf16" or (rest == "keep" and not source.quantised) or is_host_only(device_map):
         return None
@@ -214,8 +214,8 @@ def packed_device(device_map: Any, dtype: torch.dtype | str, rest: str, source: 
 
 
 def rest_on_gpus(rest: str, source: Source, dtype: torch.dtype | str, gpus: Sequence[str]) -> str:
-    """What becomes of `rest` where layers go to these GPUs: "bf16" where "keep" has no codes or numbers are
-    preferred."""
+    """What becomes of `rest` where layers go to these GPUs: "bf16" where "keep" has no quantized weights or dense
+    weights are preferred."""
     codes_fit = dtype in ("auto", torch.bfloat16)
     if rest not in AS_RELEASED and not codes_fit:
         given = f"{rest} with {dtype} on {', '.join(gpus)}"
@@ -250,7 +250,7 @@ def load_config(path: Path) -> PreTrainedConfig:
         embedded = open_source(path).config()
         if embedded is None:
             raise InputError(
-                str(path), "experts alone", "a model", "pass them as `experts` beside the model's directory"
+                str(path), "experts alone", "a model", "pass them as `experts` together with the model's directory"
             )
         return _embedded_config(path, embedded)
     read_checkpoint_facts(path)
@@ -279,7 +279,7 @@ def _is_causal(config: PreTrainedConfig) -> bool:
 @dataclass(frozen=True)
 class LazyTensor:
     """A tensor with the interface of a safetensors slice, dequantised when transformers indexes it; with `keeps` its
-    codes are packed instead."""
+    weights are packed instead."""
 
     tensor: PlainTensor
     keeps: bool = False

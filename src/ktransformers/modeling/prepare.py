@@ -148,7 +148,7 @@ def _open(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any] | None, Sour
         embedded = weights.config()
         if embedded is None:
             raise InputError(
-                str(checkpoint), "experts alone", "a model", "pass them as `experts`, beside a model's directory"
+                str(checkpoint), "experts alone", "a model", "pass them as `experts`, together with a model's directory"
             )
         return embedded, None, weights
     config, quantisation = split_quantisation(read_config(file.parent))

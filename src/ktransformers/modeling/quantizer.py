@@ -65,7 +65,7 @@ class KTConfig(QuantizationConfigMixin):
     `source` is the quantisation of the files themselves, and `experts` the path of the experts if they are not with the
     other weights, both as `prepare` records them; `weights` is either of them, opened. `packed` is the section that `kt
     quant` writes for a packed directory, to whose files `pages` (lazy, prefault, lock) and `verify` (checksums, as for
-    `load_model`) apply. `widen`: weights outside of the experts may stay in bf16 on a CPU that widens them
+    `load_model`) apply. `widen`: dense (non-expert) weights may stay in bf16 on a CPU that widens them
     (`quantized/dense_layers.py`); not if the model is moved to a GPU later. `shard`: the experts that this rank loads;
     None, all of them. `formats`: what experts are encoded in while they are loaded, all of them or by module; None: the
     formats of the files."""
@@ -201,7 +201,7 @@ class KTQuantizer(HfQuantizer):
         elif files:
             self._packed = self._packed or open_packed(files, pages=config.pages, verify=config.verify)
             if self._packed is not None and self._packed.has_quantized_linears:
-                given = "linear layers in codes, which from_pretrained does not read"
+                given = "quantized dense linear layers, which from_pretrained does not read"
                 raise InputError(str(self._packed.directory), given, "numbers", "use ktransformers.nn.load_model")
             self._source = open_source(Path(files[0]).parent, config.source, files=files)
         else:

@@ -1,6 +1,6 @@
 """Whether the experts of one release belong to the model of another.
 
-Experts may come from other files than the rest of a model: routed experts from a GGUF in one or four bits beside the
+Experts may come from other files than the rest of a model: routed experts from a GGUF in one or four bits with the
 directory of the FP8 release, for example. Shapes do not tell two models of one family apart (DeepSeek-V3 and R1 have
 the same), and mixed weights compute wrong results without an error. Releases of one model share tensors that are
 quantised little or not at all, norms and routers: some of them are read from both and compared. Files with experts

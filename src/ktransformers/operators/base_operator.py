@@ -37,7 +37,7 @@ class RuledModel:
 
     @functools.cached_property
     def quantizable_names(self) -> frozenset[str]:
-        """Linear layers that may be stored in codes: not routers and indexers."""
+        """Linear layers that may be quantized: not routers and indexers."""
         return frozenset(name for name, _ in quantizable_linears(self.model))
 
 

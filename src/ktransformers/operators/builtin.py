@@ -92,7 +92,7 @@ LINEAR = """\
     class: ktransformers.operators.linear.KTransformersLinear
     kwargs:
       generate_device: "cuda"
-      generate_op: "KLinearCPUInfer" # codes of the files if these are quantised; KLinearQ8: int8, KLinearMarlin: int4
+      generate_op: "KLinearCPUInfer" # as quantized in the files; KLinearQ8: int8, KLinearMarlin: int4
       prefill_op: "KLinearTorch"
 """
 TRAINED_LINEAR = """\

@@ -5,7 +5,7 @@ it.
 | keyword | meaning |
 |---|---|
 | `generate_device` | cpu: experts are computed there; a GPU: all experts of the layer are resident on it |
-| `prefill_device` | a GPU beside `generate_device: cpu`: the engine decides by the size of a batch |
+| `prefill_device` | a GPU, with `generate_device: cpu`: the engine decides by the size of a batch |
 | `out_device` | device of the layer around the experts |
 | `generate_op`, `prefill_op` | checked against the devices; KExpertsMarlin stores experts in int4 |
 | `backend` | AMXInt8, AMXInt4: experts are encoded while they are loaded; AMXBF16, llamafile: as released |

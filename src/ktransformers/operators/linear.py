@@ -1,5 +1,5 @@
-"""Linear layers by rule: `KLinearBase`, which a linear operator of one's own derives from beside `BaseInjectedModule`,
-and `KTransformersLinear`, whose `generate_op` names the format that its weights are stored in.
+"""Linear layers by rule: `KLinearBase`, which a linear operator of one's own derives from together with
+`BaseInjectedModule`, and `KTransformersLinear`, whose `generate_op` names the format that its weights are stored in.
 
 Both are an `nn.Linear`, so stock PEFT puts LoRA on them, `lora_target` finds them and a server adds the adapters of its
 requests. `KTransformersLinear` has the product of `nn.Linear` over a `QuantizedWeight` (`quantized/weight.py`): prefill
@@ -19,7 +19,7 @@ from ktransformers.operators.base_operator import BaseInjectedModule, Match, Out
 from ktransformers.operators.loader import Loader
 from ktransformers.quantized.weight import MIN_WEIGHTS, keep_quantized_linear, quantize_linear, rest_format
 
-KEEP = "keep"  # codes of the files where these are quantised
+KEEP = "keep"  # as quantized in the files
 # Operators of KTransformers -> the format of the weights; None: as loaded.
 LINEAR_OPS: dict[str, str | None] = {
     "KLinearTorch": None,

@@ -48,7 +48,7 @@ class Loader:
         return self._find(name).read().to(device=device or "cpu", dtype=dtype)
 
     def codes(self, name: str) -> Encoded | None:
-        """The matrix as the file has it quantised; None: it has numbers, or no such tensor."""
+        """The matrix as the file has it quantized. None if it is dense, or there is no such tensor."""
         tensor = self._tensors.get(name)
         matrix = None if tensor is None or tensor.quantized is None else tensor.quantized()
         return matrix if isinstance(matrix, Encoded) else None

@@ -1,12 +1,13 @@
 """Expert LoRA under DistributedDataParallel and FSDP2: left out of both, with an all-reduce of its own.
 
 DDP requires all parameters of a module on one kind of device, and expert LoRA stays in host memory. So the model lists
-the names that DDP ignores: the expert LoRA, and the placeholders, widened and coded weights, which DDP cannot broadcast
-and which are the same on every rank. For the expert LoRA this module then does what DDP does: it broadcasts the values
-of rank 0, and after every backward pass that DDP synchronises (not under `no_sync`) it averages gradients in place,
-over gloo if DDP's own group has no CPU backend. No call by the trainer is needed: an expert layer that runs inside
-DDP's forward finds the active DDP module and registers the hooks, because trainers build their DDP themselves and know
-nothing of expert LoRA. Under FSDP2 (`parallel/sharding.py`) the same averager is attached when the model is sharded.
+the names that DDP ignores: the expert LoRA, and the placeholders, widened and quantized weights, which DDP cannot
+broadcast and which are the same on every rank. For the expert LoRA this module then does what DDP does: it broadcasts
+the values of rank 0, and after every backward pass that DDP synchronises (not under `no_sync`) it averages gradients in
+place, over gloo if DDP's own group has no CPU backend. No call by the trainer is needed: an expert layer that runs
+inside DDP's forward finds the active DDP module and registers the hooks, because trainers build their DDP themselves
+and know nothing of expert LoRA. Under FSDP2 (`parallel/sharding.py`) the same averager is attached when the model is
+sharded.
 
 Where the ranks of a group divide the experts (`parallel/exchange.py`), a rank's gradient is already the mean over its
 group, and is averaged over the ranks that hold the same experts in other groups, if there are any."""

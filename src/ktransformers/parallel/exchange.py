@@ -222,7 +222,7 @@ def _add_rows(rows: Tensor, index: Tensor, tokens: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Lora:
-    """What the operators get of the LoRA beside its tensors."""
+    """What the operators get of the LoRA in addition to its tensors."""
 
     roles: str
     scales: tuple[float, float, float]

@@ -102,7 +102,7 @@ def attach_engine(
     placement = attach(
         model, policy=policy, device=device, device_by_layer=None if device_map is None else device_map.experts
     )
-    if placement is None or not placement.layers:  # or a model that is on the CPU, beside a GPU
+    if placement is None or not placement.layers:  # or a model that is on the CPU of a machine with a GPU
         return None
     placement.stream_from(options.kt_gpu_prefill_token_threshold or 0)
     return placement
@@ -189,7 +189,7 @@ class ModelPlacement:
             self._counter = RoutingCounter(model)
 
     def fill(self, bytes_to_come: Callable[[int, torch.device], int], sizes: Collection[int]) -> list[str]:
-        """Residents in what GPU memory is left beside `bytes_to_come` of each device, by its place and itself; then the
+        """Residents in the GPU memory that `bytes_to_come` of each device leaves, by its place and itself; then the
         modes of batches of these `sizes`. Lines that say what was done."""
         if self._counter is not None:
             self._counter.reset()  # passes that found the modules to train, or the reference of pairs, count nothing

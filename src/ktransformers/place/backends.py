@@ -48,7 +48,7 @@ def encoded_format(options: PlacementOptions, backend: str | None = None) -> str
 
 
 def rest_by_rules(options: PlacementOptions, rest: str) -> str:
-    """How linear layers outside of the experts are stored, for a plan: as rules say that all name the same format, else
+    """How dense linear layers are stored, for a plan: as rules say that all name the same format, else
     as `rest` does."""
     from ktransformers.operators.linear import DEFAULT_OP, LINEAR_OPS, KTransformersLinear, KTransformersLinearLora
 

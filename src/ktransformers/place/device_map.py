@@ -72,7 +72,7 @@ class DeviceMap:
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        """Those that weights outside of the experts go to, in the order of their names."""
+        """The devices of dense (non-expert) weights, in the order of their names."""
         return tuple(sorted(device for device in {*self.layers, self.embedding, self.head} if device != "cpu"))
 
     @property

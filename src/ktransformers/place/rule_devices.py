@@ -61,7 +61,7 @@ def _transferred(layers: list[str], rule_of: dict[str, Rule], first: str) -> lis
 def _layer_devices(
     rule_of: dict[str, Rule], decoder_layers: DecoderLayers, experts: dict[str, nn.Module]
 ) -> dict[int, dict[str, str]]:
-    """Layer -> module -> device, of what rules say of modules with numbers of their own."""
+    """Layer -> module -> device, of what rules say of modules with weights of their own."""
     layer_devices: dict[int, dict[str, str]] = {}
     for name, rule in rule_of.items():
         number = decoder_layers.number_of(name)

@@ -1,5 +1,5 @@
 """What rules make of a model, as `kt rules` shows it: every module with its operator, device, format and bytes. Bytes
-of encoded weights are those of codes and scales; a packed store adds up to a few percent."""
+of quantized weights are those of values and scales; a packed store adds up to a few percent."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def report_rules(
     model: nn.Module, file: RuleFile, released: str = "bf16", quantized_bytes: float | None = None
 ) -> RuleReport:
     """Of a skeleton, with every GPU that the file names. `released` is the format of the experts in the model's files,
-    `quantized_bytes` what a number of its linear layers takes if these are quantised there. They keep their codes
-    unless an operator stores them otherwise; other weights, the head among them, are counted in bf16."""
+    `quantized_bytes` what a number of its linear layers takes if these are quantised there. They stay quantized unless
+    an operator stores them otherwise; other weights, the head among them, are counted in bf16."""
     device_map = devices_by_rules(model, file.rules, ["cuda:0"] if _names_gpu(file) else [HOST])
     devices = devices_of_modules(model, device_map)
     plan = plan_operators(model, file.rules, devices)

@@ -57,7 +57,7 @@ MAX_HOSTS = 64
 FRAME_SHARE = 0.94  # of a link's rate that is payload: 1448 of 1538 bytes of a full Ethernet frame with TCP
 ROUND_TRIP_SECONDS = 100e-6  # of an empty message over Ethernet and back, threads woken at both ends; estimated
 # Of one exchange besides the round trip: Python packing rows, sockets, adding results. The shortest of 400 exchanges of
-# one row over loopback, less the same experts in one process (bench/host_exchange.py, Cascade Lake beside other work).
+# one row over loopback, less the same experts in one process (bench/host_exchange.py, a busy Cascade Lake).
 EXCHANGE_SECONDS = 0.8e-3
 RATE_UNITS = {"": 1 / 8, "k": 1e3 / 8, "m": 1e6 / 8, "g": 1e9 / 8, "t": 1e12 / 8}
 
@@ -270,7 +270,7 @@ def _training(
             layer = _expert_layer(model, hosts * work.tokens, machine, choice, busiest, touched * busiest, **options)
             exchange = layer_exchange(work.tokens, row, shares, model.top_k, 0)
             mean = exchange.bytes
-        # What a host sends for its tokens crosses its link beside what it returns for those of others.
+        # What a host sends for its tokens crosses its link together with what it returns for those of others.
         crossing = network.seconds(exchange.bytes) + _round_trip(network, exchange)
         parts["experts"] += work.batches * model.expert_layers * layer
         parts["network"] += work.batches * model.expert_layers * crossing

@@ -339,17 +339,17 @@ def _counted_gguf(folder: Path, shape: ModelShape) -> dict[str, Any]:
     tensors = [tensor for file in files for tensor in read_header(file).tensors]
     kinds = [tensor.kind for tensor in tensors if "ffn_up_exps" in tensor.name]
     stored = {} if not kinds else {"stored": "bf16" if kinds[0] in GGUF_NUMBERS else kinds[0]}
-    codes = _QuantizedSums(shape)
+    quantized = _QuantizedSums(shape)
     for tensor in tensors:
         if len(tensor.shape) == 2 and tensor.kind not in GGUF_NUMBERS and "_exps" not in tensor.name:
             numbers = math.prod(tensor.shape)
-            codes.add(
+            quantized.add(
                 numbers,
                 numbers * bytes_in_format(tensor.kind),
                 projects_latents="attn_kv_b" in tensor.name,  # in two tensors (attn_k_b, attn_v_b) it is decoded
                 two_planes=planes_of(tensor.kind) > 1,
             )
-    return {"checkpoint_bytes": sum(file.stat().st_size for file in files), **stored, **codes.fields()}
+    return {"checkpoint_bytes": sum(file.stat().st_size for file in files), **stored, **quantized.fields()}
 
 
 class _QuantizedSums:
@@ -487,13 +487,13 @@ def _counted(folder: Path, shape: ModelShape, manifest: Manifest | None) -> dict
     own = [tensors for tensors in expert_tensors if not _is_extra_layer(f"{tensors.root}.experts", shape.layers)]
     if not own:
         raise InputError(str(folder), "a checkpoint without routed experts", "a Mixture-of-Experts model")
-    rest, linears, embedding, tied, codes = 0, [], 0, True, _QuantizedSums(shape)
+    rest, linears, embedding, tied, quantized = 0, [], 0, True, _QuantizedSums(shape)
     for name, size, code_bytes, two_planes in _rest_matrices(shards, expert_names, manifest):
         if _is_extra_layer(name, shape.layers):
             continue
         parts = name.split(".")
         if code_bytes:
-            codes.add(math.prod(size), code_bytes, projects_latents="kv_b_proj" in parts, two_planes=two_planes)
+            quantized.add(math.prod(size), code_bytes, projects_latents="kv_b_proj" in parts, two_planes=two_planes)
         if "embed_tokens" in parts:
             embedding = math.prod(size)
         elif "lm_head" in parts:
@@ -511,7 +511,7 @@ def _counted(folder: Path, shape: ModelShape, manifest: Manifest | None) -> dict
         "embedding": embedding or shape.embedding,
         "tied": tied,
         "linears": tuple(linears) or shape.linears,
-        **codes.fields(),
+        **quantized.fields(),
         "checkpoint_bytes": sum(file.stat().st_size for file in files),
         "counted": True,
     }

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ktransformers.serve.cache.cache_tiers import CacheTiers
     from ktransformers.serve.cache.disk_tier import DiskFile
 
-DEFAULT_SHARE = 0.1  # of free host memory, for the host tier beside a GPU
+DEFAULT_SHARE = 0.1  # of free host memory, for the host tier of a machine with a GPU
 DEFAULT_BYTES = 8 << 30
 MAX_BUFFER_SHARE = 0.05  # of free host memory, for blocks on their way to and from disk
 MIN_BUFFER_BLOCKS = 8
@@ -132,7 +132,7 @@ def _buffer_bytes(layout: BlockLayout, context_length: int) -> int:
 
 
 def _disk_bytes(launch: Launch, file: DiskFile) -> int:
-    """`--kv-disk-gb`, or half of what is free beside the file and in it."""
+    """`--kv-disk-gb`, or half of what is free on the file's disk and in it."""
     if launch.kv_disk_gb is not None:
         return int(launch.kv_disk_gb * 2**30)
     return (shutil.disk_usage(file.path.parent).free + file.path.stat().st_size) // 2

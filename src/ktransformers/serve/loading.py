@@ -67,7 +67,8 @@ def open_service(
     group: HostGroup | None = None,
 ) -> Service:
     """Load the model and assemble the service; its engine is not started yet. `many_requests`: prefixes are worth
-    keeping in host memory beside a GPU, unless the line says otherwise. `group`: hosts that have the other experts."""
+    keeping in host memory of a machine with a GPU, unless the line says otherwise. `group`: hosts that have the other
+    experts."""
     with remembered_interrupt() as check_interrupt:
 
         def log_and_check(line: str) -> None:
@@ -232,7 +233,7 @@ def _open_registry(
 def _encoded_on_load(
     launch: Launch, target: Target, operators: OperatorPlan | None, rules: str | None, *, coded: bool
 ) -> dict[str, str]:
-    """Flag or key -> what it rounds while the model is loaded; `coded`: linear layers have codes."""
+    """Flag or key -> what it rounds while the model is loaded; `coded`: linear layers are quantized."""
     approximations = {"kv_cache_dtype": "fp8_e4m3"} if launch.fp8_cache else {}
     if coded and launch.rest not in AS_RELEASED:
         approximations["rest"] = launch.rest

@@ -108,7 +108,7 @@ def attach_experts(model: nn.Module, placement: ModelPlacement, say: Say, graphs
 def fill_gpus(
     placement: ModelPlacement, cache_bytes: int, prefill: int, plan: Plan | None, graphs: bool, say: Say
 ) -> dict[str, int | str]:
-    """Residents beside a KV cache of so many bytes, and the modes of prompts in pieces of `prefill` tokens; the
+    """Residents that fit with a KV cache of so many bytes, and the modes of prompts in pieces of `prefill` tokens; the
     approximations that answers now have."""
     options, engine = placement.options, placement.placement
     approximations: dict[str, int | str] = {"kt_w8a8": True} if options.kt_w8a8 else {}

@@ -2,7 +2,7 @@
 inference.
 
 A training output is an adapter and names its base; a training YAML names both; an inference YAML (`infer_backend:
-ktransformers`) has adapter_name_or_path. In each case the base is served with the adapter beside it, under the name of
+ktransformers`) has adapter_name_or_path. In each case the base is served with the adapter, under the name of
 its directory. If training read experts from elsewhere (`kt_weight_path`), the same experts are served, because others
 would give other results. A model may be a directory, a name of `kt model list`, a hub id, or a short name of
 `kt model known`.
@@ -34,7 +34,7 @@ class Target:
     experts: Path | None = None  # that training used, if not the model's own
     precision: str = "bf16"  # in which training computed the experts
     expert_format: str | None = None  # that training encoded the experts in while they were loaded
-    rest: str | None = None  # how training stored the linear layers outside of the experts; None: not known
+    rest: str | None = None  # how training stored the dense linear layers; None: not known
     operators: list[Any] | None = None  # of the rules of training (operators/rules.py); None: not known
 
     def choose_experts(self, given: Path | None) -> Path | None:

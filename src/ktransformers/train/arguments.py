@@ -43,7 +43,7 @@ def device_of(settings: TrainSettings) -> torch.device:
 
 
 def rest_of(settings: TrainSettings) -> str:
-    """How linear layers outside of the experts are stored; as numbers on GPUs of several processes, which divide
+    """How dense linear layers are stored: dequantized on GPUs of several processes, which divide
     them."""
     many = int(os.environ.get("WORLD_SIZE", "1")) > 1
     return "bf16" if many and device_of(settings).type != "cpu" else settings.experts.rest

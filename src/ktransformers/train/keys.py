@@ -120,7 +120,7 @@ UNSUPPORTED_KEYS: dict[str, UnsupportedKey] = {
     "do_predict": UnsupportedKey(_FALSE_OR_NONE, "evaluate the adapter after training"),
     "streaming": UnsupportedKey(_FALSE_OR_NONE, "leave it out; files are read at once"),
     "buffer_size": UnsupportedKey((None, 16384), "leave it out"),
-    "tokenized_path": UnsupportedKey((None,), "leave it out; tokenising takes little beside training"),
+    "tokenized_path": UnsupportedKey((None,), "leave it out; tokenising takes little time"),
     "media_dir": UnsupportedKey((None,), "only text is trained"),
     "tool_format": UnsupportedKey((None,), "leave `template` out: the tokenizer's own template knows its tools"),
     "ref_model": UnsupportedKey((None,), "the reference is the base with the adapter off"),

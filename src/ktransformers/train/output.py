@@ -39,7 +39,10 @@ from ktransformers.train.pictures import PNG_FILE, SVG_FILE, draw_final, plot_lo
 from ktransformers.train.settings import TrainSettings
 
 LOCK_FILE = ".kt_lock"  # in the output directory, while a run uses it
-MAX_LATER_TURNS, MAX_TURN_TOKENS = 3, 4096  # of a row, whose prompts are recorded beside that of its first answer
+MAX_LATER_TURNS, MAX_TURN_TOKENS = (
+    3,
+    4096,
+)  # of a row, whose prompts are recorded in addition to that of its first answer
 
 MODEL_CARD = """---
 base_model: {base}
@@ -117,7 +120,7 @@ def check_output(output: Path) -> None:
 
 
 def check_disk_space(settings: TrainSettings, trained_numbers: int) -> None:
-    """Raises if the disk has no room for the adapter and, if checkpoints are saved, one of them beside it. Adam keeps
+    """Raises if the disk has no room for the adapter and, if checkpoints are saved, one of them as well. Adam keeps
     two numbers for each that is trained; other optimizers keep fewer."""
     width = 2 if settings.model.pure_bf16 else 4
     needed = trained_numbers * width

@@ -1,4 +1,5 @@
-"""Pictures of a run, beside it: training.svg while it trains, and PNG files at the end if matplotlib is installed.
+"""Pictures of a run, in its directory: training.svg while it trains, and PNG files at the end if matplotlib is
+installed.
 
 training.svg has the loss, the learning rate, the gradient norm and the tokens per second, and is drawn again at every
 logging step (`training_charts.py`, about a millisecond per hundred steps). Runs with very short steps skip drawings,

@@ -234,22 +234,22 @@ def _check(settings: TrainSettings) -> TrainSettings:
     isa_of_backend(experts.kt_backend)
     encoded, expected = format_of_backend(experts.kt_backend), experts.kt_expert_weight_format
     if encoded is not None and expected not in ("auto", encoded.partition(":")[0]):
-        given = f"{expected} beside kt_backend {experts.kt_backend}"
+        given = f"{expected} with kt_backend {experts.kt_backend}"
         raise InputError("kt_expert_weight_format", given, f"auto or {encoded.partition(':')[0]}")
     if trainer.get("bf16") and trainer.get("fp16"):
-        raise InputError("fp16", "true beside bf16", "one of them")
+        raise InputError("fp16", "true with bf16: true", "one of the two; they are mutually exclusive")
     packing = data.packing or data.neat_packing
     if packing and data.stage == "dpo":
         raise InputError("packing", True, "false with stage: dpo", "pairs are not packed")
     tokens_per_batch = experts.tokens_per_pass
     if packing and tokens_per_batch:
-        raise InputError("kt_tokens_per_batch", tokens_per_batch, "no packing beside it", "choose one of them")
+        raise InputError("kt_tokens_per_batch", tokens_per_batch, "no packing with it", "choose one of them")
     if settings.model.moe_aux_loss_coef and tokens_per_batch:
-        raise InputError("moe_aux_loss_coef", settings.model.moe_aux_loss_coef, "no kt_tokens_per_batch beside it")
+        raise InputError("moe_aux_loss_coef", settings.model.moe_aux_loss_coef, "no kt_tokens_per_batch with it")
     if settings.run.early_stopping_steps and not trainer.get("load_best_model_at_end"):
         early_stopping_steps = settings.run.early_stopping_steps
         raise InputError(
-            "early_stopping_steps", early_stopping_steps, "load_best_model_at_end: true and eval_strategy beside it"
+            "early_stopping_steps", early_stopping_steps, "load_best_model_at_end: true and eval_strategy with it"
         )
     if data.mask_history and data.train_on_prompt:
         raise InputError("mask_history", True, "not together with train_on_prompt", "choose one of them")

@@ -133,7 +133,7 @@ class ExpertSettings(TrainSection):
     )
     rest: str = Field(
         "keep",
-        description="linear layers outside of the experts: keep (the bits of the release), bf16, or a format",
+        description="dense (non-expert) linear layers: keep (as released), bf16, or a format",
     )
     kt_cpu_activation: Literal["retain", "recompute"] | None = Field(
         None, description="with checkpointing: keep the experts' results, or recompute them"

@@ -95,7 +95,7 @@ def _all_modules(model: nn.Module) -> list[str]:
     names = []
     for name, _ in linear_modules(model):
         parts = set(name.split("."))
-        # Experts may lie directly in the layer, beside its attention: then the layer is no MoE block.
+        # Experts may lie directly in the layer, next to its attention: then the layer is no MoE block.
         inside = any(
             name.startswith(f"{block}.") and not set(name.removeprefix(f"{block}.").split(".")) & ATTENTION_BLOCKS
             for block in moe_blocks

@@ -340,7 +340,7 @@ def test_full_lora_cache_evicts_other_sets(
             found = steps(placed_harness.forward, placed_harness.loaded, mixtures)
         assert apart(found, wanted) < 2 * NEAR, "eager gate and up are rounded as well"
         lines = [line for line in caplog.messages if "run eagerly" in line]
-        assert len(lines) == 1 and "decode steps of 2 rows with one, two" in lines[0] and "beside residents" in lines[0]
+        assert len(lines) == 1 and "decode steps of 2 rows with one, two" in lines[0] and "with residents" in lines[0]
         assert not engine.executor.lora_cache._pins and not calls(placement)
         graphs_of(placed_harness).forget(("one", 1))
         assert not graphs_of(placed_harness).graphs.refused, "there may be memory now"

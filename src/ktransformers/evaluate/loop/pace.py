@@ -2,8 +2,8 @@
 
 The measurement is a separate run (same keys, few steps, output discarded), so that the learning-rate schedule knows the
 total from the start. The first step warms up and is not counted. The plan's forecast decides how many steps are timed:
-many where they are short, because two steps beside other work of the machine say little. What other programs take is
-measured too: threads that wait for a core are counted by the kernel, and the rate without them is reported beside the
+many where they are short, because two steps on a busy machine say little. What other programs take is
+measured too: threads that wait for a core are counted by the kernel, and the rate without them is reported with the
 rate of now, since that work may end while this run trains. Nothing is timed where the measurement could not change the
 number of steps, which is the recipe's least on a machine that is far too slow for more.
 """

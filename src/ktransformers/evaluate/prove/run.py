@@ -170,7 +170,8 @@ def prove(
 
 
 def _trained_rest(target: Target, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> str:
-    """Versions whose manifests do not say it trained on numbers; a GPU has codes in bf16 models alone."""
+    """Versions whose manifests do not say it trained on dense weights; a GPU has quantized ones in bf16 models
+    alone."""
     has_codes = device == "cpu" or dtype == torch.bfloat16
     return (target.rest or "bf16") if has_codes else "bf16"
 

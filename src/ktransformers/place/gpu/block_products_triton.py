@@ -103,7 +103,7 @@ def _sums(parts, FACTOR: tl.constexpr):
 def _integer(word, mask, s: tl.constexpr, BITS: tl.constexpr, FLIP: tl.constexpr):
     """2^e + code for the s-th code of a word, FLIP an exclusive or with its bits; and 2^e. The code is left where its
     bits are part of the mantissa, so words are shifted for two or three quants at once; with a mask in a register,
-    one instruction takes a code and puts the exponent beside it. Returns float32."""
+    one instruction takes a code and puts the exponent next to it. Returns float32."""
     if BITS == 4:
         PLACE: tl.constexpr = 4 * s + 8 if s < 2 else (4 * s if s < 5 else 4 * s - 12)
         moved = word << 8 if s < 2 else (word if s < 5 else word >> 12)

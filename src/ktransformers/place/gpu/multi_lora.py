@@ -76,7 +76,7 @@ class LoraCache:
             self.unpin(factors)
             remedy = "fewer adapters at once, or smaller ranks"
             raise LoraCacheFull(
-                "CUDA graph", f"adapters of {pinned} bytes beside residents", f"{self._budget} at most", remedy
+                "CUDA graph", f"adapters of {pinned} bytes with residents", f"{self._budget} at most", remedy
             )
         return pairs
 

@@ -104,7 +104,7 @@ def current_spec(module: nn.Module, spec: AttentionSpec) -> AttentionSpec:
 AttentionFn = Callable[
     [AttentionSpec, Tensor, Tensor, Tensor], Tensor
 ]  # [heads, T, d], [kv, T, d], [kv, T, dv] -> [T, heads, dv]
-CorePlace = tuple[Any, ...]  # row, first and last + 1 of its keys, keys, values; of codes the scales of both
+CorePlace = tuple[Any, ...]  # row, first and last + 1 of its keys, keys, values; of FP8 the scales of both
 _attention_fn: ContextVar[AttentionFn | None] = ContextVar("kt_attention_fn", default=None)
 _spans: ContextVar[Sequence[Span] | None] = ContextVar("kt_spans", default=None)
 
@@ -223,7 +223,7 @@ def _attend_selecting(
 def _selected_rows(
     span: Span, spec: AttentionSpec, key: Tensor, value: Tensor | None, lora: LinearLora | None
 ) -> SelectedRows:
-    """Stores the span's keys and values. Of a new token over codes, only what it has selected is decoded."""
+    """Stores the span's keys and values. Of a decode token over FP8, only what it has selected is dequantized."""
     assert spec.selection is not None
     chosen, rows, slot = spec.selection.of_rows[span.first], slice(span.first, span.last), span.slot
     parts = {"keys": key} | ({} if value is None else {"values": value})
@@ -357,7 +357,7 @@ def core_sinks(spec: AttentionSpec) -> Tensor | None:
 
 
 def core_buffers(slot: KVSlot, part: str, layer: int, like: Tensor) -> list[Tensor]:
-    """The whole buffer as the core takes it; of codes, bytes and the scales."""
+    """The whole buffer as the core takes it; of FP8, bytes and the scales."""
     buffer = slot.buffer(part, layer, like)
     return [buffer.view(torch.uint8), slot.scales(part, layer, like)] if slot.has_codes(part) else [buffer]
 

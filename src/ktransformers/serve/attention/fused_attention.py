@@ -195,7 +195,7 @@ def _join(module: Any) -> tuple[Tensor, Tensor | None] | None:
     projections = [getattr(module, name) for name in PROJECTIONS]
     weights, biases = [one.weight for one in projections], [one.bias for one in projections]
     plain = all(type(one) is nn.Linear and "forward" not in vars(one) for one in projections)
-    plain = plain and all(type(weight.data) is Tensor and weight.dtype in DTYPES for weight in weights)  # no codes
+    plain = plain and all(type(weight.data) is Tensor and weight.dtype in DTYPES for weight in weights)  # not quantized
     hooked = any(one._forward_pre_hooks for one in projections)
     if not plain or hooked or len({(weight.dtype, weight.device, weight.shape[1]) for weight in weights}) > 1:
         return None

@@ -8,10 +8,9 @@ returns what it is given, as one head: its key is latent and rotary key, its val
 There are two ways to compute the same. *Absorbed*: a query is multiplied with the keys' part of `kv_b_proj` and attends
 to latents, and its result is multiplied with the values' part. That reads the fewest bytes for a new token. *Expanded*:
 keys and values of all cached tokens are computed first, some heads at a time. A chunk takes the way with fewer
-operations. Absorbed products of few rows read the codes of a `kv_b_proj` that has some, on a CPU and on a GPU. Modules
-are recognised by `expand_kv` and the sizes that it uses; the families are compared with the stock
-model when a server starts (`forward.py`). Captured decode steps on a GPU absorb as well (`graphs/decode_attention.py`).
-"""
+operations. Absorbed products of few rows read the packed weight of a quantized `kv_b_proj`, on a CPU and on a GPU.
+Modules are recognised by `expand_kv` and the sizes that it uses; the families are compared with the stock model when a
+server starts (`forward.py`). Captured decode steps on a GPU absorb as well (`graphs/decode_attention.py`)."""
 
 from __future__ import annotations
 
@@ -37,7 +36,8 @@ SIZES = ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v
 KeyAndValue = tuple[Tensor, Tensor]
 ExpandFn = Callable[[Tensor, Tensor], KeyAndValue]
 MAX_EXPANDED = 1 << 24  # numbers of keys and values that are expanded at a time
-# Rows of float32, at most, with which codes are multiplied on the CPU to expand; decoded ones take less time for more.
+# Rows of float32, at most, with which packed weights are multiplied on the CPU to expand; dense ones take less time for
+# more.
 # Codes of e4m3 become floats again for every two rows.
 CODES_ROWS, E4M3_ROWS = 256, 32
 
@@ -95,7 +95,7 @@ class LatentProjection:
 
     @functools.cached_property
     def _numbers_of_keys(self) -> Tensor:
-        """`[heads, rank, nope]` of a weight without codes; on the CPU a copy: the core's products of queries run along
+        """`[heads, rank, nope]` of a dense weight; on the CPU a copy: the core's products of queries run along
         its rows."""
         by_head = self._by_head()[:, : self.nope].transpose(1, 2)
         return by_head.contiguous() if by_head.is_cpu else by_head
@@ -178,8 +178,8 @@ def head_products(x: Tensor, weights: Tensor, out: Tensor | None = None) -> Tens
 
 def use_latents(is_served: Callable[[], bool]) -> Substitution[tuple[Any, LatentProjection], bool]:
     """Makes the slots of all MLA modules hold latents while `is_served`. Otherwise `expand_kv` expands, as while the
-    stock attention is compared. Products with codes are compared with those of decoded weights, for one weight of every
-    format and shape on each device."""
+    stock attention is compared. Products with packed weights are compared with those of dequantized weights, for one
+    weight of every format and shape on each device."""
     checked: set[tuple[Any, ...]] = set()
 
     def recognise(model: nn.Module) -> Iterator[tuple[Any, LatentProjection]]:

@@ -2,7 +2,7 @@
 
 What a layer keeps between tokens is of two kinds. *Per token*: keys `[heads, capacity, d]` and values
 `[heads, capacity, dv]`, latents in the form of keys of one head (`latent.py`), keys of an indexer; keys and values may
-be codes of 8 bits with scales beside them (`cache_codes.py`). *Per sequence*:
+be FP8 with scales of their own (`cache_codes.py`). *Per sequence*:
 convolution and recurrent states, of the last token only, with copies at some earlier positions (`snapshots.py`) at
 which the slot can be truncated or copied. The first `length` positions of a slot belong to `tokens`,
 computed under `owner`: the name and version of an adapter, None for the base, because another adapter computes other
@@ -41,9 +41,9 @@ class KVSlot:
     keys: dict[int, Tensor] = field(default_factory=dict)  # layer -> [heads, capacity, d]
     values: dict[int, Tensor] = field(default_factory=dict)  # none where they are the beginning of the keys (latents)
     index_keys: dict[int, Tensor] = field(default_factory=dict)  # [1, capacity, d], of indexers
-    fp8: bool = False  # keys and values are codes
-    rounded: bool = False  # numbers are rounded to codes before they are stored: what `fp8` is compared with
-    key_scales: dict[int, Tensor] = field(default_factory=dict)  # uint8 [heads, capacity, 1], of codes
+    fp8: bool = False  # keys and values are quantized
+    rounded: bool = False  # values are rounded to FP8 before they are stored: what `fp8` is compared with
+    key_scales: dict[int, Tensor] = field(default_factory=dict)  # uint8 [heads, capacity, 1], of FP8
     value_scales: dict[int, Tensor] = field(default_factory=dict)
     states: States = field(default_factory=States)  # per sequence, after the last of `tokens`
     snapshots: Snapshots = field(default_factory=Snapshots)  # of `states`, at earlier positions
@@ -75,7 +75,7 @@ class KVSlot:
         return buffers[layer]
 
     def scales(self, part: str, layer: int, like: Tensor) -> Tensor:
-        """The whole buffer of the scales of codes, allocated on first use."""
+        """The whole buffer of the scales of FP8, allocated on first use."""
         return self.buffer(SCALE_OF[part], layer, like.new_empty(like.shape[0], 0, 1, dtype=torch.uint8))
 
     def store(self, part: str, layer: int, position: int, rows: Tensor) -> None:
@@ -140,7 +140,7 @@ class KVSlot:
 
     def addresses(self) -> NDArray[np.int64]:
         """int64 `[2 L]`: device addresses of the keys of every computed layer in order, then of the values; 0 where
-        there are none; `[4 L]` with those of the scales of codes. They are valid until the slot grows."""
+        there are none; `[4 L]` with those of the scales of FP8. They are valid until the slot grows."""
         state = self.capacity, len(self.keys)
         if self._addresses is None or self._addresses[0] != state:
             parts = (self.keys, self.values, *((self.key_scales, self.value_scales) if self.fp8 else ()))
@@ -177,7 +177,7 @@ class CachedPrefix:
 
 class KVCache:
     """Allocates slots within `tokens` tokens, and keeps at most `spare_states` states that no running sequence needs.
-    Without `reuse` every slot starts empty. With `fp8` slots hold keys and values as codes."""
+    Without `reuse` every slot starts empty. With `fp8` slots hold quantized keys and values."""
 
     def __init__(self, tokens: int, *, reuse: bool = True, spare_states: int = 16, fp8: bool = False) -> None:
         self._reuse, self._spare_states, self._fp8 = reuse, spare_states, fp8

@@ -34,12 +34,12 @@ def scale_number(scale):
 
 @triton.jit
 def encode_numbers(x, scale):
-    """float32 -> codes, uint8. `scale`: int32, of `scale_code`."""
+    """float32 -> e4m3 bits, uint8. `scale`: int32, of `scale_code`."""
     scaled = x * ((254 - tl.minimum(scale, 253)) << 23).to(tl.float32, bitcast=True)
     bits = scaled.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 codes are multiples of 2^-9, which is the last place of 2^14.
+    # Below 2^-6 e4m3 values are multiples of 2^-9, which is the last place of 2^14.
     tiny = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(magnitude < (121 << 23), tiny, normal)
     return (tl.minimum(code, 0x7E) | ((bits >> 24) & 0x80)).to(tl.uint8)

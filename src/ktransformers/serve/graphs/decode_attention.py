@@ -4,7 +4,7 @@ The inputs of a step are a table on the device (`step_table.py`). When slots gro
 graph stays. An inactive row reads and writes no slot; its output is zero.
 
 query `[heads, R, d]`, key `[kv, R, d]`, value `[kv, R, dv]` -> `[R, heads, dv]`; the new key and value are written into
-the slot, as codes where the slot has them (`engine/cache_codes.py`), and the row attends to what is stored. Of latents
+the slot, in FP8 where the slot is (`serve/cache/cache_codes.py`), and the row attends to what is stored. Of latents
 (`engine/latent.py`) there is one head of keys, whose beginning is the value. On a GPU Triton kernels compute it
 (`decode_attention_triton.py`, `decode_latents_triton.py`); on the CPU, for tests, torch reads the same addresses.
 """

@@ -5,7 +5,7 @@ group against a block of keys at a time. The second kernel combines the splits. 
 depends on the model only; their length is computed from the position, read on the device. So the result of a sequence
 does not depend on its batch, and one graph serves slots of any length. The new key is not read back from the slot: the
 program of the first split has it in registers, starts its sums with it and stores it, and the other splits read older
-keys only, so that no program waits for another. Slots of codes (FP8): scales multiply scores and weights instead of the
+keys only, so that no program waits for another. FP8 slots: scales multiply scores and weights instead of the
 decoded blocks, which is the same, as they are powers of two; the new key is used as it is stored.
 """
 
@@ -56,7 +56,7 @@ def _softcap(scores, softcap, CAPPED: tl.constexpr):
 
 @triton.jit
 def _store_code(quantized, scale, number, column, SIZE: tl.constexpr):
-    """Stores a row of SIZE numbers at `codes` and its scale; returns the row as it is stored."""
+    """Stores a row of SIZE values at `quantized` and its scale; returns the row as it is stored."""
     code_scale = scale_code(tl.max(magnitude_bits(number)))
     code = encode_numbers(number, code_scale)
     tl.store(quantized + column, code, mask=column < SIZE)

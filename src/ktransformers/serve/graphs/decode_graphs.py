@@ -117,7 +117,7 @@ class DecodeGraphs:
         self._fused: int | None = None  # modules of latent attention with fused steps, after the first capture
         self._generation = self._current_generation()
         self._layers: tuple[int, ...] = ()
-        self._fp8 = False  # slots hold codes
+        self._fp8 = False  # slots are FP8
         self._arena: StateArena | None = None  # of a model with convolution or recurrent states
         self._overlap = overlap
         self._ahead: LaunchedStep | None = None

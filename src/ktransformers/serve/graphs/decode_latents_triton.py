@@ -6,7 +6,7 @@ part, with the weights. The second kernel combines the splits. As for other atte
 alone, so that the result of a sequence does not depend on its batch, and only the programs of the first split use the
 new latent.
 
-Slots of codes (FP8): a block is decoded without its scales, which multiply scores and weights instead. They are powers
+FP8 slots: a block is dequantized without its scales, which multiply scores and weights instead. They are powers
 of two, so that is the same. The new latent is encoded, and attended to as it is stored.
 
 A split's sums are `heads * rank` numbers in float32, as many bytes as some hundred latents. Splits are therefore short

@@ -4,7 +4,7 @@ Between projections and attention the stock module normalises the latent, rotate
 several times: about 16 kernels of a microsecond or two in each layer. Here one kernel writes the key and the rotary
 part of the absorbed queries (`latent_inputs_triton.py`), the product with the keys' part of `kv_b_proj` writes the rest
 of the queries to where attention reads them, and the product with its values' part writes the input of `o_proj`.
-Projections are calls of the stock linear layers, so their LoRA, codes and hooks apply.
+Projections are calls of the stock linear layers, so their LoRA, quantized weights and hooks apply.
 
 A module is recognised by what it computes. It is called once with random numbers while attention records what it is
 given: if one of three forms of rotary embedding gives the same queries and key, within rounding, attention has a scale

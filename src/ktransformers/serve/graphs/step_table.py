@@ -2,7 +2,7 @@
 
 Its lines are token, position, capacity of the slot, whether the row is active, index of its adapter (`adapter_set.py`;
 0: the base), row of its states (`state_arena.py`; 0: none), then the addresses of its keys and of its values in every
-layer, and 2 L more of their scales where they are codes (`engine/cache_codes.py`).
+layer, and 2 L more of their scales where they are FP8 (`serve/cache/cache_codes.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ TOKEN, POSITION, CAPACITY, ACTIVE, ADAPTER, STATES, FIRST_ADDRESS = range(7)
 
 @dataclass(frozen=True)
 class CacheLines:
-    """The lines that hold the addresses of a layer's keys and values, and of their scales where they are codes."""
+    """The lines that hold the addresses of a layer's keys and values, and of their scales where they are FP8."""
 
     keys: int
     values: int

@@ -62,7 +62,7 @@ class PrepareSettings:
 class ModelTemplate:
     """A chat template, and the special tokens that it is rendered with where they are not the tokenizer's."""
 
-    text: str  # Jinja; empty: the tokenizer's, which may have one for tools beside its own
+    text: str  # Jinja; empty: the tokenizer's, which may have a second one for tools
     special_tokens: dict[str, str] = field(default_factory=dict)  # bos_token, eos_token
 
 

@@ -9,8 +9,8 @@ longest sequence of the batch, attention with a bias of positions) one sequence 
 cache. On a GPU, steps of new tokens only may be replayed from CUDA graphs (`graphs/decode_graphs.py`), which are tried
 first. `check_against_stock` computes two sequences in chunks, across the edge of every sliding window, and compares the
 logits with the stock model: a family for which they differ is refused by name before the server starts. Experts that
-tie in a router are no difference. With keys and values in codes (`cache_codes.py`) the two sequences are computed twice
-more, in slots of codes and in slots of numbers that are rounded to codes: these may differ no more than that, and the
+tie in a router are no difference. With FP8 keys and values (`cache_codes.py`) the two sequences are computed twice
+more, in FP8 slots and in slots of values that are rounded to FP8: these may differ no more than that, and the
 difference from the stock model, which is what 8 bits cost, is bounded loosely and logged.
 """
 
@@ -80,7 +80,7 @@ FASTER: tuple[Substitution[Any, Any], ...] = (
 )
 MAX_LOGIT_ERROR = {torch.float32: 1e-3}  # relative, between served and stock logits
 MAX_LOGIT_ERROR_16_BIT = 0.1  # in bfloat16 and float16
-MAX_LOGIT_ERROR_FP8 = 0.5  # with keys and values in codes of 8 bits; other experts may be chosen
+MAX_LOGIT_ERROR_FP8 = 0.5  # with FP8 keys and values; other experts may be chosen
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ class Forward:
 
     def __init__(self, model: PreTrainedModel, *, fp8_cache: bool = False) -> None:
         self.model: Any = model
-        self.fp8_cache = fp8_cache  # slots hold codes
-        self.fp8_error = 0.0  # of logits with codes, relative to the stock model's, after `check_against_stock`
+        self.fp8_cache = fp8_cache  # slots are FP8
+        self.fp8_error = 0.0  # of logits with FP8, relative to the stock model's, after `check_against_stock`
         self.bytes_per_sequence = 0  # of convolution and recurrent states, after `check_against_stock`
         nn.Module.eval(model)
         self.device = next(model.parameters()).device
@@ -336,7 +336,7 @@ def _chunk_logits(
     kind, prompts = forward.model.config.model_type, _check_prompts(forward.model)
     numbers = token_numbers([len(prompt) for prompt in prompts])
     logits: list[list[Tensor]] = [[], []]
-    steps = (  # chunks, a chunk beside a new token, new tokens of both, a chunk
+    steps = (  # chunks, a chunk with a new token, new tokens of both, a chunk
         ((0, 0, 7), (1, 0, 4)),
         ((0, 7, 8), (1, 4, 12)),
         ((0, 8, 9), (1, 12, 13)),
@@ -374,8 +374,8 @@ def _check_chunks(forward: Forward | SequentialForward) -> KVSlot:
 
 
 def _check_codes(forward: Forward) -> tuple[float, KVSlot]:
-    """Compare slots of codes with slots of rounded numbers; returns the difference of their logits from the stock
-    model's, and a slot of codes."""
+    """Compare FP8 slots with slots of rounded values; returns the difference of their logits from the stock
+    model's, and an FP8 slot."""
     prompts, kind = _check_prompts(forward.model), forward.model.config.model_type
     coded = [KVSlot(None, capacity=24, fp8=True) for _ in prompts]
     rounded = [KVSlot(None, capacity=24, rounded=True) for _ in prompts]

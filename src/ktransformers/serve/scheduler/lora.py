@@ -1,5 +1,5 @@
-"""LoRA adapters beside one base model: read from any dialect, bound to the model's modules, applied to the rows of the
-batch that request them.
+"""LoRA adapters of one base model: read from any adapter format, bound to the model's modules, applied to the rows of
+the batch that request them.
 
 Every linear layer gets a forward hook at start, because adapters are loaded while the server answers. The hook adds s *
 B (A x), in float32 as PEFT does, to the rows of each adapter; all other rows keep the output of the base bit for bit.

@@ -47,7 +47,7 @@ class ServerOptions:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("ktransformers", "experts on the CPU, beside SGLang's own --kt-* flags")
+    group = parser.add_argument_group("ktransformers", "experts on the CPU, in addition to SGLang's own --kt-* flags")
     group.add_argument(
         "--kt-gpu-experts-ratio",
         type=float,

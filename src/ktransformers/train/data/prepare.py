@@ -116,7 +116,7 @@ def prepare(
     rows = mix_datasets(useful, settings, seed)
     evaluation = [row for part in encode_all(held_out, renderer, settings) for row in part if _has_labels(row)]
     if settings.val_size and held_out:
-        raise InputError("val_size", settings.val_size, "0 beside eval_dataset", "choose one of them")
+        raise InputError("val_size", settings.val_size, "0 with eval_dataset", "choose one of them")
     if settings.val_size:
         count = int(settings.val_size) if settings.val_size >= 1 else max(1, round(settings.val_size * len(rows)))
         if count >= len(rows):

@@ -98,7 +98,7 @@ def _source(name: str, entry: Any, folder: Path) -> DatasetSource:
     values = {key: value for key, value in entry.items() if key not in ignored}
     file = values.pop("file_name", None)
     if not isinstance(file, str) or not file or "\0" in file:
-        raise InputError(f"{entry_name}: file_name", short(file), "the name of a file beside it")
+        raise InputError(f"{entry_name}: file_name", short(file), "the name of a file in its directory")
     tags = values.pop("tags", None) or {}
     formatting = values.pop("formatting", "alpaca" if entry.get("columns") else "auto")
     openai = formatting == "openai"

@@ -29,7 +29,7 @@ log = logger(__name__)
 
 GATE_UP = "gate_up_proj"
 GATE_UP_PATTERN = rf".*\.{GATE_UP}"  # as PEFT writes it
-EXPERT_TARGETS = {"experts", GATE_UP, "down_proj"}  # beside gate_proj and up_proj, of which both are needed
+EXPERT_TARGETS = {"experts", GATE_UP, "down_proj"}  # in addition to gate_proj and up_proj, of which both are needed
 GATE_UP_HALVES = {"gate_proj", "up_proj"}
 
 
@@ -90,7 +90,7 @@ def adapt_experts(module: Any) -> None:
 
 
 def set_expert_targets(model: nn.Module, config: Any, *, experts: bool) -> float:
-    """Fill in the targets of a LoraConfig; returns the dropout, which PEFT refuses beside parameters."""
+    """Fill in the targets of a LoraConfig; returns the dropout, which PEFT refuses with target_parameters."""
     targets = select_targets(model, config.target_modules, experts=experts)
     config.target_modules = set(targets.module_names(model))
     config.target_parameters = targets.parameter_names(model)

@@ -95,7 +95,7 @@ def extend_model_arguments(module: Any) -> None:
 
 def _require_use_kt(arguments: Any, name: str, value: Any) -> None:
     if not arguments.use_kt:
-        raise InputError(name, value, "`use_kt: true` beside it", f"or leave {name} out")
+        raise InputError(name, value, "`use_kt: true` with it", f"or leave {name} out")
 
 
 def _read_mapping(value: Any) -> dict[str, Any] | None:

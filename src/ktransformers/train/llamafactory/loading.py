@@ -146,13 +146,13 @@ def load_packed(model_args: Any, config: Any, device_map: Any, *, training: bool
 
 
 def linear_storage(rest: str, *, on_gpu: bool) -> str:
-    """`rest` as it is loaded. On a GPU LLaMA-Factory trains on numbers: codes of a release are decoded to bf16, and a
-    format that was asked for by name is refused."""
+    """`rest` as it is loaded. On a GPU LLaMA-Factory trains on dense weights: a quantized checkpoint is dequantized to
+    bf16, and a format that was asked for by name is refused."""
     if not on_gpu or rest == "bf16":
         return rest
     if rest != "keep":
         raise InputError("rest", rest, "keep or bf16 under LLaMA-Factory on a GPU", "`kt train` has formats there")
-    log.info("linear layers outside of the experts: a release in codes is decoded to bf16 on a GPU")
+    log.info("dense linear layers: a quantized checkpoint is dequantized to bf16 on a GPU")
     return "bf16"
 
 

@@ -93,4 +93,4 @@ def answer_checks(misc: Any) -> None:
 
 
 def refuse_v1(launcher: ModuleType) -> None:
-    raise InputError("USE_V1", "1 beside USE_KT=1", "one of them", "the new trainer of LLaMA-Factory has no use_kt")
+    raise InputError("USE_V1", "1 with USE_KT=1", "one of them", "the new trainer of LLaMA-Factory has no use_kt")
