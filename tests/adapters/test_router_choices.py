@@ -16,7 +16,7 @@ from ktransformers.adapters.router_choices import (
     ChoiceComparison,
     LayerChoices,
     RouterChoices,
-    Selection,
+    TopkChoice,
     compare_choices,
     same_choices,
 )
@@ -175,7 +175,7 @@ def choices(
 ) -> RouterChoices:
     """One token of one layer; the last id of a selection is the one not chosen. `shift`: relative, of its input."""
     stored = tuple(
-        Selection(torch.tensor([ids]), torch.tensor([scores]), torch.tensor([scale])) for ids, scores in selections
+        TopkChoice(torch.tensor([ids]), torch.tensor([scores]), torch.tensor([scale])) for ids, scores in selections
     )
     chosen, inputs = stored[-1].ids[:, :-1], torch.full((1, 8), 1.0 + shift)
     layer = LayerChoices(chosen, chosen, torch.ones(chosen.shape), inputs, torch.finfo(torch.float32).eps, stored)

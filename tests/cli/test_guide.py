@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from ktransformers.cli import ask, guide, machine_state
-from ktransformers.cli.ask import Choice
+from ktransformers.cli.ask import MenuChoice
 from ktransformers.cli.main import app
 from ktransformers.serve import running
 from tests.support.cli import RunKt, write_model
@@ -207,11 +207,11 @@ def test_numbers_are_those_that_python_reads(monkeypatch: pytest.MonkeyPatch) ->
     """A superscript is a digit and no number."""
     words = iter(["\u00b2", "3", "2"])
     monkeypatch.setattr(ask, "text", lambda *_: next(words))
-    assert ask.choose("verb", [Choice("a"), Choice("b")]) == "b"
+    assert ask.choose("verb", [MenuChoice("a"), MenuChoice("b")]) == "b"
 
 
 def test_notes_are_cut_at_the_edge_of_the_terminal() -> None:
-    choices = [Choice("model download", "Download a model and register it."), Choice("quit")]
+    choices = [MenuChoice("model download", "Download a model and register it."), MenuChoice("quit")]
     assert ask.choice_lines(choices, 40) == ["  1  model download  Download a model...", "  2  quit"]
     assert ask.choice_lines(choices, 80)[0].endswith("and register it.")
     assert ask.choice_lines(choices, 30)[0] == "  1  model download", "values are whole"

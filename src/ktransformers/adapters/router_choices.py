@@ -42,7 +42,7 @@ Flips = Mapping[tuple[str, int], float]  # (layer, token) -> largest gap, relati
 
 
 @dataclass(frozen=True)
-class Selection:
+class TopkChoice:
     """One `torch.topk` of a router: the chosen candidates (experts, or groups of them) and the best of the others."""
 
     ids: Tensor  # [N, k + 1], the last one not chosen
@@ -68,7 +68,7 @@ class LayerChoices:
     weights: Tensor  # [N, k] of `ids`, in the model's dtype
     inputs: Tensor  # [N, INPUT_DIM] projection of the hidden states, float32
     epsilon: float  # of the hidden states' dtype
-    selections: tuple[Selection, ...]  # none: the choice was not made by torch.topk
+    selections: tuple[TopkChoice, ...]  # none: the choice was not made by torch.topk
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class RouterChoices:
 def _layer_of_fields(fields: Mapping[str, Tensor], epsilon: float) -> LayerChoices:
     count = sum(key.startswith("ids.") for key in fields)
     selections = tuple(
-        Selection(fields[f"ids.{index}"].long(), fields[f"scores.{index}"], fields[f"scale.{index}"])
+        TopkChoice(fields[f"ids.{index}"].long(), fields[f"scores.{index}"], fields[f"scale.{index}"])
         for index in range(count)
     )
     ids = fields["ids"].long()
@@ -267,7 +267,7 @@ def _judge(
         yield difference, bool(explained[index])
 
 
-def _score_distance(first: Selection, second: Selection, tokens: Tensor) -> Tensor:
+def _score_distance(first: TopkChoice, second: TopkChoice, tokens: Tensor) -> Tensor:
     """The largest difference of a candidate's scores, as far as both programs have it among their candidates; one that
     only one program has scores at most as much as the last candidate of the other."""
     scores = first.scores[tokens], second.scores[tokens]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ktransformers.checkpoint.encoded import BLOCK, Encoded, format_with
 from ktransformers.checkpoint.layout import ExpertTensors, parts
-from ktransformers.checkpoint.matrix import ACTIVATIONS, QWEIGHTS, FLOATS, Matrix, recognise
+from ktransformers.checkpoint.matrix import ACTIVATIONS, FLOATS, QWEIGHTS, Matrix, recognise
 from ktransformers.checkpoint.quantisation import NONE, Quantisation
 from ktransformers.checkpoint.shards import Shards
 from ktransformers.ground.errors import InputError

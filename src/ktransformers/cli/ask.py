@@ -19,7 +19,7 @@ MIN_NOTE_WIDTH = 12  # characters; a shorter rest of a note says nothing
 
 
 @dataclass(frozen=True)
-class Choice:
+class MenuChoice:
     value: str
     note: str = ""
 
@@ -40,7 +40,7 @@ def text(question: str, default: str | None = None) -> str:
             return word
 
 
-def choice_lines(choices: Sequence[Choice], columns: int) -> list[str]:
+def choice_lines(choices: Sequence[MenuChoice], columns: int) -> list[str]:
     """Numbered choices; a note is cut at the edge of the terminal, a value never is."""
     width = max((len(choice.value) for choice in choices), default=0)
     lines = []
@@ -54,7 +54,7 @@ def choice_lines(choices: Sequence[Choice], columns: int) -> list[str]:
 
 def choose(
     question: str,
-    choices: Sequence[Choice],
+    choices: Sequence[MenuChoice],
     default: str | None = None,
     *,
     other: Callable[[str], str | None] | None = None,
@@ -91,7 +91,7 @@ def for_choice(name: str, given: str | None, choices: Sequence[str], expected: s
         return given
     if quiet or not can_ask() or not choices:
         raise InputError(name, "nothing", expected)
-    return choose(name, [Choice(choice) for choice in choices], default="1" if len(choices) == 1 else None)
+    return choose(name, [MenuChoice(choice) for choice in choices], default="1" if len(choices) == 1 else None)
 
 
 def for_consent(question: str, yes: bool, quiet: bool = False) -> None:

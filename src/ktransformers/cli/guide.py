@@ -20,7 +20,7 @@ import typer
 import typer.main
 
 from ktransformers.cli import ask, machine_state
-from ktransformers.cli.ask import Choice
+from ktransformers.cli.ask import MenuChoice
 from ktransformers.cli.usage import UsageError
 from ktransformers.ground import model_registry, settings
 from ktransformers.ground.errors import InputError, KTError
@@ -78,7 +78,7 @@ def choose_model(guide: Guide, name: str = "model") -> str:
     from ktransformers.cli.model import describe_kind, entry_document
 
     documents = [entry_document(entry) for entry in model_registry.all_models() if entry.exists][:MAX_CHOICES]
-    choices = [Choice(entry["name"], describe_kind(entry)) for entry in documents]
+    choices = [MenuChoice(entry["name"], describe_kind(entry)) for entry in documents]
     last = _remembered("model")
     default = last if last and _wrong_model(last) is None else choices[0].value if len(choices) == 1 else None
     ask.tell("a number, a folder, a hub id, or a short name of `kt model known`")
@@ -156,7 +156,7 @@ def _wrong_file(given: str) -> str | None:
 
 
 def _choose_file(guide: Guide, key: str, files: list[Path], what: str) -> list[str]:
-    choices = [Choice(machine_state.shorten(file)) for file in files[:MAX_CHOICES]]
+    choices = [MenuChoice(machine_state.shorten(file)) for file in files[:MAX_CHOICES]]
     last = _remembered(key)
     default = last if last and _wrong_file(last) is None else None
     return [guide.keep("file", ask.choose(what, choices, default, other=_wrong_file), key)]
@@ -177,14 +177,14 @@ def _wrong_adapter(given: str) -> str | None:
 
 def _adapter(guide: Guide) -> list[str]:
     runs = machine_state.find_adapters()[:MAX_CHOICES]
-    choices = [Choice(machine_state.shorten(run.path), run.note) for run in runs]
+    choices = [MenuChoice(machine_state.shorten(run.path), run.note) for run in runs]
     last = _remembered("adapter")
     default = last if last and _wrong_adapter(last) is None else choices[0].value if choices else None
     return [guide.keep("adapter", ask.choose("adapter", choices, default, other=_wrong_adapter), "adapter")]
 
 
 def _format(guide: Guide) -> list[str]:
-    word = ask.choose("format", [Choice(name) for name in FORMATS], "int4", other=lambda _: None)
+    word = ask.choose("format", [MenuChoice(name) for name in FORMATS], "int4", other=lambda _: None)
     return ["--format", guide.keep("format", word)]
 
 
@@ -198,7 +198,7 @@ def _task(guide: Guide) -> list[str]:
     from ktransformers.evaluate.task import task_names
 
     ask.tell("`kt eval --list` says what each task is")
-    choices = [Choice(name) for name in task_names()]
+    choices = [MenuChoice(name) for name in task_names()]
     word = ask.choose("task", choices, _remembered("task"), other=_wrong_file)
     return ["--task", guide.keep("task", word, "task")]
 
@@ -217,11 +217,11 @@ def _peer(guide: Guide) -> list[str]:
     """A running server, an adapter or a model to talk to."""
     from ktransformers.serve.running import running_servers
 
-    choices = [Choice(server.url, f"serves {server.model}") for server in running_servers()]
+    choices = [MenuChoice(server.url, f"serves {server.model}") for server in running_servers()]
     choices += [
-        Choice(machine_state.shorten(run.path), f"adapter {run.note}") for run in machine_state.find_adapters()[:8]
+        MenuChoice(machine_state.shorten(run.path), f"adapter {run.note}") for run in machine_state.find_adapters()[:8]
     ]
-    choices += [Choice(entry.name, "model") for entry in model_registry.all_models() if entry.exists][:MAX_CHOICES]
+    choices += [MenuChoice(entry.name, "model") for entry in model_registry.all_models() if entry.exists][:MAX_CHOICES]
     default = choices[0].value if choices else None
     ask.tell("no server answers at the address of the settings; what to talk to:")
 

@@ -8,7 +8,7 @@ import typer
 import typer.main
 
 from ktransformers.cli import ask, machine_state
-from ktransformers.cli.ask import Choice
+from ktransformers.cli.ask import MenuChoice
 from ktransformers.ground import model_registry
 
 MENU = (
@@ -48,8 +48,8 @@ def choose_verb(app: typer.Typer) -> list[str]:
     for name, value in state_lines():
         ask.tell(f"{name:<9} {value}")
     ask.tell("")
-    choices = [Choice(verb, _help_of(app, verb)) for verb in MENU]
-    word = ask.choose("what to do", [*choices, Choice("help", "all verbs"), Choice("quit")], "chat")
+    choices = [MenuChoice(verb, _help_of(app, verb)) for verb in MENU]
+    word = ask.choose("what to do", [*choices, MenuChoice("help", "all verbs"), MenuChoice("quit")], "chat")
     if word == "quit":
         raise typer.Exit(0)
     return ["--help"] if word == "help" else word.split()

@@ -43,7 +43,7 @@ def backward_row(hidden: int, top_k: int, element: int) -> RowBytes:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class TrafficForecast:
     """Expected bytes of one layer and pass between one host and all others."""
 
     sent: float
@@ -62,12 +62,12 @@ def hit_probabilities(counts: Sequence[int], top_k: int) -> tuple[float, ...]:
     return tuple(1 - math.comb(total - own, min(top_k, total)) / drawn if own else 0.0 for own in counts)
 
 
-def layer_exchange(tokens: float, row: RowBytes, counts: Sequence[int], top_k: int, home: int) -> Exchange:
+def layer_exchange(tokens: float, row: RowBytes, counts: Sequence[int], top_k: int, home: int) -> TrafficForecast:
     """Of `tokens` whose rows are on the host `home`, under uniform routing; one message each way to every host that
     has experts."""
     hits = [hit for host, hit in enumerate(hit_probabilities(counts, top_k)) if host != home and hit]
     rows, headers = tokens * sum(hits), len(hits) * HEADER_BYTES
-    return Exchange(rows * row.sent + headers, rows * row.returned + headers, len(hits))
+    return TrafficForecast(rows * row.sent + headers, rows * row.returned + headers, len(hits))
 
 
 def expected_max(counts: Sequence[int], drawn: int, among: Sequence[int]) -> float:

@@ -21,7 +21,7 @@ from typing import Any
 
 from ktransformers.ground.errors import InputError
 from ktransformers.plan.exchange import (
-    Exchange,
+    TrafficForecast,
     backward_row,
     expected_max,
     forward_row,
@@ -184,7 +184,7 @@ def _served_layers(
     shares: tuple[int, ...],
     form: str,
     tokens: int,
-) -> tuple[float, float, Exchange]:
+) -> tuple[float, float, TrafficForecast]:
     """Seconds of computing experts, seconds of waiting for the network, and bytes, of all layers of one pass."""
     row = forward_row(model.hidden, model.top_k, work.rest_bytes)
     touched = expected_experts(model, tokens)
@@ -203,12 +203,12 @@ def _served_layers(
     return model.expert_layers * computing, model.expert_layers * waiting, _times(one, model.expert_layers)
 
 
-def _round_trip(network: Network, exchange: Exchange) -> float:
+def _round_trip(network: Network, exchange: TrafficForecast) -> float:
     return network.round_trip + EXCHANGE_SECONDS if exchange.peers else 0.0
 
 
-def _times(exchange: Exchange, layers: int) -> Exchange:
-    return Exchange(exchange.sent * layers, exchange.returned * layers, exchange.peers)
+def _times(exchange: TrafficForecast, layers: int) -> TrafficForecast:
+    return TrafficForecast(exchange.sent * layers, exchange.returned * layers, exchange.peers)
 
 
 def _serving(

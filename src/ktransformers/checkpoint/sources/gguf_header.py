@@ -47,7 +47,7 @@ class GGUFTensor:
 
 
 @dataclass(frozen=True)
-class Header:
+class GgufHeader:
     fields: dict[str, Any]
     tensors: list[GGUFTensor]
 
@@ -89,7 +89,7 @@ class _Reader:
         return [self.value(inner) for _ in range(count)]
 
 
-def read_header(file: Path) -> Header:
+def read_header(file: Path) -> GgufHeader:
     try:
         with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(file, data)
@@ -103,7 +103,7 @@ def read_header(file: Path) -> Header:
         ) from None
 
 
-def _parse(file: Path, data: mmap.mmap) -> Header:
+def _parse(file: Path, data: mmap.mmap) -> GgufHeader:
     if data[:4] != MAGIC:
         raise ValueError(f"it begins with {data[:4]!r}")
     reader = _Reader(data)
@@ -142,7 +142,7 @@ def _parse(file: Path, data: mmap.mmap) -> Header:
             raise InputError(tensor.name, given, place, "the file is damaged, or a type is not that of its bytes")
         expected += -(-tensor.bytes // alignment) * alignment
         tensors.append(tensor)
-    return Header(fields, tensors)
+    return GgufHeader(fields, tensors)
 
 
 def _tensor(file: Path, size: int, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GGUFTensor:

@@ -62,7 +62,7 @@ class ExpertBatch:
 
 
 @dataclass(frozen=True)
-class ExpertGroup:
+class SlotGroup:
     experts: tuple[int, ...]
     begin: int  # first of its rows in the sorted order
     ends: tuple[int, ...]  # of each expert's rows, counted from `begin`
@@ -106,7 +106,7 @@ class GpuExecutor:
 
     def _groups(
         self, layer: LayerOnDevice, experts: Sequence[int], counts: NDArray[np.int64], tokens: int
-    ) -> list[ExpertGroup]:
+    ) -> list[SlotGroup]:
         """Residents first, then experts in the cache, then missing ones: in two groups, so that the first is multiplied
         while the second is copied; a few missing experts join the cached ones."""
         resident_cache = self.residents.get(layer.index)
@@ -129,11 +129,11 @@ class GpuExecutor:
         for wanted, cache, max_experts in parts:
             for part in cut(wanted, counts, max_experts, rows):
                 ends = np.cumsum(counts[part])
-                groups.append(ExpertGroup(tuple(part), begin, tuple(ends.tolist()), cache))
+                groups.append(SlotGroup(tuple(part), begin, tuple(ends.tolist()), cache))
                 begin += int(ends[-1])
         return groups
 
-    def _fetch(self, layer: LayerOnDevice, groups: Sequence[ExpertGroup], at: int) -> list[int]:
+    def _fetch(self, layer: LayerOnDevice, groups: Sequence[SlotGroup], at: int) -> list[int]:
         """Slots of group `at`; copies for the groups after it are queued."""
         keep: frozenset[Key] = frozenset(
             (layer.index, e) for g in groups[at : at + PREFETCHED_GROUPS + 1] for e in g.experts
@@ -154,7 +154,7 @@ class GpuExecutor:
             self._buffers[name, rows, columns] = buffer
         return buffer[:count]
 
-    def _decoded(self, layer: LayerOnDevice, group: ExpertGroup, slots: Sequence[int], experts: Tensor) -> Decoded:
+    def _decoded(self, layer: LayerOnDevice, group: SlotGroup, slots: Sequence[int], experts: Tensor) -> Decoded:
         geometry, count = layer.geometry, len(group.experts)
         per_group = self._experts_per_group(geometry)
         first = self._buffer("first", count, geometry.first.out_rows, geometry.hidden, per_group)
@@ -168,7 +168,7 @@ class GpuExecutor:
             return Decoded(first, down)
         return Decoded(first, down, *(None if bias is None else bias[experts] for bias in layer.biases))
 
-    def _index_tables(self, layer: LayerOnDevice, groups: Sequence[ExpertGroup]) -> tuple[Tensor, Tensor, Tensor]:
+    def _index_tables(self, layer: LayerOnDevice, groups: Sequence[SlotGroup]) -> tuple[Tensor, Tensor, Tensor]:
         """In one copy: the position of every expert in the sweep (the last entry is for ids out of range), the experts
         in that order, and the ends of their rows within their group."""
         experts = [expert for group in groups for expert in group.experts]
@@ -183,7 +183,7 @@ class GpuExecutor:
         self,
         layer: LayerOnDevice,
         batch: ExpertBatch,
-        groups: Sequence[ExpertGroup],
+        groups: Sequence[SlotGroup],
         tables: tuple[Tensor, Tensor, Tensor],
     ) -> Iterator[tuple[GroupedRows, Decoded, GroupLora | None, DropoutMask | None, Tensor]]:
         """What the products of each group need; the last is token * k + slot of each of its rows."""

@@ -125,7 +125,7 @@ def _outer(
 
 
 @dataclass(frozen=True)
-class Tile:
+class GroupedTile:
     """Sizes of a program's tile and of its pipeline."""
 
     rows: int
@@ -140,7 +140,7 @@ class Tile:
         return 2 * self.stages * self.inner * (self.rows + self.columns)
 
 
-def configuration(rows: int, groups: int, columns: int, inner: int, shared_bytes: int) -> Tile:
+def configuration(rows: int, groups: int, columns: int, inner: int, shared_bytes: int) -> GroupedTile:
     """The tile for R rows in G groups, N columns and K numbers of a row, on a device with so much shared memory."""
     per_group = -(-rows // max(1, groups))
     if shared_bytes >= LARGE_SHARED_BYTES:
@@ -153,13 +153,13 @@ def configuration(rows: int, groups: int, columns: int, inner: int, shared_bytes
         stages -= 1
     column_tile = _between(MIN_TILE, columns, column_tile)
     warps = 8 if row_tile * column_tile > 128 * 128 else 4
-    return Tile(row_tile, column_tile, _between(MIN_TILE, inner, inner_tile), stages, warps)
+    return GroupedTile(row_tile, column_tile, _between(MIN_TILE, inner, inner_tile), stages, warps)
 
 
-def outer_configuration(left: int, right: int) -> Tile:
+def outer_configuration(left: int, right: int) -> GroupedTile:
     """The tile for outer products `[M, N]`, of which one side is a LoRA rank; `inner` counts rows."""
     left_tile, right_tile = _between(MIN_TILE, left, 128), _between(MIN_TILE, right, 128)
-    return Tile(left_tile, right_tile, 32, 3, 4)
+    return GroupedTile(left_tile, right_tile, 32, 3, 4)
 
 
 def _between(low: int, value: int, high: int) -> int:
@@ -203,7 +203,7 @@ def product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def product_constants(tile: Tile, groups: int, columns: int, inner: int) -> dict[str, Any]:
+def product_constants(tile: GroupedTile, groups: int, columns: int, inner: int) -> dict[str, Any]:
     """The constexpr values of `_product`."""
     return {
         "GROUPS": triton.next_power_of_2(groups),

@@ -26,7 +26,7 @@ MIN_BLOCK = 16  # of tensor cores
 MAX_COUNT = 256  # rows of a head that a program has in registers
 
 
-class Configuration(NamedTuple):
+class HeadConfiguration(NamedTuple):
     block_m: int  # rows of x
     block_n: int  # rows of the weight
     warps: int = 4
@@ -123,13 +123,13 @@ def _product(
         tl.store(target, total.to(tl.bfloat16), mask=(m < rows)[:, None] & inside)
 
 
-def configuration(rows: int, count: int, along_rows: bool) -> Configuration:
+def configuration(rows: int, count: int, along_rows: bool) -> HeadConfiguration:
     """For x of `rows` rows and `count` rows of the weight for each head, as measured on an H200 (docs/log.md). Along
     rows a program has one step, and more than 16 rows of x are other programs."""
     whole = max(MIN_BLOCK, triton.next_power_of_2(count))
     if along_rows:
-        return Configuration(MIN_BLOCK, whole)
-    return Configuration(max(MIN_BLOCK, min(64, triton.next_power_of_2(rows))), min(64, whole))
+        return HeadConfiguration(MIN_BLOCK, whole)
+    return HeadConfiguration(max(MIN_BLOCK, min(64, triton.next_power_of_2(rows))), min(64, whole))
 
 
 def multiply_heads(
@@ -139,7 +139,7 @@ def multiply_heads(
     span: tuple[int, int, int],
     out: Tensor,
     along_rows: bool,
-    config: Configuration,
+    config: HeadConfiguration,
 ) -> None:
     """`x` bf16 `[heads, T, .]` into bf16 `out`, whose last dimensions are contiguous; `parts` of `WordLayout.parts_of`,
     `span` is first row of the weight, rows for each head, and rows from head to head."""

@@ -75,7 +75,7 @@ def _hash_pairs(pairs: Mapping[str, LoraPair]) -> bytes:
 
 
 @dataclass(frozen=True)
-class HostRows:
+class NodeRows:
     """Rows of a batch for one rank, and its experts' places in the rank's store, -1 for experts of other ranks."""
 
     rows: Tensor  # int64 [n]
@@ -88,7 +88,7 @@ class RemoteLayer:
         self._owners = torch.tensor([*shard.owners, -1])  # the last for ids that belong to no expert
         self._places = torch.tensor([*shard.positions, -1], dtype=torch.int32)
 
-    def route(self, ids: Tensor) -> dict[int, HostRows]:
+    def route(self, ids: Tensor) -> dict[int, NodeRows]:
         """By rank, ascending; ranks without rows are left out."""
         experts = len(self.shard.owners)
         known = torch.where((ids < 0) | (ids >= experts), experts, ids).long()
@@ -98,7 +98,7 @@ class RemoteLayer:
             own = owners == rank
             rows = own.any(1).nonzero().flatten()
             if rows.numel():
-                routed[rank] = HostRows(rows, torch.where(own[rows], self._places[known[rows]], -1))
+                routed[rank] = NodeRows(rows, torch.where(own[rows], self._places[known[rows]], -1))
         return routed
 
     def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor, mixed: MixedLora | None) -> Tensor:
@@ -123,7 +123,7 @@ class RemoteLayer:
         return total.to(hidden.dtype).view(hidden.shape).to(hidden.device)
 
     def _message(
-        self, hidden: Tensor, weights: Tensor, routed: HostRows, mixed: MixedLora | None
+        self, hidden: Tensor, weights: Tensor, routed: NodeRows, mixed: MixedLora | None
     ) -> tuple[Header, Parts]:
         index = routed.rows
         parts = [hidden[index], weights[index], routed.places]
@@ -137,7 +137,7 @@ class RemoteLayer:
         return header, [tensor_bytes(part) for part in parts]
 
     def _add_own(
-        self, total: Tensor, hidden: Tensor, weights: Tensor, routed: HostRows, mixed: MixedLora | None
+        self, total: Tensor, hidden: Tensor, weights: Tensor, routed: NodeRows, mixed: MixedLora | None
     ) -> None:
         assert self.store is not None
         index = routed.rows
