@@ -20,7 +20,7 @@ from ktransformers.cli.plan_hosts import size_text
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.options.field import options_of
 from ktransformers.ground.options.serving import ServingOptions
-from ktransformers.plan import Machine, ModelShape, Serving, Training, open_shape, profile, with_gpus, with_memory
+from ktransformers.plan import Machine, ModelShape, Plan, Serving, Training, open_shape, profile, with_gpus, with_memory
 from ktransformers.plan.exchange import (
     HEADER_BYTES,
     backward_row,
@@ -32,9 +32,9 @@ from ktransformers.plan.exchange import (
 from ktransformers.plan.hosts import (
     BY_EXPERTS,
     BY_LAYERS,
-    HostsPlan,
     evaluate_hosts,
     even_shares,
+    hosts_of,
     make_hosts_plan,
     parse_network,
 )
@@ -96,7 +96,7 @@ def test_wrong_rates_are_refused(text: str) -> None:
         parse_network(text)
 
 
-def plan(model: ModelShape, work: Serving | Training, memory: str = "256GB", hosts: int = 4) -> HostsPlan:
+def plan(model: ModelShape, work: Serving | Training, memory: str = "256GB", hosts: int = 4) -> Plan:
     return make_hosts_plan(model, work, zen5(memory), hosts, NETWORK)
 
 
@@ -104,19 +104,19 @@ def test_all_experts_are_somewhere_and_only_once() -> None:
     model = open_shape("deepseek-v3")
     for work in (Serving(), Training()):
         best = plan(model, work).best
-        assert best is not None and best.form == BY_EXPERTS and sum(best.shares) == model.experts
-        total = sum(one.host["experts"] for one in best.memory)
+        assert best is not None and hosts_of(best).form == BY_EXPERTS and sum(hosts_of(best).shares) == model.experts
+        total = sum(one.host["experts"] for one in hosts_of(best).memory)
         one = model.expert_layers * model.experts * expert_bytes(model, best.choice)
         assert one <= total < 1.01 * one
     served = plan(model, Serving()).best
     assert served is not None
-    assert "KV cache" in served.memory[0].host | dict(*served.memory[0].gpus[:1])
-    assert all("KV cache" not in one.host and not one.gpus and not one.mapped for one in served.memory[1:])
+    assert "KV cache" in hosts_of(served).memory[0].host | dict(*hosts_of(served).memory[0].gpus[:1])
+    assert all("KV cache" not in one.host and not one.gpus and not one.mapped for one in hosts_of(served).memory[1:])
 
 
 def test_lora_and_optimiser_live_with_their_experts() -> None:
     model, work = open_shape("qwen3-30b-a3b"), Training(adapts_attention=False)
-    tables = [plan(model, work, hosts=hosts).nearest.memory[0].host for hosts in (2, 4)]
+    tables = [plan(model, work, hosts=hosts).nearest.memory.host for hosts in (2, 4)]
     for row in ("experts", "LoRA", "gradients", "optimiser", "packed LoRA"):
         rounding = 0.1 if row == "packed LoRA" else 0.01  # to huge pages
         assert tables[0][row] == pytest.approx(2 * tables[1][row], rel=rounding), row
@@ -126,7 +126,7 @@ def test_host_0_gets_fewer_experts_where_it_lacks_memory() -> None:
     """Attention on the CPU: its weights are mapped, 34 GB of the host's memory."""
     model, machine = open_shape("deepseek-v3"), replace(zen5("190GB"), gpus=())
     best = make_hosts_plan(model, Serving(), machine, 4, NETWORK).best
-    assert best is not None and best.shares[0] < min(best.shares[1:])
+    assert best is not None and hosts_of(best).shares[0] < min(hosts_of(best).shares[1:])
     even = evaluate_hosts(model, Serving(), Choice("fp8"), machine, NETWORK, BY_EXPERTS, even_shares(256, 4))
     assert set(even.lacking) == {"host 0"}
 
@@ -135,19 +135,21 @@ def test_every_layer_is_a_round_trip() -> None:
     model = open_shape("k2-thinking")
     slow = parse_network("25Gb", 5e-3)
     near, far = (make_hosts_plan(model, Serving(), zen5(), 4, network).nearest for network in (NETWORK, slow))
-    assert far.form == BY_LAYERS or far.time.seconds > model.expert_layers * 5e-3
-    same = evaluate_hosts(model, Serving(), near.choice, zen5(), slow, near.form, near.shares)
+    assert hosts_of(far).form == BY_LAYERS or far.time.seconds > model.expert_layers * 5e-3
+    same = evaluate_hosts(model, Serving(), near.choice, zen5(), slow, hosts_of(near).form, hosts_of(near).shares)
     assert same.time.seconds - near.time.seconds == pytest.approx(model.expert_layers * 4.9e-3, rel=1e-6)
-    assert same.wire == near.wire
+    assert hosts_of(same).wire == hosts_of(near).wire
 
 
 def test_rows_travel_to_one_host_by_layers_and_to_several_by_ids() -> None:
     model, work, choice = open_shape("deepseek-v3"), Serving(), Choice("fp8")
     ids = evaluate_hosts(model, work, choice, zen5(), NETWORK, BY_EXPERTS, even_shares(256, 4))
     layers = evaluate_hosts(model, work, choice, zen5(), NETWORK, BY_LAYERS, even_shares(58, 4))
-    assert 2.6 < ids.wire.hosts_of_token < 2.8 and layers.wire.hosts_of_token == pytest.approx(44 / 58)
-    ratio = ids.wire.per_token / layers.wire.per_token
-    assert ratio == pytest.approx(ids.wire.hosts_of_token / layers.wire.hosts_of_token, rel=0.02)
+    assert 2.6 < hosts_of(ids).wire.hosts_of_token < 2.8 and hosts_of(layers).wire.hosts_of_token == pytest.approx(
+        44 / 58
+    )
+    ratio = hosts_of(ids).wire.per_token / hosts_of(layers).wire.per_token
+    assert ratio == pytest.approx(hosts_of(ids).wire.hosts_of_token / hosts_of(layers).wire.hosts_of_token, rel=0.02)
     assert ids.time.parts["experts"] < layers.time.parts["experts"]
 
 
@@ -219,13 +221,13 @@ def test_tables_of_the_page_are_the_planners() -> None:
         for kind, work in (("serve", Serving()), ("train", Training())):
             best = plan(open_shape(model), work).best
             assert best is not None
-            first, other = best.memory[0], best.memory[1]
+            first, other = hosts_of(best).memory[0], hosts_of(best).memory[1]
             gpu = f"{sum(first.gpus[0].values()) / 1e9:.1f}" if first.gpus else "none"
             host_0 = f"{(first.host_bytes + first.mapped) / 1e9:.0f}"
-            moved = best.wire.per_prompt if kind == "serve" else best.wire.per_step
+            moved = hosts_of(best).wire.per_prompt if kind == "serve" else hosts_of(best).wire.per_step
             rate = f"{best.time.tokens_per_second:.3g}"
             speed = f"{rate}, first after {best.time.first_token:.1f} s" if kind == "serve" else rate
-            per_token = size_text(best.wire.per_token)
+            per_token = size_text(hosts_of(best).wire.per_token)
             network = f"{best.time.parts['network'] / best.time.seconds:.0%}"
             hosts = f"{(other.host_bytes + other.mapped) / 1e9:.0f}"
             expected.append([name, kind, host_0, hosts, gpu, per_token, size_text(moved), speed, network])
@@ -238,17 +240,17 @@ def scaling_rows() -> list[list[str]]:
         shape, of_four = open_shape(model), 0.0
         for hosts in (4, 8, 16, 32, 64):
             training, serving = (plan(shape, work, hosts=hosts).best for work in (Training(), Serving()))
-            assert training is not None and serving is not None and training.form == BY_EXPERTS
-            rate, memory = training.time.tokens_per_second, training.memory[-1]
+            assert training is not None and serving is not None and hosts_of(training).form == BY_EXPERTS
+            rate, memory = training.time.tokens_per_second, hosts_of(training).memory[-1]
             of_four = of_four or rate / hosts
             rows.append(
                 [
                     name,
                     str(hosts),
-                    str(training.shares[-1]),
+                    str(hosts_of(training).shares[-1]),
                     f"{(memory.host_bytes + memory.mapped) / 1e9:.0f}",
-                    f"{training.wire.hosts_of_token:.1f}",
-                    size_text(training.wire.per_token),
+                    f"{hosts_of(training).wire.hosts_of_token:.1f}",
+                    size_text(hosts_of(training).wire.per_token),
                     f"{rate:.0f}",
                     f"{rate / hosts / of_four:.0%}",
                     f"{training.time.parts['network'] / training.time.seconds:.0%}",

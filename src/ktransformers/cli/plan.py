@@ -34,16 +34,6 @@ POLICY_TEXTS = {
 }
 
 
-def time_line(candidate: Candidate) -> str:
-    time = candidate.time
-    parts = ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in time.parts.items() if seconds)
-    if time.first_token is None:
-        return (
-            f"{time.seconds:.3g} s a step of {time.tokens:.0f} tokens, {time.tokens_per_second:.3g} tokens/s ({parts})"
-        )
-    return f"first token after {time.first_token:.3g} s, then {time.tokens_per_second:.3g} tokens/s ({parts})"
-
-
 def choice_line(candidate: Candidate) -> str:
     choice = candidate.choice
     gpus = {0: "the CPU", 1: "one GPU"}.get(
@@ -70,7 +60,7 @@ def candidate_rows(candidate: Candidate, machine: Machine) -> list[tuple[str, st
     if memory.mapped:
         rows.append(("mapped", f"{gigabytes(memory.mapped)} of the checkpoint's pages, in the page cache"))
     rows.append(("disk", table_line(memory.disk)))
-    rows.append(("time", time_line(candidate)))
+    rows.append(("time", candidate.time.text))
     if candidate.missing:
         rows.append(("not yet", "this version lacks " + ", ".join(candidate.missing)))
     return rows

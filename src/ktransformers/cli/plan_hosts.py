@@ -13,8 +13,9 @@ from ktransformers.cli.sizes import gigabytes, table_line
 from ktransformers.ground.errors import InputError
 
 if TYPE_CHECKING:
-    from ktransformers.plan import Machine, ModelShape, Serving, Training
-    from ktransformers.plan.hosts import HostMemory, HostsCandidate, HostsPlan, Network
+    from ktransformers.plan import Machine, ModelShape, Plan, Serving, Training
+    from ktransformers.plan.exchange import Hosts, Network, Wire
+    from ktransformers.plan.memory import MemoryPlan
 
 SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -33,19 +34,19 @@ def size_text(size: float) -> str:
     return f"{size:.0f} bytes"
 
 
-def partition_text(candidate: HostsCandidate) -> str:
+def partition_text(hosts: Hosts) -> str:
     """Which experts are where, ranges by host."""
-    what = "experts of every layer" if candidate.form == "experts" else "layers of experts"
+    what = "experts of every layer" if hosts.form == "experts" else "layers of experts"
     first, parts = 0, []
-    for host, share in enumerate(candidate.shares):
+    for host, share in enumerate(hosts.shares):
         parts.append(f"host {host}: {first} to {first + share - 1}" if share else f"host {host}: none")
         first += share
-    return f"{what} by {'expert ids' if candidate.form == 'experts' else 'layers'}: {', '.join(parts)}"
+    return f"{what} by {'expert ids' if hosts.form == 'experts' else 'layers'}: {', '.join(parts)}"
 
 
-def _host_rows(candidate: HostsCandidate, machine: Machine) -> list[tuple[str, str]]:
+def _host_rows(memory: tuple[MemoryPlan, ...], machine: Machine) -> list[tuple[str, str]]:
     """One row for hosts with equal tables."""
-    rows, memory, place = [], candidate.memory, 0
+    rows, place = list[tuple[str, str]](), 0
     while place < len(memory):
         last = place
         while last + 1 < len(memory) and memory[last + 1] == memory[place]:
@@ -56,7 +57,7 @@ def _host_rows(candidate: HostsCandidate, machine: Machine) -> list[tuple[str, s
     return rows
 
 
-def _memory_rows(name: str, memory: HostMemory, machine: Machine) -> list[tuple[str, str]]:
+def _memory_rows(name: str, memory: MemoryPlan, machine: Machine) -> list[tuple[str, str]]:
     text = f"{gigabytes(memory.host_bytes)} of {gigabytes(machine.memory)}: {table_line(memory.host)}"
     if memory.mapped:
         text += f"; {gigabytes(memory.mapped)} mapped"
@@ -68,37 +69,28 @@ def _memory_rows(name: str, memory: HostMemory, machine: Machine) -> list[tuple[
     return rows
 
 
-def wire_text(candidate: HostsCandidate) -> str:
-    wire = candidate.wire
+def wire_text(wire: Wire, training: bool) -> str:
     per_token = f"{size_text(wire.per_token)} a token, to {wire.hosts_of_token:.2f} other hosts in a layer on average"
-    if candidate.time.first_token is None:
+    if training:
         reduced = f"; gradients of attention's LoRA {size_text(wire.reduced)}" if wire.reduced else ""
         return f"{size_text(wire.per_step)} a step and host ({per_token}){reduced}"
     return f"{per_token}; {size_text(wire.per_prompt)} a prompt"
 
 
-def time_text(candidate: HostsCandidate) -> str:
-    time = candidate.time
-    parts = ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in time.parts.items() if seconds)
-    rate = f"{time.tokens_per_second:.3g} tokens/s ({parts})"
-    if time.first_token is None:
-        return f"{time.seconds:.3g} s a step of {time.tokens:.0f} tokens, {rate}"
-    return f"first token after {time.first_token:.3g} s, then {rate}"
+def hosts_rows(plan: Plan) -> list[tuple[str, str]]:
+    from ktransformers.plan.hosts import describe_lacking, hosts_of
 
-
-def hosts_rows(plan: HostsPlan) -> list[tuple[str, str]]:
-    from ktransformers.plan.hosts import describe_lacking
-
-    candidate = plan.nearest
+    candidate, hosts = plan.nearest, hosts_of(plan.nearest)
+    training = candidate.time.first_token is None
     where = "the GPU of host 0" if candidate.choice.gpus else "host 0"
-    if candidate.time.first_token is None:
+    if training:
         where = "the GPU of every host" if candidate.choice.gpus else "every host"
     rows = [
         ("how", f"experts in {candidate.choice.format} on CPUs; attention and the rest on {where}"),
-        ("partition", partition_text(candidate)),
-        *_host_rows(candidate, plan.machine),
-        ("wire", wire_text(candidate)),
-        ("time", time_text(candidate)),
+        ("partition", partition_text(hosts)),
+        *_host_rows(hosts.memory, plan.machine),
+        ("wire", wire_text(hosts.wire, training)),
+        ("time", candidate.time.text),
     ]
     if plan.best is None:
         rows.insert(0, ("no fit", f"{describe_lacking(candidate.lacking)}; this comes nearest:"))
@@ -106,7 +98,8 @@ def hosts_rows(plan: HostsPlan) -> list[tuple[str, str]]:
             rate = remedy.candidate.time.tokens_per_second
             rows.append((f"remedy {number}", f"{' and '.join(remedy.changes)}: {rate:.3g} tokens/s"))
     for other in plan.others:
-        text = f"{partition_text(other)}; {wire_text(other)}; {other.time.tokens_per_second:.3g} tokens/s"
+        wire = wire_text(hosts_of(other).wire, training)
+        text = f"{partition_text(hosts_of(other))}; {wire}; {other.time.tokens_per_second:.3g} tokens/s"
         rows.append(("other", text))
     return rows + [("note", note) for note in plan.notes]
 
@@ -120,11 +113,12 @@ def plan_hosts(
     as_json: bool,
 ) -> None:
     """Print the plans; exit status 2 if one does not fit."""
-    from ktransformers.plan.hosts import hosts_document, make_hosts_plan
+    from ktransformers.plan.document import plan_document
+    from ktransformers.plan.hosts import make_hosts_plan
 
     plans = {name: make_hosts_plan(shape, work, machine, hosts, network) for name, work in works.items()}
     if as_json:
-        print(json.dumps({name: hosts_document(plan) for name, plan in plans.items()}, indent=2))
+        print(json.dumps({name: plan_document(plan) for name, plan in plans.items()}, indent=2))
     else:
         print(f"{'model':<12} {shape.name}: {shape.numbers / 1e9:.4g} billion numbers")
         gpus = ", ".join(gpu.name for gpu in machine.gpus) or "no GPU"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from ktransformers.plan.memory import MemoryPlan
 from ktransformers.plan.modes import Decision
 from ktransformers.plan.planner import Candidate, Plan
 from ktransformers.plan.step_time import planned_modes
@@ -12,24 +13,37 @@ from ktransformers.plan.step_time import planned_modes
 
 def candidate_document(candidate: Candidate) -> dict[str, Any]:
     memory, time = candidate.memory, candidate.time
-    return {
+    document: dict[str, Any] = {
         "work": asdict(candidate.work),
         "choice": asdict(candidate.choice),
         "fits": candidate.fits,
         "lacking": candidate.lacking,
         "executable": not candidate.missing,
         "missing": list(candidate.missing),
-        "host": memory.host | {"total": memory.host_bytes},
-        "gpus": [table | {"total": sum(table.values())} for table in memory.gpus],
+        **memory_document(memory),
         "nodes": list(memory.nodes),
         "pinned": memory.pinned,
-        "mapped": memory.mapped,
         "disk": memory.disk,
         "seconds": time.seconds,
         "seconds_by_part": time.parts,
         "tokens": time.tokens,
         "tokens_per_second": time.tokens_per_second,
         "first_token_seconds": time.first_token,
+    }
+    if (hosts := candidate.hosts) is not None:
+        document |= {
+            "partition": {"by": hosts.form, "shares": list(hosts.shares)},
+            "hosts": [memory_document(of_host) for of_host in hosts.memory],
+            "wire": asdict(hosts.wire),
+        }
+    return document
+
+
+def memory_document(memory: MemoryPlan) -> dict[str, Any]:
+    return {
+        "host": memory.host | {"total": memory.host_bytes},
+        "gpus": [table | {"total": sum(table.values())} for table in memory.gpus],
+        "mapped": memory.mapped,
     }
 
 
@@ -39,7 +53,9 @@ def modes_of(plan: Plan) -> dict[str, tuple[int, Decision]]:
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
+    hosts = plan.nearest.hosts
     return {
+        **({} if hosts is None else {"network": asdict(hosts.network)}),
         "model": plan.model.name,
         "numbers": plan.model.numbers,
         "machine": {

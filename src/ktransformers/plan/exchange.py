@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ktransformers.plan.memory import MemoryPlan
+
 SLOT_BYTES = 8  # of one expert of a row: int32 id, float32 routing weight
 WEIGHT_BYTES = 4  # of the gradient of a routing weight
 ADAPTER_BYTES = 4  # of a row's adapter index
@@ -107,3 +109,37 @@ def _product(parts: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
     for part in parts:
         product = np.convolve(product, part)
     return product
+
+
+@dataclass(frozen=True)
+class Network:
+    """The link of every host."""
+
+    name: str
+    bandwidth: float  # bytes per second of payload, each direction
+    round_trip: float
+
+    def seconds(self, size: float) -> float:
+        return size / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Bytes of rows that the busiest link carries, both directions together."""
+
+    per_token: float  # of one token through all layers of experts, from its own host to the others and back
+    per_step: float  # of a training step, or of one decode step
+    per_prompt: float  # of a served prompt; 0 in training
+    reduced: float  # of gradients that data parallel adds to a training step
+    hosts_of_token: float  # other hosts that a token's row travels to in an average layer
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """A partition of the routed experts over several machines, with its predicted memory and bytes."""
+
+    network: Network
+    form: str  # by expert ids or by layers
+    shares: tuple[int, ...]  # experts of each layer by host; by layers: layers by host
+    memory: tuple[MemoryPlan, ...]
+    wire: Wire

@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ktransformers.ground.errors import InputError
 from ktransformers.plan.exchange import (
+    Hosts,
+    Network,
     TrafficForecast,
+    Wire,
     backward_row,
     expected_max,
     forward_row,
@@ -41,7 +44,7 @@ from ktransformers.plan.memory import (
     workspace_bytes,
 )
 from ktransformers.plan.model_shape import ModelShape
-from ktransformers.plan.planner import GPU_MEMORY_SHARE, MAX_REMEDIES, changes, host_memory_for, usable_host_bytes
+from ktransformers.plan.planner import MAX_REMEDIES, Candidate, Plan, Remedy, changes, host_memory_for, lacking_bytes
 from ktransformers.plan.step_time import (
     PredictedTime,
     optimiser_seconds,
@@ -62,18 +65,6 @@ EXCHANGE_SECONDS = 0.8e-3
 RATE_UNITS = {"": 1 / 8, "k": 1e3 / 8, "m": 1e6 / 8, "g": 1e9 / 8, "t": 1e12 / 8}
 
 
-@dataclass(frozen=True)
-class Network:
-    """The link of every host."""
-
-    name: str
-    bandwidth: float  # bytes per second of payload, each direction
-    round_trip: float = ROUND_TRIP_SECONDS
-
-    def seconds(self, size: float) -> float:
-        return size / self.bandwidth
-
-
 def parse_network(rate: str, round_trip: float = ROUND_TRIP_SECONDS) -> Network:
     """`25Gb`, `10Gbit`, `800Mb`: bits per second, as links are sold; `3GB`: bytes. `round_trip` in seconds."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKmMgGtT]?)(b|B|bit|bits|bps)(?:/s)?\s*", rate)
@@ -83,69 +74,6 @@ def parse_network(rate: str, round_trip: float = ROUND_TRIP_SECONDS) -> Network:
         raise InputError("round-trip", f"{round_trip:g} s", "more than 0")
     size = float(match[1]) * RATE_UNITS[match[2].lower()] * (8 if match[3] == "B" else 1)
     return Network(rate.strip(), size * FRAME_SHARE, round_trip)
-
-
-@dataclass(frozen=True)
-class HostMemory:
-    host: Table
-    gpus: tuple[Table, ...]
-    mapped: int  # pages of the checkpoint besides experts
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(self.host.values())
-
-
-@dataclass(frozen=True)
-class Wire:
-    """Bytes of rows that the busiest link carries, both directions together."""
-
-    per_token: float  # of one token through all layers of experts, from its own host to the others and back
-    per_step: float  # of a training step, or of one decode step
-    per_prompt: float  # of a served prompt; 0 in training
-    reduced: float  # of gradients that data parallel adds to a training step
-    hosts_of_token: float  # other hosts that a token's row travels to in an average layer
-
-
-@dataclass(frozen=True)
-class HostsCandidate:
-    """One partition of one configuration with its predicted memory, bytes and time."""
-
-    work: Work
-    choice: Choice
-    form: str
-    shares: tuple[int, ...]  # experts of each layer by host; by layers: layers by host
-    memory: tuple[HostMemory, ...]
-    wire: Wire
-    time: PredictedTime
-    lacking: dict[str, int]  # "host 2" or "host 0: gpu0" -> missing bytes; empty: it fits
-
-    @property
-    def fits(self) -> bool:
-        return not self.lacking
-
-    @property
-    def seconds_per_token(self) -> float:
-        return self.time.seconds / self.time.tokens
-
-
-@dataclass(frozen=True)
-class HostsRemedy:
-    changes: tuple[str, ...]
-    candidate: HostsCandidate
-    same_results: bool
-
-
-@dataclass(frozen=True)
-class HostsPlan:
-    model: ModelShape
-    machine: Machine
-    network: Network
-    best: HostsCandidate | None
-    nearest: HostsCandidate
-    others: tuple[HostsCandidate, ...]  # the best of other partitions that fit
-    remedies: tuple[HostsRemedy, ...]
-    notes: tuple[str, ...]
 
 
 def even_shares(total: int, hosts: int) -> tuple[int, ...]:
@@ -300,7 +228,7 @@ def _exchange_buffers(model: ModelShape, work: Work, hosts: int) -> int:
 
 def _memory(
     model: ModelShape, work: Work, choice: Choice, machine: Machine, form: str, shares: tuple[int, ...]
-) -> tuple[HostMemory, ...]:
+) -> tuple[MemoryPlan, ...]:
     def whole(share: int) -> MemoryPlan:
         own = replace(model, experts=share) if form == BY_EXPERTS else replace(model, expert_layers=share)
         return predict_memory(own if isinstance(work, Training) else model, work, choice, machine)
@@ -313,10 +241,10 @@ def _memory(
     for place, share in enumerate(shares):
         if isinstance(work, Serving) and place:  # experts alone
             table = {"process": SERVER_PROCESS_BYTES, "workspace": workspace_bytes(model, work, machine)}
-            tables.append(HostMemory(with_experts(table, share, 2), (), 0))
+            tables.append(MemoryPlan(with_experts(table, share, 2), (), {}, (), 0, 0))
         else:
             plan = whole(share)
-            tables.append(HostMemory(with_experts(plan.host, share, len(shares)), plan.gpus, plan.mapped))
+            tables.append(replace(plan, host=with_experts(plan.host, share, len(shares))))
     return tuple(tables)
 
 
@@ -328,38 +256,31 @@ def evaluate_hosts(
     network: Network,
     form: str,
     shares: tuple[int, ...],
-) -> HostsCandidate:
-    memory = _memory(model, work, choice, machine, form, shares)
-    lacking = {}
-    for place, one in enumerate(memory):
-        short = one.host_bytes + one.mapped - usable_host_bytes(machine.memory)
-        if short > 0:
-            lacking[f"host {place}"] = short
-        for index, table in enumerate(one.gpus):
-            short = sum(table.values()) - int(machine.gpus[index].memory * GPU_MEMORY_SHARE)
-            if short > 0:
-                lacking[f"host {place}: gpu{index}"] = short
+) -> Candidate:
+    memory, lacking = _memory(model, work, choice, machine, form, shares), dict[str, int]()
+    for place, of_host in enumerate(memory):
+        lacking |= lacking_bytes(of_host, machine, f"host {place}", f"host {place}: gpu")
     if isinstance(work, Training):
         time, wire = _training(model, work, choice, machine, network, form, shares)
     else:
         time, wire = _serving(model, work, choice, machine, network, form, shares)
-    return HostsCandidate(work, choice, form, shares, memory, wire, time, lacking)
+    return Candidate(work, choice, memory[0], time, lacking, Hosts(network, form, shares, memory, wire))
 
 
 def _candidates(
     model: ModelShape, work: Work, choice: Choice, machine: Machine, network: Network, hosts: int
-) -> list[HostsCandidate]:
+) -> list[Candidate]:
     return [
         evaluate_hosts(model, work, choice, machine, network, form, shares)
         for form, shares in _partitions(model, work, hosts)
     ]
 
 
-def _best(candidates: list[HostsCandidate]) -> HostsCandidate | None:
+def _best(candidates: list[Candidate]) -> Candidate | None:
     return min((one for one in candidates if one.fits), key=lambda one: one.seconds_per_token, default=None)
 
 
-def make_hosts_plan(model: ModelShape, work: Work, machine: Machine, hosts: int, network: Network) -> HostsPlan:
+def make_hosts_plan(model: ModelShape, work: Work, machine: Machine, hosts: int, network: Network) -> Plan:
     """The fastest partition over `hosts` machines like `machine` that fits, or what is missing, and remedies. A GPU is
     used unless nothing fits with it."""
     limit = max(model.experts, model.expert_layers)
@@ -377,8 +298,8 @@ def make_hosts_plan(model: ModelShape, work: Work, machine: Machine, hosts: int,
     others = []
     if best is not None:
         for form in (BY_EXPERTS, BY_LAYERS):
-            other = _best([one for one in by_gpus[best.choice.gpus] if one.form == form])
-            if form != best.form and other is not None:
+            other = _best([one for one in by_gpus[best.choice.gpus] if hosts_of(one).form == form])
+            if form != hosts_of(best).form and other is not None:
                 others.append(other)
     notes = []
     if best is not None and machine.gpus and not best.choice.gpus:
@@ -388,7 +309,12 @@ def make_hosts_plan(model: ModelShape, work: Work, machine: Machine, hosts: int,
         notes.append(f"released in {model.stored}: its experts are counted as {format}")
     notes.append(f"uniform routing; a round trip of {network.round_trip * 1e6:.0f} us is estimated, not measured")
     remedies = () if best is not None else _remedies(model, nearest, machine, network, hosts)
-    return HostsPlan(model, machine, network, best, nearest, tuple(others), remedies, tuple(notes))
+    return Plan(model, machine, best, nearest, remedies, tuple(others), tuple(notes))
+
+
+def hosts_of(candidate: Candidate) -> Hosts:
+    assert candidate.hosts is not None, "of make_hosts_plan"
+    return candidate.hosts
 
 
 def describe_lacking(lacking: dict[str, int]) -> str:
@@ -402,74 +328,30 @@ def describe_lacking(lacking: dict[str, int]) -> str:
 
 
 def _remedies(
-    model: ModelShape, nearest: HostsCandidate, machine: Machine, network: Network, hosts: int
-) -> tuple[HostsRemedy, ...]:
+    model: ModelShape, nearest: Candidate, machine: Machine, network: Network, hosts: int
+) -> tuple[Remedy, ...]:
     """More hosts of the same kind, one change of the work or the format, or more memory for each host."""
     work, choice = nearest.work, nearest.choice
     fitting = []
     for count in range(hosts + 1, min(MAX_HOSTS, max(model.experts, model.expert_layers)) + 1):
         if (found := _best(_candidates(model, work, choice, machine, network, count))) is not None:
-            fitting.append(HostsRemedy((f"{count} hosts",), found, True))
+            fitting.append(Remedy((f"{count} hosts",), found, True))
             break
-    by_kind: dict[str, HostsRemedy] = {}
+    by_kind: dict[str, Remedy] = {}
     for change in changes(work, choice, machine):
         if change.choice.policy != "cpu" or change.choice.gpus > 1 or change.choice.missing:
             continue
         found = _best(_candidates(model, change.work, change.choice, machine, network, hosts))
         if found is not None:
-            remedy = HostsRemedy((change.words,), found, change.same_results)
+            remedy = Remedy((change.words,), found, change.same_results)
             kept = by_kind.setdefault(change.kind, remedy)
             if found.seconds_per_token < kept.candidate.seconds_per_token:
                 by_kind[change.kind] = remedy
     order = sorted(by_kind.values(), key=lambda one: (not one.same_results, one.candidate.seconds_per_token))
-    memory = max(one.host_bytes + one.mapped for one in nearest.memory)
+    partition = hosts_of(nearest)
+    memory = max(of_host.host_bytes + of_host.mapped for of_host in partition.memory)
     larger = replace(machine, memory=max(machine.memory, host_memory_for(memory)))
-    with_memory = evaluate_hosts(model, work, choice, larger, network, nearest.form, nearest.shares)
+    with_memory = evaluate_hosts(model, work, choice, larger, network, partition.form, partition.shares)
     words = f"{larger.memory / 1e9:.0f} GB of memory in every host"
-    last = [HostsRemedy((words,), with_memory, True)] if with_memory.fits else []
+    last = [Remedy((words,), with_memory, True)] if with_memory.fits else []
     return tuple([*fitting, *order, *last][:MAX_REMEDIES])
-
-
-def hosts_candidate_document(candidate: HostsCandidate) -> dict[str, Any]:
-    return {
-        "work": asdict(candidate.work),
-        "choice": asdict(candidate.choice),
-        "partition": {"by": candidate.form, "shares": list(candidate.shares)},
-        "fits": candidate.fits,
-        "lacking": candidate.lacking,
-        "hosts": [
-            {
-                "host": one.host | {"total": one.host_bytes},
-                "gpus": [table | {"total": sum(table.values())} for table in one.gpus],
-                "mapped": one.mapped,
-            }
-            for one in candidate.memory
-        ],
-        "wire": asdict(candidate.wire),
-        "seconds": candidate.time.seconds,
-        "seconds_by_part": candidate.time.parts,
-        "tokens": candidate.time.tokens,
-        "tokens_per_second": candidate.time.tokens_per_second,
-        "first_token_seconds": candidate.time.first_token,
-    }
-
-
-def hosts_document(plan: HostsPlan) -> dict[str, Any]:
-    return {
-        "model": plan.model.name,
-        "numbers": plan.model.numbers,
-        "machine": {"name": plan.machine.name, "memory": plan.machine.memory},
-        "network": asdict(plan.network),
-        "fits": plan.best is not None,
-        "plan": hosts_candidate_document(plan.nearest),
-        "ways": [
-            {
-                "changes": list(remedy.changes),
-                "same_results": remedy.same_results,
-                "plan": hosts_candidate_document(remedy.candidate),
-            }
-            for remedy in plan.remedies
-        ],
-        "others": [hosts_candidate_document(other) for other in plan.others],
-        "notes": list(plan.notes),
-    }

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.options.placement import DEFAULT_POLICY
+from ktransformers.plan.exchange import Hosts
 from ktransformers.plan.formats import LOSSLESS_FORMAT, PROPOSED, counted_as, format_of
 from ktransformers.plan.machine import Machine
 from ktransformers.plan.memory import MemoryPlan, predict_memory
@@ -46,7 +47,8 @@ class Candidate:
     choice: Choice
     memory: MemoryPlan
     time: PredictedTime
-    lacking: dict[str, int]  # "host" or "gpu0"... -> bytes that are missing; empty: it fits
+    lacking: dict[str, int]  # "host", "gpu0" or "host 2: gpu0" -> bytes that are missing; empty: it fits
+    hosts: Hosts | None = None  # of a plan over several machines; `memory` is then that of the first
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -95,15 +97,17 @@ def host_memory_for(used: int) -> int:
 
 def evaluate(model: ModelShape, work: Work, choice: Choice, machine: Machine) -> Candidate:
     memory = predict_memory(model, work, choice, machine)
-    lacking = {}
-    short = memory.host_bytes + memory.mapped - usable_host_bytes(machine.memory)
-    if short > 0:
-        lacking["host"] = short
+    return Candidate(
+        work, choice, memory, predict_time(model, work, choice, machine), lacking_bytes(memory, machine, "host", "gpu")
+    )
+
+
+def lacking_bytes(memory: MemoryPlan, machine: Machine, host: str, gpu: str) -> dict[str, int]:
+    """Bytes that are missing on the host and on GPUs, by their names here."""
+    short = {host: memory.host_bytes + memory.mapped - usable_host_bytes(machine.memory)}
     for place, used in enumerate(memory.gpu_bytes):
-        short = used - int(machine.gpus[place].memory * GPU_MEMORY_SHARE)
-        if short > 0:
-            lacking[f"gpu{place}"] = short
-    return Candidate(work, choice, memory, predict_time(model, work, choice, machine), lacking)
+        short[f"{gpu}{place}"] = used - int(machine.gpus[place].memory * GPU_MEMORY_SHARE)
+    return {place: size for place, size in short.items() if size > 0}
 
 
 def _residents(model: ModelShape, work: Work, choice: Choice, machine: Machine) -> int:

@@ -85,6 +85,14 @@ class PredictedTime:
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
 
+    @property
+    def text(self) -> str:
+        parts = ", ".join(f"{name} {seconds / self.seconds:.0%}" for name, seconds in self.parts.items() if seconds)
+        rate = f"{self.tokens_per_second:.3g} tokens/s ({parts})"
+        if self.first_token is None:
+            return f"{self.seconds:.3g} s a step of {self.tokens:.0f} tokens, {rate}"
+        return f"first token after {self.first_token:.3g} s, then {rate}"
+
 
 def dense_seconds(
     model: ModelShape, tokens: float, earlier_tokens: float, machine: Machine, choice: Choice, size: int

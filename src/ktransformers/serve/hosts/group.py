@@ -18,7 +18,7 @@ from ktransformers.modeling.shard_stores import ShardLayer, load_shard
 from ktransformers.modeling.spec import ModelSpec
 from ktransformers.plan import open_shape, with_gpus
 from ktransformers.plan.formats import counted_as
-from ktransformers.plan.hosts import BY_EXPERTS, BY_LAYERS, evaluate_hosts, parse_network
+from ktransformers.plan.hosts import BY_EXPERTS, BY_LAYERS, evaluate_hosts, hosts_of, parse_network
 from ktransformers.plan.workload import Choice, Serving
 from ktransformers.serve.flags import Launch
 from ktransformers.serve.hosts.expert_host import run_expert_host
@@ -84,7 +84,7 @@ def require_memory(launch: Launch, target: Target, work: Serving, shard: ExpertS
     (form, shares), name = shares_of(shard.partition), f"host {shard.rank}"
     choice = Choice(counted_as(shape.stored), gpus)
     candidate = evaluate_hosts(shape, work, choice, machine, parse_network(DEFAULT_NETWORK), form, shares)
-    planned = candidate.memory[shard.rank].host_bytes
+    planned = hosts_of(candidate).memory[shard.rank].host_bytes
     log(f"memory   {planned / 1e9:.2f} GB of {machine.memory / 1e9:.1f} GB free memory; experts by {form}")
     missing = {place: size for place, size in candidate.lacking.items() if place.partition(":")[0] == name}
     if missing and not launch.force:
