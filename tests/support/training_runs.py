@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
+from ktransformers.train.build import build_trainer
 from ktransformers.train.model import open_trained
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
-from ktransformers.train.run import Result, build_trainer, train
+from ktransformers.train.run import Result, train
 from tests.support.forked import Forked
 from tests.support.training import RunRecorder
 
@@ -59,7 +60,7 @@ def first_gradients(keys: dict[str, Any]) -> dict[str, torch.Tensor]:
         if "lora_B" in name:
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
     if settings.data.stage == "dpo":
-        from ktransformers.train.reference import add_reference
+        from ktransformers.train.preference import add_reference
 
         add_reference(trainer, "base", 1000, lambda done, rows: None)
     recorder = GradientRecorder()

@@ -14,8 +14,8 @@ from ktransformers.experts.contract import expert_modules
 from ktransformers.ground.errors import InputError
 from ktransformers.nn import ExpertStore, attach
 from ktransformers.train import callbacks
+from ktransformers.train.arguments import precision_notes
 from ktransformers.train.callbacks import ExpertClock, PeakRates, TrainLog
-from ktransformers.train.plan import _precision_notes
 from ktransformers.train.resolve import read_settings
 from tests.support.tiny_models import build, tokens
 
@@ -83,8 +83,8 @@ def test_exceeded_peak_rate_is_remeasured_then_raised(tmp_path: Path, monkeypatc
 
 def test_f32_experts_are_refused_without_f32_kernels() -> None:
     keys = {"model_name_or_path": "x/y", "output_dir": "out", "dataset": "identity", "precision": "f32"}
-    (note,) = _precision_notes(read_settings(keys), {"dtype": "float32"})
+    (note,) = precision_notes(read_settings(keys), {"dtype": "float32"})
     assert "twice the memory" in note and "though" not in note
     with pytest.raises(InputError, match="f32 with kt_backend AVX512BF16, expected auto, generic or avx2"):
-        _precision_notes(read_settings(keys | {"kt_config": {"kt_backend": "AVX512BF16"}}), {})
-    assert _precision_notes(read_settings(keys | {"precision": "bf16"}), {}) == []
+        precision_notes(read_settings(keys | {"kt_config": {"kt_backend": "AVX512BF16"}}), {})
+    assert precision_notes(read_settings(keys | {"precision": "bf16"}), {}) == []

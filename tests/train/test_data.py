@@ -325,18 +325,18 @@ def test_tools_are_passed_to_the_tokenizer_template(tokenizer: Any) -> None:
 
 
 def test_tools_under_a_template_without_them_are_refused(tokenizer: Any) -> None:
-    from ktransformers.train.plan import _check_template
+    from ktransformers.train.tokenizer import check_template
 
     (found,) = read_datasets(["glaive_toolcall_en_demo"], DataSettings(dataset=("x",), max_samples=20))
-    _check_template(tokenizer, [found])
+    check_template(tokenizer, [found])
     before = tokenizer.chat_template
     try:
         tokenizer.chat_template = to_jinja(TEMPLATES["qwen3"])
-        _check_template(tokenizer, [found])
+        check_template(tokenizer, [found])
         tokenizer.chat_template = to_jinja(TEMPLATES["llama3"])
         message = "tools, which the chat template does not show, expected a template .* qwen, qwen3, qwen3_nothink"
         with pytest.raises(InputError, match=message):
-            _check_template(tokenizer, [found])
+            check_template(tokenizer, [found])
     finally:
         tokenizer.chat_template = before
 

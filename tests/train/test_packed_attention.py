@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from trl import SFTTrainer
 
 from ktransformers.train import run as running
-from ktransformers.train.labelled_rows import labelled_positions
+from ktransformers.train.batches import labelled_positions
 from ktransformers.train.model import open_trained
 from ktransformers.train.packed_attention import (
     PACKED_ROWS,

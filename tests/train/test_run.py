@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM
 from ktransformers.adapters.manifest import read_manifest
 from ktransformers.ground import system
 from ktransformers.ground.errors import InputError, KTError
+from ktransformers.train.build import build_trainer
 from ktransformers.train.manifest import check_gradients
 from ktransformers.train.model import open_trained
 from ktransformers.train.plan import make_plan
 from ktransformers.train.resolve import read_settings
-from ktransformers.train.run import Result, build_trainer
+from ktransformers.train.run import Result
 from tests.support.training import RunRecorder, recipe
 from tests.support.training_runs import adapter, difference, run
 

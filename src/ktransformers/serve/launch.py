@@ -136,8 +136,8 @@ def _serve_http(
     plan = plan_server(launch, target, log, show) if group is None else None
     import uvicorn  # type: ignore[import-not-found,unused-ignore]
 
-    from ktransformers.serve.http.access import rules_for
     from ktransformers.serve.http.api import create_app
+    from ktransformers.serve.http.boundary import rules_for
     from ktransformers.serve.http.listener import make_config
     from ktransformers.serve.http.training import CheckpointWatch, TrainingRuns
     from ktransformers.serve.loading import open_service

@@ -16,11 +16,14 @@ import torch
 from ktransformers.ground import system
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.system import bf16_is_fast
+from ktransformers.place.backends import isa_of_backend
 from ktransformers.train.resolve import trainer_fields
 from ktransformers.train.settings import TrainSettings
 
 if TYPE_CHECKING:
     from trl import DPOConfig, SFTConfig  # type: ignore[attr-defined]
+
+EXACT_ISAS = ("generic", "avx2", "neon")  # variants with f32 expert kernels
 
 
 def uses_packing(settings: TrainSettings) -> bool:
@@ -72,6 +75,23 @@ def bf16_note(settings: TrainSettings) -> str | None:
     if not settings.trainer.get("bf16") or settings.model.pure_bf16 or bf16_is_fast(device_of(settings).type):
         return None
     return "bf16: true: this CPU is slower in bf16, so all but the experts computes in float32; pure_bf16: true insists"
+
+
+def precision_notes(settings: TrainSettings, config: dict[str, Any]) -> list[str]:
+    """Notes on bf16 where it is slow and on f32 experts; raises if the requested CPU variant has none."""
+    note = bf16_note(settings)
+    notes = [] if note is None else [note]
+    if settings.experts.precision == "bf16":
+        return notes
+    isa = isa_of_backend(settings.experts.kt_backend)
+    if isa not in (None, *EXACT_ISAS):
+        backend = settings.experts.kt_backend
+        raise InputError(
+            "precision", f"f32 with kt_backend {backend}", f"auto, {' or '.join(EXACT_ISAS)}", "leave kt_backend out"
+        )
+    dtype = dtype_of(settings, config)
+    mixed = f", though the rest computes in {str(dtype).removeprefix('torch.')}" if dtype.itemsize < 4 else ""
+    return [*notes, f"precision f32: experts take twice the memory of the forecast and more time{mixed}"]
 
 
 def trainer_arguments(settings: TrainSettings) -> SFTConfig | DPOConfig:

@@ -15,11 +15,14 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ktransformers.ground.errors import InputError
 from ktransformers.plan import Machine, Plan, Training
 from ktransformers.plan.planner import evaluate
 from ktransformers.train.arguments import step_shape, uses_packing
+from ktransformers.train.data.prepare import DataSplit, pack_rows
+from ktransformers.train.data.render import PreferenceRow, TrainRow
 from ktransformers.train.forecast import Lengths, Passes, PlanInputs, simulate_epoch, training_workload
 from ktransformers.train.settings import TrainSettings
 
@@ -66,6 +69,39 @@ class RowLengths:
 
     def of_passes(self, passes: Passes) -> Lengths:
         return Lengths(self.longest, passes.max_labelled, passes.labelled / passes.count)
+
+
+def trainer_sequences(rows: list[Any], settings: TrainSettings) -> list[Any]:
+    """The sequences that the trainer gets: rows, or lists of packed rows."""
+    return pack_rows(rows, settings.data.cutoff_len) if uses_packing(settings) else list(rows)
+
+
+def row_lengths(row: TrainRow | PreferenceRow) -> tuple[int, int, int]:
+    """(tokens, labelled tokens, length of the longest sequence) of a row."""
+    if isinstance(row, PreferenceRow):
+        both = len(row.chosen) + len(row.rejected)
+        return 2 * len(row.prompt) + both, both, len(row.prompt) + max(len(row.chosen), len(row.rejected))
+    return len(row.ids), row.labelled, len(row.ids)
+
+
+def _sequence_size(rows: list[Any]) -> tuple[int, int]:
+    """(tokens, labelled tokens) of one sequence; a pair counts twice its longer half, as it is padded."""
+    lengths = [row_lengths(row) for row in rows]
+    tokens = sum(
+        2 * longest if isinstance(row, PreferenceRow) else longest
+        for row, (_, _, longest) in zip(rows, lengths, strict=True)
+    )
+    return tokens, sum(labelled for _, labelled, _ in lengths)
+
+
+def measure_rows(split: DataSplit, settings: TrainSettings, seed: int) -> RowLengths:
+    sequences = trainer_sequences(split.train, settings)
+    sizes = [_sequence_size(sequence if uses_packing(settings) else [sequence]) for sequence in sequences]
+    order = settings.trainer.get("train_sampling_strategy", "random")
+    if order == "group_by_length":
+        sizes.sort()
+    shuffled = order == "random" and not settings.data.disable_shuffling
+    return RowLengths(sizes, max(row_lengths(row)[2] for row in split.train), seed if shuffled else None)
 
 
 def with_tokens_per_batch(settings: TrainSettings, tokens: int | None) -> TrainSettings:

@@ -13,35 +13,35 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers import plan as planning
-from ktransformers.adapters.chat_templates import (
-    TEMPLATES,
-    missing_tokens,
-    template_text,
-    templates_with_tools,
-    with_defaults,
-)
+from ktransformers.adapters.chat_templates import template_text
 from ktransformers.checkpoint.model_config import read_model_config
 from ktransformers.experts.partition import ExpertPartition
 from ktransformers.ground.errors import InputError
-from ktransformers.modeling.pretrained import read_generation_config, read_tokenizer, run_code_note
+from ktransformers.modeling.pretrained import read_generation_config
 from ktransformers.modeling.skeleton import meta_model
-from ktransformers.place.backends import isa_of_backend
 from ktransformers.plan.document import candidate_document
 from ktransformers.train.arguments import (
-    bf16_note,
     device_of,
     dtype_of,
+    precision_notes,
     step_shape,
     trainer_arguments,
     uses_packing,
 )
 from ktransformers.train.checkpoints import ResumePoint, check_recipe, find_resume_point, process_count
 from ktransformers.train.data.files import row_error
-from ktransformers.train.data.prepare import DataSplit, ReadDataset, pack_rows, prepare, read_datasets
-from ktransformers.train.data.render import PreferenceRow, Renderer, TrainRow, show_labels
+from ktransformers.train.data.prepare import DataSplit, ReadDataset, prepare, read_datasets
+from ktransformers.train.data.render import PreferenceRow, Renderer, show_labels
 from ktransformers.train.expert_parallel import check_ranks, make_partition
 from ktransformers.train.forecast import try_plan_inputs
-from ktransformers.train.grouping import Grouping, RowLengths, decide_grouping, with_tokens_per_batch
+from ktransformers.train.grouping import (
+    Grouping,
+    RowLengths,
+    decide_grouping,
+    measure_rows,
+    row_lengths,
+    with_tokens_per_batch,
+)
 from ktransformers.train.model import base_directory, build_fake_model, check_dense_format
 from ktransformers.train.output import check_disk_space, check_output
 from ktransformers.train.packages import package_notes, require_packages
@@ -52,8 +52,7 @@ from ktransformers.train.recipe import TrainRecipe, make_recipe
 from ktransformers.train.settings import SECTIONS, TrainSettings
 from ktransformers.train.sharding import read_shard_options
 from ktransformers.train.targets import Targets, count_trained_parameters, find_targets
-
-EXACT_ISAS = ("generic", "avx2", "neon")  # variants with f32 expert kernels
+from ktransformers.train.tokenizer import check_template, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -110,70 +109,8 @@ class PreparedRun:
     partition: ExpertPartition | None = None  # None: every process has all experts
 
 
-def load_tokenizer(directory: Path, settings: TrainSettings) -> tuple[Any, list[str]]:
-    """The tokenizer with the chat template that is trained; it is saved with the adapter."""
-    model, data = settings.model, settings.data
-    tokenizer = read_tokenizer(
-        directory,
-        trust_remote_code=model.trust_remote_code,
-        use_fast=model.use_fast_tokenizer,
-        padding_side="right",
-    )
-    code = run_code_note(directory) if model.trust_remote_code else None
-    notes = [] if code is None else [code]
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if data.template is not None:
-        missing = missing_tokens(TEMPLATES[data.template], tokenizer) if data.template in TEMPLATES else []
-        if missing:
-            listed = ", ".join(missing)
-            notes.append(f"template {data.template}: {listed} are not tokens of this model and are split into several")
-        tokenizer.chat_template = template_text(data.template)
-    templates = tokenizer.chat_template
-    if isinstance(templates, dict):  # several by name, one of them for tools
-        tokenizer.chat_template = {
-            name: with_defaults(text, data.default_system, data.enable_thinking) for name, text in templates.items()
-        }
-    elif templates is not None:
-        tokenizer.chat_template = with_defaults(templates, data.default_system, data.enable_thinking)
-    return tokenizer, notes
-
-
-def trainer_sequences(rows: list[Any], settings: TrainSettings) -> list[Any]:
-    """The sequences that the trainer gets: rows, or lists of packed rows."""
-    return pack_rows(rows, settings.data.cutoff_len) if uses_packing(settings) else list(rows)
-
-
-def _lengths(row: TrainRow | PreferenceRow) -> tuple[int, int, int]:
-    """(tokens, labelled tokens, length of the longest sequence) of a row."""
-    if isinstance(row, PreferenceRow):
-        both = len(row.chosen) + len(row.rejected)
-        return 2 * len(row.prompt) + both, both, len(row.prompt) + max(len(row.chosen), len(row.rejected))
-    return len(row.ids), row.labelled, len(row.ids)
-
-
-def _sequence_size(rows: list[Any]) -> tuple[int, int]:
-    """(tokens, labelled tokens) of one sequence; a pair counts twice its longer half, as it is padded."""
-    lengths = [_lengths(row) for row in rows]
-    tokens = sum(
-        2 * longest if isinstance(row, PreferenceRow) else longest
-        for row, (_, _, longest) in zip(rows, lengths, strict=True)
-    )
-    return tokens, sum(labelled for _, labelled, _ in lengths)
-
-
-def _measure_rows(split: DataSplit, settings: TrainSettings, seed: int) -> RowLengths:
-    sequences = trainer_sequences(split.train, settings)
-    sizes = [_sequence_size(sequence if uses_packing(settings) else [sequence]) for sequence in sequences]
-    order = settings.trainer.get("train_sampling_strategy", "random")
-    if order == "group_by_length":
-        sizes.sort()
-    shuffled = order == "random" and not settings.data.disable_shuffling
-    return RowLengths(sizes, max(_lengths(row)[2] for row in split.train), seed if shuffled else None)
-
-
 def _summarise_data(split: DataSplit, measured: RowLengths, settings: TrainSettings, tokenizer: Any) -> DataPlan:
-    lengths = [_lengths(row) for row in split.train]
+    lengths = [row_lengths(row) for row in split.train]
     count = len(measured.sizes)
     rows, batches = step_shape(settings)
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -204,19 +141,6 @@ def _summarise_data(split: DataSplit, measured: RowLengths, settings: TrainSetti
 def _first_question(datasets: list[ReadDataset]) -> str:
     samples = (sample for dataset in datasets for _, sample in dataset.samples)
     return next((question for sample in samples for question in sample.questions), "")
-
-
-def _check_template(tokenizer: Any, datasets: list[ReadDataset]) -> None:
-    template = tokenizer.chat_template
-    for dataset in datasets:
-        for row, sample in dataset.samples:
-            if template is not None and sample.tools and "tools" not in str(template):
-                problem, expected = "tools, which the chat template does not show", "a template with a form for tools"
-                named = ", ".join(templates_with_tools())
-                raise row_error(row, problem, f"{expected}: {named}", "or leave `template` out: the tokenizer's own")
-            if template is None and sample.needs_template:
-                problem = f"nothing, the tokenizer has none, and {row.position} is a conversation"
-                raise InputError("template", problem, "a name", "docs/train.md lists them")
 
 
 def _check_kinds(datasets: list[ReadDataset], settings: TrainSettings) -> None:
@@ -264,13 +188,13 @@ def make_plan(settings: TrainSettings, *, download: bool = False, predict: bool 
         read_generation_config(directory)
         tokenizer, extra_notes = load_tokenizer(directory, settings)
         notes += extra_notes
-        _check_template(tokenizer, datasets + held_out)
+        check_template(tokenizer, datasets + held_out)
         options = settings.data
         renderer = Renderer(tokenizer, options.cutoff_len, options.train_on_prompt, options.mask_history)
         split = prepare(datasets, held_out, renderer, options, seed)
         recipe = make_recipe(settings, directory, split, process_count())
         notes += check_recipe(resume, settings.output_dir, recipe)
-        measured = _measure_rows(split, settings, seed)
+        measured = measure_rows(split, settings, seed)
         settings, grouping, forecast, extra_notes = _plan_batching(settings, resume.checkpoint, directory, measured)
         notes += extra_notes
         data = replace(_summarise_data(split, measured, settings, tokenizer), question=_first_question(datasets))
@@ -292,7 +216,7 @@ def make_plan(settings: TrainSettings, *, download: bool = False, predict: bool 
         _check_vocabulary(split, model, directory)
         if uses_packing(settings):
             require_masked_layers(model)
-        notes += _precision_notes(settings, read_model_config(directory))
+        notes += precision_notes(settings, read_model_config(directory))
     plan = TrainPlan(
         settings=settings,
         model=None if directory is None else str(directory),
@@ -343,23 +267,6 @@ def _check_vocabulary(split: DataSplit, model: Any, directory: Path) -> None:
         ids = row.prompt + row.chosen + row.rejected if isinstance(row, PreferenceRow) else row.ids
         if max(ids) >= size:
             raise InputError(str(directory), f"token {max(ids)}", f"tokens below {size}, the model's vocabulary")
-
-
-def _precision_notes(settings: TrainSettings, config: dict[str, Any]) -> list[str]:
-    """Notes on bf16 where it is slow and on f32 experts; raises if the requested CPU variant has none."""
-    note = bf16_note(settings)
-    notes = [] if note is None else [note]
-    if settings.experts.precision == "bf16":
-        return notes
-    isa = isa_of_backend(settings.experts.kt_backend)
-    if isa not in (None, *EXACT_ISAS):
-        backend = settings.experts.kt_backend
-        raise InputError(
-            "precision", f"f32 with kt_backend {backend}", f"auto, {' or '.join(EXACT_ISAS)}", "leave kt_backend out"
-        )
-    dtype = dtype_of(settings, config)
-    mixed = f", though the rest computes in {str(dtype).removeprefix('torch.')}" if dtype.itemsize < 4 else ""
-    return [*notes, f"precision f32: experts take twice the memory of the forecast and more time{mixed}"]
 
 
 def plan_document(plan: TrainPlan) -> dict[str, Any]:

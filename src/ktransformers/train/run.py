@@ -26,20 +26,11 @@ from ktransformers.parallel.rank_check import (
 )
 from ktransformers.parallel.rank_watch import RankWatch
 from ktransformers.plan import Meter, PlanComparison, compare_with_plan, require_fit
-from ktransformers.train.arguments import device_of, dtype_of, trainer_arguments, uses_packing
-from ktransformers.train.callbacks import (
-    ExpertClock,
-    GradientCheck,
-    Interrupted,
-    Progress,
-    StepPosition,
-    Stopper,
-    TrainLog,
-)
+from ktransformers.train.arguments import device_of, dtype_of
+from ktransformers.train.build import build_trainer
+from ktransformers.train.callbacks import ExpertClock, Interrupted, Progress, StepPosition, Stopper, TrainLog
 from ktransformers.train.checkpoints import list_checkpoints
-from ktransformers.train.data.render import PreferenceRow
-from ktransformers.train.expert_parallel import check_trained, is_writer
-from ktransformers.train.finite import FiniteCheck
+from ktransformers.train.expert_parallel import is_writer
 from ktransformers.train.manifest import (
     base_hash,
     check_gradients,
@@ -49,23 +40,16 @@ from ktransformers.train.manifest import (
     make_manifest,
     text_hash,
 )
-from ktransformers.train.model import (
-    build_lora_config,
-    checkpoint_activations,
-    finish_adapter,
-    open_trained,
-)
+from ktransformers.train.model import open_trained
 from ktransformers.train.out_of_memory import reporting_out_of_memory
 from ktransformers.train.output import locked_output, prepare_output, write_output
-from ktransformers.train.packed_attention import restore_sdpa, use_packed_attention
-from ktransformers.train.packing import separate_rows
+from ktransformers.train.packed_attention import restore_sdpa
 from ktransformers.train.placement import TrainPlacement
-from ktransformers.train.plan import PreparedRun, TrainPlan, make_plan, trainer_sequences
-from ktransformers.train.preference import REFERENCE_FREE_LOSSES
-from ktransformers.train.reachable import drop_untrained, trainable_targets
+from ktransformers.train.plan import PreparedRun, TrainPlan, make_plan
+from ktransformers.train.preference import REFERENCE_FREE_LOSSES, add_reference
+from ktransformers.train.reachable import drop_untrained
 from ktransformers.train.settings import TrainSettings
 from ktransformers.train.sharding import leave_out_attention_graphs, read_shard_options, take_launcher_sharding
-from ktransformers.train.targets import find_targets
 
 DDP_SECONDS = 1800.0  # until a collective fails, as in transformers
 RANK_REMEDY = "copy the model, the experts, the data and the recipe to all hosts, or put them on a shared disk"
@@ -88,78 +72,6 @@ class Result:
     results: dict[str, Any]
     manifest: dict[str, Any]
     comparison: tuple[PlanComparison, ...] = ()  # forecast against measurement
-
-
-def _build_dataset(rows: list[Any], settings: TrainSettings) -> Any:
-    """Rows in the columns that TRL's trainers expect."""
-    from datasets import Dataset  # type: ignore[import-untyped]
-
-    if settings.data.stage == "dpo":
-        pairs: list[PreferenceRow] = rows
-        return Dataset.from_dict(
-            {
-                "prompt_ids": [pair.prompt for pair in pairs],
-                "chosen_ids": [pair.chosen for pair in pairs],
-                "rejected_ids": [pair.rejected for pair in pairs],
-            }
-        )
-    if uses_packing(settings):
-        packed = trainer_sequences(rows, settings)
-        return Dataset.from_dict(
-            {
-                "input_ids": [[token for row in part for token in row.ids] for part in packed],
-                "labels": [[label for row in part for label in row.labels] for part in packed],
-                "seq_lengths": [[len(row.ids) for row in part] for part in packed],
-            }
-        )
-    return Dataset.from_dict({"input_ids": [row.ids for row in rows], "labels": [row.labels for row in rows]})
-
-
-def build_trainer(model: Any, prepared: PreparedRun) -> Any:
-    """TRL's trainer for the loaded model, with the adapter created."""
-    from ktransformers.train.trainers import PreferenceTrainer, SupervisedTrainer
-
-    settings, split = prepared.plan.settings, prepared.split
-    assert split is not None
-    continued = settings.lora.adapter_name_or_path is not None  # then the adapter names its modules
-    targets, notes = (find_targets(model, settings.lora), []) if continued else trainable_targets(model, settings.lora)
-    trainer_class: Any = PreferenceTrainer if settings.data.stage == "dpo" else SupervisedTrainer
-    trainer = trainer_class(
-        model=model,
-        args=trainer_arguments(settings),
-        train_dataset=_build_dataset(split.train, settings),
-        eval_dataset=_build_dataset(split.evaluation, settings) if split.evaluation else None,
-        processing_class=prepared.tokenizer,
-        peft_config=build_lora_config(model, targets, settings.lora),
-    )
-    _guard_trainer(trainer, prepared)
-    check_trained(trainer.model)
-    finish_adapter(trainer.model, settings)
-    checkpoint_activations(trainer.model, settings)
-    if uses_packing(settings):
-        if device_of(settings).type == "cpu":
-            use_packed_attention(model)
-        separate_rows(model)
-    options, _ = read_shard_options(settings)
-    if options is not None:
-        trainer.shard(options)
-    trainer.begin_run(settings, GradientCheck(trainer.model), tuple(notes))
-    return trainer
-
-
-def _guard_trainer(trainer: Any, prepared: PreparedRun) -> None:
-    settings, split = prepared.plan.settings, prepared.split
-    assert split is not None and prepared.recipe is not None
-    output, pairs = Path(settings.output_dir), settings.data.stage == "dpo"
-    trainer.guard(FiniteCheck(trainer.model, output, split.train, prepared.tokenizer, pairs), prepared.recipe)
-
-
-def _quiet_stock_callbacks(trainer: Any) -> None:
-    """Removes the stock printing callbacks; TrainLog reports instead."""
-    from transformers import PrinterCallback, ProgressCallback
-
-    for callback in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(callback)
 
 
 def train(settings: TrainSettings, watcher: Watcher, *, force: bool = False) -> Result:
@@ -207,21 +119,30 @@ def require_equal_runs(ranks: Ranks | None, prepared: PreparedRun) -> None:
 
 
 def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
-    settings = prepared.plan.settings  # including the plan's choices
+    """prepare -> load -> build -> fit -> write"""
     watcher.on_plan(prepared.plan)
+    _prepare(prepared, force)
+    model, placing = _load(prepared, watcher)
+    trainer = _build(model, prepared, watcher)
+    metrics, meter = _fit(model, trainer, placing, prepared, watcher)
+    return _write(model, trainer, prepared, watcher, metrics, meter)
+
+
+def _prepare(prepared: PreparedRun, force: bool) -> None:
+    settings = prepared.plan.settings  # including the plan's choices
     if prepared.plan.forecast is not None:
         require_fit(prepared.plan.forecast, force=force)
     require_compiler(device_of(settings).type, "use_cpu=true")
-    directory, output = prepared.directory, Path(settings.output_dir)
-    assert directory is not None
-    checkpoint = prepared.resume.checkpoint
-    is_main = int(os.environ.get("RANK", "0")) == 0
-    if is_main:
-        prepare_output(output, prepared.resume)
+    if int(os.environ.get("RANK", "0")) == 0:
+        prepare_output(Path(settings.output_dir), prepared.resume)
     if read_shard_options(settings)[0] is not None:
         leave_out_attention_graphs()
-    placing = TrainPlacement(settings, prepared.plan.forecast)
-    skeleton = meta_model(directory)
+
+
+def _load(prepared: PreparedRun, watcher: Watcher) -> tuple[Any, TrainPlacement]:
+    settings, directory = prepared.plan.settings, prepared.directory
+    assert directory is not None
+    placing, skeleton = TrainPlacement(settings, prepared.plan.forecast), meta_model(directory)
     operators, _ = placing.plan_operators(skeleton)
     model = open_trained(
         directory,
@@ -235,23 +156,38 @@ def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
         watcher.on_note,
     )
     placing.model_loaded(model)
+    return model, placing
+
+
+def _build(model: Any, prepared: PreparedRun, watcher: Watcher) -> Any:
+    """The trainer; for preferences its rows get the reference, and a resumed run what it had seen of gradients."""
+    settings, directory = prepared.plan.settings, prepared.directory
+    assert directory is not None
     trainer = build_trainer(model, prepared)
     for line in trainer.target_notes:
         watcher.on_note(line)
     if settings.data.stage == "dpo" and settings.preference.pref_loss not in REFERENCE_FREE_LOSSES:
-        from ktransformers.train.reference import add_reference
-
         budget = max(4 * settings.data.cutoff_len, settings.experts.tokens_per_pass or 0)
         reference_id = [base_hash(directory), str(experts_source(settings, directory)), expert_formats(model)]
         reference_id += [str(rule) for rule in operators_of(settings.place.kt_optimize_rule)]
         if not add_reference(trainer, " ".join(reference_id), budget, watcher.on_reference):
             watcher.on_note("reference log-probabilities are reused from the earlier run")
-    if checkpoint is not None:
-        trainer.gradient_check.restore(checkpoint)
+    if prepared.resume.checkpoint is not None:
+        trainer.gradient_check.restore(prepared.resume.checkpoint)
+    return trainer
+
+
+def _fit(
+    model: Any, trainer: Any, placing: TrainPlacement, prepared: PreparedRun, watcher: Watcher
+) -> tuple[dict[str, Any], Meter]:
+    """Metrics of the training, and the memory that it took; Interrupted if a signal ended it."""
+    settings, checkpoint = prepared.plan.settings, prepared.resume.checkpoint
     clock, stopper = ExpertClock(model), Stopper()
-    _quiet_stock_callbacks(trainer)
-    log = TrainLog(output, clock, watcher.on_step, watcher.on_position, lambda: trainer.finite_check.step_loss)
-    placing.trainer_built(watcher.on_note, (_batch_tokens(settings, trainer.args.per_device_train_batch_size),))
+    log = TrainLog(
+        Path(settings.output_dir), clock, watcher.on_step, watcher.on_position, lambda: trainer.finite_check.step_loss
+    )
+    rows = trainer.args.per_device_train_batch_size
+    placing.trainer_built(watcher.on_note, (settings.experts.tokens_per_pass or rows * settings.data.cutoff_len,))
     for callback in (trainer.gradient_check, log, stopper, *_early_stopping(settings)):
         trainer.add_callback(callback)
     with frozen_gc(), stopper.listening(), Meter() as meter:
@@ -261,7 +197,15 @@ def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
     placing.run_ended(watcher.on_note)
     if stopper.received is not None and trainer.state.global_step < trainer.state.max_steps:
         raise Interrupted(stopper.received, trainer.state.global_step)
-    results = dict(outcome.metrics)
+    return dict(outcome.metrics), meter
+
+
+def _write(
+    model: Any, trainer: Any, prepared: PreparedRun, watcher: Watcher, results: dict[str, Any], meter: Meter
+) -> Result:
+    """Check what was trained, evaluate, and write the output directory."""
+    settings, directory, split = prepared.plan.settings, prepared.directory, prepared.split
+    assert directory is not None and split is not None
     trainer.gradient_check.share()
     if trainer.state.global_step:
         for line in drop_untrained(trainer.accelerator.unwrap_model(trainer.model), trainer.gradient_check):
@@ -278,11 +222,10 @@ def _train(prepared: PreparedRun, watcher: Watcher, force: bool) -> Result:
     manifest = make_manifest(trainer.model, settings, trainer.gradient_check, directory, facts)
     takes_part, is_main = is_writer(model)
     if takes_part or trainer.sharding is not None:  # all ranks gather a sharded model's layers
-        assert prepared.split is not None
-        reloaded = write_output(trainer, settings, results, manifest, prepared.split)
+        reloaded = write_output(trainer, settings, results, manifest, split)
         if is_main:
             watcher.on_note(str(reloaded))
-    return Result(output, results, manifest, _compare(prepared.plan, meter, results))
+    return Result(Path(settings.output_dir), results, manifest, _compare(prepared.plan, meter, results))
 
 
 def _compare(plan: TrainPlan, meter: Meter, results: dict[str, Any]) -> tuple[PlanComparison, ...]:
@@ -302,11 +245,6 @@ def _last_evaluation(trainer: Any) -> dict[str, Any]:
     if not entries or entries[-1]["step"] != trainer.state.global_step:
         return {}
     return {name: value for name, value in entries[-1].items() if name != "step"}
-
-
-def _batch_tokens(settings: TrainSettings, rows: int) -> int:
-    """Tokens of one batch, at most."""
-    return settings.experts.tokens_per_pass or rows * settings.data.cutoff_len
 
 
 def _early_stopping(settings: TrainSettings) -> list[Any]:

@@ -5,7 +5,7 @@ gradient or weight that is not finite ends the run before it is used or saved (`
 by tokens (`batches.py`). B may have a higher learning rate than A (LoRA+). Pairs get LLaMA-Factory's losses
 (`preference.py`), with the reference log-probabilities stored in the rows. TRL would copy an adapter that it is given
 as the reference, so it gets a configuration and creates the adapter itself; the reference is the base. On a CPU the LM
-head processes labelled rows only (`labelled_rows.py`). Where several processes hold parts of the model (FSDP2, expert
+head processes labelled rows only (`batches.py`). Where several processes hold parts of the model (FSDP2, expert
 parallelism), it is clipped, saved and loaded by `parallel/whole_state.py`; its checkpoints are those of one process.
 """
 
@@ -34,7 +34,7 @@ from ktransformers.parallel.whole_state import (
 )
 from ktransformers.train import grouping
 from ktransformers.train.arguments import step_shape
-from ktransformers.train.batches import split_pairs, split_step
+from ktransformers.train.batches import labelled_rows_only, split_pairs, split_step
 from ktransformers.train.callbacks import GradientCheck
 from ktransformers.train.checkpoints import (
     STATE_FILES,
@@ -46,49 +46,19 @@ from ktransformers.train.data.render import IGNORE_INDEX
 from ktransformers.train.expert_parallel import most_passes
 from ktransformers.train.files import STAGING_DIR, reporting_full_disk, sync_tree, write_json
 from ktransformers.train.finite import FiniteCheck
-from ktransformers.train.labelled_rows import labelled_rows_only
 from ktransformers.train.preference import REFERENCE_FREE_LOSSES, AnswerLogprobs, implicit_rewards, pair_losses
 from ktransformers.train.recipe import TrainRecipe
 from ktransformers.train.settings import TrainSettings
 
 
-class RunMixin:
-    """Overrides that both trainers share; `begin_run` is called once after construction."""
+class SavesCheckpoints:
+    """Checkpoints are staged, checked and renamed; those of a divided model are of one process."""
 
-    pairs = False
     settings: TrainSettings
     gradient_check: GradientCheck
-    target_notes: tuple[str, ...]  # on modules that were left out of lora_target
-
-    sharding: Sharding | None = None  # of the model over several processes
-
-    def shard(self: Any, options: ShardOptions) -> None:
-        """Shard everything but the experts over all processes; called once, before an optimizer exists."""
-        self.sharding = fsdp.shard_model(self.model, options, self.accelerator.device)
-        # Autocast alone: the model reduces its gradients itself, and accelerate would wrap it in DDP.
-        self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
-        self.model._is_accelerate_prepared = True
-
-    def begin_run(
-        self: Any, settings: TrainSettings, gradient_check: GradientCheck, target_notes: tuple[str, ...] = ()
-    ) -> None:
-        self.settings, self.gradient_check, self.target_notes = settings, gradient_check, target_notes
-        self._staging: Path | None = None
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Disabled: output.py writes the card at the end."""
-
-    def _send_telemetry(self) -> None:
-        """Disabled: a run sends nothing to the network."""
-
     finite_check: FiniteCheck
     recipe: TrainRecipe
-
-    def guard(self: Any, finite_check: FiniteCheck, recipe: TrainRecipe) -> None:
-        """Checks every step, and records the recipe in every checkpoint; called once after construction."""
-        self.finite_check, self.recipe = finite_check, recipe
-        finite_check.has_scaler = self.accelerator.scaler is not None
-        self.add_callback(finite_check)
+    _staging: Path | None = None
 
     def _get_output_dir(self: Any, trial: Any) -> str:
         return str(self._staging or self.args.output_dir)
@@ -96,20 +66,6 @@ class RunMixin:
     def _network(self: Any) -> Any:
         """The model without DDP around it."""
         return self.accelerator.unwrap_model(self.model)
-
-    def _clip_grad_norm(self: Any, model: Any) -> Any:
-        network = self._network()
-        if not is_divided(network):
-            return super()._clip_grad_norm(model)  # type: ignore[misc]
-        return clip_gradients(network, self.args.max_grad_norm)
-
-    def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
-        network = self._network()
-        if grad_norm is None and is_divided(network):
-            grad_norm = gradient_norm(network)
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
-        self.finite_check.record_norm(norm)
-        return norm
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         network = self._network()
@@ -150,6 +106,24 @@ class RunMixin:
                 shutil.rmtree(staging, ignore_errors=True)
         self.accelerator.wait_for_everyone()
 
+    def _publish(self: Any, staged: Path, final: Path) -> None:
+        best = self.state.best_model_checkpoint
+        if best and Path(best).parent == staged.parent:
+            self.state.best_model_checkpoint = str(final.parent / Path(best).name)
+            self.state.save_to_json(str(staged / "trainer_state.json"))
+        write_json(staged / "kt_gradients.json", self.gradient_check.state())
+        write_json(staged / grouping.GROUPING_FILE, {"kt_tokens_per_batch": self.settings.experts.tokens_per_pass})
+        write_checkpoint_manifest(staged, self.state.global_step, self.recipe)
+        sync_tree(staged)
+        shutil.rmtree(final, ignore_errors=True)
+        staged.rename(final)
+        limit = self.args.save_total_limit
+        if limit and limit > 0:
+            protected = {str(final), str(self.state.best_model_checkpoint)}
+            removable = [path for path in list_checkpoints(final.parent) if str(path) not in protected]
+            for path in removable[: max(0, len(removable) + len(protected - {"None"}) - limit)]:
+                shutil.rmtree(path)
+
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         network, optimizer = self._network(), self.optimizer
         if not is_divided(network):
@@ -173,23 +147,32 @@ class RunMixin:
         load_optimizer_state(network, self.optimizer, optimizer)
         self.lr_scheduler.load_state_dict(scheduler)
 
-    def _publish(self: Any, staged: Path, final: Path) -> None:
-        best = self.state.best_model_checkpoint
-        if best and Path(best).parent == staged.parent:
-            self.state.best_model_checkpoint = str(final.parent / Path(best).name)
-            self.state.save_to_json(str(staged / "trainer_state.json"))
-        write_json(staged / "kt_gradients.json", self.gradient_check.state())
-        write_json(staged / grouping.GROUPING_FILE, {"kt_tokens_per_batch": self.settings.experts.tokens_per_pass})
-        write_checkpoint_manifest(staged, self.state.global_step, self.recipe)
-        sync_tree(staged)
-        shutil.rmtree(final, ignore_errors=True)
-        staged.rename(final)
-        limit = self.args.save_total_limit
-        if limit and limit > 0:
-            protected = {str(final), str(self.state.best_model_checkpoint)}
-            removable = [path for path in list_checkpoints(final.parent) if str(path) not in protected]
-            for path in removable[: max(0, len(removable) + len(protected - {"None"}) - limit)]:
-                shutil.rmtree(path)
+
+class Optimizes:
+    """LoRA+, and optimizers and gradient norms of a model that several processes divide."""
+
+    sharding: Sharding | None = None
+
+    def shard(self: Any, options: ShardOptions) -> None:
+        """Shard everything but the experts over all processes; called once, before an optimizer exists."""
+        self.sharding = fsdp.shard_model(self.model, options, self.accelerator.device)
+        # Autocast alone: the model reduces its gradients itself, and accelerate would wrap it in DDP.
+        self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
+        self.model._is_accelerate_prepared = True
+
+    def _clip_grad_norm(self: Any, model: Any) -> Any:
+        network = self._network()
+        if not is_divided(network):
+            return super()._clip_grad_norm(model)  # type: ignore[misc]
+        return clip_gradients(network, self.args.max_grad_norm)
+
+    def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
+        network = self._network()
+        if grad_norm is None and is_divided(network):
+            grad_norm = gradient_norm(network)
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
+        self.finite_check.record_norm(norm)
+        return norm
 
     def create_optimizer(self: Any, model: Any = None) -> Any:
         is_new = self.optimizer is None
@@ -228,6 +211,12 @@ class RunMixin:
             for (is_b, decays), parameters in groups.items()
         ]
 
+
+class SplitsSteps:
+    """A step in parts of a given number of tokens, whose losses are checked."""
+
+    pairs = False
+
     def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         budget = self.settings.experts.tokens_per_pass
         step = self.state.global_step + 1
@@ -262,7 +251,30 @@ class RunMixin:
         self.accelerator.backward(logits.sum() * 0.0)
 
 
-class SupervisedTrainer(RunMixin, SFTTrainer):
+class OneRun(SavesCheckpoints, Optimizes, SplitsSteps):
+    """What a trainer is told about its run, once after construction; it sends nothing and writes no card."""
+
+    target_notes: tuple[str, ...]  # on modules that were left out of lora_target
+
+    def begin_run(
+        self: Any, settings: TrainSettings, gradient_check: GradientCheck, target_notes: tuple[str, ...] = ()
+    ) -> None:
+        self.settings, self.gradient_check, self.target_notes = settings, gradient_check, target_notes
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Disabled: output.py writes the card at the end."""
+
+    def _send_telemetry(self) -> None:
+        """Disabled: a run sends nothing to the network."""
+
+    def guard(self: Any, finite_check: FiniteCheck, recipe: TrainRecipe) -> None:
+        """Checks every step, and records the recipe in every checkpoint; called once after construction."""
+        self.finite_check, self.recipe = finite_check, recipe
+        finite_check.has_scaler = self.accelerator.scaler is not None
+        self.add_callback(finite_check)
+
+
+class SupervisedTrainer(OneRun, SFTTrainer):
     def compute_loss(
         self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -273,7 +285,7 @@ class SupervisedTrainer(RunMixin, SFTTrainer):
             return super().compute_loss(model, chosen, return_outputs, num_items_in_batch)  # type: ignore[no-untyped-call]
 
 
-class PreferenceTrainer(RunMixin, DPOTrainer):
+class PreferenceTrainer(OneRun, DPOTrainer):
     pairs = True
 
     def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -322,21 +334,3 @@ class PreferenceTrainer(RunMixin, DPOTrainer):
         if mode == "train":
             self._total_train_tokens += int(gather(inputs["attention_mask"].sum()).sum().item())
         self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
-
-
-@torch.no_grad()
-def reference_logprobs(trainer: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Summed log-probabilities of the (chosen, rejected) answers of a collated batch, with the adapter disabled."""
-    device = trainer.accelerator.device
-    batch = {key: value.to(device) for key, value in batch.items()}
-    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORE_INDEX)
-    with trainer.model.disable_adapter(), trainer.accelerator.autocast():
-        outputs = trainer.model(
-            input_ids=batch["input_ids"],
-            attention_mask=batch["attention_mask"],
-            labels=labels,
-            use_cache=False,
-            fused_lm_head=True,
-        )
-    chosen, rejected = outputs.log_probs.float().sum(1).cpu().chunk(2)
-    return chosen, rejected

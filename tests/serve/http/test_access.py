@@ -15,7 +15,7 @@ import pytest
 
 from ktransformers.ground.errors import InputError
 from ktransformers.serve.flags import parse
-from ktransformers.serve.http.access import AccessRules, rules_for
+from ktransformers.serve.http.boundary import AccessRules, rules_for
 from ktransformers.serve.http.error import ApiError
 from tests.support.serving import EngineHarness, RunningServer, run_app
 

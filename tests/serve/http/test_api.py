@@ -274,8 +274,8 @@ def test_disconnected_client_is_cancelled(served: RunningServer) -> None:
 
 
 def test_full_queue_missing_key_and_timeout_are_refused(harness: EngineHarness, adapters: dict[str, Path]) -> None:
-    from ktransformers.serve.http.access import AccessRules
     from ktransformers.serve.http.api import create_app
+    from ktransformers.serve.http.boundary import AccessRules
 
     service = make_service(harness, adapters, timeout=0.4, max_running_requests=1, max_queued_requests=1)
     with run_app(create_app(service, rules=AccessRules("secret"))) as url:

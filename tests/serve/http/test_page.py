@@ -84,8 +84,8 @@ def test_adapter_is_loaded_and_training_found(
     harness: EngineHarness, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
     pytest.importorskip("fastapi")
-    from ktransformers.serve.http.access import AccessRules
     from ktransformers.serve.http.api import create_app
+    from ktransformers.serve.http.boundary import AccessRules
     from ktransformers.serve.http.training import TrainingRuns
 
     lines = [

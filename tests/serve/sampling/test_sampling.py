@@ -8,9 +8,15 @@ import pytest
 import torch
 
 from ktransformers.ground.errors import KTError
-from ktransformers.serve.sampling import draws as draws_module
-from ktransformers.serve.sampling.draws import draw_tokens, sample_token, uniform
-from ktransformers.serve.sampling.sampling import Sampling, make_generator, score_tokens
+from ktransformers.serve.sampling import sampling as sampling_module
+from ktransformers.serve.sampling.sampling import (
+    Sampling,
+    draw_tokens,
+    make_generator,
+    sample_token,
+    score_tokens,
+    uniform,
+)
 
 
 def draws(sampling: Sampling, logits: torch.Tensor, count: int = 400, new: tuple[int, ...] = ()) -> Counter[int]:
@@ -89,7 +95,7 @@ def test_rows_of_a_batch_have_settings_of_their_own() -> None:
 @pytest.mark.parametrize("at_once", [32, 2])
 def test_equal_logits_are_drawn_alike_in_every_batch(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits in bf16 often are equal; which of them top-k keeps must not depend on the other rows' settings."""
-    monkeypatch.setattr(draws_module, "ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(sampling_module, "ROWS_AT_ONCE", at_once)
     logits = 3 * torch.randn(2000, generator=torch.Generator().manual_seed(6)).bfloat16()
     sampling, uniforms = Sampling(top_k=20), ((torch.arange(100) + 0.5) / 100).tolist()
     alone = [draw_tokens([logits], [sampling], [u])[0] for u in uniforms]

@@ -14,8 +14,7 @@ from ktransformers.ground.errors import InputError
 from ktransformers.nn import load_model
 from ktransformers.serve.attention.attention import ATTENTION_NAME
 from ktransformers.serve.cache.kv_cache import KVSlot
-from ktransformers.serve.sampling.draws import sample_token
-from ktransformers.serve.sampling.sampling import Sampling, make_generator
+from ktransformers.serve.sampling.sampling import Sampling, make_generator, sample_token
 from ktransformers.serve.scheduler import forward as forward_module
 from ktransformers.serve.scheduler.forward import Chunk, Forward, SequentialForward, argmax_of_rows, make_forward
 from ktransformers.serve.scheduler.head import collect_rows

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ktransformers.serve.http.error import UNAVAILABLE, ApiError
-from ktransformers.serve.http.prepare import TokenizedPrompt
+from ktransformers.serve.http.prepare import PreparedRequest, TokenizedPrompt
+from ktransformers.serve.http.service import Service
+from ktransformers.serve.http.tools import ToolCall, ToolCallSplitter, parse_bare_call, parse_calls
 from ktransformers.serve.sampling.sampling import Score
 from ktransformers.serve.scheduler.engine import QueueFull, ServeEngine, Stopped, Unavailable
 from ktransformers.serve.scheduler.sequence import Event, GenerationRequest
@@ -217,3 +219,142 @@ class LogprobFormat:
 
     def prompt_offsets(self, prompt: TokenizedPrompt, scores: Sequence[Score]) -> list[int]:
         return list(prompt.offsets) if prompt.offsets is not None else self.offsets(scores, 0)
+
+
+class ChatCompletion:
+    """One request to /v1/chat/completions in progress: messages in, a message or tool calls out. A stream emits text as
+    it is generated until a tool call begins; calls are emitted complete, at the end."""
+
+    def __init__(self, service: Service, prepared: PreparedRequest, responses: ResponseStream) -> None:
+        self._prepared, self.responses = prepared, responses
+        self._logprob_format = LogprobFormat(service.tokenizer)
+
+    def _split(self, text: str) -> tuple[str | None, list[ToolCall]]:
+        if self._prepared.bare_call:
+            calls = parse_bare_call(text)
+            return (None, calls) if calls else (text, [])
+        if not self._prepared.parses_calls:
+            return text, []
+        before, calls = parse_calls(text, self._prepared.parameter_types)
+        return before or None if calls else before, calls
+
+    def document(self) -> dict[str, Any]:
+        """The whole response, when all choices have ended."""
+        head = ResponseHeader("chat.completion", self._prepared.model)
+        choices = [self._choice(index, answer) for index, answer in enumerate(self.responses.answers)]
+        return head(choices, usage=self.responses.usage(), **self._prompt_tokens())
+
+    def _prompt_tokens(self) -> dict[str, Any]:
+        return {"prompt_token_ids": list(self._prepared.prompts[0].tokens)} if self._prepared.return_token_ids else {}
+
+    def _choice(self, index: int, answer: Completed) -> dict[str, Any]:
+        content, calls = self._split(answer.text)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message["tool_calls"] = [call.to_json() for call in calls]
+        logprobs = None if self._prepared.logprobs is None else self._logprob_format.chat(answer.scores)
+        finish = "tool_calls" if calls else answer.finish
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
+
+    async def stream(self) -> AsyncIterator[str]:
+        head = ResponseHeader("chat.completion.chunk", self._prepared.model)
+        usage_field = {"usage": None} if self._prepared.usage_in_stream else {}
+        splitters = [ToolCallSplitter() for _ in self.responses.answers]
+
+        def event_of(
+            index: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None, **fields: Any
+        ) -> str:
+            choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+            return sse_event(head([choice], **usage_field, **fields))
+
+        for choice in range(len(splitters)):
+            yield event_of(choice, {"role": "assistant", "content": ""}, **self._prompt_tokens())
+        async for choice, event in self.responses.events():
+            text = event.text
+            if self._prepared.bare_call:
+                text = ""
+            elif self._prepared.parses_calls:
+                text = splitters[choice].add(text)
+            wants_scores = self._prepared.logprobs is not None and event.scores
+            scores = self._logprob_format.chat(event.scores) if wants_scores else None
+            if text or scores:
+                yield event_of(choice, {"content": text}, scores)
+            if event.finish is not None:
+                rest, finish = self._final_delta(choice, splitters[choice], event.finish)
+                if rest:
+                    yield event_of(choice, rest)
+                yield event_of(choice, {}, None, finish)
+        if self._prepared.usage_in_stream:
+            yield sse_event(head([], usage=self.responses.usage()))
+
+    def _final_delta(self, choice: int, splitter: ToolCallSplitter, finish: str) -> tuple[dict[str, Any], str | None]:
+        """The delta with what was held back, tool calls or text, and the finish reason."""
+        held_text = self.responses.answers[choice].text if self._prepared.bare_call else splitter.end()
+        _, calls = self._split(held_text) if held_text else (None, [])
+        if calls:
+            numbered = [{"index": number, **call.to_json()} for number, call in enumerate(calls)]
+            return {"tool_calls": numbered}, "tool_calls"
+        return ({"content": held_text} if held_text else {}), finish
+
+
+class Completion:
+    """One request to /v1/completions in progress: text or tokens in, text out, with `echo` and log-probabilities of the
+    prompt for scoring."""
+
+    def __init__(self, service: Service, prepared: PreparedRequest, responses: ResponseStream) -> None:
+        self._prepared, self.responses = prepared, responses
+        self._logprob_format = LogprobFormat(service.tokenizer)
+        self._head = ResponseHeader("text_completion", prepared.model)
+
+    def _prompt(self, choice: int) -> TokenizedPrompt:
+        return self._prepared.prompts[choice // self._prepared.n]
+
+    def document(self) -> dict[str, Any]:
+        """The whole response, when all choices have ended."""
+        choices = [self._choice(index, answer) for index, answer in enumerate(self.responses.answers)]
+        return self._head(choices, usage=self.responses.usage())
+
+    def _choice(self, index: int, answer: Completed) -> dict[str, Any]:
+        prompt = self._prompt(index)
+        echoed = self._logprob_format.prompt(prompt) if self._prepared.echo else ""
+        logprobs = None
+        if self._prepared.logprobs is not None:
+            scores = [*answer.prompt_scores, *answer.scores]
+            offsets = self._logprob_format.prompt_offsets(prompt, answer.prompt_scores) if answer.prompt_scores else []
+            offsets += self._logprob_format.offsets(answer.scores, len(echoed))
+            logprobs = self._logprob_format.completion(scores, offsets)
+        return {"index": index, "text": echoed + answer.text, "logprobs": logprobs, "finish_reason": answer.finish}
+
+    async def stream(self) -> AsyncIterator[str]:
+        text_lengths: dict[int, int] = {}  # index of a choice -> length of its text so far
+        async for choice_index, event in self.responses.events():
+            if event.prompt_scores:  # of thousands of tokens: not on the event loop
+                part = await asyncio.to_thread(self._part, choice_index, event, text_lengths)
+            else:
+                part = self._part(choice_index, event, text_lengths)
+            if part:
+                yield part
+        if self._prepared.usage_in_stream:
+            yield sse_event(self._head([], usage=self.responses.usage()))
+
+    def _part(self, choice_index: int, event: Event, text_lengths: dict[int, int]) -> str:
+        """An event of the engine as an event of the stream; empty: it has nothing to tell."""
+        text, scores, offsets = event.text, [*event.scores], []
+        has_content = event.prompt_scores or event.tokens or event.finish
+        if choice_index not in text_lengths and self._prepared.echo and has_content:
+            prompt = self._prompt(choice_index)
+            text = self._logprob_format.prompt(prompt) + text
+            scores = [*event.prompt_scores, *scores]
+            if event.prompt_scores:
+                offsets = self._logprob_format.prompt_offsets(prompt, event.prompt_scores)
+        start = text_lengths.get(choice_index, len(text) - len(event.text))
+        text_lengths[choice_index] = text_lengths.get(choice_index, 0) + len(text)
+        if not text and not scores and event.finish is None:
+            return ""
+        logprobs = None
+        if self._prepared.logprobs is not None:
+            offsets += self._logprob_format.offsets(event.scores, start)
+            logprobs = self._logprob_format.completion(scores, offsets)
+        choice = {"index": choice_index, "text": text, "logprobs": logprobs, "finish_reason": event.finish}
+        usage_field = {"usage": None} if self._prepared.usage_in_stream else {}
+        return sse_event(self._head([choice], **usage_field))

@@ -31,12 +31,16 @@ import ktransformers
 from ktransformers.ground.errors import KTError
 from ktransformers.ground.log import logger
 from ktransformers.serve.http import metrics, openapi
-from ktransformers.serve.http.access import AccessRules
-from ktransformers.serve.http.answers import SSE_DONE, ResponseStream, encode_json, sse_event
+from ktransformers.serve.http.answers import (
+    SSE_DONE,
+    ChatCompletion,
+    Completion,
+    ResponseStream,
+    encode_json,
+    sse_event,
+)
 from ktransformers.serve.http.body import BodyReader
-from ktransformers.serve.http.boundary import RequestBoundary, api_error
-from ktransformers.serve.http.chats import ChatCompletion
-from ktransformers.serve.http.completions import Completion
+from ktransformers.serve.http.boundary import AccessRules, RequestBoundary, api_error
 from ktransformers.serve.http.error import ApiError
 from ktransformers.serve.http.page import page_document, page_headers
 from ktransformers.serve.http.prepare import PreparedRequest, parse_body

@@ -19,9 +19,16 @@ from typing import Any
 
 from ktransformers.ground.errors import KTError
 from ktransformers.ground.log import logger
-from ktransformers.serve.http import prepare_wire
 from ktransformers.serve.http.error import ApiError
 from ktransformers.serve.http.prepare import ModelTemplate, PreparedRequest, PrepareSettings
+from ktransformers.serve.http.prepare_worker import (
+    LENGTHS,
+    error_of,
+    frame_head,
+    prepared_of,
+    settings_document,
+    templates_document,
+)
 
 LOG = logger(__name__)
 LARGE_BODY_BYTES = 2**16
@@ -53,7 +60,7 @@ class PrepareWorker:
         command += ["--trust-remote-code"] if self._runs_code else []
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=environment)
-        first = {"settings": prepare_wire.settings_document(self._settings), "probe": PROBE}
+        first = {"settings": settings_document(self._settings), "probe": PROBE}
         async with asyncio.timeout(START_SECONDS):
             answer, _ = await self._exchange(first, b"")
         if answer["tokens"] != self._probe_tokens:
@@ -62,16 +69,16 @@ class PrepareWorker:
     async def ask(
         self, kind: str, body: bytes | bytearray, templates: Mapping[str, ModelTemplate]
     ) -> tuple[dict[str, Any], bytes]:
-        return await self._exchange({"kind": kind, "templates": prepare_wire.templates_document(templates)}, body)
+        return await self._exchange({"kind": kind, "templates": templates_document(templates)}, body)
 
     async def _exchange(self, document: dict[str, Any], body: bytes | bytearray) -> tuple[dict[str, Any], bytes]:
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         try:
-            self._process.stdin.write(prepare_wire.frame_head(document, len(body)))
+            self._process.stdin.write(frame_head(document, len(body)))
             self._process.stdin.write(body)
             await self._process.stdin.drain()
-            lengths = await self._process.stdout.readexactly(prepare_wire.LENGTHS.size)
-            document_bytes, block_bytes = prepare_wire.LENGTHS.unpack(lengths)
+            lengths = await self._process.stdout.readexactly(LENGTHS.size)
+            document_bytes, block_bytes = LENGTHS.unpack(lengths)
             answer = json.loads(await self._process.stdout.readexactly(document_bytes))
             return answer, await self._process.stdout.readexactly(block_bytes)
         except (OSError, asyncio.IncompleteReadError) as error:
@@ -152,10 +159,10 @@ class PreparePool:
         if "error" in answer:
             if answer["unexpected"]:
                 LOG.warning("a request could not be prepared:\n%s", answer["unexpected"])
-            raise prepare_wire.error_of(answer["error"])
+            raise error_of(answer["error"])
         if len(block) <= LARGE_BODY_BYTES:
-            return prepare_wire.prepared_of(answer["prepared"], block)
-        return await asyncio.to_thread(prepare_wire.prepared_of, answer["prepared"], block)
+            return prepared_of(answer["prepared"], block)
+        return await asyncio.to_thread(prepared_of, answer["prepared"], block)
 
     async def _ask(
         self, worker: PrepareWorker, kind: str, body: bytes | bytearray, templates: Mapping[str, ModelTemplate]

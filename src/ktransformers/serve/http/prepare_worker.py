@@ -5,18 +5,39 @@ every further frame is a request and is answered with a prepared request or an e
 Stdout carries frames, so whatever a library prints goes to stderr. The process has a lower priority than the server,
 whose loop and streams come first when cores are few, and a limit of memory. One that has grown large ends after its
 answer, and the pool starts another.
+
+The server and a worker exchange frames through two pipes: a frame is two lengths, a JSON document and a block of
+bytes; the block is the body of a request, or the tokens and offsets of its prompts as int32. Nothing is pickled, and
+the server decodes no more JSON than a prepared request has.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import resource
 import signal
+import struct
 import sys
 import traceback
+from array import array
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ktransformers.ground.errors import is_panic
+from ktransformers.serve.http.error import ApiError
+from ktransformers.serve.http.limits import RequestLimits
+from ktransformers.serve.http.prepare import (
+    ModelTemplate,
+    PreparedRequest,
+    PrepareSettings,
+    RequestPreparer,
+    TokenizedPrompt,
+)
+
+LENGTHS = struct.Struct("<II")  # of the document and of the block
 MEMORY_BYTES = 4 * 2**30
 RECYCLE_BYTES = 2**29  # resident memory after which a process is replaced
 NICENESS = 5
@@ -36,12 +57,9 @@ def main() -> None:
 def serve_frames(source: BinaryIO, output: BinaryIO, directory: str, *, trust_remote_code: bool = False) -> None:
     from transformers import AutoTokenizer
 
-    from ktransformers.serve.http import prepare_wire
-    from ktransformers.serve.http.prepare import RequestPreparer
-
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     document, _ = read_frame(source)
-    preparer = RequestPreparer(tokenizer, prepare_wire.settings_of(document["settings"]))
+    preparer = RequestPreparer(tokenizer, settings_of(document["settings"]))
     write_frame(output, {"tokens": tokenizer(document["probe"])["input_ids"]}, b"")
     while True:
         try:
@@ -55,31 +73,21 @@ def serve_frames(source: BinaryIO, output: BinaryIO, directory: str, *, trust_re
             return
 
 
-def answer(preparer: object, document: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
-    from ktransformers.ground.errors import is_panic
-    from ktransformers.serve.http import prepare_wire
-    from ktransformers.serve.http.error import ApiError
-    from ktransformers.serve.http.prepare import RequestPreparer
-
-    assert isinstance(preparer, RequestPreparer)
-    templates = prepare_wire.templates_of(document["templates"])
+def answer(preparer: RequestPreparer, document: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+    templates = templates_of(document["templates"])
     try:
-        return prepare_wire.prepared_frame(preparer.prepare(str(document["kind"]), body, templates))
+        return prepared_frame(preparer.prepare(str(document["kind"]), body, templates))
     except ApiError as error:
-        return prepare_wire.error_frame(error)
+        return error_frame(error)
     except BaseException as error:  # a function of the request alone: whatever fails, the request is the reason
         if not (isinstance(error, Exception) or is_panic(error)):
             raise
         reason = traceback.format_exc()[-MAX_TRACEBACK_CHARACTERS:]
         given = ApiError(400, f"the request cannot be prepared ({type(error).__name__}: {error})")
-        return prepare_wire.error_frame(given, reason)
+        return error_frame(given, reason)
 
 
 def read_frame(source: BinaryIO) -> tuple[dict[str, Any], bytes]:
-    import json
-
-    from ktransformers.serve.http.prepare_wire import LENGTHS
-
     head = source.read(LENGTHS.size)
     if len(head) < LENGTHS.size:
         raise EOFError
@@ -89,8 +97,6 @@ def read_frame(source: BinaryIO) -> tuple[dict[str, Any], bytes]:
 
 
 def write_frame(output: BinaryIO, document: dict[str, Any], block: bytes) -> None:
-    from ktransformers.serve.http.prepare_wire import frame_head
-
     output.write(frame_head(document, len(block)))
     output.write(block)
     output.flush()
@@ -98,6 +104,68 @@ def write_frame(output: BinaryIO, document: dict[str, Any], block: bytes) -> Non
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def frame_head(document: dict[str, Any], block_bytes: int) -> bytes:
+    """Everything of a frame that comes before the block."""
+    text = json.dumps(document).encode()
+    return LENGTHS.pack(len(text), block_bytes) + text
+
+
+def settings_document(settings: PrepareSettings) -> dict[str, Any]:
+    return dataclasses.asdict(settings)
+
+
+def settings_of(document: dict[str, Any]) -> PrepareSettings:
+    fields = dict(document)
+    return PrepareSettings(**fields | {"limits": RequestLimits(**fields["limits"]), "eos": tuple(fields["eos"])})
+
+
+def templates_document(templates: Mapping[str, ModelTemplate]) -> dict[str, Any]:
+    return {name: dataclasses.asdict(template) for name, template in templates.items()}
+
+
+def templates_of(document: dict[str, Any]) -> dict[str, ModelTemplate]:
+    return {name: ModelTemplate(**fields) for name, fields in document.items()}
+
+
+def prepared_frame(request: PreparedRequest) -> tuple[dict[str, Any], bytes]:
+    numbers = array("i")
+    prompts = []
+    for prompt in request.prompts:
+        numbers.extend(prompt.tokens)
+        numbers.extend(prompt.offsets or ())
+        prompts.append({"text": prompt.text, "tokens": len(prompt.tokens), "has_offsets": prompt.offsets is not None})
+    document = {name.name: getattr(request, name.name) for name in dataclasses.fields(request)}
+    return {"prepared": document | {"prompts": prompts}}, numbers.tobytes()
+
+
+def prepared_of(document: dict[str, Any], block: bytes) -> PreparedRequest:
+    numbers = array("i")
+    numbers.frombytes(block)
+    prompts, at = [], 0
+
+    def take(count: int) -> tuple[int, ...]:
+        nonlocal at
+        at += count
+        return tuple(numbers[at - count : at])
+
+    for prompt in document["prompts"]:
+        tokens = take(prompt["tokens"])
+        offsets = take(prompt["tokens"]) if prompt["has_offsets"] else None
+        prompts.append(TokenizedPrompt(prompt["text"], tokens, offsets))
+    lists: dict[str, Sequence[Any]] = {name: tuple(document[name]) for name in ("stop_strings", "stop_tokens")}
+    return PreparedRequest(**document | lists | {"prompts": tuple(prompts)})
+
+
+def error_frame(error: ApiError, unexpected: str = "") -> tuple[dict[str, Any], bytes]:
+    """`unexpected`: the traceback of an exception that is no ApiError."""
+    fields = {"status": error.status, "message": str(error), "param": error.param, "code": error.code}
+    return {"error": fields, "unexpected": unexpected}, b""
+
+
+def error_of(document: dict[str, Any]) -> ApiError:
+    return ApiError(document["status"], document["message"], param=document["param"], code=document["code"])
 
 
 if __name__ == "__main__":

@@ -36,8 +36,7 @@ from ktransformers.ground.out_of_memory import HOST, describe_shortage, exhauste
 from ktransformers.serve.cache.kv_cache import KVCache, Owner
 from ktransformers.serve.cache.snapshots import next_chunk_end
 from ktransformers.serve.cache.tier_counts import Rate
-from ktransformers.serve.sampling.draws import draw_tokens, sample_token, uniform
-from ktransformers.serve.sampling.sampling import Score, score_tokens
+from ktransformers.serve.sampling.sampling import Score, draw_tokens, sample_token, score_tokens, uniform
 from ktransformers.serve.scheduler.forward import Chunk, Forward, ForwardResult, SequentialForward
 from ktransformers.serve.scheduler.head import LogitsReader
 from ktransformers.serve.scheduler.sequence import Event, Sequence
