@@ -51,8 +51,7 @@ class Layer:
     """Experts in one format with LoRA, and a batch of `rows` rows of each."""
 
     def __init__(self, pool: Any, shape: Any, weights: Any, isa: str, format: str) -> None:
-        from ktransformers.experts.lora import ExpertLora, Factor
-        from ktransformers.experts.lora_factors import empty_gradients, factors_of, packed_adapter
+        from ktransformers.experts.lora import ExpertLora, Factor, empty_gradients, packed_adapter
         from ktransformers.nn import ExpertStore
 
         sizes = (shape.experts, shape.hidden, shape.intermediate)
@@ -62,7 +61,7 @@ class Layer:
         self._store.pack(**given)
         made = make_lora(shape)
         gate, up, down = (Factor(made[f"{n}_a"], made[f"{n}_b"], ALPHA / RANK) for n in ("gate", "up", "down"))
-        factors = factors_of(ExpertLora(gate=gate, up=up, down=down))
+        factors = ExpertLora(gate=gate, up=up, down=down)
         self._gradients, targets = empty_gradients(factors)
         self._targets, self._adapters = [targets], [packed_adapter(self._store, factors)]
         self._factors = factors  # the adapter reads them

@@ -55,15 +55,15 @@ class Step:
         from ktransformers.experts.gate import Gate
         from ktransformers.place.engine import ExpertEngine
         from ktransformers.place.gpu.expert_cache import ExpertCache
-        from ktransformers.place.placed_store import PlacedStore
+        from ktransformers.place.placed_experts import PlacedExperts
         from ktransformers.place.placement import geometry_of, new_layer
 
         self.shape, self.stores, sizes = shape, stores, geometry_of(stores[0])
         self.engine = ExpertEngine(device, "resident", ExpertCache(sizes, 4, device, None))
-        self.layers: list[PlacedStore] = []
+        self.layers: list[PlacedExperts] = []
         for index, store in enumerate(stores):
             self.engine.layers[index] = new_layer(self.engine, index, store, Gate("silu"), sizes)
-            self.layers.append(PlacedStore(self.engine, self.engine.layers[index]))
+            self.layers.append(PlacedExperts(self.engine, self.engine.layers[index]))
         generator = torch.Generator().manual_seed(3)
         routers = torch.randn(len(stores), shape.experts, shape.hidden, generator=generator) / shape.hidden**0.5
         self.routers = list(routers.bfloat16().to(device))
@@ -88,11 +88,11 @@ class Step:
         return ids, weights / weights.sum(-1, keepdim=True)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        from ktransformers.experts.store import NO_DROPOUT
+        from ktransformers.experts.operator import apply_experts
 
         for at, placed in enumerate(self.layers):
             ids, weights = self.route(at, x)
-            x = x + 0.1 * placed(x, ids, weights, None, NO_DROPOUT, False)
+            x = x + 0.1 * apply_experts(placed, x, ids, weights)
         return x
 
     def alone(self, x: torch.Tensor, share: float) -> float:

@@ -19,13 +19,14 @@ import torch
 from ktransformers.checkpoint import ExpertShape
 from ktransformers.experts.contract import Contract
 from ktransformers.experts.gate import Gate
+from ktransformers.experts.operator import apply_experts
 from ktransformers.experts.partition import by_experts
 from ktransformers.experts.store import ExpertStore
 from ktransformers.modeling.shard_stores import ShardLayer
 from ktransformers.serve.hosts.expert_host import run_expert_host
 from ktransformers.serve.hosts.host_pool import HostPool
 from ktransformers.serve.hosts.options import HostOptions
-from ktransformers.serve.hosts.remote_layer import RemoteLayer
+from ktransformers.serve.hosts.remote_layer import RemoteExperts
 
 EXPERTS, INTERMEDIATE, TOP_K = 4, 32, 2  # so small that computing takes next to no time
 FACTS = {"rank": "1"}
@@ -64,14 +65,14 @@ def seconds_of(call: Callable[[], object], repeats: int) -> tuple[float, float]:
     return median(times), min(times)
 
 
-def measure(layer: RemoteLayer, whole: ExpertStore, rows: int, hidden: int, repeats: int) -> dict[str, float]:
+def measure(layer: RemoteExperts, whole: ExpertStore, rows: int, hidden: int, repeats: int) -> dict[str, float]:
     states = torch.randn(rows, hidden).bfloat16()
     ids = torch.tensor([[0, EXPERTS - 1]]).expand(rows, TOP_K).contiguous()  # one expert on each host
     weights = torch.rand(rows, TOP_K)
     with torch.inference_mode():
         for _ in range(5):
-            layer.forward(states, ids, weights, None)
-        exchanged = seconds_of(lambda: layer.forward(states, ids, weights, None), repeats)
+            apply_experts(layer, states, ids, weights)
+        exchanged = seconds_of(lambda: apply_experts(layer, states, ids, weights), repeats)
         alone = seconds_of(lambda: whole.forward(states, ids, weights), repeats)
     columns = ("exchange_ms", "exchange_shortest_ms", "one_process_ms", "one_process_shortest_ms")
     return {"rows": rows} | {name: 1e3 * value for name, value in zip(columns, (*exchanged, *alone), strict=True)}
@@ -90,7 +91,7 @@ def main(words: Sequence[str] | None = None) -> None:
     bind_half(False)
     pool.wait_until_ready()
     shard = by_experts(1, EXPERTS, 2).layer(0, 0)
-    layer = RemoteLayer(0, make_store(len(shard.experts), options.hidden), shard, pool)
+    layer = RemoteExperts(0, make_store(len(shard.experts), options.hidden), shard, pool)
     whole = make_store(EXPERTS, options.hidden)
     results = []
     print(f"{'rows':>6} {'exchange ms':>12} {'shortest':>9} {'one process ms':>15} {'shortest':>9}")

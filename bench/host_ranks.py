@@ -23,11 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ktransformers import _core
+from ktransformers.experts.backend import LocalExperts
 from ktransformers.experts.operator import apply_experts
 from ktransformers.experts.partition import LayerShard
 from ktransformers.experts.store import ExpertStore
 from ktransformers.ground.rank_cores import rank_cpus
-from ktransformers.parallel.exchange import LayerExchange, apply_exchanged, new_expert_group
+from ktransformers.parallel.exchange import ExchangedExperts, new_expert_group
 
 HIDDEN, INTERMEDIATE, TOP_K = 2048, 768, 8  # of Qwen3-30B-A3B
 WAYS = ("each", "first for all", "received")
@@ -70,16 +71,20 @@ def run_rank(rank: int, ranks: int, port: int, options: argparse.Namespace) -> N
     each = make_store(options.experts, len(own), own)
     all_cores = make_store(options.experts, len(every), every) if rank == 0 else None
     shard = LayerShard((0,) * options.experts, rank, ranks)
-    exchange = LayerExchange(all_cores, shard, new_expert_group(ranks))
+    exchange = ExchangedExperts(all_cores, shard, new_expert_group(ranks))
     for rows in options.rows:
         mine = batch(rows, options.experts, rank)
         together = batch(rows * ranks, options.experts, 9)
         seconds: dict[str, list[float]] = {way: [] for way in WAYS}
         for repeat in range(options.repeats + 1):
             for way, cpus, work in (
-                ("each", own, lambda mine=mine: apply_experts(each, *mine)),
-                ("first for all", every, lambda mine=mine: apply_exchanged(exchange, *mine)),
-                ("received", every, lambda rows=together: apply_experts(all_cores, *rows) if all_cores else None),
+                ("each", own, lambda mine=mine: apply_experts(LocalExperts(each), *mine)),
+                ("first for all", every, lambda mine=mine: apply_experts(exchange, *mine)),
+                (
+                    "received",
+                    every,
+                    lambda rows=together: apply_experts(LocalExperts(all_cores), *rows) if all_cores else None,
+                ),
             ):
                 os.sched_setaffinity(0, cpus)
                 taken = timed(work)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from ktransformers.nn import ExpertStore
     from ktransformers.place.engine import ExpertEngine
-    from ktransformers.place.placed_store import PlacedStore
+    from ktransformers.place.placed_experts import PlacedExperts
 
 LAYERS = 4
 BATCHES = 24  # of few tokens, so that the routing differs from step to step
@@ -92,12 +92,12 @@ def stores(shape: Shape, spec: str, layers: int = LAYERS) -> list[ExpertStore]:
 
 def engine_of(
     made: list[ExpertStore], policy: str, registered: Any, device: torch.device, top_k: int
-) -> list[PlacedStore]:
+) -> list[PlacedExperts]:
     from ktransformers.experts.gate import Gate
     from ktransformers.place.engine import ExpertEngine
     from ktransformers.place.gpu.expert_cache import ExpertCache
     from ktransformers.place.gpu.layer_costs import measured_costs
-    from ktransformers.place.placed_store import PlacedStore
+    from ktransformers.place.placed_experts import PlacedExperts
     from ktransformers.place.placement import CACHED_LAYERS as LAYERS_OF_ROOM
     from ktransformers.place.placement import geometry_of, new_layer
 
@@ -114,7 +114,7 @@ def engine_of(
             )
             engine.dispatcher.costs = layer.costs
         engine.layers[index] = layer
-        found.append(PlacedStore(engine, layer))
+        found.append(PlacedExperts(engine, layer))
     return found
 
 
@@ -138,21 +138,20 @@ def lora_of(shape: Shape) -> Any:
     import torch
 
     from ktransformers.experts.lora import ExpertLora, Factor
-    from ktransformers.experts.lora_factors import factors_of
 
     def random(*sizes: int) -> torch.Tensor:
         return (torch.randn(*sizes) / sizes[-1] ** 0.5).pin_memory().requires_grad_()
 
     e, h, i = shape.experts, shape.hidden, shape.intermediate
     wide = Factor(random(e, RANK, h), random(e, 2 * i, RANK), 1.0)
-    return factors_of(ExpertLora(gate_up=wide, down=Factor(random(e, RANK, i), random(e, h, RANK), 1.0)))
+    return ExpertLora(gate_up=wide, down=Factor(random(e, RANK, i), random(e, h, RANK), 1.0))
 
 
-def step(layers: list[PlacedStore], load: Load, factors: Any, backward: bool, turn: int) -> float:
+def step(layers: list[PlacedExperts], load: Load, factors: Any, backward: bool, turn: int) -> float:
     """Seconds per layer, until the results are there."""
     import torch
 
-    from ktransformers.experts.store import NO_DROPOUT
+    from ktransformers.experts.operator import apply_experts
 
     routes = load.routes[turn % len(load.routes)]
     if len(load.routes) > 1:
@@ -162,20 +161,20 @@ def step(layers: list[PlacedStore], load: Load, factors: Any, backward: bool, tu
     with torch.set_grad_enabled(backward):
         x = hidden
         for layer, ids in zip(layers, routes, strict=True):
-            x = x + 0.1 * layer(x, ids, load.weights, factors if backward else None, NO_DROPOUT, backward)
+            x = x + 0.1 * apply_experts(layer, x, ids, load.weights, lora=factors if backward else None)
         if backward:
             x.backward(load.hidden)
     torch.cuda.current_stream().synchronize()
     return (time.perf_counter() - begun) / len(layers)
 
 
-def forget(layers: list[PlacedStore]) -> None:
+def forget(layers: list[PlacedExperts]) -> None:
     """What is in the slots, as if there had been many layers since."""
     for placed in layers:
         placed.engine.cache.evict_layer(placed.layer.packed.index)
 
 
-def rates(layers: list[PlacedStore]) -> dict[str, float]:
+def rates(layers: list[PlacedExperts]) -> dict[str, float]:
     from ktransformers.place.gpu.layer_costs import link_rate, memory_rate
 
     first = layers[0]
@@ -203,7 +202,7 @@ def mode_of(engine: ExpertEngine, tokens: int, backward: bool = False) -> str:
     return engine.dispatcher.decision(tokens, backward).mode
 
 
-def cell(engines: dict[str, list[PlacedStore]], load: Load, factors: Any, args: argparse.Namespace) -> dict[str, Any]:
+def cell(engines: dict[str, list[PlacedExperts]], load: Load, factors: Any, args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     warm: dict[str, list[float]] = {policy: [] for policy in engines}

@@ -121,7 +121,7 @@ def step(layers: list[Any], batch: Any) -> float:
     """Seconds per layer."""
     import torch
 
-    from ktransformers.experts.store import NO_DROPOUT
+    from ktransformers.experts.operator import apply_experts
 
     x, ids, weights = batch
     wait = torch.cuda.synchronize if x.is_cuda else lambda: None
@@ -129,7 +129,7 @@ def step(layers: list[Any], batch: Any) -> float:
     wait()
     start = time.perf_counter()
     for placed, routes in zip(layers, ids, strict=True):
-        x = x + 0.1 * placed(x, routes, weights, None, NO_DROPOUT, False)
+        x = x + 0.1 * apply_experts(placed, x, routes, weights, retain=False)
     wait()
     return (time.perf_counter() - start) / len(layers)
 

@@ -73,11 +73,10 @@ class Ours(moe.Ours):
     ) -> None:
         super().__init__(pool, isa, format, source)
         self._modes = modes
-        import ktransformers.experts.lora_factors  # noqa: F401 (modules are no part of what a layer takes)
+        import ktransformers.experts.lora  # noqa: F401 (modules are no part of what a layer takes)
 
     def load(self, shape: Shape, weights: Weights, layers: int, max_tokens: int) -> list[float]:
-        from ktransformers.experts.lora import ExpertLora, Factor
-        from ktransformers.experts.lora_factors import empty_gradients, factors_of, packed_adapter
+        from ktransformers.experts.lora import ExpertLora, Factor, empty_gradients, packed_adapter
 
         seconds = super().load(shape, weights, layers, max_tokens)
         made = make_lora(shape)
@@ -87,7 +86,7 @@ class Ours(moe.Ours):
             gate, up, down = (
                 Factor(own[f"{matrix}_a"], own[f"{matrix}_b"], ALPHA / RANK) for matrix in ("gate", "up", "down")
             )
-            factors = factors_of(ExpertLora(gate=gate, up=up, down=down))
+            factors = ExpertLora(gate=gate, up=up, down=down)
             grads, targets = empty_gradients(factors)
             self._factors.append(factors)
             self._adapters.append([packed_adapter(store, factors)])
@@ -104,7 +103,7 @@ class Ours(moe.Ours):
         """Seconds to take in the factors of a layer that an optimizer has changed."""
         from torch.autograd.graph import increment_version
 
-        from ktransformers.experts.lora_factors import packed_adapter
+        from ktransformers.experts.lora import packed_adapter
 
         store, factors = self._stores[step % len(self._stores)], self._factors[step % len(self._stores)]
         increment_version(factors.tensors)

@@ -32,13 +32,14 @@ def placed_experts(
 
     from ktransformers.checkpoint.encoder import encode
     from ktransformers.experts.contract import expert_modules
+    from ktransformers.experts.interface import attach_store
     from ktransformers.experts.lora import ExpertLora, Factor
     from ktransformers.experts.operator import apply_experts
     from ktransformers.nn import ExpertStore
     from ktransformers.place import attach
 
     e, h, i, r = 8, 128, 64, 8
-    model, stores = carrier(device), []
+    model, layers = carrier(device), []
     for seed, module in enumerate(expert_modules(model).values()):
         draw = normal(seed)
         parts = {
@@ -46,9 +47,9 @@ def placed_experts(
             "up": draw(e, i, h, scale=h**-0.5),
             "down": draw(e, h, i, scale=0.1),
         }
-        module.kt_store = ExpertStore(e, h, i, formats=spec)
-        module.kt_store.pack(**(parts if spec == "bf16" else {name: encode(one, spec) for name, one in parts.items()}))
-        stores.append(module.kt_store)
+        store = ExpertStore(e, h, i, formats=spec)
+        store.pack(**(parts if spec == "bf16" else {name: encode(one, spec) for name, one in parts.items()}))
+        layers.append(attach_store(module, module.kt.contract, store, {}))
     placement = attach(model, policy=policy, device=device)
     if placement is not None and residents:
         placement.place_residents(count=residents)
@@ -62,11 +63,12 @@ def placed_experts(
         given = hidden.requires_grad_(), weights.requires_grad_(), *leaves
         for at in range(rounds):
             with torch.no_grad():
-                yield f"{count}/round{at}/infer", [apply_experts(one, hidden, ids, weights) for one in stores]
+                outs = [apply_experts(layer.backend, hidden, ids, weights) for layer in layers]
+                yield f"{count}/round{at}/infer", outs
             for name, lora in (("plain", None), ("lora", ExpertLora(gate_up=wide, down=down))):
                 out = hidden
-                for one in stores:
-                    out = apply_experts(one, out, ids, weights, lora=lora)
+                for layer in layers:
+                    out = apply_experts(layer.backend, out, ids, weights, lora=lora)
                 found = torch.autograd.grad(out, given[: None if lora else 2], grad)
                 yield f"{count}/round{at}/{name}/forward", out
                 yield f"{count}/round{at}/{name}/backward", list(found)

@@ -48,12 +48,6 @@ ALONE = {"evaluate/loop"}  # runs the verbs as commands and imports no other par
 DOOR, DOOR_RANK, DOOR_USERS = "kt_kernel", RANK["place"], {"cli", "train/llamafactory", "serve/sglang"}
 # Cycles of files that are tolerated, each with its reason.
 TOLERATED_CYCLES: list[set[str]] = []
-# Imports of a higher rank that are tolerated: (file, module).
-TOLERATED_UPWARD = {
-    ("experts/interface.py", "ktransformers.parallel.distributed"),
-    ("experts/interface.py", "ktransformers.parallel.exchange"),
-    ("experts/peft_lora.py", "ktransformers.parallel.lora_shards"),
-}
 # Submodules of a foreign package, as opposed to what it exports at the top, and the parts that may import them.
 INSIDES = {
     "transformers": {"experts", "modeling", "parallel", "quantized"},
@@ -178,7 +172,7 @@ def python_violations(path: str, source: str) -> list[str]:
             continue
         elif part == GROUND:
             violations.append(f"{where}, but {part} is used by every part and imports none")
-        elif RANK[target] > RANK[part] and (path, module) not in TOLERATED_UPWARD:
+        elif RANK[target] > RANK[part]:
             violations.append(f"{where}, which lies above {part}")
         elif part in ALONE:
             violations.append(f"{where}, but {part} runs commands and imports no other part")

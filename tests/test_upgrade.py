@@ -36,7 +36,7 @@ def test_packed_directory() -> None:
     stored = load_file(OLD / "packed_logits.safetensors")
     model = load_model(OLD / "packed", dtype=torch.float32, verify=True)
     formats = {
-        role: word for one in model.modules() if hasattr(one, "kt_store") for role, word in one.kt_store.formats.items()
+        role: word for one in model.modules() if hasattr(one, "kt") for role, word in one.kt.store.formats.items()
     }
     assert formats == {"gate": "int4:32", "up": "int4:32", "down": "int8"}
     base = load_model(OLD / "base", dtype=torch.float32)

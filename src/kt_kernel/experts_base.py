@@ -29,8 +29,7 @@ from kt_kernel.kt_kernel_ext import CPUInfer
 from kt_kernel.methods import method_of
 from kt_kernel.weights import LayerPlace, check_order, load_store, release_sources, store_from_tensors
 from ktransformers import _core
-from ktransformers.experts.expert_call import ExpertCall
-from ktransformers.experts.store import ExpertStore
+from ktransformers.experts.store import ExpertCall, ExpertStore
 from ktransformers.ground.errors import InputError
 from ktransformers.place.gpu.cuda_driver import call_on_host
 from ktransformers.quant.kt_layers import add_tree_layer

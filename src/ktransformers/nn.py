@@ -6,8 +6,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from ktransformers.experts.expert_call import ExpertCall
-from ktransformers.experts.store import ExpertStore
+from ktransformers.experts.store import ExpertCall, ExpertStore
 from ktransformers.ground.pool import default_pool
 
 if TYPE_CHECKING:

@@ -63,7 +63,7 @@ def decoded(model: Any) -> dict[str, torch.Tensor]:
     """Every expert matrix as it is multiplied."""
     return {
         f"{name}.{role}.{expert}": store.decode(role, expert).float()
-        for name, store in ((name, found.kt_store) for name, found in expert_modules(model).items())
+        for name, store in ((name, found.kt.store) for name, found in expert_modules(model).items())
         for role in store.formats
         for expert in range(store.num_experts)
     }

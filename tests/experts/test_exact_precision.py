@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ktransformers.experts.lora import ExpertLora, Factor
-from ktransformers.experts.lora_factors import empty_gradients, factors_of, packed_adapter
+from ktransformers.experts.lora import ExpertLora, Factor, empty_gradients, packed_adapter
 from ktransformers.experts.operator import apply_experts
 from ktransformers.experts.store import Dropout
 from ktransformers.nn import attach, load_model
@@ -62,7 +61,7 @@ def test_float64_experts_pass_gradcheck(form: dict[str, Any], retain: bool) -> N
 
     def layer(hidden: Tensor, weights: Tensor, *factors: Tensor) -> Tensor:
         lora = lora_of(form, factors)
-        return apply_experts(case.store, hidden, case.ids, weights, lora=lora, retain=retain)
+        return apply_experts(case.backend, hidden, case.ids, weights, lora=lora, retain=retain)
 
     assert torch.autograd.gradcheck(layer, (case.hidden, case.weights, *given))
 
@@ -74,7 +73,7 @@ def test_float64_experts_pass_gradcheck_with_dropout() -> None:
     def layer(hidden: Tensor, weights: Tensor, *factors: Tensor) -> Tensor:
         torch.manual_seed(11)
         lora = replace(lora_of({}, factors), dropout=0.4)
-        return apply_experts(case.store, hidden, case.ids, weights, lora=lora)
+        return apply_experts(case.backend, hidden, case.ids, weights, lora=lora)
 
     assert torch.autograd.gradcheck(layer, (case.hidden, case.weights, *given))
 
@@ -99,7 +98,7 @@ def test_exact_dropout_matches_float64(exact: tuple[str, str]) -> None:
     drop = Dropout(0.3, 0x123456789ABCDEF)
     case = OperatorCase(isa, tokens=19, precision=precision)
     lora = make_lora(case, replace(LORA_FORMS["split"], dtype=PACKED_DTYPES[precision], rounded=False))
-    factors = factors_of(lora)
+    factors = lora
     adapters = [packed_adapter(case.store, factors)]
     out = case.store.forward(case.hidden, case.ids, case.weights, adapters=adapters, dropout=drop)
     grads, views = empty_gradients(factors)

@@ -49,7 +49,7 @@ def test_attached_experts_match_the_stock_model(family: str) -> None:
     got = logits(model)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     for module in expert_modules(model).values():
-        assert isinstance(module.kt_store, ExpertStore)
+        assert isinstance(module.kt.store, ExpertStore)
         assert not any(parameter.requires_grad for parameter in module.parameters())
     model.set_experts_implementation("eager")
     assert torch.equal(logits(model), want)
@@ -66,7 +66,7 @@ def test_attach_with_free_removes_the_parameters(tmp_path: Path) -> None:
     )
     assert placeholder_elements == 2 * 6 * 3 * 64 * 40
     torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
-    assert {module.kt_store.isa for module in expert_modules(model).values()} == {"generic"}
+    assert {module.kt.store.isa for module in expert_modules(model).values()} == {"generic"}
     with pytest.raises(ValueError, match="not serializable"):
         model.save_pretrained(tmp_path)
 
@@ -75,11 +75,11 @@ def test_experts_are_packed_on_first_use() -> None:
     model = build("mixtral")
     want = logits(model)
     model.set_experts_implementation("kt")
-    assert not any(hasattr(module, "kt_store") for module in expert_modules(model).values())
+    assert not any(hasattr(module, "kt") for module in expert_modules(model).values())
     torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
-    stores = [module.kt_store for module in expert_modules(model).values()]
+    stores = [module.kt.store for module in expert_modules(model).values()]
     logits(model)
-    assert [module.kt_store for module in expert_modules(model).values()] == stores
+    assert [module.kt.store for module in expert_modules(model).values()] == stores
 
 
 def swiglu(limit: float) -> Callable[[Tensor, Tensor], Tensor]:
@@ -250,7 +250,7 @@ def test_unsupported_modules_are_refused_by_name(case: int) -> None:
     module = experts(kind, **flags)
     with pytest.raises(InputError, match=message):
         pack_module(module, name="model.0")
-    assert not hasattr(module, "kt_store") and module.down_proj.requires_grad
+    assert not hasattr(module, "kt") and module.down_proj.requires_grad
     with pytest.raises(InputError, match=kind.__name__):
         module(*batch())
 

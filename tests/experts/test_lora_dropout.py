@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ktransformers.experts.lora import ExpertLora
-from ktransformers.experts.lora_factors import empty_gradients, factors_of, packed_adapter
+from ktransformers.experts.lora import ExpertLora, empty_gradients, packed_adapter
 from ktransformers.experts.operator import apply_experts
 from ktransformers.experts.store import Dropout
 from tests.support.lora_cases import LORA_FORMS, apply_lora, factor_tensors, make_lora, reference_with_dropout
@@ -32,7 +31,7 @@ def test_dropout_matches_float64(isa: str, name: str) -> None:
     form, drop = LORA_FORMS[name], Dropout(0.4, 0x123456789ABCDEF)
     case = OperatorCase(isa, tokens=19, hidden=70, intermediate=41, gated=form.gated)
     lora = make_lora(case, form)
-    factors = factors_of(lora)
+    factors = lora
     adapters = [packed_adapter(case.store, factors)]
     out = case.store.forward(case.hidden, case.ids, case.weights, adapters=adapters, dropout=drop)
     grads, views = empty_gradients(factors)
@@ -60,7 +59,7 @@ def test_dropout_is_the_same_on_every_variant(isa: str) -> None:
 def test_dropout_rate_and_mean() -> None:
     case = OperatorCase("generic", tokens=20)
     lora = make_lora(case, LORA_FORMS["down"])
-    base = apply_experts(case.store, case.hidden, case.ids, case.weights).detach()
+    base = apply_experts(case.backend, case.hidden, case.ids, case.weights).detach()
     undropped = apply_lora(case, lora)[0] - base
     runs = torch.stack([seeded(case, with_dropout(lora, 0.3), seed=s)[0] - base for s in range(300)])
     assert relative_error(runs.mean(0), undropped.double()) < 0.1
@@ -74,7 +73,7 @@ def test_dropout_replays_under_checkpointing_and_is_off_without_gradients() -> N
     expected = seeded(case, lora)[1]
     torch.manual_seed(3)
     out = checkpoint(
-        lambda h, w: apply_experts(case.store, h, case.ids, w, lora=lora),
+        lambda h, w: apply_experts(case.backend, h, case.ids, w, lora=lora),
         case.hidden,
         case.weights,
         use_reentrant=False,
@@ -85,7 +84,7 @@ def test_dropout_replays_under_checkpointing_and_is_off_without_gradients() -> N
     ):
         assert torch.equal(got, want)
     with torch.no_grad():
-        quiet = apply_experts(case.store, case.hidden, case.ids, case.weights, lora=lora)
+        quiet = apply_experts(case.backend, case.hidden, case.ids, case.weights, lora=lora)
     assert torch.equal(quiet, apply_lora(case, replace(lora, dropout=0.0))[0])
     with pytest.raises(ValueError, match="dropout"):
         case.store.forward(case.hidden, case.ids, case.weights, dropout=Dropout(1.0, 0))

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ktransformers.experts import reference
-from ktransformers.experts.lora import ExpertLora, Factor
-from ktransformers.experts.lora_factors import factors_of, packed_adapter
+from ktransformers.experts.backend import LocalExperts
+from ktransformers.experts.lora import ExpertLora, Factor, packed_adapter
 from ktransformers.experts.operator import apply_experts, experts, handle_of
 from ktransformers.ground.errors import InputError
 from ktransformers.nn import ExpertStore
@@ -52,9 +52,9 @@ def test_same_tensor_as_both_a_is_a_shared_a(isa: str) -> None:
     a, b, scale = fused.gate_up.a, fused.gate_up.b, fused.gate_up.scale
     half = b.shape[1] // 2
     apart = replace(fused, gate_up=None, gate=Factor(a, b[:, :half], scale), up=Factor(a, b[:, half:], scale))
-    assert factors_of(apart).roles == ("gate_a", "gate_b", "up_b", "down_a", "down_b")
+    assert apart.roles == ("gate_a", "gate_b", "up_b", "down_a", "down_b")
     single = apply_lora(case, fused)
-    out = apply_experts(case.store, case.hidden, case.ids, case.weights, lora=apart)
+    out = apply_experts(case.backend, case.hidden, case.ids, case.weights, lora=apart)
     grads = torch.autograd.grad(out, [case.hidden, case.weights, *factor_tensors(fused)], case.grad)
     assert torch.equal(out, single[0])
     for x, y in zip(grads, single[1], strict=True):
@@ -67,7 +67,7 @@ def test_b_with_experts_innermost() -> None:
     assert lora.gate_up is not None and lora.down is not None
     stored = lora.gate_up.b.detach().permute(1, 2, 0).contiguous().requires_grad_()  # [out, r, E]
     strided = replace(lora, gate_up=replace(lora.gate_up, b=stored.permute(2, 0, 1)))
-    out = apply_experts(case.store, case.hidden, case.ids, case.weights, lora=strided)
+    out = apply_experts(case.backend, case.hidden, case.ids, case.weights, lora=strided)
     plain, grads = apply_lora(case, lora)
     assert torch.equal(out, plain)
     (grad,) = torch.autograd.grad(out, stored, case.grad)
@@ -90,7 +90,7 @@ def test_frozen_factors_get_no_gradient_but_pass_it_to_hidden_states() -> None:
     learned = apply_lora(case, lora)[1]
     for leaf in factor_tensors(lora):
         leaf.requires_grad_(False)
-    out = apply_experts(case.store, case.hidden, case.ids, case.weights, lora=lora)
+    out = apply_experts(case.backend, case.hidden, case.ids, case.weights, lora=lora)
     grads = torch.autograd.grad(out, (case.hidden, case.weights), case.grad)
     assert torch.equal(grads[0], learned[0]) and torch.equal(grads[1], learned[1])
 
@@ -100,7 +100,7 @@ def test_factors_alone_need_gradients() -> None:
     case = OperatorCase("generic")
     lora = make_lora(case, LORA_FORMS["shared"])
     learned = apply_lora(case, lora)[1]
-    out = apply_experts(case.store, case.hidden.detach(), case.ids, case.weights.detach(), lora=lora)
+    out = apply_experts(case.backend, case.hidden.detach(), case.ids, case.weights.detach(), lora=lora)
     for got, want in zip(torch.autograd.grad(out, factor_tensors(lora), case.grad), learned[2:], strict=True):
         assert torch.equal(got, want)
 
@@ -111,7 +111,7 @@ def test_lora_under_checkpointing_and_gradient_accumulation() -> None:
     once = apply_lora(case, lora)[1]
     for _ in range(2):
         out = checkpoint(
-            lambda h, w: apply_experts(case.store, h, case.ids, w, lora=lora),
+            lambda h, w: apply_experts(case.backend, h, case.ids, w, lora=lora),
             case.hidden,
             case.weights,
             use_reentrant=False,
@@ -124,24 +124,31 @@ def test_lora_under_checkpointing_and_gradient_accumulation() -> None:
 
 def test_opcheck_accepts_the_operator_with_lora() -> None:
     case = OperatorCase("generic", tokens=6)
-    factors = factors_of(make_lora(case, LORA_FORMS["split"]))
+    factors = make_lora(case, LORA_FORMS["split"])
     ids = case.ids.clamp(0, EXPERTS - 1)
-    given = (case.hidden, ids, case.weights, list(factors.tensors), handle_of(case.store), " ".join(factors.roles))
-    torch.library.opcheck(experts, (*given, list(factors.scales), True, 0.25, 7))
+    given = (
+        case.hidden,
+        ids,
+        case.weights,
+        list(factors.tensors),
+        handle_of(case.backend),
+        " ".join(factors.roles),
+    )
+    torch.library.opcheck(experts, (*given, list(factors.scales), True, 0.25, 7, 0))
 
 
 def test_factors_are_packed_again_when_their_version_changes() -> None:
     case = OperatorCase("generic")
     lora = make_lora(case, LORA_FORMS["down"])
-    before = apply_experts(case.store, case.hidden, case.ids, case.weights, lora=lora)
-    first = packed_adapter(case.store, factors_of(lora))
-    assert packed_adapter(case.store, factors_of(lora)) is first
+    before = apply_experts(case.backend, case.hidden, case.ids, case.weights, lora=lora)
+    first = packed_adapter(case.store, lora)
+    assert packed_adapter(case.store, lora) is first
     assert lora.down is not None
     with torch.no_grad():
         lora.down.b.mul_(2)
     after, _ = apply_lora(case, lora)
     assert not torch.equal(before, after) and relative_error(after, reference_lora(case, lora)[0]) < case.tolerance()
-    assert packed_adapter(case.store, factors_of(lora)) is first, "changed factors are packed into the same memory"
+    assert packed_adapter(case.store, lora) is first, "changed factors are packed into the same memory"
 
 
 def test_reused_memory_is_not_taken_for_the_old_adapter() -> None:
@@ -149,7 +156,7 @@ def test_reused_memory_is_not_taken_for_the_old_adapter() -> None:
     for seed in range(8):  # freed tensors' addresses are given out again
         lora = make_lora(case, LORA_FORMS["down"], seed)
         with torch.no_grad():
-            out = apply_experts(case.store, case.hidden, case.ids, case.weights, lora=lora)
+            out = apply_experts(case.backend, case.hidden, case.ids, case.weights, lora=lora)
         assert relative_error(out, reference_lora(case, lora)[0]) < case.tolerance()
         del lora
 
@@ -158,18 +165,18 @@ def test_inference_tensors_are_packed_every_time() -> None:
     case = OperatorCase("generic")
     with torch.inference_mode():
         lora = ExpertLora(down=Factor(torch.randn(EXPERTS, 4, 41), torch.randn(EXPERTS, 70, 4), 1.0))
-        first = apply_experts(case.store, case.hidden, case.ids, case.weights, lora=lora)
+        first = apply_experts(case.backend, case.hidden, case.ids, case.weights, lora=lora)
         assert lora.down is not None
         lora.down.b.zero_()
-        second = apply_experts(case.store, case.hidden, case.ids, case.weights, lora=lora)
-        plain = apply_experts(case.store, case.hidden, case.ids, case.weights)
+        second = apply_experts(case.backend, case.hidden, case.ids, case.weights, lora=lora)
+        plain = apply_experts(case.backend, case.hidden, case.ids, case.weights)
     assert torch.equal(second, plain) and not torch.equal(first, plain)
 
 
 def test_rows_with_different_adapters_in_one_call(isa: str) -> None:
     case = OperatorCase(isa, tokens=60)
     loras = [make_lora(case, LORA_FORMS[name], seed) for seed, name in enumerate(("split", "shared", "down", "split"))]
-    adapters = [packed_adapter(case.store, factors_of(lora)) for lora in loras]
+    adapters = [packed_adapter(case.store, lora) for lora in loras]
     which = torch.randint(-1, 4, (60,), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
     hidden, weights = case.hidden.detach(), case.weights.detach()
     mixed = case.store.forward(hidden, case.ids, weights, adapter=which, adapters=adapters)
@@ -186,17 +193,17 @@ def test_wrong_factors_are_refused_by_name() -> None:
     assert good.gate is not None and good.up is not None and good.down is not None
     with pytest.raises(ValueError, match="up_a"):
         bad = replace(good, up=replace(good.up, a=good.up.a[:, :, :-1]))
-        apply_experts(case.store, case.hidden, case.ids, case.weights, lora=bad)
+        apply_experts(case.backend, case.hidden, case.ids, case.weights, lora=bad)
     with pytest.raises(ValueError, match="down_b"):
         bad = replace(good, down=replace(good.down, b=good.down.b[:, :-1]))
-        apply_experts(case.store, case.hidden, case.ids, case.weights, lora=bad)
+        apply_experts(case.backend, case.hidden, case.ids, case.weights, lora=bad)
     with pytest.raises(TypeError, match="gate_b"):
         bad = replace(good, gate=replace(good.gate, b=good.gate.b.detach().int()))
-        apply_experts(case.store, case.hidden, case.ids, case.weights, lora=bad)
-    with pytest.raises(InputError, match="gate_up with gate"):
-        apply_experts(case.store, case.hidden, case.ids, case.weights, lora=replace(good, gate_up=good.gate))
+        apply_experts(case.backend, case.hidden, case.ids, case.weights, lora=bad)
+    with pytest.raises(InputError, match="gate_up with"):
+        apply_experts(case.backend, case.hidden, case.ids, case.weights, lora=replace(good, gate_up=good.gate))
     with pytest.raises(InputError, match="no factor"):
-        apply_experts(case.store, case.hidden, case.ids, case.weights, lora=ExpertLora())
+        apply_experts(case.backend, case.hidden, case.ids, case.weights, lora=ExpertLora())
     with pytest.raises(ValueError, match="gate_rank"):
         OperatorCase("generic", gated=False).store.new_adapter(gate_rank=4)
     with pytest.raises(ValueError, match="shared"):
@@ -231,12 +238,12 @@ def test_gradients_have_the_strides_of_their_factors() -> None:
     a, b = torch.randn(4, 8, 64, requires_grad=True), torch.randn(64, 8 * 4, requires_grad=True)
     lora = ExpertLora(gate_up=Factor(a, b.view(64, 8, 4).permute(2, 0, 1), 0.5))
     hidden, ids, weights = torch.randn(9, 64), torch.randint(4, (9, 2)), torch.rand(9, 2)
-    apply_experts(store, hidden, ids, weights, lora=lora).sum().backward()
+    apply_experts(LocalExperts(store), hidden, ids, weights, lora=lora).sum().backward()
     assert b.grad is not None and b.grad.is_contiguous() and b.grad.any()
     twin = torch.empty_like(b).copy_(b.detach()).requires_grad_()
     dense = twin.view(64, 8, 4).permute(2, 0, 1).contiguous()
     lora = ExpertLora(gate_up=Factor(a, dense, 0.5))
-    apply_experts(store, hidden, ids, weights, lora=lora).sum().backward()
+    apply_experts(LocalExperts(store), hidden, ids, weights, lora=lora).sum().backward()
     assert torch.equal(b.grad, twin.grad)
 
 
@@ -252,7 +259,7 @@ def test_gradients_do_not_depend_on_other_rows_where_k_is_cut(isa: str) -> None:
     store.pack(gate=normal(1, wide, hidden_size), up=normal(1, wide, hidden_size), down=normal(1, hidden_size, wide))
     gate, up = (Factor(normal(1, rank, hidden_size), normal(1, wide, rank), 2.0) for _ in range(2))
     down = Factor(normal(1, rank, wide), normal(1, hidden_size, rank), 2.0)
-    adapters = [packed_adapter(store, factors_of(ExpertLora(gate=gate, up=up, down=down)))]
+    adapters = [packed_adapter(store, ExpertLora(gate=gate, up=up, down=down))]
     rows, grads = normal(150, hidden_size), normal(150, hidden_size)
 
     def backward(count: int) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from ktransformers.experts.lora_factors import LoraFactors, is_adapter_packed, packed_adapter, repack_last
-from ktransformers.experts.lora_prefetch import LoraPrefetch
+from ktransformers.experts.lora import ExpertLora, LoraPrefetch, is_adapter_packed, packed_adapter, repack_last
 from ktransformers.experts.store import ExpertStore
 
 EXPERTS, HIDDEN, WIDE, RANK = 4, 32, 64, 4
@@ -25,15 +24,15 @@ class Recorder(Executor):
         return Future()
 
 
-def layer(seed: int) -> tuple[ExpertStore, LoraFactors]:
+def layer(seed: int) -> tuple[ExpertStore, ExpertLora]:
     torch.manual_seed(seed)
     store = ExpertStore(EXPERTS, HIDDEN, WIDE)
     store.pack(gate_up=torch.randn(EXPERTS, 2 * WIDE, HIDDEN), down=torch.randn(EXPERTS, HIDDEN, WIDE))
     tensors = torch.randn(EXPERTS, RANK, WIDE), torch.randn(EXPERTS, HIDDEN, RANK)
-    return store, LoraFactors(("down_a", "down_b"), tensors, (1.0, 1.0, 1.0))
+    return store, ExpertLora.of_tensors(("down_a", "down_b"), tensors, (1.0, 1.0, 1.0))
 
 
-def output(store: ExpertStore, factors: LoraFactors) -> torch.Tensor:
+def output(store: ExpertStore, factors: ExpertLora) -> torch.Tensor:
     torch.manual_seed(9)
     hidden, ids, weights = torch.randn(6, HIDDEN), torch.randint(EXPERTS, (6, 2)), torch.rand(6, 2)
     return store.forward(hidden, ids, weights, adapters=[packed_adapter(store, factors)])
@@ -89,7 +88,9 @@ def test_recomputation_does_not_change_the_layer_order() -> None:
 def test_prefetch_skips_inference_tensors() -> None:
     store, factors = layer(0)
     with torch.inference_mode():
-        inference = LoraFactors(factors.roles, tuple(tensor.clone() for tensor in factors.tensors), factors.scales)
+        inference = ExpertLora.of_tensors(
+            factors.roles, tuple(tensor.clone() for tensor in factors.tensors), factors.scales
+        )
         before = output(store, inference)
         inference.tensors[0].mul_(2)
         repack_last(store)

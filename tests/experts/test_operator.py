@@ -85,7 +85,7 @@ def test_checkpointing_and_gradient_accumulation() -> None:
     expected = case.gradients()
 
     def layer(hidden: Tensor, weights: Tensor) -> Tensor:
-        return apply_experts(case.store, hidden, case.ids, weights)
+        return apply_experts(case.backend, hidden, case.ids, weights)
 
     for _ in range(2):
         out = checkpoint(layer, case.hidden, case.weights, use_reentrant=False)
@@ -113,7 +113,7 @@ def test_selective_checkpointing_saves_the_output() -> None:
 
     case.store.forward = counted  # type: ignore[method-assign]
     out = checkpoint(
-        lambda h, w: apply_experts(case.store, h, case.ids, w) * 1.0,
+        lambda h, w: apply_experts(case.backend, h, case.ids, w) * 1.0,
         case.hidden,
         case.weights,
         use_reentrant=False,
@@ -128,7 +128,7 @@ def test_selective_checkpointing_saves_the_output() -> None:
 def test_no_gradient_is_allocated_for_retained_activations() -> None:
     """It would be zeros of the size of all gates and ups, the largest allocation of a backward pass."""
     case = OperatorCase("generic")
-    out = apply_experts(case.store, case.hidden, case.ids, case.weights)
+    out = apply_experts(case.backend, case.hidden, case.ids, case.weights)
     made = []
 
     class Watching(TorchDispatchMode):
@@ -146,17 +146,16 @@ def test_opcheck_accepts_the_operator() -> None:
     case = OperatorCase("generic", tokens=6)
     ids = case.ids.clamp(0, EXPERTS - 1)  # what is kept of rows that nobody computes is whatever lay there
     for retain in (True, False):
-        torch.library.opcheck(
-            experts, (case.hidden, ids, case.weights, [], handle_of(case.store), "", [1.0, 1.0, 1.0], retain, 0.0, 0)
-        )
+        given = (case.hidden, ids, case.weights, [], handle_of(case.backend), "", [1.0, 1.0, 1.0])
+        torch.library.opcheck(experts, (*given, retain, 0.0, 0, 0))
 
 
 def test_inference_skips_the_operator() -> None:
     case = OperatorCase("generic")
     with torch.no_grad():
-        plain = apply_experts(case.store, case.hidden, case.ids, case.weights)
+        plain = apply_experts(case.backend, case.hidden, case.ids, case.weights)
     assert plain.grad_fn is None
-    learned = apply_experts(case.store, case.hidden, case.ids, case.weights)
+    learned = apply_experts(case.backend, case.hidden, case.ids, case.weights)
     assert learned.grad_fn is not None and torch.equal(plain, learned)
 
 
@@ -164,18 +163,18 @@ def test_leading_dimensions_and_frozen_routing() -> None:
     case = OperatorCase("generic", tokens=24)
     hidden = case.hidden.detach().view(2, 3, 4, -1).requires_grad_()
     ids, weights = case.ids.view(2, 3, 4, -1), case.weights.detach().view(2, 3, 4, -1)
-    out = apply_experts(case.store, hidden, ids, weights)
+    out = apply_experts(case.backend, hidden, ids, weights)
     (actual,) = torch.autograd.grad(out, hidden, case.grad.view_as(out))
     assert torch.equal(actual.view_as(case.hidden), case.gradients()[0])
 
 
-def test_deleted_store_is_reported() -> None:
+def test_deleted_backend_is_reported() -> None:
     case = OperatorCase("generic")
-    handle = handle_of(case.store)
+    handle = handle_of(case.backend)
     batch = copy.copy((case.hidden, case.ids, case.weights))
     del case
     with pytest.raises(RuntimeError, match="was deleted"):
-        experts(*batch, [], handle, "", [1.0, 1.0, 1.0], False, 0.0, 0)
+        experts(*batch, [], handle, "", [1.0, 1.0, 1.0], False, 0.0, 0, 0)
 
 
 def test_bad_gradients_are_refused_by_name() -> None:

@@ -82,8 +82,8 @@ def test_copied_model_shares_packed_experts() -> None:
     """Packed experts are frozen, so a copy of a model shares them; its adapters are copied."""
     peft = adapted()
     twin = copy.deepcopy(peft)
-    stores = [module.kt_store for module in expert_modules(peft).values()]
-    assert [module.kt_store for module in expert_modules(twin).values()] == stores and len(stores) == 2
+    stores = [module.kt.store for module in expert_modules(peft).values()]
+    assert [module.kt.store for module in expert_modules(twin).values()] == stores and len(stores) == 2
     before = loss(peft).item()
     assert loss(twin).item() == before
     mine, theirs = lora_parameters(peft), lora_parameters(twin)

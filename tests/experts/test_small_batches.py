@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ktransformers.checkpoint.encoder import encode
+from ktransformers.experts.backend import KtExperts, LocalExperts
 from ktransformers.experts.contract import Contract, expert_modules, read_contract
 from ktransformers.experts.interface import experts_forward
 from ktransformers.experts.operator import apply_experts
@@ -31,11 +32,11 @@ def test_training_uses_rounded_weights(isa: str) -> None:
     store, hidden, ids, weights = quantised_case(isa)
     rounded = store.forward(hidden.detach(), ids, weights, needs_grad=True)
     for retain in (True, False):
-        out = apply_experts(store, hidden, ids, weights, retain=retain)
+        out = apply_experts(LocalExperts(store), hidden, ids, weights, retain=retain)
         assert out.grad_fn is not None and torch.equal(out.detach(), rounded)
     with torch.no_grad():
-        assert torch.equal(apply_experts(store, hidden, ids, weights, training=True), rounded)
-        inference = apply_experts(store, hidden, ids, weights)
+        assert torch.equal(apply_experts(LocalExperts(store), hidden, ids, weights, training=True), rounded)
+        inference = apply_experts(LocalExperts(store), hidden, ids, weights)
     assert torch.equal(inference, store.forward(hidden.detach(), ids, weights))
     assert not torch.equal(inference, rounded)
 
@@ -45,7 +46,7 @@ class Experts(nn.Module):
 
     def __init__(self, store: ExpertStore, contract: Contract) -> None:
         super().__init__()
-        self.kt_store, self.kt_contract = store, contract
+        self.kt = KtExperts(contract, store)
 
     def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return experts_forward(self, hidden, ids, weights)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ktransformers.experts.backend import LocalExperts
 from ktransformers.experts.operator import apply_experts
 from ktransformers.experts.transfer import copy_streams, start_device_to_host, start_host_to_device, to_device, to_host
 from ktransformers.ground.errors import InputError
@@ -45,11 +46,11 @@ def batch(device: str, dtype: torch.dtype, seed: int = 0, tokens: int = TOKENS) 
 
 def plain(store: ExpertStore, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     on_host = [tensor.cpu().contiguous() for tensor in (hidden, ids, weights)]
-    return apply_experts(store, *on_host).to(hidden.device)
+    return apply_experts(LocalExperts(store), *on_host).to(hidden.device)
 
 
 def ours(store: ExpertStore, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    return to_device(apply_experts(store, *to_host(hidden, ids, weights)), hidden.device)
+    return to_device(apply_experts(LocalExperts(store), *to_host(hidden, ids, weights)), hidden.device)
 
 
 def as_it_is(layer: Layer, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

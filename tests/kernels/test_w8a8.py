@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ktransformers import _core
+from ktransformers.experts.backend import LocalExperts
 from ktransformers.experts.lora import ExpertLora, Factor
 from ktransformers.experts.operator import apply_experts
 from ktransformers.experts.reference import forward
@@ -168,10 +169,10 @@ def test_gradients_are_refused(pool: _core.Pool) -> None:
     with pytest.raises(InputError, match="gradients"):
         store.backward(batch.hidden, *whole)
     with pytest.raises(InputError, match="gradients"):
-        apply_experts(store, batch.hidden.requires_grad_(), batch.ids, batch.weights)
+        apply_experts(LocalExperts(store), batch.hidden.requires_grad_(), batch.ids, batch.weights)
     factor = torch.zeros(2, 8, 64, requires_grad=True)
     lora = ExpertLora(down=Factor(factor, torch.zeros(2, 64, 8), 1.0))
     with pytest.raises(InputError, match="gradients"):
-        apply_experts(store, batch.hidden.detach(), batch.ids, batch.weights, lora=lora)
+        apply_experts(LocalExperts(store), batch.hidden.detach(), batch.ids, batch.weights, lora=lora)
     with torch.no_grad():
-        apply_experts(store, *whole, lora=lora)
+        apply_experts(LocalExperts(store), *whole, lora=lora)

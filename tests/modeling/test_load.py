@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from ktransformers.experts.interface import attach_store
 from ktransformers.experts.placeholder import Placeholder
 from ktransformers.ground.errors import InputError
 from ktransformers.nn import ExpertStore, KTConfig, load_model
@@ -23,7 +24,7 @@ MAIN = ["qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "olmo
 
 
 def stores(model: PreTrainedModel) -> list[ExpertStore]:
-    return [module.kt_store for module in model.modules() if hasattr(module, "kt_store")]
+    return [module.kt.store for module in model.modules() if hasattr(module, "kt")]
 
 
 def stock(directory: Path, dtype: torch.dtype = torch.float32, kind: Any = AutoModelForCausalLM) -> PreTrainedModel:
@@ -56,14 +57,14 @@ def test_loaded_family_matches_the_stock_model(family: str, tmp_path: Path) -> N
     torch.testing.assert_close(logits(got), reference, rtol=EXACT, atol=EXACT)
     assert torch.equal(greedy(got), greedy(want))
     # The experts matter: with others in their place the logits would not fit.
-    module = next(module for module in got.modules() if hasattr(module, "kt_store"))
-    shape = module.kt_store
+    module = next(module for module in got.modules() if hasattr(module, "kt"))
+    shape = module.kt.store
     ungated = ExpertStore(shape.num_experts, shape.hidden_size, shape.intermediate_size, gated=False)
     ungated.pack(
         up=torch.zeros(shape.num_experts, shape.intermediate_size, shape.hidden_size),
         down=torch.zeros(shape.num_experts, shape.hidden_size, shape.intermediate_size),
     )
-    module.kt_store = ungated
+    attach_store(module, module.kt.contract, ungated, {})
     assert (logits(got) - reference).abs().max() > 20 * EXACT
 
 
@@ -262,7 +263,7 @@ start = anonymous()
 thread = threading.Thread(target=watch); thread.start()
 model = load_model(sys.argv[2])
 over.set(); thread.join()
-packed = [module.kt_store.packed_bytes for module in model.modules() if hasattr(module, "kt_store")]
+packed = [module.kt.store.packed_bytes for module in model.modules() if hasattr(module, "kt")]
 print(highest[0] - start, sum(packed), packed[0])
 """
 

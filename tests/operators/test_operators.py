@@ -86,16 +86,16 @@ def linear_rule(op: str, name: str = ".") -> str:
 def test_experts_of_a_backend_are_those_of_kt_quant(directory: Path, int8_experts: Path, tmp_path: Path) -> None:
     model = by_rules(directory, tmp_path, EXPERTS_INT8)
     for module in expert_modules(model).values():
-        assert set(module.kt_store.formats.values()) == {"int8"}  # type: ignore[union-attr]
+        assert set(module.kt.store.formats.values()) == {"int8"}  # type: ignore[union-attr]
     packed = load_model(int8_experts, dtype=torch.float32)
     stock = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     assert torch.equal(logits(model), logits(packed))
     weight = stock.model.layers[0].mlp.experts.down_proj[0].float()
-    decoded = model.model.layers[0].mlp.experts.kt_store.decode("down", 0).float()
+    decoded = model.model.layers[0].mlp.experts.kt.store.decode("down", 0).float()
     assert 0 < (decoded - weight).norm() < 0.01 * weight.norm()
     part = load_model(directory, dtype=torch.float32, formats="int8", shard=ExpertShard(by_experts(2, 6, 2), 1))
     for module, whole in zip(expert_modules(part).values(), expert_modules(model).values(), strict=True):
-        decoded, expected = module.kt_store.decode("up", 0), whole.kt_store.decode("up", 3)  # type: ignore[union-attr]
+        decoded, expected = module.kt.store.decode("up", 0), whole.kt.store.decode("up", 3)  # type: ignore[union-attr]
         assert torch.equal(decoded, expected), "experts of one rank"
     with pytest.raises(InputError, match=r"int4:32, where .* is packed in int8"):
         load_model(int8_experts, formats="int4:32")
@@ -335,7 +335,7 @@ def test_serving_by_rules(directory: Path, tmp_path: Path) -> None:
     counters = [module for module in model.modules() if isinstance(module, CountingLinear)]
     assert len(counters) == 8 and all(module.calls > 1 for module in counters)
     assert model.lm_head.weight.spec == "int8"
-    assert {spec for module in expert_modules(model).values() for spec in module.kt_store.formats.values()} == {"int8"}
+    assert {spec for module in expert_modules(model).values() for spec in module.kt.store.formats.values()} == {"int8"}
     assert any("everything is computed on the CPU" in line for line in lines)
     modules = service.registry._modules._linears
     assert sum(isinstance(module, CountingLinear) for module in modules.values()) == 8

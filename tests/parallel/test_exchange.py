@@ -28,8 +28,8 @@ PARTITIONS = {
 
 def adapted(path: Path, shard: ExpertShard | None, group: Any = None) -> nn.Module:
     """The model with LoRA on attention and experts; B is random, drawn for all experts."""
+    from ktransformers.experts.lora_shards import factor_shards
     from ktransformers.parallel.exchange import connect
-    from ktransformers.parallel.lora_shards import factor_shards
 
     model = load_model(path, dtype=torch.float32, precision="f32", shard=shard)
     if group is not None:
@@ -94,8 +94,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from ktransformers.experts.checkpointing import save_expert_outputs
-from ktransformers.parallel.exchange import apply_exchanged, new_expert_group
-from ktransformers.parallel.lora_shards import factor_shards, gather_experts
+from ktransformers.parallel.exchange import new_expert_group
+from ktransformers.experts.lora_shards import factor_shards
+from ktransformers.parallel.whole_state import gather_experts
 from ktransformers.experts.operator import apply_experts
 from ktransformers.parallel.sharding import ShardOptions, parameter_bytes, separate_steps, shard_model
 from ktransformers.parallel.whole_state import clip_gradients, load_optimizer_state
@@ -198,16 +199,16 @@ for kind in kinds:
     del ddp
     check_sharded(ExpertShard(partition, group.rank), group, kind)
 
-layer = next(module for module in whole.modules() if hasattr(module, "kt_store"))
-divided = next(module for module in model.modules() if hasattr(module, "kt_exchange"))
+layer = next(module for module in whole.modules() if hasattr(module, "kt"))
+divided = next(module for module in model.modules() if hasattr(module, "kt"))
 for what, ids in routings(rank).items():
     generator = torch.Generator().manual_seed(rank)
     results = []
-    for apply, experts in ((apply_experts, layer.kt_store), (apply_exchanged, divided.kt_exchange)):
+    for module in (layer, divided):
         generator.manual_seed(rank)
         hidden = torch.randn(len(ids), 64, generator=generator).requires_grad_()
         weights = torch.rand(len(ids), 2, generator=generator).requires_grad_()
-        out = apply(experts, hidden, ids, weights)
+        out = apply_experts(module.kt.backend, hidden, ids, weights)
         out.square().sum().backward()
         results.append((out, hidden.grad, weights.grad))
     for got, expected in zip(results[1], results[0], strict=True):

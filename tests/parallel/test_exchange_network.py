@@ -31,7 +31,7 @@ import json, os, statistics, subprocess, sys, time, torch
 import torch.distributed as dist
 from ktransformers.experts.partition import by_experts
 from ktransformers.nn import ExpertStore
-from ktransformers.parallel.exchange import LayerExchange, apply_exchanged, new_expert_group
+from ktransformers.parallel.exchange import ExchangedExperts, new_expert_group
 from ktransformers.experts.operator import apply_experts
 torch.set_num_threads(1)
 rows, hidden_size, top_k, experts, rate = map(int, sys.argv[1:])
@@ -44,7 +44,7 @@ generator = torch.Generator().manual_seed(rank)
 def matrix(*shape): return torch.randn(*shape, generator=generator).bfloat16() / 32
 count = len(shard.experts)
 store.pack(gate=matrix(count, 64, hidden_size), up=matrix(count, 64, hidden_size), down=matrix(count, hidden_size, 64))
-layer = LayerExchange(store, shard, new_expert_group(ranks)) if ranks > 1 else None
+layer = ExchangedExperts(store, shard, new_expert_group(ranks)) if ranks > 1 else None
 hidden = matrix(rows, hidden_size).requires_grad_()
 weights, ids = torch.rand(rows, experts, generator=generator).topk(top_k)
 weights = weights.requires_grad_()
@@ -59,7 +59,7 @@ def wait():
         dist.barrier()
 def step(backward):
     args = (hidden, ids, weights)
-    out = apply_experts(store, *args) if layer is None else apply_exchanged(layer, *args)
+    out = apply_experts(LocalExperts(store) if layer is None else layer, *args)
     if backward:
         out.backward(torch.ones_like(out))
 def measure(backward, passes):

@@ -92,17 +92,17 @@ def test_a_rank_reads_and_packs_its_experts_alone(
     whole = load_model(path, dtype=torch.float32)
     shard = ExpertShard(partition, 1)
     ids = shard.layer(0).experts
-    matrices = {role for module in modules(whole) for role in module.kt_store.formats}
+    matrices = {role for module in modules(whole) for role in module.kt.store.formats}
     expected = [
-        {(role, expert): module.kt_store.decode(role, expert).clone() for role in matrices for expert in ids}
+        {(role, expert): module.kt.store.decode(role, expert).clone() for role in matrices for expert in ids}
         for module in modules(whole)
     ]
-    sizes = [module.kt_store.packed_bytes for module in modules(whole)]
+    sizes = [module.kt.store.packed_bytes for module in modules(whole)]
     del whole
     damage(path, ids)
     part = load_model(path, dtype=torch.float32, shard=shard)
     for module, values, size in zip(modules(part), expected, sizes, strict=True):
-        store = module.kt_store
+        store = module.kt.store
         assert store.num_experts == len(ids) and store.packed_bytes == size * len(ids) // EXPERTS
         store.verify(list(range(len(ids))))
         for (role, expert), value in values.items():
@@ -122,7 +122,7 @@ def test_a_rank_without_experts_of_a_layer_has_no_store(tmp_path: Path) -> None:
     path = separate(tmp_path)
     model = load_model(path, shard=ExpertShard(by_layers(LAYERS, EXPERTS, 2), 1))
     first, second = modules(model)
-    assert first.kt_store is None and second.kt_store.num_experts == EXPERTS
+    assert first.kt.store is None and second.kt.store.num_experts == EXPERTS
     with pytest.raises(InputError, match="connect"):
         model(tokens())
 
@@ -142,7 +142,7 @@ def test_mapped_range_of_a_packed_file_is_not_copied(tmp_path: Path) -> None:
     ranges = [line.split()[0].split("-") for line in maps if "packed-" in line]
     for module in modules(model):
         for role in ("gate_up", "down"):
-            address = module.kt_store.memory()[role].data_ptr()
+            address = module.kt.store.memory()[role].data_ptr()
             assert any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
     with pytest.raises(InputError, match="pages"):
         load_model(path, shard=ExpertShard(by_experts(LAYERS, EXPERTS, 2), 1), pages="prefault")

@@ -6,15 +6,14 @@ import pytest
 import torch
 
 from ktransformers.experts.lora import ExpertLora, Factor
-from ktransformers.experts.lora_factors import LoraFactors, factors_of
 from ktransformers.place.gpu import device_lora as module
 from ktransformers.place.gpu.device_lora import DeviceFactors
 
 
-def layer(seed: int) -> LoraFactors:
+def layer(seed: int) -> ExpertLora:
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(*sizes, generator=generator) for sizes in ((2, 8, 16), (2, 32, 8)))
-    return factors_of(ExpertLora(gate_up=Factor(a, b, 1.0)))
+    return ExpertLora(gate_up=Factor(a, b, 1.0))
 
 
 def test_unchanged_factors_are_not_uploaded_again() -> None:

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from ktransformers.experts.backend import ExpertBatch
 from ktransformers.experts.store import NO_DROPOUT
-from ktransformers.place.gpu.executor import ExpertBatch
-from ktransformers.place.placed_store import PlacedStore
+from ktransformers.place.placed_experts import PlacedExperts
 from ktransformers.plan.modes import CPU, HOST_CALLBACK, MODES, RESIDENT, SPLIT, STREAM, STREAM_ALL
 from tests.support.placed_experts import SMALL, make_inputs, make_store, place_store_on
 
 STORE = make_store(SMALL)
 
 
-def auto(residents: tuple[int, ...] = ()) -> PlacedStore:
+def auto(residents: tuple[int, ...] = ()) -> PlacedExperts:
     return place_store_on(STORE, "cpu", "auto", 16, residents)
 
 

@@ -19,15 +19,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ktransformers.experts.backend import ExpertBatch, LocalExperts
 from ktransformers.experts.checkpointing import save_expert_outputs
 from ktransformers.experts.gate import Gate
-from ktransformers.experts.lora_factors import factors_of
 from ktransformers.experts.operator import apply_experts
 from ktransformers.experts.store import NO_DROPOUT, Dropout
 from ktransformers.place import engine
 from ktransformers.place.gpu import layer_costs
-from ktransformers.place.gpu.executor import ExpertBatch
-from ktransformers.place.placed_store import PlacedStore
+from ktransformers.place.placed_experts import PlacedExperts
 from ktransformers.place.placement import geometry_of, new_layer
 from tests.support.placed_experts import (
     QWEN,
@@ -41,6 +40,7 @@ from tests.support.placed_experts import (
     place_store_on,
     relative_error,
     replace_device,
+    run,
     run_with_gradients,
 )
 
@@ -71,7 +71,7 @@ def test_split_divides_passes_without_gradients(device: str) -> None:
         place = place_store_on(store, device, "split", slots, residents=(1, 6))
         for turn in range(2):
             with torch.no_grad():
-                out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, False)
+                out = run(place, given, given.lora, retain=False)
             assert_close([out], want)
             division = place.layer.last_split["forward"]
             assert turn or (division.resident and division.streamed and division.cpu), "nothing was split"
@@ -87,10 +87,10 @@ def test_every_mode_trains_alike(mode: str, recomputed: bool, device: str) -> No
     falls back to its nearest."""
     store, given = make_store(SMALL), make_inputs(SMALL, device)
     want, place = cpu_results(store, given), place_store_on(store, device, mode, 16, (1, 6))
-    factors = factors_of(given.lora)
+    factors = given.lora
 
     def run_layer(x: Tensor) -> Tensor:
-        return place(x, given.ids, given.weights, factors, NO_DROPOUT, not recomputed)
+        return apply_experts(place, x, given.ids, given.weights, lora=factors, retain=not recomputed)
 
     for _ in range(3):
         out = checkpoint(run_layer, given.hidden, use_reentrant=False) if recomputed else run_layer(given.hidden)
@@ -135,18 +135,22 @@ def test_recomputation_finds_experts_in_the_cache(device: str) -> None:
         layer = new_layer(place.engine, index, store, Gate("silu"), geometry_of(store))
         layer.costs = place.layer.costs
         place.engine.layers[index] = layer
-        layers.append(PlacedStore(place.engine, layer))
+        layers.append(PlacedExperts(place.engine, layer))
 
     def model(x: Tensor, weights: Tensor, call: Any) -> Tensor:
         for at in range(3):
             x = x + checkpoint(lambda x, at=at: call(at, x, weights), x, use_reentrant=False)
         return x
 
-    factors = factors_of(given.lora)
-    out = model(given.hidden, given.weights, lambda at, x, w: layers[at](x, given.ids, w, factors, NO_DROPOUT, True))
+    factors = given.lora
+    out = model(given.hidden, given.weights, lambda at, x, w: apply_experts(layers[at], x, given.ids, w, lora=factors))
     got = [out, *gradients(out, given)]
     host = replace_device(given, "cpu")
-    out = model(host.hidden, host.weights, lambda at, x, w: apply_experts(sizes[at], x, host.ids, w, lora=host.lora))
+    out = model(
+        host.hidden,
+        host.weights,
+        lambda at, x, w: apply_experts(LocalExperts(sizes[at]), x, host.ids, w, lora=host.lora),
+    )
     assert_close(got, [out, *gradients(out, host)], times=6)  # each layer takes on what the one before it rounded
     assert place.engine.cache.copied_bytes == 3 * SMALL.experts * geometry_of(sizes[0]).expert_bytes
 
@@ -167,9 +171,9 @@ def test_checkpointing_with_retain_does_not_recompute_experts(
         ours = operator.namespace == "ktransformers"
         return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
 
-    factors = factors_of(given.lora)
+    factors = given.lora
     out = checkpoint(
-        lambda x: place(2 * x, given.ids, given.weights, factors, NO_DROPOUT, True) * 0.5,
+        lambda x: apply_experts(place, 2 * x, given.ids, given.weights, lora=factors) * 0.5,
         given.hidden / 2,
         use_reentrant=False,
         context_fn=save_expert_outputs if by == "us" else functools.partial(create_selective_checkpoint_contexts, keep),
@@ -206,13 +210,16 @@ def test_empty_batches_and_inference(device: str) -> None:
     store, given = make_store(SMALL), make_inputs(SMALL, device)
     place = place_store_on(store, device, "split", 8)
     nobody = torch.full_like(given.ids, -1)
-    out = place(given.hidden, nobody, given.weights, None, NO_DROPOUT, True)
+    out = apply_experts(place, given.hidden, nobody, given.weights)
     assert not out.any()
     (grad,) = torch.autograd.grad(out, given.hidden, given.grad)
     assert not grad.any()
     with torch.inference_mode():
-        out = place(given.hidden, given.ids, given.weights, None, NO_DROPOUT, False)
-    assert_close([out], [apply_experts(store, *(t.detach().cpu() for t in (given.hidden, given.ids, given.weights)))])
+        out = run(place, given, retain=False)
+    assert_close(
+        [out],
+        [apply_experts(LocalExperts(store), *(t.detach().cpu() for t in (given.hidden, given.ids, given.weights)))],
+    )
 
 
 @devices
@@ -274,6 +281,6 @@ def test_layer_of_real_size_matches_the_cpu(spec: str) -> None:
         place = place_store_on(store, "cuda:0", policy, 128, residents=tuple(range(16)) if policy == "resident" else ())
         for _ in range(2):
             with torch.no_grad():
-                out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, False)
+                out = run(place, given, given.lora, retain=False)
             assert_close([out], want)
             assert_close(run_with_gradients(place, given, True), want)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
-from tests.support.placed_experts import SMALL, make_inputs, make_store, place_store_on, tiny_packed_model
-from ktransformers.experts.lora_factors import factors_of
+from tests.support.placed_experts import run, SMALL, make_inputs, make_store, place_store_on, tiny_packed_model
 from ktransformers.experts.store import NO_DROPOUT
 from ktransformers.place import attach
 
@@ -19,7 +18,7 @@ placement.place_residents(count=2)
 given = make_inputs(SMALL, "cpu")
 store = make_store(SMALL, biased=True)
 place = place_store_on(store, "cpu", "auto", 16)
-out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)  # its graph as well
+out = run(place, given, given.lora)  # its graph as well
 assert placement.layers and out.requires_grad
 del out
 """

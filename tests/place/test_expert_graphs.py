@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from ktransformers.experts.backend import ExpertBatch
 from ktransformers.experts.gate import Gate
-from ktransformers.experts.lora_factors import factors_of
 from ktransformers.experts.store import NO_DROPOUT, Dropout
 from ktransformers.modeling import cuda_graphs
 from ktransformers.modeling.cuda_graphs import GraphPool
 from ktransformers.place.gpu import executor, expert_graphs, grouped_mlp
 from ktransformers.place.gpu.device_lora import DeviceFactors, FactorGradients, empty_like_factors
-from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
+from ktransformers.place.gpu.executor import GpuExecutor, LayerOnDevice
 from ktransformers.place.gpu.expert_cache import ExpertCache, LayerBytes
 from ktransformers.place.gpu.expert_graphs import (
     ExpertGraphs,
@@ -30,7 +30,7 @@ from ktransformers.place.gpu.expert_graphs import (
     slot_table,
 )
 from ktransformers.place.gpu.grouped_mlp import Decoded, GroupedRows, GroupLora, StackedLora
-from ktransformers.place.placed_store import PlacedStore
+from ktransformers.place.placed_experts import PlacedExperts
 from ktransformers.place.placement import geometry_of, new_layer
 from ktransformers.quantized.gpu.layout import geometry
 from tests.support.placed_experts import (
@@ -42,6 +42,7 @@ from tests.support.placed_experts import (
     make_inputs,
     make_store,
     place_store_on,
+    run,
     run_with_gradients,
 )
 
@@ -91,7 +92,7 @@ def test_rows_of_other_experts_and_of_padding_are_not_added(needs_grad: bool | N
         torch.randn(size.experts, 2 * size.intermediate, size.hidden, generator=generator).bfloat16() / 12,
         torch.randn(size.experts, size.hidden, size.intermediate, generator=generator).bfloat16() / 8,
     )
-    factors = factors_of(given.lora)
+    factors = given.lora
     assert factors is not None
     pairs = DeviceFactors(torch.device("cpu")).get(factors, 2 * size.intermediate)
     ids, hidden, weights = given.ids, given.hidden.detach(), given.weights.detach()
@@ -194,12 +195,9 @@ def test_layers_share_graphs(layers_in_slots: int, at_once: list[str]) -> None:
     for index, store in enumerate(stores[1:], 1):
         layer = new_layer(place.engine, index, store, Gate("silu"), geometry_of(store))
         place.engine.layers[index] = layer
-        layers.append(PlacedStore(place.engine, layer))
+        layers.append(PlacedExperts(place.engine, layer))
     given = [other_routing(make_inputs(LARGER, "cuda:0", seed=at), LARGER, at) for at in range(3)]
-    outs = [
-        layer(one.hidden, one.ids, one.weights, factors_of(one.lora), NO_DROPOUT, True)
-        for layer, one in zip(layers, given, strict=True)
-    ]
+    outs = [run(layer, one, one.lora) for layer, one in zip(layers, given, strict=True)]
     found = [torch.autograd.grad(out, one.leaves(), one.grad) for out, one in zip(outs, given, strict=True)]
     for store, one, out, grads in zip(stores, given, outs, found, strict=True):
         assert_close([out, *grads], cpu_results(store, one))
@@ -208,10 +206,7 @@ def test_layers_share_graphs(layers_in_slots: int, at_once: list[str]) -> None:
     torch.cuda.synchronize()
     torch.cuda._sleep(400_000_000)  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        outs = [
-            layer(one.hidden, one.ids, one.weights, factors_of(one.lora), NO_DROPOUT, True)
-            for layer, one in zip(layers, given, strict=True)
-        ]
+        outs = [run(layer, one, one.lora) for layer, one in zip(layers, given, strict=True)]
     for store, one, out in zip(stores, given, outs, strict=True):
         assert_close([out], cpu_results(store, one)[:1])
 
@@ -227,7 +222,7 @@ def test_graphs_serve_residents_at_any_address(spec: str, policy: str, at_once: 
     other = new_layer(engine, 1, stores[1], Gate("silu"), sizes)
     other.costs = layers[0].layer.costs
     engine.layers[1] = other
-    layers.append(PlacedStore(engine, other))
+    layers.append(PlacedExperts(engine, other))
     engine.executor.residents[1] = ExpertCache(sizes, LARGER.experts, engine.device, None)
     engine.executor.residents[1].fetch(1, other.packed.source, range(LARGER.experts))
     for turn in range(3):
@@ -247,8 +242,8 @@ def test_inference_without_and_with_lora_is_replayed(at_once: list[str]) -> None
     place = place_store_on(store, "cuda:0", "stream", LARGER.experts)
     want = cpu_results(store, replace(given, lora=given.lora))
     with torch.inference_mode():
-        place(given.hidden, given.ids, given.weights, None, NO_DROPOUT, False)
-        place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, False)
+        run(place, given, retain=False)
+        run(place, given, given.lora, retain=False)
     assert_close(run_with_gradients(place, given, True), want)
     assert at_once == ["forward"] * 3 + ["backward"]
 
@@ -297,7 +292,7 @@ def test_captured_pass_with_all_experts_does_not_synchronise_on_ids(
     for turn in range(4):
         given = other_routing(make_inputs(LARGER, "cuda:0", seed=turn), LARGER, turn, least=0 if turn else 1)
         rows += np.bincount(given.ids.cpu().view(-1), minlength=LARGER.experts)
-        out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)
+        out = run(place, given, given.lora)
         assert len(place.engine._uncounted) == min(turn, 1), "ids that nobody has seen"
         assert_close([out, *torch.autograd.grad(out, given.leaves(), given.grad)], cpu_results(store, given))
         if turn:
@@ -307,7 +302,7 @@ def test_captured_pass_with_all_experts_does_not_synchronise_on_ids(
     given = other_routing(make_inputs(LARGER, "cuda:0", seed=9), LARGER, 9)
     torch.cuda.synchronize()
     torch.cuda._sleep(400_000_000)  # type: ignore[no-untyped-call]  # nothing below has come by when backward asks
-    out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)
+    out = run(place, given, given.lora)
     monkeypatch.setattr(GpuExecutor, "replays", lambda *_: False)
     assert_close([out, *torch.autograd.grad(out, given.leaves(), given.grad)], cpu_results(store, given))
 
@@ -321,7 +316,7 @@ def test_gpu_share_of_a_split_batch_without_gradients_is_replayed(spec: str, at_
     for turn in range(3):
         given = other_routing(make_inputs(LARGER, "cuda:0", seed=turn), LARGER, turn)
         with torch.no_grad():
-            out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, False)
+            out = run(place, given, given.lora, retain=False)
         assert_close([out], cpu_results(store, given))
         division = place.layer.last_split["forward"]
         assert turn or (division.resident and division.streamed and division.cpu), "nothing was split"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.experts.gate import Gate
-from ktransformers.experts.lora_factors import LoraFactors
+from ktransformers.experts.lora import ExpertLora
 from ktransformers.experts.reference import ACTIVATIONS
 from ktransformers.experts.store import Dropout
 from ktransformers.nn import ExpertStore
@@ -124,7 +124,7 @@ def ours(given: dict[str, Any], gate: Gate, scales: tuple[float, float, float], 
             for role in given["factors"][0]
         }
         cut = torch.bincount(key, minlength=E * each).cumsum(0).int()
-        factors = LoraFactors(tuple(stacked), tuple(stacked.values()), scales)
+        factors = ExpertLora.of_tensors(tuple(stacked), tuple(stacked.values()), scales)
         pairs = stack_factors(factors, factors.tensors, on["first"].shape[1])
         lora = GroupLora(cut, pairs["first"], pairs["down"])
     weights = Decoded(on["first"], on["down"], on["first_bias"], on["down_bias"])

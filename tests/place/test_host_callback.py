@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from ktransformers.experts.backend import ExpertBatch
 from ktransformers.experts.gate import Gate
 from ktransformers.experts.store import NO_DROPOUT
 from ktransformers.ground.errors import InputError
 from ktransformers.nn import ExpertStore
 from ktransformers.place.gpu import resident_decode
-from ktransformers.place.gpu.executor import ExpertBatch, LayerOnDevice
+from ktransformers.place.gpu.executor import LayerOnDevice
 from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.host_callback import HostCallbackPath, ResidentTable
 from ktransformers.place.placement import geometry_of
@@ -108,7 +109,7 @@ def test_which_batches_are_refused(device: str) -> None:
     assert not callbacks.refusal(layer, small_batch(SMALL, MAX_DECODE_TOKENS, device), "resident")
     assert callbacks.refusal(layer, small_batch(SMALL, MAX_DECODE_TOKENS + 1, device), "resident")
     assert callbacks.refusal(layer, small_batch(SMALL, 1, device), "stream")
-    assert callbacks.refusal(layer, replace(small_batch(SMALL, 1, device), factors=ADAPTERS[0]), "resident")
+    assert callbacks.refusal(layer, replace(small_batch(SMALL, 1, device), lora=ADAPTERS[0]), "resident")
     assert callbacks.refusal(layer, empty(device), "resident")
     bare = placed_for_inference(store, device, "resident", residents=())
     assert bare.engine._inference_mode(bare.layer, small_batch(SMALL, 2, device)) == "host_callback", (

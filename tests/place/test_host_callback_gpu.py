@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
+from ktransformers.experts.backend import ExpertBatch
 from ktransformers.ground.errors import DamagedFileError, InputError
 from ktransformers.nn import ExpertStore
 from ktransformers.place import attach
-from ktransformers.place.gpu.executor import ExpertBatch
 from ktransformers.place.gpu.expert_cache import ExpertCache
-from ktransformers.place.placed_store import PlacedStore
+from ktransformers.place.placed_experts import PlacedExperts
 from tests.support.placed_experts import (
     ADAPTERS,
     CLOSE,
@@ -42,7 +42,7 @@ GPU = "cuda:0"
 LENGTH = 32  # of the static cache
 
 
-def capture(place: PlacedStore, given: ExpertBatch) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def capture(place: PlacedExperts, given: ExpertBatch) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     with torch.no_grad():
         place.engine.infer(place.layer, given)  # what is made once is made outside
         graph = torch.cuda.CUDAGraph()
@@ -122,15 +122,15 @@ def test_replays_with_adapters_match_the_cpu(residents: tuple[int, ...], spec: s
     batches = [with_adapters(store, small_batch(SMALL, 4, GPU, seed=seed), rows) for seed, rows in enumerate(mixtures)]
     found = []
     for given in batches:
-        assert static.multi_lora is not None and given.multi_lora is not None
-        static.multi_lora.lora.rows.copy_(given.multi_lora.lora.rows)
+        assert static.mixed is not None and given.mixed is not None
+        static.mixed.rows.copy_(given.mixed.rows)
         replay(graph, static, given)
         found.append(out.clone())
     for given, got, rows in zip(batches, found, mixtures, strict=True):
         want = cpu_output_with_adapters(store, given)
         assert relative_error(got, want) < CLOSE if residents else torch.equal(got.cpu(), want)
         alone = torch.tensor(rows) < 0
-        bare = place.engine.infer(place.layer, replace(given, multi_lora=None))
+        bare = place.engine.infer(place.layer, replace(given, mixed=None))
         assert torch.equal(got.cpu()[alone], bare.cpu()[alone])
     path = place.engine.callbacks
     assert len(path._captured[0]) == 1
@@ -229,7 +229,7 @@ def test_refused_captures_give_the_reason() -> None:
         attempt(static)
     place.engine.infer(place.layer, static)
     with pytest.raises(InputError, match="LoRA"):
-        attempt(replace(static, factors=ADAPTERS[0]))
+        attempt(replace(static, lora=ADAPTERS[0]))
     with pytest.raises(InputError, match="33 tokens"):
         attempt(small_batch(SMALL, 33, GPU))
     graph, out = capture(place, static)  # nothing is left of the attempts

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ktransformers.experts.gate import Gate
-from ktransformers.experts.lora_factors import LoraFactors
+from ktransformers.experts.lora import ExpertLora
 from ktransformers.ground.errors import InputError
 from ktransformers.nn import ExpertStore
 from ktransformers.place.gpu import resident_decode
-from ktransformers.place.gpu.multi_lora import LoraCache, LoraPointers, MultiLora
+from ktransformers.place.gpu.multi_lora import LoraCache, LoraPointers
 from ktransformers.place.host_callback import find_resident_slots
-from ktransformers.place.placed_store import PlacedStore
+from ktransformers.place.placed_experts import PlacedExperts
 from tests.support.placed_experts import (
     ADAPTERS,
     CLOSE,
@@ -38,7 +38,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 RESIDENTS = pytest.mark.parametrize("residents", [(), (1, 4), tuple(range(8))], ids=["none", "some", "all"])
 
 
-def placed_with_warmup(store: ExpertStore, device: str, residents: tuple[int, ...]) -> PlacedStore:
+def placed_with_warmup(store: ExpertStore, device: str, residents: tuple[int, ...]) -> PlacedExperts:
     place = placed_for_inference(store, device, "resident", residents=residents)
     place.engine.callbacks.warming_up = True
     return place
@@ -57,7 +57,7 @@ def test_outputs_match_the_cpu(biased: bool, residents: tuple[int, ...], device:
         got, want = place.engine.infer(place.layer, given), cpu_output_with_adapters(store, given)
         assert not place.layer.last_split, "somebody asked"
         assert relative_error(got, want) < CLOSE if residents else torch.equal(got.cpu(), want)
-        bare = place.engine.infer(place.layer, replace(given, multi_lora=None))
+        bare = place.engine.infer(place.layer, replace(given, mixed=None))
         alone = torch.tensor(rows) < 0
         assert torch.equal(got.cpu()[alone], bare.cpu()[alone])
         assert alone.all() or relative_error(bare.cpu()[~alone], want[~alone]) > 0.05, "the adapters do something"
@@ -99,12 +99,12 @@ def test_which_batches_are_refused(device: str) -> None:
     path.warming_up = True
     assert not path.refusal(layer, given, "resident")
     with pytest.raises(InputError, match="LoRA on experts"):
-        path.check(layer, replace(given, multi_lora=None, factors=ADAPTERS[0]), "resident")
+        path.check(layer, replace(given, mixed=None, lora=ADAPTERS[0]), "resident")
     if device != "cpu":
-        assert given.multi_lora is not None
-        host = replace(given.multi_lora.lora, rows=given.multi_lora.lora.rows.cpu())
+        assert given.mixed is not None
+        host = replace(given.mixed, rows=given.mixed.rows.cpu())
         with pytest.raises(InputError, match="in host memory"):
-            path.check(layer, replace(given, multi_lora=MultiLora(host, torch.device(device))), "resident")
+            path.check(layer, replace(given, mixed=host), "resident")
 
 
 @devices
@@ -118,11 +118,11 @@ def test_unused_adapters_are_released(residents: tuple[int, ...], device: str) -
     last = with_adapters(store, small_batch(SMALL, 3, device), [0, -1, 0], [ADAPTERS[2]])
     first = with_adapters(store, small_batch(SMALL, 3, device), [0, -1, 0], [ADAPTERS[0]])
     wanted = [place.engine.infer(place.layer, one).clone() for one in (both, last, first)]
-    place.engine.infer(place.layer, replace(both, multi_lora=None))
+    place.engine.infer(place.layer, replace(both, mixed=None))
     assert len(path._prepared) == 4 and len(path._buffers) == 1
     path._captured[0] = [(ready, store) for ready in path._prepared.values()]
-    assert first.multi_lora is not None
-    used = tuple(first.multi_lora.lora.adapters)
+    assert first.mixed is not None
+    used = tuple(first.mixed.adapters)
     path.release_unused_adapters({used})
     assert {key[2] for key in path._prepared} == {(), used} and len(path._captured[0]) == 2
     held = [id(ADAPTERS[0])] if residents else []
@@ -205,11 +205,11 @@ def test_kernels_match_torch_in_the_interpreter(
     assert torch.equal(got[1], bare[1])
 
 
-def _of_rank(rank: int) -> LoraFactors:
+def _of_rank(rank: int) -> ExpertLora:
     made = torch.Generator().manual_seed(rank)
     e, h, i = SMALL.experts, SMALL.hidden, SMALL.intermediate
     tensors = (torch.randn(e, rank, i, generator=made) / 9, torch.randn(e, h, rank, generator=made) / 9)
-    return LoraFactors(("down_a", "down_b"), tensors, (1.0, 1.0, 1.0))
+    return ExpertLora.of_tensors(("down_a", "down_b"), tensors, (1.0, 1.0, 1.0))
 
 
 def test_adapter_indices_are_read_from_the_batch() -> None:
@@ -217,6 +217,6 @@ def test_adapter_indices_are_read_from_the_batch() -> None:
     store = make_store(SMALL)
     place = placed_with_warmup(store, "cpu", (1, 4))
     given = with_adapters(store, small_batch(SMALL, 4, "cpu"), [0, 2, -1, 1])
-    assert given.multi_lora is not None
-    got = place.forward_mixed(given.hidden, given.ids, given.weights, given.multi_lora.lora)
+    assert given.mixed is not None
+    got = place.infer(given)
     assert relative_error(got, cpu_output_with_adapters(store, given)) < CLOSE and not place.layer.last_split

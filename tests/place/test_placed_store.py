@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from ktransformers.experts.backend import ExpertBatch
 from ktransformers.experts.contract import expert_modules
-from ktransformers.experts.lora_factors import LoraFactors, packed_adapter
-from ktransformers.experts.mixed_lora import MixedLora, use_mixed_lora
+from ktransformers.experts.lora import ExpertLora, MixedLora, packed_adapter, use_mixed_lora
+from ktransformers.experts.operator import apply_experts
 from ktransformers.experts.store import NO_DROPOUT
 from ktransformers.place import attach
-from ktransformers.place.gpu.executor import ExpertBatch
 from ktransformers.place.gpu.multi_lora import LoraCache
 from ktransformers.place.routing_counts import RoutingCounter
 from tests.support.placed_experts import (
@@ -45,7 +45,7 @@ def test_mixed_adapters_match_the_cpu(policy: str, device: str) -> None:
     assert relative_error(bare, want) > 0.05, "the adapters do something"
     place = placed_for_inference(store, device, policy, residents=(1, 6) if policy != "stream" else ())
     for _ in range(2):
-        got = place.forward_mixed(hidden, ids, weights, lora)
+        got = apply_experts(place, hidden, ids, weights, mixed=lora)
         assert relative_error(got, want) < TOLERANCE
         alone = lora.rows < 0
         assert relative_error(got[alone.to(device)], bare[alone]) < TOLERANCE
@@ -71,7 +71,7 @@ def test_threshold_streams_large_batches_only(device: str) -> None:
     want = store.forward(hidden.cpu(), ids.cpu(), weights.cpu())
     place = placed_for_inference(store, device, "auto", residents=(1, 6), threshold=10)
     with torch.no_grad():
-        assert relative_error(place(hidden, ids, weights, None, NO_DROPOUT, False), want) < TOLERANCE
+        assert relative_error(apply_experts(place, hidden, ids, weights, retain=False), want) < TOLERANCE
         assert not place.layer.last_split["forward"].cpu
         assert (
             place.engine.dispatcher.mode(
@@ -79,9 +79,13 @@ def test_threshold_streams_large_batches_only(device: str) -> None:
             )
             == "host_callback"
         )
-        assert relative_error(place(hidden[:9], ids[:9], weights[:9], None, NO_DROPOUT, False), want[:9]) < TOLERANCE
+        assert (
+            relative_error(apply_experts(place, hidden[:9], ids[:9], weights[:9], retain=False), want[:9]) < TOLERANCE
+        )
         place.engine.dispatcher.forced = "resident"
-        assert relative_error(place(hidden[:9], ids[:9], weights[:9], None, NO_DROPOUT, False), want[:9]) < TOLERANCE
+        assert (
+            relative_error(apply_experts(place, hidden[:9], ids[:9], weights[:9], retain=False), want[:9]) < TOLERANCE
+        )
     assert not place.layer.last_split["forward"].streamed and set(place.layer.last_split["forward"].resident) <= {1, 6}
 
 
@@ -126,13 +130,13 @@ def test_mixed_adapters_of_a_model_reach_the_engine() -> None:
     rows = torch.tensor([0, -1, 1, 0] * 4, dtype=torch.int32)
     layers = {}
     for module in expert_modules(model).values():
-        store: Any = module.kt_store
+        store: Any = module.kt.store
         e, h, i = store.num_experts, store.hidden_size, store.intermediate_size
         which = []
         for seed in (1, 2):
             made = torch.Generator().manual_seed(seed)
             tensors = (torch.randn(e, 4, i, generator=made) / 4, torch.randn(e, h, 4, generator=made) / 4)
-            which.append(LoraFactors(("down_a", "down_b"), tensors, (1.0, 1.0, 1.0)))
+            which.append(ExpertLora.of_tensors(("down_a", "down_b"), tensors, (1.0, 1.0, 1.0)))
         layers[module] = MixedLora(rows, [packed_adapter(store, one) for one in which], which)
     tokens = torch.randint(64, (1, 16), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():

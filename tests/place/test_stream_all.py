@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ktransformers.experts.lora_factors import factors_of
-from ktransformers.experts.store import NO_DROPOUT
-from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
-from ktransformers.place.placed_store import PlacedStore
+from ktransformers.experts.backend import ExpertBatch
+from ktransformers.place.gpu.executor import GpuExecutor, LayerOnDevice
+from ktransformers.place.placed_experts import PlacedExperts
 from ktransformers.plan.modes import size_bucket
 from tests.support.placed_experts import (
     SMALL,
@@ -19,6 +18,7 @@ from tests.support.placed_experts import (
     make_inputs,
     make_store,
     place_store_on,
+    run,
 )
 
 
@@ -45,9 +45,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return unasked
 
 
-def step(place: PlacedStore, seed: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
+def step(place: PlacedExperts, seed: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
     given = make_inputs(SMALL, "cpu", seed)
-    out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)
+    out = run(place, given, given.lora)
     found = [out, *torch.autograd.grad(out, given.leaves(), given.grad)]
     return found, cpu_results(place.layer.store, given), given.ids
 
@@ -99,7 +99,7 @@ def test_backward_without_a_graph_uses_the_ids(recorded: list[str], monkeypatch:
     place = place_store_on(store, "cpu", "stream", 2 * SMALL.experts)
     step(place, 0)
     given = make_inputs(SMALL, "cpu", 1)
-    out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), NO_DROPOUT, True)
+    out = run(place, given, given.lora)
     assert recorded == ["backward", "forward"] and place.engine._uncounted
     monkeypatch.setattr(GpuExecutor, "replays", lambda *_: False)
     assert_close([out, *torch.autograd.grad(out, given.leaves(), given.grad)], cpu_results(store, given))

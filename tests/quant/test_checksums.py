@@ -59,7 +59,7 @@ def flip(directory: Path, layer: int, role: str, expert: int) -> Path:
 
 def stores_of(directory: Path, **options: Any) -> list[ExpertStore]:
     model = load_model(directory, dtype=torch.float32, **options)
-    return [module.kt_store for module in expert_modules_with_stores(model)]
+    return [module.kt.store for module in expert_modules_with_stores(model)]
 
 
 def compute(store: ExpertStore, experts: Sequence[int]) -> torch.Tensor:
@@ -174,7 +174,7 @@ def test_a_file_truncated_under_us_is_an_error(verify: bool | None, copy: Path) 
     """Where SIGBUS would end the process; other layers go on."""
     model = load_model(copy, dtype=torch.float32, verify=verify)
     want = logits(model)
-    first, second = [module.kt_store for module in expert_modules_with_stores(model)]
+    first, second = [module.kt.store for module in expert_modules_with_stores(model)]
     file = copy / read_manifest(copy).layers[0].file
     os.truncate(file, 4096)
     for _ in range(2):

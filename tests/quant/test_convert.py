@@ -50,7 +50,7 @@ def test_packed_directory_matches_direct_packing(word: str, source: Path, tmp_pa
     want = load_model(source, dtype=torch.float32)
     repack(want, dict.fromkeys(("gate", "up", "down"), word))
     got = load_model(tmp_path / "out", dtype=torch.float32)
-    assert [module.kt_store.formats["down"] for module in expert_modules_with_stores(got)] == [word, word]
+    assert [module.kt.store.formats["down"] for module in expert_modules_with_stores(got)] == [word, word]
     assert torch.equal(logits(got), logits(want))
     for layer in done.receipt.layers:
         for matrix in layer.matrices.values():
@@ -83,15 +83,15 @@ def test_layouts_of_model_families(family: str, word: str, tmp_path: Path) -> No
     done = pack(origin, tmp_path / "out", word)
     want, got = (load_model(tmp_path / name, dtype=torch.float32) for name in ("model", "out"))
     for new, old in zip(expert_modules_with_stores(got), expert_modules_with_stores(want), strict=True):
-        for role in new.kt_store.formats:
-            for expert in range(old.kt_store.num_experts):
-                exact = recode(old.kt_store.decode(role, expert)[None], new.kt_store.formats[role], role).matrix
+        for role in new.kt.store.formats:
+            for expert in range(old.kt.store.num_experts):
+                exact = recode(old.kt.store.decode(role, expert)[None], new.kt.store.formats[role], role).matrix
                 assert isinstance(exact, Encoded)
-                assert torch.equal(new.kt_store.decode(role, expert), decode(exact)[0].bfloat16())
+                assert torch.equal(new.kt.store.decode(role, expert), decode(exact)[0].bfloat16())
         for name in ("gate_up_bias", "down_bias"):
-            assert (name in new.kt_store.memory()) == (name in old.kt_store.memory())
-            if name in new.kt_store.memory():
-                assert torch.equal(new.kt_store.memory()[name], old.kt_store.memory()[name])
+            assert (name in new.kt.store.memory()) == (name in old.kt.store.memory())
+            if name in new.kt.store.memory():
+                assert torch.equal(new.kt.store.memory()[name], old.kt.store.memory()[name])
     noise = (logits(got) - logits(want)).norm() / logits(want).norm()
     assert 0 < noise < 0.5
     assert done.receipt.summary()["down"]["layers"] == len(expert_modules_with_stores(got))
@@ -291,7 +291,7 @@ def test_recoding_in_blocks_of_rows_is_exact(target: str, monkeypatch: pytest.Mo
 def test_bf16_in_12_bits_has_the_logits_of_the_source(source: Path, tmp_path: Path) -> None:
     done = pack(source, tmp_path / "out", "bf16:12")
     got, want = (load_model(path, dtype=torch.float32) for path in (tmp_path / "out", source))
-    assert [module.kt_store.formats["up"] for module in expert_modules_with_stores(got)] == ["bf16:12"] * 2
+    assert [module.kt.store.formats["up"] for module in expert_modules_with_stores(got)] == ["bf16:12"] * 2
     assert torch.equal(logits(got), logits(want)) and torch.equal(training_logits(got), training_logits(want))
     assert {matrix.error for layer in done.receipt.layers for matrix in layer.matrices.values()} == {0.0}
 
@@ -313,8 +313,8 @@ def test_a_matrix_that_12_bits_cannot_hold_is_packed_as_bf16(role: str, tmp_path
     assert [layer.matrices["down"].format for layer in done.receipt.layers] == ["bf16:12", outer]
     got, want = (load_model(path, dtype=torch.float32) for path in (tmp_path / "out", origin))
     for new, old in zip(expert_modules_with_stores(got), expert_modules_with_stores(want), strict=True):
-        assert new.kt_store.formats in expected
-        for matrix in new.kt_store.formats:
-            for expert in range(old.kt_store.num_experts):
-                assert torch.equal(new.kt_store.decode(matrix, expert), old.kt_store.decode(matrix, expert))
+        assert new.kt.store.formats in expected
+        for matrix in new.kt.store.formats:
+            for expert in range(old.kt.store.num_experts):
+                assert torch.equal(new.kt.store.decode(matrix, expert), old.kt.store.decode(matrix, expert))
     assert pack(origin, tmp_path / "out", "bf16:12").kept_layers == 2  # it is whole, and nothing is written again

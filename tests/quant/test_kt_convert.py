@@ -194,7 +194,7 @@ def test_experts_of_a_gguf_file(source: Path, tmp_path: Path) -> None:
 
 
 def numbers_of_model(model: Any) -> list[Tensor]:
-    stores = [module.kt_store for module in model.modules() if hasattr(module, "kt_store")]
+    stores = [module.kt.store for module in model.modules() if hasattr(module, "kt")]
     roles = ("gate", "up", "down")
     return [store.decode(role, expert).float() for store in stores for role in roles for expert in range(2)]
 

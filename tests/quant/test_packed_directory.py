@@ -211,7 +211,7 @@ from pathlib import Path
 from ktransformers.nn import load_model
 torch.set_num_threads(1)
 model = load_model(sys.argv[1])
-store = next(module.kt_store for module in model.modules() if hasattr(module, "kt_store"))
+store = next(module.kt.store for module in model.modules() if hasattr(module, "kt"))
 tokens = torch.arange(96)[None] % model.config.vocab_size
 with torch.no_grad():
     model(tokens)
@@ -252,7 +252,7 @@ def test_locked_pages(packed: Path) -> None:
         return
     locked = [line for line in Path("/proc/self/smaps").read_text().splitlines() if line.startswith("Locked:")]
     assert sum(int(line.split()[1]) for line in locked) * 1024 >= sum(
-        module.kt_store.packed_bytes for module in model.modules() if hasattr(module, "kt_store")
+        module.kt.store.packed_bytes for module in model.modules() if hasattr(module, "kt")
     )
     assert torch.equal(logits(model), logits(load_model(packed)))
 

@@ -41,7 +41,7 @@ def test_served_model_reports_w8a8(format: str, model_directory: Path, tmp_path:
     assert service.approximations == {"kt_w8a8": True}
     assert any("8-bit activations" in one and "approximation" in one for one in lines)
     modules: dict[str, Any] = dict(expert_modules(service.engine.forward.model))
-    layers = [module.kt_store for module in modules.values()]
+    layers = [module.kt.store for module in modules.values()]
     assert layers and all(store.w8a8 for store in layers)
     model, tokens = load_model(out), torch.arange(80).view(1, -1) % 50
     with torch.no_grad():

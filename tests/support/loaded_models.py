@@ -16,7 +16,7 @@ MLA = {"q_lora_rank": 64, "kv_lora_rank": 32, "v_head_dim": 32, "n_routed_expert
 
 
 def stores(model: PreTrainedModel) -> list[ExpertStore]:
-    return [module.kt_store for module in model.modules() if hasattr(module, "kt_store")]
+    return [module.kt.store for module in model.modules() if hasattr(module, "kt")]
 
 
 def training_logits(model: PreTrainedModel) -> Tensor:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ktransformers.experts.lora import ExpertLora, Factor
-from ktransformers.experts.lora_factors import factors_of
 from ktransformers.experts.operator import apply_experts
 from ktransformers.experts.store import Dropout
 from tests.support.operator_cases import EXPERTS, OperatorCase
@@ -67,7 +66,7 @@ def make_lora(case: OperatorCase, form: LoraForm, seed: int = 0) -> ExpertLora:
 
 
 def factor_tensors(lora: ExpertLora) -> list[Tensor]:
-    return list(factors_of(lora).tensors)
+    return list(lora.tensors)
 
 
 def delta(factor: Factor | None) -> Tensor | float:
@@ -102,7 +101,7 @@ def reference_lora(case: OperatorCase, lora: ExpertLora) -> tuple[Tensor, list[T
 
 
 def apply_lora(case: OperatorCase, lora: ExpertLora, retain: bool = True) -> tuple[Tensor, list[Tensor]]:
-    out = apply_experts(case.store, case.hidden, case.ids, case.weights, lora=lora, retain=retain)
+    out = apply_experts(case.backend, case.hidden, case.ids, case.weights, lora=lora, retain=retain)
     return out.detach(), list(torch.autograd.grad(out, [case.hidden, case.weights, *factor_tensors(lora)], case.grad))
 
 

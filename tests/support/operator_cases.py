@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.experts import reference
+from ktransformers.experts.backend import LocalExperts
 from ktransformers.experts.operator import apply_experts
 from ktransformers.nn import ExpertStore
 from tests.support.variants import ROUNDING
@@ -56,6 +57,7 @@ class OperatorCase:
         self.layer = reference.ReferenceLayer(up, down, gate, packed=packed, **form, **biases)
         self.store = ExpertStore(EXPERTS, hidden, intermediate, gated=gated, isa=isa, precision=precision, **form)
         self.store.pack(gate=gate, up=up, down=down, **biases)
+        self.backend = LocalExperts(self.store)
         self.hidden = normal(tokens, hidden).to(dtype).requires_grad_()
         self.ids = torch.randint(-1, EXPERTS + 1, (tokens, TOP_K), generator=g)
         self.weights = torch.rand(tokens, TOP_K, generator=g, dtype=fine).requires_grad_()
@@ -69,7 +71,7 @@ class OperatorCase:
         return grads
 
     def gradients(self, retain: bool = True) -> tuple[Tensor, Tensor]:
-        out = apply_experts(self.store, self.hidden, self.ids, self.weights, retain=retain)
+        out = apply_experts(self.backend, self.hidden, self.ids, self.weights, retain=retain)
         grads: tuple[Tensor, Tensor] = torch.autograd.grad(out, (self.hidden, self.weights), self.grad)
         return grads
 

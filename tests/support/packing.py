@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.checkpoint.encoder import encode
 from ktransformers.experts.contract import new_store
+from ktransformers.experts.interface import attach_store
 from ktransformers.quant.convert import Converted, convert
 from ktransformers.quant.plan import make_plan, parse_formats
 from tests.support.tiny_models import build, save
@@ -36,19 +37,19 @@ def pack(source: Path, out: Path, word: str = "int4", **options: Any) -> Convert
 def repack(model: PreTrainedModel, formats: dict[str, str]) -> None:
     """Put into every layer of a model in bf16 a store of other formats, encoded in one go from what it holds."""
     for module in expert_modules_with_stores(model):
-        old: Any = module.kt_store
-        made = new_store(module.kt_contract, formats=formats)
+        old: Any = module.kt.store
+        made = new_store(module.kt.contract, formats=formats)
         for expert in range(old.num_experts):
             matrices: dict[str, Any] = {}
             for role, word in formats.items():
                 plain = old.decode(role, expert)
                 matrices[role] = plain if word == "bf16" else encode(plain, word)
             made.pack(**matrices, first_expert=expert)
-        module.kt_store = made
+        attach_store(module, module.kt.contract, made, {})
 
 
 def expert_modules_with_stores(model: PreTrainedModel) -> list[Any]:
-    return [module for module in model.modules() if hasattr(module, "kt_store")]
+    return [module for module in model.modules() if hasattr(module, "kt")]
 
 
 def as_fp8(source: Path) -> Path:

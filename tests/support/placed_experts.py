@@ -14,20 +14,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ktransformers import _core
 from ktransformers.checkpoint.encoder import encode
+from ktransformers.experts.backend import ExpertBatch, LocalExperts
 from ktransformers.experts.gate import Gate
-from ktransformers.experts.lora import ExpertLora, Factor
-from ktransformers.experts.lora_factors import LoraFactors, factors_of, packed_adapter
-from ktransformers.experts.mixed_lora import MixedLora
+from ktransformers.experts.lora import ExpertLora, Factor, MixedLora, packed_adapter
 from ktransformers.experts.operator import apply_experts
 from ktransformers.experts.store import NO_DROPOUT, Dropout
 from ktransformers.nn import ExpertStore
 from ktransformers.nn import attach as pack
 from ktransformers.place.engine import ExpertEngine
-from ktransformers.place.gpu.executor import ExpertBatch
 from ktransformers.place.gpu.expert_cache import ExpertCache
-from ktransformers.place.gpu.multi_lora import MultiLora
 from ktransformers.place.gpu.pinned import RegisteredMemory
-from ktransformers.place.placed_store import PlacedStore
+from ktransformers.place.placed_experts import PlacedExperts
 from ktransformers.place.placement import geometry_of, new_layer
 from ktransformers.plan.split import Costs
 
@@ -86,7 +83,7 @@ def place_store_on(
     slots: int,
     residents: tuple[int, ...] = (),
     pinned: int = 1 << 40,
-) -> PlacedStore:
+) -> PlacedExperts:
     """`pinned`: bytes that may be registered with the driver."""
     where, sizes = torch.device(device), geometry_of(store)
     registered = RegisteredMemory(pinned) if where.type == "cuda" and pinned else None
@@ -97,7 +94,7 @@ def place_store_on(
     if residents:
         engine.executor.residents[0] = ExpertCache(sizes, len(residents), where, registered)
         engine.executor.residents[0].fetch(0, layer.packed.source, residents)
-    return PlacedStore(engine, layer)
+    return PlacedExperts(engine, layer)
 
 
 @dataclass
@@ -151,7 +148,7 @@ def gradients(out: Tensor, given: Inputs) -> list[Tensor]:
 
 def cpu_results(store: ExpertStore, given: Inputs, retain: bool = True) -> list[Tensor]:
     host = replace_device(given, "cpu")
-    out = apply_experts(store, host.hidden, host.ids, host.weights, lora=host.lora, retain=retain)
+    out = apply_experts(LocalExperts(store), host.hidden, host.ids, host.weights, lora=host.lora, retain=retain)
     return [out, *gradients(out, host)]
 
 
@@ -168,14 +165,28 @@ def assert_close(got: list[Tensor], want: list[Tensor], times: float = 1) -> Non
     assert all(value < times * TOLERANCE for value in found.values()), found
 
 
-def run_with_gradients(place: PlacedStore, given: Inputs, retain: bool, dropout: Dropout = NO_DROPOUT) -> list[Tensor]:
-    out = place(given.hidden, given.ids, given.weights, factors_of(given.lora), dropout, retain)
+def run(
+    place: PlacedExperts,
+    given: Inputs,
+    lora: ExpertLora | None = None,
+    dropout: Dropout = NO_DROPOUT,
+    retain: bool = True,
+) -> Tensor:
+    torch.manual_seed(dropout.seed)
+    lora = lora and replace(lora, dropout=dropout.rate)
+    return apply_experts(place, given.hidden, given.ids, given.weights, lora=lora, retain=retain)
+
+
+def run_with_gradients(
+    place: PlacedExperts, given: Inputs, retain: bool, dropout: Dropout = NO_DROPOUT
+) -> list[Tensor]:
+    out = run(place, given, given.lora, dropout, retain)
     return [out, *gradients(out, given)]
 
 
 def placed_for_inference(
     store: ExpertStore, device: str, policy: str, slots: int = 8, residents: tuple[int, ...] = (), threshold: int = 0
-) -> PlacedStore:
+) -> PlacedExperts:
     where, sizes = torch.device(device), geometry_of(store)
     engine = ExpertEngine(where, policy, ExpertCache(sizes, slots, where, None))
     engine.dispatcher.threshold = threshold
@@ -185,16 +196,16 @@ def placed_for_inference(
     if residents:
         engine.executor.residents[0] = ExpertCache(sizes, len(residents), where, None)
         engine.executor.residents[0].fetch(0, layer.packed.source, residents)
-    return PlacedStore(engine, layer)
+    return PlacedExperts(engine, layer)
 
 
-def random_factors(rank: int, seed: int, roles: str) -> LoraFactors:
+def random_factors(rank: int, seed: int, roles: str) -> ExpertLora:
     generator = torch.Generator().manual_seed(seed)
     e, h, i = SMALL.experts, SMALL.hidden, SMALL.intermediate
     shapes = {"gate_a": (rank, h), "gate_b": (i, rank), "up_a": (rank, h), "up_b": (i, rank)}
     shapes |= {"down_a": (rank, i), "down_b": (h, rank)}
     made = {role: torch.randn(e, *shapes[role], generator=generator) / 4 for role in roles.split()}
-    return LoraFactors(tuple(made), tuple(made.values()), (0.5, 0.25, 2.0))
+    return ExpertLora.of_tensors(tuple(made), tuple(made.values()), (0.5, 0.25, 2.0))
 
 
 ALL_ROLES = "gate_a gate_b up_a up_b down_a down_b"
@@ -207,7 +218,7 @@ ADAPTERS = [
 ]
 
 
-def mixed_lora(store: ExpertStore, which: list[LoraFactors], tokens: int) -> MixedLora:
+def mixed_lora(store: ExpertStore, which: list[ExpertLora], tokens: int) -> MixedLora:
     rows = torch.randint(-1, len(which), (tokens,), generator=torch.Generator().manual_seed(5), dtype=torch.int32)
     return MixedLora(rows, [packed_adapter(store, one) for one in which], which)
 
@@ -231,19 +242,17 @@ def cpu_output(store: ExpertStore, given: ExpertBatch) -> Tensor:
 
 
 def with_adapters(
-    store: ExpertStore, given: ExpertBatch, rows: list[int], which: list[LoraFactors] | None = None
+    store: ExpertStore, given: ExpertBatch, rows: list[int], which: list[ExpertLora] | None = None
 ) -> ExpertBatch:
     which = ADAPTERS if which is None else which
     where = given.hidden.device
     numbers = torch.tensor(rows, dtype=torch.int32, device=where)
-    return replace(
-        given, multi_lora=MultiLora(MixedLora(numbers, [packed_adapter(store, one) for one in which], which), where)
-    )
+    return replace(given, mixed=MixedLora(numbers, [packed_adapter(store, one) for one in which], which))
 
 
 def cpu_output_with_adapters(store: ExpertStore, given: ExpertBatch) -> Tensor:
-    assert given.multi_lora is not None
-    lora = given.multi_lora.lora
+    assert given.mixed is not None
+    lora = given.mixed
     make_inputs = (given.hidden.cpu(), given.ids.cpu(), given.weights.cpu())
     return store.forward(*make_inputs, adapter=lora.rows.cpu(), adapters=lora.adapters)
 

@@ -45,7 +45,7 @@ def test_expert_clock_counts_recomputed_passes(checkpointing: str, passes: int) 
     clock, batch = ExpertClock(model), tokens()
     clock.peak_rates = PeakRates(flops=1e12, read=1e12)
     model(input_ids=batch, labels=batch).loss.backward()
-    store, top_k = next(iter(expert_modules(model).values())).kt_store, model.config.num_experts_per_tok
+    store, top_k = next(iter(expert_modules(model).values())).kt.store, model.config.num_experts_per_tok
     assert isinstance(store, ExpertStore)
     one = clock.peak_rates.seconds(store, batch.numel(), top_k)
     assert clock.peak_seconds == pytest.approx(LAYERS * passes * one)

@@ -22,7 +22,7 @@ import peft
 from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-stores = sum(hasattr(module, "kt_store") for module in model.modules())
+stores = sum(hasattr(module, "kt") for module in model.modules())
 names = ["q_proj", "gate_proj", "up_proj", "down_proj"]
 lora = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=names))
 experts = [parameter for name, parameter in lora.named_parameters() if "experts" in name and parameter.requires_grad]

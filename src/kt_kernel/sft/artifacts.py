@@ -31,6 +31,7 @@ from ktransformers.adapters.dialects.kt import EXPERT_FILE, MANIFEST_FILE, build
 from ktransformers.adapters.write import TensorBatch, TensorSpec, write_safetensors
 from ktransformers.checkpoint import Shards
 from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.interface import experts_of
 from ktransformers.experts.peft_lora import expert_adapters
 from ktransformers.experts.placeholder import Placeholder
 from ktransformers.ground.errors import InputError
@@ -109,7 +110,7 @@ def _key(layer: KTMoELayerWrapper, name: str) -> str:
 
 def _lora_form(layer: KTMoELayerWrapper) -> tuple[int, float]:
     rank = layer.fused_expert_lora_params["gate_lora_a"].shape[1]
-    lora: Any = layer.experts.kt_lora
+    lora: Any = experts_of(layer.experts).lora
     return rank, lora.gate.scale * rank
 
 

@@ -34,7 +34,7 @@ from kt_kernel.sft.optimizer_grads import OptimizerGrads
 from ktransformers import _core
 from ktransformers.experts import buffer_pool
 from ktransformers.experts.checkpointing import inside_checkpointed_block
-from ktransformers.experts.lora_factors import CORE_ROLES, LoraFactors, packed_adapter
+from ktransformers.experts.lora import CORE_ROLES, ExpertLora, packed_adapter
 from ktransformers.experts.store import NO_DROPOUT, Dropout, ExpertStore
 from ktransformers.experts.transfer import DeviceToHost, start_device_to_host, start_host_to_device
 from ktransformers.ground.errors import InputError
@@ -71,7 +71,7 @@ class LoraBuffers:
 
     weights: tuple[Tensor, ...]
     grads: tuple[Tensor, ...]
-    factors: LoraFactors
+    factors: ExpertLora
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class BaseSFTMoEWrapper:
         scales = (self.lora_scaling,) * 3
         self._packed_versions = None
         self._lora = LoraBuffers(
-            weights, tuple(grad.detach() for grad in grads), LoraFactors(CORE_ROLES, weights, scales)
+            weights, tuple(grad.detach() for grad in grads), ExpertLora.of_tensors(CORE_ROLES, weights, scales)
         )
         self.update_lora_weights()
 

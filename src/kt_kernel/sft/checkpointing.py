@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from torch import nn
 
 from kt_kernel.sft.config import KTActivationPolicy
+from ktransformers.experts.backend import packed_experts
 from ktransformers.experts.checkpointing import recompute_experts, save_expert_outputs
 from ktransformers.experts.contract import expert_modules
 
@@ -28,5 +29,5 @@ def get_activation_checkpoint_context_fn() -> Callable[[], Contexts]:
 def set_activation_policy(model: nn.Module, policy: KTActivationPolicy) -> None:
     """Retain or recompute the outputs of all packed experts of the model in checkpointed blocks."""
     for module in expert_modules(model).values():
-        if hasattr(module, "kt_store"):
-            recompute_experts(module.kt_store, policy.cpu == "recompute")
+        if (kt := packed_experts(module)) is not None:
+            recompute_experts(kt.store, policy.cpu == "recompute")

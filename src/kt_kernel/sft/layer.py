@@ -15,7 +15,9 @@ from kt_kernel.sft.checkpointing import set_activation_policy
 from kt_kernel.sft.config import KTConfig
 from kt_kernel.sft.errors import KTAMXModelNotSupportedError
 from ktransformers.adapters.names import split_layer_name
+from ktransformers.experts.backend import packed_experts
 from ktransformers.experts.contract import Contract, expert_modules
+from ktransformers.experts.interface import experts_of
 from ktransformers.experts.store import ExpertStore
 
 
@@ -33,8 +35,8 @@ class KTMoELayerWrapper:
     @property
     def wrapper(self) -> ExpertStore:
         """The packed experts."""
-        store = self.experts.kt_store
-        assert isinstance(store, ExpertStore)
+        store = experts_of(self.experts).store
+        assert store is not None
         return store
 
     @property
@@ -43,9 +45,7 @@ class KTMoELayerWrapper:
 
     @property
     def contract(self) -> Contract:
-        contract = self.experts.kt_contract
-        assert isinstance(contract, Contract)
-        return contract
+        return experts_of(self.experts).contract
 
 
 def record_layers(model: Any, config: KTConfig) -> list[KTMoELayerWrapper]:
@@ -74,7 +74,7 @@ def wrapped_model(model: nn.Module) -> Any:
             return module
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and (experts := expert_modules(module)):
-            if all(hasattr(expert, "kt_store") for expert in experts.values()):
+            if all(packed_experts(expert) is not None for expert in experts.values()):
                 record_layers(module, KTConfig())
                 return module
             break

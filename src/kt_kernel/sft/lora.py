@@ -27,6 +27,7 @@ from kt_kernel.sft.base import LORA_NAMES
 from kt_kernel.sft.errors import KTAMXConfigError, KTAMXModelNotSupportedError
 from kt_kernel.sft.layer import KTMoELayerWrapper, is_wrapped, wrapped_model
 from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.interface import experts_of
 from ktransformers.experts.lora import ExpertLora, Factor
 from ktransformers.experts.peft_lora import expert_adapters, lora_parameters, set_lora_dropout
 from ktransformers.experts.placeholder import Placeholder
@@ -125,7 +126,7 @@ def create_fused_lora(model: nn.Module, rank: int, alpha: float) -> None:
                 torch.zeros(shape.num_experts, rows, rank, dtype=torch.bfloat16)
             )
         layer.fused_expert_lora_params.update(parameters)
-        layer.experts.kt_lora = _expert_lora(layer, alpha / rank, inner._kt_config.kt_lora_dropout)
+        experts_of(layer.experts).lora = _expert_lora(layer, alpha / rank, inner._kt_config.kt_lora_dropout)
     if _processes() > 1:
         broadcast_own_lora(inner)
 

@@ -22,6 +22,7 @@ from ktransformers.checkpoint import Encoded, ExpertShape, decode
 from ktransformers.checkpoint.experts import ExpertChunk
 from ktransformers.checkpoint.kt_files import validate_int8_tree
 from ktransformers.checkpoint.sources import LayerSource, open_source
+from ktransformers.experts.backend import packed_experts
 from ktransformers.experts.pack_inputs import split_fused
 from ktransformers.ground.errors import InputError
 from ktransformers.modeling.checkpoint_facts import read_checkpoint_facts
@@ -72,8 +73,8 @@ class INT8ExpertWeights:
 def extract_moe_weights(moe_module: nn.Module, moe_config: MOEArchConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Gate and up `[E, I, H]` and down `[E, H, I]` of a block that still has its parameters, in their dtype."""
     experts: Any = getattr(moe_module, moe_config.experts_attr)
-    if getattr(experts, "kt_store", None) is not None:
-        remedy = "experts.kt_store.decode(matrix, expert) returns one matrix"
+    if packed_experts(experts) is not None:
+        remedy = "experts.kt.store.decode(matrix, expert) returns one matrix"
         raise InputError(type(experts).__name__, "packed experts", "experts that have their parameters", remedy)
     inner = moe_config.intermediate_size
     if not detect_fused_experts(experts):

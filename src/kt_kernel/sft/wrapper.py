@@ -33,9 +33,11 @@ from ktransformers import _core
 from ktransformers.adapters.names import split_layer_name
 from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.sources import open_source
+from ktransformers.experts.backend import packed_experts
 from ktransformers.experts.contract import Contract, expert_modules, new_store, read_contract
 from ktransformers.experts.interface import (
     attach_store,
+    experts_of,
     pack_chunk,
     pack_layer,
     pack_module,
@@ -69,7 +71,7 @@ def wrap_moe_layers_with_kt_wrapper(model: Any, kt_plugin: Any) -> list[KTMoELay
     if not modules:
         given = "no expert layers behind transformers' experts interface"
         raise KTAMXModelNotSupportedError(type(model).__name__, given, "at least one", "train it the stock way")
-    unpacked = {name: module for name, module in modules.items() if not hasattr(module, "kt_store")}
+    unpacked = {name: module for name, module in modules.items() if packed_experts(module) is None}
     pool = expert_pool(config)
     if unpacked:
         pack = _packer(config, pool)
@@ -192,9 +194,9 @@ def _check_formats(config: KTConfig, modules: dict[str, nn.Module]) -> None:
     """Raise if a format was asked for by name and the experts have another; files are never converted here."""
     method = requested_method(config)
     for name, module in modules.items() if method is not None else ():
-        store: Any = module.kt_store
-        if not METHODS[str(method)].takes(store.formats):
-            given = f"{config.kt_expert_weight_format} ({config.kt_backend}), where {name} has {store.formats}"
+        formats = experts_of(module).store.formats  # type: ignore[union-attr]  # it has them all
+        if not METHODS[str(method)].takes(formats):
+            given = f"{config.kt_expert_weight_format} ({config.kt_backend}), where {name} has {formats}"
             remedy = "`kt quant` writes the experts in another format for kt_weight_path"
             raise KTAMXConfigError("kt_expert_weight_format", given, "the format of the experts, or auto", remedy)
 
@@ -296,7 +298,7 @@ def _map_modules(module: nn.Module, name: str, experts: set[str], device: str, d
 def move_non_experts_to_gpu(model: nn.Module, moe_config: MOEArchConfig | None = None, device: str = "cuda:0") -> None:
     """Move everything but the experts; packed experts and their LoRA stay in host memory whatever moves the model."""
     for name, module in expert_modules(model).items():
-        if not hasattr(module, "kt_store"):
+        if packed_experts(module) is None:
             remedy = "call wrap_moe_layers_with_kt_wrapper first"
             raise KTAMXConfigError(name, "experts that are not packed", "packed ones, which stay on the host", remedy)
     model.to(device)

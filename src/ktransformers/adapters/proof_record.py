@@ -30,11 +30,12 @@ from ktransformers.adapters.comparison import (
     measure,
 )
 from ktransformers.adapters.router_choices import RouterChoices, compare_choices
+from ktransformers.experts.lora_shards import factor_shards
 from ktransformers.ground.errors import InputError, KTError
 from ktransformers.parallel.distributed import broadcast_tensors
 from ktransformers.parallel.exchange import any_rank, expert_group
-from ktransformers.parallel.lora_shards import factor_shards, scatter_experts
 from ktransformers.parallel.sharding import local_tensor, on_any_rank, sharding_of
+from ktransformers.parallel.whole_state import scatter_experts
 
 PROOF_FILE = "kt_proof.safetensors"
 MAX_PROOF_ROWS, TOKENS = 4, 256  # at most that many rows of that many tokens

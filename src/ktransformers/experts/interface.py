@@ -1,18 +1,24 @@
-"""The experts implementation "kt" of stock transformers: its forward function, and the stores of its modules.
+"""The experts implementation "kt" of stock transformers: its forward function, and packing of its modules.
 
-transformers calls `experts_forward(module, hidden, ids, weights)` for every layer whose config says "kt". The module's
-`kt_store` holds its packed experts; a module that still has its own parameters is packed at its first call. Packed
-parameters are frozen: the store is a copy, and no gradient reaches them. If the copy is to be the only one,
-placeholders replace the matrices, because PEFT looks up its targets among a module's parameters. Hidden states on a GPU
-are copied to the host and the output back (`experts/transfer.py`), unless the placement engine (`place/`) has taken
-over the store."""
+transformers calls `experts_forward(module, hidden, ids, weights)` for every layer whose config says "kt". A module with
+packed experts has a `KtExperts`, `module.kt` (`experts/backend.py`); one that still has its own parameters is packed at
+its first call. Packed parameters are frozen: the store is a copy, and no gradient reaches them. If the copy is to be
+the only one, placeholders replace the matrices, because PEFT looks up its targets among a module's parameters.
+
+A decode step that runs as a CUDA graph has a fixed number of rows, of which some are padding. Routers choose experts
+for padding too, so its ids become -1 here, and every kernel skips -1. The ContextVar `_real_rows` carries the mask,
+bool `[T]` on the device of the hidden states and in their order, and -1 on that device, from the code that runs the
+model past the stock model. It is a tensor rather than a count, because a captured graph then serves any number of real
+rows up to its size."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,57 +28,53 @@ from transformers.integrations.moe import ExpertsInterface
 from ktransformers import _core
 from ktransformers.checkpoint import Encoded, ExpertChunk
 from ktransformers.checkpoint.sources import LayerSource
+from ktransformers.experts.backend import KtExperts, packed_experts
 from ktransformers.experts.contract import IMPLEMENTATION, Contract, expert_modules, new_store, read_contract
-from ktransformers.experts.mixed_lora import MixedLora, current_mixed_lora
-from ktransformers.experts.operator import apply_experts, placed_for
-from ktransformers.experts.padding import mask_padding
+from ktransformers.experts.lora import current_mixed_lora
+from ktransformers.experts.operator import apply_experts
 from ktransformers.experts.partition import LayerShard
 from ktransformers.experts.peft_lora import read_lora
 from ktransformers.experts.placeholder import frozen_placeholder
 from ktransformers.experts.store import ExpertStore
 from ktransformers.ground.errors import InputError
-from ktransformers.parallel.distributed import active_ddp, attach_to_ddp
-from ktransformers.parallel.exchange import LayerExchange, apply_exchanged
-
-
-class RemoteExperts(Protocol):
-    """Computes a layer in inference with experts of several hosts (`serve/hosts`); the module's `kt_remote`."""
-
-    def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor, mixed: MixedLora | None) -> Tensor: ...
 
 
 def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """`[T, H]`, `[T, k]`, `[T, k]` -> `[T, H]` on the device and in the dtype of the hidden states."""
-    store = module.kt_store if hasattr(module, "kt_store") else pack_module(module)
-    remote: RemoteExperts | None = getattr(module, "kt_remote", None)
-    if remote is not None:
-        return remote.forward(hidden_states, mask_padding(top_k_index), top_k_weights, current_mixed_lora(module))
-    exchange: LayerExchange | None = getattr(module, "kt_exchange", None)
-    if exchange is None and hasattr(module, "kt_shard"):
-        given = "a part of the experts, without the ranks that hold the others"
-        raise InputError(
-            type(module).__name__, given, "a connected group of ranks", "call connect (parallel/exchange.py)"
-        )
-    assert isinstance(module.kt_contract, Contract)
+    kt, mixed = experts_of(module), current_mixed_lora(module)
+    lora = read_lora(module, kt) if mixed is None else None
+    backend, inputs = kt.backend_for(hidden_states.device, mixed), (hidden_states, mask_padding(top_k_index))
+    return apply_experts(backend, *inputs, top_k_weights, lora=lora, mixed=mixed, training=module.training)
+
+
+def experts_of(module: nn.Module) -> KtExperts:
+    """`module.kt`; a module that still has its own parameters is packed."""
+    kt = packed_experts(module) or pack_module(module)
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.requires_grad:
             given = f"requires_grad on {name}"
             raise InputError(type(module).__name__, given, "packed experts to be frozen", "train LoRA on them instead")
-    top_k_index = mask_padding(top_k_index)
-    lora = read_lora(module, module.kt_contract)
-    if lora is not None and torch.is_grad_enabled() and (ddp := active_ddp()) is not None:
-        attach_to_ddp(ddp)
-    if exchange is not None:
-        inputs = (hidden_states, top_k_index, top_k_weights)
-        return apply_exchanged(exchange, *inputs, lora=lora, training=module.training)
-    assert isinstance(store, ExpertStore)
-    if (mixed := current_mixed_lora(module)) is not None:
-        placed = placed_for(store, hidden_states.device)
-        if placed is not None and mixed.factors:
-            return placed.forward_mixed(hidden_states, top_k_index, top_k_weights, mixed)
-        inputs = (hidden_states.cpu(), top_k_index.cpu(), top_k_weights.cpu())
-        return store.forward(*inputs, adapter=mixed.rows, adapters=mixed.adapters).to(hidden_states.device)
-    return apply_experts(store, hidden_states, top_k_index, top_k_weights, lora=lora, training=module.training)
+    return kt
+
+
+_real_rows: ContextVar[tuple[Tensor, Tensor] | None] = ContextVar("real_rows", default=None)
+
+
+@contextmanager
+def use_padding_mask(real_rows: Tensor) -> Iterator[None]:
+    """While the model is called: rows with `real_rows[t]` False are padding."""
+    nowhere = torch.full((), -1, device=real_rows.device)  # `where` would make a tensor of a number in every layer
+    token = _real_rows.set((real_rows, nowhere))
+    try:
+        yield
+    finally:
+        _real_rows.reset(token)
+
+
+def mask_padding(ids: Tensor) -> Tensor:
+    """Expert ids `[T, k]` with -1 in padding rows; unchanged outside of `use_padding_mask`."""
+    padding = _real_rows.get()
+    return ids if padding is None else torch.where(padding[0][:, None], ids, padding[1])
 
 
 def register() -> None:
@@ -120,8 +122,8 @@ def pack_module(
     pool: _core.Pool | None = None,
     isa: str | None = None,
     precision: str = "bf16",
-) -> ExpertStore:
-    """Pack the module's own parameters into `module.kt_store`. With `free` they are removed, otherwise frozen."""
+) -> KtExperts:
+    """Pack the module's own parameters. With `free` they are removed, otherwise frozen."""
     contract = read_contract(name, module)
     store = new_store(contract, pool=pool, isa=isa, precision=precision)
     parameters = {role: module.get_parameter(parameter) for role, parameter in contract.parameters().items()}
@@ -131,12 +133,10 @@ def pack_module(
         }
         pack_chunk(store, contract, ExpertChunk(expert, True, tensors))
     if free:
-        attach_store(module, contract, store, remove_parameters(module, contract))
-    else:
-        for parameter in parameters.values():
-            parameter.requires_grad_(False)
-        attach_store(module, contract, store, {})
-    return store
+        return attach_store(module, contract, store, remove_parameters(module, contract))
+    for parameter in parameters.values():
+        parameter.requires_grad_(False)
+    return attach_store(module, contract, store, {})
 
 
 def remove_parameters(module: nn.Module, contract: Contract) -> dict[str, torch.dtype]:
@@ -155,17 +155,17 @@ def attach_store(
     store: ExpertStore | None,
     removed: dict[str, torch.dtype],
     shard: LayerShard | None = None,
-) -> None:
-    """Give the module its packed experts, and placeholders for the matrices that `remove_parameters` removed. With a
-    `shard` the store holds the shard's experts alone, and is None if there are none; placeholders have the shapes of
-    all experts."""
+) -> KtExperts:
+    """Give the module its packed experts, `module.kt`, and placeholders for the matrices that `remove_parameters`
+    removed. With a `shard` the store holds the shard's experts alone, and is None if there are none; placeholders have
+    the shapes of all experts."""
     shapes = contract.shape.fused()
     for role, parameter in contract.parameters().items():
         if parameter in removed:
             module.register_parameter(parameter, frozen_placeholder(shapes[role], removed[parameter]))
-    module.kt_store, module.kt_contract = store, contract  # type: ignore[assignment]
-    if shard is not None:
-        module.kt_shard = shard  # type: ignore[assignment]
+    kt = KtExperts(contract, store, shard)
+    module.kt = kt  # type: ignore[assignment]
+    return kt
 
 
 def select_implementation(model: PreTrainedModel) -> None:

@@ -8,7 +8,7 @@ the dense difference has the size of the weights. Importing this module therefor
 classes; for all other layers they call PEFT's own. `_activate_lora` passes the factors, `_apply` keeps expert LoRA in
 host memory when a model is moved to a GPU (with its optimiser state it would fill the GPU), `forward` pins that memory
 if hidden states are on a GPU, `_check_merge_allowed` refuses a merge into packed weights, and `update_layer` keeps the
-factors of this rank's experts alone where ranks divide them (`parallel/lora_shards.py`).
+factors of this rank's experts alone where ranks divide them (`experts/lora_shards.py`).
 
 The ContextVar `_active_factors` carries (experts module, parameter name, factor) of every adapted parameter from PEFT's
 wrappers past the stock model to `experts_forward`. It is per thread, so that two threads may run one model.
@@ -28,24 +28,35 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.lora.model import LoraModel
 from torch import Tensor, nn
 
-from ktransformers.experts.contract import IMPLEMENTATION, Contract, expert_modules, is_experts
+from ktransformers.experts.backend import KtExperts, packed_experts
+from ktransformers.experts.contract import IMPLEMENTATION, expert_modules, is_experts
 from ktransformers.experts.lora import ExpertLora, Factor
-from ktransformers.experts.lora_factors import factors_of
-from ktransformers.experts.partition import LayerShard
+from ktransformers.experts.lora_shards import keep_shard
 from ktransformers.ground.errors import InputError
-from ktransformers.parallel.lora_shards import keep_shard
 
 _active_factors: ContextVar[tuple[tuple[nn.Module, str, Factor], ...]] = ContextVar("active_factors", default=())
 
 
-def read_lora(module: nn.Module, contract: Contract) -> ExpertLora | None:
-    """The LoRA of these experts in the running forward pass: what PEFT has active on them, or the module's `kt_lora`,
-    factors that a program trains without PEFT; None: none."""
+# Called when a layer reads LoRA in a pass with gradients; `parallel/distributed.py` finds DDP by it.
+before_gradients: list[Callable[[], None]] = []
+
+
+def read_lora(module: nn.Module, kt: KtExperts) -> ExpertLora | None:
+    """The LoRA of these experts in the running forward pass: what PEFT has active on them, or `kt.lora`, factors that a
+    program trains without PEFT; None: none."""
+    lora = _read_lora(module, kt)
+    if lora is not None and torch.is_grad_enabled():
+        for call in before_gradients:
+            call()
+    return lora
+
+
+def _read_lora(module: nn.Module, kt: KtExperts) -> ExpertLora | None:
     factors = {name: factor for owner, name, factor in _active_factors.get() if owner is module}
-    own: ExpertLora | None = getattr(module, "kt_lora", None)
+    own, contract = kt.lora, kt.contract
     if own is not None:
         if factors:
-            two = f"LoRA of PEFT on {', '.join(factors)} and `kt_lora`"
+            two = f"LoRA of PEFT on {', '.join(factors)} and `kt.lora`"
             raise InputError(type(module).__name__, two, "one of them", "leave the experts out of PEFT's targets")
         return own if module.training and torch.is_grad_enabled() else replace(own, dropout=0.0)
     if not factors:
@@ -68,7 +79,7 @@ def read_lora(module: nn.Module, contract: Contract) -> ExpertLora | None:
         gate = Factor(gate_up.a, gate_up.b[:, 0::2], gate_up.scale)
         up = Factor(gate_up.a, gate_up.b[:, 1::2], gate_up.scale)
         gate_up = None
-    dropout = getattr(module, "kt_lora_dropout", 0.0) if module.training and torch.is_grad_enabled() else 0.0
+    dropout = kt.lora_dropout if module.training and torch.is_grad_enabled() else 0.0
     return ExpertLora(gate_up=gate_up, gate=gate, up=up, down=factors.get("down_proj"), dropout=dropout)
 
 
@@ -77,8 +88,14 @@ def set_lora_dropout(model: nn.Module, rate: float) -> None:
     `lora_dropout` on parameters."""
     if not 0 <= rate < 1 or not math.isfinite(rate):
         raise InputError("dropout", rate, "at least 0 and less than 1")
-    for module in expert_modules(model).values():
-        module.kt_lora_dropout = rate  # type: ignore[assignment]
+    for name, module in expert_modules(model).items():
+        kt = packed_experts(module)
+        if kt is not None:
+            kt.lora_dropout = rate
+        elif module.config._experts_implementation == IMPLEMENTATION:  # type: ignore[union-attr]
+            raise InputError(
+                name, "experts that are not packed yet", "packed ones", "call ktransformers.nn.attach first"
+            )
 
 
 def expert_adapters(model: nn.Module) -> dict[str, ParamWrapper]:
@@ -98,13 +115,14 @@ def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def own_lora_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Name -> tensor of the LoRA that expert modules have as `kt_lora`; it is no parameter of the model."""
+    """Name -> tensor of the LoRA that expert modules have as `kt.lora`; it is no parameter of the model."""
     tensors: dict[str, Tensor] = {}
     for name, module in expert_modules(model).items():
-        if (lora := getattr(module, "kt_lora", None)) is not None:
-            factors = factors_of(lora)
+        kt = packed_experts(module)
+        if kt is not None and kt.lora is not None:
+            factors = kt.lora
             named = zip(factors.roles, factors.tensors, strict=True)
-            tensors |= {f"{name}.kt_lora.{role}": tensor for role, tensor in named}
+            tensors |= {f"{name}.kt.lora.{role}": tensor for role, tensor in named}
     return tensors
 
 
@@ -209,7 +227,8 @@ def _install() -> None:
         stock_check_merge(self)
 
     def update_layer(self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        shard: LayerShard | None = getattr(self.get_base_layer(), "kt_shard", None)
+        kt = packed_experts(self.get_base_layer())
+        shard = None if kt is None else kt.shard
         if shard is not None:  # created for all experts, with the random numbers that a single process would draw
             self.num_experts = len(shard.owners)
         stock_update(self, adapter_name, *args, **kwargs)

@@ -22,7 +22,6 @@ from ktransformers import _core
 from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.checkpoint.mapped import read_only_tensor
 from ktransformers.experts import buffer_pool
-from ktransformers.experts.expert_call import ExpertCall
 from ktransformers.experts.pack_inputs import (
     as_matrices,
     as_vectors,
@@ -74,6 +73,35 @@ class PatchOverflowError(KTError, ValueError):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.role = message.partition(" ")[0]  # gate, up or down
+
+
+class ExpertCall:
+    """An asynchronous call of one expert layer: bound to its tensors once, submitted and awaited any number of times.
+
+    Returned by `ExpertStore.prepare`. Every `submit` reads hidden states and routing from the bound tensors."""
+
+    def __init__(self, call: _core.Call, out: Tensor) -> None:
+        self._call = call
+        self.out = out
+
+    def submit(self) -> None:
+        """Start the computation and return at once. Another thread may `wait`."""
+        self._call.submit()
+
+    def wait(self) -> Tensor:
+        """The output of the last submission."""
+        self._call.wait()
+        return self.out
+
+    @property
+    def done(self) -> bool:
+        """Whether no submission is running."""
+        return self._call.done
+
+    @property
+    def address(self) -> int:
+        """The argument of `_core.host_callbacks()`."""
+        return self._call.address
 
 
 class ExpertStore:

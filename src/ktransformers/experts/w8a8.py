@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from ktransformers import _core
+from ktransformers.experts.backend import packed_experts
 from ktransformers.experts.contract import expert_modules
 from ktransformers.experts.store import W8A8_FORMATS, ExpertStore
 from ktransformers.ground.errors import InputError
@@ -40,8 +41,8 @@ def use_w8a8(model: nn.Module, on: bool = True) -> tuple[int, int]:
 
 
 def _stores(model: nn.Module) -> dict[str, ExpertStore]:
-    stores = {name: getattr(module, "kt_store", None) for name, module in expert_modules(model).items()}
-    return {name: store for name, store in stores.items() if isinstance(store, ExpertStore)}
+    layers = {name: packed_experts(module) for name, module in expert_modules(model).items()}
+    return {name: kt.store for name, kt in layers.items() if kt is not None and kt.store is not None}
 
 
 def _quantized_linears(model: nn.Module) -> Iterator[_core.CodedLinear]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.nn.parallel import DistributedDataParallel
 
-from ktransformers.experts.peft_lora import lora_parameters, own_lora_parameters
+from ktransformers.experts.peft_lora import before_gradients, lora_parameters, own_lora_parameters
 from ktransformers.experts.placeholder import Placeholder
 from ktransformers.parallel.exchange import expert_group
 from ktransformers.quantized.weight import QuantizedWeight
@@ -108,10 +108,11 @@ class GradientAverager:
         _average(self._parameters, with_grad, self._group)
 
 
-def attach_to_ddp(ddp: DistributedDataParallel) -> None:
-    """Average this DDP module's expert LoRA from now on. Expert layers call it in every training forward pass; the
-    first call is collective (a broadcast), and all ranks reach it in the same forward pass."""
-    if ddp in _averagers:
+def _attach_to_active_ddp() -> None:
+    """Average the expert LoRA of the DDP module whose forward pass is running from now on. Expert layers call it in
+    every training forward pass; the first call is collective (a broadcast), and all ranks reach it in the same pass."""
+    ddp: DistributedDataParallel | None = DistributedDataParallel._active_ddp_module
+    if ddp is None or ddp in _averagers:
         return
     trained: list[Tensor] = [
         parameter
@@ -126,14 +127,11 @@ def attach_to_ddp(ddp: DistributedDataParallel) -> None:
         )
 
 
+before_gradients.append(_attach_to_active_ddp)
+
+
 def _syncs(ddp: DistributedDataParallel | None) -> bool:
     return ddp is not None and bool(ddp.require_backward_grad_sync)
-
-
-def active_ddp() -> DistributedDataParallel | None:
-    """The DDP module whose forward pass is running."""
-    ddp: DistributedDataParallel | None = DistributedDataParallel._active_ddp_module
-    return ddp
 
 
 def broadcast_own_lora(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:

@@ -2,18 +2,18 @@
 have their experts.
 
 Each rank calls a layer with its own rows: hidden `[T, H]`, ids and weights `[T, k]`, T different on every rank and
-possibly 0. A row goes once to every rank that holds at least one of its k experts, with the ids (places in that rank's
-store, -1 for experts of other ranks) and weights of all its routes; that rank computes the weighted sum over its
+possibly 0. A row goes once to every rank that holds at least one of its k experts, with the ids (positions in that
+rank's store, -1 for experts of other ranks) and weights of all its routes; that rank computes the weighted sum over its
 experts, and the sums of all ranks are added where the row came from. Forward is three all-to-all exchanges (counts,
 rows, sums) and backward two (gradients of the sums, then of rows and weights), in host memory over gloo. Rows travel in
 the dtype of the hidden states and sums are added in float32 (float64 for float64), so in bf16 a token's result is
 rounded once for each rank that contributes, where a single process rounds once. `plan/exchange.py` counts the bytes.
 
-Forward and backward of a layer are one operator, so that every rank enters the exchanges in the same order whatever
-rows it has: no exchange depends on data, and activation checkpointing either replays the operator's outputs (nothing
-travels in a recomputation) or runs all of it again, on all ranks alike. Gradients of the expert LoRA stay on the rank
-that holds the expert. The rows of all ranks contribute to them, and they are divided by the number of ranks: what is
-differentiated is the mean of the ranks' losses, as by DDP for all other parameters.
+Forward and backward of a layer are one operator (`experts/operator.py`), so that every rank enters the exchanges in the
+same order whatever rows it has: no exchange depends on data, and activation checkpointing either replays the operator's
+outputs (nothing travels in a recomputation) or runs all of it again, on all ranks alike. Gradients of the expert LoRA
+stay on the rank that holds the expert. The rows of all ranks contribute to them, and they are divided by the number of
+ranks: what is differentiated is the mean of the ranks' losses, as by DDP for all other parameters.
 """
 
 from __future__ import annotations
@@ -21,31 +21,21 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ktransformers.experts.checkpointing import compute_or_replay
+from ktransformers.experts.backend import CPU, ExpertBatch, ExpertGradients, LocalExperts, Saved, packed_experts
 from ktransformers.experts.contract import expert_modules
-from ktransformers.experts.lora import ExpertLora
-from ktransformers.experts.lora_factors import (
-    LoraFactors,
-    empty_gradients,
-    factors_of,
-    match_factor_strides,
-    packed_adapter,
-)
 from ktransformers.experts.partition import LayerShard
-from ktransformers.experts.store import Dropout, ExpertStore
-from ktransformers.experts.transfer import to_device, to_host
+from ktransformers.experts.store import ExpertStore
 from ktransformers.ground.errors import InputError
 
-FIELD_ALIGNMENT = 8  # bytes; hidden states, weights and places of a row each begin at a multiple of it
+FIELD_ALIGNMENT = 8  # bytes; hidden states, weights and positions of a row each begin at a multiple of it
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,40 +68,41 @@ def new_expert_group(ranks: int) -> ExpertGroup:
     return ExpertGroup(members, replicas, rank % ranks, ranks, world)
 
 
-class LayerExchange:
-    """One layer's experts and the group that holds them all; `store` is None on a rank without experts of the layer."""
+class RoutingTable:
+    """Which rank has which expert of a layer, for the rows of a batch."""
 
-    def __init__(self, store: ExpertStore | None, shard: LayerShard, group: ExpertGroup) -> None:
-        self.store, self.shard, self.group = store, shard, group
+    def __init__(self, shard: LayerShard) -> None:
+        self.ranks = shard.ranks
         beyond = shard.ranks  # owner of ids that belong to no expert
         self._owners = torch.tensor([*shard.owners, beyond])
         self._positions = torch.tensor([*shard.positions, -1], dtype=torch.int32)
-        self.handle = next(_next_handle)
-        _layers[self.handle] = self
 
     def routes(self, ids: Tensor) -> Routes:
-        experts = len(self.shard.owners)
-        ids = torch.where((ids < 0) | (ids >= experts), experts, ids)
+        experts = len(self._owners) - 1
+        ids = torch.where((ids < 0) | (ids >= experts), experts, ids).long()
         owners = self._owners[ids]  # [T, k]
-        reached = torch.zeros(ids.shape[0], self.shard.ranks + 1, dtype=torch.bool)
+        reached = torch.zeros(ids.shape[0], self.ranks + 1, dtype=torch.bool)
         reached.scatter_(1, owners, True)
-        rank, row = reached[:, : self.shard.ranks].T.nonzero(as_tuple=True)
-        places = torch.where(owners[row] == rank[:, None], self._positions[ids[row]], -1)
-        return Routes(row, places, reached[:, : self.shard.ranks].sum(0))
+        rank, row = reached[:, : self.ranks].T.nonzero(as_tuple=True)
+        positions = torch.where(owners[row] == rank[:, None], self._positions[ids[row]], -1)
+        return Routes(row, positions, reached[:, : self.ranks].sum(0))
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Where the rows of a batch go: `rows` are their indices, by rank of destination and then ascending; `places`
-    `[n, k]` the experts' places in the destination's store, -1 for those of other ranks; `counts` `[ranks]`."""
+    """Where the rows of a batch go: `rows` are their indices, by rank of destination and then ascending; `positions`
+    int32 `[n, k]` the experts' positions in the destination's store, -1 for those of other ranks; `counts` `[ranks]`
+    the number of rows for each rank."""
 
     rows: Tensor
-    places: Tensor
+    positions: Tensor
     counts: Tensor
 
-
-_layers: weakref.WeakValueDictionary[int, LayerExchange] = weakref.WeakValueDictionary()
-_next_handle = itertools.count(1)
+    def by_rank(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Rows and positions for each rank that gets any, ascending."""
+        counts = self.counts.tolist()
+        parts = zip(torch.split(self.rows, counts), torch.split(self.positions, counts), strict=True)
+        return {rank: part for rank, part in enumerate(parts) if counts[rank]}
 
 
 def connect(model: nn.Module, group: ExpertGroup) -> None:
@@ -120,23 +111,25 @@ def connect(model: nn.Module, group: ExpertGroup) -> None:
     modules = expert_modules(model)
     tables = []
     for name, module in modules.items():
-        shard = getattr(module, "kt_shard", None)
-        if not isinstance(shard, LayerShard) or (shard.rank, shard.ranks) != (group.rank, group.ranks):
+        kt = packed_experts(module)
+        shard = None if kt is None else kt.shard
+        if shard is None or (shard.rank, shard.ranks) != (group.rank, group.ranks):
             given = "all experts" if shard is None else f"the experts of rank {shard.rank} of {shard.ranks}"
             raise InputError(name, given, f"those of rank {group.rank} of {group.ranks}", "pass `shard` to load_model")
         tables.append(shard.owners)
     _require_equal(tables, group)
-    for module in modules.values():
-        layer: Any = module
-        layer.kt_exchange = LayerExchange(layer.kt_store, layer.kt_shard, group)
+    for kt in filter(None, map(packed_experts, modules.values())):
+        assert kt.shard is not None
+        kt.backend = ExchangedExperts(kt.store, kt.shard, group)
+        kt.group = group
 
 
 def expert_group(model: nn.Module) -> ExpertGroup | None:
     """The group that divides the model's experts; None: this process holds them all."""
     for module in expert_modules(model).values():
-        exchange = getattr(module, "kt_exchange", None)
-        if exchange is not None:
-            group: ExpertGroup = exchange.group
+        kt = packed_experts(module)
+        if kt is not None and kt.group is not None:
+            group: ExpertGroup = kt.group
             return group
     return None
 
@@ -220,188 +213,66 @@ def _add_rows(rows: Tensor, index: Tensor, tokens: int) -> Tensor:
     return total.index_add_(0, index, rows.to(wide)).to(rows.dtype)
 
 
-@dataclass(frozen=True)
-class _Lora:
-    """What the operators get of the LoRA in addition to its tensors."""
+class ExchangedExperts:
+    """One layer's experts and the group that holds them all; `store` is None on a rank without experts of the layer.
 
-    roles: str
-    scales: tuple[float, float, float]
-    dropout: Dropout
-
-    def factors(self, tensors: Sequence[Tensor]) -> LoraFactors:
-        return LoraFactors(tuple(self.roles.split()), tuple(tensors), self.scales)
-
-
-def _forward(
-    layer: LayerExchange,
-    hidden: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    tensors: Sequence[Tensor],
-    lora: _Lora,
-    retain: bool,
-    needs_grad: bool,
-) -> tuple[Tensor, ...]:
-    """The output; then for backward the arrived rows, places and weights, the counts `[2, ranks]` of rows sent and
-    arrived, and gate and up of the arrived rows (empty without `retain`)."""
-    group, routes = layer.group.members, layer.routes(ids)
-    counts = torch.stack([routes.counts, _exchange_counts(routes.counts, group)])
-    send, receive = counts.tolist()
-    fields = (hidden[routes.rows], weights[routes.rows], routes.places)
-    rows, row_weights, places = exchange(fields, send, receive, group)
-    keep = torch.empty(0, dtype=torch.uint8)
-    if layer.store is None:
-        sums = torch.empty_like(rows)
-    else:
-        keep = layer.store.new_keep(*places.shape) if retain else keep
-        adapters = [packed_adapter(layer.store, lora.factors(tensors))] if tensors else []
-        sums = layer.store.forward(
-            rows,
-            places,
-            row_weights,
-            keep=keep if retain else None,
-            adapters=adapters,
-            dropout=lora.dropout,
-            needs_grad=needs_grad,
-        )
-    (returned,) = exchange([sums], receive, send, group)
-    return _add_rows(returned, routes.rows, hidden.shape[0]), rows, places, row_weights, counts, keep
-
-
-@torch.library.custom_op("ktransformers::exchanged_experts", mutates_args=(), device_types="cpu")
-def exchanged_experts(
-    hidden: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    lora: Sequence[Tensor],
-    layer: int,
-    roles: str,
-    scales: Sequence[float],
-    retain: bool,
-    dropout: float,
-    seed: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    exchanged = _layers[layer]
-
-    def compute() -> tuple[Tensor, ...]:
-        options = _options(roles, scales, dropout, seed)
-        return _forward(exchanged, hidden, ids, weights, lora, options, retain, needs_grad=True)
-
-    out, rows, places, row_weights, counts, keep = compute_or_replay(compute, exchanged.store or exchanged)
-    return out, rows, places, row_weights, counts, keep
-
-
-def _options(roles: str, scales: Sequence[float], dropout: float, seed: int) -> _Lora:
-    gate, up, down = scales
-    return _Lora(roles, (gate, up, down), Dropout(dropout, seed))
-
-
-@torch.library.custom_op("ktransformers::exchanged_experts_backward", mutates_args=(), device_types="cpu")
-def exchanged_experts_backward(
-    grad_out: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    rows: Tensor,
-    places: Tensor,
-    row_weights: Tensor,
-    counts: Tensor,
-    keep: Tensor,
-    lora: Sequence[Tensor],
-    layer: int,
-    roles: str,
-    scales: Sequence[float],
-    lora_needs_grad: bool,
-    dropout: float,
-    seed: int,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Gradients of hidden, of weights and, with `lora_needs_grad`, of the factors of this rank's experts, the last
-    divided by the number of ranks."""
-    exchanged, options = _layers[layer], _options(roles, scales, dropout, seed)
-    store, group, routes = exchanged.store, exchanged.group.members, exchanged.routes(ids)
-    send, receive = counts.tolist()
-    (grad_sums,) = exchange([grad_out[routes.rows]], send, receive, group)
-    factors = options.factors(lora)
-    grads: list[Tensor] = []
-    if store is None:
-        grad_rows, grad_row_weights = torch.empty_like(rows), torch.empty_like(row_weights)
-        grads = [torch.zeros_like(tensor) for tensor in lora] if lora_needs_grad else []
-    else:
-        targets = None
-        if lora and lora_needs_grad:
-            grads, views = empty_gradients(factors)
-            targets = [views]
-        grad_rows, grad_row_weights = store.backward(
-            grad_sums,
-            rows,
-            places,
-            row_weights,
-            keep=keep if keep.numel() else None,
-            adapters=[packed_adapter(store, factors)] if lora else [],
-            factors=targets,
-            dropout=options.dropout,
-        )
-        grads = (
-            [grad.div_(exchanged.group.ranks) for grad in match_factor_strides(store, factors, grads)] if grads else []
-        )
-    fields = (grad_rows, grad_row_weights.to(weights.dtype))
-    grad_hidden, grad_weights = exchange(fields, receive, send, group)
-    tokens = ids.shape[0]
-    return _add_rows(grad_hidden, routes.rows, tokens), _add_rows(grad_weights, routes.rows, tokens), grads
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, ids, weights, lora, layer, roles, scales, _, dropout, seed = inputs
-    ctx.save_for_backward(ids, weights, *output[1:], *lora)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.options, ctx.dropping = (layer, roles, scales), (dropout, seed)
-    ctx.factors, ctx.lora_needs_grad = len(lora), any(tensor.requires_grad for tensor in lora)
-
-
-def _backward(ctx: Any, grad_out: Tensor, *_: Tensor | None) -> tuple[Any, ...]:
-    ids, weights, rows, places, row_weights, counts, keep, *lora = ctx.saved_tensors
-    inputs = (grad_out, ids, weights, rows, places, row_weights, counts, keep, lora)
-    grad_hidden, grad_weights, grads = exchanged_experts_backward(
-        *inputs, *ctx.options, ctx.lora_needs_grad, *ctx.dropping
-    )
-    return (grad_hidden, None, grad_weights, grads if ctx.lora_needs_grad else [None] * ctx.factors, *[None] * 6)
-
-
-exchanged_experts.register_autograd(_backward, setup_context=_save)
-
-
-def apply_exchanged(
-    layer: LayerExchange,
-    hidden: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    *,
-    lora: ExpertLora | None = None,
-    retain: bool = True,
-    training: bool = False,
-) -> Tensor:
-    """`apply_experts` for experts that a group of ranks divides; all of its ranks call it, each with its own rows.
-
-    Dropout of LoRA's inputs is a hash of seed, row and column of what arrived at the rank that computes: forward,
-    backward and recomputation drop the same elements, another number of ranks drops others.
+    All ranks of the group call it, each with its own rows. Dropout of LoRA's inputs is a hash of seed, row and column
+    of what arrived at the rank that computes: forward, backward and recomputation drop the same elements, another
+    number of ranks drops others.
     """
-    if hidden.device.type != "cpu":
-        inputs = to_host(hidden, ids, weights)
-        out = apply_exchanged(layer, *inputs, lora=lora, retain=retain, training=training)
-        return to_device(out, hidden.device)
-    factors = LoraFactors((), (), (1.0, 1.0, 1.0)) if lora is None else factors_of(lora)
-    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, weights, *factors.tensors))
-    rows, top_k = hidden.reshape(-1, hidden.shape[-1]), ids.shape[-1]
-    ids, weights = ids.reshape(-1, top_k), weights.reshape(-1, top_k)
-    roles = " ".join(factors.roles)
-    if not needs_grad:
-        options = _Lora(roles, factors.scales, Dropout())
-        inputs = (rows.detach(), ids, weights.detach())
-        out = _forward(layer, *inputs, factors.tensors, options, retain=False, needs_grad=training)[0]
-        return out.view(hidden.shape)
-    rate = 0.0 if lora is None else lora.dropout
-    seed = int(torch.randint(2**62, ())) if rate else 0
-    result: Tensor = exchanged_experts(
-        rows, ids, weights, list(factors.tensors), layer.handle, roles, list(factors.scales), retain, rate, seed
-    )[0]
-    return result.view(hidden.shape)
+
+    copies_gradients, device = False, CPU
+
+    def __init__(self, store: ExpertStore | None, shard: LayerShard, group: ExpertGroup) -> None:
+        self.store, self.shard, self.group = store, shard, group
+        self._local = None if store is None else LocalExperts(store)
+        self._table = RoutingTable(shard)
+
+    def infer(self, batch: ExpertBatch) -> Tensor:
+        routes, counts, arrived = self._dispatch(batch)
+        sums = torch.empty_like(arrived.hidden) if self._local is None else self._local.infer(arrived)
+        return self._combine(sums, routes, counts, len(batch.ids))
+
+    def forward(self, batch: ExpertBatch, retain: bool) -> tuple[Tensor, Saved]:
+        """Saves the arrived rows, positions and weights, the counts `[2, ranks]` of rows sent and arrived, and gate and
+        up of the arrived rows (empty without `retain`)."""
+        routes, counts, arrived = self._dispatch(batch)
+        sums, keep = torch.empty_like(arrived.hidden), torch.empty(0, dtype=torch.uint8)
+        if self._local is not None:
+            sums, (keep,) = self._local.forward(arrived, retain)
+        out = self._combine(sums, routes, counts, len(batch.ids))
+        return out, (arrived.hidden, arrived.ids, arrived.weights, counts, keep)
+
+    def backward(self, batch: ExpertBatch, grad_out: Tensor, saved: Saved, factor_grads: bool) -> ExpertGradients:
+        """Gradients of this rank's factors are divided by the number of ranks."""
+        rows, positions, row_weights, counts, keep = saved
+        routes, members, tokens = self._table.routes(batch.ids), self.group.members, batch.ids.shape[0]
+        send, receive = counts.tolist()
+        (grad_sums,) = exchange([grad_out[routes.rows]], send, receive, members)
+        arrived = replace(batch, hidden=rows, ids=positions, weights=row_weights)
+        if self._local is None:
+            tensors = batch.lora.tensors if factor_grads and batch.lora is not None else ()
+            zeros = [torch.zeros_like(tensor) for tensor in tensors]
+            grads = ExpertGradients(torch.empty_like(rows), torch.empty_like(row_weights), zeros)
+        else:
+            grads = self._local.backward(arrived, grad_sums, (keep,), factor_grads)
+            for grad in grads.factors:
+                grad.div_(self.group.ranks)
+        returned = exchange((grads.hidden, grads.weights), receive, send, members)
+        grad_hidden, grad_weights = (_add_rows(grad, routes.rows, tokens) for grad in returned)
+        return ExpertGradients(grad_hidden, grad_weights, grads.factors)
+
+    def _dispatch(self, batch: ExpertBatch) -> tuple[Routes, Tensor, ExpertBatch]:
+        """Send the batch's rows to the ranks that have their experts; the batch of the rows that arrived here."""
+        routes = self._table.routes(batch.ids)
+        counts = torch.stack([routes.counts, _exchange_counts(routes.counts, self.group.members)])
+        send, receive = counts.tolist()
+        fields = (batch.hidden[routes.rows], batch.weights[routes.rows], routes.positions)
+        rows, weights, positions = exchange(fields, send, receive, self.group.members)
+        return routes, counts, replace(batch, hidden=rows, ids=positions, weights=weights)
+
+    def _combine(self, sums: Tensor, routes: Routes, counts: Tensor, tokens: int) -> Tensor:
+        """Send the sums of the arrived rows back, and add what comes for each row of the batch."""
+        send, receive = counts.tolist()
+        (returned,) = exchange([sums], receive, send, self.group.members)
+        return _add_rows(returned, routes.rows, tokens)

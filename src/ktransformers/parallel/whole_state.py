@@ -2,7 +2,7 @@
 
 A parameter is divided in one of two ways, and a model may have both. FSDP2 shards everything but the experts by rows
 over all ranks (`parallel/sharding.py`); the ranks of an expert-parallel group hold the LoRA factors of different
-experts, and other groups hold the same (`parallel/lora_shards.py`). Files have whole tensors, so that a run goes on
+experts, and other groups hold the same (`experts/lora_shards.py`). Files have whole tensors, so that a run goes on
 with any number of ranks and any division. All functions are collective calls of all ranks, which visit parameters in
 one order."""
 
@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ktransformers.experts.lora_shards import FactorShard, factor_shards
 from ktransformers.ground.errors import InputError
 from ktransformers.parallel.distributed import host_group
 from ktransformers.parallel.exchange import ExpertGroup, expert_group
-from ktransformers.parallel.lora_shards import FactorShard, factor_shards, gather_experts
 from ktransformers.parallel.sharding import local_tensor, reshard, sharded_like, sharding_of, whole_tensor
 
 
@@ -132,3 +132,42 @@ def load_optimizer_state(model: nn.Module, optimizer: Any, state: Mapping[str, A
         for index, entry in state["state"].items()
     }
     optimizer.load_state_dict({**state, "state": entries})
+
+
+def gather_experts(part: Tensor, divided: FactorShard, members: Any) -> Tensor | None:
+    """The whole tensor on the first rank of the group, None on the others. A collective call; `part` is a factor, or
+    anything of its shape that belongs to it, such as a state of the optimiser."""
+    shard = divided.shard
+    part = part.detach().cpu().contiguous()
+    if shard.rank != 0:
+        if part.numel():
+            dist.send(part, dist.get_global_rank(members, 0), group=members)
+        return None
+    whole = torch.empty(divided.whole_shape(part), dtype=part.dtype)
+    divided.insert(whole, part, shard.experts)
+    for other in range(1, shard.ranks):
+        experts = shard.experts_of(other)
+        if experts:
+            arrived = torch.empty(divided.shape(part, len(experts)), dtype=part.dtype)
+            dist.recv(arrived, dist.get_global_rank(members, other), group=members)
+            divided.insert(whole, arrived, experts)
+    return whole
+
+
+def scatter_experts(whole: Tensor | None, part: Tensor, divided: FactorShard, members: Any) -> None:
+    """The reverse of `gather_experts`: fills `part` on the other ranks of the group from the whole tensor on the first,
+    whose own part is left to the caller. A collective call."""
+    shard = divided.shard
+    if shard.rank != 0:
+        if part.numel():
+            arrived = torch.empty(part.shape, dtype=part.dtype)
+            dist.recv(arrived, dist.get_global_rank(members, 0), group=members)
+            part.copy_(arrived)
+        return
+    for other in range(1, shard.ranks):
+        experts = shard.experts_of(other)
+        if experts:
+            sent = torch.full(divided.shape(part, len(experts)), torch.nan, dtype=part.dtype)
+            if whole is not None:
+                sent.copy_(divided.cut(whole, experts))
+            dist.send(sent, dist.get_global_rank(members, other), group=members)

@@ -9,14 +9,14 @@ them and the pass is a captured CUDA graph, and a layer whose experts are all re
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ktransformers.experts.backend import ExpertBatch
 from ktransformers.experts.store import ExpertStore
-from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
+from ktransformers.place.gpu.executor import GpuExecutor, LayerOnDevice
 from ktransformers.plan.modes import (
     CPU,
     DECODE,
@@ -41,18 +41,11 @@ COPYING = (STREAM, STREAM_ALL, SPLIT)  # modes that copy experts to the GPU
 @dataclass
 class PlacedLayer:
     packed: LayerOnDevice
-    store_ref: weakref.ReferenceType[ExpertStore]  # the operator finds layers by their store, which must be free to go
+    store: ExpertStore
     costs: dict[str, Costs]  # by direction
     counts: NDArray[np.int64]  # rows of each expert, of all forward passes so far
     last_split: dict[str, Split] = field(default_factory=dict)  # by pass
     last_counts: dict[int, NDArray[np.int64]] = field(default_factory=dict)  # rows of experts by size bucket
-
-    @property
-    def store(self) -> ExpertStore:
-        store = self.store_ref()
-        if store is None:
-            raise RuntimeError("the expert store is gone; keep the ExpertStore alive as long as its graph")
-        return store
 
 
 class Dispatcher:

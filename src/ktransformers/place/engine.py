@@ -27,16 +27,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.experts.lora_factors import empty_gradients, match_factor_strides, packed_adapter
-from ktransformers.experts.lora_prefetch import LoraPrefetch
+from ktransformers.experts.backend import ExpertBatch
+from ktransformers.experts.lora import LoraPrefetch, empty_gradients, match_factor_strides, packed_adapter
 from ktransformers.experts.transfer import DeviceToHost, start_device_to_host
 from ktransformers.ground.current_device import on_device
 from ktransformers.ground.pool import avoid_pool_cpus
 from ktransformers.place.dispatch import Dispatcher, PlacedLayer
 from ktransformers.place.gpu.device_lora import PendingCopies, start_to_host
-from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor
+from ktransformers.place.gpu.executor import GpuExecutor
 from ktransformers.place.gpu.expert_cache import ExpertCache
-from ktransformers.place.gpu.multi_lora import host_options
 from ktransformers.place.gpu.zero_copy import ZeroCopyReader
 from ktransformers.place.host_callback import HostCallbackPath
 from ktransformers.place.prefetch import Prefetcher
@@ -162,7 +161,7 @@ class ExpertEngine:
             result = self._reader.pull(cpu_share())
         else:  # no token goes to any expert
             result = torch.zeros_like(batch.hidden)
-        if cpu_share is not None and batch.factors is not None:
+        if cpu_share is not None and batch.lora is not None:
             self._lora_prefetch.layer_done(layer.store)
         return result, SavedForBackward(ids, keep, cpu)
 
@@ -176,7 +175,7 @@ class ExpertEngine:
         """Gradients of hidden, of the routing weights and, with `factor_grads`, of the LoRA factors in host memory,
         whose copies the caller finishes before it reads them."""
         with self._lock, on_device(self.device):
-            return self._backward(layer, batch, grad_out, saved, factor_grads and batch.factors is not None)
+            return self._backward(layer, batch, grad_out, saved, factor_grads and batch.lora is not None)
 
     def _backward(
         self, layer: PlacedLayer, batch: ExpertBatch, grad_out: Tensor, saved: SavedForBackward, factor_grads: bool
@@ -197,8 +196,8 @@ class ExpertEngine:
         views: Sequence[Tensor | None] = ()
         cpu_share = None
         if division.cpu:
-            if factor_grads and batch.factors is not None:
-                grads, views = empty_gradients(batch.factors, pinned=self.device.type == "cuda")
+            if factor_grads and batch.lora is not None:
+                grads, views = empty_gradients(batch.lora, pinned=self.device.type == "cuda")
             cpu_share = self._cpu_backward(layer, batch, grad_out, saved, division, cpu, views)
         grad_hidden = grad_weights = None
         device_grads: list[Tensor] = []
@@ -225,10 +224,10 @@ class ExpertEngine:
         self.executor.record_finished()
         if pending is not None:
             grads = pending.tensors
-        elif grads and batch.factors is not None:
-            grads = match_factor_strides(layer.store, batch.factors, grads)
-        elif factor_grads and batch.factors is not None:
-            grads = [torch.zeros_like(tensor) for tensor in batch.factors.tensors]
+        elif grads and batch.lora is not None:
+            grads = match_factor_strides(layer.store, batch.lora, grads)
+        elif factor_grads and batch.lora is not None:
+            grads = [torch.zeros_like(tensor) for tensor in batch.lora.tensors]
         return *results, grads, pending
 
     # The CPU's share: tensors in host memory.
@@ -256,7 +255,8 @@ class ExpertEngine:
                 keep=keep if keep.numel() else None,
                 dropout=batch.dropout,
                 needs_grad=batch.needs_grad,
-                **(host_options(batch.multi_lora) or {"adapters": _adapters(layer, batch)}),
+                adapter=None if batch.mixed is None else batch.mixed.rows,
+                adapters=_adapters(layer, batch) if batch.mixed is None else batch.mixed.adapters,
             )
 
         return self._start(division, compute)
@@ -311,7 +311,7 @@ def _forward_pass(training: bool) -> str:
 
 
 def _adapters(layer: PlacedLayer, batch: ExpertBatch) -> list[_core.Adapter]:
-    return [] if batch.factors is None else [packed_adapter(layer.store, batch.factors)]
+    return [] if batch.lora is None else [packed_adapter(layer.store, batch.lora)]
 
 
 def count(ids: Tensor, experts: int) -> NDArray[np.int64]:

@@ -35,14 +35,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.experts.expert_call import ExpertCall
-from ktransformers.experts.store import ExpertStore
+from ktransformers.experts.backend import ExpertBatch
+from ktransformers.experts.lora import MixedLora
+from ktransformers.experts.store import ExpertCall, ExpertStore
 from ktransformers.ground.errors import InputError
 from ktransformers.place.gpu import resident_decode
 from ktransformers.place.gpu.cuda_driver import call_on_host
-from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
+from ktransformers.place.gpu.executor import GpuExecutor, LayerOnDevice
 from ktransformers.place.gpu.expert_cache import ExpertCache
-from ktransformers.place.gpu.multi_lora import LoraPointers, MultiLora
+from ktransformers.place.gpu.multi_lora import LoraPointers
 from ktransformers.place.gpu.resident_decode import DeviceRouting
 from ktransformers.plan.modes import MAX_DECODE_TOKENS, STREAM, STREAM_ALL
 
@@ -117,9 +118,9 @@ class HostCallbackPath:
     def refusal(self, layer: LayerOnDevice, batch: ExpertBatch, mode: str) -> str:
         """The reason why this batch cannot go through host callbacks; empty: it can."""
         tokens = batch.ids.shape[0]
-        if batch.factors is not None or (batch.multi_lora is not None and not self.capturing):
+        if batch.lora is not None or (batch.mixed is not None and not self.capturing):
             return "LoRA on experts"
-        if batch.multi_lora is not None and batch.multi_lora.lora.rows.device != self.device:
+        if batch.mixed is not None and batch.mixed.rows.device != self.device:
             return "LoRA on experts with adapter indices in host memory"
         if mode in (STREAM, STREAM_ALL):
             return "experts that are streamed"
@@ -153,12 +154,12 @@ class HostCallbackPath:
     def forward(self, layer: LayerOnDevice, store: ExpertStore, batch: ExpertBatch) -> Tensor:
         """The layer's output in hidden's dtype, ordered on the current stream."""
         inputs = tuple(tensor.detach().contiguous() for tensor in (batch.hidden, batch.ids, batch.weights))
-        if batch.multi_lora is not None:
-            inputs = (*inputs, batch.multi_lora.lora.rows.contiguous())
+        if batch.mixed is not None:
+            inputs = (*inputs, batch.mixed.rows.contiguous())
         if not self._cuda:
-            return self._forward(layer, self._prepare(layer, store, inputs, batch.multi_lora), inputs)
+            return self._forward(layer, self._prepare(layer, store, inputs, batch.mixed), inputs)
         with torch.cuda.device(self.device):  # a host callback needs the stream's context to be current
-            prepared = self._prepare(layer, store, inputs, batch.multi_lora)
+            prepared = self._prepare(layer, store, inputs, batch.mixed)
             if self._stream_captures():
                 self._captured.setdefault(layer.index, []).append((prepared, store))
             else:
@@ -213,10 +214,10 @@ class HostCallbackPath:
     # Allocation.
 
     def _prepare(
-        self, layer: LayerOnDevice, store: ExpertStore, inputs: tuple[Tensor, ...], multi_lora: MultiLora | None
+        self, layer: LayerOnDevice, store: ExpertStore, inputs: tuple[Tensor, ...], mixed: MixedLora | None
     ) -> PreparedCall:
         hidden, ids, weights, *_ = inputs
-        size, adapters = _size(hidden, ids, weights), () if multi_lora is None else tuple(multi_lora.lora.adapters)
+        size, adapters = _size(hidden, ids, weights), () if mixed is None else tuple(mixed.adapters)
         prepared = self._prepared.get((layer.index, size, adapters))
         capturing = self._stream_captures()
         if prepared is not None and self._is_current(layer.index):
@@ -230,7 +231,7 @@ class HostCallbackPath:
         if not self._is_current(layer.index):
             self.drop_calls(layer.index)
         with torch.inference_mode(False):  # these buffers are also written outside of inference mode
-            return self._allocate(layer, store, inputs, size, multi_lora)
+            return self._allocate(layer, store, inputs, size, mixed)
 
     def _is_current(self, index: int) -> bool:
         table = self._residents.get(index)
@@ -255,7 +256,7 @@ class HostCallbackPath:
         store: ExpertStore,
         inputs: tuple[Tensor, ...],
         size: Size,
-        multi_lora: MultiLora | None,
+        mixed: MixedLora | None,
     ) -> PreparedCall:
         buffers = self._buffers.get(size)
         if buffers is None:
@@ -275,11 +276,11 @@ class HostCallbackPath:
         residents = self._residents[layer.index]
         skip = None if residents is None else residents.skip
         pinned = (buffers.hidden, buffers.ids, buffers.weights)
-        if multi_lora is None:
+        if mixed is None:
             prepared = PreparedCall(store.prepare(*pinned, out=buffers.out, skip=skip), buffers, residents)
         else:
-            adapters = tuple(multi_lora.lora.adapters)
-            lora_pointers = None if residents is None else self._pointers_for(layer, multi_lora, adapters)
+            adapters = tuple(mixed.adapters)
+            lora_pointers = None if residents is None else self._pointers_for(layer, mixed, adapters)
             _synchronize(self.device)  # earlier calls read the buffer,
             buffers.adapters.fill_(-1)  # which may hold adapter indices that this call does not have
             call = store.prepare(*pinned, out=buffers.out, skip=skip, adapter=buffers.adapters, adapters=adapters)
@@ -289,11 +290,11 @@ class HostCallbackPath:
         self._last_stream = self._current_stream()
         return prepared
 
-    def _pointers_for(self, layer: LayerOnDevice, multi_lora: MultiLora, adapters: Adapters) -> LoraPointers:
+    def _pointers_for(self, layer: LayerOnDevice, mixed: MixedLora, adapters: Adapters) -> LoraPointers:
         pointers = self._lora_pointers.get((layer.index, adapters))
         if pointers is None:
             gate_up_rows = layer.geometry.first.out_rows
-            pointers = LoraPointers.pin(self.executor.lora_cache, multi_lora.lora.factors, gate_up_rows, self.device)
+            pointers = LoraPointers.pin(self.executor.lora_cache, mixed.factors, gate_up_rows, self.device)
             self._lora_pointers[layer.index, adapters] = pointers
         return pointers
 

@@ -9,8 +9,7 @@ the default, leaves every store as it is. Residents are placed per engine, so th
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from ktransformers import _core
-from ktransformers.experts.contract import Contract, expert_modules
+from ktransformers.experts.backend import KtExperts, packed_experts
+from ktransformers.experts.contract import expert_modules
 from ktransformers.experts.gate import Gate
-from ktransformers.experts.operator import place_store
 from ktransformers.experts.store import ExpertStore
 from ktransformers.ground import env, log, system
 from ktransformers.ground.errors import InputError
@@ -39,7 +38,7 @@ from ktransformers.place.gpu.expert_cache import ExpertCache, ExpertPart, LayerB
 from ktransformers.place.gpu.layer_costs import measured_costs
 from ktransformers.place.gpu.pinned import MODES, RegisteredMemory
 from ktransformers.place.gpu.resident_decode import DECODED_BYTES, decodes_first
-from ktransformers.place.placed_store import PlacedStore
+from ktransformers.place.placed_experts import PlacedExperts
 from ktransformers.plan.memory import ENGINE_LIMITS
 from ktransformers.plan.modes import SPLIT
 from ktransformers.plan.split import Costs
@@ -66,7 +65,8 @@ class Placement:
     engines: list[ExpertEngine]
     left: dict[str, str]  # layers that stay with the CPU, and why
     _registered: RegisteredMemory | None = None
-    _placed: list[PlacedStore] = field(default_factory=list)  # in the order of `layers`
+    _placed: list[PlacedExperts] = field(default_factory=list)  # in the order of `layers`
+    _kt: list[KtExperts] = field(default_factory=list)
     _attention: list[GraphedAttention] = field(default_factory=list)
 
     def counts(self) -> list[residents.Row]:
@@ -153,7 +153,7 @@ class Placement:
             )
         return counts
 
-    def _fill_residents(self, placed: PlacedStore, experts: tuple[int, ...]) -> None:
+    def _fill_residents(self, placed: PlacedExperts, experts: tuple[int, ...]) -> None:
         engine, packed = placed.engine, placed.layer.packed
         engine.callbacks.drop_calls(packed.index)
         cache = engine.executor.residents.pop(packed.index, None)
@@ -228,8 +228,8 @@ class Placement:
             engine.callbacks.release_graphs()
 
     def detach(self) -> None:
-        for layer in self.layers:
-            place_store(layer.store, None)
+        for kt in self._kt:
+            kt.place(None)
         for attention in self._attention:
             attention.close()
         for device in self.devices():
@@ -276,15 +276,18 @@ def attach(
     placement = Placement(policy_name, [], [], [], {}, registered)
     engines: dict[tuple[torch.device, Geometry], ExpertEngine] = {}
     for name, module in expert_modules(model).items():
-        if not hasattr(module, "kt_store"):
+        kt = packed_experts(module)
+        if kt is None or kt.store is None:
             placement.left[name] = "not packed"
+            continue
+        if kt.local is None:
+            placement.left[name] = "other processes have some of its experts"
             continue
         if device_by_layer is not None and device_by_layer.get(name) == "cpu":
             placement.left[name] = "a rule keeps it on the CPU"
             continue
-        store, contract = _parts(module)
         try:
-            layer_device, sizes = fixed_device or device_of(model, name), geometry_of(store)
+            layer_device, sizes = fixed_device or device_of(model, name), geometry_of(kt.store)
             if layer_device is None or (layer_device.type != "cuda" and fixed_device is None):
                 raise InputError(name, "a router on the CPU", "a router on a GPU")
         except InputError as error:
@@ -297,35 +300,36 @@ def attach(
             engine.dispatcher.top_k = min(_top_k(model), sizes.experts)
             engines[layer_device, sizes] = engine
             placement.engines.append(engine)
-        _add(placement, engine, name, store, contract, calibrate)
+        _add(placement, engine, name, kt, calibrate)
     for name, reason in placement.left.items():
         _log.warning("%s stays with the CPU: %s", name, reason)
     placement._attention = record_attention(model, [device for device in placement.devices() if device.type == "cuda"])
     return placement
 
 
-def _add(
-    placement: Placement, engine: ExpertEngine, name: str, store: ExpertStore, contract: Contract, calibrate: bool
-) -> None:
-    layer = new_layer(engine, len(engine.layers), store, contract.gate, geometry_of(store))
+def _add(placement: Placement, engine: ExpertEngine, name: str, kt: KtExperts, calibrate: bool) -> None:
+    store = kt.store
+    assert store is not None
+    layer = new_layer(engine, len(engine.layers), store, kt.contract.gate, geometry_of(store))
     if not engine.layers and placement.policy in ("auto", SPLIT):
         layer.costs, engine.cache.link_rate = measured_costs(layer.packed, store, engine.executor, remeasure=calibrate)
         engine.dispatcher.costs = layer.costs
     engine.layers[layer.packed.index] = layer
-    placed = PlacedStore(engine, layer)
+    placed = PlacedExperts(engine, layer)
     placement.names.append(name)
     placement.layers.append(layer)
     placement._placed.append(placed)
-    place_store(store, placed)
+    placement._kt.append(kt)
+    kt.place(placed)
 
 
 def new_layer(engine: ExpertEngine, index: int, store: ExpertStore, gate: Gate, sizes: Geometry) -> PlacedLayer:
-    alive, vectors = weakref.ref(store), store.biases()
+    vectors = store.biases()
     source = LayerBytes(
         _expert_parts(store, "gate_up", sizes.first),
         _expert_parts(store, "down", sizes.down),
-        functools.partial(_verify, alive),
-        functools.partial(_place_pages, alive),
+        store.verify,
+        store.place_pages,
     )
     biases = (
         _bias(vectors.get("gate_up_bias"), sizes.first, sizes.experts, engine.device),
@@ -334,17 +338,7 @@ def new_layer(engine: ExpertEngine, index: int, store: ExpertStore, gate: Gate, 
     packed = LayerOnDevice(index, sizes, gate, source, biases)
     costs = engine.dispatcher.costs or dict.fromkeys(("forward", "backward"), UNMEASURED)
     engine.dispatcher.costs = costs
-    return PlacedLayer(packed, weakref.ref(store), costs, np.zeros(sizes.experts, np.int64))
-
-
-def _verify(store: weakref.ref[ExpertStore], experts: Sequence[int]) -> None:
-    if (alive := store()) is not None:
-        alive.verify(experts)
-
-
-def _place_pages(store: weakref.ref[ExpertStore]) -> None:
-    if (alive := store()) is not None:
-        alive.place_pages()
+    return PlacedLayer(packed, store, costs, np.zeros(sizes.experts, np.int64))
 
 
 def _expert_parts(store: ExpertStore, name: str, matrix: PackedMatrix) -> tuple[ExpertPart, ...]:
@@ -360,10 +354,6 @@ def _bias(bias: Tensor | None, matrix: PackedMatrix, experts: int, device: torch
     blocks = bias.view(experts, matrix.blocks, 2, 16)
     rows = blocks.transpose(1, 2).flatten(2)[..., : matrix.rows] if matrix.paired else blocks.flatten(1)
     return rows.flatten(1)[:, : matrix.out_rows].to(device, copy=True).contiguous()
-
-
-def _parts(module: Any) -> tuple[ExpertStore, Contract]:
-    return module.kt_store, module.kt_contract
 
 
 def geometry_of(store: ExpertStore) -> Geometry:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from ktransformers.experts.backend import packed_experts
 from ktransformers.experts.contract import expert_modules
 from ktransformers.place.residents import Row
 
@@ -44,4 +45,5 @@ class RoutingCounter:
 
 
 def _experts(module: Any) -> int:
-    return int(module.kt_contract.shape.num_experts if hasattr(module, "kt_contract") else module.num_experts)
+    kt = packed_experts(module)
+    return int(module.num_experts if kt is None else kt.contract.shape.num_experts)

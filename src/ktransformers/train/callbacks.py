@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from ktransformers.experts.backend import packed_experts
 from ktransformers.experts.contract import expert_modules
-from ktransformers.experts.operator import is_placed
 from ktransformers.experts.peft_lora import expert_adapters
 from ktransformers.experts.store import ExpertStore
 from ktransformers.ground.errors import KTError
@@ -147,7 +147,7 @@ class GradientCheck(TrainerCallback):
         for module, trace in self.traces.items():
             if trace.experts is not None and trace.shared:
                 layer: Any = self._model.get_submodule(module)
-                own = trace.experts[list(layer.get_base_layer().kt_shard.experts)]
+                own = trace.experts[list(layer.get_base_layer().kt.shard.experts)]
                 self.traces[module] = replace(trace, experts=own, shared=False)
 
     def dead(self) -> list[str]:
@@ -256,10 +256,10 @@ class ExpertClock:
 
     def _peak_seconds_of(self, module: nn.Module, ids: Tensor) -> float:
         """0 without peak rates: before a layer's first call, which packs it, and for layers computed on a GPU."""
-        store = getattr(module, "kt_store", None)
-        if self.peak_rates is None or store is None or is_placed(store):
+        kt = packed_experts(module)
+        if self.peak_rates is None or kt is None or kt.store is None or kt.is_placed:
             return 0.0
-        return self.peak_rates.seconds(store, ids.shape[:-1].numel(), ids.shape[-1])
+        return self.peak_rates.seconds(kt.store, ids.shape[:-1].numel(), ids.shape[-1])
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """`output` is None if recomputation stops early because it has what it needs."""

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ktransformers.experts.contract import expert_modules, read_contract
+from ktransformers.experts.lora_shards import factor_shards
 from ktransformers.experts.partition import ExpertPartition, ExpertShard, by_experts, by_frequency, by_layers
 from ktransformers.ground.errors import InputError
 from ktransformers.parallel.exchange import connect, expert_group, new_expert_group
-from ktransformers.parallel.lora_shards import factor_shards
 from ktransformers.place.residents import load_counts
 from ktransformers.train.settings import TrainSettings
 from ktransformers.train.sharding import OPTIMIZERS
@@ -123,7 +123,7 @@ def share_flags(model: nn.Module, module: str, experts: Tensor, flags: tuple[boo
     """Joins `experts` [e] of this rank and (b_seen, a_seen, a_could) over the group. A collective call."""
     group = expert_group(model)
     layer: Any = model.get_submodule(module)
-    shard = layer.get_base_layer().kt_shard
+    shard = layer.get_base_layer().kt.shard
     joined = torch.zeros(len(shard.owners) + 3, dtype=torch.uint8)
     joined[list(shard.experts)] = experts.to(torch.uint8)
     joined[-3:] = torch.tensor(flags, dtype=torch.uint8)

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from ktransformers.adapters.manifest import MANIFEST_FORMAT, MANIFEST_VERSION
 from ktransformers.adapters.write import record_tensor
+from ktransformers.experts.backend import packed_experts
+from ktransformers.experts.lora_shards import factor_shards
 from ktransformers.ground import system
 from ktransformers.ground.errors import KTError
 from ktransformers.operators.rules import operators_of
-from ktransformers.parallel.lora_shards import factor_shards
 from ktransformers.place.backends import encoded_format
 from ktransformers.train.arguments import rest_of
 from ktransformers.train.callbacks import GradientCheck
@@ -75,8 +76,8 @@ def expert_formats(model: nn.Module) -> str:
     """Storage formats of the experts; layers and matrices may differ."""
     formats: set[str] = set()
     for module in model.modules():
-        store = getattr(module, "kt_store", None)
-        formats |= set(store.formats.values()) if store is not None else set()
+        kt = packed_experts(module)
+        formats |= set(kt.store.formats.values()) if kt is not None and kt.store is not None else set()
     return ", ".join(sorted(formats))
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from ktransformers.checkpoint.finite import all_finite
 from ktransformers.checkpoint.gguf_directory import given_file
+from ktransformers.experts.backend import packed_experts
 from ktransformers.experts.checkpointing import save_expert_outputs
 from ktransformers.experts.peft_lora import expert_adapters, set_lora_dropout
 from ktransformers.ground.errors import InputError
@@ -76,8 +77,8 @@ def check_formats(model: nn.Module, requested: str) -> None:
         return
     family = {"rawint4": "int4"}.get(requested, requested)
     for name, module in model.named_modules():
-        store = getattr(module, "kt_store", None)
-        for matrix, stored in store.formats.items() if store is not None else ():
+        kt = packed_experts(module)
+        for matrix, stored in kt.store.formats.items() if kt is not None and kt.store is not None else ():
             if stored.partition(":")[0] != family:
                 problem = f"{requested}, where {name} has {matrix} in {stored}"
                 raise InputError("kt_expert_weight_format", problem, "auto", "or convert the experts with kt quant")

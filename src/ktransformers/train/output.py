@@ -24,10 +24,10 @@ import torch.distributed as dist
 from ktransformers.adapters import proof_record
 from ktransformers.adapters.manifest import MANIFEST_FILE
 from ktransformers.adapters.proof_record import ProofPrompt, ReloadCheck, check_reload, write_record
+from ktransformers.experts.lora_shards import factor_shards
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import LockedError, exclusive_lock
 from ktransformers.parallel.distributed import broadcast_tensors
-from ktransformers.parallel.lora_shards import factor_shards
 from ktransformers.parallel.sharding import sharding_of
 from ktransformers.parallel.whole_state import is_divided, whole_trained
 from ktransformers.train.checkpoints import RUN_ID_FILE, ResumePoint, set_aside

@@ -13,8 +13,7 @@ import torch
 
 from ktransformers.adapters import LoraPair, adapter_from_tensors
 from ktransformers.experts.contract import expert_modules
-from ktransformers.experts.interface import pack_module, select_implementation
-from ktransformers.experts.padding import mask_padding, use_padding_mask
+from ktransformers.experts.interface import mask_padding, pack_module, select_implementation, use_padding_mask
 from ktransformers.ground.errors import InputError
 from ktransformers.modeling.cuda_graphs import CAPTURE_AT
 from ktransformers.modeling.norm import NORMS

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.experts.contract import expert_modules
+from ktransformers.experts.operator import apply_experts
 from ktransformers.experts.partition import ExpertPartition, by_experts, by_layers
 from ktransformers.ground.errors import InputError
 from ktransformers.nn import load_model
@@ -40,7 +41,7 @@ def layers(three: HostThreads, model_directory: Path) -> list[tuple[Any, Any]]:
     """(remote layer, store with all experts) of every layer."""
     whole = expert_modules(load_model(model_directory, dtype=torch.float32)).values()
     remote = expert_modules(three.load_model()).values()
-    return [(one.kt_remote, two.kt_store) for one, two in zip(remote, whole, strict=True)]
+    return [(one.kt.backend, two.kt.store) for one, two in zip(remote, whole, strict=True)]
 
 
 def batch(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,7 +54,7 @@ def batch(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tens
 def test_a_layer_equals_one_store(layers: list[tuple[Any, Any]], tokens: int) -> None:
     for remote, store in layers:
         hidden, ids, weights = batch(tokens)
-        out = remote.forward(hidden, ids, weights, None)
+        out = apply_experts(remote, hidden, ids, weights)
         torch.testing.assert_close(out, store.forward(hidden, ids, weights), rtol=1e-5, atol=1e-5)
         assert out.dtype == hidden.dtype and out.shape == hidden.shape
 
@@ -61,7 +62,7 @@ def test_a_layer_equals_one_store(layers: list[tuple[Any, Any]], tokens: int) ->
 def test_16_bits_are_rounded_once_for_each_host(layers: list[tuple[Any, Any]]) -> None:
     remote, store = layers[0]
     hidden, ids, weights = batch(40, torch.bfloat16)
-    out, expected = remote.forward(hidden, ids, weights, None), store.forward(hidden, ids, weights)
+    out, expected = apply_experts(remote, hidden, ids, weights), store.forward(hidden, ids, weights)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), expected.float(), rtol=2**-7, atol=2**-7 * float(expected.abs().max()))
 
@@ -70,7 +71,7 @@ def test_ids_of_no_expert_add_nothing(layers: list[tuple[Any, Any]]) -> None:
     remote, store = layers[0]
     hidden, ids, weights = batch(20)
     ids[::3, 0], ids[5], ids[7] = -1, -1, EXPERTS
-    out = remote.forward(hidden, ids, weights, None)
+    out = apply_experts(remote, hidden, ids, weights)
     torch.testing.assert_close(out, store.forward(hidden, ids, weights), rtol=1e-5, atol=1e-5)
     assert not out[5].any() and not out[7].any()
 
@@ -81,11 +82,11 @@ def test_hosts_without_rows_get_no_message(three: HostThreads, layers: list[tupl
     hidden, ids, weights = batch(9)
     ids[:] = torch.tensor([2, 3])  # of rank 1
     torch.testing.assert_close(
-        remote.forward(hidden, ids, weights, None), store.forward(hidden, ids, weights), rtol=1e-5, atol=1e-5
+        apply_experts(remote, hidden, ids, weights), store.forward(hidden, ids, weights), rtol=1e-5, atol=1e-5
     )
     assert {rank: host.host.rows - before[rank] for rank, host in three.hosts.items()} == {1: 9, 2: 0}
     ids[:] = torch.tensor([1, 4])  # of rank 0
-    remote.forward(hidden, ids, weights, None)
+    apply_experts(remote, hidden, ids, weights)
     assert {rank: host.host.rows - before[rank] for rank, host in three.hosts.items()} == {1: 9, 2: 0}
 
 
@@ -96,7 +97,7 @@ def test_bytes_on_the_wire_are_those_of_the_plan(
     remote, _ = layers[0]
     hidden, ids, weights = batch(2000, dtype)
     before = three.pool.counters()
-    remote.forward(hidden, ids, weights, None)
+    apply_experts(remote, hidden, ids, weights)
     after = three.pool.counters()
     counts = [SCATTERED.owners[0].count(rank) for rank in range(3)]
     planned = layer_exchange(2000, forward_row(HIDDEN, 2, dtype.itemsize), counts, 2, 0)

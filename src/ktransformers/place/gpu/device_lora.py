@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktransformers.experts.lora_factors import LoraFactors
+from ktransformers.experts.lora import ExpertLora
 from ktransformers.experts.transfer import DeviceToHost, start_device_to_host
 from ktransformers.place.gpu.grouped_mlp import ALIGN, GroupLora, StackedLora
 from ktransformers.place.gpu.pinned import RegisteredMemory
@@ -41,7 +41,7 @@ class FactorSlot:
 def factor_slots(
     roles: Sequence[str], tensors: Sequence[Tensor], scales: tuple[float, float, float]
 ) -> dict[str, FactorSlot]:
-    """By role. `gate_up_b` has gate's scale for both halves, as `nn.lora_factors.factors_of` builds it."""
+    """By role. `gate_up_b` has gate's scale for both halves, as in `ExpertLora`."""
     sizes = {role: (t.shape[1] if role.endswith("_a") else t.shape[2]) for role, t in zip(roles, tensors, strict=True)}
     outputs = {role: t.shape[1] for role, t in zip(roles, tensors, strict=True)}
     gate = sizes.get("gate_a", 0)
@@ -60,7 +60,7 @@ def factor_slots(
     return {role: slots[role] for role in roles}
 
 
-def stack_factors(factors: LoraFactors, tensors: Sequence[Tensor], gate_up_rows: int) -> dict[str, StackedLora]:
+def stack_factors(factors: ExpertLora, tensors: Sequence[Tensor], gate_up_rows: int) -> dict[str, StackedLora]:
     """Stacked pairs of `tensors`, which are `factors.tensors` on the device in any float dtype; `gate_up_rows`: outputs
     of gate and up together."""
     table = factor_slots(factors.roles, tensors, factors.scales)
@@ -120,7 +120,7 @@ class DeviceFactors:
         self._device, self._registered = device, registered if device.type == "cuda" else None
         self._entries: OrderedDict[tuple[object, ...], _CacheEntry] = OrderedDict()
 
-    def get(self, factors: LoraFactors, gate_up_rows: int, trained: bool = False) -> dict[str, StackedLora]:
+    def get(self, factors: ExpertLora, gate_up_rows: int, trained: bool = False) -> dict[str, StackedLora]:
         """Stacked pairs of all experts of a layer. `trained`: nothing writes to the factors until backward is over, so
         their copies need not be waited for."""
         if trained and self._registered is not None:
@@ -139,7 +139,7 @@ class DeviceFactors:
             self._entries.popitem(last=False)
         return cached.pairs
 
-    def _stack(self, factors: LoraFactors, gate_up_rows: int) -> dict[str, StackedLora]:
+    def _stack(self, factors: ExpertLora, gate_up_rows: int) -> dict[str, StackedLora]:
         return stack_factors(factors, [to_device(tensor, self._device) for tensor in factors.tensors], gate_up_rows)
 
 
@@ -151,7 +151,7 @@ def select_experts(pairs: Mapping[str, StackedLora], experts: Tensor, ends: Tens
     return GroupLora(ends, selected.get("first"), selected.get("down"))
 
 
-def empty_like_factors(factors: LoraFactors | None, device: torch.device) -> list[Tensor]:
+def empty_like_factors(factors: ExpertLora | None, device: torch.device) -> list[Tensor]:
     """Dense tensors with the memory order of PEFT's."""
     tensors = []
     for tensor in () if factors is None else factors.tensors:
@@ -161,7 +161,7 @@ def empty_like_factors(factors: LoraFactors | None, device: torch.device) -> lis
     return tensors
 
 
-def split_gradients(factors: LoraFactors, grads: Mapping[str, tuple[Tensor, Tensor]]) -> list[Tensor]:
+def split_gradients(factors: ExpertLora, grads: Mapping[str, tuple[Tensor, Tensor]]) -> list[Tensor]:
     """Gradients of stacked pairs, of some experts, as gradients of `factors.tensors`."""
     parts = []
     table = factor_slots(factors.roles, factors.tensors, factors.scales)
@@ -175,7 +175,7 @@ def split_gradients(factors: LoraFactors, grads: Mapping[str, tuple[Tensor, Tens
 class FactorGradients:
     """Gradients of the factors collected group by group, in the order of the sweep."""
 
-    def __init__(self, factors: LoraFactors | None) -> None:
+    def __init__(self, factors: ExpertLora | None) -> None:
         self._factors = factors
         self._parts: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
 

@@ -16,16 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ktransformers.experts.backend import ExpertBatch
 from ktransformers.experts.gate import Gate
-from ktransformers.experts.lora_factors import LoraFactors
-from ktransformers.experts.store import Dropout
 from ktransformers.place.gpu import grouped_mlp
 from ktransformers.place.gpu.device_lora import DeviceFactors, FactorGradients, select_experts
 from ktransformers.place.gpu.epilogue import DropoutMask
 from ktransformers.place.gpu.expert_cache import ExpertCache, Key, LayerBytes
 from ktransformers.place.gpu.expert_graphs import ExpertGraphs, GraphInputs, PassKey, SlotRefs, can_capture, slot_table
 from ktransformers.place.gpu.grouped_mlp import Decoded, GroupedRows, GroupLora, StackedLora
-from ktransformers.place.gpu.multi_lora import LoraCache, MultiLora, lora_cache_bytes
+from ktransformers.place.gpu.multi_lora import LoraCache, adapter_keys, lora_cache_bytes, select_adapters
 from ktransformers.plan.memory import ENGINE_LIMITS
 from ktransformers.quantized.gpu.dequantize import decode
 from ktransformers.quantized.gpu.layout import Geometry
@@ -48,17 +47,6 @@ class LayerOnDevice:
     gate: Gate
     source: LayerBytes
     biases: tuple[Tensor | None, Tensor | None]  # float32 [E, 2I or I] and [E, H] on the device
-
-
-@dataclass(frozen=True)
-class ExpertBatch:
-    hidden: Tensor  # [T, H]
-    ids: Tensor  # [T, k]
-    weights: Tensor  # [T, k]
-    factors: LoraFactors | None
-    dropout: Dropout
-    multi_lora: MultiLora | None = None  # adapters by row, of a batch that mixes requests
-    needs_grad: bool = False  # training: the CPU rounds weights as its backward pass does
 
 
 @dataclass(frozen=True)
@@ -191,14 +179,15 @@ class GpuExecutor:
         ids, none = batch.ids.reshape(-1), layer.geometry.experts
         if groups[-1].begin + groups[-1].ends[-1] < ids.numel():  # otherwise every row has an expert of these groups
             ids = torch.where((ids < 0) | (ids >= none), none, ids)
-        multi_lora = batch.multi_lora
-        keys = position[ids] if multi_lora is None else multi_lora.keys(position[ids], batch.ids.shape[1])
+        keys, mixed = position[ids], batch.mixed
+        if mixed is not None:
+            keys = adapter_keys(mixed, keys, batch.ids.shape[1])
         keys, order = torch.sort(keys, stable=True)
         tokens, weights = order // batch.ids.shape[1], batch.weights.reshape(-1).float()[order]
         share, seed = batch.dropout.rate, batch.dropout.seed
         pairs: dict[str, StackedLora] = {}
-        if batch.factors is not None:
-            pairs = self._lora.get(batch.factors, layer.geometry.first.out_rows, batch.needs_grad)
+        if batch.lora is not None:
+            pairs = self._lora.get(batch.lora, layer.geometry.first.out_rows, batch.needs_grad)
         first = 0
         for at, group in enumerate(groups):
             slots = self._fetch(layer, groups, at)
@@ -207,10 +196,9 @@ class GpuExecutor:
             group_rows = GroupedRows(tokens[rows], weights[rows], ends[span])
             decoded = self._decoded(layer, group, slots, experts[span])
             lora = select_experts(pairs, experts[span], ends[span]) if pairs else None
-            if multi_lora is not None:
-                lora = multi_lora.select_experts(
-                    self.lora_cache, layer.geometry.first.out_rows, experts[span], keys[rows], first
-                )
+            if mixed is not None:
+                out_rows = layer.geometry.first.out_rows
+                lora = select_adapters(mixed, self.lora_cache, out_rows, experts[span], keys[rows], first)
             first = span.stop
             yield group_rows, decoded, lora, dropout, order[rows]
 
@@ -250,8 +238,8 @@ class GpuExecutor:
         first = self._buffer("first", geometry.experts, geometry.first.out_rows, geometry.hidden, per_group)
         down = self._buffer("down", geometry.experts, geometry.hidden, geometry.intermediate, per_group)
         pairs = {}
-        if batch.factors is not None:
-            pairs = self._lora.get(batch.factors, geometry.first.out_rows, batch.needs_grad)
+        if batch.lora is not None:
+            pairs = self._lora.get(batch.lora, geometry.first.out_rows, batch.needs_grad)
         table = slot_table(geometry.experts, slot_refs, self.cache)
         return key, GraphInputs(layer, batch, self.cache, slot_refs, Decoded(first, down), table, pairs)
 
@@ -295,7 +283,7 @@ class GpuExecutor:
         grad_weights = torch.zeros(batch.ids.numel(), dtype=torch.float32, device=self.device)
         groups = self._groups(layer, experts, counts, batch.hidden.shape[0])
         tables = self._index_tables(layer, groups)
-        gradients = FactorGradients(batch.factors)
+        gradients = FactorGradients(batch.lora)
         for rows, weights, lora, dropout, positions in self._sweep(layer, batch, groups, tables):
             grad_rows, grads = grouped_mlp.backward(
                 grad_out, batch.hidden, rows, weights, layer.gate, grad_hidden, lora, dropout, needs_grad

@@ -23,8 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ktransformers.experts.backend import ExpertBatch
 from ktransformers.experts.gate import Gate
-from ktransformers.experts.lora_factors import LoraFactors
+from ktransformers.experts.lora import ExpertLora
 from ktransformers.experts.transfer import copy_streams
 from ktransformers.ground import env
 from ktransformers.ground.triton_modules import import_triton_module
@@ -39,7 +40,7 @@ from ktransformers.quantized.gpu.dequantize import decode
 from ktransformers.quantized.gpu.layout import NOWHERE
 
 if TYPE_CHECKING:
-    from ktransformers.place.gpu.executor import ExpertBatch, LayerOnDevice
+    from ktransformers.place.gpu.executor import LayerOnDevice
 
 LoraLayout = tuple[Any, ...]
 
@@ -174,7 +175,7 @@ def can_capture(layer: LayerOnDevice, batch: ExpertBatch) -> bool:
         and layer.gate == SILU
         and layer.biases == (None, None)
         and batch.hidden.dtype in (torch.bfloat16, torch.float16)  # results leave by a cast: buffers are used again
-        and batch.multi_lora is None
+        and batch.mixed is None
         and not batch.dropout.rate
         and kernels.supports(geometry.first)
         and kernels.supports(geometry.down)
@@ -183,7 +184,7 @@ def can_capture(layer: LayerOnDevice, batch: ExpertBatch) -> bool:
     )
 
 
-def _lora_layout(factors: LoraFactors | None) -> LoraLayout:
+def _lora_layout(factors: ExpertLora | None) -> LoraLayout:
     if factors is None:
         return ()
     return factors.roles, factors.scales, *((t.shape, t.stride(), t.dtype) for t in factors.tensors)
@@ -204,7 +205,7 @@ class ExpertGraphs:
     def key(self, layer: LayerOnDevice, batch: ExpertBatch, needs_grad: bool | None) -> PassKey:
         """`needs_grad` None: a forward pass."""
         tokens, top_k = batch.ids.shape
-        layout = _lora_layout(batch.factors)
+        layout = _lora_layout(batch.lora)
         return PassKey(needs_grad, padded_tokens(tokens), top_k, batch.hidden.dtype, layer.gate, layout)
 
     def is_captured(self, key: PassKey) -> bool:
@@ -282,7 +283,7 @@ class ExpertGraphs:
                 self._lora[key.lora] = LoraBuffers(factors, [])
             lora = self._lora[key.lora]
             if key.needs_grad and not lora.grads:
-                lora.grads.extend(empty_like_factors(inputs.batch.factors, self.device))
+                lora.grads.extend(empty_like_factors(inputs.batch.lora, self.device))
         return PassBuffers(self._static, table, lora)
 
 
@@ -300,7 +301,7 @@ def _decode(buffers: PassBuffers, inputs: GraphInputs) -> Callable[[], None]:
 def _compute(buffers: PassBuffers, inputs: GraphInputs, key: PassKey) -> Callable[[], None]:
     """The pass over the batch in the buffers, with experts that are decoded."""
     static, tokens, pairs = buffers.static, key.tokens, buffers.lora.factors
-    geometry, decoded, gate, factors = inputs.layer.geometry, inputs.decoded, inputs.layer.gate, inputs.batch.factors
+    geometry, decoded, gate, factors = inputs.layer.geometry, inputs.decoded, inputs.layer.gate, inputs.batch.lora
 
     def run() -> None:
         rows, order = _sorted_rows(static, buffers.table, geometry.experts, tokens)

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from ktransformers import _core
+from ktransformers.experts.backend import ExpertBatch
 from ktransformers.experts.store import NO_DROPOUT, ExpertStore
 from ktransformers.ground.current_device import on_device
 from ktransformers.ground.files import write_json
 from ktransformers.ground.pool import default_pool
-from ktransformers.place.gpu.executor import ExpertBatch, GpuExecutor, LayerOnDevice
+from ktransformers.place.gpu.executor import GpuExecutor, LayerOnDevice
 from ktransformers.plan.calibrate import cache_file
 from ktransformers.plan.expert_time import HOST_ROUND_TRIP
 from ktransformers.plan.split import Costs

@@ -9,18 +9,15 @@ in the cache, within the same budget; `LoraPointers` holds the addresses for `pl
 
 from __future__ import annotations
 
-import functools
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ktransformers.experts.lora_factors import LoraFactors
-from ktransformers.experts.mixed_lora import MixedLora
+from ktransformers.experts.lora import ExpertLora, MixedLora
 from ktransformers.ground.errors import InputError
 from ktransformers.place.gpu.device_lora import stack_factors, to_device
 from ktransformers.place.gpu.grouped_mlp import GroupLora, StackedLora
@@ -47,10 +44,10 @@ class LoraCache:
     def __init__(self, device: torch.device, budget: int) -> None:
         self._device, self._budget, self._free_bytes = device, budget, budget
         # By id of the factors, which are kept so that the id is not reused.
-        self._entries: OrderedDict[int, tuple[LoraFactors, Pairs, int]] = OrderedDict()
+        self._entries: OrderedDict[int, tuple[ExpertLora, Pairs, int]] = OrderedDict()
         self._pins: Counter[int] = Counter()  # how many graphs rely on an entry's addresses
 
-    def get(self, factors: LoraFactors, gate_up_rows: int) -> Pairs:
+    def get(self, factors: ExpertLora, gate_up_rows: int) -> Pairs:
         """The factors of all experts of a layer, stacked; `gate_up_rows`: outputs of gate and up together."""
         entry = self._entries.get(id(factors))
         if entry is not None:
@@ -67,7 +64,7 @@ class LoraCache:
                 self._free_bytes += self._entries.pop(oldest)[2]
         return pairs
 
-    def pin(self, factors: LoraFactors, gate_up_rows: int) -> Pairs:
+    def pin(self, factors: ExpertLora, gate_up_rows: int) -> Pairs:
         """As `get`; the entry keeps its addresses until it is unpinned as often as it was pinned."""
         pairs = self.get(factors, gate_up_rows)
         self._pins[id(factors)] += 1
@@ -80,7 +77,7 @@ class LoraCache:
             )
         return pairs
 
-    def unpin(self, factors: LoraFactors) -> None:
+    def unpin(self, factors: ExpertLora) -> None:
         self._pins[id(factors)] -= 1
         if not self._pins[id(factors)]:
             del self._pins[id(factors)]
@@ -95,11 +92,11 @@ class LoraPointers:
     ]  # by "first" and "down": int64 [adapters, 3], addresses of A and B and their rank; 0: none
     ranks: dict[str, int]  # the largest
     pairs: tuple[Pairs, ...]  # of each adapter; pinned
-    factors: tuple[LoraFactors, ...]
+    factors: tuple[ExpertLora, ...]
 
     @classmethod
     def pin(
-        cls, cache: LoraCache, factors: Sequence[LoraFactors], gate_up_rows: int, device: torch.device
+        cls, cache: LoraCache, factors: Sequence[ExpertLora], gate_up_rows: int, device: torch.device
     ) -> LoraPointers:
         pinned: list[Pairs] = []
         try:
@@ -127,39 +124,23 @@ def _addresses(pair: StackedLora | None) -> tuple[int, int, int]:
     return (0, 0, 0) if pair is None else (pair.a.data_ptr(), pair.b.data_ptr(), pair.a.shape[1])
 
 
-@dataclass(frozen=True)
-class MultiLora:
-    """The adapters of one batch, and which one each row uses."""
+def adapter_keys(mixed: MixedLora, positions: Tensor, top_k: int) -> Tensor:
+    """Sort keys of rows: the position of the row's expert in the sweep, then its adapter, rows without one last."""
+    adapters = torch.where(mixed.rows < 0, len(mixed.adapters), mixed.rows).to(torch.int32)
+    adapters = adapters.to(positions.device, non_blocking=True)
+    return positions * (len(mixed.adapters) + 1) + adapters.repeat_interleave(top_k)
 
-    lora: MixedLora
-    device: torch.device
 
-    @functools.cached_property
-    def slots(self) -> Tensor:
-        """int32 [T] on the device: index into `lora`, with -1 mapped to the number of adapters."""
-        slots = torch.where(self.lora.rows < 0, len(self.lora.adapters), self.lora.rows).to(torch.int32)
-        return slots.to(self.device, non_blocking=True)
-
-    @property
-    def pieces(self) -> int:
-        """Number of pieces that an expert's rows are cut into: one per adapter and one without."""
-        return len(self.lora.adapters) + 1
-
-    def keys(self, positions: Tensor, top_k: int) -> Tensor:
-        """Sort keys of rows: the position of the row's expert in the sweep, then its adapter."""
-        return positions * self.pieces + self.slots.repeat_interleave(top_k)
-
-    def select_experts(
-        self, cache: LoraCache, gate_up_rows: int, experts: Tensor, keys: Tensor, first: int
-    ) -> GroupLora:
-        """LoRA of the group of experts from position `first` of the sweep on, whose rows have these sorted keys."""
-        count = experts.shape[0]
-        bounds = torch.arange(1, count * self.pieces + 1, device=keys.device, dtype=keys.dtype) + first * self.pieces
-        ends = torch.searchsorted(keys, bounds).to(torch.int32)
-        pairs = [cache.get(factors, gate_up_rows) for factors in self.lora.factors]
-        return GroupLora(
-            ends, *(_stacked([stacked.get(name) for stacked in pairs], experts) for name in ("first", "down"))
-        )
+def select_adapters(
+    mixed: MixedLora, cache: LoraCache, gate_up_rows: int, experts: Tensor, keys: Tensor, first: int
+) -> GroupLora:
+    """LoRA of the group of experts from position `first` of the sweep on, whose rows have these sorted keys. The rows
+    of an expert are cut into one piece per adapter and one without."""
+    pieces = len(mixed.adapters) + 1
+    bounds = torch.arange(1, experts.shape[0] * pieces + 1, device=keys.device, dtype=keys.dtype) + first * pieces
+    ends = torch.searchsorted(keys, bounds).to(torch.int32)
+    pairs = [cache.get(factors, gate_up_rows) for factors in mixed.factors]
+    return GroupLora(ends, *(_stacked([stacked.get(name) for stacked in pairs], experts) for name in ("first", "down")))
 
 
 def _stacked(pairs: Sequence[StackedLora | None], experts: Tensor) -> StackedLora | None:
@@ -182,8 +163,3 @@ def _padded(pair: StackedLora, experts: Tensor, rank: int) -> StackedLora:
     padding = rank - pair.a.shape[1]
     a, b = pair.a.index_select(0, experts), pair.b.index_select(0, experts)
     return StackedLora(F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))) if padding else StackedLora(a, b)
-
-
-def host_options(multi_lora: MultiLora | None) -> dict[str, Any]:
-    """Arguments of `ExpertStore.forward`: the same adapters in the core's packed form."""
-    return {} if multi_lora is None else {"adapter": multi_lora.lora.rows, "adapters": multi_lora.lora.adapters}

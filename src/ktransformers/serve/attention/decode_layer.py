@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from ktransformers import _core
-from ktransformers.experts.mixed_lora import current_mixed_lora
-from ktransformers.experts.operator import is_placed
-from ktransformers.experts.padding import mask_padding
+from ktransformers.experts.backend import KtExperts, packed_experts
+from ktransformers.experts.interface import mask_padding
+from ktransformers.experts.lora import current_mixed_lora
 from ktransformers.experts.peft_lora import read_lora
 from ktransformers.experts.store import ExpertStore, weights_are_rounded
 from ktransformers.ground.pool import default_pool
@@ -48,7 +48,6 @@ DTYPES = (torch.bfloat16, torch.float32)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ATTENTION_PARTS = {*PROJECTIONS, "q_norm", "k_norm"}
 ROUTERS = ("gate", "router")  # names of them
-NOT_HERE = {"kt_remote", "kt_exchange", "kt_shard", "kt_lora"}  # of experts that are not this store's alone
 PROBE_KEYS = (5, 1, 8)  # of the sequences that both compute; the last one of each is new
 SMALLEST_PROBE = 1 / 128  # size of hidden states
 ROUTER_TRIALS = 4  # with other hidden states: two experts that are nearly equal may be chosen in another order
@@ -139,7 +138,7 @@ class CoreDecodeLayer:
         if self._store is None:
             return False
         experts: Any = self._module._modules["mlp"]._modules["experts"]  # several lookups by name take longer
-        return is_placed(self._store) or experts.kt_store is not self._store or _has_lora(experts)
+        return experts.kt.store is not self._store or _needs_stock(experts)
 
     def places(self, spans: Sequence[Span]) -> list[CorePlace]:
         """The caches of new tokens of these spans."""
@@ -235,12 +234,12 @@ def _parts(module: Any) -> list[nn.Module]:
     return [part for part in parts if isinstance(part, nn.Module)]
 
 
-def _has_lora(experts: Any) -> bool:
-    if current_mixed_lora(experts) is not None:
+def _needs_stock(experts: Any) -> bool:
+    """Whether the experts have LoRA, or another backend than this process's CPU."""
+    kt: KtExperts = experts.kt
+    if kt.backend is None or kt.backend is not kt.local or kt.lora is not None:
         return True
-    if not (NOT_HERE.isdisjoint(experts.__dict__) and NOT_HERE.isdisjoint(experts._modules)):
-        return True
-    return read_lora(experts, experts.kt_contract) is not None
+    return current_mixed_lora(experts) is not None or read_lora(experts, kt) is not None
 
 
 class Probe:
@@ -344,11 +343,12 @@ class Probe:
     def bind_experts(self, module: Any, core: _core.DecodeLayer) -> ExpertStore | None:
         """None: the core would compute something else, or a score of nearly one hides whether scores are normalised."""
         experts, gate = getattr(module.mlp, "experts", None), _router(module)
-        store = getattr(experts, "kt_store", None)
+        kt = None if experts is None else packed_experts(experts)
         top_k = getattr(gate, "top_k", getattr(module.mlp, "top_k", None))
-        if not isinstance(store, ExpertStore) or not isinstance(top_k, int) or not isinstance(gate, nn.Module):
+        if kt is None or kt.store is None or not isinstance(top_k, int) or not isinstance(gate, nn.Module):
             return None
-        if is_placed(store) or _has_lora(experts) or set(gate._parameters) - {"weight", "bias"} or gate._buffers:
+        store = kt.store
+        if _needs_stock(experts) or set(gate._parameters) - {"weight", "bias"} or gate._buffers:
             return None
         ids = torch.zeros(1, 1, dtype=torch.int64)
         if mask_padding(ids) is not ids:

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ktransformers import _core
-from ktransformers.experts.lora_factors import LoraFactors
-from ktransformers.experts.mixed_lora import MixedLora, use_mixed_lora
+from ktransformers.experts.lora import ExpertLora, MixedLora, use_mixed_lora
 from ktransformers.ground.errors import InputError
 from ktransformers.serve.attention.latent import RowLora
 from ktransformers.serve.scheduler.lora import LinearLora, LoadedAdapter, token_rows, use_linear_lora
@@ -63,7 +62,7 @@ class ExpertAdapters:
     """The adapters of a set that have a given expert layer."""
 
     adapters: tuple[_core.Adapter, ...]
-    factors: tuple[LoraFactors, ...]
+    factors: tuple[ExpertLora, ...]
     indices: Tensor  # int32 [1 + adapters of the set]: index into `adapters`, or -1; shared by equal layers
 
 

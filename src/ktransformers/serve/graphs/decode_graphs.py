@@ -43,9 +43,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ktransformers.experts.backend import packed_experts
 from ktransformers.experts.contract import expert_modules
-from ktransformers.experts.operator import placed_for
-from ktransformers.experts.padding import use_padding_mask
+from ktransformers.experts.interface import use_padding_mask
 from ktransformers.ground import env
 from ktransformers.ground.errors import InputError
 from ktransformers.modeling.cuda_graphs import GraphCache, GraphPool, Refusal, capture_stream
@@ -414,8 +414,8 @@ def why_not(forward: Forward | SequentialForward, placement: Placement | None) -
     device = next(iter(devices))
     if not decode_attention.is_supported(device):
         return "there is no Triton"
-    stores = {name: getattr(module, "kt_store", None) for name, module in expert_modules(model).items()}
-    missing = [name for name, store in stores.items() if store is None or placed_for(store, device) is None]
+    layers = {name: packed_experts(module) for name, module in expert_modules(model).items()}
+    missing = [name for name, kt in layers.items() if kt is None or not kt.is_placed_on(device)]
     return f"no engine has the experts of {len(missing)} layers, {missing[0]} the first" if missing else ""
 
 

@@ -1,4 +1,4 @@
-"""One layer of experts whose stores are on several hosts, as `experts/interface.py` calls it on rank 0.
+"""One layer of experts whose stores are on several hosts: the `ExpertBackend` of rank 0.
 
 A row goes to every host that has at least one of its experts, with ids in the order of that host's store (-1 for all
 others). Rank 0 computes its own experts while the others compute; then partial sums are added in float32 in the order
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +17,14 @@ from torch import Tensor, nn
 from ktransformers import _core
 from ktransformers.adapters import LoraPair
 from ktransformers.adapters.pack import pack_expert_pairs
+from ktransformers.experts.backend import CPU, ExpertBatch, ExpertGradients, Saved
 from ktransformers.experts.contract import expert_modules
-from ktransformers.experts.mixed_lora import MixedLora
+from ktransformers.experts.interface import experts_of
+from ktransformers.experts.lora import MixedLora
 from ktransformers.experts.partition import LayerShard
 from ktransformers.experts.store import ExpertStore
 from ktransformers.ground.errors import InputError
+from ktransformers.parallel.exchange import RoutingTable
 from ktransformers.serve.hosts.adapter_wire import encode_pairs, select_experts
 from ktransformers.serve.hosts.host_pool import HostPool, Parts
 from ktransformers.serve.hosts.wire import DTYPES, Header, Kind, dtype_code, tensor_bytes
@@ -34,7 +36,7 @@ class SharedLora:
     """LoRA of one layer's experts on all hosts. Factors of other hosts are not kept here: a host that comes back gets
     them from the adapter's files, which must not have changed."""
 
-    def __init__(self, what: str, layer: RemoteLayer, pairs: Mapping[str, LoraPair], read: ReadPairs) -> None:
+    def __init__(self, what: str, layer: RemoteExperts, pairs: Mapping[str, LoraPair], read: ReadPairs) -> None:
         self._what, self._layer, self._read = what, layer, read
         self._pairs: Mapping[str, LoraPair] | None = pairs  # until all hosts have theirs
         self._digest = _hash_pairs(pairs)
@@ -74,80 +76,72 @@ def _hash_pairs(pairs: Mapping[str, LoraPair]) -> bytes:
     return digest.digest()
 
 
-@dataclass(frozen=True)
-class NodeRows:
-    """Rows of a batch for one rank, and its experts' places in the rank's store, -1 for experts of other ranks."""
+class RemoteExperts:
+    """The `ExpertBackend` of a layer; it computes in inference only."""
 
-    rows: Tensor  # int64 [n]
-    places: Tensor  # int32 [n, k]
+    copies_gradients, device = False, CPU
 
-
-class RemoteLayer:
     def __init__(self, number: int, store: ExpertStore | None, shard: LayerShard, pool: HostPool) -> None:
         self.number, self.store, self.shard, self.pool = number, store, shard, pool
-        self._owners = torch.tensor([*shard.owners, -1])  # the last for ids that belong to no expert
-        self._places = torch.tensor([*shard.positions, -1], dtype=torch.int32)
+        self._table = RoutingTable(shard)
 
-    def route(self, ids: Tensor) -> dict[int, NodeRows]:
-        """By rank, ascending; ranks without rows are left out."""
-        experts = len(self.shard.owners)
-        known = torch.where((ids < 0) | (ids >= experts), experts, ids).long()
-        owners = self._owners[known]
-        routed = {}
-        for rank in range(self.shard.ranks):
-            own = owners == rank
-            rows = own.any(1).nonzero().flatten()
-            if rows.numel():
-                routed[rank] = NodeRows(rows, torch.where(own[rows], self._places[known[rows]], -1))
-        return routed
-
-    def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor, mixed: MixedLora | None) -> Tensor:
-        """As `ExpertStore.forward`; adapters of `mixed` are `SharedLora`."""
+    def infer(self, batch: ExpertBatch) -> Tensor:
+        """Adapters of `batch.mixed` are `SharedLora`."""
+        hidden, mixed = batch.hidden.detach(), batch.mixed
         if hidden.dtype not in DTYPES:
             raise InputError("hidden states", str(hidden.dtype), "one of " + ", ".join(map(str, DTYPES)))
-        rows = hidden.reshape(-1, hidden.shape[-1]).detach().cpu()
-        ids = ids.reshape(-1, ids.shape[-1]).cpu()
-        weights = weights.reshape(ids.shape).detach().cpu().float()
-        routed = self.route(ids)
+        weights = batch.weights.detach().float()
+        routed = self._table.routes(batch.ids).by_rank()
         remote = [rank for rank in routed if rank]
-        total = torch.zeros(rows.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        total = torch.zeros(hidden.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
         with self.pool.exchange(remote) as exchange:
             for rank in remote:
-                exchange.send(rank, *self._message(rows, weights, routed[rank], mixed))
+                exchange.send(rank, *self._message(hidden, weights, *routed[rank], mixed))
             if 0 in routed:
-                self._add_own(total, rows, weights, routed[0], mixed)
+                self._add_own(total, hidden, weights, *routed[0], mixed)
             for rank in remote:
-                part = torch.empty(len(routed[rank].rows), rows.shape[1], dtype=hidden.dtype)
+                rows, _ = routed[rank]
+                part = torch.empty(len(rows), hidden.shape[1], dtype=hidden.dtype)
                 exchange.receive(rank, part)
-                total.index_add_(0, routed[rank].rows, part.to(total.dtype))
-        return total.to(hidden.dtype).view(hidden.shape).to(hidden.device)
+                total.index_add_(0, rows, part.to(total.dtype))
+        return total.to(hidden.dtype)
+
+    def forward(self, batch: ExpertBatch, retain: bool) -> tuple[Tensor, Saved]:
+        raise InputError("experts", "a pass with gradients", "inference", "load the model without hosts to train it")
+
+    def backward(self, batch: ExpertBatch, grad_out: Tensor, saved: Saved, factor_grads: bool) -> ExpertGradients:
+        raise NotImplementedError("`forward` refuses gradients")
 
     def _message(
-        self, hidden: Tensor, weights: Tensor, routed: NodeRows, mixed: MixedLora | None
+        self, hidden: Tensor, weights: Tensor, rows: Tensor, positions: Tensor, mixed: MixedLora | None
     ) -> tuple[Header, Parts]:
-        index = routed.rows
-        parts = [hidden[index], weights[index], routed.places]
+        parts = [hidden[rows], weights[rows], positions]
         if mixed is not None:
             handles = torch.tensor([*(_shared(adapter).handle for adapter in mixed.adapters), 0], dtype=torch.int32)
-            parts.append(handles[mixed.rows.cpu().long()[index]])  # -1: the last, no adapter
-        count, top_k = routed.places.shape
+            parts.append(handles[mixed.rows.cpu().long()[rows]])  # -1: the last, no adapter
+        count, top_k = positions.shape
         header = Header(
             Kind.FORWARD, dtype_code(hidden.dtype), self.number, count, top_k, int(mixed is not None), hidden.shape[1]
         )
         return header, [tensor_bytes(part) for part in parts]
 
     def _add_own(
-        self, total: Tensor, hidden: Tensor, weights: Tensor, routed: NodeRows, mixed: MixedLora | None
+        self,
+        total: Tensor,
+        hidden: Tensor,
+        weights: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        mixed: MixedLora | None,
     ) -> None:
         assert self.store is not None
-        index = routed.rows
-        part = torch.empty(len(index), hidden.shape[1], dtype=total.dtype)
+        part = torch.empty(len(rows), hidden.shape[1], dtype=total.dtype)
         adapter, adapters = None, list[_core.Adapter]()
         if mixed is not None:
-            adapter = mixed.rows.cpu()[index]
+            adapter = mixed.rows.cpu()[rows]
             adapters = [local for entry in mixed.adapters if (local := _shared(entry).local) is not None]
-        self.store.forward(hidden[index], routed.places, weights[index], adapter=adapter, adapters=adapters, out=part)
-        total.index_add_(0, index, part)
+        self.store.forward(hidden[rows], positions, weights[rows], adapter=adapter, adapters=adapters, out=part)
+        total.index_add_(0, rows, part)
 
     def share_lora(self, what: str, pairs: Mapping[str, LoraPair], read: ReadPairs) -> SharedLora:
         """Pack rank 0's factors and send the others theirs; they are dropped there when the result is let go of."""
@@ -169,12 +163,12 @@ def _shared(adapter: object) -> SharedLora:
 
 def attach_hosts(model: nn.Module, pool: HostPool) -> int:
     """Let the model's experts be computed by rank 0 and its hosts; returns the number of layers."""
-    modules: Sequence[nn.Module] = list(expert_modules(model).values())
-    for number, module in enumerate(modules):
-        store, shard = module.kt_store, module.kt_shard
-        assert isinstance(shard, LayerShard) and (store is None or isinstance(store, ExpertStore))
-        module.kt_remote = RemoteLayer(number, store, shard, pool)  # type: ignore[assignment]
-    return len(modules)
+    layers = [experts_of(module) for module in expert_modules(model).values()]
+    for number, kt in enumerate(layers):
+        assert kt.shard is not None
+        remote = RemoteExperts(number, kt.store, kt.shard, pool)
+        kt.backend, kt.pack_lora = remote, remote.share_lora
+    return len(layers)
 
 
 def connect_group(model: nn.Module, pool: HostPool, log: Callable[[str], None]) -> None:

@@ -30,9 +30,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ktransformers.adapters.logit_error import ComputeLogits, ForwardPass, logit_error
 from ktransformers.adapters.router_choices import token_numbers
+from ktransformers.experts.backend import packed_experts
 from ktransformers.experts.contract import expert_modules
-from ktransformers.experts.mixed_lora import use_mixed_lora
-from ktransformers.experts.store import ExpertStore, round_weights
+from ktransformers.experts.lora import use_mixed_lora
+from ktransformers.experts.store import round_weights
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.pool import default_pool
 from ktransformers.modeling.delta_rule import DELTA_RULE
@@ -395,8 +396,8 @@ def _check_codes(forward: Forward) -> tuple[float, KVSlot]:
 
 
 def _has_quantised_experts(model: Any) -> bool:
-    stores = (getattr(module, "kt_store", None) for module in expert_modules(model).values())
-    return any(set(store.formats.values()) - {"bf16"} for store in stores if isinstance(store, ExpertStore))
+    layers = filter(None, map(packed_experts, expert_modules(model).values()))
+    return any(set(kt.store.formats.values()) - {"bf16"} for kt in layers if kt.store is not None)
 
 
 def _chunk_error(forward: Forward | SequentialForward, limit: float) -> tuple[float, KVSlot]:

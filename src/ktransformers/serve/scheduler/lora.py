@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,10 @@ from ktransformers.adapters import Adapter, LoraPair, read_adapter
 from ktransformers.adapters.adapter_template import AdapterTemplate
 from ktransformers.adapters.names import split_layer_name
 from ktransformers.adapters.pack import pack_expert_pairs
+from ktransformers.experts.backend import packed_experts
 from ktransformers.experts.contract import IMPLEMENTATION, is_experts
-from ktransformers.experts.lora_factors import LoraFactors
-from ktransformers.experts.mixed_lora import MixedLora
-from ktransformers.experts.operator import is_placed
-from ktransformers.experts.store import ExpertStore
+from ktransformers.experts.interface import experts_of
+from ktransformers.experts.lora import ExpertLora, MixedLora
 from ktransformers.ground.errors import InputError
 from ktransformers.serve.cache.kv_cache import Owner
 
@@ -57,7 +56,7 @@ class LoadedAdapter:
     linears: Mapping[nn.Module, LinearLora]
     experts: Mapping[nn.Module, _core.Adapter]
     matrices: int = 0  # with factors: each linear layer, and gate, up and down of each expert layer
-    factors: Mapping[nn.Module, LoraFactors] = field(default_factory=dict)  # of expert layers that a GPU may compute
+    factors: Mapping[nn.Module, ExpertLora] = field(default_factory=dict)  # of expert layers that a GPU may compute
     template: AdapterTemplate | None = None  # that it was trained with; None: the base's
     content: bytes = b""  # hash of all factors; empty: it was not asked for
 
@@ -180,13 +179,13 @@ class LoraModules:
                 for module, (name, pair) in factors_by_layer.items()
             }
         packed: dict[nn.Module, _core.Adapter] = {}
-        factors: dict[nn.Module, LoraFactors] = {}
+        factors: dict[nn.Module, ExpertLora] = {}
         for module, layer in experts.items():
             pairs = layer.read()
             for role in sorted(pairs):
                 _hash_pair(digest, f"{layer.root}.{role}", pairs[role])
             packed[module] = _pack_experts(f"{source}: {layer.root}.experts", module, pairs, layer.read)
-            if _may_run_on_gpu(module):
+            if experts_of(module).is_placed:
                 factors[module] = _gpu_factors(pairs)
         matrices = len(linear_loras) + sum(len(layer.forms) for layer in experts.values())
         content = b"" if digest is None else digest.digest()
@@ -225,15 +224,10 @@ def _hash_pair(digest: hashlib.blake2b | None, name: str, pair: LoraPair) -> Non
 
 def _is_packed_layer(module: Any) -> bool:
     """Whether our expert store computes this layer. If transformers does, a packed adapter would be ignored."""
-    return module.config._experts_implementation == IMPLEMENTATION and hasattr(module, "kt_store")
+    return module.config._experts_implementation == IMPLEMENTATION and packed_experts(module) is not None
 
 
-def _may_run_on_gpu(module: Any) -> bool:
-    """Whether an expert engine may compute this layer on a GPU."""
-    return is_placed(module.kt_store)
-
-
-def _gpu_factors(pairs: Mapping[str, LoraPair]) -> LoraFactors:
+def _gpu_factors(pairs: Mapping[str, LoraPair]) -> ExpertLora:
     """Factors in bf16 for the GPU kernels; an A that gate and up share is stored once."""
     factors: dict[str, Tensor] = {}
     gate, up = pairs.get("gate"), pairs.get("up")
@@ -243,27 +237,18 @@ def _gpu_factors(pairs: Mapping[str, LoraPair]) -> LoraFactors:
             factors[f"{role}_a"] = pair.a.to(torch.bfloat16)
         factors[f"{role}_b"] = pair.b.to(torch.bfloat16)
     scales = [pairs[role].scaling if role in pairs else 1.0 for role in ("gate", "up", "down")]
-    return LoraFactors(tuple(factors), tuple(factors.values()), (scales[0], scales[1], scales[2]))
-
-
-class SharesLora(Protocol):
-    """A layer whose experts are on several hosts (`serve/hosts/remote_layer.py`)."""
-
-    def share_lora(
-        self, what: str, pairs: Mapping[str, LoraPair], read: Callable[[], Mapping[str, LoraPair]]
-    ) -> Any: ...
+    return ExpertLora.of_tensors(tuple(factors), tuple(factors.values()), (scales[0], scales[1], scales[2]))
 
 
 def _pack_experts(
     what: str, module: nn.Module, pairs: Mapping[str, LoraPair], read: Callable[[], Mapping[str, LoraPair]]
 ) -> Any:
     """A packed adapter of the layer's store, or a `SharedLora` of several hosts."""
-    remote: SharesLora | None = getattr(module, "kt_remote", None)
-    if remote is not None:
-        return remote.share_lora(what, pairs, read)
-    store = module.kt_store
-    assert isinstance(store, ExpertStore)
-    return pack_expert_pairs(what, store, pairs)
+    kt = experts_of(module)
+    if kt.pack_lora is not None:
+        return kt.pack_lora(what, pairs, read)
+    assert kt.store is not None
+    return pack_expert_pairs(what, kt.store, pairs)
 
 
 def _add_linear_lora(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:

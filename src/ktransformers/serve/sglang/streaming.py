@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ktransformers.experts.backend import ExpertBatch
 from ktransformers.experts.gate import Gate
 from ktransformers.experts.store import NO_DROPOUT, ExpertStore
 from ktransformers.ground.log import logger
 from ktransformers.place.dispatch import PlacedLayer
 from ktransformers.place.engine import ExpertEngine
-from ktransformers.place.gpu.executor import ExpertBatch
 from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.gpu.pinned import RegisteredMemory
 from ktransformers.place.placement import cache_size, geometry_of, new_layer

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ktransformers.experts.backend import packed_experts
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.log import logger
 
@@ -34,7 +35,7 @@ GATE_UP_HALVES = {"gate_proj", "up_proj"}
 
 
 def has_packed_experts(model: nn.Module) -> bool:
-    return any(hasattr(module, "kt_store") for module in model.modules())
+    return any(packed_experts(module) is not None for module in model.modules())
 
 
 def _last_name(name: str) -> str:

@@ -4,7 +4,8 @@ PEFT's tensors of one adapted parameter are lora_A `[E * r, in]`, expert by expe
 expert index fastest. A rank keeps `[e * r, in]` and `[out, r * e]` of its e experts, possibly none. PEFT creates a
 layer for all experts first, so that every rank draws the random numbers of a single process, and `keep_shard` drops the
 rest at once: no more than one layer is ever whole. Whole tensors that are loaded are cut by a hook, so adapters and
-checkpoints have the ordinary form and do not depend on the number of ranks; `gather_experts` makes them.
+checkpoints have the ordinary form and do not depend on the number of ranks; `gather_experts` makes them
+(`parallel/whole_state.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ktransformers.experts.partition import LayerShard
@@ -89,42 +89,3 @@ def factor_shards(model: nn.Module) -> dict[str, FactorShard]:
     return {
         f"{name}.weight": _factor_shards[module] for name, module in model.named_modules() if module in _factor_shards
     }
-
-
-def gather_experts(part: Tensor, divided: FactorShard, members: Any) -> Tensor | None:
-    """The whole tensor on the first rank of the group, None on the others. A collective call; `part` is a factor, or
-    anything of its shape that belongs to it, such as a state of the optimiser."""
-    shard = divided.shard
-    part = part.detach().cpu().contiguous()
-    if shard.rank != 0:
-        if part.numel():
-            dist.send(part, dist.get_global_rank(members, 0), group=members)
-        return None
-    whole = torch.empty(divided.whole_shape(part), dtype=part.dtype)
-    divided.insert(whole, part, shard.experts)
-    for other in range(1, shard.ranks):
-        experts = shard.experts_of(other)
-        if experts:
-            arrived = torch.empty(divided.shape(part, len(experts)), dtype=part.dtype)
-            dist.recv(arrived, dist.get_global_rank(members, other), group=members)
-            divided.insert(whole, arrived, experts)
-    return whole
-
-
-def scatter_experts(whole: Tensor | None, part: Tensor, divided: FactorShard, members: Any) -> None:
-    """The reverse of `gather_experts`: fills `part` on the other ranks of the group from the whole tensor on the first,
-    whose own part is left to the caller. A collective call."""
-    shard = divided.shard
-    if shard.rank != 0:
-        if part.numel():
-            arrived = torch.empty(part.shape, dtype=part.dtype)
-            dist.recv(arrived, dist.get_global_rank(members, 0), group=members)
-            part.copy_(arrived)
-        return
-    for other in range(1, shard.ranks):
-        experts = shard.experts_of(other)
-        if experts:
-            sent = torch.full(divided.shape(part, len(experts)), torch.nan, dtype=part.dtype)
-            if whole is not None:
-                sent.copy_(divided.cut(whole, experts))
-            dist.send(sent, dist.get_global_rank(members, other), group=members)
