@@ -13,7 +13,7 @@ from ktransformers.ground.errors import InputError
 from tests.support.cli import RunKt, write_model
 
 
-def test_add_list_info_edit_remove(kt: RunKt, tmp_path: Path) -> None:
+def test_add_list_info_remove(kt: RunKt, tmp_path: Path) -> None:
     assert kt("model", "list", "--json").json == []
     directory = write_model(tmp_path / "disk" / "Tiny MoE")
     added = kt("model", "add", str(directory), "--json").json
@@ -24,8 +24,9 @@ def test_add_list_info_edit_remove(kt: RunKt, tmp_path: Path) -> None:
     actual = kt("model", "info", "tiny-moe", "--json").json  # names are found whatever their case
     assert (actual["tensors"], actual["numbers"], actual["dtypes"]) == (3, 134, {"BF16": 32, "F32": 2, "F8_E4M3": 100})
     assert actual["findings"] == []
-    edited = kt("model", "edit", "Tiny-MoE", "--name", "t", "--repo", "me/t", "--json").json
-    assert (edited["name"], edited["repo"], edited["path"]) == ("t", "me/t", str(directory))
+    kt("model", "rm", "Tiny-MoE")
+    named = kt("model", "add", str(directory), "--name", "t", "--repo", "me/t", "--json").json
+    assert (named["name"], named["repo"], named["path"]) == ("t", "me/t", str(directory))
     assert model_registry.resolve("ME/T") == model_registry.resolve("t") == str(directory)
     assert kt("model", "rm", "t", "--json").json == {"removed": "t", "path": str(directory), "deleted": False}
     assert (directory / "config.json").is_file() and kt("model", "list", "--json").json == []
@@ -77,26 +78,6 @@ def test_search_folders_provide_models(kt: RunKt, tmp_path: Path) -> None:
     assert "exists" in kt("model", "path-add", str(tmp_path / "nowhere")).error
 
 
-def test_scan_registers_models(kt: RunKt, tmp_path: Path) -> None:
-    root = tmp_path / "disk"
-    snapshot = root / "hub" / "models--Owner--Name" / "snapshots" / "abc"
-    write_model(snapshot)
-    write_model(root / "a" / "moe")
-    write_model(root / "a" / "moe" / "checkpoint-5")  # inside a model: not one of its own
-    write_model(root / "b" / "moe")
-    for part in (1, 2):
-        (root / f"big-0000{part}-of-00002.gguf").write_bytes(b"GGUF")
-    assert "5 found" not in kt("model", "scan", str(root), "--dry-run").out
-    assert model_registry.entries() == []
-    done = kt("model", "scan", str(root), "--json").json
-    assert {one["name"] for one in done["added"]} == {"Name", "moe", "b-moe", "big"} and len(done["found"]) == 4
-    assert model_registry.find("owner/name") is not None  # the cache's folder says which id it is
-    assert model_registry.read_facts(model_registry.get("big").path).bytes == 8
-    assert kt("model", "scan", str(root), "--json").json["added"] == []
-    assert kt("model", "scan", str(root), "--min-size", "1", "--json").json["found"] == []
-    assert "path-add" in kt("model", "scan").error
-
-
 def test_existing_path_overrides_a_name(kt: RunKt, tmp_path: Path) -> None:
     kt("model", "add", str(write_model(tmp_path / "disk" / "m")))
     (tmp_path / "m").mkdir()
@@ -138,7 +119,7 @@ def test_verbs_resolve_models_by_name(kt: RunKt, tmp_path: Path) -> None:
     settings = read_settings({"model_name_or_path": "neko", **words})
     assert settings.model.model_name_or_path == str(directory)  # so that the adapter names a base that PEFT finds
     assert base_directory(settings.model, download=False) == directory
-    kt("model", "edit", "neko", "--repo", "someone/neko")
+    kt("model", "add", str(directory), "--name", "neko", "--repo", "someone/neko")
     settings = read_settings({"model_name_or_path": "neko", **words})
     assert settings.model.model_name_or_path == "someone/neko"  # and, where there is one, that others find too
     assert base_directory(settings.model, download=False) == directory

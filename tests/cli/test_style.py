@@ -23,7 +23,6 @@ REFUSED: dict[str, list[str]] = {
     "chat": ["http://127.0.0.1:9"],
     "convert": ["/nothing", "/nothing/out", "--to", "peft"],
     "doctor": ["--nonsense"],
-    "edit": ["nothing", "--name", "x"],
     "loop": ["/nothing.yaml"],
     "merge": ["/nothing", "/nothing", "-o", "/nothing/out"],
     "microbench": ["nothing"],
@@ -39,11 +38,9 @@ REFUSED: dict[str, list[str]] = {
     "model list": ["--nonsense"],
     "model known": ["--nonsense"],
     "model add": ["/nothing"],
-    "model scan": ["/nothing"],
     "model info": ["nothing"],
     "model rm": ["nothing"],
     "model remove": ["nothing"],
-    "model edit": ["nothing", "--name", "x"],
     "model refresh": ["--nonsense"],
     "model path-list": ["--nonsense"],
     "model path-add": ["/nothing"],
@@ -81,11 +78,9 @@ RESULTS = (
     "model known",
     "model info MODEL",
     "model verify MODEL",
-    "model scan . --dry-run",
     "model path-add .",
     "model path-list",
     "model path-remove .",
-    "model edit MODEL --name other",
     "model refresh",
     "model rm MODEL",
     "config set server.port 30001",
@@ -132,8 +127,8 @@ def test_results_are_one_document_or_lines(run: Any, tmp_path: Path, line: str) 
 
     def words() -> list[str]:
         """The registry as the line finds it."""
-        name = "some-moe" if line.startswith(("model edit", "model rm")) else str(model)
-        if line.startswith(("model info", "model verify", "model edit", "model rm")):
+        name = "some-moe" if line.startswith("model rm") else str(model)
+        if line.startswith(("model info", "model verify", "model rm")):
             run("model", "add", str(model), "-q")
         if line.startswith("model path-remove"):
             run("model", "path-add", ".", "-q")
@@ -142,7 +137,5 @@ def test_results_are_one_document_or_lines(run: Any, tmp_path: Path, line: str) 
     code, out, error = run(*words(), "--json", "--quiet")
     assert code in (0, 1) and error == "", error
     json.loads(out)
-    if line.startswith(("model edit",)):
-        run("model", "rm", "other", "-q")
     code, out, error = run(*words(), "--quiet")
     assert out.strip() and error == "", error

@@ -187,7 +187,7 @@ def _hub_hashes(entry: Entry) -> dict[str, Any]:
     from ktransformers.checkpoint.hub import list_files
 
     if not entry.repo or entry.source == "modelscope":
-        raise InputError("hub", f"{entry.name}, which names no id", "a model of the hub", "`kt model edit --repo ID`")
+        raise InputError("hub", f"{entry.name}, which names no id", "one of the hub", "`kt model add PATH --repo ID`")
     listing = list_files(entry.repo, entry.revision, _endpoint())
     return {name: file for name, file in listing.files.items() if (entry.path / name).is_file()}
 

@@ -26,7 +26,7 @@ from ktransformers.cli.llamafactory import llamafactory
 from ktransformers.cli.loop import loop
 from ktransformers.cli.make import upcycle
 from ktransformers.cli.merge import merge
-from ktransformers.cli.model import edit, model, rm
+from ktransformers.cli.model import model, rm
 from ktransformers.cli.plan import plan
 from ktransformers.cli.prove import prove
 from ktransformers.cli.quant import quant
@@ -65,7 +65,6 @@ app.command()(bench)
 app.command()(chat)
 app.command()(convert)
 app.command()(doctor)
-app.command("edit", hidden=True)(edit)
 app.command()(loop)
 app.command()(merge)
 app.command()(microbench)

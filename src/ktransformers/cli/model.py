@@ -81,7 +81,7 @@ def list_models(
     if as_json:
         print(json.dumps(documents, indent=2))
     elif not documents:
-        print("no model yet: `kt run smollm2-moe` makes a small one; or `kt model download`, `add DIR`, `scan DIR`")
+        print("no model yet: `kt run smollm2-moe` makes a small one; or `kt model download`, `add DIR`")
     else:
         heads = [["NAME", "KIND", "SIZE", "PATH"]]
         print_columns(
@@ -189,45 +189,6 @@ def print_entry(entry: Entry, as_json: bool) -> None:
 
 
 @model.command()
-def scan(
-    folders: Annotated[
-        list[Path] | None, typer.Argument(help="Folders to search. [default: those of `kt model path-list`]")
-    ] = None,
-    min_size: Annotated[float, typer.Option(min=0, help="Leave out models of fewer GB.")] = 0.0,
-    max_depth: Annotated[int, typer.Option(min=1, help="Depth of the search below each folder.")] = 6,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be registered.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Search folders for models and register them."""
-    from ktransformers.ground import model_registry
-
-    search_folders = folders or model_registry.search_folders()
-    if not search_folders:
-        raise InputError("folders", "none", "a folder to search", "`kt model path-add DIR` adds one permanently")
-    missing = [str(place) for place in search_folders if not place.expanduser().is_dir()]
-    if missing:
-        raise InputError("folders", ", ".join(missing), "folders that exist")
-    paths = [
-        path
-        for place in search_folders
-        for path in model_registry.scan(place.expanduser(), max_depth, int(min_size * 1e9))
-    ]
-    added = [] if dry_run else model_registry.register_scanned(paths)
-    if as_json:
-        print(
-            json.dumps(
-                {"found": [str(path) for path in paths], "added": [entry_document(entry) for entry in added]}, indent=2
-            )
-        )
-        return
-    for path in paths if dry_run else []:
-        print(path)
-    for entry in added:
-        print_entry(entry, False)
-    print(f"{len(paths)} found, {len(added)} of them new")
-
-
-@model.command()
 def info(name: Name, as_json: Json = False) -> None:
     """Show a model: family, experts, parameters, files, origin."""
     from ktransformers.checkpoint.verify import verify
@@ -320,25 +281,6 @@ def _delete(path: Path) -> None:
     else:
         for part in split_parts(path):
             part.unlink(missing_ok=True)
-
-
-@model.command()
-def edit(
-    name: Registered,
-    new_name: Annotated[str | None, typer.Option("--name", help="Another name.")] = None,
-    path: Annotated[Path | None, typer.Option(help="Its new path.")] = None,
-    repo: Annotated[str | None, typer.Option(help="The hub id that it came from.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Change the entry of a model."""
-    from ktransformers.ground import model_registry
-
-    changes: dict[str, Any] = {} if new_name is None else {"name": new_name}
-    changes |= {} if path is None else {"path": path.expanduser().absolute()}
-    changes |= {} if repo is None else {"repo": repo, "source": "huggingface"}
-    if not changes:
-        raise InputError("options", "none", "--name, --path or --repo")
-    print_entry(model_registry.edit(name, **changes), as_json)
 
 
 @model.command()

@@ -15,10 +15,9 @@ import difflib
 import fcntl
 import functools
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ NAME_PATTERN = re.compile(r"[\w][\w.+-]*")
 EXPERT_COUNT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 TOP_K_KEYS = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 HUB_CACHE_FOLDER = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)")  # a model folder in the hub's cache
-LATER_GGUF_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # parts of a split GGUF except the first
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,7 @@ def entries() -> list[Entry]:
     file = registry_file()
     if not file.exists():
         return []
-    remedy = "delete it; `kt model scan` fills a new one"
+    remedy = "delete it; `kt model add` makes a new one"
     document = read_json_object(file, "the registry of models", remedy=remedy)
     if document.get("version") != REGISTRY_VERSION:
         given = f"version {short(document.get('version'))}"
@@ -219,29 +217,13 @@ def remove(name: str) -> Entry:
     return entry
 
 
-def edit(name: str, /, **changes: Any) -> Entry:
-    """Changes name, path or origin of a registered model."""
-    entry = get(name)
-    changed = replace(entry, **changes)
-    if not NAME_PATTERN.fullmatch(changed.name):
-        raise InputError("name", repr(changed.name), "letters, digits and . _ + -, without a slash")
-    if not is_model(changed.path):
-        raise InputError("path", str(changed.path), "a folder with config.json, or a .gguf file")
-    with _locked_entries() as registered:
-        registered.remove(entry)
-        if any(other.name.lower() == changed.name.lower() for other in registered):
-            raise InputError("name", changed.name, "a name that is free")
-        registered.append(changed)
-    return changed
-
-
 def get(name: str) -> Entry:
     """A registered model by name or hub id."""
     registered = entries()
     for entry in registered:
         if name.lower() in (entry.name.lower(), (entry.repo or entry.name).lower()):
             return entry
-    listed = ", ".join(entry.name for entry in registered) or "none yet: `kt model add` and `kt model scan` make some"
+    listed = ", ".join(entry.name for entry in registered) or "none yet: `kt model add` makes some"
     raise InputError("model", repr(name), "a registered model", f"registered are {listed}")
 
 
@@ -378,47 +360,3 @@ def split_parts(path: Path) -> list[Path]:
         return [path]
     count = int(match[2])
     return [path.with_name(f"{match[1]}-{number:05}-of-{match[2]}.gguf") for number in range(1, count + 1)]
-
-
-def scan(folder: Path, depth: int = 6, min_bytes: int = 0) -> list[Path]:
-    """Models below `folder`: directories with config.json and weights, and GGUF files, of at least `min_bytes`.
-    Directories inside a model (checkpoints, adapters) are not searched."""
-    models: list[Path] = []
-    for root, folders, files in os.walk(folder, followlinks=False):
-        directory = Path(root)
-        if "config.json" in files and any(name.endswith(".safetensors") for name in files):
-            folders.clear()
-            models.append(directory)
-            continue
-        models += [directory / name for name in files if name.endswith(".gguf") and not LATER_GGUF_PART.search(name)]
-        if len(directory.relative_to(folder).parts) >= depth:
-            folders.clear()
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-    return sorted(path for path in models if read_facts(path).bytes >= min_bytes)
-
-
-def register_scanned(paths: Sequence[Path]) -> list[Entry]:
-    """Registers new models; a name that is taken gets the parent folder's name as a prefix."""
-    registered = entries()
-    known_paths, names = {entry.path.resolve() for entry in registered}, {entry.name.lower() for entry in registered}
-    added = []
-    for path in paths:
-        if path.resolve() in known_paths:
-            continue
-        name = default_name(path)
-        cached = next(
-            (HUB_CACHE_FOLDER.fullmatch(part) for part in path.parts if HUB_CACHE_FOLDER.fullmatch(part)), None
-        )
-        if name.lower() in names:
-            owner = cached["owner"] if cached else path.absolute().parent.name
-            name = re.sub(r"[^\w.+-]+", "-", f"{owner}-{name}").lstrip("-.+")
-        number, base_name = 2, name
-        while name.lower() in names:
-            name, number = f"{base_name}-{number}", number + 1
-        origin: dict[str, Any] = (
-            {"source": "huggingface", "repo": f"{cached['owner']}/{cached['name']}"} if cached else {}
-        )
-        added.append(add(path, name, **origin))
-        names.add(name.lower())
-        known_paths.add(path.resolve())
-    return added
