@@ -42,7 +42,7 @@ from ktransformers.modeling.prepare import read_config
 from ktransformers.operators.rules import read_rules
 from ktransformers.plan.model_shape import open_shape
 from ktransformers.quant.kt_layers import MergedLayer, add_tree_layer, store_matrix
-from ktransformers.quant.receipt import QUALITY_FILE, read_receipt
+from ktransformers.quant.report import QUALITY_FILE, read_report
 from ktransformers.serve.target import resolve_target
 from ktransformers.train.data.prepare import read_dataset
 from ktransformers.train.resolve import read_settings
@@ -97,10 +97,10 @@ def _run(folder: Path) -> Path:
     return file
 
 
-def _adapter(dialect: str, name: str, manifest: bool = True) -> Callable[[Path], Path]:
+def _adapter(adapter_format: str, name: str, manifest: bool = True) -> Callable[[Path], Path]:
     def build(folder: Path) -> Path:
         write_model_config(Recipe(), folder / "m")
-        write_adapter(sample(), folder / "a", dialect)
+        write_adapter(sample(), folder / "a", adapter_format)
         if not manifest:
             (folder / "a" / "kt_manifest.json").unlink()
         return folder / "a" / name
@@ -330,7 +330,7 @@ CASES = {
     "kt-kernel's merged experts": Case(_kt_shard, damage_safetensors, _read_kt_experts, named=False),
     "served adapter": Case(_run, damage_json, lambda f: resolve_target(str(f)), named=False),
     "proof": Case(_copy(OLD / "run", PROOF_FILE), damage_safetensors, read_record),
-    "receipt": Case(_copy(OLD / "packed", QUALITY_FILE), damage_json, lambda f: read_receipt(f).summary()),
+    "report": Case(_copy(OLD / "packed", QUALITY_FILE), damage_json, lambda f: read_report(f).summary()),
     "alpaca": Case(_text("rows.json", json.dumps(ALPACA, indent=1)), damage_json, _dataset("rows.json")),
     "sharegpt": Case(_text("rows.json", json.dumps(SHAREGPT, indent=1)), damage_json, _dataset("rows.json")),
     "messages": Case(_text("rows.jsonl", _lines(MESSAGES)), damage_json, _dataset("rows.jsonl")),

@@ -73,10 +73,10 @@ def test_fused_checkpoints_get_the_same_numbers(transposed: bool, tmp_path: Path
     assert done.shards == 1
 
 
-@pytest.mark.parametrize("dialect", ["per-expert", "sglang", "kt", "gguf"])
-def test_every_dialect_gives_the_same_merge(dialect: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapter_format", ["per-expert", "sglang", "kt", "gguf"])
+def test_every_format_gives_the_same_merge(adapter_format: str, tmp_path: Path) -> None:
     save_model_and_adapter("mixtral", tmp_path)
-    convert(tmp_path / "adapter", tmp_path / "other", dialect, base_model_name_or_path=str(tmp_path / "model"))
+    convert(tmp_path / "adapter", tmp_path / "other", adapter_format, base_model_name_or_path=str(tmp_path / "model"))
     for adapter in ("adapter", "other"):
         merge(tmp_path / "model", tmp_path / adapter, tmp_path / f"out-{adapter}")
     for file in (tmp_path / "out-adapter").glob("*.safetensors"):

@@ -103,7 +103,7 @@ def test_experts_are_encoded_once_from_the_sum(family: str, word: str, tmp_path:
         assert unlike(found[name], once.float()) < 2e-3, name
     plain = decoded(load_model(base))
     assert min(unlike(whole[name], plain[name]) for name in whole) > 0.05  # the adapter is no small thing here
-    assert done.divergence is not None and done.receipt.summary()["gate"]["format"] == [spelled]
+    assert done.divergence is not None and done.report.summary()["gate"]["format"] == [spelled]
 
 
 def test_other_tensors_are_merged_and_counts_reported(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_packed_base_keeps_its_format(tmp_path: Path) -> None:
     convert(make_plan(base, parse_formats("int8", None, "bf16"), 2), packed)
     assert wants_packing(packed) and not wants_packing(base)
     done = merge_packed(packed, adapter, tmp_path / "out", threads=2, tokens=256)
-    summary = done.receipt.summary()
+    summary = done.report.summary()
     assert (summary["gate"]["format"], summary["down"]["format"]) == (["int8"], ["bf16"])
     assert done.divergence is not None and done.divergence.kl < 0.02
     before, after = decoded(load_model(packed)), decoded(load_model(tmp_path / "out"))
@@ -154,7 +154,7 @@ def test_quantised_release_keeps_its_format(tmp_path: Path) -> None:
     as_fp8(base)
     assert wants_packing(base)
     done = merge_packed(base, adapter, tmp_path / "out", threads=2, max_kl=1, tokens=128)
-    assert done.receipt.summary()["up"]["format"] == ["fp8:128x128"]
+    assert done.report.summary()["up"]["format"] == ["fp8:128x128"]
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "kt" and config["packed"]["source"]["quant_method"] == "fp8"
 
@@ -175,7 +175,7 @@ def test_gguf_base_keeps_its_types(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="could not be compared"):
             merge_packed(base, adapter, tmp_path / "refused", threads=2)
         done = merge_packed(base, adapter, tmp_path / "out", threads=2, unchecked=True, overwrite=True)
-        assert [row["format"] for row in done.receipt.summary().values()] == [["q8_0"], ["q5_1"], ["q4_0"]]
+        assert [row["format"] for row in done.report.summary().values()] == [["q8_0"], ["q5_1"], ["q4_0"]]
         found, before = decoded(load_model(tmp_path / "out")), decoded(load_model(base))
         assert min(unlike(found[name], before[name]) for name in before) > 0.05
 
@@ -184,7 +184,7 @@ def test_matrices_without_a_delta_keep_their_bytes(tmp_path: Path) -> None:
     base, adapter = made(tmp_path, target_modules=["q_proj"])
     as_fp8(base)
     done = merge_packed(base, adapter, tmp_path / "out", threads=2, max_kl=1, tokens=64)
-    assert all(row["kept"] == row["layers"] for row in done.receipt.summary().values())
+    assert all(row["kept"] == row["layers"] for row in done.report.summary().values())
     one, two = decoded(load_model(base)), decoded(load_model(tmp_path / "out"))
     assert all(torch.equal(one[name], two[name]) for name in one)
 
@@ -233,7 +233,7 @@ def test_killed_merge_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_other_dialects_and_custom_calibration_text(tmp_path: Path) -> None:
+def test_other_formats_and_custom_calibration_text(tmp_path: Path) -> None:
     base, adapter = made(tmp_path, target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
     convert_adapter(adapter, tmp_path / "other", "per-expert", base_model_name_or_path=str(base))
     text = tmp_path / "text.jsonl"

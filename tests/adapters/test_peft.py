@@ -1,4 +1,4 @@
-"""Stock PEFT and what we write: it loads both of its dialects, and its own files survive a trip through every other."""
+"""Stock PEFT and what we write: it loads both of its formats, and its own files survive a trip through every other."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_peft_adapter_survives_round_trip(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(family, tmp_path / "per-expert"), expected, rtol=0, atol=2e-5)
 
 
-def test_both_dialects_give_the_same_logits_when_ranks_differ(tmp_path: Path) -> None:
+def test_both_formats_give_the_same_logits_when_ranks_differ(tmp_path: Path) -> None:
     """Down has another rank and scaling than gate and up, attention another one still."""
     patterns = {"rank_pattern": {"down_proj": 2, "q_proj": 3}, "alpha_pattern": {"down_proj": 8, "q_proj": 3}}
     expected = trained("qwen3_moe", tmp_path, **patterns)

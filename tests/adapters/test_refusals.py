@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ktransformers.adapters import DIALECTS, convert, describe_adapter, read_adapter, write_adapter
+from ktransformers.adapters import ADAPTER_FORMATS, convert, describe_adapter, read_adapter, write_adapter
 from ktransformers.ground.errors import InputError
 from tests.support.adapter_samples import Recipe, facts, same_deltas, sample, write_model_config
 
-SAFETENSORS = [dialect.name for dialect in DIALECTS if dialect.name != "gguf"]
+SAFETENSORS = [adapter_format.name for adapter_format in ADAPTER_FORMATS if adapter_format.name != "gguf"]
 Tensors = dict[str, Tensor]
 
 
@@ -39,23 +39,23 @@ def names(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("manifest", [False, True])
-@pytest.mark.parametrize("dialect", SAFETENSORS)
-def test_adapter_with_missing_tensor_is_refused(dialect: str, manifest: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapter_format", SAFETENSORS)
+def test_adapter_with_missing_tensor_is_refused(adapter_format: str, manifest: bool, tmp_path: Path) -> None:
     model = write_model_config(Recipe(), tmp_path / "model")
-    write_adapter(sample(), tmp_path / "whole", dialect)
+    write_adapter(sample(), tmp_path / "whole", adapter_format)
     every = names(tmp_path / "whole")
-    for dropped in every if dialect in ("peft", "kt") else every[:: max(1, len(every) // 12)]:
+    for dropped in every if adapter_format in ("peft", "kt") else every[:: max(1, len(every) // 12)]:
         damaged = tmp_path / "damaged"
-        write_adapter(sample(), damaged, dialect, overwrite=True)
+        write_adapter(sample(), damaged, adapter_format, overwrite=True)
         change(damaged, lambda tensors, dropped=dropped: {k: v for k, v in tensors.items() if k != dropped}, manifest)
         module = re.sub(r"(base_model\.model\.)|(\.?lora_[ABab].*)", "", dropped)
         with pytest.raises(InputError, match=re.escape(module.rpartition(".experts")[0] or module)):
             read_adapter(damaged, model=model)
 
 
-@pytest.mark.parametrize("dialect", SAFETENSORS)
-def test_changed_tensor_is_detected_by_manifest(dialect: str, tmp_path: Path) -> None:
-    write_adapter(sample(), tmp_path / "a", dialect)
+@pytest.mark.parametrize("adapter_format", SAFETENSORS)
+def test_changed_tensor_is_detected_by_manifest(adapter_format: str, tmp_path: Path) -> None:
+    write_adapter(sample(), tmp_path / "a", adapter_format)
     victim = names(tmp_path / "a")[5]
 
     def nudge(tensors: Tensors) -> Tensors:
@@ -78,9 +78,9 @@ def swap_gate_up(tensors: Tensors) -> Tensors:
     return swapped
 
 
-@pytest.mark.parametrize("dialect", SAFETENSORS)
-def test_swapped_gate_and_up_are_detected_by_manifest(dialect: str, tmp_path: Path) -> None:
-    write_adapter(sample(), tmp_path / "a", dialect)
+@pytest.mark.parametrize("adapter_format", SAFETENSORS)
+def test_swapped_gate_and_up_are_detected_by_manifest(adapter_format: str, tmp_path: Path) -> None:
+    write_adapter(sample(), tmp_path / "a", adapter_format)
     change(tmp_path / "a", swap_gate_up, manifest=True)
     with pytest.raises(InputError, match="other numbers"):
         read_adapter(tmp_path / "a")
@@ -97,9 +97,9 @@ def test_changed_gguf_is_detected_by_manifest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("dialect", SAFETENSORS)
-def test_nan_and_infinity_are_refused(dialect: str, value: float, tmp_path: Path) -> None:
-    write_adapter(sample(), tmp_path / "a", dialect)
+@pytest.mark.parametrize("adapter_format", SAFETENSORS)
+def test_nan_and_infinity_are_refused(adapter_format: str, value: float, tmp_path: Path) -> None:
+    write_adapter(sample(), tmp_path / "a", adapter_format)
     victim = names(tmp_path / "a")[7]
 
     def spoil(tensors: Tensors) -> Tensors:
@@ -168,13 +168,13 @@ def test_adapter_of_a_model_with_other_sizes_is_refused(tmp_path: Path) -> None:
 
 
 def test_rank_different_from_config_is_refused(tmp_path: Path) -> None:
-    for dialect in SAFETENSORS:
-        write_adapter(sample(), tmp_path / dialect, dialect)
-        file = tmp_path / dialect / "adapter_config.json"
-        (tmp_path / dialect / "kt_adapter_manifest.json").unlink(missing_ok=True)
+    for adapter_format in SAFETENSORS:
+        write_adapter(sample(), tmp_path / adapter_format, adapter_format)
+        file = tmp_path / adapter_format / "adapter_config.json"
+        (tmp_path / adapter_format / "kt_adapter_manifest.json").unlink(missing_ok=True)
         file.write_text(json.dumps(json.loads(file.read_text()) | {"r": 5, "rank_pattern": {}}))
         with pytest.raises(InputError, match=r"adapter_config\.json says"):
-            read_adapter(tmp_path / dialect)
+            read_adapter(tmp_path / adapter_format)
 
 
 def test_configuration_other_than_lora_is_refused(tmp_path: Path) -> None:
@@ -325,9 +325,9 @@ def test_block_sparse_moe_in_the_model_is_kept(tmp_path: Path) -> None:
     name = "model.layers.0.block_sparse_moe.router"
     recipe = Recipe(family="granitemoe")
     adapter = adapter_from_tensors({}, {name: pair}, model=facts(recipe))
-    for dialect in ("peft", "sglang"):
-        write_adapter(adapter, tmp_path / dialect, dialect)
-        assert [module.name for module in read_adapter(tmp_path / dialect).modules] == [name]
+    for adapter_format in ("peft", "sglang"):
+        write_adapter(adapter, tmp_path / adapter_format, adapter_format)
+        assert [module.name for module in read_adapter(tmp_path / adapter_format).modules] == [name]
 
 
 def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:

@@ -322,7 +322,7 @@ def test_adapter_directory_is_loaded_again_and_read_by_others(tmp_path: Path) ->
     sft.load_kt_adapter_artifacts(ready, directory)
     assert torch.equal(logits_of(ready), expected)
 
-    # our dialect, and stock PEFT on the stock model after a conversion
+    # our adapter format, and stock PEFT on the stock model after a conversion
     adapter = read_adapter(directory)
     assert len(adapter.experts) == 2 and adapter.experts[0].experts == 6
     convert(directory, tmp_path / "peft", "peft")

@@ -69,7 +69,7 @@ def test_file_and_packed_directory_match_the_decoded_model(models: tuple[Path, P
     assert want.std() > 0.1
     torch.testing.assert_close(training_logits(actual), want, rtol=EXACT, atol=EXACT)
     done = pack(full, tmp_path / "packed", KEEP, experts=experts)
-    assert all(matrix.kept for layer in done.receipt.layers for matrix in layer.matrices.values())
+    assert all(matrix.kept for layer in done.report.layers for matrix in layer.matrices.values())
     assert torch.equal(logits(load_model(tmp_path / "packed", dtype=torch.float32)), logits(actual))
 
 

@@ -1,4 +1,4 @@
-"""The command `kt quant`: tables, JSON, older option names, the receipt with a calibration text."""
+"""The command `kt quant`: tables, JSON, older option names, the quantization report with a calibration text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ktransformers.cli.main import app
 from ktransformers.cli.quant import format_duration, normalise_format, parse_layers
 from ktransformers.ground.errors import InputError
 from ktransformers.nn import load_model
-from ktransformers.quant.receipt import WINDOW_TOKENS, read_receipt, read_text, split_windows
+from ktransformers.quant.report import WINDOW_TOKENS, read_report, read_text, split_windows
 from tests.support.packing import tiny
 from tests.support.tiny_models import logits
 
@@ -78,7 +78,7 @@ def test_older_option_names_are_accepted(source: Path, tmp_path: Path) -> None:
     assert torch.equal(logits(one), logits(other))
 
 
-def test_receipt_of_a_calibration_text(source: Path, tmp_path: Path) -> None:
+def test_report_of_a_calibration_text(source: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text(
         "\n".join(json.dumps({"text": "the quick brown fox jumps over the lazy dog " * 3}) for _ in range(3))
@@ -92,7 +92,7 @@ def test_receipt_of_a_calibration_text(source: Path, tmp_path: Path) -> None:
     want = perplexity(source, text, 300)
     assert abs(actual["source_perplexity"] / want - 1) < 0.02
     assert abs(actual["perplexity"] / want - 1) < 0.3
-    assert read_receipt(tmp_path / "out").calibration is not None
+    assert read_report(tmp_path / "out").calibration is not None
     kept = json.loads(kt(source, "--format", "keep", "-o", tmp_path / "kept", "--calib", text, "--json"))["calibration"]
     assert kept["kl"] == 0 and kept["same_top"] == 1 and kept["perplexity"] == kept["source_perplexity"]
     assert not list((tmp_path / "kept").glob(".kt-calib*"))
@@ -114,10 +114,10 @@ def test_impossible_calibration_is_skipped(source: Path, tmp_path: Path, monkeyp
 
     text = tmp_path / "text.txt"
     text.write_text("words")
-    monkeypatch.setattr("ktransformers.quant.receipt.memory", lambda: Memory(1 << 30, 1 << 20, "never"))
+    monkeypatch.setattr("ktransformers.quant.report.memory", lambda: Memory(1 << 30, 1 << 20, "never"))
     shown = kt(source, "--format", "int8", "-o", tmp_path / "out", "--calib", text)
     assert "no calibration: calib: given 0.0 GB of free memory" in shown
-    assert read_receipt(tmp_path / "out").skipped is not None
+    assert read_report(tmp_path / "out").skipped is not None
 
 
 def test_calibration_text_formats(tmp_path: Path) -> None:

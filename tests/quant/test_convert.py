@@ -21,7 +21,7 @@ from ktransformers.checkpoint.verify import verify
 from ktransformers.ground.errors import InputError
 from ktransformers.nn import load_model
 from ktransformers.quant.plan import estimate, make_plan, parse_formats
-from ktransformers.quant.receipt import read_receipt
+from ktransformers.quant.report import read_report
 from tests.support.formats import ROWS, SPECS
 from tests.support.loaded_models import training_logits
 from tests.support.packing import as_fp8, contents, edit, expert_modules_with_stores, pack, repack, tiny
@@ -52,7 +52,7 @@ def test_packed_directory_matches_direct_packing(word: str, source: Path, tmp_pa
     got = load_model(tmp_path / "out", dtype=torch.float32)
     assert [module.kt.store.formats["down"] for module in expert_modules_with_stores(got)] == [word, word]
     assert torch.equal(logits(got), logits(want))
-    for layer in done.receipt.layers:
+    for layer in done.report.layers:
         for matrix in layer.matrices.values():
             assert (matrix.source, matrix.format, matrix.kept) == ("bf16", word, False)
             assert 1e-4 < matrix.error < largest_error(word)
@@ -68,7 +68,7 @@ def test_keep_format_by_load_model_and_from_pretrained(source: Path, tmp_path: P
     # Its experts beside another directory's rest, as `kt_weight_path` names them.
     assert torch.equal(logits(load_model(source, experts=tmp_path / "out", dtype=torch.float32)), want)
     # The source is float32, and bf16 numbers: rounding moved nothing.
-    assert {matrix.error for layer in done.receipt.layers for matrix in layer.matrices.values()} == {0.0}
+    assert {matrix.error for layer in done.report.layers for matrix in layer.matrices.values()} == {0.0}
     with pytest.raises(InputError, match="precision: given f32, expected bf16: these experts are packed in it"):
         load_model(tmp_path / "out", precision="f32")
 
@@ -94,13 +94,13 @@ def test_layouts_of_model_families(family: str, word: str, tmp_path: Path) -> No
                 assert torch.equal(new.kt.store.memory()[name], old.kt.store.memory()[name])
     noise = (logits(got) - logits(want)).norm() / logits(want).norm()
     assert 0 < noise < 0.5
-    assert done.receipt.summary()["down"]["layers"] == len(expert_modules_with_stores(got))
+    assert done.report.summary()["down"]["layers"] == len(expert_modules_with_stores(got))
 
 
 def test_mixed_formats_and_odd_sizes(tmp_path: Path) -> None:
     origin = tiny(tmp_path / "model", moe_intermediate_size=40, hidden_size=72)
     done = pack(origin, tmp_path / "out", "int4", group=64, down="int8")
-    assert {layer.matrices["down"].format for layer in done.receipt.layers} == {"int8"}
+    assert {layer.matrices["down"].format for layer in done.report.layers} == {"int8"}
     got, want = (load_model(tmp_path / name, dtype=torch.float32) for name in ("out", "model"))
     repack(want, {"gate": "int4:64", "up": "int4:64", "down": "int8"})
     assert torch.equal(logits(got), logits(want))
@@ -118,7 +118,7 @@ def test_fp8_attention_is_written_as_bf16(word: str, tmp_path: Path) -> None:
     assert tensors["model.layers.0.self_attn.q_proj.weight"].dtype == torch.bfloat16
     assert not any("scale_inv" in name for name in tensors)
     want, got = (load_model(tmp_path / name, dtype=torch.float32) for name in ("model", "out"))
-    for matrix in done.receipt.layers[0].matrices.values():
+    for matrix in done.report.layers[0].matrices.values():
         assert matrix.source == "fp8:128x128" and matrix.kept == (word == KEEP)
     if word == "int4":
         assert 0.02 < (logits(got) - logits(want)).norm() / logits(want).norm() < 0.6
@@ -143,9 +143,9 @@ def test_experts_from_another_source(tmp_path: Path) -> None:
     write_gguf(tmp_path / "experts.gguf", "qwen3moe", {}, tensors)
     for name, formats in (("experts.gguf", ["q4_0", "q8_0", "q5_1"]), ("tree", None)):
         done = pack(full, tmp_path / f"{name}-packed", KEEP, experts=tmp_path / name)
-        actual = [matrix.format for matrix in done.receipt.layers[0].matrices.values()]
+        actual = [matrix.format for matrix in done.report.layers[0].matrices.values()]
         assert formats is None or actual == formats
-        assert all(matrix.kept for matrix in done.receipt.layers[0].matrices.values())
+        assert all(matrix.kept for matrix in done.report.layers[0].matrices.values())
         want = load_model(full, experts=tmp_path / name, dtype=torch.float32)
         assert torch.equal(logits(load_model(done.directory, dtype=torch.float32)), logits(want))
 
@@ -183,7 +183,7 @@ def test_layers_converted_in_several_calls(tmp_path: Path) -> None:
     origin, out = tiny(tmp_path / "model", num_hidden_layers=3), tmp_path / "out"
     first = pack(origin, out, "int8", layers={2})
     assert not first.whole and not out.exists() and first.directory == tmp_path / "out.partial"
-    assert [layer.number for layer in first.receipt.layers] == [2]
+    assert [layer.number for layer in first.report.layers] == [2]
     second = pack(origin, out, "int8", layers={0, 2})
     assert second.kept_layers == 1 and not second.whole
     with pytest.raises(InputError, match=r"begun differently \(formats"):
@@ -192,12 +192,12 @@ def test_layers_converted_in_several_calls(tmp_path: Path) -> None:
         pack(origin, out, "int8", layers={3})
     last = pack(origin, out, "int8")
     assert last.whole and last.kept_layers == 2 and out.is_dir() and not first.directory.exists()
-    assert [layer.number for layer in last.receipt.layers] == [0, 1, 2]
+    assert [layer.number for layer in last.report.layers] == [0, 1, 2]
     pack(origin, tmp_path / "at once", "int8")
     one, other = contents(out), contents(tmp_path / "at once")
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     again = pack(origin, out, "int8")  # finished: nothing is done twice
-    assert again.whole and again.seconds == 0 and again.receipt == read_receipt(out) == last.receipt
+    assert again.whole and again.seconds == 0 and again.report == read_report(out) == last.report
     with pytest.raises(InputError, match="out: given something that exists"):
         pack(origin, out, "int4")
 
@@ -293,7 +293,7 @@ def test_bf16_in_12_bits_has_the_logits_of_the_source(source: Path, tmp_path: Pa
     got, want = (load_model(path, dtype=torch.float32) for path in (tmp_path / "out", source))
     assert [module.kt.store.formats["up"] for module in expert_modules_with_stores(got)] == ["bf16:12"] * 2
     assert torch.equal(logits(got), logits(want)) and torch.equal(training_logits(got), training_logits(want))
-    assert {matrix.error for layer in done.receipt.layers for matrix in layer.matrices.values()} == {0.0}
+    assert {matrix.error for layer in done.report.layers for matrix in layer.matrices.values()} == {0.0}
 
 
 @pytest.mark.parametrize("role", ["up", "down"])
@@ -310,7 +310,7 @@ def test_a_matrix_that_12_bits_cannot_hold_is_packed_as_bf16(role: str, tmp_path
     inner, outer = ("bf16:12", "bf16") if role == "down" else ("bf16", "bf16:12")
     expected = [dict.fromkeys(("gate", "up", "down"), "bf16:12"), {"gate": inner, "up": inner, "down": outer}]
     assert [layer.formats for layer in read_manifest(tmp_path / "out").layers] == expected
-    assert [layer.matrices["down"].format for layer in done.receipt.layers] == ["bf16:12", outer]
+    assert [layer.matrices["down"].format for layer in done.report.layers] == ["bf16:12", outer]
     got, want = (load_model(path, dtype=torch.float32) for path in (tmp_path / "out", origin))
     for new, old in zip(expert_modules_with_stores(got), expert_modules_with_stores(want), strict=True):
         assert new.kt.store.formats in expected

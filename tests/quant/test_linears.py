@@ -18,7 +18,7 @@ from ktransformers.plan import Choice, Serving, open_shape, profile
 from ktransformers.plan.memory import predict_memory
 from ktransformers.quant import convert as conversion
 from ktransformers.quant.plan import make_plan, parse_formats
-from ktransformers.quant.receipt import read_receipt
+from ktransformers.quant.report import read_report
 from ktransformers.quantized import weight as quantized_weight
 from ktransformers.quantized.weight import QuantizedWeight
 from tests.support.gguf_models import gguf_fields, to_gguf
@@ -62,10 +62,10 @@ def test_kept_codes_are_mapped_and_have_the_bits_of_the_release(fp8: Path, tmp_p
     assert torch.equal(logits(mapped), logits(direct))
     numbers = [load_model(path, dtype=torch.float32, rest="bf16") for path in (fp8, tmp_path / "out")]
     assert not codes_of(numbers[1]) and torch.equal(logits(numbers[0]), logits(numbers[1]))
-    receipt = read_receipt(tmp_path / "out")
-    assert {linear.name for linear in receipt.linears} == set(actual)
-    assert all(linear.quality.kept and linear.quality.error == 0 for linear in receipt.linears)
-    assert receipt.summary()["rest"]["kept"] == len(actual)
+    report = read_report(tmp_path / "out")
+    assert {linear.name for linear in report.linears} == set(actual)
+    assert all(linear.quality.kept and linear.quality.error == 0 for linear in report.linears)
+    assert report.summary()["rest"]["kept"] == len(actual)
     assert pack_rest(fp8, tmp_path / "out", "keep").seconds == 0, "it was converted again"
 
 
@@ -78,7 +78,7 @@ def test_encoded_linears_are_those_that_loading_encodes(spec: str, tmp_path: Pat
     assert stored.keys() == encoded.keys() and encoded
     for name, weight in stored.items():
         assert torch.equal(weight + 0, encoded[name] + 0), name
-    errors = [linear.quality.error for linear in read_receipt(tmp_path / "out").linears]
+    errors = [linear.quality.error for linear in read_report(tmp_path / "out").linears]
     assert all(1e-4 < error < 0.2 for error in errors)
     assert read_manifest(tmp_path / "out").rest == spec
 

@@ -89,7 +89,7 @@ def sample(recipe: Recipe = Recipe()) -> Adapter:  # noqa: B008 (frozen)
 
 
 def deltas(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
-    """Every matrix's delta in float64, by a name that does not depend on the dialect."""
+    """Every matrix's delta in float64, by a name that does not depend on the adapter format."""
     for layer in adapter.experts:
         for role, pair in layer.read().items():
             yield f"{layer.root}.experts.{role}", pair.delta()

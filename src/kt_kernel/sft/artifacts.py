@@ -26,8 +26,8 @@ from kt_kernel.sft.full_experts import has_full_experts
 from kt_kernel.sft.layer import KTMoELayerWrapper, wrapped_model
 from kt_kernel.sft.lora import create_fused_lora
 from ktransformers.adapters.config import CONFIG_FILE, compact_number, read_config
-from ktransformers.adapters.dialects.dialect import MODEL_FILE
-from ktransformers.adapters.dialects.kt import EXPERT_FILE, MANIFEST_FILE, build_manifest, check_manifest
+from ktransformers.adapters.formats.adapter_format import MODEL_FILE
+from ktransformers.adapters.formats.kt import EXPERT_FILE, MANIFEST_FILE, build_manifest, check_manifest
 from ktransformers.adapters.write import TensorBatch, TensorSpec, write_safetensors
 from ktransformers.checkpoint import Shards
 from ktransformers.experts.contract import expert_modules

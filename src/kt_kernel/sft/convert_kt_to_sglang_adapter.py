@@ -1,7 +1,7 @@
 """Converts kt-kernel's training output to adapters for SGLang, with the command line of earlier guides.
 
 The merged adapter is written to OUTPUT_DIR; the two other options also write the experts and the rest separately, for
-servers that load them separately. Equivalent to `kt convert --to sglang`; reads every dialect. Run it with
+servers that load them separately. Equivalent to `kt convert --to sglang`; reads every format. Run it with
 `python -m kt_kernel.sft.convert_kt_to_sglang_adapter`.
 """
 

@@ -1,8 +1,8 @@
-"""Brings an adapter into the canonical form that every dialect is written from.
+"""Brings an adapter into the canonical form that every format is written from.
 
-Dialects pad ranks with zeros, repeat an A that gate and up share, or stack gate and up into one block-diagonal pair.
+Formats pad ranks with zeros, repeat an A that gate and up share, or stack gate and up into one block-diagonal pair.
 The canonical form has no zero padding, marks a shared A, and splits a block-diagonal pair, so that a round trip through
-a dialect returns the same adapter and ranks do not grow. A is shared in all layers or in none, because layers that
+a format returns the same adapter and ranks do not grow. A is shared in all layers or in none, because layers that
 differ would need different ranks, which most readers do not support.
 """
 

@@ -1,4 +1,4 @@
-"""Reads adapter_config.json with its rank and alpha patterns, and writes it for another dialect.
+"""Reads adapter_config.json with its rank and alpha patterns, and writes it for another format.
 
 A rank or alpha is the value of the first pattern that matches the end of a name, else the default. That is PEFT's rule,
 so a delta has the same value here and in PEFT. Unknown fields are kept. Patterns are regular expressions of a

@@ -1,4 +1,4 @@
-"""Opens a directory or file that holds an adapter: its tensors by name, in any dialect.
+"""Opens a directory or file that holds an adapter: its tensors by name, in any format.
 
 Only headers are read. A directory may hold other safetensors (the base model, optimizer state), so a file counts only
 if it has LoRA tensors. GGUF files are recognised by their magic bytes, not by their name.

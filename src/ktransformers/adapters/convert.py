@@ -1,4 +1,4 @@
-"""Converts an adapter from one dialect into another, with the number of tensors checked on both sides.
+"""Converts an adapter from one format into another, with the number of tensors checked on both sides.
 
 Every tensor is checked before anything is written: names, shapes, finite numbers, the manifest's checksums if there is
 a manifest, and the model's sizes if its config.json is available. All outputs appear together or none does.
@@ -17,7 +17,7 @@ from ktransformers.adapters.canonical import canonicalize
 from ktransformers.adapters.config import CONFIG_FILE as CONFIG
 from ktransformers.adapters.config import parse_config
 from ktransformers.adapters.content import Content, open_content
-from ktransformers.adapters.dialects import detect_dialect, find_dialect
+from ktransformers.adapters.formats import detect_format, find_format
 from ktransformers.adapters.lora import Adapter, Experts, Extra, Module, PairForm
 from ktransformers.adapters.manifest import MANIFEST_FILE as MANIFEST
 from ktransformers.adapters.manifest import check_manifest, read_manifest, write_manifest, write_manifest_of
@@ -45,7 +45,7 @@ class Output:
 class Conversion:
     """Summary of a conversion; `to_json` is what the command prints."""
 
-    source: str  # dialect
+    source: str  # format
     dialect: str
     read: int  # tensors
     layers: int  # with experts
@@ -63,7 +63,7 @@ class Conversion:
 def read_adapter(
     path: str | Path, *, model: str | None = None, lora_alpha: float | None = None, verify: bool = True
 ) -> Adapter:
-    """Reads and checks an adapter of any dialect and returns its canonical form; `model` locates the base model's
+    """Reads and checks an adapter of any format and returns its canonical form; `model` locates the base model's
     config.json."""
     return _read(open_content(path), model, lora_alpha, verify)[0]
 
@@ -82,7 +82,7 @@ def _read(content: Content, model: str | None, lora_alpha: float | None, verify:
             for stored in content.tensors.values():
                 stored.read()  # which refuses NaN and infinite numbers
     context = ReadContext(_find_facts(content, model, document), lora_alpha, document)
-    source = detect_dialect(content)
+    source = detect_format(content)
     raw = source.read(content, context)
     if document is not None and "lora_dropout" in document:  # PEFT's file says 0: it has no dropout on experts
         raw = replace(raw, config={**raw.config, "lora_dropout": document["lora_dropout"]})
@@ -112,7 +112,7 @@ def _find_facts(content: Content, model: str | None, document: dict[str, Any] | 
 
 
 def write_adapter(adapter: Adapter, target: str | Path, to: str, *, overwrite: bool = False) -> Output:
-    """Writes one directory in one dialect, with its manifest."""
+    """Writes one directory in one format, with its manifest."""
     with fresh_directory(Path(target), overwrite) as directory:
         return _write(adapter, directory, Path(target), to)
 
@@ -120,8 +120,8 @@ def write_adapter(adapter: Adapter, target: str | Path, to: str, *, overwrite: b
 def _write(adapter: Adapter, directory: Path, target: Path, to: str) -> Output:
     if not (adapter.experts or adapter.modules or adapter.extras):
         raise InputError(str(target), "nothing to write", "an adapter with tensors for this output")
-    records = find_dialect(to).write(adapter, directory)
-    pairs = sum(find_dialect(to).pairs_per_layer(layer) for layer in adapter.experts) + len(adapter.modules)
+    records = find_format(to).write(adapter, directory)
+    pairs = sum(find_format(to).pairs_per_layer(layer) for layer in adapter.experts) + len(adapter.modules)
     expected = 2 * pairs + len(adapter.extras)
     if len(records) != expected:
         raise InputError(str(target), f"{len(records)} tensors written", f"{expected}", "please report this")
@@ -159,7 +159,7 @@ def convert(
     dtype: str = "keep",
     overwrite: bool = False,
 ) -> Conversion:
-    find_dialect(to)
+    find_format(to)
     if dtype != "keep" and dtype not in OUTPUT_DTYPES:
         raise InputError(
             "dtype", repr(dtype), "keep, " + ", ".join(OUTPUT_DTYPES), "quantised adapters are not supported"
@@ -170,7 +170,7 @@ def convert(
     for path in targets.values():
         check_target(path, overwrite)
     content = open_content(source)
-    adapter, source_dialect = _read(content, base_model_name_or_path, lora_alpha, verify=True)
+    adapter, source_format = _read(content, base_model_name_or_path, lora_alpha, verify=True)
     if base_model_name_or_path is not None:
         adapter = replace(adapter, config={**adapter.config, "base_model_name_or_path": base_model_name_or_path})
     if dtype != "keep":
@@ -184,7 +184,7 @@ def convert(
             if Path(source).is_dir():  # the adapter stays with the chat template that it was trained with
                 copy_small_files(Path(source), directory, only=TOKENIZER_FILES)
     return Conversion(
-        source=source_dialect,
+        source=source_format,
         dialect=to,
         read=len(content.tensors),
         layers=len(adapter.experts),
@@ -196,7 +196,7 @@ def convert(
 
 
 def _cast(adapter: Adapter, dtype: torch.dtype) -> Adapter:
-    """The adapter as it will be written in `dtype`. The factors stay as they are until then, because a dialect may fold
+    """The adapter as it will be written in `dtype`. The factors stay as they are until then, because a format may fold
     a scaling into them, by the square root of a rank for instance, and they should be rounded once."""
 
     def form(value: PairForm) -> PairForm:
@@ -224,10 +224,10 @@ def describe_adapter(path: str | Path, *, model: str | None = None) -> None:
     content = open_content(path)
     stale = content.directory / MANIFEST
     stale.unlink(missing_ok=True)
-    adapter, dialect_name = _read(content, model, None, verify=True)
+    adapter, format_name = _read(content, model, None, verify=True)
     write_manifest_of(
         content,
-        dialect=dialect_name,
+        dialect=format_name,
         tensor_count=len(content.tensors),
         gate_up="shared" if adapter.shared else "split",
         roots=[layer.root for layer in adapter.experts],

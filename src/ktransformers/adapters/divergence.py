@@ -23,12 +23,12 @@ from torch import Tensor
 from ktransformers.adapters.config import check_for_peft
 from ktransformers.adapters.content import open_content
 from ktransformers.adapters.convert import read_adapter, write_adapter
-from ktransformers.adapters.dialects import detect_dialect
+from ktransformers.adapters.formats import detect_format
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.progress import counted
 from ktransformers.ground.system import memory
 from ktransformers.modeling.spec import parse_dtype
-from ktransformers.quant.receipt import Calibration, read_text, split_windows
+from ktransformers.quant.report import Calibration, read_text, split_windows
 
 CALIBRATION_FILE = "calibration.txt"  # in the package: prose, a dialogue, a recipe, figures and code
 CALIBRATION_TOKENS = 4096  # at most, of a text
@@ -48,7 +48,7 @@ class Divergence:
     base_perplexity: float
 
     def calibration(self) -> Calibration:
-        """The same numbers as a receipt's calibration, with the base plus adapter as the source."""
+        """The same numbers as a quantization report's calibration, with the base plus adapter as the source."""
         return Calibration(self.text, self.tokens, self.perplexity, self.reference_perplexity, self.kl, self.same_top)
 
     def to_json(self) -> dict[str, Any]:
@@ -102,9 +102,9 @@ def check_divergence(divergence: Divergence, limit: float) -> None:
 
 
 def _as_peft(adapter: Path, merged: Path, scratch: Path) -> Path:
-    """A directory with the adapter in PEFT's dialect, converted if necessary."""
+    """A directory with the adapter in PEFT's format, converted if necessary."""
     content = open_content(adapter)
-    if detect_dialect(content).name == "peft" and content.path.is_dir():
+    if detect_format(content).name == "peft" and content.path.is_dir():
         return content.path
     write_adapter(read_adapter(adapter, model=str(merged)), scratch / "peft", "peft")
     return scratch / "peft"

@@ -1,4 +1,4 @@
-"""Changes ranks and scalings to what a dialect supports, with the delta unchanged.
+"""Changes ranks and scalings to what a format supports, with the delta unchanged.
 
 A rank grows by zero padding. A change of scaling is compensated in B: exact for powers of two, otherwise in f32, whose
 rounding (one part in 2^24) is the only one that a conversion makes. If a dtype was asked for (`PairForm.rounds`), B is

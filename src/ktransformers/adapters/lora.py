@@ -1,4 +1,4 @@
-"""One LoRA adapter in memory, independent of the dialect that it was read from.
+"""One LoRA adapter in memory, independent of the format that it was read from.
 
 A LoraPair holds the two factors of a matrix, delta = scaling * b @ a: a `[r, in]`, b `[out, r]`; the experts of a layer
 are stacked, a `[E, r, in]`, b `[E, out, r]`. An Adapter lists its pairs with their sizes and reads the numbers on

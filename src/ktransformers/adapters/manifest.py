@@ -51,7 +51,7 @@ class _StoredManifest(BaseModel):
 
 
 def write_manifest(directory: Path, records: Iterable[WrittenTensor], **fields: Any) -> None:
-    """`fields` describe the tensors: dialect, counts, the model."""
+    """`fields` describe the tensors: format, counts, the model."""
     lines = [
         f"{json.dumps(tensor.name)}: "
         + json.dumps(

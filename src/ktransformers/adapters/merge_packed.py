@@ -44,7 +44,7 @@ from ktransformers.modeling.checkpoint_facts import read_checkpoint_facts
 from ktransformers.quant.convert import Progress, convert
 from ktransformers.quant.origin import Origin
 from ktransformers.quant.plan import ConversionPlan, parse_formats, plan_conversion
-from ktransformers.quant.receipt import Receipt, write_receipt
+from ktransformers.quant.report import QuantizationReport, write_report
 
 RECORD_FILE = "kt_merge.json"
 
@@ -55,13 +55,15 @@ class PackedMerge:
     changed: int  # matrices with a delta, counting all experts of a layer as one
     kept_layers: int  # finished by an earlier run
     seconds: float
-    receipt: Receipt
+    report: QuantizationReport
     max_kl: float
     divergence: Divergence | None  # None if not requested
 
     def to_json(self) -> dict[str, Any]:
-        fields = asdict(self) | {"receipt": self.receipt.to_json()}
-        return fields | {"divergence": None if self.divergence is None else self.divergence.to_json()}
+        fields = asdict(self)
+        del fields["report"]
+        divergence = None if self.divergence is None else self.divergence.to_json()
+        return fields | {"receipt": self.report.to_json(), "divergence": divergence}
 
 
 def wants_packing(model: Path) -> bool:
@@ -102,17 +104,17 @@ def merge_packed(
         shutil.rmtree(partial)
     conversion = convert(plan, partial, progress=progress)
     plan.origin.release()
-    receipt, divergence = conversion.receipt, None
+    report, divergence = conversion.report, None
     if not unchecked:
         divergence = _check_quality(model, adapter, partial, calib, tokens, max_kl, plan)
-        receipt = replace(receipt, calibration=divergence.calibration())
-        write_receipt(partial, receipt)
+        report = replace(report, calibration=divergence.calibration())
+        write_report(partial, report)
     for stale in (MANIFEST, CONFIG):  # copied from an adapter or an earlier merge in the base's directory
         (partial / stale).unlink(missing_ok=True)
     write_adapter_template(adapter, partial)
     assert isinstance(plan.origin, FoldedOrigin)
     result = PackedMerge(
-        str(out), plan.origin.changed, conversion.kept_layers, conversion.seconds, receipt, max_kl, divergence
+        str(out), plan.origin.changed, conversion.kept_layers, conversion.seconds, report, max_kl, divergence
     )
     divergence_fields = None if divergence is None else divergence.to_json()
     limit = max_kl if math.isfinite(max_kl) else None

@@ -1,4 +1,4 @@
-"""Groups LoRA tensors by module; shared by the readers of all safetensors dialects.
+"""Groups LoRA tensors by module; shared by the readers of all safetensors formats.
 
 Every factor must have a partner of matching shape, and a name that belongs to no module is an error that names the
 tensor: a silently skipped tensor is the most common way to lose a fine-tuned adapter.
@@ -114,7 +114,7 @@ def build_modules(
     config.prefetch(factors_by_module)
     for name, factors in factors_by_module.items():
         if ".experts." in f"{name}." or ".base_layer" in name:
-            raise InputError(factors.a.name, "a name that no dialect has", "...experts.0.gate_proj, or ...experts")
+            raise InputError(factors.a.name, "a name that no format has", "...experts.0.gate_proj, or ...experts")
         if not (config.targets(name) or config.targets(name_in_model(name))):
             raise InputError(
                 factors.a.name, "LoRA on a module that target_modules does not name", f"{config.target_modules}"

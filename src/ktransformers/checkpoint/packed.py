@@ -6,7 +6,7 @@
     model.safetensors.index.json    names both kinds
     linears-00001-of-00001.safetensors   quantized dense linear layers (`kt quant --rest`), if any
     kt_packed.json                  this manifest: formats, shapes, layout version, sizes and checksums, the source
-    quality.json                    the receipt of the conversion
+    quality.json                    the quantization report of the conversion
 
 The packed tensors have the names of the parameters that they replace but another shape, so that a program without the
 "kt" method fails on them instead of initialising the experts randomly. Opening checks names, sizes and the hash of

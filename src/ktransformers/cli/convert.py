@@ -1,4 +1,4 @@
-"""`kt convert`: converts an adapter to another dialect; every tensor is counted and checked."""
+"""`kt convert`: converts an adapter to another format; every tensor is counted and checked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def convert(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Convert an adapter into another dialect, without losing anything."""
+    """Convert an adapter into another format, without losing anything."""
     from ktransformers import adapters
 
     done = adapters.convert(

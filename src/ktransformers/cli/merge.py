@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ktransformers.cli.model import complete_names
-from ktransformers.cli.quant import normalise_format, receipt_lines
+from ktransformers.cli.quant import normalise_format, report_lines
 from ktransformers.cli.sizes import gigabytes
 from ktransformers.cli.verbose import Verbose
 from ktransformers.ground.errors import InputError
@@ -31,7 +31,7 @@ def merge(
     model: Annotated[
         str, typer.Argument(metavar="BASE", help="The model's directory or name.", autocompletion=complete_names)
     ],
-    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="The adapter, in any dialect.")],
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="The adapter, in any format.")],
     out: Annotated[Path, typer.Option("--output", "-o", help="The directory to write.")],
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16 (default), float16, float32, or keep: of a plain model.")
@@ -159,8 +159,8 @@ def packed_lines(done: PackedMerge) -> list[str]:
     lines = [f"written          {gigabytes(size)}, {done.changed} matrices changed{resumed}: {done.out}"]
     divergence = done.divergence
     if divergence is None:
-        return [*lines, "compared         no: --unchecked", *receipt_lines(done.receipt)]
-    return [*lines, *divergence_lines(divergence, done.max_kl), *receipt_lines(done.receipt)]
+        return [*lines, "compared         no: --unchecked", *report_lines(done.report)]
+    return [*lines, *divergence_lines(divergence, done.max_kl), *report_lines(done.report)]
 
 
 def divergence_lines(divergence: Divergence, limit: float) -> list[str]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ktransformers.quant.convert import Converted
     from ktransformers.quant.kt_convert import KTPlan
     from ktransformers.quant.plan import ConversionPlan
-    from ktransformers.quant.receipt import Receipt
+    from ktransformers.quant.report import QuantizationReport
 
 LAYOUTS = ("packed", "kt-kernel")
 KT_BITS = {"int4": 4, "amxint4": 4, "int8": 8, "amxint8": 8}
@@ -67,30 +67,30 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
 
-def receipt_lines(receipt: Receipt) -> list[str]:
-    """The receipt in short: a line for each matrix."""
+def report_lines(report: QuantizationReport) -> list[str]:
+    """The quantization report in short: a line for each matrix."""
     lines = [f"{'matrix':<8} {'from':<14} {'to':<14} {'mean error':>10} {'largest':>10}  layer"]
-    for role, row in receipt.summary().items():
+    for role, row in report.summary().items():
         source, target = (", ".join(row[key]) for key in ("source", "format"))
         kept = row["kept"] == row["layers"]
         errors = f"{'kept':>10} {'':>10}" if kept else f"{row['mean']:>10.5f} {row['largest']:>10.5f}  {row['layer']}"
         lines.append(f"{role:<8} {source:<14} {target:<14} {errors}".rstrip())
-    calibration = receipt.calibration
+    calibration = report.calibration
     if calibration is not None:
         lines.append(
             f"{calibration.tokens} tokens of {calibration.text}: perplexity {calibration.perplexity:.4f}, source "
             f"{calibration.source_perplexity:.4f}; KL {calibration.kl:.5f} nats; "
             f"same first choice {calibration.same_top:.2%}"
         )
-    if receipt.skipped is not None:
-        lines.append(f"no calibration: {receipt.skipped}")
+    if report.skipped is not None:
+        lines.append(f"no calibration: {report.skipped}")
     return lines
 
 
-def add_calibration(converted: Converted, plan: ConversionPlan, text: Path, tokens: int) -> Receipt:
-    """The receipt with the calibration on `text`, or with the reason why there is none."""
+def add_calibration(converted: Converted, plan: ConversionPlan, text: Path, tokens: int) -> QuantizationReport:
+    """The quantization report with the calibration on `text`, or with the reason why there is none."""
     from ktransformers.cli.library_output import library_output
-    from ktransformers.quant.receipt import calibrate, write_receipt
+    from ktransformers.quant.report import calibrate, write_report
 
     origin = plan.origin
     try:
@@ -103,11 +103,11 @@ def add_calibration(converted: Converted, plan: ConversionPlan, text: Path, toke
                 tokens=tokens,
                 source_bytes=plan.source_bytes,
             )
-        receipt = dataclasses.replace(converted.receipt, calibration=calibration, skipped=None)
+        report = dataclasses.replace(converted.report, calibration=calibration, skipped=None)
     except InputError as error:
-        receipt = dataclasses.replace(converted.receipt, calibration=None, skipped=str(error))
-    write_receipt(converted.directory, receipt)
-    return receipt
+        report = dataclasses.replace(converted.report, calibration=None, skipped=str(error))
+    write_report(converted.directory, report)
+    return report
 
 
 def show_plan(plan: ConversionPlan, seconds: float, as_json: bool) -> None:
@@ -166,7 +166,7 @@ def run_quant(
         raise InputError("calib", f"{calib}, which does not exist", "a text file or JSON lines")
     from ktransformers.quant.convert import convert
     from ktransformers.quant.plan import estimate, make_plan, parse_formats
-    from ktransformers.quant.receipt import MAX_TOKENS
+    from ktransformers.quant.report import MAX_TOKENS
 
     formats = parse_formats(normalise_format(word), group, None if down is None else normalise_format(down))
     rest = rest_word(rest)
@@ -182,20 +182,20 @@ def run_quant(
     assert out is not None
     with progress_bar("Converting", quiet=as_json, unit="bytes") as progress:
         done = convert(plan, out, layers=selected, hash_source=hash_source, progress=progress)
-    receipt = done.receipt
+    report = done.report
     if calib is not None and done.whole:
-        receipt = add_calibration(done, plan, calib, calib_tokens or MAX_TOKENS)
+        report = add_calibration(done, plan, calib, calib_tokens or MAX_TOKENS)
     if as_json:
         document = {"directory": str(done.directory), "whole": done.whole, "seconds": round(done.seconds, 2)}
         document |= {"source_bytes": done.source_bytes, "kept_layers": done.kept_layers, "redone": done.redone}
-        print(json.dumps(document | receipt.to_json(), indent=2))
+        print(json.dumps(document | report.to_json(), indent=2))
         return
     if done.redone:
         print(f"written again, because their checksums did not fit: {', '.join(done.redone)}")
     rate = f", {done.source_bytes / done.seconds / 1e9:.2f} GB/s" if done.source_bytes else ""
-    state = "" if done.whole else f": {len(receipt.layers)} of {len(plan.layers)} layers; the same command continues"
+    state = "" if done.whole else f": {len(report.layers)} of {len(plan.layers)} layers; the same command continues"
     print(f"{done.directory}{state} ({gigabytes(plan.out_bytes)} in all, {format_duration(done.seconds)}{rate})")
-    print("\n".join(receipt_lines(receipt)))
+    print("\n".join(report_lines(report)))
 
 
 def show_kt_plan(plan: KTPlan, seconds: float, as_json: bool) -> None:

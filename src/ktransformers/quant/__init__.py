@@ -1,1 +1,1 @@
-"""`kt quant`: any supported checkpoint into a packed directory, with a receipt of what quantisation changed."""
+"""`kt quant`: any supported checkpoint into a packed directory, with a report of what quantization changed."""

@@ -35,7 +35,7 @@ from ktransformers.quant.directory import find_existing, write_directory
 from ktransformers.quant.layer_file import LayerFile
 from ktransformers.quant.linears_file import LinearsFile, split_linears
 from ktransformers.quant.plan import ConversionPlan, LayerPlan, partial_store, without_patches
-from ktransformers.quant.receipt import Receipt, build_receipt, relative_error
+from ktransformers.quant.report import QuantizationReport, build_report, relative_error
 
 STORE_BYTES = 256 << 20  # packed size of the staging store
 MAX_QUEUED_MATRICES = 6  # matrices in flight beyond one per thread
@@ -48,7 +48,7 @@ log = logger(__name__)
 class Converted:
     directory: Path
     whole: bool  # False: layers are missing, and `directory` is the unfinished `.partial` one
-    receipt: Receipt
+    report: QuantizationReport
     seconds: float
     source_bytes: int  # read by this call
     kept_layers: int = 0  # converted by an earlier call
@@ -71,8 +71,8 @@ def convert(
         numbers = [layer.origin.number for layer in plan.layers]
         raise InputError("layers", f"{unknown[0]}", f"layers with experts, {min(numbers)} to {max(numbers)}")
     files = plan.origin.files(hashed=hash_source)
-    if (receipt := find_existing(target, plan.formats, plan.rest, files)) is not None:
-        return Converted(target, True, receipt, 0.0, 0, len(plan.layers))
+    if (report := find_existing(target, plan.formats, plan.rest, files)) is not None:
+        return Converted(target, True, report, 0.0, 0, len(plan.layers))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError(str(target), "something that exists", "a new directory", "remove it or name another")
     journal = ConversionJournal(target, _journal_plan(plan))
@@ -141,12 +141,12 @@ class _Conversion:
             background.shutdown()
             torch.set_num_threads(threads)
         complete = all(layer.file in journal.shards for layer in plan.layers)
-        receipt = build_receipt(self._conversion, plan.formats, journal.details)
+        report = build_report(self._conversion, plan.formats, journal.details)
         if complete:
-            write_directory(plan.origin, journal, plan.formats, plan.rest, files, receipt)
+            write_directory(plan.origin, journal, plan.formats, plan.rest, files, report)
         seconds = time.perf_counter() - start
         directory = journal.out if complete else journal.directory
-        return Converted(directory, complete, receipt, seconds, self._bytes_read, len(kept), redone)
+        return Converted(directory, complete, report, seconds, self._bytes_read, len(kept), redone)
 
     def _check_disk_space(self, rest: list[RestShard], linears: list[LinearsFile]) -> None:
         layers = [layer for layer in self._plan.layers if layer.file not in self._journal.shards]

@@ -33,7 +33,7 @@ from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import write_json
 from ktransformers.modeling.prepare import QUANT_METHOD
 from ktransformers.quant.origin import Origin
-from ktransformers.quant.receipt import QUALITY_FILE, Receipt, read_receipt
+from ktransformers.quant.report import QUALITY_FILE, QuantizationReport, read_report
 
 
 def write_directory(
@@ -42,7 +42,7 @@ def write_directory(
     formats: dict[str, str],
     rest: str,
     files: Sequence[SourceFile],
-    receipt: Receipt,
+    report: QuantizationReport,
 ) -> None:
     """Write index, manifest, configuration, tokenizer and quantization report next to the shards, then rename the
     directory to its final name."""
@@ -65,7 +65,7 @@ def write_directory(
     origin.write_small_files(directory)
     write_json(directory / INDEX_FILE, _index(directory, manifest))
     write_json(directory / MANIFEST_FILE, document)
-    write_json(directory / QUALITY_FILE, receipt.to_json())
+    write_json(directory / QUALITY_FILE, report.to_json())
     write_json(directory / "config.json", _configuration(origin, manifest, document["sha256"]))
     journal.publish()
 
@@ -88,8 +88,10 @@ def _index(directory: Path, manifest: Manifest) -> dict[str, Any]:
     return {"metadata": {"total_size": size}, "weight_map": names}
 
 
-def find_existing(out: Path, formats: dict[str, str], rest: str, files: Sequence[SourceFile]) -> Receipt | None:
-    """The receipt of an earlier conversion of the same files to the same formats; None: there is none in `out`."""
+def find_existing(
+    out: Path, formats: dict[str, str], rest: str, files: Sequence[SourceFile]
+) -> QuantizationReport | None:
+    """The report of an earlier conversion of the same files to the same formats; None: there is none in `out`."""
     if not is_packed(out):
         return None
     with contextlib.suppress(InputError):
@@ -97,5 +99,5 @@ def find_existing(out: Path, formats: dict[str, str], rest: str, files: Sequence
         recorded = [(file.name, file.bytes, file.header_sha256) for file in manifest.source.files]
         same = recorded == [(file.name, file.bytes, file.header_sha256) for file in files]
         if same and (manifest.formats, manifest.rest) == (formats, rest) and manifest.layout == LAYOUT_VERSION:
-            return read_receipt(out)
+            return read_report(out)
     return None

@@ -20,7 +20,7 @@ from ktransformers.checkpoint.tensorfile import FileLayout, TensorFile, plan_lay
 from ktransformers.experts.store import LAYOUT_VERSION
 from ktransformers.ground.errors import KTError
 from ktransformers.quant.plan import LinearPlan
-from ktransformers.quant.receipt import relative_error
+from ktransformers.quant.report import relative_error
 
 
 @dataclass

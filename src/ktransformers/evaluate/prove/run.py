@@ -34,7 +34,7 @@ from ktransformers.adapters.comparison import (
 from ktransformers.adapters.config import check_for_peft
 from ktransformers.adapters.content import Content, open_content
 from ktransformers.adapters.convert import read_adapter
-from ktransformers.adapters.dialects import detect_dialect
+from ktransformers.adapters.formats import detect_format
 from ktransformers.adapters.manifest import check_manifest, read_manifest
 from ktransformers.adapters.proof_record import ProofRecord, read_record
 from ktransformers.adapters.router_choices import ChoiceComparison, compare_choices
@@ -188,7 +188,7 @@ def _sample_rows(record: ProofRecord | None, target: Target) -> tuple[list[list[
 
 def check_tensors(content: Content, model: str) -> tuple[ProofCheck, dict[str, int]]:
     """Check the files: every tensor agrees with the manifest and belongs to a module of this model."""
-    source, document = detect_dialect(content), read_manifest(content.directory)
+    source, document = detect_format(content), read_manifest(content.directory)
     if source.name != "peft":
         raise InputError(
             str(content.path), f"an adapter in {source.description}", "PEFT's", "`kt convert --to peft` first"

@@ -122,7 +122,7 @@ def require_expert_adapters(model: Any) -> None:
 def stored_as_peft(path: str) -> str:
     """The directory of an adapter in PEFT's form: the given one, or a temporary conversion of kt-kernel's two files or
     of a GGUF file. PEFT would load kt-kernel's directory without its experts and not say so."""
-    from ktransformers.adapters.dialects.kt import EXPERT_FILE
+    from ktransformers.adapters.formats.kt import EXPERT_FILE
 
     given = Path(path).expanduser()
     if not given.is_file() and not (given / EXPERT_FILE).is_file():

@@ -1,4 +1,4 @@
-"""Every dialect into every other and back: the same deltas, the same ranks, whatever the adapter is like."""
+"""Every adapter format into every other and back: the same deltas, the same ranks, whatever the adapter is like."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ktransformers.adapters import DIALECTS, convert, read_adapter, write_adapter
+from ktransformers.adapters import ADAPTER_FORMATS, convert, read_adapter, write_adapter
 from ktransformers.adapters.content import open_content
-from ktransformers.adapters.dialects import detect_dialect
+from ktransformers.adapters.formats import detect_format
 from ktransformers.ground.errors import InputError
 from tests.support.adapter_samples import Recipe, ranks, same_deltas, sample, write_model_config
 
-NAMES = [dialect.name for dialect in DIALECTS]
+NAMES = [adapter_format.name for adapter_format in ADAPTER_FORMATS]
 QUICK = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -66,14 +66,14 @@ def test_round_trip_between_every_pair_of_dialects(first: str, second: str, reci
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_dialect_is_detected_by_content(name: str, tmp_path: Path) -> None:
+def test_format_is_detected_by_content(name: str, tmp_path: Path) -> None:
     write_adapter(sample(), tmp_path / "adapter", name)
-    assert detect_dialect(open_content(tmp_path / "adapter")).name == name
+    assert detect_format(open_content(tmp_path / "adapter")).name == name
     for file in (tmp_path / "adapter").iterdir():
         if file.suffix in (".safetensors", ".gguf"):
             suffix = ".safetensors" if file.suffix == ".safetensors" else ""
             file.rename(file.with_name(f"renamed_{file.stem}{suffix}"))
-    assert detect_dialect(open_content(tmp_path / "adapter")).name == name
+    assert detect_format(open_content(tmp_path / "adapter")).name == name
 
 
 @pytest.mark.parametrize("name", ["peft", "per-expert", "sglang", "gguf"])
@@ -153,7 +153,7 @@ def test_rslora_and_patterns_are_resolved(tmp_path: Path) -> None:
 
 def test_gguf_names_are_those_of_llama_cpp() -> None:
     gguf = pytest.importorskip("gguf")
-    from ktransformers.adapters.dialects.gguf import ARCHITECTURES, EXPERT_TENSORS
+    from ktransformers.adapters.formats.gguf import ARCHITECTURES, EXPERT_TENSORS
 
     for arch in ARCHITECTURES.values():
         kind = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[arch.name]
@@ -217,11 +217,11 @@ def test_rslora_is_folded_before_it_is_rounded(to: str, tmp_path: Path) -> None:
             assert torch.equal(pair.b[..., : b.shape[-1]], b), "rounded twice"
 
 
-@pytest.mark.parametrize("dialect", NAMES)
-def test_every_tensor_is_logged_under_both_names(dialect: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapter_format", NAMES)
+def test_every_tensor_is_logged_under_both_names(adapter_format: str, tmp_path: Path) -> None:
     recipe = Recipe(family="mixtral")
     model = write_model_config(recipe, tmp_path / "model")
-    write_adapter(sample(recipe), tmp_path / "a", dialect)
+    write_adapter(sample(recipe), tmp_path / "a", adapter_format)
     lines: list[str] = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

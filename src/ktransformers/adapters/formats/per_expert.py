@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ktransformers.adapters.config import AdapterConfig, build_config, compact_number, read_config
 from ktransformers.adapters.content import Content
-from ktransformers.adapters.dialects.dialect import Dialect, module_batches, save_adapter
-from ktransformers.adapters.dialects.peft import EXPERT_TARGET_NAMES, leaf_name, module_targets, most_common_form
 from ktransformers.adapters.fit import most_common_scaling, refit_adapter, refit_form
+from ktransformers.adapters.formats.adapter_format import AdapterFormat, module_batches, save_adapter
+from ktransformers.adapters.formats.peft import EXPERT_TARGET_NAMES, leaf_name, module_targets, most_common_form
 from ktransformers.adapters.lora import ROLES, Adapter, Experts, LoraPair, PairForm
 from ktransformers.adapters.names import (
     EXPERT_MODULE,
@@ -190,4 +190,6 @@ def _config(adapter: Adapter) -> dict[str, Any]:
     return config
 
 
-DIALECT = Dialect("per-expert", "PEFT and vLLM, one pair for each expert", matches, read, write, count_pairs)
+ADAPTER_FORMAT = AdapterFormat(
+    "per-expert", "PEFT and vLLM, one pair for each expert", matches, read, write, count_pairs
+)

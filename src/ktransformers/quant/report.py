@@ -1,4 +1,4 @@
-"""The receipt of a conversion: the quantisation error of each matrix and, given a text, its effect on the model.
+"""The quantization report of a conversion: the error of each matrix and, given a text, its effect on the model.
 
 The error of a matrix is the Frobenius norm of the difference over that of the source, over all experts of a layer. With
 a text, source and result are evaluated on the same windows: perplexity of both, the divergence KL(source || result) of
@@ -64,7 +64,7 @@ class Calibration:
 
 
 @dataclass(frozen=True)
-class Receipt:
+class QuantizationReport:
     conversion: str
     formats: dict[str, str]
     layers: list[LayerQuality]
@@ -103,8 +103,8 @@ def relative_error(moved: float, norm: float) -> float:
     return math.sqrt(moved / norm) if norm else 0.0
 
 
-class _StoredReceipt(BaseModel):
-    """The fields of a Receipt as its file holds them, without the version and the summary."""
+class _StoredReport(BaseModel):
+    """The fields of a quantization report as its file holds them, without the version and the summary."""
 
     conversion: str
     formats: dict[str, str]
@@ -114,8 +114,10 @@ class _StoredReceipt(BaseModel):
     linears: list[LinearQuality] = []
 
 
-def build_receipt(conversion: str, formats: dict[str, str], details: Mapping[str, Mapping[str, Any]]) -> Receipt:
-    """The receipt of the layers in the journal; `details` is file -> what the journal records of it."""
+def build_report(
+    conversion: str, formats: dict[str, str], details: Mapping[str, Mapping[str, Any]]
+) -> QuantizationReport:
+    """The quantization report of the layers in the journal; `details` is file -> what the journal records of it."""
     layers = [
         LayerQuality(
             entry["layer"]["module"],
@@ -131,17 +133,19 @@ def build_receipt(conversion: str, formats: dict[str, str], details: Mapping[str
         if "linears" in entry
         for name, quality in entry["quality"].items()
     ]
-    return Receipt(conversion, formats, sorted(layers, key=lambda layer: layer.number), linears=linears)
+    return QuantizationReport(conversion, formats, sorted(layers, key=lambda layer: layer.number), linears=linears)
 
 
-def read_receipt(directory: Path) -> Receipt:
+def read_report(directory: Path) -> QuantizationReport:
     file = directory / QUALITY_FILE
-    stored = validate(_StoredReceipt, read_json_object(file, "the receipt of a conversion"), str(file))
-    return Receipt(stored.conversion, stored.formats, stored.layers, stored.calibration, stored.skipped, stored.linears)
+    stored = validate(_StoredReport, read_json_object(file, "the quantization report of a conversion"), str(file))
+    return QuantizationReport(
+        stored.conversion, stored.formats, stored.layers, stored.calibration, stored.skipped, stored.linears
+    )
 
 
-def write_receipt(directory: Path, receipt: Receipt) -> None:
-    write_json(directory / QUALITY_FILE, receipt.to_json())
+def write_report(directory: Path, report: QuantizationReport) -> None:
+    write_json(directory / QUALITY_FILE, report.to_json())
 
 
 def read_text(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""The interface of a dialect: how to recognise, read and write an adapter, and helpers that all writers use."""
+"""The interface of a format: how to recognise, read and write an adapter, and helpers that all writers use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODEL_FILE = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
-class Dialect:
+class AdapterFormat:
     name: str
     description: str
     matches: Callable[[Content], bool]  # decided by tensor names

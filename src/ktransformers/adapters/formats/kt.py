@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ktransformers.adapters.config import AdapterConfig, build_config, compact_number, read_config
 from ktransformers.adapters.content import Content
-from ktransformers.adapters.dialects.dialect import MODEL_FILE, Dialect, module_batches
-from ktransformers.adapters.dialects.peft import leaf_name
 from ktransformers.adapters.fit import make_uniform, refit_adapter, survives_dtype
+from ktransformers.adapters.formats.adapter_format import MODEL_FILE, AdapterFormat, module_batches
+from ktransformers.adapters.formats.peft import leaf_name
 from ktransformers.adapters.lora import ROLES, Adapter, Experts, LoraPair, PairForm
 from ktransformers.adapters.names import KT_KERNEL_KEY, layers_prefix, merge_names, order_targets, split_layer_name
 from ktransformers.adapters.parse import ReadContext, add_prefix, build_extras, build_modules, pair_factors
@@ -224,7 +224,7 @@ def build_manifest(
     }
 
 
-DIALECT = Dialect(
+ADAPTER_FORMAT = AdapterFormat(
     "kt",
     "kt-kernel's training output, experts in a file of their own",
     matches,

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from ktransformers.adapters.config import compact_number
 from ktransformers.adapters.content import Content
-from ktransformers.adapters.dialects.dialect import Dialect
 from ktransformers.adapters.fit import refit_adapter, refit_form
+from ktransformers.adapters.formats.adapter_format import AdapterFormat
 from ktransformers.adapters.gguf_file import import_gguf
 from ktransformers.adapters.lora import ROLES, Adapter, Experts, LoraPair, Module, PairForm
 from ktransformers.adapters.model import ModelFacts
@@ -366,4 +366,4 @@ def _metadata(adapter: Adapter) -> dict[str, Any]:
     }
 
 
-DIALECT = Dialect("gguf", "llama.cpp's GGUF LoRA", matches, read, write, lambda layer: len(layer.forms))
+ADAPTER_FORMAT = AdapterFormat("gguf", "llama.cpp's GGUF LoRA", matches, read, write, lambda layer: len(layer.forms))

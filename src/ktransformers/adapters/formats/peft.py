@@ -1,4 +1,4 @@
-"""PEFT's dialect for fused experts: two pairs per layer, the experts side by side in 2-D tensors.
+"""PEFT's format for fused experts: two pairs per layer, the experts side by side in 2-D tensors.
 
 `{root}.experts.base_layer` is gate_up (the inner wrapper), `{root}.experts` is down (the outer one); if only one of
 them is adapted, it is at `{root}.experts`. A is `[E*r, in]`, experts outermost; B is `[out, r*E]`, experts *innermost*.
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ktransformers.adapters.config import AdapterConfig, build_config, read_config
 from ktransformers.adapters.content import Content
-from ktransformers.adapters.dialects.dialect import Dialect, module_batches, save_adapter
 from ktransformers.adapters.fit import most_common_scaling, refit_adapter, refit_form
+from ktransformers.adapters.formats.adapter_format import AdapterFormat, module_batches, save_adapter
 from ktransformers.adapters.lora import Adapter, Experts, LoraPair, Module, PairForm
 from ktransformers.adapters.names import FUSED_EXPERTS, merge_names, order_targets, parse_factor, split_layer_name
 from ktransformers.adapters.parse import LoraTensors, ReadContext, add_prefix, build_extras, build_modules, pair_factors
@@ -270,4 +270,4 @@ def module_targets(adapter: Adapter) -> tuple[list[str], list[str]]:
     return order_targets(plain), sorted(weights)
 
 
-DIALECT = Dialect("peft", "PEFT, experts fused in 3-D parameters", matches, read, write, _count_pairs)
+ADAPTER_FORMAT = AdapterFormat("peft", "PEFT, experts fused in 3-D parameters", matches, read, write, _count_pairs)

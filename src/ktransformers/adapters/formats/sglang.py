@@ -1,4 +1,4 @@
-"""The dialect that SGLang loads and kt-kernel's converter writes: per-expert pairs without PEFT's prefix.
+"""The format that SGLang loads and kt-kernel's converter writes: per-expert pairs without PEFT's prefix.
 
 Experts are always named `model.layers.{L}`, even if the model itself says `model.language_model.layers`. SGLang
 supports one r and one lora_alpha for the whole adapter and no patterns, so ranks are padded to the largest.
@@ -10,10 +10,10 @@ from pathlib import Path
 
 from ktransformers.adapters.config import build_config
 from ktransformers.adapters.content import Content
-from ktransformers.adapters.dialects.dialect import Dialect, module_batches, save_adapter
-from ktransformers.adapters.dialects.peft import leaf_name
-from ktransformers.adapters.dialects.per_expert import count_pairs, expert_batch, is_expert_key, read
 from ktransformers.adapters.fit import make_uniform
+from ktransformers.adapters.formats.adapter_format import AdapterFormat, module_batches, save_adapter
+from ktransformers.adapters.formats.peft import leaf_name
+from ktransformers.adapters.formats.per_expert import count_pairs, expert_batch, is_expert_key, read
 from ktransformers.adapters.lora import Adapter
 from ktransformers.adapters.names import name_in_checkpoint, order_targets, split_layer_name
 from ktransformers.adapters.write import WrittenTensor
@@ -38,4 +38,6 @@ def write(adapter: Adapter, directory: Path) -> list[WrittenTensor]:
     return save_adapter(directory, batches, config)
 
 
-DIALECT = Dialect("sglang", "SGLang, one pair for each expert, no prefix", matches, read, write, count_pairs)
+ADAPTER_FORMAT = AdapterFormat(
+    "sglang", "SGLang, one pair for each expert, no prefix", matches, read, write, count_pairs
+)
