@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ktransformers.cli import ask
+from ktransformers.cli.options import Json
 
 config = typer.Typer(name="config", help="Settings of this user.", no_args_is_help=True)
 
@@ -19,7 +20,6 @@ def complete_keys(incomplete: str) -> list[str]:
     return [key for key in settings.keys() if key.startswith(incomplete)]  # noqa: SIM118 (a function)
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Key = Annotated[str, typer.Argument(help="SECTION.NAME; `kt config show` lists them.", autocompletion=complete_keys)]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ktransformers.cli.verbose import Verbose
+from ktransformers.cli.options import Verbose
 
 
 def convert(

@@ -11,6 +11,7 @@ import typer
 
 from ktransformers.cli import ask
 from ktransformers.cli.model import complete_names, find_entry
+from ktransformers.cli.options import Json
 from ktransformers.cli.progress import drawn_reports, progress_bar
 from ktransformers.cli.sizes import gigabytes
 from ktransformers.ground.errors import InputError
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from ktransformers.checkpoint.verify import Verified
     from ktransformers.ground.model_registry import Entry
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 SOURCES = ("huggingface", "modelscope")
 
 

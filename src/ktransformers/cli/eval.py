@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ktransformers.cli.no_verify import NoVerify
+from ktransformers.cli.options import NoVerify
 from ktransformers.cli.progress import log, progress_bar
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.packages import require_extra

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ktransformers.cli.quant import LAYOUTS, run_plain, run_quant, run_quant_kt, warn_ignored
+from ktransformers.cli.quant import LAYOUTS, TARGETS, QuantOptions, check_options, run_plain
 from ktransformers.ground.errors import KTError
 
 
@@ -38,21 +38,19 @@ def weights_parser() -> argparse.ArgumentParser:
 
 
 def _convert_weights(given: argparse.Namespace) -> None:
-    warn_ignored(gpu=given.gpu)
-    if given.layout == "packed":
-        run_quant(given.input_path, given.output, word=given.quant_method, threads=given.cpuinfer_threads)
-        return
-    run_quant_kt(
-        given.input_path,
-        given.output,
+    options = QuantOptions(
+        out=given.output,
         word=given.quant_method,
-        numa_nodes=given.threadpool_count,
-        merged=not given.no_merge_safetensor,
-        backward=given.save_backward_weights,
         threads=given.cpuinfer_threads,
+        numa_nodes=given.threadpool_count,
+        no_merge=given.no_merge_safetensor,
+        backward=given.save_backward_weights,
         resume_layer=given.resume_layer,
+        gpu=given.gpu,
         profile=given.profile,
     )
+    check_options(options, "--layout kt-kernel")
+    TARGETS[f"--layout {given.layout}"](given.input_path, options)
 
 
 def convert_cpu_weights() -> None:
@@ -66,7 +64,7 @@ def fp8_cast_bf16() -> None:
     parser = argparse.ArgumentParser("fp8_cast_bf16.py", description="Write a checkpoint in bf16 from a quantised one.")
     parser.add_argument("--input-fp8-hf-path", type=Path, required=True, help="FP8, INT4 or GGUF")
     parser.add_argument("--output-bf16-hf-path", type=Path, required=True, help="the directory to write")
-    _run(parser, lambda given: run_plain(given.input_fp8_hf_path, given.output_bf16_hf_path))
+    _run(parser, lambda given: run_plain(given.input_fp8_hf_path, QuantOptions(out=given.output_bf16_hf_path)))
 
 
 def _convert_lora(given: argparse.Namespace) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
+
+from ktransformers.cli.options import Json
 
 if TYPE_CHECKING:
     from ktransformers.train.llamafactory.switch import SwitchState
@@ -13,7 +15,6 @@ if TYPE_CHECKING:
 llamafactory = typer.Typer(
     name="llamafactory", help="`use_kt: true` in the LLaMA-Factory of this environment.", no_args_is_help=True
 )
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 @llamafactory.callback()

@@ -27,10 +27,10 @@ from ktransformers.cli.loop import loop
 from ktransformers.cli.make import upcycle
 from ktransformers.cli.merge import merge
 from ktransformers.cli.model import model, rm
+from ktransformers.cli.options import add_quiet
 from ktransformers.cli.plan import plan
 from ktransformers.cli.prove import prove
 from ktransformers.cli.quant import quant
-from ktransformers.cli.quiet import add_quiet
 from ktransformers.cli.rules import rules
 from ktransformers.cli.run import RUN_CONTEXT, run
 from ktransformers.cli.serve import SERVE_CONTEXT, serve

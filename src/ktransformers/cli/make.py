@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from ktransformers.cli.options import Json
 from ktransformers.cli.progress import drawn_reports, progress_bar
 from ktransformers.ground.errors import InputError
 
@@ -34,7 +35,7 @@ def upcycle(
     noise: Annotated[float, typer.Option(help="Difference between copies, 0.01 for one per cent; 0 is exact.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the router and of the noise.")] = 0,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Turn a dense model into a Mixture of Experts that computes the same, without training."""
     from ktransformers.checkpoint.dense import open_dense

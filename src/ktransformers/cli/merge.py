@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ktransformers.cli.model import complete_names
+from ktransformers.cli.options import Verbose
 from ktransformers.cli.quant import normalise_format, report_lines
 from ktransformers.cli.sizes import gigabytes
-from ktransformers.cli.verbose import Verbose
 from ktransformers.ground.errors import InputError
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ktransformers.cli import ask
+from ktransformers.cli.options import Json
 from ktransformers.cli.progress import drawn_reports
 from ktransformers.cli.sizes import gigabytes
 from ktransformers.ground import progress
@@ -32,7 +33,6 @@ def complete_names(incomplete: str) -> list[str]:
     return complete(incomplete)
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Name = Annotated[str, typer.Argument(help="A name of `kt model list`, or a path.", autocompletion=complete_names)]
 Registered = Annotated[str, typer.Argument(help="A name of `kt model list`.", autocompletion=complete_names)]
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ktransformers.cli import ask
+from ktransformers.cli.options import Json
 from ktransformers.cli.progress import log
 from ktransformers.cli.sizes import gigabytes, table_line
 from ktransformers.ground.errors import InputError
@@ -328,7 +329,7 @@ def plan(
     html: Annotated[
         Path | None, typer.Option("--html", help="Also write a page with memory by place, as bars.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Plan memory by device, time, and the best configuration that fits."""
     from ktransformers.checkpoint.small_model import resolve_model

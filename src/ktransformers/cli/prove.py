@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ktransformers.cli.no_verify import NoVerify
+from ktransformers.cli.options import Json, NoVerify, Verbose
 from ktransformers.cli.progress import error as show_error
 from ktransformers.cli.progress import log
-from ktransformers.cli.verbose import Verbose
 
 if TYPE_CHECKING:
     from ktransformers.evaluate.prove.checks import ProofCheck
@@ -49,7 +48,7 @@ def prove(
     dtype: Annotated[str, typer.Option(help="Of everything but experts; auto: as recorded by training.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda where there is one]")] = None,
     no_verify: NoVerify = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Prove that the served adapter computes what was trained, and that the base is unchanged."""

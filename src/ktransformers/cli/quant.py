@@ -11,25 +11,130 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ktransformers.cli.options import Json, with_options
 from ktransformers.cli.progress import log, progress_bar
 from ktransformers.cli.sizes import gigabytes
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.linear_storage import rest_word
+from ktransformers.ground.progress import clock
 
 if TYPE_CHECKING:
     from ktransformers.quant.convert import Converted
-    from ktransformers.quant.kt_convert import KTPlan
+    from ktransformers.quant.kt_convert import KTConverted, KTPlan
     from ktransformers.quant.plan import ConversionPlan
     from ktransformers.quant.report import QuantizationReport
 
 LAYOUTS = ("packed", "kt-kernel")
 KT_BITS = {"int4": 4, "amxint4": 4, "int8": 8, "amxint8": 8}
 OLD_FORMATS = {"moe_int8": "int8", "moe_int4": "int4"}
+
+
+@dataclass(frozen=True)
+class QuantOptions:
+    """One conversion. The names of a flag behind the first are those of kt-kernel's converter."""
+
+    model: Annotated[str | None, typer.Argument(help="A model's directory, a GGUF file, or a registered name.")] = None
+    out: Annotated[Path | None, typer.Option("--out", "-o", "--output", help="The directory to write.")] = None
+    word: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            "--method",
+            "-m",
+            "--quant-method",
+            help="int4, int8, bf16, bf16:12 (the same bits in 25 % less memory), fp8:128x128, q8_0 ... (docs/quant.md "
+            "has all), or keep: as released.",
+        ),
+    ] = "int4"
+    group: Annotated[int | None, typer.Option(help="int4: columns that share a scale. [default: 32]")] = None
+    down_format: Annotated[str | None, typer.Option(help="Another format for down.")] = None
+    threads: Annotated[
+        int | None, typer.Option("--threads", "--cpuinfer-threads", "--cpu-threads", help="[default: all cores]")
+    ] = None
+    experts: Annotated[
+        Path | None, typer.Option(help="Take the experts from here: GGUF or kt-kernel files of the same model.")
+    ] = None
+    rest: Annotated[
+        str,
+        typer.Option(
+            "--rest",
+            help="Dense (non-expert) linear layers: bf16, keep (as released) or a format such as int8 or int4:32.",
+        ),
+    ] = "bf16"
+    layout: Annotated[
+        str, typer.Option(help="packed, which ktransformers maps, or kt-kernel: files that kt-kernel 0.7 reads.")
+    ] = "packed"
+    plain: Annotated[
+        bool,
+        typer.Option("--plain", help="With --format bf16: an ordinary checkpoint, which stock transformers opens."),
+    ] = False
+    numa_nodes: Annotated[
+        int | None,
+        typer.Option(
+            "--numa-nodes",
+            "--threadpool-count",
+            help="kt-kernel's layout: parts of each expert, its threadpool_count. [default: this machine's]",
+        ),
+    ] = None
+    no_merge: Annotated[
+        bool, typer.Option("--no-merge", "--no-merge-safetensor", help="kt-kernel's layout: a tree of .kt files.")
+    ] = False
+    backward: Annotated[
+        bool, typer.Option("--backward", "--save-backward-weights", help="kt-kernel's layout: transposed matrices too.")
+    ] = False
+    resume_layer: Annotated[
+        int, typer.Option("--resume-layer", help="kt-kernel's layout: refuse if a layer below is missing.", hidden=True)
+    ] = 0
+    layers: Annotated[str | None, typer.Option(help="Only these now, as 0-3,7; the rest with a later call.")] = None
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes and time, write nothing.")] = False
+    calib: Annotated[
+        Path | None, typer.Option(help="A text or JSON lines: measure KL and perplexity against the source.")
+    ] = None
+    calib_tokens: Annotated[int | None, typer.Option(help="Tokens of it to read. [default: 8192]")] = None
+    hash_source: Annotated[bool, typer.Option("--hash-source", help="Record SHA-256 of the source's files.")] = False
+    as_json: Json = False
+    input_path: Annotated[str | None, typer.Option("--input-path", help="The same as MODEL.", hidden=True)] = None
+    input_type: Annotated[str | None, typer.Option("--input-type", "-i", hidden=True)] = None
+    gpu: Annotated[bool, typer.Option("--gpu", hidden=True)] = False
+    yes: Annotated[bool, typer.Option("--yes", "-y", hidden=True)] = False
+    profile: bool = False  # of convert_cpu_weights.py alone: print the time of each layer
+
+    @property
+    def selected(self) -> set[int] | None:
+        return None if self.layers is None else parse_layers(self.layers)
+
+    def require_out(self) -> None:
+        if self.out is None and not self.dry_run:
+            raise InputError("out", "nothing", "the directory to write", "-o OUT")
+
+
+# Options that a target refuses, and those that have no effect there.
+PACKED_ALONE = ("group", "down_format", "rest", "calib", "calib_tokens", "hash_source")
+REFUSED = {"--layout kt-kernel": PACKED_ALONE, "--plain": (*PACKED_ALONE, "layout", "experts", "layers")}
+IGNORED = {
+    "--layout packed": ("numa_nodes", "no_merge", "backward", "resume_layer", "gpu"),
+    "--layout kt-kernel": ("gpu",),
+    "--plain": ("threads", "numa_nodes", "no_merge", "backward", "gpu"),
+}
+
+
+def check_options(options: QuantOptions, target: str) -> None:
+    if target == "--plain" and options.word.lower() != "bf16":
+        raise InputError("format", f"{options.word} with --plain", "bf16", "--format bf16 --plain")
+    if options.threads is not None and options.threads < 1:
+        raise InputError("threads", options.threads, "1 or more")
+    for item in dataclasses.fields(options):
+        name, value = item.name.replace("_", "-"), getattr(options, item.name)
+        if value != item.default and item.name in REFUSED.get(target, ()):
+            raise InputError(name, f"{value} with {target}", f"it without {target}")
+        if value != item.default and item.name in IGNORED[target]:
+            log(f"--{name} has no effect here and is ignored")
 
 
 def normalise_format(word: str) -> str:
@@ -61,10 +166,7 @@ def parse_layers(text: str) -> set[int]:
 
 
 def format_duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    if not minutes:
-        return f"{seconds:.1f} s"
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+    return f"{seconds:.1f} s" if round(seconds) < 60 else clock(seconds)
 
 
 def report_lines(report: QuantizationReport) -> list[str]:
@@ -87,27 +189,81 @@ def report_lines(report: QuantizationReport) -> list[str]:
     return lines
 
 
-def add_calibration(converted: Converted, plan: ConversionPlan, text: Path, tokens: int) -> QuantizationReport:
+def add_calibration(converted: Converted, plan: ConversionPlan, text: Path, tokens: int | None) -> QuantizationReport:
     """The quantization report with the calibration on `text`, or with the reason why there is none."""
     from ktransformers.cli.library_output import library_output
-    from ktransformers.quant.report import calibrate, write_report
+    from ktransformers.quant.report import MAX_TOKENS, calibrate, write_report
 
-    origin = plan.origin
+    origin, calibration, skipped = plan.origin, None, None
+    given: dict[str, Any] = {"experts": origin.experts, "tokens": tokens or MAX_TOKENS}
     try:
         with library_output():
-            calibration = calibrate(
-                origin.path,
-                converted.directory,
-                text,
-                experts=origin.experts,
-                tokens=tokens,
-                source_bytes=plan.source_bytes,
-            )
-        report = dataclasses.replace(converted.report, calibration=calibration, skipped=None)
+            calibration = calibrate(origin.path, converted.directory, text, source_bytes=plan.source_bytes, **given)
     except InputError as error:
-        report = dataclasses.replace(converted.report, calibration=None, skipped=str(error))
+        skipped = str(error)
+    report = dataclasses.replace(converted.report, calibration=calibration, skipped=skipped)
     write_report(converted.directory, report)
     return report
+
+
+def plan_document(plan: ConversionPlan | KTPlan, seconds: float) -> dict[str, Any]:
+    sizes = {"source_bytes": plan.source_bytes, "rest_bytes": plan.rest_bytes, "out_bytes": plan.out_bytes}
+    return {**sizes, "seconds": round(seconds, 1), "threads": plan.threads}
+
+
+def plan_lines(plan: ConversionPlan | KTPlan, seconds: float, parts: str) -> list[str]:
+    estimate = f"{format_duration(seconds)} with {plan.threads} threads, measured on one expert"
+    return [
+        f"source   {gigabytes(plan.source_bytes)}, {len(plan.origin.layers)} layers of experts",
+        f"result   {gigabytes(plan.out_bytes)}: {parts}",
+        f"time     {estimate}; the disk may take longer",
+    ]
+
+
+def done_document(done: Converted | KTConverted) -> dict[str, Any]:
+    document = {"directory": str(done.directory), "whole": done.whole, "seconds": round(done.seconds, 2)}
+    return document | {"source_bytes": done.source_bytes, "kept_layers": done.kept_layers, "redone": done.redone}
+
+
+def done_lines(done: Converted | KTConverted, plan: ConversionPlan | KTPlan, layers: int) -> list[str]:
+    lines = [f"written again, because their checksums did not fit: {', '.join(done.redone)}"] if done.redone else []
+    rate = f", {done.source_bytes / done.seconds / 1e9:.2f} GB/s" if done.source_bytes else ""
+    state = "" if done.whole else f": {layers} of {len(plan.origin.layers)} layers; the same command continues"
+    taken = f"{gigabytes(plan.out_bytes)} in all, {format_duration(done.seconds)}{rate}"
+    return [*lines, f"{done.directory}{state} ({taken})"]
+
+
+def show(document: dict[str, Any], lines: list[str], as_json: bool) -> None:
+    print(json.dumps(document, indent=2) if as_json else "\n".join(lines))
+
+
+def run_packed(source: Path, options: QuantOptions) -> None:
+    options.require_out()
+    selected, calib, down = options.selected, options.calib, options.down_format
+    if calib is not None and not calib.is_file():
+        raise InputError("calib", f"{calib}, which does not exist", "a text file or JSON lines")
+    from ktransformers.quant.convert import convert
+    from ktransformers.quant.plan import estimate, make_plan, parse_formats
+
+    down = None if down is None else normalise_format(down)
+    formats, rest = parse_formats(normalise_format(options.word), options.group, down), rest_word(options.rest)
+    plan = make_plan(source, formats, options.threads, options.experts, rest)
+    if rest != "bf16" and not plan.linears:
+        reason = "the files have numbers there" if rest == "keep" else "no linear layer of this model is large enough"
+        log(f"--rest {rest}: without effect: {reason}")
+    for note in plan.origin.notes:
+        log(note)
+    if options.dry_run:
+        show_plan(plan, estimate(plan), options.as_json)
+        return
+    assert options.out is not None
+    with progress_bar("Converting", quiet=options.as_json, unit="bytes") as progress:
+        done = convert(plan, options.out, layers=selected, hash_source=options.hash_source, progress=progress)
+    report = done.report
+    if calib is not None and done.whole:
+        report = add_calibration(done, plan, calib, options.calib_tokens)
+    lines = [*done_lines(done, plan, len(report.layers)), *report_lines(report)]
+    show(done_document(done) | report.to_json(), lines, options.as_json)
 
 
 def show_plan(plan: ConversionPlan, seconds: float, as_json: bool) -> None:
@@ -121,341 +277,86 @@ def show_plan(plan: ConversionPlan, seconds: float, as_json: bool) -> None:
         }
         for layer in plan.layers
     ]
-    if as_json:
-        document: dict[str, Any] = {"layers": layers, "rest_bytes": plan.rest_bytes, "source_bytes": plan.source_bytes}
-        document |= {"rest": plan.rest, "linears": len(plan.linears), "rest_out_bytes": plan.rest_out_bytes}
-        document |= {"out_bytes": plan.out_bytes, "seconds": round(seconds, 1), "threads": plan.threads}
-        print(json.dumps(document, indent=2))
-        return
+    document = {"layers": layers, "rest": plan.rest, "linears": len(plan.linears), **plan_document(plan, seconds)}
+    lines = []
     for role in plan.layers[0].formats:
-        source, target = (sorted({str(layer[key][role]) for layer in layers}) for key in ("from", "to"))  # type: ignore[index]
-        print(f"{role:<8} {', '.join(source)} -> {', '.join(target)}")
+        stored = ", ".join(sorted({layer.origin.formats[role] for layer in plan.layers}))
+        lines.append(f"{role:<8} {stored} -> {', '.join(sorted({layer.formats[role] for layer in plan.layers}))}")
     experts = sum(layer.packed_bytes for layer in plan.layers)
-    print(f"source   {gigabytes(plan.source_bytes)}, {len(plan.layers)} layers of experts")
-    print(
-        f"result   {gigabytes(plan.out_bytes)}: experts {gigabytes(experts)}, the rest {gigabytes(plan.rest_out_bytes)}"
-    )
-    estimate = f"{format_duration(seconds)} with {plan.threads} threads, measured on one expert"
-    print(f"time     {estimate}; the disk may take longer")
+    parts = f"experts {gigabytes(experts)}, the rest {gigabytes(plan.rest_out_bytes)}"
+    lines += plan_lines(plan, seconds, parts)
+    show(document | {"rest_out_bytes": plan.rest_out_bytes}, lines, as_json)
 
 
-def run_quant(
-    source: Path,
-    out: Path | None,
-    *,
-    word: str,
-    experts: Path | None = None,
-    rest: str = "bf16",
-    group: int | None = None,
-    down: str | None = None,
-    threads: int | None = None,
-    layers: str | None = None,
-    dry_run: bool = False,
-    calib: Path | None = None,
-    calib_tokens: int | None = None,
-    hash_source: bool = False,
-    as_json: bool = False,
-) -> None:
-    """Runs `kt quant` and convert_cpu_weights.py."""
-    selected = None if layers is None else parse_layers(layers)
-    if out is None and not dry_run:
-        raise InputError("out", "nothing", "the directory to write", "-o OUT")
-    if threads is not None and threads < 1:
-        raise InputError("threads", threads, "1 or more")
-    if calib is not None and not calib.is_file():
-        raise InputError("calib", f"{calib}, which does not exist", "a text file or JSON lines")
-    from ktransformers.quant.convert import convert
-    from ktransformers.quant.plan import estimate, make_plan, parse_formats
-    from ktransformers.quant.report import MAX_TOKENS
-
-    formats = parse_formats(normalise_format(word), group, None if down is None else normalise_format(down))
-    rest = rest_word(rest)
-    plan = make_plan(source, formats, threads, experts, rest)
-    if rest != "bf16" and not plan.linears:
-        reason = "the files have numbers there" if rest == "keep" else "no linear layer of this model is large enough"
-        log(f"--rest {rest}: without effect: {reason}")
-    for note in plan.origin.notes:
-        log(note)
-    if dry_run:
-        show_plan(plan, estimate(plan), as_json)
-        return
-    assert out is not None
-    with progress_bar("Converting", quiet=as_json, unit="bytes") as progress:
-        done = convert(plan, out, layers=selected, hash_source=hash_source, progress=progress)
-    report = done.report
-    if calib is not None and done.whole:
-        report = add_calibration(done, plan, calib, calib_tokens or MAX_TOKENS)
-    if as_json:
-        document = {"directory": str(done.directory), "whole": done.whole, "seconds": round(done.seconds, 2)}
-        document |= {"source_bytes": done.source_bytes, "kept_layers": done.kept_layers, "redone": done.redone}
-        print(json.dumps(document | report.to_json(), indent=2))
-        return
-    if done.redone:
-        print(f"written again, because their checksums did not fit: {', '.join(done.redone)}")
-    rate = f", {done.source_bytes / done.seconds / 1e9:.2f} GB/s" if done.source_bytes else ""
-    state = "" if done.whole else f": {len(report.layers)} of {len(plan.layers)} layers; the same command continues"
-    print(f"{done.directory}{state} ({gigabytes(plan.out_bytes)} in all, {format_duration(done.seconds)}{rate})")
-    print("\n".join(report_lines(report)))
-
-
-def show_kt_plan(plan: KTPlan, seconds: float, as_json: bool) -> None:
-    from ktransformers.checkpoint.kt_codes import tile_format
-
-    form, layers = tile_format(plan.bits), len(plan.origin.layers)
-    if as_json:
-        document: dict[str, Any] = {"layout": "kt-kernel", "method": form.method, "threadpool_count": plan.parts}
-        document |= {"layers": layers, "source_bytes": plan.source_bytes, "rest_bytes": plan.rest_bytes}
-        document |= {"out_bytes": plan.out_bytes, "seconds": round(seconds, 1), "threads": plan.threads}
-        print(json.dumps(document, indent=2))
-        return
-    what = "merged safetensors" if plan.merged else "a tree of .kt files"
-    print(f"layout   kt-kernel, {form.method}, {what} for {plan.parts} NUMA nodes")
-    print(f"source   {gigabytes(plan.source_bytes)}, {layers} layers of experts")
-    print(f"result   {gigabytes(plan.out_bytes)}: {gigabytes(plan.layer_bytes)} a layer")
-    print(f"time     {format_duration(seconds)} with {plan.threads} threads, measured on one expert")
-
-
-def run_quant_kt(
-    source: Path,
-    out: Path | None,
-    *,
-    word: str,
-    experts: Path | None = None,
-    numa_nodes: int | None = None,
-    merged: bool = True,
-    backward: bool = False,
-    threads: int | None = None,
-    layers: str | None = None,
-    resume_layer: int = 0,
-    dry_run: bool = False,
-    profile: bool = False,
-    as_json: bool = False,
-) -> None:
-    """Runs `kt quant --layout kt-kernel` and convert_cpu_weights.py."""
-    bits = kt_bits(word)
-    selected = None if layers is None else parse_layers(layers)
-    if threads is not None and threads < 1:
-        raise InputError("threads", threads, "1 or more")
+def run_kt(source: Path, options: QuantOptions) -> None:
+    bits, selected = kt_bits(options.word), options.selected
     from ktransformers import _core
     from ktransformers.checkpoint.kt_codes import tile_format
     from ktransformers.quant.kt_convert import convert_kt, estimate_kt, plan_kt
     from ktransformers.quant.origin import Origin
 
-    parts = _core.machine()["nodes"] if numa_nodes is None else numa_nodes
-    plan = plan_kt(Origin(source, experts), bits, parts, merged=merged, backward=backward, threads=threads)
+    parts = _core.machine()["nodes"] if options.numa_nodes is None else options.numa_nodes
+    shape: dict[str, Any] = {"merged": not options.no_merge, "backward": options.backward}
+    plan = plan_kt(Origin(source, options.experts), bits, parts, threads=options.threads, **shape)
     for note in plan.origin.notes:
         log(note)
-    if dry_run:
-        show_kt_plan(plan, estimate_kt(plan), as_json)
+    method, count = tile_format(bits).method, len(plan.origin.layers)
+    facts = {"layout": "kt-kernel", "method": method, "threadpool_count": parts}
+    if options.dry_run:
+        seconds, files = estimate_kt(plan), "merged safetensors" if plan.merged else "a tree of .kt files"
+        lines = [f"layout   kt-kernel, {method}, {files} for {parts} NUMA nodes"]
+        lines += plan_lines(plan, seconds, f"{gigabytes(plan.layer_bytes)} a layer")
+        show({**facts, "layers": count, **plan_document(plan, seconds)}, lines, options.as_json)
         return
-    method = tile_format(bits).method
     stem = source.stem if source.suffix == ".gguf" else source.name
-    target = out or source.absolute().with_name(f"{stem}-{method}-NUMA{parts}")
-    with progress_bar("Converting", quiet=as_json, unit="bytes") as progress:
-        done = convert_kt(plan, target, layers=selected, resume_layer=resume_layer, progress=progress)
-    if as_json:
-        document = {"directory": str(done.directory), "whole": done.whole, "seconds": round(done.seconds, 2)}
-        document |= {"layout": "kt-kernel", "method": method, "threadpool_count": parts, "redone": done.redone}
-        document |= {"source_bytes": done.source_bytes, "out_bytes": plan.out_bytes, "kept_layers": done.kept_layers}
-        document["layer_seconds"] = {str(layer): round(value, 3) for layer, value in done.layer_seconds.items()}
-        print(json.dumps(document, indent=2))
-        return
-    if done.redone:
-        print(f"written again, because their checksums did not fit: {', '.join(done.redone)}")
-    for layer, value in done.layer_seconds.items() if profile else ():
-        print(f"layer {layer}: {format_duration(value)}")
-    count = done.kept_layers + len(done.layer_seconds)
-    state = "" if done.whole else f": {count} of {len(plan.origin.layers)} layers; the same command continues"
-    rate = f", {done.source_bytes / done.seconds / 1e6:.0f} MB/s" if done.source_bytes else ""
-    print(f"{done.directory}{state} ({gigabytes(plan.out_bytes)} in all, {format_duration(done.seconds)}{rate})")
-    if done.whole:
-        print(f"{method} for kt-kernel with threadpool_count {parts}")
+    target = options.out or source.absolute().with_name(f"{stem}-{method}-NUMA{parts}")
+    with progress_bar("Converting", quiet=options.as_json, unit="bytes") as progress:
+        done = convert_kt(plan, target, layers=selected, resume_layer=options.resume_layer, progress=progress)
+    times = {str(layer): round(value, 3) for layer, value in done.layer_seconds.items()}
+    lines = [f"layer {layer}: {format_duration(value)}" for layer, value in done.layer_seconds.items()]
+    lines = lines if options.profile else []
+    lines += done_lines(done, plan, done.kept_layers + len(times))
+    lines += [f"{method} for kt-kernel with threadpool_count {parts}"] if done.whole else []
+    show({**done_document(done), **facts, "out_bytes": plan.out_bytes, "layer_seconds": times}, lines, options.as_json)
 
 
-def run_plain(source: Path, out: Path | None, *, dry_run: bool = False, as_json: bool = False) -> None:
-    """Runs `kt quant --format bf16 --plain` and fp8_cast_bf16.py."""
-    if out is None and not dry_run:
-        raise InputError("out", "nothing", "the directory to write", "-o OUT")
+def run_plain(source: Path, options: QuantOptions) -> None:
+    options.require_out()
     from ktransformers.quant.plain import check_plain_target, plan_plain, write_plain
 
+    out = options.out
     if out is not None:
         check_plain_target(source, out)
     plan = plan_plain(source)
     for note in plan.source.notes:
         log(note)
-    if out is None or dry_run:
+    if out is None or options.dry_run:
         sizes = {"source_bytes": plan.source_bytes, "out_bytes": plan.out_bytes, "shards": len(plan.shards)}
         written = f"{gigabytes(plan.source_bytes)} -> {gigabytes(plan.out_bytes)} in {len(plan.shards)} files of bf16"
-        print(json.dumps(sizes, indent=2) if as_json else written)
+        show(sizes, [written], options.as_json)
         return
-    with progress_bar("Converting", quiet=as_json, unit="bytes") as progress:
+    with progress_bar("Converting", quiet=options.as_json, unit="bytes") as progress:
         done = write_plain(plan, out, progress)
-    if as_json:
-        print(json.dumps(done.to_json(), indent=2))
-        return
     kept = f", {done.kept_shards} of them by an earlier call" if done.kept_shards else ""
-    print(f"{done.directory} ({gigabytes(done.bytes)}, {format_duration(done.seconds)})")
     files = f"{done.shards} file{'s' if done.shards > 1 else ''}"
-    print(f"{done.tensors} tensors in {files}{kept}; stock transformers opens it")
+    lines = [f"{done.directory} ({gigabytes(done.bytes)}, {format_duration(done.seconds)})"]
+    lines.append(f"{done.tensors} tensors in {files}{kept}; stock transformers opens it")
+    show(done.to_json(), lines, options.as_json)
 
 
-def refuse_with_plain(word: str, **options: object) -> None:
-    if word.lower() != "bf16":
-        raise InputError("format", f"{word} with --plain", "bf16", "--format bf16 --plain")
-    for name, value in options.items():
-        if value:
-            raise InputError(name.replace("_", "-"), f"{value} with --plain", "it without --plain")
+TARGETS = {"--layout packed": run_packed, "--layout kt-kernel": run_kt, "--plain": run_plain}
 
 
-def refuse_with_kt_layout(**options: object) -> None:
-    for name, value in options.items():
-        if value:
-            raise InputError(name.replace("_", "-"), f"{value} with --layout kt-kernel", "it with --layout packed")
-
-
-def warn_ignored(**options: object) -> None:
-    for name, value in options.items():
-        if value:
-            log(f"--{name.replace('_', '-')} has no effect here and is ignored")
-
-
-# Options of `kt quant`; the names behind the first are those of kt-kernel's converter.
-FormatOption = Annotated[
-    str,
-    typer.Option(
-        "--format",
-        "--method",
-        "-m",
-        "--quant-method",
-        help="int4, int8, bf16, bf16:12 (the same bits in 25 % less memory), fp8:128x128, q8_0 ... (docs/quant.md has "
-        "all), or keep: as released.",
-    ),
-]
-ThreadsOption = Annotated[
-    int | None, typer.Option("--threads", "--cpuinfer-threads", "--cpu-threads", help="[default: all cores]")
-]
-ExpertsOption = Annotated[
-    Path | None, typer.Option(help="Take the experts from here: GGUF or kt-kernel files of the same model.")
-]
-LayoutOption = Annotated[
-    str, typer.Option(help="packed, which ktransformers maps, or kt-kernel: files that kt-kernel 0.7 reads.")
-]
-NumaNodesOption = Annotated[
-    int | None,
-    typer.Option(
-        "--numa-nodes",
-        "--threadpool-count",
-        help="kt-kernel's layout: parts of each expert, its threadpool_count. [default: this machine's]",
-    ),
-]
-NoMergeOption = Annotated[
-    bool, typer.Option("--no-merge", "--no-merge-safetensor", help="kt-kernel's layout: a tree of .kt files.")
-]
-BackwardOption = Annotated[
-    bool, typer.Option("--backward", "--save-backward-weights", help="kt-kernel's layout: transposed matrices too.")
-]
-ResumeLayerOption = Annotated[
-    int, typer.Option("--resume-layer", help="kt-kernel's layout: refuse if a layer below is missing.", hidden=True)
-]
-PlainOption = Annotated[
-    bool, typer.Option("--plain", help="With --format bf16: an ordinary checkpoint, which stock transformers opens.")
-]
-RestOption = Annotated[
-    str,
-    typer.Option(
-        "--rest",
-        help="Dense (non-expert) linear layers: bf16, keep (as released) or a format such as int8 or int4:32.",
-    ),
-]
-CalibOption = Annotated[
-    Path | None, typer.Option(help="A text or JSON lines: measure KL and perplexity against the source.")
-]
-
-
-def _only_source(model: str | None, input_path: str | None) -> str:
-    """MODEL or `--input-path`, which mean the same."""
-    source = model or input_path
-    if not source or (model and input_path):
-        raise InputError("MODEL", "two" if source else "nothing", "the model to convert")
-    return source
-
-
-def quant(
-    model: Annotated[str | None, typer.Argument(help="A model's directory, a GGUF file, or a registered name.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", "--output", help="The directory to write.")] = None,
-    word: FormatOption = "int4",
-    group: Annotated[int | None, typer.Option(help="int4: columns that share a scale. [default: 32]")] = None,
-    down_format: Annotated[str | None, typer.Option(help="Another format for down.")] = None,
-    threads: ThreadsOption = None,
-    experts: ExpertsOption = None,
-    rest: RestOption = "bf16",
-    layout: LayoutOption = "packed",
-    plain: PlainOption = False,
-    numa_nodes: NumaNodesOption = None,
-    no_merge: NoMergeOption = False,
-    backward: BackwardOption = False,
-    resume_layer: ResumeLayerOption = 0,
-    layers: Annotated[str | None, typer.Option(help="Only these now, as 0-3,7; the rest with a later call.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes and time, write nothing.")] = False,
-    calib: CalibOption = None,
-    calib_tokens: Annotated[int | None, typer.Option(help="Tokens of it to read. [default: 8192]")] = None,
-    hash_source: Annotated[bool, typer.Option("--hash-source", help="Record SHA-256 of the source's files.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-    input_path: Annotated[str | None, typer.Option("--input-path", help="The same as MODEL.", hidden=True)] = None,
-    input_type: Annotated[str | None, typer.Option("--input-type", "-i", hidden=True)] = None,
-    gpu: Annotated[bool, typer.Option("--gpu", hidden=True)] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", hidden=True)] = False,
-) -> None:
+@with_options(QuantOptions)
+def quant(options: QuantOptions) -> None:
     """Convert a checkpoint into a packed directory, opened without reading, into kt-kernel's files, or into bf16."""
     from ktransformers.checkpoint.small_model import resolve_model
 
-    source = _only_source(model, input_path)
-    if layout not in LAYOUTS:
-        raise InputError("layout", layout, " or ".join(LAYOUTS))
-    if plain:
-        refuse_with_plain(
-            word, layout=layout == "kt-kernel" and layout, group=group, down_format=down_format, experts=experts,
-            rest=rest != "bf16" and rest, layers=layers, calib=calib, calib_tokens=calib_tokens,
-            hash_source=hash_source,
-        )  # fmt: skip
-        warn_ignored(threads=threads, numa_nodes=numa_nodes, no_merge=no_merge, backward=backward, gpu=gpu)
-        run_plain(Path(resolve_model(source)), out, dry_run=dry_run, as_json=as_json)
-        return
-    if layout == "kt-kernel":
-        refuse_with_kt_layout(
-            group=group, down_format=down_format, rest=rest != "bf16" and rest, calib=calib, calib_tokens=calib_tokens,
-            hash_source=hash_source,
-        )  # fmt: skip
-        warn_ignored(gpu=gpu)
-        run_quant_kt(
-            Path(resolve_model(source)),
-            out,
-            word=word,
-            experts=experts,
-            numa_nodes=numa_nodes,
-            merged=not no_merge,
-            backward=backward,
-            threads=threads,
-            layers=layers,
-            resume_layer=resume_layer,
-            dry_run=dry_run,
-            as_json=as_json,
-        )
-        return
-    warn_ignored(numa_nodes=numa_nodes, no_merge=no_merge, backward=backward, resume_layer=resume_layer, gpu=gpu)
-    run_quant(
-        Path(resolve_model(source)),
-        out,
-        experts=experts,
-        rest=rest,
-        word=word,
-        group=group,
-        down=down_format,
-        threads=threads,
-        layers=layers,
-        dry_run=dry_run,
-        calib=calib,
-        calib_tokens=calib_tokens,
-        hash_source=hash_source,
-        as_json=as_json,
-    )
+    source = options.model or options.input_path
+    if not source or (options.model and options.input_path):
+        raise InputError("MODEL", "two" if source else "nothing", "the model to convert")
+    if options.layout not in LAYOUTS:
+        raise InputError("layout", options.layout, " or ".join(LAYOUTS))
+    target = "--plain" if options.plain else f"--layout {options.layout}"
+    check_options(options, target)
+    TARGETS[target](Path(resolve_model(source)), options)

@@ -16,9 +16,8 @@ import typer
 
 from ktransformers.cli import ask
 from ktransformers.cli.model import complete_names
-from ktransformers.cli.no_verify import NoVerify
+from ktransformers.cli.options import NoVerify, Verbose
 from ktransformers.cli.progress import log
-from ktransformers.cli.verbose import Verbose
 from ktransformers.ground.errors import InputError, KTError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ktransformers.cli.options import show_log
 from ktransformers.cli.progress import log
-from ktransformers.cli.verbose import show_log
 from ktransformers.ground.log import logger
 
 if TYPE_CHECKING:

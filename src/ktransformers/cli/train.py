@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ktransformers.cli.no_verify import NoVerify
-from ktransformers.cli.verbose import show_log
+from ktransformers.cli.options import NoVerify, show_log
 
 if TYPE_CHECKING:
     from ktransformers.train.settings import TrainSettings

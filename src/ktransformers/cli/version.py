@@ -8,11 +8,12 @@ from typing import Annotated
 import typer
 
 import ktransformers
+from ktransformers.cli.options import Json
 
 
 def version(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also Python, system, CUDA and packages.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Print the versions of ktransformers, Python, the system, CUDA, kt-kernel's interface and SGLang."""
     fields = details()
