@@ -130,7 +130,7 @@ soak: build  ## the tests marked soak
 bench: build  ## speed against the roof of this machine
 	$(PY) bench/moe.py
 
-# make demo WORDS="train.minutes=1 eval.limit=8" for a shorter one
+# make demo WORDS="train.keys.max_steps=30 eval.limit=8" for a shorter one
 demo: $(if $(wildcard $(VENV)/.built),$(VENV)/.built,$(VENV)/.demo-built)
 demo:  ## a small MoE made, tuned, proven, served and judged, with a table at the end
 	$(VENV)/bin/kt loop examples/demo.yaml $(WORDS)

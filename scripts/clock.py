@@ -20,7 +20,7 @@ from pathlib import Path
 PARTS = Path(__file__).resolve().parents[1] / "build" / "clock.jsonl"
 # Stages of a loop under the words of the table. A stage with another name counts for the last row.
 STAGES = {
-    "model, tasks, plan": ("model", "quantise", "tasks", "plan", "pace"),
+    "model, tasks, plan": ("model", "quantise", "tasks", "plan"),
     "training": ("train",),
     "proof": ("prove",),
     "judging": (),

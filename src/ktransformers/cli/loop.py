@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def loop(
     file: Annotated[Path, typer.Argument(help="A YAML file of a loop; docs/loop.md has its keys.", show_default=False)],
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that win, as train.minutes=2.")
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys that win, as eval.limit=8.")
     ] = None,
     sweep: Annotated[
         list[str] | None,
@@ -54,7 +54,9 @@ def loop(
     began = time.perf_counter()
     stages = choose_stages(settings.name, verbose, silent=as_json or is_quiet())
     try:
-        stages.on_begin(settings.run)
+        for note in settings.notes:
+            stages.show(f"note: {note}")
+        stages.show(f"Everything goes to {settings.run}. Ctrl-C stops; the same command goes on from there.")
         steps = Runner(settings, stages).run_stages()
     except KeyboardInterrupt:
         stages.close()
@@ -89,7 +91,7 @@ def _split_words(words: list[str], sweep: list[str]) -> tuple[Path, list[str], d
 
 def _check_recipes(settings: Loop) -> None:
     """A name or a value that `kt train` does not take ends the command before any stage of the sweep runs."""
-    from ktransformers.evaluate.loop.stages import build_recipe, run_paths, sweep_paths
+    from ktransformers.evaluate.loop.stages import build_recipe, run_paths
     from ktransformers.evaluate.loop.sweep import sweep_runs
     from ktransformers.ground.packages import require_extra
 
@@ -98,7 +100,7 @@ def _check_recipes(settings: Loop) -> None:
     from ktransformers.train.resolve import read_settings
 
     for run in sweep_runs(settings):
-        require_packages(read_settings(build_recipe(run, sweep_paths(run, run_paths(settings)))))
+        require_packages(read_settings(build_recipe(run, run_paths(run, run_paths(settings)))))
 
 
 def _report_run(

@@ -1,4 +1,4 @@
-"""What `kt loop` shows: a sentence for each stage, one redrawn bar with the time left, what came out of it.
+"""What `kt loop` shows: a sentence for each stage, one redrawn bar, what came out of it and how long it took.
 
 On a terminal the bar stands below the sentence and disappears when the stage has ended; elsewhere a line says every
 half minute how far it is. With -v also the command of each stage and every line that it prints, which are in the run's
@@ -13,49 +13,28 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ktransformers.cli.progress import PLAIN_SECONDS, TimeLeft, format_amount, make_bar
-from ktransformers.cli.train_view import DETAIL_WIDTH, sparkline
-from ktransformers.ground.progress import rough
+from ktransformers.cli.train_view import DETAIL_WIDTH, live_detail
+from ktransformers.evaluate.loop.child import command_line
+from ktransformers.evaluate.loop.questions import AnswerPair
+from ktransformers.evaluate.loop.report import answer_lines
+from ktransformers.evaluate.loop.run import Listener
+from ktransformers.evaluate.loop.stages import Stage
+from ktransformers.ground.progress import ProgressEvent, rough
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from ktransformers.evaluate.loop.questions import AnswerPair
-    from ktransformers.evaluate.loop.record import StageRecord
-    from ktransformers.evaluate.loop.stages import Stage
-    from ktransformers.ground.progress import ProgressEvent
 
 INDENT = "  "
 MAX_TITLE = 36  # characters of what is being done
 
 
-class SilentStages:
+class SilentStages(Listener):
     """For --json and --quiet."""
 
     answered = False  # whether answers were shown
 
-    def on_begin(self, run: str) -> None:
-        pass
-
-    def on_skip(self, stage: Stage, record: StageRecord) -> None:
-        pass
-
-    def on_start(self, stage: Stage, resuming: bool, expected: float | None) -> None:
-        pass
-
-    def on_event(self, stage: Stage, event: ProgressEvent) -> None:
-        pass
-
-    def on_line(self, stage: Stage, text: str) -> None:
-        pass
-
-    def on_end(self, stage: Stage, seconds: float, lines: Sequence[str]) -> None:
-        pass
-
-    def on_answers(self, answers: Sequence[AnswerPair]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    def show(self, line: str) -> None: ...
+    def close(self) -> None: ...
 
 
 class StageLines(SilentStages):
@@ -68,26 +47,19 @@ class StageLines(SilentStages):
     def show(self, line: str) -> None:
         print(line, flush=True)
 
-    def on_begin(self, run: str) -> None:
-        self.show(f"Everything goes to {run}. Ctrl-C stops; the same command goes on from there.")
-
-    def on_skip(self, stage: Stage, record: StageRecord) -> None:
+    def on_skip(self, stage: Stage) -> None:
         if stage.title:
             self.show(f"{stage.title}: unchanged, done before")
 
-    def on_start(self, stage: Stage, resuming: bool, expected: float | None) -> None:
-        from ktransformers.evaluate.loop.child import command_line
-
+    def on_start(self, stage: Stage, resuming: bool) -> None:
         self._last, self._left = time.monotonic(), TimeLeft()
-        if expected is not None:
-            self._left.report(0, None, expected)
         if stage.title:
             self.show(stage.title + (", from where it stopped" if resuming else ""))
         if self._verbose:
             self.show(f"{INDENT}$ {command_line(stage.arguments)}")
 
     def on_event(self, stage: Stage, event: ProgressEvent) -> None:
-        self.report_left(event)
+        self._left.report(event.done, event.total, event.remaining)
         if time.monotonic() - self._last >= PLAIN_SECONDS and event.total:
             self._last = time.monotonic()
             amount = format_amount(event.done, event.total, event.unit)
@@ -95,24 +67,15 @@ class StageLines(SilentStages):
             words = [f"{event.title} {amount}", *filter(None, (loss, self._left.text))]
             self.show(f"{INDENT}{', '.join(words)}")
 
-    def report_left(self, event: ProgressEvent) -> None:
-        """A stage's main work says how long it takes. Loading before it does not, unless nothing else is known."""
-        if event.total and (_is_main(event) or self._left.seconds is None):
-            self._left.report(event.done, event.total, event.remaining)
-
     def on_line(self, stage: Stage, text: str) -> None:
         if self._verbose:
             self.show(f"{INDENT}| {text}")
 
     def on_end(self, stage: Stage, seconds: float, lines: Sequence[str]) -> None:
-        for line in lines:
+        for line in (*lines, *([f"{'time':<8} {rough(seconds)}"] if stage.title or self._verbose else [])):
             self.show(f"{INDENT}{line}")
-        if self._verbose:
-            self.show(f"{INDENT}{stage.name} took {rough(seconds)}")
 
     def on_answers(self, answers: Sequence[AnswerPair]) -> None:
-        from ktransformers.evaluate.loop.report import answer_lines
-
         self.answered = self.answered or bool(answers)
         for pair in answers:
             for line in answer_lines(pair, self._name):
@@ -137,37 +100,31 @@ class StageScreen(StageLines):
         indent = len(line) - len(line.lstrip())
         self._console.print(Padding(Text(line.lstrip()), (0, 0, 0, indent)))
 
-    def on_start(self, stage: Stage, resuming: bool, expected: float | None) -> None:
-        super().on_start(stage, resuming, expected)
+    def on_start(self, stage: Stage, resuming: bool) -> None:
+        super().on_start(stage, resuming)
         self._losses = []
         self._bar.reset(
             self._task, total=None, visible=True, description=f"{INDENT}Starting", amount="", detail="", left=self._left
         )
 
     def on_event(self, stage: Stage, event: ProgressEvent) -> None:
-        self.report_left(event)
+        is_main = event.remaining is not None or event.unit == "%"
+        if event.total is not None and event.done >= event.total and not is_main:
+            # What comes before the steps of training or the tasks has ended: a full bar would read as the end.
+            event, self._left = ProgressEvent("Starting"), TimeLeft()
+        self._left.report(event.done, event.total, event.remaining)
         if "loss" in event.values:
             self._losses.append(event.values["loss"])
-        # What comes before the main work has ended: a full bar with the time left would read as a contradiction.
-        is_over = event.total is not None and event.done >= event.total and not _is_main(event)
+        memory = f"{event.values['memory'] / 1e9:.1f} GB" if "memory" in event.values else ""
         self._bar.update(
             self._task,
             completed=event.done,
-            total=None if is_over else event.total,
-            description=f"{INDENT}{'Starting' if is_over else event.title[:MAX_TITLE]}",
-            amount="" if is_over else format_amount(event.done, event.total, event.unit),
-            detail=self._detail(event.values),
+            total=event.total,
+            description=f"{INDENT}{event.title[:MAX_TITLE]}",
+            amount=format_amount(event.done, event.total, event.unit),
+            detail=live_detail(self._losses, event.values.get("tokens_per_second"), memory),
+            left=self._left,
         )
-
-    def _detail(self, values: dict[str, float]) -> str:
-        parts = []
-        if "loss" in values:
-            parts.append(f"loss {values['loss']:#.3g} {sparkline(self._losses)}")
-        if "tokens_per_second" in values:
-            parts.append(f"{values['tokens_per_second']:.0f} tokens/s")
-        if "memory" in values:
-            parts.append(f"{values['memory'] / 1e9:.1f} GB")
-        return "  ".join(parts)
 
     def on_end(self, stage: Stage, seconds: float, lines: Sequence[str]) -> None:
         self._bar.update(self._task, visible=False)
@@ -175,11 +132,6 @@ class StageScreen(StageLines):
 
     def close(self) -> None:
         self._bar.stop()
-
-
-def _is_main(event: ProgressEvent) -> bool:
-    """Whether it is of the stage's main work: steps of training, which have an estimate of their own, or tasks."""
-    return event.remaining is not None or event.unit == "%"
 
 
 def choose_stages(name: str, verbose: bool, silent: bool) -> SilentStages:

@@ -2,7 +2,7 @@
 
 `TrainOutput` receives the run's events. Everything goes to the run's log (`running_log.txt`) and with `-v` to stderr:
 the plan in full, notes, the details of each logging step. Of that a `Screen` shows what a person reads: `LiveLine` on a
-terminal, `PlainLines` elsewhere, `NoScreen` with --json or --quiet.
+terminal, `PlainLines` elsewhere, nothing with --json or --quiet.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ktransformers.cli.progress import TimeLeft, format_amount, make_bar
 from ktransformers.ground import log, progress
@@ -140,7 +140,16 @@ def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
     return "".join(SPARKS[round((mean - low) * scale)] for mean in means)
 
 
-class Screen(Protocol):
+def live_detail(losses: Sequence[float], rate: float | None, memory: str) -> str:
+    """Loss, its curve, tokens/s and memory, as far as they are known."""
+    parts = [f"loss {losses[-1]:#.3g} {sparkline(losses)}"] if losses else []
+    parts += [f"{rate:.0f} tokens/s"] if rate is not None else []
+    return "  ".join([*parts, *filter(None, [memory])])
+
+
+class Screen:
+    """Shows nothing: for --json, --quiet and the other processes of a distributed run."""
+
     def line(self, text: str) -> None: ...
     def activity(self, title: str, done: float = 0, total: float | None = None, unit: str = "") -> None: ...
     def position(self, position: StepPosition) -> None: ...
@@ -148,26 +157,7 @@ class Screen(Protocol):
     def close(self) -> None: ...
 
 
-class NoScreen:
-    """For --json, --quiet and the other processes of a distributed run."""
-
-    def line(self, text: str) -> None:
-        pass
-
-    def activity(self, title: str, done: float = 0, total: float | None = None, unit: str = "") -> None:
-        pass
-
-    def position(self, position: StepPosition) -> None:
-        pass
-
-    def step(self, progress: Progress) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class PlainLines(NoScreen):
+class PlainLines(Screen):
     """Without a terminal: a line for each logging step."""
 
     def line(self, text: str) -> None:
@@ -177,7 +167,7 @@ class PlainLines(NoScreen):
         print(step_line(progress), flush=True)
 
 
-class LiveLine(NoScreen):
+class LiveLine(Screen):
     """On a terminal: one redrawn line. Titles of what comes before and after training have a bar too."""
 
     def __init__(self) -> None:
@@ -213,22 +203,16 @@ class LiveLine(NoScreen):
             self._bar.update(self._task, detail=self._detail())
 
     def _detail(self) -> str:
-        """Loss, its curve, tokens/s and memory, as far as the width allows."""
-        parts = []
-        if self._losses:
-            parts.append(f"loss {self._losses[-1]:#.3g} {sparkline(self._losses)}")
-        if self._last is not None and self._last.tokens_per_second is not None:
-            parts.append(f"{self._last.tokens_per_second:.0f} tokens/s")
-        if self._last is not None:
-            parts.append(format_memory(self._last))
-        return "  ".join(parts)
+        if self._last is None:
+            return live_detail(self._losses, None, "")
+        return live_detail(self._losses, self._last.tokens_per_second, format_memory(self._last))
 
     def close(self) -> None:
         self._bar.stop()
 
 
 def choose_screen(silent: bool) -> Screen:
-    return NoScreen() if silent else LiveLine() if sys.stdout.isatty() else PlainLines()
+    return Screen() if silent else LiveLine() if sys.stdout.isatty() else PlainLines()
 
 
 class TrainOutput:

@@ -13,7 +13,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ktransformers.evaluate.loop.pace import read_decision
 from ktransformers.evaluate.loop.questions import AnswerPair, read_answers
 from ktransformers.evaluate.loop.results import TrainingSummary, describe_proof, read_json, summarise_training
 from ktransformers.evaluate.loop.run import ANSWERS_FILE, FAILED, StageStatus
@@ -80,12 +79,11 @@ def make_report(loop: Loop, steps: Sequence[StageStatus]) -> LoopReport:
     proven, proof = describe_proof(read_json(paths.document("prove"))) if loop.prove else (None, "not asked for")
     if any(step.status == FAILED for step in steps) and proven is not False:
         proven, proof = False, "NOT proven: kt prove did not end well; logs/prove.log says why"
-    pace = read_decision(loop.train, paths.run) if loop.train.minutes is not None else None
     next_commands = (
         f"kt serve {paths.adapter}",
         f"kt chat --model {Path(paths.model).name}:{loop.name}      (in another terminal)",
     )
-    training = summarise_training(paths.adapter, str(pace) if pace else "")
+    training = summarise_training(paths.adapter)
     report = LoopReport(loop.run, loop.name, rows, answers, proof, proven, training, tuple(steps), next_commands)
     write_json(paths.run / "report.json", report.as_json())
     write_text(paths.run / "report.md", markdown(report))
@@ -149,9 +147,8 @@ def answer_lines(pair: AnswerPair, name: str) -> list[str]:
 
 
 def detail_lines(report: LoopReport) -> list[str]:
-    """With -v also: training, pace, proof and times."""
+    """With -v also: training, proof and times."""
     lines = [f"training  {training_line(report.training)}"]
-    lines += [f"pace      {report.training.said}"] if report.training.said else []
     return [*lines, f"proof     {report.proof}", f"time      {format_times(report.stages)}"]
 
 
@@ -181,7 +178,6 @@ def markdown(report: LoopReport) -> str:
         pairs = (("asked", sample.asked), (BASE_NAME, sample.base), (report.name, sample.adapter))
         lines += [line for label, text in pairs for line in (f"**{label}**", "", f"> {shorten(text)}", "")]
     summary = [f"- training: {training_line(report.training)}"]
-    summary += [f"- pace: {report.training.said}"] if report.training.said else []
     lines += [*summary, f"- proof: {report.proof}", f"- time: {format_times(report.stages)}", "", "```"]
     return "\n".join([*lines, *report.next, "```"]) + "\n"
 
@@ -189,7 +185,6 @@ def markdown(report: LoopReport) -> str:
 def page(report: LoopReport, charts: Sequence[str]) -> str:
     """The same as HTML, with the curves of training."""
     summary = [f"training: {training_line(report.training)}"]
-    summary += [f"pace: {report.training.said}"] if report.training.said else []
     summary += [f"proof: {report.proof}", f"time: {format_times(report.stages)}"]
     parts = [f"<h1>{escape(report.name)}</h1><p class='soft'>{escape(report.run)}</p>"]
     if report.rows:

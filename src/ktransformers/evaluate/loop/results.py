@@ -17,7 +17,6 @@ class TrainingSummary:
     seconds: float
     tokens_per_second: float | None
     loss: float | None
-    said: str  # why this number of steps
 
 
 def read_json(file: Path) -> Any:
@@ -25,19 +24,19 @@ def read_json(file: Path) -> Any:
     return json.loads(file.read_text()) if file.is_file() else None
 
 
-def summarise_training(adapter: Path, pace_note: str) -> TrainingSummary:
+def summarise_training(adapter: Path) -> TrainingSummary:
     """The rate is the mean of the logged steps after the first; for very short runs that of the whole run."""
     results = read_json(adapter / "all_results.json") or {}
     steps = int((read_json(adapter / "trainer_state.json") or {}).get("global_step", 0))
     rates = [line["throughput"] for line in read_log(adapter) if line.get("throughput")]
     seconds, tokens = float(results.get("train_runtime", 0.0)), float(results.get("num_tokens", 0.0))
     rate = sum(rates) / len(rates) if rates else tokens / seconds if tokens and seconds else None
-    return TrainingSummary(steps, seconds, rate, results.get("train_loss"), pace_note)
+    return TrainingSummary(steps, seconds, rate, results.get("train_loss"))
 
 
 def training_lines(adapter: Path) -> list[str]:
     """`100 steps in 12 min at 58 tokens/s, loss from 3.25 to 0.41`."""
-    training = summarise_training(adapter, "")
+    training = summarise_training(adapter)
     losses = [float(line["loss"]) for line in read_log(adapter) if "loss" in line]
     rate = f" at {training.tokens_per_second:.0f} tokens/s" if training.tokens_per_second else ""
     loss = f", loss from {losses[0]:.3g} to {losses[-1]:.3g}" if len(losses) > 1 else ""

@@ -16,6 +16,7 @@ from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import parse_yaml, read_yaml_mapping, short
 
 Options = dict[str, Any]
+IGNORED = "accepted, and ignored: `max_steps` or `num_train_epochs` of keys says how long to train"
 
 
 class LoopSection(BaseModel):
@@ -39,11 +40,9 @@ class LoopModel(LoopSection):
 class LoopTraining(LoopSection):
     file: str | None = Field(None, description="a YAML file of `kt train`")
     keys: Options = Field(default_factory=dict, description="keys that override the file's")
-    minutes: float | None = Field(None, gt=0, description="train for about this long, by the measured step time")
-    least_steps: int = Field(20, ge=1, description="with minutes: minimum number of steps")
-    pace_steps: int | None = Field(
-        None, ge=2, description="with minutes: steps of the measurement, the first not counted; default by the plan"
-    )
+    minutes: float | None = Field(None, gt=0, description=IGNORED)
+    least_steps: int | None = Field(None, ge=1, description=IGNORED)
+    pace_steps: int | None = Field(None, ge=2, description=IGNORED)
 
 
 class LoopEvaluation(LoopSection):
@@ -63,7 +62,7 @@ class Loop(LoopSection):
         "adapter", pattern=r"^[\w.-]+$", description="name of the adapter: its folder, and its model name in requests"
     )
     model: LoopModel
-    plan: bool = Field(True, description="check keys, data, memory and time before anything is loaded")
+    plan: bool = Field(True, description="check keys, data and memory before anything is loaded")
     quantise: Options | None = Field(
         None, description="flags of `kt quant`; its output is trained, served and evaluated"
     )
@@ -78,6 +77,15 @@ class Loop(LoopSection):
     sweep: dict[str, list[Any]] = Field(
         default_factory=dict, description="values of keys of `kt train`; every combination is one run"
     )
+
+    @property
+    def notes(self) -> list[str]:
+        """Keys of the file that change nothing."""
+        return [
+            f"train.{name}: {field.description}"
+            for name, field in LoopTraining.model_fields.items()
+            if field.description == IGNORED and getattr(self.train, name) is not None
+        ]
 
     @field_validator("name")
     @classmethod
@@ -97,7 +105,7 @@ class Loop(LoopSection):
 # Flags of `kt serve` that a loop gives itself; with another address or a key its stages would not reach the server.
 OWN_SERVE_KEYS = {"host", "port", "api_key", "served_model_name"}
 # Names with another use in the run's directory or its reports.
-RESERVED_NAMES = {"base", "model", "quantised", "pace", "planned", "eval", "stages", "logs"}
+RESERVED_NAMES = {"base", "model", "quantised", "planned", "eval", "stages", "logs"}
 
 
 def read_overrides(arguments: Iterable[str]) -> dict[str, Any]:
@@ -107,7 +115,7 @@ def read_overrides(arguments: Iterable[str]) -> dict[str, Any]:
         key, sign, value = argument.partition("=")
         *path, last = key.strip().removeprefix("--").split(".")
         if not sign or not last or not all(path):
-            raise InputError("argument", repr(argument), "key=value, as in train.minutes=2")
+            raise InputError("argument", repr(argument), "key=value, as in eval.limit=8")
         try:
             parsed = parse_yaml(value, key)
         except InputError:  # a text with characters that mean something in YAML

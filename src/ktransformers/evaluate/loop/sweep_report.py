@@ -18,7 +18,7 @@ from ktransformers.evaluate.loop.report import METRIC_LABELS, MetricRow, format_
 from ktransformers.evaluate.loop.results import TrainingSummary, describe_proof, read_json, summarise_training
 from ktransformers.evaluate.loop.run import FAILED, StageStatus
 from ktransformers.evaluate.loop.settings import Loop
-from ktransformers.evaluate.loop.stages import BASE_NAME, TRAINING_STAGES, RunPaths, run_paths, sweep_paths
+from ktransformers.evaluate.loop.stages import BASE_NAME, RunPaths, run_paths
 from ktransformers.evaluate.loop.sweep import run_settings, sweep_runs
 from ktransformers.ground import html_page
 from ktransformers.ground.files import write_json, write_text
@@ -60,7 +60,7 @@ def make_sweep_report(loop: Loop, steps: Sequence[StageStatus]) -> SweepReport:
     failed = {step.name for step in steps if step.status == FAILED}
     comparison = read_json(shared.document("compare")) or {"tasks": [], "runs": []}
     runs = tuple(
-        _read_run(run, settings[run.name], sweep_paths(run, shared), comparison, failed) for run in sweep_runs(loop)
+        _read_run(run, settings[run.name], run_paths(run, shared), comparison, failed) for run in sweep_runs(loop)
     )
     best = _best(runs)
     commands = (
@@ -76,8 +76,8 @@ def make_sweep_report(loop: Loop, steps: Sequence[StageStatus]) -> SweepReport:
 def _read_run(
     run: Loop, settings: dict[str, Any], paths: RunPaths, comparison: dict[str, Any], failed: set[str]
 ) -> SweptRun:
-    if ended := [stage for stage in TRAINING_STAGES if f"{stage}-{run.name}" in failed]:
-        reason = f"training failed; logs/{ended[0]}-{run.name}.log says why"
+    if f"train-{run.name}" in failed:
+        reason = f"training failed; logs/train-{run.name}.log says why"
         return SweptRun(run.name, settings, str(paths.adapter), None, None, None, (), None, reason)
     lines = read_log(paths.adapter)
     losses, evaluated = curve(lines, "loss"), curve(lines, "eval_loss")
@@ -93,7 +93,7 @@ def _read_run(
         run.name,
         settings,
         str(paths.adapter),
-        summarise_training(paths.adapter, ""),
+        summarise_training(paths.adapter),
         losses[-1][1] if losses else None,
         evaluated[-1][1] if evaluated else None,
         scores,
