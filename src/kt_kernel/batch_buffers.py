@@ -9,7 +9,7 @@ of the next layer arrive. Calls are ordered by the caller's stream. The memory i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,13 +23,13 @@ class BufferKey:
     device: torch.device
     hidden: int
     top_k: int
-    item_bytes: int = 2  # of a number of the hidden states
+    item_bytes: int = 2  # of a value of the hidden states
     deferred: bool = False  # with buffers for deferred experts
 
 
 @dataclass(frozen=True)
-class BatchViews:
-    """The buffers of one batch; all of them in host memory."""
+class BatchBuffers:
+    """Bytes for the largest batch, or views of them for one batch."""
 
     hidden: Tensor  # [T, H]
     ids: Tensor  # [T, k]
@@ -38,50 +38,27 @@ class BatchViews:
     deferred_ids: Tensor  # [T, k]; empty unless experts are deferred
     deferred_out: Tensor  # [T, H]; likewise
 
-
-@dataclass(frozen=True)
-class BufferSet:
-    """Bytes for up to `capacity` tokens."""
-
-    capacity: int
-    hidden: Tensor
-    ids: Tensor
-    weights: Tensor
-    out: Tensor
-    deferred_ids: Tensor
-    deferred_out: Tensor
-
     @classmethod
-    def allocate(cls, key: BufferKey, capacity: int) -> BufferSet:
-        pinned = key.device.type == "cuda"
+    def allocate(cls, key: BufferKey, capacity: int) -> BatchBuffers:
+        row, ids, later = key.hidden * key.item_bytes, key.top_k * ID_BYTES, int(key.deferred)
+        widths = (row, ids, key.top_k * WEIGHT_BYTES, row, later * ids, later * row)
+        options: Any = {"dtype": torch.uint8, "device": "cpu", "pin_memory": key.device.type == "cuda"}
+        return cls(*(torch.empty(capacity * width, **options) for width in widths))
 
-        def empty(columns: int, width: int) -> Tensor:
-            return torch.empty(capacity * columns * width, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-
-        return cls(
-            capacity,
-            hidden=empty(key.hidden, key.item_bytes),
-            ids=empty(key.top_k, ID_BYTES),
-            weights=empty(key.top_k, WEIGHT_BYTES),
-            out=empty(key.hidden, key.item_bytes),
-            deferred_ids=empty(key.top_k if key.deferred else 0, ID_BYTES),
-            deferred_out=empty(key.hidden if key.deferred else 0, key.item_bytes),
-        )
-
-    def views(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> BatchViews:
+    def views(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> BatchBuffers:
         """For a batch of this shape and these dtypes."""
 
         def rows(buffer: Tensor, like: Tensor) -> Tensor:
             used = buffer[: like.numel() * like.element_size()].view(like.dtype)
             return used.view(like.shape) if len(used) == like.numel() else used
 
-        return BatchViews(
-            hidden=rows(self.hidden, hidden),
-            ids=rows(self.ids, ids),
-            weights=rows(self.weights, weights),
-            out=rows(self.out, hidden),
-            deferred_ids=rows(self.deferred_ids, ids),
-            deferred_out=rows(self.deferred_out, hidden),
+        return BatchBuffers(
+            rows(self.hidden, hidden),
+            rows(self.ids, ids),
+            rows(self.weights, weights),
+            rows(self.out, hidden),
+            rows(self.deferred_ids, ids),
+            rows(self.deferred_out, hidden),
         )
 
 
@@ -90,24 +67,22 @@ class KExpertsCPUBuffer:
 
     buffer_depth: ClassVar[int] = DEPTH
     capture_bs: ClassVar[list[int]] = []
-    _sets: ClassVar[dict[BufferKey, list[BufferSet]]] = {}
-    _replaced: ClassVar[list[list[BufferSet]]] = []  # smaller ones, to which captured graphs may still refer
+    _sets: ClassVar[dict[BufferKey, list[BatchBuffers]]] = {}
+    _replaced: ClassVar[list[list[BatchBuffers]]] = []  # smaller ones, to which captured graphs may still refer
 
     @classmethod
     def holds(cls, key: BufferKey, capacity: int) -> bool:
-        return key in cls._sets and cls._sets[key][0].capacity >= capacity
+        return key in cls._sets and len(cls._sets[key][0].hidden) >= capacity * key.hidden * key.item_bytes
 
     @classmethod
-    def reserve(cls, key: BufferKey, capacity: int) -> list[BufferSet]:
+    def reserve(cls, key: BufferKey, capacity: int) -> list[BatchBuffers]:
         """Both sets, for at least `capacity` tokens."""
-        if cls.holds(key, capacity):
-            return cls._sets[key]
-        if key in cls._sets:
-            cls._replaced.append(cls._sets[key])
-        with torch.inference_mode(False):  # they are also written outside of inference mode
-            grown = [BufferSet.allocate(key, capacity) for _ in range(DEPTH)]
-        cls._sets[key] = grown
-        return grown
+        if not cls.holds(key, capacity):
+            if smaller := cls._sets.get(key):
+                cls._replaced.append(smaller)
+            with torch.inference_mode(False):  # they are also written outside of inference mode
+                cls._sets[key] = [BatchBuffers.allocate(key, capacity) for _ in range(DEPTH)]
+        return cls._sets[key]
 
     @classmethod
     def get_buffer(cls, hidden_states: Tensor, num_experts_per_tok: int) -> tuple[list[Tensor], ...]:

@@ -7,13 +7,13 @@ GPU computes. If both are given, the mask counts.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kt_kernel.batch_buffers import KExpertsCPUBuffer
-from kt_kernel.experts_base import BaseMoEWrapper
 from kt_kernel.methods import METHODS, SFT_METHODS, SKIP_LORA
 from kt_kernel.utils.amx import AMXMoEWrapper, NativeMoEWrapper
 from ktransformers.ground.errors import InputError
@@ -48,46 +48,20 @@ class KTMoEWrapper:
         swiglu_limit: float = 0.0,
         swiglu_alpha: float = 0.0,
     ) -> Any:
-        layer: dict[str, Any] = {
-            "layer_idx": layer_idx,
-            "num_experts": num_experts,
-            "num_experts_per_tok": num_experts_per_tok,
-            "hidden_size": hidden_size,
-            "moe_intermediate_size": moe_intermediate_size,
-            "cpuinfer_threads": cpuinfer_threads,
-            "threadpool_count": threadpool_count,
-            "weight_path": weight_path,
-            "chunked_prefill_size": chunked_prefill_size,
-            "method": method,
-            "swiglu_limit": swiglu_limit,
-        }
+        given = dict(locals())
         if mode == "sft":
             from kt_kernel.sft.amx import AMXSFTMoEWrapper
 
             _check_method(method, mode, SFT_METHODS)
-            return AMXSFTMoEWrapper(
-                **layer,
-                num_gpu_experts=num_gpu_experts or 0,
-                lora_rank=lora_rank,
-                lora_alpha=lora_alpha,
-                lora_dropout=lora_dropout,
-                max_cache_depth=max_cache_depth,
-                group_size=group_size,
-                zero_point=zero_point,
-                full_weight_grad=full_weight_grad,
-            )
-        if mode != "inference":
+            wrapper: type[Any] = AMXSFTMoEWrapper
+        elif mode == "inference":
+            _check_method(method, mode, METHODS)
+            wrapper = NativeMoEWrapper if METHODS[method].native else AMXMoEWrapper
+            given["gpu_experts_mask"] = _mask(gpu_experts_mask, num_gpu_experts, num_experts)
+        else:
             raise InputError("mode", repr(mode), "'inference' or 'sft'")
-        _check_method(method, mode, METHODS)
-        wrapper: type[BaseMoEWrapper] = NativeMoEWrapper if METHODS[method].native else AMXMoEWrapper
-        return wrapper(
-            **layer,
-            gpu_experts_mask=_mask(gpu_experts_mask, num_gpu_experts, num_experts),
-            cpu_save=cpu_save,
-            max_deferred_experts_per_token=max_deferred_experts_per_token,
-            numa_nodes=numa_nodes,
-            swiglu_alpha=swiglu_alpha,
-        )
+        # A wrapper's fields are those of the arguments that it takes.
+        return wrapper(**{entry.name: given[entry.name] for entry in fields(wrapper) if entry.init})
 
     @staticmethod
     def set_capture_batch_sizes(capture_bs: list[int]) -> None:
@@ -113,13 +87,11 @@ def _check_method(method: str, mode: str, known: dict[str, Any]) -> None:
         raise InputError("method", repr(method), f"for mode {mode!r} one of {', '.join(known)}")
 
 
-def _mask(mask: Tensor | int | None, first: int | None, experts: int) -> Tensor | None:
+def _mask(mask: Tensor | int | None, first: int | None, experts: int) -> Tensor:
     """A number in the mask's place is that of kt-kernel 0.5.0 and earlier, which had `num_gpu_experts` there."""
     if isinstance(mask, Tensor):
         return mask
-    count = mask if mask is not None else first
-    if count is None:
-        return None
+    count = (first or 0) if mask is None else mask
     if not 0 <= count <= experts:
         raise InputError("num_gpu_experts", count, f"0 to {experts}")
     return torch.arange(experts, device="cpu") < count

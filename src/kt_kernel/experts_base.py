@@ -13,25 +13,23 @@ stream has passed them. Batches larger than `chunked_prefill_size` are computed 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from kt_kernel.batch_buffers import BatchViews, BufferKey, KExpertsCPUBuffer
-from kt_kernel.deferral import select_deferred
+from kt_kernel.batch_buffers import BatchBuffers, BufferKey, KExpertsCPUBuffer
 from kt_kernel.kt_kernel_ext import CPUInfer
 from kt_kernel.methods import method_of
 from kt_kernel.weights import LayerPlace, check_order, load_store, release_sources, store_from_tensors
 from ktransformers import _core
-from ktransformers.experts.store import ExpertCall, ExpertStore
+from ktransformers.experts.store import ExpertStore
 from ktransformers.ground.errors import InputError
-from ktransformers.place.gpu.cuda_driver import call_on_host
+from ktransformers.place.host_call import HostCall
 from ktransformers.quant.kt_layers import add_tree_layer
 
 __all__ = ["BaseMoEWrapper", "KExpertsCPUBuffer"]
@@ -40,56 +38,34 @@ DEFAULT_CHUNK = 8192  # tokens
 MAX_IDLE_CALLS = 8  # of sizes that no graph refers to, for each layer
 
 
-@functools.cache
-def _callbacks() -> Any:
-    return _core.host_callbacks()
-
-
 @dataclass
 class PreparedBatch:
     """Calls into the core for one batch size, over buffers of that size."""
 
-    views: BatchViews
-    now: ExpertCall
-    later: ExpertCall | None  # deferred experts
-    on_stream: bool  # for tensors on a CUDA device
+    views: BatchBuffers
+    now: HostCall
+    later: HostCall | None  # deferred experts
     captured: bool = False
     passed: torch.cuda.Event | None = None  # behind the last use on a stream
 
+    @property
+    def calls(self) -> list[HostCall]:
+        return [self.now] if self.later is None else [self.now, self.later]
+
     def is_idle(self) -> bool:
-        if self.captured or not self.now.done or (self.later is not None and not self.later.done):
+        if self.captured or not all(call.call.done for call in self.calls):
             return False
         return self.passed is None or bool(self.passed.query())  # type: ignore[no-untyped-call]
 
-    def submit(self) -> None:
-        """In the order of the current stream, or at once for host tensors."""
-        for call in (self.now, self.later):
-            if call is not None:
-                self._queue(call, "submit")
-
     def wait(self) -> Tensor:
-        """Likewise; the output in host memory, which is complete behind it."""
-        self._queue(self.now, "wait")
+        """The output in host memory, which is complete behind it in the order of the stream."""
+        self.now.wait()
         return self.views.out
 
     def wait_later(self) -> Tensor:
         assert self.later is not None
-        self._queue(self.later, "wait")
+        self.later.wait()
         return self.views.deferred_out
-
-    def _queue(self, call: ExpertCall, what: Literal["submit", "wait"]) -> None:
-        if self.on_stream:
-            call_on_host(torch.cuda.current_stream().cuda_stream, _callbacks()[what], call.address)
-        elif what == "submit":
-            call.submit()
-        else:
-            call.wait()
-
-    def raise_error(self) -> None:
-        """Of a callback in an earlier call or replay, which could not raise it."""
-        for call in (self.now, self.later):
-            if call is not None and call.done:
-                call.wait()
 
 
 @dataclass(frozen=True)
@@ -121,48 +97,42 @@ class DeviceState:
     passed: torch.cuda.Event | None = None
 
 
+@dataclass(eq=False, repr=False)
 class BaseMoEWrapper:
+    layer_idx: int
+    num_experts: int
+    num_experts_per_tok: int
+    hidden_size: int
+    moe_intermediate_size: int
+    gpu_experts_mask: Tensor
+    cpuinfer_threads: int | None
+    threadpool_count: int
+    weight_path: str
+    chunked_prefill_size: int
+    cpu_save: bool = False
+    max_deferred_experts_per_token: int = 0
+    method: str = "AMXINT4"
+    numa_nodes: list[int] | None = None
+    swiglu_limit: float = 0.0
+    swiglu_alpha: float = 0.0
+
     _devices: ClassVar[dict[torch.device, DeviceState]] = {}
 
-    def __init__(
-        self,
-        layer_idx: int,
-        num_experts: int,
-        num_experts_per_tok: int,
-        hidden_size: int,
-        moe_intermediate_size: int,
-        gpu_experts_mask: Tensor | None,
-        cpuinfer_threads: int | None,
-        threadpool_count: int,
-        weight_path: str,
-        chunked_prefill_size: int | None,
-        cpu_save: bool = False,
-        max_deferred_experts_per_token: int | None = None,
-        method: str = "AMXINT4",
-        numa_nodes: list[int] | None = None,
-        swiglu_limit: float = 0.0,
-        swiglu_alpha: float = 0.0,
-    ) -> None:
-        self.layer_idx, self.num_experts, self.num_experts_per_tok = layer_idx, num_experts, num_experts_per_tok
-        self.hidden_size, self.moe_intermediate_size = hidden_size, moe_intermediate_size
-        self.gpu_experts_mask = _owned_mask(gpu_experts_mask, num_experts)
+    def __post_init__(self) -> None:
+        self.gpu_experts_mask = _owned_mask(self.gpu_experts_mask, self.num_experts)
         self.num_gpu_experts = int(self.gpu_experts_mask.sum())
-        self.weight_path, self.method, self.cpu_save = str(weight_path or ""), method, cpu_save
-        self.chunked_prefill_size = _chunk(chunked_prefill_size)
-        self.max_deferred_experts_per_token = int(max_deferred_experts_per_token or 0)
-        if not 0 <= self.max_deferred_experts_per_token <= num_experts_per_tok:
-            given = self.max_deferred_experts_per_token
-            raise InputError(
-                "max_deferred_experts_per_token", given, f"0 to {num_experts_per_tok}, the experts of a token"
-            )
-        self.swiglu_limit, self.swiglu_alpha = float(swiglu_limit), float(swiglu_alpha)
-        self.threadpool_count = threadpool_count
-        self._method = method_of(method)
-        self.cpu_infer = CPUInfer.shared(cpuinfer_threads, threadpool_count, numa_nodes)
+        self.weight_path = str(self.weight_path or "")
+        self.chunked_prefill_size = _chunk(self.chunked_prefill_size)
+        self.max_deferred_experts_per_token = int(self.max_deferred_experts_per_token or 0)
+        if not 0 <= self.max_deferred_experts_per_token <= self.num_experts_per_tok:
+            given, expected = self.max_deferred_experts_per_token, f"0 to {self.num_experts_per_tok}"
+            raise InputError("max_deferred_experts_per_token", given, f"{expected}, the experts of a token")
+        self.swiglu_limit, self.swiglu_alpha = float(self.swiglu_limit), float(self.swiglu_alpha)
+        self._method = method_of(self.method)
+        self.cpu_infer = CPUInfer.shared(self.cpuinfer_threads, self.threadpool_count, self.numa_nodes)
         self.moe: ExpertStore | None = None
-        self._place = LayerPlace(
-            layer_idx, num_experts, hidden_size, moe_intermediate_size, self.swiglu_limit, self.swiglu_alpha
-        )
+        sizes = (self.num_experts, self.hidden_size, self.moe_intermediate_size)
+        self._place = LayerPlace(self.layer_idx, *sizes, self.swiglu_limit, self.swiglu_alpha)
         self._batches: OrderedDict[tuple[Any, ...], PreparedBatch] = OrderedDict()
         self._submitted: Submitted | None = None
         self.adapters: tuple[_core.Adapter, ...] = ()  # LoRA of these experts
@@ -191,8 +161,8 @@ class BaseMoEWrapper:
             if not self.method.startswith("AMXINT") or not self.weight_path:
                 given = f"True with method {self.method} and weight_path {self.weight_path!r}"
                 raise InputError("cpu_save", given, "AMXINT4 or AMXINT8, and a directory to write to")
-            given_tensors = {"gate": gate_proj, "up": up_proj, "down": down_proj}
-            experts = {role: tensor.detach().cpu() for role, tensor in given_tensors.items()}
+            tensors = {"gate": gate_proj, "up": up_proj, "down": down_proj}
+            experts = {role: tensor.detach().cpu() for role, tensor in tensors.items()}
             parts = max(1, self.threadpool_count)
             add_tree_layer(Path(self.weight_path), self.layer_idx, experts, self._method.bits, parts)
         self.use_store(store)
@@ -290,8 +260,22 @@ class BaseMoEWrapper:
     def select_deferred_experts(
         self, expert_ids: Tensor, expert_scores: Tensor, protected_k: int
     ) -> tuple[Tensor, Tensor]:
-        """(ids to compute now, ids to defer); see `deferral.py`."""
-        return select_deferred(expert_ids, expert_scores, protected_k, self.num_experts)
+        """(ids to compute now, ids to defer), each `[T, k]` with -1 in place of the other's, on the device of the ids.
+        A token's `protected_k` experts of highest weight are computed at once, and an expert that is among these for
+        any token of the batch is for every token, as in kt-kernel."""
+        nothing = torch.full_like(expert_ids, -1)
+        if protected_k <= 0:
+            return nothing, expert_ids
+        if protected_k >= expert_ids.shape[1]:
+            return expert_ids, nothing
+        top = torch.topk(expert_scores, protected_k, dim=1).indices
+        # Ids that name no expert share the last entry of the table.
+        outside = (expert_ids < 0) | (expert_ids >= self.num_experts)
+        named = torch.where(outside, self.num_experts, expert_ids).long()
+        table = torch.zeros(self.num_experts + 1, dtype=torch.bool, device=expert_ids.device)
+        table.index_fill_(0, named.gather(1, top).flatten(), True)
+        now = table[named]
+        return torch.where(now, expert_ids, nothing), torch.where(now, nothing, expert_ids)
 
     def _check(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if hidden.shape[-1] != self.hidden_size:
@@ -326,7 +310,8 @@ class BaseMoEWrapper:
         if self._adapter_rows is not None and self._adapter_of_row is not None:
             rows = self._adapter_of_row[first : first + hidden.shape[0]]
             self._adapter_rows[: hidden.shape[0]].copy_(rows, non_blocking=True)
-        batch.submit()
+        for call in batch.calls:
+            call.submit()
         return batch
 
     def _prepare(self, hidden: Tensor, ids: Tensor, weights: Tensor, deferred: bool) -> PreparedBatch:
@@ -338,7 +323,8 @@ class BaseMoEWrapper:
             if not capturing:  # events cannot be asked while a stream is captured
                 self._drop_idle()
         elif not capturing:
-            batch.raise_error()
+            for call in batch.calls:
+                call.raise_error()
         self._batches.move_to_end(key)
         batch.captured = batch.captured or capturing
         return batch
@@ -353,16 +339,15 @@ class BaseMoEWrapper:
             raise InputError("CUDA graph", given, expected, "call forward once, then capture it")
         both = KExpertsCPUBuffer.reserve(key, self.chunked_prefill_size)
         views = both[self.layer_idx % len(both)].views(hidden, ids, weights)
-        store = self._loaded()
-        skip, later = self.gpu_experts_mask, None
-        adapter = None if self._adapter_rows is None else self._adapter_rows[: hidden.shape[0]]
-        now = store.prepare(
-            views.hidden, views.ids, views.weights, out=views.out, skip=skip, adapter=adapter, adapters=self.adapters
-        )
-        if deferred:
-            bound = (views.hidden, views.deferred_ids, views.weights)
-            later = store.prepare(*bound, out=views.deferred_out, skip=skip, adapter=adapter, adapters=self.adapters)
-        return PreparedBatch(views, now, later, hidden.is_cuda)
+        rows = None if self._adapter_rows is None else self._adapter_rows[: hidden.shape[0]]
+        options: Any = {"skip": self.gpu_experts_mask, "adapter": rows, "adapters": self.adapters}
+
+        def call(ids: Tensor, out: Tensor) -> HostCall:
+            prepared = self._loaded().prepare(views.hidden, ids, views.weights, out=out, **options)
+            return HostCall(prepared, hidden.is_cuda)
+
+        later = call(views.deferred_ids, views.deferred_out) if deferred else None
+        return PreparedBatch(views, call(views.ids, views.out), later)
 
     def _drop_idle(self) -> None:
         """Drop the least recently used sizes that no graph refers to and that no stream has yet to reach."""
@@ -410,14 +395,12 @@ def _on_stream(device: torch.device, stream: int | None) -> Iterator[None]:
                 yield
 
 
-def _owned_mask(given: Tensor | None, experts: int) -> Tensor:
+def _owned_mask(given: Tensor, experts: int) -> Tensor:
     """A copy of the mask in host memory. Calls read it when they start, so what is written into it acts on the next."""
-    mask = torch.zeros(experts, dtype=torch.bool, device="cpu", pin_memory=torch.cuda.is_available())
-    if given is not None:
-        if given.dtype != torch.bool or tuple(given.shape) != (experts,):
-            raise InputError("gpu_experts_mask", f"{given.dtype} {list(given.shape)}", f"torch.bool [{experts}]")
-        mask.copy_(given)
-    return mask
+    if given.dtype != torch.bool or tuple(given.shape) != (experts,):
+        raise InputError("gpu_experts_mask", f"{given.dtype} {list(given.shape)}", f"torch.bool [{experts}]")
+    mask = torch.empty(experts, dtype=torch.bool, device="cpu", pin_memory=torch.cuda.is_available())
+    return mask.copy_(given)
 
 
 def _chunk(given: int | None) -> int:

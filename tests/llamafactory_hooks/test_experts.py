@@ -144,7 +144,7 @@ NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 def test_linear_layers_are_numbers_on_a_gpu_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="ktransformers"):
         assert loading.linear_storage("keep", on_gpu=True) == "bf16"
-    assert "decoded to bf16 on a GPU" in caplog.text
+    assert "dequantized to bf16 on a GPU" in caplog.text
     assert (
         loading.linear_storage("keep", on_gpu=False) == "keep"
         and loading.linear_storage("int4", on_gpu=False) == "int4"
@@ -182,7 +182,7 @@ def test_dropout_beside_experts(packed: Any) -> None:
     assert model.peft_config["default"].lora_dropout == 0
     linear = model.base_model.model.model.layers[0].self_attn.q_proj
     assert linear.lora_dropout["default"].p == 0.25
-    assert next(iter(expert_adapters(model).values())).get_base_layer().kt_lora_dropout == 0.25
+    assert next(iter(expert_adapters(model).values())).get_base_layer().kt.lora_dropout == 0.25
 
 
 @pytest.mark.parametrize(

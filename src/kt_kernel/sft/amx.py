@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kt_kernel.methods import SKIP_LORA, method_of
+from kt_kernel.methods import method_of
 from kt_kernel.sft.base import BaseSFTMoEWrapper
 from kt_kernel.sft.weights import ROLES, BlockFP8ExpertWeights, RAWINT4ExpertWeights
 from kt_kernel.weights import LayerPlace, check_order, load_store, store_from_encoded, store_from_tensors
@@ -26,16 +27,10 @@ BF16_MANTISSA = 7  # bits
 
 
 class AMXSFTMoEWrapper(BaseSFTMoEWrapper):
-    def __init__(
-        self, *, method: str = "AMXBF16_SFT", group_size: int = 128, zero_point: bool = True, **layer: Any
-    ) -> None:
-        """`layer` has the arguments of `BaseSFTMoEWrapper`. `group_size` and `zero_point` have no effect: the files
-        say how their values are grouped. The clamp `swiglu_limit` works with every method."""
-        method_of(method)
-        super().__init__(**layer, trains_lora=not method.endswith(SKIP_LORA))
-        self.method, self.group_size, self.zero_point = method, group_size, zero_point
+    @property
+    def _place(self) -> LayerPlace:
         sizes = (self.num_experts, self.hidden_size, self.moe_intermediate_size)
-        self._place = LayerPlace(self.layer_idx, *sizes, self.swiglu_limit)
+        return LayerPlace(self.layer_idx, *sizes, self.swiglu_limit)
 
     def load_weights(self, physical_to_logical_map_cpu: Tensor | None = None) -> None:
         """All experts from `weight_path`; runtime expert i is the checkpoint's `physical_to_logical_map_cpu[i]`."""
@@ -63,7 +58,12 @@ class AMXSFTMoEWrapper(BaseSFTMoEWrapper):
     def load_mxfp4_weights(self, weights: Mapping[str, Any], physical_to_logical_map_cpu: Tensor | None = None) -> None:
         """From e2m1 values and scales of 32 columns under `gate`, `up`, `down` and `gate_scale` and so on; scales are
         powers of two in bf16, or e8m0."""
-        self._load_native("MXFP4", _ByRole(weights), "mxfp4", torch.uint8, physical_to_logical_map_cpu)
+        spellings: dict[str, tuple[str, ...]] = {}
+        for role in ROLES:
+            spellings[role] = (role, f"{role}_proj", f"{role}_weight")
+            spellings[f"{role}_scale"] = (*(f"{name}_scale" for name in spellings[role]), f"{role}_scales")
+        by_role = SimpleNamespace(**{name: _entry(weights, names) for name, names in spellings.items()})
+        self._load_native("MXFP4", by_role, "mxfp4", torch.uint8, physical_to_logical_map_cpu)
 
     def save_backward_weights_from_tensors(
         self,
@@ -99,16 +99,6 @@ class AMXSFTMoEWrapper(BaseSFTMoEWrapper):
             encoded = Encoded(spec, qweight, scales.to(scale_dtype).contiguous(), columns=columns, name=role)
             matrices[role] = encoded
         self.use_store(store_from_encoded(matrices, self._place, order))
-
-
-class _ByRole:
-    """The entries of a mapping as attributes `gate`, `gate_scale` and so on, under the spellings that occur."""
-
-    def __init__(self, entries: Mapping[str, Any]) -> None:
-        for role in ROLES:
-            setattr(self, role, _entry(entries, (role, f"{role}_proj", f"{role}_weight")))
-            spellings = (f"{role}_scale", f"{role}_scales", f"{role}_proj_scale", f"{role}_weight_scale")
-            setattr(self, f"{role}_scale", _entry(entries, spellings))
 
 
 def _entry(entries: Mapping[str, Any], spellings: Sequence[str]) -> Any:

@@ -17,9 +17,11 @@ Any number of tokens is computed: `chunked_prefill_size` bounds nothing, because
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +30,8 @@ from torch.autograd.graph import increment_version
 
 from kt_kernel.experts_base import BaseMoEWrapper
 from kt_kernel.kt_kernel_ext import CPUInfer
-from kt_kernel.sft.checkpoint_cache import CheckpointCacheState, CheckpointOutputCache
+from kt_kernel.methods import SKIP_LORA, method_of
 from kt_kernel.sft.errors import KTAMXNotAvailableError
-from kt_kernel.sft.optimizer_grads import OptimizerGrads
 from ktransformers import _core
 from ktransformers.experts import buffer_pool
 from ktransformers.experts.checkpointing import inside_checkpointed_block
@@ -43,7 +44,8 @@ from ktransformers.ground.pool import avoid_pool_cpus
 LORA_NAMES = ("gate_lora_a", "gate_lora_b", "up_lora_a", "up_lora_b", "down_lora_a", "down_lora_b")
 FROZEN = "the experts' own weights are frozen here: train LoRA on them, or the stock model without ktransformers"
 
-_workers: list[ThreadPoolExecutor] = []  # at most one: passes run in the order of their submission
+# At most one: passes run in the order of their submission.
+_workers: list[ThreadPoolExecutor] = []
 os.register_at_fork(after_in_child=_workers.clear)
 
 
@@ -53,11 +55,17 @@ def _worker() -> ThreadPoolExecutor:
     return _workers[0]
 
 
+class CheckpointCacheState(Enum):
+    EMPTY = "empty"
+    READY = "ready"
+    POISONED = "poisoned"
+
+
 @dataclass(frozen=True)
 class SavedForward:
-    """What a backward pass needs of a forward pass."""
+    """What a backward pass needs of a forward pass, in host memory."""
 
-    hidden: Tensor  # bf16 [T, H], in host memory like the rest
+    hidden: Tensor  # bf16 [T, H]
     ids: Tensor
     weights: Tensor
     keep: Tensor  # gate and up of every row
@@ -66,79 +74,86 @@ class SavedForward:
 
 
 @dataclass(frozen=True)
-class LoraBuffers:
-    """The caller's LoRA tensors and gradient buffers, in the order of `LORA_NAMES`, and what the core takes."""
-
-    weights: tuple[Tensor, ...]
-    grads: tuple[Tensor, ...]
-    factors: ExpertLora
-
-
-@dataclass(frozen=True)
 class PendingPass:
     result: Future[Any]
     device: torch.device
 
 
-class BaseSFTMoEWrapper:
-    """Constructed by `KTMoEWrapper(mode="sft")`. A subclass loads weights into `store`."""
+@dataclass(frozen=True)
+class RegisteredGrad:
+    """A parameter whose gradient is a view of a gradient buffer."""
 
-    def __init__(
-        self,
-        layer_idx: int,
-        num_experts: int,
-        num_experts_per_tok: int,
-        hidden_size: int,
-        moe_intermediate_size: int,
-        *,
-        num_gpu_experts: int = 0,
-        cpuinfer_threads: int = 0,
-        threadpool_count: int = 1,
-        weight_path: str = "",
-        chunked_prefill_size: int = 512,
-        lora_rank: int = 16,
-        lora_alpha: float = 32.0,
-        lora_dropout: float = 0.0,
-        max_cache_depth: int = 1,
-        full_weight_grad: bool = False,
-        swiglu_limit: float = 0.0,
-        trains_lora: bool = True,
-    ) -> None:
-        sizes = {"num_experts": num_experts, "num_experts_per_tok": num_experts_per_tok, "hidden_size": hidden_size}
-        sizes |= {"moe_intermediate_size": moe_intermediate_size, "max_cache_depth": max_cache_depth}
-        for name, size in (sizes | {"lora_rank": lora_rank}).items():
-            if size < 1:
+    parameter: nn.Parameter
+    view: Tensor
+
+    @property
+    def aliases(self) -> bool:
+        grad, view = self.parameter.grad, self.view
+        return grad is not None and _place(grad) == _place(view)
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+@dataclass(eq=False, repr=False)
+class BaseSFTMoEWrapper:
+    """Constructed by `KTMoEWrapper(mode="sft")`. A subclass loads weights into `store`. `group_size`, `zero_point` and
+    `share_backward_bb` have no effect: the files say how their values are grouped, and backward reads the packed
+    weights of forward. The clamp `swiglu_limit` works with every method."""
+
+    layer_idx: int
+    num_experts: int
+    num_experts_per_tok: int
+    hidden_size: int
+    moe_intermediate_size: int
+    _: KW_ONLY
+    num_gpu_experts: int = 0
+    cpuinfer_threads: int = 0
+    threadpool_count: int = 1
+    weight_path: str = ""
+    chunked_prefill_size: int = 512
+    method: str = "AMXBF16_SFT"
+    lora_rank: int = 16
+    lora_alpha: float = 32.0
+    lora_dropout: float = 0.0
+    max_cache_depth: int = 1
+    group_size: int = 128
+    zero_point: bool = True
+    full_weight_grad: bool = False
+    swiglu_limit: float = 0.0
+
+    share_backward_bb = False
+
+    def __post_init__(self) -> None:
+        method_of(self.method)
+        sizes = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size", "max_cache_depth")
+        for name in (*sizes, "lora_rank"):
+            if getattr(self, name) < 1:
                 remedy = "leave init_lora_weights out to compute without LoRA" if name == "lora_rank" else ""
-                raise InputError(name, size, "at least 1", remedy)
-        if not 0 <= num_gpu_experts <= num_experts:
-            raise InputError("num_gpu_experts", num_gpu_experts, f"0 to {num_experts}")
-        if not 0 <= lora_dropout < 1:
-            raise InputError("lora_dropout", lora_dropout, "at least 0 and less than 1")
-        if full_weight_grad:
+                raise InputError(name, getattr(self, name), "at least 1", remedy)
+        self.num_gpu_experts = self.num_gpu_experts or 0
+        if not 0 <= self.num_gpu_experts <= self.num_experts:
+            raise InputError("num_gpu_experts", self.num_gpu_experts, f"0 to {self.num_experts}")
+        if not 0 <= self.lora_dropout < 1:
+            raise InputError("lora_dropout", self.lora_dropout, "at least 0 and less than 1")
+        if self.full_weight_grad:
             raise InputError("full_weight_grad", True, "False", FROZEN)
-        self.layer_idx, self.num_experts, self.num_experts_per_tok = layer_idx, num_experts, num_experts_per_tok
-        self.hidden_size, self.moe_intermediate_size = hidden_size, moe_intermediate_size
-        self.num_gpu_experts, self.weight_path = num_gpu_experts, weight_path
-        self.cpuinfer_threads, self.threadpool_count = cpuinfer_threads, threadpool_count
-        self.chunked_prefill_size, self.max_cache_depth = chunked_prefill_size, max_cache_depth
-        self.lora_rank, self.lora_alpha, self.lora_dropout = lora_rank, lora_alpha, lora_dropout
-        self.lora_scaling = lora_alpha / lora_rank
-        self.full_weight_grad, self.swiglu_limit = full_weight_grad, swiglu_limit
-        self.share_backward_bb = False  # of no effect: backward reads the packed weights of forward
-        self.cpu_infer = CPUInfer.shared(cpuinfer_threads, threadpool_count)
+        self.lora_scaling = self.lora_alpha / self.lora_rank
+        self.cpu_infer = CPUInfer.shared(self.cpuinfer_threads, self.threadpool_count)
         self.store: ExpertStore | None = None
-        self._trains_lora = trains_lora
-        self._skip = torch.arange(num_experts, device="cpu") < num_gpu_experts if num_gpu_experts else None
-        self._lora: LoraBuffers | None = None
-        self._packed: tuple[_core.Adapter, ...] = ()
-        self._packed_versions: tuple[int, ...] | None = None  # of the LoRA tensors when they were packed
+        self._on_gpu = torch.arange(self.num_experts, device="cpu") < self.num_gpu_experts
+        self._lora: ExpertLora | None = None
+        # The caller's LoRA tensors and gradient buffers, in the order of LORA_NAMES.
+        self._weights: tuple[Tensor, ...] = ()
+        self._grads: tuple[Tensor, ...] = ()
         self._saved: list[SavedForward] = []
         self._inference: BaseMoEWrapper | None = None
         self._inference_hidden: Tensor | None = None
         self._forward: PendingPass | None = None
         self._backward: PendingPass | None = None
-        self._checkpoint_output = CheckpointOutputCache()
-        self._optimizer_grads = OptimizerGrads()
+        self._registered: dict[str, RegisteredGrad] = {}
+        self.clear_checkpoint_output()
 
     @property
     def lora_initialized(self) -> bool:
@@ -164,49 +179,37 @@ class BaseSFTMoEWrapper:
         """Use these tensors, in host memory, as LoRA and for its gradients; they are read and written in place."""
         weights = (gate_lora_a, gate_lora_b, up_lora_a, up_lora_b, down_lora_a, down_lora_b)
         grads = (grad_gate_lora_a, grad_gate_lora_b, grad_up_lora_a, grad_up_lora_b, grad_down_lora_a, grad_down_lora_b)
-        for name, shape, weight, grad in zip(LORA_NAMES, self._lora_shapes(), weights, grads, strict=True):
+        experts, rank, hidden, inner = self.num_experts, self.lora_rank, self.hidden_size, self.moe_intermediate_size
+        first = [(experts, rank, hidden), (experts, inner, rank)]
+        shapes = [*first, *first, (experts, rank, inner), (experts, hidden, rank)]
+        for name, shape, weight, grad in zip(LORA_NAMES, shapes, weights, grads, strict=True):
             for label, tensor in ((name, weight), (f"grad_{name}", grad)):
                 if tensor.device.type != "cpu" or not tensor.is_floating_point() or tuple(tensor.shape) != shape:
                     given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
                     raise InputError(label, given, f"floats {list(shape)} in host memory, bf16 for kt-kernel")
                 if not tensor.is_contiguous():
                     raise InputError(label, f"strides {list(tensor.stride())}", "a contiguous tensor")
-        weights = tuple(tensor.detach() for tensor in weights)  # type: ignore[assignment]
-        scales = (self.lora_scaling,) * 3
-        self._packed_versions = None
-        self._lora = LoraBuffers(
-            weights, tuple(grad.detach() for grad in grads), ExpertLora.of_tensors(CORE_ROLES, weights, scales)
-        )
+        self._weights = tuple(tensor.detach() for tensor in weights)
+        self._grads = tuple(tensor.detach() for tensor in grads)
+        self._lora = ExpertLora.of_tensors(CORE_ROLES, self._weights, (self.lora_scaling,) * 3)
         self.update_lora_weights()
-
-    def _lora_shapes(self) -> list[tuple[int, int, int]]:
-        experts, rank, hidden, inner = self.num_experts, self.lora_rank, self.hidden_size, self.moe_intermediate_size
-        first = [(experts, rank, hidden), (experts, inner, rank)]
-        return [*first, *first, (experts, rank, inner), (experts, hidden, rank)]
 
     def update_lora_weights(self) -> None:
         """Read the six LoRA tensors again, after a write that torch does not see (through `.data` or an address);
         torch's own writes are noticed without this."""
         if self._lora is None:
             raise RuntimeError("LoRA tensors are missing: call init_lora_weights first")
-        increment_version([tensor for tensor in self._lora.weights if not tensor.is_inference()])
+        increment_version([tensor for tensor in self._weights if not tensor.is_inference()])
         if self.store is not None:
             self._adapters()
 
-    def _adapters(self) -> Sequence[_core.Adapter]:
-        """The LoRA tensors as the core has them, packed again if a version counter has changed."""
-        if self._lora is None:
-            return ()
-        weights = self._lora.weights
-        versions = None if weights[0].is_inference() else tuple(tensor._version for tensor in weights)
-        if versions is None or versions != self._packed_versions:
-            self._packed = (packed_adapter(self._loaded(), self._lora.factors),)
-            self._packed_versions = versions
-        return self._packed
+    def _adapters(self) -> list[_core.Adapter]:
+        """The LoRA tensors as the core has them, packed again if they have changed."""
+        return [] if self._lora is None else [packed_adapter(self._loaded(), self._lora)]
 
     def use_store(self, store: ExpertStore) -> None:
         """Compute with these experts."""
-        self.store, self._inference, self._packed_versions = store, None, None
+        self.store, self._inference = store, None
         if self._lora is not None:
             self.update_lora_weights()
         if torch.cuda.is_available():  # its pinned memory cannot be allocated while a stream is captured
@@ -229,9 +232,8 @@ class BaseSFTMoEWrapper:
     ) -> Tensor:
         """Sum over K of weight * expert(hidden) in bf16, in the shape of the hidden states. Ids outside [0, E) and
         experts below `num_gpu_experts` contribute nothing."""
-        copy, dropout = self._begin(hidden_states, expert_ids, weights, save_for_backward, submitted=False)
-        out = self._compute(copy, save_for_backward, dropout, hidden_states.shape)
-        return _to_device(out, output_device or hidden_states.device)
+        compute = self._begin_forward(hidden_states, expert_ids, weights, save_for_backward)
+        return _to_device(compute(), output_device or hidden_states.device)
 
     def submit_forward(
         self, hidden_states: Tensor, expert_ids: Tensor, weights: Tensor, save_for_backward: bool = True
@@ -239,42 +241,30 @@ class BaseSFTMoEWrapper:
         """Start a forward pass; `sync_forward` returns its output."""
         if self._forward is not None:
             raise RuntimeError("a forward pass was submitted before: call sync_forward first")
-        copy, dropout = self._begin(hidden_states, expert_ids, weights, save_for_backward, submitted=True)
-        shape = hidden_states.shape
-        result = _worker().submit(self._compute, copy, save_for_backward, dropout, shape)
-        self._forward = PendingPass(result, hidden_states.device)
+        compute = self._begin_forward(hidden_states, expert_ids, weights, save_for_backward)
+        self._forward = PendingPass(_worker().submit(compute), hidden_states.device)
 
     def sync_forward(self, output_device: torch.device | str | None = None) -> Tensor:
         pending, self._forward = self._forward, None
         if pending is None:
             raise RuntimeError("no forward pass was submitted: call submit_forward first")
-        out: Tensor = pending.result.result()
-        return _to_device(out, output_device or pending.device)
+        return _to_device(pending.result.result(), output_device or pending.device)
 
-    def _begin(
-        self, hidden_states: Tensor, expert_ids: Tensor, weights: Tensor, save_for_backward: bool, submitted: bool
-    ) -> tuple[DeviceToHost, Dropout]:
+    def _begin_forward(self, hidden: Tensor, ids: Tensor, weights: Tensor, save: bool) -> Callable[[], Tensor]:
+        """The pass, whose inputs have been copied: the caller may write into its tensors."""
         self._loaded()
-        self._check_batch(hidden_states, expert_ids, weights)
-        if save_for_backward and len(self._saved) >= self.max_cache_depth:
+        self._check_batch(hidden, ids, weights)
+        if save and len(self._saved) >= self.max_cache_depth:
             raise RuntimeError(
                 f"{len(self._saved)} forward passes are saved for backward, max_cache_depth is {self.max_cache_depth}: "
                 "run their backward passes, pass save_for_backward=False, or construct with a greater depth"
             )
-        device, top_k = hidden_states.device, self.num_experts_per_tok
-        batch = (
-            _as_rows(hidden_states, self.hidden_size, torch.bfloat16, device),
-            _as_rows(expert_ids, top_k, torch.int64, device),
-            _as_rows(weights, top_k, torch.float32, device),
-        )
         dropout = NO_DROPOUT
-        if self.lora_dropout and (save_for_backward or inside_checkpointed_block()):
+        if self.lora_dropout and (save or inside_checkpointed_block()):
             dropout = Dropout(self.lora_dropout, int(torch.randint(2**62, ())))
-        if device.type != "cpu":
-            return start_device_to_host(batch), dropout
-        # The caller may write into its tensors before the worker or a backward pass reads them.
-        copies = tuple(map(torch.clone, batch)) if save_for_backward or submitted else batch
-        return DeviceToHost((), copies, None), dropout
+        dtypes = ((hidden, torch.bfloat16), (ids, torch.int64), (weights, torch.float32))
+        rows = [tensor.detach().reshape(-1, tensor.shape[-1]).to(hidden.device, dtype) for tensor, dtype in dtypes]
+        return partial(self._compute, start_device_to_host(rows), save, dropout, hidden.shape)
 
     def _check_batch(self, hidden_states: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
         if not hidden_states.dim() or hidden_states.shape[-1] != self.hidden_size:
@@ -289,17 +279,10 @@ class BaseSFTMoEWrapper:
         hidden, ids, weights = copy.finish()
         store = self._loaded()
         keep = store.new_keep(*ids.shape) if save else None
+        # `needs_grad`: the same rounding whether the pass saves or not.
+        options: Any = {"adapters": self._adapters(), "dropout": dropout, "needs_grad": True}
         with torch.no_grad():
-            out = store.forward(
-                hidden,
-                ids,
-                weights,
-                skip=self._skip,
-                keep=keep,
-                adapters=self._adapters(),
-                dropout=dropout,
-                needs_grad=True,  # the same rounding whether the pass saves or not
-            )
+            out = store.forward(hidden, ids, weights, skip=self._on_gpu, keep=keep, **options)
         if keep is not None:
             self._saved.append(SavedForward(hidden, ids, weights, keep, dropout, shape))
         return out.view(shape)
@@ -323,14 +306,13 @@ class BaseSFTMoEWrapper:
 
     def _inference_wrapper(self) -> BaseMoEWrapper:
         if self._inference is None:
-            mask = torch.arange(self.num_experts, device="cpu") < self.num_gpu_experts
             self._inference = BaseMoEWrapper(
                 self.layer_idx,
                 self.num_experts,
                 self.num_experts_per_tok,
                 self.hidden_size,
                 self.moe_intermediate_size,
-                mask,
+                self._on_gpu,
                 self.cpuinfer_threads,
                 self.threadpool_count,
                 self.weight_path,
@@ -351,9 +333,8 @@ class BaseSFTMoEWrapper:
     ) -> tuple[Tensor, Tensor]:
         """Gradients of the hidden states (bf16) and of the routing weights (float32) of the last saved forward pass;
         the LoRA gradients, times `optimizer_grad_scale`, go into the registered buffers."""
-        saved, accumulate = self._begin_backward(grad_output)
-        grads = self._compute_backward(_to_host(grad_output), saved, accumulate, optimizer_grad_scale)
-        return self._finish_backward(grads, torch.device(output_device or grad_output.device))
+        compute = self._begin_backward(grad_output, optimizer_grad_scale)
+        return self._finish_backward(compute(), output_device or grad_output.device)
 
     def submit_backward_async(
         self,
@@ -364,11 +345,8 @@ class BaseSFTMoEWrapper:
         """Start a backward pass; `sync_backward` returns its gradients."""
         if self._backward is not None:
             raise RuntimeError("a backward pass was submitted before: call sync_backward first")
-        saved, accumulate = self._begin_backward(grad_output)
-        result = _worker().submit(
-            self._compute_backward, _to_host(grad_output, submitted=True), saved, accumulate, optimizer_grad_scale
-        )
-        self._backward = PendingPass(result, torch.device(output_device or grad_output.device))
+        compute = self._begin_backward(grad_output, optimizer_grad_scale)
+        self._backward = PendingPass(_worker().submit(compute), torch.device(output_device or grad_output.device))
 
     def sync_backward(self) -> tuple[Tensor, Tensor]:
         pending, self._backward = self._backward, None
@@ -376,7 +354,7 @@ class BaseSFTMoEWrapper:
             raise RuntimeError("no backward pass was submitted: call submit_backward_async first")
         return self._finish_backward(pending.result.result(), pending.device)
 
-    def _begin_backward(self, grad_output: Tensor) -> tuple[SavedForward, bool]:
+    def _begin_backward(self, grad_output: Tensor, scale: float) -> Callable[[], tuple[Tensor, Tensor]]:
         if self._forward is not None:
             raise RuntimeError("a forward pass was submitted and not awaited: call sync_forward before backward")
         if not self._saved:
@@ -384,15 +362,16 @@ class BaseSFTMoEWrapper:
         if grad_output.shape != self._saved[-1].shape:
             given = f"shape {list(grad_output.shape)}"
             raise InputError("grad_output", given, f"{list(self._saved[-1].shape)}, that of the last saved forward")
-        accumulate = self._optimizer_grads.state() == "open"
-        return self._saved.pop(), accumulate
+        accumulate = self.validate_authoritative_optimizer_grad_state() == "open"
+        copy = start_device_to_host((grad_output.detach().to(torch.bfloat16),))
+        return partial(self._compute_backward, copy, self._saved.pop(), accumulate, scale)
 
     def _compute_backward(
         self, copy: DeviceToHost, saved: SavedForward, accumulate: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         (grad_output,) = copy.finish()
-        lora = self._lora if self._trains_lora else None
-        buffers: tuple[Tensor, ...] = () if lora is None else lora.grads
+        trains_lora = self._lora is not None and not self.method.endswith(SKIP_LORA)
+        buffers = self._grads if trains_lora else ()
         direct = not accumulate and scale == 1.0
         # One rounding: the sum, or the scaled gradient, is rounded to the buffer's dtype, not its addends.
         targets = buffers if direct else tuple(buffer_pool.empty(grad.shape, torch.float32) for grad in buffers)
@@ -402,10 +381,10 @@ class BaseSFTMoEWrapper:
                 saved.hidden,
                 saved.ids,
                 saved.weights,
-                skip=self._skip,
+                skip=self._on_gpu,
                 keep=saved.keep,
                 adapters=self._adapters(),
-                factors=None if lora is None else [targets],
+                factors=[targets] if trains_lora else None,
                 dropout=saved.dropout,
             )
             if not direct:
@@ -414,10 +393,10 @@ class BaseSFTMoEWrapper:
                     buffer.copy_(target.add_(buffer) if accumulate else target)
         return grad_hidden.view(saved.shape), grad_weights
 
-    def _finish_backward(self, grads: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-        self._optimizer_grads.publish()
-        grad_hidden, grad_weights = grads
-        return _to_device(grad_hidden, device), _to_device(grad_weights, device)
+    def _finish_backward(self, grads: tuple[Tensor, Tensor], device: torch.device | str) -> tuple[Tensor, Tensor]:
+        for entry in self._registered.values():
+            entry.parameter.grad = entry.view
+        return _to_device(grads[0], device), _to_device(grads[1], device)
 
     def submit_backward_repack(self) -> None:
         """Nothing to do: backward transposes blocks of the packed weights as it reads them."""
@@ -425,53 +404,83 @@ class BaseSFTMoEWrapper:
     def wait_backward_repack(self) -> None:
         """Nothing to wait for, see `submit_backward_repack`."""
 
-    # Gradients that optimisers own.
+    # Gradients that optimisers own: parameters whose gradients are views of the buffers of `init_lora_weights`.
 
     def register_authoritative_optimizer_grad(self, name: str, param: nn.Parameter, grad_view: Tensor) -> None:
-        """From now on `param.grad` is `grad_view` after every backward pass, and decides whether the next pass
-        overwrites or accumulates (`kt_kernel.sft.optimizer_grads`). `grad_view` is a view of a gradient buffer."""
+        """From now on `param.grad` is `grad_view` after every backward pass. If every registered gradient is None
+        before a pass, the pass overwrites the buffers; if every one is its view, the pass adds to them."""
         if self._lora is None:
             raise RuntimeError("gradient buffers are missing: call init_lora_weights first")
-        storages = {grad.untyped_storage().data_ptr() for grad in self._lora.grads}
+        storages = {grad.untyped_storage().data_ptr() for grad in self._grads}
         if grad_view.untyped_storage().data_ptr() not in storages:
             raise InputError(name, "a tensor of its own", "a view of a gradient buffer of init_lora_weights")
-        self._optimizer_grads.register(name, param, grad_view)
+        if (param.shape, param.dtype, param.device) != (grad_view.shape, grad_view.dtype, grad_view.device):
+            given = f"a gradient of {grad_view.dtype} {list(grad_view.shape)} on {grad_view.device}"
+            raise InputError(name, given, f"{param.dtype} {list(param.shape)} on {param.device}")
+        entry = RegisteredGrad(param, grad_view)
+        if param.grad is not None and not entry.aliases:
+            raise InputError(name, "a parameter that has a gradient already", "one without", "set its grad to None")
+        self._registered[name] = entry
 
     def release_authoritative_optimizer_grads(self) -> None:
-        """Close the window: the registered gradients become None, and the next backward pass overwrites."""
-        self._optimizer_grads.release()
+        """The registered gradients become None, and the next backward pass overwrites. The registrations stay."""
+        for entry in self._registered.values():
+            entry.parameter.grad = None
 
     def validate_authoritative_optimizer_grad_state(self) -> str:
-        """ "empty" (nothing registered), "closed" (the next pass overwrites) or "open" (it accumulates); raises
-        RuntimeError for a mixture."""
-        return self._optimizer_grads.state()
+        """ "empty" (nothing registered), "closed" (the next pass overwrites) or "open" (it accumulates). Raises for
+        anything else, such as a gradient that an optimiser replaced: it would be lost."""
+        entries = self._registered
+        if all(entry.parameter.grad is None for entry in entries.values()):
+            return "closed" if entries else "empty"
+        if all(entry.aliases for entry in entries.values()):
+            return "open"
+        names = [name for name, entry in entries.items() if entry.parameter.grad is not None and not entry.aliases]
+        given = f"{', '.join(names)} replaced" if names else "gradients of some of them alone"
+        raise RuntimeError(
+            f"expert LoRA gradients: given {given}, expected all None or all the registered buffers; set every grad to "
+            "None (zero_grad), and write into a gradient instead of replacing it"
+        )
 
-    # Outputs of checkpointed blocks.
-
-    @property
-    def checkpoint_cache_state(self) -> CheckpointCacheState:
-        return self._checkpoint_output.state
+    # One saved output, for programs that checkpoint activations themselves: the first pass of a block saves it, the
+    # recomputation takes it instead of computing the experts again.
 
     def cache_checkpoint_output(self, output: Tensor) -> None:
-        """Save the output of a checkpointed block's first pass; one at a time."""
-        self._checkpoint_output.put(output)
+        self.validate_checkpoint_cache_empty()
+        self._checkpoint_output, self.checkpoint_cache_state = output.detach(), CheckpointCacheState.READY
 
     def get_checkpoint_output(self) -> Tensor:
-        return self._checkpoint_output.get()
+        self._require_checkpoint_cache(CheckpointCacheState.READY)
+        return self._checkpoint_output
 
     def validate_checkpoint_output(self, like: Tensor | None = None) -> None:
         """Raise unless an output is saved, of the shape and dtype of `like` if that is given."""
-        self._checkpoint_output.get() if like is None else self._checkpoint_output.require_like(like)
+        output = self.get_checkpoint_output()
+        if like is not None and (output.shape, output.dtype) != (like.shape, like.dtype):
+            raise RuntimeError(
+                f"the checkpoint cache holds {output.dtype} {list(output.shape)}, the recomputation has {like.dtype} "
+                f"{list(like.shape)}: it is another batch"
+            )
 
     def validate_checkpoint_cache_empty(self) -> None:
-        self._checkpoint_output.require_empty()
+        self._require_checkpoint_cache(CheckpointCacheState.EMPTY)
 
     def clear_checkpoint_output(self) -> None:
-        self._checkpoint_output.clear()
+        self._checkpoint_output, self._poison = torch.empty(0), ""
+        self.checkpoint_cache_state = CheckpointCacheState.EMPTY
 
     def poison_checkpoint_output(self, reason: str = "a pass failed") -> None:
-        """Make every later use of the saved output raise until it is cleared."""
-        self._checkpoint_output.poison(reason)
+        """Make every later use of the saved output raise until it is cleared: it may be that of another batch."""
+        self.clear_checkpoint_output()
+        self._poison, self.checkpoint_cache_state = f" ({reason})", CheckpointCacheState.POISONED
+
+    def _require_checkpoint_cache(self, expected: CheckpointCacheState) -> None:
+        if self.checkpoint_cache_state is not expected:
+            raise RuntimeError(
+                f"the checkpoint cache is {self.checkpoint_cache_state.value}{self._poison}, expected "
+                f"{expected.value}: clear it and start the step again; a first pass fills it, its recomputation takes "
+                "the output and clears it"
+            )
 
     # What kt-kernel has and this library has not.
 
@@ -480,23 +489,6 @@ class BaseSFTMoEWrapper:
 
     def update_base_weights(self) -> None:
         raise KTAMXNotAvailableError("update_base_weights", "a call", "no training of base weights", FROZEN)
-
-
-def _as_rows(tensor: Tensor, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`[..., columns]` as `[T, columns]` without gradients."""
-    rows = tensor.detach()
-    if rows.dim() != 2:
-        rows = rows.reshape(-1, columns)
-    if rows.dtype != dtype or rows.device != device:
-        rows = rows.to(device, dtype)
-    return rows.contiguous()
-
-
-def _to_host(grad_output: Tensor, submitted: bool = False) -> DeviceToHost:
-    grad = grad_output.detach().to(torch.bfloat16).contiguous()
-    if grad.device.type != "cpu":
-        return start_device_to_host((grad,))
-    return DeviceToHost((), (grad.clone() if submitted else grad,), None)
 
 
 def _to_device(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -28,6 +28,7 @@ import atexit
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,14 +38,14 @@ from torch import Tensor
 from ktransformers import _core
 from ktransformers.experts.backend import ExpertBatch
 from ktransformers.experts.lora import MixedLora
-from ktransformers.experts.store import ExpertCall, ExpertStore
+from ktransformers.experts.store import ExpertStore
 from ktransformers.ground.errors import InputError
 from ktransformers.place.gpu import resident_decode
-from ktransformers.place.gpu.cuda_driver import call_on_host
 from ktransformers.place.gpu.executor import GpuExecutor, LayerOnDevice
 from ktransformers.place.gpu.expert_cache import ExpertCache
 from ktransformers.place.gpu.multi_lora import LoraPointers
 from ktransformers.place.gpu.resident_decode import DeviceRouting
+from ktransformers.place.host_call import HostCall
 from ktransformers.plan.modes import MAX_DECODE_TOKENS, STREAM, STREAM_ALL
 
 Size = tuple[tuple[int, ...], int, tuple[torch.dtype, ...]]  # shape of hidden; k; dtypes of hidden, ids and weights
@@ -77,7 +78,7 @@ class ResidentTable:
 class PreparedCall:
     """A layer's call into the core over the buffers of one batch size, with these adapters."""
 
-    call: ExpertCall
+    call: HostCall
     buffers: PinnedBuffers
     residents: ResidentTable | None
     adapters: Adapters = ()
@@ -202,13 +203,8 @@ class HostCallbackPath:
         buffered = (buffers.hidden, buffers.ids, buffers.weights, buffers.adapters)
         for source, pinned in zip(inputs, buffered, strict=False):  # the last only with adapters
             pinned.copy_(source, non_blocking=True)
-        if self._cuda:
-            stream, callbacks = torch.cuda.current_stream(self.device).cuda_stream, _core.host_callbacks()
-            call_on_host(stream, callbacks["submit"], prepared.call.address)
-            call_on_host(stream, callbacks["wait"], prepared.call.address)
-        else:
-            prepared.call.submit()
-            prepared.call.wait()
+        prepared.call.submit()
+        prepared.call.wait()
         target.copy_(buffers.out, non_blocking=True)
 
     # Allocation.
@@ -244,8 +240,7 @@ class HostCallbackPath:
         if stream != self._last_stream:
             _synchronize(self.device)
             self._last_stream = stream
-        if prepared.call.done:
-            prepared.call.wait()
+        prepared.call.raise_error()
 
     def _current_stream(self) -> int:
         return torch.cuda.current_stream(self.device).cuda_stream if self._cuda else -1
@@ -274,17 +269,18 @@ class HostCallbackPath:
             # A layer's weights must outlive the calls that are queued on them.
             weakref.finalize(store, _synchronize, self.device).atexit = False
         residents = self._residents[layer.index]
-        skip = None if residents is None else residents.skip
-        pinned = (buffers.hidden, buffers.ids, buffers.weights)
-        if mixed is None:
-            prepared = PreparedCall(store.prepare(*pinned, out=buffers.out, skip=skip), buffers, residents)
-        else:
+        adapters: Adapters = ()
+        lora_pointers: LoraPointers | None = None
+        options: dict[str, Any] = {"out": buffers.out, "skip": None if residents is None else residents.skip}
+        if mixed is not None:
             adapters = tuple(mixed.adapters)
             lora_pointers = None if residents is None else self._pointers_for(layer, mixed, adapters)
-            _synchronize(self.device)  # earlier calls read the buffer,
-            buffers.adapters.fill_(-1)  # which may hold adapter indices that this call does not have
-            call = store.prepare(*pinned, out=buffers.out, skip=skip, adapter=buffers.adapters, adapters=adapters)
-            prepared = PreparedCall(call, buffers, residents, adapters, lora_pointers)
+            # Earlier calls read the buffer, which may hold adapter indices that this call does not have.
+            _synchronize(self.device)
+            buffers.adapters.fill_(-1)
+            options |= {"adapter": buffers.adapters, "adapters": adapters}
+        call = store.prepare(buffers.hidden, buffers.ids, buffers.weights, **options)
+        prepared = PreparedCall(HostCall(call, self._cuda), buffers, residents, adapters, lora_pointers)
         self._prepared[layer.index, size, prepared.adapters] = prepared
         _synchronize(self.device)  # tables and residents are complete before any stream uses them
         self._last_stream = self._current_stream()
@@ -345,8 +341,8 @@ class HostCallbackPath:
     def raise_pending(self, tokens: int) -> None:
         """Raise errors of host callbacks in finished replays of batches of `tokens` tokens."""
         for (_, size, _), prepared in self._prepared.items():
-            if size[0][0] == tokens and prepared.call.done:
-                prepared.call.wait()
+            if size[0][0] == tokens:
+                prepared.call.raise_error()
 
     def raise_launched(self) -> None:
         """Wait for calls outside of graphs on the current stream and raise their errors. Without it the next call of
@@ -356,8 +352,7 @@ class HostCallbackPath:
         self._launched = False
         torch.cuda.current_stream(self.device).synchronize()
         for prepared in self._prepared.values():
-            if prepared.call.done:
-                prepared.call.wait()
+            prepared.call.raise_error()
 
     def add_counts(self, index: int, counts: NDArray[np.int64]) -> None:
         """Add the rows of each expert of a layer since the last call to `counts` [E]."""
