@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,11 +64,10 @@ def written(spec: str) -> bool:
 
 def encode_seconds(plain: dict[str, torch.Tensor], spec: str, threads: int, rounds: int) -> float:
     """The median of rounds, in each of which every matrix of `plain` is encoded."""
-    from ktransformers.checkpoint.recode import recode
-    from ktransformers.quant.convert import use_one_thread
+    from ktransformers.checkpoint.recode import recode, single_threaded_workers
 
     matrices = [matrix[e : e + 1] for matrix in plain.values() for e in range(len(matrix))]
-    with ThreadPoolExecutor(threads, initializer=use_one_thread) as workers:
+    with single_threaded_workers(threads, "pack") as workers:
         list(workers.map(lambda matrix: recode(matrix, spec, "warm-up"), matrices[:threads]))
         taken = [
             seconds(lambda: list(workers.map(lambda matrix: recode(matrix, spec, "matrix"), matrices)))

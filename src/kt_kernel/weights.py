@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from kt_kernel.methods import Method, method_for, method_of
 from ktransformers.checkpoint import Encoded, ExpertChunk, ExpertShape, encode
 from ktransformers.checkpoint.kt_codes import encode_rows, spec_of
 from ktransformers.checkpoint.packed import is_packed
-from ktransformers.checkpoint.recode import experts_of, numbers, split
+from ktransformers.checkpoint.recode import numbers, single_experts
 from ktransformers.checkpoint.sources import LayerSource, Source, open_source
 from ktransformers.experts.contract import Contract, new_store
 from ktransformers.experts.gate import Gate
@@ -200,7 +200,8 @@ def _pack(
         places.setdefault(expert, []).append(runtime)
     with ThreadPoolExecutor(store.threads, "kt-quantise") as workers:
         for chunk in chunks:
-            wanted = (one for one in _single_experts(chunk, contract.shape.transposed) if one[0] in places)
+            experts = single_experts([chunk], transposed=contract.shape.transposed, interleaved=False)
+            wanted = (one for one in experts if one[0] in places)
             # As many at a time as there are threads, so that few experts are in memory twice.
             while some := list(itertools.islice(wanted, store.threads)):
                 converted = workers.map(lambda one: {role: convert(matrix) for role, matrix in one[1].items()}, some)
@@ -208,15 +209,6 @@ def _pack(
                     for runtime in places[expert]:
                         store.pack(**matrices, first_expert=runtime)  # type: ignore[arg-type]  # roles are arguments
     return store
-
-
-def _single_experts(chunk: ExpertChunk, transposed: bool) -> Iterator[tuple[int, dict[str, Weight]]]:
-    """(expert, its gate, up and down `[1, N, K]`)."""
-    matrices = split(chunk, transposed=transposed, interleaved=False)
-    up = matrices["up"]
-    for offset in range(up.experts if isinstance(up, Encoded) else len(up)):
-        one = {role: experts_of(matrix, offset, offset + 1) for role, matrix in matrices.items()}
-        yield chunk.first_expert + offset, one
 
 
 def _quantise(contract: Contract, chunks: Iterable[ExpertChunk], bits: int, order: list[int]) -> ExpertStore:

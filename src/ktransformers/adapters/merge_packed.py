@@ -41,7 +41,8 @@ from ktransformers.checkpoint.sources import open_source
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import write_json
 from ktransformers.modeling.checkpoint_facts import read_checkpoint_facts
-from ktransformers.quant.convert import Progress, convert
+from ktransformers.quant.conversion_run import Progress
+from ktransformers.quant.convert import convert
 from ktransformers.quant.origin import Origin
 from ktransformers.quant.plan import ConversionPlan, parse_formats, plan_conversion
 from ktransformers.quant.report import QuantizationReport, write_report

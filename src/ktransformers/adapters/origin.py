@@ -19,7 +19,7 @@ from ktransformers.adapters.lora import Adapter, Experts, Extra, LoraPair, Modul
 from ktransformers.adapters.names import split_layer_name
 from ktransformers.checkpoint.experts import ExpertChunk
 from ktransformers.checkpoint.packed import is_packed, read_manifest, read_packed_section
-from ktransformers.checkpoint.recode import Weight, experts_of, numbers
+from ktransformers.checkpoint.recode import Weight, numbers
 from ktransformers.checkpoint.sources import LayerSource, PlainTensor, open_source
 from ktransformers.experts.contract import Contract, expert_modules, read_contract
 from ktransformers.experts.packed import PackedExperts
@@ -105,17 +105,8 @@ class FoldedLayer(OriginLayer):
             yield from super().experts()
             return
         pairs = self.lora.read()
-        for first, roles in super().experts():
-            for offset in range(_count(roles["down"])):
-                matrices = {role: experts_of(matrix, offset, offset + 1) for role, matrix in roles.items()}
-                yield (
-                    first + offset,
-                    matrices | {role: _add_delta(matrices[role], pair, first + offset) for role, pair in pairs.items()},
-                )
-
-
-def _count(matrix: Weight) -> int:
-    return matrix.shape[0] if isinstance(matrix, Tensor) else matrix.experts
+        for expert, weights in super().experts():
+            yield expert, weights | {role: _add_delta(weights[role], pair, expert) for role, pair in pairs.items()}
 
 
 def _add_delta(matrix: Weight, pair: LoraPair, expert: int) -> Tensor:

@@ -8,7 +8,11 @@ through and has no error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -149,3 +153,53 @@ def split(piece: ExpertChunk, *, transposed: bool, interleaved: bool) -> dict[st
         gate, up = (tensor[:, 0::2], tensor[:, 1::2]) if mixed else (tensor[:, :half], tensor[:, half:])
         matrices |= {"gate_bias": gate, "up_bias": up} if bias else {"gate": gate, "up": up}
     return matrices
+
+
+def single_experts(
+    chunks: Iterable[ExpertChunk], *, transposed: bool, interleaved: bool
+) -> Iterator[tuple[int, dict[str, Weight]]]:
+    """(expert, role -> matrix `[1, N, K]` or bias `[1, N]`), views of the chunks."""
+    for chunk in chunks:
+        stacked = split(chunk, transposed=transposed, interleaved=interleaved)
+        down = stacked["down"]
+        for index in range(down.experts if isinstance(down, Encoded) else down.shape[0]):
+            single = {role: experts_of(weight, index, index + 1) for role, weight in stacked.items()}
+            yield chunk.first_expert + index, single
+
+
+def recode_experts(
+    name: str,
+    experts: Iterable[tuple[int, dict[str, Weight]]],
+    formats: Mapping[str, str],
+    workers: Executor,
+    max_in_flight: int,
+) -> Iterator[tuple[int, dict[str, Recoded], dict[str, Weight]]]:
+    """(expert, matrices in `formats`, biases) in order, with at most so many matrices in flight and one expert more."""
+    in_flight: deque[tuple[int, dict[str, Future[Recoded]], dict[str, Weight]]] = deque()
+
+    def wait_for_oldest() -> tuple[int, dict[str, Recoded], dict[str, Weight]]:
+        expert, futures, biases = in_flight.popleft()
+        return expert, {role: future.result() for role, future in futures.items()}, biases
+
+    for expert, weights in experts:
+        futures = {
+            role: workers.submit(recode, weights.pop(role), spec, f"{name}.{expert}.{role}")
+            for role, spec in formats.items()
+        }
+        in_flight.append((expert, futures, weights))
+        while len(in_flight) * len(formats) > max_in_flight:
+            yield wait_for_oldest()
+    while in_flight:
+        yield wait_for_oldest()
+
+
+@contextmanager
+def single_threaded_workers(threads: int, name: str) -> Iterator[Executor]:
+    """Threads that compute with torch; its own threads would oversubscribe the CPUs, so that each has none."""
+    torch_threads = torch.get_num_threads()
+    workers = ThreadPoolExecutor(threads, name, initializer=functools.partial(torch.set_num_threads, 1))
+    try:
+        yield workers
+    finally:
+        workers.shutdown(cancel_futures=True)
+        torch.set_num_threads(torch_threads)

@@ -8,16 +8,11 @@ layer and some matrices. The numbers are those of `kt quant` with the same forma
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
-import torch
-
-from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.checkpoint.experts import ExpertChunk
-from ktransformers.checkpoint.recode import Weight, check_target, experts_of, recode, split
+from ktransformers.checkpoint.recode import check_target, recode_experts, single_experts, single_threaded_workers
 from ktransformers.checkpoint.sources import LayerSource
 from ktransformers.experts.contract import Contract
 from ktransformers.ground.errors import InputError
@@ -49,52 +44,19 @@ def recoded_layer(name: str, layer: LayerSource, contract: Contract, wanted: str
     if wanted is None or _is_in(layer.formats, wanted):
         return layer
 
-    def chunks(experts: Sequence[int] | None = None) -> Iterator[ExpertChunk]:
-        return _recoded_chunks(name, layer, contract, wanted, experts)
+    formats = dict.fromkeys(layer.formats, wanted)
 
-    return replace(layer, formats=dict.fromkeys(layer.formats, wanted), chunks=chunks, expert=None)
+    def chunks(experts: Sequence[int] | None = None) -> Iterator[ExpertChunk]:
+        """One expert at a time, all or these, in this order."""
+        threads = len(os.sched_getaffinity(0))
+        shape, interleaved = contract.shape, contract.interleaved
+        single = single_experts(layer.chunks(experts), transposed=shape.transposed, interleaved=interleaved)
+        with single_threaded_workers(threads, "kt-encode") as workers:
+            for expert, recoded, biases in recode_experts(name, single, formats, workers, threads * len(formats)):
+                yield ExpertChunk(expert, False, biases | {role: result.matrix for role, result in recoded.items()})
+
+    return replace(layer, formats=formats, chunks=chunks, expert=None)
 
 
 def _is_in(formats: Mapping[str, str], wanted: str) -> bool:
     return {spec.partition(":")[0] for spec in formats.values()} == {wanted.partition(":")[0]}
-
-
-def _recoded_chunks(
-    name: str, layer: LayerSource, contract: Contract, wanted: str, only: Sequence[int] | None
-) -> Iterator[ExpertChunk]:
-    """One expert at a time, all or `only` these, in this order."""
-    threads = len(os.sched_getaffinity(0))
-    in_flight: deque[tuple[int, dict[str, Future[Weight]], dict[str, Weight]]] = deque()
-
-    def oldest() -> ExpertChunk:
-        expert, futures, biases = in_flight.popleft()
-        return ExpertChunk(expert, False, biases | {role: future.result() for role, future in futures.items()})
-
-    def encoded(weight: Weight, label: str) -> Weight:
-        return recode(weight, wanted, label).matrix
-
-    torch_threads = torch.get_num_threads()
-    workers = ThreadPoolExecutor(threads, "kt-encode", initializer=_use_one_thread)
-    try:
-        for chunk in layer.chunks(only):
-            stacked = split(chunk, transposed=contract.shape.transposed, interleaved=contract.interleaved)
-            down = stacked["down"]
-            for index in range(down.experts if isinstance(down, Encoded) else down.shape[0]):
-                weights = {role: experts_of(matrix, index, index + 1) for role, matrix in stacked.items()}
-                expert = chunk.first_expert + index
-                futures = {
-                    role: workers.submit(encoded, weights.pop(role), f"{name}.{expert}.{role}")
-                    for role in layer.formats
-                }
-                in_flight.append((expert, futures, weights))
-                while len(in_flight) > threads:
-                    yield oldest()
-        while in_flight:
-            yield oldest()
-    finally:
-        workers.shutdown(cancel_futures=True)
-        torch.set_num_threads(torch_threads)
-
-
-def _use_one_thread() -> None:
-    torch.set_num_threads(1)  # the workers run side by side

@@ -14,12 +14,9 @@ import os
 import shutil
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from ktransformers import __version__
 from ktransformers.checkpoint.journal import ConversionJournal
@@ -33,20 +30,19 @@ from ktransformers.checkpoint.kt_files import (
     write_manifest,
 )
 from ktransformers.checkpoint.matrix import SPELLED
-from ktransformers.checkpoint.packed import ShardRecord
-from ktransformers.checkpoint.recode import experts_of
 from ktransformers.checkpoint.rest import RestShard, tensor_bytes
 from ktransformers.checkpoint.shards import INDEX_FILE
 from ktransformers.checkpoint.sources import PlainTensor
 from ktransformers.checkpoint.tensorfile import plan_layout, read_layout
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import write_json
-from ktransformers.quant.convert import (
-    MAX_QUEUED_MATRICES,
+from ktransformers.quant.conversion_run import (
+    ConversionRun,
     Progress,
     check_free_space,
-    expert_count,
-    use_one_thread,
+    check_layer_numbers,
+    open_journal,
+    seconds_on_one_thread,
 )
 from ktransformers.quant.kt_layers import (
     LayerWriter,
@@ -54,7 +50,6 @@ from ktransformers.quant.kt_layers import (
     TreeLayer,
     drop_damaged_layers,
     layer_bytes,
-    shard_record,
     store_matrix,
 )
 from ktransformers.quant.origin import Origin, OriginLayer
@@ -150,17 +145,13 @@ def plan_kt(
 def estimate_kt(plan: KTPlan) -> float:
     """Seconds, extrapolated from quantising one expert in one thread; disk time is not included."""
     layer = plan.origin.layers[0]
-    _, matrices = next(iter(layer.experts()))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        start = time.perf_counter()
+    _, matrices = next(layer.experts())
+
+    def store_one() -> None:
         for role in layer.formats:
-            store_matrix(experts_of(matrices[role], 0, 1), role, 0, plan.header, lambda *_: None, plan.backward)
-        seconds = time.perf_counter() - start
-    finally:
-        torch.set_num_threads(threads)
-    return seconds * plan.header.experts * len(plan.origin.layers) / plan.threads
+            store_matrix(matrices[role], role, 0, plan.header, lambda *_: None, plan.backward)
+
+    return seconds_on_one_thread(store_one) * plan.header.experts * len(plan.origin.layers) / plan.threads
 
 
 def convert_kt(
@@ -173,32 +164,14 @@ def convert_kt(
 ) -> KTConverted:
     """Write the directory `out`, or resume writing it. `layers` restricts this call to some layers; `resume_layer`
     asserts that those below it are done. The directory gets its name when all layers are converted."""
-    target = Path(out).absolute()
-    numbers = [layer.number for layer in plan.origin.layers]
-    if unknown := sorted((layers or set()) - set(numbers)):
-        raise InputError("layers", unknown[0], f"layers with experts, {min(numbers)} to {max(numbers)}")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise InputError(str(target), "something that exists", "a new directory", "remove it or name another")
-    journal = ConversionJournal(target, _journal_plan(plan))
+    check_layer_numbers(layers, [layer.number for layer in plan.origin.layers])
+    facts = {"layout": tile_format(plan.bits).layout, "threadpool_count": plan.parts}
+    facts |= {"merged": plan.merged, "backward": plan.backward}
+    journal = open_journal(Path(out).absolute(), plan.origin.path, plan.origin.paths, **facts)
     try:
         return _KTConversion(plan, journal, progress).run(layers, resume_layer)
     finally:
         journal.close()
-
-
-def _journal_plan(plan: KTPlan) -> dict[str, Any]:
-    """The facts that a resumed conversion must share with the interrupted one."""
-    stats = [(path.name, path.stat()) for path in plan.origin.paths]
-    return {
-        "conversion": os.urandom(16).hex(),
-        "made_by": __version__,
-        "layout": tile_format(plan.bits).layout,
-        "threadpool_count": plan.parts,
-        "merged": plan.merged,
-        "backward": plan.backward,
-        "source": str(plan.origin.path.absolute()),
-        "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
-    }
 
 
 class _KTConversion:
@@ -207,47 +180,38 @@ class _KTConversion:
     def __init__(self, plan: KTPlan, journal: ConversionJournal, progress: Progress | None) -> None:
         self._plan = plan
         self._journal = journal
-        self._progress = progress
         self._header = replace(plan.header, conversion=journal.plan["conversion"])
-        self._bytes_done = self._bytes_read = 0
-        self._total = plan.source_bytes
         self._layer_seconds: dict[int, float] = {}
-        self._pending_file: Future[None] | None = None
+        self._redone = drop_damaged_layers(journal, plan.threads)
+        self._kept = [layer for layer in plan.origin.layers if plan.file(layer) in journal.shards]
+        kept_bytes = sum(layer.bytes for layer in self._kept)
+        self._run = ConversionRun(journal, plan.threads, plan.source_bytes, progress, kept_bytes)
 
     def run(self, layers: set[int] | None, resume_layer: int) -> KTConverted:
         start = time.perf_counter()
         plan, journal = self._plan, self._journal
-        redone = drop_damaged_layers(journal, plan.threads)
-        kept = [layer for layer in plan.origin.layers if plan.file(layer) in journal.shards]
-        missing = [layer.number for layer in plan.origin.layers if layer not in kept]
+        missing = [layer.number for layer in plan.origin.layers if layer not in self._kept]
         if missing and min(missing) < resume_layer:
             given = f"{resume_layer}, and layer {min(missing)} is not in {journal.directory}"
             raise InputError("resume-layer", given, f"at most {min(missing)}", "leave it out: finished layers are kept")
-        self._bytes_done = sum(layer.bytes for layer in kept)
         rest = self._rest_shard() if plan.merged else None
-        self._check_disk_space(len(missing), rest)
-        background = ThreadPoolExecutor(1, "kt-quant-files")
-        workers = ThreadPoolExecutor(plan.threads, "kt-quant", initializer=use_one_thread)
-        threads = torch.get_num_threads()
-        try:
+        rest_bytes = rest.layout.size if rest is not None and rest.file not in journal.shards else 0
+        check_free_space(journal.out, len(missing) * plan.layer_bytes + rest_bytes)
+        run = self._run
+        with run.writing():
             for layer in plan.origin.layers:
                 selected = layers is None or layer.number in layers
                 if selected and plan.file(layer) not in journal.shards:
-                    self._convert_layer(layer, workers, background)
+                    self._convert_layer(layer)
                     plan.origin.release()
             if rest is not None:
-                self._write_rest(rest)
-            self._wait_for_file()
-        finally:
-            workers.shutdown(cancel_futures=True)
-            background.shutdown()
-            torch.set_num_threads(threads)
+                run.write_rest(rest)
         complete = all(plan.file(layer) in journal.shards for layer in plan.origin.layers)
         if complete:
             self._write_directory()
         seconds = time.perf_counter() - start
         directory = journal.out if complete else journal.directory
-        done = (seconds, self._bytes_read, len(kept), self._layer_seconds, redone)
+        done = (seconds, run.bytes_read, len(self._kept), self._layer_seconds, self._redone)
         return KTConverted(directory, complete, *done)
 
     def _rest_shard(self) -> RestShard:
@@ -260,68 +224,35 @@ class _KTConversion:
             self._plan.rest_file, renamed, plan_layout(entries, self._header.metadata() | {"kt_names": names})
         )
 
-    def _check_disk_space(self, layers: int, rest: RestShard | None) -> None:
-        missing = layers * self._plan.layer_bytes
-        missing += rest.layout.size if rest is not None and rest.file not in self._journal.shards else 0
-        check_free_space(self._journal.out, missing)
-
-    def _report(self, count: int, word: str) -> None:
-        self._bytes_done += count
-        self._bytes_read += count
-        if self._progress is not None:
-            self._progress(self._bytes_done, self._total, word)
-
-    def _write_rest(self, shard: RestShard) -> None:
-        if shard.file in self._journal.shards:
-            self._bytes_done += shard.bytes
-            return
-        shard.write(self._journal.directory, lambda count: self._report(count, "non-expert weights"))
-        self._wait_for_file()
-        self._journal.record(shard.file, shard_record(self._journal.directory / shard.file), {})
-
-    def _wait_for_file(self) -> None:
-        if self._pending_file is not None:
-            self._pending_file.result()
-            self._pending_file = None
-
     def _writer(self, layer: OriginLayer) -> LayerWriter:
         if not self._plan.merged:
             return TreeLayer(self._journal.directory, layer.number, self._header)
         file = self._plan.file(layer)
         return MergedLayer(self._journal.directory, file, layer.number, self._header, self._plan.backward)
 
-    def _convert_layer(self, layer: OriginLayer, workers: ThreadPoolExecutor, background: ThreadPoolExecutor) -> None:
+    def _convert_layer(self, layer: OriginLayer) -> None:
         start = time.perf_counter()
         writer = self._writer(layer)
         try:
-            self._store_experts(layer, workers, writer)
+            self._store_experts(layer, writer)
         except BaseException:
             writer.close()
             raise
         self._layer_seconds[layer.number] = time.perf_counter() - start
+        self._run.finish_in_background(self._plan.file(layer), writer.finish)
 
-        def finish() -> None:
-            record: ShardRecord
-            record, details = writer.finish()
-            self._journal.record(self._plan.file(layer), record, details)
-
-        self._wait_for_file()
-        self._pending_file = background.submit(finish)
-
-    def _store_experts(self, layer: OriginLayer, workers: ThreadPoolExecutor, writer: LayerWriter) -> None:
+    def _store_experts(self, layer: OriginLayer, writer: LayerWriter) -> None:
         """The number of matrices in flight is bounded by the number of threads."""
         in_flight: deque[Future[None]] = deque()
         try:
-            for first, stacked in layer.experts():
-                for index in range(expert_count(stacked["down"])):
-                    expert = first + index
-                    for role, matrix in stacked.items():
-                        weight, name = experts_of(matrix, index, index + 1), f"{layer.module}.{expert}.{role}"
-                        arguments = (role, expert, self._header, writer.write, self._plan.backward, name)
-                        in_flight.append(workers.submit(store_matrix, weight, *arguments))
-                        if len(in_flight) > self._plan.threads + MAX_QUEUED_MATRICES:
-                            in_flight.popleft().result()
-                    self._report(layer.bytes // self._header.experts, layer.module)
+            for expert, weights in layer.experts():
+                for role, weight in weights.items():
+                    name = f"{layer.module}.{expert}.{role}"
+                    arguments = (role, expert, self._header, writer.write, self._plan.backward, name)
+                    in_flight.append(self._run.workers.submit(store_matrix, weight, *arguments))
+                    if len(in_flight) > self._run.max_in_flight:
+                        in_flight.popleft().result()
+                self._run.report(layer.bytes // self._header.experts, layer.module)
             while in_flight:
                 in_flight.popleft().result()
         except BaseException:

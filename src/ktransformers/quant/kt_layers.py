@@ -35,9 +35,10 @@ from ktransformers.checkpoint.kt_files import (
 from ktransformers.checkpoint.packed import ShardRecord, content_hash, find_damaged
 from ktransformers.checkpoint.recode import Weight
 from ktransformers.checkpoint.sources.safetensors import dequantise
-from ktransformers.checkpoint.tensorfile import TensorFile, byte_view, plan_layout, read_layout, sha256
+from ktransformers.checkpoint.tensorfile import TensorFile, byte_view, plan_layout
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import sync
+from ktransformers.quant.conversion_run import shard_record
 
 Write = Callable[[StoredPart, Tensor, Tensor], None]
 
@@ -164,11 +165,6 @@ class MergedLayer:
 
     def close(self) -> None:
         self._file.close()
-
-
-def shard_record(file: Path) -> ShardRecord:
-    header = read_layout(file).header
-    return ShardRecord(bytes=file.stat().st_size, header_sha256=hashlib.sha256(header).hexdigest(), sha256=sha256(file))
 
 
 class TreeLayer:

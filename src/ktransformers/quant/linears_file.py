@@ -20,7 +20,7 @@ from ktransformers.checkpoint.tensorfile import FileLayout, TensorFile, plan_lay
 from ktransformers.experts.store import LAYOUT_VERSION
 from ktransformers.ground.errors import KTError
 from ktransformers.quant.plan import LinearPlan
-from ktransformers.quant.report import relative_error
+from ktransformers.quant.report import quality_row
 
 
 @dataclass
@@ -82,12 +82,9 @@ class LinearsFile:
                 checksum=core.checksum(),
             )
         )
-        self.quality[tensor.name] = {
-            "source": tensor.format or "bf16",
-            "format": linear.format,
-            "kept": recoded.kept,
-            "error": relative_error(recoded.moved, recoded.norm),
-        }
+        self.quality[tensor.name] = quality_row(
+            tensor.format or "bf16", linear.format, recoded.kept, recoded.moved, recoded.norm
+        )
 
 
 def _may_have_order(linear: LinearPlan) -> bool:

@@ -20,7 +20,7 @@ from ktransformers.checkpoint.dense import TOKENIZER_FILES
 from ktransformers.checkpoint.gguf_tokenizer import tokenizer_files
 from ktransformers.checkpoint.layout import PLACE
 from ktransformers.checkpoint.packed import SourceFile, is_packed
-from ktransformers.checkpoint.recode import Weight, split
+from ktransformers.checkpoint.recode import Weight, single_experts
 from ktransformers.checkpoint.rest import copy_small_files
 from ktransformers.checkpoint.sources import LayerSource, PlainTensor, open_source
 from ktransformers.checkpoint.sources.gguf_header import read_header
@@ -53,11 +53,9 @@ class OriginLayer:
         return self.tensors.bytes
 
     def experts(self) -> Iterator[tuple[int, dict[str, Weight]]]:
-        """(first expert, role -> matrices `[E, N, K]` or biases `[E, N]`): one expert, or a layer as views of the
-        file."""
+        """(expert, role -> matrix `[1, N, K]` or bias `[1, N]`)."""
         transposed, interleaved = self.contract.shape.transposed, self.contract.interleaved
-        for chunk in self.tensors.chunks():
-            yield chunk.first_expert, split(chunk, transposed=transposed, interleaved=interleaved)
+        return single_experts(self.tensors.chunks(), transposed=transposed, interleaved=interleaved)
 
 
 class Origin:

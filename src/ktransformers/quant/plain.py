@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,12 +23,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ktransformers import __version__
 from ktransformers.checkpoint.gguf_directory import is_gguf_directory, is_gguf_file
 from ktransformers.checkpoint.journal import ConversionJournal
 from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.quantisation import accept
-from ktransformers.checkpoint.recode import Weight, experts_of, recode
+from ktransformers.checkpoint.recode import Weight, recode
 from ktransformers.checkpoint.rest import RestShard, copy_small_files, split_into_shards, tensor_bytes
 from ktransformers.checkpoint.shards import INDEX_FILE
 from ktransformers.checkpoint.sources import PlainTensor
@@ -37,14 +36,13 @@ from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import write_json
 from ktransformers.modeling.prepare import VISION_WRAPPERS, read_config, split_quantisation, to_stock_config
 from ktransformers.modeling.pretrained import require_json
-from ktransformers.quant.convert import check_free_space, expert_count, shard_record
+from ktransformers.quant.conversion_run import Progress, check_free_space, open_journal, shard_record
 from ktransformers.quant.origin import Origin, OriginLayer
 
 ROLES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 MIXTRAL_ROLES = {"gate": "w1", "up": "w3", "down": "w2"}
 MIXTRAL_BLOCK = (".mlp.", ".block_sparse_moe.")  # in the module's name, in the release
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-Progress = Callable[[int, int, str], None]  # bytes written, bytes in total, file
 
 
 class PlainSource(Protocol):
@@ -162,7 +160,7 @@ class ExpertReader:
     def read(self, expert: int) -> dict[str, Weight]:
         """Role -> matrix `[1, N, K]` or bias `[1, N]`."""
         if not self._started or expert < self._current[0]:
-            self._experts, self._current, self._started = self._singles(), (-1, {}), True
+            self._experts, self._current, self._started = self._layer.experts(), (-1, {}), True
         while self._current[0] < expert:
             self._current = next(self._experts)
         return self._current[1]
@@ -175,11 +173,6 @@ class ExpertReader:
     def close(self) -> None:
         """Views of the file would keep it mapped."""
         self._experts, self._current, self._started = iter(()), (-1, {}), False
-
-    def _singles(self) -> Iterator[tuple[int, dict[str, Weight]]]:
-        for first, stacked in self._layer.experts():
-            for index in range(expert_count(stacked["down"])):
-                yield first + index, {role: experts_of(given, index, index + 1) for role, given in stacked.items()}
 
 
 def expert_tensors(layer: OriginLayer) -> list[PlainTensor]:
@@ -277,13 +270,14 @@ def check_plain_target(path: Path, out: Path) -> None:
 
 
 def write_plain(plan: PlainPlan, out: str | Path, progress: Progress | None = None) -> PlainCheckpoint:
-    """Write the directory `out`, or continue an interrupted call."""
+    """Write the directory `out`, or continue an interrupted call; progress is in bytes of the result."""
     start, target = time.perf_counter(), Path(out).absolute()
     check_plain_target(plan.path, target)
     partial = target.with_name(f"{target.name}.partial")
     finished = [shard for shard in plan.shards if (partial / shard.file).is_file()]
     check_free_space(target, plan.out_bytes - sum(shard.layout.size for shard in finished))
-    journal = ConversionJournal(target, _journal_plan(plan))
+    sizes = [[shard.file, shard.layout.size] for shard in plan.shards]
+    journal = open_journal(target, plan.path, plan.source.paths, layout="plain", shards=sizes)
     try:
         journal.drop_damaged()
         kept = set(journal.shards)
@@ -316,18 +310,6 @@ def _write_shards(plan: PlainPlan, journal: ConversionJournal, progress: Progres
         shard.write(journal.directory, report)
         journal.record(shard.file, shard_record(journal.directory / shard.file), {})
         plan.source.release()
-
-
-def _journal_plan(plan: PlainPlan) -> dict[str, Any]:
-    """The facts that a resumed conversion must share with the interrupted one."""
-    stats = [(path.name, path.stat()) for path in plan.source.paths]
-    return {
-        "made_by": __version__,
-        "layout": "plain",
-        "source": str(plan.path.absolute()),
-        "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
-        "shards": [[shard.file, shard.layout.size] for shard in plan.shards],
-    }
 
 
 def bf16_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -7,16 +7,13 @@ Each matrix of a layer has a format of its own. `keep` takes the format of the s
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from ktransformers import _core
 from ktransformers.checkpoint.encoded import format_of
-from ktransformers.checkpoint.recode import KEEP, check_target, experts_of, recode
+from ktransformers.checkpoint.recode import KEEP, check_target, recode
 from ktransformers.checkpoint.rest import tensor_bytes
 from ktransformers.checkpoint.sources import PlainTensor
 from ktransformers.experts.contract import Contract, new_store
@@ -24,6 +21,7 @@ from ktransformers.experts.store import ExpertStore
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.linear_storage import AS_RELEASED
 from ktransformers.ground.pool import default_pool
+from ktransformers.quant.conversion_run import seconds_on_one_thread
 from ktransformers.quant.origin import Origin, OriginLayer
 from ktransformers.quantized.weight import is_quantized, quantizable_names, rest_format
 
@@ -164,15 +162,11 @@ def partial_store(
 def estimate(plan: ConversionPlan) -> float:
     """Seconds, extrapolated from recoding one expert in one thread; disk time is not included."""
     layer = plan.layers[0]
-    _, matrices = next(iter(layer.origin.experts()))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        start = time.perf_counter()
+    _, matrices = next(layer.origin.experts())
+
+    def recode_one() -> None:
         for role, format in layer.formats.items():
-            recode(experts_of(matrices[role], 0, 1), format, role)
-        seconds = time.perf_counter() - start
-    finally:
-        torch.set_num_threads(threads)
+            recode(matrices[role], format, role)
+
     experts = sum(layer.origin.contract.shape.num_experts for layer in plan.layers)
-    return seconds * experts / plan.threads
+    return seconds_on_one_thread(recode_one) * experts / plan.threads

@@ -98,9 +98,9 @@ def _summary_row(rows: list[tuple[MatrixQuality, int | str]]) -> dict[str, Any]:
     }
 
 
-def relative_error(moved: float, norm: float) -> float:
-    """From the sums of squares of the difference and of the source."""
-    return math.sqrt(moved / norm) if norm else 0.0
+def quality_row(source: str, format: str, kept: bool, moved: float, norm: float) -> dict[str, Any]:
+    """The fields of a `MatrixQuality`, from the sums of squares of the difference and of the source."""
+    return {"source": source, "format": format, "kept": kept, "error": math.sqrt(moved / norm) if norm else 0.0}
 
 
 class _StoredReport(BaseModel):
