@@ -51,7 +51,7 @@ class Layer:
     """Experts in one format with LoRA, and a batch of `rows` rows of each."""
 
     def __init__(self, pool: Any, shape: Any, weights: Any, isa: str, format: str) -> None:
-        from ktransformers.experts.lora import ExpertLora, Factor, empty_gradients, packed_adapter
+        from ktransformers.experts.lora import ExpertLora, LoraPair, empty_gradients, packed_adapter
         from ktransformers.nn import ExpertStore
 
         sizes = (shape.experts, shape.hidden, shape.intermediate)
@@ -60,7 +60,7 @@ class Layer:
         given = {"gate": weights.gate, "up": weights.up, "down": weights.down} if matrices is None else matrices
         self._store.pack(**given)
         made = make_lora(shape)
-        gate, up, down = (Factor(made[f"{n}_a"], made[f"{n}_b"], ALPHA / RANK) for n in ("gate", "up", "down"))
+        gate, up, down = (LoraPair(made[f"{n}_a"], made[f"{n}_b"], ALPHA / RANK) for n in ("gate", "up", "down"))
         factors = ExpertLora(gate=gate, up=up, down=down)
         self._gradients, targets = empty_gradients(factors)
         self._targets, self._adapters = [targets], [packed_adapter(self._store, factors)]

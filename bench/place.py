@@ -137,14 +137,14 @@ def load_of(shape: Shape, tokens: int, device: torch.device) -> Load:
 def lora_of(shape: Shape) -> Any:
     import torch
 
-    from ktransformers.experts.lora import ExpertLora, Factor
+    from ktransformers.experts.lora import ExpertLora, LoraPair
 
     def random(*sizes: int) -> torch.Tensor:
         return (torch.randn(*sizes) / sizes[-1] ** 0.5).pin_memory().requires_grad_()
 
     e, h, i = shape.experts, shape.hidden, shape.intermediate
-    wide = Factor(random(e, RANK, h), random(e, 2 * i, RANK), 1.0)
-    return ExpertLora(gate_up=wide, down=Factor(random(e, RANK, i), random(e, h, RANK), 1.0))
+    wide = LoraPair(random(e, RANK, h), random(e, 2 * i, RANK), 1.0)
+    return ExpertLora(gate_up=wide, down=LoraPair(random(e, RANK, i), random(e, h, RANK), 1.0))
 
 
 def step(layers: list[PlacedExperts], load: Load, factors: Any, backward: bool, turn: int) -> float:

@@ -76,7 +76,7 @@ class Ours(moe.Ours):
         import ktransformers.experts.lora  # noqa: F401 (modules are no part of what a layer takes)
 
     def load(self, shape: Shape, weights: Weights, layers: int, max_tokens: int) -> list[float]:
-        from ktransformers.experts.lora import ExpertLora, Factor, empty_gradients, packed_adapter
+        from ktransformers.experts.lora import ExpertLora, LoraPair, empty_gradients, packed_adapter
 
         seconds = super().load(shape, weights, layers, max_tokens)
         made = make_lora(shape)
@@ -84,7 +84,7 @@ class Ours(moe.Ours):
         for store in self._stores:
             own = {name: tensor.clone() for name, tensor in made.items()}
             gate, up, down = (
-                Factor(own[f"{matrix}_a"], own[f"{matrix}_b"], ALPHA / RANK) for matrix in ("gate", "up", "down")
+                LoraPair(own[f"{matrix}_a"], own[f"{matrix}_b"], ALPHA / RANK) for matrix in ("gate", "up", "down")
             )
             factors = ExpertLora(gate=gate, up=up, down=down)
             grads, targets = empty_gradients(factors)

@@ -33,7 +33,7 @@ def placed_experts(
     from ktransformers.checkpoint.encoder import encode
     from ktransformers.experts.contract import expert_modules
     from ktransformers.experts.interface import attach_store
-    from ktransformers.experts.lora import ExpertLora, Factor
+    from ktransformers.experts.lora import ExpertLora, LoraPair
     from ktransformers.experts.operator import apply_experts
     from ktransformers.nn import ExpertStore
     from ktransformers.place import attach
@@ -54,8 +54,8 @@ def placed_experts(
     if placement is not None and residents:
         placement.place_residents(count=residents)
     draw = normal(9)
-    wide = Factor(draw(e, r, h, scale=0.1), draw(2 * i, r, e, scale=0.3).permute(2, 0, 1), 0.5)
-    down = Factor(draw(e, r, i, scale=0.1), draw(h, r, e, scale=0.3).permute(2, 0, 1), 2.0)
+    wide = LoraPair(draw(e, r, h, scale=0.1), draw(2 * i, r, e, scale=0.3).permute(2, 0, 1), 0.5)
+    down = LoraPair(draw(e, r, i, scale=0.1), draw(h, r, e, scale=0.3).permute(2, 0, 1), 2.0)
     leaves = [one.requires_grad_() for one in (wide.a, wide.b, down.a, down.b)]
     for count in tokens:
         hidden, ids, weights, grad = (one.to(device) for one in batch(count, e, h))

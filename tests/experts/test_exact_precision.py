@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ktransformers.experts.lora import ExpertLora, Factor, empty_gradients, packed_adapter
+from ktransformers.experts.lora import ExpertLora, LoraPair, empty_gradients, packed_adapter
 from ktransformers.experts.operator import apply_experts
 from ktransformers.experts.store import Dropout
 from ktransformers.nn import attach, load_model
@@ -40,7 +40,7 @@ ACTIVATIONS: list[dict[str, Any]] = [
 
 def lora_of(form: dict[str, Any], tensors: tuple[Tensor, ...]) -> ExpertLora:
     """Copies, because gradcheck writes through `.data`, which the packed factors' version count does not see."""
-    halves = [Factor(a.clone(), b.clone(), 0.7) for a, b in zip(tensors[0::2], tensors[1::2], strict=True)]
+    halves = [LoraPair(a.clone(), b.clone(), 0.7) for a, b in zip(tensors[0::2], tensors[1::2], strict=True)]
     if not form.get("gated", True):
         return ExpertLora(up=halves[0], down=halves[1])
     if len(halves) == 2:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ktransformers.experts import reference
 from ktransformers.experts.backend import LocalExperts
-from ktransformers.experts.lora import ExpertLora, Factor, packed_adapter
+from ktransformers.experts.lora import ExpertLora, LoraPair, packed_adapter
 from ktransformers.experts.operator import apply_experts, experts, handle_of
 from ktransformers.ground.errors import InputError
 from ktransformers.nn import ExpertStore
@@ -49,9 +49,9 @@ def test_same_tensor_as_both_a_is_a_shared_a(isa: str) -> None:
     case = OperatorCase(isa)
     fused = make_lora(case, LORA_FORMS["shared"])
     assert fused.gate_up is not None
-    a, b, scale = fused.gate_up.a, fused.gate_up.b, fused.gate_up.scale
+    a, b, scale = fused.gate_up.a, fused.gate_up.b, fused.gate_up.scaling
     half = b.shape[1] // 2
-    apart = replace(fused, gate_up=None, gate=Factor(a, b[:, :half], scale), up=Factor(a, b[:, half:], scale))
+    apart = replace(fused, gate_up=None, gate=LoraPair(a, b[:, :half], scale), up=LoraPair(a, b[:, half:], scale))
     assert apart.roles == ("gate_a", "gate_b", "up_b", "down_a", "down_b")
     single = apply_lora(case, fused)
     out = apply_experts(case.backend, case.hidden, case.ids, case.weights, lora=apart)
@@ -164,7 +164,7 @@ def test_reused_memory_is_not_taken_for_the_old_adapter() -> None:
 def test_inference_tensors_are_packed_every_time() -> None:
     case = OperatorCase("generic")
     with torch.inference_mode():
-        lora = ExpertLora(down=Factor(torch.randn(EXPERTS, 4, 41), torch.randn(EXPERTS, 70, 4), 1.0))
+        lora = ExpertLora(down=LoraPair(torch.randn(EXPERTS, 4, 41), torch.randn(EXPERTS, 70, 4), 1.0))
         first = apply_experts(case.backend, case.hidden, case.ids, case.weights, lora=lora)
         assert lora.down is not None
         lora.down.b.zero_()
@@ -236,13 +236,13 @@ def test_gradients_have_the_strides_of_their_factors() -> None:
     store = ExpertStore(4, 64, 32)
     store.pack(gate_up=torch.randn(4, 64, 64) / 8, down=torch.randn(4, 64, 32) / 6)
     a, b = torch.randn(4, 8, 64, requires_grad=True), torch.randn(64, 8 * 4, requires_grad=True)
-    lora = ExpertLora(gate_up=Factor(a, b.view(64, 8, 4).permute(2, 0, 1), 0.5))
+    lora = ExpertLora(gate_up=LoraPair(a, b.view(64, 8, 4).permute(2, 0, 1), 0.5))
     hidden, ids, weights = torch.randn(9, 64), torch.randint(4, (9, 2)), torch.rand(9, 2)
     apply_experts(LocalExperts(store), hidden, ids, weights, lora=lora).sum().backward()
     assert b.grad is not None and b.grad.is_contiguous() and b.grad.any()
     twin = torch.empty_like(b).copy_(b.detach()).requires_grad_()
     dense = twin.view(64, 8, 4).permute(2, 0, 1).contiguous()
-    lora = ExpertLora(gate_up=Factor(a, dense, 0.5))
+    lora = ExpertLora(gate_up=LoraPair(a, dense, 0.5))
     apply_experts(LocalExperts(store), hidden, ids, weights, lora=lora).sum().backward()
     assert torch.equal(b.grad, twin.grad)
 
@@ -257,8 +257,8 @@ def test_gradients_do_not_depend_on_other_rows_where_k_is_cut(isa: str) -> None:
 
     store = ExpertStore(1, hidden_size, wide, isa=isa)
     store.pack(gate=normal(1, wide, hidden_size), up=normal(1, wide, hidden_size), down=normal(1, hidden_size, wide))
-    gate, up = (Factor(normal(1, rank, hidden_size), normal(1, wide, rank), 2.0) for _ in range(2))
-    down = Factor(normal(1, rank, wide), normal(1, hidden_size, rank), 2.0)
+    gate, up = (LoraPair(normal(1, rank, hidden_size), normal(1, wide, rank), 2.0) for _ in range(2))
+    down = LoraPair(normal(1, rank, wide), normal(1, hidden_size, rank), 2.0)
     adapters = [packed_adapter(store, ExpertLora(gate=gate, up=up, down=down))]
     rows, grads = normal(150, hidden_size), normal(150, hidden_size)
 

@@ -43,10 +43,10 @@ def test_rslora_scale_of_fused_factors(monkeypatch: pytest.MonkeyPatch) -> None:
         layers = applied_lora(adapt(packed_model(family), use_rslora=True, **TARGETS[family]), monkeypatch)
         assert len(layers) == 2
         for layer in layers:
-            assert layer.down is not None and layer.down.scale == pytest.approx(8 / math.sqrt(4))
+            assert layer.down is not None and layer.down.scaling == pytest.approx(8 / math.sqrt(4))
             first = layer.gate_up or layer.gate
             assert first is not None
-            assert first.scale == pytest.approx(16 / math.sqrt(8) if fused else 8 / math.sqrt(4))
+            assert first.scaling == pytest.approx(16 / math.sqrt(8) if fused else 8 / math.sqrt(4))
             assert first.a.shape[1] == (8 if fused else 4)
 
 

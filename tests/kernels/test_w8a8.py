@@ -12,7 +12,7 @@ import torch
 
 from ktransformers import _core
 from ktransformers.experts.backend import LocalExperts
-from ktransformers.experts.lora import ExpertLora, Factor
+from ktransformers.experts.lora import ExpertLora, LoraPair
 from ktransformers.experts.operator import apply_experts
 from ktransformers.experts.reference import forward
 from ktransformers.experts.store import Dropout
@@ -171,7 +171,7 @@ def test_gradients_are_refused(pool: _core.Pool) -> None:
     with pytest.raises(InputError, match="gradients"):
         apply_experts(LocalExperts(store), batch.hidden.requires_grad_(), batch.ids, batch.weights)
     factor = torch.zeros(2, 8, 64, requires_grad=True)
-    lora = ExpertLora(down=Factor(factor, torch.zeros(2, 64, 8), 1.0))
+    lora = ExpertLora(down=LoraPair(factor, torch.zeros(2, 64, 8), 1.0))
     with pytest.raises(InputError, match="gradients"):
         apply_experts(LocalExperts(store), batch.hidden.detach(), batch.ids, batch.weights, lora=lora)
     with torch.no_grad():

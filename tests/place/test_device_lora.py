@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktransformers.experts.lora import ExpertLora, Factor
+from ktransformers.experts.lora import ExpertLora, LoraPair
 from ktransformers.place.gpu import device_lora as module
 from ktransformers.place.gpu.device_lora import DeviceFactors
 
@@ -13,7 +13,7 @@ from ktransformers.place.gpu.device_lora import DeviceFactors
 def layer(seed: int) -> ExpertLora:
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(*sizes, generator=generator) for sizes in ((2, 8, 16), (2, 32, 8)))
-    return ExpertLora(gate_up=Factor(a, b, 1.0))
+    return ExpertLora(gate_up=LoraPair(a, b, 1.0))
 
 
 def test_unchanged_factors_are_not_uploaded_again() -> None:

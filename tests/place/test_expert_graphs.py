@@ -12,6 +12,7 @@ import torch
 
 from ktransformers.experts.backend import ExpertBatch
 from ktransformers.experts.gate import Gate
+from ktransformers.experts.lora import LoraPair
 from ktransformers.experts.store import NO_DROPOUT, Dropout
 from ktransformers.modeling import cuda_graphs
 from ktransformers.modeling.cuda_graphs import GraphPool
@@ -22,14 +23,13 @@ from ktransformers.place.gpu.expert_cache import ExpertCache, LayerBytes
 from ktransformers.place.gpu.expert_graphs import (
     ExpertGraphs,
     GraphInputs,
-    LoraBuffers,
     PassBuffers,
     PassKey,
     SlotRefs,
     StaticBuffers,
     slot_table,
 )
-from ktransformers.place.gpu.grouped_mlp import Decoded, GroupedRows, GroupLora, StackedLora
+from ktransformers.place.gpu.grouped_mlp import Decoded, GroupedRows, GroupLora
 from ktransformers.place.placed_experts import PlacedExperts
 from ktransformers.place.placement import geometry_of, new_layer
 from ktransformers.quantized.gpu.layout import geometry
@@ -103,7 +103,7 @@ def test_rows_of_other_experts_and_of_padding_are_not_added(needs_grad: bool | N
     ends = torch.tensor(np.cumsum(counts[wanted]), dtype=torch.int32)
     rows = GroupedRows(rows_at // size.top_k, weights.view(-1)[rows_at], ends)
     few = Decoded(decoded.first[wanted], decoded.down[wanted])
-    lora = GroupLora(ends, *(StackedLora(pairs[n].a[wanted], pairs[n].b[wanted]) for n in ("first", "down")))
+    lora = GroupLora(ends, *(LoraPair(pairs[n].a[wanted], pairs[n].b[wanted]) for n in ("first", "down")))
     want = torch.zeros(size.tokens, size.hidden)
 
     key = pass_key(needs_grad, 64)
@@ -125,7 +125,7 @@ def test_rows_of_other_experts_and_of_padding_are_not_added(needs_grad: bool | N
     batch = ExpertBatch(hidden, ids, weights, factors, NO_DROPOUT)
     replayed = GraphInputs(layer, batch, slots, [], decoded, table, pairs)
     lora_grads = empty_like_factors(factors if needs_grad else None, torch.device("cpu"))
-    buffers = PassBuffers(static, torch.from_numpy(table), LoraBuffers(dict(pairs), lora_grads))
+    buffers = PassBuffers(static, torch.from_numpy(table), dict(pairs), lora_grads)
     expert_graphs._compute(buffers, replayed, key)()
 
     if needs_grad is None:

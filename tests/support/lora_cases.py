@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktransformers.experts.lora import ExpertLora, Factor
+from ktransformers.experts.lora import ExpertLora, LoraPair
 from ktransformers.experts.operator import apply_experts
 from ktransformers.experts.store import Dropout
 from tests.support.operator_cases import EXPERTS, OperatorCase
@@ -46,7 +46,7 @@ def make_lora(case: OperatorCase, form: LoraForm, seed: int = 0) -> ExpertLora:
     draw = torch.float64 if form.dtype == torch.float64 else torch.float32
     hidden, intermediate = case.store.hidden_size, case.store.intermediate_size
 
-    def factor(rank: int, wide: int, out: int, scale: float) -> Factor | None:
+    def factor(rank: int, wide: int, out: int, scale: float) -> LoraPair | None:
         if not rank:
             return None
         a, b = (
@@ -55,7 +55,7 @@ def make_lora(case: OperatorCase, form: LoraForm, seed: int = 0) -> ExpertLora:
         )
         if form.rounded:
             a, b = a.bfloat16(), b.bfloat16()
-        return Factor(a.to(form.dtype).requires_grad_(), b.to(form.dtype).requires_grad_(), scale)
+        return LoraPair(a.to(form.dtype).requires_grad_(), b.to(form.dtype).requires_grad_(), scale)
 
     return ExpertLora(
         gate_up=factor(form.shared, hidden, 2 * intermediate, 0.5),
@@ -69,8 +69,8 @@ def factor_tensors(lora: ExpertLora) -> list[Tensor]:
     return list(lora.tensors)
 
 
-def delta(factor: Factor | None) -> Tensor | float:
-    return 0.0 if factor is None else factor.scale * factor.b.double() @ factor.a.double()
+def delta(factor: LoraPair | None) -> Tensor | float:
+    return 0.0 if factor is None else factor.scaling * factor.b.double() @ factor.a.double()
 
 
 def reference_lora(case: OperatorCase, lora: ExpertLora) -> tuple[Tensor, list[Tensor]]:
@@ -123,10 +123,10 @@ def reference_with_dropout(case: OperatorCase, lora: ExpertLora, drop: Dropout) 
     weights = case.weights.detach().double().requires_grad_()
     layer, top_k = case.layer, case.ids.shape[1]
 
-    def add(factor: Factor | None, expert: int, x: Tensor) -> Tensor | float:
+    def add(factor: LoraPair | None, expert: int, x: Tensor) -> Tensor | float:
         if factor is None:
             return 0.0
-        return factor.scale * (factor.b[expert].double() @ (factor.a[expert].double() @ x))
+        return factor.scaling * (factor.b[expert].double() @ (factor.a[expert].double() @ x))
 
     rows = []
     for token, slot in torch.cartesian_prod(torch.arange(len(case.ids)), torch.arange(top_k)).tolist():

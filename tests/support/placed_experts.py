@@ -16,7 +16,7 @@ from ktransformers import _core
 from ktransformers.checkpoint.encoder import encode
 from ktransformers.experts.backend import ExpertBatch, LocalExperts
 from ktransformers.experts.gate import Gate
-from ktransformers.experts.lora import ExpertLora, Factor, MixedLora, packed_adapter
+from ktransformers.experts.lora import ExpertLora, LoraPair, MixedLora, packed_adapter
 from ktransformers.experts.operator import apply_experts
 from ktransformers.experts.store import NO_DROPOUT, Dropout
 from ktransformers.nn import ExpertStore
@@ -121,8 +121,8 @@ def make_inputs(size: Size, device: str, seed: int = 1, dtype: torch.dtype = tor
         return torch.randn(*shape, generator=generator)
 
     # B as PEFT has it: the expert is the innermost dimension.
-    wide = Factor((random(e, r, h) / h**0.5), (random(2 * i, r, e) / r**0.5).permute(2, 0, 1), 0.5)
-    down = Factor((random(e, r, i) / i**0.5), (random(h, r, e) / r**0.5).permute(2, 0, 1), 2.0)
+    wide = LoraPair((random(e, r, h) / h**0.5), (random(2 * i, r, e) / r**0.5).permute(2, 0, 1), 0.5)
+    down = LoraPair((random(e, r, i) / i**0.5), (random(h, r, e) / r**0.5).permute(2, 0, 1), 2.0)
     ids = torch.rand(size.tokens, e, generator=generator).topk(size.top_k).indices
     ids[0, 0] = -1
     made = Inputs(

@@ -111,7 +111,7 @@ def _key(layer: KTMoELayerWrapper, name: str) -> str:
 def _lora_form(layer: KTMoELayerWrapper) -> tuple[int, float]:
     rank = layer.fused_expert_lora_params["gate_lora_a"].shape[1]
     lora: Any = experts_of(layer.experts).lora
-    return rank, lora.gate.scale * rank
+    return rank, lora.gate.scaling * rank
 
 
 def _adapter_config(inner: Any, rank: int, alpha: float) -> dict[str, Any]:

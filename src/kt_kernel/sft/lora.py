@@ -28,7 +28,7 @@ from kt_kernel.sft.errors import KTAMXConfigError, KTAMXModelNotSupportedError
 from kt_kernel.sft.layer import KTMoELayerWrapper, is_wrapped, wrapped_model
 from ktransformers.experts.contract import expert_modules
 from ktransformers.experts.interface import experts_of
-from ktransformers.experts.lora import ExpertLora, Factor
+from ktransformers.experts.lora import ExpertLora, LoraPair
 from ktransformers.experts.peft_lora import expert_adapters, lora_parameters, set_lora_dropout
 from ktransformers.experts.placeholder import Placeholder
 from ktransformers.parallel.distributed import average_expert_gradients, broadcast_own_lora
@@ -138,7 +138,7 @@ def _processes() -> int:
 def _expert_lora(layer: KTMoELayerWrapper, scale: float, dropout: float) -> ExpertLora:
     tensors = layer.fused_expert_lora_params
     factors = {
-        role: Factor(tensors[f"{role}_lora_a"], tensors[f"{role}_lora_b"], scale) for role in ("gate", "up", "down")
+        role: LoraPair(tensors[f"{role}_lora_a"], tensors[f"{role}_lora_b"], scale) for role in ("gate", "up", "down")
     }
     return ExpertLora(gate=factors["gate"], up=factors["up"], down=factors["down"], dropout=dropout)
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 from ktransformers.adapters.canonical import adapter_from_tensors
 from ktransformers.adapters.convert import Conversion, Output, convert, describe_adapter, read_adapter, write_adapter
 from ktransformers.adapters.formats import ADAPTER_FORMATS
-from ktransformers.adapters.lora import Adapter, Experts, Extra, LoraPair, Module, PairForm
+from ktransformers.adapters.lora import Adapter, Experts, Extra, Module, PairForm
 from ktransformers.adapters.merge import Merge, MergeCheck, merge
 from ktransformers.adapters.model import ModelFacts, facts_from_config, find_facts
+from ktransformers.experts.lora import LoraPair
 
 DIALECTS = ADAPTER_FORMATS  # the earlier name
 

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktransformers.adapters.lora import Adapter, Experts, LoraPair, Module, PairForm, form_of_pair
+from ktransformers.adapters.lora import Adapter, Experts, Module, PairForm, form_of_pair
 from ktransformers.adapters.model import ModelFacts
 from ktransformers.adapters.names import PROJ_NAMING, split_layer_name
+from ktransformers.experts.lora import LoraPair
 
 
 @dataclass(frozen=True)

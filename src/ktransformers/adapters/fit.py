@@ -15,7 +15,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ktransformers.adapters.lora import Adapter, Experts, LoraPair, Module, PairForm
+from ktransformers.adapters.lora import Adapter, Experts, Module, PairForm
+from ktransformers.experts.lora import LoraPair
 
 
 def is_power_of_two(ratio: float) -> bool:

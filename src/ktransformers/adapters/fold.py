@@ -15,9 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ktransformers.adapters.lora import Adapter, Experts, Extra, LoraPair, Module
+from ktransformers.adapters.lora import Adapter, Experts, Extra, Module
 from ktransformers.adapters.names import name_in_model, split_layer_name
 from ktransformers.checkpoint import ExpertTensors, Shards, find_experts, locate
+from ktransformers.experts.lora import LoraPair
 from ktransformers.ground.errors import InputError
 
 FLOATS = {"BF16", "F16", "F32"}

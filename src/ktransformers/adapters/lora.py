@@ -1,9 +1,8 @@
 """One LoRA adapter in memory, independent of the format that it was read from.
 
-A LoraPair holds the two factors of a matrix, delta = scaling * b @ a: a `[r, in]`, b `[out, r]`; the experts of a layer
-are stacked, a `[E, r, in]`, b `[E, out, r]`. An Adapter lists its pairs with their sizes and reads the numbers on
-demand, one layer at a time, because an adapter of 48 layers by 128 experts takes gigabytes. If gate and up share A
-(`Adapter.shared`), both pairs refer to the same tensor.
+An Adapter lists its pairs (`LoraPair`) with their sizes and reads their values on demand, one layer at a time, because
+an adapter of 48 layers by 128 experts takes gigabytes. If gate and up share A (`Adapter.shared`), both pairs refer to
+the same tensor.
 """
 
 from __future__ import annotations
@@ -18,23 +17,9 @@ from torch import Tensor
 
 from ktransformers.adapters.model import ModelFacts
 from ktransformers.adapters.names import PROJ_NAMING, ExpertNaming
+from ktransformers.experts.lora import LoraPair
 
 ROLES = ("gate", "up", "down")
-
-
-@dataclass(frozen=True)
-class LoraPair:
-    a: Tensor
-    b: Tensor
-    scaling: float
-
-    @property
-    def rank(self) -> int:
-        return self.a.shape[-2]
-
-    def delta(self, dtype: torch.dtype = torch.float64) -> Tensor:
-        """`[out, in]`, or `[E, out, in]` of stacked experts."""
-        return (self.b.to(dtype) @ self.a.to(dtype)) * self.scaling
 
 
 @dataclass(frozen=True)

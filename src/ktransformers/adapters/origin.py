@@ -15,13 +15,14 @@ from pathlib import Path
 from torch import Tensor
 
 from ktransformers.adapters.fold import find_tensor, index_tensors
-from ktransformers.adapters.lora import Adapter, Experts, Extra, LoraPair, Module
+from ktransformers.adapters.lora import Adapter, Experts, Extra, Module
 from ktransformers.adapters.names import split_layer_name
 from ktransformers.checkpoint.experts import ExpertChunk
 from ktransformers.checkpoint.packed import is_packed, read_manifest, read_packed_section
 from ktransformers.checkpoint.recode import Weight, numbers
 from ktransformers.checkpoint.sources import LayerSource, PlainTensor, open_source
 from ktransformers.experts.contract import Contract, expert_modules, read_contract
+from ktransformers.experts.lora import LoraPair
 from ktransformers.experts.packed import PackedExperts
 from ktransformers.ground.errors import InputError
 from ktransformers.modeling.prepare import read_config, split_quantisation, to_stock_config

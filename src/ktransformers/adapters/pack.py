@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ktransformers import _core
-from ktransformers.adapters.lora import LoraPair
+from ktransformers.experts.lora import LoraPair
 from ktransformers.experts.store import ExpertStore
 from ktransformers.ground.errors import InputError
 

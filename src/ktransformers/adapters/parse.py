@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ktransformers.adapters.config import AdapterConfig
-from ktransformers.adapters.lora import Experts, Extra, LoraPair, Module, PairForm
+from ktransformers.adapters.lora import Experts, Extra, Module, PairForm
 from ktransformers.adapters.model import ModelFacts
 from ktransformers.adapters.names import (
     PREFIX,
@@ -26,6 +26,7 @@ from ktransformers.adapters.names import (
     strip_prefixes,
 )
 from ktransformers.adapters.stored_tensor import StoredTensor
+from ktransformers.experts.lora import LoraPair
 from ktransformers.ground.errors import InputError
 
 SAVED_WITH_NEW_TOKENS = (

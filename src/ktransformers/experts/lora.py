@@ -47,12 +47,21 @@ CORE_ROLES = ("gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
 
 
 @dataclass(frozen=True)
-class Factor:
-    """y += scale * B (A x) for every expert: a [E, r, in], b [E, out, r], any strides; both may carry graphs."""
+class LoraPair:
+    """y += scaling * B (A x): a [r, in] and b [out, r], or of all experts a [E, r, in] and b [E, out, r]; any strides,
+    and both may carry graphs."""
 
     a: Tensor
     b: Tensor
-    scale: float
+    scaling: float = 1.0
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[-2]
+
+    def delta(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """`[out, in]`, or `[E, out, in]`."""
+        return (self.b.to(dtype) @ self.a.to(dtype)) * self.scaling
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,10 +73,10 @@ class ExpertLora:
     `up`. `down` has b [E, H, r]. `dropout` is the probability with which training drops an element of LoRA's input.
     """
 
-    gate_up: Factor | None = None
-    gate: Factor | None = None
-    up: Factor | None = None
-    down: Factor | None = None
+    gate_up: LoraPair | None = None
+    gate: LoraPair | None = None
+    up: LoraPair | None = None
+    down: LoraPair | None = None
     dropout: float = 0.0
 
     @classmethod
@@ -76,9 +85,9 @@ class ExpertLora:
         by_role = dict(zip(roles, tensors, strict=True))
         shared = by_role.get("gate_a")
 
-        def factor(name: str, a: Tensor | None, scale: float) -> Factor | None:
+        def factor(name: str, a: Tensor | None, scale: float) -> LoraPair | None:
             b = by_role.get(f"{name}_b")
-            return None if a is None or b is None else Factor(a, b, scale)
+            return None if a is None or b is None else LoraPair(a, b, scale)
 
         return cls(
             factor("gate_up", shared, scales[0]),
@@ -120,7 +129,7 @@ class ExpertLora:
     def scales(self) -> tuple[float, float, float]:
         """Of gate, up and down."""
         gate, up, down = (
-            1.0 if factor is None else factor.scale
+            1.0 if factor is None else factor.scaling
             for factor in (self.gate_up or self.gate, self.gate_up or self.up, self.down)
         )
         return gate, up, down

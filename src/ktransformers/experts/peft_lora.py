@@ -30,11 +30,11 @@ from torch import Tensor, nn
 
 from ktransformers.experts.backend import KtExperts, packed_experts
 from ktransformers.experts.contract import IMPLEMENTATION, expert_modules, is_experts
-from ktransformers.experts.lora import ExpertLora, Factor
+from ktransformers.experts.lora import ExpertLora, LoraPair
 from ktransformers.experts.lora_shards import keep_shard
 from ktransformers.ground.errors import InputError
 
-_active_factors: ContextVar[tuple[tuple[nn.Module, str, Factor], ...]] = ContextVar("active_factors", default=())
+_active_factors: ContextVar[tuple[tuple[nn.Module, str, LoraPair], ...]] = ContextVar("active_factors", default=())
 
 
 # Called when a layer reads LoRA in a pass with gradients; `parallel/distributed.py` finds DDP by it.
@@ -63,7 +63,7 @@ def _read_lora(module: nn.Module, kt: KtExperts) -> ExpertLora | None:
         return None
     if contract.lora_exchanged:
         exchanged = ((name, factor.b.transpose(1, 2), factor.a.transpose(1, 2)) for name, factor in factors.items())
-        factors = {name: Factor(a, b, factors[name].scale) for name, a, b in exchanged}
+        factors = {name: LoraPair(a, b, factors[name].scaling) for name, a, b in exchanged}
     shape = contract.shape
     sizes = {
         "gate_up_proj": (shape.hidden, 2 * shape.intermediate),
@@ -76,8 +76,8 @@ def _read_lora(module: nn.Module, kt: KtExperts) -> ExpertLora | None:
             raise InputError(f"LoRA on {name}", f"{given} inputs and outputs", f"{expected}")
     gate_up, gate, up = factors.get("gate_up_proj"), None, factors.get("up_proj")
     if gate_up is not None and contract.interleaved:
-        gate = Factor(gate_up.a, gate_up.b[:, 0::2], gate_up.scale)
-        up = Factor(gate_up.a, gate_up.b[:, 1::2], gate_up.scale)
+        gate = LoraPair(gate_up.a, gate_up.b[:, 0::2], gate_up.scaling)
+        up = LoraPair(gate_up.a, gate_up.b[:, 1::2], gate_up.scaling)
         gate_up = None
     dropout = kt.lora_dropout if module.training and torch.is_grad_enabled() else 0.0
     return ExpertLora(gate_up=gate_up, gate=gate, up=up, down=factors.get("down_proj"), dropout=dropout)
@@ -131,29 +131,29 @@ def _wraps_kt_experts(layer: Any) -> bool:
     return is_experts(module) and module.config._experts_implementation == IMPLEMENTATION
 
 
-def _factor(layer: Any, adapters: list[str]) -> Factor | None:
+def _factor(layer: Any, adapters: list[str]) -> LoraPair | None:
     """The active adapters of one parameter as one factor: ranks concatenated, scales relative to the first."""
     parts = [
-        Factor(_host(layer.lora_A[name].weight), _host(layer.lora_B[name].weight), float(layer.scaling[name]))
+        LoraPair(_host(layer.lora_A[name].weight), _host(layer.lora_B[name].weight), float(layer.scaling[name]))
         for name in adapters
         if name in layer.lora_A
     ]
     experts = layer.num_experts
     parts = [
-        Factor(
+        LoraPair(
             part.a.view(experts, part.a.shape[0] // max(experts, 1), part.a.shape[1]),
             part.b.view(part.b.shape[0], part.b.shape[1] // max(experts, 1), experts).permute(2, 0, 1),
-            part.scale,
+            part.scaling,
         )
         for part in parts
-        if part.scale != 0
+        if part.scaling != 0
     ]
     if len(parts) <= 1:
         return parts[0] if parts else None
-    scale = parts[0].scale
-    return Factor(
+    scale = parts[0].scaling
+    return LoraPair(
         torch.cat([part.a for part in parts], dim=1),
-        torch.cat([part.b if part.scale == scale else part.b * (part.scale / scale) for part in parts], dim=2),
+        torch.cat([part.b if part.scaling == scale else part.b * (part.scaling / scale) for part in parts], dim=2),
         scale,
     )
 

@@ -164,7 +164,7 @@ def test_stacked_linear_lora_matches_float64(dtype: torch.dtype) -> None:
         assert torch.equal(got[[1, 3]].view(torch.uint8), bare[[1, 3]].view(torch.uint8))
         for row, adapter in ((0, one), (2, two)):
             linear = adapter.linears[model[0]]
-            want = bare[row].double() + linear.scaling * (x[row].double() @ linear.a.double().T @ linear.b.double())
+            want = bare[row].double() + linear.scales * (x[row].double() @ linear.a.double().T @ linear.b.double())
             assert torch.allclose(got[row].double(), want, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
         assert torch.equal(second[1:], model[1](bare)[1:]) and not torch.equal(second[0], model[1](bare)[0])
         with mixture.applied(who), pytest.raises(InputError, match="3 rows in a batch of 4"):

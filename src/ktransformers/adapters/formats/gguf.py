@@ -28,12 +28,13 @@ from ktransformers.adapters.content import Content
 from ktransformers.adapters.fit import refit_adapter, refit_form
 from ktransformers.adapters.formats.adapter_format import AdapterFormat
 from ktransformers.adapters.gguf_file import import_gguf
-from ktransformers.adapters.lora import ROLES, Adapter, Experts, LoraPair, Module, PairForm
+from ktransformers.adapters.lora import ROLES, Adapter, Experts, Module, PairForm
 from ktransformers.adapters.model import ModelFacts
 from ktransformers.adapters.names import PROJ_NAMING, layers_prefix, merge_names, order_targets, split_layer_name
 from ktransformers.adapters.parse import ReadContext
 from ktransformers.adapters.stored_tensor import StoredTensor
 from ktransformers.adapters.write import WrittenTensor, raw_bytes, record_tensor
+from ktransformers.experts.lora import LoraPair
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import parse_json, short, validate
 

@@ -25,11 +25,12 @@ from ktransformers.adapters.content import Content
 from ktransformers.adapters.fit import make_uniform, refit_adapter, survives_dtype
 from ktransformers.adapters.formats.adapter_format import MODEL_FILE, AdapterFormat, module_batches
 from ktransformers.adapters.formats.peft import leaf_name
-from ktransformers.adapters.lora import ROLES, Adapter, Experts, LoraPair, PairForm
+from ktransformers.adapters.lora import ROLES, Adapter, Experts, PairForm
 from ktransformers.adapters.names import KT_KERNEL_KEY, layers_prefix, merge_names, order_targets, split_layer_name
 from ktransformers.adapters.parse import ReadContext, add_prefix, build_extras, build_modules, pair_factors
 from ktransformers.adapters.stored_tensor import StoredTensor
 from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor, write_safetensors
+from ktransformers.experts.lora import LoraPair
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import read_json_object, short, validate, write_json
 

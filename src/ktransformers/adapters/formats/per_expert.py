@@ -20,7 +20,7 @@ from ktransformers.adapters.content import Content
 from ktransformers.adapters.fit import most_common_scaling, refit_adapter, refit_form
 from ktransformers.adapters.formats.adapter_format import AdapterFormat, module_batches, save_adapter
 from ktransformers.adapters.formats.peft import EXPERT_TARGET_NAMES, leaf_name, module_targets, most_common_form
-from ktransformers.adapters.lora import ROLES, Adapter, Experts, LoraPair, PairForm
+from ktransformers.adapters.lora import ROLES, Adapter, Experts, PairForm
 from ktransformers.adapters.names import (
     EXPERT_MODULE,
     PREFIX,
@@ -46,6 +46,7 @@ from ktransformers.adapters.parse import (
 )
 from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor
 from ktransformers.checkpoint.layout import MATRICES
+from ktransformers.experts.lora import LoraPair
 from ktransformers.ground.errors import InputError
 
 

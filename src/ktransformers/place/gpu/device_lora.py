@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ktransformers.experts.lora import ExpertLora
+from ktransformers.experts.lora import ExpertLora, LoraPair
 from ktransformers.experts.transfer import DeviceToHost, start_device_to_host
-from ktransformers.place.gpu.grouped_mlp import ALIGN, GroupLora, StackedLora
+from ktransformers.place.gpu.grouped_mlp import ALIGN, GroupLora
 from ktransformers.place.gpu.pinned import RegisteredMemory
 from ktransformers.plan.memory import ENGINE_LIMITS
 
@@ -60,7 +60,7 @@ def factor_slots(
     return {role: slots[role] for role in roles}
 
 
-def stack_factors(factors: ExpertLora, tensors: Sequence[Tensor], gate_up_rows: int) -> dict[str, StackedLora]:
+def stack_factors(factors: ExpertLora, tensors: Sequence[Tensor], gate_up_rows: int) -> dict[str, LoraPair]:
     """Stacked pairs of `tensors`, which are `factors.tensors` on the device in any float dtype; `gate_up_rows`: outputs
     of gate and up together."""
     table = factor_slots(factors.roles, tensors, factors.scales)
@@ -81,7 +81,7 @@ def stack_factors(factors: ExpertLora, tensors: Sequence[Tensor], gate_up_rows: 
                 a[:, slot.rank].copy_(tensor)
             else:
                 b[:, slot.rows, slot.rank].copy_(tensor if slot.scale == 1 else tensor.float() * slot.scale)
-        stacked[name] = StackedLora(a, b)
+        stacked[name] = LoraPair(a, b)
     return stacked
 
 
@@ -104,7 +104,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 class _CacheEntry:
     versions: tuple[int, ...]
     source: tuple[Tensor, ...]
-    pairs: dict[str, StackedLora]
+    pairs: dict[str, LoraPair]
 
     @property
     def bytes(self) -> int:
@@ -120,7 +120,7 @@ class DeviceFactors:
         self._device, self._registered = device, registered if device.type == "cuda" else None
         self._entries: OrderedDict[tuple[object, ...], _CacheEntry] = OrderedDict()
 
-    def get(self, factors: ExpertLora, gate_up_rows: int, trained: bool = False) -> dict[str, StackedLora]:
+    def get(self, factors: ExpertLora, gate_up_rows: int, trained: bool = False) -> dict[str, LoraPair]:
         """Stacked pairs of all experts of a layer. `trained`: nothing writes to the factors until backward is over, so
         their copies need not be waited for."""
         if trained and self._registered is not None:
@@ -139,15 +139,13 @@ class DeviceFactors:
             self._entries.popitem(last=False)
         return cached.pairs
 
-    def _stack(self, factors: ExpertLora, gate_up_rows: int) -> dict[str, StackedLora]:
+    def _stack(self, factors: ExpertLora, gate_up_rows: int) -> dict[str, LoraPair]:
         return stack_factors(factors, [to_device(tensor, self._device) for tensor in factors.tensors], gate_up_rows)
 
 
-def select_experts(pairs: Mapping[str, StackedLora], experts: Tensor, ends: Tensor) -> GroupLora:
+def select_experts(pairs: Mapping[str, LoraPair], experts: Tensor, ends: Tensor) -> GroupLora:
     """The factors of these experts, in this order."""
-    selected = {
-        name: StackedLora(p.a.index_select(0, experts), p.b.index_select(0, experts)) for name, p in pairs.items()
-    }
+    selected = {name: LoraPair(p.a.index_select(0, experts), p.b.index_select(0, experts)) for name, p in pairs.items()}
     return GroupLora(ends, selected.get("first"), selected.get("down"))
 
 

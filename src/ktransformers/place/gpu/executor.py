@@ -18,12 +18,13 @@ from torch import Tensor
 
 from ktransformers.experts.backend import ExpertBatch
 from ktransformers.experts.gate import Gate
+from ktransformers.experts.lora import LoraPair
 from ktransformers.place.gpu import grouped_mlp
 from ktransformers.place.gpu.device_lora import DeviceFactors, FactorGradients, select_experts
 from ktransformers.place.gpu.epilogue import DropoutMask
 from ktransformers.place.gpu.expert_cache import ExpertCache, Key, LayerBytes
 from ktransformers.place.gpu.expert_graphs import ExpertGraphs, GraphInputs, PassKey, SlotRefs, can_capture, slot_table
-from ktransformers.place.gpu.grouped_mlp import Decoded, GroupedRows, GroupLora, StackedLora
+from ktransformers.place.gpu.grouped_mlp import Decoded, GroupedRows, GroupLora
 from ktransformers.place.gpu.multi_lora import LoraCache, adapter_keys, lora_cache_bytes, select_adapters
 from ktransformers.plan.memory import ENGINE_LIMITS
 from ktransformers.quantized.gpu.dequantize import decode
@@ -185,7 +186,7 @@ class GpuExecutor:
         keys, order = torch.sort(keys, stable=True)
         tokens, weights = order // batch.ids.shape[1], batch.weights.reshape(-1).float()[order]
         share, seed = batch.dropout.rate, batch.dropout.seed
-        pairs: dict[str, StackedLora] = {}
+        pairs: dict[str, LoraPair] = {}
         if batch.lora is not None:
             pairs = self._lora.get(batch.lora, layer.geometry.first.out_rows, batch.needs_grad)
         first = 0

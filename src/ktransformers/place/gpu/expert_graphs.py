@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ktransformers.experts.backend import ExpertBatch
 from ktransformers.experts.gate import Gate
-from ktransformers.experts.lora import ExpertLora
+from ktransformers.experts.lora import ExpertLora, LoraPair
 from ktransformers.experts.transfer import copy_streams
 from ktransformers.ground import env
 from ktransformers.ground.triton_modules import import_triton_module
@@ -34,7 +34,7 @@ from ktransformers.place.gpu import grouped_mlp
 from ktransformers.place.gpu.device_lora import empty_like_factors, split_gradients
 from ktransformers.place.gpu.epilogue import SILU
 from ktransformers.place.gpu.expert_cache import ExpertCache
-from ktransformers.place.gpu.grouped_mlp import ALIGN, Decoded, GroupedRows, GroupLora, StackedLora
+from ktransformers.place.gpu.grouped_mlp import ALIGN, Decoded, GroupedRows, GroupLora
 from ktransformers.place.gpu.zero_copy import ZeroCopyReader
 from ktransformers.quantized.gpu.dequantize import decode
 from ktransformers.quantized.gpu.layout import NOWHERE
@@ -93,7 +93,7 @@ class GraphInputs:
     slot_refs: Sequence[SlotRefs]
     decoded: Decoded  # buffers for all experts
     table: NDArray[np.int64]  # `slot_table`
-    lora: Mapping[str, StackedLora]  # of all experts
+    lora: Mapping[str, LoraPair]  # of all experts
 
 
 @dataclass(frozen=True)
@@ -119,18 +119,14 @@ class StaticBuffers:
 
 
 @dataclass(frozen=True)
-class LoraBuffers:
-    factors: dict[str, StackedLora]
-    grads: list[Tensor]  # of the factors, with their strides; empty until a backward pass needs them
-
-
-@dataclass(frozen=True)
 class PassBuffers:
     """What one captured pass reads and writes."""
 
     static: StaticBuffers
     table: Tensor  # `slot_table` on the device
-    lora: LoraBuffers
+    factors: dict[str, LoraPair]
+    # Of the factors, with their strides; empty until a backward pass needs them.
+    factor_grads: list[Tensor]
 
     def fill(self, inputs: GraphInputs, tokens: int, grad_out: Tensor | None, copier: ZeroCopyReader) -> None:
         """Copy this batch; ids of padding up to `tokens` are -1."""
@@ -141,7 +137,7 @@ class PassBuffers:
             targets.append(static.grad_out[:count])
             sources.append(grad_out)
         for name, pair in inputs.lora.items():
-            targets += [self.lora.factors[name].a, self.lora.factors[name].b]
+            targets += [self.factors[name].a, self.factors[name].b]
             sources += [pair.a, pair.b]
         torch._foreach_copy_(targets, sources)
         static.ids[:count].copy_(batch.ids)
@@ -200,7 +196,7 @@ class ExpertGraphs:
         )
         self._copier = ZeroCopyReader(device)
         self._static: StaticBuffers | None = None
-        self._lora: dict[LoraLayout, LoraBuffers] = {}
+        self._lora: dict[LoraLayout, tuple[dict[str, LoraPair], list[Tensor]]] = {}
 
     def key(self, layer: LayerOnDevice, batch: ExpertBatch, needs_grad: bool | None) -> PassKey:
         """`needs_grad` None: a forward pass."""
@@ -238,7 +234,7 @@ class ExpertGraphs:
         self._wait_for_gradient_copies()
         graph.replay(inputs)
         tokens, static = inputs.batch.hidden.shape[0], graph.buffers.static
-        grads = graph.buffers.lora.grads if key.needs_grad else []
+        grads = graph.buffers.factor_grads if key.needs_grad else []
         return static.out[:tokens], static.grad_weights[:tokens].clone(), grads
 
     def _wait_for_gradient_copies(self) -> None:
@@ -279,12 +275,12 @@ class ExpertGraphs:
             table = torch.empty(len(inputs.table), dtype=torch.int64, device=self.device)
             if key.lora not in self._lora:
                 pairs = inputs.lora.items()
-                factors = {name: StackedLora(torch.empty_like(p.a), torch.empty_like(p.b)) for name, p in pairs}
-                self._lora[key.lora] = LoraBuffers(factors, [])
-            lora = self._lora[key.lora]
-            if key.needs_grad and not lora.grads:
-                lora.grads.extend(empty_like_factors(inputs.batch.lora, self.device))
-        return PassBuffers(self._static, table, lora)
+                factors = {name: LoraPair(torch.empty_like(p.a), torch.empty_like(p.b)) for name, p in pairs}
+                self._lora[key.lora] = factors, []
+            factors, grads = self._lora[key.lora]
+            if key.needs_grad and not grads:
+                grads.extend(empty_like_factors(inputs.batch.lora, self.device))
+        return PassBuffers(self._static, table, factors, grads)
 
 
 def _decode(buffers: PassBuffers, inputs: GraphInputs) -> Callable[[], None]:
@@ -300,7 +296,7 @@ def _decode(buffers: PassBuffers, inputs: GraphInputs) -> Callable[[], None]:
 
 def _compute(buffers: PassBuffers, inputs: GraphInputs, key: PassKey) -> Callable[[], None]:
     """The pass over the batch in the buffers, with experts that are decoded."""
-    static, tokens, pairs = buffers.static, key.tokens, buffers.lora.factors
+    static, tokens, pairs = buffers.static, key.tokens, buffers.factors
     geometry, decoded, gate, factors = inputs.layer.geometry, inputs.decoded, inputs.layer.gate, inputs.batch.lora
 
     def run() -> None:
@@ -318,7 +314,7 @@ def _compute(buffers: PassBuffers, inputs: GraphInputs, key: PassKey) -> Callabl
         static.grad_weights[:tokens].view(-1).index_copy_(0, order, grad_rows.where(computed, 0.0))
         if factors is not None and grads:
             has_rows = rows.ends.diff(prepend=torch.zeros_like(rows.ends[:1])) > 0
-            for target, part in zip(buffers.lora.grads, split_gradients(factors, grads), strict=True):
+            for target, part in zip(buffers.factor_grads, split_gradients(factors, grads), strict=True):
                 target.copy_(part.where(has_rows[:, None, None], 0.0))
 
     return run

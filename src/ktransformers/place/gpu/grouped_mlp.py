@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ktransformers.experts.gate import Gate
+from ktransformers.experts.lora import LoraPair
 from ktransformers.ground.triton_modules import import_triton_module
 from ktransformers.place.gpu import epilogue
 from ktransformers.place.gpu.epilogue import DropoutMask
@@ -47,21 +48,13 @@ class Decoded:
 
 
 @dataclass(frozen=True)
-class StackedLora:
-    """LoRA factors of one matrix in bf16, the scale folded into B: A [n, r, in], B [n, out, r]; r is a multiple of
-    ALIGN."""
-
-    a: Tensor
-    b: Tensor
-
-
-@dataclass(frozen=True)
 class GroupLora:
-    """LoRA factors for the rows of a group; `ends` may cut the rows of an expert further, by adapter."""
+    """LoRA for the rows of a group: stacked pairs in bf16, their scaling folded into B, their rank a multiple of ALIGN.
+    `ends` may cut the rows of an expert further, by adapter."""
 
     ends: Tensor
-    first: StackedLora | None
-    down: StackedLora | None
+    first: LoraPair | None
+    down: LoraPair | None
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,7 @@ class GroupedRows:
     valid_rows: Tensor | None = None  # int32 [1]: number of rows that count; rows from there on are padding. None: all
 
 
-Gradient = tuple[Tensor, Tensor]  # of A and of B, as in StackedLora
+Gradient = tuple[Tensor, Tensor]  # of A and of B, as in GroupLora
 
 
 @functools.cache

@@ -17,15 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ktransformers.experts.lora import ExpertLora, MixedLora
+from ktransformers.experts.lora import ExpertLora, LoraPair, MixedLora
 from ktransformers.ground.errors import InputError
 from ktransformers.place.gpu.device_lora import stack_factors, to_device
-from ktransformers.place.gpu.grouped_mlp import GroupLora, StackedLora
+from ktransformers.place.gpu.grouped_mlp import GroupLora
 
 CACHE_BYTES = 2 << 30
 CACHE_SHARE = 0.05  # of a GPU's memory, where that is less
 
-Pairs = dict[str, StackedLora]
+Pairs = dict[str, LoraPair]
 
 
 class LoraCacheFull(InputError):
@@ -120,7 +120,7 @@ class LoraPointers:
             cache.unpin(adapter)
 
 
-def _addresses(pair: StackedLora | None) -> tuple[int, int, int]:
+def _addresses(pair: LoraPair | None) -> tuple[int, int, int]:
     return (0, 0, 0) if pair is None else (pair.a.data_ptr(), pair.b.data_ptr(), pair.a.shape[1])
 
 
@@ -143,23 +143,23 @@ def select_adapters(
     return GroupLora(ends, *(_stacked([stacked.get(name) for stacked in pairs], experts) for name in ("first", "down")))
 
 
-def _stacked(pairs: Sequence[StackedLora | None], experts: Tensor) -> StackedLora | None:
+def _stacked(pairs: Sequence[LoraPair | None], experts: Tensor) -> LoraPair | None:
     """[experts * (adapters + 1)] matrices, those of one expert next to each other."""
     present = [pair for pair in pairs if pair is not None]
     if not present:
         return None
     rank = max(pair.a.shape[1] for pair in present)
     count, like = experts.shape[0], present[0]
-    none = StackedLora(
+    none = LoraPair(
         like.a.new_zeros(count, rank, like.a.shape[2]),
         like.b.new_zeros(count, like.b.shape[1], rank),
     )
     padded = [none if pair is None else _padded(pair, experts, rank) for pair in (*pairs, None)]
     a, b = (torch.stack([getattr(pair, name) for pair in padded], 1).flatten(0, 1) for name in ("a", "b"))
-    return StackedLora(a, b)
+    return LoraPair(a, b)
 
 
-def _padded(pair: StackedLora, experts: Tensor, rank: int) -> StackedLora:
+def _padded(pair: LoraPair, experts: Tensor, rank: int) -> LoraPair:
     padding = rank - pair.a.shape[1]
     a, b = pair.a.index_select(0, experts), pair.b.index_select(0, experts)
-    return StackedLora(F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))) if padding else StackedLora(a, b)
+    return LoraPair(F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))) if padding else LoraPair(a, b)

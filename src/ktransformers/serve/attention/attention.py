@@ -32,7 +32,7 @@ from transformers import AttentionInterface
 
 from ktransformers.ground.errors import InputError, KTError
 from ktransformers.ground.pool import default_pool
-from ktransformers.serve.attention.latent import LATENT_ATTRIBUTE, LatentProjection, RowLora
+from ktransformers.serve.attention.latent import LATENT_ATTRIBUTE, LatentProjection
 from ktransformers.serve.attention.query_scales import SCALED_ATTRIBUTE, scale_queries
 from ktransformers.serve.attention.selection import (
     SelectedRows,
@@ -265,11 +265,7 @@ def _attend_latents(
     decoding = [(span, lora) for span, lora in zip(spans, loras, strict=True) if span.rows == 1]
     if decoding:
         rows = torch.tensor([span.first for span, _ in decoding], device=query.device)
-        of_rows = [
-            (slice(row, row + 1), RowLora.of_adapter(lora))
-            for row, (_, lora) in enumerate(decoding)
-            if lora is not None
-        ]
+        of_rows = [(slice(row, row + 1), lora) for row, (_, lora) in enumerate(decoding) if lora is not None]
         absorbed = latent.absorb(query[:, rows], of_rows)
         sums = _decode_latents(latent, [span for span, _ in decoding], spec, absorbed, key[:, rows])
         out[rows] = latent.values_of(sums, of_rows).transpose(0, 1)
@@ -308,7 +304,7 @@ def _attend_chunk(
 ) -> Tensor:
     """Several tokens of a sequence: `[heads, n, nope + rope]` over `[1, keys, rank + rope]` -> `[heads, n, value]`."""
     if latent.prefers_absorbed(span.rows, keys.shape[1]):
-        loras = [] if lora is None else [(slice(None), RowLora.of_adapter(lora))]
+        loras = [] if lora is None else [(slice(None), lora)]
         absorbed = latent.absorb(query, loras)
         sums = _attend_in_torch(spec, absorbed, keys, keys[..., : latent.rank], span.position, None, spec.sinks)
         return latent.values_of(sums, loras)

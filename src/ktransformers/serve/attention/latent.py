@@ -42,21 +42,7 @@ MAX_EXPANDED = 1 << 24  # numbers of keys and values that are expanded at a time
 CODES_ROWS, E4M3_ROWS = 256, 32
 
 
-@dataclass(frozen=True)
-class RowLora:
-    """LoRA of `kv_b_proj` for T rows: factors of one adapter, or of several side by side, each row with the scaling of
-    its own and zero in the columns of others."""
-
-    a: Tensor  # float32 [S, rank]
-    b: Tensor  # float32 [S, heads * (nope + value)]
-    scales: Tensor  # float32 [T, S], or [1, S] for all rows
-
-    @classmethod
-    def of_adapter(cls, lora: LinearLora) -> RowLora:
-        return cls(lora.a, lora.b, lora.a.new_full((1, lora.a.shape[0]), lora.scaling))
-
-
-RowLoras = Sequence[tuple[slice, RowLora]]  # of rows
+RowLoras = Sequence[tuple[slice, LinearLora]]  # LoRA of `kv_b_proj` for some rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +138,7 @@ class LatentProjection:
         expanded = self._expanded(compressed, first, last)
         if lora is not None:
             ranks = compressed.float() @ lora.a.T
-            expanded = (expanded.float() + ranks @ lora.b[:, first * size : last * size] * lora.scaling).to(latents)
+            expanded = (expanded.float() + ranks @ lora.b[:, first * size : last * size] * lora.scales).to(latents)
         by_head = expanded.view(-1, last - first, size).transpose(0, 1)
         keys = torch.cat([by_head[..., : self.nope], rotary.expand(last - first, -1, -1)], dim=-1)
         return keys, by_head[..., self.nope :]

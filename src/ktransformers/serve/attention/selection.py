@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ktransformers.ground.pool import default_pool
-from ktransformers.serve.attention.latent import LatentProjection, RowLora
+from ktransformers.serve.attention.latent import LatentProjection
 from ktransformers.serve.scheduler.lora import LinearLora
 
 MAX_GATHERED = 1 << 24  # numbers of keys that are gathered at a time
@@ -192,7 +192,7 @@ def attend_selected_latents(
         loras, at = [], 0
         for span in gathered:
             if span.lora is not None:
-                loras.append((slice(at, at + span.selected.shape[0]), RowLora.of_adapter(span.lora)))
+                loras.append((slice(at, at + span.selected.shape[0]), span.lora))
             at += span.selected.shape[0]
         absorbed = latent.absorb(query[:, rows], loras)
         sums = attend_gathered(absorbed, gathered, scale, latent.rank, sinks, native=native)

@@ -16,19 +16,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from ktransformers import _core
-from ktransformers.experts.lora import ExpertLora, MixedLora, use_mixed_lora
+from ktransformers.experts.lora import MixedLora, use_mixed_lora
 from ktransformers.ground.errors import InputError
-from ktransformers.serve.attention.latent import RowLora
 from ktransformers.serve.scheduler.lora import LinearLora, LoadedAdapter, token_rows, use_linear_lora
 
 Adapters = tuple[LoadedAdapter, ...]  # in the order of `sort_adapters`
-RowLoraFn = Callable[[nn.Module], RowLora | None]
+RowLoraFn = Callable[[nn.Module], LinearLora | None]
 
 
 def sort_adapters(adapters: set[LoadedAdapter]) -> Adapters:
@@ -48,29 +46,11 @@ class RankColumns:
         return (adapter_index[:, None] == self.adapter_index) * self.scales, self.has[adapter_index][:, None]
 
 
-@dataclass(frozen=True)
-class StackedFactors:
-    """Factors of a linear layer, concatenated over the adapters that have it."""
-
-    a: Tensor  # [S, in]
-    b: Tensor  # [S, out]
-    columns: RankColumns
-
-
-@dataclass(frozen=True)
-class ExpertAdapters:
-    """The adapters of a set that have a given expert layer."""
-
-    adapters: tuple[_core.Adapter, ...]
-    factors: tuple[ExpertLora, ...]
-    indices: Tensor  # int32 [1 + adapters of the set]: index into `adapters`, or -1; shared by equal layers
-
-
 class AdapterSet:
     def __init__(self, adapters: Adapters, device: torch.device) -> None:
         self.adapters, self._device = adapters, device
         self.indices = {adapter: index for index, adapter in enumerate(adapters, start=1)}
-        self._columns: dict[tuple[tuple[int, int, float], ...], RankColumns] = {}
+        self._columns: dict[tuple[tuple[int, int, float | Tensor], ...], RankColumns] = {}
         self._indices: dict[tuple[int, ...], Tensor] = {}
         linears = {module for adapter in adapters for module in adapter.linears}
         experts = {module for adapter in adapters for module in adapter.experts}
@@ -82,28 +62,32 @@ class AdapterSet:
         """Size of the copied factors on the device."""
         if len(self.adapters) < 2:
             return 0
-        return sum((stack.a.numel() + stack.b.numel()) * 4 for stack in self._stacks.values())
+        return sum((stack.a.numel() + stack.b.numel()) * 4 for stack, _ in self._stacks.values())
 
-    def _stack(self, module: nn.Module) -> StackedFactors:
+    def _stack(self, module: nn.Module) -> tuple[LinearLora, RankColumns]:
+        """Factors of a linear layer, concatenated over the adapters that have it."""
         linears = [
             (index, adapter.linears[module]) for adapter, index in self.indices.items() if module in adapter.linears
         ]
-        pattern = tuple((index, linear.a.shape[0], linear.scaling) for index, linear in linears)
+        pattern = tuple((index, linear.a.shape[0], linear.scales) for index, linear in linears)
         if pattern not in self._columns:
             self._columns[pattern] = self._columns_of(linears)
         a, b = ([getattr(linear, factor) for _, linear in linears] for factor in ("a", "b"))
         stacked = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (a, b)]
-        return StackedFactors(stacked[0], stacked[1], self._columns[pattern])
+        columns = self._columns[pattern]
+        return LinearLora(stacked[0], stacked[1], columns.scales), columns
 
     def _columns_of(self, linears: list[tuple[int, LinearLora]]) -> RankColumns:
         adapter_index = [index for index, linear in linears for _ in range(linear.a.shape[0])]
-        scales = [linear.scaling for _, linear in linears for _ in range(linear.a.shape[0])]
+        scales = [linear.scales for _, linear in linears for _ in range(linear.a.shape[0])]
         has = torch.zeros(len(self.adapters) + 1, dtype=torch.bool)
         has[adapter_index] = True
         numbers = torch.tensor(adapter_index), torch.tensor(scales, dtype=torch.float32), has
         return RankColumns(*(tensor.to(self._device) for tensor in numbers))
 
-    def _layer(self, module: nn.Module) -> ExpertAdapters:
+    def _layer(self, module: nn.Module) -> MixedLora:
+        """Of the adapters that have this expert layer. Its `rows` are by adapter index, int32 [1 + adapters of the
+        set]: index into `adapters`, or -1; shared by equal layers."""
         adapters_by_index = {index: adapter for adapter, index in self.indices.items() if module in adapter.experts}
         cpu_only = next((adapter for adapter in adapters_by_index.values() if module not in adapter.factors), None)
         if cpu_only is not None:
@@ -116,25 +100,24 @@ class AdapterSet:
             self._indices[present] = torch.tensor(indices, dtype=torch.int32).to(self._device)
         packed = tuple(adapter.experts[module] for adapter in adapters_by_index.values())
         factors = tuple(adapter.factors[module] for adapter in adapters_by_index.values())
-        return ExpertAdapters(packed, factors, self._indices[present])
+        return MixedLora(self._indices[present], packed, factors)
 
     @contextmanager
     def applied(self, adapter_index: Tensor) -> Iterator[RowLoraFn]:
         """While the model is called, row i uses the adapter `adapter_index[i]`. The value gives the factors of a linear
         layer that is not called but multiplied into others (`latent.py`)."""
         rows = {id(indices): indices[adapter_index] for indices in self._indices.values()}
-        layers = {
-            module: MixedLora(rows[id(layer.indices)], layer.adapters, layer.factors)
-            for module, layer in self.layers.items()
-        }
+        layers = {module: replace(layer, rows=rows[id(layer.rows)]) for module, layer in self.layers.items()}
         chosen = {columns: columns.choose(adapter_index) for columns in self._columns.values()}
         add = functools.partial(self._add, chosen, adapter_index.shape[0]) if self._stacks else None
         with use_linear_lora(add), use_mixed_lora(layers):
             yield functools.partial(self._of_rows, chosen)
 
-    def _of_rows(self, chosen: dict[RankColumns, tuple[Tensor, Tensor]], module: nn.Module) -> RowLora | None:
-        stack = self._stacks.get(module)
-        return None if stack is None else RowLora(stack.a, stack.b, chosen[stack.columns][0])
+    def _of_rows(self, chosen: dict[RankColumns, tuple[Tensor, Tensor]], module: nn.Module) -> LinearLora | None:
+        if module not in self._stacks:
+            return None
+        stack, columns = self._stacks[module]
+        return replace(stack, scales=chosen[columns][0])
 
     def _add(
         self,
@@ -144,10 +127,10 @@ class AdapterSet:
         inputs: Tensor,
         output: Tensor,
     ) -> None:
-        stack = self._stacks.get(module)
-        if stack is None:
+        if module not in self._stacks:
             return
+        stack, columns = self._stacks[module]
         x, y = token_rows(module, inputs, output, rows)
-        scales, has = chosen[stack.columns]
+        scales, has = chosen[columns]
         output_with_lora = torch.addmm(y.float(), (x.float() @ stack.a.T) * scales, stack.b)
         y.copy_(torch.where(has, output_with_lora, y))

@@ -280,7 +280,9 @@ class DecodeGraphs:
             del self.sets[adapters]
         self.graphs.evict(lambda key: bool(key.adapters) and key.adapters not in self.sets)
         if self._placement is not None:
-            used = {layer.adapters for adapter_set in self.sets.values() for layer in adapter_set.layers.values()}
+            used = {
+                tuple(layer.adapters) for adapter_set in self.sets.values() for layer in adapter_set.layers.values()
+            }
             self._placement.release_unused_adapters(used)
 
     def _evict_sets(self) -> None:

@@ -3,7 +3,7 @@ the batch that request them.
 
 Every linear layer gets a forward hook at start, because adapters are loaded while the server answers. The hook adds s *
 B (A x), in float32 as PEFT does, to the rows of each adapter; all other rows keep the output of the base bit for bit.
-LoRA of experts is packed for the expert stores and computed there (`experts/mixed_lora.py`). A tensor of an adapter
+LoRA of experts is packed for the expert stores and computed there (`experts/lora.py`). A tensor of an adapter
 without a module in the model is an error that names it. A loaded adapter is immutable: loading the same name again
 makes a new version, and requests in flight keep the one that they started with."""
 
@@ -41,9 +41,12 @@ CORE_DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class LinearLora:
-    a: Tensor  # [r, in], float32
-    b: Tensor  # [r, out], float32
-    scaling: float
+    """LoRA of a linear layer in float32: of one adapter, or of several side by side (r is the sum of their ranks), each
+    row with the scales of its own adapter and zero in the columns of others."""
+
+    a: Tensor  # [r, in]
+    b: Tensor  # [r, out]
+    scales: float | Tensor  # of all rows and columns, or [rows, r]
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,7 +291,8 @@ def _add_to_all_rows(adapter: LoadedAdapter, module: nn.Module, inputs: Tensor, 
 
 def _add_lora(linear: LinearLora, x: Tensor, y: Tensor) -> None:
     """Add the term of inputs `[rows, in]` to outputs `[rows, out]`."""
-    if x.device.type == "cpu" and x.shape[0] <= MAX_CORE_ROWS and x.dtype == y.dtype and x.dtype in CORE_DTYPES:
-        _core.add_lora(x.contiguous(), linear.a, linear.b, y, linear.scaling)  # Jamba's input is transposed
+    fits_core = x.device.type == "cpu" and x.shape[0] <= MAX_CORE_ROWS and x.dtype == y.dtype and x.dtype in CORE_DTYPES
+    if fits_core and isinstance(linear.scales, float):
+        _core.add_lora(x.contiguous(), linear.a, linear.b, y, linear.scales)  # Jamba's input is transposed
     else:
-        y.copy_(y.float() + (x.float() @ linear.a.T) @ linear.b * linear.scaling)
+        y.copy_(y.float() + (x.float() @ linear.a.T) @ linear.b * linear.scales)
