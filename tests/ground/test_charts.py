@@ -13,16 +13,31 @@ import pytest
 from ktransformers.ground.charts import (
     MAX_POINTS,
     Bar,
+    Interval,
     Series,
     bar_chart,
     format_tick,
     grid,
+    interval_chart,
     line_chart,
     smooth,
     thin,
     ticks,
 )
-from ktransformers.ground.html_page import chart, render, sample, table
+from ktransformers.ground.report import (
+    Cell,
+    aligned,
+    chart,
+    code,
+    folded,
+    heading,
+    listed,
+    markdown,
+    page,
+    paragraph,
+    sample,
+    table,
+)
 from ktransformers.ground.training_charts import compared_panels, curve, read_log, run_panels, run_picture
 
 HOSTILE = "<script>alert('x')</script>\"&"
@@ -103,10 +118,43 @@ def test_names_are_escaped() -> None:
     for svg in (
         line_chart(HOSTILE, [Series(HOSTILE, [(1, 2)]), Series("b", [(1, 3)])], x_label=HOSTILE),
         bar_chart(HOSTILE, [Bar(HOSTILE, [(HOSTILE, 1.0)], 2.0, HOSTILE)]),
+        interval_chart(HOSTILE, [Interval(HOSTILE, 1, 0, 2, HOSTILE, "#111")], [(HOSTILE, "#111")], HOSTILE),
     ):
         assert "<script" not in svg and HOSTILE in texts(parse(svg))
-    page = render(HOSTILE, [table([HOSTILE], [[HOSTILE]]), sample(HOSTILE, [(HOSTILE, HOSTILE)]), chart("<svg/>")])
-    assert "<script" not in page and "<figure class='chart'><svg/></figure>" in page
+    cell = Cell(HOSTILE, HOSTILE, HOSTILE, "gain")
+    blocks = [heading(HOSTILE), paragraph(HOSTILE, HOSTILE), listed([HOSTILE]), code([HOSTILE]), chart("<svg/>")]
+    blocks += [table([HOSTILE, "b"], [[HOSTILE, cell], [HOSTILE]]), sample(HOSTILE, [(HOSTILE, HOSTILE)])]
+    html = page(HOSTILE, [*blocks, folded(HOSTILE, blocks)])
+    assert "<script" not in html and "<figure class='chart'><svg/></figure>" in html
+
+
+def test_a_report_is_the_same_as_page_as_markdown_and_on_a_terminal() -> None:
+    rows = [["a|b", "x", Cell("1.0", "0, 2")], ["more"], ["c", "y", Cell("3.0", change="+2.0*", verdict="gain")]]
+    written = markdown("Title", [heading("Part"), table(["task", "", "score"], rows, left=2, main=2), chart("<svg/>")])
+    assert written.splitlines() == [
+        *("# Title", "", "## Part", "", "| task |  | score |", "| --- | --- | ---: |"),
+        *("| a\\|b | x | 1.0 [0, 2] |", "| *more* |  |  |", "| c | y | **3.0 (+2.0\\*)** |"),
+    ]
+    assert aligned(["task", "", "score"], rows, left=2) == [
+        *("task           score", "a|b   x   1.0 [0, 2]", "more", "c     y  3.0 (+2.0*)"),
+    ]
+    html = page("Title", [table(["task", "", "score"], rows, left=2, main=2)])
+    assert "<tr class=main>" in html and "<td colspan" not in html and "1.0 <small>[0, 2]</small>" in html
+    assert "3.0 <span class='gain'>+2.0*</span>" in html and "<tr class='panel'><td class='left' colspan='3'>" in html
+    assert sample("why?", [("base", "so\nso")]).markdown == "**asked**\n\n> why?\n\n**base**\n\n> so\n> so"
+
+
+def test_intervals_are_on_one_axis_with_zero() -> None:
+    rows = [Interval("a", 10.0, 5.0, 20.0, "+10.0", "#111"), Interval("b", math.nan, 0.0, 1.0, "?", "#222", faint=True)]
+    rows.append(Interval("c", -10.0, -12.0, -8.0, "−10.0", "#333"))
+    svg = parse(interval_chart("change", rows, [("base", "#111"), ("tuned", "#222")], "better"))
+    dots = [(float(dot.attrib["cx"]), dot.attrib["fill"]) for dot in svg.findall(".//{*}circle")]
+    assert [colour for _, colour in dots] == ["#111", "#333"], "a value that is none has no dot"
+    spans = [line for line in svg.findall(".//{*}line") if line.get("stroke-linecap")]
+    first, last = (([float(line.attrib[key]) for key in ("x1", "x2")]) for line in spans)
+    assert first[0] < dots[0][0] < first[1] and last[0] < dots[1][0] < last[1] < first[0]
+    assert {"change", "a", "b", "c", "?", "0", "base", "tuned", "better"} <= set(texts(svg))
+    parse(interval_chart("nothing", []))
 
 
 def test_panels_of_a_run_come_from_its_log(tmp_path: Path) -> None:

@@ -21,11 +21,12 @@ import yaml
 from ktransformers.evaluate.loop import child
 from ktransformers.evaluate.loop.questions import AnswerPair
 from ktransformers.evaluate.loop.record import MAX_HASHED_BYTES, Hashes
-from ktransformers.evaluate.loop.report import answer_lines, detail_lines, make_report, page, terminal_lines
+from ktransformers.evaluate.loop.report import answer_lines, make_report, report_blocks, summary_lines, terminal_lines
 from ktransformers.evaluate.loop.run import Listener, Runner
 from ktransformers.evaluate.loop.settings import Loop, read_loop
 from ktransformers.evaluate.loop.stages import build_stages, run_paths, serve_arguments, to_flags
 from ktransformers.ground.errors import InputError
+from ktransformers.ground.report import page
 
 STAND_IN = [sys.executable, str(Path(__file__).with_name("stand_in.py"))]
 ALL = ["model", "tasks", "plan", "train", "prove", "baseline", "eval", "compare"]  # besides the server
@@ -217,13 +218,13 @@ def test_report_has_metrics_answers_and_proof(place: Path) -> None:
     assert shown.endswith(f"Report: {place}/run/report.html")
     assert report.answers == (AnswerPair("Why?", "So.", "Nya."), AnswerPair("Why?", "So.", "Nya."))
     assert answer_lines(report.answers[0], "neko") == ["asked  Why?", "base   So.", "neko   Nya."]
-    details = "\n".join(detail_lines(report))
+    details = "\n".join(summary_lines(report))
     assert "proven by 1 checks" in details and "12 steps" in details and re.search(r"train \d+ s", details)
     kept = json.loads((place / "run" / "report.json").read_text())
     html = (place / "run" / "report.html").read_text()
     assert html.count("<figure class='chart'>") == 4 and "+80.0**" in html and "href='eval/report.html'" in html
     hostile = replace(report, answers=(AnswerPair("<script>", "<img src=x onerror=y>", "&"),), name="<b>")
-    assert not any(tag in page(hostile, []) for tag in ("<script", "<img"))
+    assert not any(tag in page("", report_blocks(hostile, [])) for tag in ("<script", "<img"))
     assert (
         kept["rows"][0]["adapter"] == 80.0
         and "| persona | style hits % | 0.0 | 80.0" in (place / "run" / "report.md").read_text()

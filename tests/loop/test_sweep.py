@@ -179,7 +179,7 @@ def test_command_takes_the_words_of_the_guide(place: Path) -> None:  # noqa: F81
         assert code == 0 and [name for name in names if name.startswith("train-")] == each("train")
     for wrong, message in (
         ("rnak=8,16", "a key that is not known"),
-        ("rank=0", "greater than or equal to 1"),
+        ("rank=0", "expected 1 or more"),
         ("lr=much", "expected float"),
         ("lr=-1", "learning_rate"),
     ):

@@ -57,11 +57,11 @@ Judging the base model
 Judging neko
   time     N s
 
-                          base       neko  change
-persona  style hits %      0.0       80.0  +80.0**
-         BLEU-1            0.0       80.0  +80.0**
+task     metric        base  neko   change
+persona  style hits %   0.0  80.0  +80.0**
+         BLEU-1         0.0  80.0  +80.0**
 unrelated: what it cost
-stories  perplexity        5.0        6.0  +1.0**
+stories  perplexity     5.0   6.0   +1.0**
 * p < 0.05, ** p < 0.01, paired bootstrap; without a star it may be chance
 
 Talk to it:
@@ -125,7 +125,7 @@ def test_pipe_gets_the_same_lines_without_a_bar(loop_file: Path) -> None:
 def test_verbose_adds_commands_and_their_output(loop_file: Path) -> None:
     shown = piped(loop_file, "-v").stdout
     run = loop_file.parent / "run"
-    for line in (f"  $ kt train {run}/train.yaml", "  | step 1/12  loss 3", "proof     proven by 1 checks"):
+    for line in (f"  $ kt train {run}/train.yaml", "  | step 1/12  loss 3", "proof: proven by 1 checks"):
         assert line in shown
     assert shown.startswith("Everything goes to") and shown.count("\n  time ") == 9
     logs = {file.name for file in (run / "logs").iterdir()}
@@ -134,7 +134,7 @@ def test_verbose_adds_commands_and_their_output(loop_file: Path) -> None:
 
 def test_quiet_prints_the_result_alone(loop_file: Path) -> None:
     ended = piped(loop_file, "--quiet")
-    table = expected(loop_file).index("                          base       neko  change")
+    table = expected(loop_file).index("task     metric        base  neko   change")
     assert ended.stdout.splitlines() == ["asked  Why?", "base   So.", "neko   Nya.", "", *expected(loop_file)[table:]]
     assert ended.stderr == ""
 

@@ -13,7 +13,6 @@ import itertools
 import json
 import subprocess
 import sys
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -173,16 +172,15 @@ def _table_row(document: dict[str, Any], record: dict[str, Any]) -> tuple[str, .
 
 def bench_page(document: dict[str, Any]) -> str:
     """The table as printed, and a chart for each kind of test: their speeds have different scales."""
-    from ktransformers.ground import html_page
+    from ktransformers.ground import report
     from ktransformers.ground.charts import Bar, bar_chart
 
     tests = document["tests"]
-    parts = [f"<h1>{escape(document['model'])}</h1>"]
-    parts.append(html_page.table(COLUMNS, [_table_row(document, record) for record in tests], left=1))
+    blocks = [report.table(COLUMNS, [_table_row(document, record) for record in tests])]
     for title, key in (("prefill, tokens/s", "n_prompt"), ("decode, tokens/s", "n_gen")):
         bars = [Bar(record["test"], [(title, record["avg_ts"])], note=_rate(record)) for record in tests if record[key]]
-        parts += [html_page.chart(bar_chart(title, bars))] if bars else []
-    return html_page.render(f"kt bench {document['model']}", parts)
+        blocks += [report.chart(bar_chart(title, bars))] if bars else []
+    return report.page(f"kt bench {document['model']}", blocks)
 
 
 def _rate(record: dict[str, Any]) -> str:

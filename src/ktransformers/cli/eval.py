@@ -239,11 +239,9 @@ def _print_comparison(comparison: Comparison, out: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"directory": str(out), **comparison.as_json()}, indent=2, ensure_ascii=False))
         return
-    from rich.console import Console
+    from ktransformers.evaluate.report import terminal_lines
 
-    from ktransformers.evaluate.report import summary_table
-
-    Console().print(summary_table(comparison))
+    print("\n".join(terminal_lines(comparison)))
     print(f"{out / 'report.md'}, report.json, report.html")
 
 

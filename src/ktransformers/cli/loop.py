@@ -107,11 +107,11 @@ def _report_run(
     settings: Loop, steps: list[StageStatus], answered: bool, verbose: bool
 ) -> tuple[dict[str, Any], list[str], list[str]]:
     """The report as a document, as lines for the terminal, and what makes the command fail."""
-    from ktransformers.evaluate.loop.report import answer_lines, detail_lines, make_report, terminal_lines
+    from ktransformers.evaluate.loop.report import answer_lines, make_report, summary_lines, terminal_lines
 
     report = make_report(settings, steps)
     samples = [] if answered or not report.answers else answer_lines(report.answers[0], report.name)
-    lines = [*samples, *terminal_lines(report), *(["", *detail_lines(report)] if verbose else [])]
+    lines = [*samples, *terminal_lines(report), *(["", *summary_lines(report)] if verbose else [])]
     return report.as_json(), lines, [report.proof] if report.proven is False else []
 
 

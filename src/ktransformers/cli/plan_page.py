@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import TYPE_CHECKING
 
 from ktransformers.cli.sizes import gigabytes
-from ktransformers.ground import html_page
+from ktransformers.ground import report
 from ktransformers.ground.charts import Bar, bar_chart
 
 if TYPE_CHECKING:
@@ -45,10 +44,8 @@ def memory_charts(plan: Plan) -> list[str]:
 
 def plan_page(model: str, machine: str, plans: Mapping[str, tuple[Plan, Rows]]) -> str:
     """`plans`: train, serve -> the plan and its rows as the terminal shows them."""
-    parts = [f"<h1>{escape(model)}</h1><p class='soft'>{escape(machine)}</p>"]
+    blocks = [report.paragraph(machine)]
     for name, (plan, rows) in plans.items():
-        fits = "fits" if plan.best is not None else "does not fit"
-        parts.append(f"<h2>{escape(f'{name}: {fits}')}</h2>")
-        parts += [html_page.chart(svg) for svg in memory_charts(plan)]
-        parts.append(html_page.table(["", ""], [list(row) for row in rows], left=2))
-    return html_page.render(f"Plan of {model}", parts)
+        blocks.append(report.heading(f"{name}: {'fits' if plan.best is not None else 'does not fit'}"))
+        blocks += [*map(report.chart, memory_charts(plan)), report.table(["", ""], rows, left=2)]
+    return report.page(f"Plan of {model}", blocks)

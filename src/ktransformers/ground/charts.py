@@ -1,4 +1,4 @@
-"""Line and bar charts as SVG text, without a plotting package: with a training run, in reports and on the page.
+"""Line, bar and interval charts as SVG text, without a plotting package: of a training run and in reports.
 
 A training run redraws its picture at every logging step, so a chart is built as a string in about a millisecond. All
 colours are readable on a light and on a dark background, because an SVG file cannot follow the page around it. Text is
@@ -37,6 +37,19 @@ class Bar:
     segments: Sequence[tuple[str, float]]  # (name, value)
     limit: float | None = None  # drawn as a frame around the room that there is
     note: str = ""  # after the bar; empty: the sum
+
+
+@dataclass(frozen=True)
+class Interval:
+    """One row of an interval chart: a value as a dot on the line from `low` to `high`."""
+
+    label: str
+    value: float
+    low: float
+    high: float
+    note: str  # at the right edge
+    colour: str
+    faint: bool = False  # a part of the row above
 
 
 def format_tick(value: float) -> str:
@@ -192,6 +205,38 @@ def bar_chart(title: str, bars: Sequence[Bar], unit: Callable[[float], str] = fo
             )
         parts.append(_text(left + max(total, bar.limit or 0.0) * scale + 8, y + 15, note))
     return _svg(width, top + 30 * len(bars) + 8, parts, title)
+
+
+def interval_chart(
+    title: str, rows: Sequence[Interval], names: Sequence[tuple[str, str]] = (), x_label: str = "", width: float = 860
+) -> str:
+    """Rows over a common axis that begins or ends with 0 or contains it. `names`: (name, colour) of the legend."""
+    legend, legend_height = _legend(names, 12, 40, width - 24)
+    left = 24 + CHARACTER_WIDTH * max([len(row.label) for row in rows], default=4)
+    right = width - 24 - CHARACTER_WIDTH * max([len(row.note) for row in rows], default=4)
+    top, bottom = 32 + legend_height, 32 + legend_height + 22 * len(rows)
+    ends = [0.0, *(end for row in rows for end in (row.value, row.low, row.high) if math.isfinite(end))]
+    marks = ticks(min(ends), max(ends)) if max(ends) > min(ends) else _around(0.0)
+    across = (right - left) / (max(marks) - min(marks))
+
+    def at(value: float) -> float:
+        return left + (value - min(marks)) * across
+
+    parts = [_text(12, 18, title, size=13), *legend]
+    for mark in marks:
+        parts += [_line(at(mark), top, at(mark), bottom, opacity=0.35 if mark else 1.0)]
+        parts += [_text(at(mark), bottom + 15, format_tick(mark), "middle")]
+    for index, row in enumerate(rows):
+        y = top + 22 * index + 11
+        stroke, radius = (1.4, 2.5) if row.faint else (2.4, 4.0)
+        parts += [_text(left - 10, y + 4, row.label, "end"), _text(right + 10, y + 4, row.note, colour=row.colour)]
+        if all(map(math.isfinite, (row.value, row.low, row.high))):
+            ends_of_line = f'x1="{at(row.low):.1f}" y1="{y:.1f}" x2="{at(row.high):.1f}" y2="{y:.1f}"'
+            parts.append(f'<line {ends_of_line} stroke="{row.colour}" stroke-width="{stroke}" stroke-linecap="round"/>')
+            parts.append(f'<circle cx="{at(row.value):.1f}" cy="{y:.1f}" r="{radius}" fill="{row.colour}"/>')
+    if x_label:
+        parts.append(_text((left + right) / 2, bottom + 31, x_label, "middle"))
+    return _svg(width, bottom + (40 if x_label else 24), parts, title)
 
 
 def grid(charts: Sequence[str], columns: int, width: float, height: float, label: str) -> str:

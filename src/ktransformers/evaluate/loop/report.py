@@ -1,4 +1,4 @@
-"""The report of a loop from the stages' documents: a table, sample answers, curves, the proof, speed, next commands.
+"""The report of a loop from the stages' documents: a table, curves, sample answers, the proof, speed, next commands.
 
 Everything is read from the run's directory, so a report after skipped stages equals the first. `report.html`,
 `report.md` and `report.json` are in that directory; the full comparison, with every metric and slice, is
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from ktransformers.evaluate.loop.results import TrainingSummary, describe_proof,
 from ktransformers.evaluate.loop.run import ANSWERS_FILE, FAILED, StageStatus
 from ktransformers.evaluate.loop.settings import Loop
 from ktransformers.evaluate.loop.stages import BASE_NAME, run_paths
-from ktransformers.ground import html_page
-from ktransformers.ground.files import write_json, write_text
+from ktransformers.ground.report import Block, aligned, chart, code, listed, paragraph, sample, write_report
+from ktransformers.ground.report import table as report_table
 from ktransformers.ground.training_charts import read_log, run_panels
 
 # Metrics in the table, if the task has them; otherwise its primary metric.
@@ -32,6 +31,7 @@ METRIC_LABELS = {
     "accuracy": "right by letter %",
     "accuracy_text": "right by text %",
 }
+STARS = "* p < 0.05, ** p < 0.01, paired bootstrap; without a star it may be chance"
 MAX_ANSWER_CHARS = 400  # of an answer in the report
 MAX_SHOWN_CHARS = 200  # of an answer on the terminal
 
@@ -85,9 +85,7 @@ def make_report(loop: Loop, steps: Sequence[StageStatus]) -> LoopReport:
     )
     training = summarise_training(paths.adapter)
     report = LoopReport(loop.run, loop.name, rows, answers, proof, proven, training, tuple(steps), next_commands)
-    write_json(paths.run / "report.json", report.as_json())
-    write_text(paths.run / "report.md", markdown(report))
-    write_text(paths.run / "report.html", page(report, run_panels(read_log(paths.adapter))))
+    write_report(paths.run, report.name, report_blocks(report, run_panels(read_log(paths.adapter))), report.as_json())
     return report
 
 
@@ -109,22 +107,16 @@ def metric_rows(task: dict[str, Any], index: int = 1) -> list[MetricRow]:
     return rows
 
 
-def format_table(report: LoopReport) -> list[str]:
-    """Plain text lines, aligned."""
-    width = max([len(row.task) for row in report.rows], default=4)
-    named = max([len(METRIC_LABELS.get(row.metric, row.metric)) for row in report.rows], default=4)
-    lines = [f"{'':<{width}}  {'':<{named}} {BASE_NAME:>8} {report.name:>10}  change"]
-    unrelated = False
+def table(report: LoopReport) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows: a task stands in the first of its rows, unrelated tasks below a heading."""
+    rows: list[list[str]] = []
     for previous, row in zip((None, *report.rows), report.rows, strict=False):
-        if row.unrelated and not unrelated:
-            unrelated = True
-            lines.append("unrelated: what it cost")
-        task = row.task if previous is None or previous.task != row.task else ""
-        name = METRIC_LABELS.get(row.metric, row.metric)
-        change = f"{row.adapter - row.base:+.1f}{row.mark}"
-        lines.append(f"{task:<{width}}  {name:<{named}} {row.base:>8.1f} {row.adapter:>10.1f}  {change}")
-    lines.append("* p < 0.05, ** p < 0.01, paired bootstrap; without a star it may be chance")
-    return lines
+        if row.unrelated and not (previous and previous.unrelated):
+            rows.append(["unrelated: what it cost"])
+        task = "" if previous is not None and previous.task == row.task else row.task
+        values = f"{row.base:.1f}", f"{row.adapter:.1f}", f"{row.adapter - row.base:+.1f}{row.mark}"
+        rows.append([task, METRIC_LABELS.get(row.metric, row.metric), *values])
+    return ["task", "metric", BASE_NAME, report.name, "change"], rows
 
 
 def training_line(training: TrainingSummary) -> str:
@@ -135,7 +127,7 @@ def training_line(training: TrainingSummary) -> str:
 
 def terminal_lines(report: LoopReport) -> list[str]:
     """What the terminal shows at the end: the table, the two commands to go on with, the report."""
-    lines = ["", *format_table(report)] if report.rows else []
+    lines = ["", *aligned(*table(report), left=2), STARS] if report.rows else []
     return [*lines, "", "Talk to it:", *(f"  {line}" for line in report.next), "", f"Report: {report.run}/report.html"]
 
 
@@ -146,10 +138,10 @@ def answer_lines(pair: AnswerPair, name: str) -> list[str]:
     return [f"{word:<{width}}  {shorten(text, MAX_SHOWN_CHARS)}" for word, text in words]
 
 
-def detail_lines(report: LoopReport) -> list[str]:
-    """With -v also: training, proof and times."""
-    lines = [f"training  {training_line(report.training)}"]
-    return [*lines, f"proof     {report.proof}", f"time      {format_times(report.stages)}"]
+def summary_lines(report: LoopReport) -> list[str]:
+    """Training, proof and times, on the terminal with -v alone."""
+    training = f"training: {training_line(report.training)}"
+    return [training, f"proof: {report.proof}", f"time: {format_times(report.stages)}"]
 
 
 def format_times(stages: Sequence[StageStatus]) -> str:
@@ -163,48 +155,13 @@ def shorten(text: str, limit: int = MAX_ANSWER_CHARS) -> str:
     return flat if len(flat) <= limit else f"{flat[:limit]}…"
 
 
-def markdown(report: LoopReport) -> str:
-    lines = [f"# {report.name}: {report.run}", ""]
+def report_blocks(report: LoopReport, charts: Sequence[str]) -> list[Block]:
+    """`charts`: the curves of training."""
+    blocks = [paragraph(report.run)]
     if report.rows:
-        lines += [f"| task | metric | {BASE_NAME} | {report.name} |", "|---|---|---:|---:|"]
-        for row in report.rows:
-            mark = row.mark.replace("*", "\\*")
-            task = f"{row.task} (unrelated)" if row.unrelated else row.task
-            lines.append(
-                f"| {task} | {METRIC_LABELS.get(row.metric, row.metric)} | {row.base:.1f} | {row.adapter:.1f}{mark} |"
-            )
-        lines += ["", "\\* p < 0.05, \\*\\* p < 0.01, paired bootstrap. Every metric: `eval/report.html`.", ""]
-    for sample in report.answers:
-        pairs = (("asked", sample.asked), (BASE_NAME, sample.base), (report.name, sample.adapter))
-        lines += [line for label, text in pairs for line in (f"**{label}**", "", f"> {shorten(text)}", "")]
-    summary = [f"- training: {training_line(report.training)}"]
-    lines += [*summary, f"- proof: {report.proof}", f"- time: {format_times(report.stages)}", "", "```"]
-    return "\n".join([*lines, *report.next, "```"]) + "\n"
-
-
-def page(report: LoopReport, charts: Sequence[str]) -> str:
-    """The same as HTML, with the curves of training."""
-    summary = [f"training: {training_line(report.training)}"]
-    summary += [f"proof: {report.proof}", f"time: {format_times(report.stages)}"]
-    parts = [f"<h1>{escape(report.name)}</h1><p class='soft'>{escape(report.run)}</p>"]
-    if report.rows:
-        rows = [
-            [
-                f"{row.task} (unrelated)" if row.unrelated else row.task,
-                METRIC_LABELS.get(row.metric, row.metric),
-                *(f"{row.base:.1f}", f"{row.adapter:.1f}", f"{row.adapter - row.base:+.1f}{row.mark}"),
-            ]
-            for row in report.rows
-        ]
-        parts.append(html_page.table(["task", "metric", BASE_NAME, report.name, "change"], rows, left=2))
-        parts.append(
-            "<p class='soft'>* p < 0.05, ** p < 0.01, paired bootstrap. "
-            "Every metric: <a href='eval/report.html'>eval/report.html</a>.</p>"
-        )
-    parts += [html_page.chart(svg) for svg in charts]
-    for sample in report.answers:
-        answers = [(BASE_NAME, shorten(sample.base)), (report.name, shorten(sample.adapter))]
-        parts.append(html_page.sample(shorten(sample.asked), answers))
-    parts.append("<ul class='soft'>" + "".join(f"<li>{escape(line)}</li>" for line in summary) + "</ul>")
-    parts.append("<pre>" + escape("\n".join(report.next)) + "</pre>")
-    return html_page.render(report.name, parts)
+        blocks += [report_table(*table(report), left=2), paragraph(f"{STARS}. Every metric:", "eval/report.html")]
+    blocks += map(chart, charts)
+    for pair in report.answers:
+        answers = [(BASE_NAME, shorten(pair.base)), (report.name, shorten(pair.adapter))]
+        blocks.append(sample(shorten(pair.asked), answers))
+    return [*blocks, listed(summary_lines(report)), code(report.next)]

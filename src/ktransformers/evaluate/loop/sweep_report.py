@@ -7,22 +7,20 @@ Everything is read from the sweep's directory, so a report after skipped stages 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from ktransformers.evaluate.loop.report import METRIC_LABELS, MetricRow, format_times, metric_rows
+from ktransformers.evaluate.loop.report import METRIC_LABELS, STARS, MetricRow, format_times, metric_rows
 from ktransformers.evaluate.loop.results import TrainingSummary, describe_proof, read_json, summarise_training
 from ktransformers.evaluate.loop.run import FAILED, StageStatus
 from ktransformers.evaluate.loop.settings import Loop
 from ktransformers.evaluate.loop.stages import BASE_NAME, RunPaths, run_paths
 from ktransformers.evaluate.loop.sweep import run_settings, sweep_runs
-from ktransformers.ground import html_page
-from ktransformers.ground.files import write_json, write_text
 from ktransformers.ground.progress import rough
+from ktransformers.ground.report import Block, aligned, chart, code, listed, paragraph, write_report
+from ktransformers.ground.report import table as report_table
 from ktransformers.ground.training_charts import compared_panels, curve, read_log
 
 
@@ -67,9 +65,7 @@ def make_sweep_report(loop: Loop, steps: Sequence[StageStatus]) -> SweepReport:
         () if best is None else (f"kt serve {best.adapter}", f"kt chat --model {Path(shared.model).name}:{best.name}")
     )
     report = SweepReport(loop.run, runs, tuple(steps), commands)
-    write_json(shared.run / "report.json", report.as_json())
-    write_text(shared.run / "report.md", markdown(report))
-    write_text(shared.run / "report.html", page(report, shared))
+    write_report(shared.run, f"{len(runs)} runs of a sweep", report_blocks(report), report.as_json())
     return report
 
 
@@ -114,10 +110,6 @@ def _best(runs: Sequence[SweptRun]) -> SweptRun | None:
     return min(trained, key=order, default=None)
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
-
-
 def table(report: SweepReport) -> tuple[list[str], list[list[str]]]:
     """Headings, and a row for each run; the base first where there are scores."""
     axes = list(report.runs[0].settings)
@@ -134,7 +126,7 @@ def table(report: SweepReport) -> tuple[list[str], list[list[str]]]:
         if run.training is None:
             rows.append([*cells, "failed", *[""] * (len(heads) - len(cells) - 1)])
             continue
-        losses = [_number(run.last_loss), *([_number(run.eval_loss)] if has_eval_loss else [])]
+        losses = ["" if loss is None else f"{loss:.3g}" for loss in (run.last_loss, run.eval_loss)[: 1 + has_eval_loss]]
         scores = [f"{row.adapter:.1f}{row.mark}" for row in run.scores] or [""] * len(names)
         rate = run.training.tokens_per_second
         rows.append([*cells, str(run.training.steps), *losses, *scores])
@@ -142,52 +134,17 @@ def table(report: SweepReport) -> tuple[list[str], list[list[str]]]:
     return heads, rows
 
 
-STARS = "* p < 0.05, ** p < 0.01 against the base, paired bootstrap; without a star it may be chance"
-
-
 def terminal_lines(report: SweepReport) -> list[str]:
-    heads, rows = table(report)
-    widths = [max(len(row[index]) for row in (heads, *rows)) for index in range(len(heads))]
-
-    def line(row: Sequence[str]) -> str:
-        cells = [
-            cell.ljust(width) if index == 0 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        return "  ".join(cells).rstrip()
-
-    lines = ["", line(heads), *(line(row) for row in rows)]
-    lines += [STARS] if any(run.scores for run in report.runs) else []
+    lines = ["", *aligned(*table(report)), *([STARS] if any(run.scores for run in report.runs) else [])]
     lines += ["", "Talk to the best:", *(f"  {command}" for command in report.next)] if report.next else []
     return [*lines, "", f"Report: {report.run}/report.html"]
 
 
-def _markdown_cell(text: str) -> str:
-    return re.sub(r"[*|]", r"\\\g<0>", text)
-
-
-def markdown(report: SweepReport) -> str:
-    heads, rows = table(report)
-    lines = [f"# Sweep: {report.run}", "", f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
-    lines += [f"| {' | '.join(_markdown_cell(cell) for cell in row)} |" for row in rows]
-    lines += ["", STARS.replace("*", "\\*") + ".", ""] if any(run.scores for run in report.runs) else [""]
-    lines += [f"- {run.name}: {run.proof}" for run in report.runs]
-    lines += [f"- time: {format_times(report.stages)}", "", "```", *report.next, "```"]
-    return "\n".join(lines) + "\n"
-
-
-def page(report: SweepReport, paths: RunPaths) -> str:
-    heads, rows = table(report)
+def report_blocks(report: SweepReport) -> list[Block]:
+    blocks = [paragraph(report.run), report_table(*table(report))]
+    if any(run.scores for run in report.runs):
+        blocks.append(paragraph(f"{STARS}. Every metric:", "eval/report.html"))
     curves = {run.name: read_log(Path(run.adapter)) for run in report.runs if run.training is not None}
-    scored = any(run.scores for run in report.runs)
-    parts = [f"<h1>{escape(f'{len(report.runs)} runs of a sweep')}</h1><p class='soft'>{escape(report.run)}</p>"]
-    parts.append(html_page.table(heads, rows))
-    parts += (
-        [f"<p class='soft'>{escape(STARS)}. Every metric: <a href='eval/report.html'>eval/report.html</a>.</p>"]
-        if scored
-        else []
-    )
-    parts += [html_page.chart(svg) for svg in compared_panels(curves)]
-    proofs = "".join(f"<li>{escape(run.name)}: {escape(run.proof)}</li>" for run in report.runs)
-    parts.append(f"<ul class='soft'>{proofs}<li>{escape(format_times(report.stages))}</li></ul>")
-    return html_page.render(f"Sweep {paths.run.name}", parts)
+    blocks += map(chart, compared_panels(curves))
+    proofs = [f"{run.name}: {run.proof}" for run in report.runs]
+    return [*blocks, listed([*proofs, f"time: {format_times(report.stages)}"]), code(report.next)]
