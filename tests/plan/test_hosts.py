@@ -15,8 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ktransformers.cli.main import app
-from ktransformers.cli.plan import choice_line
-from ktransformers.cli.plan_hosts import size_text
+from ktransformers.cli.plan_text import choice_line, size_text
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.options.field import options_of
 from ktransformers.ground.options.serving import ServingOptions
@@ -173,7 +172,7 @@ def test_command_prints_hosts_wire_and_time() -> None:
     code, text = kt("k2-thinking", *line)
     assert code == 0 and "host 0: 0 to 95" in text and "hosts 1-3" in text and "MB a token" in text
     code, text = kt("kimi-k2", *line, "--serve")
-    assert code == 2 and "no fit" in text and "remedy 1     5 hosts" in text
+    assert code == 2 and "no fit" in text and "remedy 1    5 hosts" in text
     code, text = kt("k2-thinking", *line, "--serve", "--json")
     document = json.loads(text)["serve"]
     assert code == 0 and document["fits"] and document["plan"]["partition"]["shares"] == [96] * 4
@@ -203,7 +202,7 @@ def test_layers_of_several_gpus_are_not_called_tensor_parallel() -> None:
 
 
 def test_importing_does_not_import_torch() -> None:
-    code = "import sys, ktransformers.plan.hosts, ktransformers.cli.plan_hosts; assert 'torch' not in sys.modules"
+    code = "import sys, ktransformers.plan.hosts, ktransformers.cli.plan_text; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

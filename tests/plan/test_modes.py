@@ -108,7 +108,7 @@ def test_a_decision_says_why() -> None:
 
 
 def test_kt_plan_has_words_for_every_policy() -> None:
-    from ktransformers.cli.plan import POLICY_TEXTS
+    from ktransformers.cli.plan_text import POLICY_TEXTS
     from ktransformers.ground.options.placement import POLICIES
 
     assert set(POLICY_TEXTS) == set(POLICIES)

@@ -292,7 +292,7 @@ def test_training_prints_its_plan_and_is_refused_where_memory_lacks(
 )
 def test_summary_is_three_lines(model: str, gpu: str, ram: str, fits: str, memory: str) -> None:
     """What a run shows before it starts: no name of a mode, no table of parts."""
-    from ktransformers.cli.plan import summary_rows
+    from ktransformers.cli.plan_text import summary_rows
     from ktransformers.plan import Serving, Training, make_plan, open_shape, profile, with_gpus, with_memory
     from ktransformers.plan.workload import PLANNED_POLICIES
 

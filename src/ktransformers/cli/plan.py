@@ -1,7 +1,7 @@
 """`kt plan`: the memory and time that a model takes on a machine, before anything is loaded.
 
-ktransformers.plan decides; this module prints a table or one JSON document, and `plan_page.py` draws the memory.
-Without `--train` and `--serve` both are planned, with the defaults of each.
+ktransformers.plan decides; this module prints a table (`plan_text.py`) or one JSON document, and `plan_page.py` draws
+the memory. Without `--train` and `--serve` both are planned, with the defaults of each.
 """
 
 from __future__ import annotations
@@ -9,155 +9,20 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ktransformers.cli import ask
 from ktransformers.cli.options import Json
+from ktransformers.cli.plan_text import plan_rows, published_rows, summary_rows
 from ktransformers.cli.progress import log
-from ktransformers.cli.sizes import gigabytes, table_line
+from ktransformers.cli.sizes import gigabytes
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.linear_storage import KEEP, rest_word
-from ktransformers.ground.progress import rough
 
 if TYPE_CHECKING:
-    from ktransformers.plan import Candidate, Machine, ModelShape, Plan, Serving, Training
-
-POLICY_TEXTS = {
-    "cpu": "on the CPU",
-    "stream": "streamed to the GPU (KT_PLACE=stream)",
-    "stream_all": "streamed to the GPU regardless of routing (KT_PLACE=stream_all)",
-    "auto": "on the CPU or the GPU, in the modes below (KT_PLACE=auto)",
-    "resident": "on the CPU and the GPU (KT_PLACE=resident)",
-    "host_callback": "on the CPU and the GPU, by host callbacks when decoding (KT_PLACE=host_callback)",
-    "split": "split between the CPU and the GPU (KT_PLACE=split)",
-}
-
-
-def choice_line(candidate: Candidate) -> str:
-    choice = candidate.choice
-    gpus = {0: "the CPU", 1: "one GPU"}.get(
-        choice.gpus, f"{choice.gpus} GPUs, whole layers on each: heads are not split"
-    )
-    where = f"attention and the rest on {gpus}"
-    residents = f", {choice.residents} of each layer resident there" if choice.residents else ""
-    return f"experts in {choice.format} {POLICY_TEXTS[choice.policy]}{residents}; {where}"
-
-
-def candidate_rows(candidate: Candidate, machine: Machine) -> list[tuple[str, str]]:
-    memory = candidate.memory
-    rows = [("how", choice_line(candidate))]
-    for index, table in enumerate(memory.gpus):
-        gpu = machine.gpus[index]
-        rows.append(
-            (f"gpu {index}", f"{gigabytes(sum(table.values()))} of {gigabytes(gpu.memory)}: {table_line(table)}")
-        )
-    rows.append(("host", f"{gigabytes(memory.host_bytes)} of {gigabytes(machine.memory)}: {table_line(memory.host)}"))
-    if len(memory.nodes) > 1:
-        rows.append(("nodes", ", ".join(gigabytes(size) for size in memory.nodes)))
-    if memory.pinned:
-        rows.append(("pinned", f"{gigabytes(memory.pinned)} of the host's"))
-    if memory.mapped:
-        rows.append(("mapped", f"{gigabytes(memory.mapped)} of the checkpoint's pages, in the page cache"))
-    rows.append(("disk", table_line(memory.disk)))
-    rows.append(("time", candidate.time.text))
-    if candidate.missing:
-        rows.append(("not yet", "this version lacks " + ", ".join(candidate.missing)))
-    return rows
-
-
-def plan_rows(plan: Plan) -> list[tuple[str, str]]:
-    from ktransformers.plan.document import modes_of
-
-    candidate = plan.nearest
-    rows = candidate_rows(candidate, plan.machine)
-    modes = (f"{name} at {tokens} tokens {decision.reason}" for name, (tokens, decision) in modes_of(plan).items())
-    rows.insert(1, ("modes", "; ".join(modes)))
-    if plan.best is None:
-        lacking = ", ".join(f"{place} lacks {gigabytes(size)}" for place, size in candidate.lacking.items())
-        rows.insert(0, ("no fit", f"{lacking}; this comes nearest:"))
-        for number, remedy in enumerate(plan.remedies, 1):
-            later = f" (this version lacks {', '.join(remedy.candidate.missing)})" if remedy.candidate.missing else ""
-            rate = remedy.candidate.time.tokens_per_second
-            rows.append((f"remedy {number}", f"{' and '.join(remedy.changes)}: {rate:.3g} tokens/s{later}"))
-    for other in plan.others:
-        size = gigabytes(other.memory.host_bytes)
-        later = f" (this version lacks {', '.join(other.missing)})" if other.missing else ""
-        rows.append(("other", f"{choice_line(other)}: host {size}, {other.time.tokens_per_second:.3g} tokens/s{later}"))
-    rows += [("note", note) for note in plan.notes]
-    return rows
-
-
-def _join(words: list[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def _place_name(place: str, gpus: int) -> str:
-    if place == "host":
-        return "host memory"
-    return "GPU memory" if gpus == 1 else f"memory of GPU {place.removeprefix('gpu')}"
-
-
-def _fit_text(plan: Plan) -> str:
-    candidate = plan.nearest
-    if plan.best is None:
-        count = len(candidate.memory.gpus)
-        lacking = [f"{gigabytes(size)} of {_place_name(place, count)}" for place, size in candidate.lacking.items()]
-        return f"no, {_join(lacking)} {'is' if len(lacking) == 1 else 'are'} missing"
-    choice = candidate.choice
-    if not choice.gpus:
-        return "yes, everything on the CPU"
-    gpus = "the GPU" if choice.gpus == 1 else f"{choice.gpus} GPUs"
-    experts = "computed on the CPU" if not choice.uses_engine else "computed on both"
-    return f"yes, attention on {gpus}, experts in host memory and {experts}"
-
-
-def _time_text(candidate: Candidate, steps: int | None) -> str:
-    time = candidate.time
-    rate = f"about {_two_digits(time.tokens_per_second)} tokens/s"
-    if time.first_token is not None:
-        return f"first token of an answer after about {rough_seconds(time.first_token)}, then {rate}"
-    if steps is None:
-        return f"about {rough_seconds(time.seconds)} a step, {rate}"
-    return f"about {rough(steps * time.seconds)} for {steps} steps, {rate}"
-
-
-def _two_digits(value: float) -> str:
-    return f"{value:.2g}" if value < 99.5 else f"{float(f'{value:.2g}'):.0f}"
-
-
-def rough_seconds(seconds: float) -> str:
-    if seconds < 0.1:
-        return f"{1000 * seconds:.2g} ms"
-    return f"{seconds:.2g} s" if seconds < 9.5 else rough(seconds)
-
-
-def _memory_text(plan: Plan) -> str:
-    memory, machine, parts = plan.nearest.memory, plan.machine, list[str]()
-    of = "of" if plan.best is not None else "where there are"
-    for index, table in enumerate(memory.gpus):
-        where = "on the GPU" if len(memory.gpus) == 1 else f"on GPU {index}"
-        parts.append(f"{gigabytes(sum(table.values()))} {of} {gigabytes(machine.gpus[index].memory)} {where}")
-    where = "free host memory" if memory.gpus else "free memory"
-    return _join([*parts, f"{gigabytes(memory.host_bytes)} {of} {gigabytes(machine.memory)} {where}"])
-
-
-def summary_rows(plan: Plan, steps: int | None = None) -> list[tuple[str, str]]:
-    """What is shown before a run: whether it fits, how long it takes, how much memory. `steps` of training."""
-    candidate = plan.nearest
-    return [("fits", _fit_text(plan)), ("time", _time_text(candidate, steps)), ("memory", _memory_text(plan))]
-
-
-def published_rows(model: ModelShape, work: str) -> list[tuple[str, str]]:
-    rows = []
-    for figure in model.published:
-        if figure["work"] != work:
-            continue
-        host = f", {figure['host_gb']:g} GB of host memory" if figure.get("host_gb") else ""
-        rate = f", {figure['tokens_per_second']:g} tokens/s" if figure.get("tokens_per_second") else ""
-        rows.append(("published", f"{figure['gpu_gb']:g} GB of GPU memory{host}{rate}: {figure['source']}"))
-    return rows
+    from ktransformers.plan import Machine, ModelShape, Plan, Serving, Training
 
 
 def _train_work(
@@ -177,30 +42,6 @@ def _train_work(
     size = dtype_of(settings, config_fields, _bf16_is_fast(machine)).itemsize
     grouping = decide_grouping(settings, None, PlanInputs(shape, machine, policies, size), None)
     return training_workload(with_tokens_per_batch(settings, grouping.tokens), size), grouping.note
-
-
-def _train_plan(
-    file: Path,
-    words: list[str],
-    model: str,
-    shape: ModelShape,
-    machine: Machine,
-    everything: bool,
-    policies: tuple[str, ...],
-) -> Plan:
-    from ktransformers.plan import make_plan
-
-    work, note = _train_work(file, words, model, shape, machine, policies)
-    plan = make_plan(shape, work, machine, everything=everything, policies=policies)
-    return plan if note is None else replace(plan, notes=(*plan.notes, note))
-
-
-def _works(serve_alone: bool, size: int, serving: Serving) -> dict[str, Training | Serving]:
-    """What is planned without a file: serving, and training unless serving alone is asked for."""
-    from ktransformers.plan import Training
-
-    training = Training(rest_bytes=size, linear_format=serving.linear_format)
-    return {**({} if serve_alone else {"train": training}), "serve": serving}
 
 
 def _bf16_is_fast(machine: Machine) -> bool:
@@ -227,14 +68,6 @@ def _print_machines(as_json: bool) -> None:
         return
     for name, one in profiles().items():
         print(f"{name:<16} {one.cpu.name}, {gigabytes(one.memory)}")
-
-
-def _is_fp8(kv_cache_dtype: str) -> bool:
-    from ktransformers.ground.options.cache import CACHE_DTYPES, FP8_WORDS
-
-    if kv_cache_dtype not in CACHE_DTYPES:
-        raise InputError("kv-cache-dtype", kv_cache_dtype, "auto, bf16 or fp8")
-    return kv_cache_dtype in FP8_WORDS
 
 
 def _linear_format(rest: str | None) -> str | None:
@@ -333,7 +166,8 @@ def plan(
 ) -> None:
     """Plan memory by device, time, and the best configuration that fits."""
     from ktransformers.checkpoint.small_model import resolve_model
-    from ktransformers.plan import Serving, make_plan, open_shape
+    from ktransformers.ground.options.cache import CacheOptions
+    from ktransformers.plan import Serving, Training, make_plan, open_shape
     from ktransformers.plan.workload import PLANNED_POLICIES, check_training_policy
 
     if machine == "list":
@@ -346,27 +180,32 @@ def plan(
     target = _choose_machine(machine, gpu, ram, calibrate)
     size = 2 if _bf16_is_fast(target) else 4  # as `kt train` and `kt serve` choose
     linear_format = _linear_format(rest)
-    serving = Serving(context, prompt, sequences, size, linear_format, _is_fp8(kv_cache_dtype))
+    serving = Serving(
+        context, prompt, sequences, size, linear_format, CacheOptions(kv_cache_dtype=kv_cache_dtype).fp8_cache
+    )
     policies = PLANNED_POLICIES if place is None else (place,)
-    if hosts is not None:
-        from ktransformers.cli.plan_hosts import plan_hosts, refuse_with_hosts
-        from ktransformers.plan.hosts import parse_network
-
-        refuse_with_hosts({"--html": html, "--place": place, "--all": everything, "--format": word, "--rest": rest})
-        works = _works(serve, size, serving)
-        if train is not None:
-            works = {"train": _train_work(train, words or [], model, shape, target, policies)[0]}
-        plan_hosts(shape, works, target, hosts, parse_network(net, round_trip * 1e-6), as_json)
-        return
+    works: dict[str, Training | Serving] = {"serve": serving}
+    note = None
     if train is not None:
-        plans = {"train": _train_plan(train, words or [], model, shape, target, everything, policies)}
+        work, note = _train_work(train, words or [], model, shape, target, policies)
+        works = {"train": work}
+    elif not serve:
+        works = {"train": Training(rest_bytes=size, linear_format=linear_format), "serve": serving}
+    if hosts is not None:
+        from ktransformers.plan.hosts import make_hosts_plan, parse_network
+
+        for name, value in {"html": html, "place": place, "all": everything, "format": word, "rest": rest}.items():
+            if value:
+                expected = f"no --{name} with --hosts"
+                raise InputError(f"--{name}", value, expected, "experts of several hosts stay on their CPUs")
+        network = parse_network(net, round_trip * 1e-6)
+        plans = {name: make_hosts_plan(shape, work, target, hosts, network) for name, work in works.items()}
     else:
-        plans = {
-            name: make_plan(
-                shape, work, target, everything=everything, policies=policies, expert_format=_expert_format(word)
-            )
-            for name, work in _works(serve, size, serving).items()
-        }
+        options: dict[str, Any] = {"everything": everything, "policies": policies}
+        options["expert_format"] = _expert_format(word)
+        plans = {name: make_plan(shape, work, target, **options) for name, work in works.items()}
+        if note is not None:
+            plans["train"] = replace(plans["train"], notes=(*plans["train"].notes, note))
     _show_plans(plans, shape, target, html, as_json)
     if any(planned.best is None for planned in plans.values()):
         raise typer.Exit(2)
@@ -376,10 +215,16 @@ def _show_plans(plans: dict[str, Plan], shape: ModelShape, target: Machine, html
     """Print the plans, or one JSON document; with `html` also write a page."""
     from ktransformers.plan.document import plan_document
 
-    rows = {name: [*plan_rows(planned), *published_rows(shape, name)] for name, planned in plans.items()}
+    hosts = next(iter(plans.values())).nearest.hosts
+    rows = {name: plan_rows(planned) for name, planned in plans.items()}
     numbers = f"{shape.numbers / 1e9:.4g} billion numbers, {shape.expert_numbers_total / shape.numbers:.0%} in experts"
     gpus = ", ".join(planned.name for planned in target.gpus) or "no GPU"
     machine_text = f"{target.cpu.name}: {target.cpu.isa}, {target.cpu.threads} threads; {gpus}"
+    if hosts is not None:
+        memory = gigabytes(target.memory)
+        machine_text = f"{len(hosts.shares)} x {target.cpu.name}, {memory}, {gpus}; {hosts.network.name} each"
+    else:
+        rows = {name: [*of_plan, *published_rows(shape, name)] for name, of_plan in rows.items()}
     if html is not None:
         from ktransformers.cli.plan_page import plan_page
         from ktransformers.ground.files import write_text
@@ -389,9 +234,10 @@ def _show_plans(plans: dict[str, Plan], shape: ModelShape, target: Machine, html
     if as_json:
         print(json.dumps({name: plan_document(planned) for name, planned in plans.items()}, indent=2))
         return
-    print(f"{'model':<10} {shape.name}: {numbers}")
-    print(f"{'machine':<10} {machine_text}")
+    for name, value in (("model", f"{shape.name}: {numbers}"), ("machine", machine_text)):
+        print(f"{name:<10} {value}")
     for name, planned in plans.items():
         print(f"\n{name}: {'fits' if planned.best else 'does not fit'}")
+        width = max(10, *(len(row) for row, _ in rows[name]))
         for row, value in rows[name]:
-            print(f"{row:<10} {value}")
+            print(f"{row:<{width}} {value}")

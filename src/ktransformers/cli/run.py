@@ -65,7 +65,7 @@ def run(
 
 def _show_launch(line: RunLine, words: list[str], as_json: bool) -> None:
     """The command and its plan."""
-    from ktransformers.cli.plan import summary_rows
+    from ktransformers.cli.plan_text import summary_rows
     from ktransformers.plan.document import plan_document
     from ktransformers.serve.forecast import plan_server
     from ktransformers.serve.target import resolve_target

@@ -49,7 +49,7 @@ def serve(context: typer.Context, as_json: Json = False) -> None:
 
 def show_plan(plan: Plan) -> None:
     """Print whether it fits, how fast and in how much memory, before anything is loaded; all of the plan with -v."""
-    from ktransformers.cli.plan import plan_rows, summary_rows
+    from ktransformers.cli.plan_text import plan_rows, summary_rows
 
     for name, value in plan_rows(plan):
         LOG.info("%-10s %s", name, value)

@@ -50,7 +50,7 @@ def plan_lines(plan: TrainPlan) -> list[str]:
         ends = sorted({name.rpartition(".")[2] for name in (*plan.targets.modules, *plan.targets.parameters)})
         rows.append(("trained", f"{plan.trained_numbers} numbers in LoRA on {', '.join(ends)}"))
     if plan.forecast is not None:
-        from ktransformers.cli.plan import plan_rows
+        from ktransformers.cli.plan_text import plan_rows
 
         rows += plan_rows(plan.forecast)
     rows.append(("output", f"{settings.output_dir}; {plan.start}"))
@@ -72,7 +72,7 @@ def summary_of(plan: TrainPlan) -> dict[str, str]:
     steps = None if plan.data is None else plan.data.steps
     if plan.forecast is None:
         return {} if steps is None else {"steps": str(steps)}
-    from ktransformers.cli.plan import summary_rows
+    from ktransformers.cli.plan_text import summary_rows
 
     return dict(summary_rows(plan.forecast, steps))
 

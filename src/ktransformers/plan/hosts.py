@@ -44,7 +44,16 @@ from ktransformers.plan.memory import (
     workspace_bytes,
 )
 from ktransformers.plan.model_shape import ModelShape
-from ktransformers.plan.planner import MAX_REMEDIES, Candidate, Plan, Remedy, changes, host_memory_for, lacking_bytes
+from ktransformers.plan.planner import (
+    MAX_REMEDIES,
+    Candidate,
+    Plan,
+    Remedy,
+    changes,
+    describe_lacking,
+    host_memory_for,
+    lacking_bytes,
+)
 from ktransformers.plan.step_time import (
     PredictedTime,
     optimiser_seconds,
@@ -315,16 +324,6 @@ def make_hosts_plan(model: ModelShape, work: Work, machine: Machine, hosts: int,
 def hosts_of(candidate: Candidate) -> Hosts:
     assert candidate.hosts is not None, "of make_hosts_plan"
     return candidate.hosts
-
-
-def describe_lacking(lacking: dict[str, int]) -> str:
-    """Hosts that lack as much as the first are named with it."""
-    first, *more = lacking.items()
-    same = [place for place, size in more if size == first[1]]
-    subject = f"{first[0]} and {len(same)} more lack" if same else f"{first[0]} lacks"
-    words = [f"{subject} {first[1] / 1e9:.1f} GB"]
-    words += [f"{place} lacks {size / 1e9:.1f} GB" for place, size in more if place not in same]
-    return ", ".join(words)
 
 
 def _remedies(

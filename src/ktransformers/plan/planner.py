@@ -191,11 +191,17 @@ def _why_no_gpu(model: ModelShape, nearest: Candidate, machine: Machine) -> str:
         if remedy.candidate.choice.gpus and not remedy.candidate.missing
     )
     words = next((f"; it would do with {' and '.join(remedy.changes)}" for remedy in remedies), "")
-    return f"no GPU is used, because with one {_describe_lacking(nearest)}{words}"
+    return f"no GPU is used, because with one {describe_lacking(nearest.lacking)}{words}"
 
 
-def _describe_lacking(candidate: Candidate) -> str:
-    return ", ".join(f"{place} lacks {size / 1e9:.1f} GB" for place, size in candidate.lacking.items())
+def describe_lacking(lacking: dict[str, int]) -> str:
+    """Places that lack as much as the first are named with it."""
+    first, *more = lacking.items()
+    same = [place for place, size in more if size == first[1]]
+    subject = f"{first[0]} and {len(same)} more lack" if same else f"{first[0]} lacks"
+    words = [f"{subject} {first[1] / 1e9:.1f} GB"]
+    words += [f"{place} lacks {size / 1e9:.1f} GB" for place, size in more if place not in same]
+    return ", ".join(words)
 
 
 def _notes(model: ModelShape, machine: Machine, chosen: Candidate) -> tuple[str, ...]:
@@ -348,7 +354,7 @@ def require_fit(plan: Plan, *, force: bool = False) -> None:
     remedy = "; or ".join(" and ".join(remedy.changes) for remedy in plan.remedies if not remedy.candidate.missing)
     raise InputError(
         plan.model.name,
-        _describe_lacking(plan.nearest),
+        describe_lacking(plan.nearest.lacking),
         "a plan that fits",
         (remedy + "; " if remedy else "") + "--force tries it",
     )
