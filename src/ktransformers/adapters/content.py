@@ -15,6 +15,7 @@ from ktransformers.adapters.gguf_file import is_gguf, read_gguf
 from ktransformers.adapters.names import KT_KERNEL_KEY, parse_factor
 from ktransformers.adapters.stored_tensor import LORA_DTYPES, StoredTensor
 from ktransformers.checkpoint import Shards
+from ktransformers.checkpoint.matrix import DTYPES
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import path_exists, shorten
 
@@ -72,7 +73,7 @@ def _stored_tensor(shards: Shards, name: str, file: str) -> StoredTensor:
     dtype_name = shards.dtype(name)
     if dtype_name not in LORA_DTYPES:
         raise InputError(name, f"dtype {dtype_name}", "one of " + ", ".join(LORA_DTYPES))
-    return StoredTensor(name, file, shards.shape(name), LORA_DTYPES[dtype_name], lambda: shards.read_finite(name))
+    return StoredTensor(name, file, shards.shape(name), DTYPES[dtype_name], lambda: shards.read_finite(name))
 
 
 def _has_lora(shards: Shards) -> bool:

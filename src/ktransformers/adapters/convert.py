@@ -17,8 +17,9 @@ from ktransformers.adapters.canonical import canonicalize
 from ktransformers.adapters.config import CONFIG_FILE as CONFIG
 from ktransformers.adapters.config import parse_config
 from ktransformers.adapters.content import Content, open_content
+from ktransformers.adapters.fit import refit_adapter
 from ktransformers.adapters.formats import detect_format, find_format
-from ktransformers.adapters.lora import Adapter, Experts, Extra, Module, PairForm
+from ktransformers.adapters.lora import Adapter, Extra
 from ktransformers.adapters.manifest import MANIFEST_FILE as MANIFEST
 from ktransformers.adapters.manifest import check_manifest, read_manifest, write_manifest, write_manifest_of
 from ktransformers.adapters.model import ModelFacts, find_facts
@@ -125,26 +126,19 @@ def _write(adapter: Adapter, directory: Path, target: Path, to: str) -> Output:
     expected = 2 * pairs + len(adapter.extras)
     if len(records) != expected:
         raise InputError(str(target), f"{len(records)} tensors written", f"{expected}", "please report this")
-    write_manifest(
-        directory,
-        records,
-        dialect=to,
-        tensor_count=len(records),
-        gate_up="shared" if adapter.shared else "split",
-        roots=[layer.root for layer in adapter.experts],
-        model=adapter.model.to_json() if adapter.model else None,
-        lora_dropout=adapter.config.get("lora_dropout", 0.0),
-    )
-    return Output(str(target), len(records), _target_names(adapter))
+    write_manifest(directory, records, **_facts_for_manifest(adapter, to, len(records)))
+    return Output(str(target), len(records), tuple(adapter.target_names()))
 
 
-def _target_names(adapter: Adapter) -> tuple[str, ...]:
-    from ktransformers.adapters.names import order_targets
-
-    leaves = {module.name.rpartition(".")[2] for module in adapter.modules}
-    return tuple(
-        order_targets(leaves | {adapter.naming.matrix(role) for layer in adapter.experts[:1] for role in layer.forms})
-    )
+def _facts_for_manifest(adapter: Adapter, name: str, tensors: int) -> dict[str, Any]:
+    return {
+        "dialect": name,
+        "tensor_count": tensors,
+        "gate_up": "shared" if adapter.shared else "split",
+        "roots": [layer.root for layer in adapter.experts],
+        "model": adapter.model.to_json() if adapter.model else None,
+        "lora_dropout": adapter.config.get("lora_dropout", 0.0),
+    }
 
 
 def convert(
@@ -199,24 +193,11 @@ def _cast(adapter: Adapter, dtype: torch.dtype) -> Adapter:
     """The adapter as it will be written in `dtype`. The factors stay as they are until then, because a format may fold
     a scaling into them, by the square root of a rank for instance, and they should be rounded once."""
 
-    def form(value: PairForm) -> PairForm:
-        return replace(value, dtype=dtype, rounds=True)
-
-    def layer(value: Experts) -> Experts:
-        return replace(value, forms={role: form(form_) for role, form_ in value.forms.items()})
-
-    def module(value: Module) -> Module:
-        return replace(value, form=form(value.form))
-
     def extra(value: Extra) -> Extra:
         return replace(value, dtype=dtype, read=lambda: value.read().to(dtype))
 
-    return replace(
-        adapter,
-        experts=tuple(map(layer, adapter.experts)),
-        modules=tuple(map(module, adapter.modules)),
-        extras=tuple(map(extra, adapter.extras)),
-    )
+    cast = refit_adapter(adapter, lambda _, form: replace(form, dtype=dtype, rounds=True))
+    return replace(cast, extras=tuple(map(extra, cast.extras)))
 
 
 def describe_adapter(path: str | Path, *, model: str | None = None) -> None:
@@ -225,15 +206,7 @@ def describe_adapter(path: str | Path, *, model: str | None = None) -> None:
     stale = content.directory / MANIFEST
     stale.unlink(missing_ok=True)
     adapter, format_name = _read(content, model, None, verify=True)
-    write_manifest_of(
-        content,
-        dialect=format_name,
-        tensor_count=len(content.tensors),
-        gate_up="shared" if adapter.shared else "split",
-        roots=[layer.root for layer in adapter.experts],
-        model=adapter.model.to_json() if adapter.model else None,
-        lora_dropout=adapter.config.get("lora_dropout", 0.0),
-    )
+    write_manifest_of(content, **_facts_for_manifest(adapter, format_name, len(content.tensors)))
 
 
 __all__ = ["Conversion", "Output", "convert", "describe_adapter", "read_adapter", "write_adapter"]

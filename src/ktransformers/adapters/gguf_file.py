@@ -1,8 +1,7 @@
 """Reads a GGUF file that holds a LoRA adapter: its metadata and its tensors, data memory-mapped.
 
 The header is read by `checkpoint/sources/gguf_header.py`, which needs no package; the optional `gguf` package is for
-writing, and a missing one is reported with the command that installs it. Shapes are in numpy's order, the reverse of
-the order in the file.
+writing. Shapes are in numpy's order, the reverse of the order in the file.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ from torch import Tensor
 from ktransformers.adapters.stored_tensor import StoredTensor
 from ktransformers.checkpoint.finite import all_finite
 from ktransformers.checkpoint.mapped import map_file
+from ktransformers.checkpoint.sources.gguf import FLOATS
 from ktransformers.checkpoint.sources.gguf_header import GGUFTensor, read_header
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import short
-
-GGUF_FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "f64": torch.float64}
 
 
 def is_gguf(file: Path) -> bool:
@@ -41,11 +39,11 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     data = map_file(file)
     tensors: dict[str, StoredTensor] = {}
     for tensor in header.tensors:
-        if tensor.kind not in GGUF_FLOATS:
+        if tensor.kind not in FLOATS:
             raise InputError(f"{file}: {tensor.name}", f"type {tensor.kind}", "F32, F16, BF16 or F64")
         if tensor.name in tensors:
             raise InputError(f"{file}: {tensor.name}", "two tensors of this name", "one")
-        dtype = GGUF_FLOATS[tensor.kind]
+        dtype = FLOATS[tensor.kind]
         tensors[tensor.name] = StoredTensor(
             tensor.name, file.name, tensor.shape, dtype, _reader(file, data, tensor, dtype)
         )
@@ -61,13 +59,3 @@ def _reader(file: Path, data: Tensor, tensor: GGUFTensor, dtype: torch.dtype) ->
         return numbers
 
     return read_tensor
-
-
-def import_gguf() -> Any:
-    try:
-        import gguf
-    except ImportError:
-        raise InputError(
-            "gguf", "a package that is not installed", "the gguf package", "pip install 'ktransformers[gguf]'"
-        ) from None
-    return gguf

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ktransformers.adapters.model import ModelFacts
-from ktransformers.adapters.names import PROJ_NAMING, ExpertNaming
+from ktransformers.adapters.names import PROJ_NAMING, ExpertNaming, order_targets
 from ktransformers.experts.lora import LoraPair
 
 ROLES = ("gate", "up", "down")
@@ -94,6 +94,11 @@ class Adapter:
             yield from layer.forms.values()
         for module in self.modules:
             yield module.form
+
+    def target_names(self) -> list[str]:
+        """target_modules of a reader that knows names of matrices alone."""
+        leaves = {module.name.rpartition(".")[2] for module in self.modules}
+        return order_targets(leaves | {self.naming.matrix(role) for layer in self.experts[:1] for role in layer.forms})
 
     def only_experts(self) -> Adapter:
         return replace(self, modules=(), extras=())

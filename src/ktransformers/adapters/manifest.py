@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ktransformers.adapters.content import Content
-from ktransformers.adapters.stored_tensor import SAFETENSORS_DTYPES
 from ktransformers.adapters.write import WrittenTensor, record_tensor
+from ktransformers.checkpoint.matrix import SPELLED
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import read_json_object, short, validate, write_text
 
@@ -54,15 +55,7 @@ def write_manifest(directory: Path, records: Iterable[WrittenTensor], **fields: 
     """`fields` describe the tensors: format, counts, the model."""
     lines = [
         f"{json.dumps(tensor.name)}: "
-        + json.dumps(
-            {
-                "file": tensor.file,
-                "shape": tensor.shape,
-                "dtype": tensor.dtype,
-                "norm": tensor.norm,
-                "sha256": tensor.sha256,
-            }
-        )
+        + json.dumps({key: value for key, value in asdict(tensor).items() if key != "name"})
         for tensor in sorted(records, key=lambda tensor: tensor.name)
     ]
     head = json.dumps({"format": MANIFEST_FORMAT, "version": MANIFEST_VERSION, **fields}, ensure_ascii=False)
@@ -106,7 +99,7 @@ def check_manifest(content: Content, document: dict[str, Any]) -> int:
         )
     for name, stored in content.tensors.items():
         expected = tensors[name]
-        stored_form = (list(stored.shape), SAFETENSORS_DTYPES[stored.dtype])
+        stored_form = (list(stored.shape), SPELLED[stored.dtype])
         if stored_form != (expected["shape"], expected["dtype"]):
             raise InputError(
                 name,

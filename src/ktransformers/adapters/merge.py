@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,27 +27,25 @@ from ktransformers.adapters.convert import read_adapter
 from ktransformers.adapters.divergence import MAX_KL, Divergence, check_divergence
 from ktransformers.adapters.fold import FLOATS, Fold, plan_folds
 from ktransformers.adapters.manifest import write_manifest
-from ktransformers.adapters.stored_tensor import SAFETENSORS_DTYPES
 from ktransformers.adapters.write import (
     TensorSpec,
     WrittenTensor,
-    build_header,
+    adapter_layout,
     check_disjoint,
     check_target,
     finite_sum_of_squares,
-    raw_bytes,
     replace_directory,
     sum_of_squares,
-    write_at,
 )
 from ktransformers.checkpoint import Shards
+from ktransformers.checkpoint.matrix import DTYPES, SPELLED
 from ktransformers.checkpoint.model_config import read_model_config
 from ktransformers.checkpoint.shards import INDEX_FILE
+from ktransformers.checkpoint.tensorfile import TensorFile, byte_view
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import read_json_object, write_json
 
 MERGE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 CHUNK_ROWS = 4096  # processed at a time
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 HALF_STEP = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-23}  # half the spacing of adjacent numbers, relative
@@ -86,7 +83,7 @@ class _Plan:
 
     def entries(self, file: Path) -> list[TensorSpec]:
         names = [name for name in self.shards.names if self.shards.file(name) == file]
-        return [TensorSpec(name, self.shards.shape(name), TORCH_DTYPES[self.dtypes[name]]) for name in names]
+        return [TensorSpec(name, self.shards.shape(name), DTYPES[self.dtypes[name]]) for name in names]
 
 
 def merge(
@@ -164,11 +161,11 @@ def _plan(model: Path, adapter: str | Path, dtype: str) -> _Plan:
         raise InputError(str(adapter), "no deltas", "an adapter with LoRA in it")
     dtype_names = {name: shards.dtype(name) for name in shards.names}
     for name, dtype_name in dtype_names.items():
-        if dtype_name not in TORCH_DTYPES:
+        if dtype_name not in DTYPES:
             raise InputError(
                 name,
                 f"dtype {dtype_name}",
-                ", ".join(TORCH_DTYPES),
+                ", ".join(DTYPES),
                 "without --dtype it is merged into a packed directory",
             )
     matrices = [
@@ -210,31 +207,25 @@ def _resume(partial: Path, fingerprint: str, files: list[str]) -> set[str]:
 
 def _write_shard(plan: _Plan, file: Path, partial: Path) -> None:
     entries = plan.entries(file)
-    offsets, header = build_header(entries)
-    temporary = partial / f".{file.name}.partial"
-    records = []
-    with temporary.open("wb") as stream:
-        stream.write(header)
-        stream.flush()
-        for entry in entries:
-            start = len(header) + offsets[entry.name]
-            records.append(asdict(_write_tensor(plan, entry, file.name, stream.fileno(), start)))
-        os.fsync(stream.fileno())
-    write_json(partial / f"{file.name}.records.json", records)
-    temporary.rename(partial / file.name)
+    target = TensorFile(partial / file.name, adapter_layout(entries))
+    try:
+        records = [asdict(_write_tensor(plan, entry, target)) for entry in entries]
+        write_json(partial / f"{file.name}.records.json", records)
+        target.finish()
+    finally:
+        target.close()
 
 
-def _write_tensor(plan: _Plan, entry: TensorSpec, file: str, descriptor: int, offset: int) -> WrittenTensor:
-    digest, total = hashlib.sha256(), 0.0
+def _write_tensor(plan: _Plan, entry: TensorSpec, target: TensorFile) -> WrittenTensor:
+    digest, total, offset = hashlib.sha256(), 0.0, 0
     for piece in _merged_chunks(plan, entry):
-        data = raw_bytes(piece)
-        write_at(descriptor, data, offset)
-        offset += data.nbytes
-        digest.update(data)
+        piece = piece.contiguous()
+        target.write(entry.name, piece, offset)
+        offset += piece.nbytes
+        digest.update(byte_view(piece))
         total += finite_sum_of_squares(entry.name, piece) if entry.name in plan.folds else sum_of_squares(piece)
-    return WrittenTensor(
-        entry.name, file, entry.shape, SAFETENSORS_DTYPES[entry.dtype], math.sqrt(total), digest.hexdigest()
-    )
+    dtype, norm = SPELLED[entry.dtype], math.sqrt(total)
+    return WrittenTensor(entry.name, target.path.name, entry.shape, dtype, norm, digest.hexdigest())
 
 
 def _merged_chunks(plan: _Plan, entry: TensorSpec) -> Iterator[Tensor]:
@@ -273,7 +264,7 @@ def _copy_other_files(model: Path, partial: Path, config: dict[str, Any], dtype:
         write_json(partial / "config.json", {**config, key: dtype})
     if (model / INDEX_FILE).is_file():
         index = read_json_object(model / INDEX_FILE)
-        sizes = (TensorSpec(n, plan.shards.shape(n), TORCH_DTYPES[plan.dtypes[n]]).size for n in plan.shards.names)
+        sizes = (TensorSpec(n, plan.shards.shape(n), DTYPES[plan.dtypes[n]]).size for n in plan.shards.names)
         metadata = index.get("metadata")
         index["metadata"] = {**(metadata if isinstance(metadata, dict) else {}), "total_size": sum(sizes)}
         write_json(partial / INDEX_FILE, index)

@@ -6,7 +6,7 @@ tensor: a silently skipped tensor is the most common way to lose a fine-tuned ad
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from ktransformers.adapters.names import (
     PROJ_NAMING,
     ExpertNaming,
     layers_prefix,
+    merge_names,
     name_in_model,
     parse_factor,
     split_layer_name,
@@ -29,10 +30,8 @@ from ktransformers.adapters.stored_tensor import StoredTensor
 from ktransformers.experts.lora import LoraPair
 from ktransformers.ground.errors import InputError
 
-SAVED_WITH_NEW_TOKENS = (
-    "embed_tokens.weight",
-    "lm_head.weight",
-)  # PEFT adds them if the vocabulary was resized
+# PEFT adds them if the vocabulary was resized.
+SAVED_WITH_NEW_TOKENS = ("embed_tokens.weight", "lm_head.weight")
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,8 @@ class ReadContext:
 
 @dataclass(frozen=True)
 class LoraTensors:
+    """The two factors of a matrix, or of one matrix of all experts of a layer, in their file."""
+
     a: StoredTensor
     b: StoredTensor
 
@@ -61,13 +62,27 @@ class LoraTensors:
         """Tensor of the file -> its name in the model."""
         return {self.a.name: f"{module}.lora_A", self.b.name: f"{module}.lora_B"}
 
+    def sizes(self, dimensions: int = 2) -> tuple[int, int, int]:
+        """(rank, inputs, outputs); with three dimensions of stacked experts."""
+        a, b = self.a.shape, self.b.shape
+        if len(a) != dimensions or len(b) != dimensions or a[:-2] != b[:-2] or a[-2] != b[-1]:
+            expected = "B [out, r] and A [r, in]" if dimensions == 2 else "b [E, out, r] and a [E, r, in]"
+            raise InputError(self.b.name, f"shape {list(b)} with A {list(a)}", expected)
+        return a[-2], a[-1], b[-2]
 
-def pair_factors(tensors: Iterable[StoredTensor]) -> tuple[dict[str, LoraTensors], list[StoredTensor]]:
-    """(module -> its two factors, tensors that are not LoRA factors). A factor without its partner is an error."""
+    def pair(self, scaling: float) -> LoraPair:
+        return LoraPair(self.a.read(), self.b.read(), scaling)
+
+
+def pair_factors(
+    tensors: Iterable[StoredTensor], parse: Callable[[str], tuple[str, str] | None] = parse_factor
+) -> tuple[dict[str, LoraTensors], list[StoredTensor]]:
+    """(module -> its two factors, tensors that are not LoRA factors). A factor without its partner is an error. `parse`
+    makes of a tensor's name (module, "A" or "B"), or None."""
     halves: dict[str, dict[str, StoredTensor]] = {}
     non_lora: list[StoredTensor] = []
     for stored in tensors:
-        parsed = parse_factor(stored.name)
+        parsed = parse(stored.name)
         if parsed is None:
             non_lora.append(stored)
             continue
@@ -80,21 +95,30 @@ def pair_factors(tensors: Iterable[StoredTensor]) -> tuple[dict[str, LoraTensors
     for half in halves.values():
         for present, missing in (("A", "B"), ("B", "A")):
             if missing not in half:
-                partner = half[present].name.replace(f"lora_{present}", f"lora_{missing}")
-                raise InputError(partner, "no such tensor", f"the partner of {half[present].name}", "it was dropped")
+                name = half[present].name
+                partner = name.replace(f"lora_{present}", f"lora_{missing}")
+                partner = partner.replace(f"lora_{present.lower()}", f"lora_{missing.lower()}")
+                raise InputError(partner, "no such tensor", f"the partner of {name}", "it was dropped")
     return {module: LoraTensors(half["A"], half["B"]) for module, half in halves.items()}, non_lora
 
 
-def linear_sizes(factors: LoraTensors) -> tuple[int, int, int]:
-    """(rank, inputs, outputs) of a 2-D pair."""
-    a, b = factors.a.shape, factors.b.shape
-    if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
-        raise InputError(factors.b.name, f"shape {list(b)} with A {list(a)}", "B [out, r] and A [r, in]")
-    return a[0], a[1], b[0]
+def stacked_experts(
+    root: str, layer: int, tensors: Mapping[str, LoraTensors], forms: Mapping[str, PairForm]
+) -> Experts:
+    """A layer whose files have one tensor for all experts: role -> its factors, a `[E, r, in]` and b `[E, out, r]`."""
+    counts = {role: factors.a.shape[0] for role, factors in tensors.items()}
+    if len(set(counts.values())) != 1:
+        raise InputError(next(iter(tensors.values())).a.name, f"{counts} experts", "one number of experts")
+    spelled = [factors.spell(f"{root}.experts.{role}_proj") for role, factors in tensors.items()]
+
+    def read() -> dict[str, LoraPair]:
+        return {role: factors.pair(forms[role].scaling) for role, factors in tensors.items()}
+
+    return Experts(root, layer, next(iter(counts.values())), forms, read, merge_names(spelled))
 
 
 def build_module(name: str, factors: LoraTensors, config: AdapterConfig) -> Module:
-    rank, inputs, outputs = linear_sizes(factors)
+    rank, inputs, outputs = factors.sizes()
     expected = config.rank(name, f"{name}.weight")
     if rank != expected:
         raise InputError(factors.a.name, f"rank {rank}", f"{expected}, as adapter_config.json says")
@@ -102,7 +126,7 @@ def build_module(name: str, factors: LoraTensors, config: AdapterConfig) -> Modu
     return Module(
         name,
         PairForm(rank, inputs, outputs, factors.dtype, scaling),
-        lambda: LoraPair(factors.a.read(), factors.b.read(), scaling),
+        lambda: factors.pair(scaling),
         factors.spell(name),
     )
 

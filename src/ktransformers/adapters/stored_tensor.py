@@ -1,8 +1,4 @@
-"""One tensor of an adapter file: its name, shape and dtype from the header, and a function that reads its numbers.
-
-`LORA_DTYPES` are the dtypes of LoRA factors by their name in a safetensors header; `SAFETENSORS_DTYPES` is the inverse
-and adds the dtypes of checkpoint tensors that a merge copies without computing with them.
-"""
+"""One tensor of an adapter file: its name, shape and dtype from the header, and a function that reads its numbers."""
 
 from __future__ import annotations
 
@@ -12,15 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LORA_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-SAFETENSORS_DTYPES = {dtype: name for name, dtype in LORA_DTYPES.items()}
-SAFETENSORS_DTYPES |= {
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-}
-SAFETENSORS_DTYPES |= {torch.int16: "I16", torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL"}
+# Of LoRA factors, as safetensors spells them.
+LORA_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,7 @@
 """Writes safetensors files tensor by tensor, and directories that appear complete or not at all.
 
-The header of a safetensors file precedes the data and contains every offset, so all shapes must be known before the
-first tensor is written. A TensorBatch lists its tensors and reads them when they are due; at most one batch is in
-memory. Tensors are sorted by dtype size, because readers map them and need alignment, so data is written at its offset
-rather than sequentially.
+All shapes are known before the first tensor is written (`checkpoint/tensorfile.py`). A TensorBatch lists its tensors
+and reads them when they are due; at most one batch is in memory.
 """
 
 from __future__ import annotations
@@ -11,20 +9,18 @@ from __future__ import annotations
 import contextlib
 import glob
 import hashlib
-import json
 import math
 import os
 import shutil
-import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ktransformers.adapters.stored_tensor import SAFETENSORS_DTYPES
+from ktransformers.checkpoint.matrix import SPELLED
+from ktransformers.checkpoint.tensorfile import FileLayout, TensorFile, byte_view, plan_layout
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import sync
 
@@ -63,9 +59,9 @@ class WrittenTensor:
 
 def record_tensor(name: str, file: str, tensor: Tensor) -> WrittenTensor:
     """Norm and SHA-256 of a tensor; NaN or infinity is an error."""
-    digest = hashlib.sha256(raw_bytes(tensor)).hexdigest()
+    digest = hashlib.sha256(byte_view(tensor.contiguous())).hexdigest()
     norm = math.sqrt(finite_sum_of_squares(name, tensor))
-    return WrittenTensor(name, file, tuple(tensor.shape), SAFETENSORS_DTYPES[tensor.dtype], norm, digest)
+    return WrittenTensor(name, file, tuple(tensor.shape), SPELLED[tensor.dtype], norm, digest)
 
 
 def sum_of_squares(tensor: Tensor) -> float:
@@ -88,32 +84,34 @@ def finite_sum_of_squares(name: str, tensor: Tensor) -> float:
     return total
 
 
-def raw_bytes(tensor: Tensor) -> memoryview:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+def adapter_layout(entries: Iterable[TensorSpec]) -> FileLayout:
+    """Wide dtypes first, because readers map tensors and need alignment."""
+    ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
+    return plan_layout([(entry.name, SPELLED[entry.dtype], entry.shape) for entry in ordered], {"format": "pt"})
 
 
 def write_safetensors(path: Path, batches: Sequence[TensorBatch]) -> list[WrittenTensor]:
     """The file is complete and synced when this returns; `path` lies in the caller's temporary directory."""
-    entries = [entry for batch in batches for entry in batch.entries]
-    offsets, header = build_header(entries)
+    target = TensorFile(path, adapter_layout(entry for batch in batches for entry in batch.entries))
     records: list[WrittenTensor] = []
-    with path.open("wb") as stream:
-        stream.write(header)
-        stream.flush()
+    try:
         for batch in batches:
-            for entry, data, total in _read_batch(batch):
+            for entry, tensor, total in _read_batch(batch):
                 if not math.isfinite(total):
                     raise InputError(entry.name, *NOT_FINITE)
-                write_at(stream.fileno(), data, len(header) + offsets[entry.name])
-                digest = hashlib.sha256(data).hexdigest()
-                dtype_name = SAFETENSORS_DTYPES[entry.dtype]
-                records.append(WrittenTensor(entry.name, path.name, entry.shape, dtype_name, math.sqrt(total), digest))
-        os.fsync(stream.fileno())
+                target.write(entry.name, tensor)
+                digest = hashlib.sha256(byte_view(tensor)).hexdigest()
+                records.append(
+                    WrittenTensor(entry.name, path.name, entry.shape, SPELLED[entry.dtype], math.sqrt(total), digest)
+                )
+        target.finish()
+    finally:
+        target.close()
     return records
 
 
-def _read_batch(batch: TensorBatch) -> Iterator[tuple[TensorSpec, memoryview, float]]:
-    """(spec, bytes, sum of squares) of every tensor; many small tensors are reduced together to save calls."""
+def _read_batch(batch: TensorBatch) -> Iterator[tuple[TensorSpec, Tensor, float]]:
+    """(spec, tensor, sum of squares) of every tensor; many small tensors are reduced together to save calls."""
     tensors = batch.read()
     for entry, tensor in zip(batch.entries, tensors, strict=True):
         if tuple(tensor.shape) != entry.shape:
@@ -123,39 +121,12 @@ def _read_batch(batch: TensorBatch) -> Iterator[tuple[TensorSpec, memoryview, fl
     if len(dtypes) > 1 or len(tensors) < 16 or sum(sizes) > 2 * CHUNK_NUMEL:
         for entry, tensor in zip(batch.entries, tensors, strict=True):
             tensor = tensor.to(entry.dtype).contiguous()
-            yield entry, raw_bytes(tensor), sum_of_squares(tensor)
+            yield entry, tensor, sum_of_squares(tensor)
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(batch.entries[0].dtype)
     totals = torch.segment_reduce(flat.double().square_(), "sum", lengths=torch.tensor(sizes)).tolist()
-    data, end = raw_bytes(flat), 0
-    for entry, total in zip(batch.entries, totals, strict=True):
-        yield entry, data[end : end + entry.size], total
-        end += entry.size
-
-
-def build_header(entries: Sequence[TensorSpec], metadata: dict[str, str] | None = None) -> tuple[dict[str, int], bytes]:
-    """Offset of every tensor in the data section, and the header with its length prefix."""
-    fields: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    offsets: dict[str, int] = {}
-    end = 0
-    for entry in sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name)):
-        if entry.name in offsets:
-            raise InputError(entry.name, "two tensors of this name", "one")
-        offsets[entry.name], end = end, end + entry.size
-        fields[entry.name] = {
-            "dtype": SAFETENSORS_DTYPES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [offsets[entry.name], end],
-        }
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return offsets, struct.pack("<Q", len(text)) + text
-
-
-def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    while data.nbytes:
-        count = os.pwrite(descriptor, data, offset)
-        data, offset = data[count:], offset + count
+    for entry, tensor, total in zip(batch.entries, torch.split(flat, sizes), totals, strict=True):
+        yield entry, tensor, total
 
 
 def check_target(target: Path, overwrite: bool) -> None:

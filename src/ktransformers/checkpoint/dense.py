@@ -19,6 +19,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from ktransformers.checkpoint.encoded import gguf_package
 from ktransformers.checkpoint.model_config import check_model_config, read_model_config
 from ktransformers.checkpoint.shards import Shards
 from ktransformers.checkpoint.sources.gguf_config import Keys, decoder_config, head_size
@@ -102,11 +103,7 @@ def _open_directory(path: Path) -> DenseModel:
 
 
 def _open_gguf(path: Path) -> DenseModel:
-    try:
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
-    except ImportError as error:
-        raise InputError("gguf", "no such package", "the package gguf", "pip install 'ktransformers[gguf]'") from error
+    gguf = gguf_package()
     from ktransformers.checkpoint.gguf_tokenizer import tokenizer_files
 
     header = read_header(path)
@@ -121,7 +118,7 @@ def _open_gguf(path: Path) -> DenseModel:
             raise InputError(name, f"no {_gguf_name(name)} in {path}", "every tensor of a Llama-class model")
         rows = mapped[tensor.offset : tensor.offset + tensor.bytes].reshape(*tensor.shape[:-1], -1)
         try:
-            data = dequantize(rows, GGMLQuantizationType[tensor.kind.upper()])
+            data = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[tensor.kind.upper()])
         except (NotImplementedError, KeyError):
             raise InputError(
                 f"{path}: {tensor.name}", f"type {tensor.kind}", "one that the package gguf decodes"

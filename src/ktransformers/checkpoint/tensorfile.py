@@ -58,8 +58,12 @@ def plan_layout(
     """The layout of (name, dtype, shape) in this order; with `padding`, the prefix of names of padding tensors, every
     tensor begins at a page of the file."""
     placed: list[tuple[str, TensorSlot]] = []
+    names: set[str] = set()
     end = 0
     for name, dtype, shape in tensors:
+        if name in names:
+            raise InputError(name, "two tensors of this name", "one")
+        names.add(name)
         if padding is not None and end % PAGE_BYTES:
             placed.append((f"{padding}.{len(placed)}", TensorSlot("U8", (PAGE_BYTES - end % PAGE_BYTES,), end)))
             end += PAGE_BYTES - end % PAGE_BYTES

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy
 from pydantic import BaseModel
 from torch import Tensor
 
@@ -27,13 +27,15 @@ from ktransformers.adapters.config import compact_number
 from ktransformers.adapters.content import Content
 from ktransformers.adapters.fit import refit_adapter, refit_form
 from ktransformers.adapters.formats.adapter_format import AdapterFormat
-from ktransformers.adapters.gguf_file import import_gguf
 from ktransformers.adapters.lora import ROLES, Adapter, Experts, Module, PairForm
 from ktransformers.adapters.model import ModelFacts
-from ktransformers.adapters.names import PROJ_NAMING, layers_prefix, merge_names, order_targets, split_layer_name
-from ktransformers.adapters.parse import ReadContext
-from ktransformers.adapters.stored_tensor import StoredTensor
-from ktransformers.adapters.write import WrittenTensor, raw_bytes, record_tensor
+from ktransformers.adapters.names import PROJ_NAMING, layers_prefix, order_targets, split_layer_name
+from ktransformers.adapters.parse import LoraTensors, ReadContext, pair_factors, stacked_experts
+from ktransformers.adapters.write import WrittenTensor, record_tensor
+from ktransformers.checkpoint.encoded import gguf_package
+from ktransformers.checkpoint.sources.gguf import FLOATS
+from ktransformers.checkpoint.sources.gguf_names import unpermute
+from ktransformers.checkpoint.tensorfile import byte_view
 from ktransformers.experts.lora import LoraPair
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import parse_json, short, validate
@@ -91,22 +93,28 @@ def read(content: Content, context: ReadContext) -> Adapter:
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
         raise InputError(f"{content.path}: adapter.lora.alpha", short(alpha), "a number")
     alpha = float(alpha)
-    experts: dict[int, dict[str, tuple[StoredTensor, StoredTensor]]] = {}
+    factors, others = pair_factors(content.tensors.values(), _parse_tensor)
+    if others:
+        raise InputError(others[0].name, "a tensor that is no LoRA factor", "...weight.lora_a or ...weight.lora_b")
+    experts: dict[int, dict[str, LoraTensors]] = {}
     forms: dict[int, dict[str, PairForm]] = {}
     modules: list[Module] = []
     prefix = own_metadata.stem
-    for name, (a, b) in _pairs(content).items():
-        form = _form(a, b, alpha)
+    for name, pair in factors.items():
         layer, leaf = _split_tensor_name(name)
-        if (leaf in EXPERT_TENSORS) != (len(a.shape) == 3):
-            raise InputError(a.name, f"shape {list(a.shape)}", "one matrix, or one for each expert of ffn_*_exps")
+        if (leaf in EXPERT_TENSORS) != (len(pair.a.shape) == 3):
+            raise InputError(
+                pair.a.name, f"shape {list(pair.a.shape)}", "one matrix, or one for each expert of ffn_*_exps"
+            )
+        rank, inputs, outputs = pair.sizes(len(pair.a.shape))
+        form = PairForm(rank, inputs, outputs, pair.dtype, alpha / rank if alpha else 1.0)
         if leaf in EXPERT_TENSORS:
-            experts.setdefault(layer, {})[EXPERT_TENSORS[leaf]] = (a, b)
+            experts.setdefault(layer, {})[EXPERT_TENSORS[leaf]] = pair
             forms.setdefault(layer, {})[EXPERT_TENSORS[leaf]] = form
         else:
-            modules.append(_module(name, layer, leaf, a, b, form, arch, prefix, facts))
+            modules.append(_module(name, layer, leaf, pair, form, arch, prefix, facts))
     layers = tuple(
-        _experts(f"{prefix}.{layer}.{own_metadata.block}", layer, forms[layer], pairs)
+        stacked_experts(f"{prefix}.{layer}.{own_metadata.block}", layer, pairs, forms[layer])
         for layer, pairs in experts.items()
     )
     naming = facts.naming if facts else PROJ_NAMING
@@ -150,32 +158,10 @@ def _find_architecture(content: Content, facts: ModelFacts | None) -> Arch:
     )
 
 
-def _pairs(content: Content) -> dict[str, tuple[StoredTensor, StoredTensor]]:
-    halves: dict[str, dict[str, StoredTensor]] = {}
-    for name, stored in content.tensors.items():
-        base, dot, factor = name.rpartition(".lora_")
-        if not dot or factor not in ("a", "b"):
-            raise InputError(name, "a tensor that is no LoRA factor", "...weight.lora_a or ...weight.lora_b")
-        halves.setdefault(base.removesuffix(".weight"), {})[factor] = stored
-    for base, half in halves.items():
-        for missing in {"a", "b"} - set(half):
-            raise InputError(
-                f"{base}.weight.lora_{missing}", "no such tensor", "both factors of a pair", "it was dropped"
-            )
-    return {base: (half["a"], half["b"]) for base, half in halves.items()}
-
-
-def _form(a: StoredTensor, b: StoredTensor, alpha: float) -> PairForm:
-    if (
-        len(a.shape) not in (2, 3)
-        or len(a.shape) != len(b.shape)
-        or a.shape[:-2] != b.shape[:-2]
-        or a.shape[-2] != b.shape[-1]
-    ):
-        raise InputError(b.name, f"shape {list(b.shape)} with a {list(a.shape)}", "b [.., out, r] and a [.., r, in]")
-    rank = a.shape[-2]
-    scaling = alpha / rank if alpha else 1.0
-    return PairForm(rank, a.shape[-1], b.shape[-2], torch.promote_types(a.dtype, b.dtype), scaling)
+def _parse_tensor(name: str) -> tuple[str, str] | None:
+    """("blk.3.attn_q.weight.lora_a") -> ("blk.3.attn_q", "A")."""
+    base, _, factor = name.rpartition(".lora_")
+    return (base.removesuffix(".weight"), factor.upper()) if factor in ("a", "b") else None
 
 
 def _split_tensor_name(name: str) -> tuple[int, str]:
@@ -187,15 +173,7 @@ def _split_tensor_name(name: str) -> tuple[int, str]:
 
 
 def _module(
-    name: str,
-    layer: int,
-    leaf: str,
-    a: StoredTensor,
-    b: StoredTensor,
-    form: PairForm,
-    arch: Arch,
-    prefix: str,
-    facts: Any,
+    name: str, layer: int, leaf: str, factors: LoraTensors, form: PairForm, arch: Arch, prefix: str, facts: Any
 ) -> Module:
     if layer < 0 and leaf == "output":
         module = "lm_head"
@@ -206,29 +184,12 @@ def _module(
     heads = _permuted_heads(arch, leaf, facts)
 
     def read_module() -> LoraPair:
-        rows = b.read()
-        if heads and rows.shape[0] % (2 * heads):
-            raise InputError(b.name, f"{rows.shape[0]} rows", f"rows of {heads} heads")
-        return LoraPair(a.read(), _unpermute_rows(rows, heads) if heads else rows, form.scaling)
+        pair = factors.pair(form.scaling)
+        if heads and pair.b.shape[0] % (2 * heads):
+            raise InputError(factors.b.name, f"{pair.b.shape[0]} rows", f"rows of {heads} heads")
+        return replace(pair, b=unpermute(pair.b, heads)) if heads else pair
 
-    return Module(module, form, read_module, {a.name: f"{module}.lora_A", b.name: f"{module}.lora_B"})
-
-
-def _experts(
-    root: str, layer: int, forms: Mapping[str, PairForm], pairs: Mapping[str, tuple[StoredTensor, StoredTensor]]
-) -> Experts:
-    counts = {role: a.shape[0] for role, (a, _) in pairs.items()}
-    if len(set(counts.values())) != 1:
-        raise InputError(f"blk.{layer}.ffn_*_exps", f"{counts} experts", "one number of experts")
-
-    def read_layer() -> dict[str, LoraPair]:
-        return {role: LoraPair(a.read(), b.read(), forms[role].scaling) for role, (a, b) in pairs.items()}
-
-    spelled = [
-        {a.name: f"{root}.experts.{role}_proj.lora_A", b.name: f"{root}.experts.{role}_proj.lora_B"}
-        for role, (a, b) in pairs.items()
-    ]
-    return Experts(root, layer, next(iter(counts.values())), forms, read_layer, merge_names(spelled))
+    return Module(module, form, read_module, factors.spell(module))
 
 
 def _permuted_heads(arch: Arch, leaf: str, facts: ModelFacts | None) -> int:
@@ -246,10 +207,6 @@ def _permuted_heads(arch: Arch, leaf: str, facts: ModelFacts | None) -> int:
 
 def _permute_rows(rows: Tensor, heads: int) -> Tensor:
     return rows.reshape(heads, 2, -1, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
-
-
-def _unpermute_rows(rows: Tensor, heads: int) -> Tensor:
-    return rows.reshape(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
 
 
 def write(adapter: Adapter, directory: Path) -> list[WrittenTensor]:
@@ -306,28 +263,23 @@ def _permute_pair(pair: LoraPair, heads: int) -> LoraPair:
 
 
 def _write(adapter: Adapter, arch: Arch, alpha: float, path: Path) -> list[WrittenTensor]:
-    gguf = import_gguf()
+    gguf = gguf_package()
     quant_types = gguf.GGMLQuantizationType
-    types = {
-        torch.float32: quant_types.F32,
-        torch.float16: quant_types.F16,
-        torch.bfloat16: quant_types.BF16,
-        torch.float64: quant_types.F64,
-    }
+    types = {dtype: quant_types[kind.upper()] for kind, dtype in FLOATS.items()}
     writer = gguf.GGUFWriter(None, arch.name)
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
     writer.add_float32("adapter.lora.alpha", float(alpha))
     writer.add_string(METADATA_KEY, json.dumps(_metadata(adapter)))
     sources = _plan_tensors(adapter, arch)
+    # The dtype in the header keeps the writer from interpreting the shape as bytes.
     for named, experts, _ in sources:
         for name, form in named:
             leading = (experts,) if experts else ()
-            for half, shape in (("a", (form.rank, form.inputs)), ("b", (form.outputs, form.rank))):
-                size = form.dtype.itemsize * torch.Size((*leading, *shape)).numel()
-                writer.add_tensor_info(
-                    f"{name}.weight.lora_{half}", (*leading, *shape), _float32(), size, raw_dtype=types[form.dtype]
-                )
+            for half, sizes in (("a", (form.rank, form.inputs)), ("b", (form.outputs, form.rank))):
+                shape, tensor = (*leading, *sizes), f"{name}.weight.lora_{half}"
+                size = form.dtype.itemsize * math.prod(shape)
+                writer.add_tensor_info(tensor, shape, numpy.dtype("float32"), size, raw_dtype=types[form.dtype])
     writer.open_output_file(path)
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
@@ -337,23 +289,11 @@ def _write(adapter: Adapter, arch: Arch, alpha: float, path: Path) -> list[Writt
         for (name, form), pair in zip(named, read_pairs(), strict=True):
             for half, tensor in (("a", pair.a), ("b", pair.b)):
                 tensor = tensor.to(form.dtype).contiguous()
-                writer.write_tensor_data(_array(tensor))
+                writer.write_tensor_data(numpy.frombuffer(byte_view(tensor), dtype=numpy.uint8))
                 records.append(record_tensor(f"{name}.weight.lora_{half}", path.name, tensor))
     os.fsync(writer.fout[0].fileno())
     writer.close()
     return records
-
-
-def _float32() -> Any:
-    import numpy
-
-    return numpy.dtype("float32")  # keeps the writer from interpreting the shape as bytes
-
-
-def _array(tensor: Tensor) -> Any:
-    import numpy
-
-    return numpy.frombuffer(raw_bytes(tensor), dtype=numpy.uint8)
 
 
 def _metadata(adapter: Adapter) -> dict[str, Any]:

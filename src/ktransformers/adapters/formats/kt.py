@@ -9,7 +9,6 @@ apply to everything.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,13 +23,20 @@ from ktransformers.adapters.config import AdapterConfig, build_config, compact_n
 from ktransformers.adapters.content import Content
 from ktransformers.adapters.fit import make_uniform, refit_adapter, survives_dtype
 from ktransformers.adapters.formats.adapter_format import MODEL_FILE, AdapterFormat, module_batches
-from ktransformers.adapters.formats.peft import leaf_name
 from ktransformers.adapters.lora import ROLES, Adapter, Experts, PairForm
-from ktransformers.adapters.names import KT_KERNEL_KEY, layers_prefix, merge_names, order_targets, split_layer_name
-from ktransformers.adapters.parse import ReadContext, add_prefix, build_extras, build_modules, pair_factors
+from ktransformers.adapters.names import KT_KERNEL_KEY, layers_prefix, split_layer_name
+from ktransformers.adapters.parse import (
+    LoraTensors,
+    ReadContext,
+    add_prefix,
+    build_extras,
+    build_modules,
+    pair_factors,
+    stacked_experts,
+)
 from ktransformers.adapters.stored_tensor import StoredTensor
 from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor, write_safetensors
-from ktransformers.experts.lora import LoraPair
+from ktransformers.checkpoint.tensorfile import sha256
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import read_json_object, short, validate, write_json
 
@@ -89,8 +95,8 @@ def _experts_prefix(context: ReadContext, names: list[str]) -> tuple[str, str]:
 
 
 def _layer(root: str, layer: int, tensors: Mapping[str, StoredTensor], config: AdapterConfig) -> Experts:
+    factors: dict[str, LoraTensors] = {}
     forms: dict[str, PairForm] = {}
-    counts: dict[int, str] = {}
     for role in ROLES:
         for factor in "ab":
             if f"{role}_{factor}" not in tensors:
@@ -99,28 +105,12 @@ def _layer(root: str, layer: int, tensors: Mapping[str, StoredTensor], config: A
                     "no such tensor",
                     "gate, up and down, a and b of each",
                 )
-        a, b = tensors[f"{role}_a"], tensors[f"{role}_b"]
-        if len(a.shape) != 3 or len(b.shape) != 3 or a.shape[0] != b.shape[0] or a.shape[1] != b.shape[2]:
-            raise InputError(b.name, f"shape {list(b.shape)} with a {list(a.shape)}", "b [E, out, r] and a [E, r, in]")
-        if a.shape[1] != config.r:
-            raise InputError(a.name, f"rank {a.shape[1]}", f"{config.r}, as adapter_config.json says")
-        counts.setdefault(a.shape[0], a.name)
-        dtype = torch.promote_types(a.dtype, b.dtype)
-        forms[role] = PairForm(config.r, a.shape[2], b.shape[1], dtype, config.scaling(config.r))
-    if len(counts) > 1:
-        raise InputError(list(counts.values())[1], f"{max(counts)} experts and {min(counts)}", "one number of experts")
-
-    def read_layer() -> dict[str, LoraPair]:
-        return {
-            role: LoraPair(tensors[f"{role}_a"].read(), tensors[f"{role}_b"].read(), forms[role].scaling)
-            for role in ROLES
-        }
-
-    spelled = [
-        {tensors[f"{role}_{factor}"].name: f"{root}.experts.{role}_proj.lora_{factor.upper()}" for factor in "ab"}
-        for role in ROLES
-    ]
-    return Experts(root, layer, next(iter(counts)), forms, read_layer, merge_names(spelled))
+        factors[role] = LoraTensors(tensors[f"{role}_a"], tensors[f"{role}_b"])
+        rank, inputs, outputs = factors[role].sizes(3)
+        if rank != config.r:
+            raise InputError(factors[role].a.name, f"rank {rank}", f"{config.r}, as adapter_config.json says")
+        forms[role] = PairForm(rank, inputs, outputs, factors[role].dtype, config.scaling(rank))
+    return stacked_experts(root, layer, factors, forms)
 
 
 def check_manifest(directory: Path) -> None:
@@ -138,15 +128,10 @@ def check_manifest(directory: Path) -> None:
         size = artifact_path.stat().st_size
         if artifact.size is not None and artifact.size != size:
             raise InputError(str(artifact_path), f"{size} bytes", f"{artifact.size}, as {MANIFEST_FILE} says")
-        if artifact.sha256 is not None and _sha256(artifact_path) != artifact.sha256:
+        if artifact.sha256 is not None and sha256(artifact_path) != artifact.sha256:
             raise InputError(
                 str(artifact_path), "other bytes", f"the sha256 of {MANIFEST_FILE}", "the file was changed"
             )
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def write(adapter: Adapter, directory: Path) -> list[WrittenTensor]:
@@ -163,9 +148,7 @@ def write(adapter: Adapter, directory: Path) -> list[WrittenTensor]:
     if adapter.experts:
         records += write_safetensors(directory / EXPERT_FILE, [_experts(layer) for layer in adapter.experts])
     default = next(adapter.forms())
-    leaves = {leaf_name(module) for module in adapter.modules}
-    leaves |= {adapter.naming.matrix(role) for role in ROLES if adapter.experts}
-    config = build_config(adapter, default, {}, target_modules=order_targets(leaves), target_parameters=None)
+    config = build_config(adapter, default, {}, target_modules=adapter.target_names(), target_parameters=None)
     config["lora_dropout"] = adapter.config.get("lora_dropout", 0.0)
     write_json(directory / "adapter_config.json", config)
     counts = {"adapter_config.json": 0} | Counter(record.file for record in records)
@@ -217,7 +200,7 @@ def build_manifest(
         "artifacts": {
             name: {
                 "size": (directory / name).stat().st_size,
-                "sha256": _sha256(directory / name),
+                "sha256": sha256(directory / name),
                 "tensor_count": counts[name],
             }
             for name in sorted(counts)

@@ -41,7 +41,6 @@ from ktransformers.adapters.parse import (
     adopt_prefix,
     build_extras,
     build_modules,
-    linear_sizes,
     pair_factors,
 )
 from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor
@@ -125,7 +124,7 @@ def _layer(
 
 
 def _form(name: str, factors: LoraTensors, config: AdapterConfig) -> PairForm:
-    rank, inputs, outputs = linear_sizes(factors)
+    rank, inputs, outputs = factors.sizes()
     expected = config.rank(name)
     if rank != expected:
         raise InputError(factors.a.name, f"rank {rank}", f"{expected}, as adapter_config.json says")

@@ -12,10 +12,9 @@ from ktransformers.adapters.config import build_config
 from ktransformers.adapters.content import Content
 from ktransformers.adapters.fit import make_uniform
 from ktransformers.adapters.formats.adapter_format import AdapterFormat, module_batches, save_adapter
-from ktransformers.adapters.formats.peft import leaf_name
 from ktransformers.adapters.formats.per_expert import count_pairs, expert_batch, is_expert_key, read
 from ktransformers.adapters.lora import Adapter
-from ktransformers.adapters.names import name_in_checkpoint, order_targets, split_layer_name
+from ktransformers.adapters.names import name_in_checkpoint, split_layer_name
 from ktransformers.adapters.write import WrittenTensor
 
 
@@ -31,10 +30,8 @@ def write(adapter: Adapter, directory: Path) -> list[WrittenTensor]:
         stem = f"model.{outer}.layers" if outer else "model.layers"
         batches.append(expert_batch(layer, f"{stem}.{number}.{block}", adapter.naming))
     batches += module_batches(adapter, lambda name: name_in_checkpoint(name, adapter.naming))
-    leaves = {leaf_name(module) for module in adapter.modules}
-    leaves |= {adapter.naming.matrix(role) for layer in adapter.experts[:1] for role in layer.forms}
     default = next(adapter.forms())
-    config = build_config(adapter, default, {}, target_modules=order_targets(leaves), target_parameters=None)
+    config = build_config(adapter, default, {}, target_modules=adapter.target_names(), target_parameters=None)
     return save_adapter(directory, batches, config)
 
 
