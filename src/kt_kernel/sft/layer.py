@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from kt_kernel.sft.checkpointing import set_activation_policy
 from kt_kernel.sft.config import KTConfig
 from kt_kernel.sft.errors import KTAMXModelNotSupportedError
-from ktransformers.adapters.names import split_layer_name
+from ktransformers.checkpoint.layout import split_layer_name
 from ktransformers.experts.backend import packed_experts
 from ktransformers.experts.contract import Contract, expert_modules
 from ktransformers.experts.interface import experts_of

@@ -30,7 +30,7 @@ from kt_kernel.sft.full_experts import has_full_experts, read_full_experts
 from kt_kernel.sft.layer import KTMoELayerWrapper, record_layers, wrapped_model
 from kt_kernel.weights import LayerPlace, store_from_tensors
 from ktransformers import _core
-from ktransformers.adapters.names import split_layer_name
+from ktransformers.checkpoint.layout import split_layer_name
 from ktransformers.checkpoint.packed import is_packed
 from ktransformers.checkpoint.sources import open_source
 from ktransformers.experts.backend import packed_experts

@@ -10,7 +10,6 @@ because a template of another family may spell its end of turn in several tokens
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from ktransformers.adapters import template_probe
 from ktransformers.adapters.chat_templates import MAX_TEMPLATE_BYTES, read_template_file
 from ktransformers.checkpoint.gguf_directory import TOKENIZERS
 from ktransformers.ground.errors import InputError
-from ktransformers.ground.files import write_json, write_text
+from ktransformers.ground.files import parse_json, read_text, write_json, write_text
 from ktransformers.ground.sandbox import GIB, SandboxError, run_sandboxed
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -84,18 +83,10 @@ def read_adapter_template(source: str | Path) -> AdapterTemplate | None:
 
 
 def _read_object(file: Path, limit: int) -> dict[str, Any]:
-    try:
-        if file.stat().st_size > limit:
-            raise InputError(str(file), f"{file.stat().st_size} bytes", f"at most {limit}")
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except InputError:
-        raise
-    except OSError as error:
-        raise InputError(str(file), f"a file that cannot be read ({error.strerror})", "one that can") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(str(file), f"no JSON ({error})", "a JSON object, as transformers writes it") from error
+    expected = "a JSON object, as transformers writes it"
+    document = parse_json(read_text(file, expected, limit=limit), str(file), expected)
     if not isinstance(document, dict):
-        raise InputError(str(file), f"a JSON {type(document).__name__}", "a JSON object, as transformers writes it")
+        raise InputError(str(file), f"a JSON {type(document).__name__}", expected)
     return document
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ktransformers.adapters.lora import Adapter, Experts, Module, PairForm, form_of_pair
 from ktransformers.adapters.model import ModelFacts
-from ktransformers.adapters.names import PROJ_NAMING, split_layer_name
+from ktransformers.adapters.names import PROJ_NAMING
+from ktransformers.checkpoint.layout import split_layer_name
 from ktransformers.experts.lora import LoraPair
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ktransformers.ground.errors import InputError
+from ktransformers.ground.files import read_text
 
 JINJA_SUFFIXES = (".jinja", ".jinja2", ".j2")
 MAX_TEMPLATE_BYTES = 2**20
@@ -161,14 +162,7 @@ def template_text(name: str) -> str:
 
 
 def read_template_file(file: Path) -> str:
-    try:
-        if file.stat().st_size > MAX_TEMPLATE_BYTES:
-            raise InputError(str(file), f"{file.stat().st_size} bytes", f"at most {MAX_TEMPLATE_BYTES}")
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(str(file), f"a file that cannot be read ({error.strerror})", "a Jinja template") from error
-    except UnicodeDecodeError as error:
-        raise InputError(str(file), f"no UTF-8 ({error.reason})", "a Jinja template") from error
+    return read_text(file, "a Jinja template", limit=MAX_TEMPLATE_BYTES)
 
 
 def with_defaults(text: str, default_system: str | None, enable_thinking: bool | None) -> str:

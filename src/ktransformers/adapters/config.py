@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from ktransformers.adapters.lora import Adapter, PairForm
-from ktransformers.adapters.names import split_layer_name
+from ktransformers.checkpoint.layout import split_layer_name
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import read_json_object, validate
 from ktransformers.ground.patterns import FilePatterns

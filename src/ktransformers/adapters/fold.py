@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ktransformers.adapters.lora import Adapter, Experts, Extra, Module
-from ktransformers.adapters.names import name_in_model, split_layer_name
+from ktransformers.adapters.names import name_in_model
 from ktransformers.checkpoint import ExpertTensors, Shards, find_experts, locate
+from ktransformers.checkpoint.layout import split_layer_name
 from ktransformers.experts.lora import LoraPair
 from ktransformers.ground.errors import InputError
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ktransformers.adapters.names import PROJ_NAMING, W123_FAMILIES, W123_NAMING, ExpertNaming, split_layer_name
+from ktransformers.adapters.names import PROJ_NAMING, W123_FAMILIES, W123_NAMING, ExpertNaming
 from ktransformers.checkpoint import find_experts
 from ktransformers.checkpoint.gguf_directory import model_directory
+from ktransformers.checkpoint.layout import split_layer_name
 from ktransformers.checkpoint.model_config import LARGEST, read_model_config
 from ktransformers.checkpoint.shards import INDEX_FILE, read_weight_map
 from ktransformers.checkpoint.small_model import resolve_model
@@ -24,25 +25,9 @@ INTERLEAVED_FAMILIES = {"gpt_oss"}
 # Families for which the fields read here decide which layers have experts and which have self_attn. For the others
 # the checkpoint's index decides, and without an index the layers are unknown.
 PLAIN_FAMILIES = {
-    "qwen2_moe",
-    "qwen3_moe",
-    "qwen3_next",
-    "qwen3_5_moe",
-    "qwen3_5_moe_text",
-    "mixtral",
-    "gpt_oss",
-    "olmoe",
-}
-PLAIN_FAMILIES |= {
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "kimi_k2",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "dots1",
-    "minimax_m2",
-}
+    "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "mixtral", "gpt_oss", "olmoe",
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe", "glm4_moe_lite", "dots1", "minimax_m2",
+}  # fmt: skip
 NON_ATTENTION_WORDS = ("linear", "mamba", "conv", "recurrent")  # substrings of layer_types entries without self_attn
 
 
@@ -67,29 +52,15 @@ class _Config(BaseModel):
     layer_types: list[str] | None = None
 
 
-class _StoredFacts(BaseModel):
-    """The fields of ModelFacts as a manifest holds them."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+@dataclass(frozen=True)
+class ModelFacts:
+    __pydantic_config__ = ConfigDict(extra="forbid")  # of what a manifest holds
 
     model_type: str
     hidden: int | None = None
-    intermediates: tuple[int, ...] = ()
-    layers: int | None = Field(None, ge=0, le=LARGEST["num_hidden_layers"])
-    experts: int | None = Field(None, ge=0, le=LARGEST["num_experts"])
-    heads: int | None = None
-    kv_heads: int | None = None
-    sparse_layers: tuple[int, ...] | None = None
-    layer_types: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    model_type: str
-    hidden: int | None
-    intermediates: tuple[int, ...]  # candidates for the size of a routed expert: families use one of two fields
-    layers: int | None
-    experts: int | None
+    intermediates: tuple[int, ...] = ()  # candidates for the size of a routed expert: families use one of two fields
+    layers: Annotated[int | None, Field(ge=0, le=LARGEST["num_hidden_layers"])] = None
+    experts: Annotated[int | None, Field(ge=0, le=LARGEST["num_experts"])] = None
     heads: int | None = None
     kv_heads: int | None = None
     sparse_layers: tuple[int, ...] | None = None  # layers with routed experts, None if config.json does not say
@@ -117,7 +88,7 @@ class ModelFacts:
     @classmethod
     def from_json(cls, stored: Mapping[str, Any], where: str) -> ModelFacts:
         """From what `to_json` wrote; `where` names the file and the key."""
-        return cls(**validate(_StoredFacts, stored, where).model_dump())
+        return validate(cls, stored, where)
 
 
 def facts_from_config(config: Mapping[str, Any], where: str = "config.json") -> ModelFacts:
@@ -146,11 +117,8 @@ def _sparse_layers(config: _Config) -> tuple[int, ...] | None:
     layers = range(config.num_hidden_layers)
     if config.mlp_layer_types:
         return tuple(i for i, kind in zip(layers, config.mlp_layer_types, strict=False) if kind == "sparse")
-    first, step, dense = (
-        config.first_k_dense_replace or 0,
-        config.decoder_sparse_step or 1,
-        config.mlp_only_layers or [],
-    )
+    first, step = config.first_k_dense_replace or 0, config.decoder_sparse_step or 1
+    dense = config.mlp_only_layers or []
     return tuple(i for i in layers if i >= first and i not in dense and (i + 1) % step == 0)
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ktransformers.checkpoint.layout import MATRICES, PLACE, WRAPPERS
+from ktransformers.checkpoint.layout import MATRICES, PLACE
 
 PREFIX = "base_model.model."
 FACTOR_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(?:\.(?!weight$)[\w-]+)?(?:\.weight)?")
@@ -71,16 +71,6 @@ def name_in_checkpoint(name: str, naming: ExpertNaming) -> str:
     if naming.block == "mlp":
         return name
     return re.sub(r"\.mlp(?=$|\.gate\b|\.experts\b)", f".{naming.block}", name)
-
-
-def split_layer_name(name: str) -> tuple[str, int, str]:
-    """(prefix before the layers without the usual wrappers, layer number or -1, path within the layer)."""
-    match = PLACE.fullmatch(name)
-    if not match:
-        parts = [part for part in name.split(".") if part not in WRAPPERS]
-        return "", -1, ".".join(parts)
-    outer = [part for part in (match["outer"] or "").split(".") if part and part not in WRAPPERS]
-    return ".".join(outer), int(match["layer"]), match["block"] or ""
 
 
 def layers_prefix(name: str) -> str | None:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ktransformers.adapters.fold import find_tensor, index_tensors
 from ktransformers.adapters.lora import Adapter, Experts, Extra, Module
-from ktransformers.adapters.names import split_layer_name
 from ktransformers.checkpoint.experts import ExpertChunk
+from ktransformers.checkpoint.layout import split_layer_name
 from ktransformers.checkpoint.packed import is_packed, read_manifest, read_packed_section
 from ktransformers.checkpoint.recode import Weight, numbers
 from ktransformers.checkpoint.sources import LayerSource, PlainTensor, open_source

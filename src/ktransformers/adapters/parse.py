@@ -23,10 +23,10 @@ from ktransformers.adapters.names import (
     merge_names,
     name_in_model,
     parse_factor,
-    split_layer_name,
     strip_prefixes,
 )
 from ktransformers.adapters.stored_tensor import StoredTensor
+from ktransformers.checkpoint.layout import split_layer_name
 from ktransformers.experts.lora import LoraPair
 from ktransformers.ground.errors import InputError
 

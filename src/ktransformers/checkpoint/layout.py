@@ -79,27 +79,27 @@ def parts(roles: Mapping[str, str]) -> dict[str, dict[str, str]]:
     return names
 
 
-def _place(path: str) -> tuple[str, int, str]:
-    """(prefix of the layers, layer, block within the layer)."""
-    match = PLACE.fullmatch(path)
+def split_layer_name(name: str) -> tuple[str, int, str]:
+    """(prefix before the layers without the usual wrappers, layer number or -1, path within the layer)."""
+    match = PLACE.fullmatch(name)
     if not match:
-        return path, -1, ""
-    outer = [word for word in (match["outer"] or "").split(".") if word and word not in WRAPPERS]
+        return "", -1, ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    outer = [part for part in (match["outer"] or "").split(".") if part and part not in WRAPPERS]
     return ".".join(outer), int(match["layer"]), match["block"] or ""
 
 
 def locate(layers: Iterable[ExpertTensors], module: str) -> ExpertTensors:
     """The tensors that belong to the model's module `module`, e.g. "model.layers.3.mlp.experts"."""
-    outer, layer, block = _place(module.removesuffix(".experts"))
-    candidates = [tensors for tensors in layers if _place(tensors.root)[:2] == (outer, layer)]
+    place = split_layer_name(module.removesuffix(".experts"))
+    alike = 2 if place[1] >= 0 else 3  # the block may have another name
+    candidates = [tensors for tensors in layers if split_layer_name(tensors.root)[:alike] == place[:alike]]
     if len(candidates) > 1:
-        candidates = [tensors for tensors in candidates if _place(tensors.root)[2] == block]
+        candidates = [tensors for tensors in candidates if split_layer_name(tensors.root) == place]
     if len(candidates) != 1:
+        count = f"{len(candidates)} candidates" if candidates else "no expert tensors"
         raise InputError(
             module,
-            "no expert tensors in the checkpoint"
-            if not candidates
-            else f"{len(candidates)} candidates in the checkpoint",
+            f"{count} in the checkpoint",
             f"{module}.0.gate_proj.weight and so on, or {module}.gate_up_proj",
             "the checkpoint is not of this model, or its layout is not known",
         )

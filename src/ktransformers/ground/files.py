@@ -22,15 +22,11 @@ import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ktransformers.ground.errors import InputError
 
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    ModelT = TypeVar("ModelT", bound=BaseModel)
-
+ModelT = TypeVar("ModelT")
 MAX_JSON_BYTES = 256 << 20  # the index of a thousand layers of a thousand experts is smaller
 MAX_YAML_BYTES = 256 << 10  # seconds of parsing; recipes, rules and tasks have a few kilobytes
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -184,11 +180,11 @@ def read_yaml_mapping(path: str | Path, expected: str = "lines of `key: value`",
 
 
 def validate(model: type[ModelT], value: Any, where: str, remedy: str = "") -> ModelT:
-    """The value as a pydantic model; an error names the first wrong field after `where`."""
-    from pydantic import ValidationError
+    """The value as a pydantic model or a dataclass; an error names the first wrong field after `where`."""
+    from pydantic import TypeAdapter, ValidationError
 
     try:
-        return model.model_validate(value)
+        return TypeAdapter(model).validate_python(value)
     except ValidationError as error:
         first = error.errors(include_context=False, include_url=False)[0]
         path = ".".join(str(part)[:80] for part in first["loc"])

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel
 from torch import Tensor
 
 from ktransformers.ground.errors import InputError
@@ -103,17 +102,6 @@ def quality_row(source: str, format: str, kept: bool, moved: float, norm: float)
     return {"source": source, "format": format, "kept": kept, "error": math.sqrt(moved / norm) if norm else 0.0}
 
 
-class _StoredReport(BaseModel):
-    """The fields of a quantization report as its file holds them, without the version and the summary."""
-
-    conversion: str
-    formats: dict[str, str]
-    layers: list[LayerQuality]
-    calibration: Calibration | None
-    skipped: str | None
-    linears: list[LinearQuality] = []
-
-
 def build_report(
     conversion: str, formats: dict[str, str], details: Mapping[str, Mapping[str, Any]]
 ) -> QuantizationReport:
@@ -138,10 +126,7 @@ def build_report(
 
 def read_report(directory: Path) -> QuantizationReport:
     file = directory / QUALITY_FILE
-    stored = validate(_StoredReport, read_json_object(file, "the quantization report of a conversion"), str(file))
-    return QuantizationReport(
-        stored.conversion, stored.formats, stored.layers, stored.calibration, stored.skipped, stored.linears
-    )
+    return validate(QuantizationReport, read_json_object(file, "the report of a conversion"), str(file))
 
 
 def write_report(directory: Path, report: QuantizationReport) -> None:

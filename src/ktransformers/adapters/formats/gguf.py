@@ -29,10 +29,11 @@ from ktransformers.adapters.fit import refit_adapter, refit_form
 from ktransformers.adapters.formats.adapter_format import AdapterFormat
 from ktransformers.adapters.lora import ROLES, Adapter, Experts, Module, PairForm
 from ktransformers.adapters.model import ModelFacts
-from ktransformers.adapters.names import PROJ_NAMING, layers_prefix, order_targets, split_layer_name
+from ktransformers.adapters.names import PROJ_NAMING, layers_prefix, order_targets
 from ktransformers.adapters.parse import LoraTensors, ReadContext, pair_factors, stacked_experts
 from ktransformers.adapters.write import WrittenTensor, record_tensor
 from ktransformers.checkpoint.encoded import gguf_package
+from ktransformers.checkpoint.layout import split_layer_name
 from ktransformers.checkpoint.sources.gguf import FLOATS
 from ktransformers.checkpoint.sources.gguf_names import unpermute
 from ktransformers.checkpoint.tensorfile import byte_view

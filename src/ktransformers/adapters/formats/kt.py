@@ -24,7 +24,7 @@ from ktransformers.adapters.content import Content
 from ktransformers.adapters.fit import make_uniform, refit_adapter, survives_dtype
 from ktransformers.adapters.formats.adapter_format import MODEL_FILE, AdapterFormat, module_batches
 from ktransformers.adapters.lora import ROLES, Adapter, Experts, PairForm
-from ktransformers.adapters.names import KT_KERNEL_KEY, layers_prefix, split_layer_name
+from ktransformers.adapters.names import KT_KERNEL_KEY, layers_prefix
 from ktransformers.adapters.parse import (
     LoraTensors,
     ReadContext,
@@ -36,6 +36,7 @@ from ktransformers.adapters.parse import (
 )
 from ktransformers.adapters.stored_tensor import StoredTensor
 from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor, write_safetensors
+from ktransformers.checkpoint.layout import split_layer_name
 from ktransformers.checkpoint.tensorfile import sha256
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.files import read_json_object, short, validate, write_json

@@ -22,9 +22,10 @@ from ktransformers.adapters.content import Content
 from ktransformers.adapters.fit import most_common_scaling, refit_adapter, refit_form
 from ktransformers.adapters.formats.adapter_format import AdapterFormat, module_batches, save_adapter
 from ktransformers.adapters.lora import Adapter, Experts, Module, PairForm
-from ktransformers.adapters.names import FUSED_EXPERTS, merge_names, order_targets, parse_factor, split_layer_name
+from ktransformers.adapters.names import FUSED_EXPERTS, merge_names, order_targets, parse_factor
 from ktransformers.adapters.parse import LoraTensors, ReadContext, add_prefix, build_extras, build_modules, pair_factors
 from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor
+from ktransformers.checkpoint.layout import split_layer_name
 from ktransformers.experts.lora import LoraPair
 from ktransformers.ground.errors import InputError
 

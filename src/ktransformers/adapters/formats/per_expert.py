@@ -32,7 +32,6 @@ from ktransformers.adapters.names import (
     name_in_model,
     order_targets,
     parse_factor,
-    split_layer_name,
 )
 from ktransformers.adapters.parse import (
     LoraTensors,
@@ -44,7 +43,7 @@ from ktransformers.adapters.parse import (
     pair_factors,
 )
 from ktransformers.adapters.write import TensorBatch, TensorSpec, WrittenTensor
-from ktransformers.checkpoint.layout import MATRICES
+from ktransformers.checkpoint.layout import MATRICES, split_layer_name
 from ktransformers.experts.lora import LoraPair
 from ktransformers.ground.errors import InputError
 

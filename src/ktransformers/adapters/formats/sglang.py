@@ -14,8 +14,9 @@ from ktransformers.adapters.fit import make_uniform
 from ktransformers.adapters.formats.adapter_format import AdapterFormat, module_batches, save_adapter
 from ktransformers.adapters.formats.per_expert import count_pairs, expert_batch, is_expert_key, read
 from ktransformers.adapters.lora import Adapter
-from ktransformers.adapters.names import name_in_checkpoint, split_layer_name
+from ktransformers.adapters.names import name_in_checkpoint
 from ktransformers.adapters.write import WrittenTensor
+from ktransformers.checkpoint.layout import split_layer_name
 
 
 def matches(content: Content) -> bool:

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from ktransformers import _core
 from ktransformers.adapters import Adapter, LoraPair, read_adapter
 from ktransformers.adapters.adapter_template import AdapterTemplate
-from ktransformers.adapters.names import split_layer_name
 from ktransformers.adapters.pack import pack_expert_pairs
+from ktransformers.checkpoint.layout import split_layer_name
 from ktransformers.experts.backend import packed_experts
 from ktransformers.experts.contract import IMPLEMENTATION, is_experts
 from ktransformers.experts.interface import experts_of
