@@ -17,7 +17,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ktransformers.adapters.config import check_for_peft
@@ -26,13 +25,10 @@ from ktransformers.adapters.convert import read_adapter, write_adapter
 from ktransformers.adapters.formats import detect_format
 from ktransformers.ground.errors import InputError
 from ktransformers.ground.progress import counted
-from ktransformers.ground.system import memory
-from ktransformers.modeling.spec import parse_dtype
-from ktransformers.quant.report import Calibration, read_text, split_windows
+from ktransformers.quant.report import Calibration, next_logprobs, nll, open_to_compare, read_windows, take_logprobs
 
 CALIBRATION_FILE = "calibration.txt"  # in the package: prose, a dialogue, a recipe, figures and code
 CALIBRATION_TOKENS = 4096  # at most, of a text
-RESERVE_BYTES = 2 << 30  # beyond the size of the base model
 MAX_KL = 0.1  # nats per token; raises perplexity by about a tenth
 
 
@@ -69,22 +65,7 @@ def measure_divergence(
     base: Path, adapter: Path, merged: Path, text: Path, *, tokens: int = CALIBRATION_TOKENS, base_bytes: int = 0
 ) -> Divergence:
     """Raises InputError if the base does not fit in memory or has no tokenizer."""
-    from ktransformers.modeling.pretrained import read_tokenizer
-
-    free = memory().available
-    if base_bytes + RESERVE_BYTES > free:
-        available = f"{free / 1e9:.1f} GB of free memory"
-        raise InputError("calib", available, f"about {(base_bytes + RESERVE_BYTES) / 1e9:.1f} GB to load the base")
-    try:
-        tokenizer = read_tokenizer(merged)
-    except InputError as error:
-        raise InputError(
-            "calib", f"no tokenizer in {base} ({error})", "a tokenizer in the model's directory"
-        ) from error
-    ids: Tensor = tokenizer(read_text(text), return_tensors="pt", add_special_tokens=True).input_ids[0]
-    pieces = split_windows(ids, tokens)
-    if not pieces:
-        raise InputError("calib", f"{text}, {len(ids)} token", "two or more")
+    pieces = read_windows(merged, text, tokens, base_bytes, "base")
     with tempfile.TemporaryDirectory(prefix=".kt-merge-", dir=merged.parent) as scratch:
         folder = _as_peft(adapter, merged, Path(scratch))
         return _compare(base, folder, merged, text.name, pieces, Path(scratch))
@@ -116,51 +97,30 @@ def _compare(base: Path, folder: Path, merged: Path, name: str, pieces: list[Ten
     count = sum(piece.shape[1] - 1 for piece in pieces)
     effect = kl = same = 0.0
     losses = [0.0, 0.0, 0.0]  # merged, reference, base
-    stock = _load(base)
+    stock = open_to_compare(base)
     check_for_peft(folder, stock)
     model: Any = PeftModel.from_pretrained(stock, str(folder)).eval()
     for number, piece in enumerate(counted("Comparing: base and adapter", pieces)):
-        reference = _logprobs(model, piece)
+        reference = next_logprobs(model, piece)
         with model.disable_adapter():
-            base_logprobs = _logprobs(model, piece)
+            base_logprobs = next_logprobs(model, piece)
         effect += _kl(reference, base_logprobs)
-        losses[1] += _loss(reference, piece)
-        losses[2] += _loss(base_logprobs, piece)
+        losses[1] += nll(reference, piece)
+        losses[2] += nll(base_logprobs, piece)
         reference.numpy().tofile(scratch / f"{number}")
         del reference, base_logprobs
     del model
-    model = _load(merged)
+    model = open_to_compare(merged)
     for number, piece in enumerate(counted("Comparing: the merged model", pieces)):
-        logprobs = _logprobs(model, piece)
-        stored = torch.from_file(str(scratch / f"{number}"), size=logprobs.numel(), dtype=torch.float32).view_as(
-            logprobs
-        )
+        logprobs = next_logprobs(model, piece)
+        stored = take_logprobs(scratch / f"{number}", logprobs)
         kl += _kl(stored, logprobs)
         same += float((stored.argmax(-1) == logprobs.argmax(-1)).sum())
-        losses[0] += _loss(logprobs, piece)
-        (scratch / f"{number}").unlink()
+        losses[0] += nll(logprobs, piece)
     perplexities = [math.exp(min(loss / count, 700.0)) for loss in losses]
     return Divergence(name, count, kl / count, effect / count, same / count, *perplexities)
-
-
-def _load(path: Path) -> Any:
-    from ktransformers.modeling.load import load_model
-
-    model: Any = load_model(path, dtype=parse_dtype("auto"))
-    return model.eval()
-
-
-@torch.no_grad()
-def _logprobs(model: Any, piece: Tensor) -> Tensor:
-    """Next-token log-probabilities `[tokens - 1, vocabulary]`."""
-    logits: Tensor = model(input_ids=piece, use_cache=False).logits[0, :-1]
-    return logits.float().log_softmax(-1).contiguous()
 
 
 def _kl(reference: Tensor, other: Tensor) -> float:
     """Summed over tokens; clamped at 0, below which only rounding can take it."""
     return max(0.0, float((reference.exp() * (reference - other)).double().sum()))
-
-
-def _loss(distribution: Tensor, piece: Tensor) -> float:
-    return -float(distribution.gather(1, piece[0, 1:, None]).double().sum())

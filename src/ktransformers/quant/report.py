@@ -172,19 +172,26 @@ def calibrate(
     source_bytes: int = 0,
 ) -> Calibration:
     """Evaluate both models on the text; InputError if there is not enough memory to load the source."""
+    windows = read_windows(packed, text, tokens, source_bytes, "source")
+    with tempfile.TemporaryDirectory(prefix=".kt-calib-", dir=packed) as scratch:
+        return _compare((source, experts), packed, text.name, windows, Path(scratch))
+
+
+def read_windows(model: Path, text: Path, tokens: int, bytes_to_load: int, loaded: str) -> list[Tensor]:
+    """The windows of a text by the tokenizer of `model`; InputError if the larger of two models, whose weights have
+    `bytes_to_load`, does not fit in memory."""
     from ktransformers.modeling.pretrained import read_tokenizer
 
     free = memory().available
-    if source_bytes + RESERVE_BYTES > free:
+    if bytes_to_load + RESERVE_BYTES > free:
         given = f"{free / 1e9:.1f} GB of free memory"
-        raise InputError("calib", given, f"about {(source_bytes + RESERVE_BYTES) / 1e9:.1f} GB to load the source")
-    tokenizer = read_tokenizer(packed)
+        raise InputError("calib", given, f"about {(bytes_to_load + RESERVE_BYTES) / 1e9:.1f} GB to load the {loaded}")
+    tokenizer = read_tokenizer(model)
     ids: Tensor = tokenizer(read_text(text), return_tensors="pt", add_special_tokens=True).input_ids[0]
     windows = split_windows(ids, tokens)
     if not windows:
         raise InputError("calib", f"{text}, {len(ids)} token", "two or more")
-    with tempfile.TemporaryDirectory(prefix=".kt-calib-", dir=packed) as scratch:
-        return _compare((source, experts), packed, text.name, windows, Path(scratch))
+    return windows
 
 
 def _compare(
@@ -192,21 +199,20 @@ def _compare(
 ) -> Calibration:
     count = sum(window.shape[1] - 1 for window in windows)
     source_nll = 0.0
-    model = _open(*source)
+    model = open_to_compare(*source)
     for number, window in enumerate(counted("Comparing: the source", windows)):
-        logprobs = _logprobs(model, window)
-        source_nll += _nll(logprobs, window)
+        logprobs = next_logprobs(model, window)
+        source_nll += nll(logprobs, window)
         logprobs.numpy().tofile(scratch / f"{number}")
     del model
     packed_nll = divergence = same_top = 0.0
-    model = _open(packed)
+    model = open_to_compare(packed)
     for number, window in enumerate(counted("Comparing: the packed model", windows)):
-        after = _logprobs(model, window)
-        packed_nll += _nll(after, window)
-        before = torch.from_file(str(scratch / f"{number}"), size=after.numel(), dtype=torch.float32).view_as(after)
+        after = next_logprobs(model, window)
+        packed_nll += nll(after, window)
+        before = take_logprobs(scratch / f"{number}", after)
         divergence += float((before.exp() * (before - after)).double().sum())
         same_top += float((before.argmax(-1) == after.argmax(-1)).sum())
-        (scratch / f"{number}").unlink()
     return Calibration(
         name,
         count,
@@ -217,19 +223,27 @@ def _compare(
     )
 
 
-def _open(path: Path, experts: Path | None = None) -> Any:
+def open_to_compare(path: Path, experts: Path | None = None) -> Any:
     from ktransformers.modeling.load import load_model
     from ktransformers.modeling.spec import parse_dtype
 
-    return load_model(path, experts=experts, dtype=parse_dtype("auto"))
+    model: Any = load_model(path, experts=experts, dtype=parse_dtype("auto"))
+    return model.eval()
 
 
 @torch.no_grad()
-def _logprobs(model: Any, window: Tensor) -> Tensor:
+def next_logprobs(model: Any, window: Tensor) -> Tensor:
     """Log-probabilities of the next token, `[tokens - 1, vocabulary]`."""
     logits: Tensor = model(window, use_cache=False).logits[0, :-1]
     return logits.float().log_softmax(-1).contiguous()
 
 
-def _nll(logprobs: Tensor, window: Tensor) -> float:
+def nll(logprobs: Tensor, window: Tensor) -> float:
     return -float(logprobs.gather(1, window[0, 1:, None]).double().sum())
+
+
+def take_logprobs(file: Path, like: Tensor) -> Tensor:
+    """What an earlier pass has stored, float32 of the shape of `like`; the file is removed."""
+    stored = torch.from_file(str(file), size=like.numel(), dtype=torch.float32).view_as(like)
+    file.unlink()
+    return stored
