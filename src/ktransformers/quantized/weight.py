@@ -1,12 +1,10 @@
 """Quantized weights for the dense (non-expert) linear layers and for embeddings.
 
 A decode step reads every weight once, so bytes are time: in int8 a layer takes half of what bf16 takes, in int4 a
-third. `QuantizedWeight` holds a weight packed as the core multiplies it (`csrc/moe/coded_linear.h`), and is a tensor of
-the model's dtype to everything else: PEFT sees an ordinary frozen weight of an ordinary `nn.Linear`. `F.linear`
+third. `QuantizedWeight` is a `FrozenWeight` packed as the core multiplies it (`csrc/moe/coded_linear.h`). `F.linear`
 multiplies the packed weight, `F.embedding` dequantizes the rows that it looks up, and the gradient of the input
 dequantizes a panel of the weight at a time. Dequantized values are exact in float32 models. In bf16 models they are
-rounded once, except where a CPU multiplies few rows of bf16 with the packed weight. Any other operator gets a copy in
-the model's dtype, and so does a copied module; what would write into the weight is refused. `to` moves the packed
+rounded once, except where a CPU multiplies few rows of bf16 with the packed weight. `to` moves the packed
 weight between the CPU and a GPU (`quantized/gpu/linear.py`, in a layout of its own), where it is used in bf16 models.
 
 `load_quantized` keeps quantized weights of a checkpoint packed; they are never dequantized in full. `quantize_linears`
@@ -19,14 +17,12 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from ktransformers import _core
 from ktransformers.checkpoint.encoded import LOSSLESS, Encoded, EncodedFormat, decode, format_of, in_own_order
@@ -38,6 +34,7 @@ from ktransformers.ground.errors import InputError, KTError
 from ktransformers.ground.linear_storage import ONE_PLANE_VARIANTS
 from ktransformers.ground.pool import default_pool
 from ktransformers.quantized.eligible_modules import quantizable_linears, quantizable_modules
+from ktransformers.quantized.frozen_weight import FrozenWeight
 from ktransformers.quantized.gpu.head_products import HeadRows, check_heads, multiply_heads
 from ktransformers.quantized.gpu.linear import GpuLinearWeight, packed_linear
 from ktransformers.quantized.host_rows import HostRows
@@ -172,9 +169,7 @@ def _drop_cores() -> None:
         impl.core = None
 
 
-class QuantizedWeight(Tensor):
-    """A frozen weight `[N, K]` without dense storage."""
-
+class QuantizedWeight(FrozenWeight):
     impl: WeightImpl
     spec: str
 
@@ -187,66 +182,44 @@ class QuantizedWeight(Tensor):
     def __init__(self, impl: WeightImpl, spec: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Everything is set by `__new__`."""
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if func is F.embedding:
-                return _embedding(*args, **kwargs)
-            if func is F.linear and isinstance(weight := args[1] if len(args) > 1 else kwargs.get("weight"), cls):
-                x = args[0] if args else kwargs["input"]
-                bias = args[2] if len(args) > 2 else kwargs.get("bias")
-                if torch.is_autocast_enabled(x.device.type):
-                    x = x.to(torch.get_autocast_dtype(x.device.type))
-                if x.dtype in DTYPES and x.device == weight.device:
-                    return _linear(x, weight, bias)
-            return func(*args, **kwargs)
+    @property
+    def identity(self) -> object:
+        return self.impl.identity
+
+    @property
+    def stored_as(self) -> str:
+        return self.spec
+
+    def dense(self) -> Tensor:
+        return self.decoded(0, self.shape[0]).to(self.dtype)
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        if x.dtype not in DTYPES or x.device != self.device:
+            return None
+        self._check_frozen()
+        needs_grad = torch.is_grad_enabled() and x.requires_grad
+        out: Tensor = QuantizedProduct.apply(x, self) if needs_grad else _product(x, self)  # type: ignore[no-untyped-call]
+        return out if bias is None else out + bias.to(out.dtype)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs, name = dict(kwargs or {}), func.overloadpacket.__name__
-        aliases = [argument.alias_info for argument in func._schema.arguments]
-        if torch.is_inference_mode_enabled() and any(alias is not None and not alias.is_write for alias in aliases):
-            with torch.inference_mode(False):  # torch accepts no view of inference mode of a tensor from outside of it
-                return cls.__torch_dispatch__(func, types, args, kwargs)
+    def own_operator(cls, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if name in SAME:
             return args[0].with_dtype(args[0].dtype)
         if name == "_to_copy" and _moves_alone(kwargs):
             return args[0].moved(kwargs.get("device")).with_dtype(kwargs.get("dtype") or args[0].dtype)
-        for alias, value in zip(aliases, args, strict=False):
-            if isinstance(value, cls) and alias is not None and alias.is_write:
-                raise _written(name)
-        if isinstance(kwargs.get("out"), cls):
-            raise _written(name)
-        return func(*tree_map(_decoded, tuple(args)), **tree_map(_decoded, kwargs))
+        if name == "embedding":  # of a frozen weight, padding and frequencies concern gradients alone
+            weight, ids = args[:2]
+            weight._check_frozen()
+            rows = weight.gathered(ids.reshape(-1).to(torch.int64).contiguous())
+            return rows.to(weight.dtype).view(*ids.shape, weight.shape[1])
+        return NotImplemented
 
-    @property
-    def data(self) -> Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        """Accepts the same values in another dtype or on another device, which `nn.Module.to` sets."""
-        if not isinstance(value, QuantizedWeight) or value.impl.identity is not self.impl.identity:
-            raise _written("an assignment to .data")
-        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        self.impl = value.impl
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """An ordinary parameter: a module is copied to train the copy."""
-        return nn.Parameter(_decoded(self), self.requires_grad)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved as an ordinary tensor."""
-        return _decoded(self).__reduce_ex__(protocol)
+    def _check_frozen(self) -> None:
+        if torch.is_grad_enabled() and self.requires_grad:
+            expected = "a frozen weight: quantized weights have no gradient"
+            raise InputError(
+                "weight", "one that requires a gradient", expected, "train adapters, or load the model in bf16"
+            )
 
     def untyped_storage(self) -> Any:
         """`save_pretrained` asks for it."""
@@ -317,25 +290,11 @@ class QuantizedWeight(Tensor):
     def decoded_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"QuantizedWeight({list(self.shape)}, {self.dtype}, stored in {self.spec})"
-
-
-def _decoded(value: Any) -> Any:
-    if not isinstance(value, QuantizedWeight):
-        return value
-    return value.decoded(0, value.shape[0]).to(value.dtype)
-
 
 def _moves_alone(kwargs: Mapping[str, Any]) -> bool:
     """Whether a copy differs in dtype and device alone, and the device has memory."""
     given = {key for key, value in kwargs.items() if value not in (None, torch.strided, torch.preserve_format)}
     return given <= {"dtype", "non_blocking", "device"} and torch.device(kwargs.get("device") or "cpu").type != "meta"
-
-
-def _written(name: str) -> InputError:
-    remedy = "merge adapters into the checkpoint's weights with `kt merge`"
-    return InputError("weight", f"{name}, which writes into it", "only reads: it is quantized and frozen", remedy)
 
 
 class QuantizedProduct(torch.autograd.Function):
@@ -353,38 +312,6 @@ class QuantizedProduct(torch.autograd.Function):
         grad = grads[0]
         rows = ctx.weight.impl.multiply_transposed(ctx.weight, grad.reshape(-1, grad.shape[-1]))
         return rows.view(*grad.shape[:-1], ctx.weight.shape[1]), None
-
-
-def _embedding(
-    ids: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
-    """`F.embedding`; of a frozen weight, padding and frequencies concern gradients alone."""
-    if not isinstance(weight, QuantizedWeight) or max_norm is not None:
-        return F.embedding(ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    _check_frozen(weight)
-    rows = weight.gathered(ids.reshape(-1).to(torch.int64).contiguous())
-    return rows.to(weight.dtype).view(*ids.shape, weight.shape[1])
-
-
-def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    _check_frozen(weight)
-    needs_grad = torch.is_grad_enabled() and x.requires_grad
-    out: Tensor = QuantizedProduct.apply(x, weight) if needs_grad else _product(x, weight)  # type: ignore[no-untyped-call]
-    return out if bias is None else out + bias.to(out.dtype)
-
-
-def _check_frozen(weight: QuantizedWeight) -> None:
-    if torch.is_grad_enabled() and weight.requires_grad:
-        expected = "a frozen weight: quantized weights have no gradient"
-        raise InputError(
-            "weight", "one that requires a gradient", expected, "train adapters, or load the model in bf16"
-        )
 
 
 def _product(x: Tensor, weight: QuantizedWeight) -> Tensor:
@@ -476,7 +403,7 @@ def dequantize_unsuitable(model: nn.Module) -> int:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if isinstance(parameter, QuantizedWeight) and id(parameter) not in suitable:
                 dense = replaced.setdefault(
-                    id(parameter), nn.Parameter(_decoded(parameter), requires_grad=parameter.requires_grad)
+                    id(parameter), nn.Parameter(parameter.dense(), requires_grad=parameter.requires_grad)
                 )
                 module.register_parameter(name, dense)
             elif isinstance(parameter, QuantizedWeight):

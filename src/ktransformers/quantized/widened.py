@@ -1,31 +1,28 @@
 """Dense (non-expert) linear layers on CPUs without bf16 products: bf16 weights are multiplied in float32.
 
 There torch multiplies bf16 many times slower than float32, and float32 copies of bf16 weights take twice their memory,
-which decoding a token reads whole. `WidenedWeight` stores a matrix in bf16, as it was released, and is a tensor of the
-model's dtype to everything else: PEFT sees an ordinary weight of an ordinary `nn.Linear`. `F.linear` for a few rows
-multiplies bf16 weights as they lie, by the core's GEMV (`csrc/kernels/gemv.h`); products of more rows, and the gradient
-of the input, widen `PANEL` weights at a time to float32 and call torch's GEMM, so one copy of the weights exists.
-Widening is exact: in float32 the results are those of a float32 copy, up to the order of sums. In bf16, if a user asks
-for that dtype, sums are in float32 and rounded once.
+which decoding a token reads whole. `WidenedWeight` is a `FrozenWeight` stored in bf16, as it was released. `F.linear`
+for a few rows multiplies bf16 weights as they lie, by the core's GEMV (`csrc/kernels/gemv.h`); products of more rows,
+and the gradient of the input, widen `PANEL` weights at a time to float32 and call torch's GEMM, so one copy of the
+weights exists. Widening is exact: in float32 the results are those of a float32 copy, up to the order of sums. In bf16,
+if a user asks for that dtype, sums are in float32 and rounded once.
 
-Views (slices, transposes) stay widened; any other operator gets a copy in the model's dtype, and one that would write
-into the weight is refused. `quantized/dense_layers.py` chooses the weights and compares the products with torch's.
+Views (slices, transposes) stay widened. `quantized/dense_layers.py` chooses the weights and compares the products with
+torch's.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import Tensor
 
 from ktransformers import _core
-from ktransformers.ground.errors import InputError
 from ktransformers.ground.pool import default_pool
+from ktransformers.quantized.frozen_weight import FrozenWeight
 
 PANEL = 1 << 20  # weights that are widened at a time, 4 MB in float32: they stay in the last-level cache
 COLUMN_MULTIPLE = 32  # of K, in the core's GEMV
@@ -38,8 +35,9 @@ VIEWS = {"alias", "detach", "slice", "t", "transpose"}  # operators that return 
 _scratch = threading.local()
 
 
-class WidenedWeight(Tensor):
-    """A tensor of float32 or bf16 whose numbers are stored in bf16 (`stored`) and multiplied in float32."""
+class WidenedWeight(FrozenWeight):
+    """A tensor of float32 or bf16 whose values are stored in bf16 (`stored`) and multiplied in float32. Unlike a
+    quantized weight it may have a gradient."""
 
     stored: Tensor
 
@@ -54,29 +52,22 @@ class WidenedWeight(Tensor):
     def __init__(self, stored: Tensor, dtype: torch.dtype) -> None:
         """Everything is set by `__new__`."""
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if func is F.linear:
-                x, weight, bias = (_argument(args, kwargs, *named) for named in enumerate(("input", "weight", "bias")))
-                if torch.is_autocast_enabled("cpu"):
-                    x = x.to(torch.get_autocast_dtype("cpu"))
-                if isinstance(weight, cls) and _multiplies(x, weight):
-                    return _linear(x, weight, bias)
-            return func(*args, **kwargs)
+    @property
+    def identity(self) -> object:
+        return self.stored.data_ptr()
+
+    @property
+    def stored_as(self) -> str:
+        return str(self.stored.dtype)
+
+    def dense(self) -> Tensor:
+        return self.stored.to(self.dtype, copy=True)
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        return _linear(x, self, bias) if _multiplies(x, self) else None
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs, name = dict(kwargs or {}), func.overloadpacket.__name__
+    def own_operator(cls, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if name in VIEWS:
             return cls(func(args[0].stored, *args[1:], **kwargs), args[0].dtype)
         if name == "_to_copy" and _changes_dtype_alone(kwargs):
@@ -87,60 +78,12 @@ class WidenedWeight(Tensor):
             return _mm(args[0], args[1], kwargs.get("out"))
         if name == "addmm_" and isinstance(args[2], cls) and _accumulates(args, kwargs):
             return add_product(args[0], args[1], args[2].stored)
-        for argument, given in zip(func._schema.arguments, args, strict=False):
-            if isinstance(given, cls) and argument.alias_info is not None and argument.alias_info.is_write:
-                raise _written(name)
-        if isinstance(kwargs.get("out"), cls):
-            raise _written(name)
-        return func(*tree_map(_widen, tuple(args)), **tree_map(_widen, kwargs))
-
-    @property
-    def data(self) -> Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        """The same numbers in another dtype, which `nn.Module.to` sets; others would be lost."""
-        if not isinstance(value, WidenedWeight) or value.stored.data_ptr() != self.stored.data_ptr():
-            raise _written("an assignment to .data")
-        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """An ordinary parameter: a module is copied to train the copy."""
-        return nn.Parameter(_widen(self), self.requires_grad)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved as an ordinary tensor."""
-        return _widen(self).__reduce_ex__(protocol)
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"WidenedWeight({list(self.shape)}, {self.dtype}, stored in {self.stored.dtype})"
+        return NotImplemented
 
 
 def stored_weight(weight: Tensor) -> Tensor:
     """The bf16 numbers of a widened weight, another tensor as it is."""
     return weight.stored if isinstance(weight, WidenedWeight) else weight
-
-
-def weight_rows(weight: Tensor, first: int, last: int) -> Tensor:
-    """Rows first .. last - 1 of a weight. In inference mode torch cannot slice a wrapped tensor that was made outside
-    of it, so the stored numbers are."""
-    if isinstance(weight, WidenedWeight):
-        return WidenedWeight(weight.stored[first:last], weight.dtype)
-    return weight[first:last]
-
-
-def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int, name: str) -> Any:
-    return args[index] if index < len(args) else kwargs.get(name)
-
-
-def _widen(value: Any) -> Any:
-    return value.stored.to(value.dtype, copy=True) if isinstance(value, WidenedWeight) else value
-
-
-def _written(name: str) -> InputError:
-    remedy = "a deep copy of the module can be changed; merge adapters with `kt merge`"
-    return InputError("weight", f"{name}, which writes into it", "a frozen weight, stored in bf16", remedy)
 
 
 def _multiplies(rows: Any, weight: WidenedWeight) -> bool:

@@ -28,7 +28,7 @@ from ktransformers.ground.pool import default_pool
 from ktransformers.modeling.substitute import Restore, Substitution, unprobed
 from ktransformers.quantized.gpu.head_products import HeadRows
 from ktransformers.quantized.weight import QuantizedWeight
-from ktransformers.quantized.widened import COLUMN_MULTIPLE, stored_weight, weight_rows
+from ktransformers.quantized.widened import COLUMN_MULTIPLE, stored_weight
 from ktransformers.serve.scheduler.lora import LinearLora
 
 LATENT_ATTRIBUTE = "kt_latent"  # of an attention module whose slots hold latents
@@ -103,7 +103,7 @@ class LatentProjection:
         weight = self.linear.weight
         if isinstance(weight, QuantizedWeight):
             return weight.decoded(first, last).to(weight.dtype)
-        return weight_rows(weight, first, last)
+        return weight[first:last]
 
     def prefers_absorbed(self, rows: int, keys: int) -> bool:
         """Whether `rows` queries over `keys` cached tokens take fewer products absorbed than expanded."""
