@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pydantic import ValidationError
 
 
@@ -52,3 +54,11 @@ def first_problem(error: ValidationError) -> tuple[tuple[str, ...], str, str]:
 def is_panic(error: BaseException) -> bool:
     """A panic in a library in Rust, tokenizers for example, which Python sees as a `BaseException`."""
     return type(error).__name__ == "PanicException"
+
+
+def nearest(word: object, known: Iterable[str], otherwise: str) -> str:
+    """What an error expects in the place of a word that is not among the known ones: the nearest of them, if any."""
+    import difflib
+
+    near = difflib.get_close_matches(str(word), list(known), n=1)
+    return f"`{near[0]}`, perhaps" if near else otherwise

@@ -3,12 +3,8 @@
 
 from __future__ import annotations
 
-from torch import nn
-from transformers import PreTrainedConfig
-
 from ktransformers.ground.errors import InputError
 from ktransformers.operators.base_operator import Match, Outcome, StockOperator
-from ktransformers.operators.loader import Loader
 
 CHUNKS = "absorb_for_prefill: the server takes, for each chunk, absorbed or expanded, whichever has fewer operations"
 
@@ -16,17 +12,7 @@ CHUNKS = "absorb_for_prefill: the server takes, for each chunk, absorbed or expa
 class KDeepseekV2Attention(StockOperator):
     """Of an attention module with latents (MLA)."""
 
-    def __init__(
-        self,
-        key: str,
-        gguf_loader: Loader,
-        config: PreTrainedConfig,
-        orig_module: nn.Module | None = None,
-        generate_device: str = "cuda",
-        prefill_device: str | None = None,
-        absorb_for_prefill: bool = False,
-    ) -> None:
-        super().__init__(key, gguf_loader, config, orig_module, generate_device, prefill_device)
+    keywords = ("absorb_for_prefill",)
 
     @classmethod
     def check(cls, match: Match) -> Outcome:

@@ -148,7 +148,10 @@ class BaseInjectedModule(nn.Module):
 
 
 class StockOperator(BaseInjectedModule):
-    """An operator whose work the stock module or another part of this package does: the module stays as it is."""
+    """An operator whose work the stock module or another part of this package does: the module stays as it is.
+    `keywords` are those that its rules may give in addition to devices."""
+
+    keywords: tuple[str, ...] = ()
 
     @classmethod
     def check(cls, match: Match) -> Outcome:

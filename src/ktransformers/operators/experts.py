@@ -18,14 +18,10 @@ from __future__ import annotations
 
 import difflib
 
-from torch import nn
-from transformers import PreTrainedConfig
-
 from ktransformers.experts.contract import is_experts
 from ktransformers.ground.errors import InputError
 from ktransformers.operators.base_operator import Match, Outcome, StockOperator
 from ktransformers.operators.linear import known_op
-from ktransformers.operators.loader import Loader
 
 INT8, INT4 = "int8", "int4:32"
 # Backends of KTransformers -> the format that experts are encoded in; None: as released.
@@ -50,29 +46,16 @@ MARLIN = "KExpertsMarlin"
 
 def backend_format(where: str, backend: str) -> str | None:
     """The format that a backend encodes experts in; None: as released."""
-    formats = {name.lower(): spec for name, spec in BACKENDS.items()}
-    if backend.lower() not in formats:
-        near = difflib.get_close_matches(backend.lower(), formats, n=1)
-        word = next((name for name in BACKENDS if near and name.lower() == near[0]), None)
-        raise InputError(where, f"backend {backend}", f"`{word}`, perhaps" if word else "one of " + ", ".join(BACKENDS))
-    return formats[backend.lower()]
+    known = {name.lower(): name for name in BACKENDS}
+    if backend.lower() not in known:
+        near = difflib.get_close_matches(backend.lower(), known, n=1)
+        expected = f"`{known[near[0]]}`, perhaps" if near else "one of " + ", ".join(BACKENDS)
+        raise InputError(where, f"backend {backend}", expected)
+    return BACKENDS[known[backend.lower()]]
 
 
 class KTransformersExperts(StockOperator):
-    def __init__(
-        self,
-        key: str,
-        gguf_loader: Loader,
-        config: PreTrainedConfig,
-        orig_module: nn.Module | None = None,
-        generate_device: str = "cpu",
-        generate_op: str = "KExpertsCPU",
-        prefill_device: str | None = None,
-        prefill_op: str | None = None,
-        out_device: str | None = None,
-        backend: str = "llamafile",
-    ) -> None:
-        super().__init__(key, gguf_loader, config, orig_module, generate_device, prefill_device)
+    keywords = ("generate_op", "prefill_op", "out_device", "backend")
 
     @classmethod
     def check(cls, match: Match) -> Outcome:

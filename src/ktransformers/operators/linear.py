@@ -7,14 +7,13 @@ and decoding multiply the same numbers, so there is one set of weights, that of 
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ktransformers.ground.errors import InputError
+from ktransformers.ground.errors import InputError, nearest
 from ktransformers.operators.base_operator import BaseInjectedModule, Match, Outcome
 from ktransformers.operators.loader import Loader
 from ktransformers.quantized.weight import MIN_WEIGHTS, keep_quantized_linear, quantize_linear, rest_format
@@ -132,9 +131,7 @@ class KTransformersLinearLora(KTransformersLinear):
 def known_op(match: Match, word: str, known: dict[str, Any]) -> None:
     given = match.arguments.get(word)
     if given is not None and given not in known:
-        near = difflib.get_close_matches(str(given), known, n=1)
-        expected = f"`{near[0]}`, perhaps" if near else "one of " + ", ".join(known)
-        raise InputError(f"{match.where}: {word}", given, expected)
+        raise InputError(f"{match.where}: {word}", given, nearest(given, known, "one of " + ", ".join(known)))
 
 
 def _why_as_loaded(match: Match, wanted: str) -> str | None:

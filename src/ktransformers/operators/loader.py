@@ -6,7 +6,6 @@ Files are opened when the first tensor is asked for, and mapped: a tensor is rea
 
 from __future__ import annotations
 
-import difflib
 import functools
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from ktransformers.checkpoint.encoded import Encoded
 from ktransformers.checkpoint.sources import PlainTensor, Source, open_source
 from ktransformers.checkpoint.sources.gguf import gguf_files
-from ktransformers.ground.errors import InputError
+from ktransformers.ground.errors import InputError, nearest
 from ktransformers.modeling.checkpoint_facts import read_checkpoint_facts
 
 
@@ -60,8 +59,7 @@ class Loader:
 
     def _find(self, name: str) -> PlainTensor:
         if name not in self._tensors:
-            near = difflib.get_close_matches(name, self._tensors, n=1)
-            expected = f"`{near[0]}`, perhaps" if near else "a tensor of these files"
+            expected = nearest(name, self._tensors, "a tensor of these files")
             raise InputError(name, f"no such tensor in {self.path}", expected)
         return self._tensors[name]
 

@@ -3,29 +3,12 @@ stock module stays; `place/device_map.py` moves layers and the states between th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import nn
-from transformers import PreTrainedConfig
-
 from ktransformers.ground.errors import InputError
 from ktransformers.operators.base_operator import Match, Outcome, StockOperator
-from ktransformers.operators.loader import Loader
 
 
 class _DecoderModel(StockOperator):
-    def __init__(
-        self,
-        key: str,
-        gguf_loader: Loader,
-        config: PreTrainedConfig,
-        orig_module: nn.Module | None = None,
-        generate_device: str = "cuda",
-        prefill_device: str | None = None,
-        transfer_map: Mapping[int, str] | None = None,
-        per_layer_prefill_intput_threshold: int = 0,
-    ) -> None:
-        super().__init__(key, gguf_loader, config, orig_module, generate_device, prefill_device)
+    keywords = ("transfer_map", "per_layer_prefill_intput_threshold")
 
     @classmethod
     def check(cls, match: Match) -> Outcome:

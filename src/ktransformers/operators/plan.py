@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from ktransformers.ground.errors import InputError
+from ktransformers.ground.errors import InputError, nearest
 from ktransformers.operators.base_operator import BaseInjectedModule, Match, Outcome, RuledModel
 from ktransformers.operators.experts import KTransformersExperts
 from ktransformers.operators.linear import KEEP
@@ -201,8 +201,8 @@ def operators() -> dict[str, type[BaseInjectedModule]]:
 
 
 def _nearest_operator(rule: Rule) -> str:
-    near = difflib.get_close_matches(rule.operator, [*operators(), DEFAULT], n=1)
-    return f"`{near[0]}`, perhaps" if near else "default, an operator of the package, or a class of your own"
+    otherwise = "default, an operator of the package, or a class of your own"
+    return nearest(rule.operator, [*operators(), DEFAULT], otherwise)
 
 
 def keywords_of(operator: type[BaseInjectedModule] | None) -> tuple[str, ...]:
@@ -211,6 +211,7 @@ def keywords_of(operator: type[BaseInjectedModule] | None) -> tuple[str, ...]:
         return PLACES
     words: dict[str, None] = {}
     for item in operator.__mro__:
+        words |= dict.fromkeys(vars(item).get("keywords", ()))
         if "__init__" not in vars(item) or item is nn.Linear or item is nn.Module:
             continue
         parameters = inspect.signature(vars(item)["__init__"]).parameters.values()
@@ -225,7 +226,6 @@ def check_keywords(rule: Rule, operator: type[BaseInjectedModule] | None) -> Non
     known = keywords_of(operator)
     for word in rule.arguments:
         if word not in known:
-            near = difflib.get_close_matches(str(word), known, n=1)
-            expected = f"`{near[0]}`, perhaps" if near else "one of " + ", ".join(known)
+            expected = nearest(word, known, "one of " + ", ".join(known))
             name = DEFAULT if operator is None else operator.__name__
             raise InputError(NAME, f"{rule.where}: keyword {word} of {name}", expected)

@@ -15,7 +15,6 @@ file that ends as those do.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib.util
 import re
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ktransformers.ground.errors import InputError
+from ktransformers.ground.errors import InputError, nearest
 from ktransformers.ground.files import MAX_YAML_BYTES, is_file, parse_yaml, read_text, short, validate
 from ktransformers.ground.patterns import FilePatterns
 from ktransformers.operators.builtin import rule_files
@@ -210,8 +209,7 @@ def _is_summary(stem: str) -> bool:
 
 
 def _missing(given: str | Path) -> InputError:
-    near = difflib.get_close_matches(Path(given).name, list(rule_files()), n=1)
-    expected = f"`{near[0]}`, perhaps" if near else "a YAML file of rules"
+    expected = nearest(Path(given).name, rule_files(), "a YAML file of rules")
     return InputError(NAME, f"{given}, which does not exist", expected, "docs/operators.md lists the names")
 
 
@@ -255,8 +253,7 @@ def _layer(where: str, key: Any) -> int:
 
 def _device(where: str, word: Any) -> str:
     if not isinstance(word, str) or not DEVICES.fullmatch(word):
-        near = difflib.get_close_matches(str(word).lower(), ("cpu", "cuda", "cuda:0"), n=1)
-        hint = f"`{near[0]}`, perhaps" if near else ""
+        hint = nearest(str(word).lower(), ("cpu", "cuda", "cuda:0"), "")
         raise InputError(NAME, f"{where}: device {word!r}", "cpu, cuda, or cuda:N", hint)
     return word.lower()
 
