@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from tests.support.tiny_models import build, tokens
 from tests.parallel.test_distributed import ATTENTION, EXPERTS, loss
 from tests.parallel.test_sharding import widen
-from ktransformers.nn import attach, sharding, whole_state
+from ktransformers.nn import attach
+from ktransformers.parallel import sharding, whole_state
 from ktransformers.experts.checkpointing import save_expert_outputs
 torch.set_num_threads(1)
 dist.init_process_group("gloo")

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback
 import ktransformers.train.run as run
-from ktransformers.nn import sharding
+from ktransformers.parallel import sharding
 from ktransformers.ground.pool import default_pool
 from ktransformers.train.resolve import read_settings
 from safetensors.torch import save_file
